@@ -1,0 +1,79 @@
+"""mplug trains large transformers; every part that someone might want to replace is a plugin.
+
+This module is what a plugin author imports, beside `mplug.nn`, `mplug.ops` and `mplug.testing`. It imports no torch.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+from mplug.contracts import (
+    Loader,
+    MicroBatch,
+    Optimizer,
+    Piece,
+    Record,
+    Stateful,
+    Stepper,
+    StepResult,
+    StepScalars,
+    Tokenizer,
+)
+from mplug.errors import RunError, UsageError
+from mplug.hookspecs import hookimpl
+from mplug.loading import MapLoader
+from mplug.mesh import Axis, IndexMap, Mesh, contiguous
+from mplug.plan import Box, Flops, Init, Parameter, Placement, Plan, Segment, Unit
+from mplug.slots import Offer, Site, Wrap
+
+if TYPE_CHECKING:
+    from mplug.config import RunConfig
+    from mplug.model import Model
+    from mplug.run import Run
+
+_LATE = {"Model": "mplug.model", "Run": "mplug.run", "RunConfig": "mplug.config"}
+"""What costs start-up time (torch, pydantic) and is imported when it is first used."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module 'mplug' has no attribute '{name}'")
+    from importlib import import_module
+
+    return getattr(import_module(_LATE[name]), name)
+
+
+__all__ = [
+    "Axis",
+    "Box",
+    "Flops",
+    "IndexMap",
+    "Init",
+    "Loader",
+    "MapLoader",
+    "Mesh",
+    "MicroBatch",
+    "Model",
+    "Offer",
+    "Optimizer",
+    "Parameter",
+    "Piece",
+    "Placement",
+    "Plan",
+    "Record",
+    "Run",
+    "RunConfig",
+    "RunError",
+    "Segment",
+    "Site",
+    "Stateful",
+    "StepResult",
+    "StepScalars",
+    "Stepper",
+    "Tokenizer",
+    "Unit",
+    "UsageError",
+    "Wrap",
+    "contiguous",
+    "hookimpl",
+]

@@ -1,0 +1,79 @@
+"""From a prepared run to the objects that train: every build hook, in order."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from mplug.alternatives import kernels_that_would_do
+from mplug.config import RunConfig
+from mplug.contracts import Optimizer, Piece, Stepper
+from mplug.errors import UsageError
+from mplug.gradients import Sinks
+from mplug.model import Model, fill_slots, materialize
+from mplug.run import Run
+from mplug.slots import Offer, Selection, Wrap
+from mplug.stepper import AccumulatingStepper, make_pieces
+
+
+@dataclass
+class Parts:
+    """What a training process holds."""
+
+    model: Model
+    pieces: list[Piece]
+    optimizer: Optimizer
+    stepper: Stepper
+
+
+def choose_device(config: RunConfig) -> str:
+    """'cpu' or 'cuda', as the config says or as the machine has it."""
+    wanted, available = config.trainer.device, torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise UsageError("trainer.device is 'cuda', and torch sees no GPU here; use 'auto' or 'cpu'")
+    return "cuda" if wanted != "cpu" and available else "cpu"
+
+
+def build_model(run: Run) -> Model:
+    """The model on the meta device: split, placed, its slots filled. Refuses what no chosen plugin can supply."""
+    model, selection = _build_model(run)
+    if selection.unmet:
+        raise UsageError("\n".join(f"{unmet}{kernels_that_would_do(run.config, unmet)}" for unmet in selection.unmet[:3]))
+    return model
+
+
+def _build_model(run: Run) -> tuple[Model, Selection]:
+    run.device = choose_device(run.config)
+    with torch.device("meta"):
+        model: Model = run.hooks.call.build_model(run=run)
+    run.hooks.call.split_model(run=run, model=model)
+    model.place(run.mesh)
+    run.hooks.call.shard_model(run=run, model=model)
+    return model, fill_slots(model, run, collect_offers(run, model))
+
+
+def collect_offers(run: Run, model: Model) -> list[Offer | Wrap]:
+    """Every plugin's offers, each with its plugin's label, in the order of the hooks."""
+    answers = zip(run.hooks.implementers("offer"), run.hooks.call.offer(run=run, model=model), strict=True)
+    return [replace(offered, plugin=label) for label, answer in answers for offered in answer]
+
+
+def unmet_reasons(run: Run) -> list[str]:
+    """Why the chosen kernels cannot serve this run's model; empty where they can."""
+    return [str(unmet) for unmet in _build_model(run)[1].unmet]
+
+
+def build(run: Run) -> Parts:
+    """Everything that a training process needs but its data."""
+    model = build_model(run)
+    materialize(model, run.rank, torch.device(run.device), run.config.trainer.seed)
+    sinks = Sinks(model.parameters())
+    for wrap in run.hooks.layered("wrap_model"):
+        wrap(run=run, model=model)
+    pieces = make_pieces(model, sinks)
+    optimizer: Optimizer = run.hooks.call.build_optimizer(run=run, pieces=pieces)
+    stepper: Stepper | None = run.hooks.call.build_stepper(run=run, model=model, optimizer=optimizer)
+    trainer = run.config.trainer
+    default = AccumulatingStepper(
+        model, sinks, pieces, optimizer, rank=run.rank, seed=trainer.seed, max_norm=trainer.max_grad_norm
+    )
+    return Parts(model, pieces, optimizer, stepper or default)

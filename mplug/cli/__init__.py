@@ -1,0 +1,89 @@
+"""The command line: a file a command. Importing this package imports no torch, no pydantic and no plugin."""
+
+import sys
+from importlib import import_module
+from typing import Any
+
+import click
+
+import mplug
+from mplug.errors import RunError, UsageError
+from mplug.registry import Registry
+
+COMMANDS = {
+    "train": "Train a model, or continue a run.",
+    "generate": "Sample text from a trained run.",
+    "explain": "Show what a run would be: units, slots, placements, bytes.",
+    "config": "Show the resolved config, or its JSON Schema.",
+    "plugins": "List, show and check installed plugins.",
+}
+"""The host's own commands, in the order in which a newcomer needs them; each is a module of this package."""
+
+
+class Commands(click.Group):
+    """The host's commands and those that plugins add, imported when they are called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Every command by name."""
+        return [*COMMANDS, *(name for name in Registry().names("commands") if name not in COMMANDS)]
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        """Import one command."""
+        if name in COMMANDS:
+            command: click.Command = import_module(f"mplug.cli.{name}").command
+            return command
+        if name not in Registry().names("commands"):
+            return None
+        entry = Registry().find("commands", name)
+        module, _, attribute = entry.target.partition(":")
+        try:
+            command = getattr(import_module(module), attribute)
+        except Exception as error:
+            raise UsageError(f"command '{name}' ({entry.origin}) does not import: {error}") from error
+        return command
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        """Name the nearest command where one is unknown."""
+        from mplug.errors import suggest
+
+        name = args[0]
+        if not name.startswith("-") and name not in self.list_commands(ctx):
+            raise UsageError(f"there is no command '{name}'{suggest(name, self.list_commands(ctx))} (see mplug --help)")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List commands without importing any."""
+        summaries = {entry.name: f"{entry.summary} ({entry.origin})" for entry in Registry().entries("commands")}
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, {**summaries, **COMMANDS}[name]) for name in self.list_commands(ctx)])
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a command; errors become one sentence and the right exit status."""
+        try:
+            return super().main(*args, **kwargs)
+        except UsageError as error:
+            _fail(str(error), 2)
+        except RunError as error:
+            _fail(str(error), 1)
+        except OSError as error:
+            _fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", 1)
+        except KeyboardInterrupt:
+            sys.exit(130)
+
+
+def _fail(message: str, status: int) -> None:
+    lines = message.splitlines()
+    click.echo(f"mplug: {lines[0]}" if len(lines) == 1 else "mplug:\n" + "\n".join(f"  {line}" for line in lines), err=True)
+    sys.exit(status)
+
+
+@click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(mplug.__version__, prog_name="mplug")
+def main() -> None:
+    """Train large transformers; every part is a plugin.
+
+    \b
+    mplug train                    train a small GPT on Python's own source text
+    mplug generate                 sample from the newest run
+    mplug train --model gpt --preset 125m --set data.path=books/
+    """

@@ -1,0 +1,95 @@
+"""Options that several commands share, and the settings that they make."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+from click.shell_completion import CompletionItem
+
+from mplug.registry import Registry
+
+if TYPE_CHECKING:
+    from mplug.config import RunConfig
+    from mplug.settings import Settings
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+FLAGS = {
+    "model": "model.name",
+    "preset": "model.preset",
+    "parallel": "parallel.layout",
+    "attention": "kernels.attention",
+    "optimizer": "optimizer.name",
+    "data": "data.name",
+    "precision": "trainer.precision",
+}
+"""Short flags -> the fields that they set."""
+
+
+class PluginName(click.ParamType):
+    """The name of an installed plugin; the shell completes it from metadata alone."""
+
+    name = "name"
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """The installed names that begin so."""
+        entries = {entry.name: entry.summary for entry in Registry().entries(self.kind)}
+        names = [name for name in Registry().names(self.kind) if name.startswith(incomplete)]
+        return [CompletionItem(name, help=entries.get(name)) for name in names]
+
+
+class RunName(click.ParamType):
+    """The name of a run below `runs/`."""
+
+    name = "run"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """The runs that begin so."""
+        found = sorted(path.parent.name for path in Path("runs").glob("*/config.yaml"))
+        return [CompletionItem(name) for name in found if name.startswith(incomplete)]
+
+
+def config_options(function: F) -> F:
+    """The options that choose and change a run's config."""
+    options = [
+        click.option("--model", type=PluginName("models"), help="Model family, an installed plugin."),
+        click.option("--preset", metavar="NAME", help="A named size of the model: nano, 125m, ..."),
+        click.option("--parallel", metavar="LAYOUT", help="Layout, as strategies and degrees: tp4pp2."),
+        click.option("--attention", type=PluginName("kernels"), help="Plugin for the attention core."),
+        click.option("--kernels", metavar="NAME", multiple=True, help="Plugin for all slots, or for one kind: norm=NAME."),
+        click.option("--optimizer", type=PluginName("optimizers"), help="Optimizer, an installed plugin."),
+        click.option("--data", type=PluginName("data"), help="Data loader, an installed plugin."),
+        click.option("--precision", metavar="FORMAT", help="Number format of weights and activations."),
+        click.option("--config", "file", type=click.Path(path_type=Path), help="A YAML file of settings."),
+        click.option("--set", "assignments", metavar="FIELD=VALUE", multiple=True, help="Set any field: trainer.steps=100."),
+    ]
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+def overrides(
+    *, file: Path | None, assignments: tuple[str, ...], kernels: tuple[str, ...], **flags: str | None
+) -> "Settings":
+    """The settings of the command line over those of the file that it names."""
+    from mplug.settings import merge, read_assignments, read_file
+
+    settings: Settings = read_file(file) if file else {}
+    for flag, value in flags.items():
+        if value is not None:
+            settings = merge(settings, read_assignments([f"{FLAGS[flag]}={value}"], f"--{flag}"))
+    for value in kernels:
+        kind, _, name = value.rpartition("=")
+        settings = merge(settings, read_assignments([f"kernels.{kind or 'default'}={name}"], "--kernels"))
+    return merge(settings, read_assignments(assignments))
+
+
+def resolved(options: dict[str, Any]) -> "RunConfig":
+    """The config that the options of `config_options` make over the default run."""
+    from mplug.config import default_settings, resolve
+
+    return resolve(Registry(), default_settings(), overrides(**options))

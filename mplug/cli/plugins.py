@@ -1,0 +1,108 @@
+"""mplug plugins."""
+
+import click
+
+from mplug.registry import KINDS, Entry, Registry
+
+
+@click.group()
+def command() -> None:
+    """List, show and check installed plugins.
+
+    Installing a plugin changes nothing; naming it in a run's config does.
+    """
+
+
+@command.command("list")
+@click.option("--kind", type=click.Choice(KINDS), help="Only plugins of this kind.")
+def list_(kind: str | None) -> None:
+    """List installed plugins by reading metadata only: no plugin is imported."""
+    registry = Registry()
+    entries = registry.entries(kind)
+    if not entries:
+        click.echo("no plugin is installed")
+        return
+    rows = [("KIND", "NAME", "DISTRIBUTION", "SPEAKS", "WHAT IT IS")]
+    rows += [(e.kind, e.name, e.origin, f"mplug {e.speaks}" if e.speaks else "-", e.summary) for e in entries]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    for row in rows:
+        click.echo("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]))
+    for clash in _clashes(entries):
+        click.echo(f"\n{clash}")
+    for copy in registry.shadowed():
+        click.echo(f"\nmetadata of {copy.distribution} {copy.version} in {copy.source} is hidden by another copy of it")
+
+
+def _clashes(entries: list[Entry]) -> list[str]:
+    claims: dict[tuple[str, str], list[Entry]] = {}
+    for entry in entries:
+        claims.setdefault((entry.kind, entry.name), []).append(entry)
+    return [
+        f"'{name}' ({kind}) is claimed by {' and '.join(entry.origin for entry in claimed)}; "
+        f"choose one as {' or '.join(f'{entry.distribution}/{name}' for entry in claimed)}"
+        for (kind, name), claimed in claims.items()
+        if len(claimed) > 1
+    ]
+
+
+class AnyPlugin(click.ParamType):
+    """KIND/NAME or NAME of an installed plugin."""
+
+    name = "plugin"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[object]:
+        """The installed plugins that begin so."""
+        from click.shell_completion import CompletionItem
+
+        return [CompletionItem(e.label, help=e.summary) for e in Registry().entries() if e.label.startswith(incomplete)]
+
+
+@command.command()
+@click.argument("plugin", type=AnyPlugin())
+def show(plugin: str) -> None:
+    """Show one plugin: where it comes from, its hooks, presets and config fields.
+
+    PLUGIN is its name, or KIND/NAME where several kinds use the name. It is imported, in a process of its own.
+    """
+    from mplug.errors import UsageError, suggest
+    from mplug.inspection import inspect_apart
+
+    found = [entry for entry in Registry().entries() if plugin in (entry.label, entry.name)]
+    if not found:
+        known = [entry.label for entry in Registry().entries()]
+        raise UsageError(f"no plugin '{plugin}' is installed{suggest(plugin, known)} (see mplug plugins list)")
+    for entry in found:
+        click.echo(f"{entry.label}: {entry.summary}")
+        click.echo(f"  from     {entry.origin}, in {entry.source}")
+        click.echo(f"  class    {entry.target}")
+        click.echo(f"  speaks   mplug {entry.speaks}" if entry.speaks else "  speaks   it does not say (no Requires-Dist: mplug)")
+        report = inspect_apart(entry)
+        if report.fault:
+            click.echo(f"  broken   {report.fault}")
+        if report.hooks:
+            click.echo(f"  hooks    {', '.join(report.hooks)}")
+        if report.presets:
+            click.echo(f"  presets  {', '.join(report.presets)}")
+        for name, kind, default, description in report.fields:
+            click.echo(f"  {name}: {kind} = {default}\n      {description}")
+
+
+@command.command()
+@click.argument("plugins", nargs=-1, type=AnyPlugin())
+def check(plugins: tuple[str, ...]) -> None:
+    """Import every installed plugin, each in a process of its own, and hold it to the contract.
+
+    With names, only those. Exit status 1 if any is broken.
+    """
+    from mplug.inspection import inspect_apart
+
+    entries = [entry for entry in Registry().entries() if not plugins or {entry.label, entry.name} & set(plugins)]
+    broken = 0
+    for entry in entries:
+        report = inspect_apart(entry)
+        broken += bool(report.fault)
+        click.echo(f"{'broken' if report.fault else 'ok':<6}  {entry.label} ({entry.origin})")
+        if report.fault:
+            click.echo("\n".join(f"          {line}" for line in report.fault.splitlines()))
+    click.echo(f"{len(entries) - broken} of {len(entries)} plugins are sound")
+    raise SystemExit(1 if broken else 0)

@@ -1,0 +1,103 @@
+"""mplug train."""
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mplug.cli.options import RunName, config_options
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from mplug.config import RunConfig
+    from mplug.run import Run
+
+
+@click.command()
+@config_options
+@click.option("--name", type=RunName(), help="Name of the run; its folder is runs/NAME.")
+@click.option("--resume", is_flag=True, help="Continue the newest checkpoint of --name, or of the newest run.")
+def command(name: str | None, resume: bool, **options: Any) -> None:
+    """Train a model, or continue a run.
+
+    Without options, trains a small byte-level GPT on the source text of Python's standard library: nothing is
+    downloaded, no GPU is needed. What a run is made of can be seen before it starts with 'mplug explain', and every
+    field of its config with 'mplug config show'.
+
+    \b
+    mplug train --set data.path=book.txt --set trainer.steps=500
+    mplug train --model gpt --preset 125m --attention reference
+    mplug train --resume --set trainer.steps=3000
+    """
+    from rich.console import Console
+
+    from mplug.checkpoint import newest
+    from mplug.config import default_settings, resolve
+    from mplug.registry import Registry
+    from mplug.run import find_directory, new_directory, prepare
+    from mplug.settings import read_file
+
+    from mplug.cli.options import overrides
+
+    directory = find_directory(name) if resume else None
+    base = read_file(directory / "config.yaml") if directory else default_settings()
+    config = resolve(Registry(), base, overrides(**options))
+    resume_from = newest(directory / "checkpoints") if directory else None
+    console = Console(stderr=False)
+    host_plugins = _host_observers(config, console)
+    run = prepare(config, host_plugins)
+    _refuse_more_than_one_process(run)
+    run.directory = directory or new_directory(config, name)
+    _log_to(run.directory / "logs" / "rank0.log")
+    _train(run, resume_from, console)
+
+
+def _host_observers(config: "RunConfig", console: Any) -> dict[str, object]:
+    from mplug.observers import MetricsFile, ProgressLine
+
+    progress = ProgressLine(console, config.trainer.steps, config.trainer.log_every)
+    return {"host/metrics": MetricsFile(), "host/progress": progress}
+
+
+def _refuse_more_than_one_process(run: "Run") -> None:
+    from mplug.errors import UsageError
+
+    if run.mesh.world_size > 1:
+        raise UsageError(
+            f"layout '{run.config.parallel.layout}' needs {run.mesh.world_size} processes, and this version of mplug "
+            f"trains in one; leave --parallel out"
+        )
+
+
+def _log_to(path: "Path") -> None:
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger = logging.getLogger("mplug")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+
+
+def _train(run: "Run", resume_from: "Path | None", console: Any) -> None:
+    import time
+
+    import torch
+
+    from mplug.loop import train
+    from mplug.observers import duration
+
+    assert run.directory is not None
+    where = f"from step {int(resume_from.name.removeprefix('step_'))}" if resume_from else "from scratch"
+    console.print(f"run [bold]{run.directory}[/]: {run.config.trainer.steps} steps, {where}", highlight=False)
+    gpus = torch.cuda.device_count()
+    if gpus > 1 and not run.config.parallel.layout and run.config.trainer.device != "cpu":
+        strategy = run.config.parallel.data or "STRATEGY"
+        console.print(f"{gpus} GPUs are here and this run uses one; --parallel {strategy}{gpus} uses all", highlight=False)
+    began = time.monotonic()
+    outcome = train(run, resume_from)
+    took = duration(time.monotonic() - began)
+    if outcome.signal is not None:
+        console.print(f"stopped after step {run.step}, which is saved; continue with: mplug train --resume --name {run.directory.name}")
+        raise SystemExit(128 + outcome.signal)
+    loss = f", validation loss {outcome.val_loss:.4f}" if outcome.val_loss is not None else ""
+    console.print(f"done in {took}{loss}; sample from it with: mplug generate --name {run.directory.name}", highlight=False, soft_wrap=True)

@@ -1,0 +1,117 @@
+"""What plugins and the host hand to each other. Torch-free: tensors appear in annotations only.
+
+Shapes: `B` samples of a micro batch, `S` sequence length. A micro batch is a mapping from the entries that the plan's
+`context` names to tensors.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mplug.plan import Parameter, Placement
+
+MicroBatch = Mapping[str, "Tensor"]
+Record = dict[str, Any]
+"""A line of metrics.jsonl: step, loss, grad_norm, lr, tokens, tokens_per_s, tflops, mfu, memory_gib, data_wait_s."""
+
+
+class Stateful(Protocol):
+    """Anything whose state a checkpoint holds: tensors and plain data only."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, in tensors, numbers, strings, lists and mappings."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue exactly where `state` was taken."""
+
+
+class Loader(Stateful, Protocol):
+    """One split of a data set, in one global order of samples whatever the layout."""
+
+    vocab_size: int
+    """Every token is below it."""
+
+    def take(self, num_samples: int) -> Iterator[MicroBatch]:
+        """This rank's part of the next `num_samples` global samples, in micro batches.
+
+        Entries: `tokens` [B, S], `labels` [B, S] (already shifted; -100 where there is no target), `positions`
+        [1 or B, S] and `sample_ids` [B] (a sample's number in the global order).
+        """
+
+
+class Tokenizer(Protocol):
+    """Text to tokens and back."""
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text."""
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of tokens."""
+
+
+@dataclass
+class Piece:
+    """What an optimizer updates: one parameter, or the part of it that this rank owns.
+
+    `master` (fp32) is updated in place from `gradient` (fp32, same shape), which the host has reduced but not scaled.
+    `weight` is the low-precision copy that the host writes afterwards; None where the master is the weight itself.
+    """
+
+    name: str
+    master: "Tensor"
+    gradient: "Tensor"
+    weight: "Tensor | None"
+    parameter: "Parameter"
+    placement: "Placement"
+
+
+@dataclass(frozen=True)
+class StepScalars:
+    """What changes from step to step, as zero-dimensional fp32 tensors on the device, so that no step waits for the host.
+
+    Gradients must be multiplied by `scale` (clipping and the token count). Where `skip` is 1, nothing may change.
+    """
+
+    lr: "Tensor"
+    scale: "Tensor"
+    skip: "Tensor"
+    weight_decay: float
+
+
+class Optimizer(Protocol):
+    """Updates pieces and nothing more."""
+
+    needs: Literal["elements", "matrices"]
+    """Whether any range of a piece may be updated alone, or whole matrices (segment by segment) only."""
+
+    def step(self, scalars: StepScalars) -> None:
+        """Update every piece's master once."""
+
+    def state(self, piece: Piece) -> "dict[str, Tensor]":
+        """The live state tensors of a piece by name: each of the piece's shape, or a scalar. Loading copies into them."""
+
+
+@dataclass
+class StepResult:
+    """The figures of a step, on the device: reading them waits for it."""
+
+    loss: "Tensor"
+    grad_norm: "Tensor"
+    tokens: "Tensor"
+    skipped: "Tensor"
+
+
+class Stepper(Protocol):
+    """Owns the step: how micro batches become gradients, and gradients an update."""
+
+    def forward_backward(self, micro_batches: Iterable[MicroBatch], step: int) -> None:
+        """Sum the gradients of a step's micro batches into the sinks, and losses and token counts beside them."""
+
+    def update(self, lr: float, weight_decay: float) -> StepResult:
+        """Finish gradients, clip, check that they are finite, and let the optimizer update its pieces."""
+
+    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> "Tensor":
+        """The mean loss over all tokens of the micro batches, without gradients or dropout."""

@@ -1,0 +1,29 @@
+"""What ends a run early, told apart by whose problem it is."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UsageError(Exception):
+    """The user's input is wrong: exit status 2, no traceback.
+
+    The message is for the person at the keyboard: what, where, remedy.
+    """
+
+
+class RunError(Exception):
+    """The world failed (a full disk, a dead worker, a non-finite loss): exit status 1, no traceback."""
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """'; did you mean 'gpt'?' where a known word is close to `word`, else the empty string."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean '{close[0]}'?" if close else ""
+
+
+def listed(words: Iterable[str]) -> str:
+    """Words as a reader wants them in a sentence: 'a, b and c', or 'none'."""
+    words = list(words)
+    if not words:
+        return "none"
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -1,0 +1,96 @@
+"""The hooks of one run: plugins checked against the specifications, then called through pluggy."""
+
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pluggy
+
+from mplug import hookspecs
+from mplug.errors import UsageError, listed, suggest
+
+log = logging.getLogger("mplug")
+
+
+def implemented(plugin: type) -> list[str]:
+    """The hooks that a plugin class implements."""
+    return [name for name, function in _methods(plugin) if hasattr(function, "mplug_impl")]
+
+
+def faults(plugin: type) -> list[str]:
+    """What is wrong with a plugin class, one sentence each: pluggy alone stays silent on most of these."""
+    specs = hookspecs.specifications()
+    found = []
+    for name, function in _methods(plugin):
+        marked = hasattr(function, "mplug_impl")
+        if marked and name not in specs:
+            found.append(f"'{name}' is not a hook{suggest(name, specs)}")
+        elif name in specs and not marked:
+            found.append(f"'{name}' has a hook's name but no @hookimpl; mark it, or rename it")
+        elif marked:
+            known = [parameter for parameter in inspect.signature(specs[name]).parameters]
+            given = [parameter for parameter in inspect.signature(function).parameters][1:]
+            found += [
+                f"hook '{name}' has no argument '{argument}'{suggest(argument, known)} (it has {listed(known)})"
+                for argument in given
+                if argument not in known
+            ]
+    return found
+
+
+def _methods(plugin: type) -> list[tuple[str, Callable[..., Any]]]:
+    return inspect.getmembers(plugin, lambda member: inspect.isfunction(member))
+
+
+class Hooks:
+    """The plugins of one run, ready to be called: `hooks.call.build_model(run=run)`.
+
+    Plugins are registered so that pluggy, which calls the last registered first, calls them sorted by name.
+    """
+
+    def __init__(self, plugins: dict[str, object]) -> None:
+        self.plugins = dict(sorted(plugins.items()))
+        self._manager = pluggy.PluginManager("mplug")
+        self._manager.add_hookspecs(hookspecs)
+        for label, plugin in reversed(self.plugins.items()):
+            self._manager.register(plugin, label)
+        self.call = self._manager.hook
+        self._refuse_rivals()
+
+    def implementers(self, hook: str) -> list[str]:
+        """Labels of the plugins that implement a hook, in the order in which they are called."""
+        return [implementation.plugin_name for implementation in reversed(self._implementations(hook))]
+
+    def layered(self, hook: str) -> list[Callable[..., Any]]:
+        """The implementations of a hook by their plugins' declared `layer`, the innermost first."""
+        ordered = sorted(reversed(self._implementations(hook)), key=lambda found: getattr(found.plugin, "layer", 0))
+        return [_bound(implementation) for implementation in ordered]
+
+    def observe(self, hook: str, **arguments: Any) -> None:
+        """Tell observers; one that raises is reported in the log and does not end the run."""
+        for implementation in reversed(self._implementations(hook)):
+            try:
+                _bound(implementation)(**arguments)
+            except Exception:
+                log.exception("observer '%s' failed in %s; the run goes on", implementation.plugin_name, hook)
+
+    def _implementations(self, hook: str) -> list[pluggy.HookImpl]:
+        caller: pluggy.HookCaller = getattr(self.call, hook)
+        return caller.get_hookimpls()
+
+    def _refuse_rivals(self) -> None:
+        for hook in (*hookspecs.hooks_answered_by("exactly one"), *hookspecs.hooks_answered_by("at most one")):
+            rivals = self.implementers(hook)
+            if len(rivals) > 1:
+                raise UsageError(f"{listed(rivals)} all answer '{hook}', which takes one answer; name only one of them")
+        for hook in hookspecs.hooks_answered_by("exactly one"):
+            if not self.implementers(hook):
+                raise UsageError(f"none of the chosen plugins ({listed(self.plugins)}) implements '{hook}'")
+
+
+def _bound(implementation: pluggy.HookImpl) -> Callable[..., Any]:
+    def call(**arguments: Any) -> Any:
+        return implementation.function(**{name: arguments[name] for name in implementation.argnames})
+
+    return call

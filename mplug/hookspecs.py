@@ -1,0 +1,160 @@
+"""Every hook, in the order of a run. This file is the manual of the plugin interface.
+
+A plugin implements a hook by a method of the same name, marked `@hookimpl`; it may leave out arguments that it does not
+need. Hooks build and observe: they are called a few times a run or once a step, never inside a layer. They are called
+in the same order on every rank. An exception in a hook ends the run on every rank, except in observers.
+
+Each hook says how many of the plugins that a run names may answer it: all, at most one, or exactly one.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import pluggy
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from mplug.config import RunConfig
+    from mplug.contracts import Loader, Optimizer, Piece, Record, Stateful, Stepper, Tokenizer
+    from mplug.mesh import Axis
+    from mplug.model import Model
+    from mplug.run import Run
+    from mplug.slots import Offer, Wrap
+
+F = TypeVar("F", bound=Callable[..., Any])
+Answers = Literal["all", "at most one", "exactly one"]
+
+hookimpl = pluggy.HookimplMarker("mplug")
+_spec = pluggy.HookspecMarker("mplug")
+
+
+def _answered_by(answers: Answers) -> Callable[[F], F]:
+    def mark(function: F) -> F:
+        marked = _spec(firstresult=answers != "all")(function)
+        marked.answers = answers  # type: ignore[attr-defined]
+        return marked
+
+    return mark
+
+
+all_plugins = _answered_by("all")
+at_most_one = _answered_by("at most one")
+exactly_one = _answered_by("exactly one")
+
+
+# Build: before any process starts, then again on every rank.
+
+
+@all_plugins
+def configure(config: "RunConfig") -> None:
+    """Check your own section against the whole config; raise UsageError. Called once, before torch is imported."""
+
+
+@all_plugins
+def mesh_axes(config: "RunConfig") -> "list[Axis]":
+    """The axes that a parallel strategy adds to the mesh. Called once, before torch is imported."""
+
+
+@exactly_one
+def build_model(run: "Run") -> "Model":
+    """The model and its plan, on the meta device: no memory, no random numbers."""
+
+
+@at_most_one
+def split_model(run: "Run", model: "Model") -> None:
+    """Keep this rank's units in `model.module` and in `model.plan`; names stay global."""
+
+
+@all_plugins
+def shard_model(run: "Run", model: "Model") -> None:
+    """Refine `model.placements` where a mesh axis alone does not say it. Rules of two strategies must be disjoint."""
+
+
+@all_plugins
+def offer(run: "Run", model: "Model") -> "list[Offer | Wrap]":
+    """Suppliers and wraps for slots. Pure: offering changes nothing, the host selects and applies."""
+
+
+@all_plugins
+def wrap_model(run: "Run", model: "Model") -> None:
+    """Wrap units (recompute, offload, FSDP) or listen to gradient sinks (data parallelism).
+
+    Called in the order of the plugins' `layer` attributes (an integer, 0 if absent), the innermost first.
+    """
+
+
+@exactly_one
+def build_optimizer(run: "Run", pieces: "list[Piece]") -> "Optimizer":
+    """The optimizer of this rank's pieces. It updates pieces and nothing more: the host owns gradients and schedules."""
+
+
+@at_most_one
+def build_tokenizer(run: "Run") -> "Tokenizer | None":
+    """What turns text into the tokens of this data and back; `mplug generate` needs it."""
+
+
+@exactly_one
+def build_loader(run: "Run", split: "Literal['train', 'validation']") -> "Loader":
+    """The loader of a split's micro batches on this rank. Called for each split, on ranks that read data."""
+
+
+@at_most_one
+def build_stepper(run: "Run", model: "Model", optimizer: "Optimizer") -> "Stepper":
+    """What runs a step, where the host's default (accumulate micro batches one after the other) does not do."""
+
+
+# Every step.
+
+
+@all_plugins
+def parameters_updated(run: "Run") -> None:
+    """The optimizer has updated this rank's pieces: gather parameters, cast them, update expert biases."""
+
+
+@all_plugins
+def state(run: "Run") -> "dict[str, Stateful]":
+    """Named objects whose state a checkpoint must hold, beyond parameters, optimizer, schedule and loader."""
+
+
+# Observers: they look and tell, on every rank, sorted by name, and never change a run.
+
+
+@all_plugins
+def run_started(run: "Run") -> None:
+    """Everything is built and, if the run resumes, loaded; the first step follows."""
+
+
+@all_plugins
+def step_started(run: "Run") -> None:
+    """The step numbered `run.step` (the first is 1) begins."""
+
+
+@all_plugins
+def step_finished(run: "Run", record: "Record") -> None:
+    """A step is over and its figures are known; `record` is what metrics.jsonl gets."""
+
+
+@all_plugins
+def checkpoint_saved(run: "Run", path: "Path") -> None:
+    """A complete checkpoint is visible at `path`."""
+
+
+@all_plugins
+def run_failed(run: "Run", error: BaseException) -> None:
+    """The run ends with `error`."""
+
+
+@all_plugins
+def run_finished(run: "Run") -> None:
+    """The run has done its last step."""
+
+
+def specifications() -> dict[str, Callable[..., Any]]:
+    """Every hook by name, in the order of a run."""
+    return {name: value for name, value in globals().items() if hasattr(value, "answers")}
+
+
+def hooks_answered_by(answers: Answers) -> Iterable[str]:
+    """The names of the hooks that so many plugins may answer."""
+    return [name for name, function in specifications().items() if getattr(function, "answers") == answers]  # noqa: B009

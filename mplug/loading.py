@@ -1,0 +1,41 @@
+"""A loader for data whose n-th sample can be read directly."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from mplug.contracts import MicroBatch
+
+
+class MapLoader:
+    """One global order of samples, of which each data-parallel rank reads its part; the state is one number.
+
+    `read(sample_ids)` returns the micro batch of those samples of the global order, which has no end. `shard` is
+    (index, count): this rank reads the `index`-th of `count` equal parts of every global batch.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[range], MicroBatch],
+        *,
+        vocab_size: int,
+        shard: tuple[int, int],
+        micro_batch_size: int,
+    ) -> None:
+        self.read, self.vocab_size, self.shard, self.micro_batch_size = read, vocab_size, shard, micro_batch_size
+        self.samples = 0
+
+    def take(self, num_samples: int) -> Iterator[MicroBatch]:
+        """This rank's part of the next `num_samples` global samples, in micro batches."""
+        first, (index, count) = self.samples, self.shard
+        start, stop = (first + num_samples * part // count for part in (index, index + 1))
+        self.samples += num_samples
+        for begin in range(start, stop, self.micro_batch_size):
+            yield self.read(range(begin, min(begin + self.micro_batch_size, stop)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many global samples have been taken."""
+        return {"samples": self.samples}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after so many global samples."""
+        self.samples = int(state["samples"])

@@ -1,0 +1,162 @@
+"""From a layout word to the mesh: axes, views and ranks, as pure data.
+
+Nothing here starts a process or imports torch: a layout of a thousand ranks is computed, printed and checked on a laptop.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+
+from mplug.errors import UsageError, listed, suggest
+
+IndexMap = Callable[[int, int, int], tuple[range, ...]]
+"""(length, size, index) -> the ranges of a dimension of `length` that the `index`-th of `size` ranks holds, in order."""
+
+
+def contiguous(length: int, size: int, index: int) -> tuple[range, ...]:
+    """The `index`-th of `size` equal, contiguous parts; `size` must divide `length`."""
+    if length % size:
+        raise UsageError(f"{size} ranks do not divide a dimension of length {length}")
+    part = length // size
+    return (range(index * part, (index + 1) * part),)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One way in which a strategy divides the work of a run over ranks.
+
+    `splits` are the named axes of *parameters* that it divides, `entries` those of *batch entries*, each with the map
+    that says which indices a rank gets, and `activations` those of activations inside the model (the residual stream's
+    sequence, under sequence parallelism). `distance` says how near its ranks must sit: the axis with the smallest
+    distance varies fastest over ranks (tensor parallelism inside a node), the largest slowest (pipeline stages).
+    `views` are the views of the mesh that it belongs to; an axis of every view (the pipeline's) is their shared one.
+    """
+
+    name: str
+    size: int
+    splits: tuple[str, ...] = ()
+    entries: Mapping[str, IndexMap] = field(default_factory=dict)
+    activations: tuple[str, ...] = ()
+    distance: int = 0
+    views: tuple[str, ...] = ("attention",)
+
+    def divides(self, named_axis: str) -> bool:
+        """Whether ranks along this axis see different parts of `named_axis`, so that a sum over it is partial."""
+        return named_axis in self.splits or named_axis in self.entries or named_axis in self.activations
+
+
+def parse_layout(word: str, strategies: Iterable[str]) -> dict[str, int]:
+    """'tp4pp2' -> {'tp': 4, 'pp': 2}: names of installed strategies (longest match), each with its degree."""
+    names = sorted(strategies, key=len, reverse=True)
+    degrees: dict[str, int] = {}
+    rest = word
+    while rest:
+        match = re.match(f"({'|'.join(map(re.escape, names))})(\\d+)", rest) if names else None
+        if match is None:
+            raise UsageError(f"layout '{word}': {_why_unparsed(rest, names)}")
+        name, degree = match[1], int(match[2])
+        if degree < 1:
+            raise UsageError(f"layout '{word}': the degree of '{name}' must be at least 1, not {degree}")
+        if name in degrees:
+            raise UsageError(f"layout '{word}' names '{name}' twice; give it one degree")
+        degrees[name] = degree
+        rest = rest[match.end() :]
+    return degrees
+
+
+def _why_unparsed(rest: str, names: list[str]) -> str:
+    letters = re.match(r"\D*", rest)
+    name = letters[0] if letters else ""
+    if name in names:
+        return f"'{name}' needs a degree, as in '{name}2'"
+    if not name:
+        return f"'{rest}' does not begin with a strategy's name; write it as in 'tp4pp2'"
+    return f"unknown strategy '{name}'{suggest(name, names)} (installed: {listed(sorted(names))})"
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Named views of one rank order; each view lists its axes from the slowest-varying to the fastest.
+
+    Every view covers all ranks, and the views agree on the axes that they share: so an expert view folds over the same
+    ranks as the attention view, and its degrees do not multiply the world.
+    """
+
+    world_size: int
+    views: Mapping[str, tuple[Axis, ...]]
+
+    @classmethod
+    def of(cls, axes: Iterable[Axis], world_size: int) -> "Mesh":
+        """Arrange axes by distance; a view that does not cover the world gets a data axis over the ranks that are left.
+
+        Raises UsageError where the degrees do not multiply to a divisor of the world size.
+        """
+        axes = sorted(axes, key=lambda axis: (-axis.distance, axis.name))
+        views: dict[str, tuple[Axis, ...]] = {}
+        for view in dict.fromkeys(["attention", *(view for axis in axes for view in axis.views)]):
+            members = [axis for axis in axes if view in axis.views]
+            covered = math.prod(axis.size for axis in members)
+            if world_size % covered:
+                degrees = " x ".join(f"{axis.name}={axis.size}" for axis in members)
+                raise UsageError(f"{degrees} = {covered} does not divide the world size {world_size}")
+            if covered < world_size:
+                shared = [axis for axis in members if len(axis.views) > 1]
+                data = _data_axis(f"{view}_data", world_size // covered)
+                members = [*shared, data, *(axis for axis in members if axis not in shared)]
+            views[view] = tuple(members)
+        return cls(world_size, views)
+
+    @cached_property
+    def axes(self) -> dict[str, Axis]:
+        """Every axis by its name."""
+        return {axis.name: axis for members in self.views.values() for axis in members}
+
+    def coordinates(self, rank: int, view: str = "attention") -> dict[str, int]:
+        """The index of `rank` along each axis of a view."""
+        indices: dict[str, int] = {}
+        for axis in reversed(self.views[view]):
+            rank, indices[axis.name] = divmod(rank, axis.size)
+        return indices
+
+    def index(self, rank: int, axis: str) -> int:
+        """The index of `rank` along one axis; 0 along an axis that the mesh does not have."""
+        return self.coordinates(rank, self._view_of(axis))[axis] if axis in self.axes else 0
+
+    def group(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """The ranks that differ from `rank` only along `axes` (of one view), in rank order, `rank` among them."""
+        present = [axis for axis in axes if axis in self.axes]
+        if not present:
+            return (rank,)
+        view = self.views[self._view_of(*present)]
+        own = self.coordinates(rank, self._view_of(*present))
+        choices = [range(axis.size) if axis.name in present else (own[axis.name],) for axis in view]
+        return tuple(sorted(self._rank(view, indices) for indices in product(*choices)))
+
+    def batch_shard(self, rank: int) -> tuple[int, int]:
+        """(index, count): which of the equal parts of the global batch this rank reads."""
+        index, count = 0, 1
+        own = self.coordinates(rank)
+        for axis in self.views["attention"]:
+            if "batch" in axis.entries:
+                index, count = index * axis.size + own[axis.name], count * axis.size
+        return index, count
+
+    def _view_of(self, *axes: str) -> str:
+        for view, members in self.views.items():
+            if set(axes) <= {axis.name for axis in members}:
+                return view
+        raise ValueError(f"no view of the mesh holds all of {listed(axes)}")
+
+    @staticmethod
+    def _rank(view: tuple[Axis, ...], indices: tuple[int, ...]) -> int:
+        rank = 0
+        for axis, index in zip(view, indices, strict=True):
+            rank = rank * axis.size + index
+        return rank
+
+
+def _data_axis(name: str, size: int) -> Axis:
+    return Axis(name, size, entries={"batch": contiguous})

@@ -1,0 +1,142 @@
+"""A model as the host handles it: a module, its plan, its parameters' placements, and its slots."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from mplug.nn.random import key_of, normal
+from mplug.plan import Box, Parameter, Placement, Plan, Unit
+from mplug.slots import Filled, Selection, Site, select
+
+if TYPE_CHECKING:
+    from mplug.mesh import Mesh
+    from mplug.run import Run
+
+CHUNK = 1 << 22
+"""Elements whose initial values are made at a time: bounds the memory of fp64 temporaries."""
+
+
+@dataclass
+class Model:
+    """A module on the meta device, and the plan that says what it means. The host fills in the rest."""
+
+    module: nn.Module
+    plan: Plan
+    placements: dict[str, Placement] = field(default_factory=dict)
+    slots: list[Filled] = field(default_factory=list)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Every parameter once, by the first of its names."""
+        return dict(self.module.named_parameters())
+
+    def place(self, mesh: "Mesh") -> None:
+        """Compute where each parameter lives, from the plan and the mesh alone."""
+        parameters, holders = self.parameters(), tuple(range(mesh.world_size))
+        for name, described in self.plan.match(parameters).items():
+            shape = tuple(parameters[name].shape)
+            _refuse_other_shape(name, described, shape)
+            self.placements[name] = Placement(name, described, shape, mesh, holders)
+
+    def loss(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Run all units on a micro batch: (sum of the losses, number of targets)."""
+        values = run_units(self.module, self.plan.units, batch)
+        return values["loss"], values["num_targets"]
+
+    def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """The logits [B, S, V] that the plan's inference units give."""
+        return run_units(self.module, self.plan.inference, batch)["logits"]
+
+
+def _refuse_other_shape(name: str, described: Parameter, shape: tuple[int, ...]) -> None:
+    if len(described.dims) != len(shape):
+        raise ValueError(f"the plan gives parameter '{name}' {len(described.dims)} dimensions; it has shape {shape}")
+    for dim, length in zip(described.dims, shape, strict=True):
+        if not isinstance(dim, str):
+            segments = dim if isinstance(dim, tuple) else (dim,)
+            if sum(segment.length for segment in segments) != length:
+                raise ValueError(f"the plan's segments of parameter '{name}' do not add up to its shape {shape}")
+
+
+def run_units(module: nn.Module, units: Iterable[Unit], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Run units in order on a micro batch's entries; returns the entries and all activations that are still alive."""
+    values = dict(batch)
+    for unit in units:
+        method = getattr(module.get_submodule(unit.name), unit.method)
+        outputs = method(*(values[name] for name in unit.inputs))
+        values |= zip(unit.outputs, outputs if isinstance(outputs, tuple) else (outputs,), strict=True)
+    return values
+
+
+# Slots.
+
+
+def sites(module: nn.Module) -> Iterator[Site]:
+    """Every slot of every module, in order."""
+    for name, part in module.named_modules():
+        owner = next((base for base in type(part).__mro__ if "SLOTS" in vars(base)), None)
+        if owner is not None:
+            role = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
+            for slot in owner.SLOTS:  # type: ignore[attr-defined]
+                yield Site(role, f"{owner.__name__}.{slot}", part, name)
+
+
+def fill_slots(model: Model, run: "Run", offers: Iterable[Any]) -> Selection:
+    """Select among offers and put the selected suppliers in place, wraps around them from inner to outer."""
+    selection = select(sites(model.module), offers, run.config.kernels.chosen, run)
+    built: dict[tuple[Any, ...], Callable[..., Any]] = {}
+    for filled in selection.filled:
+        attribute = filled.site.slot.rpartition(".")[2]
+        default = getattr(filled.site.module, attribute)
+        supplier = filled.offer.suppliers[filled.site.slot] if filled.offer else default
+        key = (filled.site.role, supplier, *filled.wraps)
+        if key not in built:  # one callable a role: a closure a site would recompile every block
+            for wrap in filled.wraps:
+                supplier = wrap.wrap(supplier)
+            built[key] = supplier
+        setattr(filled.site.module, attribute, built[key])
+    model.slots = selection.filled
+    return selection
+
+
+# Values.
+
+
+def materialize(model: Model, rank: int, device: torch.device, seed: int) -> None:
+    """Give this rank's parameters and buffers memory and initial values, the same under any layout."""
+    replaced: dict[int, nn.Parameter] = {}
+    for name, old in model.parameters().items():
+        placement = model.placements[name]
+        local = torch.zeros(placement.local_shape(rank), device=device)
+        for box in placement.boxes(rank):
+            region(local, box).copy_(_initial(name, placement, box, device, seed))
+        replaced[id(old)] = nn.Parameter(local, requires_grad=old.requires_grad)
+    for name, module in model.module.named_modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[attribute] = replaced[id(parameter)]
+        for attribute, buffer in module._buffers.items():
+            if attribute != "site" or buffer is None:
+                raise ValueError(f"buffer '{name}.{attribute}' has no initial value")
+            module._buffers[attribute] = torch.tensor(key_of(seed, "site", name), device=device)
+
+
+def region(local: Tensor, box: Box) -> Tensor:
+    """The view of a rank's local tensor that holds a box."""
+    return local[tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))]
+
+
+def _initial(name: str, placement: Placement, box: Box, device: torch.device, seed: int) -> Tensor:
+    init = placement.parameter.init
+    if init.kind == "constant":
+        return torch.full(box.shape, init.value, device=device)
+    key, strides = key_of(seed, "parameter", name), torch.empty(placement.shape, device="meta").stride()
+    counter = torch.zeros((), dtype=torch.int64, device=device)
+    for dim, (start, length) in enumerate(zip(box.start, box.shape, strict=True)):
+        counter = counter[..., None] + torch.arange(start, start + length, device=device) * strides[dim]
+    flat = counter.flatten()
+    values = [normal(key, part).float() * init.std for part in flat.split(CHUNK)]
+    return torch.cat(values).view(box.shape)

@@ -1,0 +1,105 @@
+"""Causal self-attention with grouped heads, rotary positions and QK-norm.
+
+B batch, S query length, T key length, D embed, H query heads, G KV heads, K head dim.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mplug.nn.linear import Linear
+from mplug.nn.random import mix, uniform
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float = 0.0, keys: Tensor | None = None
+) -> Tensor:
+    """softmax(scale q kᵀ) v under a causal mask: the default of the slot `Attention.core`.
+
+    q [B, S, H, K], k and v [B, T, G, K] with G dividing H -> [B, S, H, K]. `dropout` is the probability with which a
+    weight is dropped, by a mask that is a function of `keys` [B], head and positions.
+    """
+    heads, groups = q.shape[2], k.shape[2]
+    k, v = (x.repeat_interleave(heads // groups, dim=2) for x in (k, v))
+    scores = torch.einsum("bshk,bthk->bhst", q, k) * scale
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    weights = scores.masked_fill(future, float("-inf")).softmax(dim=-1)
+    if dropout > 0 and keys is not None:
+        rows = mix(keys[:, None] + torch.arange(heads, device=q.device))  # [B, H]
+        rows = mix(rows[..., None] + torch.arange(q.shape[1], device=q.device))  # [B, H, S]
+        kept = uniform(rows[..., None], torch.arange(k.shape[1], device=q.device)) >= dropout
+        weights = weights * kept / (1 - dropout)
+    return torch.einsum("bhst,bthk->bshk", weights, v)
+
+
+def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """Rotary positions (RoFormer, arXiv 2104.09864), the first half of the head paired with the second.
+
+    x [B, S, H, K], positions [1 or B, S] -> [B, S, H, K].
+    """
+    half = x.shape[-1] // 2
+    frequencies = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    angles = positions[..., None].to(torch.float32) * frequencies  # [B, S, K/2]
+    cos, sin = angles.cos()[:, :, None].to(x.dtype), angles.sin()[:, :, None].to(x.dtype)
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def prepare_qk(
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    theta: float | None,
+) -> tuple[Tensor, Tensor]:
+    """QK-norm (RMSNorm over the head, arXiv 2010.04245) where there are weights [K], then RoPE where there is `theta`.
+
+    q [B, S, H, K], k [B, S, G, K] -> the same shapes: the default of the slot `Attention.prepare_qk`.
+    """
+    if q_weight is not None and k_weight is not None:
+        q, k = F.rms_norm(q, q_weight.shape, q_weight, eps), F.rms_norm(k, k_weight.shape, k_weight, eps)
+    if theta is not None:
+        q, k = rotate(q, positions, theta), rotate(k, positions, theta)
+    return q, k
+
+
+class Attention(nn.Module):
+    """Projections around a causal attention core. `theta` None: no rotary positions."""
+
+    SLOTS = ("core", "prepare_qk")
+    site: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        bias: bool,
+        qk_norm: bool,
+        theta: float | None,
+        dropout: float = 0.0,
+        eps: float = 1e-5,
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.theta, self.dropout, self.eps, self.scale = theta, dropout, eps, head_dim**-0.5
+        self.qkv = Linear(dim, (num_heads + 2 * num_kv_heads) * head_dim, bias)
+        self.out = Linear(num_heads * head_dim, dim, bias)
+        self.q_norm = nn.Parameter(torch.empty(head_dim)) if qk_norm else None
+        self.k_norm = nn.Parameter(torch.empty(head_dim)) if qk_norm else None
+        self.register_buffer("site", torch.zeros((), dtype=torch.int64), persistent=False)
+        self.core = attention
+        self.prepare_qk = prepare_qk
+
+    def forward(self, x: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
+        """x [B, S, D], positions [1 or B, S], the samples' random keys [B] -> [B, S, D]."""
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # [B, S, H + 2G, K]
+        q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=2)
+        q, k = self.prepare_qk(q, k, positions, self.q_norm, self.k_norm, self.eps, self.theta)
+        dropout = self.dropout if self.training else 0.0
+        mixed = self.core(q, k, v, scale=self.scale, dropout=dropout, keys=mix(keys ^ self.site) if dropout else None)
+        return self.out(mixed.flatten(-2))

@@ -1,0 +1,91 @@
+"""A linear layer whose matrix products and collectives are slots."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def _forward(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x, weight)
+
+
+def _dgrad(grad_y: Tensor, weight: Tensor) -> Tensor:
+    return grad_y @ weight
+
+
+def _wgrad(grad_y: Tensor, x: Tensor, main_grad: Tensor | None) -> Tensor | None:
+    grad_y, x = grad_y.flatten(0, -2), x.flatten(0, -2)
+    if main_grad is None:
+        return grad_y.t() @ x
+    main_grad.addmm_(grad_y.t(), x)
+    return None
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """The three matrix products of a linear layer: what fills the slot `Linear.gemm`.
+
+    `forward(x [..., I], weight [O, I])` = x weightᵀ [..., O]; `dgrad(grad_y, weight)` = grad_y weight [..., I];
+    `wgrad(grad_y, x, main_grad)` adds grad_yᵀ x to `main_grad` [O, I] (fp32) and returns None, or returns it where
+    there is no `main_grad`.
+    """
+
+    forward: Callable[[Tensor, Tensor], Tensor] = _forward
+    dgrad: Callable[[Tensor, Tensor], Tensor] = _dgrad
+    wgrad: Callable[[Tensor, Tensor, Tensor | None], Tensor | None] = _wgrad
+
+
+PLAIN = Gemm()
+
+
+class _Product(torch.autograd.Function):
+    """y = x Wᵀ; backward: grad_x = grad_y W, and grad_yᵀ x goes straight into the weight's gradient sink.
+
+    The sink's buffer is an argument that backward mutates, which traces; a Python call to the sink would not.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, main_grad, gemm):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x, weight)
+        ctx.main_grad, ctx.gemm = main_grad, gemm
+        return gemm.forward(x, weight)
+
+    @staticmethod
+    def backward(ctx, grad_y):  # type: ignore[no-untyped-def]
+        x, weight = ctx.saved_tensors
+        grad_x = ctx.gemm.dgrad(grad_y, weight) if ctx.needs_input_grad[0] else None
+        grad_weight = ctx.gemm.wgrad(grad_y, x, ctx.main_grad) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, None, None
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
+class Linear(nn.Module):
+    """y = x Wᵀ + b, with weight [out, in] as in torch.
+
+    `gather` comes before the product and `scatter` after it: identities until a strategy puts its collective there.
+    """
+
+    SLOTS = ("gemm", "gather", "scatter")
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        self.gemm = PLAIN
+        self.gather = self.scatter = _identity
+
+    def product(self, x: Tensor) -> Tensor:
+        """x [..., in] -> x Wᵀ [..., out], without the bias (for those who fuse it)."""
+        main_grad = getattr(self.weight, "main_grad", None)
+        return self.scatter(_Product.apply(self.gather(x), self.weight, main_grad, self.gemm))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        y = self.product(x)
+        return y if self.bias is None else y + self.bias

@@ -1,0 +1,36 @@
+"""The feed-forward part of a transformer block."""
+
+from typing import Literal
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mplug.nn.linear import Linear
+
+Activation = Literal["gelu", "swiglu"]
+
+
+def activation(x: Tensor, bias: Tensor | None, kind: Activation) -> Tensor:
+    """The default of the slot `MLP.activation`: x [..., F] (swiglu: [..., 2F], gate first) plus bias -> [..., F]."""
+    x = x if bias is None else x + bias
+    if kind == "gelu":
+        return F.gelu(x, approximate="tanh")
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+class MLP(nn.Module):
+    """Up, activation, down: GELU (arXiv 1606.08415, tanh form) or SwiGLU (arXiv 2002.05202) with gate and up fused."""
+
+    SLOTS = ("activation",)
+
+    def __init__(self, dim: int, ffn_dim: int, kind: Activation, bias: bool) -> None:
+        super().__init__()
+        self.kind = kind
+        self.up = Linear(dim, ffn_dim * (2 if kind == "swiglu" else 1), bias)
+        self.down = Linear(ffn_dim, dim, bias)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S, D] -> [B, S, D]."""
+        return self.down(self.activation(self.up.product(x), self.up.bias, self.kind))

@@ -1,0 +1,70 @@
+"""Random numbers that depend on what they are for, never on the order in which they are drawn.
+
+A number is a hash of a key and a counter (splitmix64's finalizer; Steele, Lea and Flood, OOPSLA 2014), so initial
+weights and dropout masks are the same under any layout, and no generator's state needs saving.
+"""
+
+import math
+from hashlib import blake2b
+
+import torch
+from torch import Tensor, nn
+
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_MIX1 = 0xBF58476D1CE4E5B9 - 2**64
+_MIX2 = 0x94D049BB133111EB - 2**64
+
+
+def key_of(*words: str | int) -> int:
+    """A 64-bit key (signed) from words, such as a seed and a parameter's name."""
+    text = "\0".join(map(str, words)).encode()
+    return int.from_bytes(blake2b(text, digest_size=8).digest(), "little", signed=True)
+
+
+def mix(bits: Tensor) -> Tensor:
+    """Hash each int64: every input bit changes each output bit with probability one half."""
+    bits = (bits ^ _shift(bits, 30)) * _MIX1
+    bits = (bits ^ _shift(bits, 27)) * _MIX2
+    return bits ^ _shift(bits, 31)
+
+
+def _shift(bits: Tensor, by: int) -> Tensor:
+    return (bits >> by) & ((1 << (64 - by)) - 1)  # int64 shifts are arithmetic
+
+
+def uniform(key: Tensor | int, counter: Tensor) -> Tensor:
+    """fp32 numbers in [0, 1), 24 bits each, for a key and int64 counters that broadcast."""
+    return _shift(mix(key + counter * _GOLDEN), 40).to(torch.float32) * 2.0**-24
+
+
+def normal(key: int, counter: Tensor) -> Tensor:
+    """fp64 standard normal numbers for a key and int64 counters: the inverse distribution function of 53 bits."""
+    bits = _shift(mix(key + counter * _GOLDEN), 11)
+    return torch.erfinv((bits.to(torch.float64) + 0.5) * 2.0**-52 - 1) * math.sqrt(2)
+
+
+def sample_keys(seed: int, step: int, sample_ids: Tensor) -> Tensor:
+    """The keys [B] of a micro batch's samples in one step."""
+    return mix(sample_ids.to(torch.int64) * _GOLDEN + key_of(seed, "step", step))
+
+
+class Dropout(nn.Module):
+    """Dropout whose mask is a function of (seed, step, site, sample, position, feature).
+
+    `site` is a buffer that the host sets from the module's name, so that all sites share one compiled graph.
+    """
+
+    site: Tensor
+
+    def __init__(self, probability: float) -> None:
+        super().__init__()
+        self.probability = probability
+        self.register_buffer("site", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    def forward(self, x: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
+        """x [B, S, D], keys [B], positions [1 or B, S] -> [B, S, D]."""
+        if not self.training or self.probability == 0:
+            return x
+        rows = mix(mix(keys ^ self.site)[:, None] + positions)  # [B, S]
+        kept = uniform(rows[..., None], torch.arange(x.shape[-1], device=x.device)) >= self.probability
+        return x * kept / (1 - self.probability)

@@ -1,0 +1,134 @@
+"""The host's own observers: metrics.jsonl and the progress line, through the same hooks that third parties get."""
+
+import json
+import logging
+import time
+from typing import IO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+from mplug.contracts import Record
+from mplug.hookspecs import hookimpl
+from mplug.run import Run
+
+log = logging.getLogger("mplug")
+
+
+class MetricsFile:
+    """A line of metrics.jsonl a step, written on rank 0. Lines after the checkpoint that a run resumes from go first."""
+
+    _file: IO[str] | None = None
+
+    @hookimpl
+    def run_started(self, run: Run) -> None:
+        """Open the file, without the steps that are about to be repeated."""
+        if run.rank != 0 or run.directory is None:
+            return
+        path = run.directory / "metrics.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        kept = [line for line in lines if _step_of(line) is not None and (_step_of(line) or 0) <= run.step]
+        if len(kept) < len(lines):
+            path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    @hookimpl
+    def step_finished(self, record: Record) -> None:
+        """Write the step's line."""
+        if self._file is not None:
+            self._file.write(json.dumps(record) + "\n")
+
+    @hookimpl
+    def run_finished(self) -> None:
+        """Close the file."""
+        self._close()
+
+    @hookimpl
+    def run_failed(self) -> None:
+        """Close the file."""
+        self._close()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _step_of(line: str) -> int | None:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):  # the last line of a run that was killed
+        return None
+
+
+class ProgressLine:
+    """A line every `log_every` steps, and on a terminal a bar that moves with every step."""
+
+    def __init__(self, console: Console, total_steps: int, log_every: int) -> None:
+        self.console, self.total_steps, self.log_every = console, total_steps, log_every
+        self.bar = Progress(
+            BarColumn(), TextColumn("{task.description}"), console=console, transient=True, disable=not console.is_terminal
+        )
+        self.task: TaskID | None = None
+        self.first_step = 0
+        self.seconds = 0.0
+        self.mark = 0.0
+
+    @hookimpl
+    def run_started(self, run: Run) -> None:
+        """Show the bar."""
+        self.first_step, self.mark = run.step, time.monotonic()
+        self.task = self.bar.add_task("", total=self.total_steps, completed=run.step)
+        self.bar.start()
+
+    @hookimpl
+    def step_finished(self, run: Run, record: Record) -> None:
+        """Move the bar; now and then leave a line."""
+        done = run.step - self.first_step
+        left = (time.monotonic() - self.mark) / done * (self.total_steps - run.step)
+        line = step_line(record, self.total_steps, left)
+        assert self.task is not None
+        self.bar.update(self.task, completed=run.step, description=line)
+        if run.step % self.log_every == 0 or run.step in (1, self.total_steps) or "val_loss" in record:
+            self.console.print(line, highlight=False, soft_wrap=True)
+            log.info(line)
+
+    @hookimpl
+    def checkpoint_saved(self, run: Run, path: str) -> None:
+        """Tell where the checkpoint is."""
+        log.info("saved %s", path)
+
+    @hookimpl
+    def run_finished(self) -> None:
+        """Remove the bar."""
+        self.bar.stop()
+
+    @hookimpl
+    def run_failed(self, error: BaseException) -> None:
+        """Remove the bar and log the reason."""
+        self.bar.stop()
+        log.error("the run failed", exc_info=error)
+
+
+def step_line(record: Record, total_steps: int, seconds_left: float) -> str:
+    """One step for a person to read."""
+    parts = [
+        f"step {record['step']:>{len(str(total_steps))}}/{total_steps}",
+        f"loss {record['loss']:.4f}",
+        f"grad norm {record['grad_norm']:.2f}",
+        f"lr {record['lr']:.2e}",
+        f"{record['tokens_per_s']:,.0f} tokens/s",
+        f"{record['tflops']:.3g} TFLOP/s",
+        f"MFU {record['mfu']:.1%}" if record["mfu"] is not None else "",
+        f"{record['memory_gib']:.2f} GiB",
+        f"val loss {record['val_loss']:.4f}" if "val_loss" in record else "",
+        f"{duration(seconds_left)} left",
+    ]
+    return "  ".join(part for part in parts if part)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a clock shows them: 1:05, 2:03:04."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

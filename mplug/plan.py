@@ -1,0 +1,283 @@
+"""What a model publishes about itself, and where each of its parameters lives.
+
+A `Plan` is data: units, the meaning of every parameter's dimensions, the axes of every batch entry. Strategies read it;
+they never look at a parameter's name. A `Placement` is computed from the plan and the mesh for any rank, without
+processes: gradient reduction, clipping, optimizers and checkpoints read only that.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from typing import Literal
+
+from mplug.errors import UsageError, listed, suggest
+from mplug.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A named part of a model that runs as a whole: what pipelines split, and what recompute and compile work on.
+
+    `name` is the submodule's fully qualified name, and stays so after a split. `inputs` name the activations and batch
+    entries that `method` takes, `outputs` the activations that it returns (one value, or a tuple in this order).
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    method: str = "forward"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of a dimension: `count` things of `width` elements each, along one named axis.
+
+    A thing is never cut (a head of `width` = head_dim). `uneven` says what happens where the ranks do not divide
+    `count`: it is refused, or padded (a vocabulary), or held in copies by several ranks (KV heads fewer than ranks).
+    """
+
+    axis: str
+    count: int
+    width: int = 1
+    uneven: Literal["refuse", "pad", "copy"] = "refuse"
+
+    @property
+    def length(self) -> int:
+        """Elements along the dimension."""
+        return self.count * self.width
+
+
+@dataclass(frozen=True)
+class Init:
+    """How initial values are made: `normal` with standard deviation `std`, or `constant` with `value`."""
+
+    kind: Literal["normal", "constant"]
+    std: float = 0.0
+    value: float = 0.0
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """What the dimensions of a parameter mean.
+
+    `dims` has one entry a dimension: a named axis, one segment, or several where weights are fused (QKV is three).
+    `over` are the activation axes that the parameter is broadcast over: its gradient is partial over exactly the mesh
+    axes that divide those. `decay` says whether weight decay applies (by default: to two dimensions and more).
+    """
+
+    dims: tuple[str | Segment | tuple[Segment, ...], ...]
+    init: Init
+    over: tuple[str, ...] = ("batch", "sequence")
+    decay: bool | None = None
+
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay applies."""
+        return len(self.dims) >= 2 if self.decay is None else self.decay
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Floating-point operations of a forward and backward pass (reference: 2 a multiply-add, backward twice forward).
+
+    `per_token` counts matrix products with weights, `per_squared_length` causal attention counted once.
+    """
+
+    per_token: int
+    per_squared_length: int
+
+    def of(self, tokens: int, squared_lengths: int) -> int:
+        """FLOPs of sequences with that many tokens in all and that sum of squared lengths."""
+        return self.per_token * tokens + self.per_squared_length * squared_lengths
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a model publishes about itself.
+
+    `units` run in order. `inference` are the units that end in `logits` instead of a loss. `parameters` map patterns of
+    fully qualified names ('*' stands for one dotted component) to the meaning of their dimensions. `context` and
+    `activations` name the axes of every batch entry and of everything that travels between units. `tied` are groups
+    of names of one and the same parameter. `public_names` map names to those of the family's public checkpoints.
+    """
+
+    units: tuple[Unit, ...]
+    parameters: Mapping[str, Parameter]
+    context: Mapping[str, tuple[str, ...]]
+    activations: Mapping[str, tuple[str, ...]]
+    flops: Flops
+    inference: tuple[Unit, ...] = ()
+    tied: tuple[tuple[str, ...], ...] = ()
+    public_names: Mapping[str, str] = field(default_factory=dict)
+
+    def match(self, names: Iterable[str]) -> dict[str, Parameter]:
+        """Each parameter's entry; a name without a pattern, or a pattern without a name, is a ValueError."""
+        compiled = {pattern: _compile(pattern) for pattern in self.parameters}
+        unused, found = set(compiled), dict[str, Parameter]()
+        for name in names:
+            hits = [pattern for pattern, regex in compiled.items() if regex.fullmatch(name)]
+            if not hits:
+                raise ValueError(f"no pattern of the plan describes parameter '{name}'{suggest(name, compiled)}")
+            if len(hits) > 1:
+                raise ValueError(f"patterns {listed(hits)} of the plan both describe parameter '{name}'")
+            unused.discard(hits[0])
+            found[name] = self.parameters[hits[0]]
+        if unused:
+            raise ValueError(f"no parameter matches the plan's pattern '{min(unused)}'")
+        return found
+
+
+def _compile(pattern: str) -> re.Pattern[str]:
+    return re.compile(r"\.".join("[^.]+" if part == "*" else re.escape(part) for part in pattern.split(".")))
+
+
+@dataclass(frozen=True)
+class Box:
+    """A hyper-rectangle of a logical tensor, and where a rank keeps it.
+
+    `start` and `shape` are in the logical, unpadded tensor's coordinates, `offset` in the rank's local tensor.
+    `copies` are exactly the ranks that hold the same box, `partial` those over whose sum its gradient is complete.
+    """
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    copies: tuple[int, ...] = (0,)
+    partial: tuple[int, ...] = (0,)
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one parameter lives: for any rank, the boxes of the logical tensor that it holds.
+
+    `holders` are the ranks that hold any of it (the ranks of a pipeline stage, or of two for tied embeddings).
+    """
+
+    name: str
+    parameter: Parameter
+    shape: tuple[int, ...]
+    mesh: Mesh
+    holders: tuple[int, ...]
+
+    @cached_property
+    def dims(self) -> tuple[tuple[Segment, ...], ...]:
+        """The segments of each dimension."""
+        return tuple(
+            (Segment(dim, length),) if isinstance(dim, str) else (dim,) if isinstance(dim, Segment) else dim
+            for dim, length in zip(self.parameter.dims, self.shape, strict=True)
+        )
+
+    @cached_property
+    def splits(self) -> dict[str, str]:
+        """Named axes of this parameter -> the mesh axis that splits them."""
+        named = {segment.axis for dim in self.dims for segment in dim}
+        return {name: axis.name for axis in self.mesh.axes.values() for name in axis.splits if name in named}
+
+    @cached_property
+    def partial_axes(self) -> tuple[str, ...]:
+        """Mesh axes over which the gradient is partial: those that divide what the parameter is broadcast over."""
+        view = next((v for v in self.mesh.views.values() if set(self.splits.values()) <= {a.name for a in v}), ())
+        return tuple(
+            axis.name
+            for axis in view
+            if axis.name not in self.splits.values() and any(axis.divides(named) for named in self.parameter.over)
+        )
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """The shape of the rank's local tensor, padding included."""
+        return tuple(sum(self._part(segment, rank).padded for segment in dim) for dim in self.dims)
+
+    def boxes(self, rank: int) -> tuple[Box, ...]:
+        """The boxes that `rank` holds, one for each combination of segments; none where it holds nothing."""
+        if rank not in self.holders:
+            return ()
+        boxes = []
+        for segments in product(*(range(len(dim)) for dim in self.dims)):
+            parts = [self._located(dim, which, rank) for dim, which in zip(self.dims, segments, strict=True)]
+            shape = tuple(part.length for part in parts)
+            if math.prod(shape):
+                chosen = [dim[which] for dim, which in zip(self.dims, segments, strict=True)]
+                copies = self._same(rank, chosen)
+                partial = self._partial(rank, chosen, copies)
+                starts, offsets = tuple(part.start for part in parts), tuple(part.offset for part in parts)
+                boxes.append(Box(starts, shape, offsets, copies, partial))
+        return tuple(boxes)
+
+    def _part(self, segment: Segment, rank: int) -> "_Part":
+        axis = self.splits.get(segment.axis)
+        if axis is None:
+            return _Part(0, segment.length, segment.length)
+        return _cut(segment, axis, self.mesh.axes[axis].size, self.mesh.index(rank, axis))
+
+    def _located(self, dim: tuple[Segment, ...], which: int, rank: int) -> "_Part":
+        part = self._part(dim[which], rank)
+        before = sum(segment.length for segment in dim[:which])
+        offset = sum(self._part(segment, rank).padded for segment in dim[:which])
+        return _Part(before + part.start, part.length, part.padded, offset)
+
+    def _same(self, rank: int, segments: list[Segment]) -> tuple[int, ...]:
+        own = [self._part(segment, rank) for segment in segments]
+        return tuple(r for r in self.holders if [self._part(segment, r) for segment in segments] == own)
+
+    def _partial(self, rank: int, segments: list[Segment], copies: tuple[int, ...]) -> tuple[int, ...]:
+        # Copies of an uneven segment serve different work (query heads that share a KV head), so their sum counts too.
+        shared = [self.splits[s.axis] for s in segments if s.axis in self.splits and s.uneven == "copy"]
+        group = self.mesh.group(rank, *self.partial_axes, *shared)
+        return tuple(r for r in group if r in copies)
+
+
+@dataclass(frozen=True)
+class _Part:
+    start: int
+    length: int
+    padded: int
+    offset: int = 0
+
+
+def _cut(segment: Segment, axis: str, size: int, index: int) -> _Part:
+    count, width = segment.count, segment.width
+    if count % size == 0:
+        each = count // size
+        return _Part(index * each * width, each * width, each * width)
+    if segment.uneven == "pad":
+        each = -(-count // size)
+        start = min(index * each, count)
+        return _Part(start * width, (min(start + each, count) - start) * width, each * width)
+    if segment.uneven == "copy" and size % count == 0:
+        return _Part(index * count // size * width, width, width)
+    raise UsageError(f"{axis}={size} does not divide the {count} {segment.axis.replace('_', ' ')}")
+
+
+def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...]:
+    """The boxes that cover elements `start` to `stop` of a row-major tensor: at most three in two dimensions.
+
+    `offset` counts elements from `start`: the boxes of a rank that holds a flat range (ZeRO, arXiv 1910.02054).
+    """
+    if start >= stop:
+        return ()
+    if len(shape) <= 1:
+        return (Box((start,)[: len(shape)], (stop - start,)[: len(shape)], (0,)),)
+    inner = math.prod(shape[1:])
+    first, last = -(-start // inner), stop // inner
+    if first > last:  # inside one row
+        return _rows(shape, first - 1, start - (first - 1) * inner, stop - (first - 1) * inner, 0)
+    boxes = _rows(shape, first - 1, start - (first - 1) * inner, inner, 0) if start < first * inner else ()
+    if first < last:
+        middle = Box((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:]), (first * inner - start,))
+        boxes += (middle,)
+    return boxes + _rows(shape, last, 0, stop - last * inner, last * inner - start)
+
+
+def _rows(shape: tuple[int, ...], row: int, start: int, stop: int, offset: int) -> tuple[Box, ...]:
+    return tuple(
+        Box((row, *box.start), (1, *box.shape), (box.offset[0] + offset,))
+        for box in flat_boxes(shape[1:], start, stop)
+    )

@@ -1,0 +1,176 @@
+"""Entry points -> names -> plugins. Listing reads distribution metadata only and never imports a plugin."""
+
+import re
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from importlib.metadata import Distribution, distributions
+from typing import Any
+
+import mplug
+from mplug.errors import UsageError, listed, suggest
+
+KINDS = ("models", "parallel", "kernels", "optimizers", "data", "extensions", "commands")
+RESERVED_FIELDS = ("name", "preset")
+
+
+class BrokenPlugin(UsageError):
+    """A plugin that the user named cannot be used: it does not import, or breaks the contract."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One installed plugin, as its distribution's metadata describes it."""
+
+    kind: str
+    name: str
+    target: str
+    distribution: str
+    version: str
+    summary: str
+    speaks: str | None
+    source: str
+
+    @property
+    def label(self) -> str:
+        """How errors and records name it: 'models/gpt'."""
+        return f"{self.kind}/{self.name}"
+
+    @property
+    def origin(self) -> str:
+        """'mplug-gpt 0.1.0'."""
+        return f"{self.distribution} {self.version}"
+
+
+@dataclass(frozen=True)
+class Shadowed:
+    """Metadata of a distribution that another copy, earlier on the path, hides."""
+
+    distribution: str
+    version: str
+    source: str
+
+
+class Registry:
+    """The plugins installed for this interpreter."""
+
+    def __init__(self, installed: Iterable[Distribution] | None = None) -> None:
+        self._installed = distributions() if installed is None else installed
+
+    @cached_property
+    def _scan(self) -> tuple[list[Entry], list[Shadowed]]:
+        entries: list[Entry] = []
+        shadowed: list[Shadowed] = []
+        seen: set[str] = set()
+        for distribution in self._installed:
+            text = distribution.read_text("entry_points.txt") or ""
+            if "[mplug." not in text:
+                continue
+            name, source = distribution.metadata["Name"], str(distribution.locate_file(""))
+            normalized = re.sub(r"[-_.]+", "-", name).lower()
+            if normalized in seen:
+                shadowed.append(Shadowed(name, distribution.version, source))
+                continue
+            seen.add(normalized)
+            entries += _entries(distribution, name, source)
+        return sorted(entries, key=lambda entry: (entry.kind, entry.name, entry.distribution)), shadowed
+
+    def entries(self, kind: str | None = None) -> list[Entry]:
+        """Installed plugins of a kind (of all kinds if None), sorted by kind and name."""
+        return [entry for entry in self._scan[0] if kind in (None, entry.kind)]
+
+    def shadowed(self) -> list[Shadowed]:
+        """Copies of plugins' metadata that never take effect."""
+        return self._scan[1]
+
+    def names(self, kind: str) -> list[str]:
+        """The words that a user can type for a kind; a name that several distributions claim is prefixed by each."""
+        claims = [entry.name for entry in self.entries(kind)]
+        return [
+            entry.name if claims.count(entry.name) == 1 else f"{entry.distribution}/{entry.name}"
+            for entry in self.entries(kind)
+        ]
+
+    def find(self, kind: str, word: str) -> Entry:
+        """The plugin of a kind that a user's word names: 'gpt', or 'acme-gpt/gpt' where two claim the name."""
+        distribution, _, name = word.rpartition("/")
+        claims = [
+            entry
+            for entry in self.entries(kind)
+            if entry.name == name and distribution in ("", entry.distribution)
+        ]
+        if len(claims) > 1:
+            choices = [f"'{entry.distribution}/{name}'" for entry in claims]
+            raise UsageError(
+                f"'{name}' is claimed by {listed(entry.origin for entry in claims)}; choose {' or '.join(choices)}"
+            )
+        if not claims:
+            names = self.names(kind)
+            raise UsageError(
+                f"no plugin '{word}' among {kind} is installed{suggest(word, names)} (installed: {listed(names)})"
+            )
+        return claims[0]
+
+    def load(self, entry: Entry) -> type[Any]:
+        """Import a plugin's class and hold it to the contract; raises BrokenPlugin with the reason."""
+        from mplug.hooks import faults  # pluggy is not needed to list plugins
+
+        refuse_other_versions(entry)
+        module, _, attribute = entry.target.partition(":")
+        try:
+            plugin = getattr(import_module(module), attribute)
+        except Exception as error:
+            raise BrokenPlugin(f"{entry.label} ({entry.origin}) does not import:\n{_trace(error)}") from error
+        if not isinstance(plugin, type):
+            raise BrokenPlugin(f"{entry.label} ({entry.origin}): '{entry.target}' is not a class")
+        found = [*faults(plugin), *_config_faults(plugin)]
+        if found:
+            raise BrokenPlugin(f"{entry.label} ({entry.origin}) breaks the plugin contract: {'; '.join(found)}")
+        return plugin
+
+
+def refuse_other_versions(entry: Entry) -> None:
+    """Raise BrokenPlugin where the plugin's 'Requires-Dist: mplug' does not admit this host."""
+    from packaging.specifiers import SpecifierSet  # costs start-up time, and listing does without
+
+    if entry.speaks is not None and mplug.__version__ not in SpecifierSet(entry.speaks, prereleases=True):
+        raise BrokenPlugin(
+            f"{entry.label} ({entry.origin}) speaks mplug {entry.speaks}, and this is mplug {mplug.__version__}; "
+            f"install a release of {entry.distribution} for it, or another mplug"
+        )
+
+
+def _entries(distribution: Distribution, name: str, source: str) -> list[Entry]:
+    metadata = distribution.metadata
+    summary, version = metadata["Summary"] or "", distribution.version
+    speaks = _requirement_on_host(distribution.requires or [])
+    return [
+        Entry(point.group.removeprefix("mplug."), point.name, point.value, name, version, summary, speaks, source)
+        for point in distribution.entry_points
+        if point.group.startswith("mplug.") and point.group.removeprefix("mplug.") in KINDS
+    ]
+
+
+def _requirement_on_host(requirements: Iterable[str]) -> str | None:
+    for requirement in requirements:
+        found = re.match(r"mplug\s*\(?([<>=!~][^;)]*)?\)?\s*(?:;|$)", requirement)
+        if found:
+            return (found[1] or "").strip()
+    return None
+
+
+def _config_faults(plugin: type[Any]) -> list[str]:
+    fields = getattr(getattr(plugin, "Config", None), "model_fields", None)
+    if fields is None:
+        return ["it has no 'Config', a pydantic model"]
+    found = [f"its Config's field '{name}' is the host's word" for name in RESERVED_FIELDS if name in fields]
+    if plugin.Config.model_config.get("extra") != "forbid":
+        found.append("its Config does not forbid unknown fields (set extra='forbid')")
+    found += [f"its Config's field '{name}' has no description" for name, f in fields.items() if not f.description]
+    return found
+
+
+def _trace(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error)).rstrip()

@@ -1,0 +1,154 @@
+"""One run: its config, hooks, mesh and directory, as every hook receives it; and the record of what ran."""
+
+import hashlib
+import json
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import mplug
+from mplug.config import RunConfig
+from mplug.errors import UsageError, listed
+from mplug.hooks import Hooks
+from mplug.mesh import Axis, Mesh
+
+RUNS = Path("runs")
+
+
+@dataclass
+class Run:
+    """What every hook receives. `step` is the number of the current step; the first is 1."""
+
+    config: RunConfig
+    hooks: Hooks
+    mesh: Mesh
+    device: str
+    rank: int = 0
+    directory: Path | None = None
+    step: int = 0
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the run's checkpoints."""
+        assert self.directory is not None
+        return self.directory / "checkpoints"
+
+
+def prepare(config: RunConfig, host_plugins: dict[str, object] | None = None, directory: Path | None = None) -> Run:
+    """Instantiate the chosen plugins, let them check the config, and lay out the mesh. Imports no torch."""
+    plugins = {chosen.label: chosen.plugin(chosen.config) for chosen in config.chosen}
+    hooks = Hooks(plugins | (host_plugins or {}))
+    problems = []
+    for check in hooks.layered("configure"):
+        try:
+            check(config=config)
+        except UsageError as error:
+            problems.append(str(error))
+    if problems:
+        raise UsageError("\n".join(problems))
+    axes: list[Axis] = [axis for axes in hooks.call.mesh_axes(config=config) for axis in axes]
+    degrees = config.parallel.degrees
+    world_size = 1
+    for degree in degrees.values():
+        world_size *= degree
+    if world_size > 1 and not axes:
+        raise UsageError(f"none of the strategies {listed(degrees)} adds an axis to the mesh")
+    return Run(config, hooks, Mesh.of(axes, world_size), device=config.trainer.device, directory=directory)
+
+
+# The directory.
+
+
+def new_directory(config: RunConfig, name: str | None) -> Path:
+    """A directory for a new run; a name that is taken is a UsageError."""
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    directory = RUNS / (name or f"{config.settings['model', 'name'].value.rpartition('/')[2]}-{stamp}")
+    try:
+        (directory / "logs").mkdir(parents=True)
+    except FileExistsError:
+        raise UsageError(f"the run '{directory}' exists; continue it with --resume, or choose another --name") from None
+    return directory
+
+
+def find_directory(name: str | None) -> Path:
+    """The directory of a run by its name, or of the newest run."""
+    if name is not None:
+        if not (RUNS / name / "config.yaml").is_file():
+            known = [path.parent.name for path in _all_runs()][:5]
+            raise UsageError(f"there is no run '{name}' in '{RUNS}' (newest there: {listed(known)})")
+        return RUNS / name
+    runs = _all_runs()
+    if not runs:
+        raise UsageError(f"there is no run in '{RUNS}'; start one with 'mplug train'")
+    return runs[0].parent
+
+
+def run_names() -> list[str]:
+    """The names of all runs here, the newest first."""
+    return [path.parent.name for path in _all_runs()]
+
+
+def _all_runs() -> list[Path]:
+    return sorted(RUNS.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime, reverse=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file so that it is either whole or not there."""
+    aside = path.with_name(f".{path.name}.partial")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+def write_config(run: Run) -> None:
+    """Save the fully resolved config with the run."""
+    assert run.directory is not None
+    text = yaml.safe_dump(run.config.resolved(), sort_keys=False)
+    write_text(run.directory / "config.yaml", f"# The resolved config of this run: continue it with --resume.\n{text}")
+
+
+# The record.
+
+
+def provenance(run: Run) -> dict[str, Any]:
+    """Which plugin, distribution, version and source supplied what; saved with the run and with every checkpoint."""
+    plugins = [
+        {
+            "plugin": chosen.label,
+            "distribution": chosen.entry.distribution,
+            "version": chosen.entry.version,
+            "source": chosen.entry.source,
+        }
+        for chosen in sorted(run.config.chosen, key=lambda chosen: chosen.label)
+    ]
+    order = [[plugin["plugin"], plugin["distribution"], plugin["version"]] for plugin in plugins]
+    digest = hashlib.sha256(json.dumps(order).encode()).hexdigest()
+    return {"mplug": mplug.__version__, "torch": version("torch"), "plugins": plugins, "plugins_hash": digest}
+
+
+def write_record(run: Run, facts: dict[str, Any]) -> None:
+    """Write record.json: provenance, layout, versions, and the facts that the caller adds."""
+    assert run.directory is not None
+    preset = run.config.settings.get(("model", "preset"))
+    record = {
+        "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "preset": preset.value if preset else None,
+        **provenance(run),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "layout": run.config.parallel.layout,
+        "world_size": run.mesh.world_size,
+        "device": run.device,
+        **facts,
+    }
+    write_text(run.directory / "record.json", json.dumps(record, indent=2) + "\n")

@@ -1,0 +1,67 @@
+"""The config's sections that are the host's own. Their defaults stand in `default.yaml` and nowhere else."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+
+
+class Section(BaseModel):
+    """A section of the config: unknown fields are errors, values do not change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Trainer(Section):
+    """How long, on what, and in which portions to train."""
+
+    steps: PositiveInt = Field(description="optimizer steps of the whole run")
+    seq_length: PositiveInt = Field(description="tokens of a sample")
+    micro_batch_size: PositiveInt = Field(description="samples of one forward and backward pass on a rank")
+    global_batch_size: PositiveInt = Field(description="samples of one optimizer step, over all ranks")
+    precision: Literal["fp32"] = Field(description="number format of weights and activations")
+    device: Literal["auto", "cpu", "cuda"] = Field(description="where to train; 'auto' takes a GPU if there is one")
+    seed: NonNegativeInt = Field(description="decides initial weights, data order and dropout, under any layout")
+    max_grad_norm: NonNegativeFloat = Field(description="gradients are scaled down to this global norm; 0: never")
+    log_every: PositiveInt = Field(description="steps between two progress lines")
+    eval_every: NonNegativeInt = Field(description="steps between two evaluations; 0: none, not even at the end")
+    eval_samples: PositiveInt = Field(description="validation samples of one evaluation")
+
+
+class WeightDecay(Section):
+    """How the optimizer's weight decay changes over a run."""
+
+    name: Literal["constant", "linear", "cosine"] = Field(description="shape of the change over the run")
+    end: NonNegativeFloat | None = Field(description="value at the last step; null: the optimizer's own")
+
+
+class BatchRampup(Section):
+    """How the global batch grows to `trainer.global_batch_size`."""
+
+    start: PositiveInt | None = Field(description="samples of the first steps' global batch; null: no ramp-up")
+    increment: PositiveInt = Field(description="samples that each increase adds")
+    samples: NonNegativeInt = Field(description="samples over which the increases are spread evenly")
+
+
+class Schedule(Section):
+    """Learning rate, weight decay and batch size as functions of the step."""
+
+    name: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = Field(
+        description="shape of the learning rate after the warm-up"
+    )
+    warmup_steps: NonNegativeInt = Field(description="steps over which the rate rises linearly from 0 to optimizer.lr")
+    decay_steps: PositiveInt | None = Field(
+        description="length of the decay; null: all that follows the warm-up (wsd: the last fifth of the run)"
+    )
+    min_lr: NonNegativeFloat = Field(description="the rate never decays below this")
+    weight_decay: WeightDecay = Field(description="schedule of the weight decay")
+    batch_rampup: BatchRampup = Field(description="schedule of the global batch size")
+
+
+class Checkpoint(Section):
+    """When to save, and how many checkpoints to keep."""
+
+    every: NonNegativeInt = Field(description="steps between two checkpoints; 0: only at the end of the run")
+    keep: PositiveInt = Field(description="newest checkpoints to keep; older ones are removed after a save")
+
+
+PluginName = Annotated[str, Field(min_length=1, description="name of an installed plugin")]

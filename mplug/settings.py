@@ -1,0 +1,141 @@
+"""Raw settings: what each source says, where it says it, and which source wins.
+
+A setting is one leaf of the config ('model.num_layers') with its value and its source. Sources are merged before any
+name is resolved, so no plugin is needed to read another's config.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mplug.errors import UsageError
+
+NAMED_SECTIONS = ("model", "optimizer", "data")
+"""Sections in which one plugin, chosen by the field `name`, reads all the other fields."""
+
+Key = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value and where it was written: 'run.yaml:12', '--set', 'preset nano'."""
+
+    value: Any
+    source: str
+
+
+Settings = dict[Key, Setting]
+
+
+def read_file(path: Path, label: str | None = None) -> Settings:
+    """The settings of a YAML file; each source is the file's name and line."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read the config file '{path}': {error}") from None
+    return read_yaml(text, label or str(path))
+
+
+def read_yaml(text: str, label: str) -> Settings:
+    """The settings of a YAML text, each with the source 'label:line'."""
+    try:
+        root = yaml.compose(text, yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        raise UsageError(f"{label} is not YAML: {' '.join(str(error).split())}") from None
+    settings: Settings = {}
+    if root is not None:
+        if not isinstance(root, yaml.MappingNode):
+            raise UsageError(f"{label} must hold a mapping of sections ('model:', 'trainer:', ...), not a single value")
+        _collect(root, (), label, settings)
+    return settings
+
+
+def _collect(node: yaml.MappingNode, key: Key, label: str, settings: Settings) -> None:
+    for name_node, value_node in node.value:
+        source = f"{label}:{name_node.start_mark.line + 1}"
+        path = (*key, str(name_node.value))
+        if any(known[: len(path)] == path for known in settings):
+            raise UsageError(f"{source}: '{'.'.join(path)}' stands there twice; keep one")
+        if isinstance(value_node, yaml.MappingNode) and value_node.value:
+            _collect(value_node, path, label, settings)
+        else:
+            settings[path] = Setting(_construct(value_node), source)
+
+
+def _construct(node: yaml.Node) -> Any:
+    loader = yaml.SafeLoader("")
+    try:
+        return loader.construct_object(node, deep=True)
+    finally:
+        loader.dispose()
+
+
+def read_assignments(assignments: Iterable[str], source: str = "--set") -> Settings:
+    """'model.num_layers=6' -> a setting; values are written as in YAML."""
+    settings: Settings = {}
+    for assignment in assignments:
+        dotted, equals, text = assignment.partition("=")
+        key = tuple(dotted.split("."))
+        if not equals or len(key) < 2 or not all(key):
+            raise UsageError(f"{source} '{assignment}': write it as section.field=value, as in trainer.steps=100")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError:
+            value = text
+        settings = merge(settings, from_mapping(value, source, key))
+    return settings
+
+
+def from_mapping(value: Any, source: str, key: Key = ()) -> Settings:
+    """The settings of a nested mapping, all from one source."""
+    if isinstance(value, Mapping) and (value or not key):
+        found: Settings = {}
+        for name, inner in value.items():
+            found |= from_mapping(inner, source, (*key, str(name)))
+        return found
+    return {key: Setting(value, source)}
+
+
+def merge(low: Settings, high: Settings) -> Settings:
+    """`high` over `low`. Where `high` names another plugin for a section, what `low` said to the first is dropped."""
+    dropped = {
+        section
+        for section in NAMED_SECTIONS
+        if (section, "name") in low
+        and (section, "name") in high
+        and low[section, "name"].value != high[section, "name"].value
+    }
+    kept = {
+        key: setting
+        for key, setting in low.items()
+        if key[0] not in dropped and not any(_overlap(key, other) for other in high)
+    }
+    return kept | high
+
+
+def _overlap(one: Key, other: Key) -> bool:
+    shorter = min(len(one), len(other))
+    return one[:shorter] == other[:shorter]
+
+
+def nested(settings: Settings) -> dict[str, Any]:
+    """Settings as the nested mapping that they came from."""
+    tree: dict[str, Any] = {}
+    for key, setting in settings.items():
+        branch = tree
+        for name in key[:-1]:
+            branch = branch.setdefault(name, {})
+        branch[key[-1]] = setting.value
+    return tree
+
+
+def source_of(settings: Settings, key: Key) -> str | None:
+    """Where a key was written, or something inside it, or what it is inside."""
+    for length in range(len(key), 0, -1):
+        for known, setting in settings.items():
+            if known[:length] == key[:length]:
+                return setting.source
+    return None

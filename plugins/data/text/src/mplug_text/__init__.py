@@ -1,0 +1,66 @@
+"""Byte-level text: any file, folder or glob, or the Python standard library's own source."""
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from mplug import MapLoader, UsageError, hookimpl
+
+if TYPE_CHECKING:
+    from mplug import Run
+
+
+class Bytes:
+    """A token is a byte of UTF-8."""
+
+    def encode(self, text: str) -> list[int]:
+        """The bytes of a text."""
+        return list(text.encode())
+
+    def decode(self, tokens: "list[int]") -> str:
+        """The text of bytes; what is not UTF-8 becomes U+FFFD."""
+        return bytes(tokens).decode(errors="replace")
+
+
+class Text:
+    """Windows of a stream of bytes, in a seeded order that is new every epoch."""
+
+    class Config(BaseModel):
+        """Which text, and which part of it is kept for validation."""
+
+        model_config = ConfigDict(extra="forbid", frozen=True)
+
+        path: str | None = Field(None, description="a file, a folder or a glob; null: Python's standard library")
+        pattern: str = Field("**/*", description="glob of the files to read in a folder that `path` names")
+        validation_percent: int = Field(
+            5, ge=1, le=50, description="share of the files for validation; of every file's end where files are few"
+        )
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @hookimpl
+    def build_tokenizer(self) -> Bytes:
+        """Bytes need no file."""
+        return Bytes()
+
+    @hookimpl
+    def build_loader(self, run: "Run", split: Literal["train", "validation"]) -> MapLoader:
+        """Read the split's files into memory."""
+        from mplug_text.corpus import find_files, read_split
+        from mplug_text.windows import Windows
+
+        trainer = run.config.trainer
+        root, files = find_files(self.config.path, self.config.pattern)
+        stream = read_split(root, files, split, self.config.validation_percent)
+        try:
+            windows = Windows(stream, trainer.seq_length, trainer.seed, run.device)
+        except ValueError as error:
+            where = f"data.path '{self.config.path}'" if self.config.path else "the standard library"
+            raise UsageError(f"{where}: the {split} split {error}") from None
+        return MapLoader(
+            windows.read,
+            vocab_size=256,
+            shard=run.mesh.batch_shard(run.rank),
+            micro_batch_size=trainer.micro_batch_size,
+        )

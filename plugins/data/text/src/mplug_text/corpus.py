@@ -1,0 +1,84 @@
+"""Which files make up a corpus, and which of them are for validation."""
+
+import glob
+import hashlib
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mplug import UsageError
+
+SEPARATOR = b"\0"
+"""Stands between documents: a byte that text does not have."""
+FEW_FILES = 20
+"""With fewer files than this, validation gets the end of every file instead of whole files."""
+
+
+def find_files(path: str | None, pattern: str) -> tuple[Path, list[Path]]:
+    """(root, sorted files) of a file, a folder, a glob, or of the standard library."""
+    if path is None:
+        return _standard_library()
+    given = Path(path).expanduser()
+    if given.is_dir():
+        root, files = given, [found for found in given.glob(pattern) if found.is_file()]
+    elif given.is_file():
+        root, files = given.parent, [given]
+    else:
+        files = [found for found in map(Path, glob.glob(str(given), recursive=True)) if found.is_file()]
+        root = _common_folder(files)
+    if not files:
+        raise UsageError(f"data.path '{path}' holds no file{f' like {pattern!r}' if given.is_dir() else ''}; name a text")
+    return root, sorted(files)
+
+
+def _common_folder(files: list[Path]) -> Path:
+    folders = [set(file.parents) for file in files]
+    shared = set.intersection(*folders) if folders else {Path()}
+    return max(shared, key=lambda folder: len(folder.parts), default=Path())
+
+
+def _standard_library() -> tuple[Path, list[Path]]:
+    """The running interpreter's standard library, without tests, generated tables and installed packages."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skipped = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "dist-packages", "__pycache__"}
+    files = [
+        file
+        for file in root.glob("**/*.py")
+        if skipped.isdisjoint(file.relative_to(root).parts) and not file.name.startswith("_sysconfigdata")
+    ]
+    if not files:
+        raise UsageError(f"Python's standard library has no source in '{root}'; set data.path to a text of your own")
+    return root, sorted(files)
+
+
+def read_split(root: Path, files: list[Path], split: str, validation_percent: int) -> NDArray[np.uint8]:
+    """The bytes of one split, documents ended by a separator.
+
+    A file belongs to validation by a hash of its path below `root`. Where there are few files, or the hash leaves a
+    side empty, validation is the last part of every file instead.
+    """
+    held_out = [file for file in files if _hash_percent(file.relative_to(root)) < validation_percent]
+    wanted = held_out if split == "validation" else [file for file in files if file not in set(held_out)]
+    if len(files) >= FEW_FILES and 0 < len(held_out) < len(files):
+        texts = [_read(file) for file in wanted]
+    else:
+        texts = [_part(_read(file), split, validation_percent) for file in files]
+    return np.frombuffer(b"".join(text + SEPARATOR for text in texts if text), dtype=np.uint8)
+
+
+def _hash_percent(path: Path) -> int:
+    return int.from_bytes(hashlib.sha256(path.as_posix().encode()).digest()[:8], "big") % 100
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise UsageError(f"cannot read '{file}': {error.strerror}") from None
+
+
+def _part(text: bytes, split: str, validation_percent: int) -> bytes:
+    cut = len(text) * (100 - validation_percent) // 100
+    return text[cut:] if split == "validation" else text[:cut]

@@ -1,0 +1,44 @@
+"""Attention by torch's scaled_dot_product_attention, which picks the fastest backend that the machine has."""
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict
+
+from mplug import Offer, Site, hookimpl
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mplug import Run
+
+
+class SDPA:
+    """Causal attention with grouped heads."""
+
+    class Config(BaseModel):
+        """It has nothing to set."""
+
+        model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @hookimpl
+    def offer(self) -> list[Offer]:
+        """The attention core."""
+        return [Offer({"Attention.core": attention}, supports)]
+
+
+def supports(site: Site, run: "Run") -> bool | str:
+    """Whatever a wrap may need beyond the attended values, torch's function does not return."""
+    return f"it does not offer {', '.join(sorted(site.needs))}" if site.needs else True
+
+
+def attention(q: "Tensor", k: "Tensor", v: "Tensor", *, scale: float, dropout: float = 0.0, keys: Any = None) -> "Tensor":
+    """q [B, S, H, K], k and v [B, T, G, K] -> [B, S, H, K]. Dropout draws from torch's own generator, not from `keys`."""
+    from torch.nn.functional import scaled_dot_product_attention
+
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    grouped = q.shape[1] != k.shape[1]
+    mixed = scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=grouped)
+    return mixed.transpose(1, 2)

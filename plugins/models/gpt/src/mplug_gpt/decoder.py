@@ -1,0 +1,91 @@
+"""The decoder: embedding, blocks, head. B batch, S sequence, D embed, V vocabulary."""
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from mplug.nn import MLP, Attention, Dropout, Embedding, Linear, Loss, Norm
+
+if TYPE_CHECKING:
+    from mplug_gpt import GPT
+
+
+class TokenEmbedding(nn.Module):
+    """Tokens, and learned positions where there are any."""
+
+    def __init__(self, config: "GPT.Config") -> None:
+        super().__init__()
+        self.token = Embedding(config.vocab_size, config.hidden_size)
+        learned = config.position == "learned"
+        self.position = Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
+        self.dropout = Dropout(config.dropout)
+
+    def forward(self, tokens: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
+        """tokens [B, S] -> [B, S, D]."""
+        x = self.token(tokens)
+        if self.position is not None:
+            x = x + self.position(positions)
+        return self.dropout(x, keys, positions)
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: "GPT.Config") -> None:
+        super().__init__()
+        norm_bias = config.bias and config.norm == "layernorm"
+        self.norm1 = Norm(config.hidden_size, config.norm, config.norm_eps, norm_bias)
+        self.attn = Attention(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.kv_heads,
+            config.head_width,
+            bias=config.bias,
+            qk_norm=config.qk_norm,
+            theta=config.rope_theta if config.position == "rotary" else None,
+            dropout=config.attention_dropout,
+            eps=config.norm_eps,
+        )
+        self.dropout1 = Dropout(config.dropout)
+        self.norm2 = Norm(config.hidden_size, config.norm, config.norm_eps, norm_bias)
+        self.mlp = MLP(config.hidden_size, config.ffn_width, config.activation, config.bias)
+        self.dropout2 = Dropout(config.dropout)
+
+    def forward(self, x: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
+        """[B, S, D] -> [B, S, D]."""
+        h, x = self.norm1(x)
+        h, x = self.norm2(self.dropout1(self.attn(h, positions, keys), keys, positions), x)
+        return x + self.dropout2(self.mlp(h), keys, positions)
+
+
+class Head(nn.Module):
+    """The last norm, the projection to the vocabulary, the loss."""
+
+    def __init__(self, config: "GPT.Config") -> None:
+        super().__init__()
+        self.norm = Norm(config.hidden_size, config.norm, config.norm_eps, config.bias and config.norm == "layernorm")
+        self.project = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.loss = Loss()
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """x [B, S, D], labels [B, S] -> (sum of the losses, number of targets)."""
+        h, _ = self.norm(x)
+        loss: tuple[Tensor, Tensor] = self.loss(h, self.project, labels)
+        return loss
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[B, S, D] -> [B, S, V]."""
+        h, _ = self.norm(x)
+        return self.project(h)
+
+
+class Decoder(nn.Module):
+    """The units of a GPT; the host runs them in the plan's order."""
+
+    def __init__(self, config: "GPT.Config") -> None:
+        super().__init__()
+        self.embedding = TokenEmbedding(config)
+        self.blocks = nn.ModuleDict({str(number): Block(config) for number in range(config.num_layers)})
+        self.head = Head(config)
+        if config.tie_embeddings:
+            self.head.project.weight = self.embedding.token.weight

@@ -1,0 +1,50 @@
+"""torch.optim.AdamW, fused, made to update pieces."""
+
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor, nn
+
+from mplug import Piece, StepScalars
+
+if TYPE_CHECKING:
+    from mplug_adamw import AdamW
+
+
+class FusedAdamW:
+    """One fused pass over all pieces. Scaling and skipping happen inside it, through torch's gradient-scaler protocol."""
+
+    needs: Literal["elements"] = "elements"
+
+    def __init__(self, pieces: list[Piece], config: "AdamW.Config") -> None:
+        self._parameters = {piece.name: nn.Parameter(piece.master) for piece in pieces}
+        for piece in pieces:
+            self._parameters[piece.name].grad = piece.gradient
+        decayed, plain = ([self._parameters[p.name] for p in pieces if p.parameter.decays is on] for on in (True, False))
+        self._torch = torch.optim.AdamW(
+            [{"params": decayed}, {"params": plain, "weight_decay": 0.0}],
+            lr=torch.tensor(config.lr),
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        for parameter in self._parameters.values():
+            self._torch.state[parameter] = {
+                "step": torch.zeros((), device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+                "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+            }
+
+    def step(self, scalars: StepScalars) -> None:
+        """Update every piece's master once."""
+        decayed, plain = self._torch.param_groups
+        decayed["lr"] = plain["lr"] = scalars.lr
+        decayed["weight_decay"] = scalars.weight_decay
+        self._torch.grad_scale = scalars.scale.reciprocal()  # type: ignore[attr-defined]
+        self._torch.found_inf = scalars.skip  # type: ignore[attr-defined]
+        self._torch.step()
+
+    def state(self, piece: Piece) -> dict[str, Tensor]:
+        """The live moments and step count of a piece."""
+        return dict(self._torch.state[self._parameters[piece.name]])

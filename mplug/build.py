@@ -1,15 +1,19 @@
 """From a prepared run to the objects that train: every build hook, in order."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mplug import checkpoint
 from mplug.alternatives import kernels_that_would_do
 from mplug.config import RunConfig
 from mplug.contracts import Optimizer, Piece, Stepper
 from mplug.errors import UsageError
 from mplug.gradients import Sinks
-from mplug.model import Model, fill_slots, materialize
+from mplug.model import Model, allocate, fill_slots, initialize
 from mplug.run import Run
 from mplug.slots import Offer, Selection, Wrap
 from mplug.stepper import AccumulatingStepper, make_pieces
@@ -65,7 +69,8 @@ def unmet_reasons(run: Run) -> list[str]:
 def build(run: Run) -> Parts:
     """Everything that a training process needs but its data."""
     model = build_model(run)
-    materialize(model, run.rank, torch.device(run.device), run.config.trainer.seed)
+    _allocate(run, model)
+    initialize(model, run.rank, run.config.trainer.seed)
     sinks = Sinks(model.parameters())
     for wrap in run.hooks.layered("wrap_model"):
         wrap(run=run, model=model)
@@ -77,3 +82,33 @@ def build(run: Run) -> Parts:
         model, sinks, pieces, optimizer, rank=run.rank, seed=trainer.seed, max_norm=trainer.max_grad_norm
     )
     return Parts(model, pieces, optimizer, stepper or default)
+
+
+def _allocate(run: Run, model: Model) -> None:
+    allocate(model, run.rank, torch.device(run.device), run.config.trainer.seed)
+
+
+def measure_bytes(run: Run, model: Model) -> dict[str, int]:
+    """Bytes that a rank will hold: the storages of a real build, made of tensors without memory."""
+    with FakeTensorMode():
+        _allocate(run, model)
+        pieces = make_pieces(model, Sinks(model.parameters()))
+        optimizer: Optimizer = run.hooks.call.build_optimizer(run=run, pieces=pieces)
+        states = [tensor for piece in pieces for tensor in optimizer.state(piece).values()]
+        return {
+            "weights": _nbytes(model.parameters().values()),
+            "gradients": _nbytes(piece.gradient for piece in pieces),
+            "optimizer state": _nbytes(states),
+        }
+
+
+def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+def load_for_inference(run: Run, path: Path) -> Model:
+    """The model of a run with a checkpoint's weights, without gradients or optimizer."""
+    model = build_model(run)
+    _allocate(run, model)
+    checkpoint.load_weights(path, model.parameters(), model.placements, run.rank)
+    return model

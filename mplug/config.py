@@ -229,7 +229,8 @@ class _Resolver:
         said = self._said("kernels")
         words = {kind: said.pop(kind) for kind in (*SLOT_KINDS, "default") if said.get(kind)}
         entries = {kind: self._plugin("kernels", word, ("kernels", kind)) for kind, word in words.items()}
-        self._sub_sections("kernels", [str(word) for word in dict.fromkeys(words.values())], said, SLOT_KINDS)
+        found = dict.fromkeys(str(words[kind]) for kind, entry in entries.items() if entry)
+        self._sub_sections("kernels", found, said, (*SLOT_KINDS, "default"))
         labels = {kind: entry.label for kind, entry in entries.items() if entry}
         default = labels.pop("default", None)
         return Kernels(labels, default)

@@ -79,9 +79,13 @@ def sites(module: nn.Module) -> Iterator[Site]:
     for name, part in module.named_modules():
         owner = next((base for base in type(part).__mro__ if "SLOTS" in vars(base)), None)
         if owner is not None:
-            role = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
             for slot in owner.SLOTS:  # type: ignore[attr-defined]
-                yield Site(role, f"{owner.__name__}.{slot}", part, name)
+                yield Site(role_of(name), f"{owner.__name__}.{slot}", part, name)
+
+
+def role_of(name: str) -> str:
+    """A name with its indices starred: 'blocks.3.attn' -> 'blocks.*.attn'."""
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
 
 
 def fill_slots(model: Model, run: "Run", offers: Iterable[Any]) -> Selection:
@@ -105,14 +109,11 @@ def fill_slots(model: Model, run: "Run", offers: Iterable[Any]) -> Selection:
 # Values.
 
 
-def materialize(model: Model, rank: int, device: torch.device, seed: int) -> None:
-    """Give this rank's parameters and buffers memory and initial values, the same under any layout."""
+def allocate(model: Model, rank: int, device: torch.device, seed: int) -> None:
+    """Give this rank's parameters (zeros) and buffers their memory."""
     replaced: dict[int, nn.Parameter] = {}
     for name, old in model.parameters().items():
-        placement = model.placements[name]
-        local = torch.zeros(placement.local_shape(rank), device=device)
-        for box in placement.boxes(rank):
-            region(local, box).copy_(_initial(name, placement, box, device, seed))
+        local = torch.zeros(model.placements[name].local_shape(rank), device=device)
         replaced[id(old)] = nn.Parameter(local, requires_grad=old.requires_grad)
     for name, module in model.module.named_modules():
         for attribute, parameter in module._parameters.items():
@@ -122,6 +123,15 @@ def materialize(model: Model, rank: int, device: torch.device, seed: int) -> Non
             if attribute != "site" or buffer is None:
                 raise ValueError(f"buffer '{name}.{attribute}' has no initial value")
             module._buffers[attribute] = torch.tensor(key_of(seed, "site", name), device=device)
+
+
+@torch.no_grad()
+def initialize(model: Model, rank: int, seed: int) -> None:
+    """Fill this rank's parameters with initial values, the same under any layout; padding stays zero."""
+    for name, parameter in model.parameters().items():
+        placement = model.placements[name]
+        for box in placement.boxes(rank):
+            region(parameter, box).copy_(_initial(name, placement, box, parameter.device, seed))
 
 
 def region(local: Tensor, box: Box) -> Tensor:

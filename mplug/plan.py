@@ -167,6 +167,11 @@ class Placement:
     mesh: Mesh
     holders: tuple[int, ...]
 
+    @property
+    def numel(self) -> int:
+        """Elements of the logical tensor."""
+        return math.prod(self.shape)
+
     @cached_property
     def dims(self) -> tuple[tuple[Segment, ...], ...]:
         """The segments of each dimension."""

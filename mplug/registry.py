@@ -1,5 +1,6 @@
 """Entry points -> names -> plugins. Listing reads distribution metadata only and never imports a plugin."""
 
+import json
 import re
 import traceback
 from collections.abc import Iterable
@@ -68,7 +69,7 @@ class Registry:
             text = distribution.read_text("entry_points.txt") or ""
             if "[mplug." not in text:
                 continue
-            name, source = distribution.metadata["Name"], str(distribution.locate_file(""))
+            name, source = distribution.metadata["Name"], _source(distribution)
             normalized = re.sub(r"[-_.]+", "-", name).lower()
             if normalized in seen:
                 shadowed.append(Shadowed(name, distribution.version, source))
@@ -151,6 +152,12 @@ def _entries(distribution: Distribution, name: str, source: str) -> list[Entry]:
         for point in distribution.entry_points
         if point.group.startswith("mplug.") and point.group.removeprefix("mplug.") in KINDS
     ]
+
+
+def _source(distribution: Distribution) -> str:
+    """The folder that an editable install points to, else the one that holds the metadata."""
+    origin = json.loads(distribution.read_text("direct_url.json") or "{}")
+    return str(origin.get("url", "")).removeprefix("file://") or str(distribution.locate_file(""))
 
 
 def _requirement_on_host(requirements: Iterable[str]) -> str | None:

@@ -46,16 +46,22 @@ def _always(site: Site, run: "Run") -> bool:
     return True
 
 
+def _never(site: Site, run: "Run") -> str:
+    return ""
+
+
 @dataclass(frozen=True)
 class Offer:
     """Suppliers for one slot, or for several of one module at once (a fused norm and gemm).
 
-    `supports(site, run)` answers True or the reason why not, truthfully: capabilities live there and nowhere else. Each
-    supplier is one callable for all sites of a role; it owns no parameter.
+    `supports(site, run)` answers True or the reason why not, truthfully: capabilities live there and nowhere else.
+    `varies(site, run)` says what about it depends on the layout, or nothing. Each supplier is one callable for all
+    sites of a role; it owns no parameter.
     """
 
     suppliers: Mapping[str, Callable[..., Any]]
     supports: Callable[[Site, "Run"], bool | str] = _always
+    varies: Callable[[Site, "Run"], str] = _never
     plugin: str = ""
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from mplug.cli.options import PluginName, config_options, resolved
+from mplug.cli.tables import table
 
 
 @click.group()
@@ -31,19 +32,23 @@ def show(sources: bool, **options: Any) -> None:
         return
     origin = config.sources()
     rows = [(".".join(key), setting.value) for key, setting in from_mapping(config.resolved(), "").items()]
-    names, values = (max(len(str(row[column])) for row in rows) for column in (0, 1))
-    for name, value in rows:
-        shown = "null" if value is None else str(value)
-        click.echo(f"{name:<{names}}  {shown:<{values}}  {origin[name]}")
+    shown = [(name, json.dumps(value), origin[name]) for name, value in rows]
+    click.echo(table(("FIELD", "VALUE", "SOURCE"), shown))
 
 
 @command.command()
-@click.option("--model", default="gpt", type=PluginName("models"), help="Model family.")
-@click.option("--optimizer", default="adamw", type=PluginName("optimizers"), help="Optimizer.")
-@click.option("--data", default="text", type=PluginName("data"), help="Data loader.")
-def schema(**names: str) -> None:
-    """Print the JSON Schema of a config file that names these plugins, for editors."""
+@click.option("--model", type=PluginName("models"), help="Model family.")
+@click.option("--optimizer", type=PluginName("optimizers"), help="Optimizer.")
+@click.option("--data", type=PluginName("data"), help="Data loader.")
+def schema(**names: str | None) -> None:
+    """Print the JSON Schema of a config file that names these plugins, for editors.
+
+    A kind that is left out is the default run's.
+    """
+    from mplug.config import default_settings
     from mplug.config import schema as config_schema
     from mplug.registry import Registry
 
-    click.echo(json.dumps(config_schema(Registry(), names), indent=2))
+    default = default_settings()
+    words = {section: word or default[section, "name"].value for section, word in names.items()}
+    click.echo(json.dumps(config_schema(Registry(), words), indent=2))

@@ -2,6 +2,7 @@
 
 import click
 
+from mplug.cli.tables import table
 from mplug.registry import KINDS, Entry, Registry
 
 
@@ -22,11 +23,8 @@ def list_(kind: str | None) -> None:
     if not entries:
         click.echo("no plugin is installed")
         return
-    rows = [("KIND", "NAME", "DISTRIBUTION", "SPEAKS", "WHAT IT IS")]
-    rows += [(e.kind, e.name, e.origin, f"mplug {e.speaks}" if e.speaks else "-", e.summary) for e in entries]
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    for row in rows:
-        click.echo("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]))
+    rows = [(e.kind, e.name, e.origin, f"mplug {e.speaks}" if e.speaks else "-", e.summary) for e in entries]
+    click.echo(table(("KIND", "NAME", "DISTRIBUTION", "SPEAKS", "WHAT IT IS"), rows))
     for clash in _clashes(entries):
         click.echo(f"\n{clash}")
     for copy in registry.shadowed():

@@ -26,12 +26,17 @@ class SDPA:
     @hookimpl
     def offer(self) -> list[Offer]:
         """The attention core."""
-        return [Offer({"Attention.core": attention}, supports)]
+        return [Offer({"Attention.core": attention}, supports, varies)]
 
 
 def supports(site: Site, run: "Run") -> bool | str:
     """Whatever a wrap may need beyond the attended values, torch's function does not return."""
     return f"it does not offer {', '.join(sorted(site.needs))}" if site.needs else True
+
+
+def varies(site: Site, run: "Run") -> str:
+    """Fused dropout draws its numbers in an order of its own."""
+    return "its dropout mask is drawn inside the fused kernel" if site.module.dropout > 0 else ""
 
 
 def attention(q: "Tensor", k: "Tensor", v: "Tensor", *, scale: float, dropout: float = 0.0, keys: Any = None) -> "Tensor":

@@ -1,0 +1,131 @@
+"""mplug explain."""
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mplug.cli.options import config_options, resolved
+from mplug.cli.tables import human_bytes, table
+
+if TYPE_CHECKING:
+    from mplug.model import Model
+    from mplug.run import Run
+
+
+@click.command()
+@config_options
+@click.option("--rank", default=0, show_default=True, help="The rank whose parameters and bytes are shown.")
+def command(rank: int, **options: Any) -> None:
+    """Show what a run would be, without starting it: nothing is allocated, read or trained.
+
+    Prints the mesh, the units, who fills each slot, where each parameter lives, the bytes that a rank holds, and what
+    in this run would depend on the layout.
+    """
+    from mplug.build import build_model
+    from mplug.errors import UsageError
+    from mplug.run import prepare
+
+    run = prepare(resolved(options))
+    if not 0 <= rank < run.mesh.world_size:
+        raise UsageError(f"--rank {rank} is not in this layout; its ranks are 0 to {run.mesh.world_size - 1}")
+    run.rank = rank
+    model = build_model(run)
+    for title, text in (
+        ("Mesh", _mesh(run)),
+        ("Plugins", _plugins(run)),
+        ("Units", _units(model)),
+        ("Slots", _slots(model)),
+        (f"Parameters of rank {rank}", _placements(model, rank)),
+        (f"Bytes of rank {rank}", _bytes(run, model)),
+        ("Depends on the layout", _variance(run, model)),
+    ):
+        click.echo(f"{title}\n" + "\n".join(f"  {line}" for line in text.splitlines()) + "\n")
+
+
+def _mesh(run: "Run") -> str:
+    if run.mesh.world_size == 1:
+        return "one process"
+    rows = [
+        (view, " x ".join(f"{axis.name}={axis.size}" for axis in axes)) for view, axes in run.mesh.views.items()
+    ]
+    return f"{run.mesh.world_size} ranks\n{table(('VIEW', 'AXES, THE SLOWEST FIRST'), rows)}"
+
+
+def _plugins(run: "Run") -> str:
+    rows = [(chosen.label, chosen.entry.origin) for chosen in run.config.chosen]
+    return table(("PLUGIN", "FROM"), rows)
+
+
+def _grouped(names: list[str]) -> dict[str, list[str]]:
+    """Names by their role: 'blocks.*.attn'."""
+    from mplug.model import role_of
+
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(role_of(name), []).append(name)
+    return groups
+
+
+def _units(model: "Model") -> str:
+    units = {unit.name: unit for unit in model.plan.units}
+    rows = []
+    for role, names in _grouped(list(units)).items():
+        parameters = sum(
+            placement.numel
+            for name, placement in model.placements.items()
+            if any(name.startswith(f"{unit}.") for unit in names)
+        )
+        unit = units[names[0]]
+        rows.append((role, len(names), ", ".join(unit.inputs), ", ".join(unit.outputs), f"{parameters:,}"))
+    return table(("UNIT", "COUNT", "TAKES", "GIVES", "PARAMETERS"), rows)
+
+
+def _slots(model: "Model") -> str:
+    groups: dict[tuple[str, ...], int] = {}
+    for filled in model.slots:
+        wraps = ", ".join(wrap.plugin for wrap in filled.wraps) or "-"
+        key = (filled.site.role, filled.site.slot, filled.supplier, wraps)
+        groups[key] = groups.get(key, 0) + 1
+    return table(("SITE", "COUNT", "SLOT", "SUPPLIER", "WRAPS"), [(key[0], n, *key[1:]) for key, n in groups.items()])
+
+
+def _placements(model: "Model", rank: int) -> str:
+    rows = []
+    for role, names in _grouped(list(model.placements)).items():
+        placement = model.placements[names[0]]
+        boxes = placement.boxes(rank)
+        named = " x ".join("+".join(segment.axis for segment in dim) for dim in placement.dims)
+        rows.append(
+            (
+                role,
+                len(names),
+                _by(placement.shape),
+                named,
+                _by(placement.local_shape(rank)) if boxes else "-",
+                len(boxes),
+                len(boxes[0].copies) if boxes else 0,
+                len(boxes[0].partial) if boxes else 0,
+            )
+        )
+    return table(("PARAMETER", "COUNT", "SHAPE", "AXES", "HERE", "BOXES", "COPIES", "PARTIAL OVER"), rows)
+
+
+def _by(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
+
+
+def _bytes(run: "Run", model: "Model") -> str:
+    from mplug.build import measure_bytes
+
+    measured = measure_bytes(run, model)
+    rows = [(what, human_bytes(count), f"{count:,}") for what, count in measured.items()]
+    return table(("WHAT", "SIZE", "BYTES"), rows)
+
+
+def _variance(run: "Run", model: "Model") -> str:
+    reasons = {
+        f"{filled.site.slot} of {filled.site.role} ({filled.supplier}): {reason}"
+        for filled in model.slots
+        if filled.offer and (reason := filled.offer.varies(filled.site, run))
+    }
+    return "\n".join(sorted(reasons)) or "nothing: the same losses to rounding under any layout"

@@ -1,0 +1,81 @@
+"""mplug generate."""
+
+from typing import TYPE_CHECKING
+
+import click
+
+from mplug.cli.options import RunName
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from mplug.contracts import Tokenizer
+    from mplug.run import Run
+    from mplug.sampling import Sampling
+
+
+@click.command()
+@click.option("--name", type=RunName(), help="The run to sample from; without it, the newest.")
+@click.option("--step", type=int, help="The checkpoint to sample from; without it, the newest.")
+@click.option("--prompt", default="def ", show_default=True, help="Text that the sample continues.")
+@click.option("--tokens", default=300, show_default=True, type=click.IntRange(1), help="Tokens to add.")
+@click.option("--temperature", default=0.8, show_default=True, type=click.FloatRange(0), help="0 takes the likeliest.")
+@click.option("--top-k", default=0, type=click.IntRange(0), help="Draw from the k likeliest tokens; 0 keeps all.")
+@click.option("--top-p", default=1.0, type=click.FloatRange(0, 1, min_open=True), help="Draw from the likeliest tokens that hold this probability.")
+@click.option("--seed", default=0, show_default=True, type=int, help="A seed gives one text.")
+@click.option("--device", default="auto", type=click.Choice(["auto", "cpu", "cuda"]), help="Where to compute.")
+def command(
+    name: str | None,
+    step: int | None,
+    prompt: str,
+    tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+    device: str,
+) -> None:
+    """Sample text from a trained run.
+
+    \b
+    mplug generate --prompt "class Parser" --tokens 500 --temperature 0.7
+    """
+    from mplug.checkpoint import newest, path_of, read_manifest
+    from mplug.config import resolve
+    from mplug.errors import UsageError
+    from mplug.registry import Registry
+    from mplug.run import find_directory, prepare
+    from mplug.sampling import Sampling
+    from mplug.settings import read_assignments, read_file
+
+    directory = find_directory(name)
+    checkpoint = path_of(directory / "checkpoints", step) if step is not None else newest(directory / "checkpoints")
+    if step is not None and not checkpoint.is_dir():
+        raise UsageError(f"the run '{directory}' has no checkpoint of step {step}; leave --step out for the newest")
+    here = read_assignments([f"trainer.device={device}", "parallel.layout="], "generate")
+    run = prepare(resolve(Registry(), read_file(directory / "config.yaml"), here))
+    tokenizer = run.hooks.call.build_tokenizer(run=run)
+    if tokenizer is None:
+        raise UsageError(f"the data of run '{directory}' has no tokenizer, so there is no text to sample")
+    read_manifest(checkpoint)
+    encoded = tokenizer.encode(prompt)
+    if not encoded:
+        raise UsageError("--prompt is empty; give at least one character to continue")
+    _print(run, checkpoint, tokenizer, encoded, tokens, Sampling(temperature, top_k, top_p, seed))
+
+
+def _print(
+    run: "Run", checkpoint: "Path", tokenizer: "Tokenizer", encoded: list[int], count: int, sampling: "Sampling"
+) -> None:
+    from mplug.build import load_for_inference
+    from mplug.sampling import sample
+
+    model = load_for_inference(run, checkpoint)
+    tokens, written = list(encoded), tokenizer.decode(encoded)
+    click.echo(written, nl=False)
+    for token in sample(model, encoded, count, run.config.trainer.seq_length, sampling):
+        tokens.append(token)
+        text = tokenizer.decode(tokens).rstrip("\ufffd")  # a character's last bytes may still come
+        click.echo(text[len(written) :], nl=False)
+        written = max(written, text, key=len)
+    click.echo(tokenizer.decode(tokens)[len(written) :])

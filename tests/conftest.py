@@ -1,0 +1,52 @@
+"""What the tests share: the command line in a process of its own, and a run small enough for a second."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+TINY = {
+    "model.num_layers": "2",
+    "model.hidden_size": "32",
+    "model.num_attention_heads": "2",
+    "model.vocab_size": "256",
+    "trainer.seq_length": "32",
+    "trainer.micro_batch_size": "2",
+    "trainer.global_batch_size": "4",
+    "trainer.steps": "4",
+    "trainer.device": "cpu",
+    "trainer.eval_every": "0",
+    "trainer.log_every": "1",
+}
+"""A whole run in a second, once torch is imported."""
+
+
+@pytest.fixture
+def tiny() -> list[str]:
+    """The command-line options of the tiny run."""
+    return [word for field, value in TINY.items() for word in ("--set", f"{field}={value}")]
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> Path:
+    """A text with enough structure to be learnt: 20 kB of arithmetic."""
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"{a} times {b} is {a * b}.\n" for a in range(40) for b in range(26)))
+    return path
+
+
+@pytest.fixture
+def mplug(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run `mplug` as a user would, in a folder of its own; `path` goes in front of PYTHONPATH."""
+
+    def run(*arguments: str, path: Path | None = None, cwd: Path = tmp_path, timeout: float = 120):
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+        if path is not None:
+            environment["PYTHONPATH"] = str(path)
+        command = [sys.executable, "-m", "mplug", *arguments]
+        return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
+
+    return run

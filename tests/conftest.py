@@ -39,7 +39,7 @@ def text_file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def mplug(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+def cli(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run `mplug` as a user would, in a folder of its own; `path` goes in front of PYTHONPATH."""
 
     def run(*arguments: str, path: Path | None = None, cwd: Path = tmp_path, timeout: float = 120):

@@ -41,7 +41,9 @@ def build_model(run: Run) -> Model:
     """The model on the meta device: split, placed, its slots filled. Refuses what no chosen plugin can supply."""
     model, selection = _build_model(run)
     if selection.unmet:
-        raise UsageError("\n".join(f"{unmet}{kernels_that_would_do(run.config, unmet)}" for unmet in selection.unmet[:3]))
+        raise UsageError(
+            "\n".join(f"{unmet}{kernels_that_would_do(run.config, unmet)}" for unmet in selection.unmet[:3])
+        )
     return model
 
 

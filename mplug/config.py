@@ -29,8 +29,12 @@ from mplug.settings import (
 from mplug.slots import SLOT_KINDS
 
 KIND_OF_SECTION = {"model": "models", "optimizer": "optimizers", "data": "data"}
-HOST_SECTIONS = {"trainer": sections.Trainer, "schedule": sections.Schedule, "checkpoint": sections.Checkpoint}
-PLUGIN_SECTIONS = {"parallel": "parallel", "kernels": "kernels", "extensions": "extensions"}
+HOST_SECTIONS: dict[str, type[sections.Section]] = {
+    "trainer": sections.Trainer,
+    "schedule": sections.Schedule,
+    "checkpoint": sections.Checkpoint,
+}
+PLUGIN_SECTIONS = ("parallel", "kernels", "extensions")
 SECTIONS = (*NAMED_SECTIONS, *PLUGIN_SECTIONS, *HOST_SECTIONS)
 
 
@@ -145,7 +149,9 @@ class _Resolver:
                 self._problem((section,), f"must be a section with fields of its own, not {self.tree[section]!r}")
                 self.tree[section] = {}
         named = {section: self._named(section) for section in NAMED_SECTIONS}
-        hosts = {section: self._bind((section,), model, self._said(section)) for section, model in HOST_SECTIONS.items()}
+        hosts = {
+            section: self._bind((section,), model, self._said(section)) for section, model in HOST_SECTIONS.items()
+        }
         parallel, kernels = self._parallel(), self._kernels()
         self._extensions()
         self._check_batch(hosts["trainer"])
@@ -239,7 +245,9 @@ class _Resolver:
         said = self._said("extensions")
         self._sub_sections("extensions", list(said), said)
 
-    def _sub_sections(self, section: str, words: Iterable[str], said: dict[str, Any], fields: Iterable[str] = ()) -> None:
+    def _sub_sections(
+        self, section: str, words: Iterable[str], said: dict[str, Any], fields: Iterable[str] = ()
+    ) -> None:
         """Bind `section.NAME` for every chosen plugin; other installed plugins' sub-sections are left alone."""
         for word in words:
             entry = self._plugin(section, word, (section, word))
@@ -295,7 +303,7 @@ def schema(registry: Registry, names: Mapping[str, str]) -> dict[str, Any]:
         fields[section] = (_partial(create_model(section, __base__=plugin.Config, **extra)), None)
     for section, model in HOST_SECTIONS.items():
         fields[section] = (_partial(model), None)
-    kernels: dict[str, Any] = {kind: (str | None, None) for kind in (*SLOT_KINDS, "default")}
+    kernels: dict[str, Any] = dict.fromkeys((*SLOT_KINDS, "default"), (str | None, None))
     fields["kernels"] = (create_model("kernels", __config__=ConfigDict(extra="allow"), **kernels), None)
     parallel: dict[str, Any] = {"layout": (str, ""), "data": (str | None, None)}
     fields["parallel"] = (create_model("parallel", __config__=ConfigDict(extra="allow"), **parallel), None)

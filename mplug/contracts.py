@@ -70,7 +70,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class StepScalars:
-    """What changes from step to step, as zero-dimensional fp32 tensors on the device, so that no step waits for the host.
+    """What changes from step to step, as fp32 scalars on the device, so that no step waits for the host.
 
     Gradients must be multiplied by `scale` (clipping and the token count). Where `skip` is 1, nothing may change.
     """
@@ -91,7 +91,7 @@ class Optimizer(Protocol):
         """Update every piece's master once."""
 
     def state(self, piece: Piece) -> "dict[str, Tensor]":
-        """The live state tensors of a piece by name: each of the piece's shape, or a scalar. Loading copies into them."""
+        """The live state tensors of a piece by name, each of the piece's shape or a scalar: loading copies into them."""
 
 
 @dataclass

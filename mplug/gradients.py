@@ -6,6 +6,7 @@ the parameter runs exactly once a backward pass, after every contribution, and t
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +24,9 @@ class GradientSink:
         self.final = False
         self._last = False
         parameter.main_grad = self.buffer  # type: ignore[attr-defined]
-        self._node = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-        self._node.register_hook(self._contributed)
+        node: Any = parameter.view_as(parameter).grad_fn
+        self._accumulation = node.next_functions[0][0]  # held here: its hook dies with it
+        self._accumulation.register_hook(self._contributed)
 
     def begin_step(self) -> None:
         """Forget the last step's gradient."""

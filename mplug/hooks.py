@@ -12,6 +12,9 @@ from mplug.errors import UsageError, listed, suggest
 
 log = logging.getLogger("mplug")
 
+HOST = "host/"
+"""What the labels of the host's own observers begin with."""
+
 
 def implemented(plugin: type) -> list[str]:
     """The hooks that a plugin class implements."""
@@ -29,8 +32,8 @@ def faults(plugin: type) -> list[str]:
         elif name in specs and not marked:
             found.append(f"'{name}' has a hook's name but no @hookimpl; mark it, or rename it")
         elif marked:
-            known = [parameter for parameter in inspect.signature(specs[name]).parameters]
-            given = [parameter for parameter in inspect.signature(function).parameters][1:]
+            known = list(inspect.signature(specs[name]).parameters)
+            given = list(inspect.signature(function).parameters)[1:]
             found += [
                 f"hook '{name}' has no argument '{argument}'{suggest(argument, known)} (it has {listed(known)})"
                 for argument in given
@@ -64,15 +67,18 @@ class Hooks:
 
     def layered(self, hook: str) -> list[Callable[..., Any]]:
         """The implementations of a hook by their plugins' declared `layer`, the innermost first."""
-        ordered = sorted(reversed(self._implementations(hook)), key=lambda found: getattr(found.plugin, "layer", 0))
-        return [_bound(implementation) for implementation in ordered]
+        called = list(reversed(self._implementations(hook)))
+        called.sort(key=lambda implementation: getattr(implementation.plugin, "layer", 0))
+        return [_bound(implementation) for implementation in called]
 
     def observe(self, hook: str, **arguments: Any) -> None:
-        """Tell observers; one that raises is reported in the log and does not end the run."""
+        """Tell observers; one that raises is reported in the log and does not end the run, unless it is the host's."""
         for implementation in reversed(self._implementations(hook)):
             try:
                 _bound(implementation)(**arguments)
             except Exception:
+                if implementation.plugin_name.startswith(HOST):
+                    raise
                 log.exception("observer '%s' failed in %s; the run goes on", implementation.plugin_name, hook)
 
     def _implementations(self, hook: str) -> list[pluggy.HookImpl]:

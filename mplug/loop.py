@@ -84,7 +84,14 @@ def _step(run: Run, parts: Parts, loader: Loader, position: "Position") -> Recor
 
 
 def _record(
-    run: Run, parts: Parts, position: "Position", result: StepResult, lr: float, samples: int, seconds: float, wait: float
+    run: Run,
+    parts: Parts,
+    position: "Position",
+    result: StepResult,
+    lr: float,
+    samples: int,
+    seconds: float,
+    wait: float,
 ) -> Record:
     loss, grad_norm = float(result.loss), float(result.grad_norm)
     if result.skipped:
@@ -140,7 +147,8 @@ class Position:
 
     def save(self) -> Path:
         """Write the checkpoint of the current step."""
-        run, states = self.run, {}
+        run = self.run
+        states: dict[str, Any] = {}
         for found in run.hooks.call.state(run=run):
             states |= {name: stateful.state_dict() for name, stateful in found.items()}
         facts = {
@@ -186,7 +194,7 @@ class Waited:
 
 
 class Interrupt:
-    """Remembers the first SIGINT or SIGTERM, so that the loop can end after a whole step; a second one ends it at once."""
+    """Remembers the first SIGINT or SIGTERM, so that the loop ends after a whole step; a second one ends it at once."""
 
     signal: int | None = None
 

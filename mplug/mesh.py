@@ -1,6 +1,6 @@
 """From a layout word to the mesh: axes, views and ranks, as pure data.
 
-Nothing here starts a process or imports torch: a layout of a thousand ranks is computed, printed and checked on a laptop.
+Nothing here starts a process or imports torch: a layout of a thousand ranks is computed and checked on a laptop.
 """
 
 import math
@@ -13,7 +13,7 @@ from itertools import product
 from mplug.errors import UsageError, listed, suggest
 
 IndexMap = Callable[[int, int, int], tuple[range, ...]]
-"""(length, size, index) -> the ranges of a dimension of `length` that the `index`-th of `size` ranks holds, in order."""
+"""(length, size, index) -> the ranges of a dimension of `length` that the `index`-th of `size` ranks holds."""
 
 
 def contiguous(length: int, size: int, index: int) -> tuple[range, ...]:

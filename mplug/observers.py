@@ -16,7 +16,7 @@ log = logging.getLogger("mplug")
 
 
 class MetricsFile:
-    """A line of metrics.jsonl a step, written on rank 0. Lines after the checkpoint that a run resumes from go first."""
+    """A line of metrics.jsonl a step, written on rank 0. A run that resumes first drops the steps that it repeats."""
 
     _file: IO[str] | None = None
 
@@ -67,7 +67,11 @@ class ProgressLine:
     def __init__(self, console: Console, total_steps: int, log_every: int) -> None:
         self.console, self.total_steps, self.log_every = console, total_steps, log_every
         self.bar = Progress(
-            BarColumn(), TextColumn("{task.description}"), console=console, transient=True, disable=not console.is_terminal
+            BarColumn(),
+            TextColumn("{task.description}"),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
         )
         self.task: TaskID | None = None
         self.first_step = 0

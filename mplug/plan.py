@@ -283,6 +283,5 @@ def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...]
 
 def _rows(shape: tuple[int, ...], row: int, start: int, stop: int, offset: int) -> tuple[Box, ...]:
     return tuple(
-        Box((row, *box.start), (1, *box.shape), (box.offset[0] + offset,))
-        for box in flat_boxes(shape[1:], start, stop)
+        Box((row, *box.start), (1, *box.shape), (box.offset[0] + offset,)) for box in flat_boxes(shape[1:], start, stop)
     )

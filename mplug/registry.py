@@ -98,9 +98,7 @@ class Registry:
         """The plugin of a kind that a user's word names: 'gpt', or 'acme-gpt/gpt' where two claim the name."""
         distribution, _, name = word.rpartition("/")
         claims = [
-            entry
-            for entry in self.entries(kind)
-            if entry.name == name and distribution in ("", entry.distribution)
+            entry for entry in self.entries(kind) if entry.name == name and distribution in ("", entry.distribution)
         ]
         if len(claims) > 1:
             choices = [f"'{entry.distribution}/{name}'" for entry in claims]

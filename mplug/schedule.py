@@ -6,7 +6,7 @@ from mplug.sections import BatchRampup, Schedule, Trainer, WeightDecay
 
 
 def learning_rate(step: int, peak: float, schedule: Schedule, total_steps: int) -> float:
-    """The rate of a step: a linear warm-up to `peak` over absolute steps, then the schedule's shape, never below min_lr.
+    """The rate of a step: a linear warm-up to `peak`, then the schedule's shape, never below min_lr.
 
     `inverse_sqrt` falls as sqrt(warmup / step) (arXiv 1706.03762, 5.3); `wsd` stays at the peak and falls linearly over
     the last `decay_steps` of the run (arXiv 2404.06395).

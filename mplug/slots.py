@@ -1,7 +1,7 @@
 """Slots as data: what may fill them, what plugins offer, and which offers a run selects. Torch-free.
 
-A slot is a callable attribute of an `mplug.nn` module, such as `Attention.core`. A *site* is one slot of one module of a
-model. Plugins offer suppliers or wraps; selecting is pure: collect, select by config, refuse conflicts.
+A slot is a callable attribute of an `mplug.nn` module, such as `Attention.core`. A *site* is one slot of one module of
+a model. Plugins offer suppliers or wraps; selecting is pure: collect, select by config, refuse conflicts.
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -24,7 +24,15 @@ class AccumulatingStepper:
     """One micro batch after the other through all units, then one update."""
 
     def __init__(
-        self, model: Model, sinks: Sinks, pieces: list[Piece], optimizer: Optimizer, *, rank: int, seed: int, max_norm: float
+        self,
+        model: Model,
+        sinks: Sinks,
+        pieces: list[Piece],
+        optimizer: Optimizer,
+        *,
+        rank: int,
+        seed: int,
+        max_norm: float,
     ) -> None:
         self.model, self.sinks, self.pieces, self.optimizer = model, sinks, pieces, optimizer
         self.seed, self.max_norm = seed, max_norm
@@ -42,7 +50,7 @@ class AccumulatingStepper:
                 self.sinks.expect_last()
             keys = sample_keys(self.seed, step, batch["sample_ids"])
             loss, num_targets = self.model.loss({**batch, "keys": keys})
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             losses.append(loss.detach())
             counts.append(num_targets)
         self.sinks.finish()
@@ -80,7 +88,8 @@ def owned_gradients(pieces: Iterable[Piece], rank: int) -> list[Tensor]:
 
 def global_norm(owned: list[Tensor]) -> Tensor:
     """The 2-norm of all gradients together."""
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(owned)))
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(owned)))
+    return norm
 
 
 def _marking_last(micro_batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:

@@ -42,7 +42,9 @@ class Commands(click.Group):
             raise UsageError(f"command '{name}' ({entry.origin}) does not import: {error}") from error
         return command
 
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
         """Name the nearest command where one is unknown."""
         from mplug.errors import suggest
 
@@ -73,7 +75,9 @@ class Commands(click.Group):
 
 def _fail(message: str, status: int) -> None:
     lines = message.splitlines()
-    click.echo(f"mplug: {lines[0]}" if len(lines) == 1 else "mplug:\n" + "\n".join(f"  {line}" for line in lines), err=True)
+    click.echo(
+        f"mplug: {lines[0]}" if len(lines) == 1 else "mplug:\n" + "\n".join(f"  {line}" for line in lines), err=True
+    )
     sys.exit(status)
 
 

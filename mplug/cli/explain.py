@@ -45,9 +45,7 @@ def command(rank: int, **options: Any) -> None:
 def _mesh(run: "Run") -> str:
     if run.mesh.world_size == 1:
         return "one process"
-    rows = [
-        (view, " x ".join(f"{axis.name}={axis.size}" for axis in axes)) for view, axes in run.mesh.views.items()
-    ]
+    rows = [(view, " x ".join(f"{axis.name}={axis.size}" for axis in axes)) for view, axes in run.mesh.views.items()]
     return f"{run.mesh.world_size} ranks\n{table(('VIEW', 'AXES, THE SLOWEST FIRST'), rows)}"
 
 

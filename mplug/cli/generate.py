@@ -21,7 +21,12 @@ if TYPE_CHECKING:
 @click.option("--tokens", default=300, show_default=True, type=click.IntRange(1), help="Tokens to add.")
 @click.option("--temperature", default=0.8, show_default=True, type=click.FloatRange(0), help="0 takes the likeliest.")
 @click.option("--top-k", default=0, type=click.IntRange(0), help="Draw from the k likeliest tokens; 0 keeps all.")
-@click.option("--top-p", default=1.0, type=click.FloatRange(0, 1, min_open=True), help="Draw from the likeliest tokens that hold this probability.")
+@click.option(
+    "--top-p",
+    default=1.0,
+    type=click.FloatRange(0, 1, min_open=True),
+    help="Draw from the likeliest tokens that hold this probability.",
+)
 @click.option("--seed", default=0, show_default=True, type=int, help="A seed gives one text.")
 @click.option("--device", default="auto", type=click.Choice(["auto", "cpu", "cuda"]), help="Where to compute.")
 def command(

@@ -27,7 +27,7 @@ FLAGS = {
 """Short flags -> the fields that they set."""
 
 
-class PluginName(click.ParamType):
+class PluginName(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
     """The name of an installed plugin; the shell completes it from metadata alone."""
 
     name = "name"
@@ -42,7 +42,7 @@ class PluginName(click.ParamType):
         return [CompletionItem(name, help=entries.get(name)) for name in names]
 
 
-class RunName(click.ParamType):
+class RunName(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
     """The name of a run below `runs/`."""
 
     name = "run"
@@ -60,12 +60,16 @@ def config_options(function: F) -> F:
         click.option("--preset", metavar="NAME", help="A named size of the model: nano, 125m, ..."),
         click.option("--parallel", metavar="LAYOUT", help="Layout, as strategies and degrees: tp4pp2."),
         click.option("--attention", type=PluginName("kernels"), help="Plugin for the attention core."),
-        click.option("--kernels", metavar="NAME", multiple=True, help="Plugin for all slots, or for one kind: norm=NAME."),
+        click.option(
+            "--kernels", metavar="NAME", multiple=True, help="Plugin for all slots, or for one kind: norm=NAME."
+        ),
         click.option("--optimizer", type=PluginName("optimizers"), help="Optimizer, an installed plugin."),
         click.option("--data", type=PluginName("data"), help="Data loader, an installed plugin."),
         click.option("--precision", metavar="FORMAT", help="Number format of weights and activations."),
         click.option("--config", "file", type=click.Path(path_type=Path), help="A YAML file of settings."),
-        click.option("--set", "assignments", metavar="FIELD=VALUE", multiple=True, help="Set any field: trainer.steps=100."),
+        click.option(
+            "--set", "assignments", metavar="FIELD=VALUE", multiple=True, help="Set any field: trainer.steps=100."
+        ),
     ]
     for option in reversed(options):
         function = option(function)

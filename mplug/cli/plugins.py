@@ -1,6 +1,7 @@
 """mplug plugins."""
 
 import click
+from click.shell_completion import CompletionItem
 
 from mplug.cli.tables import table
 from mplug.registry import KINDS, Entry, Registry
@@ -43,15 +44,13 @@ def _clashes(entries: list[Entry]) -> list[str]:
     ]
 
 
-class AnyPlugin(click.ParamType):
+class AnyPlugin(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
     """KIND/NAME or NAME of an installed plugin."""
 
     name = "plugin"
 
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[object]:
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """The installed plugins that begin so."""
-        from click.shell_completion import CompletionItem
-
         return [CompletionItem(e.label, help=e.summary) for e in Registry().entries() if e.label.startswith(incomplete)]
 
 
@@ -73,7 +72,11 @@ def show(plugin: str) -> None:
         click.echo(f"{entry.label}: {entry.summary}")
         click.echo(f"  from     {entry.origin}, in {entry.source}")
         click.echo(f"  class    {entry.target}")
-        click.echo(f"  speaks   mplug {entry.speaks}" if entry.speaks else "  speaks   it does not say (no Requires-Dist: mplug)")
+        click.echo(
+            f"  speaks   mplug {entry.speaks}"
+            if entry.speaks
+            else "  speaks   it does not say (no Requires-Dist: mplug)"
+        )
         report = inspect_apart(entry)
         if report.fault:
             click.echo(f"  broken   {report.fault}")

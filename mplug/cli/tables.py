@@ -10,7 +10,9 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     lines = []
     for row in cells:
         padded = [
-            cell.rjust(width) if cell[:1].isdigit() and cell.replace(",", "").replace(".", "").isdigit() else cell.ljust(width)
+            cell.rjust(width)
+            if cell[:1].isdigit() and cell.replace(",", "").replace(".", "").isdigit()
+            else cell.ljust(width)
             for cell, width in zip(row, widths, strict=True)
         ]
         lines.append("  ".join(padded).rstrip())

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mplug.cli.options import RunName, config_options
+from mplug.cli.options import RunName, config_options, overrides
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,34 +30,38 @@ def command(name: str | None, resume: bool, **options: Any) -> None:
     mplug train --model gpt --preset 125m --attention reference
     mplug train --resume --set trainer.steps=3000
     """
-    from rich.console import Console
-
-    from mplug.checkpoint import newest
     from mplug.config import default_settings, resolve
     from mplug.registry import Registry
     from mplug.run import find_directory, new_directory, prepare
     from mplug.settings import read_file
 
-    from mplug.cli.options import overrides
-
     directory = find_directory(name) if resume else None
     base = read_file(directory / "config.yaml") if directory else default_settings()
     config = resolve(Registry(), base, overrides(**options))
-    resume_from = newest(directory / "checkpoints") if directory else None
-    console = Console(stderr=False)
-    host_plugins = _host_observers(config, console)
-    run = prepare(config, host_plugins)
+    console, observers = _host_observers(config)
+    run = prepare(config, observers)
     _refuse_more_than_one_process(run)
+    resume_from = _newest_checkpoint(directory) if directory else None
     run.directory = directory or new_directory(config, name)
     _log_to(run.directory / "logs" / "rank0.log")
     _train(run, resume_from, console)
 
 
-def _host_observers(config: "RunConfig", console: Any) -> dict[str, object]:
+def _newest_checkpoint(directory: "Path") -> "Path":
+    from mplug.checkpoint import newest  # imports torch, which a refused config never waits for
+
+    return newest(directory / "checkpoints")
+
+
+def _host_observers(config: "RunConfig") -> tuple[Any, dict[str, object]]:
+    from rich.console import Console
+
+    from mplug.hooks import HOST
     from mplug.observers import MetricsFile, ProgressLine
 
+    console = Console()
     progress = ProgressLine(console, config.trainer.steps, config.trainer.log_every)
-    return {"host/metrics": MetricsFile(), "host/progress": progress}
+    return console, {f"{HOST}metrics": MetricsFile(), f"{HOST}progress": progress}
 
 
 def _refuse_more_than_one_process(run: "Run") -> None:
@@ -92,12 +96,14 @@ def _train(run: "Run", resume_from: "Path | None", console: Any) -> None:
     gpus = torch.cuda.device_count()
     if gpus > 1 and not run.config.parallel.layout and run.config.trainer.device != "cpu":
         strategy = run.config.parallel.data or "STRATEGY"
-        console.print(f"{gpus} GPUs are here and this run uses one; --parallel {strategy}{gpus} uses all", highlight=False)
-    began = time.monotonic()
+        console.print(
+            f"{gpus} GPUs are here and this run uses one; --parallel {strategy}{gpus} uses all", highlight=False
+        )
+    name, began = run.directory.name, time.monotonic()
     outcome = train(run, resume_from)
     took = duration(time.monotonic() - began)
     if outcome.signal is not None:
-        console.print(f"stopped after step {run.step}, which is saved; continue with: mplug train --resume --name {run.directory.name}")
+        click.echo(f"stopped after step {run.step}, which is saved; continue with: mplug train --resume --name {name}")
         raise SystemExit(128 + outcome.signal)
     loss = f", validation loss {outcome.val_loss:.4f}" if outcome.val_loss is not None else ""
-    console.print(f"done in {took}{loss}; sample from it with: mplug generate --name {run.directory.name}", highlight=False, soft_wrap=True)
+    click.echo(f"done in {took}{loss}; sample from it with: mplug generate --name {name}")

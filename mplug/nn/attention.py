@@ -102,4 +102,5 @@ class Attention(nn.Module):
         q, k = self.prepare_qk(q, k, positions, self.q_norm, self.k_norm, self.eps, self.theta)
         dropout = self.dropout if self.training else 0.0
         mixed = self.core(q, k, v, scale=self.scale, dropout=dropout, keys=mix(keys ^ self.site) if dropout else None)
-        return self.out(mixed.flatten(-2))
+        y: Tensor = self.out(mixed.flatten(-2))
+        return y

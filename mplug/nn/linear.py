@@ -83,7 +83,8 @@ class Linear(nn.Module):
     def product(self, x: Tensor) -> Tensor:
         """x [..., in] -> x Wᵀ [..., out], without the bias (for those who fuse it)."""
         main_grad = getattr(self.weight, "main_grad", None)
-        return self.scatter(_Product.apply(self.gather(x), self.weight, main_grad, self.gemm))
+        y: Tensor = _Product.apply(self.gather(x), self.weight, main_grad, self.gemm)  # type: ignore[no-untyped-call]
+        return self.scatter(y)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""

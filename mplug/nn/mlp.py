@@ -33,4 +33,5 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, D] -> [B, S, D]."""
-        return self.down(self.activation(self.up.product(x), self.up.bias, self.kind))
+        y: Tensor = self.down(self.activation(self.up.product(x), self.up.bias, self.kind))
+        return y

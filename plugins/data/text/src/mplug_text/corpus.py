@@ -29,7 +29,9 @@ def find_files(path: str | None, pattern: str) -> tuple[Path, list[Path]]:
         files = [found for found in map(Path, glob.glob(str(given), recursive=True)) if found.is_file()]
         root = _common_folder(files)
     if not files:
-        raise UsageError(f"data.path '{path}' holds no file{f' like {pattern!r}' if given.is_dir() else ''}; name a text")
+        raise UsageError(
+            f"data.path '{path}' holds no file{f' like {pattern!r}' if given.is_dir() else ''}; name a text"
+        )
     return root, sorted(files)
 
 

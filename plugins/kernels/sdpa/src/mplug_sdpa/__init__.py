@@ -1,14 +1,12 @@
 """Attention by torch's scaled_dot_product_attention, which picks the fastest backend that the machine has."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
 
 from mplug import Offer, Site, hookimpl
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from mplug import Run
 
 
@@ -26,6 +24,8 @@ class SDPA:
     @hookimpl
     def offer(self) -> list[Offer]:
         """The attention core."""
+        from mplug_sdpa.attention import attention
+
         return [Offer({"Attention.core": attention}, supports, varies)]
 
 
@@ -37,13 +37,3 @@ def supports(site: Site, run: "Run") -> bool | str:
 def varies(site: Site, run: "Run") -> str:
     """Fused dropout draws its numbers in an order of its own."""
     return "its dropout mask is drawn inside the fused kernel" if site.module.dropout > 0 else ""
-
-
-def attention(q: "Tensor", k: "Tensor", v: "Tensor", *, scale: float, dropout: float = 0.0, keys: Any = None) -> "Tensor":
-    """q [B, S, H, K], k and v [B, T, G, K] -> [B, S, H, K]. Dropout draws from torch's own generator, not from `keys`."""
-    from torch.nn.functional import scaled_dot_product_attention
-
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    grouped = q.shape[1] != k.shape[1]
-    mixed = scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=grouped)
-    return mixed.transpose(1, 2)

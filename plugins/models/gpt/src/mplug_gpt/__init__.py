@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class GPT:
-    """A decoder with learned or rotary positions, grouped heads, and the field's usual choices of norm and activation."""
+    """A decoder with learned or rotary positions, grouped heads, and the usual choices of norm and activation."""
 
     presets = PRESETS
 
@@ -24,10 +24,13 @@ class GPT:
         num_layers: PositiveInt = Field(12, description="transformer blocks")
         hidden_size: PositiveInt = Field(768, description="width of the residual stream")
         num_attention_heads: PositiveInt = Field(12, description="query heads")
-        num_kv_heads: PositiveInt | None = Field(None, description="key-value heads (GQA); null: as many as query heads")
+        num_kv_heads: PositiveInt | None = Field(
+            None, description="key-value heads (GQA); null: as many as query heads"
+        )
         head_dim: PositiveInt | None = Field(None, description="width of a head; null: hidden_size / heads")
         ffn_hidden_size: PositiveInt | None = Field(
-            None, description="width of the MLP; null: 4 hidden_size, with swiglu 8/3 of it rounded up to a multiple of 64"
+            None,
+            description="width of the MLP; null: 4 hidden_size, with swiglu 8/3 of it rounded up to a multiple of 64",
         )
         vocab_size: PositiveInt = Field(50257, description="tokens that the model knows")
         position: Literal["learned", "rotary"] = Field("rotary", description="how the model knows positions")
@@ -47,7 +50,9 @@ class GPT:
         def _heads_fit(self) -> Self:
             heads, kv_heads = self.num_attention_heads, self.num_kv_heads or self.num_attention_heads
             if self.head_dim is None and self.hidden_size % heads:
-                raise ValueError(f"num_attention_heads={heads} does not divide hidden_size={self.hidden_size}; set head_dim")
+                raise ValueError(
+                    f"num_attention_heads={heads} does not divide hidden_size={self.hidden_size}; set head_dim"
+                )
             if heads % kv_heads:
                 raise ValueError(f"num_kv_heads={kv_heads} does not divide num_attention_heads={heads}")
             if self.position == "rotary" and self.head_width % 2:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class FusedAdamW:
-    """One fused pass over all pieces. Scaling and skipping happen inside it, through torch's gradient-scaler protocol."""
+    """One fused pass over all pieces, which also scales and skips, by the protocol of torch's gradient scaler."""
 
     needs: Literal["elements"] = "elements"
 
@@ -20,7 +20,9 @@ class FusedAdamW:
         self._parameters = {piece.name: nn.Parameter(piece.master) for piece in pieces}
         for piece in pieces:
             self._parameters[piece.name].grad = piece.gradient
-        decayed, plain = ([self._parameters[p.name] for p in pieces if p.parameter.decays is on] for on in (True, False))
+        decayed, plain = (
+            [self._parameters[p.name] for p in pieces if p.parameter.decays is on] for on in (True, False)
+        )
         self._torch = torch.optim.AdamW(
             [{"params": decayed}, {"params": plain, "weight_decay": 0.0}],
             lr=torch.tensor(config.lr),

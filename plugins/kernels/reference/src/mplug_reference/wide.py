@@ -1,0 +1,38 @@
+"""The compositions of `mplug.nn` with floating-point inputs widened to fp32 and results narrowed back."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mplug.nn import attention, loss, mlp, norm
+
+
+def in_fp32(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function computed in fp32; its results have the first argument's type."""
+
+    def computed(first: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        result = function(_widened(first), *map(_widened, rest), **{name: _widened(v) for name, v in named.items()})
+        return _narrowed(result, first.dtype)
+
+    return computed
+
+
+def _widened(value: Any) -> Any:
+    return value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def _narrowed(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_narrowed(one, dtype) for one in value)
+    return value.to(dtype) if value.is_floating_point() else value
+
+
+SUPPLIERS: dict[str, Callable[..., Any]] = {
+    "Attention.core": in_fp32(attention.attention),
+    "Attention.prepare_qk": in_fp32(attention.prepare_qk),
+    "Norm.norm_residual": in_fp32(norm.norm_residual),
+    "MLP.activation": in_fp32(mlp.activation),
+    "Loss.cross_entropy": loss.cross_entropy,
+}
+"""Slots -> suppliers. The loss sums in fp32 as it is."""

@@ -41,9 +41,8 @@ def build_model(run: Run) -> Model:
     """The model on the meta device: split, placed, its slots filled. Refuses what no chosen plugin can supply."""
     model, selection = _build_model(run)
     if selection.unmet:
-        raise UsageError(
-            "\n".join(f"{unmet}{kernels_that_would_do(run.config, unmet)}" for unmet in selection.unmet[:3])
-        )
+        different = {str(unmet): unmet for unmet in selection.unmet}
+        raise UsageError("\n".join(f"{text}{kernels_that_would_do(run.config, u)}" for text, u in different.items()))
     return model
 
 
@@ -59,7 +58,7 @@ def _build_model(run: Run) -> tuple[Model, Selection]:
 
 def collect_offers(run: Run, model: Model) -> list[Offer | Wrap]:
     """Every plugin's offers, each with its plugin's label, in the order of the hooks."""
-    answers = zip(run.hooks.implementers("offer"), run.hooks.call.offer(run=run, model=model), strict=True)
+    answers = run.hooks.each("offer", run=run, model=model)
     return [replace(offered, plugin=label) for label, answer in answers for offered in answer]
 
 
@@ -78,11 +77,11 @@ def build(run: Run) -> Parts:
         wrap(run=run, model=model)
     pieces = make_pieces(model, sinks)
     optimizer: Optimizer = run.hooks.call.build_optimizer(run=run, pieces=pieces)
-    stepper: Stepper | None = run.hooks.call.build_stepper(run=run, model=model, optimizer=optimizer)
     trainer = run.config.trainer
     default = AccumulatingStepper(
         model, sinks, pieces, optimizer, rank=run.rank, seed=trainer.seed, max_norm=trainer.max_grad_norm
     )
+    stepper: Stepper | None = run.hooks.call.build_stepper(run=run, model=model, default=default)
     return Parts(model, pieces, optimizer, stepper or default)
 
 

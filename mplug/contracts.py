@@ -91,7 +91,7 @@ class Optimizer(Protocol):
         """Update every piece's master once."""
 
     def state(self, piece: Piece) -> "dict[str, Tensor]":
-        """The live state tensors of a piece by name, each of the piece's shape or a scalar: loading copies into them."""
+        """The live state tensors of a piece by name, of the piece's shape or scalars; loading copies into them."""
 
 
 @dataclass

@@ -65,6 +65,11 @@ class Hooks:
         """Labels of the plugins that implement a hook, in the order in which they are called."""
         return [implementation.plugin_name for implementation in reversed(self._implementations(hook))]
 
+    def each(self, hook: str, **arguments: Any) -> list[tuple[str, Any]]:
+        """Every plugin's answer with its label, in the order of the calls; those that answer None are left out."""
+        answers = [(one.plugin_name, _bound(one)(**arguments)) for one in reversed(self._implementations(hook))]
+        return [(label, answer) for label, answer in answers if answer is not None]
+
     def layered(self, hook: str) -> list[Callable[..., Any]]:
         """The implementations of a hook by their plugins' declared `layer`, the innermost first."""
         called = list(reversed(self._implementations(hook)))

@@ -100,8 +100,11 @@ def build_loader(run: "Run", split: "Literal['train', 'validation']") -> "Loader
 
 
 @at_most_one
-def build_stepper(run: "Run", model: "Model", optimizer: "Optimizer") -> "Stepper":
-    """What runs a step, where the host's default (accumulate micro batches one after the other) does not do."""
+def build_stepper(run: "Run", model: "Model", default: "Stepper") -> "Stepper":
+    """What runs a step, where the host's `default` (one micro batch after the other) does not do.
+
+    A stepper that changes only how gradients come about hands `update` on to the default.
+    """
 
 
 # Every step.

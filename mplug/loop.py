@@ -13,7 +13,7 @@ from mplug.build import Parts, build
 from mplug.contracts import Loader, MicroBatch, Record, StepResult
 from mplug.errors import RunError, UsageError
 from mplug.hardware import peak_memory_gib, peak_tflops, synchronize
-from mplug.run import Run, provenance, write_config, write_record
+from mplug.run import Run, open_directory, provenance, write_record
 from mplug.schedule import batch_size, learning_rate, weight_decay
 
 
@@ -34,7 +34,7 @@ def train(run: Run, resume_from: Path | None = None) -> Outcome:
     position = Position(run, parts, loader)
     if resume_from is not None:
         position.load(resume_from)
-    write_config(run)
+    open_directory(run)
     write_record(run, {"parameters": _count(parts), "resumed_from": str(resume_from) if resume_from else None})
     run.hooks.observe("run_started", run=run)
     try:
@@ -149,7 +149,7 @@ class Position:
         """Write the checkpoint of the current step."""
         run = self.run
         states: dict[str, Any] = {}
-        for found in run.hooks.call.state(run=run):
+        for _, found in run.hooks.each("state", run=run):
             states |= {name: stateful.state_dict() for name, stateful in found.items()}
         facts = {
             "samples": self.samples,
@@ -168,7 +168,7 @@ class Position:
         model = self.parts.model
         checkpoint.load_weights(path, model.parameters(), model.placements, run.rank)
         checkpoint.load_optimizer(path, self.parts.pieces, self.parts.optimizer, run.rank)
-        for found in run.hooks.call.state(run=run):
+        for _, found in run.hooks.each("state", run=run):
             for name, stateful in found.items():
                 stateful.load_state_dict(manifest["states"][name])
         self.loader.load_state_dict(manifest["loader"])

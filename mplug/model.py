@@ -90,7 +90,7 @@ def role_of(name: str) -> str:
 
 def fill_slots(model: Model, run: "Run", offers: Iterable[Any]) -> Selection:
     """Select among offers and put the selected suppliers in place, wraps around them from inner to outer."""
-    selection = select(sites(model.module), offers, run.config.kernels.chosen, run)
+    selection = select(sites(model.module), offers, run.config.kernels, run)
     built: dict[tuple[Any, ...], Callable[..., Any]] = {}
     for filled in selection.filled:
         attribute = filled.site.slot.rpartition(".")[2]

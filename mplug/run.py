@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import os
 import platform
 import sys
@@ -53,7 +54,7 @@ def prepare(config: RunConfig, host_plugins: dict[str, object] | None = None, di
             problems.append(str(error))
     if problems:
         raise UsageError("\n".join(problems))
-    axes: list[Axis] = [axis for axes in hooks.call.mesh_axes(config=config) for axis in axes]
+    axes: list[Axis] = [axis for _, axes in hooks.each("mesh_axes", config=config) for axis in axes]
     degrees = config.parallel.degrees
     world_size = 1
     for degree in degrees.values():
@@ -67,13 +68,11 @@ def prepare(config: RunConfig, host_plugins: dict[str, object] | None = None, di
 
 
 def new_directory(config: RunConfig, name: str | None) -> Path:
-    """A directory for a new run; a name that is taken is a UsageError."""
+    """Where a new run will be kept; a name that is taken is a UsageError. It is made when the run is built."""
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     directory = RUNS / (name or f"{config.settings['model', 'name'].value.rpartition('/')[2]}-{stamp}")
-    try:
-        (directory / "logs").mkdir(parents=True)
-    except FileExistsError:
-        raise UsageError(f"the run '{directory}' exists; continue it with --resume, or choose another --name") from None
+    if directory.exists():
+        raise UsageError(f"the run '{directory}' exists; continue it with --resume, or choose another --name")
     return directory
 
 
@@ -109,9 +108,16 @@ def write_text(path: Path, text: str) -> None:
     aside.replace(path)
 
 
-def write_config(run: Run) -> None:
-    """Save the fully resolved config with the run."""
+def open_directory(run: Run) -> None:
+    """Make the run's directory, begin its log, and save the fully resolved config."""
     assert run.directory is not None
+    logs = run.directory / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(logs / f"rank{run.rank}.log")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger = logging.getLogger("mplug")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
     text = yaml.safe_dump(run.config.resolved(), sort_keys=False)
     write_text(run.directory / "config.yaml", f"# The resolved config of this run: continue it with --resume.\n{text}")
 

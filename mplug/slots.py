@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mplug.errors import UsageError, listed
 
 if TYPE_CHECKING:
+    from mplug.config import Kernels
     from mplug.run import Run
 
 SLOT_KINDS: dict[str, tuple[str, ...]] = {
@@ -25,6 +26,10 @@ SLOT_KINDS: dict[str, tuple[str, ...]] = {
 """Kinds of slots, the words of the config's `kernels` section -> the slots themselves."""
 
 KIND_OF = {slot: kind for kind, slots in SLOT_KINDS.items() for slot in slots}
+
+
+PLAIN = "plain torch"
+"""The label of the default compositions of `mplug.nn`."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,10 @@ class Site:
     needs: frozenset[str] = frozenset()
 
 
+Supports = Callable[[Site, "Run"], bool | str]
+"""(site, run) -> True; False where the site is none of its business; or the reason why it cannot serve the site."""
+
+
 def _always(site: Site, run: "Run") -> bool:
     return True
 
@@ -54,13 +63,12 @@ def _never(site: Site, run: "Run") -> str:
 class Offer:
     """Suppliers for one slot, or for several of one module at once (a fused norm and gemm).
 
-    `supports(site, run)` answers True or the reason why not, truthfully: capabilities live there and nowhere else.
-    `varies(site, run)` says what about it depends on the layout, or nothing. Each supplier is one callable for all
-    sites of a role; it owns no parameter.
+    `supports` is truthful: capabilities live there and nowhere else. `varies(site, run)` says what about the supplier
+    depends on the layout, or nothing. Each supplier is one callable for all sites of a role; it owns no parameter.
     """
 
     suppliers: Mapping[str, Callable[..., Any]]
-    supports: Callable[[Site, "Run"], bool | str] = _always
+    supports: Supports = _always
     varies: Callable[[Site, "Run"], str] = _never
     plugin: str = ""
 
@@ -77,7 +85,7 @@ class Wrap:
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
     layer: int
     needs: frozenset[str] = frozenset()
-    supports: Callable[[Site, "Run"], bool | str] = _always
+    supports: Supports = _always
     plugin: str = ""
 
 
@@ -92,20 +100,24 @@ class Filled:
     @property
     def supplier(self) -> str:
         """The label of the plugin that supplies it."""
-        return self.offer.plugin if self.offer else "plain torch"
+        return self.offer.plugin if self.offer else PLAIN
 
 
 @dataclass(frozen=True)
 class Unmet:
-    """A plugin that the config names for a kind of slot, and cannot serve a site."""
+    """Why a plugin that the config names cannot serve a site."""
 
-    kind: str
     plugin: str
     site: Site
     reason: str
 
+    @property
+    def kind(self) -> str:
+        """The kind of the slot, as the config's `kernels` section calls it."""
+        return KIND_OF[self.site.slot]
+
     def __str__(self) -> str:
-        return f"{self.plugin} cannot supply {self.site.slot} of '{self.site.role}': {self.reason}"
+        return f"{self.plugin} cannot serve {self.site.slot} of '{self.site.role}': {self.reason}"
 
 
 @dataclass
@@ -116,45 +128,53 @@ class Selection:
     unmet: list[Unmet] = field(default_factory=list)
 
 
-def select(
-    sites: Iterable[Site], offers: Iterable[Offer | Wrap], kernels: Callable[[str], str | None], run: "Run"
-) -> Selection:
+def select(sites: Iterable[Site], offers: Iterable[Offer | Wrap], kernels: "Kernels", run: "Run") -> Selection:
     """What fills each site.
 
-    `kernels(kind)` is the label of the kernel plugin that the config names for a kind of slot, or None. An offer of a
-    kernel plugin counts where the config names it for every slot that it fills; a strategy's offers always count.
-    Raises UsageError where two selected suppliers claim one site, naming both.
+    An offer of a kernel plugin counts where the config names the plugin for every slot that the offer fills; a
+    strategy's offers always count. Raises UsageError where two suppliers claim one site, naming both.
     """
     offers = list(offers)
+    suppliers = [offer for offer in offers if isinstance(offer, Offer) and _named(offer, kernels)]
+    wraps = [wrap for wrap in offers if isinstance(wrap, Wrap)]
     selection = Selection()
     for site in sites:
-        kind = KIND_OF[site.slot]
-        wraps = [o for o in offers if isinstance(o, Wrap) and o.slot == site.slot and o.supports(site, run) is True]
-        site = replace(site, needs=frozenset().union(*(wrap.needs for wrap in wraps)))
-        claims = [o for o in offers if isinstance(o, Offer) and site.slot in o.suppliers and _chosen(o, kernels)]
-        answers = {id(offer): offer.supports(site, run) for offer in claims}
-        able = [offer for offer in claims if answers[id(offer)] is True]
-        if len(able) > 1:
-            raise UsageError(
-                f"{listed(offer.plugin for offer in able)} both claim {site.slot} of '{site.role}'; "
-                f"set kernels.{kind} so that one of them remains"
-            )
-        named = kernels(kind)
-        if named and not any(offer.plugin == named for offer in able):
-            reasons = [str(answers[id(offer)]) for offer in claims if offer.plugin == named]
-            if reasons or not any(_offers_kind(offer, named, kind) for offer in offers):
-                selection.unmet.append(Unmet(kind, named, site, "; ".join(reasons) or f"it offers no {kind} slot"))
-        ordered = tuple(sorted(wraps, key=lambda wrap: (wrap.layer, wrap.plugin)))
-        selection.filled.append(Filled(site, able[0] if able else None, ordered))
+        around, unmet = _wraps_of(site, wraps, run)
+        site = replace(site, needs=frozenset().union(*(wrap.needs for wrap in around)))
+        supplier, reasons = _supplier_of(site, suppliers, kernels, run)
+        selection.filled.append(Filled(site, supplier, around))
+        selection.unmet += [*unmet, *reasons]
     return selection
 
 
-def _chosen(offer: Offer, kernels: Callable[[str], str | None]) -> bool:
-    if not offer.plugin.startswith("kernels/"):
-        return True
-    return all(kernels(KIND_OF[slot]) == offer.plugin for slot in offer.suppliers)
+def _named(offer: Offer, kernels: "Kernels") -> bool:
+    is_kernel = offer.plugin.startswith("kernels/")
+    return not is_kernel or all(kernels.chosen(KIND_OF[slot]) == offer.plugin for slot in offer.suppliers)
 
 
-def _offers_kind(offer: Offer | Wrap, plugin: str, kind: str) -> bool:
-    slots = offer.suppliers if isinstance(offer, Offer) else (offer.slot,)
-    return offer.plugin == plugin and any(KIND_OF[slot] == kind for slot in slots)
+def _wraps_of(site: Site, wraps: list[Wrap], run: "Run") -> tuple[tuple[Wrap, ...], list[Unmet]]:
+    answers = [(wrap, wrap.supports(site, run)) for wrap in wraps if wrap.slot == site.slot]
+    around = sorted((wrap for wrap, answer in answers if answer is True), key=lambda wrap: (wrap.layer, wrap.plugin))
+    return tuple(around), [Unmet(wrap.plugin, site, answer) for wrap, answer in answers if isinstance(answer, str)]
+
+
+def _supplier_of(
+    site: Site, suppliers: list[Offer], kernels: "Kernels", run: "Run"
+) -> tuple[Offer | None, list[Unmet]]:
+    answers = [(offer, offer.supports(site, run)) for offer in suppliers if site.slot in offer.suppliers]
+    able = [offer for offer, answer in answers if answer is True]
+    kind = KIND_OF[site.slot]
+    if len(able) > 1:
+        raise UsageError(
+            f"{listed(offer.plugin for offer in able)} both claim {site.slot} of '{site.role}'; "
+            f"change kernels.{kind} or the layout so that one of them remains"
+        )
+    if able:
+        return able[0], []
+    named = kernels.kinds.get(kind)
+    reasons = [answer for offer, answer in answers if isinstance(answer, str) and offer.plugin == named]
+    if named and not any(KIND_OF[slot] == kind for o in suppliers if o.plugin == named for slot in o.suppliers):
+        reasons.append(f"it supplies no slot of the kind '{kind}' alone")
+    if not reasons and site.needs:
+        return None, [Unmet(PLAIN, site, f"it does not offer {listed(sorted(site.needs))}")]
+    return None, [Unmet(named, site, reason) for reason in reasons if named]

@@ -1,6 +1,5 @@
 """mplug train."""
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -43,7 +42,6 @@ def command(name: str | None, resume: bool, **options: Any) -> None:
     _refuse_more_than_one_process(run)
     resume_from = _newest_checkpoint(directory) if directory else None
     run.directory = directory or new_directory(config, name)
-    _log_to(run.directory / "logs" / "rank0.log")
     _train(run, resume_from, console)
 
 
@@ -74,14 +72,6 @@ def _refuse_more_than_one_process(run: "Run") -> None:
         )
 
 
-def _log_to(path: "Path") -> None:
-    handler = logging.FileHandler(path)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logger = logging.getLogger("mplug")
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
-
-
 def _train(run: "Run", resume_from: "Path | None", console: Any) -> None:
     import time
 
@@ -93,12 +83,8 @@ def _train(run: "Run", resume_from: "Path | None", console: Any) -> None:
     assert run.directory is not None
     where = f"from step {int(resume_from.name.removeprefix('step_'))}" if resume_from else "from scratch"
     console.print(f"run [bold]{run.directory}[/]: {run.config.trainer.steps} steps, {where}", highlight=False)
-    gpus = torch.cuda.device_count()
-    if gpus > 1 and not run.config.parallel.layout and run.config.trainer.device != "cpu":
-        strategy = run.config.parallel.data or "STRATEGY"
-        console.print(
-            f"{gpus} GPUs are here and this run uses one; --parallel {strategy}{gpus} uses all", highlight=False
-        )
+    if run.config.trainer.device != "cpu":
+        console.print(_idle_gpus(run, torch.cuda.device_count()), highlight=False, end="")
     name, began = run.directory.name, time.monotonic()
     outcome = train(run, resume_from)
     took = duration(time.monotonic() - began)
@@ -107,3 +93,12 @@ def _train(run: "Run", resume_from: "Path | None", console: Any) -> None:
         raise SystemExit(128 + outcome.signal)
     loss = f", validation loss {outcome.val_loss:.4f}" if outcome.val_loss is not None else ""
     click.echo(f"done in {took}{loss}; sample from it with: mplug generate --name {name}")
+
+
+def _idle_gpus(run: "Run", gpus: int) -> str:
+    """How to use the GPUs that a run in one process leaves idle; nothing where none is idle."""
+    if gpus <= run.mesh.world_size:
+        return ""
+    data = run.config.parallel.data
+    remedy = f"--parallel {data}{gpus} uses all" if data else "a parallel strategy is a plugin; none is set to use them"
+    return f"{gpus} GPUs are here, and this run uses {run.mesh.world_size}: {remedy}\n"

@@ -1,0 +1,3 @@
+"""A command whose import fails."""
+
+raise RuntimeError("the leg is broken")

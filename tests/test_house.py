@@ -1,0 +1,215 @@
+"""The house's own rules: who may import whom, what starting up costs, and that the project's lists are true."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+HOST = ROOT / "mplug"
+PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/*/pyproject.toml"))
+PUBLIC = ("mplug", "mplug.nn", "mplug.ops", "mplug.testing")
+
+
+def project(folder: Path) -> dict:
+    return tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+
+
+def package_of(plugin: Path) -> str:
+    return project(plugin)["name"].replace("-", "_")
+
+
+PACKAGES = {package_of(plugin): plugin for plugin in PLUGINS}
+NAMES = {name for plugin in PLUGINS for points in project(plugin)["entry-points"].values() for name in points}
+
+
+def imports(source: str) -> Iterator[str]:
+    """Every module that a text imports, however it is spelt."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in (
+            "import_module",
+            "__import__",
+        ):
+            yield from (argument.value for argument in node.args if isinstance(argument, ast.Constant))
+
+
+def strings(source: str) -> Iterator[str]:
+    """Every string literal of a text that is not a docstring."""
+    tree = ast.parse(source)
+    documented = [n for n in ast.walk(tree) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)]
+    docstrings = {id(node.value) for node in documented}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield node.value
+
+
+@pytest.mark.parametrize("path", sorted(HOST.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_host_knows_no_plugin_by_name(path: Path) -> None:
+    source = path.read_text()
+    assert not [module for module in imports(source) if module.split(".")[0] in PACKAGES]
+    assert not [text for text in strings(source) if text in NAMES or text in PACKAGES]
+
+
+@pytest.mark.parametrize("plugin", PLUGINS, ids=package_of)
+def test_a_plugin_imports_no_other_plugin_and_only_the_public_modules_of_the_host(plugin: Path) -> None:
+    for path in plugin.rglob("src/**/*.py"):
+        for module in imports(path.read_text()):
+            top = module.split(".")[0]
+            assert top not in PACKAGES or top == package_of(plugin), f"{path} imports {module}"
+            if top == "mplug":
+                public = module.count(".") <= 1 or module.startswith(("mplug.nn.", "mplug.ops.", "mplug.testing."))
+                assert public, f"{path} imports {module}"
+
+
+@pytest.mark.parametrize("plugin", PLUGINS, ids=package_of)
+def test_what_a_plugin_takes_from_the_host_is_exported(plugin: Path) -> None:
+    import mplug
+
+    for path in plugin.rglob("src/**/*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "mplug":
+                assert ".".join(node.module.split(".")[:2]) in PUBLIC, f"{path} imports from {node.module}"
+                if node.module == "mplug":
+                    assert {alias.name for alias in node.names} <= set(mplug.__all__), path
+
+
+@pytest.mark.parametrize("path", sorted((HOST / "nn").rglob("*.py")), ids=lambda path: path.name)
+def test_the_building_blocks_know_nothing_distributed(path: Path) -> None:
+    source = path.read_text()
+    assert not [module for module in imports(source) if module.startswith("torch.distributed")]
+    assert not [node for node in ast.walk(ast.parse(source)) if getattr(node, "attr", "") == "distributed"]
+    assert not [text for text in strings(source) if "distributed" in text]
+
+
+@pytest.mark.parametrize(
+    ("spelling", "module"),
+    [
+        ("import torch.distributed as d", "torch.distributed"),
+        ("from torch import distributed", "torch.distributed"),
+        ("from torch.distributed import all_reduce", "torch.distributed"),
+        ("import_module('torch.distributed')", "torch.distributed"),
+        ("__import__('mplug_gpt')", "mplug_gpt"),
+    ],
+)
+def test_no_spelling_of_an_import_escapes_the_rules(spelling: str, module: str) -> None:
+    assert module in set(imports(spelling))
+
+
+# Start-up.
+
+HEAVY = ("torch", "numpy", "pydantic")
+
+
+def modules_after(arguments: list[str], environment: dict[str, str]) -> set[str]:
+    script = (
+        "import json, sys\n"
+        "from mplug.cli import main\n"
+        "try:\n    main(sys.argv[1:], prog_name='mplug')\n"
+        "except SystemExit:\n    print('\\n' + json.dumps(sorted(sys.modules)))\n"
+    )
+    finished = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return set(json.loads(finished.stdout.splitlines()[-1]))
+
+
+COMPLETION = {"_MPLUG_COMPLETE": "bash_complete", "COMP_WORDS": "mplug train --model ", "COMP_CWORD": "3"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment"),
+    [(["--help"], {}), (["train", "--help"], {}), (["plugins", "list"], {}), ([], COMPLETION)],
+    ids=["help", "train-help", "plugins-list", "completion"],
+)
+def test_help_listing_and_completion_import_neither_torch_nor_pydantic_nor_a_plugin(
+    arguments: list[str], environment: dict[str, str]
+) -> None:
+    loaded = {name.split(".")[0] for name in modules_after(arguments, environment)}
+    assert "click" in loaded
+    assert not loaded & {*HEAVY, *PACKAGES}
+
+
+@pytest.mark.parametrize(
+    "arguments", [["config", "show"], ["config", "schema"], ["train", "--set", "trainer.stpes=1"]], ids=" ".join
+)
+def test_validation_imports_no_torch(arguments: list[str]) -> None:
+    loaded = {name.split(".")[0] for name in modules_after(arguments, {})}
+    assert "pydantic" in loaded
+    assert not loaded & {"torch", "numpy"}
+
+
+# The project's lists.
+
+
+def test_the_requirements_name_the_host_and_every_bundled_plugin() -> None:
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    editable = {line.removeprefix("-e ") for line in lines if line.startswith("-e ")}
+    assert editable == {".", *(str(plugin.relative_to(ROOT)) for plugin in PLUGINS)}
+    assert "torch==2.13.0" in lines
+    assert "-r requirements.txt" in (ROOT / "requirements-dev.txt").read_text().splitlines()
+
+
+@pytest.mark.parametrize("plugin", PLUGINS, ids=package_of)
+def test_a_bundled_plugin_is_laid_out_like_the_others(plugin: Path) -> None:
+    described, host = project(plugin), project(ROOT)
+    kind, name = plugin.parent.name, plugin.name
+    assert described["name"] == f"mplug-{name}"
+    assert described["version"] == host["version"]
+    assert described["entry-points"][f"mplug.{kind}"][name].startswith(f"mplug_{name}:")
+    assert (plugin / "src" / f"mplug_{name}" / "__init__.py").is_file()
+    assert len((plugin / "README.md").read_text().splitlines()) > 3
+    assert list((plugin / "tests").glob("test_*.py"))
+
+
+def test_the_versions_agree() -> None:
+    import mplug
+
+    assert project(ROOT)["version"] == mplug.__version__
+    assert f"## {mplug.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_every_field_of_the_hosts_sections_has_its_default_in_the_data_file_only() -> None:
+    from mplug.config import HOST_SECTIONS
+
+    def fields(model: type) -> dict:
+        nested = {name: field.annotation for name, field in model.model_fields.items()}
+        return {name: fields(inner) if hasattr(inner, "model_fields") else None for name, inner in nested.items()}
+
+    def shape(tree: object) -> object:
+        return {name: shape(value) for name, value in tree.items()} if isinstance(tree, dict) else None
+
+    default = yaml.safe_load((HOST / "default.yaml").read_text())
+    for section, model in HOST_SECTIONS.items():
+        assert shape(default[section]) == fields(model)
+        assert all(field.is_required() and field.description for field in model.model_fields.values())
+
+
+def test_the_generated_pages_are_what_the_code_says(tmp_path: Path) -> None:
+    script = (ROOT / "docs" / "generate.py").read_text()
+    copied = tmp_path / "generate.py"
+    copied.write_text(script)
+    subprocess.run([sys.executable, str(copied)], check=True)
+    for page in ("commands.md", "hooks.md"):
+        assert (ROOT / "docs" / page).read_text() == (tmp_path / page).read_text(), f"run docs/generate.py for {page}"
+
+
+def test_the_code_is_formatted_linted_and_typed() -> None:
+    for command in (["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]):
+        finished = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
+        assert finished.returncode == 0, finished.stdout + finished.stderr

@@ -1,0 +1,299 @@
+"""Layout words, and the mesh that axes make of a world of ranks."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mplug import Axis, Mesh, UsageError, contiguous, hookimpl
+from mplug.mesh import parse_layout
+from mplug.run import prepare
+
+TP = Axis("tp", 2, splits=("heads", "mlp"))
+CP = Axis("cp", 2, entries={"sequence": contiguous}, distance=1)
+PP = Axis("pp", 2, distance=100, views=("attention", "expert"))
+EP = Axis("ep", 4, splits=("expert",), views=("expert",))
+
+
+def dp(size: int, name: str = "dp", distance: int = 50) -> Axis:
+    return Axis(name, size, entries={"batch": contiguous}, distance=distance)
+
+
+# Layout words.
+
+
+@pytest.mark.parametrize(
+    ("word", "strategies", "degrees"),
+    [
+        ("", ["tp"], {}),
+        ("", [], {}),
+        ("tp4pp2", ["tp", "pp"], {"tp": 4, "pp": 2}),
+        ("pp2tp4", ["tp", "pp"], {"pp": 2, "tp": 4}),
+        ("tp2cp2pp2ep4", ["cp", "ep", "etp", "pp", "tp"], {"tp": 2, "cp": 2, "pp": 2, "ep": 4}),
+        ("etp2ep4", ["ep", "etp", "tp"], {"etp": 2, "ep": 4}),
+        ("dp128", ["dp"], {"dp": 128}),
+        ("myzero8", ["my", "zero", "myzero"], {"myzero": 8}),
+        ("dp2fsdp4tp2", ["dp", "fsdp", "tp"], {"dp": 2, "fsdp": 4, "tp": 2}),
+        ("tp24", ["tp", "tp2"], {"tp2": 4}),
+        ("tp2dp4", ["tp", "dp", "tp2d"], {"tp": 2, "dp": 4}),
+        ("tp2d4", ["tp", "d", "tp2d"], {"tp2d": 4}),
+        ("acme-zero3tp2", ["acme-zero", "tp"], {"acme-zero": 3, "tp": 2}),
+    ],
+)
+def test_a_layout_word_is_names_with_degrees_the_longest_name_first(
+    word: str, strategies: list[str], degrees: dict[str, int]
+) -> None:
+    assert parse_layout(word, strategies) == degrees
+
+
+def test_the_order_of_the_word_is_kept() -> None:
+    assert list(parse_layout("pp2tp4cp8", ["cp", "pp", "tp"])) == ["pp", "tp", "cp"]
+
+
+@pytest.mark.parametrize(
+    ("word", "strategies", "said"),
+    [
+        ("tq4", ["tp", "pp"], ["'tq4'", "unknown strategy 'tq'", "did you mean 'tp'", "pp and tp"]),
+        ("tp4xy2", ["tp", "pp"], ["'tp4xy2'", "unknown strategy 'xy'", "installed: pp and tp"]),
+        ("tp4", [], ["unknown strategy 'tp'", "installed: none"]),
+        ("tp", ["tp"], ["'tp' needs a degree", "'tp2'"]),
+        ("pp2tp", ["tp", "pp"], ["'pp2tp'", "'tp' needs a degree"]),
+        ("4tp", ["tp"], ["'4tp'", "does not begin with a strategy's name"]),
+        ("4", [], ["'4'", "does not begin with a strategy's name"]),
+        ("tp0", ["tp"], ["degree of 'tp'", "at least 1", "not 0"]),
+        ("tp2pp2tp4", ["tp", "pp"], ["'tp2pp2tp4'", "'tp' twice"]),
+        ("tp4 pp2", ["tp", "pp"], ["'tp4 pp2'", "unknown strategy"]),
+        ("tp-4", ["tp"], ["'tp-4'", "unknown strategy"]),
+    ],
+)
+def test_a_wrong_layout_word_is_refused_with_what_where_and_remedy(
+    word: str, strategies: list[str], said: list[str]
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_layout(word, strategies)
+    for words in said:
+        assert words in str(caught.value)
+
+
+@given(
+    st.lists(st.sampled_from(["tp", "pp", "cp", "ep", "etp", "fsdp", "dp"]), unique=True),
+    st.data(),
+)
+def test_parsing_undoes_writing(names: list[str], data: st.DataObject) -> None:
+    degrees = {name: data.draw(st.integers(1, 4096)) for name in names}
+    word = "".join(f"{name}{degree}" for name, degree in degrees.items())
+    assert parse_layout(word, ["tp", "pp", "cp", "ep", "etp", "fsdp", "dp"]) == degrees
+
+
+# Index maps.
+
+
+@given(st.integers(1, 20), st.integers(1, 8))
+def test_contiguous_parts_are_equal_and_partition_a_dimension(part: int, size: int) -> None:
+    parts = [contiguous(part * size, size, index) for index in range(size)]
+    assert [index for ranges in parts for held in ranges for index in held] == list(range(part * size))
+    assert {sum(map(len, ranges)) for ranges in parts} == {part}
+
+
+def test_contiguous_refuses_what_does_not_divide_saying_which_number() -> None:
+    with pytest.raises(UsageError, match=r"3 .* divide .* 8"):
+        contiguous(8, 3, 0)
+
+
+# The mesh by hand.
+
+
+def test_without_axes_a_world_is_one_data_axis() -> None:
+    mesh = Mesh.of([], 4)
+    assert [mesh.batch_shard(rank) for rank in range(4)] == [(0, 4), (1, 4), (2, 4), (3, 4)]
+    assert Mesh.of([], 1).batch_shard(0) == (0, 1)
+
+
+def test_the_nearest_axis_varies_fastest_whatever_the_order_of_the_plugins() -> None:
+    for axes in ([TP, CP, PP], [PP, CP, TP], [CP, TP, PP]):
+        mesh = Mesh.of(axes, 8)
+        assert [axis.name for axis in mesh.views["attention"]] == ["pp", "cp", "tp"]
+        assert mesh.coordinates(5) == {"pp": 1, "cp": 0, "tp": 1}
+        assert [mesh.index(5, name) for name in ("pp", "cp", "tp")] == [1, 0, 1]
+        assert mesh.group(5, "tp") == (4, 5)
+        assert mesh.group(5, "cp") == (5, 7)
+        assert mesh.group(5, "pp") == (1, 5)
+        assert mesh.group(5, "tp", "pp") == (0, 1, 4, 5)
+
+
+def test_an_expert_view_folds_over_the_ranks_of_the_attention_view() -> None:
+    mesh = Mesh.of([TP, CP, PP, EP], 8)
+    assert mesh.world_size == 8
+    assert [(axis.name, axis.size) for axis in mesh.views["attention"]] == [("pp", 2), ("cp", 2), ("tp", 2)]
+    assert [(axis.name, axis.size) for axis in mesh.views["expert"]] == [("pp", 2), ("ep", 4)]
+    assert mesh.coordinates(6) == {"pp": 1, "cp": 1, "tp": 0}
+    assert mesh.coordinates(6, "expert") == {"pp": 1, "ep": 2}
+    assert mesh.index(6, "ep") == 2
+    assert mesh.group(6, "ep") == (4, 5, 6, 7)
+    assert mesh.group(6, "cp", "tp") == (4, 5, 6, 7)
+    assert mesh.group(6, "pp", "ep") == tuple(range(8))
+
+
+def test_ranks_that_are_left_are_a_data_axis_between_the_stages_and_the_rest_in_each_view() -> None:
+    mesh = Mesh.of([TP, CP, PP, EP], 16)
+    assert [axis.size for axis in mesh.views["attention"]] == [2, 2, 2, 2]
+    assert [axis.size for axis in mesh.views["expert"]] == [2, 2, 4]
+    data, expert_data = mesh.views["attention"][1].name, mesh.views["expert"][1].name
+    assert data != expert_data
+    assert mesh.group(5, data) == (1, 5)
+    assert mesh.group(5, expert_data) == (1, 5)
+    assert mesh.group(5, "ep") == (4, 5, 6, 7)
+    assert mesh.group(5, "pp") == (5, 13)
+
+
+def test_each_data_parallel_rank_reads_its_part_of_the_batch_and_its_tensor_ranks_read_the_same() -> None:
+    mesh = Mesh.of([TP, CP, PP], 16)
+    assert [mesh.batch_shard(rank) for rank in range(16)] == [((rank // 4) % 2, 2) for rank in range(16)]
+
+
+def test_two_axes_that_split_the_batch_number_its_parts_in_the_order_of_ranks() -> None:
+    mesh = Mesh.of([dp(2, "dp", 50), dp(3, "fsdp", 40), TP], 12)
+    assert [mesh.batch_shard(rank) for rank in range(12)] == [(rank // 2, 6) for rank in range(12)]
+
+
+def test_an_axis_that_the_mesh_does_not_have_is_a_group_of_one() -> None:
+    mesh = Mesh.of([TP], 2)
+    assert mesh.group(1, "pp") == (1,)
+    assert mesh.index(1, "pp") == 0
+    assert mesh.group(1, "pp", "tp") == (0, 1)
+
+
+def test_axes_of_different_views_make_no_group() -> None:
+    with pytest.raises(ValueError, match=r"tp.*ep|ep.*tp"):
+        Mesh.of([TP, CP, PP, EP], 8).group(0, "tp", "ep")
+
+
+@pytest.mark.parametrize(("axes", "world_size", "said"), [
+    ([Axis("tp", 3)], 8, ["tp=3", "8"]),
+    ([Axis("tp", 16)], 8, ["tp=16", "8"]),
+    ([TP, Axis("cp", 3, distance=1)], 8, ["tp=2", "cp=3", "6", "8"]),
+    ([TP, PP, Axis("ep", 8, views=("expert",))], 8, ["ep=8", "pp=2", "16", "8"]),
+])  # fmt: skip
+def test_degrees_that_do_not_divide_the_world_are_refused_with_the_numbers(
+    axes: list[Axis], world_size: int, said: list[str]
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        Mesh.of(axes, world_size)
+    for words in said:
+        assert words in str(caught.value)
+
+
+# The mesh as a property, against an array of ranks reshaped to the degrees.
+
+DEGREES = st.sampled_from([1, 2, 3, 4])
+
+
+@st.composite
+def meshes(draw: st.DrawFn) -> Mesh:
+    tp, cp, pp, data = (draw(DEGREES) for _ in range(4))
+    world_size = tp * cp * pp * data
+    near = draw(st.booleans())  # whether context ranks sit nearer than tensor ranks
+    axes = [Axis("tp", tp, distance=1), Axis("cp", cp, distance=0 if near else 2)]
+    axes.append(Axis("pp", pp, distance=9, views=("attention", "expert")))
+    ep = draw(st.sampled_from([n for n in range(1, tp * cp * data + 1) if (tp * cp * data) % n == 0]))
+    axes.append(Axis("ep", ep, views=("expert",)))
+    return Mesh.of(draw(st.permutations(axes)), world_size)
+
+
+def grid(mesh: Mesh, view: str) -> np.ndarray:
+    """Ranks in an array with one dimension an axis of the view."""
+    return np.arange(mesh.world_size).reshape([axis.size for axis in mesh.views[view]])
+
+
+@settings(max_examples=60, deadline=None)
+@given(meshes())
+def test_every_view_covers_the_world_and_is_sorted_from_far_to_near(mesh: Mesh) -> None:
+    for axes in mesh.views.values():
+        assert math.prod(axis.size for axis in axes) == mesh.world_size
+        distances = [axis.distance for axis in axes if axis.name in ("tp", "cp", "pp", "ep")]
+        assert distances == sorted(distances, reverse=True)
+
+
+@settings(max_examples=60, deadline=None)
+@given(meshes())
+def test_coordinates_invert(mesh: Mesh) -> None:
+    for view, axes in mesh.views.items():
+        ranks = grid(mesh, view)
+        for rank in range(mesh.world_size):
+            own = mesh.coordinates(rank, view)
+            assert ranks[tuple(own[axis.name] for axis in axes)] == rank
+
+
+@settings(max_examples=60, deadline=None)
+@given(meshes(), st.data())
+def test_groups_partition_the_ranks(mesh: Mesh, data: st.DataObject) -> None:
+    view = data.draw(st.sampled_from(sorted(mesh.views)))
+    names = [axis.name for axis in mesh.views[view]]
+    chosen = data.draw(st.lists(st.sampled_from(names), unique=True, min_size=1))
+    groups = {mesh.group(rank, *chosen) for rank in range(mesh.world_size)}
+    kept = [dim for dim, name in enumerate(names) if name not in chosen]
+    moved = np.moveaxis(grid(mesh, view), kept, range(len(kept)))
+    expected = moved.reshape(math.prod(moved.shape[: len(kept)]), -1)
+    assert groups == {tuple(sorted(row)) for row in expected.tolist()}
+    assert all(rank in mesh.group(rank, *chosen) for rank in range(mesh.world_size))
+
+
+@settings(max_examples=60, deadline=None)
+@given(meshes())
+def test_views_agree_on_the_stages_that_they_share(mesh: Mesh) -> None:
+    for rank in range(mesh.world_size):
+        assert mesh.coordinates(rank, "attention")["pp"] == mesh.coordinates(rank, "expert")["pp"]
+
+
+@pytest.mark.parametrize("world_size", [4, 8, 16])
+def test_views_agree_on_a_shared_axis_that_is_near_or_refuse_it(world_size: int) -> None:
+    shared = Axis("tp", 2, views=("attention", "expert"))
+    try:
+        mesh = Mesh.of([shared, Axis("ep", 4, distance=1, views=("expert",))], world_size)
+    except (UsageError, ValueError):
+        return
+    for rank in range(mesh.world_size):
+        assert mesh.coordinates(rank, "attention")["tp"] == mesh.coordinates(rank, "expert")["tp"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(meshes())
+def test_batch_shards_have_the_same_number_of_ranks_each(mesh: Mesh) -> None:
+    shards = [mesh.batch_shard(rank) for rank in range(mesh.world_size)]
+    counts = {count for _, count in shards}
+    assert len(counts) == 1
+    count = counts.pop()
+    each = [sum(index == shard for shard, _ in shards) for index in range(count)]
+    assert each == [mesh.world_size // count] * count
+
+
+# The world that a layout makes.
+
+
+class Strategies:
+    """Stands for the strategies of a layout and for everything else that a run needs."""
+
+    @hookimpl
+    def mesh_axes(self) -> list[Axis]:
+        return [TP, CP, PP, EP]
+
+    @hookimpl
+    def build_model(self) -> None: ...
+
+    @hookimpl
+    def build_optimizer(self) -> None: ...
+
+    @hookimpl
+    def build_loader(self) -> None: ...
+
+
+def test_expert_degrees_do_not_multiply_the_world() -> None:
+    config = SimpleNamespace(
+        chosen=(),
+        parallel=SimpleNamespace(layout="tp2cp2pp2ep4", degrees={"tp": 2, "cp": 2, "pp": 2, "ep": 4}, data=None),
+        trainer=SimpleNamespace(device="cpu"),
+    )
+    run = prepare(config, {"test/strategies": Strategies()})  # type: ignore[arg-type]
+    assert run.mesh.world_size == 8

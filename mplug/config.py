@@ -64,7 +64,10 @@ class Parallel:
 
 @dataclass(frozen=True)
 class Kernels:
-    """Which kernel plugin the config names for each kind of slot (labels, as 'kernels/sdpa')."""
+    """Which kernel plugin the config names for each kind of slot (labels, as 'kernels/NAME').
+
+    `default` fills every slot that it can and that no kind names another plugin for.
+    """
 
     kinds: Mapping[str, str]
     default: str | None

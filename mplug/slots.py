@@ -171,10 +171,14 @@ def _supplier_of(
         )
     if able:
         return able[0], []
-    named = kernels.kinds.get(kind)
+    named = kernels.chosen(kind)
     reasons = [answer for offer, answer in answers if isinstance(answer, str) and offer.plugin == named]
-    if named and not any(KIND_OF[slot] == kind for o in suppliers if o.plugin == named for slot in o.suppliers):
+    if kind in kernels.kinds and not _supplies(kind, [offer for offer in suppliers if offer.plugin == named]):
         reasons.append(f"it supplies no slot of the kind '{kind}' alone")
     if not reasons and site.needs:
         return None, [Unmet(PLAIN, site, f"it does not offer {listed(sorted(site.needs))}")]
     return None, [Unmet(named, site, reason) for reason in reasons if named]
+
+
+def _supplies(kind: str, offers: list[Offer]) -> bool:
+    return any(KIND_OF[slot] == kind for offer in offers for slot in offer.suppliers)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from mplug import Axis, Mesh, UsageError, contiguous, hookimpl
 from mplug.mesh import parse_layout
 from mplug.run import prepare
@@ -55,7 +56,7 @@ def test_the_order_of_the_word_is_kept() -> None:
 @pytest.mark.parametrize(
     ("word", "strategies", "said"),
     [
-        ("tq4", ["tp", "pp"], ["'tq4'", "unknown strategy 'tq'", "did you mean 'tp'", "pp and tp"]),
+        ("fspd4", ["fsdp", "tp"], ["'fspd4'", "unknown strategy 'fspd'", "did you mean 'fsdp'", "fsdp and tp"]),
         ("tp4xy2", ["tp", "pp"], ["'tp4xy2'", "unknown strategy 'xy'", "installed: pp and tp"]),
         ("tp4", [], ["unknown strategy 'tp'", "installed: none"]),
         ("tp", ["tp"], ["'tp' needs a degree", "'tp2'"]),
@@ -170,12 +171,15 @@ def test_axes_of_different_views_make_no_group() -> None:
         Mesh.of([TP, CP, PP, EP], 8).group(0, "tp", "ep")
 
 
-@pytest.mark.parametrize(("axes", "world_size", "said"), [
-    ([Axis("tp", 3)], 8, ["tp=3", "8"]),
-    ([Axis("tp", 16)], 8, ["tp=16", "8"]),
-    ([TP, Axis("cp", 3, distance=1)], 8, ["tp=2", "cp=3", "6", "8"]),
-    ([TP, PP, Axis("ep", 8, views=("expert",))], 8, ["ep=8", "pp=2", "16", "8"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("axes", "world_size", "said"),
+    [
+        ([Axis("tp", 3)], 8, ["tp=3", "8"]),
+        ([Axis("tp", 16)], 8, ["tp=16", "8"]),
+        ([TP, Axis("cp", 3, distance=1)], 8, ["tp=2", "cp=3", "6", "8"]),
+        ([TP, PP, Axis("ep", 8, views=("expert",))], 8, ["ep=8", "pp=2", "16", "8"]),
+    ],
+)
 def test_degrees_that_do_not_divide_the_world_are_refused_with_the_numbers(
     axes: list[Axis], world_size: int, said: list[str]
 ) -> None:

@@ -61,7 +61,10 @@ def config_options(function: F) -> F:
         click.option("--parallel", metavar="LAYOUT", help="Layout, as strategies and degrees: tp4pp2."),
         click.option("--attention", type=PluginName("kernels"), help="Plugin for the attention core."),
         click.option(
-            "--kernels", metavar="NAME", multiple=True, help="Plugin for all slots, or for one kind: norm=NAME."
+            "--kernels",
+            metavar="NAME",
+            multiple=True,
+            help="Plugin for every slot that it can fill, or for one kind: norm=NAME.",
         ),
         click.option("--optimizer", type=PluginName("optimizers"), help="Optimizer, an installed plugin."),
         click.option("--data", type=PluginName("data"), help="Data loader, an installed plugin."),

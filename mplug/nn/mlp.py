@@ -7,20 +7,22 @@ from torch.nn import functional as F
 
 from mplug.nn.linear import Linear
 
-Activation = Literal["gelu", "swiglu"]
+Activation = Literal["gelu", "gelu_tanh", "swiglu"]
 
 
 def activation(x: Tensor, bias: Tensor | None, kind: Activation) -> Tensor:
     """The default of the slot `MLP.activation`: x [..., F] (swiglu: [..., 2F], gate first) plus bias -> [..., F]."""
     x = x if bias is None else x + bias
     if kind == "gelu":
+        return F.gelu(x)
+    if kind == "gelu_tanh":
         return F.gelu(x, approximate="tanh")
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 class MLP(nn.Module):
-    """Up, activation, down: GELU (arXiv 1606.08415, tanh form) or SwiGLU (arXiv 2002.05202) with gate and up fused."""
+    """Up, activation, down: GELU (arXiv 1606.08415; exact, or by tanh as in GPT-2) or SwiGLU (arXiv 2002.05202) with gate and up fused."""
 
     SLOTS = ("activation",)
 

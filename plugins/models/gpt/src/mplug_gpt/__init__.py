@@ -37,7 +37,7 @@ class GPT:
         max_position_embeddings: PositiveInt = Field(2048, description="longest sequence, where positions are learned")
         rope_theta: PositiveFloat = Field(10000.0, description="base of the rotary frequencies")
         qk_norm: bool = Field(False, description="RMSNorm on the queries and keys of each head")
-        activation: Literal["gelu", "swiglu"] = Field("gelu", description="activation of the MLP")
+        activation: Literal["gelu", "gelu_tanh", "swiglu"] = Field("gelu", description="activation of the MLP")
         norm: Literal["layernorm", "rmsnorm"] = Field("layernorm", description="normalisation before each part")
         norm_eps: PositiveFloat = Field(1e-5, description="added to the variance in norms")
         tie_embeddings: bool = Field(False, description="the output projection is the embedding's table")
@@ -73,7 +73,7 @@ class GPT:
         def ffn_width(self) -> int:
             """Width of the MLP."""
             wide = 4 * self.hidden_size
-            return self.ffn_hidden_size or (wide if self.activation == "gelu" else -(-wide * 2 // 3 // 64) * 64)
+            return self.ffn_hidden_size or (-(-wide * 2 // 3 // 64) * 64 if self.activation == "swiglu" else wide)
 
     def __init__(self, config: Config) -> None:
         self.config = config

@@ -8,9 +8,10 @@ import json
 import subprocess
 import sys
 
-from mplug.config import RunConfig, resolve
+from mplug.config import RunConfig
 from mplug.errors import UsageError, listed
 from mplug.registry import Registry
+from mplug.resolve import resolve
 from mplug.settings import from_mapping
 from mplug.slots import Unmet
 

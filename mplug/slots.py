@@ -173,7 +173,7 @@ def _supplier_of(
         return able[0], []
     named = kernels.chosen(kind)
     reasons = [answer for offer, answer in answers if isinstance(answer, str) and offer.plugin == named]
-    if kind in kernels.kinds and not _supplies(kind, [offer for offer in suppliers if offer.plugin == named]):
+    if kernels.kinds.get(kind) and not _supplies(kind, [offer for offer in suppliers if offer.plugin == named]):
         reasons.append(f"it supplies no slot of the kind '{kind}' alone")
     if not reasons and site.needs:
         return None, [Unmet(PLAIN, site, f"it does not offer {listed(sorted(site.needs))}")]

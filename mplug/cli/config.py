@@ -45,9 +45,9 @@ def schema(**names: str | None) -> None:
 
     A kind that is left out is the default run's.
     """
-    from mplug.config import default_settings
-    from mplug.config import schema as config_schema
     from mplug.registry import Registry
+    from mplug.resolve import default_settings
+    from mplug.schema import config_schema
 
     default = default_settings()
     words = {section: word or default[section, "name"].value for section, word in names.items()}

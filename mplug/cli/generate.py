@@ -46,9 +46,9 @@ def command(
     mplug generate --prompt "class Parser" --tokens 500 --temperature 0.7
     """
     from mplug.checkpoint import newest, path_of, read_manifest
-    from mplug.config import resolve
     from mplug.errors import UsageError
     from mplug.registry import Registry
+    from mplug.resolve import resolve
     from mplug.run import find_directory, prepare
     from mplug.sampling import Sampling
     from mplug.settings import read_assignments, read_file

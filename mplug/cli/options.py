@@ -97,6 +97,6 @@ def overrides(
 
 def resolved(options: dict[str, Any]) -> "RunConfig":
     """The config that the options of `config_options` make over the default run."""
-    from mplug.config import default_settings, resolve
+    from mplug.resolve import default_settings, resolve
 
     return resolve(Registry(), default_settings(), overrides(**options))

@@ -29,8 +29,8 @@ def command(name: str | None, resume: bool, **options: Any) -> None:
     mplug train --model gpt --preset 125m --attention reference
     mplug train --resume --set trainer.steps=3000
     """
-    from mplug.config import default_settings, resolve
     from mplug.registry import Registry
+    from mplug.resolve import default_settings, resolve
     from mplug.run import find_directory, new_directory, prepare
     from mplug.settings import read_file
 

@@ -1,0 +1,193 @@
+"""From raw settings to a config: names are resolved, and each chosen plugin's `Config` binds its own section.
+
+All errors are reported at once, each with its path, its source and the word that was probably meant.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from mplug import sections
+from mplug.config import (
+    HOST_SECTIONS,
+    KIND_OF_SECTION,
+    SECTIONS,
+    Chosen,
+    Kernels,
+    Parallel,
+    RunConfig,
+)
+from mplug.errors import UsageError, listed, suggest
+from mplug.mesh import parse_layout
+from mplug.registry import Entry, Registry
+from mplug.settings import NAMED_SECTIONS, Key, Settings, from_mapping, merge, nested, read_file, source_of
+from mplug.slots import SLOT_KINDS
+
+
+def default_settings() -> Settings:
+    """The default run."""
+    return read_file(Path(__file__).with_name("default.yaml"), "default.yaml")
+
+
+def resolve(registry: Registry, base: Settings, overrides: Settings) -> RunConfig:
+    """The config of a run: `overrides` (a file, the command line) over the model's preset over `base`.
+
+    Raises UsageError that lists every problem, each with its path and source.
+    """
+    return _Resolver(registry, base, overrides).run()
+
+
+class _Resolver:
+    def __init__(self, registry: Registry, base: Settings, overrides: Settings) -> None:
+        self.registry = registry
+        self.problems: dict[str, None] = {}  # a set in order: one mistake met twice is one problem
+        self.chosen: list[Chosen] = []
+        self.loaded: dict[str, type[Any]] = {}
+        self.settings = merge(base, overrides)
+        self.settings = merge(merge(base, self._preset()), overrides)
+        self.tree = nested(self.settings)
+
+    def run(self) -> RunConfig:
+        for section in self.tree:
+            if section not in SECTIONS:
+                self._problem((section,), f"unknown section{suggest(section, SECTIONS)} (sections: {listed(SECTIONS)})")
+            elif not isinstance(self.tree[section], dict | None):
+                self._problem((section,), f"must be a section with fields of its own, not {self.tree[section]!r}")
+                self.tree[section] = {}
+        named = {section: self._named(section) for section in NAMED_SECTIONS}
+        hosts = {
+            section: self._bind((section,), model, self._said(section)) for section, model in HOST_SECTIONS.items()
+        }
+        parallel, kernels = self._parallel(), self._kernels()
+        self._extensions()
+        self._check_batch(hosts["trainer"])
+        if self.problems:
+            raise UsageError("\n".join(self.problems))
+        return RunConfig(
+            **named, **hosts, parallel=parallel, kernels=kernels, chosen=tuple(self.chosen), settings=self.settings
+        )
+
+    def _said(self, section: str) -> dict[str, Any]:
+        return dict(self.tree.get(section) or {})
+
+    def _problem(self, key: Key, message: str) -> None:
+        source = source_of(self.settings, key)
+        self.problems[f"{'.'.join(key)}{f' ({source})' if source else ''}: {message}"] = None
+
+    def _plugin(self, kind: str, word: Any, key: Key) -> Entry | None:
+        try:
+            entry = self.registry.find(kind, str(word))
+            if entry.label not in self.loaded:
+                self.loaded[entry.label] = self.registry.load(entry)
+            return entry
+        except UsageError as error:
+            self._problem(key, str(error))
+            return None
+
+    def _preset(self) -> Settings:
+        """The settings of the preset that the config names, if any."""
+        name, preset = (self.settings.get(("model", field)) for field in ("name", "preset"))
+        if preset is None or preset.value is None or name is None:
+            return {}
+        entry = self._plugin("models", name.value, ("model", "name"))
+        if entry is None:
+            return {}
+        presets = getattr(self.loaded[entry.label], "presets", {})
+        if preset.value not in presets:
+            known = list(map(str, presets))
+            message = f"'{name.value}' has no preset '{preset.value}'{suggest(str(preset.value), known)}"
+            self._problem(("model", "preset"), f"{message} (it has {listed(known)})")
+            return {}
+        return from_mapping(presets[preset.value], f"preset {preset.value}")
+
+    def _named(self, section: str) -> Any:
+        said = self._said(section)
+        word, kind = said.pop("name", None), KIND_OF_SECTION[section]
+        if section == "model":
+            said.pop("preset", None)  # its settings are merged already
+        if not word:
+            self._problem((section, "name"), f"name the plugin to use ({listed(self.registry.names(kind))})")
+            return None
+        entry = self._plugin(kind, word, (section, "name"))
+        return self._choose(entry, (section,), said) if entry else None
+
+    def _choose(self, entry: Entry, key: Key, said: dict[str, Any]) -> Any:
+        plugin = self.loaded[entry.label]
+        config = self._bind(key, plugin.Config, said)
+        self.chosen.append(Chosen(entry, plugin, config, key))
+        return config
+
+    def _bind(self, key: Key, model: type[BaseModel], said: dict[str, Any]) -> Any:
+        try:
+            return model.model_validate(said)
+        except ValidationError as error:
+            for problem in error.errors():
+                self._problem((*key, *map(str, problem["loc"])), _explained(problem, model))
+            return None
+
+    def _parallel(self) -> Parallel:
+        said = self._said("parallel")
+        word, data = str(said.pop("layout", None) or ""), said.pop("data", None)
+        names = self.registry.names("parallel")
+        degrees: dict[str, int] = {}
+        try:
+            degrees = parse_layout(word, names)
+        except UsageError as error:
+            self._problem(("parallel", "layout"), str(error))
+        self._sub_sections("parallel", list(degrees), said)
+        return Parallel(word, degrees, data)
+
+    def _kernels(self) -> Kernels:
+        said = self._said("kernels")
+        fields = (*SLOT_KINDS, "default")
+        words = {kind: said.pop(kind) for kind in fields if kind in said}
+        entries = {kind: word and self._plugin("kernels", word, ("kernels", kind)) for kind, word in words.items()}
+        found = dict.fromkeys(str(words[kind]) for kind, entry in entries.items() if entry)
+        self._sub_sections("kernels", found, said, fields)
+        labels = {kind: entry.label if entry else None for kind, entry in entries.items()}
+        default = labels.pop("default", None)
+        return Kernels(labels, default)
+
+    def _extensions(self) -> None:
+        said = self._said("extensions")
+        self._sub_sections("extensions", list(said), said)
+
+    def _sub_sections(
+        self, section: str, words: Iterable[str], said: dict[str, Any], fields: Iterable[str] = ()
+    ) -> None:
+        """Bind `section.NAME` for every chosen plugin; other installed plugins' sub-sections are left alone."""
+        for word in words:
+            entry = self._plugin(section, word, (section, word))
+            if entry and not any(chosen.label == entry.label for chosen in self.chosen):
+                self._choose(entry, (section, entry.name), dict(said.get(entry.name) or {}))
+        known = {entry.name for entry in self.registry.entries(section)}
+        for name in said:
+            if name not in known and section != "extensions":
+                words_here = [*fields, *known]
+                self._problem((section, name), f"no such field or plugin{suggest(name, words_here)}")
+
+    def _check_batch(self, trainer: sections.Trainer | None) -> None:
+        if trainer and trainer.global_batch_size % trainer.micro_batch_size:
+            self._problem(
+                ("trainer", "global_batch_size"),
+                f"{trainer.micro_batch_size} samples of a micro batch do not divide {trainer.global_batch_size}; "
+                f"choose a multiple of trainer.micro_batch_size",
+            )
+
+
+def _explained(problem: Any, model: type[BaseModel]) -> str:
+    if problem["type"] == "extra_forbidden":
+        field, fields = str(problem["loc"][-1]), _fields(model, problem["loc"][:-1])
+        return f"unknown field{suggest(field, fields)} (fields: {listed(sorted(fields))})"
+    if problem["type"] == "missing":
+        return "is required"
+    message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    return message if problem["type"] == "value_error" else f"{message}, not {problem['input']!r}"
+
+
+def _fields(model: Any, path: tuple[Any, ...]) -> list[str]:
+    for name in path:
+        model = model.model_fields[name].annotation
+    return list(model.model_fields)

@@ -1,0 +1,242 @@
+"""Gradient sinks: what they sum, and when they say that it is final."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mplug.gradients import GradientSink, Sinks
+from mplug.nn import MLP, Embedding, Linear, Norm
+
+V, D, B, S = 11, 6, 3, 5
+
+
+class Net(nn.Module):
+    """A table that is looked up and projects too, a gemm, a norm, and a parameter that takes no part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = Embedding(V, D)
+        self.norm = Norm(D, "layernorm", bias=True)
+        self.mlp = MLP(D, 2 * D, "gelu", bias=True)
+        self.project = Linear(D, V, bias=False)
+        self.project.weight = self.table.weight
+        self.idle = nn.Parameter(torch.zeros(2))
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 3)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        h, x = self.norm(self.table(tokens))
+        logits = self.project(x + self.mlp(h))
+        return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
+
+
+def micro_batches(number: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    drawn = torch.randint(V, (number, 2, B, S), generator=generator)
+    return [(tokens, labels) for tokens, labels in drawn]
+
+
+def by_autograd(net: Net, batches: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """The sum of the gradients in fp64, by autograd alone: no sink hangs on the copy."""
+    exact = copy.deepcopy(net)
+    for parameter in exact.parameters():
+        vars(parameter).pop("main_grad", None)
+    exact = exact.double()
+    for tokens, labels in batches:
+        exact(tokens, labels).backward()
+    zeros = torch.zeros
+    return {name: zeros(p.shape) if p.grad is None else p.grad for name, p in exact.named_parameters()}
+
+
+def listened(net: Net) -> tuple[Sinks, list[str]]:
+    sinks, heard = Sinks(dict(net.named_parameters())), list[str]()
+    for sink in sinks.values():
+        sink.listeners.append(lambda sink: heard.append(sink.name))
+    return sinks, heard
+
+
+def step(
+    sinks: Sinks,
+    run: Callable[[Tensor, Tensor], Tensor],
+    batches: list[tuple[Tensor, Tensor]],
+    after: Callable[[], None] = lambda: None,
+) -> None:
+    sinks.begin_step()
+    for number, (tokens, labels) in enumerate(batches):
+        if number == len(batches) - 1:
+            sinks.expect_last()
+        run(tokens, labels).backward()
+        after()
+    sinks.finish()
+
+
+def assert_sums(sinks: Sinks, expected: dict[str, Tensor]) -> None:
+    assert set(sinks) == set(expected)
+    for name, sink in sinks.items():
+        assert sink.buffer.dtype is torch.float32
+        torch.testing.assert_close(sink.buffer.double(), expected[name].double(), rtol=2e-5, atol=2e-5, msg=name)
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_buffers_hold_the_sum_over_micro_batches_that_autograd_gives(number: int) -> None:
+    net, batches = Net(), micro_batches(number)
+    sinks, _ = listened(net)
+    step(sinks, net, batches)
+    assert_sums(sinks, by_autograd(net, batches))
+
+
+def test_a_weight_used_by_a_linear_and_by_an_embedding_has_one_sink_with_both_contributions() -> None:
+    net, batches = Net(), micro_batches(2)
+    sinks, _ = listened(net)
+    assert "project.weight" not in sinks
+    step(sinks, net, batches)
+    torch.testing.assert_close(
+        sinks["table.weight"].buffer.double(), by_autograd(net, batches)["table.weight"], rtol=2e-5, atol=2e-5
+    )
+
+
+def test_a_weight_used_twice_by_linears_holds_both_contributions() -> None:
+    layer = Linear(D, D, bias=True)
+    nn.init.normal_(layer.weight)
+    nn.init.normal_(layer.bias)
+    sinks, x = Sinks(dict(layer.named_parameters())), torch.randn(B, D)
+    sinks.begin_step()
+    layer(layer(x)).sum().backward()
+    weight = layer.weight.detach().double().requires_grad_()
+    bias = layer.bias.detach().double()
+    F.linear(F.linear(x.double(), weight, bias), weight, bias).sum().backward()
+    torch.testing.assert_close(sinks["weight"].buffer.double(), weight.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_autograd_keeps_no_gradient_of_its_own() -> None:
+    net = Net()
+    sinks, _ = listened(net)
+    step(sinks, net, micro_batches(2))
+    assert all(parameter.grad is None for parameter in net.parameters())
+
+
+def test_a_second_step_forgets_the_first() -> None:
+    net, batches = Net(), micro_batches(4)
+    sinks, _ = listened(net)
+    step(sinks, net, batches[:2])
+    step(sinks, net, batches[2:])
+    assert_sums(sinks, by_autograd(net, batches[2:]))
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_every_sink_announces_its_gradient_exactly_once_a_step(number: int) -> None:
+    net = Net()
+    sinks, heard = listened(net)
+    for _ in range(3):
+        heard.clear()
+        step(sinks, net, micro_batches(number))
+        assert sorted(heard) == sorted(sinks)
+        assert all(sink.final for sink in sinks.values())
+
+
+def test_announcements_come_at_the_last_micro_batch_only_and_during_its_backward_pass() -> None:
+    net = Net()
+    sinks, heard = listened(net)
+    heard_after: list[set[str]] = []
+    step(sinks, net, micro_batches(3), after=lambda: heard_after.append(set(heard)))
+    assert heard_after == [set(), set(), set(sinks) - {"idle"}]
+    assert heard[-1] == "idle"  # nothing but the end of the step can tell that it takes no part
+
+
+def test_what_a_listener_hears_is_the_whole_gradient() -> None:
+    net, batches = Net(), micro_batches(3)
+    sinks, snapshots = Sinks(dict(net.named_parameters())), {}
+
+    def listener(sink: GradientSink) -> None:
+        snapshots[sink.name] = sink.buffer.clone()
+
+    for sink in sinks.values():
+        sink.listeners.append(listener)
+    step(sinks, net, batches)
+    for name, sink in sinks.items():
+        torch.testing.assert_close(snapshots[name], sink.buffer, rtol=0, atol=0)
+
+
+def test_every_listener_hears_and_in_the_order_in_which_they_came() -> None:
+    net, heard = Net(), list[int]()
+    sink = Sinks(dict(net.named_parameters()))["norm.weight"]
+    sink.listeners += [lambda _: heard.append(1), lambda _: heard.append(2)]
+    sink.begin_step()
+    sink.expect_last()
+    net(*micro_batches(1)[0]).backward()
+    assert heard == [1, 2]
+
+
+def test_a_parameter_that_takes_part_in_some_micro_batches_only_is_announced_once_with_their_sum() -> None:
+    net, batches = Net(), micro_batches(3)
+    sinks, heard = listened(net)
+    used = [False, True, False]
+
+    def run(tokens: Tensor, labels: Tensor) -> Tensor:
+        extra = 3 * net.idle.sum() if used.pop(0) else 0
+        return net(tokens, labels) + extra
+
+    step(sinks, run, batches)
+    assert heard.count("idle") == 1
+    assert sinks["idle"].buffer.tolist() == [3.0, 3.0]
+
+
+def test_a_parameter_that_takes_part_only_before_the_last_micro_batch_is_announced_at_the_end() -> None:
+    net = Net()
+    sinks, heard = listened(net)
+    sinks.begin_step()
+    net.idle.sum().backward()
+    sinks.expect_last()
+    net(*micro_batches(1)[0]).backward()
+    assert "idle" not in heard
+    sinks.finish()
+    assert heard.count("idle") == 1
+    assert sinks["idle"].buffer.tolist() == [1.0, 1.0]
+
+
+def test_a_frozen_parameter_has_no_sink_and_its_linear_still_passes_gradients_on() -> None:
+    layer = Linear(D, D, bias=True)
+    nn.init.normal_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    layer.weight.requires_grad_(False)
+    sinks, x = Sinks(dict(layer.named_parameters())), torch.randn(B, D, requires_grad=True)
+    assert list(sinks) == ["bias"]
+    layer(x).sum().backward()
+    torch.testing.assert_close(x.grad, layer.weight.sum(dim=0).expand(B, D))
+    assert sinks["bias"].buffer.tolist() == [float(B)] * D
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_recomputed_block_contributes_once(recompute: bool) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    net, batches = Net(), micro_batches(2)
+    sinks, heard = listened(net)
+
+    def run(tokens: Tensor, labels: Tensor) -> Tensor:
+        return checkpoint(net, tokens, labels, use_reentrant=False) if recompute else net(tokens, labels)
+
+    step(sinks, run, batches)
+    assert_sums(sinks, by_autograd(net, batches))
+    assert sorted(heard) == sorted(sinks)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
+def test_sums_and_announcements_are_the_same_in_a_compiled_model() -> None:
+    net, batches = Net(), micro_batches(3)
+    sinks, heard = listened(net)
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+    heard_after: list[set[str]] = []
+    for _ in range(2):
+        heard.clear()
+        step(sinks, compiled, batches, after=lambda: heard_after.append(set(heard)))
+        assert_sums(sinks, by_autograd(net, batches))
+        assert sorted(heard) == sorted(sinks)
+    assert heard_after == [set(), set(), set(sinks) - {"idle"}] * 2
+    torch.compiler.reset()

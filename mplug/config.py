@@ -57,7 +57,7 @@ class Kernels:
 
     def chosen(self, kind: str) -> str | None:
         """The label of the plugin for a kind of slot; None leaves the composition in plain torch."""
-        return self.kinds[kind] if kind in self.kinds else self.default
+        return self.kinds.get(kind, self.default)
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ def activation(x: Tensor, bias: Tensor | None, kind: Activation) -> Tensor:
 class MLP(nn.Module):
     """Up, activation, down.
 
-    The activation is GELU (arXiv 1606.08415; exact, or by tanh as in GPT-2) or SwiGLU (arXiv 2002.05202), for which gate
-    and up are one fused matrix.
+    The activation is GELU (arXiv 1606.08415; exact, or by tanh as in GPT-2) or SwiGLU (arXiv 2002.05202), for which
+    gate and up are one fused matrix.
     """
 
     SLOTS = ("activation",)

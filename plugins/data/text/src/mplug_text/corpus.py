@@ -29,9 +29,8 @@ def find_files(path: str | None, pattern: str) -> tuple[Path, list[Path]]:
         files = [found for found in map(Path, glob.glob(str(given), recursive=True)) if found.is_file()]
         root = _common_folder(files)
     if not files:
-        raise UsageError(
-            f"data.path '{path}' holds no file{f' like {pattern!r}' if given.is_dir() else ''}; name a text"
-        )
+        why = f"has no file like '{pattern}'" if given.is_dir() else "does not exist, and as a glob it matches nothing"
+        raise UsageError(f"data.path '{path}' {why}; name a text file, a folder or a glob")
     return root, sorted(files)
 
 

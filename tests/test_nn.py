@@ -1,0 +1,609 @@
+"""The building blocks against plain torch, fp64 and numbers computed by hand."""
+
+import math
+from collections.abc import Callable
+from statistics import NormalDist
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from mplug.nn import MLP, Attention, Dropout, Embedding, Gemm, Linear, Loss, Norm
+from mplug.nn.attention import attention, prepare_qk, rotate
+from mplug.nn.random import key_of, mix, normal, sample_keys, uniform
+
+B, S, D, F_, V = 2, 5, 8, 12, 11
+KEYS = torch.tensor([3, 4])
+POSITIONS = torch.arange(S)[None]
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def filled[M: nn.Module](module: M) -> M:
+    """The module in fp64, with values drawn for every parameter."""
+    module.double()
+    with torch.no_grad():
+        for number, parameter in enumerate(module.parameters()):
+            parameter.copy_(drawn(*parameter.shape, seed=100 + number))
+    return module
+
+
+def leaves(module: nn.Module) -> dict[str, Tensor]:
+    """Copies of a module's parameters that a reference may differentiate."""
+    return {name: p.detach().clone().requires_grad_() for name, p in module.named_parameters()}
+
+
+def assert_agree(
+    module: nn.Module,
+    run: Callable[[Tensor], Tensor],
+    reference: Callable[[Tensor, dict[str, Tensor]], Tensor],
+    x: Tensor,
+    tolerance: float = 1e-12,
+) -> None:
+    """Values and all gradients of `run` equal those of `reference`, for a random gradient of the output."""
+    ours, theirs, weights = x.clone().requires_grad_(), x.clone().requires_grad_(), leaves(module)
+    y, expected = run(ours), reference(theirs, weights)
+    torch.testing.assert_close(y, expected, rtol=tolerance, atol=tolerance)
+    grad = drawn(*y.shape, seed=9)
+    y.backward(grad)
+    expected.backward(grad)
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=tolerance, atol=tolerance)
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(parameter.grad, weights[name].grad, rtol=tolerance, atol=tolerance, msg=name)
+
+
+# Linear.
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("lead", [(), (3,), (B, S)])
+def test_a_linear_is_that_of_torch(bias: bool, lead: tuple[int, ...]) -> None:
+    layer = filled(Linear(D, F_, bias))
+    assert_agree(layer, layer, lambda x, w: F.linear(x, w["weight"], w.get("bias")), drawn(*lead, D))
+
+
+def test_the_gradients_of_a_linear_are_those_of_finite_differences() -> None:
+    layer = Linear(3, 4).double()
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return functional_call(layer, {"weight": weight, "bias": bias}, (x,))
+
+    inputs = [drawn(*shape).requires_grad_() for shape in ((2, 3), (4, 3), (4,))]
+    assert torch.autograd.gradcheck(run, inputs)
+
+
+def test_with_a_main_grad_the_weight_gradient_is_added_there_and_nowhere_else() -> None:
+    layer, x, before = filled(Linear(D, F_)), drawn(B, S, D), drawn(F_, D, seed=7)
+    layer.weight.main_grad = before.clone()  # type: ignore[attr-defined]
+    inside = x.clone().requires_grad_()
+    grad = drawn(B, S, F_, seed=8)
+    layer(inside).backward(grad)
+    assert layer.weight.grad is None
+    torch.testing.assert_close(layer.weight.main_grad, before + torch.einsum("bso,bsi->oi", grad, x))
+    torch.testing.assert_close(inside.grad, grad @ layer.weight)
+    torch.testing.assert_close(layer.bias.grad, grad.sum(dim=(0, 1)))
+
+
+def test_the_product_leaves_the_bias_out() -> None:
+    layer, x = filled(Linear(D, F_)), drawn(B, D)
+    torch.testing.assert_close(layer.product(x), x @ layer.weight.T)
+
+
+def test_a_linear_gathers_before_the_product_and_scatters_after_it_and_adds_the_bias_last() -> None:
+    layer, x = filled(Linear(D, F_)), drawn(B, D)
+    layer.gather, layer.scatter = (lambda x: 2 * x), (lambda y: y + 1)
+    torch.testing.assert_close(layer(x), 2 * x @ layer.weight.T + 1 + layer.bias)
+
+
+def test_a_supplied_gemm_gives_all_three_products() -> None:
+    calls: list[str] = []
+
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        calls.append("forward")
+        return 2 * x @ weight.T
+
+    def dgrad(grad_y: Tensor, weight: Tensor) -> Tensor:
+        calls.append("dgrad")
+        return 3 * grad_y @ weight
+
+    def wgrad(grad_y: Tensor, x: Tensor, main_grad: Tensor | None) -> Tensor | None:
+        calls.append("wgrad")
+        assert main_grad is None
+        return 5 * grad_y.T @ x
+
+    layer, x, grad = filled(Linear(D, F_, bias=False)), drawn(B, D).requires_grad_(), drawn(B, F_, seed=4)
+    layer.gemm = Gemm(forward, dgrad, wgrad)
+    y = layer(x)
+    y.backward(grad)
+    torch.testing.assert_close(y, 2 * x @ layer.weight.T)
+    torch.testing.assert_close(x.grad, 3 * grad @ layer.weight)
+    torch.testing.assert_close(layer.weight.grad, 5 * grad.T @ x)
+    assert sorted(calls) == ["dgrad", "forward", "wgrad"]
+
+
+def test_no_gradient_is_computed_that_nobody_needs() -> None:
+    calls: list[str] = []
+
+    def dgrad(grad_y: Tensor, weight: Tensor) -> Tensor:
+        calls.append("dgrad")
+        return grad_y @ weight
+
+    layer = filled(Linear(D, F_, bias=False))
+    layer.gemm = Gemm(dgrad=dgrad)
+    layer(drawn(B, D)).sum().backward()
+    assert calls == []
+
+
+# Embedding and norms.
+
+
+def test_an_embedding_looks_rows_up_and_sums_the_gradients_of_repeated_ones() -> None:
+    table, indices = filled(Embedding(V, D)), torch.tensor([[1, 4, 1], [0, 10, 1]])
+    y, grad = table(indices), drawn(2, 3, D, seed=3)
+    assert torch.equal(y, table.weight[indices])
+    y.backward(grad)
+    hot = F.one_hot(indices, V).double()
+    torch.testing.assert_close(table.weight.grad, torch.einsum("bsv,bsd->vd", hot, grad))
+
+
+def layernorm(x: Tensor, w: dict[str, Tensor], eps: float) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    y = centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt() * w["weight"]
+    return y + w["bias"] if "bias" in w else y
+
+
+def rmsnorm(x: Tensor, w: dict[str, Tensor], eps: float) -> Tensor:
+    y = x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * w["weight"]
+    return y + w["bias"] if "bias" in w else y
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("kind", "formula"), [("layernorm", layernorm), ("rmsnorm", rmsnorm)])
+@pytest.mark.parametrize("eps", [1e-5, 0.1])
+def test_a_norm_is_its_papers_formula(
+    kind: str, formula: Callable[[Tensor, dict[str, Tensor], float], Tensor], bias: bool, eps: float
+) -> None:
+    layer = filled(Norm(D, kind, eps, bias))  # type: ignore[arg-type]
+    assert_agree(layer, lambda x: layer(x)[0], lambda x, w: formula(x, w, eps), drawn(B, S, D))
+
+
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+def test_a_norm_adds_the_residual_first_and_returns_the_sum_too(kind: str) -> None:
+    layer, x, residual = filled(Norm(D, kind)), drawn(B, S, D), drawn(B, S, D, seed=1)  # type: ignore[arg-type]
+    normed, summed = layer(x, residual)
+    assert torch.equal(summed, x + residual)
+    assert torch.equal(normed, layer(x + residual)[0])
+    assert torch.equal(layer(x)[1], x)
+
+
+# MLP.
+
+
+def gelu(x: Tensor) -> Tensor:
+    """arXiv 1606.08415, the tanh form."""
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def gelu_mlp(x: Tensor, w: dict[str, Tensor]) -> Tensor:
+    y = gelu(x @ w["up.weight"].T + w.get("up.bias", 0)) @ w["down.weight"].T
+    return y + w.get("down.bias", 0)
+
+
+def swiglu_mlp(x: Tensor, w: dict[str, Tensor]) -> Tensor:
+    gate, up = x @ w["up.weight"][:F_].T, x @ w["up.weight"][F_:].T
+    if "up.bias" in w:
+        gate, up = gate + w["up.bias"][:F_], up + w["up.bias"][F_:]
+    y = gate / (1 + torch.exp(-gate)) * up @ w["down.weight"].T
+    return y + w.get("down.bias", 0)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("kind", "formula"), [("gelu", gelu_mlp), ("swiglu", swiglu_mlp)])
+def test_an_mlp_is_its_papers_formula(
+    kind: str, formula: Callable[[Tensor, dict[str, Tensor]], Tensor], bias: bool
+) -> None:
+    layer = filled(MLP(D, F_, kind, bias))  # type: ignore[arg-type]
+    assert_agree(layer, layer, formula, drawn(B, S, D))
+
+
+# Attention.
+
+
+def attend_by_rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Causal attention, one query of one head of one sample at a time."""
+    batch, length, heads, _ = q.shape
+    shared = heads // k.shape[2]
+    rows = []
+    for b in range(batch):
+        for s in range(length):
+            for h in range(heads):
+                scores = scale * k[b, : s + 1, h // shared] @ q[b, s, h]
+                weights = torch.exp(scores - scores.max())
+                rows.append(weights / weights.sum() @ v[b, : s + 1, h // shared])
+    return torch.stack(rows).view(batch, length, heads, -1)
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (4, 1), (6, 3)])
+def test_the_attention_core_is_the_formula_with_query_heads_sharing_kv_heads_in_order(heads: int, groups: int) -> None:
+    q, k, v = (drawn(B, S, n, 6, seed=n + i).requires_grad_() for i, n in enumerate((heads, groups, groups)))
+    copies = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    y, expected = attention(q, k, v, scale=0.3), attend_by_rows(*copies, scale=0.3)
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    grad = drawn(*y.shape, seed=5)
+    y.backward(grad)
+    expected.backward(grad)
+    for ours, theirs in zip((q, k, v), copies, strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-11, atol=1e-12)
+
+
+def rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """RoFormer as complex numbers: pair i turns by position * theta^(-2i/K)."""
+    half = x.shape[-1] // 2
+    turns = positions.double()[..., None] * theta ** (-2 * torch.arange(half).double() / x.shape[-1])
+    pairs = torch.complex(x[..., :half], x[..., half:]) * torch.exp(1j * turns)[:, :, None]
+    return torch.cat((pairs.real, pairs.imag), dim=-1)
+
+
+def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+@pytest.mark.parametrize("theta", [None, 10000.0])
+@pytest.mark.parametrize("qk_norm", [True, False])
+@pytest.mark.parametrize(("groups", "bias"), [(4, True), (2, False), (1, True)])
+def test_an_attention_block_is_its_formula(groups: int, bias: bool, qk_norm: bool, theta: float | None) -> None:
+    layer = filled(Attention(D, 4, groups, 6, bias=bias, qk_norm=qk_norm, theta=theta, eps=1e-3))
+    positions = torch.tensor([[0, 1, 2, 3, 4], [7, 8, 9, 10, 11]])
+
+    def reference(x: Tensor, w: dict[str, Tensor]) -> Tensor:
+        rows = (x @ w["qkv.weight"].T + w.get("qkv.bias", 0)).unflatten(-1, (4 + 2 * groups, 6))
+        q, k, v = rows[:, :, :4], rows[:, :, 4 : 4 + groups], rows[:, :, 4 + groups :]
+        if qk_norm:
+            q, k = rms(q, w["q_norm"], 1e-3), rms(k, w["k_norm"], 1e-3)
+        if theta:
+            q, k = rotated(q, positions, theta), rotated(k, positions, theta)
+        mixed = attend_by_rows(q, k, v, 6**-0.5).flatten(-2)
+        return mixed @ w["out.weight"].T + w.get("out.bias", 0)
+
+    tolerance = 1e-10 if theta is None else 2e-5  # rotary angles are fp32
+    assert_agree(layer, lambda x: layer(x, positions, KEYS), reference, drawn(B, S, D), tolerance)
+
+
+def test_attention_does_not_see_the_future() -> None:
+    layer = filled(Attention(D, 2, 1, 4, bias=True, qk_norm=True, theta=10000.0))
+    x = drawn(B, S, D)
+    changed = x.clone()
+    changed[:, 3:] += 1
+    y, z = layer(x, POSITIONS, KEYS), layer(changed, POSITIONS, KEYS)
+    assert torch.equal(y[:, :3], z[:, :3])
+    assert not torch.allclose(y[:, 3:], z[:, 3:])
+
+
+# Rotary positions.
+
+
+@pytest.mark.parametrize("shift", [1, 17, 500])
+def test_rotary_scores_depend_on_the_distance_only(shift: int) -> None:
+    q, k = drawn(B, S, 3, 8), drawn(B, S, 3, 8, seed=1)
+
+    def scores(offset: int) -> Tensor:
+        positions = POSITIONS + offset
+        return torch.einsum("bshk,bthk->bhst", *(rotate(x, positions, 10000.0) for x in (q, k)))
+
+    torch.testing.assert_close(scores(0), scores(shift), rtol=1e-4, atol=2e-4)
+
+
+def test_rotation_keeps_lengths_and_leaves_position_zero_alone() -> None:
+    x = drawn(B, S, 3, 8)
+    y = rotate(x, POSITIONS, 100.0)
+    torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1), rtol=1e-6, atol=1e-6)
+    assert torch.equal(y[:, 0], x[:, 0])
+
+
+def test_the_first_pair_turns_by_one_radian_a_position_and_the_second_by_its_frequency() -> None:
+    x = torch.tensor([1.0, 1.0, 0.0, 0.0]).view(1, 1, 1, 4)  # pairs (0, 2) and (1, 3)
+    y = rotate(x, torch.tensor([[3]]), 100.0).flatten()
+    expected = torch.tensor([math.cos(3), math.cos(0.3), math.sin(3), math.sin(0.3)])
+    torch.testing.assert_close(y, expected)
+
+
+def test_positions_far_away_keep_their_precision() -> None:
+    x = torch.tensor([1.0, 0.0]).view(1, 1, 1, 2)
+    y = rotate(x, torch.tensor([[100_000]]), 10000.0).flatten()
+    torch.testing.assert_close(y, torch.tensor([math.cos(100_000), math.sin(100_000)]), rtol=0, atol=1e-2)
+
+
+def test_half_precision_queries_are_rotated_by_angles_of_full_precision() -> None:
+    x = drawn(1, 1, 1, 4)
+    exact = rotated(x, torch.tensor([[1000]]), 10000.0)
+    y = rotate(x.bfloat16(), torch.tensor([[1000]]), 10000.0)
+    assert y.dtype is torch.bfloat16
+    torch.testing.assert_close(y.double(), exact, rtol=0.03, atol=0.03)
+
+
+def test_without_weights_and_theta_queries_and_keys_pass_untouched() -> None:
+    q, k = drawn(B, S, 2, 4), drawn(B, S, 1, 4)
+    ours = prepare_qk(q, k, POSITIONS, None, None, 1e-5, None)
+    assert torch.equal(ours[0], q)
+    assert torch.equal(ours[1], k)
+
+
+# Loss.
+
+
+def test_the_loss_is_a_sum_over_the_targets_with_their_number() -> None:
+    project, hidden = filled(Linear(D, V, bias=False)), drawn(B, S, D)
+    labels = torch.tensor([[1, -100, 4, 0, -100], [10, 2, -100, 3, 3]])
+    loss, count = Loss()(hidden, project, labels)
+    logits = hidden @ project.weight.T
+    chosen = [(b, s) for b in range(B) for s in range(S) if labels[b, s] >= 0]
+    expected = sum(torch.logsumexp(logits[at], 0) - logits[at][labels[at]] for at in chosen)
+    assert int(count) == len(chosen) == 7
+    assert count.dtype is torch.int64
+    assert loss.dtype is torch.float32
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+
+
+def test_ignored_positions_have_no_gradient_and_the_others_that_of_the_softmax() -> None:
+    project, hidden = filled(Linear(D, V, bias=False)), drawn(1, 3, D).requires_grad_()
+    labels = torch.tensor([[2, -100, 5]])
+    Loss()(hidden, project, labels)[0].backward()
+    logits = (hidden @ project.weight.T).detach()
+    grad = logits.softmax(-1) - F.one_hot(labels.clamp(min=0), V)
+    grad[labels == -100] = 0
+    torch.testing.assert_close(hidden.grad, grad @ project.weight.detach(), rtol=1e-5, atol=1e-6)
+    assert torch.equal(hidden.grad[0, 1], torch.zeros(D, dtype=torch.float64))
+
+
+def test_a_batch_without_targets_has_loss_zero_and_count_zero() -> None:
+    loss, count = Loss()(drawn(1, 2, D), filled(Linear(D, V, bias=False)), torch.full((1, 2), -100))
+    assert (float(loss), int(count)) == (0.0, 0)
+
+
+def test_the_loss_of_half_precision_hidden_states_is_summed_in_full_precision() -> None:
+    project, hidden = filled(Linear(D, V, bias=False)).bfloat16(), drawn(64, 64, D).bfloat16()
+    labels = torch.randint(V, (64, 64), generator=torch.Generator().manual_seed(2))
+    loss, _ = Loss()(hidden, project, labels)
+    expected = F.cross_entropy(project(hidden).double().flatten(0, 1), labels.flatten(), reduction="sum")
+    assert loss.dtype is torch.float32
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
+
+
+# Keyed random numbers.
+
+MASK = 2**64 - 1
+GOLDEN = 0x9E3779B97F4A7C15
+
+
+def signed(bits: int) -> int:
+    return bits - 2**64 if bits >= 2**63 else bits
+
+
+def splitmix64(seed: int, number: int) -> int:
+    """The generator of Steele, Lea and Flood (OOPSLA 2014), in Python's integers."""
+    z = (seed + number * GOLDEN) & MASK
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & MASK
+    return z ^ z >> 31
+
+
+def counter_of(bits: int, key: int) -> int:
+    """The counter at which the hash of a key has exactly these bits: splitmix64 is a bijection."""
+    z = bits
+    z ^= z >> 31 ^ z >> 62
+    z = z * pow(0x94D049BB133111EB, -1, 2**64) & MASK
+    z ^= z >> 27 ^ z >> 54
+    z = z * pow(0xBF58476D1CE4E5B9, -1, 2**64) & MASK
+    z ^= z >> 30 ^ z >> 60
+    return signed((z - key) * pow(GOLDEN, -1, 2**64) & MASK)
+
+
+def test_mix_is_splitmix64_of_the_paper() -> None:
+    published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]  # its first outputs from seed 0
+    assert [splitmix64(0, number) for number in (1, 2, 3)] == published
+    states = torch.tensor([signed(number * GOLDEN & MASK) for number in (1, 2, 3)])
+    assert mix(states).tolist() == [signed(bits) for bits in published]
+
+
+@pytest.mark.parametrize("key", [0, 1, -1, 2**63 - 1, -(2**63)])
+def test_uniform_numbers_are_the_upper_24_bits(key: int) -> None:
+    counters = torch.tensor([0, 1, 2, 1000, 2**62, -5])
+    expected = [(splitmix64(key, number) >> 40) / 2**24 for number in counters.tolist()]
+    found = uniform(key, counters)
+    assert found.dtype is torch.float32
+    assert found.tolist() == expected
+
+
+@pytest.mark.parametrize("key", [0, key_of(1234, "parameter", "blocks.0.mlp.up.weight")])
+def test_normal_numbers_are_the_quantiles_of_53_bits(key: int) -> None:
+    counters = torch.arange(2000)
+    quantile = NormalDist().inv_cdf
+    expected = [quantile(((splitmix64(key, number) >> 11) + 0.5) / 2**53) for number in counters.tolist()]
+    found = normal(key, counters)
+    assert found.dtype is torch.float64
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("upper", [0, 1, 2, 2**52 - 1, 2**52, 2**53 - 3, 2**53 - 2, 2**53 - 1])
+def test_normal_numbers_are_finite_at_both_ends_and_centred(upper: int) -> None:
+    counter = torch.tensor([counter_of(upper << 11, 5), counter_of((2**53 - 1 - upper) << 11, 5)])
+    low, high = normal(5, counter).tolist()
+    assert math.isfinite(low)
+    assert math.isfinite(high)
+    assert abs(low) < 8.5
+    assert low == pytest.approx(-high, rel=0.02, abs=1e-15)
+
+
+N = 1 << 18
+
+
+def test_uniform_numbers_have_the_moments_and_bins_of_a_uniform_distribution() -> None:
+    x = uniform(key_of("moments"), torch.arange(N)).double()
+    assert 0 <= float(x.min()) < 1e-4
+    assert 1 - 1e-4 < float(x.max()) < 1
+    assert float(x.mean()) == pytest.approx(0.5, abs=5 * math.sqrt(1 / 12 / N))
+    assert float(x.var()) == pytest.approx(1 / 12, abs=5 * math.sqrt(1 / 180 / N))
+    bins = torch.histc(x, 256, 0, 1)
+    chi_squared = float(((bins - N / 256).square() / (N / 256)).sum())
+    assert abs(chi_squared - 255) < 6 * math.sqrt(2 * 255)
+
+
+@pytest.mark.parametrize("lag", [1, 2, 3, 64])
+def test_numbers_of_neighbouring_counters_and_keys_are_not_correlated(lag: int) -> None:
+    counters = torch.arange(N)
+    x = uniform(0, counters).double() - 0.5
+    other_counters = uniform(0, counters + lag).double() - 0.5
+    keys = mix(torch.arange(N))
+    along_keys = uniform(keys, torch.tensor(0)).double() - 0.5
+    other_keys = uniform(mix(torch.arange(N) + lag), torch.tensor(0)).double() - 0.5
+    for one, other in ((x, other_counters), (along_keys, other_keys)):
+        assert abs(float((one * other).mean()) * 12) < 5 / math.sqrt(N)
+
+
+def test_normal_numbers_have_the_moments_and_tails_of_a_normal_distribution() -> None:
+    x = normal(key_of("moments"), torch.arange(N))
+    assert float(x.mean()) == pytest.approx(0, abs=5 / math.sqrt(N))
+    assert float(x.var()) == pytest.approx(1, abs=5 * math.sqrt(2 / N))
+    assert float((x**3).mean()) == pytest.approx(0, abs=5 * math.sqrt(15 / N))
+    assert float((x**4).mean()) == pytest.approx(3, abs=5 * math.sqrt(96 / N))
+    quantiles = {-3.0902: 0.001, -2.3263: 0.01, -1.6449: 0.05, -0.6745: 0.25, 0.0: 0.5, 1.2816: 0.9, 1.96: 0.975}
+    for value, share in (quantiles | {2.5758: 0.995, 3.2905: 0.9995}).items():
+        spread = math.sqrt(share * (1 - share) / N)
+        assert float((x < value).double().mean()) == pytest.approx(share, abs=5 * spread + 2e-5)
+
+
+def test_keys_tell_words_and_their_borders_apart() -> None:
+    keys = [
+        key_of(1, "a"),
+        key_of(1, "b"),
+        key_of(2, "a"),
+        key_of("a", 1),
+        key_of("ab", "c"),
+        key_of("a", "bc"),
+        key_of(),
+    ]
+    assert len(set(keys)) == len(keys)
+    assert key_of(1234, "step", 7) == key_of(1234, "step", 7)
+    assert all(-(2**63) <= key < 2**63 for key in keys)
+
+
+def test_the_keys_of_samples_depend_on_seed_step_and_sample_alone() -> None:
+    ids = torch.arange(1000)
+    keys = sample_keys(1, 2, ids)
+    assert torch.equal(keys[ids.flip(0)], sample_keys(1, 2, ids.flip(0)))
+    assert torch.equal(keys[5:9], sample_keys(1, 2, ids[5:9]))
+    together = torch.cat((keys, sample_keys(1, 3, ids), sample_keys(2, 2, ids)))
+    assert len(together.unique()) == 3000
+
+
+# Dropout.
+
+
+def dropout(probability: float, site: int = 7) -> Dropout:
+    layer = Dropout(probability)
+    layer.site.fill_(site)
+    return layer.train()
+
+
+def mask(layer: Dropout, keys: Tensor, positions: Tensor, features: int = 16) -> Tensor:
+    ones = torch.ones(len(keys), positions.shape[1], features)
+    return layer(ones, keys, positions) > 0
+
+
+MANY = torch.arange(20) * 977 - 5000
+
+
+def test_dropout_keeps_the_expected_share_and_scales_it_up() -> None:
+    y = dropout(0.25)(torch.ones(20, 64, 128), MANY, torch.arange(64)[None])
+    n = y.numel()
+    assert set(y.unique().tolist()) == {0.0, pytest.approx(1 / 0.75)}
+    assert float((y > 0).double().mean()) == pytest.approx(0.75, abs=5 * math.sqrt(0.1875 / n))
+    for dims in ((0, 1), (0, 2), (1, 2)):  # no feature, position or sample is treated apart
+        share = (y > 0).double().mean(dims)
+        assert float((share - 0.75).abs().max()) < 6 * math.sqrt(0.1875 / (n / len(share)))
+
+
+def test_dropout_does_nothing_in_evaluation_or_at_probability_zero() -> None:
+    x = drawn(2, S, D)
+    assert torch.equal(dropout(0.5).eval()(x, KEYS, POSITIONS), x)
+    assert torch.equal(dropout(0.0)(x, KEYS, POSITIONS), x)
+
+
+def test_a_mask_does_not_depend_on_the_order_of_samples_or_on_who_else_is_in_the_batch() -> None:
+    layer, positions = dropout(0.5), torch.arange(8)[None]
+    whole, order = mask(layer, MANY, positions), torch.randperm(20, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(mask(layer, MANY[order], positions), whole[order])
+    assert torch.equal(mask(layer, MANY[3:4], positions), whole[3:4])
+
+
+def test_a_mask_does_not_depend_on_how_the_sequence_is_sliced() -> None:
+    layer, positions = dropout(0.5), torch.arange(8)[None]
+    whole = mask(layer, MANY, positions)
+    zigzag = torch.tensor([[6, 7, 0, 1]])
+    assert torch.equal(mask(layer, MANY, zigzag), whole[:, zigzag[0]])
+    assert torch.equal(mask(layer, MANY, positions.expand(20, 8)), whole)
+
+
+def test_masks_of_other_sites_keys_positions_and_features_are_independent() -> None:
+    positions = torch.arange(64)[None]
+    whole = mask(dropout(0.5), MANY, positions, 64).double() - 0.5
+    others = [
+        mask(dropout(0.5, site=8), MANY, positions, 64).double() - 0.5,
+        mask(dropout(0.5), MANY + 1, positions, 64).double() - 0.5,
+        whole.roll(1, dims=0),
+        whole.roll(1, dims=1),
+        whole.roll(1, dims=2),
+        whole.transpose(1, 2),
+    ]
+    for other in others:
+        assert abs(float((whole * other).mean()) * 4) < 5 / math.sqrt(whole.numel())
+
+
+def test_the_gradient_of_dropout_passes_where_the_value_passed() -> None:
+    layer, x = dropout(0.5), drawn(2, S, D).requires_grad_()
+    y = layer(x, KEYS, POSITIONS)
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, (y != 0).double() * 2)
+
+
+def test_attention_dropout_does_not_depend_on_the_batch_or_on_what_follows() -> None:
+    q, k, v = (drawn(6, S, 2, 4, seed=seed) for seed in range(3))
+    keys = torch.arange(6) * 31
+
+    def attend(rows: slice, length: int) -> Tensor:
+        cut = [x[rows, :length] for x in (q, k, v)]
+        return attention(*cut, scale=0.5, dropout=0.5, keys=keys[rows])
+
+    whole = attend(slice(None), S)
+    torch.testing.assert_close(attend(slice(2, 4), S), whole[2:4])
+    torch.testing.assert_close(attend(slice(None), 3), whole[:, :3])
+
+
+def test_attention_dropout_drops_weights_and_is_right_on_average() -> None:
+    n, p = 4000, 0.3
+    q, k = torch.zeros(n, 2, 2, 4), torch.zeros(n, 2, 2, 4)
+    v = torch.eye(2, 4)[None, :, None].expand(n, 2, 2, 4)  # a weight is a coordinate of the result
+    weights = attention(q, k, v, scale=1.0, dropout=p, keys=mix(torch.arange(n)))
+    last = weights[:, 1, :, :2].double()
+    assert set(last.unique().tolist()) == {0.0, pytest.approx(0.5 / 0.7)}
+    assert float((last > 0).double().mean()) == pytest.approx(1 - p, abs=5 * math.sqrt(p * (1 - p) / last.numel()))
+    heads = ((last[:, 0] > 0).double() - 0.7) * ((last[:, 1] > 0).double() - 0.7)
+    assert abs(float(heads.mean()) / 0.21) < 5 / math.sqrt(heads.numel())
+
+
+def test_attention_drops_in_training_only_and_by_its_site() -> None:
+    layer = filled(Attention(D, 2, 2, 4, bias=False, qk_norm=False, theta=None, dropout=0.5))
+    x = drawn(B, S, D)
+    plain = layer.eval()(x, POSITIONS, KEYS)
+    layer.train()
+    layer.site.fill_(1)
+    one = layer(x, POSITIONS, KEYS)
+    assert torch.equal(one, layer(x, POSITIONS, KEYS))
+    layer.site.fill_(2)
+    other = layer(x, POSITIONS, KEYS)
+    assert not torch.allclose(plain, one)
+    assert not torch.allclose(one, other)

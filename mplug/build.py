@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mplug import checkpoint
 from mplug.alternatives import kernels_that_would_do
 from mplug.config import RunConfig
-from mplug.contracts import Optimizer, Piece, Stepper
+from mplug.contracts import Loader, Optimizer, Piece, Stepper
 from mplug.errors import UsageError
 from mplug.gradients import Sinks
 from mplug.model import Model, allocate, fill_slots, initialize
@@ -27,6 +27,13 @@ class Parts:
     pieces: list[Piece]
     optimizer: Optimizer
     stepper: Stepper
+    train_loader: Loader
+    validation_loader: Loader | None
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters, each counted once whatever the layout."""
+        return sum(placement.numel for placement in self.model.placements.values())
 
 
 def choose_device(config: RunConfig) -> str:
@@ -68,7 +75,7 @@ def unmet_reasons(run: Run) -> list[str]:
 
 
 def build(run: Run) -> Parts:
-    """Everything that a training process needs but its data."""
+    """Everything that a training process needs."""
     model = build_model(run)
     _allocate(run, model)
     initialize(model, run.rank, run.config.trainer.seed)
@@ -82,7 +89,21 @@ def build(run: Run) -> Parts:
         model, sinks, pieces, optimizer, rank=run.rank, seed=trainer.seed, max_norm=trainer.max_grad_norm
     )
     stepper: Stepper | None = run.hooks.call.build_stepper(run=run, model=model, default=default)
-    return Parts(model, pieces, optimizer, stepper or default)
+    train_loader = build_loader(run, "train")
+    validation_loader = build_loader(run, "validation") if trainer.eval_every else None
+    return Parts(model, pieces, optimizer, stepper or default, train_loader, validation_loader)
+
+
+def build_loader(run: Run, split: str) -> Loader:
+    """The loader of a split; its tokens must be within the model's vocabulary."""
+    loader: Loader = run.hooks.call.build_loader(run=run, split=split)
+    vocab_size = getattr(run.config.model, "vocab_size", None)
+    if vocab_size is not None and loader.vocab_size > vocab_size:
+        raise UsageError(
+            f"the data has tokens up to {loader.vocab_size - 1}, and model.vocab_size is {vocab_size}; "
+            f"set model.vocab_size={loader.vocab_size} or more"
+        )
+    return loader
 
 
 def _allocate(run: Run, model: Model) -> None:

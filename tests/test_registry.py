@@ -1,0 +1,423 @@
+"""What the registry promises, with packages that are really installed: built by their backend, installed by pip."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import yaml
+
+Cli = Callable[..., subprocess.CompletedProcess[str]]
+
+PACKAGES = Path(__file__).parent / "packages"
+HOST = f"mplug {version('mplug')}"
+
+
+def install(sources: list[Path], target: Path) -> Path:
+    """Install packages into a folder of their own, from their sources and nothing else."""
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index"]
+    options = ["--no-deps", "--no-build-isolation", "--target", str(target)]
+    beside = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))  # uv_build looks for uv-build there
+    subprocess.run([*command, *options, *map(str, sources)], check=True, env={**os.environ, "PATH": beside})
+    return target
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which every package of `packages/` is installed."""
+    copied = shutil.copytree(PACKAGES, tmp_path_factory.mktemp("sources") / "packages")
+    return install(sorted(copied.iterdir()), tmp_path_factory.mktemp("installed"))
+
+
+@pytest.fixture(scope="module")
+def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with another copy of acme-watch: version 1.3.0."""
+    copied = shutil.copytree(PACKAGES / "acme-watch", tmp_path_factory.mktemp("sources") / "acme-watch")
+    project = copied / "pyproject.toml"
+    project.write_text(project.read_text().replace('version = "1.4.0"', 'version = "1.3.0"'))
+    return install([copied], tmp_path_factory.mktemp("older"))
+
+
+def assert_refused(result: subprocess.CompletedProcess[str], *words: str) -> None:
+    """The user's input is wrong: exit status 2 and a message with these words, without a traceback."""
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
+    assert [word for word in words if word not in result.stderr] == [], result.stderr
+
+
+def losses(run: Path) -> list[float]:
+    """The loss of every step that a run has done."""
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+# Names.
+
+
+def test_a_name_that_two_distributions_claim_is_an_error_that_names_both(cli: Cli, installed: Path) -> None:
+    result = cli("config", "show", "--model", "gpt-mini", path=installed)
+    assert_refused(result, "'gpt-mini'", "acme-gpt 2.5.0", "zenith-gpt 1.3.1")
+    assert_refused(result, "'acme-gpt/gpt-mini'", "'zenith-gpt/gpt-mini'")
+
+
+@pytest.mark.parametrize(("distribution", "field"), [("acme-gpt", "acme_width"), ("zenith-gpt", "zenith_width")])
+def test_the_distribution_before_the_name_chooses(cli: Cli, installed: Path, distribution: str, field: str) -> None:
+    result = cli("config", "show", "--model", f"{distribution}/gpt-mini", path=installed)
+    assert result.returncode == 0, result.stderr
+    model = yaml.safe_load(result.stdout)["model"]
+    assert set(model) == {"name", field}
+    assert model["name"] == f"{distribution}/gpt-mini"
+
+
+def test_an_extension_that_is_named_with_its_distribution_gets_what_the_config_says_to_it(
+    cli: Cli, installed: Path
+) -> None:
+    result = cli("config", "show", "--set", "extensions.acme-watch/watch.file=seen.txt", path=installed)
+    assert result.returncode == 0, result.stderr
+    assert [section["file"] for section in yaml.safe_load(result.stdout)["extensions"].values()] == ["seen.txt"]
+
+
+def test_a_misspelt_field_of_an_extension_that_is_named_with_its_distribution_is_refused(
+    cli: Cli, installed: Path
+) -> None:
+    result = cli("config", "show", "--set", "extensions.acme-watch/watch.fil=seen.txt", path=installed)
+    assert_refused(result, "extensions.acme-watch/watch.fil", "did you mean 'file'?")
+
+
+def test_the_list_of_plugins_shows_who_claims_a_name_twice(cli: Cli, installed: Path) -> None:
+    result = cli("plugins", "list", path=installed)
+    assert result.returncode == 0, result.stderr
+    clash = next(line for line in result.stdout.splitlines() if line.startswith("'gpt-mini'"))
+    assert all(origin in clash for origin in ("acme-gpt 2.5.0", "zenith-gpt 1.3.1"))
+    assert all(word in clash for word in ("acme-gpt/gpt-mini", "zenith-gpt/gpt-mini"))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--attention", "pickyy"), ("'pickyy'", "did you mean 'picky'?", "installed:", "sdpa", "verbose")),
+        (("--model", "fossill"), ("'fossill'", "did you mean 'fossil'?", "acme-gpt/gpt-mini", "zenith-gpt/gpt-mini")),
+        (("--model", "nobody/gpt-mini"), ("'nobody/gpt-mini'", "acme-gpt/gpt-mini", "zenith-gpt/gpt-mini")),
+        (("--set", "extensions.wach={}"), ("extensions.wach (--set)", "did you mean 'watch'?", "stumble")),
+    ],
+)
+def test_an_unknown_name_gets_did_you_mean_and_what_is_installed(
+    cli: Cli, installed: Path, options: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    assert_refused(cli("config", "show", *options, path=installed), *words)
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ("slab", ("'slab' needs a degree", "'slab2'")),
+        ("slab0", ("degree of 'slab'", "at least 1", "not 0")),
+        ("slab2slab4", ("'slab' twice",)),
+        ("slabb2", ("unknown strategy 'slabb'", "did you mean 'slab'?", "installed:")),
+        ("slab2xyzzy2", ("unknown strategy 'xyzzy'", "installed:", "slab")),
+    ],
+)
+def test_a_layout_that_cannot_be_read_is_refused(cli: Cli, installed: Path, layout: str, words: tuple[str, ...]) -> None:
+    assert_refused(cli("config", "show", "--parallel", layout, path=installed), f"layout '{layout}'", *words)
+
+
+def test_a_value_in_place_of_an_extensions_section_is_refused(cli: Cli, installed: Path) -> None:
+    assert_refused(cli("config", "show", "--set", "extensions.watch=3", path=installed), "extensions.watch (--set)", "3")
+
+
+# Listing, help and completion read metadata only.
+
+
+def test_listing_never_imports_a_plugin(cli: Cli, installed: Path, tmp_path: Path) -> None:
+    result = cli("plugins", "list", path=installed)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    rows = [line.split() for line in result.stdout.splitlines()]
+    assert ["extensions", "rude", "acme-rude", "0.0.1"] in [row[:4] for row in rows]
+    assert ["models", "fossil", "acme-broken", "0.3.0"] in [row[:4] for row in rows]
+    assert "acme_rude was imported" not in result.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_metadata_that_another_copy_hides_is_reported(cli: Cli, installed: Path, older: Path) -> None:
+    result = cli("plugins", "list", path=Path(f"{installed}{os.pathsep}{older}"))
+    assert result.returncode == 0, result.stderr
+    hidden = [line for line in result.stdout.splitlines() if "acme-watch 1.3.0" in line]
+    assert len(hidden) == 1, "the copy that takes effect is listed, and the hidden one is told once"
+    assert "hidden" in hidden[0]
+    assert str(older) in hidden[0]
+    assert "acme-watch 1.4.0" in result.stdout
+
+
+def test_help_lists_the_commands_of_plugins_without_importing_them(cli: Cli, installed: Path, tmp_path: Path) -> None:
+    result = cli("--help", path=installed)
+    assert result.returncode == 0, result.stderr
+    commands = {line.split()[0]: line for line in result.stdout.partition("Commands:")[2].splitlines() if line.strip()}
+    assert "acme-tools 0.2.0" in commands["greet"]
+    assert {"train", "plugins", "limp"} <= set(commands)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plugins_command_runs(cli: Cli, installed: Path) -> None:
+    result = cli("greet", "--who", "there", path=installed)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "hello there\n", "")
+
+
+def test_a_plugins_command_that_does_not_import_is_named_with_its_distribution_and_reason(
+    cli: Cli, installed: Path
+) -> None:
+    result = cli("limp", path=installed)
+    assert result.returncode == 2
+    assert all(words in result.stderr for words in ("'limp'", "acme-tools 0.2.0", "the leg is broken"))
+
+
+def test_an_unknown_command_gets_did_you_mean_among_plugins_commands(cli: Cli, installed: Path) -> None:
+    assert_refused(cli("gret", path=installed), "'gret'", "did you mean 'greet'?")
+
+
+def complete(words: str, path: Path, cwd: Path) -> list[str]:
+    """What the shell offers for the last word of a command line."""
+    script = Path(sys.executable).with_name("mplug")
+    asked = {"_MPLUG_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    environment = {**os.environ, **asked, "PYTHONPATH": str(path)}
+    result = subprocess.run([script], cwd=cwd, env=environment, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    return [line.partition(",")[2] for line in result.stdout.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("mplug train --model fos", ["fossil"]),
+        ("mplug train --model acme-", ["acme-gpt/gpt-mini"]),
+        ("mplug train --attention pic", ["picky"]),
+        ("mplug plugins show extensions/wat", ["extensions/watch"]),
+    ],
+)
+def test_the_shell_completes_installed_names_without_importing_plugins(
+    installed: Path, tmp_path: Path, words: str, offered: list[str]
+) -> None:
+    assert complete(words, installed, tmp_path) == offered
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_shell_completes_commands_without_importing_them(installed: Path, tmp_path: Path) -> None:
+    assert {"train", "plugins", "greet", "limp"} <= set(complete("mplug ", installed, tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+# Plugins that do not import.
+
+
+def test_a_plugin_that_does_not_import_never_disturbs_a_run_that_does_not_name_it(
+    cli: Cli, installed: Path, tiny: list[str], text_file: Path, tmp_path: Path
+) -> None:
+    result = cli("train", *tiny, "--set", f"data.path={text_file}", "--name", "calm", path=installed)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    assert len(losses(tmp_path / "runs" / "calm")) == 4
+
+
+def test_naming_a_plugin_that_does_not_import_is_fatal_with_its_distribution_and_traceback(
+    cli: Cli, installed: Path
+) -> None:
+    result = cli("config", "show", "--model", "fossil", path=installed)
+    assert result.returncode == 2
+    assert all(words in result.stderr for words in ("model.name (--model)", "models/fossil", "acme-broken 0.3.0"))
+    assert "Traceback (most recent call last)" in result.stderr
+    assert str(Path("acme_broken", "__init__.py")) in result.stderr
+    assert "RuntimeError: the fossil bed is closed" in result.stderr
+
+
+def test_naming_a_plugin_that_ends_the_process_is_fatal_too(cli: Cli, installed: Path) -> None:
+    result = cli("config", "show", "--set", "extensions.rude={}", path=installed)
+    assert result.returncode == 2, "a run that did not take place must not look like one that is done"
+    assert all(words in result.stderr for words in ("extensions/rude", "acme-rude 0.0.1", "SystemExit"))
+
+
+def test_check_shows_what_is_broken_with_its_reason(cli: Cli, installed: Path) -> None:
+    result = cli("plugins", "check", "models/fossil", "extensions/watch", path=installed)
+    assert result.returncode == 1, result.stderr
+    assert "Traceback" not in result.stderr
+    states = {tuple(line.split()[:2]) for line in result.stdout.splitlines() if not line.startswith(" ")}
+    assert {("broken", "models/fossil"), ("ok", "extensions/watch")} <= states
+    assert all(words in result.stdout for words in ("acme-broken 0.3.0", "the fossil bed is closed"))
+
+
+def test_check_tells_the_sound_from_the_broken_among_all_that_is_installed(cli: Cli, installed: Path) -> None:
+    result = cli("plugins", "check", path=installed)
+    assert result.returncode == 1, result.stderr
+    assert "Traceback" not in result.stderr
+    ours = [line.split() for line in result.stdout.splitlines() if "(acme-" in line and not line.startswith(" ")]
+    sound = {label for state, label, *_ in ours if state == "ok"}
+    broken = {label for state, label, *_ in ours if state == "broken"}
+    assert sound == {
+        "commands/greet",
+        "extensions/meddler",
+        "extensions/ring",
+        "extensions/stumble",
+        "extensions/usurper",
+        "extensions/watch",
+        "kernels/picky",
+        "kernels/verbose",
+        "models/gpt-mini",
+        "parallel/slab",
+    }
+    assert broken == {
+        "commands/limp",
+        "extensions/future",
+        "extensions/rude",
+        "kernels/brash",
+        "kernels/trilobite",
+        "models/fossil",
+        *(f"extensions/{name}" for name, _ in FAULTS),
+    }
+
+
+# Plugins that break the contract.
+
+FAULTS = [
+    ("misspelt-hook", ("'step_finish' is not a hook", "did you mean 'step_finished'?")),
+    ("unknown-argument", ("'step_finished' has no argument 'recrod'", "did you mean 'record'?")),
+    ("defaulted-argument", ("'step_finished' has no argument 'recrod'", "did you mean 'record'?")),
+    ("unmarked-hook", ("'run_started'", "@hookimpl")),
+    ("no-config", ("no 'Config'",)),
+    ("open-config", ("does not forbid unknown fields",)),
+    ("undescribed-field", ("'mystery' has no description",)),
+    ("not-a-class", ("'acme_faulty:not_a_class' is not a class",)),
+    ("not-there", ("no attribute 'NotThere'",)),
+]
+
+
+@pytest.mark.parametrize(("name", "words"), FAULTS, ids=[name for name, _ in FAULTS])
+def test_a_plugin_that_breaks_the_contract_is_refused_when_it_is_loaded(
+    cli: Cli, installed: Path, name: str, words: tuple[str, ...]
+) -> None:
+    result = cli("config", "show", "--set", f"extensions.{name}={{}}", path=installed)
+    assert result.returncode == 2, result.stdout + result.stderr
+    wanted = (f"extensions.{name} (--set)", f"extensions/{name}", "acme-faulty 1.1.0", *words)
+    assert [word for word in wanted if word not in result.stderr] == [], result.stderr
+
+
+def test_a_plugin_for_another_host_is_refused_with_both_versions_and_the_remedy(cli: Cli, installed: Path) -> None:
+    result = cli("config", "show", "--set", "extensions.future={}", path=installed)
+    assert_refused(result, "extensions/future", "acme-future 9.0.0", "mplug >=0.9,<1", HOST)
+    assert_refused(result, "install a release of acme-future", "or another mplug")
+
+
+# Rivals.
+
+
+def test_two_plugins_that_answer_a_hook_for_one_are_refused_naming_both(
+    cli: Cli, installed: Path, tiny: list[str]
+) -> None:
+    result = cli("train", *tiny, "--set", "extensions.usurper={}", path=installed)
+    assert_refused(result, "models/gpt", "extensions/usurper", "'build_model'")
+
+
+def test_two_suppliers_of_one_slot_are_refused_naming_both(cli: Cli, installed: Path, tiny: list[str]) -> None:
+    result = cli("explain", *tiny, "--set", "extensions.meddler={}", path=installed)
+    assert_refused(result, "kernels/sdpa", "extensions/meddler", "Attention.core", "kernels.attention")
+
+
+def test_rivals_are_not_rivals_while_one_of_them_is_only_installed(
+    cli: Cli, installed: Path, tiny: list[str]
+) -> None:
+    result = cli("explain", *tiny, path=installed)
+    assert result.returncode == 0, result.stderr
+    row = next(line.split() for line in result.stdout.splitlines() if "Attention.core" in line)
+    assert "kernels/sdpa" in row
+
+
+# Unmet needs.
+
+
+def test_a_kernel_that_cannot_serve_is_refused_with_its_reason_and_those_that_would_do(
+    cli: Cli, installed: Path, tiny: list[str], text_file: Path
+) -> None:
+    result = cli("train", *tiny, "--set", f"data.path={text_file}", "--attention", "picky", path=installed)
+    assert_refused(result, "kernels/picky", "Attention.core", "it needs a chip of the year 2040", "would do")
+    remedy = result.stderr.partition("2040")[2]
+    assert all(name in remedy for name in ("reference", "sdpa", "verbose"))
+    assert all(name not in remedy for name in ("picky", "trilobite", "brash")), "those that do not import cannot do"
+    assert "step 1/4" not in result.stdout
+
+
+def test_what_a_wrap_needs_is_asked_of_every_kernel(cli: Cli, installed: Path, tiny: list[str]) -> None:
+    result = cli("explain", *tiny, "--set", "extensions.ring={}", path=installed)
+    assert_refused(result, "kernels/sdpa", "log-sum-exp", "; verbose would do", "kernels.attention=verbose")
+
+
+def test_the_kernel_that_would_do_does(cli: Cli, installed: Path, tiny: list[str]) -> None:
+    result = cli("explain", *tiny, "--set", "extensions.ring={}", "--attention", "verbose", path=installed)
+    assert result.returncode == 0, result.stderr
+    row = next(line.split() for line in result.stdout.splitlines() if "Attention.core" in line)
+    assert row[-2:] == ["kernels/verbose", "extensions/ring"]
+
+
+def test_a_need_that_plain_torch_does_not_meet_is_refused_as_well(cli: Cli, installed: Path, tiny: list[str]) -> None:
+    options = ("--set", "extensions.ring.need=telepathy", "--set", "kernels.attention=null")
+    assert_refused(cli("explain", *tiny, *options, path=installed), "Attention.core", "telepathy", "extensions/ring")
+
+
+# Provenance and observers.
+
+
+def test_the_record_and_the_checkpoint_say_where_every_plugin_came_from(
+    cli: Cli, installed: Path, tiny: list[str], text_file: Path, tmp_path: Path
+) -> None:
+    options = ("--set", f"data.path={text_file}", "--set", "extensions.watch={}", "--name", "told")
+    assert cli("train", *tiny, *options, path=installed).returncode == 0
+    record = json.loads((tmp_path / "runs" / "told" / "record.json").read_text())
+    assert record["mplug"] == version("mplug")
+    plugins = {plugin["plugin"]: plugin for plugin in record["plugins"]}
+    assert set(plugins) == {"models/gpt", "optimizers/adamw", "data/text", "kernels/sdpa", "extensions/watch"}
+    watch, gpt = plugins["extensions/watch"], plugins["models/gpt"]
+    assert (watch["distribution"], watch["version"]) == ("acme-watch", "1.4.0")
+    assert (gpt["distribution"], gpt["version"]) == ("mplug-gpt", version("mplug-gpt"))
+    assert (installed / "acme_watch").is_relative_to(Path(watch["source"])), "the source holds the code that ran"
+    found = find_spec("mplug_gpt")
+    assert found is not None
+    assert Path(str(found.origin)).is_relative_to(Path(gpt["source"])), "the source holds the code that ran"
+    manifest = tmp_path / "runs" / "told" / "checkpoints" / "step_00000004" / "checkpoint.json"
+    assert json.loads(manifest.read_text())["provenance"]["plugins"] == record["plugins"]
+
+
+def test_an_observer_that_is_named_sees_the_run(
+    cli: Cli, installed: Path, tiny: list[str], text_file: Path, tmp_path: Path
+) -> None:
+    options = ("--set", f"data.path={text_file}", "--set", "extensions.watch.file=seen.txt", "--name", "watched")
+    result = cli("train", *tiny, *options, path=installed)
+    assert result.returncode == 0, result.stderr
+    steps = [f"step {n} has loss {loss}" for n, loss in enumerate(losses(tmp_path / "runs" / "watched"), start=1)]
+    assert len(steps) == 4
+    seen = (tmp_path / "seen.txt").read_text().splitlines()
+    assert seen == ["started before step 1", *steps, "saved step_00000004", "finished"]
+
+
+def test_an_observer_that_is_only_installed_is_not_even_imported(
+    cli: Cli, installed: Path, tiny: list[str], text_file: Path, tmp_path: Path
+) -> None:
+    result = cli("train", *tiny, "--set", f"data.path={text_file}", path=installed)
+    assert result.returncode == 0, result.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {text_file.name, "runs"}
+
+
+def test_an_observer_that_fails_is_logged_and_does_not_end_the_run(
+    cli: Cli, installed: Path, tiny: list[str], text_file: Path, tmp_path: Path
+) -> None:
+    options = ("--set", f"data.path={text_file}", "--set", "extensions.stumble={}", "--name", "stumbled")
+    result = cli("train", *tiny, *options, path=installed)
+    assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stderr
+    run = tmp_path / "runs" / "stumbled"
+    assert len(losses(run)) == 4
+    log = (run / "logs" / "rank0.log").read_text()
+    assert "observer 'extensions/stumble' failed in step_finished" in log
+    assert [step for step in range(1, 5) if f"ValueError: stumbled over step {step}" not in log] == []

@@ -75,8 +75,10 @@ def unmet_reasons(run: Run) -> list[str]:
 
 
 def build(run: Run) -> Parts:
-    """Everything that a training process needs."""
-    model = build_model(run)
+    """Everything that a training process needs; what is cheap to refuse comes first."""
+    trainer, model = run.config.trainer, build_model(run)
+    train_loader = build_loader(run, "train")
+    validation_loader = build_loader(run, "validation") if trainer.eval_every else None
     _allocate(run, model)
     initialize(model, run.rank, run.config.trainer.seed)
     sinks = Sinks(model.parameters())
@@ -84,13 +86,10 @@ def build(run: Run) -> Parts:
         wrap(run=run, model=model)
     pieces = make_pieces(model, sinks)
     optimizer: Optimizer = run.hooks.call.build_optimizer(run=run, pieces=pieces)
-    trainer = run.config.trainer
     default = AccumulatingStepper(
         model, sinks, pieces, optimizer, rank=run.rank, seed=trainer.seed, max_norm=trainer.max_grad_norm
     )
     stepper: Stepper | None = run.hooks.call.build_stepper(run=run, model=model, default=default)
-    train_loader = build_loader(run, "train")
-    validation_loader = build_loader(run, "validation") if trainer.eval_every else None
     return Parts(model, pieces, optimizer, stepper or default, train_loader, validation_loader)
 
 

@@ -24,6 +24,7 @@ PRESETS: dict[str, Preset] = {
             "num_attention_heads": 4,
             "vocab_size": 256,
             "qk_norm": True,
+            "init_std": 0.06,
             "max_position_embeddings": 256,
         },
     },

@@ -1,0 +1,338 @@
+"""Text: which files make a corpus, how it is split, and the order of its windows."""
+
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mplug_text import Bytes, Text
+from mplug_text.corpus import find_files, read_split
+from mplug_text.windows import Windows
+
+from mplug import Axis, MapLoader, Mesh, MicroBatch, UsageError, contiguous
+
+S = 8
+
+
+def run(data_size: int = 1, rank: int = 0, seq_length: int = S, micro_batch_size: int = 2, seed: int = 1) -> Any:
+    axes = [Axis("acme", data_size, entries={"batch": contiguous})]
+    trainer = SimpleNamespace(seq_length=seq_length, micro_batch_size=micro_batch_size, seed=seed)
+    return SimpleNamespace(
+        config=SimpleNamespace(trainer=trainer), mesh=Mesh.of(axes, data_size), rank=rank, device="cpu"
+    )
+
+
+def loader(path: Path, split: str = "train", on: Any = None, **config: Any) -> MapLoader:
+    return Text(Text.Config(path=str(path), **config)).build_loader(on or run(), split)  # type: ignore[arg-type]
+
+
+def write(folder: Path, **texts: str) -> Path:
+    for name, text in texts.items():
+        path = folder / name.replace("__", "/").replace("_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+def numbered(folder: Path, number: int) -> Path:
+    """A folder of files, each of which says which one it is."""
+    for n in range(number):
+        path = folder / f"part{n % 3}" / f"{n:03}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"<{n}>" * 5)
+    return folder
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Path:
+    path = tmp_path / "book.txt"
+    path.write_bytes(bytes(np.random.default_rng(0).integers(32, 127, size=1000).astype(np.uint8)))
+    return path
+
+
+# Finding files.
+
+
+def names(found: tuple[Path, list[Path]]) -> list[str]:
+    root, files = found
+    return [file.relative_to(root).as_posix() for file in files]
+
+
+def test_a_file_is_a_corpus(book: Path) -> None:
+    assert names(find_files(str(book), "**/*")) == ["book.txt"]
+
+
+def test_a_folder_is_all_files_in_it_and_below_sorted(tmp_path: Path) -> None:
+    write(tmp_path, b_txt="b", a__z_txt="z", a__b__c_py="c", a_txt="a")
+    assert names(find_files(str(tmp_path), "**/*")) == sorted(["a.txt", "a/b/c.py", "a/z.txt", "b.txt"], key=Path)
+
+
+def test_a_pattern_chooses_files_of_a_folder(tmp_path: Path) -> None:
+    write(tmp_path, b_txt="b", a__z_txt="z", a__c_py="c")
+    assert names(find_files(str(tmp_path), "**/*.txt")) == ["a/z.txt", "b.txt"]
+    assert names(find_files(str(tmp_path), "*.txt")) == ["b.txt"]
+
+
+def test_a_glob_is_the_files_that_match_it_sorted(tmp_path: Path) -> None:
+    write(tmp_path, x__b_txt="b", x__a_txt="a", x__y__c_txt="c", x__d_py="d")
+    root, files = find_files(str(tmp_path / "x" / "*.txt"), "**/*")
+    assert (root, [file.name for file in files]) == (tmp_path / "x", ["a.txt", "b.txt"])
+    root, files = find_files(str(tmp_path / "**" / "*.txt"), "**/*")
+    assert (root, [file.name for file in files]) == (tmp_path / "x", ["a.txt", "b.txt", "c.txt"])
+
+
+def test_the_home_folder_may_be_written_as_a_tilde(book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(book.parent))
+    assert names(find_files("~/book.txt", "**/*")) == ["book.txt"]
+
+
+@pytest.mark.parametrize(("path", "pattern"), [("nowhere.txt", "**/*"), ("*.nothing", "**/*"), (".", "*.nothing")])
+def test_a_path_without_files_is_refused_by_its_name(tmp_path: Path, path: str, pattern: str) -> None:
+    write(tmp_path, a_txt="a")
+    with pytest.raises(UsageError, match=r"data\.path '.*(nowhere|nothing)?"):
+        find_files(str(tmp_path / path), pattern)
+
+
+def test_the_default_corpus_is_the_standard_library_without_tests_tables_and_packages() -> None:
+    root, files = find_files(None, "**/*")
+    assert root == Path(sysconfig.get_paths()["stdlib"])
+    below = [file.relative_to(root) for file in files]
+    assert {Path("argparse.py"), Path("json/decoder.py"), Path("asyncio/events.py")} <= set(below)
+    assert files == sorted(files)
+    unwanted = {
+        "test",
+        "tests",
+        "idle_test",
+        "encodings",
+        "pydoc_data",
+        "site-packages",
+        "dist-packages",
+        "__pycache__",
+    }
+    assert not [path for path in below if unwanted & set(path.parts)]
+    assert not [path for path in below if path.name.startswith("_sysconfigdata") or path.suffix != ".py"]
+    assert 5e6 < sum(file.stat().st_size for file in files) < 1e8
+
+
+# Splitting.
+
+
+def text_of(root: Path, files: list[Path], split: str, percent: int = 10) -> str:
+    return read_split(root, files, split, percent).tobytes().decode()
+
+
+def documents(root: Path, files: list[Path], split: str, percent: int = 10) -> list[str]:
+    return text_of(root, files, split, percent).split("\0")[:-1]
+
+
+def test_many_files_are_split_whole_disjoint_and_without_loss(tmp_path: Path) -> None:
+    root, files = find_files(str(numbered(tmp_path, 300)), "**/*")
+    train, validation = documents(root, files, "train"), documents(root, files, "validation")
+    everything = [file.read_text() for file in files]
+    assert sorted(train + validation) == sorted(everything)
+    assert train == [text for text in everything if text in set(train)]  # in the files' order
+    assert 15 <= len(validation) <= 45  # 10% of 300, within three standard deviations
+
+
+def test_which_side_a_file_is_on_depends_on_its_own_path_below_the_root_only(tmp_path: Path) -> None:
+    root, files = find_files(str(numbered(tmp_path / "one", 120)), "**/*")
+    held_out = set(documents(root, files, "validation"))
+    fewer = [file for number, file in enumerate(files) if number % 3]
+    assert set(documents(root, fewer, "validation")) == held_out & {file.read_text() for file in fewer}
+    moved_root, moved = find_files(str(numbered(tmp_path / "another" / "place", 120)), "**/*")
+    assert set(documents(moved_root, moved, "validation")) == held_out
+    for file in files:
+        file.write_text(file.read_text() + "changed")
+    assert {text.removesuffix("changed") for text in documents(root, files, "validation")} == held_out
+
+
+def test_a_greater_share_holds_out_more_files_and_all_of_the_smaller_shares(tmp_path: Path) -> None:
+    root, files = find_files(str(numbered(tmp_path, 200)), "**/*")
+    shares = [set(documents(root, files, "validation", percent)) for percent in (5, 20, 50)]
+    assert shares[0] < shares[1] < shares[2]
+
+
+def test_a_corpus_of_one_file_holds_out_its_end(book: Path) -> None:
+    text = book.read_text()
+    assert text_of(book.parent, [book], "train", 5) == text[:950] + "\0"
+    assert text_of(book.parent, [book], "validation", 5) == text[950:] + "\0"
+
+
+def test_a_few_files_hold_out_the_end_of_each(tmp_path: Path) -> None:
+    root, files = find_files(str(write(tmp_path, a_txt="0123456789", b_txt="abcdefghij")), "**/*")
+    assert text_of(root, files, "train", 20) == "01234567\0abcdefgh\0"
+    assert text_of(root, files, "validation", 20) == "89\0ij\0"
+
+
+def test_a_separator_ends_every_document_and_empty_files_leave_no_trace(tmp_path: Path) -> None:
+    root, files = find_files(str(write(tmp_path, a_txt="", b_txt="bb", c_txt="", d_txt="dddd")), "**/*")
+    assert text_of(root, files, "train", 50) == "b\0dd\0"
+    assert text_of(root, files, "validation", 50) == "b\0dd\0"
+
+
+def test_the_default_corpus_has_both_sides() -> None:
+    root, files = find_files(None, "**/*")
+    train, validation = (len(read_split(root, files, split, 5)) for split in ("train", "validation"))
+    assert 0.01 < validation / (train + validation) < 0.12
+    assert train + validation == sum(file.stat().st_size + (file.stat().st_size > 0) for file in files)
+
+
+def test_a_file_that_cannot_be_read_is_refused_by_its_name(tmp_path: Path) -> None:
+    gone = tmp_path / "gone.txt"
+    with pytest.raises(UsageError, match=r"gone\.txt"):
+        read_split(tmp_path, [gone], "train", 5)
+
+
+# Windows.
+
+
+def take(found: MapLoader, number: int) -> list[MicroBatch]:
+    return list(found.take(number))
+
+
+def rows(batches: Iterable[MicroBatch]) -> list[tuple[int, tuple[int, ...]]]:
+    """(sample id, tokens and the last label) of every sample."""
+    return [
+        (int(number), (*tokens.tolist(), int(labels[-1])))
+        for batch in batches
+        for number, tokens, labels in zip(batch["sample_ids"], batch["tokens"], batch["labels"], strict=True)
+    ]
+
+
+def test_a_micro_batch_has_the_entries_of_the_contract(book: Path) -> None:
+    first, second = take(loader(book), 3)
+    assert set(first) == {"tokens", "labels", "positions", "sample_ids"}
+    assert [tuple(first[name].shape) for name in ("tokens", "labels", "positions", "sample_ids")] == [
+        (2, S),
+        (2, S),
+        (1, S),
+        (2,),
+    ]
+    assert all(tensor.dtype is torch.int64 for tensor in first.values())
+    assert first["positions"].tolist() == [list(range(S))]
+    assert (first["sample_ids"].tolist(), second["sample_ids"].tolist()) == ([0, 1], [2])
+
+
+def test_labels_are_the_tokens_shifted_by_one(book: Path) -> None:
+    text = book.read_bytes()
+    for batch in take(loader(book), 20):
+        assert torch.equal(batch["tokens"][:, 1:], batch["labels"][:, :-1])
+        for tokens, labels in zip(batch["tokens"].tolist(), batch["labels"].tolist(), strict=True):
+            assert bytes([*tokens, labels[-1]]) in text
+
+
+def test_every_token_is_below_the_vocabulary(book: Path) -> None:
+    found = loader(book)
+    assert found.vocab_size == 256
+    assert max(int(batch["tokens"].max()) for batch in take(found, 100)) < 256
+
+
+def stream(length: int) -> np.ndarray:
+    """Bytes of which every window of nine is unlike any other."""
+    return np.random.default_rng(1).integers(0, 256, size=length).astype(np.uint8)
+
+
+@pytest.mark.parametrize("length", [2 * S + 1, 100, 101, 104, 105, 257])
+def test_every_window_comes_once_an_epoch_and_windows_do_not_overlap(length: int) -> None:
+    data = stream(length)
+    windows = Windows(data, S, 7, "cpu")
+    at = {data[start : start + S + 1].tobytes(): start for start in range(length - S)}
+    for epoch in range(3):
+        found = windows.read(range(epoch * windows.count, (epoch + 1) * windows.count))
+        whole = torch.cat((found["tokens"], found["labels"][:, -1:]), dim=1).numpy().astype(np.uint8)
+        starts = sorted(at[row.tobytes()] for row in whole)
+        assert starts == list(range(starts[0], starts[0] + windows.count * S, S))
+        assert starts[0] < S
+        assert starts[-1] + S + 1 <= length
+
+
+def test_an_epoch_uses_all_but_the_bytes_of_two_windows() -> None:
+    for length in range(2 * S + 1, 200):
+        assert Windows(stream(length), S, 1, "cpu").count * S >= length - 2 * S - 1
+
+
+def orders(seed: int, epochs: int) -> list[list[list[int]]]:
+    windows = Windows(stream(400), S, seed, "cpu")
+    return [windows.read(range(n * windows.count, (n + 1) * windows.count))["tokens"].tolist() for n in range(epochs)]
+
+
+def test_each_epoch_has_an_order_of_its_own_and_a_seed_gives_one_order() -> None:
+    first, second, third = orders(1, 3)
+    assert first != second != third != first
+    assert orders(1, 3) == [first, second, third]
+    assert orders(2, 1)[0] != first
+
+
+def test_a_micro_batch_may_span_the_border_of_epochs() -> None:
+    windows = Windows(stream(100), S, 1, "cpu")
+    border = range(windows.count - 2, windows.count + 2)
+    one_by_one = [windows.read(range(n, n + 1))["tokens"] for n in border]
+    assert torch.equal(Windows(stream(100), S, 1, "cpu").read(border)["tokens"], torch.cat(one_by_one))
+
+
+@pytest.mark.parametrize("length", [0, 1, S, S + 1, 2 * S])
+def test_a_stream_that_is_too_short_is_refused_with_the_numbers(length: int) -> None:
+    with pytest.raises(ValueError, match=rf"{length} bytes.*seq_length={S}.*{2 * S + 1}"):
+        Windows(stream(length), S, 1, "cpu")
+
+
+def test_a_corpus_that_is_too_short_is_refused_by_path_and_split(tmp_path: Path) -> None:
+    path = tmp_path / "short.txt"
+    path.write_text("x" * 100)
+    with pytest.raises(UsageError, match=r"short\.txt.*validation split has 6 bytes"):
+        loader(path, "validation")
+
+
+# The order over ranks, and resuming.
+
+
+@pytest.mark.parametrize("data_size", [2, 3, 4])
+@pytest.mark.parametrize("micro_batch_size", [1, 5])
+def test_the_ranks_together_read_what_one_rank_reads(book: Path, data_size: int, micro_batch_size: int) -> None:
+    alone = loader(book)
+    ranks = [loader(book, on=run(data_size, rank, micro_batch_size=micro_batch_size)) for rank in range(data_size)]
+    for batch in (12, 24, 12, 240):  # an epoch has 117 windows
+        parts = [rows(take(rank, batch)) for rank in ranks]
+        assert [len(part) for part in parts] == [batch // data_size] * data_size
+        assert [row for part in parts for row in part] == rows(take(alone, batch))
+
+
+def test_ranks_that_do_not_split_the_batch_read_the_same(book: Path) -> None:
+    other = run(2, 1)
+    other.mesh = Mesh.of([Axis("tp", 2), Axis("acme", 2, entries={"batch": contiguous}, distance=9)], 4)
+    reads = []
+    for other.rank in range(4):
+        reads.append(rows(take(loader(book, on=other), 4)))
+    assert reads[0] == reads[1] != reads[2] == reads[3]
+
+
+@pytest.mark.parametrize("taken", [5, 116, 117, 118, 300])
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_a_loader_resumes_exactly_inside_epochs_and_over_their_borders(tmp_path: Path, taken: int, split: str) -> None:
+    path = tmp_path / "long.txt"
+    path.write_bytes(stream(1900).tobytes().replace(b"\0", b"x"))
+    first = loader(path, split, validation_percent=50)
+    take(first, taken)
+    state = first.state_dict()
+    expected = rows(take(first, 4) + take(first, 130))
+    resumed = loader(path, split, validation_percent=50)
+    resumed.load_state_dict(state)
+    assert rows(take(resumed, 4) + take(resumed, 130)) == expected
+
+
+# Bytes and text.
+
+
+@pytest.mark.parametrize("text", ["", "plain", "Grüße, 世界 🌍", "a\0b\n"])
+def test_bytes_decode_what_they_encode(text: str) -> None:
+    tokens = Bytes().encode(text)
+    assert all(0 <= token < 256 for token in tokens)
+    assert Bytes().decode(tokens) == text
+
+
+def test_half_a_character_decodes_to_a_replacement() -> None:
+    assert Bytes().decode(Bytes().encode("ü")[:1]) == "\ufffd"

@@ -1,0 +1,530 @@
+"""From a plan to memory: initial values, tied parameters, slots and bytes."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mplug import (
+    Axis,
+    Flops,
+    Init,
+    Mesh,
+    Model,
+    Offer,
+    Parameter,
+    Plan,
+    Segment,
+    Site,
+    Unit,
+    UsageError,
+    Wrap,
+    contiguous,
+)
+from mplug import model as model_module
+from mplug.build import build, build_model, measure_bytes
+from mplug.config import Kernels
+from mplug.model import allocate, fill_slots, initialize, role_of, run_units, sites
+from mplug.nn import MLP, Attention, Dropout, Embedding, Linear, Loss, Norm
+from mplug.registry import Registry
+from mplug.resolve import default_settings, resolve
+from mplug.run import Run, prepare
+from mplug.settings import read_assignments
+from mplug.slots import Selection, select
+
+V, D, K, FFN = 10, 6, 4, 8
+HEADS, KV_HEADS = Segment("heads", 4, K), Segment("kv_heads", 2, K, "copy")
+NORMAL, ONES = Init("normal", std=0.5), Init("constant", value=1.0)
+CPU = torch.device("cpu")
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = Norm(D, "rmsnorm")
+        self.attn = Attention(D, 4, 2, K, bias=True, qk_norm=False, theta=None)
+        self.mlp = MLP(D, FFN, "swiglu", bias=False)
+        self.dropout = Dropout(0.1)
+
+
+class Toy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = Embedding(V, D)
+        self.blocks = nn.ModuleDict({str(number): Layer() for number in range(2)})
+        self.project = Linear(D, V, bias=False)
+        self.project.weight = self.table.weight
+
+
+UP, VOCAB = (Segment("mlp", FFN), Segment("mlp", FFN)), Segment("vocab", V, uneven="pad")
+PARAMETERS = {
+    "table.weight": Parameter((VOCAB, "embed"), NORMAL),
+    "blocks.*.norm.weight": Parameter(("embed",), ONES),
+    "blocks.*.attn.qkv.weight": Parameter(((HEADS, KV_HEADS, KV_HEADS), "embed"), NORMAL),
+    "blocks.*.attn.qkv.bias": Parameter(((HEADS, KV_HEADS, KV_HEADS),), Init("constant", value=0.25)),
+    "blocks.*.attn.out.weight": Parameter(("embed", HEADS), Init("normal", std=0.1)),
+    "blocks.*.attn.out.bias": Parameter(("embed",), Init("constant")),
+    "blocks.*.mlp.up.weight": Parameter((UP, "embed"), NORMAL),
+    "blocks.*.mlp.down.weight": Parameter(("embed", Segment("mlp", FFN)), NORMAL),
+}
+PLAN = Plan((), PARAMETERS, {}, {}, Flops(0, 0), tied=(("table.weight", "project.weight"),))
+
+
+def toy(**changes: Parameter) -> Model:
+    with torch.device("meta"):
+        return Model(Toy(), Plan((), {**PARAMETERS, **changes}, {}, {}, Flops(0, 0)))
+
+
+def mesh(tp: int, dp: int = 1) -> Mesh:
+    axes = [Axis("tp", tp, splits=("heads", "kv_heads", "mlp", "vocab"))]
+    return Mesh.of([*axes, Axis("dp", dp, entries={"batch": contiguous}, distance=9)], tp * dp)
+
+
+def filled(on: Mesh, rank: int = 0, seed: int = 1) -> Model:
+    model = toy()
+    model.place(on)
+    allocate(model, rank, CPU, seed)
+    initialize(model, rank, seed)
+    return model
+
+
+def values(model: Model) -> dict[str, Tensor]:
+    return {name: parameter.detach() for name, parameter in model.parameters().items()}
+
+
+# Initial values.
+
+
+@pytest.mark.parametrize(("tp", "dp"), [(2, 1), (4, 1), (2, 2), (1, 3)])
+def test_initial_values_do_not_depend_on_how_a_tensor_is_cut(tp: int, dp: int) -> None:
+    whole, on = values(filled(mesh(1))), mesh(tp, dp)
+    for rank in range(on.world_size):
+        model = filled(on, rank)
+        for name, local in values(model).items():
+            rest = local.clone()
+            for box in model.placements[name].boxes(rank):
+                here = tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
+                there = tuple(slice(s, s + n) for s, n in zip(box.start, box.shape, strict=True))
+                assert torch.equal(local[here], whole[name][there]), (rank, name)
+                rest[here] = 0
+            assert not rest.any(), f"the padding of {name} is not zero"
+
+
+def test_the_cuts_are_those_that_the_plan_says() -> None:
+    whole, second = values(filled(mesh(1))), values(filled(mesh(2), rank=1))
+    qkv = "blocks.0.attn.qkv.weight"  # 4 heads and twice 2 KV heads of 4 rows
+    assert torch.equal(second[qkv], torch.cat((whole[qkv][8:16], whole[qkv][20:24], whole[qkv][28:32])))
+    up = "blocks.1.mlp.up.weight"
+    assert torch.equal(second[up], torch.cat((whole[up][4:8], whole[up][12:16])))
+    out = "blocks.1.attn.out.weight"
+    assert torch.equal(second[out], whole[out][:, 8:])
+    third = values(filled(mesh(4), rank=3))
+    assert torch.equal(third["table.weight"], torch.cat((whole["table.weight"][9:], torch.zeros(2, D))))
+
+
+def test_a_seed_gives_one_model_whatever_torch_has_drawn_before() -> None:
+    one = values(filled(mesh(1)))
+    torch.manual_seed(99)
+    torch.rand(7)
+    other = values(filled(mesh(1)))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_another_seed_gives_another_model_and_each_parameter_numbers_of_its_own() -> None:
+    one, other = values(filled(mesh(1), seed=1)), values(filled(mesh(1), seed=2))
+    assert not torch.equal(one["table.weight"], other["table.weight"])
+    assert not torch.equal(one["blocks.0.mlp.up.weight"], one["blocks.1.mlp.up.weight"])
+    assert torch.equal(one["blocks.0.norm.weight"], torch.ones(D))
+    assert torch.equal(one["blocks.0.attn.qkv.bias"], torch.full((32,), 0.25))
+
+
+def test_initial_values_have_the_standard_deviation_of_the_plan() -> None:
+    with torch.device("meta"):
+        model = Model(
+            Linear(300, 200, bias=False), Plan((), {"weight": Parameter(("o", "i"), NORMAL)}, {}, {}, Flops(0, 0))
+        )
+    model.place(Mesh.of([], 1))
+    allocate(model, 0, CPU, 3)
+    initialize(model, 0, 3)
+    weight = model.parameters()["weight"].detach().double()
+    assert float(weight.mean()) == pytest.approx(0, abs=5 * 0.5 / 60000**0.5)
+    assert float(weight.std()) == pytest.approx(0.5, rel=5 / 120000**0.5)
+    assert len(weight.unique()) > 59000
+
+
+def test_values_made_in_portions_are_the_same_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = values(filled(mesh(2), rank=1))
+    monkeypatch.setattr(model_module, "CHUNK", 7)
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in values(filled(mesh(2), rank=1)).items())
+
+
+# Memory.
+
+
+def test_tied_parameters_stay_tied_and_count_once() -> None:
+    model = filled(mesh(2), rank=1)
+    module: Any = model.module
+    assert module.project.weight is module.table.weight
+    assert "project.weight" not in model.parameters()
+    assert tuple(module.project.weight.shape) == (5, D)
+
+
+def test_every_parameter_gets_memory_in_full_precision_and_its_local_shape() -> None:
+    model = filled(mesh(4), rank=3)
+    for name, parameter in model.parameters().items():
+        assert parameter.device == CPU
+        assert parameter.dtype is torch.float32
+        assert parameter.requires_grad
+        assert tuple(parameter.shape) == model.placements[name].local_shape(3)
+
+
+def test_every_site_gets_a_key_of_its_own_that_depends_on_the_seed_and_not_on_the_rank() -> None:
+    def keys(rank: int, seed: int) -> list[int]:
+        return [int(buffer) for _, buffer in filled(mesh(2), rank, seed).module.named_buffers()]
+
+    assert len(set(keys(0, 1))) == 4  # an attention and a dropout in each of two blocks
+    assert keys(0, 1) == keys(1, 1)
+    assert not set(keys(0, 1)) & set(keys(0, 2))
+
+
+def test_a_buffer_that_nobody_initializes_is_refused_by_its_name() -> None:
+    model = toy()
+    model.module.register_buffer("history", torch.zeros(3, device="meta"))
+    model.place(mesh(1))
+    with pytest.raises(ValueError, match="history"):
+        allocate(model, 0, CPU, 1)
+
+
+# Plans that do not fit their module.
+
+
+@pytest.mark.parametrize(
+    ("parameter", "said"),
+    [
+        (Parameter(("embed",), NORMAL), "1 dimensions"),
+        (Parameter((Segment("vocab", V - 1), "embed"), NORMAL), "do not add up"),
+        (Parameter((VOCAB, (Segment("a", 2), Segment("b", 3))), NORMAL), "do not add up"),
+    ],
+)
+def test_a_plan_of_another_shape_is_refused_naming_the_parameter(parameter: Parameter, said: str) -> None:
+    with pytest.raises(ValueError, match=rf"'table\.weight'.*{said}|{said}.*'table\.weight'"):
+        toy(**{"table.weight": parameter}).place(mesh(1))
+
+
+def test_a_layout_that_does_not_divide_the_heads_is_refused_before_anything_is_allocated() -> None:
+    with pytest.raises(UsageError, match="tp=3 does not divide the 4 heads"):
+        toy().place(mesh(3))
+
+
+# Units.
+
+
+class Adder(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+    def both(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, 2 * x
+
+
+def test_units_run_in_order_and_pass_values_on_by_their_names() -> None:
+    module = nn.ModuleDict({"one": Adder(), "two": Adder()})
+    units = (Unit("one", ("a", "b"), ("c",)), Unit("two", ("c",), ("c", "d"), method="both"))
+    found = run_units(module, units, {"a": torch.tensor(1), "b": torch.tensor(2)})
+    assert {name: int(value) for name, value in found.items()} == {"a": 1, "b": 2, "c": 3, "d": 6}
+
+
+def test_a_unit_that_returns_another_number_of_outputs_is_an_error() -> None:
+    units = (Unit("one", ("a",), ("c",), method="both"),)
+    with pytest.raises(ValueError, match="zip"):
+        run_units(nn.ModuleDict({"one": Adder()}), units, {"a": torch.tensor(1)})
+
+
+# Slots: sites.
+
+
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [("blocks.3.attn", "blocks.*.attn"), ("a.0.1.b", "a.*.*.b"), ("0", "*"), ("", ""), ("w2.mlp3", "w2.mlp3")],
+)
+def test_a_role_is_a_name_with_its_indices_starred(name: str, role: str) -> None:
+    assert role_of(name) == role
+
+
+def test_every_slot_of_every_module_is_a_site() -> None:
+    found = [(site.name, site.role, site.slot) for site in sites(Layer())]
+    linear = ["Linear.gemm", "Linear.gather", "Linear.scatter"]
+    assert found == [
+        ("norm", "norm", "Norm.norm_residual"),
+        ("attn", "attn", "Attention.core"),
+        ("attn", "attn", "Attention.prepare_qk"),
+        *(("attn.qkv", "attn.qkv", slot) for slot in linear),
+        *(("attn.out", "attn.out", slot) for slot in linear),
+        ("mlp", "mlp", "MLP.activation"),
+        *(("mlp.up", "mlp.up", slot) for slot in linear),
+        *(("mlp.down", "mlp.down", slot) for slot in linear),
+    ]
+
+
+def test_a_subclass_has_the_slots_of_its_base_under_the_bases_name() -> None:
+    class Scaled(Loss):
+        pass
+
+    assert [site.slot for site in sites(Scaled())] == ["Loss.cross_entropy"]
+
+
+# Slots: selecting. Suppliers are told apart by what they return.
+
+
+def supplier(*_: Any, **__: Any) -> str:
+    return "supplied"
+
+
+def answering(answer: bool | str) -> Callable[..., bool | str]:
+    return lambda *_: answer
+
+
+RUN: Any = None
+ALWAYS = answering(True)
+CORE, NORM, GEMM = "Attention.core", "Norm.norm_residual", "Linear.gemm"
+
+
+def site(slot: str, name: str = "blocks.0.part") -> Site:
+    return Site(role_of(name), slot, None, name)
+
+
+def offer(plugin: str, *slots: str, supports: Any = ALWAYS) -> Offer:
+    return Offer(dict.fromkeys(slots, supplier), supports, plugin=plugin)
+
+
+def wrap(plugin: str, slot: str, layer: int = 0, needs: tuple[str, ...] = (), supports: Any = ALWAYS) -> Wrap:
+    return Wrap(slot, lambda inner: inner, layer, frozenset(needs), supports, plugin)
+
+
+def chosen(default: str | None = None, **kinds: str | None) -> Kernels:
+    return Kernels(kinds, default)
+
+
+def suppliers(selection: Selection) -> list[str]:
+    return [filled.supplier for filled in selection.filled]
+
+
+def test_without_offers_every_site_is_plain_torch() -> None:
+    selection = select([site(CORE), site(NORM)], [], chosen(), RUN)
+    assert suppliers(selection) == ["plain torch"] * 2
+    assert selection.unmet == []
+
+
+def test_a_kernel_fills_the_kind_that_the_config_names_it_for_and_no_other() -> None:
+    offers = [offer("kernels/fast", CORE), offer("kernels/fast", NORM), offer("kernels/other", CORE)]
+    selection = select([site(CORE), site(NORM)], offers, chosen(attention="kernels/fast"), RUN)
+    assert suppliers(selection) == ["kernels/fast", "plain torch"]
+    assert selection.unmet == []
+
+
+def test_a_default_kernel_fills_every_slot_that_it_can_except_the_kinds_that_are_named() -> None:
+    offers = [offer("kernels/fast", CORE), offer("kernels/all", CORE), offer("kernels/all", NORM)]
+    there = [site(CORE), site(NORM), site(GEMM)]
+    selection = select(there, offers, chosen("kernels/all", attention="kernels/fast"), RUN)
+    assert suppliers(selection) == ["kernels/fast", "kernels/all", "plain torch"]
+    assert selection.unmet == []
+    assert suppliers(select(there, offers, chosen("kernels/all", attention=None), RUN))[0] == "plain torch"
+
+
+def test_a_strategys_offer_always_counts() -> None:
+    assert suppliers(select([site(GEMM)], [offer("parallel/tp", GEMM)], chosen(), RUN)) == ["parallel/tp"]
+
+
+def test_an_offer_of_several_slots_fills_them_all_where_it_is_named_for_all() -> None:
+    fused = offer("kernels/fused", NORM, GEMM)
+    selection = select([site(NORM), site(GEMM)], [fused], chosen(norm="kernels/fused", linear="kernels/fused"), RUN)
+    assert suppliers(selection) == ["kernels/fused"] * 2
+    assert all(filled.offer is fused for filled in selection.filled)
+
+
+def test_an_offer_of_several_slots_fills_none_where_it_is_named_for_some_and_the_run_is_told() -> None:
+    selection = select(
+        [site(NORM), site(GEMM)], [offer("kernels/fused", NORM, GEMM)], chosen(norm="kernels/fused"), RUN
+    )
+    assert suppliers(selection) == ["plain torch"] * 2
+    assert [(unmet.kind, unmet.plugin) for unmet in selection.unmet] == [("norm", "kernels/fused")]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "kernels"),
+    [
+        ("kernels/fast", "parallel/tp", chosen(linear="kernels/fast")),
+        ("parallel/tp", "parallel/acme", chosen()),
+        ("kernels/fast", "kernels/fast", chosen(linear="kernels/fast")),
+    ],
+)
+def test_two_suppliers_of_one_slot_are_refused_naming_both(one: str, other: str, kernels: Kernels) -> None:
+    with pytest.raises(UsageError, match=f"{one} and {other}.*Linear.gemm.*blocks.*part"):
+        select([site(GEMM)], [offer(one, GEMM), offer(other, GEMM)], kernels, RUN)
+
+
+def test_a_supplier_that_cannot_does_not_conflict() -> None:
+    refusing = offer("kernels/fast", GEMM, supports=answering("it needs another chip"))
+    selection = select([site(GEMM)], [refusing, offer("parallel/tp", GEMM)], chosen(linear="kernels/fast"), RUN)
+    assert suppliers(selection) == ["parallel/tp"]
+
+
+def test_a_named_kernel_that_cannot_is_unmet_with_its_reason() -> None:
+    refusing = offer("kernels/fast", CORE, supports=answering("it needs another chip"))
+    (unmet,) = select([site(CORE)], [refusing], chosen(attention="kernels/fast"), RUN).unmet
+    assert (unmet.kind, unmet.plugin) == ("attention", "kernels/fast")
+    for words in ("kernels/fast", "Attention.core", "blocks.*.part", "it needs another chip"):
+        assert words in str(unmet)
+
+
+def test_a_named_kernel_without_an_offer_of_the_kind_is_unmet() -> None:
+    selection = select([site(CORE)], [offer("kernels/fast", NORM)], chosen(attention="kernels/fast"), RUN)
+    assert [(unmet.kind, unmet.plugin) for unmet in selection.unmet] == [("attention", "kernels/fast")]
+
+
+def test_sites_that_are_none_of_a_suppliers_business_stay_in_plain_torch() -> None:
+    only_first = offer("kernels/fast", CORE, supports=lambda site, _: site.name == "blocks.0.attn")
+    there = [site(CORE, "blocks.0.attn"), site(CORE, "blocks.1.attn")]
+    selection = select(there, [only_first], chosen(attention="kernels/fast"), RUN)
+    assert suppliers(selection) == ["kernels/fast", "plain torch"]
+    assert selection.unmet == []
+
+
+def test_wraps_are_ordered_by_layer_whoever_offers_them_first() -> None:
+    offers = [
+        wrap("parallel/b", CORE, 5),
+        wrap("parallel/a", CORE, 9),
+        wrap("parallel/c", CORE, -1),
+        wrap("parallel/d", NORM),
+    ]
+    (filled,) = select([site(CORE)], offers, chosen(), RUN).filled
+    assert [wrap.plugin for wrap in filled.wraps] == ["parallel/c", "parallel/b", "parallel/a"]
+
+
+def test_what_wraps_need_is_asked_of_the_supplier() -> None:
+    asked: list[frozenset[str]] = []
+
+    def supports(site: Site, run: Any) -> bool | str:
+        asked.append(site.needs)
+        return "no log-sum-exp" if "lse" in site.needs else True
+
+    offers = [wrap("parallel/cp", CORE, needs=("lse",)), wrap("parallel/x", CORE, needs=("varlen",))]
+    selection = select(
+        [site(CORE)], [*offers, offer("kernels/fast", CORE, supports=supports)], chosen(attention="kernels/fast"), RUN
+    )
+    assert asked == [frozenset({"lse", "varlen"})]
+    assert [unmet.reason for unmet in selection.unmet] == ["no log-sum-exp"]
+
+
+def test_plain_torch_does_not_offer_what_wraps_need_either() -> None:
+    (unmet,) = select([site(CORE)], [wrap("parallel/cp", CORE, needs=("lse",))], chosen(), RUN).unmet
+    assert "lse" in str(unmet)
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_wrap_that_does_not_apply_is_left_out_and_one_that_cannot_is_unmet(number: int) -> None:
+    there = [site(CORE, f"blocks.{n}.attn") for n in range(number)]
+    left_out = wrap("parallel/a", CORE, needs=("lse",), supports=answering(False))
+    selection = select(there, [left_out], chosen(), RUN)
+    assert [filled.wraps for filled in selection.filled] == [()] * number
+    assert selection.unmet == []
+    refused = wrap("parallel/a", CORE, supports=answering("the sequence is odd"))
+    assert {(unmet.plugin, unmet.reason) for unmet in select(there, [refused], chosen(), RUN).unmet} == {
+        ("parallel/a", "the sequence is odd")
+    }
+
+
+# Slots: applying.
+
+
+def run_with(kernels: Kernels) -> Any:
+    return SimpleNamespace(config=SimpleNamespace(kernels=kernels))
+
+
+def recording(plugin: str, layer: int, slot: str, built: list[str]) -> Wrap:
+    def around(inner: Callable[..., Any]) -> Callable[..., Any]:
+        built.append(plugin)
+        return lambda *args, **named: [plugin, *inner(*args, **named)]
+
+    return Wrap(slot, around, layer, plugin=plugin)
+
+
+def test_all_sites_of_a_role_share_one_callable_and_its_wraps_are_made_once() -> None:
+    model, built = toy(), list[str]()
+    core = Offer({CORE: lambda *_: ["core"]}, plugin="kernels/fast")
+    offers = [recording("outer", 2, CORE, built), recording("inner", 1, CORE, built), core]
+    fill_slots(model, run_with(chosen(attention="kernels/fast")), offers)
+    module: Any = model.module
+    assert module.blocks["0"].attn.core is module.blocks["1"].attn.core
+    assert module.blocks["0"].attn.core() == ["outer", "inner", "core"]
+    assert built == ["inner", "outer"]
+
+
+def test_roles_do_not_share_what_wraps_hold() -> None:
+    model, built = toy(), list[str]()
+    fill_slots(model, run_with(chosen()), [recording("parallel/tp", 0, "Linear.gather", built)])
+    module: Any = model.module
+    first, second = module.blocks["0"], module.blocks["1"]
+    assert first.attn.qkv.gather is second.attn.qkv.gather
+    assert first.attn.qkv.gather is not first.mlp.up.gather
+    assert built == ["parallel/tp"] * 5  # qkv, out, up, down, project
+    assert first.attn.qkv.scatter is first.attn.out.scatter  # untouched
+
+
+def test_a_site_that_is_wrapped_otherwise_than_the_rest_of_its_role_has_its_own_callable() -> None:
+    model, built = toy(), list[str]()
+    only_first = recording("parallel/x", 0, CORE, built)
+    only_first = Wrap(CORE, only_first.wrap, 0, supports=lambda site, _: site.name == "blocks.0.attn", plugin="x")
+    default = toy().module.blocks["0"].attn.core  # type: ignore[union-attr,operator]
+    fill_slots(model, run_with(chosen()), [only_first])
+    module: Any = model.module
+    assert module.blocks["1"].attn.core is default
+    assert module.blocks["0"].attn.core is not default
+
+
+def test_what_fills_each_site_is_kept_with_the_model() -> None:
+    model = toy()
+    selection = fill_slots(model, run_with(chosen(attention="kernels/fast")), [offer("kernels/fast", CORE)])
+    assert model.slots == selection.filled
+    assert sum(filled.supplier == "kernels/fast" for filled in model.slots) == 2
+
+
+# Bytes.
+
+SHAPES = {
+    "tied": ["model.tie_embeddings=true", "model.bias=true", "model.position=learned"],
+    "untied": ["model.num_kv_heads=1", "model.qk_norm=true", "model.activation=swiglu"],
+}
+
+
+def small_run(*assignments: str) -> Run:
+    small = ["model.num_layers=2", "model.hidden_size=32", "model.num_attention_heads=2", "trainer.device=cpu"]
+    settings = read_assignments([*small, "trainer.seq_length=16", *assignments])
+    return prepare(resolve(Registry(), default_settings(), settings))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_bytes_that_explain_prints_are_the_storages_of_a_real_build(shape: str) -> None:
+    run = small_run(*SHAPES[shape])
+    parts = build(run)
+    states = [tensor for piece in parts.pieces for tensor in parts.optimizer.state(piece).values()]
+    real = {
+        "weights": list(parts.model.module.parameters()),
+        "gradients": [piece.gradient for piece in parts.pieces],
+        "optimizer state": states,
+    }
+    other = small_run(*SHAPES[shape])
+    measured = measure_bytes(other, build_model(other))
+    assert measured == {what: sum(t.untyped_storage().nbytes() for t in tensors) for what, tensors in real.items()}
+    distinct = {t.untyped_storage().data_ptr() for tensors in real.values() for t in tensors}
+    assert len(distinct) == sum(map(len, real.values()))  # nothing is counted twice
+    numel = sum(parameter.numel() for parameter in parts.model.module.parameters())
+    assert measured["weights"] == measured["gradients"] == 4 * numel
+
+
+def test_measuring_allocates_nothing_of_the_models_size() -> None:
+    run = small_run("model.hidden_size=65536", "model.num_layers=40", "model.vocab_size=1000000")
+    assert measure_bytes(run, build_model(run))["weights"] > 2**42

@@ -44,7 +44,7 @@ def newest(folder: Path) -> Path:
     """The newest complete checkpoint; UsageError where there is none."""
     found = complete(folder)
     if not found:
-        raise UsageError(f"there is no complete checkpoint in '{folder}'")
+        raise UsageError(f"there is no complete checkpoint in '{folder}'; choose another run with --name")
     return found[-1]
 
 
@@ -90,7 +90,7 @@ def _write(aside: Path, step: int, pieces: list[Piece], optimizer: Optimizer, fa
         _sync(aside / name)
         files[name] = {"bytes": (aside / name).stat().st_size, "crc32": _crc32(aside / name)}
     manifest = {"format": FORMAT, "step": step, "files": files, **facts}
-    write_text(aside / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+    write_text(aside / MANIFEST, json.dumps({**manifest, "crc32": _crc32_of(manifest)}, indent=2) + "\n")
 
 
 def _sync(path: Path) -> None:
@@ -99,6 +99,10 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _crc32_of(manifest: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
 
 
 def _crc32(path: Path) -> int:
@@ -126,6 +130,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """The plain data of a checkpoint, after its files' sizes and checksums were found right."""
     try:
         manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        if manifest.pop("crc32") != _crc32_of(manifest):
+            raise ValueError(f"'{MANIFEST}' is not what was saved")
         if manifest["format"] != FORMAT:
             raise UsageError(f"checkpoint '{path}' has format {manifest['format']}; this mplug reads format {FORMAT}")
         for name, expected in manifest["files"].items():
@@ -140,6 +146,10 @@ def load_weights(path: Path, parameters: Mapping[str, Tensor], placements: Mappi
     """Copy a checkpoint's weights into this rank's parameters."""
     with safetensors.safe_open(path / WEIGHTS, framework="pt") as file, torch.no_grad():
         known = set(file.keys())
+        for extra in sorted(known - set(parameters)):
+            raise UsageError(
+                f"checkpoint '{path}' has a parameter '{extra}' that the model lacks; it is of another model"
+            )
         for name, parameter in parameters.items():
             if name not in known:
                 raise UsageError(f"checkpoint '{path}' has no parameter '{name}'; it is of another model")

@@ -34,7 +34,10 @@ def inspect_apart(entry: Entry) -> Report:
         return Report(fault=f"it did not import within {TIMEOUT} s")
     if finished.returncode != 0:
         return Report(fault=finished.stderr.strip() or f"its process ended with status {finished.returncode}")
-    return Report(**json.loads(finished.stdout.splitlines()[-1]))
+    try:
+        return Report(**json.loads(finished.stdout.splitlines()[-1]))
+    except (ValueError, IndexError, TypeError):
+        return Report(fault="it ends the process that imports it")
 
 
 def inspect_here(kind: str, word: str) -> Report:
@@ -63,7 +66,10 @@ def _inspect_command(entry: Entry) -> Report:
     import click
 
     module, _, attribute = entry.target.partition(":")
-    command = getattr(import_module(module), attribute)
+    try:
+        command = getattr(import_module(module), attribute)
+    except (Exception, SystemExit) as error:
+        return Report(f"it does not import: {error!r}")
     return Report("" if isinstance(command, click.Command) else f"'{entry.target}' is not a click command")
 
 

@@ -9,6 +9,7 @@ from functools import cached_property
 from importlib import import_module
 from importlib.metadata import Distribution, distributions
 from typing import Any
+from urllib.parse import unquote
 
 import mplug
 from mplug.errors import UsageError, listed, suggest
@@ -120,7 +121,7 @@ class Registry:
         module, _, attribute = entry.target.partition(":")
         try:
             plugin = getattr(import_module(module), attribute)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a plugin that exits must not look like a run that is done
             raise BrokenPlugin(f"{entry.label} ({entry.origin}) does not import:\n{_trace(error)}") from error
         if not isinstance(plugin, type):
             raise BrokenPlugin(f"{entry.label} ({entry.origin}): '{entry.target}' is not a class")
@@ -155,7 +156,9 @@ def _entries(distribution: Distribution, name: str, source: str) -> list[Entry]:
 def _source(distribution: Distribution) -> str:
     """The folder that an editable install points to, else the one that holds the metadata."""
     origin = json.loads(distribution.read_text("direct_url.json") or "{}")
-    return str(origin.get("url", "")).removeprefix("file://") or str(distribution.locate_file(""))
+    if origin.get("dir_info", {}).get("editable"):
+        return unquote(origin["url"].removeprefix("file://"))
+    return str(distribution.locate_file(""))
 
 
 def _requirement_on_host(requirements: Iterable[str]) -> str | None:

@@ -3,6 +3,7 @@
 All errors are reported at once, each with its path, its source and the word that was probably meant.
 """
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -44,25 +45,29 @@ class _Resolver:
         self.registry = registry
         self.problems: dict[str, None] = {}  # a set in order: one mistake met twice is one problem
         self.chosen: list[Chosen] = []
-        self.loaded: dict[str, type[Any]] = {}
+        self.loaded: dict[Entry, type[Any]] = {}
         self.settings = merge(base, overrides)
         self.settings = merge(merge(base, self._preset()), overrides)
         self.tree = nested(self.settings)
 
     def run(self) -> RunConfig:
+        unreadable: set[str] = set()
         for section in self.tree:
             if section not in SECTIONS:
                 self._problem((section,), f"unknown section{suggest(section, SECTIONS)} (sections: {listed(SECTIONS)})")
             elif not isinstance(self.tree[section], dict | None):
                 self._problem((section,), f"must be a section with fields of its own, not {self.tree[section]!r}")
-                self.tree[section] = {}
-        named = {section: self._named(section) for section in NAMED_SECTIONS}
+                unreadable.add(section)
+        readable = [section for section in SECTIONS if section not in unreadable]
+        named = {section: self._named(section) for section in NAMED_SECTIONS if section in readable}
         hosts = {
-            section: self._bind((section,), model, self._said(section)) for section, model in HOST_SECTIONS.items()
+            section: self._bind((section,), model, self._said(section))
+            for section, model in HOST_SECTIONS.items()
+            if section in readable
         }
         parallel, kernels = self._parallel(), self._kernels()
         self._extensions()
-        self._check_batch(hosts["trainer"])
+        self._check_batch(hosts.get("trainer"))
         if self.problems:
             raise UsageError("\n".join(self.problems))
         return RunConfig(
@@ -70,17 +75,18 @@ class _Resolver:
         )
 
     def _said(self, section: str) -> dict[str, Any]:
-        return dict(self.tree.get(section) or {})
+        said = self.tree.get(section)
+        return dict(said) if isinstance(said, dict) else {}
 
-    def _problem(self, key: Key, message: str) -> None:
-        source = source_of(self.settings, key)
+    def _problem(self, key: Key, message: str, source: str | None = None) -> None:
+        source = source or source_of(self.settings, key)
         self.problems[f"{'.'.join(key)}{f' ({source})' if source else ''}: {message}"] = None
 
     def _plugin(self, kind: str, word: Any, key: Key) -> Entry | None:
         try:
             entry = self.registry.find(kind, str(word))
-            if entry.label not in self.loaded:
-                self.loaded[entry.label] = self.registry.load(entry)
+            if entry not in self.loaded:
+                self.loaded[entry] = self.registry.load(entry)
             return entry
         except UsageError as error:
             self._problem(key, str(error))
@@ -94,13 +100,13 @@ class _Resolver:
         entry = self._plugin("models", name.value, ("model", "name"))
         if entry is None:
             return {}
-        presets = getattr(self.loaded[entry.label], "presets", {})
-        if preset.value not in presets:
+        presets = getattr(self.loaded[entry], "presets", {})
+        if str(preset.value) not in presets:
             known = list(map(str, presets))
             message = f"'{name.value}' has no preset '{preset.value}'{suggest(str(preset.value), known)}"
             self._problem(("model", "preset"), f"{message} (it has {listed(known)})")
             return {}
-        return from_mapping(presets[preset.value], f"preset {preset.value}")
+        return from_mapping(presets[str(preset.value)], f"preset {preset.value}")
 
     def _named(self, section: str) -> Any:
         said = self._said(section)
@@ -114,18 +120,28 @@ class _Resolver:
         return self._choose(entry, (section,), said) if entry else None
 
     def _choose(self, entry: Entry, key: Key, said: dict[str, Any]) -> Any:
-        plugin = self.loaded[entry.label]
+        plugin = self.loaded[entry]
         config = self._bind(key, plugin.Config, said)
         self.chosen.append(Chosen(entry, plugin, config, key))
         return config
 
     def _bind(self, key: Key, model: type[BaseModel], said: dict[str, Any]) -> Any:
         try:
-            return model.model_validate(said)
+            config = model.model_validate(said)
+            for name, value in said.items():
+                if isinstance(value, bool) and not isinstance(getattr(config, name), bool):  # pydantic reads yes as 1
+                    self._problem((*key, name), f"must be a number or a word, not {value!r}")
+            return config
         except ValidationError as error:
             for problem in error.errors():
-                self._problem((*key, *map(str, problem["loc"])), _explained(problem, model))
+                message = _explained(problem, model)
+                own = None if problem["loc"] else self._sources_of_fields(key, said, message)
+                self._problem((*key, *map(str, problem["loc"])), message, own)
             return None
+
+    def _sources_of_fields(self, key: Key, said: dict[str, Any], message: str) -> str:
+        named = [field for field in said if re.search(rf"\b{re.escape(field)}\b", message)]
+        return ", ".join(dict.fromkeys(source_of(self.settings, (*key, field)) or "" for field in named))
 
     def _parallel(self) -> Parallel:
         said = self._said("parallel")
@@ -136,6 +152,8 @@ class _Resolver:
             degrees = parse_layout(word, names)
         except UsageError as error:
             self._problem(("parallel", "layout"), str(error))
+        if data is not None:
+            self._plugin("parallel", data, ("parallel", "data"))
         self._sub_sections("parallel", list(degrees), said)
         return Parallel(word, degrees, data)
 
@@ -160,13 +178,24 @@ class _Resolver:
         """Bind `section.NAME` for every chosen plugin; other installed plugins' sub-sections are left alone."""
         for word in words:
             entry = self._plugin(section, word, (section, word))
-            if entry and not any(chosen.label == entry.label for chosen in self.chosen):
-                self._choose(entry, (section, entry.name), dict(said.get(entry.name) or {}))
-        known = {entry.name for entry in self.registry.entries(section)}
+            if entry and not self._met(entry, (section, word)):
+                name = word if word in said else entry.name
+                own = said.get(name) or {}
+                if isinstance(own, dict):
+                    self._choose(entry, (section, name), dict(own))
+                else:
+                    self._problem((section, name), f"must be a section with fields of its own, not {own!r}")
+        known = {name for e in self.registry.entries(section) for name in (e.name, f"{e.distribution}/{e.name}")}
         for name in said:
             if name not in known and section != "extensions":
-                words_here = [*fields, *known]
-                self._problem((section, name), f"no such field or plugin{suggest(name, words_here)}")
+                self._problem((section, name), f"no such field or plugin{suggest(name, [*fields, *known])}")
+
+    def _met(self, entry: Entry, key: Key) -> bool:
+        """Whether a plugin of this label is chosen already; another distribution's is a problem."""
+        other = next((chosen.entry for chosen in self.chosen if chosen.label == entry.label), None)
+        if other is not None and other != entry:
+            self._problem(key, f"{other.origin} and {entry.origin} both go by {entry.label}; name one of them")
+        return other is not None
 
     def _check_batch(self, trainer: sections.Trainer | None) -> None:
         if trainer and trainer.global_batch_size % trainer.micro_batch_size:

@@ -69,6 +69,8 @@ def prepare(config: RunConfig, host_plugins: dict[str, object] | None = None, di
 
 def new_directory(config: RunConfig, name: str | None) -> Path:
     """Where a new run will be kept; a name that is taken is a UsageError. It is made when the run is built."""
+    if name is not None and (not name or name.startswith(".") or Path(name).name != name):
+        raise UsageError(f"--name '{name}' is not the name of a folder; give it without '/' and without a leading '.'")
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     directory = RUNS / (name or f"{config.settings['model', 'name'].value.rpartition('/')[2]}-{stamp}")
     if directory.exists():
@@ -108,12 +110,19 @@ def write_text(path: Path, text: str) -> None:
     aside.replace(path)
 
 
+class _LogFile(logging.FileHandler):
+    """A log that cannot be written ends the run, instead of printing a traceback for every line."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's name)
+        raise
+
+
 def open_directory(run: Run) -> None:
     """Make the run's directory, begin its log, and save the fully resolved config."""
     assert run.directory is not None
     logs = run.directory / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(logs / f"rank{run.rank}.log")
+    handler = _LogFile(logs / f"rank{run.rank}.log")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger = logging.getLogger("mplug")
     logger.setLevel(logging.INFO)

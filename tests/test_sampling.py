@@ -110,6 +110,12 @@ def test_equal_tokens_are_kept_in_their_order() -> None:
     assert drawn(Sampling(temperature=0), logits) == {0}
 
 
+def test_a_token_owns_its_share_of_the_draws_without_the_upper_end() -> None:
+    logits = torch.zeros(4, dtype=torch.float64)
+    chosen = [choose(logits, Sampling(), torch.tensor(draw, dtype=torch.float64)) for draw in (0, 0.25, 0.5, 0.75)]
+    assert chosen == [0, 1, 2, 3]
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.floats(-30, 30), min_size=1, max_size=12),

@@ -5,9 +5,10 @@ from importlib import import_module
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 import mplug
-from mplug.errors import RunError, UsageError
+from mplug.errors import RunError, UsageError, suggest
 from mplug.registry import Registry
 
 COMMANDS = {
@@ -38,7 +39,7 @@ class Commands(click.Group):
         module, _, attribute = entry.target.partition(":")
         try:
             command = getattr(import_module(module), attribute)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise UsageError(f"command '{name}' ({entry.origin}) does not import: {error}") from error
         return command
 
@@ -46,12 +47,15 @@ class Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Name the nearest command where one is unknown."""
-        from mplug.errors import suggest
-
         name = args[0]
         if not name.startswith("-") and name not in self.list_commands(ctx):
             raise UsageError(f"there is no command '{name}'{suggest(name, self.list_commands(ctx))} (see mplug --help)")
         return super().resolve_command(ctx, args)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Names of commands without importing any, and the host's own options."""
+        found = [CompletionItem(name) for name in self.list_commands(ctx) if name.startswith(incomplete)]
+        return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List commands without importing any."""

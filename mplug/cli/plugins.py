@@ -54,6 +54,18 @@ class AnyPlugin(click.ParamType):  # type: ignore[type-arg]  # generic since cli
         return [CompletionItem(e.label, help=e.summary) for e in Registry().entries() if e.label.startswith(incomplete)]
 
 
+def _named(word: str) -> list[Entry]:
+    """The installed plugins that go by a word."""
+    from mplug.errors import UsageError, suggest
+
+    entries = Registry().entries()
+    found = [e for e in entries if word in (e.label, e.name, f"{e.distribution}/{e.name}")]
+    if not found:
+        known = [w for e in entries for w in (e.name, e.label)]
+        raise UsageError(f"no plugin '{word}' is installed{suggest(word, known)} (see mplug plugins list)")
+    return found
+
+
 @command.command()
 @click.argument("plugin", type=AnyPlugin())
 def show(plugin: str) -> None:
@@ -61,14 +73,9 @@ def show(plugin: str) -> None:
 
     PLUGIN is its name, or KIND/NAME where several kinds use the name. It is imported, in a process of its own.
     """
-    from mplug.errors import UsageError, suggest
     from mplug.inspection import inspect_apart
 
-    found = [entry for entry in Registry().entries() if plugin in (entry.label, entry.name)]
-    if not found:
-        known = [entry.label for entry in Registry().entries()]
-        raise UsageError(f"no plugin '{plugin}' is installed{suggest(plugin, known)} (see mplug plugins list)")
-    for entry in found:
+    for entry in _named(plugin):
         click.echo(f"{entry.label}: {entry.summary}")
         click.echo(f"  from     {entry.origin}, in {entry.source}")
         click.echo(f"  class    {entry.target}")
@@ -97,7 +104,7 @@ def check(plugins: tuple[str, ...]) -> None:
     """
     from mplug.inspection import inspect_apart
 
-    entries = [entry for entry in Registry().entries() if not plugins or {entry.label, entry.name} & set(plugins)]
+    entries = [entry for word in plugins for entry in _named(word)] if plugins else Registry().entries()
     broken = 0
     for entry in entries:
         report = inspect_apart(entry)

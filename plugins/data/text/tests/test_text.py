@@ -90,10 +90,10 @@ def test_the_home_folder_may_be_written_as_a_tilde(book: Path, monkeypatch: pyte
     assert names(find_files("~/book.txt", "**/*")) == ["book.txt"]
 
 
-@pytest.mark.parametrize(("path", "pattern"), [("nowhere.txt", "**/*"), ("*.nothing", "**/*"), (".", "*.nothing")])
+@pytest.mark.parametrize(("path", "pattern"), [("nowhere.txt", "**/*"), ("*.nowhere", "**/*"), (".", "*.nowhere")])
 def test_a_path_without_files_is_refused_by_its_name(tmp_path: Path, path: str, pattern: str) -> None:
     write(tmp_path, a_txt="a")
-    with pytest.raises(UsageError, match=r"data\.path '.*(nowhere|nothing)?"):
+    with pytest.raises(UsageError, match=r"data\.path '.*nowhere"):
         find_files(str(tmp_path / path), pattern)
 
 

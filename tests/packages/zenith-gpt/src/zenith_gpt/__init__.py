@@ -1,10 +1,10 @@
-"""A model family whose name another distribution claims as well."""
+"""A model family and an extension whose names another distribution claims too: their configs tell whose they are."""
 
 from pydantic import BaseModel, ConfigDict, Field
 
 
 class Mini:
-    """Tells by its config whose it is."""
+    """A model family."""
 
     class Config(BaseModel):
         """One field of its own."""
@@ -12,6 +12,20 @@ class Mini:
         model_config = ConfigDict(extra="forbid", frozen=True)
 
         zenith_width: int = Field(131, description="a number that only this family has")
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+
+class Dial:
+    """An extension."""
+
+    class Config(BaseModel):
+        """One field of its own."""
+
+        model_config = ConfigDict(extra="forbid", frozen=True)
+
+        zenith_dial: int = Field(131, description="a number that only this extension has")
 
     def __init__(self, config: Config) -> None:
         self.config = config

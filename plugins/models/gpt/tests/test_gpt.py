@@ -1,0 +1,450 @@
+"""GPT: its plan covers its parameters, and its loss and gradients are those of the papers' formulas."""
+
+import math
+from collections.abc import Iterator
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from mplug_gpt import GPT
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from mplug import Axis, Mesh, Model, UsageError
+from mplug.model import allocate, initialize
+from mplug.nn.random import sample_keys
+
+B, S, V = 2, 6, 13
+SMALL: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "vocab_size": V,
+    "max_position_embeddings": 9,
+}
+CHOICES: dict[str, list[dict[str, Any]]] = {
+    "position": [{"position": "learned"}, {"position": "rotary", "rope_theta": 100.0}],
+    "heads": [{}, {"num_kv_heads": 2, "head_dim": 6}, {"num_kv_heads": 1}],
+    "qk_norm": [{"qk_norm": False}, {"qk_norm": True}],
+    "activation": [{"activation": name, "ffn_hidden_size": 20} for name in ("gelu", "gelu_tanh", "swiglu")],
+    "norm": [{"norm": "layernorm", "norm_eps": 1e-3}, {"norm": "rmsnorm"}],
+    "tied": [{"tie_embeddings": False}, {"tie_embeddings": True}],
+    "bias": [{"bias": False}, {"bias": True}],
+}
+SHAPES = [
+    {**SMALL, **{field: value for choice in combination for field, value in choice.items()}}
+    for combination in product(*CHOICES.values())
+]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors this small gain nothing from more, and threads wait for each other where the machine is busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def on_meta(shape: dict[str, Any]) -> Model:
+    with torch.device("meta"):
+        return GPT(GPT.Config(**shape)).build_model()
+
+
+def built(shape: dict[str, Any], seed: int = 1) -> Model:
+    """The model with memory and initial values, on one process."""
+    model = on_meta(shape)
+    model.place(Mesh.of([], 1))
+    allocate(model, 0, torch.device("cpu"), seed)
+    initialize(model, 0, seed)
+    return model
+
+
+def shaken(shape: dict[str, Any]) -> Model:
+    """The model in fp64 with values under which every parameter matters, biases and norms too."""
+    model, generator = built(shape), torch.Generator().manual_seed(5)
+    model.module.double()
+    with torch.no_grad():
+        for parameter in model.parameters().values():
+            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3)
+    return model
+
+
+def batch(seed: int = 0, samples: int = B) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(V, (samples, S + 1), generator=generator)
+    labels = tokens[:, 1:].clone()
+    labels[0, 2] = -100
+    ids = torch.arange(samples)
+    return {
+        "tokens": tokens[:, :-1],
+        "labels": labels,
+        "positions": torch.arange(S)[None],
+        "sample_ids": ids,
+        "keys": sample_keys(1, 1, ids),
+    }
+
+
+# An independent implementation, from the papers.
+
+Weights = dict[str, Tensor]
+
+
+def norm(x: Tensor, w: Weights, name: str, c: Any) -> Tensor:
+    """Layer normalization (arXiv 1607.06450) or RMSNorm (arXiv 1910.07467)."""
+    if c.norm == "layernorm":
+        x = x - x.mean(-1, keepdim=True)
+    x = x / torch.sqrt((x * x).mean(-1, keepdim=True) + c.norm_eps) * w[f"{name}.weight"]
+    return x + w.get(f"{name}.bias", 0)
+
+
+def affine(x: Tensor, w: Weights, name: str) -> Tensor:
+    return torch.einsum("bsi,oi->bso", x, w[f"{name}.weight"]) + w.get(f"{name}.bias", 0)
+
+
+def turned(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """Rotary positions (arXiv 2104.09864): coordinates i and i + K/2 are a plane, turned by position theta^(-2i/K)."""
+    half = x.shape[-1] // 2
+    angles = positions[0, :, None].double() * torch.tensor([theta ** (-i / half) for i in range(half)]).double()
+    cos, sin = torch.cos(angles)[None, :, None], torch.sin(angles)[None, :, None]
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+def attention(x: Tensor, w: Weights, name: str, c: Any, positions: Tensor) -> Tensor:
+    """Causal attention with grouped heads (arXiv 1706.03762, 2305.13245) and QK-norm (arXiv 2010.04245)."""
+    heads, groups, width = c.num_attention_heads, c.num_kv_heads or c.num_attention_heads, c.head_dim or 4
+    rows = affine(x, w, f"{name}.qkv").reshape(B, S, heads + 2 * groups, width)
+    q, k, v = rows[:, :, :heads], rows[:, :, heads : heads + groups], rows[:, :, heads + groups :]
+    if c.qk_norm:
+        q, k = (
+            t / torch.sqrt((t * t).mean(-1, keepdim=True) + c.norm_eps) * w[f"{name}.{which}_norm"]
+            for t, which in ((q, "q"), (k, "k"))
+        )
+    if c.position == "rotary":
+        q, k = turned(q, positions, c.rope_theta), turned(k, positions, c.rope_theta)
+    q = q.reshape(B, S, groups, heads // groups, width)
+    scores = torch.einsum("bsgjk,btgk->bgjst", q, k) / math.sqrt(width)
+    scores = scores - 1e30 * torch.ones(S, S).double().triu(1)
+    mixed = torch.einsum("bgjst,btgk->bsgjk", torch.softmax(scores, -1), v)
+    return affine(mixed.reshape(B, S, heads * width), w, f"{name}.out")
+
+
+def feed_forward(x: Tensor, w: Weights, name: str, c: Any) -> Tensor:
+    """GELU (arXiv 1606.08415) or SwiGLU (arXiv 2002.05202)."""
+    h = affine(x, w, f"{name}.up")
+    if c.activation == "swiglu":
+        gate, up = h[..., : c.ffn_hidden_size], h[..., c.ffn_hidden_size :]
+        h = gate * torch.sigmoid(gate) * up
+    elif c.activation == "gelu":
+        h = h * (1 + torch.erf(h / math.sqrt(2))) / 2
+    else:
+        h = h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3))) / 2
+    return affine(h, w, f"{name}.down")
+
+
+def decode(w: Weights, c: Any, tokens: Tensor, positions: Tensor) -> Tensor:
+    """Logits of a pre-norm decoder (GPT-2, section 2.3)."""
+    x = w["embedding.token.weight"][tokens]
+    if c.position == "learned":
+        x = x + w["embedding.position.weight"][positions]
+    for n in range(c.num_layers):
+        x = x + attention(norm(x, w, f"blocks.{n}.norm1", c), w, f"blocks.{n}.attn", c, positions)
+        x = x + feed_forward(norm(x, w, f"blocks.{n}.norm2", c), w, f"blocks.{n}.mlp", c)
+    out = w["embedding.token.weight"] if c.tie_embeddings else w["head.project.weight"]
+    return torch.einsum("bsd,vd->bsv", norm(x, w, "head.norm", c), out)
+
+
+def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    logs = logits - torch.logsumexp(logits, -1, keepdim=True)
+    return -sum(logs[b, s, labels[b, s]] for b in range(B) for s in range(S) if labels[b, s] >= 0)  # type: ignore
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "-".join(str(v) for k, v in s.items() if k not in SMALL))
+def test_loss_logits_and_all_gradients_are_those_of_the_papers(shape: dict[str, Any]) -> None:
+    model, given = shaken(shape), batch()
+    weights = {name: p.detach().clone().requires_grad_() for name, p in model.parameters().items()}
+    logits = decode(weights, GPT.Config(**shape), given["tokens"], given["positions"])
+    expected = summed_loss(logits, given["labels"])
+    expected.backward()
+    loss, count = model.loss(given)
+    loss.backward()
+    assert int(count) == B * S - 1
+    torch.testing.assert_close(model.logits(given), logits, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)  # summed in fp32
+    for name, parameter in model.parameters().items():
+        assert parameter.grad is not None, name
+        right = weights[name].grad
+        assert right is not None
+        error = float((parameter.grad - right).abs().max() / right.abs().max())
+        assert error < 1e-5, name  # rotary angles and the loss are fp32, all else is fp64
+
+
+# The plan.
+
+
+@pytest.mark.parametrize("shape", SHAPES[::5])
+def test_the_plan_covers_exactly_the_parameters(shape: dict[str, Any]) -> None:
+    model = on_meta(shape)
+    model.place(Mesh.of([], 1))
+    assert set(model.placements) == {name for name, _ in model.module.named_parameters()}
+    tied = (("embedding.token.weight", "head.project.weight"),)
+    assert model.plan.tied == (tied if shape["tie_embeddings"] else ())
+
+
+@pytest.mark.parametrize("shape", SHAPES[::5])
+def test_units_take_what_the_plan_names_and_earlier_units_have_given(shape: dict[str, Any]) -> None:
+    plan = on_meta(shape).plan
+    for units in (plan.units, plan.inference):
+        assert [unit.name for unit in units] == ["embedding", "blocks.0", "blocks.1", "head"]
+        known = set(plan.context)
+        for unit in units:
+            assert set(unit.inputs) <= known
+            assert set(unit.outputs) <= set(plan.activations)
+            known |= set(unit.outputs)
+
+
+def test_weight_decay_spares_norms_and_biases() -> None:
+    model = on_meta({**SMALL, "bias": True, "qk_norm": True, "position": "learned"})
+    model.place(Mesh.of([], 1))
+    spared = {name for name, placement in model.placements.items() if not placement.parameter.decays}
+    assert spared == {name for name, p in model.parameters().items() if p.dim() == 1}
+
+
+def test_a_tensor_parallel_layout_cuts_heads_feed_forward_and_vocabulary() -> None:
+    shape = {**SMALL, "num_kv_heads": 2, "activation": "swiglu", "ffn_hidden_size": 20, "bias": True, "qk_norm": True}
+    model = on_meta(shape)
+    model.place(Mesh.of([Axis("acme", 4, splits=("heads", "kv_heads", "mlp", "vocab"))], 4))
+    local = {name: placement.local_shape(1) for name, placement in model.placements.items() if "blocks.1" not in name}
+    assert local == {
+        "embedding.token.weight": (4, 16),  # 13 tokens padded to 16
+        "blocks.0.norm1.weight": (16,),
+        "blocks.0.norm1.bias": (16,),
+        "blocks.0.attn.qkv.weight": (12, 16),  # a query head, a key head and a value head of 4
+        "blocks.0.attn.qkv.bias": (12,),
+        "blocks.0.attn.out.weight": (16, 4),
+        "blocks.0.attn.out.bias": (16,),
+        "blocks.0.attn.q_norm": (4,),
+        "blocks.0.attn.k_norm": (4,),
+        "blocks.0.norm2.weight": (16,),
+        "blocks.0.norm2.bias": (16,),
+        "blocks.0.mlp.up.weight": (10, 16),
+        "blocks.0.mlp.up.bias": (10,),
+        "blocks.0.mlp.down.weight": (16, 5),
+        "blocks.0.mlp.down.bias": (16,),
+        "head.norm.weight": (16,),
+        "head.norm.bias": (16,),
+        "head.project.weight": (4, 16),
+    }
+    whole = (0, 1, 2, 3)
+    partial = {name: placement.boxes(1)[0].partial for name, placement in model.placements.items()}
+    assert {name for name, ranks in partial.items() if ranks == whole} == {
+        f"blocks.{n}.attn.{which}_norm" for n in range(2) for which in "qk"
+    }
+    assert set(partial.values()) == {whole, (1,)}
+
+
+def test_projections_into_the_residual_stream_begin_smaller_by_the_root_of_their_number() -> None:
+    model = built({**SMALL, "hidden_size": 128, "num_layers": 8, "init_std": 0.1})
+    spread = {name: float(p.detach().std()) for name, p in model.parameters().items() if p.dim() == 2}
+    for name, found in spread.items():
+        residual = name.endswith(("attn.out.weight", "mlp.down.weight"))
+        assert found == pytest.approx(0.1 / 4 if residual else 0.1, rel=0.08), name  # 2 x 8 additions
+    ones = [p for p in model.parameters().values() if p.dim() == 1]
+    assert ones
+    assert all(bool((p == 1).all()) for p in ones)
+
+
+# FLOPs.
+
+
+def closed_formula(c: Any, sequences: int, s: int, a: int) -> int:
+    """F = B s [6 L (h (q + 2k) + q h + m h f) + 6 h V] + A L q B s²."""
+    layers, h, width = c.num_layers, c.hidden_size, c.head_dim or c.hidden_size // c.num_attention_heads
+    q, k = c.num_attention_heads * width, (c.num_kv_heads or c.num_attention_heads) * width
+    m, f = (3 if c.activation == "swiglu" else 2), c.ffn_hidden_size
+    dense = 6 * layers * (h * (q + 2 * k) + q * h + m * h * f) + 6 * h * c.vocab_size
+    return sequences * s * dense + a * layers * q * sequences * s**2
+
+
+@pytest.mark.parametrize("shape", SHAPES[::7])
+def test_flops_are_the_closed_formula(shape: dict[str, Any]) -> None:
+    flops = on_meta(shape).plan.flops
+    assert flops.of(5 * 64, 5 * 64**2) == closed_formula(GPT.Config(**shape), 5, 64, a=6)
+
+
+def test_flops_of_packed_data_count_the_squares_of_the_lengths() -> None:
+    flops = on_meta(SMALL).plan.flops
+    assert flops.of(64, 16**2 + 48**2) == flops.of(16, 16**2) + flops.of(48, 48**2)
+
+
+PUBLISHED = [  # Megatron-Core on H100, July 2024: size, tokens/s/GPU, TFLOP/s with A = 12, TFLOP/s with A = 6
+    ("1.7b", 36260, 408.8, 365.0),
+    ("7.1b", 10240, 465.9, 435.0),
+    ("16b", 4820, 489.1, 465.8),
+    ("32b", 2297, 459.6, 440.2),
+    ("70b", 941, 419.7, 403.8),
+    ("177b", 389, 432.8, 421.5),
+    ("462b", 161, 459.9, 451.7),
+]
+
+
+def preset(name: str) -> dict[str, Any]:
+    chosen: dict[str, Any] = GPT.presets[name]["model"]
+    return chosen
+
+
+@pytest.mark.parametrize(("name", "tokens", "twice_counted", "once_counted"), PUBLISHED)
+def test_tflops_of_the_published_table_follow_from_its_tokens_per_second(
+    name: str, tokens: int, twice_counted: float, once_counted: float
+) -> None:
+    flops, length = on_meta(preset(name)).plan.flops, GPT.presets[name]["trainer"]["seq_length"]
+    assert length == 4096
+    assert flops.of(tokens, tokens * length) / 1e12 == pytest.approx(once_counted, rel=5e-3)
+    assert flops.of(tokens, 2 * tokens * length) / 1e12 == pytest.approx(twice_counted, rel=5e-3)
+
+
+# Presets.
+
+
+@pytest.mark.parametrize("name", sorted(set(GPT.presets) - {"nano"}))
+def test_a_preset_has_the_number_of_parameters_that_its_name_states(name: str) -> None:
+    digits, unit = float(name[:-1]), {"m": 1e6, "b": 1e9}[name[-1]]
+    last_digit = 0.1 if "." in name else 1.0
+    numel = sum(parameter.numel() for parameter in on_meta(preset(name)).module.parameters())
+    tolerance = max(0.02 * digits, last_digit / 2) * unit  # 1.7b may be anything that rounds to 1.7
+    assert abs(numel - digits * unit) <= tolerance, f"{numel:,}"
+
+
+def test_gpt2_and_gpt3_have_their_published_number_of_parameters() -> None:
+    def numel(name: str) -> int:
+        return sum(parameter.numel() for parameter in on_meta(preset(name)).module.parameters())
+
+    assert numel("125m") == 124_439_808  # the released 124M model
+    assert numel("175b") == pytest.approx(175.0e9, rel=0.005)
+
+
+@pytest.mark.parametrize("name", sorted(GPT.presets))
+def test_every_preset_is_a_valid_config(name: str) -> None:
+    config = GPT.Config(**preset(name))
+    length = GPT.presets[name].get("trainer", {}).get("seq_length", 256)
+    GPT(config).configure(SimpleNamespace(trainer=SimpleNamespace(seq_length=length)))  # type: ignore[arg-type]
+
+
+# Dropout.
+
+NOISY = {**SMALL, "dropout": 0.3, "attention_dropout": 0.3}
+
+
+def keyed(given: dict[str, Tensor], seed: int, step: int) -> dict[str, Tensor]:
+    return {**given, "keys": sample_keys(seed, step, given["sample_ids"])}
+
+
+def test_dropout_is_one_function_of_seed_and_step() -> None:
+    model, given = built(NOISY), batch()
+    losses = {
+        (seed, step): float(model.loss(keyed(given, seed, step))[0].detach()) for seed in (1, 2) for step in (1, 2)
+    }
+    torch.manual_seed(3)
+    again = {key: float(model.loss(keyed(given, *key))[0].detach()) for key in losses}
+    assert again == losses
+    assert len(set(losses.values())) == 4
+
+
+@pytest.mark.parametrize("field", ["dropout", "attention_dropout"])
+def test_either_dropout_acts_in_training_and_only_there(field: str) -> None:
+    model, plain, given = built({**SMALL, field: 0.3}), built(SMALL), batch()
+    exact = float(plain.loss(given)[0].detach())
+    assert float(model.loss(given)[0].detach()) != exact
+    model.module.eval()
+    assert float(model.loss(given)[0].detach()) == exact
+
+
+def test_every_site_drops_by_a_mask_of_its_own() -> None:
+    model = built(NOISY)
+    keys = {name: int(buffer) for name, buffer in model.module.named_buffers()}
+    assert set(keys) == {
+        "embedding.dropout.site",
+        *(f"blocks.{n}.{part}.site" for n in range(2) for part in ("attn", "dropout1", "dropout2")),
+    }
+    assert len(set(keys.values())) == len(keys)
+
+
+def test_a_sample_is_dropped_alike_in_any_micro_batch() -> None:
+    model, given = built(NOISY), keyed(batch(samples=4), 1, 7)
+    whole = float(model.loss(given)[0].detach())
+
+    def part(rows: list[int]) -> float:
+        cut = {name: value[rows] if name != "positions" else value for name, value in given.items()}
+        return float(model.loss(cut)[0].detach())
+
+    assert part([0, 1]) + part([2, 3]) == pytest.approx(whole, rel=1e-6)
+    assert part([3, 1, 0, 2]) == pytest.approx(whole, rel=1e-6)
+
+
+# Compiling.
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("shape", [SMALL, {**NOISY, "num_kv_heads": 2, "activation": "swiglu", "qk_norm": True}])
+def test_all_blocks_are_one_compiled_graph_that_gives_the_same_bits(shape: dict[str, Any]) -> None:
+    torch.compiler.reset()
+    plain, compiled, given = built(shape), built(shape), batch()
+    counter = CompileCounterWithBackend("aot_eager")
+    blocks: Any = compiled.module.get_submodule("blocks")
+    for block in blocks.values():
+        block.forward = torch.compile(block.forward, backend=counter, fullgraph=True)
+    for step in (1, 2):
+        losses = [model.loss(keyed(given, 1, step))[0] for model in (plain, compiled)]
+        assert torch.equal(*losses)
+        for loss in losses:
+            loss.backward()
+    assert counter.frame_count == 1
+    expected = {name: parameter.grad for name, parameter in plain.parameters().items()}
+    for name, parameter in compiled.parameters().items():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+    torch.compiler.reset()
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"hidden_size": 18}, "num_attention_heads=4 does not divide hidden_size=18"),
+        ({"num_kv_heads": 3}, "num_kv_heads=3 does not divide num_attention_heads=4"),
+        ({"head_dim": 5, "position": "rotary"}, "even head_dim, not 5"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused_with_the_numbers(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        GPT.Config(**{**SMALL, **fields})
+
+
+def test_a_sequence_longer_than_the_learned_positions_is_refused() -> None:
+    learned, rotary = (GPT(GPT.Config(**{**SMALL, "position": p})) for p in ("learned", "rotary"))
+    config: Any = SimpleNamespace(trainer=SimpleNamespace(seq_length=10))
+    with pytest.raises(UsageError, match=r"seq_length=10.*max_position_embeddings=9"):
+        learned.configure(config)
+    rotary.configure(config)
+
+
+@pytest.mark.parametrize(
+    ("fields", "width"),
+    [
+        ({}, 64),
+        ({"activation": "gelu_tanh"}, 64),
+        ({"activation": "swiglu"}, 64),  # 8/3 of 16 is 42.7
+        ({"activation": "swiglu", "hidden_size": 96}, 256),  # exactly
+        ({"activation": "swiglu", "hidden_size": 104}, 320),  # 277.3
+        ({"activation": "swiglu", "ffn_hidden_size": 20}, 20),
+    ],
+)
+def test_the_default_width_of_the_feed_forward_part(fields: dict[str, Any], width: int) -> None:
+    shape = {**SMALL, **fields}
+    down = on_meta(shape).parameters()["blocks.0.mlp.down.weight"]
+    assert tuple(down.shape) == (shape["hidden_size"], width)

@@ -1,0 +1,503 @@
+"""Whole runs: accumulation, resuming, clipping, stopping, and what they write."""
+
+import json
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mplug import MicroBatch, Piece, Record, Run, RunError, Stepper, StepResult, StepScalars, UsageError, hookimpl
+from mplug.build import Parts, build
+from mplug.loop import Outcome, evaluate, train
+from mplug.observers import MetricsFile
+from mplug.registry import Registry
+from mplug.resolve import default_settings, resolve
+from mplug.run import prepare
+from mplug.settings import read_assignments
+from mplug.stepper import AccumulatingStepper
+
+Cli = Callable[..., subprocess.CompletedProcess[str]]
+NOISY = ["model.dropout=0.1", "model.attention_dropout=0.1"]
+
+
+@pytest.fixture(autouse=True)
+def no_handler_outlives_its_run() -> Iterator[None]:
+    """Logs of runs in this process are closed with their test."""
+    logger = logging.getLogger("mplug")
+    before = list(logger.handlers)
+    yield
+    for handler in set(logger.handlers) - set(before):
+        logger.removeHandler(handler)
+        handler.close()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors this small gain nothing from more, and threads wait for each other where the machine is busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def fields(tiny: list[str], text_file: Path) -> list[str]:
+    """The tiny run on the small text, as assignments."""
+    return [*(word for word in tiny if word != "--set"), f"data.path={text_file}", "schedule.warmup_steps=3"]
+
+
+def prepared(directory: Path | None, assignments: Iterable[str], **plugins: object) -> Run:
+    config = resolve(Registry(), default_settings(), read_assignments(assignments))
+    named = {f"host/{name}": plugin for name, plugin in plugins.items()}
+    return prepare(config, {"host/metrics": MetricsFile(), **named}, directory)
+
+
+def trained(directory: Path, assignments: Iterable[str], resume_from: Path | None = None, **plugins: object) -> Outcome:
+    return train(prepared(directory, assignments, **plugins), resume_from)
+
+
+def metrics(directory: Path) -> list[Record]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def figures(directory: Path) -> list[tuple[int, float, float, float, int]]:
+    """What of each step does not depend on the clock."""
+    return [tuple(line[name] for name in ("step", "loss", "grad_norm", "lr", "tokens")) for line in metrics(directory)]
+
+
+def assert_close(one: Path, other: Path, tolerance: float) -> None:
+    for name in ("loss", "grad_norm"):
+        values = ([line[name] for line in metrics(directory)] for directory in (one, other))
+        for ours, theirs in zip(*values, strict=True):
+            assert ours == pytest.approx(theirs, rel=tolerance), name
+
+
+def saved(directory: Path, step: int) -> dict[str, Tensor]:
+    path = directory / "checkpoints" / f"step_{step:08d}"
+    tensors = {f"{file}:{name}": tensor for file in ("weights", "optimizer")
+               for name, tensor in load_file(path / f"{file}.safetensors").items()}  # fmt: skip
+    assert tensors
+    return tensors
+
+
+def assert_bitwise(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+def checkpoints(directory: Path) -> list[str]:
+    return sorted(path.name for path in (directory / "checkpoints").iterdir())
+
+
+# The same numbers.
+
+
+@pytest.mark.parametrize("dropout", [[], ["model.dropout=0.1"]])
+def test_accumulating_micro_batches_gives_the_numbers_of_one_batch(
+    tmp_path: Path, fields: list[str], dropout: list[str]
+) -> None:
+    for size in (1, 2, 4):
+        trained(tmp_path / str(size), [*fields, *dropout, "trainer.steps=20", f"trainer.micro_batch_size={size}"])
+    assert_close(tmp_path / "1", tmp_path / "4", 1e-6)
+    assert_close(tmp_path / "2", tmp_path / "4", 1e-6)
+
+
+def test_accumulation_divides_by_all_targets_once_however_they_are_spread(tmp_path: Path, fields: list[str]) -> None:
+    parts = build(prepared(None, fields))
+    whole, *_ = parts.train_loader.take(2)
+    labels = whole["labels"].clone()
+    labels[0, 3:] = -100  # 3 targets in the first sample, 32 in the second
+    batch = {**whole, "labels": labels}
+    halves = [{name: v if len(v) == 1 else v[n : n + 1] for name, v in batch.items()} for n in (0, 1)]
+    results = []
+    for micro_batches in ([batch], halves):
+        stepper = descending(parts, max_norm=0.0)
+        stepper.forward_backward(micro_batches, 1)
+        results.append(stepper.update(0.0, 0.0))
+    assert [int(result.tokens) for result in results] == [35, 35]
+    assert float(results[0].loss) == pytest.approx(float(results[1].loss), rel=1e-6)
+    assert float(results[0].grad_norm) == pytest.approx(float(results[1].grad_norm), rel=1e-6)
+
+
+def test_the_reference_attention_gives_the_numbers_of_sdpa(tmp_path: Path, fields: list[str]) -> None:
+    for name in ("reference", "sdpa", "null"):
+        trained(tmp_path / name, [*fields, "trainer.steps=20", f"kernels.attention={name}"])
+    trained(tmp_path / "all", [*fields, "trainer.steps=20", "kernels.attention=null", "kernels.default=reference"])
+    for name in ("sdpa", "null", "all"):
+        assert_close(tmp_path / "reference", tmp_path / name, 1e-5)
+
+
+def test_a_run_gives_the_same_bits_twice_and_others_under_another_seed(tmp_path: Path, fields: list[str]) -> None:
+    for name, seed in (("one", 1), ("two", 1), ("other", 2)):
+        torch.manual_seed(len(name))
+        trained(tmp_path / name, [*fields, *NOISY, f"trainer.seed={seed}"])
+    assert figures(tmp_path / "one") == figures(tmp_path / "two") != figures(tmp_path / "other")
+    assert_bitwise(saved(tmp_path / "one", 4), saved(tmp_path / "two", 4))
+
+
+def test_a_run_learns(tmp_path: Path, fields: list[str]) -> None:
+    trained(tmp_path, [*fields, "trainer.steps=60", "optimizer.lr=0.01"])
+    losses = [line["loss"] for line in metrics(tmp_path)]
+    assert losses[0] == pytest.approx(math.log(256), abs=0.3)
+    assert losses[-1] < 3.0
+
+
+# Resuming.
+
+
+def test_resuming_after_ten_of_twenty_steps_is_bitwise_the_uninterrupted_run(tmp_path: Path, fields: list[str]) -> None:
+    fields = [*fields, *NOISY, "trainer.steps=20", "checkpoint.every=10"]
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    trained(whole, fields)
+    trained(resumed, fields, whole / "checkpoints" / "step_00000010")
+    assert figures(resumed) == figures(whole)[10:]
+    assert_bitwise(saved(resumed, 20), saved(whole, 20))
+
+
+OTHER_MODELS = ["model.num_layers=1", "model.num_layers=3", "model.tie_embeddings=true", "model.qk_norm=false"]
+
+
+@pytest.mark.parametrize("other", [*OTHER_MODELS, "model.hidden_size=64", "model.bias=true"])
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, fields: list[str], other: str) -> None:
+    trained(tmp_path / "one", [*fields, "trainer.steps=2"])
+    with pytest.raises(UsageError, match="step_00000002"):
+        trained(tmp_path / "other", [*fields, other], tmp_path / "one" / "checkpoints" / "step_00000002")
+
+
+class Stop:
+    """Sends the process a signal while a step runs, or makes the step fail."""
+
+    def __init__(self, step: int, number: int | None) -> None:
+        self.step, self.number = step, number
+
+    @hookimpl
+    def step_started(self, run: Run) -> None:
+        if run.step == self.step:
+            if self.number is None:
+                raise OSError("the world failed")
+            os.kill(os.getpid(), self.number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_run_after_the_whole_step_which_is_saved_and_goes_on_bitwise(
+    tmp_path: Path, fields: list[str], number: int
+) -> None:
+    fields = [*fields, *NOISY, "trainer.steps=12"]
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    trained(whole, fields)
+    before = signal.getsignal(number)
+    outcome = trained(stopped, fields, stop=Stop(5, number))
+    assert outcome.signal == number
+    assert signal.getsignal(number) is before
+    assert checkpoints(stopped) == ["step_00000005"]
+    assert [line["step"] for line in metrics(stopped)] == [1, 2, 3, 4, 5]
+    trained(stopped, fields, stopped / "checkpoints" / "step_00000005")
+    assert figures(stopped) == figures(whole)
+    assert_bitwise(saved(stopped, 12), saved(whole, 12))
+
+
+def test_a_run_that_failed_after_its_checkpoint_repeats_the_steps_since_and_their_lines(
+    tmp_path: Path, fields: list[str]
+) -> None:
+    fields = [*fields, *NOISY, "trainer.steps=12", "checkpoint.every=4"]
+    whole, failed = tmp_path / "whole", tmp_path / "failed"
+    trained(whole, fields)
+    with pytest.raises(OSError, match="the world failed"):
+        trained(failed, fields, stop=Stop(7, None))
+    assert [line["step"] for line in metrics(failed)] == [1, 2, 3, 4, 5, 6]
+    trained(failed, fields, failed / "checkpoints" / "step_00000004")
+    assert figures(failed) == figures(whole)
+    assert_bitwise(saved(failed, 12), saved(whole, 12))
+
+
+# Stopping from outside, by the command line.
+
+
+def wait_for_lines(path: Path, number: int, process: subprocess.Popen[str]) -> None:
+    for _ in range(6000):
+        if path.exists() and len(path.read_text().splitlines()) >= number:
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    raise AssertionError(f"{path} has no {number} lines")
+
+
+def test_sigterm_saves_and_exits_with_143_and_resuming_is_bitwise_the_uninterrupted_run(
+    tmp_path: Path, tiny: list[str], text_file: Path, cli: Cli
+) -> None:
+    options = [*tiny, "--set", f"data.path={text_file}", "--set", "trainer.steps=200", "--set", "trainer.log_every=200"]
+    options += [word for field in NOISY for word in ("--set", field)]
+    command = [sys.executable, "-m", "mplug", "train", "--name", "stopped", *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    stopped, whole = tmp_path / "runs" / "stopped", tmp_path / "runs" / "whole"
+    wait_for_lines(stopped / "metrics.jsonl", 10, process)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, err
+    assert "Traceback" not in err
+    done = len(metrics(stopped))
+    assert 10 <= done < 200
+    assert checkpoints(stopped) == [f"step_{done:08d}"]
+    assert f"step {done}" in out
+    assert "--resume" in out
+    assert cli("train", "--resume", "--name", "stopped").returncode == 0
+    assert cli("train", "--name", "whole", *options).returncode == 0
+    assert figures(stopped) == figures(whole)
+    assert_bitwise(saved(stopped, 200), saved(whole, 200))
+
+
+# The update.
+
+
+class Descent:
+    """w -= lr scale g: what is applied can be read off the weights."""
+
+    needs = "elements"
+
+    def __init__(self, pieces: list[Piece]) -> None:
+        self.pieces = pieces
+
+    def step(self, scalars: StepScalars) -> None:
+        if not scalars.skip:
+            for piece in self.pieces:
+                piece.master.sub_(scalars.lr * scalars.scale * piece.gradient)
+
+    def state(self, piece: Piece) -> dict[str, Tensor]:
+        return {}
+
+
+def descending(parts: Parts, max_norm: float) -> AccumulatingStepper:
+    given = parts.stepper
+    assert isinstance(given, AccumulatingStepper)
+    optimizer: Any = Descent(parts.pieces)
+    return AccumulatingStepper(parts.model, given.sinks, parts.pieces, optimizer, rank=0, seed=1, max_norm=max_norm)
+
+
+def flat_weights(parts: Parts) -> Tensor:
+    return torch.cat([p.detach().double().flatten() for p in parts.model.parameters().values()])
+
+
+def applied(fields: list[str], max_norm: float) -> tuple[Tensor, StepResult]:
+    """What one step of rate 1 subtracts from the weights."""
+    parts = build(prepared(None, fields))
+    before, stepper = flat_weights(parts), descending(parts, max_norm)
+    stepper.forward_backward(parts.train_loader.take(4), 1)
+    result = stepper.update(1.0, 0.0)
+    return before - flat_weights(parts), result
+
+
+def test_the_gradient_norm_is_that_of_the_mean_loss(fields: list[str]) -> None:
+    parts = build(prepared(None, fields))
+    batches = list(parts.train_loader.take(4))
+    stepper = descending(parts, 0.0)
+    stepper.forward_backward(batches, 1)
+    result = stepper.update(0.0, 0.0)
+    parameters = list(parts.model.parameters().values())
+    for parameter in parameters:
+        del parameter.main_grad  # type: ignore[attr-defined]
+    sums = [parts.model.loss({**batch, "keys": batch["sample_ids"]}) for batch in batches]
+    mean = torch.stack([loss for loss, _ in sums]).sum() / (4 * 32)
+    gradients = torch.autograd.grad(mean, parameters)
+    norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
+    assert float(result.grad_norm) == pytest.approx(norm, rel=1e-5)
+    assert float(result.loss) == pytest.approx(mean.item(), rel=1e-6)
+    assert int(result.tokens) == 4 * 32
+
+
+@pytest.mark.parametrize("max_norm", [1e-3, 0.1, 1.0])
+def test_clipping_bounds_the_gradient_that_is_applied_and_keeps_its_direction(
+    fields: list[str], max_norm: float
+) -> None:
+    whole, unclipped = applied(fields, 0.0)
+    clipped, result = applied(fields, max_norm)
+    assert float(unclipped.grad_norm) > 1.0
+    assert float(whole.norm()) == pytest.approx(float(unclipped.grad_norm), rel=1e-4)
+    assert float(result.grad_norm) == float(unclipped.grad_norm)  # reported as it was
+    assert float(clipped.norm()) <= max_norm * (1 + 1e-3)
+    assert float(clipped.norm()) == pytest.approx(max_norm, rel=1e-3)
+    assert float(torch.cosine_similarity(whole, clipped, dim=0)) == pytest.approx(1.0, abs=1e-4)
+
+
+def test_a_gradient_within_the_bound_is_applied_as_it_is(fields: list[str]) -> None:
+    whole, _ = applied(fields, 0.0)
+    bounded, _ = applied(fields, 1e6)
+    torch.testing.assert_close(bounded, whole, rtol=1e-5, atol=1e-8)
+
+
+# Losses that are not finite.
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("where", ["weight", "gradient"])
+def test_a_step_that_is_not_finite_changes_no_weight_and_no_state(fields: list[str], where: str, value: float) -> None:
+    parts = build(prepared(None, fields))
+    parts.stepper.forward_backward(parts.train_loader.take(4), 1)
+    parts.stepper.update(0.1, 0.1)
+    if where == "weight":
+        parts.pieces[-1].master.flatten()[3] = value
+
+    def everything() -> list[Tensor]:
+        states = [tensor for piece in parts.pieces for tensor in parts.optimizer.state(piece).values()]
+        return [tensor.clone() for tensor in (*(piece.master for piece in parts.pieces), *states)]
+
+    before = everything()
+    parts.stepper.forward_backward(parts.train_loader.take(4), 2)
+    if where == "gradient":
+        parts.pieces[0].gradient.flatten()[3] = value
+    result = parts.stepper.update(0.1, 0.1)
+    assert bool(result.skipped)
+    for now, then in zip(everything(), before, strict=True):
+        torch.testing.assert_close(now, then, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_what_was_before(tmp_path: Path, fields: list[str]) -> None:
+    with pytest.raises(RunError, match="step 2 has a loss of"):
+        trained(tmp_path, [*fields, "optimizer.lr=1e30", "schedule.warmup_steps=0", "checkpoint.every=1"])
+    assert [line["step"] for line in metrics(tmp_path)] == [1]
+    assert checkpoints(tmp_path) == ["step_00000001"]
+
+
+def test_a_loss_that_is_not_finite_exits_with_1_in_a_sentence(tiny: list[str], text_file: Path, cli: Cli) -> None:
+    finished = cli("train", *tiny, "--set", f"data.path={text_file}", "--set", "optimizer.lr=1e30")
+    assert finished.returncode == 1
+    assert "has a loss of" in finished.stderr
+    assert "Traceback" not in finished.stderr + finished.stdout
+
+
+# What a run writes.
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(1, [7]), (2, [6, 7]), (9, [2, 4, 6, 7])])
+def test_the_newest_checkpoints_are_kept(tmp_path: Path, fields: list[str], keep: int, kept: list[int]) -> None:
+    trained(tmp_path, [*fields, "trainer.steps=7", "checkpoint.every=2", f"checkpoint.keep={keep}"])
+    assert checkpoints(tmp_path) == [f"step_{step:08d}" for step in kept]
+
+
+def test_without_an_interval_the_end_of_the_run_is_saved(tmp_path: Path, fields: list[str]) -> None:
+    trained(tmp_path, [*fields, "checkpoint.every=0"])
+    assert checkpoints(tmp_path) == ["step_00000004"]
+
+
+def test_every_step_has_a_line_with_the_documented_fields(tmp_path: Path, fields: list[str]) -> None:
+    trained(tmp_path, [*fields, "trainer.steps=5", "trainer.eval_every=2", "trainer.eval_samples=3"])
+    lines = metrics(tmp_path)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    documented = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "tflops", "mfu", "memory_gib"}
+    documented.add("data_wait_s")
+    for line in lines:
+        evaluated = {"val_loss"} if line["step"] in (2, 4, 5) else set()
+        assert set(line) == documented | evaluated
+        assert line["tokens"] == line["step"] * 4 * 32
+        assert all(math.isfinite(line[name]) and line[name] > 0 for name in ("loss", "grad_norm", "tokens_per_s"))
+        assert 0.01 < line["memory_gib"] < 64
+        assert 0 <= line["data_wait_s"] < 60
+        assert line["mfu"] is None  # the peak of this processor is not known
+        seconds = 4 * 32 / line["tokens_per_s"]
+        # 2 blocks of 12 x 32² weights, an output of 32 x 256, and attention counted once
+        flops = 4 * 32 * 6 * (2 * 12 * 32**2 + 32 * 256) + 6 * 2 * 32 * 4 * 32**2
+        assert line["tflops"] == pytest.approx(flops / seconds / 1e12, rel=1e-6)
+    assert [line["lr"] for line in lines[:3]] == pytest.approx([0.005 / 3, 0.01 / 3, 0.005])
+
+
+def test_a_run_leaves_the_processs_loggers_as_it_found_them(tmp_path: Path, fields: list[str]) -> None:
+    logger = logging.getLogger("mplug")
+    before = (list(logger.handlers), logger.level)
+    trained(tmp_path / "one", fields)
+    assert (logger.handlers, logger.level) == before
+    logged = (tmp_path / "one" / "logs" / "rank0.log").read_text()
+    trained(tmp_path / "two", fields)
+    assert (tmp_path / "one" / "logs" / "rank0.log").read_text() == logged
+
+
+# Evaluation.
+
+
+def test_evaluation_gives_the_same_number_each_time_at_fixed_weights(fields: list[str]) -> None:
+    run = prepared(None, [*fields, *NOISY, "trainer.eval_every=1", "trainer.eval_samples=5"])
+    parts = build(run)
+    first = evaluate(run, parts)
+    assert evaluate(run, parts) == first == pytest.approx(math.log(256), abs=0.3)
+    list(parts.train_loader.take(8))
+    assert evaluate(run, parts) == first
+    parts.stepper.forward_backward(parts.train_loader.take(4), 1)
+    parts.stepper.update(0.1, 0.0)
+    assert evaluate(run, parts) != first
+
+
+def test_the_validation_loss_is_the_mean_over_all_tokens_of_its_samples(fields: list[str]) -> None:
+    run = prepared(None, [*fields, *NOISY, "trainer.eval_every=1", "trainer.eval_samples=5"])
+    parts = build(run)
+    found, loader = evaluate(run, parts), build(run).validation_loader
+    assert loader is not None
+    parts.model.module.eval()
+    with torch.no_grad():
+        sums = [parts.model.loss({**batch, "keys": batch["sample_ids"]}) for batch in loader.take(5)]
+    assert sum(int(count) for _, count in sums) == 5 * 32
+    assert found == pytest.approx(sum(float(loss) for loss, _ in sums) / (5 * 32), rel=1e-6)
+
+
+def test_evaluating_does_not_change_the_training(tmp_path: Path, fields: list[str]) -> None:
+    trained(tmp_path / "silent", [*fields, *NOISY])
+    trained(tmp_path / "evaluated", [*fields, *NOISY, "trainer.eval_every=1"])
+    assert figures(tmp_path / "silent") == figures(tmp_path / "evaluated")
+    assert_bitwise(saved(tmp_path / "silent", 4), saved(tmp_path / "evaluated", 4))
+
+
+# The growing batch.
+
+
+class Recording:
+    """Puts a stepper around the host's that writes down the samples of every step."""
+
+    def __init__(self) -> None:
+        self.samples: dict[int, list[list[int]]] = {}
+
+    @hookimpl
+    def build_stepper(self, default: Stepper) -> Stepper:
+        around = default.forward_backward
+
+        def forward_backward(micro_batches: Iterable[MicroBatch], step: int) -> None:
+            batches = list(micro_batches)
+            self.samples[step] = [batch["sample_ids"].tolist() for batch in batches]
+            around(batches, step)
+
+        default.forward_backward = forward_backward  # type: ignore[method-assign]
+        return default
+
+
+GROWING = ["schedule.batch_rampup.start=2", "schedule.batch_rampup.increment=2", "schedule.batch_rampup.samples=8"]
+
+
+def test_a_growing_batch_consumes_every_sample_once_and_in_order(tmp_path: Path, fields: list[str]) -> None:
+    recording = Recording()
+    fields = [*fields, *GROWING, "trainer.global_batch_size=6", "trainer.steps=5", "checkpoint.every=2"]
+    trained(tmp_path / "whole", fields, recording=recording)
+    # Two increases over 8 samples: 2 samples a step, from 4 samples on 4, from 8 on 6.
+    assert recording.samples == {
+        1: [[0, 1]],
+        2: [[2, 3]],
+        3: [[4, 5], [6, 7]],
+        4: [[8, 9], [10, 11], [12, 13]],
+        5: [[14, 15], [16, 17], [18, 19]],
+    }
+    lines = metrics(tmp_path / "whole")
+    assert [line["tokens"] for line in lines] == [32 * samples for samples in (2, 4, 8, 14, 20)]
+    resumed = Recording()
+    middle = tmp_path / "whole" / "checkpoints" / "step_00000004"
+    trained(tmp_path / "resumed", fields, middle, recording=resumed)
+    assert resumed.samples == {5: recording.samples[5]}
+    assert figures(tmp_path / "resumed") == figures(tmp_path / "whole")[4:]

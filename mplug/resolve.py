@@ -129,8 +129,10 @@ class _Resolver:
         try:
             config = model.model_validate(said)
             for name, value in said.items():
-                if isinstance(value, bool) and not isinstance(getattr(config, name), bool):  # pydantic reads yes as 1
-                    self._problem((*key, name), f"must be a number or a word, not {value!r}")
+                bound = getattr(config, name)
+                if isinstance(value, bool) and not isinstance(bound, bool):  # pydantic reads yes as 1
+                    kind = "integer" if isinstance(bound, int) else "number"
+                    self._problem((*key, name), f"must be a valid {kind}, not {value!r}")
             return config
         except ValidationError as error:
             for problem in error.errors():

@@ -17,7 +17,19 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mplug import MicroBatch, Piece, Record, Run, RunError, Stepper, StepResult, StepScalars, UsageError, hookimpl
+from mplug import (
+    MicroBatch,
+    Piece,
+    Record,
+    Run,
+    RunError,
+    Stateful,
+    Stepper,
+    StepResult,
+    StepScalars,
+    UsageError,
+    hookimpl,
+)
 from mplug.build import Parts, build
 from mplug.loop import Outcome, evaluate, train
 from mplug.observers import MetricsFile
@@ -173,6 +185,44 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, fields: list[s
     trained(tmp_path / "one", [*fields, "trainer.steps=2"])
     with pytest.raises(UsageError, match="step_00000002"):
         trained(tmp_path / "other", [*fields, other], tmp_path / "one" / "checkpoints" / "step_00000002")
+
+
+class Remembering:
+    """A plugin with a state of its own: what a step leaves behind."""
+
+    def __init__(self, **state: Any) -> None:
+        self.held: dict[str, Any] = state
+
+    @hookimpl
+    def state(self) -> dict[str, Stateful]:
+        return {"remembering": self}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.held
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.held = state
+
+
+def resumed_with(tmp_path: Path, fields: list[str], held: dict[str, Any]) -> dict[str, Any]:
+    """What a plugin gets back that had this state when the run was saved."""
+    remembering, empty = Remembering(**held), Remembering()
+    fields = [*fields, "trainer.steps=2", "checkpoint.every=1"]
+    trained(tmp_path / "one", fields, remembering=remembering)
+    trained(tmp_path / "two", fields, tmp_path / "one" / "checkpoints" / "step_00000001", remembering=empty)
+    return empty.held
+
+
+def test_the_plain_state_of_a_plugin_is_saved_and_loaded(tmp_path: Path, fields: list[str]) -> None:
+    held = {"count": 3, "rate": 0.1, "name": "ü", "list": [1, 2.5, None], "nested": {"on": True, "ten": {}}}
+    assert resumed_with(tmp_path, fields, held) == held
+
+
+def test_the_tensors_of_a_plugins_state_are_saved_and_loaded(tmp_path: Path, fields: list[str]) -> None:
+    held = {"load": torch.arange(6.0).view(2, 3), "nested": {"bias": torch.tensor(7)}}
+    found = resumed_with(tmp_path, fields, held)
+    assert torch.equal(found["load"], held["load"])
+    assert torch.equal(found["nested"]["bias"], held["nested"]["bias"])
 
 
 class Stop:

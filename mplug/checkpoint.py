@@ -2,6 +2,7 @@
 
     checkpoints/step_00000100/    checkpoint.json (step, data position, provenance, the files' sizes and checksums)
                                   weights.safetensors · optimizer.safetensors (full logical tensors)
+                                  states.safetensors (the tensors of other plugins' state)
 
 Reading goes by placements: each rank copies the boxes that it holds.
 """
@@ -17,17 +18,19 @@ from typing import Any
 
 import safetensors
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mplug.contracts import Optimizer, Piece
 from mplug.errors import RunError, UsageError
 from mplug.model import region
+from mplug.plain import lift, lower
 from mplug.plan import Placement
 from mplug.run import write_text
 
 FORMAT = 1
 MANIFEST, WEIGHTS, OPTIMIZER = "checkpoint.json", "weights.safetensors", "optimizer.safetensors"
+STATES = "states.safetensors"
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -84,12 +87,14 @@ def _write(aside: Path, step: int, pieces: list[Piece], optimizer: Optimizer, fa
         for piece in pieces
         for name, tensor in optimizer.state(piece).items()
     }
+    others: dict[str, Tensor] = {}
+    plain = lift(dict(facts), others, "")
     files = {}
-    for name, tensors in ((WEIGHTS, weights), (OPTIMIZER, states)):
+    for name, tensors in ((WEIGHTS, weights), (OPTIMIZER, states), (STATES, others)):
         save_file(tensors, aside / name)
         _sync(aside / name)
         files[name] = {"bytes": (aside / name).stat().st_size, "crc32": _crc32(aside / name)}
-    manifest = {"format": FORMAT, "step": step, "files": files, **facts}
+    manifest = {"format": FORMAT, "step": step, "files": files, **plain}
     write_text(aside / MANIFEST, json.dumps({**manifest, "crc32": _crc32_of(manifest)}, indent=2) + "\n")
 
 
@@ -139,7 +144,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
                 raise ValueError(f"'{name}' is not what was saved")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"checkpoint '{path}' is damaged: {error}; remove it to use the one before it") from error
-    return manifest
+    lowered: dict[str, Any] = lower(manifest, load_file(path / STATES))
+    return lowered
 
 
 def load_weights(path: Path, parameters: Mapping[str, Tensor], placements: Mapping[str, Placement], rank: int) -> None:

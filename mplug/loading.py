@@ -29,8 +29,8 @@ class MapLoader:
         first, (index, count) = self.samples, self.shard
         start, stop = (first + num_samples * part // count for part in (index, index + 1))
         self.samples += num_samples
-        for begin in range(start, stop, self.micro_batch_size):
-            yield self.read(range(begin, min(begin + self.micro_batch_size, stop)))
+        begins = range(start, stop, self.micro_batch_size)
+        return (self.read(range(begin, min(begin + self.micro_batch_size, stop))) for begin in begins)
 
     def state_dict(self) -> dict[str, Any]:
         """How many global samples have been taken."""

@@ -11,7 +11,7 @@ from mplug.errors import RunError
 from mplug.hardware import peak_memory_gib, peak_tflops, synchronize
 from mplug.interrupt import Interrupt
 from mplug.position import Position
-from mplug.run import Run, open_directory, write_record
+from mplug.run import Run, logging_to, make_directory, write_record
 from mplug.schedule import batch_size, learning_rate, weight_decay
 
 
@@ -32,30 +32,31 @@ def train(run: Run, resume_from: Path | None = None) -> Outcome:
     position = Position(run, parts)
     if resume_from is not None:
         position.load(resume_from)
-    open_directory(run)
+    make_directory(run)
     write_record(run, {"parameters": parts.num_parameters, "resumed_from": resume_from and str(resume_from)})
-    run.hooks.observe("run_started", run=run)
-    try:
-        with Interrupt() as interrupt:
+    with logging_to(run), Interrupt() as interrupt:
+        run.hooks.observe("run_started", run=run)
+        try:
             val_loss = _steps(run, parts, position, interrupt)
-    except BaseException as error:
-        run.hooks.observe("run_failed", run=run, error=error)
-        raise
-    run.hooks.observe("run_finished", run=run)
-    return Outcome(val_loss, interrupt.signal)
+        except BaseException as error:
+            run.hooks.observe("run_failed", run=run, error=error)
+            raise
+        run.hooks.observe("run_finished", run=run)
+    done = run.step == run.config.trainer.steps
+    return Outcome(val_loss, None if done else interrupt.signal)
 
 
 def _steps(run: Run, parts: Parts, position: Position, interrupt: Interrupt) -> float | None:
-    steps, val_loss = run.config.trainer.steps, None
-    while run.step < steps and interrupt.signal is None:
+    steps, val_loss, stop = run.config.trainer.steps, None, False
+    while run.step < steps and not stop:
         run.step += 1
         run.hooks.observe("step_started", run=run)
         record = _step(run, parts, position)
-        last = run.step == steps
+        last, stop = run.step == steps, interrupt.signal is not None
         if _due(run.step, run.config.trainer.eval_every, last and parts.validation_loader is not None):
             record["val_loss"] = val_loss = evaluate(run, parts)
         run.hooks.observe("step_finished", run=run, record=record)
-        if _due(run.step, run.config.checkpoint.every, last or interrupt.signal is not None):
+        if _due(run.step, run.config.checkpoint.every, last or stop):
             run.hooks.observe("checkpoint_saved", run=run, path=position.save())
     return val_loss
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import product
+from itertools import pairwise, product
 
 from mplug.errors import UsageError, listed, suggest
 
@@ -95,6 +95,7 @@ class Mesh:
         Raises UsageError where the degrees do not multiply to a divisor of the world size.
         """
         axes = sorted(axes, key=lambda axis: (-axis.distance, axis.name))
+        _refuse_shared_within(axes)
         views: dict[str, tuple[Axis, ...]] = {}
         for view in dict.fromkeys(["attention", *(view for axis in axes for view in axis.views)]):
             members = [axis for axis in axes if view in axis.views]
@@ -104,7 +105,7 @@ class Mesh:
                 raise UsageError(f"{degrees} = {covered} does not divide the world size {world_size}")
             if covered < world_size:
                 shared = [axis for axis in members if len(axis.views) > 1]
-                data = _data_axis(f"{view}_data", world_size // covered)
+                data = Axis(f"{view}_data", world_size // covered, entries={"batch": contiguous}, views=(view,))
                 members = [*shared, data, *(axis for axis in members if axis not in shared)]
             views[view] = tuple(members)
         return cls(world_size, views)
@@ -158,5 +159,10 @@ class Mesh:
         return rank
 
 
-def _data_axis(name: str, size: int) -> Axis:
-    return Axis(name, size, entries={"batch": contiguous})
+def _refuse_shared_within(axes: list[Axis]) -> None:
+    """Views agree on a shared axis only where it varies slower than every axis of one view alone."""
+    for outer, inner in pairwise(axes):
+        if len(inner.views) > 1 and len(outer.views) == 1:
+            raise ValueError(
+                f"axis '{inner.name}' belongs to views {listed(inner.views)}; it must be farther than '{outer.name}'"
+            )

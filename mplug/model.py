@@ -39,7 +39,8 @@ class Model:
         for name, described in self.plan.match(parameters).items():
             shape = tuple(parameters[name].shape)
             _refuse_other_shape(name, described, shape)
-            self.placements[name] = Placement(name, described, shape, mesh, holders)
+            self.placements[name] = placement = Placement(name, described, shape, mesh, holders)
+            placement.local_shape(0)  # refuses what does not divide
 
     def loss(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Run all units on a micro batch: (sum of the losses, number of targets)."""
@@ -65,8 +66,9 @@ def run_units(module: nn.Module, units: Iterable[Unit], batch: Mapping[str, Tens
     """Run units in order on a micro batch's entries; returns the entries and all activations that are still alive."""
     values = dict(batch)
     for unit in units:
-        method = getattr(module.get_submodule(unit.name), unit.method)
-        outputs = method(*(values[name] for name in unit.inputs))
+        part = module.get_submodule(unit.name)
+        run = part if unit.method == "forward" else getattr(part, unit.method)  # a call, for the sake of forward hooks
+        outputs = run(*(values[name] for name in unit.inputs))
         values |= zip(unit.outputs, outputs if isinstance(outputs, tuple) else (outputs,), strict=True)
     return values
 

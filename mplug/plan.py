@@ -14,7 +14,7 @@ from itertools import product
 from typing import Literal
 
 from mplug.errors import UsageError, listed, suggest
-from mplug.mesh import Mesh
+from mplug.mesh import Axis, Mesh
 
 
 @dataclass(frozen=True)
@@ -183,16 +183,37 @@ class Placement:
     @cached_property
     def splits(self) -> dict[str, str]:
         """Named axes of this parameter -> the mesh axis that splits them."""
-        named = {segment.axis for dim in self.dims for segment in dim}
-        return {name: axis.name for axis in self.mesh.axes.values() for name in axis.splits if name in named}
+        found: dict[str, str] = {}
+        dims: dict[str, int] = {}
+        for number, dim in enumerate(self.dims):
+            for named in {segment.axis for segment in dim}:
+                for axis in self.mesh.axes.values():
+                    if named not in axis.splits:
+                        continue
+                    if found.setdefault(named, axis.name) != axis.name:
+                        raise UsageError(
+                            f"axes '{found[named]}' and '{axis.name}' both split the {named} of '{self.name}'"
+                        )
+                    if dims.setdefault(axis.name, number) != number:
+                        raise UsageError(f"axis '{axis.name}' splits two dimensions of '{self.name}'; it may split one")
+        return found
+
+    @cached_property
+    def view(self) -> tuple[Axis, ...]:
+        """The view of the mesh that the axes of this parameter's splits belong to."""
+        for axes in self.mesh.views.values():
+            if set(self.splits.values()) <= {axis.name for axis in axes}:
+                return axes
+        raise UsageError(
+            f"axes {listed(self.splits.values())} split '{self.name}', and no view of the mesh has them all"
+        )
 
     @cached_property
     def partial_axes(self) -> tuple[str, ...]:
         """Mesh axes over which the gradient is partial: those that divide what the parameter is broadcast over."""
-        view = next((v for v in self.mesh.views.values() if set(self.splits.values()) <= {a.name for a in v}), ())
         return tuple(
             axis.name
-            for axis in view
+            for axis in self.view
             if axis.name not in self.splits.values() and any(axis.divides(named) for named in self.parameter.over)
         )
 
@@ -202,7 +223,7 @@ class Placement:
 
     def boxes(self, rank: int) -> tuple[Box, ...]:
         """The boxes that `rank` holds, one for each combination of segments; none where it holds nothing."""
-        if rank not in self.holders:
+        if rank not in self._held:
             return ()
         boxes = []
         for segments in product(*(range(len(dim)) for dim in self.dims)):
@@ -229,8 +250,15 @@ class Placement:
         return _Part(before + part.start, part.length, part.padded, offset)
 
     def _same(self, rank: int, segments: list[Segment]) -> tuple[int, ...]:
+        """The holders of the same parts. Ranks that differ along an axis that cuts them all apart are not looked at."""
         own = [self._part(segment, rank) for segment in segments]
-        return tuple(r for r in self.holders if [self._part(segment, r) for segment in segments] == own)
+        cutting = {self.splits[s.axis] for s in segments if s.axis in self.splits and s.uneven == "refuse"}
+        group = self.mesh.group(rank, *(axis.name for axis in self.view if axis.name not in cutting))
+        return tuple(r for r in group if r in self._held and [self._part(segment, r) for segment in segments] == own)
+
+    @cached_property
+    def _held(self) -> frozenset[int]:
+        return frozenset(self.holders)
 
     def _partial(self, rank: int, segments: list[Segment], copies: tuple[int, ...]) -> tuple[int, ...]:
         # Copies of an uneven segment serve different work (query heads that share a KV head), so their sum counts too.

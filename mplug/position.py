@@ -46,6 +46,8 @@ class Position:
         checkpoint.load_optimizer(path, parts.pieces, parts.optimizer, run.rank)
         for _, found in run.hooks.each("state", run=run):
             for name, stateful in found.items():
+                if name not in manifest["states"]:
+                    raise UsageError(f"checkpoint '{path}' has no state '{name}'; the run had no such plugin")
                 stateful.load_state_dict(manifest["states"][name])
         parts.train_loader.load_state_dict(manifest["loader"])
         run.step, self.samples, self.tokens = manifest["step"], manifest["samples"], manifest["tokens"]

@@ -10,7 +10,6 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from mplug import sections
 from mplug.config import (
     HOST_SECTIONS,
     KIND_OF_SECTION,
@@ -67,7 +66,6 @@ class _Resolver:
         }
         parallel, kernels = self._parallel(), self._kernels()
         self._extensions()
-        self._check_batch(hosts.get("trainer"))
         if self.problems:
             raise UsageError("\n".join(self.problems))
         return RunConfig(
@@ -198,14 +196,6 @@ class _Resolver:
         if other is not None and other != entry:
             self._problem(key, f"{other.origin} and {entry.origin} both go by {entry.label}; name one of them")
         return other is not None
-
-    def _check_batch(self, trainer: sections.Trainer | None) -> None:
-        if trainer and trainer.global_batch_size % trainer.micro_batch_size:
-            self._problem(
-                ("trainer", "global_batch_size"),
-                f"{trainer.micro_batch_size} samples of a micro batch do not divide {trainer.global_batch_size}; "
-                f"choose a multiple of trainer.micro_batch_size",
-            )
 
 
 def _explained(problem: Any, model: type[BaseModel]) -> str:

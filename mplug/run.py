@@ -3,9 +3,12 @@
 import hashlib
 import json
 import logging
+import math
 import os
 import platform
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import version
@@ -19,6 +22,7 @@ from mplug.config import RunConfig
 from mplug.errors import UsageError, listed
 from mplug.hooks import Hooks
 from mplug.mesh import Axis, Mesh
+from mplug.settings import source_of
 
 RUNS = Path("runs")
 
@@ -56,12 +60,26 @@ def prepare(config: RunConfig, host_plugins: dict[str, object] | None = None, di
         raise UsageError("\n".join(problems))
     axes: list[Axis] = [axis for _, axes in hooks.each("mesh_axes", config=config) for axis in axes]
     degrees = config.parallel.degrees
-    world_size = 1
-    for degree in degrees.values():
-        world_size *= degree
-    if world_size > 1 and not axes:
+    if degrees and not axes:
         raise UsageError(f"none of the strategies {listed(degrees)} adds an axis to the mesh")
-    return Run(config, hooks, Mesh.of(axes, world_size), device=config.trainer.device, directory=directory)
+    mesh = Mesh.of(axes, math.prod(axis.size for axis in axes if "attention" in axis.views))
+    _refuse_uneven_batch(config, mesh)
+    return Run(config, hooks, mesh, device=config.trainer.device, directory=directory)
+
+
+def _refuse_uneven_batch(config: RunConfig, mesh: Mesh) -> None:
+    trainer, rampup, (_, shards) = config.trainer, config.schedule.batch_rampup, mesh.batch_shard(0)
+    sizes = {"trainer.global_batch_size": trainer.global_batch_size}
+    if rampup.start is not None:
+        sizes |= {"schedule.batch_rampup.start": rampup.start, "schedule.batch_rampup.increment": rampup.increment}
+    for name, size in sizes.items():
+        if size % (shards * trainer.micro_batch_size):
+            times = f" times {shards} data-parallel ranks" if shards > 1 else ""
+            source = source_of(config.settings, tuple(name.split(".")))
+            raise UsageError(
+                f"{name} ({source}): {size} is no multiple of trainer.micro_batch_size={trainer.micro_batch_size}"
+                f"{times}; choose a multiple of {shards * trainer.micro_batch_size}"
+            )
 
 
 # The directory.
@@ -110,25 +128,36 @@ def write_text(path: Path, text: str) -> None:
     aside.replace(path)
 
 
+def make_directory(run: Run) -> None:
+    """Make the run's directory, and save the fully resolved config."""
+    assert run.directory is not None
+    (run.directory / "logs").mkdir(parents=True, exist_ok=True)
+    text = yaml.safe_dump(run.config.resolved(), sort_keys=False)
+    write_text(run.directory / "config.yaml", f"# The resolved config of this run: continue it with --resume.\n{text}")
+
+
+@contextmanager
+def logging_to(run: Run) -> Iterator[None]:
+    """Write what is logged in the block to the run's log of this rank."""
+    assert run.directory is not None
+    logger = logging.getLogger("mplug")
+    level, handler = logger.level, _LogFile(run.directory / "logs" / f"rank{run.rank}.log")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        handler.close()
+
+
 class _LogFile(logging.FileHandler):
     """A log that cannot be written ends the run, instead of printing a traceback for every line."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's name)
         raise
-
-
-def open_directory(run: Run) -> None:
-    """Make the run's directory, begin its log, and save the fully resolved config."""
-    assert run.directory is not None
-    logs = run.directory / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    handler = _LogFile(logs / f"rank{run.rank}.log")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logger = logging.getLogger("mplug")
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
-    text = yaml.safe_dump(run.config.resolved(), sort_keys=False)
-    write_text(run.directory / "config.yaml", f"# The resolved config of this run: continue it with --resume.\n{text}")
 
 
 # The record.

@@ -172,12 +172,12 @@ def _supplier_of(
     if able:
         return able[0], []
     named = kernels.chosen(kind)
-    reasons = [answer for offer, answer in answers if isinstance(answer, str) and offer.plugin == named]
-    if kernels.kinds.get(kind) and not _supplies(kind, [offer for offer in suppliers if offer.plugin == named]):
-        reasons.append(f"it supplies no slot of the kind '{kind}' alone")
-    if not reasons and site.needs:
-        return None, [Unmet(PLAIN, site, f"it does not offer {listed(sorted(site.needs))}")]
-    return None, [Unmet(named, site, reason) for reason in reasons if named]
+    unmet = [Unmet(offer.plugin, site, answer) for offer, answer in answers if isinstance(answer, str)]
+    if named and kind in kernels.kinds and not _supplies(kind, [offer for offer in suppliers if offer.plugin == named]):
+        unmet.append(Unmet(named, site, f"it supplies no slot of the kind '{kind}' alone"))
+    if not unmet and site.needs:
+        unmet.append(Unmet(PLAIN, site, f"it does not offer {listed(sorted(site.needs))}"))
+    return None, unmet
 
 
 def _supplies(kind: str, offers: list[Offer]) -> bool:

@@ -297,7 +297,8 @@ def test_expert_degrees_do_not_multiply_the_world() -> None:
     config = SimpleNamespace(
         chosen=(),
         parallel=SimpleNamespace(layout="tp2cp2pp2ep4", degrees={"tp": 2, "cp": 2, "pp": 2, "ep": 4}, data=None),
-        trainer=SimpleNamespace(device="cpu"),
+        trainer=SimpleNamespace(device="cpu", global_batch_size=8, micro_batch_size=1),
+        schedule=SimpleNamespace(batch_rampup=SimpleNamespace(start=None)),
     )
     run = prepare(config, {"test/strategies": Strategies()})  # type: ignore[arg-type]
     assert run.mesh.world_size == 8

@@ -24,9 +24,11 @@ def show(sources: bool, **options: Any) -> None:
     """
     import yaml
 
+    from mplug.run import prepare
     from mplug.settings import from_mapping
 
     config = resolved(options)
+    prepare(config)  # refuses what plugins refuse
     if not sources:
         click.echo(yaml.safe_dump(config.resolved(), sort_keys=False), nl=False)
         return

@@ -17,7 +17,7 @@ def _dgrad(grad_y: Tensor, weight: Tensor) -> Tensor:
 
 
 def _wgrad(grad_y: Tensor, x: Tensor, main_grad: Tensor | None) -> Tensor | None:
-    grad_y, x = grad_y.flatten(0, -2), x.flatten(0, -2)
+    grad_y, x = grad_y.reshape(-1, grad_y.shape[-1]), x.reshape(-1, x.shape[-1])
     if main_grad is None:
         return grad_y.t() @ x
     main_grad.addmm_(grad_y.t(), x)

@@ -38,9 +38,12 @@ def uniform(key: Tensor | int, counter: Tensor) -> Tensor:
 
 
 def normal(key: int, counter: Tensor) -> Tensor:
-    """fp64 standard normal numbers for a key and int64 counters: the inverse distribution function of 53 bits."""
-    bits = _shift(mix(key + counter * _GOLDEN), 11)
-    return torch.erfinv((bits.to(torch.float64) + 0.5) * 2.0**-52 - 1) * math.sqrt(2)
+    """fp64 standard normal numbers for a key and int64 counters: the inverse distribution function of 52 bits.
+
+    One bit more, and the largest number would round to infinity.
+    """
+    bits = _shift(mix(key + counter * _GOLDEN), 12)
+    return torch.erfinv((bits.to(torch.float64) + 0.5) * 2.0**-51 - 1) * math.sqrt(2)
 
 
 def sample_keys(seed: int, step: int, sample_ids: Tensor) -> Tensor:

@@ -60,8 +60,8 @@ def read_split(root: Path, files: list[Path], split: str, validation_percent: in
     A file belongs to validation by a hash of its path below `root`. Where there are few files, or the hash leaves a
     side empty, validation is the last part of every file instead.
     """
-    held_out = [file for file in files if _hash_percent(file.relative_to(root)) < validation_percent]
-    wanted = held_out if split == "validation" else [file for file in files if file not in set(held_out)]
+    held_out = {file for file in files if _hash_percent(file.relative_to(root)) < validation_percent}
+    wanted = [file for file in files if (file in held_out) == (split == "validation")]
     if len(files) >= FEW_FILES and 0 < len(held_out) < len(files):
         texts = [_read(file) for file in wanted]
     else:

@@ -1,0 +1,31 @@
+"""State as plain data that JSON can hold, with its tensors lifted out into a flat mapping."""
+
+from typing import Any
+
+from torch import Tensor
+
+TENSOR = "$tensor"
+"""The key of the mapping that stands for a lifted tensor."""
+
+
+def lift(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
+    """`value` (mappings, lists, numbers, strings, None, tensors) with each tensor moved to `tensors` under its path."""
+    if isinstance(value, Tensor):
+        tensors[path] = value
+        return {TENSOR: path}
+    if isinstance(value, dict):
+        return {str(name): lift(inner, tensors, f"{path}/{name}") for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [lift(inner, tensors, f"{path}/{number}") for number, inner in enumerate(value)]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"state '{path}' holds a {type(value).__name__}; a checkpoint holds tensors and plain data only")
+
+
+def lower(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """The inverse of `lift`."""
+    if isinstance(value, dict):
+        if set(value) == {TENSOR}:
+            return tensors[value[TENSOR]]
+        return {name: lower(inner, tensors) for name, inner in value.items()}
+    return [lower(inner, tensors) for inner in value] if isinstance(value, list) else value

@@ -1,0 +1,29 @@
+"""What strategies share: differentiable collectives, each stated once with its dual."""
+
+from mplug.ops.collectives import (
+    Group,
+    all_gather,
+    all_reduce,
+    copy,
+    gather,
+    join,
+    own_part,
+    reduce,
+    reduce_scatter,
+    scatter,
+    split,
+)
+
+__all__ = [
+    "Group",
+    "all_gather",
+    "all_reduce",
+    "copy",
+    "gather",
+    "join",
+    "own_part",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "split",
+]

@@ -1,0 +1,170 @@
+"""Differentiable collectives over a process group of R ranks.
+
+Each function's backward is its dual: what is one's forward is the other's backward.
+
+    function        forward                                   backward
+    copy            x                                         sum of the ranks' gradients        f of arXiv 1909.08053
+    reduce          sum of the ranks' x                       gradient                           g of arXiv 1909.08053
+    gather(dim)     the ranks' x, joined along dim            sum of gradients, own part         g of arXiv 2205.05198
+    scatter(dim)    sum of the ranks' x, own part of dim      the ranks' gradients, joined       its dual there
+    split(dim)      own part of dim                           the ranks' gradients, joined
+    join(dim)       the ranks' x, joined along dim            gradient, own part
+
+A group of None is one rank: every function is then the identity.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Group = dist.ProcessGroup | None
+
+# torch 2.13 has new names for these two; 2.11 has only the old ones.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+# Plain collectives, for tensors that need no gradient.
+
+
+def all_reduce(x: Tensor, group: Group) -> Tensor:
+    """The sum of the ranks' x [...], in a new tensor."""
+    if group is None:
+        return x
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
+    """The ranks' x [..., n, ...] joined along `dim`: [..., R n, ...]."""
+    if group is None:
+        return x
+    gathered = x.new_empty(group.size(), *x.shape)
+    _all_gather_single(gathered.flatten(0, 1), x.contiguous(), group=group)
+    return gathered.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
+    """This rank's part of the sum of the ranks' x [..., R n, ...] along `dim`: [..., n, ...]."""
+    if group is None:
+        return x
+    parts = x.unflatten(dim, (group.size(), -1)).movedim(dim, 0).contiguous()  # [R, ..., n, ...]
+    own = torch.empty_like(parts[0])
+    _reduce_scatter_single(own, parts.flatten(0, 1), group=group)
+    return own
+
+
+def own_part(x: Tensor, group: Group, dim: int) -> Tensor:
+    """This rank's part of x [..., R n, ...] along `dim`: [..., n, ...]."""
+    if group is None:
+        return x
+    part: Tensor = x.unflatten(dim, (group.size(), -1)).select(dim, group.rank())
+    return part.contiguous()
+
+
+# The differentiable ones.
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grad, ctx.group), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:  # noqa: ARG004
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return all_gather(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return reduce_scatter(grad, ctx.group, ctx.dim), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return reduce_scatter(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return all_gather(grad, ctx.group, ctx.dim), None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return own_part(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return all_gather(grad, ctx.group, ctx.dim), None, None
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return all_gather(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return own_part(grad, ctx.group, ctx.dim), None, None
+
+
+def _apply(function: type[torch.autograd.Function], x: Tensor, group: Group, *dim: int) -> Tensor:
+    if group is None:
+        return x
+    result: Tensor = function.apply(x, group, *dim)
+    return result
+
+
+def copy(x: Tensor, group: Group) -> Tensor:
+    """x, whose gradient is summed over the ranks."""
+    return _apply(_Copy, x, group)
+
+
+def reduce(x: Tensor, group: Group) -> Tensor:
+    """The sum of the ranks' x; the gradient passes as it is."""
+    return _apply(_Reduce, x, group)
+
+
+def gather(x: Tensor, group: Group, dim: int) -> Tensor:
+    """The ranks' x [..., n, ...] joined to [..., R n, ...]; a rank's gradient is its part of the sum."""
+    return _apply(_Gather, x, group, dim)
+
+
+def scatter(x: Tensor, group: Group, dim: int) -> Tensor:
+    """This rank's part of the sum of the ranks' x [..., R n, ...]; the ranks' gradients are joined."""
+    return _apply(_Scatter, x, group, dim)
+
+
+def split(x: Tensor, group: Group, dim: int) -> Tensor:
+    """This rank's part of an x [..., R n, ...] that all ranks hold alike; the ranks' gradients are joined."""
+    return _apply(_Split, x, group, dim)
+
+
+def join(x: Tensor, group: Group, dim: int) -> Tensor:
+    """The ranks' x [..., n, ...] joined; a rank keeps its part of a gradient that all ranks hold alike."""
+    return _apply(_Join, x, group, dim)

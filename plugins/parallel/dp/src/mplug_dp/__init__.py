@@ -1,0 +1,36 @@
+"""Replicated data parallelism: every rank holds the model and reads its part of the batch."""
+
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from mplug import Axis, contiguous, hookimpl
+
+if TYPE_CHECKING:
+    from mplug import Model, Run, RunConfig
+
+
+class DataParallel:
+    """Gradients are summed over the replicas in buckets, each as soon as its gradients are final."""
+
+    class Config(BaseModel):
+        """How gradients travel."""
+
+        model_config = ConfigDict(extra="forbid", frozen=True)
+
+        bucket_mib: float = Field(32.0, gt=0, description="size of a bucket of fp32 gradients")
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @hookimpl
+    def mesh_axes(self, config: "RunConfig") -> list[Axis]:
+        """One axis that divides the batch, between the ranks of tensor parallelism and the stages of a pipeline."""
+        return [Axis("dp", config.parallel.degrees["dp"], entries={"batch": contiguous}, distance=20)]
+
+    @hookimpl
+    def wrap_model(self, run: "Run", model: "Model") -> None:
+        """Listen to the gradient sinks."""
+        from mplug_dp.buckets import reduce_in_buckets
+
+        reduce_in_buckets(model.sinks, run.group("dp"), int(self.config.bucket_mib * 2**20))

@@ -1,0 +1,52 @@
+"""Tensor parallelism (arXiv 1909.08053) with sequence parallelism (arXiv 2205.05198), from the plan alone.
+
+A linear whose output axis is split over tp is column-parallel, one whose input axis is split is row-parallel, and an
+embedding or projection whose vocabulary is split is vocabulary-parallel: nothing else decides it.
+"""
+
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from mplug import Axis, UsageError, hookimpl
+
+if TYPE_CHECKING:
+    from mplug import Model, Offer, Run, RunConfig, Wrap
+
+
+class TensorParallel:
+    """Heads, MLP width and vocabulary divided over the ranks of a node."""
+
+    class Config(BaseModel):
+        """How the residual stream is held."""
+
+        model_config = ConfigDict(extra="forbid", frozen=True)
+
+        sequence_parallel: bool = Field(True, description="divide the residual stream's sequence over the same ranks")
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @hookimpl
+    def configure(self, config: "RunConfig") -> None:
+        """A divided sequence must divide evenly."""
+        degree, length = config.parallel.degrees["tp"], config.trainer.seq_length
+        if self.config.sequence_parallel and length % degree:
+            raise UsageError(
+                f"tp={degree} does not divide trainer.seq_length={length}; change one of them, or set "
+                f"parallel.tp.sequence_parallel=false"
+            )
+
+    @hookimpl
+    def mesh_axes(self, config: "RunConfig") -> list[Axis]:
+        """One axis, whose ranks sit nearest to each other."""
+        stream = ("sequence",) if self.config.sequence_parallel else ()
+        splits = ("heads", "kv_heads", "mlp", "vocab")
+        return [Axis("tp", config.parallel.degrees["tp"], splits=splits, activations=stream, distance=0)]
+
+    @hookimpl
+    def offer(self, run: "Run", model: "Model") -> "list[Offer | Wrap]":
+        """Collectives around the products, and the look-up and loss of a divided vocabulary."""
+        from mplug_tp.suppliers import offers
+
+        return offers(run, model, self.config.sequence_parallel)

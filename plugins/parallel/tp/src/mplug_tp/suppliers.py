@@ -1,0 +1,86 @@
+"""What tensor parallelism puts into slots. B batch, S sequence, D embed, R ranks of tp.
+
+site                                   with sequence parallelism         without
+column-parallel linear, before it      gather  [B, S/R, D] -> [B, S, D]  copy
+row-parallel linear, after it          scatter [B, S, D] -> [B, S/R, D]  reduce
+vocabulary-parallel embedding, after   scatter                           reduce
+any other embedding                    look up this rank's positions     -
+dropout in the residual stream         the rows of this rank             -
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from mplug import Model, Offer, Run, Site, Wrap, ops
+from mplug.nn.embedding import lookup
+from mplug_tp.vocabulary import VocabularyParallel
+
+SEQUENCE = 1
+"""The dimension of [B, S, D] that sequence parallelism divides."""
+
+
+def offers(run: Run, model: Model, sequence_parallel: bool) -> list[Offer | Wrap]:
+    """Every offer of tensor parallelism for this run."""
+    group = run.group("tp")
+    vocabulary = VocabularyParallel(group, _vocab_size(model))
+
+    def weight_split_along(dim: int | None) -> Callable[[Site, Run], bool]:
+        return lambda site, _: _split_dim(model, site) == dim
+
+    def enter(x: Tensor) -> Tensor:
+        return ops.gather(x, group, SEQUENCE) if sequence_parallel else ops.copy(x, group)
+
+    def leave(y: Tensor) -> Tensor:
+        return ops.scatter(y, group, SEQUENCE) if sequence_parallel else ops.reduce(y, group)
+
+    def own_positions(positions: Tensor) -> Tensor:
+        return ops.own_part(positions, group, SEQUENCE)
+
+    def look_up_tokens(indices: Tensor, weight: Tensor) -> Tensor:
+        return leave(vocabulary.lookup(indices, weight))
+
+    def look_up_positions(indices: Tensor, weight: Tensor) -> Tensor:
+        return lookup(own_positions(indices), weight)
+
+    found: list[Offer | Wrap] = [
+        Offer({"Linear.gather": enter}, weight_split_along(0)),
+        Offer({"Linear.scatter": leave}, weight_split_along(1)),
+        Offer({"Embedding.lookup": look_up_tokens}, weight_split_along(0)),
+        Wrap("Attention.core", partial(_with_global_heads, run.mesh.index(run.rank, "tp")), layer=0),
+    ]
+    if vocabulary.size is not None:
+        found.append(Offer({"Loss.cross_entropy": vocabulary.cross_entropy}))
+    if sequence_parallel:
+        found.append(Offer({"Embedding.lookup": look_up_positions}, weight_split_along(None)))
+        found.append(Offer({"Dropout.rows": own_positions}))
+    return found
+
+
+def _split_dim(model: Model, site: Site) -> int | None:
+    """The dimension of the site's weight that tp splits."""
+    placement = model.placement_of(f"{site.name}.weight")
+    for dim, segments in enumerate(placement.dims):
+        if any(placement.splits.get(segment.axis) == "tp" for segment in segments):
+            return dim
+    return None
+
+
+def _vocab_size(model: Model) -> int | None:
+    """The unpadded vocabulary, where tp splits it."""
+    for placement in model.placements.values():
+        for segment in (segment for dim in placement.dims for segment in dim):
+            if segment.axis == "vocab" and placement.splits.get("vocab") == "tp":
+                return segment.count
+    return None
+
+
+def _with_global_heads(index: int, inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Dropout masks are functions of a head's number in the whole model."""
+
+    def core(q: Tensor, k: Tensor, v: Tensor, **named: Any) -> Tensor:
+        return inner(q, k, v, **named, first_head=index * q.shape[2])
+
+    return core

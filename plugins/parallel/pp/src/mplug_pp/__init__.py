@@ -1,0 +1,54 @@
+"""Pipeline parallelism: a model's units divided into stages, run by a table of actions."""
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+
+from mplug import Axis, Stages, UsageError, hookimpl
+from mplug_pp.stages import divide
+
+if TYPE_CHECKING:
+    from mplug import DefaultStepper, Model, Run, RunConfig, Stepper
+
+
+class PipelineParallel:
+    """Weights stay where they are; activations and their gradients travel from stage to stage."""
+
+    class Config(BaseModel):
+        """Schedule and division."""
+
+        model_config = ConfigDict(extra="forbid", frozen=True)
+
+        schedule: Literal["1f1b", "gpipe"] = Field("1f1b", description="order of forward and backward passes")
+        units_per_stage: tuple[PositiveInt, ...] | None = Field(
+            None, description="how many units each stage has, in order; null: stages of about equal work"
+        )
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @hookimpl
+    def configure(self, config: "RunConfig") -> None:
+        """A division that the user gives has one number a stage."""
+        stages, given = config.parallel.degrees["pp"], self.config.units_per_stage
+        if given is not None and len(given) != stages:
+            raise UsageError(f"parallel.pp.units_per_stage has {len(given)} numbers; pp={stages} needs {stages}")
+
+    @hookimpl
+    def mesh_axes(self, config: "RunConfig") -> list[Axis]:
+        """One axis, shared by all views, whose ranks sit farthest from each other."""
+        views = ("attention", "expert")
+        return [Axis("pp", config.parallel.degrees["pp"], activations=("units",), distance=100, views=views)]
+
+    @hookimpl
+    def split_model(self, run: "Run", model: "Model") -> Stages:
+        """Contiguous stages."""
+        return Stages("pp", divide(model, run.mesh.axes["pp"].size, self.config.units_per_stage))
+
+    @hookimpl
+    def build_stepper(self, run: "Run", model: "Model", default: "DefaultStepper") -> "Stepper":
+        """A stepper that follows the schedule's table."""
+        from mplug_pp.runtime import PipelineStepper
+        from mplug_pp.schedules import SCHEDULES
+
+        return PipelineStepper(run, model, default, SCHEDULES[self.config.schedule])

@@ -1,0 +1,104 @@
+"""The runtime: a rank does its stage's row of a table."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mplug import DefaultStepper, MicroBatch, Model, Run, StepResult
+from mplug_pp.table import Kind, Table
+from mplug_pp.wire import Wire
+
+
+class PipelineStepper:
+    """Runs this rank's stage. What a step is, beyond the passes of its micro batches, is the default stepper's."""
+
+    def __init__(self, run: Run, model: Model, default: DefaultStepper, schedule: Callable[[int, int], Table]) -> None:
+        self.model, self.default, self.schedule = model, default, schedule
+        ranks = run.mesh.group(run.rank, "pp")
+        self.stage, self.num_stages = ranks.index(run.rank), len(ranks)
+        self.takes, self.gives = model.crossing(self.stage), model.crossing(self.stage + 1)
+        self.previous = Wire(run, ranks[self.stage - 1]) if self.stage > 0 else None
+        self.next = Wire(run, ranks[self.stage + 1]) if self.stage + 1 < self.num_stages else None
+        self.do: dict[Kind, Callable[[int], None]] = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.SEND_FORWARD: self._send_forward,
+            Kind.RECEIVE_FORWARD: self._receive_forward,
+            Kind.SEND_BACKWARD: self._send_backward,
+            Kind.RECEIVE_BACKWARD: self._receive_backward,
+        }
+
+    def forward_backward(self, micro_batches: Iterable[MicroBatch], step: int) -> None:
+        """Do this stage's actions of a table of as many micro batches as the step has."""
+        self.default.begin_step(step)
+        self.batches = [self.default.with_keys(batch, step) for batch in micro_batches]
+        self.taken: dict[int, list[Tensor]] = {}
+        self.given: dict[int, list[Tensor]] = {}
+        self.gradients: dict[int, list[Tensor]] = {}
+        self.losses: list[tuple[Tensor, Tensor]] = []
+        self.backwards_left = len(self.batches)
+        for action in self.schedule(self.num_stages, len(self.batches))[self.stage]:
+            self.do[action.kind](action.micro_batch)
+        self._finish_sends()
+        self.default.finish_step(self.losses)
+
+    def _forward(self, number: int) -> None:
+        values = self._run(self.batches[number], self.taken.setdefault(number, []))
+        if self.next is None:
+            self.losses.append((values["loss"].detach(), values["num_targets"]))
+        self.given[number] = [values[name] for name in self.gives] if self.next else [values["loss"]]
+
+    def _backward(self, number: int) -> None:
+        self.backwards_left -= 1
+        if self.backwards_left == 0:
+            self.default.sinks.expect_last()
+        gradients: Any = self.gradients.pop(number, None)
+        torch.autograd.backward(self.given.pop(number), gradients)
+        taken = self.taken.pop(number)
+        self.gradients[number] = [torch.zeros_like(x) if x.grad is None else x.grad for x in taken]
+
+    def _send_forward(self, number: int) -> None:
+        assert self.next is not None
+        self.next.send_announced([tensor.detach() for tensor in self.given[number]])
+
+    def _receive_forward(self, number: int) -> None:
+        assert self.previous is not None
+        received = self.previous.receive(len(self.takes), self.batches[number])
+        self.taken[number] = [tensor.requires_grad_() for tensor in received]
+
+    def _send_backward(self, number: int) -> None:
+        assert self.previous is not None
+        self.previous.send(self.gradients.pop(number))
+
+    def _receive_backward(self, number: int) -> None:
+        assert self.next is not None
+        self.gradients[number] = self.next.receive_like(self.given[number])
+
+    def update(self, lr: float, weight_decay: float) -> StepResult:
+        """The default update."""
+        return self.default.update(lr, weight_decay)
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
+        """Forward passes only, one micro batch after the other."""
+        self.model.module.eval()
+        losses = []
+        for batch in micro_batches:
+            batch = {**batch, "keys": batch["sample_ids"]}
+            values = self._run(batch, self.previous.receive(len(self.takes), batch) if self.previous else [])
+            if self.next is None:
+                losses.append((values["loss"], values["num_targets"]))
+            else:
+                self.next.send_announced([values[name] for name in self.gives])
+        self._finish_sends()
+        return self.default.mean_loss(losses)
+
+    def _run(self, batch: MicroBatch, taken: list[Tensor]) -> dict[str, Tensor]:
+        return self.model.run({**batch, **dict(zip(self.takes, taken, strict=True))})
+
+    def _finish_sends(self) -> None:
+        for wire in (self.previous, self.next):
+            if wire is not None:
+                wire.finish_sends()

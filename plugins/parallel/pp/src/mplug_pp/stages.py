@@ -1,0 +1,50 @@
+"""Dividing an ordered list of units into contiguous stages."""
+
+from typing import TYPE_CHECKING
+
+from mplug import UsageError
+
+if TYPE_CHECKING:
+    from mplug import Model
+
+
+def divide(model: "Model", num_stages: int, units_per_stage: tuple[int, ...] | None) -> tuple[tuple[str, ...], ...]:
+    """The names of each stage's units: as many as the user says, or so that the heaviest stage is as light as can be.
+
+    A unit weighs what its matrix products cost; one that only looks up weighs nothing.
+    """
+    names = [unit.name for unit in model.plan.units]
+    if units_per_stage is not None:
+        if sum(units_per_stage) != len(names):
+            raise UsageError(
+                f"parallel.pp.units_per_stage adds up to {sum(units_per_stage)}; the model has {len(names)} units"
+            )
+        return _cut(names, units_per_stage)
+    weights = [model.unit_weight(name) for name in names]
+    working = sum(weight > 0 for weight in weights)
+    if num_stages > working:
+        raise UsageError(f"pp={num_stages} stages are too many for the {working} units of the model that compute")
+    return _cut(names, lightest(weights, num_stages))
+
+
+def _cut(names: list[str], counts: tuple[int, ...]) -> tuple[tuple[str, ...], ...]:
+    ends = [sum(counts[: stage + 1]) for stage in range(len(counts))]
+    return tuple(tuple(names[end - count : end]) for end, count in zip(ends, counts, strict=True))
+
+
+def lightest(weights: list[int], parts: int) -> tuple[int, ...]:
+    """Lengths of contiguous, working parts whose heaviest is as light as can be; among equals, the evenest.
+
+    Dynamic programming over (parts, units): `best[end]` divides the first `end` units.
+    """
+    best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
+    for _ in range(parts):
+        found: dict[int, tuple[int, int, tuple[int, ...]]] = {}
+        for start, (heaviest, squares, lengths) in best.items():
+            for end in range(start + 1, len(weights) + 1):
+                own = sum(weights[start:end])
+                choice = (max(heaviest, own), squares + own * own, (*lengths, end - start))
+                if own > 0 and (end not in found or choice < found[end]):
+                    found[end] = choice
+        best = found
+    return best[len(weights)][2]

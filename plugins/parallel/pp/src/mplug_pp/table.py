@@ -1,0 +1,149 @@
+"""A pipeline schedule as a table of actions, and a checker that proves any table. Torch-free.
+
+A table has one list of actions for each stage, in the order in which the stage does them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(Enum):
+    """What a stage does with one micro batch."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    WEIGHT_GRADIENT = "W"
+    SEND_FORWARD = "SF"
+    RECEIVE_FORWARD = "RF"
+    SEND_BACKWARD = "SB"
+    RECEIVE_BACKWARD = "RB"
+
+
+@dataclass(frozen=True)
+class Action:
+    """One thing that a stage does with one micro batch."""
+
+    kind: Kind
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}{self.micro_batch}"
+
+
+Table = tuple[tuple[Action, ...], ...]
+
+COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
+# A transfer: what the sender does, what the receiver does, and how many stages further the receiver is.
+FORWARD_TRANSFER = (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD, 1)
+BACKWARD_TRANSFER = (Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD, -1)
+
+
+def with_transfers(compute: Table) -> Table:
+    """A table of computations with the sends and receives that they need.
+
+    The computations are played through, all stages at once and each taking one unit of time; a result is handed over as
+    soon as it exists. Every stage's list is its view of that one order of events, so no order of blocking sends can
+    deadlock. Raises ValueError where the computations wait for each other.
+    """
+    done: list[list[Action]] = [[] for _ in compute]
+    waiting = [list(actions) for actions in compute]
+    while any(waiting):
+        ready = [
+            stage
+            for stage, actions in enumerate(waiting)
+            if actions and not _missing(actions[0], stage, len(compute), done[stage])
+        ]
+        if not ready:
+            heads = ", ".join(f"stage {stage} at {actions[0]}" for stage, actions in enumerate(waiting) if actions)
+            raise ValueError(f"the schedule waits for itself: {heads}")
+        computed = [(stage, waiting[stage].pop(0)) for stage in ready]
+        for stage, action in computed:
+            done[stage].append(action)
+        for stage, action in computed:
+            _hand_over(done, stage, action)
+    return tuple(map(tuple, done))
+
+
+def _hand_over(done: list[list[Action]], stage: int, action: Action) -> None:
+    transfer = {Kind.FORWARD: FORWARD_TRANSFER, Kind.BACKWARD: BACKWARD_TRANSFER}.get(action.kind)
+    if transfer and 0 <= stage + transfer[2] < len(done):
+        send, receive, further = transfer
+        done[stage].append(Action(send, action.micro_batch))
+        done[stage + further].append(Action(receive, action.micro_batch))
+
+
+def _missing(action: Action, stage: int, stages: int, done: list[Action]) -> list[Action]:
+    """What must have happened on this stage before an action, and has not."""
+    first, last = stage == 0, stage == stages - 1
+    needed = {
+        Kind.FORWARD: [] if first else [Kind.RECEIVE_FORWARD],
+        Kind.BACKWARD: [Kind.FORWARD] if last else [Kind.FORWARD, Kind.RECEIVE_BACKWARD],
+        Kind.WEIGHT_GRADIENT: [Kind.BACKWARD],
+        Kind.SEND_FORWARD: [Kind.FORWARD],
+        Kind.SEND_BACKWARD: [Kind.BACKWARD],
+    }.get(action.kind, [])
+    return [need for kind in needed if (need := Action(kind, action.micro_batch)) not in done]
+
+
+def check(table: Table, num_micro_batches: int) -> list[int]:
+    """Prove a table, and return each stage's peak of live activations (forwards whose backward is still to come).
+
+    Proven: every stage does the forward and the backward of every micro batch once; nothing is done before what it
+    needs; whatever is sent is received once; and no stage waits for ever, even where a send blocks until it is
+    received. Raises ValueError with the first fault.
+    """
+    for stage, actions in enumerate(table):
+        _check_stage(stage, actions, len(table), num_micro_batches)
+    _check_rendezvous(table)
+    return [_peak(actions) for actions in table]
+
+
+def _check_stage(stage: int, actions: tuple[Action, ...], stages: int, num_micro_batches: int) -> None:
+    if len(set(actions)) < len(actions):
+        raise ValueError(f"stage {stage} does something twice")
+    kinds = [Kind.FORWARD, Kind.BACKWARD]
+    kinds += [Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD] if stage < stages - 1 else []
+    kinds += [Kind.RECEIVE_FORWARD, Kind.SEND_BACKWARD] if stage > 0 else []
+    wanted = {Action(kind, number) for kind in kinds for number in range(num_micro_batches)}
+    given = {action for action in actions if action.kind is not Kind.WEIGHT_GRADIENT}
+    for odd in sorted(given ^ wanted, key=str):
+        raise ValueError(f"stage {stage} {'leaves out' if odd in wanted else 'must not do'} {odd}")
+    for position, action in enumerate(actions):
+        for need in _missing(action, stage, stages, list(actions[:position])):
+            raise ValueError(f"stage {stage} does {action} before {need}")
+
+
+def _check_rendezvous(table: Table) -> None:
+    """Play the table with sends and receives that block until their counterpart is there."""
+    at, moved = [0] * len(table), True
+    while moved:
+        moved = False
+        for stage, actions in enumerate(table):
+            while at[stage] < len(actions) and actions[at[stage]].kind in COMPUTE:
+                at[stage], moved = at[stage] + 1, True
+            for partner in _partners(table, at, stage):
+                at[stage], at[partner], moved = at[stage] + 1, at[partner] + 1, True
+    stuck = [f"stage {s} at {actions[at[s]]}" for s, actions in enumerate(table) if at[s] < len(actions)]
+    if stuck:
+        raise ValueError(f"blocking sends deadlock: {', '.join(stuck)}")
+
+
+def _partners(table: Table, at: list[int], stage: int) -> Iterator[int]:
+    """The stage that stands at the receive of the send at which `stage` stands, if one does."""
+    if at[stage] == len(table[stage]):
+        return
+    action = table[stage][at[stage]]
+    for send, receive, further in (FORWARD_TRANSFER, BACKWARD_TRANSFER):
+        partner = stage + further
+        awaited = Action(receive, action.micro_batch)
+        if action.kind is send and table[partner][at[partner] : at[partner] + 1] == (awaited,):
+            yield partner
+
+
+def _peak(actions: tuple[Action, ...]) -> int:
+    live = peak = 0
+    for action in actions:
+        live += (action.kind is Kind.FORWARD) - (action.kind is Kind.BACKWARD)
+        peak = max(peak, live)
+    return peak

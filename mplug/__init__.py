@@ -23,15 +23,24 @@ from mplug.errors import RunError, UsageError
 from mplug.hookspecs import hookimpl
 from mplug.loading import MapLoader
 from mplug.mesh import Axis, IndexMap, Mesh, contiguous
-from mplug.plan import Box, Flops, Init, Parameter, Placement, Plan, Segment, Unit
+from mplug.plan import Box, Flops, Init, Parameter, Placement, Plan, Segment, Stages, Unit
 from mplug.slots import Offer, Site, Wrap
 
 if TYPE_CHECKING:
     from mplug.config import RunConfig
+    from mplug.gradients import GradientSink, Sinks
     from mplug.model import Model
     from mplug.run import Run
+    from mplug.stepper import DefaultStepper
 
-_LATE = {"Model": "mplug.model", "Run": "mplug.run", "RunConfig": "mplug.config"}
+_LATE = {
+    "DefaultStepper": "mplug.stepper",
+    "GradientSink": "mplug.gradients",
+    "Model": "mplug.model",
+    "Run": "mplug.run",
+    "RunConfig": "mplug.config",
+    "Sinks": "mplug.gradients",
+}
 """What costs start-up time (torch, pydantic) and is imported when it is first used."""
 
 
@@ -46,7 +55,9 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "Axis",
     "Box",
+    "DefaultStepper",
     "Flops",
+    "GradientSink",
     "IndexMap",
     "Init",
     "Loader",
@@ -65,7 +76,9 @@ __all__ = [
     "RunConfig",
     "RunError",
     "Segment",
+    "Sinks",
     "Site",
+    "Stages",
     "Stateful",
     "StepResult",
     "StepScalars",

@@ -12,11 +12,10 @@ from mplug.alternatives import kernels_that_would_do
 from mplug.config import RunConfig
 from mplug.contracts import Loader, Optimizer, Piece, Stepper
 from mplug.errors import UsageError
-from mplug.gradients import Sinks
 from mplug.model import Model, allocate, fill_slots, initialize
 from mplug.run import Run
 from mplug.slots import Offer, Selection, Wrap
-from mplug.stepper import AccumulatingStepper, make_pieces
+from mplug.stepper import DefaultStepper, make_pieces
 
 
 @dataclass
@@ -57,8 +56,8 @@ def _build_model(run: Run) -> tuple[Model, Selection]:
     run.device = choose_device(run.config)
     with torch.device("meta"):
         model: Model = run.hooks.call.build_model(run=run)
-    run.hooks.call.split_model(run=run, model=model)
-    model.place(run.mesh)
+    model.place(run.mesh, run.hooks.call.split_model(run=run, model=model))
+    model.keep_stage(run.mesh.index(run.rank, model.stages.axis))
     run.hooks.call.shard_model(run=run, model=model)
     return model, fill_slots(model, run, collect_offers(run, model))
 
@@ -81,14 +80,12 @@ def build(run: Run) -> Parts:
     validation_loader = build_loader(run, "validation") if trainer.eval_every else None
     _allocate(run, model)
     initialize(model, run.rank, run.config.trainer.seed)
-    sinks = Sinks(model.parameters())
+    model.listen()
     for wrap in run.hooks.layered("wrap_model"):
         wrap(run=run, model=model)
-    pieces = make_pieces(model, sinks)
+    pieces = make_pieces(model)
     optimizer: Optimizer = run.hooks.call.build_optimizer(run=run, pieces=pieces)
-    default = AccumulatingStepper(
-        model, sinks, pieces, optimizer, rank=run.rank, seed=trainer.seed, max_norm=trainer.max_grad_norm
-    )
+    default = DefaultStepper(run, model, pieces, optimizer)
     stepper: Stepper | None = run.hooks.call.build_stepper(run=run, model=model, default=default)
     return Parts(model, pieces, optimizer, stepper or default, train_loader, validation_loader)
 
@@ -113,7 +110,8 @@ def measure_bytes(run: Run, model: Model) -> dict[str, int]:
     """Bytes that a rank will hold: the storages of a real build, made of tensors without memory."""
     with FakeTensorMode():
         _allocate(run, model)
-        pieces = make_pieces(model, Sinks(model.parameters()))
+        model.listen()
+        pieces = make_pieces(model)
         optimizer: Optimizer = run.hooks.call.build_optimizer(run=run, pieces=pieces)
         states = [tensor for piece in pieces for tensor in optimizer.state(piece).values()]
         return {
@@ -131,5 +129,6 @@ def load_for_inference(run: Run, path: Path) -> Model:
     """The model of a run with a checkpoint's weights, without gradients or optimizer."""
     model = build_model(run)
     _allocate(run, model)
-    checkpoint.load_weights(path, model.parameters(), model.placements, run.rank)
+    with checkpoint.Reader(path, checkpoint.read_manifest(path), run.rank) as reader:
+        checkpoint.load_weights(reader, model.parameters(), model.placements)
     return model

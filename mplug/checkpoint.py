@@ -1,10 +1,11 @@
 """Checkpoints: written aside, made visible by one atomic step, read without running any code from them.
 
-    checkpoints/step_00000100/    checkpoint.json (step, data position, provenance, the files' sizes and checksums)
-                                  weights.safetensors · optimizer.safetensors (full logical tensors)
+    checkpoints/step_00000100/    checkpoint.json (step, data position, provenance, where each box is, checksums)
+                                  rank00000.safetensors ... (weights and optimizer state of the boxes that a rank owns)
                                   states.safetensors (the tensors of other plugins' state)
 
-Reading goes by placements: each rank copies the boxes that it holds.
+Everything goes by placements: a rank writes the boxes of which it is the first holder, and reads the parts of saved
+boxes that lie in its own, so a checkpoint of any layout loads under any other.
 """
 
 import json
@@ -13,11 +14,13 @@ import re
 import shutil
 import zlib
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import safetensors
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -25,12 +28,11 @@ from mplug.contracts import Optimizer, Piece
 from mplug.errors import RunError, UsageError
 from mplug.model import region
 from mplug.plain import lift, lower
-from mplug.plan import Placement
-from mplug.run import write_text
+from mplug.plan import Box, Placement
+from mplug.run import Run, write_text
 
 FORMAT = 1
-MANIFEST, WEIGHTS, OPTIMIZER = "checkpoint.json", "weights.safetensors", "optimizer.safetensors"
-STATES = "states.safetensors"
+MANIFEST, STATES = "checkpoint.json", "states.safetensors"
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -51,51 +53,120 @@ def newest(folder: Path) -> Path:
     return found[-1]
 
 
+def file_of(rank: int) -> str:
+    """The file of a rank's boxes."""
+    return f"rank{rank:05d}.safetensors"
+
+
 # Writing.
 
 
-def save(
-    folder: Path, step: int, pieces: Iterable[Piece], optimizer: Optimizer, facts: Mapping[str, Any], keep: int
-) -> Path:
-    """Save a checkpoint, then remove all but the newest `keep`. A full disk leaves the earlier ones as they were.
+def save(run: Run, pieces: list[Piece], optimizer: Optimizer, placements: Iterable[Placement], facts: Any) -> Path:
+    """Save a checkpoint on all ranks together, then remove all but the newest `checkpoint.keep`.
 
-    `facts` is plain data: the data position, other plugins' state, provenance.
+    `facts` is plain data and tensors: the data position, other plugins' state, provenance. A full disk leaves the
+    earlier checkpoints as they were and raises RunError on every rank.
     """
-    final = path_of(folder, step)
+    folder, final = run.checkpoints, path_of(run.checkpoints, run.step)
     aside = folder / f".{final.name}.partial"
-    try:
-        for leftover in folder.glob(".step_*.partial"):
-            shutil.rmtree(leftover)
-        aside.mkdir(parents=True)
-        _write(aside, step, list(pieces), optimizer, facts)
-        if final.exists():
-            shutil.rmtree(final)
-        aside.rename(final)
-        _sync(folder)
-    except (OSError, safetensors.SafetensorError) as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise RunError(f"cannot save the checkpoint '{final}': {_reason(error)}{_survivor(folder)}") from error
-    for old in complete(folder)[:-keep]:
-        shutil.rmtree(old)
+    fault = _attempt(lambda: _prepare(folder, aside)) if run.rank == 0 else ""
+    _refuse_fault(_shared(run, fault), final)
+    files: dict[str, Any] = {}
+    fault = _attempt(lambda: files.update(_write(aside / file_of(run.rank), run.rank, pieces, optimizer)))
+    everyone = _shared(run, (fault, files))
+    _refuse_fault([fault for fault, _ in everyone], final)
+    if run.rank == 0:
+        written = {name: described for _, files in everyone for name, described in files.items()}
+        tensors = {placement.name: _described(placement) for placement in placements}
+        manifest = {"format": FORMAT, "step": run.step, "files": written, "tensors": tensors}
+        fault = _attempt(lambda: _publish(aside, final, manifest, facts))
+    _refuse_fault(_shared(run, fault), final)
+    if run.rank == 0:
+        for old in complete(folder)[: -run.config.checkpoint.keep]:
+            shutil.rmtree(old)
     return final
 
 
-def _write(aside: Path, step: int, pieces: list[Piece], optimizer: Optimizer, facts: Mapping[str, Any]) -> None:
-    weights = {piece.name: piece.master.contiguous() for piece in pieces}
-    states = {
-        f"{piece.name}/{name}": tensor.contiguous()
-        for piece in pieces
-        for name, tensor in optimizer.state(piece).items()
-    }
-    others: dict[str, Tensor] = {}
-    plain = lift(dict(facts), others, "")
-    files = {}
-    for name, tensors in ((WEIGHTS, weights), (OPTIMIZER, states), (STATES, others)):
-        save_file(tensors, aside / name)
-        _sync(aside / name)
-        files[name] = {"bytes": (aside / name).stat().st_size, "crc32": _crc32(aside / name)}
-    manifest = {"format": FORMAT, "step": step, "files": files, **plain}
-    write_text(aside / MANIFEST, json.dumps({**manifest, "crc32": _crc32_of(manifest)}, indent=2) + "\n")
+def _attempt(action: Any) -> str:
+    """Why an action failed; the empty string where it did not."""
+    try:
+        action()
+    except (OSError, safetensors.SafetensorError) as error:
+        full = "os error 28" in str(error) or getattr(error, "errno", None) == 28
+        return "no space left on the device" if full else str(error)
+    return ""
+
+
+def _shared(run: Run, value: Any) -> list[Any]:
+    """Every rank's value."""
+    if run.groups is None:
+        return [value]
+    values: list[Any] = [None] * run.mesh.world_size
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _refuse_fault(faults: list[str], final: Path) -> None:
+    for rank, fault in enumerate(faults):
+        if fault:
+            aside = final.with_name(f".{final.name}.partial")
+            shutil.rmtree(aside, ignore_errors=True)
+            found = complete(final.parent)
+            survivor = f"; the earlier checkpoint '{found[-1]}' is intact" if found else ""
+            where = f" on rank {rank}" if len(faults) > 1 else ""
+            raise RunError(f"cannot save the checkpoint '{final}'{where}: {fault}{survivor}")
+
+
+def _prepare(folder: Path, aside: Path) -> None:
+    for leftover in folder.glob(".step_*.partial"):
+        shutil.rmtree(leftover)
+    aside.mkdir(parents=True)
+
+
+def _write(path: Path, rank: int, pieces: list[Piece], optimizer: Optimizer) -> dict[str, Any]:
+    tensors: dict[str, Tensor] = {}
+    for piece in pieces:
+        local = {"weight": piece.master, **optimizer.state(piece)}
+        for number, box in _owned(piece.placement, rank):
+            for name, tensor in local.items():
+                whole = tensor.dim() == 0
+                tensors[_key(piece.name, name, number)] = (tensor if whole else region(tensor, box)).clone()
+    return _write_file(path, tensors)
+
+
+def _write_file(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    save_file(tensors, path)
+    _sync(path)
+    return {path.name: {"bytes": path.stat().st_size, "crc32": _crc32(path)}}
+
+
+def _owned(placement: Placement, rank: int) -> list[tuple[int, Box]]:
+    return [(number, box) for number, box in enumerate(placement.boxes(rank)) if min(box.copies) == rank]
+
+
+def _key(parameter: str, tensor: str, box: int) -> str:
+    return f"{parameter}/{tensor}/{box}"
+
+
+def _described(placement: Placement) -> dict[str, Any]:
+    """A parameter's logical shape, and its boxes as [rank, number, start, shape]."""
+    boxes = [
+        [rank, number, box.start, box.shape] for rank in placement.holders for number, box in _owned(placement, rank)
+    ]
+    return {"shape": placement.shape, "boxes": boxes}
+
+
+def _publish(aside: Path, final: Path, manifest: dict[str, Any], facts: Mapping[str, Any]) -> None:
+    """Write what rank 0 writes for all, then make the checkpoint visible."""
+    states: dict[str, Tensor] = {}
+    manifest |= lift(dict(facts), states, "")
+    manifest["files"] |= _write_file(aside / STATES, states)
+    manifest = json.loads(json.dumps(manifest))  # as it will be read
+    write_text(aside / MANIFEST, json.dumps({**manifest, "crc32": _crc32_of(manifest)}) + "\n")
+    if final.exists():
+        shutil.rmtree(final)
+    aside.rename(final)
+    _sync(final.parent)
 
 
 def _sync(path: Path) -> None:
@@ -118,16 +189,6 @@ def _crc32(path: Path) -> int:
     return checksum
 
 
-def _reason(error: Exception) -> str:
-    text = str(error)
-    return "no space left on the device" if "os error 28" in text or getattr(error, "errno", None) == 28 else text
-
-
-def _survivor(folder: Path) -> str:
-    found = complete(folder)
-    return f"; the earlier checkpoint '{found[-1]}' is intact" if found else ""
-
-
 # Reading.
 
 
@@ -148,42 +209,76 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return lowered
 
 
-def load_weights(path: Path, parameters: Mapping[str, Tensor], placements: Mapping[str, Placement], rank: int) -> None:
-    """Copy a checkpoint's weights into this rank's parameters."""
-    with safetensors.safe_open(path / WEIGHTS, framework="pt") as file, torch.no_grad():
-        known = set(file.keys())
-        for extra in sorted(known - set(parameters)):
+class Reader:
+    """Copies parts of saved boxes into a rank's local tensors. A context manager: it holds files open."""
+
+    def __init__(self, path: Path, manifest: Mapping[str, Any], rank: int) -> None:
+        self.path, self.tensors, self.rank = path, manifest["tensors"], rank
+        self._files: dict[int, Any] = {}
+        self._open = ExitStack()
+
+    def __enter__(self) -> "Reader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def load(self, placement: Placement, tensor: str, local: Tensor) -> None:
+        """Fill `local`, this rank's part of one of a parameter's tensors ('weight', or the optimizer's)."""
+        saved = self.tensors.get(placement.name)
+        if saved is None:
+            raise UsageError(f"checkpoint '{self.path}' has no parameter '{placement.name}'; it is of another model")
+        if tuple(saved["shape"]) != placement.shape:
             raise UsageError(
-                f"checkpoint '{path}' has a parameter '{extra}' that the model lacks; it is of another model"
+                f"checkpoint '{self.path}' holds '{placement.name}' with shape {tuple(saved['shape'])}, and the model "
+                f"has {placement.shape}; resume with the config that it was saved under"
             )
-        for name, parameter in parameters.items():
-            if name not in known:
-                raise UsageError(f"checkpoint '{path}' has no parameter '{name}'; it is of another model")
-            _copy(file, name, parameter, placements[name], rank, path)
+        if local.dim() == 0:
+            rank, number, *_ = saved["boxes"][0]
+            local.copy_(self._file(rank).get_tensor(self._existing(rank, _key(placement.name, tensor, number))))
+            return
+        for box in placement.boxes(self.rank):
+            target = region(local, box)
+            for rank, number, start, shape in saved["boxes"]:
+                self._copy_common(target, box, rank, _key(placement.name, tensor, number), start, shape)
+
+    def _copy_common(self, target: Tensor, box: Box, rank: int, key: str, start: list[int], shape: list[int]) -> None:
+        low = [max(a, b) for a, b in zip(box.start, start, strict=True)]
+        high = [min(a + n, b + m) for a, n, b, m in zip(box.start, box.shape, start, shape, strict=True)]
+        if all(a < b for a, b in zip(low, high, strict=True)):
+            there = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))
+            here = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, box.start, strict=True))
+            target[here].copy_(self._file(rank).get_slice(self._existing(rank, key))[there])
+
+    def _existing(self, rank: int, key: str) -> str:
+        if key not in self._keys(rank):
+            raise UsageError(f"checkpoint '{self.path}' has no '{key}'; it is of another optimizer")
+        return key
+
+    def _keys(self, rank: int) -> set[str]:
+        return set(self._file(rank).keys())
+
+    def _file(self, rank: int) -> Any:
+        if rank not in self._files:
+            opened = safetensors.safe_open(self.path / file_of(rank), framework="pt")
+            self._files[rank] = self._open.enter_context(opened)
+        return self._files[rank]
 
 
-def load_optimizer(path: Path, pieces: Iterable[Piece], optimizer: Optimizer, rank: int) -> None:
-    """Copy a checkpoint's optimizer state into this rank's."""
-    with safetensors.safe_open(path / OPTIMIZER, framework="pt") as file, torch.no_grad():
-        known = set(file.keys())
-        for piece in pieces:
-            for name, tensor in optimizer.state(piece).items():
-                key = f"{piece.name}/{name}"
-                if key not in known:
-                    raise UsageError(f"checkpoint '{path}' has no optimizer state '{key}'; it is of another optimizer")
-                if tensor.dim() == 0:
-                    tensor.copy_(file.get_tensor(key))
-                else:
-                    _copy(file, key, tensor, piece.placement, rank, path)
-
-
-def _copy(file: Any, key: str, local: Tensor, placement: Placement, rank: int, path: Path) -> None:
-    saved = file.get_slice(key)
-    if tuple(saved.get_shape()) != placement.shape:
+@torch.no_grad()
+def load_weights(reader: Reader, parameters: Mapping[str, Tensor], placements: Mapping[str, Placement]) -> None:
+    """Fill this rank's parameters; `placements` are those of the whole model."""
+    for extra in sorted(set(reader.tensors) - set(placements)):
         raise UsageError(
-            f"checkpoint '{path}' holds '{key}' with shape {tuple(saved.get_shape())}, and the model has "
-            f"{placement.shape}; resume with the config that it was saved under"
+            f"checkpoint '{reader.path}' has a parameter '{extra}' that the model lacks; it is of another model"
         )
-    for box in placement.boxes(rank):
-        start_stop = tuple(slice(s, s + n) for s, n in zip(box.start, box.shape, strict=True))
-        region(local, box).copy_(saved[start_stop])
+    for name, parameter in parameters.items():
+        reader.load(placements[name], "weight", parameter)
+
+
+@torch.no_grad()
+def load_optimizer(reader: Reader, pieces: Iterable[Piece], optimizer: Optimizer) -> None:
+    """Fill this rank's optimizer state."""
+    for piece in pieces:
+        for name, tensor in optimizer.state(piece).items():
+            reader.load(piece.placement, name, tensor)

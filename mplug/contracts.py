@@ -102,6 +102,8 @@ class StepResult:
     grad_norm: "Tensor"
     tokens: "Tensor"
     skipped: "Tensor"
+    stop: "Tensor"
+    """Above 0 where any rank has been asked to stop: all ranks then stop after the same step."""
 
 
 class Stepper(Protocol):

@@ -17,9 +17,8 @@ Listener = Callable[["GradientSink"], None]
 class GradientSink:
     """One parameter's gradient over a step. Listeners hear exactly once a step that it is final."""
 
-    def __init__(self, name: str, parameter: nn.Parameter) -> None:
-        self.name, self.parameter = name, parameter
-        self.buffer: Tensor = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
+    def __init__(self, name: str, parameter: nn.Parameter, buffer: Tensor) -> None:
+        self.name, self.parameter, self.buffer = name, parameter, buffer
         self.listeners: list[Listener] = []
         self.final = False
         self._last = False
@@ -29,8 +28,7 @@ class GradientSink:
         self._accumulation.register_hook(self._contributed)
 
     def begin_step(self) -> None:
-        """Forget the last step's gradient."""
-        self.buffer.zero_()
+        """Nothing is final yet."""
         self.final = self._last = False
 
     def expect_last(self) -> None:
@@ -53,10 +51,25 @@ class GradientSink:
 
 
 class Sinks(Mapping[str, GradientSink]):
-    """The sinks of all of a rank's parameters, by name."""
+    """The sinks of all of a rank's parameters, by name.
+
+    Their buffers lie in one arena, in the reverse of the parameters' order: about the order in which backward makes
+    them final, so that neighbours can be reduced together. Whoever sums gradients over a mesh axis by listening names it in
+    `reduced_over`, and appends to `when_finished` what must be waited for before gradients are read.
+    """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._sinks = {name: GradientSink(name, p) for name, p in parameters.items() if p.requires_grad}
+        trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        end = sum(parameter.numel() for parameter in trained.values())
+        device = next(iter(trained.values())).device if trained else None
+        self.arena = torch.zeros(end, dtype=torch.float32, device=device)
+        self.reduced_over: set[str] = set()
+        self.when_finished: list[Callable[[], None]] = []
+        self._sinks: dict[str, GradientSink] = {}
+        for name, parameter in trained.items():
+            start = end - parameter.numel()
+            self._sinks[name] = GradientSink(name, parameter, self.arena[start:end].view_as(parameter))
+            end = start
 
     def __getitem__(self, name: str) -> GradientSink:
         return self._sinks[name]
@@ -67,8 +80,20 @@ class Sinks(Mapping[str, GradientSink]):
     def __len__(self) -> int:
         return len(self._sinks)
 
+    def stretches(self, num_bytes: int) -> Iterator[tuple[list[GradientSink], Tensor]]:
+        """The arena in stretches of at least `num_bytes`: neighbouring sinks, and the tensor of their buffers."""
+        held: list[GradientSink] = []
+        start = stop = 0
+        for sink in reversed(self._sinks.values()):
+            held.append(sink)
+            stop += sink.buffer.numel()
+            if (stop - start) * self.arena.itemsize >= num_bytes or stop == self.arena.numel():
+                yield held, self.arena[start:stop]
+                held, start = [], stop
+
     def begin_step(self) -> None:
         """Forget the last step's gradients."""
+        self.arena.zero_()
         for sink in self.values():
             sink.begin_step()
 
@@ -78,6 +103,8 @@ class Sinks(Mapping[str, GradientSink]):
             sink.expect_last()
 
     def finish(self) -> None:
-        """Announce what is not final yet."""
+        """Announce what is not final yet, then wait for whoever listens."""
         for sink in self.values():
             sink.finish()
+        for wait in self.when_finished:
+            wait()

@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from mplug.contracts import Loader, Optimizer, Piece, Record, Stateful, Stepper, Tokenizer
     from mplug.mesh import Axis
     from mplug.model import Model
+    from mplug.plan import Stages
     from mplug.run import Run
     from mplug.slots import Offer, Wrap
+    from mplug.stepper import DefaultStepper
 
 F = TypeVar("F", bound=Callable[..., Any])
 Answers = Literal["all", "at most one", "exactly one"]
@@ -62,8 +64,8 @@ def build_model(run: "Run") -> "Model":
 
 
 @at_most_one
-def split_model(run: "Run", model: "Model") -> None:
-    """Keep this rank's units in `model.module` and in `model.plan`; names stay global."""
+def split_model(run: "Run", model: "Model") -> "Stages":
+    """Which units make up each pipeline stage. Pure: the host keeps this rank's, and names stay global."""
 
 
 @all_plugins
@@ -100,7 +102,7 @@ def build_loader(run: "Run", split: "Literal['train', 'validation']") -> "Loader
 
 
 @at_most_one
-def build_stepper(run: "Run", model: "Model", default: "Stepper") -> "Stepper":
+def build_stepper(run: "Run", model: "Model", default: "DefaultStepper") -> "Stepper":
     """What runs a step, where the host's `default` (one micro batch after the other) does not do.
 
     A stepper that changes only how gradients come about hands `update` on to the default.

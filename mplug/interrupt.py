@@ -4,11 +4,16 @@ import signal
 from types import FrameType
 from typing import Any, Self
 
+from mplug.run import Run
+
 
 class Interrupt:
     """Remembers the first SIGINT or SIGTERM, so that the loop ends after a whole step; a second one ends it at once."""
 
     signal: int | None = None
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
 
     def __enter__(self) -> Self:
         self._previous = {number: signal.signal(number, self._remember) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -20,4 +25,5 @@ class Interrupt:
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self.signal = number
+        self.run.stop_requested = True
         signal.signal(number, self._previous[signal.Signals(number)])

@@ -1,8 +1,8 @@
 """The training loop."""
 
+import signal
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from mplug.build import Parts, build
@@ -15,18 +15,11 @@ from mplug.run import Run, logging_to, make_directory, write_record
 from mplug.schedule import batch_size, learning_rate, weight_decay
 
 
-@dataclass
-class Outcome:
-    """How a run ended: its last validation loss, if it has one, and the signal that stopped it early, if one did."""
-
-    val_loss: float | None
-    signal: int | None
-
-
-def train(run: Run, resume_from: Path | None = None) -> Outcome:
+def train(run: Run, resume_from: Path | None = None) -> tuple[float | None, int | None]:
     """Train to the config's last step, evaluating and saving on the way; continue from a checkpoint if one is given.
 
-    SIGTERM and SIGINT finish the step, save, and end the run.
+    SIGTERM and SIGINT, on any rank, finish the step, save, and end the run. Returns the last validation loss, if the
+    run has one, and the signal that stopped it early, if one did.
     """
     parts = build(run)
     position = Position(run, parts)
@@ -34,25 +27,25 @@ def train(run: Run, resume_from: Path | None = None) -> Outcome:
         position.load(resume_from)
     make_directory(run)
     write_record(run, {"parameters": parts.num_parameters, "resumed_from": resume_from and str(resume_from)})
-    with logging_to(run), Interrupt() as interrupt:
+    with logging_to(run), Interrupt(run) as interrupt:
         run.hooks.observe("run_started", run=run)
         try:
-            val_loss = _steps(run, parts, position, interrupt)
+            val_loss = _steps(run, parts, position)
         except BaseException as error:
             run.hooks.observe("run_failed", run=run, error=error)
             raise
         run.hooks.observe("run_finished", run=run)
     done = run.step == run.config.trainer.steps
-    return Outcome(val_loss, None if done else interrupt.signal)
+    return val_loss, None if done else interrupt.signal or signal.SIGTERM
 
 
-def _steps(run: Run, parts: Parts, position: Position, interrupt: Interrupt) -> float | None:
+def _steps(run: Run, parts: Parts, position: Position) -> float | None:
     steps, val_loss, stop = run.config.trainer.steps, None, False
     while run.step < steps and not stop:
         run.step += 1
         run.hooks.observe("step_started", run=run)
-        record = _step(run, parts, position)
-        last, stop = run.step == steps, interrupt.signal is not None
+        record, stop = _step(run, parts, position)
+        last = run.step == steps
         if _due(run.step, run.config.trainer.eval_every, last and parts.validation_loader is not None):
             record["val_loss"] = val_loss = evaluate(run, parts)
         run.hooks.observe("step_finished", run=run, record=record)
@@ -65,7 +58,7 @@ def _due(step: int, every: int, anyway: bool) -> bool:
     return anyway or (every > 0 and step % every == 0)
 
 
-def _step(run: Run, parts: Parts, position: Position) -> Record:
+def _step(run: Run, parts: Parts, position: Position) -> tuple[Record, bool]:
     config, step = run.config, run.step
     samples = batch_size(position.samples, config.trainer, config.schedule.batch_rampup)
     lr = learning_rate(step, config.optimizer.lr, config.schedule, config.trainer.steps)
@@ -79,7 +72,7 @@ def _step(run: Run, parts: Parts, position: Position) -> Record:
     _refuse_nonfinite(run, result)
     position.samples += samples
     position.tokens += int(result.tokens)
-    return {
+    record = {
         "step": step,
         "loss": float(result.loss),
         "grad_norm": float(result.grad_norm),
@@ -89,6 +82,7 @@ def _step(run: Run, parts: Parts, position: Position) -> Record:
         "memory_gib": peak_memory_gib(run.device),
         "data_wait_s": micro_batches.waited,
     }
+    return record, bool(result.stop)
 
 
 def _refuse_nonfinite(run: Run, result: StepResult) -> None:

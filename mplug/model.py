@@ -2,14 +2,16 @@
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from mplug.gradients import Sinks
+from mplug.nn.linear import Linear
 from mplug.nn.random import key_of, normal
-from mplug.plan import Box, Parameter, Placement, Plan, Unit
+from mplug.plan import Box, Parameter, Placement, Plan, Stages, Unit
 from mplug.slots import Filled, Selection, Site, select
 
 if TYPE_CHECKING:
@@ -28,23 +30,80 @@ class Model:
     plan: Plan
     placements: dict[str, Placement] = field(default_factory=dict)
     slots: list[Filled] = field(default_factory=list)
+    stages: Stages = field(default=Stages("", ()))
+    own_units: tuple[Unit, ...] = ()
+    _sinks: Sinks | None = None
+
+    @property
+    def sinks(self) -> Sinks:
+        """The gradient sinks of this rank's parameters, once they have memory."""
+        assert self._sinks is not None, "the model has no memory yet"
+        return self._sinks
+
+    def listen(self) -> None:
+        """Give every parameter of this rank its gradient sink."""
+        self._sinks = Sinks(self.parameters())
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Every parameter once, by the first of its names."""
-        return dict(self.module.named_parameters())
+        """Every parameter of this rank once, by the first of its names in the whole model."""
+        first = {name: names[0] for names in self.plan.tied for name in names}
+        return {first.get(name, name): parameter for name, parameter in self.module.named_parameters()}
 
-    def place(self, mesh: "Mesh") -> None:
-        """Compute where each parameter lives, from the plan and the mesh alone."""
-        parameters, holders = self.parameters(), tuple(range(mesh.world_size))
+    def place(self, mesh: "Mesh", stages: Stages | None) -> None:
+        """Compute where each parameter lives, from the plan, the stages and the mesh alone."""
+        self.stages = stages or Stages("", (tuple(unit.name for unit in self.plan.units),))
+        parameters = self.parameters()
         for name, described in self.plan.match(parameters).items():
             shape = tuple(parameters[name].shape)
             _refuse_other_shape(name, described, shape)
-            self.placements[name] = placement = Placement(name, described, shape, mesh, holders)
+            used_in = self._stages_of(name)
+            holders = tuple(r for r in range(mesh.world_size) if mesh.index(r, self.stages.axis) in used_in)
+            over = (*described.over, "units") if len(used_in) > 1 else described.over
+            placement = Placement(name, replace(described, over=over), shape, mesh, holders)
             placement.local_shape(0)  # refuses what does not divide
+            self.placements[name] = placement
+
+    def _stages_of(self, name: str) -> set[int]:
+        names = next((names for names in self.plan.tied if name in names), (name,))
+        return {
+            stage
+            for stage, units in enumerate(self.stages.units)
+            if any(one.startswith(f"{unit}.") for one in names for unit in units)
+        }
+
+    def keep_stage(self, stage: int) -> None:
+        """Drop the units of all other stages from the module; `own_units` are those that stay."""
+        kept = set(self.stages.units[stage])
+        for unit in self.plan.units:
+            if unit.name not in kept:
+                parent, _, child = unit.name.rpartition(".")
+                delattr(self.module.get_submodule(parent), child)
+        self.own_units = tuple(unit for unit in self.plan.units if unit.name in kept)
+
+    def crossing(self, stage: int) -> tuple[str, ...]:
+        """The activations that cross the border before a stage: made before it, and used in it or later."""
+        before = {name for units in self.stages.units[:stage] for name in units}
+        made = [name for unit in self.plan.units if unit.name in before for name in unit.outputs]
+        used = {name for unit in self.plan.units if unit.name not in before for name in unit.inputs}
+        return tuple(name for name in dict.fromkeys(made) if name in used)
+
+    def unit_weight(self, name: str) -> int:
+        """Elements of the weights that a unit multiplies with: its linear layers'."""
+        unit = self.module.get_submodule(name)
+        return sum(part.weight.numel() for part in unit.modules() if isinstance(part, Linear))
+
+    def placement_of(self, name: str) -> Placement:
+        """The placement of a parameter by any of its names."""
+        first = next((names[0] for names in self.plan.tied if name in names), name)
+        return self.placements[first]
+
+    def run(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Run this rank's units on a micro batch's entries and whatever activations came before."""
+        return run_units(self.module, self.own_units, batch)
 
     def loss(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Run all units on a micro batch: (sum of the losses, number of targets)."""
-        values = run_units(self.module, self.plan.units, batch)
+        values = self.run(batch)
         return values["loss"], values["num_targets"]
 
     def logits(self, batch: Mapping[str, Tensor]) -> Tensor:

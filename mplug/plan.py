@@ -80,6 +80,14 @@ class Parameter:
 
 
 @dataclass(frozen=True)
+class Stages:
+    """The units of each pipeline stage, in order, and the mesh axis that the stages lie along."""
+
+    axis: str
+    units: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
 class Flops:
     """Floating-point operations of a forward and backward pass (reference: 2 a multiply-add, backward twice forward).
 

@@ -30,9 +30,7 @@ class Position:
             "provenance": provenance(run),
             "config": run.config.resolved(),
         }
-        return checkpoint.save(
-            run.checkpoints, run.step, parts.pieces, parts.optimizer, facts, run.config.checkpoint.keep
-        )
+        return checkpoint.save(run, parts.pieces, parts.optimizer, parts.model.placements.values(), facts)
 
     def load(self, path: Path) -> None:
         """Continue exactly where a checkpoint was taken."""
@@ -42,8 +40,9 @@ class Position:
                 f"checkpoint '{path}' has done all {run.config.trainer.steps} steps of its run; "
                 f"to go on, set trainer.steps to more"
             )
-        checkpoint.load_weights(path, parts.model.parameters(), parts.model.placements, run.rank)
-        checkpoint.load_optimizer(path, parts.pieces, parts.optimizer, run.rank)
+        with checkpoint.Reader(path, manifest, run.rank) as reader:
+            checkpoint.load_weights(reader, parts.model.parameters(), parts.model.placements)
+            checkpoint.load_optimizer(reader, parts.pieces, parts.optimizer)
         for _, found in run.hooks.each("state", run=run):
             for name, stateful in found.items():
                 if name not in manifest["states"]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -23,6 +23,12 @@ from mplug.errors import UsageError, listed
 from mplug.hooks import Hooks
 from mplug.mesh import Axis, Mesh
 from mplug.settings import source_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+    from mplug.groups import Groups
 
 RUNS = Path("runs")
 
@@ -38,6 +44,35 @@ class Run:
     rank: int = 0
     directory: Path | None = None
     step: int = 0
+    stop_requested: bool = False
+    groups: "Groups | None" = None
+
+    def group(self, *axes: str) -> "ProcessGroup | None":
+        """The process group of this rank along mesh axes; None where it is alone or no processes run yet.
+
+        All ranks must ask alike, because making a group takes all of them.
+        """
+        if self.groups is None:
+            return None
+        return self.groups.of(self.mesh.group(rank, *axes) for rank in range(self.mesh.world_size))
+
+    @property
+    def counts_losses(self) -> bool:
+        """Whether this rank's losses count: of ranks that compute the same ones, the first does."""
+        own = self.mesh.coordinates(self.rank)
+        return all(
+            own[axis.name] == 0
+            for axis in self.mesh.views["attention"]
+            if not axis.entries and "units" not in axis.activations
+        )
+
+    def summed(self, values: "Tensor") -> "Tensor":
+        """The sum of a small tensor over all ranks."""
+        if self.groups is None:
+            return values
+        from mplug.ops import all_reduce  # imports torch
+
+        return all_reduce(values, self.groups.of([tuple(range(self.mesh.world_size))]))
 
     @property
     def checkpoints(self) -> Path:
@@ -85,13 +120,13 @@ def _refuse_uneven_batch(config: RunConfig, mesh: Mesh) -> None:
 # The directory.
 
 
-def new_directory(config: RunConfig, name: str | None) -> Path:
+def new_directory(config: RunConfig, name: str | None, check: bool = True) -> Path:
     """Where a new run will be kept; a name that is taken is a UsageError. It is made when the run is built."""
     if name is not None and (not name or name.startswith(".") or Path(name).name != name):
         raise UsageError(f"--name '{name}' is not the name of a folder; give it without '/' and without a leading '.'")
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     directory = RUNS / (name or f"{config.settings['model', 'name'].value.rpartition('/')[2]}-{stamp}")
-    if directory.exists():
+    if check and directory.exists():
         raise UsageError(f"the run '{directory}' exists; continue it with --resume, or choose another --name")
     return directory
 
@@ -129,9 +164,11 @@ def write_text(path: Path, text: str) -> None:
 
 
 def make_directory(run: Run) -> None:
-    """Make the run's directory, and save the fully resolved config."""
+    """Make the run's directory, and on rank 0 save the fully resolved config."""
     assert run.directory is not None
     (run.directory / "logs").mkdir(parents=True, exist_ok=True)
+    if run.rank != 0:
+        return
     text = yaml.safe_dump(run.config.resolved(), sort_keys=False)
     write_text(run.directory / "config.yaml", f"# The resolved config of this run: continue it with --resume.\n{text}")
 
@@ -180,8 +217,10 @@ def provenance(run: Run) -> dict[str, Any]:
 
 
 def write_record(run: Run, facts: dict[str, Any]) -> None:
-    """Write record.json: provenance, layout, versions, and the facts that the caller adds."""
+    """Write record.json on rank 0: provenance, layout, versions, and the facts that the caller adds."""
     assert run.directory is not None
+    if run.rank != 0:
+        return
     preset = run.config.settings.get(("model", "preset"))
     record = {
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),

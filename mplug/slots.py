@@ -21,6 +21,7 @@ SLOT_KINDS: dict[str, tuple[str, ...]] = {
     "norm": ("Norm.norm_residual",),
     "activation": ("MLP.activation",),
     "embedding": ("Embedding.lookup",),
+    "dropout": ("Dropout.rows",),
     "loss": ("Loss.cross_entropy",),
 }
 """Kinds of slots, the words of the config's `kernels` section -> the slots themselves."""

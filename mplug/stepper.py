@@ -6,74 +6,94 @@ import torch
 from torch import Tensor
 
 from mplug.contracts import MicroBatch, Optimizer, Piece, StepResult, StepScalars
-from mplug.gradients import Sinks
 from mplug.model import Model, region
 from mplug.nn.random import key_of, sample_keys
+from mplug.reduction import Reduction
+from mplug.run import Run
 
 
-def make_pieces(model: Model, sinks: Sinks) -> list[Piece]:
+def make_pieces(model: Model) -> list[Piece]:
     """What the optimizer updates: each parameter whole, its gradient in the sink's buffer."""
     return [
         Piece(name, sink.parameter.data, sink.buffer, None, placement.parameter, placement)
-        for name, sink in sinks.items()
+        for name, sink in model.sinks.items()
         for placement in (model.placements[name],)
     ]
 
 
-class AccumulatingStepper:
-    """One micro batch after the other through all units, then one update."""
+class DefaultStepper:
+    """One micro batch after the other through all units, then one update.
 
-    def __init__(
-        self,
-        model: Model,
-        sinks: Sinks,
-        pieces: list[Piece],
-        optimizer: Optimizer,
-        *,
-        rank: int,
-        seed: int,
-        max_norm: float,
-    ) -> None:
-        self.model, self.sinks, self.pieces, self.optimizer = model, sinks, pieces, optimizer
-        self.seed, self.max_norm = seed, max_norm
-        self.owned = owned_gradients(pieces, rank)
-        self.loss_sum = self.num_targets = torch.zeros(())
+    A strategy that brings its own stepper uses the parts: `begin_step`, `with_keys`, `finish_step`, `update`.
+    """
 
-    def forward_backward(self, micro_batches: Iterable[MicroBatch], step: int) -> None:
-        """Sum the gradients of a step's micro batches into the sinks, and losses and token counts beside them."""
+    def __init__(self, run: Run, model: Model, pieces: list[Piece], optimizer: Optimizer) -> None:
+        self.run, self.model, self.sinks, self.pieces, self.optimizer = run, model, model.sinks, pieces, optimizer
+        self.seed, self.max_norm = run.config.trainer.seed, run.config.trainer.max_grad_norm
+        self.owned = owned_gradients(pieces, run.rank)
+        self.reduction = Reduction(run, model, pieces)
+        self.sums = torch.zeros(2, device=run.device)
+
+    def begin_step(self, step: int) -> None:
+        """Forget the last step's gradients."""
         torch.manual_seed(key_of(self.seed, "step", step))  # for kernels that draw their own numbers
         self.model.module.train()
         self.sinks.begin_step()
-        losses, counts = [], []
+
+    def with_keys(self, batch: MicroBatch, step: int) -> MicroBatch:
+        """The micro batch with the samples' random keys of this step."""
+        return {**batch, "keys": sample_keys(self.seed, step, batch["sample_ids"])}
+
+    def forward_backward(self, micro_batches: Iterable[MicroBatch], step: int) -> None:
+        """Sum the gradients of a step's micro batches into the sinks, and losses and token counts beside them."""
+        self.begin_step(step)
+        losses = []
         for batch, last in _marking_last(micro_batches):
             if last:
                 self.sinks.expect_last()
-            keys = sample_keys(self.seed, step, batch["sample_ids"])
-            loss, num_targets = self.model.loss({**batch, "keys": keys})
+            loss, num_targets = self.model.loss(self.with_keys(batch, step))
             loss.backward()
-            losses.append(loss.detach())
-            counts.append(num_targets)
+            losses.append((loss.detach(), num_targets))
+        self.finish_step(losses)
+
+    def finish_step(self, losses: list[tuple[Tensor, Tensor]]) -> None:
+        """Make gradients whole, and keep this rank's (sum of losses, number of targets) of every micro batch."""
         self.sinks.finish()
-        self.loss_sum, self.num_targets = torch.stack(losses).sum(), torch.stack(counts).sum()
+        self.reduction.finish()
+        self.sums = self._own_sums(losses)
+
+    def _own_sums(self, losses: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """[sum of losses, number of targets] of this rank; zeros where another rank counts the same ones."""
+        if not losses or not self.run.counts_losses:
+            return torch.zeros(2, device=self.run.device)
+        return torch.stack([torch.stack([loss.float(), count.float()]) for loss, count in losses]).sum(dim=0)
+
+    def _squares(self) -> Tensor:
+        """The sum of the squares of the gradients that this rank counts."""
+        return global_norm(self.owned).square() if self.owned else torch.zeros((), device=self.run.device)
 
     def update(self, lr: float, weight_decay: float) -> StepResult:
-        """Finish gradients, clip, check that they are finite, and let the optimizer update its pieces."""
-        norm = global_norm(self.owned) / self.num_targets
-        scale = 1 / self.num_targets
+        """Clip, check that all is finite, and let the optimizer update its pieces."""
+        stop = torch.full_like(self.sums[0], float(self.run.stop_requested))
+        sums = self.run.summed(torch.stack([*self.sums, self._squares(), stop]))
+        loss_sum, num_targets, squares, stop = sums.unbind()
+        loss, norm, scale = loss_sum / num_targets, squares.sqrt() / num_targets, 1 / num_targets
         if self.max_norm > 0:
             scale = scale * (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
-        loss = self.loss_sum / self.num_targets
         skip = (~(norm.isfinite() & loss.isfinite())).float()
-        self.optimizer.step(StepScalars(torch.full_like(norm, lr), scale.float(), skip, weight_decay))
-        return StepResult(loss, norm, self.num_targets, skip)
+        self.optimizer.step(StepScalars(torch.full_like(norm, lr), scale, skip, weight_decay))
+        return StepResult(loss, norm, num_targets, skip, stop)
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
         """The mean loss over all tokens of the micro batches, without gradients or dropout."""
         self.model.module.eval()
-        sums = [self.model.loss({**batch, "keys": batch["sample_ids"]}) for batch in micro_batches]
-        losses, counts = zip(*sums, strict=True)
-        return torch.stack(losses).sum() / torch.stack(counts).sum()
+        return self.mean_loss([self.model.loss({**batch, "keys": batch["sample_ids"]}) for batch in micro_batches])
+
+    def mean_loss(self, losses: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """The mean over all ranks' targets."""
+        loss_sum, num_targets = self.run.summed(self._own_sums(losses)).unbind()
+        return loss_sum / num_targets
 
 
 def owned_gradients(pieces: Iterable[Piece], rank: int) -> list[Tensor]:
@@ -87,7 +107,7 @@ def owned_gradients(pieces: Iterable[Piece], rank: int) -> list[Tensor]:
 
 
 def global_norm(owned: list[Tensor]) -> Tensor:
-    """The 2-norm of all gradients together."""
+    """The 2-norm of all these gradients together."""
     norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(owned)))
     return norm
 

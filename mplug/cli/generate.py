@@ -45,7 +45,7 @@ def command(
     \b
     mplug generate --prompt "class Parser" --tokens 500 --temperature 0.7
     """
-    from mplug.checkpoint import newest, path_of, read_manifest
+    from mplug.checkpoint import newest, path_of
     from mplug.errors import UsageError
     from mplug.registry import Registry
     from mplug.resolve import resolve
@@ -62,7 +62,6 @@ def command(
     tokenizer = run.hooks.call.build_tokenizer(run=run)
     if tokenizer is None:
         raise UsageError(f"the data of run '{directory}' has no tokenizer, so there is no text to sample")
-    read_manifest(checkpoint)
     encoded = tokenizer.encode(prompt)
     if not encoded:
         raise UsageError("--prompt is empty; give at least one character to continue")

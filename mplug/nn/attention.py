@@ -12,12 +12,19 @@ from mplug.nn.random import mix, uniform
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float = 0.0, keys: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    dropout: float = 0.0,
+    keys: Tensor | None = None,
+    first_head: int = 0,
 ) -> Tensor:
     """softmax(scale q kᵀ) v under a causal mask: the default of the slot `Attention.core`.
 
     q [B, S, H, K], k and v [B, T, G, K] with G dividing H -> [B, S, H, K]. `dropout` is the probability with which a
-    weight is dropped, by a mask that is a function of `keys` [B], head and positions.
+    weight is dropped, by a mask that is a function of `keys` [B], head (the first is `first_head`) and positions.
     """
     heads, groups = q.shape[2], k.shape[2]
     k, v = (x.repeat_interleave(heads // groups, dim=2) for x in (k, v))
@@ -25,7 +32,7 @@ def attention(
     future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
     weights = scores.masked_fill(future, float("-inf")).softmax(dim=-1)
     if dropout > 0 and keys is not None:
-        rows = mix(keys[:, None] + torch.arange(heads, device=q.device))  # [B, H]
+        rows = mix(keys[:, None] + torch.arange(first_head, first_head + heads, device=q.device))  # [B, H]
         rows = mix(rows[..., None] + torch.arange(q.shape[1], device=q.device))  # [B, H, S]
         kept = uniform(rows[..., None], torch.arange(k.shape[1], device=q.device)) >= dropout
         weights = weights * kept / (1 - dropout)
@@ -85,7 +92,7 @@ class Attention(nn.Module):
         eps: float = 1e-5,
     ) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.head_dim = head_dim
         self.theta, self.dropout, self.eps, self.scale = theta, dropout, eps, head_dim**-0.5
         self.qkv = Linear(dim, (num_heads + 2 * num_kv_heads) * head_dim, bias)
         self.out = Linear(num_heads * head_dim, dim, bias)
@@ -98,7 +105,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
         """x [B, S, D], positions [1 or B, S], the samples' random keys [B] -> [B, S, D]."""
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # [B, S, H + 2G, K]
-        q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=2)
+        num_heads = self.out.weight.shape[1] // self.head_dim  # of this rank, as the weights are cut
+        num_kv_heads = (heads.shape[2] - num_heads) // 2
+        q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=2)
         q, k = self.prepare_qk(q, k, positions, self.q_norm, self.k_norm, self.eps, self.theta)
         dropout = self.dropout if self.training else 0.0
         mixed = self.core(q, k, v, scale=self.scale, dropout=dropout, keys=mix(keys ^ self.site) if dropout else None)

@@ -5,6 +5,7 @@ weights and dropout masks are the same under any layout, and no generator's stat
 """
 
 import math
+from collections.abc import Callable
 from hashlib import blake2b
 
 import torch
@@ -51,23 +52,31 @@ def sample_keys(seed: int, step: int, sample_ids: Tensor) -> Tensor:
     return mix(sample_ids.to(torch.int64) * _GOLDEN + key_of(seed, "step", step))
 
 
+def all_rows(positions: Tensor) -> Tensor:
+    """The default of the slot `Dropout.rows`: x has a row for every position."""
+    return positions
+
+
 class Dropout(nn.Module):
     """Dropout whose mask is a function of (seed, step, site, sample, position, feature).
 
-    `site` is a buffer that the host sets from the module's name, so that all sites share one compiled graph.
+    `site` is a buffer that the host sets from the module's name, so that all sites share one compiled graph. The slot
+    `rows` says which of the positions the rows of x are, where a strategy divides the sequence inside the model.
     """
 
+    SLOTS = ("rows",)
     site: Tensor
 
     def __init__(self, probability: float) -> None:
         super().__init__()
         self.probability = probability
+        self.rows: Callable[[Tensor], Tensor] = all_rows
         self.register_buffer("site", torch.zeros((), dtype=torch.int64), persistent=False)
 
     def forward(self, x: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
         """x [B, S, D], keys [B], positions [1 or B, S] -> [B, S, D]."""
         if not self.training or self.probability == 0:
             return x
-        rows = mix(mix(keys ^ self.site)[:, None] + positions)  # [B, S]
+        rows = mix(mix(keys ^ self.site)[:, None] + self.rows(positions))  # [B, S]
         kept = uniform(rows[..., None], torch.arange(x.shape[-1], device=x.device)) >= self.probability
         return x * kept / (1 - self.probability)

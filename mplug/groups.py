@@ -1,0 +1,26 @@
+"""The process groups of a run: made when they are first asked for, by all ranks together, and kept."""
+
+from collections.abc import Iterable
+
+import torch.distributed as dist
+
+
+class Groups:
+    """Process groups by the ranks in them."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    def of(self, families: Iterable[tuple[int, ...]]) -> dist.ProcessGroup | None:
+        """The group of this rank among `families`, for which all ranks must ask alike; None where it is alone.
+
+        Every family of two ranks and more is made, in sorted order, because making one takes all ranks.
+        """
+        own = None
+        for ranks in sorted(set(families)):
+            if len(ranks) > 1 and ranks not in self._made:
+                self._made[ranks] = dist.new_group(list(ranks))
+            if self.rank in ranks:
+                own = self._made.get(ranks)
+        return own

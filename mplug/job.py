@@ -1,0 +1,64 @@
+"""A run as each of its processes gets it, and what such a process does."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mplug.hooks import HOST
+from mplug.launch import agreed, joined, launched
+from mplug.registry import Registry
+from mplug.resolve import resolve
+from mplug.run import Run, prepare
+from mplug.settings import Settings
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every process of a run needs to know; it travels as plain data."""
+
+    base: Settings
+    overrides: Settings
+    directory: Path
+    resume_from: Path | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: its last step and validation loss, and the signal that stopped it early, if one did."""
+
+    directory: Path
+    step: int
+    val_loss: float | None
+    signal: int | None
+
+
+def work(job: Job) -> Outcome:
+    """Be one process of a run: join the others, if there are any, and train."""
+    config, world = resolve(Registry(), job.base, job.overrides), launched()
+    rank = world.rank if world else 0
+    run = prepare(config, _observers(config.trainer.steps, config.trainer.log_every) if rank == 0 else None)
+    from mplug.build import choose_device  # torch comes in only when the config is right
+    from mplug.groups import Groups
+
+    run.device = choose_device(config)
+    run.rank, run.directory = rank, job.directory
+    if world is None:
+        return _trained(run, job)
+    with joined(world, run.device):
+        run.groups, run.directory = Groups(rank), agreed(job.directory)
+        return _trained(run, job)
+
+
+def _trained(run: Run, job: Job) -> Outcome:
+    from mplug.loop import train
+
+    assert run.directory is not None
+    val_loss, signal = train(run, job.resume_from)
+    return Outcome(run.directory, run.step, val_loss, signal)
+
+
+def _observers(total_steps: int, log_every: int) -> dict[str, object]:
+    from rich.console import Console
+
+    from mplug.observers import MetricsFile, ProgressLine
+
+    return {f"{HOST}metrics": MetricsFile(), f"{HOST}progress": ProgressLine(Console(), total_steps, log_every)}

@@ -1,0 +1,55 @@
+"""Finishing gradients by placement: one pass of the host, in a fixed order.
+
+What a listening strategy has summed already (data parallelism, in `sinks.reduced_over`) is left out; everything else
+over which a placement says that a gradient is partial is summed here: norms under sequence parallelism, QK-norms,
+KV heads that several ranks hold, tied embeddings on two stages.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mplug.contracts import Piece
+from mplug.model import Model, region
+from mplug.plan import Box
+from mplug.run import Run
+
+
+class Reduction:
+    """Sums over groups of ranks; the gradients of one group travel as one flat tensor."""
+
+    def __init__(self, run: Run, model: Model, pieces: list[Piece]) -> None:
+        self.run, self.done = run, model.sinks.reduced_over
+        self.sums: list[tuple[dist.ProcessGroup | None, list[Tensor]]] = []
+        if run.groups is None:
+            return
+        families = {
+            self._left(box, rank)
+            for placement in model.placements.values()
+            for rank in placement.holders
+            for box in placement.boxes(rank)
+        }
+        wanted = sorted(ranks for ranks in families if len(ranks) > 1)
+        run.groups.of(wanted)  # made by all ranks together
+        for ranks in wanted:
+            views = [
+                region(piece.gradient, box)
+                for piece in pieces
+                for box in piece.placement.boxes(run.rank)
+                if self._left(box, run.rank) == ranks
+            ]
+            if views:
+                self.sums.append((run.groups.of([ranks]), views))
+
+    def _left(self, box: Box, rank: int) -> tuple[int, ...]:
+        """The ranks over which a box's gradient is partial still, after the sums that listeners have made."""
+        own = [self.run.mesh.index(rank, axis) for axis in self.done]
+        return tuple(other for other in box.partial if [self.run.mesh.index(other, axis) for axis in self.done] == own)
+
+    def finish(self) -> None:
+        """Sum what is partial still."""
+        for group, views in self.sums:
+            flat = torch.cat([view.flatten() for view in views])
+            dist.all_reduce(flat, group=group)
+            for view, total in zip(views, flat.split([view.numel() for view in views]), strict=True):
+                view.copy_(total.view_as(view))

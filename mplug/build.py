@@ -122,7 +122,8 @@ def measure_bytes(run: Run, model: Model) -> dict[str, int]:
 
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+    storages = {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
+    return sum(storages.values())
 
 
 def load_for_inference(run: Run, path: Path) -> Model:

@@ -54,8 +54,8 @@ class Sinks(Mapping[str, GradientSink]):
     """The sinks of all of a rank's parameters, by name.
 
     Their buffers lie in one arena, in the reverse of the parameters' order: about the order in which backward makes
-    them final, so that neighbours can be reduced together. Whoever sums gradients over a mesh axis by listening names it in
-    `reduced_over`, and appends to `when_finished` what must be waited for before gradients are read.
+    them final, so that neighbours can be reduced together. Whoever sums gradients over a mesh axis by listening names
+    it in `reduced_over`, and appends to `when_finished` what must be waited for before gradients are read.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:

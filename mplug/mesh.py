@@ -97,7 +97,7 @@ class Mesh:
         axes = sorted(axes, key=lambda axis: (-axis.distance, axis.name))
         _refuse_shared_within(axes)
         views: dict[str, tuple[Axis, ...]] = {}
-        for view in dict.fromkeys(["attention", *(view for axis in axes for view in axis.views)]):
+        for view in dict.fromkeys(["attention", *(axis.views[0] for axis in axes if len(axis.views) == 1)]):
             members = [axis for axis in axes if view in axis.views]
             covered = math.prod(axis.size for axis in members)
             if world_size % covered:

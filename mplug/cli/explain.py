@@ -8,6 +8,7 @@ from mplug.cli.options import config_options, resolved
 from mplug.cli.tables import human_bytes, table
 
 if TYPE_CHECKING:
+    from mplug.mesh import Axis
     from mplug.model import Model
     from mplug.run import Run
 
@@ -45,8 +46,20 @@ def command(rank: int, **options: Any) -> None:
 def _mesh(run: "Run") -> str:
     if run.mesh.world_size == 1:
         return "one process"
-    rows = [(view, " x ".join(f"{axis.name}={axis.size}" for axis in axes)) for view, axes in run.mesh.views.items()]
-    return f"{run.mesh.world_size} ranks\n{table(('VIEW', 'AXES, THE SLOWEST FIRST'), rows)}"
+    own = {name: run.mesh.index(run.rank, name) for name in run.mesh.axes}
+    rows = [
+        (view, axis.name, axis.size, own[axis.name], _divides(axis))
+        for view, axes in run.mesh.views.items()
+        for axis in axes
+    ]
+    header = ("VIEW", "AXIS", "SIZE", f"RANK {run.rank} IS AT", "DIVIDES")
+    return f"{run.mesh.world_size} ranks; the axis listed first varies slowest\n{table(header, rows)}"
+
+
+def _divides(axis: "Axis") -> str:
+    """What an axis divides: named axes of parameters, of batch entries, of activations."""
+    kinds = (("parameters", axis.splits), ("batch entries", axis.entries), ("activations", axis.activations))
+    return "; ".join(f"{', '.join(names)} of {kind}" for kind, names in kinds if names)
 
 
 def _plugins(run: "Run") -> str:
@@ -65,17 +78,20 @@ def _grouped(names: list[str]) -> dict[str, list[str]]:
 
 
 def _units(model: "Model") -> str:
-    units = {unit.name: unit for unit in model.plan.units}
     rows = []
-    for role, names in _grouped(list(units)).items():
-        parameters = sum(
-            placement.numel
-            for name, placement in model.placements.items()
-            if any(name.startswith(f"{unit}.") for unit in names)
-        )
-        unit = units[names[0]]
-        rows.append((role, len(names), ", ".join(unit.inputs), ", ".join(unit.outputs), f"{parameters:,}"))
-    return table(("UNIT", "COUNT", "TAKES", "GIVES", "PARAMETERS"), rows)
+    for stage, names in enumerate(model.stages.units):
+        for members in _grouped(list(names)).values():
+            unit = next(unit for unit in model.plan.units if unit.name == members[0])
+            parameters = sum(
+                placement.numel
+                for name, placement in model.placements.items()
+                if any(name.startswith(f"{member}.") for member in members)
+            )
+            which = members[0] if len(members) == 1 else f"{members[0]} to {members[-1].rpartition('.')[2]}"
+            rows.append(
+                (stage, which, len(members), ", ".join(unit.inputs), ", ".join(unit.outputs), f"{parameters:,}")
+            )
+    return table(("STAGE", "UNITS", "COUNT", "TAKES", "GIVES", "PARAMETERS"), rows)
 
 
 def _slots(model: "Model") -> str:
@@ -90,13 +106,14 @@ def _slots(model: "Model") -> str:
 def _placements(model: "Model", rank: int) -> str:
     rows = []
     for role, names in _grouped(list(model.placements)).items():
-        placement = model.placements[names[0]]
+        held = [name for name in names if model.placements[name].boxes(rank)]
+        placement = model.placements[held[0] if held else names[0]]
         boxes = placement.boxes(rank)
         named = " x ".join("+".join(segment.axis for segment in dim) for dim in placement.dims)
         rows.append(
             (
                 role,
-                len(names),
+                len(held) if len(held) == len(names) else f"{len(held)} of {len(names)}",
                 _by(placement.shape),
                 named,
                 _by(placement.local_shape(rank)) if boxes else "-",

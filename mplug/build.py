@@ -15,7 +15,10 @@ from mplug.errors import UsageError
 from mplug.model import Model, allocate, fill_slots, initialize
 from mplug.run import Run
 from mplug.slots import Offer, Selection, Wrap
-from mplug.stepper import DefaultStepper, make_pieces
+from mplug.stepper import DefaultStepper, make_pieces, write_weights
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""The config's `trainer.precision` -> the type of weights and activations."""
 
 
 @dataclass
@@ -79,11 +82,12 @@ def build(run: Run) -> Parts:
     train_loader = build_loader(run, "train")
     validation_loader = build_loader(run, "validation") if trainer.eval_every else None
     _allocate(run, model)
-    initialize(model, run.rank, run.config.trainer.seed)
     model.listen()
     for wrap in run.hooks.layered("wrap_model"):
         wrap(run=run, model=model)
     pieces = make_pieces(model)
+    initialize({piece.name: piece.master for piece in pieces}, model.placements, run.rank, trainer.seed)
+    write_weights(pieces)
     optimizer: Optimizer = run.hooks.call.build_optimizer(run=run, pieces=pieces)
     default = DefaultStepper(run, model, pieces, optimizer)
     stepper: Stepper | None = run.hooks.call.build_stepper(run=run, model=model, default=default)
@@ -103,7 +107,8 @@ def build_loader(run: Run, split: str) -> Loader:
 
 
 def _allocate(run: Run, model: Model) -> None:
-    allocate(model, run.rank, torch.device(run.device), run.config.trainer.seed)
+    trainer = run.config.trainer
+    allocate(model, run.rank, torch.device(run.device), DTYPES[trainer.precision], trainer.seed)
 
 
 def measure_bytes(run: Run, model: Model) -> dict[str, int]:

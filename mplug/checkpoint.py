@@ -266,14 +266,14 @@ class Reader:
 
 
 @torch.no_grad()
-def load_weights(reader: Reader, parameters: Mapping[str, Tensor], placements: Mapping[str, Placement]) -> None:
-    """Fill this rank's parameters; `placements` are those of the whole model."""
+def load_weights(reader: Reader, tensors: Mapping[str, Tensor], placements: Mapping[str, Placement]) -> None:
+    """Fill this rank's parameters, or their masters; `placements` are those of the whole model."""
     for extra in sorted(set(reader.tensors) - set(placements)):
         raise UsageError(
             f"checkpoint '{reader.path}' has a parameter '{extra}' that the model lacks; it is of another model"
         )
-    for name, parameter in parameters.items():
-        reader.load(placements[name], "weight", parameter)
+    for name, tensor in tensors.items():
+        reader.load(placements[name], "weight", tensor)
 
 
 @torch.no_grad()

@@ -170,11 +170,11 @@ def fill_slots(model: Model, run: "Run", offers: Iterable[Any]) -> Selection:
 # Values.
 
 
-def allocate(model: Model, rank: int, device: torch.device, seed: int) -> None:
-    """Give this rank's parameters (zeros) and buffers their memory."""
+def allocate(model: Model, rank: int, device: torch.device, dtype: torch.dtype, seed: int) -> None:
+    """Give this rank's parameters (zeros of `dtype`) and buffers their memory."""
     replaced: dict[int, nn.Parameter] = {}
     for name, old in model.parameters().items():
-        local = torch.zeros(model.placements[name].local_shape(rank), device=device)
+        local = torch.zeros(model.placements[name].local_shape(rank), device=device, dtype=dtype)
         replaced[id(old)] = nn.Parameter(local, requires_grad=old.requires_grad)
     for name, module in model.module.named_modules():
         for attribute, parameter in module._parameters.items():
@@ -187,10 +187,10 @@ def allocate(model: Model, rank: int, device: torch.device, seed: int) -> None:
 
 
 @torch.no_grad()
-def initialize(model: Model, rank: int, seed: int) -> None:
-    """Fill this rank's parameters with initial values, the same under any layout; padding stays zero."""
-    for name, parameter in model.parameters().items():
-        placement = model.placements[name]
+def initialize(tensors: Mapping[str, Tensor], placements: Mapping[str, Placement], rank: int, seed: int) -> None:
+    """Fill this rank's tensors with initial values, the same under any layout; padding stays zero."""
+    for name, parameter in tensors.items():
+        placement = placements[name]
         for box in placement.boxes(rank):
             region(parameter, box).copy_(_initial(name, placement, box, parameter.device, seed))
 

@@ -7,6 +7,7 @@ from mplug import checkpoint
 from mplug.build import Parts
 from mplug.errors import UsageError
 from mplug.run import Run, provenance
+from mplug.stepper import write_weights
 
 
 class Position:
@@ -41,8 +42,10 @@ class Position:
                 f"to go on, set trainer.steps to more"
             )
         with checkpoint.Reader(path, manifest, run.rank) as reader:
-            checkpoint.load_weights(reader, parts.model.parameters(), parts.model.placements)
+            masters = {piece.name: piece.master for piece in parts.pieces}
+            checkpoint.load_weights(reader, masters, parts.model.placements)
             checkpoint.load_optimizer(reader, parts.pieces, parts.optimizer)
+        write_weights(parts.pieces)
         for _, found in run.hooks.each("state", run=run):
             for name, stateful in found.items():
                 if name not in manifest["states"]:

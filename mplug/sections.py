@@ -18,7 +18,9 @@ class Trainer(Section):
     seq_length: PositiveInt = Field(description="tokens of a sample")
     micro_batch_size: PositiveInt = Field(description="samples of one forward and backward pass on a rank")
     global_batch_size: PositiveInt = Field(description="samples of one optimizer step, over all ranks")
-    precision: Literal["fp32"] = Field(description="number format of weights and activations")
+    precision: Literal["fp32", "bf16"] = Field(
+        description="number format of weights and activations; gradients, masters and moments are fp32"
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(description="where to train; 'auto' takes a GPU if there is one")
     seed: NonNegativeInt = Field(description="decides initial weights, data order and dropout, under any layout")
     max_grad_norm: NonNegativeFloat = Field(description="gradients are scaled down to this global norm; 0: never")

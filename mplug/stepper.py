@@ -13,12 +13,25 @@ from mplug.run import Run
 
 
 def make_pieces(model: Model) -> list[Piece]:
-    """What the optimizer updates: each parameter whole, its gradient in the sink's buffer."""
-    return [
-        Piece(name, sink.parameter.data, sink.buffer, None, placement.parameter, placement)
-        for name, sink in model.sinks.items()
-        for placement in (model.placements[name],)
-    ]
+    """What the optimizer updates: each parameter whole, its gradient in the sink's buffer.
+
+    A parameter in fp32 is its own master; another has a master beside it.
+    """
+    pieces = []
+    for name, sink in model.sinks.items():
+        weight, placement = sink.parameter.data, model.placements[name]
+        own = weight.dtype == torch.float32
+        master = weight if own else weight.float()
+        pieces.append(Piece(name, master, sink.buffer, None if own else weight, placement.parameter, placement))
+    return pieces
+
+
+@torch.no_grad()
+def write_weights(pieces: Iterable[Piece]) -> None:
+    """Round the masters into the weights that the model computes with."""
+    for piece in pieces:
+        if piece.weight is not None:
+            piece.weight.copy_(piece.master)
 
 
 class DefaultStepper:
@@ -82,6 +95,7 @@ class DefaultStepper:
             scale = scale * (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
         skip = (~(norm.isfinite() & loss.isfinite())).float()
         self.optimizer.step(StepScalars(torch.full_like(norm, lr), scale, skip, weight_decay))
+        write_weights(self.pieces)
         return StepResult(loss, norm, num_targets, skip, stop)
 
     @torch.no_grad()

@@ -20,7 +20,12 @@ def _wgrad(grad_y: Tensor, x: Tensor, main_grad: Tensor | None) -> Tensor | None
     grad_y, x = grad_y.reshape(-1, grad_y.shape[-1]), x.reshape(-1, x.shape[-1])
     if main_grad is None:
         return grad_y.t() @ x
-    main_grad.addmm_(grad_y.t(), x)
+    if x.dtype == main_grad.dtype:
+        main_grad.addmm_(grad_y.t(), x)
+    elif x.is_cuda:
+        main_grad.add_(torch.mm(grad_y.t(), x, out_dtype=main_grad.dtype))
+    else:
+        main_grad.addmm_(grad_y.t().to(main_grad.dtype), x.to(main_grad.dtype))
     return None
 
 

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from mplug import MicroBatch, Run
 
-MAX_DIMS = 7
+MAX_DIMS = 6
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
+"""What may travel; a header names a type by its place here."""
 
 
 class Wire:
@@ -17,7 +19,7 @@ class Wire:
     def __init__(self, run: Run, neighbour: int) -> None:
         self.neighbour, self.device, self.group = neighbour, torch.device(run.device), run.group("pp")
         self.announced: set[tuple[torch.Size, ...]] = set()
-        self.expected: dict[torch.Size, list[tuple[int, ...]]] = {}
+        self.expected: dict[torch.Size, list[tuple[tuple[int, ...], torch.dtype]]] = {}
         self.under_way: list[tuple[Any, Tensor]] = []
 
     def send(self, tensors: list[Tensor]) -> None:
@@ -31,17 +33,16 @@ class Wire:
         shapes = tuple(tensor.shape for tensor in tensors)
         if shapes not in self.announced:
             self.announced.add(shapes)
-            headers = [[len(shape), *shape, *[0] * (MAX_DIMS - len(shape))] for shape in shapes]
-            self.send([torch.tensor(header, device=self.device) for header in headers])
+            self.send([torch.tensor(_header(tensor), device=self.device) for tensor in tensors])
         self.send(tensors)
 
     def receive(self, count: int, batch: MicroBatch) -> list[Tensor]:
         """`count` announced tensors of a micro batch; their shapes are a function of the shape of its tokens."""
         key = batch["tokens"].shape
         if key not in self.expected:
-            headers = [self._receive((MAX_DIMS + 1,), torch.int64).tolist() for _ in range(count)]
-            self.expected[key] = [tuple(header[1 : 1 + header[0]]) for header in headers]
-        return [self._receive(shape, torch.float32) for shape in self.expected[key]]
+            headers = [self._receive((MAX_DIMS + 2,), torch.int64).tolist() for _ in range(count)]
+            self.expected[key] = [(tuple(shape[:dims]), DTYPES[dtype]) for dtype, dims, *shape in headers]
+        return [self._receive(shape, dtype) for shape, dtype in self.expected[key]]
 
     def receive_like(self, tensors: list[Tensor]) -> list[Tensor]:
         """As many tensors of the same shapes: the gradients of what was sent."""
@@ -57,3 +58,8 @@ class Wire:
         for work, _ in self.under_way:
             work.wait()
         self.under_way.clear()
+
+
+def _header(tensor: Tensor) -> list[int]:
+    """[type, number of dimensions, shape, zeros]."""
+    return [DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape, *[0] * (MAX_DIMS - tensor.dim())]

@@ -1,0 +1,264 @@
+"""Functions on several ranks at once: real processes on this machine, joined by gloo, for tests.
+
+    def sums(x: int) -> float:
+        total = torch.tensor(float(x + dist.get_rank()))
+        dist.all_reduce(total)
+        return total.item()
+
+    assert run_workers(2, sums, 1) == [3.0, 3.0]
+
+Processes are forked from a server that has imported torch, so that they start in a moment, and each call has its own.
+A test module need not be importable by name: the workers load it from its file.
+"""
+
+import faulthandler
+import importlib
+import importlib.util
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import ModuleType
+from typing import Any, TypeVar
+
+R = TypeVar("R")
+
+PRELOAD = ("torch.distributed", "mplug.ops", "mplug.job", "mplug.loop", "pytest", "hypothesis")
+"""What the server imports once for all workers; what is not installed it leaves out."""
+
+_LOOPBACK = {"linux": "lo", "darwin": "lo0"}
+
+
+class WorkerFailed(Exception):
+    """A rank has raised, or died. The message holds its traceback."""
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(f"rank {rank} {reason}")
+        self.rank, self.reason = rank, reason
+
+
+def run_workers(world_size: int, function: Callable[..., R], *args: Any, timeout: float = 60.0) -> list[R]:
+    """Call `function(*args)` on every rank of a gloo world, and return the ranks' results in order.
+
+    `function` must stand at the top level of its module; it finds its rank in `torch.distributed`. Arguments and
+    results travel by value. Each worker computes with one thread, and its warnings are handled as the caller's.
+
+    Raises WorkerFailed when a rank raises or dies, and TimeoutError with the stacks of the ranks that `timeout` seconds
+    have not been enough for. No worker outlives the call.
+    """
+    multiprocessing.set_forkserver_preload(list(PRELOAD))
+    with TemporaryDirectory(prefix="mplug-workers-") as directory:
+        call = pickle.dumps(_located(function)), pickle.dumps(args)
+        task = _Task(Path(directory), world_size, timeout, list(map(_plain, warnings.filters)), *call)
+        with _workers(task) as workers:
+            return _gathered(workers, task)
+
+
+# Both sides.
+
+
+@dataclass(frozen=True)
+class _Task:
+    directory: Path
+    world_size: int
+    timeout: float
+    filters: list[tuple[Any, ...]]
+    function: bytes
+    args: bytes
+
+    def stack_of(self, rank: int) -> Path:
+        return self.directory / f"stack{rank}"
+
+
+# The caller's side.
+
+
+@dataclass(frozen=True)
+class _Worker:
+    rank: int
+    process: BaseProcess
+    connection: Connection
+
+
+def _located(function: Callable[..., Any]) -> tuple[str, str, str]:
+    """(module, its file, qualified name) of a function."""
+    name, qualified = getattr(function, "__module__", None), getattr(function, "__qualname__", "<unnamed>")
+    file = getattr(sys.modules.get(name or ""), "__file__", None)
+    if name is None or file is None or "<" in qualified:
+        raise TypeError(f"workers cannot find {qualified}: pass a function that stands at the top level of its module")
+    return name, file, qualified
+
+
+def _plain(entry: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A warning filter as the arguments of `warnings.filterwarnings`."""
+    action, message, category, module, line = entry
+    return action, getattr(message, "pattern", message) or "", category, getattr(module, "pattern", module) or "", line
+
+
+@contextmanager
+def _workers(task: _Task) -> Iterator[list[_Worker]]:
+    """Started workers, every one of which is gone when the block ends."""
+    context = multiprocessing.get_context("forkserver")
+    workers: list[_Worker] = []
+    try:
+        for rank in range(task.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(rank, task, theirs), name=f"rank{rank}", daemon=True)
+            process.start()
+            theirs.close()
+            workers.append(_Worker(rank, process, ours))
+        yield workers
+    finally:
+        for worker in workers:
+            _end(worker)
+
+
+def _end(worker: _Worker) -> None:
+    """End a worker and whatever it has started."""
+    pid = worker.process.pid
+    assert pid is not None
+    for kill in (os.killpg, os.kill):
+        try:
+            kill(pid, signal.SIGKILL)
+        except ProcessLookupError:  # it leads no group yet, or is gone already
+            continue
+    worker.process.join()
+    worker.process.close()
+    worker.connection.close()
+
+
+def _gathered(workers: list[_Worker], task: _Task) -> list[Any]:
+    """The results of all workers in order, or the error of the first that fails."""
+    results: dict[int, Any] = {}
+    deadline = time.monotonic() + task.timeout
+    while missing := [worker for worker in workers if worker.rank not in results]:
+        ready = wait([worker.connection for worker in missing], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise TimeoutError(_explained(missing, task))
+        for worker in missing:
+            if worker.connection in ready:
+                results[worker.rank] = _received(worker)
+    return [results[worker.rank] for worker in workers]
+
+
+def _received(worker: _Worker) -> Any:
+    try:
+        succeeded, value = pickle.loads(worker.connection.recv_bytes())
+    except EOFError:
+        raise WorkerFailed(worker.rank, f"died {_how(worker.process)}") from None
+    if not succeeded:
+        raise WorkerFailed(worker.rank, f"failed:\n{value}")
+    return value
+
+
+def _how(process: BaseProcess) -> str:
+    process.join()
+    status = process.exitcode or 0
+    return f"of {signal.Signals(-status).name}" if status < 0 else f"with status {status} and no result"
+
+
+def _explained(late: list[_Worker], task: _Task) -> str:
+    """What the ranks without a result are doing."""
+    for worker in late:
+        if worker.process.pid is not None and task.stack_of(worker.rank).exists():
+            os.kill(worker.process.pid, signal.SIGUSR1)
+    time.sleep(0.2)
+    lines = [f"no result after {task.timeout:g} s"]
+    for worker in late:
+        path = task.stack_of(worker.rank)
+        lines.append(f"rank {worker.rank}: {path.read_text() if path.exists() else 'not started'}")
+    return "\n".join(lines)
+
+
+# The worker's side.
+
+
+def _work(rank: int, task: _Task, connection: Connection) -> None:
+    """Do a rank's part of a task, and send (whether it succeeded, its result or traceback)."""
+    os.setsid()  # what it starts is ended with it
+    threading.Thread(target=_end_with_caller, daemon=True).start()
+    with task.stack_of(rank).open("w") as stack:
+        faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
+        try:
+            message = pickle.dumps((True, _called(rank, task)))
+        except BaseException:  # it is told, whatever it is
+            connection.send_bytes(pickle.dumps((False, traceback.format_exc())))
+            connection.poll(None)  # its end would make other ranks fail too: the caller ends all of them
+            raise
+        connection.send_bytes(message)
+
+
+def _end_with_caller() -> None:
+    caller = multiprocessing.parent_process()
+    assert caller is not None
+    wait([caller.sentinel])
+    os.killpg(0, signal.SIGKILL)
+
+
+def _called(rank: int, task: _Task) -> Any:
+    import torch  # the server has it
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if sys.platform in _LOOPBACK:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK[sys.platform])
+    warnings.resetwarnings()
+    for action, message, category, module, line in reversed(task.filters):
+        warnings.filterwarnings(action, message, category, module, line)
+    function = _loaded(*pickle.loads(task.function))
+    arguments = pickle.loads(task.args)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{task.directory / 'store'}",
+        rank=rank,
+        world_size=task.world_size,
+        timeout=timedelta(seconds=task.timeout),
+    )
+    result = function(*arguments)
+    dist.barrier()  # who ends early closes connections that others still read from
+    dist.destroy_process_group()
+    return result
+
+
+def _loaded(name: str, file: str, qualified: str) -> Any:
+    """The function of a module, which is loaded from its file under the name that it has for the caller."""
+    found: Any = sys.modules.get(name)
+    if getattr(found, "__file__", None) != file:
+        found = _module(name, file)
+    for part in qualified.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _module(name: str, file: str) -> ModuleType:
+    parent, _, child = name.rpartition(".")
+    package = _package(parent) if parent else None
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if package is not None:
+        setattr(package, child, module)
+    return module
+
+
+def _package(name: str) -> ModuleType:
+    """A package; an empty one in its place where there is none: a test's folder, whose modules pickle looks for."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        return sys.modules.setdefault(name, ModuleType(name))

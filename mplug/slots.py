@@ -133,7 +133,8 @@ def select(sites: Iterable[Site], offers: Iterable[Offer | Wrap], kernels: "Kern
     """What fills each site.
 
     An offer of a kernel plugin counts where the config names the plugin for every slot that the offer fills; a
-    strategy's offers always count. Raises UsageError where two suppliers claim one site, naming both.
+    strategy's offers always count, and go before the default kernel's. Raises UsageError where two suppliers claim one
+    site, naming both.
     """
     offers = list(offers)
     suppliers = [offer for offer in offers if isinstance(offer, Offer) and _named(offer, kernels)]
@@ -163,8 +164,9 @@ def _supplier_of(
     site: Site, suppliers: list[Offer], kernels: "Kernels", run: "Run"
 ) -> tuple[Offer | None, list[Unmet]]:
     answers = [(offer, offer.supports(site, run)) for offer in suppliers if site.slot in offer.suppliers]
-    able = [offer for offer, answer in answers if answer is True]
-    kind = KIND_OF[site.slot]
+    able, kind = [offer for offer, answer in answers if answer is True], KIND_OF[site.slot]
+    if kind not in kernels.kinds:  # the default kernel fills what nobody else does
+        able = [offer for offer in able if offer.plugin != kernels.default] or able
     if len(able) > 1:
         raise UsageError(
             f"{listed(offer.plugin for offer in able)} both claim {site.slot} of '{site.role}'; "

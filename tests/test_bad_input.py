@@ -401,10 +401,21 @@ def without_the_loader(data: bytes) -> bytes:
     return json.dumps({key: value for key, value in json.loads(data).items() if key != "loader"}).encode()
 
 
+def flip_in(path: Path, kind: str) -> None:
+    """Flip a bit in the first tensor of a kind ('weight', 'exp_avg') of a safetensors file."""
+    data = path.read_bytes()
+    header = 8 + int.from_bytes(data[:8], "little")
+    tensors = json.loads(data[8:header])
+    low, high = next(entry["data_offsets"] for name, entry in tensors.items() if f"/{kind}/" in name)
+    start, end = header + low, header + high
+    path.write_bytes(data[:start] + flip_the_middle(data[start:end]) + data[end:])
+
+
 DAMAGES: dict[str, Callable[[Path], None]] = {
-    "truncated weights": lambda folder: rewrite(folder / "weights.safetensors", first_half),
-    "a flipped bit in the weights": lambda folder: rewrite(folder / "weights.safetensors", flip_the_middle),
-    "a flipped bit in the optimizer state": lambda folder: rewrite(folder / "optimizer.safetensors", flip_the_middle),
+    "truncated weights": lambda folder: rewrite(folder / "rank00000.safetensors", first_half),
+    "a flipped bit in the weights": lambda folder: flip_in(folder / "rank00000.safetensors", "weight"),
+    "a flipped bit in the optimizer state": lambda folder: flip_in(folder / "rank00000.safetensors", "exp_avg"),
+    "truncated states": lambda folder: rewrite(folder / "states.safetensors", first_half),
     "no manifest": lambda folder: (folder / "checkpoint.json").unlink(),
     "half a manifest": lambda folder: rewrite(folder / "checkpoint.json", first_half),
     "an incomplete manifest": lambda folder: rewrite(folder / "checkpoint.json", without_the_loader),

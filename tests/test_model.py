@@ -85,10 +85,14 @@ def mesh(tp: int, dp: int = 1) -> Mesh:
 
 def filled(on: Mesh, rank: int = 0, seed: int = 1) -> Model:
     model = toy()
-    model.place(on)
-    allocate(model, rank, CPU, seed)
-    initialize(model, rank, seed)
+    model.place(on, None)
+    given_values(model, rank, seed)
     return model
+
+
+def given_values(model: Model, rank: int, seed: int) -> None:
+    allocate(model, rank, CPU, torch.float32, seed)
+    initialize(model.parameters(), model.placements, rank, seed)
 
 
 def values(model: Model) -> dict[str, Tensor]:
@@ -146,9 +150,8 @@ def test_initial_values_are_all_different_and_have_the_standard_deviation_of_the
     with torch.device("meta"):
         plan = Plan((), {"weight": Parameter(("out", "in"), NORMAL)}, {}, {}, Flops(0, 0))
         model = Model(Linear(columns, rows, bias=False), plan)
-    model.place(Mesh.of([], 1))
-    allocate(model, 0, CPU, 3)
-    initialize(model, 0, 3)
+    model.place(Mesh.of([], 1), None)
+    given_values(model, 0, 3)
     weight = model.parameters()["weight"].detach().double()
     assert float(weight.mean()) == pytest.approx(0, abs=5 * 0.5 / 60000**0.5)
     assert float(weight.std()) == pytest.approx(0.5, rel=5 / 120000**0.5)
@@ -193,9 +196,9 @@ def test_every_site_gets_a_key_of_its_own_that_depends_on_the_seed_and_not_on_th
 def test_a_buffer_that_nobody_initializes_is_refused_by_its_name() -> None:
     model = toy()
     model.module.register_buffer("history", torch.zeros(3, device="meta"))
-    model.place(mesh(1))
+    model.place(mesh(1), None)
     with pytest.raises(ValueError, match="history"):
-        allocate(model, 0, CPU, 1)
+        allocate(model, 0, CPU, torch.float32, 1)
 
 
 # Plans that do not fit their module.
@@ -211,12 +214,12 @@ def test_a_buffer_that_nobody_initializes_is_refused_by_its_name() -> None:
 )
 def test_a_plan_of_another_shape_is_refused_naming_the_parameter(parameter: Parameter, said: str) -> None:
     with pytest.raises(ValueError, match=rf"'table\.weight'.*{said}|{said}.*'table\.weight'"):
-        toy(**{"table.weight": parameter}).place(mesh(1))
+        toy(**{"table.weight": parameter}).place(mesh(1), None)
 
 
 def test_a_layout_that_does_not_divide_the_heads_is_refused_before_anything_is_allocated() -> None:
     with pytest.raises(UsageError, match="tp=3 does not divide the 4 heads"):
-        toy().place(mesh(3))
+        toy().place(mesh(3), None)
 
 
 # Units.
@@ -275,6 +278,7 @@ def test_every_slot_of_every_module_is_a_site() -> None:
         ("mlp", "mlp", "MLP.activation"),
         *(("mlp.up", "mlp.up", slot) for slot in linear),
         *(("mlp.down", "mlp.down", slot) for slot in linear),
+        ("dropout", "dropout", "Dropout.rows"),
     ]
 
 
@@ -527,9 +531,10 @@ def test_the_bytes_that_explain_prints_are_the_storages_of_a_real_build(shape: s
     }
     other = small_run(*SHAPES[shape])
     measured = measure_bytes(other, build_model(other))
-    assert measured == {what: sum(t.untyped_storage().nbytes() for t in tensors) for what, tensors in real.items()}
-    distinct = {t.untyped_storage().data_ptr() for tensors in real.values() for t in tensors}
-    assert len(distinct) == sum(map(len, real.values()))  # nothing is counted twice
+    storages = {what: {s.data_ptr(): s.nbytes() for s in map(Tensor.untyped_storage, real[what])} for what in real}
+    assert measured == {what: sum(sizes.values()) for what, sizes in storages.items()}
+    assert len({start for sizes in storages.values() for start in sizes}) == sum(map(len, storages.values()))
+    assert len({t.data_ptr() for tensors in real.values() for t in tensors}) == sum(map(len, real.values()))
     numel = sum(parameter.numel() for parameter in parts.model.module.parameters())
     assert measured["weights"] == measured["gradients"] == 4 * numel
 

@@ -31,13 +31,13 @@ from mplug import (
     hookimpl,
 )
 from mplug.build import Parts, build
-from mplug.loop import Outcome, evaluate, train
+from mplug.loop import evaluate, train
 from mplug.observers import MetricsFile
 from mplug.registry import Registry
 from mplug.resolve import default_settings, resolve
 from mplug.run import prepare
 from mplug.settings import read_assignments
-from mplug.stepper import AccumulatingStepper
+from mplug.stepper import DefaultStepper
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 NOISY = ["model.dropout=0.1", "model.attention_dropout=0.1"]
@@ -75,7 +75,9 @@ def prepared(directory: Path | None, assignments: Iterable[str], **plugins: obje
     return prepare(config, {"host/metrics": MetricsFile(), **named}, directory)
 
 
-def trained(directory: Path, assignments: Iterable[str], resume_from: Path | None = None, **plugins: object) -> Outcome:
+def trained(
+    directory: Path, assignments: Iterable[str], resume_from: Path | None = None, **plugins: object
+) -> tuple[float | None, int | None]:
     return train(prepared(directory, assignments, **plugins), resume_from)
 
 
@@ -96,10 +98,8 @@ def assert_close(one: Path, other: Path, tolerance: float) -> None:
 
 
 def saved(directory: Path, step: int) -> dict[str, Tensor]:
-    path = directory / "checkpoints" / f"step_{step:08d}"
-    tensors = {f"{file}:{name}": tensor for file in ("weights", "optimizer")
-               for name, tensor in load_file(path / f"{file}.safetensors").items()}  # fmt: skip
-    assert tensors
+    tensors = load_file(directory / "checkpoints" / f"step_{step:08d}" / "rank00000.safetensors")
+    assert {name.split("/")[1] for name in tensors} > {"weight"}, "weights and optimizer state"
     return tensors
 
 
@@ -126,7 +126,8 @@ def test_accumulating_micro_batches_gives_the_numbers_of_one_batch(
 
 
 def test_accumulation_divides_by_all_targets_once_however_they_are_spread(tmp_path: Path, fields: list[str]) -> None:
-    parts = build(prepared(None, fields))
+    run = prepared(None, fields)
+    parts = build(run)
     whole, *_ = parts.train_loader.take(2)
     labels = whole["labels"].clone()
     labels[0, 3:] = -100  # 3 targets in the first sample, 32 in the second
@@ -134,7 +135,7 @@ def test_accumulation_divides_by_all_targets_once_however_they_are_spread(tmp_pa
     halves = [{name: v if len(v) == 1 else v[n : n + 1] for name, v in batch.items()} for n in (0, 1)]
     results = []
     for micro_batches in ([batch], halves):
-        stepper = descending(parts, max_norm=0.0)
+        stepper = descending(run, parts, max_norm=0.0)
         stepper.forward_backward(micro_batches, 1)
         results.append(stepper.update(0.0, 0.0))
     assert [int(result.tokens) for result in results] == [35, 35]
@@ -247,8 +248,8 @@ def test_a_signal_ends_the_run_after_the_whole_step_which_is_saved_and_goes_on_b
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     trained(whole, fields)
     before = signal.getsignal(number)
-    outcome = trained(stopped, fields, stop=Stop(5, number))
-    assert outcome.signal == number
+    _, stopped_by = trained(stopped, fields, stop=Stop(5, number))
+    assert stopped_by == number
     assert signal.getsignal(number) is before
     assert checkpoints(stopped) == ["step_00000005"]
     assert [line["step"] for line in metrics(stopped)] == [1, 2, 3, 4, 5]
@@ -330,11 +331,11 @@ class Descent:
         return {}
 
 
-def descending(parts: Parts, max_norm: float) -> AccumulatingStepper:
-    given = parts.stepper
-    assert isinstance(given, AccumulatingStepper)
+def descending(run: Run, parts: Parts, max_norm: float) -> DefaultStepper:
     optimizer: Any = Descent(parts.pieces)
-    return AccumulatingStepper(parts.model, given.sinks, parts.pieces, optimizer, rank=0, seed=1, max_norm=max_norm)
+    stepper = DefaultStepper(run, parts.model, parts.pieces, optimizer)
+    stepper.max_norm = max_norm
+    return stepper
 
 
 def flat_weights(parts: Parts) -> Tensor:
@@ -343,17 +344,19 @@ def flat_weights(parts: Parts) -> Tensor:
 
 def applied(fields: list[str], max_norm: float) -> tuple[Tensor, StepResult]:
     """What one step of rate 1 subtracts from the weights."""
-    parts = build(prepared(None, fields))
-    before, stepper = flat_weights(parts), descending(parts, max_norm)
+    run = prepared(None, fields)
+    parts = build(run)
+    before, stepper = flat_weights(parts), descending(run, parts, max_norm)
     stepper.forward_backward(parts.train_loader.take(4), 1)
     result = stepper.update(1.0, 0.0)
     return before - flat_weights(parts), result
 
 
 def test_the_gradient_norm_is_that_of_the_mean_loss(fields: list[str]) -> None:
-    parts = build(prepared(None, fields))
+    run = prepared(None, fields)
+    parts = build(run)
     batches = list(parts.train_loader.take(4))
-    stepper = descending(parts, 0.0)
+    stepper = descending(run, parts, 0.0)
     stepper.forward_backward(batches, 1)
     result = stepper.update(0.0, 0.0)
     parameters = list(parts.model.parameters().values())

@@ -145,23 +145,41 @@ def _gathered(workers: list[_Worker], task: _Task) -> list[Any]:
     results: dict[int, Any] = {}
     deadline = time.monotonic() + task.timeout
     while missing := [worker for worker in workers if worker.rank not in results]:
-        ready = wait([worker.connection for worker in missing], max(0.0, deadline - time.monotonic()))
+        ready = _ready(missing, max(0.0, deadline - time.monotonic()))
         if not ready:
             raise TimeoutError(_explained(missing, task))
-        for worker in missing:
-            if worker.connection in ready:
-                results[worker.rank] = _received(worker)
+        failures = []
+        for worker in ready:
+            succeeded, results[worker.rank] = _received(worker)
+            if not succeeded:
+                failures.append(worker)
+        if failures:
+            raise _first(failures, [worker for worker in workers if worker.rank not in results], results)
     return [results[worker.rank] for worker in workers]
 
 
-def _received(worker: _Worker) -> Any:
+def _ready(workers: list[_Worker], seconds: float) -> list[_Worker]:
+    connections = wait([worker.connection for worker in workers], seconds)
+    return [worker for worker in workers if worker.connection in connections]
+
+
+def _received(worker: _Worker) -> tuple[bool, Any]:
+    """(whether a worker has succeeded, its result or traceback); a dead one's traceback is None."""
     try:
-        succeeded, value = pickle.loads(worker.connection.recv_bytes())
-    except EOFError:
-        raise WorkerFailed(worker.rank, f"died {_how(worker.process)}") from None
-    if not succeeded:
-        raise WorkerFailed(worker.rank, f"failed:\n{value}")
-    return value
+        message: tuple[bool, Any] = pickle.loads(worker.connection.recv_bytes())
+        return message
+    except (EOFError, ConnectionResetError):
+        return False, None
+
+
+def _first(failures: list[_Worker], missing: list[_Worker], results: dict[int, Any]) -> WorkerFailed:
+    """The failure that others follow from: a rank that dies makes its neighbours fail, a rank that raises waits."""
+    dead = [worker for worker in failures if results[worker.rank] is None]
+    if not dead:
+        dead = [worker for worker in _ready(missing, 0.2) if _received(worker) == (False, None)]
+    if dead:
+        return WorkerFailed(dead[0].rank, f"died {_how(dead[0].process)}")
+    return WorkerFailed(failures[0].rank, f"failed:\n{results[failures[0].rank]}")
 
 
 def _how(process: BaseProcess) -> str:

@@ -2,6 +2,8 @@
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from mplug import hookimpl
+
 
 class Mini:
     """A model family."""
@@ -15,6 +17,10 @@ class Mini:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+
+    @hookimpl
+    def build_model(self) -> None:
+        raise NotImplementedError("only its config is ever asked for")
 
 
 class Dial:

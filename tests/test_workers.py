@@ -1,0 +1,204 @@
+"""The harness that runs a test's function on several ranks."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mplug.testing import WorkerFailed, run_workers
+
+
+@dataclass
+class Point:
+    """A class that only this file has."""
+
+    x: Tensor
+
+
+def rank_and_size() -> tuple[int, int]:
+    return dist.get_rank(), dist.get_world_size()
+
+
+def added_up(point: Point) -> Point:
+    total = point.x + dist.get_rank()
+    dist.all_reduce(total)
+    return Point(total)
+
+
+def facts() -> tuple[int, int, str, str]:
+    return os.getpid(), torch.get_num_threads(), dist.get_backend(), os.environ.get("MARK", "")
+
+
+def marked() -> int:
+    os.environ["MARK"] = torch.marked = "by an earlier call"
+    return os.getpid()
+
+
+def fail_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise ZeroDivisionError(f"by zero on {rank}")
+    dist.barrier()  # never passed: the others wait
+
+
+def die_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def exit_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os._exit(3)
+    dist.barrier()
+
+
+def write_pid(folder: Path) -> None:
+    (folder / f"{dist.get_rank()}").write_text(str(os.getpid()))
+
+
+def hang(folder: Path) -> None:
+    write_pid(folder)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    (folder / f"child{dist.get_rank()}").write_text(str(child.pid))
+    if dist.get_rank() == 1:
+        wait_for_ever()
+
+
+def wait_for_ever() -> None:
+    while True:
+        time.sleep(0.1)
+
+
+def warn() -> None:
+    warnings.warn("mind the gap", stacklevel=1)
+
+
+def unpicklable() -> object:
+    return lambda: None
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{pid}/stat")  # a zombie is a process that its parent has not noticed yet
+    return not (stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z")
+
+
+def gone(pids: list[int]) -> bool:
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        if not any(map(alive, pids)):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_results_come_in_the_order_of_ranks(world_size: int) -> None:
+    assert run_workers(world_size, rank_and_size) == [(rank, world_size) for rank in range(world_size)]
+
+
+def test_arguments_and_results_of_a_test_files_own_classes_travel_by_value() -> None:
+    point = Point(torch.tensor([1.0, 10.0]))
+    results = run_workers(2, added_up, point)
+    assert [type(result) for result in results] == [Point, Point]
+    for result in results:
+        assert result.x.tolist() == [3.0, 21.0]
+    assert point.x.tolist() == [1.0, 10.0]
+
+
+def test_each_call_has_fresh_processes_of_one_thread_under_gloo() -> None:
+    earlier = run_workers(2, marked)
+    for pid, threads, backend, mark in run_workers(2, facts):
+        assert pid not in (*earlier, os.getpid())
+        assert (threads, backend, mark) == (1, "gloo", "")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_traceback_of_the_rank_that_fails_is_raised_here(rank: int) -> None:
+    with pytest.raises(WorkerFailed, match=rf"(?s)rank {rank} failed:\n.*in fail_on.*by zero on {rank}") as e:
+        run_workers(2, fail_on, rank)
+    assert e.value.rank == rank
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"), [(die_on, "died of SIGKILL"), (exit_on, "died with status 3 and no result")]
+)
+def test_a_rank_that_dies_is_named_with_how(function: object, reason: str) -> None:
+    with pytest.raises(WorkerFailed, match=f"rank 1 {reason}"):
+        run_workers(2, function, 1)
+
+
+def test_a_timeout_shows_where_the_ranks_stand_and_leaves_neither_them_nor_their_children(tmp_path: Path) -> None:
+    started = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"(?s)no result after 1\.5 s\n.*in wait_for_ever"):
+        run_workers(2, hang, tmp_path, timeout=1.5)
+    assert time.monotonic() - started < 5
+    names = ["0", "1", "child0", "child1"]
+    assert gone([int((tmp_path / name).read_text()) for name in names])
+
+
+def test_no_worker_outlives_a_call(tmp_path: Path) -> None:
+    run_workers(2, write_pid, tmp_path)
+    assert not any(alive(int((tmp_path / str(rank)).read_text())) for rank in range(2))
+
+
+def test_no_worker_outlives_its_caller(tmp_path: Path) -> None:
+    script = tmp_path / "caller.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "from pathlib import Path\n"
+        "import torch.distributed as dist\n"
+        "from mplug.testing import run_workers\n"
+        "def hang(folder):\n"
+        "    (folder / f'{dist.get_rank()}.pid').write_text(str(os.getpid()))\n"
+        "    time.sleep(600)\n"
+        "if __name__ == '__main__':\n"
+        "    run_workers(2, hang, Path(sys.argv[1]))\n"
+    )
+    caller = subprocess.Popen([sys.executable, str(script), str(tmp_path)], start_new_session=True)
+    paths = [tmp_path / f"{rank}.pid" for rank in range(2)]
+    deadline = time.monotonic() + 60
+    while not all(path.exists() and path.read_text() for path in paths) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    caller.kill()
+    caller.wait()
+    assert gone([int(path.read_text()) for path in paths])
+
+
+def test_the_callers_warning_filters_hold_in_the_workers() -> None:
+    with pytest.raises(WorkerFailed, match="UserWarning: mind the gap"):
+        run_workers(1, warn)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "mind the")
+        run_workers(1, warn)
+
+
+def test_a_result_that_cannot_travel_is_an_error_of_its_rank() -> None:
+    with pytest.raises(WorkerFailed, match=r"(?s)rank 0 failed:.*[Pp]ickle"):
+        run_workers(1, unpicklable)
+
+
+def test_a_function_that_workers_cannot_find_is_refused() -> None:
+    with pytest.raises(TypeError, match="at the top level of its module"):
+        run_workers(1, lambda: None)
+
+
+def test_a_call_takes_a_moment_once_the_server_runs() -> None:
+    run_workers(1, rank_and_size)
+    assert forkserver._forkserver._forkserver_pid is not None
+    started = time.monotonic()
+    run_workers(2, rank_and_size)
+    assert time.monotonic() - started < 2.0  # 0.3 s where nothing else runs

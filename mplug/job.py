@@ -3,12 +3,13 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from mplug.errors import UsageError
 from mplug.hooks import HOST
-from mplug.launch import agreed, joined, launched
+from mplug.launch import World, agreed, joined, launched
 from mplug.registry import Registry
 from mplug.resolve import resolve
 from mplug.run import Run, prepare
-from mplug.settings import Settings
+from mplug.settings import Settings, merge, read_assignments
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,26 @@ class Job:
     overrides: Settings
     directory: Path
     resume_from: Path | None
+
+
+def settle(base: Settings, overrides: Settings, world: World | None) -> tuple[Run, Settings]:
+    """The prepared run, and the overrides that make it.
+
+    Where a launcher has started more processes than the layout names, the strategy of `parallel.data` takes the ranks
+    that are left. Raises UsageError where that does not work out.
+    """
+    run = prepare(resolve(Registry(), base, overrides))
+    parallel, size = run.config.parallel, run.mesh.world_size
+    if world is None or world.size == size:
+        return run, overrides
+    if world.size % size or parallel.data is None or parallel.data in parallel.degrees:
+        raise UsageError(
+            f"layout '{parallel.layout}' is for {size} processes, and {world.launcher} has started {world.size}; "
+            f"change the layout, or start {size} or a multiple of it that a data-parallel strategy may take"
+        )
+    filled = f"{parallel.layout}{parallel.data}{world.size // size}"
+    overrides = merge(overrides, read_assignments([f"parallel.layout={filled}"], f"the {world.size} processes"))
+    return prepare(resolve(Registry(), base, overrides)), overrides
 
 
 @dataclass(frozen=True)

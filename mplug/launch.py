@@ -43,15 +43,6 @@ def launched() -> World | None:
     return None
 
 
-def refuse_other_size(world: World, needed: int, layout: str) -> None:
-    """Raise UsageError where a launcher has started another number of processes than the layout needs."""
-    if world.size != needed:
-        raise UsageError(
-            f"layout '{layout}' needs {needed} processes, and {world.launcher} has started {world.size}; "
-            f"change the layout or start {needed}"
-        )
-
-
 def refuse_port_in_use(port: int) -> None:
     """Raise UsageError where someone listens on a port already."""
     with socket.socket() as probe:

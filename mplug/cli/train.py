@@ -32,18 +32,16 @@ def command(name: str | None, resume: bool, master_port: int | None, **options: 
     mplug train --parallel tp2pp2
     mplug train --resume --set trainer.steps=3000
     """
-    from mplug.job import Job
-    from mplug.launch import launched, refuse_other_size, refuse_port_in_use
-    from mplug.registry import Registry
-    from mplug.resolve import default_settings, resolve
-    from mplug.run import find_directory, new_directory, prepare
+    from mplug.job import Job, settle
+    from mplug.launch import launched, refuse_port_in_use
+    from mplug.resolve import default_settings
+    from mplug.run import find_directory, new_directory
     from mplug.settings import read_file
 
     directory = find_directory(name) if resume else None
     base, changes = read_file(directory / "config.yaml") if directory else default_settings(), overrides(**options)
-    run, world = prepare(resolve(Registry(), base, changes)), launched()
-    if world is not None:
-        refuse_other_size(world, run.mesh.world_size, run.config.parallel.layout)
+    world = launched()
+    run, changes = settle(base, changes, world)
     if master_port is not None:
         refuse_port_in_use(master_port)
     resume_from = _newest_checkpoint(directory) if directory else None

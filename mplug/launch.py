@@ -66,6 +66,7 @@ def joined(world: World, device: str) -> Iterator[None]:
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(DEFAULT_PORT))
     os.environ |= {"RANK": str(world.rank), "WORLD_SIZE": str(world.size), "LOCAL_RANK": str(world.local_rank)}
+    options: dict[str, Any]
     if device == "cuda":
         gpus = torch.cuda.device_count()
         if world.local_rank >= gpus:
@@ -73,16 +74,16 @@ def joined(world: World, device: str) -> Iterator[None]:
                 f"this machine has {gpus} GPUs, too few for its processes; use fewer, or trainer.device=cpu"
             )
         torch.cuda.set_device(world.local_rank)
+        options = {"backend": "nccl", "device_id": torch.device("cuda", world.local_rank)}
     else:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.size))
+        torch.set_num_threads(max(1, torch.get_num_threads() // world.size))
+        options = {"backend": "gloo"}
     store, rank, size = next(rendezvous("env://"))
     # A restarted agent keeps its store, and ranks would read the addresses of the attempt before (pytorch #135712).
     attempt = PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=attempt, rank=rank, world_size=size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    dist.init_process_group(store=attempt, rank=rank, world_size=size, **options)
+    yield
+    dist.destroy_process_group()  # not after an error: it would wait for the other ranks
 
 
 def agreed(value: Any) -> Any:

@@ -119,11 +119,13 @@ def measure_bytes(run: Run, model: Model) -> dict[str, int]:
         pieces = make_pieces(model)
         optimizer: Optimizer = run.hooks.call.build_optimizer(run=run, pieces=pieces)
         states = [tensor for piece in pieces for tensor in optimizer.state(piece).values()]
-        return {
-            "weights": _nbytes(model.parameters().values()),
-            "gradients": _nbytes(piece.gradient for piece in pieces),
-            "optimizer state": _nbytes(states),
+        kinds: dict[str, list[torch.Tensor]] = {
+            "weights": list(model.parameters().values()),
+            "masters": [piece.master for piece in pieces if piece.weight is not None],
+            "gradients": [piece.gradient for piece in pieces],
+            "optimizer state": states,
         }
+        return {kind: _nbytes(tensors) for kind, tensors in kinds.items() if tensors}
 
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:

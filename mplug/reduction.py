@@ -23,9 +23,10 @@ class Reduction:
         self.sums: list[tuple[dist.ProcessGroup | None, list[Tensor]]] = []
         if run.groups is None:
             return
+        different = {(p.parameter, p.shape, p.holders): p for p in model.placements.values()}  # blocks are alike
         families = {
             self._left(box, rank)
-            for placement in model.placements.values()
+            for placement in different.values()
             for rank in placement.holders
             for box in placement.boxes(rank)
         }

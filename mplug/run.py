@@ -57,6 +57,12 @@ class Run:
         return self.groups.of(self.mesh.group(rank, *axes) for rank in range(self.mesh.world_size))
 
     @property
+    def micro_batch_size(self) -> int:
+        """Samples of one forward and backward pass on a rank."""
+        trainer, (_, shards) = self.config.trainer, self.mesh.batch_shard(self.rank)
+        return trainer.micro_batch_size or trainer.global_batch_size // shards
+
+    @property
     def counts_losses(self) -> bool:
         """Whether this rank's losses count: of ranks that compute the same ones, the first does."""
         own = self.mesh.coordinates(self.rank)
@@ -107,13 +113,14 @@ def _refuse_uneven_batch(config: RunConfig, mesh: Mesh) -> None:
     sizes = {"trainer.global_batch_size": trainer.global_batch_size}
     if rampup.start is not None:
         sizes |= {"schedule.batch_rampup.start": rampup.start, "schedule.batch_rampup.increment": rampup.increment}
+    factors = [f"trainer.micro_batch_size={trainer.micro_batch_size}"] if trainer.micro_batch_size else []
+    factors += [f"{shards} data-parallel ranks"] if shards > 1 else []
+    least = (trainer.micro_batch_size or 1) * shards
     for name, size in sizes.items():
-        if size % (shards * trainer.micro_batch_size):
-            times = f" times {shards} data-parallel ranks" if shards > 1 else ""
+        if size % least:
             source = source_of(config.settings, tuple(name.split(".")))
             raise UsageError(
-                f"{name} ({source}): {size} is no multiple of trainer.micro_batch_size={trainer.micro_batch_size}"
-                f"{times}; choose a multiple of {shards * trainer.micro_batch_size}"
+                f"{name} ({source}): {size} is no multiple of {' times '.join(factors)}; choose a multiple of {least}"
             )
 
 

@@ -16,7 +16,9 @@ class Trainer(Section):
 
     steps: PositiveInt = Field(description="optimizer steps of the whole run")
     seq_length: PositiveInt = Field(description="tokens of a sample")
-    micro_batch_size: PositiveInt = Field(description="samples of one forward and backward pass on a rank")
+    micro_batch_size: PositiveInt | None = Field(
+        description="samples of one forward and backward pass on a rank; null: all of the global batch that it reads"
+    )
     global_batch_size: PositiveInt = Field(description="samples of one optimizer step, over all ranks")
     precision: Literal["fp32", "bf16"] = Field(
         description="number format of weights and activations; gradients, masters and moments are fp32"

@@ -56,9 +56,10 @@ def on_meta(shape: dict[str, Any]) -> Model:
 def built(shape: dict[str, Any], seed: int = 1) -> Model:
     """The model with memory and initial values, on one process."""
     model = on_meta(shape)
-    model.place(Mesh.of([], 1))
-    allocate(model, 0, torch.device("cpu"), seed)
-    initialize(model, 0, seed)
+    model.place(Mesh.of([], 1), None)
+    model.keep_stage(0)
+    allocate(model, 0, torch.device("cpu"), torch.float32, seed)
+    initialize(model.parameters(), model.placements, 0, seed)
     return model
 
 
@@ -188,7 +189,7 @@ def test_loss_logits_and_all_gradients_are_those_of_the_papers(shape: dict[str, 
 @pytest.mark.parametrize("shape", SHAPES[::5])
 def test_the_plan_covers_exactly_the_parameters(shape: dict[str, Any]) -> None:
     model = on_meta(shape)
-    model.place(Mesh.of([], 1))
+    model.place(Mesh.of([], 1), None)
     assert set(model.placements) == {name for name, _ in model.module.named_parameters()}
     tied = (("embedding.token.weight", "head.project.weight"),)
     assert model.plan.tied == (tied if shape["tie_embeddings"] else ())
@@ -208,7 +209,7 @@ def test_units_take_what_the_plan_names_and_earlier_units_have_given(shape: dict
 
 def test_weight_decay_spares_norms_and_biases() -> None:
     model = on_meta({**SMALL, "bias": True, "qk_norm": True, "position": "learned"})
-    model.place(Mesh.of([], 1))
+    model.place(Mesh.of([], 1), None)
     spared = {name for name, placement in model.placements.items() if not placement.parameter.decays}
     assert spared == {name for name, p in model.parameters().items() if p.dim() == 1}
 
@@ -216,7 +217,7 @@ def test_weight_decay_spares_norms_and_biases() -> None:
 def test_a_tensor_parallel_layout_cuts_heads_feed_forward_and_vocabulary() -> None:
     shape = {**SMALL, "num_kv_heads": 2, "activation": "swiglu", "ffn_hidden_size": 20, "bias": True, "qk_norm": True}
     model = on_meta(shape)
-    model.place(Mesh.of([Axis("acme", 4, splits=("heads", "kv_heads", "mlp", "vocab"))], 4))
+    model.place(Mesh.of([Axis("acme", 4, splits=("heads", "kv_heads", "mlp", "vocab"))], 4), None)
     local = {name: placement.local_shape(1) for name, placement in model.placements.items() if "blocks.1" not in name}
     assert local == {
         "embedding.token.weight": (4, 16),  # 13 tokens padded to 16

@@ -43,5 +43,5 @@ class Mock:
             return {"tokens": windows[:, :-1], "labels": windows[:, 1:], "positions": positions, "sample_ids": ids}
 
         return MapLoader(
-            read, vocab_size=vocab_size, shard=run.mesh.batch_shard(run.rank), micro_batch_size=trainer.micro_batch_size
+            read, vocab_size=vocab_size, shard=run.mesh.batch_shard(run.rank), micro_batch_size=run.micro_batch_size
         )

@@ -62,5 +62,5 @@ class Text:
             windows.read,
             vocab_size=256,
             shard=run.mesh.batch_shard(run.rank),
-            micro_batch_size=trainer.micro_batch_size,
+            micro_batch_size=run.micro_batch_size,
         )

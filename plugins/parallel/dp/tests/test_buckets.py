@@ -1,0 +1,332 @@
+"""Buckets: what is in them, when they leave, and that their sums are those of the whole batch."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from mplug_dp import DataParallel
+from mplug_dp.buckets import Bucket, reduce_in_buckets
+from torch import Tensor, nn
+
+from mplug import Sinks
+from mplug.build import Parts, build
+from mplug.nn import Linear
+from mplug.registry import Registry
+from mplug.resolve import default_settings, resolve
+from mplug.run import prepare
+from mplug.settings import read_assignments
+from mplug.testing import run_workers
+
+D, DEPTH = 8, 5
+LAYER_BYTES = D * D * 4
+GROUP: Any = object()
+"""Stands for a process group where nothing is sent."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Chain(nn.Module):
+    """Linears one after the other, of one weight each."""
+
+    def __init__(self, depth: int = DEPTH) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Linear(D, D, bias=False) for _ in range(depth))
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 3)
+
+    def forward(self, x: Tensor, events: list[str] | None = None) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if events is not None:
+                x.register_hook(lambda _, number=number: events.append(f"gradient reaches the input of {number}"))
+            x = layer(x).tanh()
+        return x
+
+
+class Traffic:
+    """What would be sent, in order."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.numbers: dict[int, int] = {}
+
+    def expect(self, buckets: list[Bucket]) -> None:
+        self.numbers = {bucket.gradients.data_ptr(): number for number, bucket in enumerate(buckets)}
+
+    def all_reduce(self, tensor: Tensor, group: object, async_op: bool) -> SimpleNamespace:
+        assert group is GROUP
+        assert async_op
+        number = self.numbers[tensor.data_ptr()]
+        self.events.append(f"launch {number}")
+        return SimpleNamespace(wait=lambda: self.events.append(f"wait {number}"))
+
+    @property
+    def launches(self) -> list[str]:
+        return [event for event in self.events if event.startswith("launch")]
+
+
+@pytest.fixture
+def traffic(monkeypatch: pytest.MonkeyPatch) -> Traffic:
+    recorded = Traffic()
+    monkeypatch.setattr(dist, "all_reduce", recorded.all_reduce)
+    return recorded
+
+
+def listening(module: nn.Module, bucket_bytes: int, traffic: Traffic) -> tuple[Sinks, list[Bucket]]:
+    sinks = Sinks(dict(module.named_parameters()))
+    buckets = reduce_in_buckets(sinks, GROUP, bucket_bytes)
+    traffic.expect(buckets)
+    return sinks, buckets
+
+
+def inputs(number: int = 0) -> Tensor:
+    return torch.randn(3, D, generator=torch.Generator().manual_seed(number))
+
+
+# What is in a bucket.
+
+
+@pytest.mark.parametrize("layers_each", [1, 2, 3, DEPTH, 99])
+def test_buckets_are_the_arena_cut_in_its_order(layers_each: int, traffic: Traffic) -> None:
+    sinks, buckets = listening(Chain(), layers_each * LAYER_BYTES, traffic)
+    start = sinks.arena.data_ptr()
+    for bucket in buckets:
+        assert bucket.gradients.data_ptr() == start
+        assert bucket.gradients.is_contiguous()
+        start += bucket.gradients.nbytes
+    assert start == sinks.arena.data_ptr() + sinks.arena.nbytes
+    assert len(buckets) == -(-DEPTH // layers_each)
+
+
+def test_the_first_bucket_holds_the_last_layers(traffic: Traffic) -> None:
+    sinks, buckets = listening(Chain(), 2 * LAYER_BYTES, traffic)
+    held = {sink: bucket for bucket in range(len(buckets)) for sink in sinks if lies_in(sinks, sink, buckets[bucket])}
+    assert held == {f"layers.{layer}.weight": (DEPTH - 1 - layer) // 2 for layer in range(DEPTH)}
+
+
+def lies_in(sinks: Sinks, name: str, bucket: Bucket) -> bool:
+    start, address = bucket.gradients.data_ptr(), sinks[name].buffer.data_ptr()
+    return start <= address < start + bucket.gradients.nbytes
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, LAYER_BYTES, LAYER_BYTES + 1, 3 * LAYER_BYTES - 1, 10**9])
+def test_a_bucket_is_as_small_as_its_size_allows(bucket_bytes: int, traffic: Traffic) -> None:
+    _, buckets = listening(Chain(), bucket_bytes, traffic)
+    for bucket in buckets[:-1]:
+        assert bucket.gradients.nbytes >= bucket_bytes > bucket.gradients.nbytes - LAYER_BYTES
+
+
+@pytest.mark.parametrize(("bucket_mib", "number"), [(LAYER_BYTES / 2**20, 5), (2 * LAYER_BYTES / 2**20, 3), (32, 1)])
+def test_the_size_of_a_bucket_is_configured_in_mib(
+    bucket_mib: float, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched = []
+    monkeypatch.setattr(
+        dist, "all_reduce", lambda tensor, **_: launched.append(tensor) or SimpleNamespace(wait=lambda: None)
+    )
+    chain = Chain()
+    sinks = Sinks(dict(chain.named_parameters()))
+    run, model = SimpleNamespace(group=lambda axis: {"dp": GROUP}[axis]), SimpleNamespace(sinks=sinks)
+    DataParallel(DataParallel.Config(bucket_mib=bucket_mib)).wrap_model(run=run, model=model)
+    step(sinks, chain, 1)
+    assert len(launched) == number
+
+
+def test_alone_a_rank_sends_nothing() -> None:
+    sinks = Sinks(dict(Chain().named_parameters()))
+    assert reduce_in_buckets(sinks, None, 1) == []
+    assert not sinks.reduced_over
+    assert not sinks.when_finished
+    assert not any(sink.listeners for sink in sinks.values())
+
+
+def test_what_it_sums_over_is_on_record(traffic: Traffic) -> None:
+    sinks, _ = listening(Chain(), 1, traffic)
+    assert sinks.reduced_over == {"dp"}
+
+
+# When a bucket leaves.
+
+
+def step(sinks: Sinks, module: nn.Module, number: int, events: list[str] | None = None) -> None:
+    sinks.begin_step()
+    for micro_batch in range(number):
+        if micro_batch == number - 1:
+            sinks.expect_last()
+        x = inputs(micro_batch).requires_grad_() * 1  # no leaf: leaves get their gradients out of turn
+        output = module(x) if events is None else module(x, events)
+        output.sum().backward()
+        if events is not None:
+            events.append(f"backward {micro_batch} ends")
+    sinks.finish()
+
+
+def test_every_bucket_leaves_as_soon_as_backward_has_passed_its_layers(traffic: Traffic) -> None:
+    chain = Chain()
+    sinks, _ = listening(chain, LAYER_BYTES, traffic)
+    step(sinks, chain, 1, traffic.events)
+    wanted = []
+    for layer in reversed(range(DEPTH)):
+        wanted += [f"launch {DEPTH - 1 - layer}", f"gradient reaches the input of {layer}"]
+    assert traffic.events == [*wanted, "backward 0 ends", *(f"wait {number}" for number in range(DEPTH))]
+
+
+@pytest.mark.parametrize("layers_each", [1, 2, 3])
+def test_all_buckets_but_the_last_leave_while_there_is_backward_to_hide_behind(
+    layers_each: int, traffic: Traffic
+) -> None:
+    chain = Chain()
+    sinks, buckets = listening(chain, layers_each * LAYER_BYTES, traffic)
+    step(sinks, chain, 1, traffic.events)
+    at = traffic.events.index
+    assert all(at(f"launch {n}") < at("gradient reaches the input of 0") for n in range(len(buckets) - 1))
+    assert at(f"launch {len(buckets) - 1}") < at("backward 0 ends")
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_each_bucket_leaves_once_a_step_and_in_the_last_backward_pass(number: int, traffic: Traffic) -> None:
+    chain = Chain()
+    sinks, buckets = listening(chain, 2 * LAYER_BYTES, traffic)
+    for _ in range(3):
+        traffic.events.clear()
+        step(sinks, chain, number, traffic.events)
+        before_last = traffic.events.index(f"backward {number - 2} ends") if number > 1 else -1
+        assert traffic.launches == [f"launch {n}" for n in range(len(buckets))]
+        assert all(traffic.events.index(launch) > before_last for launch in traffic.launches)
+        assert traffic.events[-len(buckets) :] == [f"wait {n}" for n in range(len(buckets))]
+
+
+class Idle(Chain):
+    """One more weight, in the middle of the arena, which takes no part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2].idle = nn.Parameter(torch.zeros(D))
+
+
+@pytest.mark.parametrize("layers_each", [1, 2])
+def test_a_bucket_with_a_weight_that_takes_no_part_still_leaves_once(layers_each: int, traffic: Traffic) -> None:
+    net = Idle()
+    sinks, buckets = listening(net, layers_each * LAYER_BYTES, traffic)
+    for _ in range(2):
+        traffic.events.clear()
+        step(sinks, net, 2, traffic.events)
+        assert sorted(traffic.launches) == [f"launch {n}" for n in range(len(buckets))]
+        waits = [at for at, event in enumerate(traffic.events) if event.startswith("wait")]
+        launches = [at for at, event in enumerate(traffic.events) if event.startswith("launch")]
+        assert max(launches) < min(waits)
+
+
+# A whole model.
+
+RUN = [
+    "model.num_layers=3",
+    "model.hidden_size=32",
+    "model.num_attention_heads=2",
+    "trainer.seq_length=16",
+    "trainer.micro_batch_size=1",
+    "trainer.global_batch_size=4",
+    "trainer.device=cpu",
+    "trainer.eval_every=0",
+    "data.name=mock",
+]
+
+
+def parts_of(*assignments: str) -> Parts:
+    return build(prepare(resolve(Registry(), default_settings(), read_assignments([*RUN, *assignments]))))
+
+
+@pytest.mark.parametrize("fields", [[], ["model.tie_embeddings=true", "model.bias=true", "model.position=learned"]])
+def test_the_buckets_of_a_gpt_leave_once_a_step_and_in_order_while_backward_runs(
+    fields: list[str], traffic: Traffic
+) -> None:
+    parts = parts_of(*fields)
+    buckets = reduce_in_buckets(parts.model.sinks, GROUP, 20_000)
+    assert len(buckets) > 4
+    traffic.expect(buckets)
+    first = parts.model.module.get_submodule("blocks.0")
+    first.register_full_backward_hook(lambda *_: traffic.events.append("the first block is done"))
+    for number in (1, 2):
+        traffic.events.clear()
+        parts.stepper.forward_backward(parts.train_loader.take(4), number)
+        assert sorted(traffic.launches, key=lambda event: int(event.split()[1])) == [
+            f"launch {n}" for n in range(len(buckets))
+        ]
+        done = [at for at, event in enumerate(traffic.events) if event == "the first block is done"]
+        assert len(done) == 4
+        early = [event for event in traffic.events[done[-2] : done[-1]] if event.startswith("launch")]
+        assert len(early) >= len(buckets) - 2  # the embedding's, and the one that holds the first block's end
+
+
+# Sums.
+
+
+def batch_part(module: nn.Module, rank: int, num_micro_batches: int) -> list[Tensor]:
+    return [inputs(rank * num_micro_batches + number) for number in range(num_micro_batches)]
+
+
+def reduced(bucket_bytes: int, num_micro_batches: int) -> tuple[Tensor, Tensor]:
+    """The gradients [elements] after each of two steps on this rank's part."""
+    chain = Chain()
+    sinks = Sinks(dict(chain.named_parameters()))
+    reduce_in_buckets(sinks, dist.group.WORLD, bucket_bytes)
+    results = []
+    for _ in range(2):
+        sinks.begin_step()
+        for number, x in enumerate(batch_part(chain, dist.get_rank(), num_micro_batches)):
+            if number == num_micro_batches - 1:
+                sinks.expect_last()
+            chain(x).sum().backward()
+        sinks.finish()
+        results.append(torch.cat([sink.buffer.flatten() for sink in sinks.values()]))
+    return results[0], results[1]
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+@pytest.mark.parametrize("bucket_bytes", [1, 2 * LAYER_BYTES, 10**9])
+def test_every_rank_gets_the_gradient_of_the_whole_batch(bucket_bytes: int, num_micro_batches: int) -> None:
+    weights = [layer.weight.detach().double().requires_grad_() for layer in Chain().layers]
+    for rank in range(2):
+        for x in batch_part(Chain(), rank, num_micro_batches):
+            hidden = x.double()
+            for weight in weights:
+                hidden = (hidden @ weight.t()).tanh()
+            hidden.sum().backward()
+    wanted = torch.cat([weight.grad.flatten() for weight in weights])
+    for first, second in run_workers(2, reduced, bucket_bytes, num_micro_batches):
+        torch.testing.assert_close(first.double(), wanted, rtol=1e-5, atol=1e-5)
+        assert torch.equal(first, second)
+
+
+class Fork(nn.Module):
+    """Two branches; a rank takes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+
+
+def forked() -> dict[str, list[float]]:
+    """Gradients where rank 0 goes left and finds a slope of 1, and rank 1 goes right and finds one of 2."""
+    fork, rank = Fork(), dist.get_rank()
+    sinks = Sinks(dict(fork.named_parameters()))
+    reduce_in_buckets(sinks, dist.group.WORLD, 1)
+    sinks.begin_step()
+    sinks.expect_last()
+    ((rank + 1) * (fork.left, fork.right)[rank]).sum().backward()
+    sinks.finish()
+    return {name: sink.buffer.tolist() for name, sink in sinks.items()}
+
+
+def test_ranks_that_use_different_weights_still_sum_the_same_buckets() -> None:
+    assert run_workers(2, forked) == [{"left": [1.0] * 4, "right": [2.0] * 4}] * 2

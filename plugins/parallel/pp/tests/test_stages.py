@@ -1,0 +1,257 @@
+"""Dividing units into stages: as light as brute force finds, as the user says, or refused."""
+
+import re
+from collections.abc import Iterator
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from mplug_gpt import GPT
+from mplug_pp import PipelineParallel
+from mplug_pp.stages import divide, lightest
+
+from mplug import Mesh, Model, Stages, UsageError
+from mplug.build import build_model
+from mplug.registry import Registry
+from mplug.resolve import default_settings, resolve
+from mplug.run import Run, prepare
+from mplug.settings import read_assignments
+
+
+def cuts(number: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """Every division of a list of `number` into contiguous, non-empty parts, as lengths."""
+    for inner in combinations(range(1, number), parts - 1):
+        ends = (0, *inner, number)
+        yield tuple(stop - start for start, stop in pairwise(ends))
+
+
+def sums(weights: list[int], lengths: tuple[int, ...]) -> list[int]:
+    remaining = iter(weights)
+    return [sum(next(remaining) for _ in range(length)) for length in lengths]
+
+
+def working(weights: list[int], parts: int) -> list[tuple[int, ...]]:
+    """The divisions in which every part weighs something."""
+    return [lengths for lengths in cuts(len(weights), parts) if all(sums(weights, lengths))]
+
+
+# Lightest.
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.integers(1, 5))
+def test_no_division_is_lighter_than_the_one_found(weights: list[int], parts: int) -> None:
+    possible = working(weights, parts)
+    if not possible:
+        return
+    found = lightest(weights, parts)
+    assert found in possible
+    assert max(sums(weights, found)) == min(max(sums(weights, lengths)) for lengths in possible)
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=8), st.integers(1, 4))
+def test_among_equally_light_divisions_the_evenest_is_found(weights: list[int], parts: int) -> None:
+    possible = working(weights, parts)
+    if not possible:
+        return
+
+    def cost(lengths: tuple[int, ...]) -> tuple[int, int]:
+        own = sums(weights, lengths)
+        return max(own), sum(weight * weight for weight in own)
+
+    assert cost(lightest(weights, parts)) == min(map(cost, possible))
+
+
+@pytest.mark.parametrize(
+    ("weights", "parts", "lengths"),
+    [
+        ([1, 1, 1, 1], 2, (2, 2)),
+        ([1, 1, 1, 1], 4, (1, 1, 1, 1)),
+        ([5, 1, 1, 1], 2, (1, 3)),
+        ([0, 1, 1], 2, (2, 1)),
+        ([1, 1, 0], 2, (1, 2)),
+        ([3, 3, 3, 3, 3], 2, (2, 3)),
+        ([2, 3, 4, 5, 6], 3, (2, 2, 1)),
+        ([7], 1, (1,)),
+    ],
+)
+def test_divisions_that_are_found_by_hand(weights: list[int], parts: int, lengths: tuple[int, ...]) -> None:
+    assert lightest(weights, parts) == lengths
+
+
+# Models.
+
+
+def gpt(**fields: Any) -> Model:
+    with torch.device("meta"):
+        return GPT(GPT.Config(**fields)).build_model()
+
+
+def small(num_layers: int = 4, **fields: Any) -> Model:
+    return gpt(num_layers=num_layers, hidden_size=16, num_attention_heads=2, vocab_size=192, **fields)
+
+
+def lengths_of(stages: tuple[tuple[str, ...], ...]) -> list[int]:
+    return [len(units) for units in stages]
+
+
+def test_stages_hold_all_units_in_their_order() -> None:
+    model = small()
+    stages = divide(model, 3, None)
+    assert [name for units in stages for name in units] == [unit.name for unit in model.plan.units]
+
+
+def test_an_embedding_costs_nothing_and_shares_a_stage_and_a_head_costs_its_projection() -> None:
+    """A block weighs 12 D^2 = 3072, and the head V D = 3072: five that weigh alike."""
+    model = small()
+    assert [model.unit_weight(unit.name) for unit in model.plan.units] == [0, 3072, 3072, 3072, 3072, 3072]
+    assert divide(model, 5, None) == (("embedding", "blocks.0"), ("blocks.1",), ("blocks.2",), ("blocks.3",), ("head",))
+
+
+@pytest.mark.parametrize("tie_embeddings", [False, True])
+def test_a_tied_head_weighs_what_an_untied_one_weighs(tie_embeddings: bool) -> None:
+    assert small(tie_embeddings=tie_embeddings).unit_weight("head") == 192 * 16
+
+
+@pytest.mark.parametrize("given_counts", [(1, 5), (3, 3), (5, 1), (1, 1, 1, 3)])
+def test_a_user_may_say_how_many_units_each_stage_has(given_counts: tuple[int, ...]) -> None:
+    model = small()
+    stages = divide(model, len(given_counts), given_counts)
+    assert lengths_of(stages) == list(given_counts)
+    assert [name for units in stages for name in units] == [unit.name for unit in model.plan.units]
+
+
+@pytest.mark.parametrize("given_counts", [(3, 2), (3, 4)])
+def test_numbers_that_do_not_add_up_to_the_units_are_refused(given_counts: tuple[int, ...]) -> None:
+    with pytest.raises(UsageError, match=rf"units_per_stage adds up to {sum(given_counts)}; the model has 6 units"):
+        divide(small(), 2, given_counts)
+
+
+def test_more_stages_than_units_that_compute_are_refused() -> None:
+    assert lengths_of(divide(small(num_layers=2), 3, None)) == [2, 1, 1]
+    with pytest.raises(UsageError, match="pp=4 stages are too many for the 3 units of the model that compute"):
+        divide(small(num_layers=2), 4, None)
+
+
+PRESETS = [
+    ("nano", 2),
+    ("nano", 4),
+    ("125m", 2),
+    ("125m", 4),
+    ("125m", 6),
+    ("1.7b", 8),
+    ("7.1b", 4),
+    ("70b", 8),
+    ("175b", 8),
+    ("175b", 12),
+    ("462b", 16),
+]
+
+
+@pytest.fixture(scope="module")
+def presets() -> dict[str, Model]:
+    return {name: gpt(**GPT.presets[name]["model"]) for name in {name for name, _ in PRESETS}}
+
+
+@pytest.mark.parametrize(("preset", "num_stages"), PRESETS)
+def test_no_stage_of_a_preset_weighs_more_than_it_must(presets: dict[str, Model], preset: str, num_stages: int) -> None:
+    """The lower bound by filling stages up to a limit, greedily: the least limit that needs no more stages."""
+    model = presets[preset]
+    weights = [model.unit_weight(unit.name) for unit in model.plan.units]
+    stages = divide(model, num_stages, None)
+    heaviest = max(sum(model.unit_weight(name) for name in units) for units in stages)
+    limits = sorted({sum(weights[i:j]) for i in range(len(weights)) for j in range(i + 1, len(weights) + 1)})
+    assert heaviest == next(limit for limit in limits if needed(weights, limit) <= num_stages)
+    assert stages[0][:2] == ("embedding", "blocks.0")
+    assert stages[-1][-1] == "head"
+    assert all(any(model.unit_weight(name) for name in units) for units in stages)
+
+
+def needed(weights: list[int], limit: int) -> float:
+    """The fewest stages of at most `limit`."""
+    stages, held = 1, 0
+    for weight in weights:
+        if weight > limit:
+            return float("inf")
+        if held + weight > limit:
+            stages, held = stages + 1, 0
+        held += weight
+    return stages
+
+
+def test_the_largest_preset_is_cut_in_sixteen_in_a_moment(presets: dict[str, Model]) -> None:
+    """112 blocks of 12 D^2 weigh far more than the head: seven a stage."""
+    counts = lengths_of(divide(presets["462b"], 16, None))
+    assert counts == [8, *[7] * 14, 8]
+
+
+# Whole runs.
+
+SMALL_RUN = ["model.num_layers=4", "model.hidden_size=32", "model.num_attention_heads=2", "trainer.device=cpu"]
+
+
+def prepared(*assignments: str) -> Run:
+    config = resolve(Registry(), default_settings(), read_assignments([*SMALL_RUN, *assignments]))
+    return prepare(config)
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_a_rank_keeps_the_units_of_its_stage_under_their_global_names(rank: int) -> None:
+    run = prepared("parallel.layout=pp2", "parallel.pp.units_per_stage=[2, 4]")
+    run.rank = rank
+    model = build_model(run)
+    wanted = [("embedding", "blocks.0"), ("blocks.1", "blocks.2", "blocks.3", "head")][rank]
+    assert tuple(unit.name for unit in model.own_units) == wanted
+    assert {name.split(".mlp")[0] for name in model.parameters() if ".mlp.up.weight" in name} == {
+        name for name in wanted if name.startswith("blocks")
+    }
+
+
+def test_the_division_of_a_run_is_what_the_config_says() -> None:
+    model = build_model(prepared("parallel.layout=pp3", "parallel.pp.units_per_stage=[1, 2, 3]"))
+    assert isinstance(model.stages, Stages)
+    assert lengths_of(model.stages.units) == [1, 2, 3]
+    assert model.stages.axis == "pp"
+
+
+@pytest.mark.parametrize(
+    ("assignments", "said"),
+    [
+        (["parallel.layout=pp2", "parallel.pp.units_per_stage=[1, 2, 3]"], "has 3 numbers; pp=2 needs 2"),
+        (["parallel.layout=pp2", "parallel.pp.units_per_stage=[0, 6]"], r"units_per_stage\.0.*must be greater than 0"),
+        (["parallel.layout=pp2", "parallel.pp.schedule=zigzag"], "schedule.*'1f1b' or 'gpipe'"),
+    ],
+)
+def test_a_wrong_division_is_refused_before_anything_is_built(assignments: list[str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        prepared(*assignments)
+
+
+@pytest.mark.parametrize(
+    ("assignments", "said"),
+    [
+        (["parallel.layout=pp2", "parallel.pp.units_per_stage=[1, 2]"], "adds up to 3; the model has 6 units"),
+        (["parallel.layout=pp6"], "pp=6 stages are too many for the 5 units"),
+    ],
+)
+def test_a_division_that_the_model_does_not_bear_is_refused(assignments: list[str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        build_model(prepared(*assignments))
+
+
+def test_stages_are_one_axis_that_all_views_share() -> None:
+    config = prepared("parallel.layout=pp4").config
+    (axis,) = PipelineParallel(PipelineParallel.Config()).mesh_axes(config=config)
+    assert (axis.name, axis.size, axis.splits, dict(axis.entries)) == ("pp", 4, (), {})
+    assert Mesh.of([axis], 4).group(0, "pp") == (0, 1, 2, 3)
+
+
+def test_no_module_of_the_schedules_imports_torch() -> None:
+    import mplug_pp.schedules
+    import mplug_pp.table
+
+    for module in (mplug_pp.schedules, mplug_pp.table):
+        assert not re.search(r"^\s*(import|from) torch", Path(module.__file__).read_text(), re.MULTILINE)

@@ -1,0 +1,249 @@
+"""Which sites of a model tensor parallelism supplies, decided by the plan alone, and what it puts there."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from mplug import Model, Run, UsageError
+from mplug.build import build_model
+from mplug.groups import Groups
+from mplug.nn import Dropout
+from mplug.nn.attention import attention
+from mplug.nn.random import sample_keys
+from mplug.registry import Registry
+from mplug.resolve import default_settings, resolve
+from mplug.run import prepare
+from mplug.settings import read_assignments
+from mplug.testing import run_workers
+
+B, S, D, HEADS, V = 2, 8, 16, 4, 30
+RUN = [
+    "model.num_layers=2",
+    f"model.hidden_size={D}",
+    f"model.num_attention_heads={HEADS}",
+    f"model.vocab_size={V}",
+    "model.position=learned",
+    "model.dropout=0.5",
+    "model.attention_dropout=0.5",
+    f"trainer.seq_length={S}",
+    "trainer.device=cpu",
+    "kernels.default=null",
+    "data.name=mock",
+]
+WITH, WITHOUT = "parallel.tp.sequence_parallel=true", "parallel.tp.sequence_parallel=false"
+TP, PLAIN = "parallel/tp", "plain torch"
+
+
+def prepared(*assignments: str, layout: str = "tp2") -> Run:
+    settings = read_assignments([*RUN, f"parallel.layout={layout}", *assignments])
+    return prepare(resolve(Registry(), default_settings(), settings))
+
+
+def suppliers(model: Model) -> dict[tuple[str, str], str]:
+    """(role, slot) -> who supplies it."""
+    return {(filled.site.role, filled.site.slot): filled.supplier for filled in model.slots}
+
+
+ALWAYS = {
+    ("embedding.token", "Embedding.lookup"),
+    ("blocks.*.attn.qkv", "Linear.gather"),
+    ("blocks.*.attn.out", "Linear.scatter"),
+    ("blocks.*.mlp.up", "Linear.gather"),
+    ("blocks.*.mlp.down", "Linear.scatter"),
+    ("head.project", "Linear.gather"),
+    ("head.loss", "Loss.cross_entropy"),
+}
+IN_THE_STREAM = {
+    ("embedding.position", "Embedding.lookup"),
+    ("embedding.dropout", "Dropout.rows"),
+    ("blocks.*.dropout1", "Dropout.rows"),
+    ("blocks.*.dropout2", "Dropout.rows"),
+}
+
+
+@pytest.mark.parametrize("tied", ["true", "false"])
+@pytest.mark.parametrize(("choice", "wanted"), [(WITH, ALWAYS | IN_THE_STREAM), (WITHOUT, ALWAYS)])
+def test_these_sites_and_no_others_are_supplied(choice: str, wanted: set[tuple[str, str]], tied: str) -> None:
+    found = suppliers(build_model(prepared(choice, f"model.tie_embeddings={tied}")))
+    assert {site for site, supplier in found.items() if supplier == TP} == wanted
+    assert set(found.values()) == {TP, PLAIN}
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize("heads", [[], ["model.num_kv_heads=2"], ["model.num_kv_heads=1"]], ids=str)
+@pytest.mark.parametrize("bias", ["true", "false"])
+def test_the_shape_of_a_block_changes_no_supplier(activation: str, heads: list[str], bias: str) -> None:
+    fields = [f"model.activation={activation}", f"model.bias={bias}", "model.norm=rmsnorm", *heads]
+    found = suppliers(build_model(prepared(*fields)))
+    assert {site for site, supplier in found.items() if supplier == TP} == ALWAYS | IN_THE_STREAM
+
+
+def test_sequence_parallelism_is_the_default() -> None:
+    assert suppliers(build_model(prepared())) == suppliers(build_model(prepared(WITH)))
+
+
+@pytest.mark.parametrize("choice", [WITH, WITHOUT])
+def test_every_attention_core_knows_its_heads_in_the_whole_model(choice: str) -> None:
+    model = build_model(prepared(choice))
+    wrapped = {f.site.name: [wrap.plugin for wrap in f.wraps] for f in model.slots if f.wraps}
+    assert wrapped == {f"blocks.{number}.attn": [TP] for number in range(2)}
+
+
+def test_the_sites_of_a_role_share_one_callable() -> None:
+    model = build_model(prepared(WITH))
+    first, second = (model.module.get_submodule(f"blocks.{number}") for number in range(2))
+    assert first.attn.qkv.gather is second.attn.qkv.gather is first.mlp.up.gather
+    assert first.attn.out.scatter is second.attn.out.scatter is first.mlp.down.scatter
+    assert first.attn.core is second.attn.core
+    assert first.dropout1.rows is second.dropout2.rows
+
+
+@pytest.mark.parametrize("stage", range(2))
+def test_stages_of_a_pipeline_are_supplied_alike(stage: int) -> None:
+    run = prepared(WITH, layout="tp2pp2")
+    run.rank = 2 * stage
+    found = suppliers(build_model(run))
+    kept = {0: "embedding", 1: "head"}[stage]
+    wanted = {site for site in ALWAYS | IN_THE_STREAM if site[0].startswith(("blocks", kept))}
+    assert {site for site, supplier in found.items() if supplier == TP} == wanted
+
+
+def test_a_default_kernel_stands_back_only_where_tensor_parallelism_must_be() -> None:
+    found = suppliers(build_model(prepared("kernels.default=sdpa", "model.attention_dropout=0")))
+    assert found["blocks.*.attn", "Attention.core"] == "kernels/sdpa"
+    assert {site for site, supplier in found.items() if supplier == TP} == ALWAYS | IN_THE_STREAM
+
+
+def test_a_layout_without_tensor_parallelism_is_plain() -> None:
+    assert set(suppliers(build_model(prepared(layout="pp2"))).values()) == {PLAIN}
+
+
+# Refusals.
+
+
+def test_a_sequence_that_the_ranks_do_not_divide_is_refused_only_where_it_is_divided() -> None:
+    with pytest.raises(UsageError, match=r"tp=2 does not divide trainer\.seq_length=7; .*sequence_parallel=false"):
+        prepared("trainer.seq_length=7")
+    prepared("trainer.seq_length=7", WITHOUT)
+
+
+@pytest.mark.parametrize(
+    ("layout", "fields", "said"),
+    [
+        ("tp8", [], "tp=8 does not divide the 4 heads"),
+        ("tp4", ["model.ffn_hidden_size=30"], "tp=4 does not divide the 30 mlp"),
+        ("tp4", ["model.num_attention_heads=12", "model.hidden_size=24", "model.num_kv_heads=3"], "the 3 kv heads"),
+    ],
+)
+def test_what_the_ranks_do_not_divide_is_refused(layout: str, fields: list[str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        build_model(prepared(*fields, layout=layout))
+
+
+def test_a_vocabulary_need_not_divide() -> None:
+    model = build_model(prepared("model.vocab_size=31"))
+    placement = model.placements["embedding.token.weight"]
+    assert [placement.local_shape(rank)[0] for rank in range(2)] == [16, 16]
+    assert [sum(box.shape[0] for box in placement.boxes(rank)) for rank in range(2)] == [16, 15]
+
+
+# What the suppliers do, on two ranks.
+
+
+def drawn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def on_rank(choice: str) -> tuple[Model, int]:
+    run = prepared(choice)
+    run.rank, run.groups = dist.get_rank(), Groups(dist.get_rank())
+    return build_model(run), run.rank
+
+
+def own(x: Tensor, rank: int, dim: int = 1) -> Tensor:
+    return x.chunk(2, dim)[rank]
+
+
+def moved(choice: str) -> dict[str, Tensor]:
+    """What a block's suppliers make of this rank's tensors, which differ from rank to rank."""
+    model, rank = on_rank(choice)
+    block, embedding = model.module.get_submodule("blocks.1"), model.module.get_submodule("embedding")
+    stream, partial_sum = drawn(B, S, D, seed=1), drawn(B, S, D, seed=2 + rank)
+    table, positions = drawn(V, D, seed=4), torch.arange(S)[None]
+    local = own(stream, rank) if choice == WITH else stream
+    return {
+        "gathered": block.attn.qkv.gather(local),
+        "scattered": block.mlp.down.scatter(partial_sum),
+        "tokens": embedding.token.lookup(torch.arange(B * S).view(B, S), own(table, rank, dim=0)),
+        "positions": embedding.position.lookup(positions, table),
+        "rows": embedding.dropout.rows(positions),
+    }
+
+
+@pytest.mark.parametrize("choice", [WITH, WITHOUT])
+def test_the_stream_is_divided_exactly_under_sequence_parallelism(choice: str) -> None:
+    stream, total = drawn(B, S, D, seed=1), drawn(B, S, D, seed=2) + drawn(B, S, D, seed=3)
+    table, positions = drawn(V, D, seed=4), torch.arange(S)[None]
+    for rank, found in enumerate(run_workers(2, moved, choice)):
+        part: Callable[[Tensor], Tensor] = (lambda x, rank=rank: own(x, rank)) if choice == WITH else (lambda x: x)
+        assert torch.equal(found["gathered"], stream)
+        torch.testing.assert_close(found["scattered"], part(total))
+        assert torch.equal(found["tokens"], part(F.embedding(torch.arange(B * S).view(B, S), table)))
+        assert torch.equal(found["positions"], part(F.embedding(positions, table)))
+        assert torch.equal(found["rows"], part(positions))
+
+
+def dropped(choice: str) -> tuple[Tensor, Tensor]:
+    """(what dropout leaves of the stream, what attention with dropout makes of this rank's heads)."""
+    model, rank = on_rank(choice)
+    embedding, core = model.module.get_submodule("embedding"), model.module.get_submodule("blocks.0").attn.core
+    embedding.dropout.site = torch.tensor(5)
+    stream, keys, positions = drawn(B, S, D, seed=1), sample_keys(1, 1, torch.arange(B)), torch.arange(S)[None]
+    q, k, v = (own(drawn(B, S, HEADS, D // HEADS, seed=seed), rank, dim=2) for seed in (5, 6, 7))
+    left = embedding.dropout(own(stream, rank) if choice == WITH else stream, keys, positions)
+    return left, core(q, k, v, scale=0.5, dropout=0.5, keys=keys)
+
+
+@pytest.mark.parametrize("choice", [WITH, WITHOUT])
+def test_dropout_drops_what_it_drops_in_one_process(choice: str) -> None:
+    stream, keys, positions = drawn(B, S, D, seed=1), sample_keys(1, 1, torch.arange(B)), torch.arange(S)[None]
+    whole = Dropout(0.5)
+    whole.site = torch.tensor(5)
+    left = whole(stream, keys, positions)
+    q, k, v = (drawn(B, S, HEADS, D // HEADS, seed=seed) for seed in (5, 6, 7))
+    mixed = attention(q, k, v, scale=0.5, dropout=0.5, keys=keys)
+    for rank, (own_left, own_mixed) in enumerate(run_workers(2, dropped, choice)):
+        assert torch.equal(own_left, own(left, rank) if choice == WITH else left)
+        torch.testing.assert_close(own_mixed, own(mixed, rank, dim=2))
+
+
+# Gradients.
+
+
+def slopes(choice: str) -> dict[str, Any]:
+    """Gradients with respect to a rank's input of what comes before and after a pair of parallel linears."""
+    model, rank = on_rank(choice)
+    block = model.module.get_submodule("blocks.0")
+    stream = drawn(B, S, D, seed=1)
+    local = (own(stream, rank) if choice == WITH else stream).clone().requires_grad_()
+    up, down = own(drawn(4 * D, D, seed=8), rank, dim=0), own(drawn(D, 4 * D, seed=9), rank, dim=1)
+    y = block.mlp.down.scatter(torch.relu(block.mlp.up.gather(local) @ up.t()) @ down.t())
+    upstream = drawn(B, S, D, seed=10)
+    y.backward(own(upstream, rank) if choice == WITH else upstream)
+    return {"output": y.detach(), "gradient": local.grad}
+
+
+@pytest.mark.parametrize("choice", [WITH, WITHOUT])
+def test_the_suppliers_around_an_mlp_give_the_gradients_of_the_whole_one(choice: str) -> None:
+    x = drawn(B, S, D, seed=1).double().requires_grad_()
+    y = torch.relu(x @ drawn(4 * D, D, seed=8).double().t()) @ drawn(D, 4 * D, seed=9).double().t()
+    y.backward(drawn(B, S, D, seed=10).double())
+    for rank, found in enumerate(run_workers(2, slopes, choice)):
+        for given, wanted in ((found["output"], y.detach()), (found["gradient"], x.grad)):
+            part = own(wanted, rank) if choice == WITH else wanted
+            torch.testing.assert_close(given.double(), part, rtol=1e-4, atol=1e-3)

@@ -1,0 +1,203 @@
+"""A vocabulary divided over ranks gives what the whole one gives."""
+
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+from mplug_tp.vocabulary import VocabularyParallel
+from torch import Tensor
+from torch.nn import functional as F
+
+from mplug import ops
+from mplug.nn.loss import IGNORED
+from mplug.testing import run_workers
+
+B, S, D = 2, 5, 6
+SIZES = [8, 10, 9, 5]
+"""Over 4 ranks: 2 rows each; a last rank of one row; a last rank of none; a rank of one and a rank of none."""
+
+
+def drawn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def indices(size: int) -> Tensor:
+    """Every row, as far as they fit."""
+    return torch.arange(B * S).remainder(size).view(B, S).flip(1)
+
+
+def labels_of(kind: str, size: int) -> Tensor:
+    labels = indices(size)
+    if kind == "some ignored":
+        labels[0, 1], labels[1, 3:] = IGNORED, IGNORED
+    return torch.full_like(labels, IGNORED) if kind == "all ignored" else labels
+
+
+def rows(size: int, ranks: int, rank: int) -> tuple[int, int, int]:
+    """(first row, rows, rows of padding) of a rank: equal shares, rounded up, until there are no more."""
+    each = -(-size // ranks)
+    held = min(max(size - rank * each, 0), each)
+    return rank * each, held, each - held
+
+
+def part(table: Tensor, ranks: int, rank: int) -> Tensor:
+    """A rank's rows, and below them padding that must never be read."""
+    first, held, padding = rows(len(table), ranks, rank)
+    return torch.cat([table[first : first + held], torch.full((padding, table.shape[1]), 7.0, dtype=table.dtype)])
+
+
+def assert_parts(grads: list[Tensor], whole: Tensor, tolerance: float) -> None:
+    """Each rank has its rows of the whole gradient, and zeros for padding."""
+    for rank, grad in enumerate(grads):
+        first, held, padding = rows(len(whole), len(grads), rank)
+        torch.testing.assert_close(grad[:held], whole[first : first + held], rtol=tolerance, atol=tolerance)
+        assert torch.equal(grad[held:], torch.zeros(padding, grad.shape[1], dtype=grad.dtype))
+
+
+# Looking up.
+
+
+def looked_up(size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    group = dist.group.WORLD
+    weight = part(drawn(size, D, seed=1).to(dtype), group.size(), group.rank()).requires_grad_()
+    x = ops.reduce(VocabularyParallel(group, size).lookup(indices(size), weight), group)
+    x.backward(drawn(B, S, D, seed=2).to(dtype))
+    return x.detach(), weight.grad
+
+
+DTYPES = [torch.float64, torch.float32]
+
+
+def all_looked_up() -> dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]]:
+    return {(size, dtype): looked_up(size, dtype) for size in SIZES for dtype in DTYPES}
+
+
+@cache
+def tables(ranks: int) -> list[dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]]]:
+    return run_workers(ranks, all_looked_up)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("size", SIZES)
+def test_looking_up_is_that_of_the_whole_table(size: int, ranks: int, dtype: torch.dtype) -> None:
+    table = drawn(size, D, seed=1).to(dtype).requires_grad_()
+    wanted = F.embedding(indices(size), table)
+    wanted.backward(drawn(B, S, D, seed=2).to(dtype))
+    results = [rank[size, dtype] for rank in tables(ranks)]
+    for x, _ in results:
+        assert torch.equal(x, wanted)  # one rank's row, and zeros
+    assert_parts([grad for _, grad in results], table.grad, 1e-6)
+
+
+# Cross-entropy.
+
+
+def cross_entropy(size: int, kind: str, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(loss sum, number of targets, gradient of hidden, gradient of this rank's rows)."""
+    group = dist.group.WORLD
+    hidden = (drawn(B, S, D, seed=3) * scale).to(dtype).requires_grad_()
+    weight = part(drawn(size, D, seed=1).to(dtype), group.size(), group.rank()).requires_grad_()
+    loss, count = VocabularyParallel(group, size).cross_entropy(
+        hidden, lambda h: ops.copy(h, group) @ weight.t(), labels_of(kind, size)
+    )
+    (3 * loss).backward()
+    return loss.detach(), count, hidden.grad, weight.grad
+
+
+def whole_cross_entropy(size: int, kind: str, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """In fp64: (loss sum, gradient of hidden, gradient of the table)."""
+    hidden = (drawn(B, S, D, seed=3) * scale).requires_grad_()
+    table = drawn(size, D, seed=1).requires_grad_()
+    logits = (hidden @ table.t()).flatten(0, 1)
+    loss = F.cross_entropy(logits, labels_of(kind, size).flatten(), ignore_index=IGNORED, reduction="sum")
+    (3 * loss).backward()
+    return loss.detach(), hidden.grad, table.grad
+
+
+KINDS = {"none ignored": 10, "some ignored": 7, "all ignored": 0}
+
+
+Losses = dict[tuple[int, str], tuple[Tensor, Tensor, Tensor, Tensor]]
+
+
+def all_cross_entropies() -> Losses:
+    return {(size, kind): cross_entropy(size, kind, 1.0, torch.float64) for size in SIZES for kind in KINDS}
+
+
+@cache
+def losses(ranks: int) -> list[Losses]:
+    return run_workers(ranks, all_cross_entropies)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("size", SIZES)
+def test_the_loss_and_its_gradients_are_those_of_the_whole_vocabulary(size: int, ranks: int, kind: str) -> None:
+    wanted, grad_hidden, grad_table = whole_cross_entropy(size, kind, 1.0)
+    results = [rank[size, kind] for rank in losses(ranks)]
+    for loss, count, grad, _ in results:
+        assert loss.dtype is torch.float32
+        assert count.dtype is torch.int64
+        assert count == KINDS[kind]
+        torch.testing.assert_close(loss.double(), wanted, rtol=1e-6, atol=1e-5)
+        torch.testing.assert_close(grad, grad_hidden, rtol=1e-5, atol=1e-5)
+    assert_parts([grad for *_, grad in results], grad_table, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_low_precision_activations_give_a_loss_in_fp32(dtype: torch.dtype) -> None:
+    tolerance = 1e-5 if dtype is torch.float32 else 3e-2
+    wanted, grad_hidden, _ = whole_cross_entropy(10, "some ignored", 1.0)
+    for loss, _, grad, _ in run_workers(2, cross_entropy, 10, "some ignored", 1.0, dtype):
+        assert (loss.dtype, grad.dtype) == (torch.float32, dtype)
+        torch.testing.assert_close(loss.double(), wanted, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(grad.double(), grad_hidden, rtol=10 * tolerance, atol=10 * tolerance)
+
+
+def test_logits_of_thousands_do_not_overflow() -> None:
+    wanted, grad_hidden, _ = whole_cross_entropy(10, "none ignored", 1e3)
+    for loss, _, grad, _ in run_workers(2, cross_entropy, 10, "none ignored", 1e3, torch.float64):
+        torch.testing.assert_close(loss.double(), wanted, rtol=1e-5, atol=1e-2)
+        torch.testing.assert_close(grad, grad_hidden, rtol=1e-3, atol=1e-3)
+
+
+def test_one_rank_has_the_whole_vocabulary() -> None:
+    vocabulary, hidden, table = VocabularyParallel(None, 10), drawn(B, S, D, seed=3), drawn(10, D, seed=1)
+    labels = labels_of("some ignored", 10)
+    assert torch.equal(vocabulary.lookup(indices(10), table), F.embedding(indices(10), table))
+    loss, count = vocabulary.cross_entropy(hidden, lambda h: h @ table.t(), labels)
+    torch.testing.assert_close(loss.double(), whole_cross_entropy(10, "some ignored", 1.0)[0], rtol=1e-6, atol=1e-5)
+    assert count == 7
+
+
+def slopes_and_gradients() -> tuple[Tensor, Tensor]:
+    """For each of this rank's logits of one position: the slope of the loss by differences, and the gradient."""
+    group, size = dist.group.WORLD, 5
+    vocabulary, (_, held, _) = VocabularyParallel(group, size), rows(size, group.size(), group.rank())
+    labels = labels_of("some ignored", size)
+    logits = drawn(B, S, 3, seed=10 + group.rank()).requires_grad_()
+    loss, _ = vocabulary.cross_entropy(logits, lambda h: h, labels)
+    loss.backward()
+    step, slopes = 0.05, torch.zeros(2, held)
+    for owner in range(group.size()):
+        for column in range(rows(size, group.size(), owner)[1]):
+            ends = []
+            for sign in (1, -1):
+                moved = logits.detach().clone()
+                if group.rank() == owner:
+                    moved[1, 2, column] += sign * step
+                ends.append(vocabulary.cross_entropy(moved, lambda h: h, labels)[0])
+            if group.rank() == owner:
+                slopes[0, column] = (ends[0] - ends[1]) / (2 * step)
+                slopes[1, column] = logits.grad[1, 2, column]
+    return slopes[0], slopes[1]
+
+
+def test_gradients_are_the_slopes_of_the_loss() -> None:
+    results = run_workers(2, slopes_and_gradients)
+    assert [len(slopes) for slopes, _ in results] == [3, 2]
+    for slopes, gradients in results:
+        assert gradients.abs().max() > 0.01
+        torch.testing.assert_close(gradients, slopes, rtol=1e-2, atol=1e-3)

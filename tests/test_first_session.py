@@ -4,6 +4,7 @@ import builtins
 import json
 import keyword
 import re
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -24,7 +25,7 @@ def quoted(command: str) -> tuple[list[str], str]:
     block = re.search(rf"^    \$ ({re.escape(command)}.*)\n((?:    .*\n|\n(?=    ))*)", readme, re.MULTILINE)
     assert block, f"README shows no '{command}'"
     printed = "".join(line.removeprefix("    ") for line in block[2].splitlines(keepends=True))
-    return block[1].split(" "), printed
+    return shlex.split(block[1]), printed
 
 
 def machine() -> dict[str, object]:

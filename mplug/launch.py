@@ -74,6 +74,8 @@ def joined(world: World, device: str) -> Iterator[None]:
                 f"this machine has {gpus} GPUs, too few for its processes; use fewer, or trainer.device=cpu"
             )
         torch.cuda.set_device(world.local_rank)
+        torch.zeros((), device="cuda", requires_grad=True).backward()  # gives autograd's thread its CUDA context
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")  # stages expect it
         options = {"backend": "nccl", "device_id": torch.device("cuda", world.local_rank)}
     else:
         torch.set_num_threads(max(1, torch.get_num_threads() // world.size))

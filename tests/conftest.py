@@ -1,9 +1,10 @@
 """What the tests share: the command line in a process of its own, and a run small enough for a second."""
 
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ TINY = {
 """A whole run in a second, once torch is imported."""
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tiny() -> list[str]:
     """The command-line options of the tiny run."""
     return [word for field, value in TINY.items() for word in ("--set", f"{field}={value}")]
@@ -50,3 +51,18 @@ def cli(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
 
     return run
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if shutil.which("mount") is None:
+        pytest.skip("there is no 'mount' here")
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    mounted = subprocess.run(command, capture_output=True, text=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"a small disk cannot be mounted: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)

@@ -70,12 +70,12 @@ PARAMETERS = {
     "blocks.*.mlp.up.weight": Parameter((UP, "embed"), NORMAL),
     "blocks.*.mlp.down.weight": Parameter(("embed", Segment("mlp", FFN)), NORMAL),
 }
-PLAN = Plan((), PARAMETERS, {}, {}, Flops(0, 0), tied=(("table.weight", "project.weight"),))
+UNITS = tuple(Unit(name, (), ()) for name in ("table", "blocks.0", "blocks.1", "project"))
 
 
 def toy(**changes: Parameter) -> Model:
     with torch.device("meta"):
-        return Model(Toy(), Plan((), {**PARAMETERS, **changes}, {}, {}, Flops(0, 0)))
+        return Model(Toy(), Plan(UNITS, {**PARAMETERS, **changes}, {}, {}, Flops(0, 0)))
 
 
 def mesh(tp: int, dp: int = 1) -> Mesh:
@@ -148,11 +148,11 @@ def test_another_seed_gives_another_model_and_each_parameter_numbers_of_its_own(
 @pytest.mark.parametrize(("rows", "columns"), [(200, 300), (300, 200)])
 def test_initial_values_are_all_different_and_have_the_standard_deviation_of_the_plan(rows: int, columns: int) -> None:
     with torch.device("meta"):
-        plan = Plan((), {"weight": Parameter(("out", "in"), NORMAL)}, {}, {}, Flops(0, 0))
-        model = Model(Linear(columns, rows, bias=False), plan)
+        plan = Plan((Unit("0", (), ()),), {"0.weight": Parameter(("out", "in"), NORMAL)}, {}, {}, Flops(0, 0))
+        model = Model(nn.Sequential(Linear(columns, rows, bias=False)), plan)
     model.place(Mesh.of([], 1), None)
     given_values(model, 0, 3)
-    weight = model.parameters()["weight"].detach().double()
+    weight = model.parameters()["0.weight"].detach().double()
     assert float(weight.mean()) == pytest.approx(0, abs=5 * 0.5 / 60000**0.5)
     assert float(weight.std()) == pytest.approx(0.5, rel=5 / 120000**0.5)
     assert len(weight.unique()) > 59900  # of 60000 fp32 numbers a few agree by chance

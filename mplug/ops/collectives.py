@@ -42,7 +42,7 @@ def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
     """The ranks' x [..., n, ...] joined along `dim`: [..., R n, ...]."""
     if group is None:
         return x
-    gathered = x.new_empty(group.size(), *x.shape)
+    dim, gathered = dim % x.dim(), x.new_empty(group.size(), *x.shape)
     _all_gather_single(gathered.flatten(0, 1), x.contiguous(), group=group)
     return gathered.movedim(0, dim).flatten(dim, dim + 1)
 
@@ -51,6 +51,7 @@ def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
     """This rank's part of the sum of the ranks' x [..., R n, ...] along `dim`: [..., n, ...]."""
     if group is None:
         return x
+    dim = dim % x.dim()
     parts = x.unflatten(dim, (group.size(), -1)).movedim(dim, 0).contiguous()  # [R, ..., n, ...]
     own = torch.empty_like(parts[0])
     _reduce_scatter_single(own, parts.flatten(0, 1), group=group)
@@ -61,6 +62,7 @@ def own_part(x: Tensor, group: Group, dim: int) -> Tensor:
     """This rank's part of x [..., R n, ...] along `dim`: [..., n, ...]."""
     if group is None:
         return x
+    dim = dim % x.dim()
     part: Tensor = x.unflatten(dim, (group.size(), -1)).select(dim, group.rank())
     return part.contiguous()
 

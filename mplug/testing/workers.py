@@ -24,7 +24,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -128,13 +128,10 @@ def _workers(task: _Task) -> Iterator[list[_Worker]]:
 
 def _end(worker: _Worker) -> None:
     """End a worker and whatever it has started."""
-    pid = worker.process.pid
-    assert pid is not None
-    for kill in (os.killpg, os.kill):
-        try:
-            kill(pid, signal.SIGKILL)
-        except ProcessLookupError:  # it leads no group yet, or is gone already
-            continue
+    assert worker.process.pid is not None
+    with suppress(ProcessLookupError, PermissionError):  # it leads no group yet, or all of the group are gone
+        os.killpg(worker.process.pid, signal.SIGKILL)
+    worker.process.kill()
     worker.process.join()
     worker.process.close()
     worker.connection.close()
@@ -243,7 +240,7 @@ def _called(rank: int, task: _Task) -> Any:
         init_method=f"file://{task.directory / 'store'}",
         rank=rank,
         world_size=task.world_size,
-        timeout=timedelta(seconds=task.timeout),
+        timeout=timedelta(seconds=task.timeout + 60),  # the caller's comes first, and shows the stacks
     )
     result = function(*arguments)
     dist.barrier()  # who ends early closes connections that others still read from

@@ -1,12 +1,13 @@
 """Tables of actions: the checker proves the good ones and names the fault of the others."""
 
 import re
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from mplug_pp.schedules import SCHEDULES, gpipe, one_f_one_b
 from mplug_pp.table import COMPUTE, Action, Kind, Table, check, with_transfers
@@ -86,6 +87,13 @@ def test_computations_keep_their_order_when_transfers_are_added(name: str) -> No
     assert not any(action.kind not in COMPUTE for action in SCHEDULES[name](1, 6)[0])
 
 
+def test_a_table_of_a_large_run_is_made_and_proven_in_a_moment() -> None:
+    """A stepper makes one every step: the time must grow with the number of actions, not with its square."""
+    started = time.process_time()
+    assert check(one_f_one_b(16, 256), 256) == list(range(16, 0, -1))
+    assert time.process_time() - started < 1.0
+
+
 # What is refused.
 
 GOOD = ("F0 SF0 F1 SF1 RB0 B0 RB1 B1", "RF0 F0 RF1 B0 SB0 F1 B1 SB1")
@@ -141,6 +149,7 @@ def test_weight_gradients_are_optional_but_come_once() -> None:
         check(table("F0 B0 W0 W0"), 1)
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_a_good_table_that_loses_or_repeats_any_action_is_refused(data: st.DataObject) -> None:
     rows, number = drawn_table(data)
@@ -153,6 +162,7 @@ def test_a_good_table_that_loses_or_repeats_any_action_is_refused(data: st.DataO
             check((*rows[:stage], actions, *rows[stage + 1 :]), number)
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_the_checker_accepts_exactly_the_orders_that_blocking_processes_could_finish(data: st.DataObject) -> None:
     """Two neighbouring actions of a good table change places: an event-driven simulation says if that may be."""

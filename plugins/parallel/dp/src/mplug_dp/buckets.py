@@ -8,32 +8,43 @@ from torch import Tensor
 from mplug import GradientSink, Sinks, ops
 
 
-class Bucket:
-    """A stretch of the gradient arena. Its sum over the replicas begins when the last of its gradients is final."""
+class Buckets:
+    """Stretches of the gradient arena, each summed over the replicas once all its gradients are final.
 
-    def __init__(self, sinks: list[GradientSink], gradients: Tensor, group: ops.Group) -> None:
-        self.gradients, self.group, self.size = gradients, group, len(sinks)
-        self.num_final = 0
-        self.work: Any = None
-        for sink in sinks:
-            sink.listeners.append(self._hear)
+    Sums begin in the order of the arena, whatever the order in which buckets fill: replicas whose backward passes
+    differ (an expert without tokens) must still pair the same buckets.
+    """
 
-    def _hear(self, sink: GradientSink) -> None:
-        self.num_final += 1
-        if self.num_final == self.size:
-            self.num_final = 0
-            self.work = dist.all_reduce(self.gradients, group=self.group, async_op=True)
+    def __init__(self, sinks: Sinks, group: ops.Group, num_bytes: int) -> None:
+        self.group = group
+        self.gradients: list[Tensor] = []
+        self.sizes: list[int] = []
+        for number, (held, gradients) in enumerate(sinks.stretches(num_bytes)):
+            self.gradients.append(gradients)
+            self.sizes.append(len(held))
+            for sink in held:
+                sink.listeners.append(lambda _, number=number: self._hear(number))
+        self.missing = list(self.sizes)
+        self.under_way: list[Any] = []
+
+    def _hear(self, number: int) -> None:
+        self.missing[number] -= 1
+        while len(self.under_way) < len(self.missing) and self.missing[len(self.under_way)] == 0:
+            gradients = self.gradients[len(self.under_way)]
+            self.under_way.append(dist.all_reduce(gradients, group=self.group, async_op=True))
 
     def wait(self) -> None:
-        """Wait (on a GPU, let the stream wait) for the sum."""
-        self.work.wait()
+        """Wait (on a GPU, let the stream wait) for all sums."""
+        for work in self.under_way:
+            work.wait()
+        self.under_way.clear()
+        self.missing = list(self.sizes)
 
 
-def reduce_in_buckets(sinks: Sinks, group: ops.Group, bucket_bytes: int) -> list[Bucket]:
+def reduce_in_buckets(sinks: Sinks, group: ops.Group, num_bytes: int) -> None:
     """Sum every gradient over the replicas, in buckets of neighbours in the order in which backward ends them."""
     if group is None:
-        return []
-    buckets = [Bucket(held, gradients, group) for held, gradients in sinks.stretches(bucket_bytes)]
+        return
+    buckets = Buckets(sinks, group, num_bytes)
     sinks.reduced_over.add("dp")
-    sinks.when_finished += [bucket.wait for bucket in buckets]
-    return buckets
+    sinks.when_finished.append(buckets.wait)

@@ -1,16 +1,19 @@
 """Schedules: pure functions from (stages, micro batches) to a table. Torch-free."""
 
 from collections.abc import Callable
+from functools import cache
 
 from mplug_pp.table import Action, Kind, Table, with_transfers
 
 
+@cache
 def gpipe(num_stages: int, num_micro_batches: int) -> Table:
     """All forwards, then all backwards (GPipe, arXiv 1811.06965)."""
     actions = [Action(kind, n) for kind in (Kind.FORWARD, Kind.BACKWARD) for n in range(num_micro_batches)]
     return with_transfers((tuple(actions),) * num_stages)
 
 
+@cache
 def one_f_one_b(num_stages: int, num_micro_batches: int) -> Table:
     """One forward, one backward (PipeDream-Flush, arXiv 2006.09503; arXiv 2104.04473, figure 3).
 

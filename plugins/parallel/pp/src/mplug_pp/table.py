@@ -3,7 +3,8 @@
 A table has one list of actions for each stage, in the order in which the stage does them.
 """
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -46,8 +47,8 @@ def with_transfers(compute: Table) -> Table:
     soon as it exists. Every stage's list is its view of that one order of events, so no order of blocking sends can
     deadlock. Raises ValueError where the computations wait for each other.
     """
-    done: list[list[Action]] = [[] for _ in compute]
-    waiting = [list(actions) for actions in compute]
+    done: list[dict[Action, None]] = [{} for _ in compute]  # sets in order
+    waiting = [deque(actions) for actions in compute]
     while any(waiting):
         ready = [
             stage
@@ -57,23 +58,23 @@ def with_transfers(compute: Table) -> Table:
         if not ready:
             heads = ", ".join(f"stage {stage} at {actions[0]}" for stage, actions in enumerate(waiting) if actions)
             raise ValueError(f"the schedule waits for itself: {heads}")
-        computed = [(stage, waiting[stage].pop(0)) for stage in ready]
+        computed = [(stage, waiting[stage].popleft()) for stage in ready]
         for stage, action in computed:
-            done[stage].append(action)
+            done[stage][action] = None
         for stage, action in computed:
             _hand_over(done, stage, action)
     return tuple(map(tuple, done))
 
 
-def _hand_over(done: list[list[Action]], stage: int, action: Action) -> None:
+def _hand_over(done: list[dict[Action, None]], stage: int, action: Action) -> None:
     transfer = {Kind.FORWARD: FORWARD_TRANSFER, Kind.BACKWARD: BACKWARD_TRANSFER}.get(action.kind)
     if transfer and 0 <= stage + transfer[2] < len(done):
         send, receive, further = transfer
-        done[stage].append(Action(send, action.micro_batch))
-        done[stage + further].append(Action(receive, action.micro_batch))
+        done[stage][Action(send, action.micro_batch)] = None
+        done[stage + further][Action(receive, action.micro_batch)] = None
 
 
-def _missing(action: Action, stage: int, stages: int, done: list[Action]) -> list[Action]:
+def _missing(action: Action, stage: int, stages: int, done: Container[Action]) -> list[Action]:
     """What must have happened on this stage before an action, and has not."""
     first, last = stage == 0, stage == stages - 1
     needed = {
@@ -109,9 +110,11 @@ def _check_stage(stage: int, actions: tuple[Action, ...], stages: int, num_micro
     given = {action for action in actions if action.kind is not Kind.WEIGHT_GRADIENT}
     for odd in sorted(given ^ wanted, key=str):
         raise ValueError(f"stage {stage} {'leaves out' if odd in wanted else 'must not do'} {odd}")
-    for position, action in enumerate(actions):
-        for need in _missing(action, stage, stages, list(actions[:position])):
+    done: set[Action] = set()
+    for action in actions:
+        for need in _missing(action, stage, stages, done):
             raise ValueError(f"stage {stage} does {action} before {need}")
+        done.add(action)
 
 
 def _check_rendezvous(table: Table) -> None:

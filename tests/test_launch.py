@@ -1,0 +1,569 @@
+"""Runs of several processes: who starts them, what ends them, and what they leave behind."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked for in /proc")
+
+SHAPE = {
+    "model.num_layers": 4,
+    "model.num_attention_heads": 4,
+    "model.dropout": 0.1,
+    "schedule.warmup_steps": 3,
+    "schedule.decay_steps": 20,
+    "trainer.steps": 20,
+    "checkpoint.every": 5,
+    "checkpoint.keep": 2,
+    "data.path": "text.txt",
+}
+MARK = "MPLUG_TEST_COMMAND"
+MPLUG = ("-m", "mplug")
+BEGUN: list["Command"] = []
+
+
+# Commands and their processes.
+
+
+@dataclass
+class Command:
+    """A command that runs, and the mark by which its processes and their children are known."""
+
+    process: subprocess.Popen[str]
+    mark: str
+
+    def pids(self) -> list[int]:
+        """Its living processes."""
+        found = []
+        for folder in Path("/proc").iterdir():
+            with suppress(OSError):
+                if folder.name.isdigit() and f"{MARK}={self.mark}".encode() in (folder / "environ").read_bytes():
+                    found.append(int(folder.name))
+        return found
+
+    def worker(self, rank: int) -> int | None:
+        """The process that writes the log of a rank."""
+        for pid in self.pids():
+            with suppress(OSError):
+                opened = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
+                if any(path.endswith(f"/logs/rank{rank}.log") for path in opened):
+                    return pid
+        return None
+
+    def ended(self, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+        """What it printed, once it has ended."""
+        out, err = self.process.communicate(timeout=timeout)
+        return subprocess.CompletedProcess(self.process.args, self.process.returncode, out, err)
+
+    def kill_what_is_left(self) -> None:
+        """After a test that failed: its processes are not the next test's business."""
+        for pid in self.pids():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if self.process.returncode is None:
+            self.process.communicate()
+
+    def assert_nothing_is_left(self) -> None:
+        """None of its processes outlives it by more than a few seconds."""
+        poll(lambda: not self.pids(), "its processes have ended", timeout=5)
+
+
+def poll(condition: Callable[[], Any], what: str, timeout: float = 60) -> Any:
+    """The condition's value as soon as it is true; AssertionError at the deadline."""
+    deadline = time.monotonic() + timeout
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"not within {timeout} s: {what}"
+        time.sleep(0.01)
+    return value
+
+
+def begin(folder: Path, *words: str, **environment: str) -> Command:
+    """Start a command of Python in a folder and in a session of its own."""
+    mark = uuid4().hex
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", MARK: mark, **environment}
+    program = () if words[0] == "mpirun" else (sys.executable,)
+    process = subprocess.Popen(
+        [*program, *words],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    BEGUN.append(Command(process, mark))
+    return BEGUN[-1]
+
+
+@pytest.fixture(autouse=True)
+def no_command_outlives_its_test() -> Iterator[None]:
+    yield
+    while BEGUN:
+        BEGUN.pop().kill_what_is_left()
+
+
+def free_port() -> str:
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+# Runs.
+
+
+@pytest.fixture(scope="module")
+def options(tiny: list[str]) -> list[str]:
+    """A run that every layout of up to four ranks can do."""
+    return [*tiny, *(word for name, value in SHAPE.items() for word in ("--set", f"{name}={value}"))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a text, in which the runs of this file are kept."""
+    path = tmp_path_factory.mktemp("launch")
+    (path / "text.txt").write_text("".join(f"{a} times {b} is {a * b}.\n" for a in range(40) for b in range(26)))
+    return path
+
+
+Whole = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path, options: list[str]) -> Whole:
+    """The directory of an undisturbed run of a layout ('' is one process): each is done once, by `mplug train`."""
+    done: dict[str, Path] = {}
+
+    def run(layout: str) -> Path:
+        if layout not in done:
+            name = f"whole-{layout or 'one'}"
+            command = begin(folder, *MPLUG, "train", "--name", name, "--parallel", layout, *options)
+            result = command.ended()
+            assert result.returncode == 0, result.stderr
+            assert "Traceback" not in result.stderr
+            command.assert_nothing_is_left()
+            done[layout] = folder / "runs" / name
+        return done[layout]
+
+    return run
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    path = run / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def figures(run: Path) -> list[tuple[Any, ...]]:
+    return [tuple(line[name] for name in ("step", "loss", "grad_norm", "lr", "tokens")) for line in metrics(run)]
+
+
+def assert_same_losses(run: Path, reference: Path) -> None:
+    """Every step of the reference once, with its loss and gradient norm to rounding."""
+    assert [line["step"] for line in metrics(run)] == [line["step"] for line in metrics(reference)]
+    for name in ("loss", "grad_norm"):
+        found, wanted = ([line[name] for line in metrics(path)] for path in (run, reference))
+        assert found == pytest.approx(wanted, rel=1e-5), name
+
+
+def steps_saved(run: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step_")) for path in (run / "checkpoints").iterdir())
+
+
+def logical(run: Path, step: int) -> dict[str, Tensor]:
+    """Every whole tensor of a checkpoint, put together from its boxes, which must cover each element once."""
+    path = run / "checkpoints" / f"step_{step:08d}"
+    found: dict[str, Tensor] = {}
+    files = {int(file.stem.removeprefix("rank")): load_file(file) for file in path.glob("rank*.safetensors")}
+    for name, described in json.loads((path / "checkpoint.json").read_text())["tensors"].items():
+        kinds = {key.split("/")[1] for file in files.values() for key in file if key.startswith(f"{name}/")}
+        assert kinds > {"weight"}, f"{name} has weights and optimizer state"
+        for kind in kinds:
+            first, number, *_ = described["boxes"][0]
+            if files[first][f"{name}/{kind}/{number}"].dim() == 0:
+                continue
+            whole, written = torch.zeros(described["shape"]), torch.zeros(described["shape"], dtype=torch.int64)
+            for rank, number, start, shape in described["boxes"]:
+                box = tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))
+                whole[box] = files[rank][f"{name}/{kind}/{number}"]
+                written[box] += 1
+            assert bool((written == 1).all()), f"{name} is covered once"
+            found[f"{name}/{kind}"] = whole
+    return found
+
+
+def assert_bitwise(run: Path, reference: Path, step: int) -> None:
+    found, wanted = logical(run, step), logical(reference, step)
+    assert found.keys() == wanted.keys()
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+
+
+def assert_close(run: Path, reference: Path, step: int) -> None:
+    """Equal logical tensors: weights differ by at most 1e-5 of their norm, optimizer state by 1e-4."""
+    found, wanted = logical(run, step), logical(reference, step)
+    assert found.keys() == wanted.keys()
+    off = {name: float((found[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted}
+    bounds = {name: 1e-5 if name.endswith("/weight") else 1e-4 for name in off}
+    assert {name: error for name, error in off.items() if not error <= bounds[name]} == {}
+
+
+def assert_one_sentence(result: subprocess.CompletedProcess[str], status: int, *words: str) -> None:
+    """The exit status, and one line on stderr that has all these words."""
+    assert result.returncode == status, result.stdout + result.stderr
+    assert len(result.stderr.splitlines()) == 1, result.stderr
+    assert result.stderr.startswith("mplug: ")
+    assert [word for word in words if word not in result.stderr] == [], result.stderr
+
+
+# What is refused.
+
+REFUSED = {
+    "tp3": (["trainer.seq_length=33"], ["tp=3", "does not divide", "4", "heads", "; "]),
+    "pp9": ([], ["pp=9", "5 units", "; "]),
+    "tp0": ([], ["'tp0'", "at least 1", "0"]),
+    "tp": ([], ["'tp' needs a degree", "'tp2'"]),
+    "tq4": ([], ["unknown strategy 'tq'", "installed: dp, pp and tp"]),
+    "dp3": ([], ["global_batch_size", "4", "micro_batch_size=2", "3 data-parallel ranks", "multiple of 6"]),
+    "tp4": (["trainer.seq_length=30"], ["tp=4 does not divide trainer.seq_length=30", "sequence_parallel=false"]),
+}
+
+
+@pytest.mark.parametrize("layout", REFUSED)
+def test_a_layout_that_does_not_fit_is_refused_in_a_sentence_before_anything_is_begun(
+    layout: str, folder: Path, tmp_path: Path, options: list[str]
+) -> None:
+    fields, words = REFUSED[layout]
+    shutil.copy(folder / "text.txt", tmp_path)
+    more = [word for field in fields for word in ("--set", field)]
+    command = begin(tmp_path, *MPLUG, "train", "--parallel", layout, *options, *more)
+    result = command.ended()
+    assert_one_sentence(result, 2, *words)
+    assert result.stdout == ""
+    assert not (tmp_path / "runs").exists()
+    command.assert_nothing_is_left()
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", *MPLUG)
+
+
+def test_nobody_trains_where_torchrun_has_started_too_few_processes(
+    folder: Path, tmp_path: Path, options: list[str]
+) -> None:
+    shutil.copy(folder / "text.txt", tmp_path)
+    command = begin(tmp_path, *TORCHRUN, "train", "--parallel", "tp4", *options)
+    result = command.ended()
+    assert result.returncode != 0
+    (sentence,) = {line for line in result.stderr.splitlines() if line.startswith("mplug: ")}
+    assert all(word in sentence for word in ("'tp4'", "4 processes", "torchrun has started 2"))
+    assert result.stdout == ""
+    assert not (tmp_path / "runs").exists()
+    command.assert_nothing_is_left()
+
+
+def test_a_port_that_is_in_use_is_refused_by_its_number(folder: Path, options: list[str]) -> None:
+    with closing(socket.socket()) as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        command = begin(folder, *MPLUG, "train", "--parallel", "tp2", "--master-port", port, *options)
+        assert_one_sentence(command.ended(), 2, f"--master-port {port}", "in use")
+    command.assert_nothing_is_left()
+
+
+# The same run, whoever starts its processes.
+
+
+@pytest.mark.parametrize("layout", ["dp2", "tp2", "pp2", "tp2pp2"])
+def test_several_processes_give_the_losses_of_one_and_write_one_record(layout: str, whole: Whole) -> None:
+    run = whole(layout)
+    assert_same_losses(run, whole(""))
+    size = json.loads((run / "record.json").read_text())["world_size"]
+    assert size == (4 if layout == "tp2pp2" else 2)
+    assert sorted(path.name for path in (run / "logs").iterdir()) == [f"rank{rank}.log" for rank in range(size)]
+    assert steps_saved(run) == [15, 20]
+
+
+def test_the_processes_may_meet_at_a_port_that_is_named(folder: Path, options: list[str]) -> None:
+    words = ("--name", "port", "--parallel", "dp2", "--master-port", free_port(), "--set", "trainer.steps=1")
+    command = begin(folder, *MPLUG, "train", *options, *words)
+    result = command.ended()
+    assert result.returncode == 0, result.stderr
+    command.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize(("layout", "becomes"), [("tp2", "tp2"), ("pp2", "pp2"), ("", "dp2")])
+def test_processes_of_torchrun_join_and_those_that_are_left_are_data_parallel(
+    layout: str, becomes: str, folder: Path, options: list[str], whole: Whole
+) -> None:
+    name = f"torchrun-{becomes}"
+    command = begin(folder, *TORCHRUN, "train", "--name", name, "--parallel", layout, *options)
+    result = command.ended()
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("done in") == 1
+    assert_same_losses(folder / "runs" / name, whole(""))
+    assert json.loads((folder / "runs" / name / "record.json").read_text())["layout"] == becomes
+    command.assert_nothing_is_left()
+
+
+def test_processes_of_mpirun_join(folder: Path, options: list[str], whole: Whole) -> None:
+    if shutil.which("mpirun") is None:
+        pytest.skip("there is no 'mpirun' here")
+    words = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, *MPLUG)
+    command = begin(folder, *words, "train", "--name", "mpirun", "--parallel", "tp2", *options, MASTER_PORT=free_port())
+    result = command.ended()
+    assert result.returncode == 0, result.stderr
+    assert_same_losses(folder / "runs" / "mpirun", whole(""))
+    command.assert_nothing_is_left()
+
+
+def test_processes_of_srun_join(folder: Path, options: list[str], whole: Whole) -> None:
+    port, words = free_port(), ("train", "--name", "srun", "--parallel", "pp2", *options)
+    slurm = {"SLURM_STEP_NUM_TASKS": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    commands = [
+        begin(folder, *MPLUG, *words, **slurm, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)) for rank in (0, 1)
+    ]
+    results = [command.ended() for command in commands]
+    assert [result.returncode for result in results] == [0, 0], [result.stderr for result in results]
+    assert [result.stdout.count("done in") for result in results] == [1, 0]
+    assert_same_losses(folder / "runs" / "srun", whole(""))
+    for command in commands:
+        command.assert_nothing_is_left()
+
+
+# What ends a run.
+
+
+def endless(folder: Path, options: list[str], name: str, *words: str, layout: str = "tp2", **env: str) -> Command:
+    """A run of many steps that has begun."""
+    options = [*options, "--set", "trainer.steps=100000", "--set", "checkpoint.every=0", *words]
+    command = begin(folder, *MPLUG, "train", "--name", name, "--parallel", layout, *options, **env)
+    wait_for_steps(command, folder / "runs" / name, 2)
+    return command
+
+
+def wait_for_steps(command: Command, run: Path, number: int) -> None:
+    def there() -> bool:
+        assert command.process.poll() is None, command.process.communicate()
+        path = run / "metrics.jsonl"
+        return path.exists() and path.read_text().count("\n") >= number
+
+    poll(there, f"{run.name} has done {number} steps")
+
+
+@pytest.mark.parametrize("layout", ["tp2", "dp2"])
+def test_a_worker_that_is_killed_ends_the_run_in_a_sentence_that_names_its_rank(
+    layout: str, folder: Path, options: list[str]
+) -> None:
+    command = endless(folder, options, f"killed-{layout}", layout=layout)
+    worker = command.worker(1)
+    assert worker is not None
+    os.kill(worker, signal.SIGKILL)
+    assert_one_sentence(command.ended(timeout=10), 1, "rank 1", "SIGKILL")
+    command.assert_nothing_is_left()
+
+
+def test_workers_do_not_outlive_the_command_that_is_killed(folder: Path, options: list[str]) -> None:
+    command = endless(folder, options, "orphans")
+    assert command.worker(0)
+    assert command.worker(1)
+    command.process.kill()
+    command.assert_nothing_is_left()
+    command.ended()
+
+
+FALLS = """
+from pydantic import BaseModel, ConfigDict, Field
+from mplug import RunError, UsageError, hookimpl
+
+class Falls:
+    class Config(BaseModel):
+        model_config = ConfigDict(extra="forbid", frozen=True)
+        error: str = Field("ValueError", description="what is raised")
+
+    def __init__(self, config):
+        self.error = {"ValueError": ValueError, "RunError": RunError, "UsageError": UsageError}[config.error]
+
+    @hookimpl
+    def parameters_updated(self, run):
+        if run.rank == 1 and run.step == 2:
+            raise self.error("over the second step")
+"""
+
+
+@pytest.fixture(scope="module")
+def falls(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder for PYTHONPATH in which an extension is installed that fails on rank 1."""
+    site = tmp_path_factory.mktemp("falls")
+    (site / "acme_falls.py").write_text(FALLS)
+    (site / "acme_falls-1.0.dist-info").mkdir()
+    facts = "Metadata-Version: 2.1\nName: acme-falls\nVersion: 1.0\nSummary: Falls\nRequires-Dist: mplug>=0.1\n"
+    (site / "acme_falls-1.0.dist-info" / "METADATA").write_text(facts)
+    (site / "acme_falls-1.0.dist-info" / "entry_points.txt").write_text(
+        "[mplug.extensions]\nfalls = acme_falls:Falls\n"
+    )
+    return str(site)
+
+
+@pytest.mark.parametrize(("error", "status"), [("ValueError", 1), ("RunError", 1), ("UsageError", 2)])
+def test_an_error_of_one_worker_ends_the_run_in_one_sentence(
+    error: str, status: int, folder: Path, options: list[str], falls: str
+) -> None:
+    name = f"falls-{error}"
+    words = ("--name", name, "--parallel", "tp2", "--set", f"extensions.falls.error={error}")
+    command = begin(folder, *MPLUG, "train", *options, *words, PYTHONPATH=falls)
+    result = command.ended(timeout=20)
+    named = ("rank 1",) if error == "ValueError" else ()
+    assert_one_sentence(result, status, "over the second step", *named)
+    command.assert_nothing_is_left()
+    assert metrics(folder / "runs" / name)[-1]["step"] <= 2
+    if error == "ValueError":
+        log = (folder / "runs" / name / "logs" / "rank1.log").read_text()
+        assert all(words in log for words in ("Traceback", "acme_falls.py", "ValueError: over the second step"))
+
+
+def stopped(folder: Path, options: list[str], name: str, stop: Callable[[Command], None], number: int) -> Path:
+    """A tp2 run that a signal has ended between two steps."""
+    command, run = begin(folder, *MPLUG, "train", "--name", name, "--parallel", "tp2", *options), folder / "runs" / name
+    wait_for_steps(command, run, 3)
+    stop(command)
+    result = command.ended(timeout=20)
+    assert result.returncode == 128 + number, result.stdout + result.stderr
+    assert result.stderr == ""
+    command.assert_nothing_is_left()
+    last = metrics(run)[-1]["step"]
+    assert 3 <= last < 20
+    assert steps_saved(run)[-1] == last
+    assert f"stopped after step {last}" in result.stdout
+    return run
+
+
+def terminate_the_command(command: Command) -> None:
+    command.process.terminate()
+
+
+def press_ctrl_c(command: Command) -> None:
+    os.killpg(command.process.pid, signal.SIGINT)
+
+
+def terminate_one_worker(command: Command) -> None:
+    worker = command.worker(1)
+    assert worker is not None
+    os.kill(worker, signal.SIGTERM)
+
+
+STOPS = {
+    "sigterm": (terminate_the_command, signal.SIGTERM),
+    "ctrl-c": (press_ctrl_c, signal.SIGINT),
+    "sigterm-to-rank-1": (terminate_one_worker, signal.SIGTERM),
+}
+
+
+@pytest.mark.parametrize("how", STOPS)
+def test_a_signal_ends_the_run_after_a_step_that_all_ranks_save_and_resuming_is_bitwise_the_uninterrupted_run(
+    how: str, folder: Path, options: list[str], whole: Whole
+) -> None:
+    run = stopped(folder, options, how, *STOPS[how])
+    command = begin(folder, *MPLUG, "train", "--resume", "--name", how)
+    result = command.ended()
+    assert result.returncode == 0, result.stderr
+    assert figures(run) == figures(whole("tp2"))
+    assert_bitwise(run, whole("tp2"), 20)
+
+
+# Checkpoints under other layouts.
+
+
+def resumed(run: Path, layout: str, steps: int) -> None:
+    words = ("--resume", "--name", run.name, "--parallel", layout, "--set", f"trainer.steps={steps}")
+    result = begin(run.parent.parent, *MPLUG, "train", *words).ended()
+    assert result.returncode == 0, result.stderr
+    assert metrics(run)[-1]["step"] == steps
+
+
+def copy_until(run: Path, name: str, step: int) -> Path:
+    """A copy of a run as it was when it had saved a step."""
+    copied = run.parent / name
+    later = {f"step_{other:08d}" for other in steps_saved(run) if other > step}
+    shutil.copytree(run, copied, ignore=lambda _, names: later & set(names))
+    return copied
+
+
+def test_a_run_goes_from_tp2_to_one_process_to_pp2_with_the_losses_and_weights_of_one_process(whole: Whole) -> None:
+    moved = copy_until(whole("tp2"), "moved", 15)
+    resumed(moved, "", 17)
+    resumed(moved, "pp2", 20)
+    assert_same_losses(moved, whole(""))
+    assert_close(moved, whole(""), 20)
+
+
+@pytest.mark.parametrize("layout", ["dp2", "tp2", "pp2", "tp2pp2"])
+def test_a_checkpoint_holds_the_logical_tensors_of_one_process(layout: str, whole: Whole) -> None:
+    for step in (15, 20):
+        assert_close(whole(layout), whole(""), step)
+
+
+def test_a_run_of_tp2pp2_goes_on_in_one_process(whole: Whole) -> None:
+    moved = copy_until(whole("tp2pp2"), "alone", 15)
+    resumed(moved, "", 20)
+    assert_same_losses(moved, whole(""))
+
+
+def test_one_process_samples_from_a_checkpoint_of_tp2pp2(folder: Path, whole: Whole) -> None:
+    texts = []
+    for layout in ("tp2pp2", ""):
+        words = (
+            "generate",
+            "--name",
+            whole(layout).name,
+            "--tokens",
+            "20",
+            "--temperature",
+            "0",
+            "--prompt",
+            "2 times",
+        )
+        result = begin(folder, *MPLUG, *words).ended()
+        assert result.returncode == 0, result.stderr
+        texts.append(result.stdout)
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("2 times")
+
+
+def test_a_disk_that_is_full_ends_all_ranks_and_leaves_the_earlier_checkpoint(
+    folder: Path, options: list[str], small_disk: Path
+) -> None:
+    shutil.copy(folder / "text.txt", small_disk)
+    words = ("--set", "checkpoint.every=1", "--set", "checkpoint.keep=9", "--name", "full", "--parallel", "tp2")
+    command = begin(small_disk, *MPLUG, "train", *options, *words)
+    result = command.ended()
+    saved = steps_saved(small_disk / "runs" / "full")
+    following = f"step_{saved[-1] + 1:08d}"
+    assert_one_sentence(result, 1, following, "no space left", f"step_{saved[-1]:08d}", "intact")
+    command.assert_nothing_is_left()
+
+
+# What is seen before a run.
+
+
+def test_a_layout_of_64_ranks_for_175b_is_explained_in_seconds_without_processes(folder: Path) -> None:
+    began = time.monotonic()
+    command = begin(folder, *MPLUG, "explain", "--preset", "175b", "--parallel", "tp8pp8")
+    result = command.ended()
+    assert result.returncode == 0, result.stderr
+    assert time.monotonic() - began < 20
+    words = ("64 ranks", "blocks.12 to 23", "parallel/tp", "Linear.gather", "blocks.*.attn.qkv.weight", "weights")
+    assert [word for word in words if word not in result.stdout] == []

@@ -1,5 +1,6 @@
 """Buckets of gradients, all-reduced while backward still runs (PyTorch DDP, arXiv 2006.15704, section 3.2.3)."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -8,43 +9,52 @@ from torch import Tensor
 from mplug import GradientSink, Sinks, ops
 
 
-class Buckets:
-    """Stretches of the gradient arena, each summed over the replicas once all its gradients are final.
+@dataclass
+class Bucket:
+    """A stretch of the gradient arena: how many sinks it has, and how many of them are not final yet in this step."""
 
-    Sums begin in the order of the arena, whatever the order in which buckets fill: replicas whose backward passes
-    differ (an expert without tokens) must still pair the same buckets.
+    gradients: Tensor
+    num_sinks: int
+    num_missing: int
+
+
+class Queue:
+    """Sums buckets over the replicas: each once all its gradients are final, and all in the order of the arena.
+
+    Replicas whose backward passes differ (an expert without tokens) fill buckets in different orders, and must still
+    pair the same ones.
     """
 
     def __init__(self, sinks: Sinks, group: ops.Group, num_bytes: int) -> None:
         self.group = group
-        self.gradients: list[Tensor] = []
-        self.sizes: list[int] = []
-        for number, (held, gradients) in enumerate(sinks.stretches(num_bytes)):
-            self.gradients.append(gradients)
-            self.sizes.append(len(held))
-            for sink in held:
-                sink.listeners.append(lambda _, number=number: self._hear(number))
-        self.missing = list(self.sizes)
+        self.buckets: list[Bucket] = []
         self.under_way: list[Any] = []
+        for held, gradients in sinks.stretches(num_bytes):
+            bucket = Bucket(gradients, len(held), len(held))
+            self.buckets.append(bucket)
+            for sink in held:
+                sink.listeners.append(lambda sink, bucket=bucket: self._hear(sink, bucket))
 
-    def _hear(self, number: int) -> None:
-        self.missing[number] -= 1
-        while len(self.under_way) < len(self.missing) and self.missing[len(self.under_way)] == 0:
-            gradients = self.gradients[len(self.under_way)]
-            self.under_way.append(dist.all_reduce(gradients, group=self.group, async_op=True))
+    def _hear(self, sink: GradientSink, bucket: Bucket) -> None:
+        bucket.num_missing -= 1
+        for following in self.buckets[len(self.under_way) :]:
+            if following.num_missing > 0:
+                break
+            self.under_way.append(dist.all_reduce(following.gradients, group=self.group, async_op=True))
 
     def wait(self) -> None:
-        """Wait (on a GPU, let the stream wait) for all sums."""
-        for work in self.under_way:
+        """Wait (on a GPU, let the stream wait) for all sums, and expect the next step's."""
+        for work, bucket in zip(self.under_way, self.buckets, strict=True):
             work.wait()
+            bucket.num_missing = bucket.num_sinks
         self.under_way.clear()
-        self.missing = list(self.sizes)
 
 
-def reduce_in_buckets(sinks: Sinks, group: ops.Group, num_bytes: int) -> None:
+def reduce_in_buckets(sinks: Sinks, group: ops.Group, num_bytes: int) -> list[Bucket]:
     """Sum every gradient over the replicas, in buckets of neighbours in the order in which backward ends them."""
     if group is None:
-        return
-    buckets = Buckets(sinks, group, num_bytes)
+        return []
+    queue = Queue(sinks, group, num_bytes)
     sinks.reduced_over.add("dp")
-    sinks.when_finished.append(buckets.wait)
+    sinks.when_finished.append(queue.wait)
+    return queue.buckets

@@ -33,6 +33,14 @@ class World:
     launcher: str
 
 
+class Stopped(Exception):
+    """A signal has ended the processes of a launch, each in its own way."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.signal = int(number)
+
+
 def launched() -> World | None:
     """The world that torchrun, mpirun or srun has put this process into; None where nobody has."""
     for launcher, names in LAUNCHERS.items():
@@ -103,12 +111,14 @@ def launch(size: int, work: Callable[..., Any], *arguments: Any, port: int | Non
     Each process finds its rank in the environment, as under torchrun. When one dies, the others are ended, and the
     error of the first is raised here: a UsageError or RunError as it was there, anything else as a RunError.
     """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # pytorch #135712
-    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # what failed is said in a sentence, by us
     multiprocessing.set_forkserver_preload(["mplug.loop", "mplug.job"])
     config = LaunchConfig(
         min_nodes=1,
@@ -126,6 +136,8 @@ def launch(size: int, work: Callable[..., Any], *arguments: Any, port: int | Non
         return elastic_launch(config, _with_parent)(os.getpid(), work, *arguments)[0]
     except ChildFailedError as error:
         raise _explained(*error.get_first_failure()) from None
+    except SignalException as stop:  # handed on to the processes, which have ended by now
+        raise Stopped(stop.sigval) from None
 
 
 def _explained(rank: int, failure: Any) -> UsageError | RunError:
@@ -140,7 +152,11 @@ def _explained(rank: int, failure: Any) -> UsageError | RunError:
 
 
 def _with_parent(launcher: int, work: Callable[..., Any], *arguments: Any) -> Any:
-    """Do a process's work; on Linux it dies with its parent, and so no process outlives the command."""
+    """Do a process's work, out of reach of the terminal's Ctrl-C, which the launcher hands on once.
+
+    On Linux it dies with its parent, and so no process outlives the command.
+    """
+    os.setsid()
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

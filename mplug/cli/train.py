@@ -65,13 +65,18 @@ def _newest_checkpoint(directory: "Path") -> "Path":
 
 def _work(run: "Run", job: "Job", launched: bool, port: int | None) -> "Outcome":
     from mplug.build import build_model
-    from mplug.job import work
-    from mplug.launch import launch
+    from mplug.checkpoint import newest
+    from mplug.job import Outcome, work
+    from mplug.launch import Stopped, launch
 
     build_model(run)  # refuses what cannot be built before any process starts
     if launched or run.mesh.world_size == 1:
         return work(job)
-    outcome: Outcome = launch(run.mesh.world_size, work, job, port=port)
+    try:
+        outcome: Outcome = launch(run.mesh.world_size, work, job, port=port)
+    except Stopped as stop:
+        step = int(newest(run.checkpoints).name.removeprefix("step_"))
+        outcome = Outcome(job.directory, step, None, stop.signal)
     return outcome
 
 

@@ -40,6 +40,11 @@ def path_of(folder: Path, step: int) -> Path:
     return folder / f"step_{step:08d}"
 
 
+def step_of(path: Path) -> int:
+    """The step of a checkpoint."""
+    return int(path.name.removeprefix("step_"))
+
+
 def complete(folder: Path) -> list[Path]:
     """The complete checkpoints of a folder, the oldest first."""
     return sorted(path for path in folder.glob("step_*") if re.fullmatch(r"step_\d{8,}", path.name))

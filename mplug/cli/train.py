@@ -65,7 +65,7 @@ def _newest_checkpoint(directory: "Path") -> "Path":
 
 def _work(run: "Run", job: "Job", launched: bool, port: int | None) -> "Outcome":
     from mplug.build import build_model
-    from mplug.checkpoint import newest
+    from mplug.checkpoint import complete, step_of
     from mplug.job import Outcome, work
     from mplug.launch import Stopped, launch
 
@@ -75,15 +75,17 @@ def _work(run: "Run", job: "Job", launched: bool, port: int | None) -> "Outcome"
     try:
         outcome: Outcome = launch(run.mesh.world_size, work, job, port=port)
     except Stopped as stop:
-        step = int(newest(run.checkpoints).name.removeprefix("step_"))
-        outcome = Outcome(job.directory, step, None, stop.signal)
+        saved = complete(run.checkpoints)
+        outcome = Outcome(job.directory, step_of(saved[-1]) if saved else 0, None, stop.signal)
     return outcome
 
 
 def _announce(run: "Run", resume_from: "Path | None") -> None:
     import torch
 
-    where = f"from step {int(resume_from.name.removeprefix('step_'))}" if resume_from else "from scratch"
+    from mplug.checkpoint import step_of
+
+    where = f"from step {step_of(resume_from)}" if resume_from else "from scratch"
     layout = f", {run.config.parallel.layout} on {run.mesh.world_size} processes" if run.mesh.world_size > 1 else ""
     click.echo(f"run {run.directory}: {run.config.trainer.steps} steps, {where}{layout}")
     if run.config.trainer.device != "cpu":
@@ -103,6 +105,9 @@ def _report(outcome: "Outcome", seconds: float) -> None:
     from mplug.observers import duration
 
     name = outcome.directory.name
+    if outcome.signal is not None and outcome.step == 0:
+        click.echo("stopped before a step was saved")
+        return
     if outcome.signal is not None:
         click.echo(
             f"stopped after step {outcome.step}, which is saved; continue with: mplug train --resume --name {name}"

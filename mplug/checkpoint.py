@@ -20,7 +20,6 @@ from typing import Any
 
 import safetensors
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -75,17 +74,17 @@ def save(run: Run, pieces: list[Piece], optimizer: Optimizer, placements: Iterab
     folder, final = run.checkpoints, path_of(run.checkpoints, run.step)
     aside = folder / f".{final.name}.partial"
     fault = _attempt(lambda: _prepare(folder, aside)) if run.rank == 0 else ""
-    _refuse_fault(_shared(run, fault), final)
+    _refuse_fault(run.gathered(fault), final)
     files: dict[str, Any] = {}
     fault = _attempt(lambda: files.update(_write(aside / file_of(run.rank), run.rank, pieces, optimizer)))
-    everyone = _shared(run, (fault, files))
+    everyone = run.gathered((fault, files))
     _refuse_fault([fault for fault, _ in everyone], final)
     if run.rank == 0:
         written = {name: described for _, files in everyone for name, described in files.items()}
         tensors = {placement.name: _described(placement) for placement in placements}
         manifest = {"format": FORMAT, "step": run.step, "files": written, "tensors": tensors}
         fault = _attempt(lambda: _publish(aside, final, manifest, facts))
-    _refuse_fault(_shared(run, fault), final)
+    _refuse_fault(run.gathered(fault), final)
     if run.rank == 0:
         for old in complete(folder)[: -run.config.checkpoint.keep]:
             shutil.rmtree(old)
@@ -100,15 +99,6 @@ def _attempt(action: Any) -> str:
         full = "os error 28" in str(error) or getattr(error, "errno", None) == 28
         return "no space left on the device" if full else str(error)
     return ""
-
-
-def _shared(run: Run, value: Any) -> list[Any]:
-    """Every rank's value."""
-    if run.groups is None:
-        return [value]
-    values: list[Any] = [None] * run.mesh.world_size
-    dist.all_gather_object(values, value)
-    return values
 
 
 def _refuse_fault(faults: list[str], final: Path) -> None:

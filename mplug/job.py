@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from mplug.errors import UsageError
+from mplug.errors import RunError, UsageError
 from mplug.hooks import HOST
 from mplug.launch import World, agreed, joined, launched
 from mplug.registry import Registry
 from mplug.resolve import resolve
-from mplug.run import Run, prepare
+from mplug.run import Run, prepare, provenance
 from mplug.settings import Settings, merge, read_assignments
 
 
@@ -66,6 +66,7 @@ def work(job: Job) -> Outcome:
         return _trained(run, job)
     with joined(world, run.device):
         run.groups, run.directory = Groups(rank), agreed(job.directory)
+        _refuse_other_plugins(run)
         return _trained(run, job)
 
 
@@ -75,6 +76,17 @@ def _trained(run: Run, job: Job) -> Outcome:
     assert run.directory is not None
     val_loss, signal = train(run, job.resume_from)
     return Outcome(run.directory, run.step, val_loss, signal)
+
+
+def _refuse_other_plugins(run: Run) -> None:
+    """Every rank must have the same plugins, in the same versions, called in the same order."""
+    keys = ("plugin", "distribution", "version")
+    found = run.gathered([[plugin[key] for key in keys] for plugin in provenance(run)["plugins"]])
+    for rank, plugins in enumerate(found):
+        if plugins != found[0]:
+            raise RunError(
+                f"rank {rank} has plugins {plugins}, and rank 0 {found[0]}; install the same on all machines"
+            )
 
 
 def _observers(total_steps: int, log_every: int) -> dict[str, object]:

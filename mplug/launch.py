@@ -42,12 +42,12 @@ class Stopped(Exception):
 
 
 def launched() -> World | None:
-    """The world that torchrun, mpirun or srun has put this process into; None where nobody has."""
+    """The world that torchrun, mpirun or srun has put this process into; None where it is alone."""
     for launcher, names in LAUNCHERS.items():
         values = [os.environ.get(name) for name in names]
         if all(value is not None and value.isdigit() for value in values):
             rank, size, local_rank = (int(value or 0) for value in values)
-            return World(rank, size, local_rank, launcher)
+            return World(rank, size, local_rank, launcher) if size > 1 else None
     return None
 
 

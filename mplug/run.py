@@ -80,6 +80,16 @@ class Run:
 
         return all_reduce(values, self.groups.of([tuple(range(self.mesh.world_size))]))
 
+    def gathered(self, value: Any) -> list[Any]:
+        """Every rank's value, a small piece of plain data, in rank order."""
+        if self.groups is None:
+            return [value]
+        import torch.distributed as dist
+
+        values: list[Any] = [None] * self.mesh.world_size
+        dist.all_gather_object(values, value)
+        return values
+
     @property
     def checkpoints(self) -> Path:
         """The folder of the run's checkpoints."""

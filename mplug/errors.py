@@ -17,7 +17,8 @@ class RunError(Exception):
 
 def suggest(word: str, known: Iterable[str]) -> str:
     """'; did you mean 'gpt'?' where a known word is close to `word`, else the empty string."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    close = difflib.get_close_matches(word, list(known), n=5, cutoff=0.6)
+    close.sort(key=lambda other: sorted(other) != sorted(word))  # letters in another order are the likeliest slip
     return f"; did you mean '{close[0]}'?" if close else ""
 
 

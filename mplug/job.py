@@ -1,5 +1,6 @@
 """A run as each of its processes gets it, and what such a process does."""
 
+import gc
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,14 +59,22 @@ def work(job: Job) -> Outcome:
     rank = world.rank if world else 0
     run = prepare(config, _observers(config.trainer.steps, config.trainer.log_every) if rank == 0 else None)
     from mplug.build import choose_device  # torch comes in only when the config is right
-    from mplug.groups import Groups
 
     run.device = choose_device(config)
     run.rank, run.directory = rank, job.directory
     if world is None:
         return _trained(run, job)
+    outcome = _together(world, run, job)
+    del run
+    gc.collect()  # process groups that a cycle keeps until the interpreter exits abort it
+    return outcome
+
+
+def _together(world: World, run: Run, job: Job) -> Outcome:
+    from mplug.groups import Groups
+
     with joined(world, run.device):
-        run.groups, run.directory = Groups(rank), agreed(job.directory)
+        run.groups, run.directory = Groups(run.rank), agreed(job.directory)
         _refuse_other_plugins(run)
         return _trained(run, job)
 

@@ -1,16 +1,22 @@
 """From one command to the processes of a run: joins them when already launched, else launches them on this machine."""
 
-import ctypes
+import json
 import logging
 import multiprocessing
 import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as futures_wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from multiprocessing.connection import Connection
+from types import FrameType
+from typing import Any, Self
 
 from mplug.errors import RunError, UsageError
 
@@ -109,9 +115,49 @@ def launch(size: int, work: Callable[..., Any], *arguments: Any, port: int | Non
     """Run `work(*arguments)` in `size` processes on this machine, and return what rank 0 returns.
 
     Each process finds its rank in the environment, as under torchrun. When one dies, the others are ended, and the
-    error of the first is raised here: a UsageError or RunError as it was there, anything else as a RunError.
+    error of the first is raised here: a UsageError or RunError as it was there, anything else as a RunError. SIGINT and
+    SIGTERM are handed on to the processes; a second one ends them at once. No process outlives this one.
     """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    multiprocessing.set_forkserver_preload(["mplug.loop", "mplug.job"])
+    pipes = [multiprocessing.Pipe(duplex=False) for _ in range(size)]
+    ends, senders = [reader for reader, _ in pipes], [writer for _, writer in pipes]
+    handed_on = Handler(senders)
+    with ThreadPoolExecutor(1) as pool, handed_on:
+        # In its own thread, because in the main one elastic takes signals over, and does not poll while it stops.
+        running = pool.submit(_elastic, size, port, work, arguments, ends)
+        while not running.done():
+            futures_wait([running], timeout=0.2)
+    for connection in (*ends, *senders):
+        connection.close()
+    error = running.exception()
+    if error is not None and handed_on.signal is not None:
+        raise Stopped(handed_on.signal) from error
+    return running.result()
+
+
+class Handler:
+    """Hands the first SIGINT or SIGTERM on to the processes; at a second, drops them: they end when their pipe does."""
+
+    signal: int | None = None
+
+    def __init__(self, senders: list[Connection]) -> None:
+        self.senders = senders
+
+    def __enter__(self) -> Self:
+        self._previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        for sender in self.senders:
+            sender.close() if self.signal else sender.send(number)
+        self.signal = number
+
+
+def _elastic(size: int, port: int | None, work: Callable[..., Any], arguments: tuple[Any, ...], ends: Any) -> Any:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -119,7 +165,6 @@ def launch(size: int, work: Callable[..., Any], *arguments: Any, port: int | Non
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # what failed is said in a sentence, by us
-    multiprocessing.set_forkserver_preload(["mplug.loop", "mplug.job"])
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -133,31 +178,49 @@ def launch(size: int, work: Callable[..., Any], *arguments: Any, port: int | Non
         local_addr="127.0.0.1",
     )
     try:
-        return elastic_launch(config, _with_parent)(os.getpid(), work, *arguments)[0]
+        return elastic_launch(config, _process)(ends, work, *arguments)[0]
     except ChildFailedError as error:
-        raise _explained(*error.get_first_failure()) from None
-    except SignalException as stop:  # handed on to the processes, which have ended by now
-        raise Stopped(stop.sigval) from None
+        raise _first(error.failures) from None
 
 
-def _explained(rank: int, failure: Any) -> UsageError | RunError:
-    """What the first process that failed has said, as the error that it was there."""
-    if failure.exitcode < 0:
-        return RunError(f"rank {rank} was ended by {signal.Signals(-failure.exitcode).name}")
-    said = failure.message["message"] if isinstance(failure.message, dict) else failure.message
-    kind, _, text = str(said).partition(": ")
+class _ProcessFailure(Exception):
+    """Carries what a process failed with, and when, to the launcher: elastic keeps the text of an exception."""
+
+
+def _process(ends: list[Connection], work: Callable[..., Any], *arguments: Any) -> Any:
+    """Do a process's work, out of reach of the terminal's Ctrl-C, which the launcher hands on once."""
+    os.setsid()
+    threading.Thread(target=_obey, args=(ends[int(os.environ["LOCAL_RANK"])],), daemon=True).start()
+    try:
+        return work(*arguments)
+    except Exception as error:
+        described = [time.monotonic_ns(), type(error).__name__, str(error)]
+        raise _ProcessFailure(json.dumps(described)) from error
+
+
+def _obey(end: Connection) -> None:
+    """Send this process the signals that the launcher hands on; end it when the launcher is gone."""
+    while True:
+        try:
+            os.kill(os.getpid(), end.recv())
+        except EOFError:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _first(failures: Mapping[int, Any]) -> UsageError | RunError:
+    """What the process that failed first has said, as the error that it was there.
+
+    A process that a signal has ended comes before those whose connection it broke; elastic itself ends with SIGTERM.
+    """
+    said: list[tuple[int, int, str, str]] = []
+    for rank, failure in failures.items():
+        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
+            return RunError(f"rank {rank} was ended by {signal.Signals(-failure.exitcode).name}")
+        message = failure.message["message"] if isinstance(failure.message, dict) else str(failure.message)
+        head, _, described = message.partition(": ")
+        when, kind, text = json.loads(described) if head == _ProcessFailure.__name__ else (sys.maxsize, head, described)
+        said.append((when, rank, kind, text))
+    _, rank, kind, text = min(said)
     if kind == UsageError.__name__:
         return UsageError(text)
-    return RunError(text if kind == RunError.__name__ else f"rank {rank} failed, as its log tells: {said}")
-
-
-def _with_parent(launcher: int, work: Callable[..., Any], *arguments: Any) -> Any:
-    """Do a process's work, out of reach of the terminal's Ctrl-C, which the launcher hands on once.
-
-    On Linux it dies with its parent, and so no process outlives the command.
-    """
-    os.setsid()
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    return work(*arguments)
+    return RunError(text if kind == RunError.__name__ else f"rank {rank} failed, as its log tells: {kind}: {text}")

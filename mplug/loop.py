@@ -1,5 +1,6 @@
 """The training loop."""
 
+import logging
 import signal
 import time
 from collections.abc import Iterable, Iterator
@@ -13,6 +14,8 @@ from mplug.interrupt import Interrupt
 from mplug.position import Position
 from mplug.run import Run, logging_to, make_directory, write_record
 from mplug.schedule import batch_size, learning_rate, weight_decay
+
+log = logging.getLogger("mplug")
 
 
 def train(run: Run, resume_from: Path | None = None) -> tuple[float | None, int | None]:
@@ -32,6 +35,7 @@ def train(run: Run, resume_from: Path | None = None) -> tuple[float | None, int 
         try:
             val_loss = _steps(run, parts, position)
         except BaseException as error:
+            log.error("the run failed", exc_info=error)
             run.hooks.observe("run_failed", run=run, error=error)
             raise
         run.hooks.observe("run_finished", run=run)

@@ -57,6 +57,8 @@ class Model:
             shape = tuple(parameters[name].shape)
             _refuse_other_shape(name, described, shape)
             used_in = self._stages_of(name)
+            if not used_in:
+                raise ValueError(f"parameter '{name}' lies in no unit of the plan")
             holders = tuple(r for r in range(mesh.world_size) if mesh.index(r, self.stages.axis) in used_in)
             over = (*described.over, "units") if len(used_in) > 1 else described.over
             placement = Placement(name, replace(described, over=over), shape, mesh, holders)

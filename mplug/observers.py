@@ -108,10 +108,9 @@ class ProgressLine:
         self.bar.stop()
 
     @hookimpl
-    def run_failed(self, error: BaseException) -> None:
-        """Remove the bar and log the reason."""
+    def run_failed(self) -> None:
+        """Remove the bar."""
         self.bar.stop()
-        log.error("the run failed", exc_info=error)
 
 
 def step_line(record: Record, total_steps: int, seconds_left: float) -> str:

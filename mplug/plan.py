@@ -294,7 +294,10 @@ def _cut(segment: Segment, axis: str, size: int, index: int) -> _Part:
         return _Part(start * width, (min(start + each, count) - start) * width, each * width)
     if segment.uneven == "copy" and size % count == 0:
         return _Part(index * count // size * width, width, width)
-    raise UsageError(f"{axis}={size} does not divide the {count} {segment.axis.replace('_', ' ')}")
+    divisors = [str(number) for number in range(1, count + 1) if count % number == 0]
+    raise UsageError(
+        f"{axis}={size} does not divide the {count} {segment.axis.replace('_', ' ')}; use {' or '.join(divisors)}"
+    )
 
 
 def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...]:

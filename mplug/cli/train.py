@@ -45,8 +45,11 @@ def command(name: str | None, resume: bool, master_port: int | None, **options: 
     if master_port is not None:
         refuse_port_in_use(master_port)
     resume_from = _newest_checkpoint(directory) if directory else None
+    from mplug.build import build_model  # imports torch, which a refused config never waits for
+
     first = world is None or world.rank == 0
     run.directory = directory or new_directory(run.config, name, check=first)
+    build_model(run)  # refuses what cannot be built before any process starts
     if first:
         _announce(run, resume_from)
     began = time.monotonic()
@@ -64,12 +67,10 @@ def _newest_checkpoint(directory: "Path") -> "Path":
 
 
 def _work(run: "Run", job: "Job", launched: bool, port: int | None) -> "Outcome":
-    from mplug.build import build_model
     from mplug.checkpoint import complete, step_of
     from mplug.job import Outcome, work
     from mplug.launch import Stopped, launch
 
-    build_model(run)  # refuses what cannot be built before any process starts
     if launched or run.mesh.world_size == 1:
         return work(job)
     try:

@@ -23,7 +23,10 @@ def divide(model: "Model", num_stages: int, units_per_stage: tuple[int, ...] | N
     weights = [model.unit_weight(name) for name in names]
     working = sum(weight > 0 for weight in weights)
     if num_stages > working:
-        raise UsageError(f"pp={num_stages} stages are too many for the {working} units of the model that compute")
+        raise UsageError(
+            f"pp={num_stages} stages are too many for the {working} units of the model that compute; "
+            f"use at most {working}"
+        )
     return _cut(names, lightest(weights, num_stages))
 
 

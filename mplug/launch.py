@@ -1,19 +1,17 @@
 """From one command to the processes of a run: joins them when already launched, else launches them on this machine."""
 
-import json
 import logging
 import multiprocessing
 import os
 import signal
 import socket
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import wait as futures_wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import connection
 from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any, Self
@@ -119,20 +117,75 @@ def launch(size: int, work: Callable[..., Any], *arguments: Any, port: int | Non
     SIGTERM are handed on to the processes; a second one ends them at once. No process outlives this one.
     """
     multiprocessing.set_forkserver_preload(["mplug.loop", "mplug.job"])
-    pipes = [multiprocessing.Pipe(duplex=False) for _ in range(size)]
-    ends, senders = [reader for reader, _ in pipes], [writer for _, writer in pipes]
-    handed_on = Handler(senders)
-    with ThreadPoolExecutor(1) as pool, handed_on:
+    lines = Lines(size)
+    with ThreadPoolExecutor(1) as pool, Handler(lines) as handler:
         # In its own thread, because in the main one elastic takes signals over, and does not poll while it stops.
-        running = pool.submit(_elastic, size, port, work, arguments, ends)
+        running = pool.submit(_elastic, size, port, work, arguments, lines.theirs)
         while not running.done():
-            futures_wait([running], timeout=0.2)
-    for connection in (*ends, *senders):
-        connection.close()
+            lines.listen(0.2)
+    lines.listen(0.0)
+    lines.close()
     error = running.exception()
-    if error is not None and handed_on.signal is not None:
-        raise Stopped(handed_on.signal) from error
-    return running.result()
+    if error is None:
+        return running.result()
+    if handler.signal is not None:
+        raise Stopped(handler.signal) from error
+    raise lines.first_failure() or error
+
+
+class Lines:
+    """The launcher's lines to its processes: signals go out, and what becomes of a process comes in.
+
+    A process says "started", then "done" or its error. One that hangs up without either was killed. Elastic tells of
+    one failure only, and that may be of a process whose connection another's death has broken.
+    """
+
+    def __init__(self, size: int) -> None:
+        pairs = [multiprocessing.Pipe() for _ in range(size)]
+        self.theirs = [theirs for _, theirs in pairs]
+        self.ours = {ours: rank for rank, (ours, _) in enumerate(pairs)}
+        self.heard: list[tuple[int, Any]] = []
+
+    def listen(self, seconds: float) -> None:
+        """Hear what has been said; wait so long for a word."""
+        if not self.ours:
+            time.sleep(seconds)
+        for line in connection.wait(list(self.ours), seconds) if self.ours else ():
+            assert isinstance(line, Connection)
+            rank = self.ours[line]
+            try:
+                self.heard.append((rank, line.recv()))
+            except (EOFError, OSError):
+                self.heard.append((rank, None))
+                del self.ours[line]
+        if self.theirs and sum(word == "started" for _, word in self.heard) == len(self.theirs):
+            self._forget_theirs()
+
+    def _forget_theirs(self) -> None:
+        """Only while the process alone holds its end does its death hang up."""
+        for end in self.theirs:
+            end.close()
+        self.theirs = []
+
+    def first_failure(self) -> UsageError | RunError | None:
+        """What the first process that failed has said, as the error that it was there."""
+        done = {rank for rank, word in self.heard if word == "done"}
+        for rank, word in self.heard:
+            if word is None and rank not in done:
+                return RunError(f"rank {rank} died without a word, as by SIGKILL or where memory runs out")
+            if isinstance(word, tuple):
+                kind, text = word
+                if kind == UsageError.__name__:
+                    return UsageError(text)
+                return RunError(text if kind == RunError.__name__ else f"rank {rank} failed with {kind}: {text}")
+        return None
+
+    def close(self) -> None:
+        """Hang up: processes that still run end."""
+        self._forget_theirs()
+        for line in list(self.ours):
+            line.close()
+        self.ours = {}
 
 
 class Handler:
@@ -140,8 +193,8 @@ class Handler:
 
     signal: int | None = None
 
-    def __init__(self, senders: list[Connection]) -> None:
-        self.senders = senders
+    def __init__(self, lines: Lines) -> None:
+        self.lines = lines
 
     def __enter__(self) -> Self:
         self._previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -152,8 +205,10 @@ class Handler:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        for sender in self.senders:
-            sender.close() if self.signal else sender.send(number)
+        if self.signal is not None:
+            self.lines.close()
+        for line in self.lines.ours:
+            line.send(number)
         self.signal = number
 
 
@@ -180,47 +235,31 @@ def _elastic(size: int, port: int | None, work: Callable[..., Any], arguments: t
     try:
         return elastic_launch(config, _process)(ends, work, *arguments)[0]
     except ChildFailedError as error:
-        raise _first(error.failures) from None
-
-
-class _ProcessFailure(Exception):
-    """Carries what a process failed with, and when, to the launcher: elastic keeps the text of an exception."""
+        rank, failure = error.get_first_failure()
+        raise RunError(f"rank {rank} failed: {failure.message}") from None
 
 
 def _process(ends: list[Connection], work: Callable[..., Any], *arguments: Any) -> Any:
     """Do a process's work, out of reach of the terminal's Ctrl-C, which the launcher hands on once."""
     os.setsid()
-    threading.Thread(target=_obey, args=(ends[int(os.environ["LOCAL_RANK"])],), daemon=True).start()
+    line = ends.pop(int(os.environ["LOCAL_RANK"]))
+    for end in ends:
+        end.close()
+    line.send("started")
+    threading.Thread(target=_obey, args=(line,), daemon=True).start()
     try:
-        return work(*arguments)
+        result = work(*arguments)
     except Exception as error:
-        described = [time.monotonic_ns(), type(error).__name__, str(error)]
-        raise _ProcessFailure(json.dumps(described)) from error
+        line.send((type(error).__name__, str(error)))
+        raise
+    line.send("done")
+    return result
 
 
-def _obey(end: Connection) -> None:
-    """Send this process the signals that the launcher hands on; end it when the launcher is gone."""
+def _obey(line: Connection) -> None:
+    """Send this process the signals that the launcher hands on; end it when the launcher hangs up."""
     while True:
         try:
-            os.kill(os.getpid(), end.recv())
-        except EOFError:
+            os.kill(os.getpid(), line.recv())
+        except (EOFError, OSError):
             os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _first(failures: Mapping[int, Any]) -> UsageError | RunError:
-    """What the process that failed first has said, as the error that it was there.
-
-    A process that a signal has ended comes before those whose connection it broke; elastic itself ends with SIGTERM.
-    """
-    said: list[tuple[int, int, str, str]] = []
-    for rank, failure in failures.items():
-        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
-            return RunError(f"rank {rank} was ended by {signal.Signals(-failure.exitcode).name}")
-        message = failure.message["message"] if isinstance(failure.message, dict) else str(failure.message)
-        head, _, described = message.partition(": ")
-        when, kind, text = json.loads(described) if head == _ProcessFailure.__name__ else (sys.maxsize, head, described)
-        said.append((when, rank, kind, text))
-    _, rank, kind, text = min(said)
-    if kind == UsageError.__name__:
-        return UsageError(text)
-    return RunError(text if kind == RunError.__name__ else f"rank {rank} failed, as its log tells: {kind}: {text}")

@@ -77,4 +77,5 @@ def test_the_readme_quotes_the_sample_of_its_seed(session: Path, cli: Cli) -> No
         pytest.skip(
             f"the README's sample was drawn on {recorded['machine']}, where training rounds otherwise than here"
         )
-    assert sample.stdout.rstrip() == printed.rstrip()
+    lines, shown = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (sample.stdout, printed))
+    assert lines == shown

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mplug import Axis, Mesh, UsageError, contiguous, hookimpl
 from mplug.mesh import parse_layout
-from mplug.run import prepare
+from mplug.run import Run, prepare
 
 TP = Axis("tp", 2, splits=("heads", "mlp"))
 CP = Axis("cp", 2, entries={"sequence": contiguous}, distance=1)
@@ -302,3 +302,10 @@ def test_expert_degrees_do_not_multiply_the_world() -> None:
     )
     run = prepare(config, {"test/strategies": Strategies()})  # type: ignore[arg-type]
     assert run.mesh.world_size == 8
+
+
+@pytest.mark.parametrize(("said", "ranks", "expected"), [(None, 1, 8), (None, 2, 4), (None, 4, 2), (2, 4, 2)])
+def test_by_default_a_micro_batch_is_all_that_a_rank_reads(said: int | None, ranks: int, expected: int) -> None:
+    mesh = Mesh.of([Axis("acme", ranks, entries={"batch": contiguous})], ranks)
+    config = SimpleNamespace(trainer=SimpleNamespace(micro_batch_size=said, global_batch_size=8))
+    assert Run(config, None, mesh, device="cpu").micro_batch_size == expected  # type: ignore[arg-type]

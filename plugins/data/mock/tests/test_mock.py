@@ -13,10 +13,10 @@ S, V = 16, 50
 
 
 def run(data_size: int = 1, rank: int = 0, micro_batch_size: int = 2, seed: int = 1) -> Any:
-    trainer = SimpleNamespace(seq_length=S, micro_batch_size=micro_batch_size, seed=seed)
+    trainer = SimpleNamespace(seq_length=S, seed=seed)
     mesh = Mesh.of([Axis("acme", data_size, entries={"batch": contiguous})], data_size)
     config = SimpleNamespace(trainer=trainer, model=SimpleNamespace(vocab_size=V))
-    return SimpleNamespace(config=config, mesh=mesh, rank=rank, device="cpu")
+    return SimpleNamespace(config=config, mesh=mesh, rank=rank, device="cpu", micro_batch_size=micro_batch_size)
 
 
 def loader(on: Any = None, vocab_size: int | None = None) -> MapLoader:

@@ -20,10 +20,9 @@ S = 8
 
 def run(data_size: int = 1, rank: int = 0, seq_length: int = S, micro_batch_size: int = 2, seed: int = 1) -> Any:
     axes = [Axis("acme", data_size, entries={"batch": contiguous})]
-    trainer = SimpleNamespace(seq_length=seq_length, micro_batch_size=micro_batch_size, seed=seed)
-    return SimpleNamespace(
-        config=SimpleNamespace(trainer=trainer), mesh=Mesh.of(axes, data_size), rank=rank, device="cpu"
-    )
+    trainer = SimpleNamespace(seq_length=seq_length, seed=seed)
+    config, mesh = SimpleNamespace(trainer=trainer), Mesh.of(axes, data_size)
+    return SimpleNamespace(config=config, mesh=mesh, rank=rank, device="cpu", micro_batch_size=micro_batch_size)
 
 
 def loader(path: Path, split: str = "train", on: Any = None, **config: Any) -> MapLoader:

@@ -75,10 +75,6 @@ class RunConfig:
     chosen: tuple[Chosen, ...]
     settings: Settings
 
-    def section_of(self, label: str) -> Any:
-        """The bound section of a chosen plugin, or None."""
-        return next((chosen.config for chosen in self.chosen if chosen.label == label), None)
-
     def resolved(self) -> dict[str, Any]:
         """Every value of the run as a plain nested mapping, plugins' defaults and presets written out."""
         tree: dict[str, Any] = {}

@@ -75,7 +75,6 @@ class ProgressLine:
         )
         self.task: TaskID | None = None
         self.first_step = 0
-        self.seconds = 0.0
         self.mark = 0.0
 
     @hookimpl

@@ -8,7 +8,7 @@ processes: gradient reduction, clipping, optimizers and checkpoints read only th
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from typing import Literal
@@ -109,7 +109,7 @@ class Plan:
     `units` run in order. `inference` are the units that end in `logits` instead of a loss. `parameters` map patterns of
     fully qualified names ('*' stands for one dotted component) to the meaning of their dimensions. `context` and
     `activations` name the axes of every batch entry and of everything that travels between units. `tied` are groups
-    of names of one and the same parameter. `public_names` map names to those of the family's public checkpoints.
+    of names of one and the same parameter.
     """
 
     units: tuple[Unit, ...]
@@ -119,7 +119,6 @@ class Plan:
     flops: Flops
     inference: tuple[Unit, ...] = ()
     tied: tuple[tuple[str, ...], ...] = ()
-    public_names: Mapping[str, str] = field(default_factory=dict)
 
     def match(self, names: Iterable[str]) -> dict[str, Parameter]:
         """Each parameter's entry; a name without a pattern, or a pattern without a name, is a ValueError."""

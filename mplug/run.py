@@ -161,11 +161,6 @@ def find_directory(name: str | None) -> Path:
     return runs[0].parent
 
 
-def run_names() -> list[str]:
-    """The names of all runs here, the newest first."""
-    return [path.parent.name for path in _all_runs()]
-
-
 def _all_runs() -> list[Path]:
     return sorted(RUNS.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime, reverse=True)
 

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -66,3 +67,41 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(f"a small disk cannot be mounted: {mounted.stderr.strip()}")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
+
+
+THIRD_PARTY = Path(__file__).parent / "third_party"
+
+
+@pytest.fixture
+def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Make a package of `third_party/` importable and its plugins nameable, with one piece of its source changed.
+
+    `plant("nova-ringo")` is the package as it is; `plant("nova-ringo", old, new)` has `old`, which must stand in its
+    source exactly once, replaced: a planted fault.
+    """
+
+    def install(distribution: str, old: str = "", new: str = "") -> None:
+        source, package = THIRD_PARTY / distribution, distribution.replace("-", "_")
+        copied = tmp_path / f"planted-{len(list(tmp_path.glob('planted-*')))}"
+        shutil.copytree(source / "src", copied)
+        if old:
+            files = [path for path in copied.rglob("*.py") if old in path.read_text()]
+            assert sum(path.read_text().count(old) for path in files) == 1, f"{old!r} must stand there exactly once"
+            files[0].write_text(files[0].read_text().replace(old, new))
+        described = tomllib.loads((source / "pyproject.toml").read_text())["project"]
+        information = copied / f"{package}-{described['version']}.dist-info"
+        information.mkdir()
+        needs = "".join(f"Requires-Dist: {need}\n" for need in described["dependencies"])
+        information.joinpath("METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {described['version']}\n"
+            f"Summary: {described['description']}\n{needs}"
+        )
+        groups = described["entry-points"].items()
+        information.joinpath("entry_points.txt").write_text(
+            "\n".join(f"[{group}]\n" + "".join(f"{n} = {t}\n" for n, t in points.items()) for group, points in groups)
+        )
+        for name in [name for name in sys.modules if name.split(".")[0] == package]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.syspath_prepend(str(copied))
+
+    return install

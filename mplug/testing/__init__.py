@@ -1,5 +1,34 @@
-"""The kit with which a plugin's author tests a plugin."""
+"""The kit with which a plugin's author tests a plugin: a suite for each kind, and functions on several ranks."""
+
+from typing import TYPE_CHECKING, Any
 
 from mplug.testing.workers import WorkerFailed, run_workers
 
-__all__ = ["WorkerFailed", "run_workers"]
+if TYPE_CHECKING:
+    from mplug.testing.suite import Fault, PluginSuite, require, smoke
+
+_LATE = {
+    "CommandSuite": "commands",
+    "DataSuite": "data",
+    "ExtensionSuite": "extensions",
+    "Fault": "suite",
+    "KernelSuite": "kernels",
+    "ModelSuite": "models",
+    "OptimizerSuite": "optimizers",
+    "ParallelSuite": "parallel",
+    "PluginSuite": "suite",
+    "require": "suite",
+    "smoke": "suite",
+}
+"""What is imported when it is first used: a suite imports what its kind needs."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module 'mplug.testing' has no attribute '{name}'")
+    from importlib import import_module
+
+    return getattr(import_module(f"mplug.testing.{_LATE[name]}"), name)
+
+
+__all__ = ["Fault", "PluginSuite", "WorkerFailed", "require", "run_workers", "smoke"]

@@ -62,7 +62,8 @@ def run_workers(world_size: int, function: Callable[..., R], *args: Any, timeout
     multiprocessing.set_forkserver_preload(list(PRELOAD))
     with TemporaryDirectory(prefix="mplug-workers-") as directory:
         call = pickle.dumps(_located(function)), pickle.dumps(args)
-        task = _Task(Path(directory), world_size, timeout, list(map(_plain, warnings.filters)), *call)
+        filters = list(map(_plain, warnings.filters))
+        task = _Task(Path(directory), world_size, timeout, filters, sys.path, *call)
         with _workers(task) as workers:
             return _gathered(workers, task)
 
@@ -76,6 +77,7 @@ class _Task:
     world_size: int
     timeout: float
     filters: list[tuple[Any, ...]]
+    path: list[str]
     function: bytes
     args: bytes
 
@@ -228,6 +230,7 @@ def _called(rank: int, task: _Task) -> Any:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    sys.path[:] = task.path  # what the caller can import, its workers can
     if sys.platform in _LOOPBACK:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK[sys.platform])
     warnings.resetwarnings()

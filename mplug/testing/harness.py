@@ -1,0 +1,166 @@
+"""A run of a few steps inside a test: built as `mplug train` builds it, kept nowhere, and watched in full.
+
+Settings are a flat mapping, {"model.num_layers": 2, "parallel.layout": "dp2"}, that goes over the tiny run of
+`tiny.yaml`, which goes over the default run.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mplug.registry import Registry
+from mplug.resolve import default_settings, resolve
+from mplug.run import Run, prepare
+from mplug.settings import Settings, from_mapping, merge, read_file
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mplug.build import Parts
+    from mplug.config import RunConfig
+    from mplug.contracts import MicroBatch
+
+TinySettings = Mapping[str, Any]
+Boxes = list[tuple[tuple[int, ...], "Tensor"]]
+"""Parts of a logical tensor: where each begins, and its values."""
+
+STEPS = 5
+
+
+@dataclass
+class Trace:
+    """What a rank saw: losses and norms of every step, and the boxes that it owns of gradients and final weights."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Boxes]] = field(default_factory=list)
+    weights: dict[str, Boxes] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    val_loss: float = 0.0
+
+
+def tiny_config(settings: TinySettings) -> "RunConfig":
+    """The default run, the tiny run over it, `settings` over both; UsageError where they are wrong."""
+    own: Settings = {}
+    for name, value in settings.items():
+        own = merge(own, from_mapping(value, "the suite's settings", tuple(name.split("."))))
+    tiny = read_file(Path(__file__).with_name("tiny.yaml"), "tiny.yaml")
+    return resolve(Registry(), merge(default_settings(), tiny), own)
+
+
+def tiny_run(settings: TinySettings) -> Run:
+    """A tiny run, prepared: this process is its rank of torch's default process group, if there is one."""
+    import torch.distributed as dist
+
+    from mplug.groups import Groups
+
+    run = prepare(tiny_config(settings))
+    if dist.is_initialized():
+        assert run.mesh.world_size == dist.get_world_size(), f"the layout is for {run.mesh.world_size} ranks"
+        run.rank = dist.get_rank()
+        run.groups = Groups(run.rank)
+    return run
+
+
+def train_steps(settings: TinySettings, before: Callable[[], None] | None = None) -> Trace:
+    """Train `STEPS` steps in this process, one rank of the run, after calling `before`.
+
+    Labels are ignored at random, so that micro batches differ in their number of targets.
+    """
+    from mplug.build import build
+    from mplug.loop import evaluate
+    from mplug.schedule import learning_rate
+
+    run = tiny_run(settings)
+    if before is not None:
+        before()
+    config, parts, trace = run.config, build(run), Trace()
+    for step in range(1, STEPS + 1):
+        run.step = step
+        batches = map(with_ragged_labels, parts.train_loader.take(config.trainer.global_batch_size))
+        parts.stepper.forward_backward(batches, step)
+        trace.gradients.append(owned(run, parts, lambda piece: piece.gradient))
+        lr = learning_rate(step, config.optimizer.lr, config.schedule, config.trainer.steps)
+        result = parts.stepper.update(lr, config.optimizer.weight_decay)
+        run.hooks.call.parameters_updated(run=run)
+        trace.losses.append(float(result.loss))
+        trace.norms.append(float(result.grad_norm))
+    trace.weights = owned(run, parts, lambda piece: piece.master)
+    trace.shapes = {name: placement.shape for name, placement in parts.model.placements.items()}
+    trace.val_loss = evaluate(run, parts)
+    return trace
+
+
+def with_ragged_labels(batch: "MicroBatch") -> "MicroBatch":
+    """The first labels of a sample are ignored: as many as its number modulo 11."""
+    labels = batch["labels"].clone()
+    for row, number in enumerate(batch["sample_ids"].tolist()):
+        labels[row, : number % 11] = -100
+    return {**batch, "labels": labels}
+
+
+def owned(run: Run, parts: "Parts", tensor_of: Callable[[Any], "Tensor"]) -> dict[str, Boxes]:
+    """A copy of the boxes of one of the pieces' tensors, each on the first rank that holds it."""
+    from mplug.model import region
+
+    return {
+        piece.name: [
+            (box.start, region(tensor_of(piece), box).clone())
+            for box in piece.placement.boxes(run.rank)
+            if min(box.copies) == run.rank
+        ]
+        for piece in parts.pieces
+    }
+
+
+def logical(parts: Iterable[Mapping[str, Boxes]], name: str, shape: tuple[int, ...]) -> "Tensor":
+    """A tensor of the whole model, put together from all ranks' boxes; an element that nobody owns is NaN."""
+    import torch
+
+    whole = torch.full(shape, float("nan"))
+    for boxes in parts:
+        for start, values in boxes.get(name, []):
+            whole[tuple(slice(s, s + n) for s, n in zip(start, values.shape, strict=True))] = values
+    return whole
+
+
+def difference(traces: list[Trace], reference: Trace, tolerance: float = 1e-5) -> str:
+    """The first thing in which a run differs from one process, as a sentence; the empty string where nothing does.
+
+    Losses and norms must be within `tolerance`, relative, and for every parameter
+    |g - g_ref| <= tolerance * max(|g_ref|, 1e-3 of the gradient's global norm).
+    """
+    for step in range(STEPS):
+        found = (
+            _number_off(f"loss of step {step + 1}", [t.losses[step] for t in traces], reference.losses[step], tolerance)
+            or _gradient_off(step, traces, reference, tolerance)
+            or _number_off(
+                f"gradient norm of step {step + 1}", [t.norms[step] for t in traces], reference.norms[step], tolerance
+            )
+        )
+        if found:
+            return found
+    return _number_off("validation loss", [t.val_loss for t in traces], reference.val_loss, tolerance)
+
+
+def _number_off(what: str, found: list[float], expected: float, tolerance: float) -> str:
+    for rank, value in enumerate(found):
+        if not abs(value - expected) <= tolerance * abs(expected):  # NaN is off too
+            return f"the {what} on rank {rank} is {value}, in one process {expected}"
+    return ""
+
+
+def _gradient_off(step: int, traces: list[Trace], reference: Trace, tolerance: float) -> str:
+    expected = {n: logical([reference.gradients[step]], n, shape) for n, shape in reference.shapes.items()}
+    whole = math.sqrt(sum(float(gradient.norm()) ** 2 for gradient in expected.values()))
+    for name, gradient in expected.items():
+        error = float((logical([t.gradients[step] for t in traces], name, reference.shapes[name]) - gradient).norm())
+        allowed = tolerance * max(float(gradient.norm()), 1e-3 * whole)
+        if not error <= allowed:
+            return (
+                f"the gradient of '{name}' at step {step + 1} is off by {error:.3g} (allowed: {allowed:.3g}); "
+                f"is what the plan says that it is broadcast over, or how its dimensions are divided, wrong?"
+            )
+    return ""

@@ -1,0 +1,164 @@
+"""What the suites of all kinds share.
+
+A suite is a class to subclass in a test module of the plugin's own; pytest collects it:
+
+    from mplug.testing import KernelSuite
+
+    class TestRingo(KernelSuite):
+        plugin = "ringo"
+        settings = {"kernels.ringo.block": 16}
+
+Every test fails with a `Fault`, whose message says what is wrong in the words of the contract. Tests marked `@smoke`
+need neither pytest nor processes: `mplug plugins check` runs them too.
+"""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, TypeVar
+
+from mplug.config import RunConfig
+from mplug.errors import UsageError
+from mplug.registry import BrokenPlugin, Entry, Registry
+from mplug.testing.harness import tiny_config
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Fault(AssertionError):
+    """A plugin does not keep its contract. The message names the fault."""
+
+
+def require(condition: object, message: str) -> None:
+    """Raise Fault unless the condition holds."""
+    if not condition:
+        raise Fault(message)
+
+
+def smoke(test: F) -> F:
+    """Mark a test that takes neither arguments nor processes: 'mplug plugins check' runs it."""
+    test.smoke = True  # type: ignore[attr-defined]
+    return test
+
+
+class PluginSuite:
+    """What every plugin must keep, whatever its kind.
+
+    `plugin` is the name that a user types, `settings` what a tiny run needs beside it, as {"section.field": value}:
+    they go over the suite's tiny run (`mplug/testing/tiny.yaml`), in which `kind` says where the plugin is named.
+    """
+
+    kind: ClassVar[str]
+    plugin: ClassVar[str]
+    settings: ClassVar[Mapping[str, Any]] = {}
+
+    @classmethod
+    def naming(cls) -> dict[str, Any]:
+        """The settings that name the plugin in a run."""
+        raise NotImplementedError(f"{cls.__name__} does not say how a run names a plugin of its kind")
+
+    @classmethod
+    def section(cls) -> tuple[str, ...]:
+        """The config section that the plugin's `Config` binds."""
+        raise NotImplementedError(f"{cls.__name__} does not say which section its plugins read")
+
+    @classmethod
+    def tiny(cls, **changes: Any) -> dict[str, Any]:
+        """The settings of the plugin's tiny run; a change's name has '__' where the setting's has a dot."""
+        named = {name.replace("__", "."): value for name, value in changes.items()}
+        return {**cls.naming(), **cls.settings, **named}
+
+    @classmethod
+    def entry(cls) -> Entry:
+        """The installed plugin."""
+        return Registry().find(cls.kind, cls.plugin)
+
+    @classmethod
+    def config(cls, **changes: Any) -> RunConfig:
+        """The config of the plugin's tiny run."""
+        return tiny_config(cls.tiny(**changes))
+
+    @smoke
+    def test_it_is_installed_and_says_which_mplug_it_speaks(self) -> None:
+        """An entry point of its kind, in a distribution that requires a version of mplug."""
+        try:
+            entry = self.entry()
+        except UsageError as error:
+            raise Fault(str(error)) from None
+        require(
+            entry.speaks, f"{entry.distribution} does not say which mplug it speaks; add 'mplug>=0.1,<0.2' to its needs"
+        )
+
+    @smoke
+    def test_it_keeps_the_contract(self) -> None:
+        """It imports; its hooks are hooks, with arguments that they have; its Config forbids and describes."""
+        try:
+            Registry().load(self.entry())
+        except BrokenPlugin as error:
+            raise Fault(str(error)) from None
+
+    @smoke
+    def test_neither_importing_nor_configuring_it_imports_torch(self) -> None:
+        """So that help, completion and validation stay quick."""
+        for what, code in (
+            ("importing", f"import importlib; importlib.import_module({self.entry().target.partition(':')[0]!r})"),
+            (
+                "configuring",
+                f"from mplug.run import prepare\nfrom mplug.testing.harness import tiny_config\n"
+                f"prepare(tiny_config({self.tiny()!r}))",
+            ),
+        ):
+            command = f"import sys\nsys.path[:] = {sys.path!r}\n{code}\nsys.exit(77 if 'torch' in sys.modules else 0)"
+            finished = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
+            require(finished.returncode != 77, f"{what} '{self.plugin}' imports torch; import it inside hooks")
+            require(finished.returncode == 0, f"{what} '{self.plugin}' fails:\n{finished.stderr}")
+
+    @smoke
+    def test_its_config_survives_being_saved_and_read_again(self) -> None:
+        """What `config.yaml` keeps of a run is what the run had."""
+        config = self.config()
+        kept = config.resolved()
+        again = tiny_config(dict(_flat(kept)))
+        require(again.resolved() == kept, f"the config changes when it is saved and read again: {again.resolved()}")
+        for chosen in config.chosen:
+            if chosen.entry == self.entry():
+                twin = next(other for other in again.chosen if other.entry == chosen.entry)
+                changed = f"{chosen.config!r} -> {twin.config!r}"
+                require(twin.config == chosen.config, f"its config changes when it is saved and read again: {changed}")
+
+    @smoke
+    def test_an_unknown_field_is_an_error_that_names_it(self) -> None:
+        """A typo never passes in silence."""
+        field = ".".join((*self.section(), "no_such_field"))
+        try:
+            tiny_config({**self.tiny(), field: 1})
+        except UsageError as error:
+            require(field in str(error), f"the error of an unknown field does not name '{field}': {error}")
+        else:
+            raise Fault(f"'{field}' is no field of its Config, and is accepted")
+
+
+def _flat(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value
+
+
+def smoke_faults(suite: type[PluginSuite]) -> list[str]:
+    """What the smoke tests of a suite find wrong; the plugin's other tests are its author's to run."""
+    found = []
+    for name, test in _tests(suite):
+        if getattr(test, "smoke", False):
+            try:
+                getattr(suite(), name)()
+            except Fault as fault:
+                found.append(str(fault))
+            except UsageError as error:
+                found.append(str(error))
+    return found
+
+
+def _tests(suite: type[PluginSuite]) -> list[tuple[str, Any]]:
+    return [(name, getattr(suite, name)) for name in dir(suite) if name.startswith("test_")]

@@ -7,8 +7,10 @@ from pathlib import Path
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mplug import checkpoint
 from mplug.alternatives import kernels_that_would_do
+from mplug.checkpoint import read_manifest
+from mplug.checkpoint.boxes import held_boxes
+from mplug.checkpoint.saver import load
 from mplug.config import RunConfig
 from mplug.contracts import Loader, Optimizer, Piece, Stepper
 from mplug.errors import UsageError
@@ -137,6 +139,9 @@ def load_for_inference(run: Run, path: Path) -> Model:
     """The model of a run with a checkpoint's weights, without gradients or optimizer."""
     model = build_model(run)
     _allocate(run, model)
-    with checkpoint.Reader(path, checkpoint.read_manifest(path), run.rank) as reader:
-        checkpoint.load_weights(reader, model.parameters(), model.placements)
+    weights = {
+        f"{name}/weight": held_boxes(model.placements[name], parameter.data, run.rank)
+        for name, parameter in model.parameters().items()
+    }
+    load(run, path, read_manifest(path), weights)
     return model

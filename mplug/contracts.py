@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 MicroBatch = Mapping[str, "Tensor"]
 Record = dict[str, Any]
-"""A line of metrics.jsonl: step, loss, grad_norm, lr, tokens, tokens_per_s, tflops, mfu, memory_gib, data_wait_s."""
+"""A line of metrics.jsonl: step, loss, grad_norm, lr, tokens, tokens_per_s, tflops, mfu, memory_gib, data_wait_s,
+skipped; val_loss where the run was evaluated after the step."""
 
 
 class Stateful(Protocol):

@@ -15,6 +15,10 @@ class RunError(Exception):
     """The world failed (a full disk, a dead worker, a non-finite loss): exit status 1, no traceback."""
 
 
+class Diverged(RunError):
+    """A loss or gradient norm is not finite: to try again alike would end alike."""
+
+
 def suggest(word: str, known: Iterable[str]) -> str:
     """'; did you mean 'gpt'?' where a known word is close to `word`, else the empty string."""
     close = difflib.get_close_matches(word, list(known), n=5, cutoff=0.6)

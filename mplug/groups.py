@@ -11,6 +11,13 @@ class Groups:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._beside: dist.ProcessGroup | None = None
+
+    def beside(self) -> dist.ProcessGroup:
+        """All ranks, over the hosts' network: for what goes on in another thread while training uses the others."""
+        if self._beside is None:
+            self._beside = dist.new_group(backend="gloo")
+        return self._beside
 
     def of(self, families: Iterable[tuple[int, ...]]) -> dist.ProcessGroup | None:
         """The group of this rank among `families`, for which all ranks must ask alike; None where it is alone.

@@ -23,9 +23,3 @@ def peak_memory_gib(device: str) -> float:
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes there, KiB elsewhere
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
-
-
-def synchronize(device: str) -> None:
-    """Wait for the device, so that a clock tells the truth."""
-    if device.startswith("cuda"):
-        torch.cuda.synchronize(device)

@@ -137,7 +137,10 @@ def step_started(run: "Run") -> None:
 
 @all_plugins
 def step_finished(run: "Run", record: "Record") -> None:
-    """A step is over and its figures are known; `record` is what metrics.jsonl gets."""
+    """The step numbered `record["step"]` is over and its figures are known; `record` is what metrics.jsonl gets.
+
+    On a GPU it is told while the next step runs, and `run.step` is one ahead; what is saved was told before.
+    """
 
 
 @all_plugins

@@ -1,6 +1,7 @@
-"""Ending a run between two steps when the user or the machine asks for it."""
+"""Ending a run between two steps when the user or the machine asks for it, or time runs out."""
 
 import signal
+import time
 from types import FrameType
 from typing import Any, Self
 
@@ -27,3 +28,26 @@ class Interrupt:
         self.signal = number
         self.run.stop_requested = True
         signal.signal(number, self._previous[signal.Signals(number)])
+
+
+class TimeLeft:
+    """Asks the run to stop so early that the steps until it does, and the save after them, end before `deadline`.
+
+    Rank 0's clock decides for all. `deadline` is in seconds since the epoch; None never comes.
+    """
+
+    asked = False
+
+    def __init__(self, run: Run, deadline: float | None) -> None:
+        self.run, self.deadline = run, deadline if run.rank == 0 else None
+        self._longest = 0.0
+        self._began: float | None = None
+
+    def check(self) -> None:
+        """Called after every step: it, what was evaluated and saved after it, took as long as the next may."""
+        now, began = time.time(), self._began
+        if began is not None:  # what the first step takes, no other does
+            self._longest = max(self._longest, now - began)
+        self._began = now
+        if self.deadline is not None and now + 3 * self._longest > self.deadline:
+            self.asked = self.run.stop_requested = True

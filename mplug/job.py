@@ -1,9 +1,11 @@
 """A run as each of its processes gets it, and what such a process does."""
 
 import gc
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from mplug.config import RunConfig
 from mplug.errors import RunError, UsageError
 from mplug.hooks import HOST
 from mplug.launch import World, agreed, joined, launched
@@ -21,6 +23,8 @@ class Job:
     overrides: Settings
     directory: Path
     resume_from: Path | None
+    deadline: float | None = None
+    """When the run must have ended, in seconds since the epoch."""
 
 
 def settle(base: Settings, overrides: Settings, world: World | None) -> tuple[Run, Settings]:
@@ -45,19 +49,20 @@ def settle(base: Settings, overrides: Settings, world: World | None) -> tuple[Ru
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: its last step and validation loss, and the signal that stopped it early, if one did."""
+    """How a run ended: its last step and validation loss, and what stopped it early, if something did."""
 
     directory: Path
     step: int
-    val_loss: float | None
-    signal: int | None
+    val_loss: float | None = None
+    signal: int | None = None
+    out_of_time: bool = False
 
 
-def work(job: Job) -> Outcome:
-    """Be one process of a run: join the others, if there are any, and train."""
+def work(job: Job, tell: Callable[[int], None] | None = None) -> Outcome:
+    """Be one process of a run: join the others, if there are any, and train. `tell` hears the number of every step."""
     config, world = resolve(Registry(), job.base, job.overrides), launched()
     rank = world.rank if world else 0
-    run = prepare(config, _observers(config.trainer.steps, config.trainer.log_every) if rank == 0 else None)
+    run = prepare(config, _observers(config, rank, tell))
     from mplug.build import choose_device  # torch comes in only when the config is right
 
     run.device = choose_device(config)
@@ -83,8 +88,8 @@ def _trained(run: Run, job: Job) -> Outcome:
     from mplug.loop import train
 
     assert run.directory is not None
-    val_loss, signal = train(run, job.resume_from)
-    return Outcome(run.directory, run.step, val_loss, signal)
+    ending = train(run, job.resume_from, job.deadline)
+    return Outcome(run.directory, run.step, ending.val_loss, ending.signal, ending.out_of_time)
 
 
 def _refuse_other_plugins(run: Run) -> None:
@@ -98,9 +103,14 @@ def _refuse_other_plugins(run: Run) -> None:
             )
 
 
-def _observers(total_steps: int, log_every: int) -> dict[str, object]:
+def _observers(config: RunConfig, rank: int, tell: Callable[[int], None] | None) -> dict[str, object]:
+    """The host's own observers of a rank."""
     from rich.console import Console
 
-    from mplug.observers import MetricsFile, ProgressLine
+    from mplug.observers import Heartbeat, MetricsFile, ProgressLine
 
-    return {f"{HOST}metrics": MetricsFile(), f"{HOST}progress": ProgressLine(Console(), total_steps, log_every)}
+    found: dict[str, object] = {f"{HOST}heartbeat": Heartbeat(tell)} if tell is not None else {}
+    if rank == 0:
+        progress = ProgressLine(Console(), config.trainer.steps, config.trainer.log_every)
+        found |= {f"{HOST}metrics": MetricsFile(), f"{HOST}progress": progress}
+    return found

@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any, Self
 
-from mplug.errors import RunError, UsageError
+from mplug.errors import Diverged, RunError, UsageError
 
 # launcher -> the variables that hold a process's rank, their number, and the rank on its machine
 LAUNCHERS = {
@@ -35,6 +35,30 @@ class World:
     size: int
     local_rank: int
     launcher: str
+
+    @property
+    def restart(self) -> int:
+        """How often the launcher has started its processes again."""
+        return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+    @property
+    def may_restart(self) -> bool:
+        """Whether the launcher starts its processes again when one dies."""
+        return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
+
+
+SAID_AS_THEY_ARE: dict[str, type[UsageError | RunError]] = {
+    error.__name__: error for error in (UsageError, RunError, Diverged)
+}
+"""Errors whose message is a sentence for the user already."""
+
+
+class Failed(RunError):
+    """What elastic says of the first process that it saw fail."""
+
+    def __init__(self, message: str, exit_codes: Mapping[int, int]) -> None:
+        super().__init__(message)
+        self.exit_codes = exit_codes
 
 
 class Stopped(Exception):
@@ -94,7 +118,7 @@ def joined(world: World, device: str) -> Iterator[None]:
         options = {"backend": "gloo"}
     store, rank, size = next(rendezvous("env://"))
     # A restarted agent keeps its store, and ranks would read the addresses of the attempt before (pytorch #135712).
-    attempt = PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    attempt = PrefixStore(f"attempt_{world.restart}", store)
     dist.init_process_group(store=attempt, rank=rank, world_size=size, **options)
     yield
     dist.destroy_process_group()  # not after an error: it would wait for the other ranks
@@ -110,11 +134,12 @@ def agreed(value: Any) -> Any:
 
 
 def launch(size: int, work: Callable[..., Any], *arguments: Any, port: int | None = None) -> Any:
-    """Run `work(*arguments)` in `size` processes on this machine, and return what rank 0 returns.
+    """Run `work(*arguments, tell)` in `size` processes on this machine, and return what rank 0 returns.
 
-    Each process finds its rank in the environment, as under torchrun. When one dies, the others are ended, and the
-    error of the first is raised here: a UsageError or RunError as it was there, anything else as a RunError. SIGINT and
-    SIGTERM are handed on to the processes; a second one ends them at once. No process outlives this one.
+    Each process finds its rank in the environment, as under torchrun, and calls `tell(step)` at every step. When one
+    dies, the others are ended, and the error of the first is raised here: a UsageError or RunError as it was there,
+    anything else as a RunError that names rank, host and step. SIGINT and SIGTERM are handed on to the processes; a
+    second one ends them at once. No process outlives this one.
     """
     multiprocessing.set_forkserver_preload(["mplug.loop", "mplug.job"])
     lines = Lines(size)
@@ -130,14 +155,26 @@ def launch(size: int, work: Callable[..., Any], *arguments: Any, port: int | Non
         return running.result()
     if handler.signal is not None:
         raise Stopped(handler.signal) from error
-    raise lines.first_failure() or error
+    raise lines.first_failure(_exit_codes(error)) or error
+
+
+def _exit_codes(error: BaseException) -> Mapping[int, int]:
+    return error.exit_codes if isinstance(error, Failed) else {}
+
+
+def _how(exit_code: int) -> str:
+    """How a process died that said nothing; a negative status is a signal's number."""
+    if exit_code < 0:
+        return f"of {signal.Signals(-exit_code).name}"
+    return "without a word, as by SIGKILL or where memory runs out"
 
 
 class Lines:
     """The launcher's lines to its processes: signals go out, and what becomes of a process comes in.
 
-    A process says "started", then "done" or its error. One that hangs up without either was killed. Elastic tells of
-    one failure only, and that may be of a process whose connection another's death has broken.
+    A process says "started", the number of each step that it starts, then "done" or its error. One that hangs up
+    without either was killed. Elastic tells of one failure only, and that may be of a process whose connection
+    another's death has broken.
     """
 
     def __init__(self, size: int) -> None:
@@ -145,6 +182,7 @@ class Lines:
         self.theirs = [theirs for _, theirs in pairs]
         self.ours = {ours: rank for rank, (ours, _) in enumerate(pairs)}
         self.heard: list[tuple[int, Any]] = []
+        self.steps: dict[int, int] = {}
 
     def listen(self, seconds: float) -> None:
         """Hear what has been said; wait so long for a word."""
@@ -154,7 +192,11 @@ class Lines:
             assert isinstance(line, Connection)
             rank = self.ours[line]
             try:
-                self.heard.append((rank, line.recv()))
+                word = line.recv()
+                if isinstance(word, int):
+                    self.steps[rank] = word
+                else:
+                    self.heard.append((rank, word))
             except (EOFError, OSError):
                 self.heard.append((rank, None))
                 del self.ours[line]
@@ -167,18 +209,22 @@ class Lines:
             end.close()
         self.theirs = []
 
-    def first_failure(self) -> UsageError | RunError | None:
+    def first_failure(self, exit_codes: Mapping[int, int]) -> UsageError | RunError | None:
         """What the first process that failed has said, as the error that it was there."""
         done = {rank for rank, word in self.heard if word == "done"}
         for rank, word in self.heard:
             if word is None and rank not in done:
-                return RunError(f"rank {rank} died without a word, as by SIGKILL or where memory runs out")
+                return RunError(f"{self._named(rank)} died {_how(exit_codes.get(rank, 0))}")
             if isinstance(word, tuple):
                 kind, text = word
-                if kind == UsageError.__name__:
-                    return UsageError(text)
-                return RunError(text if kind == RunError.__name__ else f"rank {rank} failed with {kind}: {text}")
+                if kind in SAID_AS_THEY_ARE:
+                    return SAID_AS_THEY_ARE[kind](text)
+                return RunError(f"{self._named(rank)} failed with {kind}: {text}")
         return None
+
+    def _named(self, rank: int) -> str:
+        where = f"in step {self.steps[rank]}" if rank in self.steps else "before its first step"
+        return f"rank {rank} on {socket.gethostname()}, {where},"
 
     def close(self) -> None:
         """Hang up: processes that still run end."""
@@ -236,7 +282,7 @@ def _elastic(size: int, port: int | None, work: Callable[..., Any], arguments: t
         return elastic_launch(config, _process)(ends, work, *arguments)[0]
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        raise RunError(f"rank {rank} failed: {failure.message}") from None
+        raise Failed(f"rank {rank} failed: {failure.message}", {rank: failure.exitcode}) from None
 
 
 def _process(ends: list[Connection], work: Callable[..., Any], *arguments: Any) -> Any:
@@ -248,7 +294,7 @@ def _process(ends: list[Connection], work: Callable[..., Any], *arguments: Any) 
     line.send("started")
     threading.Thread(target=_obey, args=(line,), daemon=True).start()
     try:
-        result = work(*arguments)
+        result = work(*arguments, line.send)
     except Exception as error:
         line.send((type(error).__name__, str(error)))
         raise

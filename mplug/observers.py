@@ -2,7 +2,9 @@
 
 import json
 import logging
+import math
 import time
+from collections.abc import Callable
 from typing import IO
 
 from rich.console import Console
@@ -36,7 +38,7 @@ class MetricsFile:
     def step_finished(self, record: Record) -> None:
         """Write the step's line."""
         if self._file is not None:
-            self._file.write(json.dumps(record) + "\n")
+            self._file.write(json.dumps({name: _finite(value) for name, value in record.items()}) + "\n")
 
     @hookimpl
     def run_finished(self) -> None:
@@ -54,11 +56,28 @@ class MetricsFile:
             self._file = None
 
 
+def _finite(value: object) -> object:
+    """JSON has no NaN and no infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _step_of(line: str) -> int | None:
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):  # the last line of a run that was killed
         return None
+
+
+class Heartbeat:
+    """Tells whoever has launched this process how far it is."""
+
+    def __init__(self, tell: Callable[[int], None]) -> None:
+        self.tell = tell
+
+    @hookimpl
+    def step_started(self, run: Run) -> None:
+        """All steps before this one are over, or under way."""
+        self.tell(run.step)
 
 
 class ProgressLine:
@@ -85,14 +104,14 @@ class ProgressLine:
         self.bar.start()
 
     @hookimpl
-    def step_finished(self, run: Run, record: Record) -> None:
+    def step_finished(self, record: Record) -> None:
         """Move the bar; now and then leave a line."""
-        done = run.step - self.first_step
-        left = (time.monotonic() - self.mark) / done * (self.total_steps - run.step)
+        step, found = record["step"], "val_loss" in record or record["skipped"]
+        left = (time.monotonic() - self.mark) / (step - self.first_step) * (self.total_steps - step)
         line = step_line(record, self.total_steps, left)
         assert self.task is not None
-        self.bar.update(self.task, completed=run.step, description=line)
-        if run.step % self.log_every == 0 or run.step in (1, self.total_steps) or "val_loss" in record:
+        self.bar.update(self.task, completed=step, description=line)
+        if found or step % self.log_every == 0 or step in (1, self.total_steps):
             self.console.print(line, highlight=False, soft_wrap=True)
             log.info(line)
 
@@ -124,6 +143,7 @@ def step_line(record: Record, total_steps: int, seconds_left: float) -> str:
         f"MFU {record['mfu']:.1%}" if record["mfu"] is not None else "",
         f"{record['memory_gib']:.2f} GiB",
         f"val loss {record['val_loss']:.4f}" if "val_loss" in record else "",
+        "skipped" if record["skipped"] else "",
         f"{duration(seconds_left)} left",
     ]
     return "  ".join(part for part in parts if part)

@@ -1,13 +1,24 @@
 """How far a run has come, and how that is saved and loaded."""
 
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from mplug import checkpoint
+from torch import Tensor
+
 from mplug.build import Parts
+from mplug.checkpoint import read_manifest
+from mplug.checkpoint.boxes import Boxed, State, held_boxes, owned_boxes
+from mplug.checkpoint.saver import Saver, load
+from mplug.checkpoint.storage import FolderReader
+from mplug.contracts import Piece
 from mplug.errors import UsageError
+from mplug.plain import lift, lower
 from mplug.run import Run, provenance
 from mplug.stepper import write_weights
+
+PLAIN = ("samples", "tokens", "loader", "states")
+"""What a manifest holds of a run's position; its tensors are named by their path: '/states/NAME/...'."""
 
 
 class Position:
@@ -16,40 +27,81 @@ class Position:
     def __init__(self, run: Run, parts: Parts) -> None:
         self.run, self.parts = run, parts
         self.samples = self.tokens = 0
+        self.saver = Saver(run)
 
-    def save(self) -> Path:
-        """Write the checkpoint of the current step."""
+    def save(self) -> None:
+        """Save the current step, at once or while training goes on: `saver` tells when it is visible."""
         run, parts = self.run, self.parts
         states: dict[str, Any] = {}
         for _, found in run.hooks.each("state", run=run):
             states |= {name: stateful.state_dict() for name, stateful in found.items()}
-        facts = {
+        plain = {
             "samples": self.samples,
             "tokens": self.tokens,
             "loader": parts.train_loader.state_dict(),
             "states": states,
+        }
+        tensors: dict[str, Tensor] = {}
+        plain = lift(plain, tensors, "")
+        facts = {
+            "step": run.step,
+            "saved": datetime.now().astimezone().isoformat(timespec="seconds"),
+            "layout": run.config.parallel.layout,
+            "world_size": run.mesh.world_size,
             "provenance": provenance(run),
             "config": run.config.resolved(),
         }
-        return checkpoint.save(run, parts.pieces, parts.optimizer, parts.model.placements.values(), facts)
+        state = {
+            f"{piece.name}/{name}": owned_boxes(piece.placement, tensor, run.rank)
+            for piece, name, tensor in self._tensors()
+        }
+        if run.rank == 0:
+            state |= {name: Boxed(tuple(t.shape), {(0,) * t.dim(): t}) for name, t in tensors.items()}
+        self.saver.save(state, {**facts, **plain})
 
     def load(self, path: Path) -> None:
         """Continue exactly where a checkpoint was taken."""
-        manifest, run, parts = checkpoint.read_manifest(path), self.run, self.parts
+        manifest, run, parts = read_manifest(path), self.run, self.parts
         if manifest["step"] >= run.config.trainer.steps:
             raise UsageError(
                 f"checkpoint '{path}' has done all {run.config.trainer.steps} steps of its run; "
                 f"to go on, set trainer.steps to more"
             )
-        with checkpoint.Reader(path, manifest, run.rank) as reader:
-            masters = {piece.name: piece.master for piece in parts.pieces}
-            checkpoint.load_weights(reader, masters, parts.model.placements)
-            checkpoint.load_optimizer(reader, parts.pieces, parts.optimizer)
+        _refuse_larger(path, manifest, parts)
+        state: State = {
+            f"{piece.name}/{name}": held_boxes(piece.placement, tensor, run.rank)
+            for piece, name, tensor in self._tensors()
+        }
+        load(run, path, manifest, state)
         write_weights(parts.pieces)
+        plain = _plain_of(path, manifest)
         for _, found in run.hooks.each("state", run=run):
             for name, stateful in found.items():
-                if name not in manifest["states"]:
+                if name not in plain["states"]:
                     raise UsageError(f"checkpoint '{path}' has no state '{name}'; the run had no such plugin")
-                stateful.load_state_dict(manifest["states"][name])
-        parts.train_loader.load_state_dict(manifest["loader"])
-        run.step, self.samples, self.tokens = manifest["step"], manifest["samples"], manifest["tokens"]
+                stateful.load_state_dict(plain["states"][name])
+        parts.train_loader.load_state_dict(plain["loader"])
+        run.step, self.samples, self.tokens = manifest["step"], plain["samples"], plain["tokens"]
+
+    def _tensors(self) -> list[tuple[Piece, str, Tensor]]:
+        """Every tensor of every piece: its master, and what the optimizer keeps of it."""
+        return [
+            (piece, name, tensor)
+            for piece in self.parts.pieces
+            for name, tensor in {"weight": piece.master, **self.parts.optimizer.state(piece)}.items()
+        ]
+
+
+def _refuse_larger(path: Path, manifest: dict[str, Any], parts: Parts) -> None:
+    saved = {
+        name.removesuffix("/weight") for name in manifest["tensors"] if name.endswith("/weight") and name[0] != "/"
+    }
+    for extra in sorted(saved - set(parts.model.placements)):
+        raise UsageError(f"checkpoint '{path}' has a parameter '{extra}' that the model lacks; it is of another model")
+
+
+def _plain_of(path: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    reader = FolderReader(path, manifest)
+    tensors = {name: reader.whole(name) for name in manifest["tensors"] if name.startswith("/")}
+    plain: dict[str, Any] = lower({name: manifest[name] for name in PLAIN}, tensors)
+    return plain

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import version
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -143,7 +144,7 @@ def new_directory(config: RunConfig, name: str | None, check: bool = True) -> Pa
         raise UsageError(f"--name '{name}' is not the name of a folder; give it without '/' and without a leading '.'")
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     directory = RUNS / (name or f"{config.settings['model', 'name'].value.rpartition('/')[2]}-{stamp}")
-    if check and directory.exists():
+    if check and (directory / "config.yaml").exists():
         raise UsageError(f"the run '{directory}' exists; continue it with --resume, or choose another --name")
     return directory
 
@@ -190,7 +191,7 @@ def logging_to(run: Run) -> Iterator[None]:
     """Write what is logged in the block to the run's log of this rank."""
     assert run.directory is not None
     logger = logging.getLogger("mplug")
-    level, handler = logger.level, _LogFile(run.directory / "logs" / f"rank{run.rank}.log")
+    level, handler = logger.level, _LogFile(run.directory / "logs" / f"rank{run.rank}.log", delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
@@ -203,7 +204,11 @@ def logging_to(run: Run) -> Iterator[None]:
 
 
 class _LogFile(logging.FileHandler):
-    """A log that cannot be written ends the run, instead of printing a traceback for every line."""
+    """A file that is made with its first line. If it cannot be written, the run ends, instead of going on about it."""
+
+    def _open(self) -> TextIOWrapper:
+        Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+        return super()._open()
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's name)
         raise

@@ -26,6 +26,10 @@ class Trainer(Section):
     device: Literal["auto", "cpu", "cuda"] = Field(description="where to train; 'auto' takes a GPU if there is one")
     seed: NonNegativeInt = Field(description="decides initial weights, data order and dropout, under any layout")
     max_grad_norm: NonNegativeFloat = Field(description="gradients are scaled down to this global norm; 0: never")
+    nonfinite: Literal["stop", "skip"] = Field(
+        description="what a loss or gradient norm that is not finite does: end the run, or leave the step out; "
+        "either way no weight changes"
+    )
     log_every: PositiveInt = Field(description="steps between two progress lines")
     eval_every: NonNegativeInt = Field(description="steps between two evaluations; 0: none, not even at the end")
     eval_samples: PositiveInt = Field(description="validation samples of one evaluation")
@@ -66,6 +70,7 @@ class Checkpoint(Section):
 
     every: NonNegativeInt = Field(description="steps between two checkpoints; 0: only at the end of the run")
     keep: PositiveInt = Field(description="newest checkpoints to keep; older ones are removed after a save")
+    asynchronous: bool = Field(description="write while training goes on, from a copy in the host's memory")
 
 
 PluginName = Annotated[str, Field(min_length=1, description="name of an installed plugin")]

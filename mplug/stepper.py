@@ -46,6 +46,8 @@ class DefaultStepper:
         self.owned = owned_gradients(pieces, run.rank)
         self.reduction = Reduction(run, model, pieces)
         self.sums = torch.zeros(2, device=run.device)
+        self.stop_at_nonfinite = run.config.trainer.nonfinite == "stop"
+        self.halted = torch.zeros((), device=run.device)
 
     def begin_step(self, step: int) -> None:
         """Forget the last step's gradients."""
@@ -94,6 +96,8 @@ class DefaultStepper:
         if self.max_norm > 0:
             scale = scale * (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
         skip = (~(norm.isfinite() & loss.isfinite())).float()
+        if self.stop_at_nonfinite:  # the host hears of it a step later, and by then this step must not have learnt
+            skip = self.halted = torch.maximum(self.halted, skip)
         self.optimizer.step(StepScalars(torch.full_like(norm, lr), scale, skip, weight_decay))
         write_weights(self.pieces)
         return StepResult(loss, norm, num_targets, skip, stop)

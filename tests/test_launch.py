@@ -188,21 +188,16 @@ def logical(run: Path, step: int) -> dict[str, Tensor]:
     """Every whole tensor of a checkpoint, put together from its boxes, which must cover each element once."""
     path = run / "checkpoints" / f"step_{step:08d}"
     found: dict[str, Tensor] = {}
-    files = {int(file.stem.removeprefix("rank")): load_file(file) for file in path.glob("rank*.safetensors")}
+    files = {file.name: load_file(file) for file in path.glob("rank*.safetensors")}
     for name, described in json.loads((path / "checkpoint.json").read_text())["tensors"].items():
-        kinds = {key.split("/")[1] for file in files.values() for key in file if key.startswith(f"{name}/")}
-        assert kinds > {"weight"}, f"{name} has weights and optimizer state"
-        for kind in kinds:
-            first, number, *_ = described["boxes"][0]
-            if files[first][f"{name}/{kind}/{number}"].dim() == 0:
-                continue
-            whole, written = torch.zeros(described["shape"]), torch.zeros(described["shape"], dtype=torch.int64)
-            for rank, number, start, shape in described["boxes"]:
-                box = tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))
-                whole[box] = files[rank][f"{name}/{kind}/{number}"]
-                written[box] += 1
-            assert bool((written == 1).all()), f"{name} is covered once"
-            found[f"{name}/{kind}"] = whole
+        whole, written = torch.zeros(described["shape"]), torch.zeros(described["shape"], dtype=torch.int64)
+        for file, start, shape in described["chunks"]:
+            box = tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))
+            whole[box] = files[file][f"{name}@{','.join(map(str, start))}"]
+            written[box] += 1
+        assert bool((written == 1).all()), f"{name} is covered once"
+        found[name] = whole
+    assert {name.split("/")[-1] for name in found} > {"weight"}, "weights and optimizer state"
     return found
 
 

@@ -45,7 +45,7 @@ def command(
     \b
     mplug generate --prompt "class Parser" --tokens 500 --temperature 0.7
     """
-    from mplug.checkpoint import newest, path_of
+    from mplug.checkpoint import at_step
     from mplug.errors import UsageError
     from mplug.registry import Registry
     from mplug.resolve import resolve
@@ -54,9 +54,7 @@ def command(
     from mplug.settings import read_assignments, read_file
 
     directory = find_directory(name)
-    checkpoint = path_of(directory / "checkpoints", step) if step is not None else newest(directory / "checkpoints")
-    if step is not None and not checkpoint.is_dir():
-        raise UsageError(f"the run '{directory}' has no checkpoint of step {step}; leave --step out for the newest")
+    checkpoint = at_step(directory / "checkpoints", step)
     here = read_assignments([f"trainer.device={device}", "parallel.layout="], "generate")
     run = prepare(resolve(Registry(), read_file(directory / "config.yaml"), here))
     tokenizer = run.hooks.call.build_tokenizer(run=run)

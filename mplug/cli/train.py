@@ -1,16 +1,18 @@
 """mplug train."""
 
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from mplug.cli.options import RunName, config_options, overrides
+from mplug.errors import Diverged, RunError, UsageError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from mplug.job import Job, Outcome
+    from mplug.launch import World
     from mplug.run import Run
 
 
@@ -19,7 +21,21 @@ if TYPE_CHECKING:
 @click.option("--name", type=RunName(), help="Name of the run; its folder is runs/NAME.")
 @click.option("--master-port", type=int, help="Port at which processes started here meet; without it, a free one.")
 @click.option("--resume", is_flag=True, help="Continue the newest checkpoint of --name, or of the newest run.")
-def command(name: str | None, resume: bool, master_port: int | None, **options: Any) -> None:
+@click.option(
+    "--restarts",
+    type=click.IntRange(min=0),
+    default=0,
+    help="How often to go on from the newest checkpoint when a process dies.",
+)
+@click.option("--max-minutes", type=click.FloatRange(min=0, min_open=True), help="Save and end before so much time.")
+def command(
+    name: str | None,
+    resume: bool,
+    master_port: int | None,
+    restarts: int,
+    max_minutes: float | None,
+    **options: Any,
+) -> None:
     """Train a model, or continue a run.
 
     Without options, trains a small byte-level GPT on the source text of Python's standard library: nothing is
@@ -29,22 +45,27 @@ def command(name: str | None, resume: bool, master_port: int | None, **options: 
     \b
     mplug train --set data.path=book.txt --set trainer.steps=500
     mplug train --model gpt --preset 125m --attention reference
-    mplug train --parallel tp2pp2
+    mplug train --parallel tp2pp2 --restarts 3
     mplug train --resume --set trainer.steps=3000
     """
     from mplug.job import Job, settle
     from mplug.launch import launched, refuse_port_in_use
     from mplug.resolve import default_settings
-    from mplug.run import find_directory, new_directory
+    from mplug.run import RUNS, find_directory, new_directory
     from mplug.settings import read_file
 
+    began = time.time()
+    world = launched()
+    restarted = world is not None and world.restart > 0
+    if world is not None:
+        _refuse_restarts(world, restarts, name, resume)
+    resume = resume or (restarted and (RUNS / str(name) / "config.yaml").is_file())
     directory = find_directory(name) if resume else None
     base, changes = read_file(directory / "config.yaml") if directory else default_settings(), overrides(**options)
-    world = launched()
     run, changes = settle(base, changes, world)
     if master_port is not None:
         refuse_port_in_use(master_port)
-    resume_from = _newest_checkpoint(directory) if directory else None
+    resume_from = _checkpoint_of(directory, restarted) if directory else None
     from mplug.build import build_model  # imports torch, which a refused config never waits for
 
     first = world is None or world.rank == 0
@@ -52,33 +73,55 @@ def command(name: str | None, resume: bool, master_port: int | None, **options: 
     build_model(run)  # refuses what cannot be built before any process starts
     if first:
         _announce(run, resume_from)
-    began = time.monotonic()
-    outcome = _work(run, Job(base, changes, run.directory, resume_from), world is not None, master_port)
+    deadline = began + 60 * max_minutes if max_minutes is not None else None
+    job = Job(base, changes, run.directory, resume_from, deadline)
+    outcome = _work(run, job, world is not None, master_port, restarts)
     if first:
-        _report(outcome, time.monotonic() - began)
+        _report(outcome, time.time() - began)
     if outcome.signal is not None:
         raise SystemExit(128 + outcome.signal)
 
 
-def _newest_checkpoint(directory: "Path") -> "Path":
-    from mplug.checkpoint import newest  # imports torch, which a refused config never waits for
+def _refuse_restarts(world: "World", restarts: int, name: str | None, resume: bool) -> None:
+    """Whoever has launched the processes restarts them; a restarted process must find its run."""
+    if restarts:
+        raise UsageError(f"--restarts is for processes that this command starts; {world.launcher} has its own option")
+    if world.may_restart and name is None and not resume:
+        raise UsageError(f"give --name, so that a process which {world.launcher} restarts finds its run")
 
-    return newest(directory / "checkpoints")
+
+def _checkpoint_of(directory: "Path", restarted: bool) -> "Path | None":
+    """The newest checkpoint; a restarted run that had none yet begins again."""
+    from mplug.checkpoint import complete, newest
+
+    folder = directory / "checkpoints"
+    return None if restarted and not complete(folder) else newest(folder)
 
 
-def _work(run: "Run", job: "Job", launched: bool, port: int | None) -> "Outcome":
+def _work(run: "Run", job: "Job", launched: bool, port: int | None, restarts: int) -> "Outcome":
     from mplug.checkpoint import complete, step_of
     from mplug.job import Outcome, work
     from mplug.launch import Stopped, launch
 
-    if launched or run.mesh.world_size == 1:
+    if launched or (run.mesh.world_size == 1 and not restarts):
         return work(job)
-    try:
-        outcome: Outcome = launch(run.mesh.world_size, work, job, port=port)
-    except Stopped as stop:
-        saved = complete(run.checkpoints)
-        outcome = Outcome(job.directory, step_of(saved[-1]) if saved else 0, None, stop.signal)
-    return outcome
+    for restart in range(1, restarts + 2):
+        try:
+            outcome: Outcome = launch(run.mesh.world_size, work, job, port=port)
+            return outcome
+        except Stopped as stop:
+            saved = complete(run.checkpoints)
+            return Outcome(job.directory, step_of(saved[-1]) if saved else 0, signal=stop.signal)
+        except Diverged:
+            raise
+        except RunError as error:
+            if restart > restarts:
+                raise
+            saved = complete(run.checkpoints)
+            job = replace(job, resume_from=saved[-1] if saved else None)
+            where = f"from step {step_of(saved[-1])}" if saved else "from scratch"
+            click.echo(f"mplug: {error}; going on {where} (restart {restart} of {restarts})", err=True)
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _announce(run: "Run", resume_from: "Path | None") -> None:
@@ -109,9 +152,10 @@ def _report(outcome: "Outcome", seconds: float) -> None:
     if outcome.signal is not None and outcome.step == 0:
         click.echo("stopped before a step was saved")
         return
-    if outcome.signal is not None:
+    if outcome.signal is not None or outcome.out_of_time:
+        why = "out of time" if outcome.out_of_time else "stopped"
         click.echo(
-            f"stopped after step {outcome.step}, which is saved; continue with: mplug train --resume --name {name}"
+            f"{why} after step {outcome.step}, which is saved; continue with: mplug train --resume --name {name}"
         )
         return
     loss = f", validation loss {outcome.val_loss:.4f}" if outcome.val_loss is not None else ""

@@ -1,0 +1,165 @@
+"""Saving, while training waits or while it goes on; and loading."""
+
+import shutil
+import warnings
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from mplug.checkpoint import aside_of, complete, path_of, verify
+from mplug.checkpoint.boxes import Boxed, BoxLoadPlanner, BoxSavePlanner, Start, State
+from mplug.checkpoint.storage import FolderReader, FolderWriter
+from mplug.errors import RunError, UsageError
+from mplug.run import Run
+
+
+class Saver:
+    """Saves a run's checkpoints, one at a time, on all ranks together.
+
+    A full disk leaves the earlier checkpoints as they were. It raises RunError, the same on every rank: at once, or,
+    where training goes on meanwhile, at the next `wait`; until then it asks the run to stop.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._stager = _HostCopy()
+        self._pending: tuple[Path, Future[Any]] | None = None
+        if run.groups is not None:
+            run.groups.beside()  # made by all ranks together
+
+    def save(self, state: State, manifest: Mapping[str, Any]) -> None:
+        """Save the current step; where that goes on beside the training, `state` may change once this returns."""
+        self.wait()
+        run = self.run
+        final = path_of(run.checkpoints, run.step)
+        writer = FolderWriter(final, run.rank, manifest, run.config.checkpoint.keep)
+        options = {"storage_writer": writer, "planner": BoxSavePlanner(), **_together(run)}
+        if run.config.checkpoint.asynchronous:
+            saving: Any = dcp_async_save(state, async_stager=self._stager, **options)
+            saving.add_done_callback(self._stop_if_failed)
+        else:
+            saving = Future()
+            try:
+                saving.set_result(dcp_save(state, **options))
+            except CheckpointException as error:
+                saving.set_exception(error)
+        self._pending = (final, saving)
+
+    def saved(self) -> Path | None:
+        """The checkpoint that has become visible since this was last asked, if one has."""
+        if self._pending is None or not self._pending[1].done() or self._pending[1].exception() is not None:
+            return None
+        path, self._pending = self._pending[0], None
+        return path
+
+    def wait(self) -> None:
+        """Wait until what is being saved is visible; RunError where that fails."""
+        if self._pending is not None:
+            final, saving = self._pending
+            error = saving.exception()
+            if error is not None:
+                self._pending = None
+                if self.run.rank == 0:
+                    shutil.rmtree(aside_of(final), ignore_errors=True)
+                raise RunError(_explained(error, final)) from error
+
+    def _stop_if_failed(self, saving: "Future[Any]") -> None:
+        if saving.exception() is not None:
+            self.run.stop_requested = True
+
+
+class _HostCopy(AsyncStager):
+    """Copies a state to buffers in the host's memory, which it keeps from one save to the next."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, Start], Tensor] = {}
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """The copy is complete when `stage` returns."""
+        return False
+
+    def stage(self, state_dict: Any) -> Any:
+        """The same state in the host's memory."""
+        copied = {
+            name: Boxed(boxed.shape, {start: self._copied(name, start, part) for start, part in boxed.parts.items()})
+            for name, boxed in state_dict.items()
+        }
+        if torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()
+        return copied
+
+    def _copied(self, name: str, start: Start, part: Tensor) -> Tensor:
+        buffer = self._buffers.get((name, start))
+        if buffer is None or buffer.shape != part.shape:
+            buffer = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
+            self._buffers[name, start] = buffer
+        return buffer.copy_(part, non_blocking=True)
+
+    def synchronize_staging(self) -> None:
+        """Nothing is under way."""
+
+    def close(self) -> None:
+        """Give the buffers back."""
+        self._buffers.clear()
+
+
+def load(run: Run, path: Path, manifest: Mapping[str, Any], state: State) -> None:
+    """Fill the parts of `state` on all ranks together; UsageError where the checkpoint is damaged or another's."""
+    faults = run.gathered(_fault(run, path, manifest, state))
+    for fault in faults:
+        if fault:
+            raise UsageError(fault)
+    dcp_load(state, storage_reader=FolderReader(path, manifest), planner=BoxLoadPlanner(), **_together(run))
+
+
+def _fault(run: Run, path: Path, manifest: Mapping[str, Any], state: State) -> str:
+    """Why this rank cannot load a checkpoint; of the files, each rank reads its share."""
+    try:
+        _refuse_another(path, manifest["tensors"], state)
+        verify(path, manifest, sorted(manifest["files"])[run.rank :: run.mesh.world_size])
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def _refuse_another(path: Path, saved: Mapping[str, Any], state: State) -> None:
+    for name, boxed in state.items():
+        parameter, _, tensor = name.rpartition("/")
+        if f"{parameter}/weight" not in saved:
+            raise UsageError(f"checkpoint '{path}' has no parameter '{parameter}'; it is of another model")
+        if name not in saved:
+            raise UsageError(f"checkpoint '{path}' has no '{tensor}' of '{parameter}'; it is of another optimizer")
+        if tuple(saved[name]["shape"]) != boxed.shape:
+            raise UsageError(
+                f"checkpoint '{path}' holds '{parameter}' with shape {tuple(saved[name]['shape'])}, and the model has "
+                f"{boxed.shape}; resume with the config that it was saved under"
+            )
+
+
+def _together(run: Run) -> dict[str, Any]:
+    """How torch.distributed.checkpoint reaches the other ranks; of a run without any, it need not warn."""
+    if run.groups is not None:
+        return {"process_group": run.groups.beside()}
+    warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
+    return {"no_dist": True}
+
+
+def _explained(error: BaseException, final: Path) -> str:
+    failures = error.failures if isinstance(error, CheckpointException) else {0: (error, None)}
+    rank, (cause, _) = min(failures.items())
+    full = "os error 28" in str(cause) or getattr(cause, "errno", None) == 28
+    where = f" on rank {rank}" if len(failures) > 1 or rank > 0 else ""
+    found = complete(final.parent)
+    survivor = f"; the earlier checkpoint '{found[-1]}' is intact" if found else ""
+    reason = "no space left on the device" if full else str(cause)
+    return f"cannot save the checkpoint '{final}'{where}: {reason}{survivor}"

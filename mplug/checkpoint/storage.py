@@ -1,0 +1,195 @@
+"""A checkpoint's folder as torch.distributed.checkpoint writes and reads it: safetensors and JSON, nothing pickled."""
+
+import json
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from mplug.checkpoint import FORMAT, MANIFEST, aside_of, complete, crc32, crc32_of
+from mplug.run import write_text
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a rank has written: its file, the file's size and checksum."""
+
+    file: str
+    size: int
+    crc32: int
+
+
+class FolderWriter(StorageWriter):
+    """Writes a file a rank aside; the coordinator adds the manifest, renames the folder, and removes old ones.
+
+    `manifest` is the plain data to keep beside the tensors.
+    """
+
+    def __init__(self, final: Path, rank: int, manifest: Mapping[str, Any], keep: int) -> None:
+        self.final, self.aside, self.rank, self.manifest, self.keep = final, aside_of(final), rank, manifest, keep
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A writer writes once."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Make the folder aside, and remove what a killed run has left there."""
+        if is_coordinator:
+            for leftover in self.final.parent.glob(".step_*.partial"):
+                shutil.rmtree(leftover)
+            self.aside.mkdir(parents=True)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Nothing to add."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Nothing to add."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
+        """Write this rank's parts to its file."""
+        future: Future[list[WriteResult]] = Future()
+        if not plan.items:  # a replica of others
+            future.set_result([])
+            return future
+        tensors = {key_of(item.index): _on_host(planner.resolve_data(item)) for item in plan.items}
+        path = self.aside / f"rank{self.rank:05d}.safetensors"
+        save_file(tensors, path)
+        _sync(path)
+        written = Written(path.name, path.stat().st_size, crc32(path))
+        future.set_result([WriteResult(item.index, tensors[key_of(item.index)].nbytes, written) for item in plan.items])
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Make the checkpoint visible, once all ranks have written."""
+        flat = [result for of_rank in results for result in of_rank]
+        files = {w.file: {"bytes": w.size, "crc32": w.crc32} for w in (result.storage_data for result in flat)}
+        file_of = {result.index: result.storage_data.file for result in flat}
+        tensors = {
+            name: _described(name, saved, file_of)
+            for name, saved in metadata.state_dict_metadata.items()
+            if isinstance(saved, TensorStorageMetadata)
+        }
+        manifest = {"format": FORMAT, "files": files, "tensors": tensors, **self.manifest}
+        manifest = json.loads(json.dumps(manifest))  # as it will be read
+        write_text(self.aside / MANIFEST, json.dumps({**manifest, "crc32": crc32_of(manifest)}) + "\n")
+        if self.final.exists():
+            shutil.rmtree(self.final)
+        self.aside.rename(self.final)
+        _sync(self.final.parent)
+        for old in complete(self.final.parent)[: -self.keep]:
+            old.rename(aside_of(old))  # a checkpoint that is half removed is not to be seen
+            shutil.rmtree(aside_of(old))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003
+        """Nothing chooses this writer by a path."""
+        return False
+
+
+class FolderReader(StorageReader):
+    """Reads the parts that a plan asks for out of the ranks' files."""
+
+    def __init__(self, path: Path, manifest: Mapping[str, Any]) -> None:
+        self.path, self.tensors = path, manifest["tensors"]
+        self.file_of = {
+            MetadataIndex(name, start): file
+            for name, saved in self.tensors.items()
+            for file, start, _ in saved["chunks"]
+        }
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A reader reads one checkpoint."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What the manifest says of the tensors."""
+        return Metadata({name: _metadata(saved) for name, saved in self.tensors.items()})
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to prepare."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Nothing to add."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Nothing to add."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
+        """Copy every part into its place; a file is opened once."""
+        by_file = defaultdict(list)
+        for item in plan.items:
+            by_file[self.file_of[item.storage_index]].append(item)
+        for file, items in by_file.items():
+            with safetensors.safe_open(self.path / file, framework="pt") as opened:
+                for item in items:
+                    where = zip(item.storage_offsets, item.lengths, strict=True)
+                    target = planner.resolve_tensor(item)
+                    target.copy_(_read(opened, item.storage_index, tuple(slice(s, s + n) for s, n in where)))
+                    planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def whole(self, name: str) -> Tensor:
+        """A tensor that lies in one part."""
+        ((file, start, _),) = self.tensors[name]["chunks"]
+        with safetensors.safe_open(self.path / file, framework="pt") as opened:
+            return _read(opened, MetadataIndex(name, start), ())
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003
+        """Nothing chooses this reader by a path."""
+        return False
+
+
+def key_of(index: MetadataIndex) -> str:
+    """The name of a part in its file: 'blocks.0.mlp.up.weight/exp_avg@0,128'."""
+    return f"{index.fqn}@{','.join(map(str, index.offset or ()))}"
+
+
+def _on_host(part: Any) -> Tensor:
+    assert isinstance(part, Tensor)
+    return part.detach().cpu().contiguous()
+
+
+def _read(opened: Any, index: MetadataIndex, where: tuple[slice, ...]) -> Tensor:
+    values: Tensor = opened.get_slice(key_of(index))[where] if where else opened.get_tensor(key_of(index))
+    return values
+
+
+def _described(name: str, saved: TensorStorageMetadata, file_of: Mapping[MetadataIndex, str]) -> dict[str, Any]:
+    chunks = [[file_of[MetadataIndex(name, chunk.offsets)], [*chunk.offsets], [*chunk.sizes]] for chunk in saved.chunks]
+    return {"shape": [*saved.size], "dtype": str(saved.properties.dtype).removeprefix("torch."), "chunks": chunks}
+
+
+def _metadata(saved: Mapping[str, Any]) -> TensorStorageMetadata:
+    chunks = [ChunkStorageMetadata(torch.Size(start), torch.Size(shape)) for _, start, shape in saved["chunks"]]
+    return TensorStorageMetadata(TensorProperties(getattr(torch, saved["dtype"])), torch.Size(saved["shape"]), chunks)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,132 @@
+"""mplug checkpoint."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mplug.cli.options import RunName
+from mplug.cli.tables import human_bytes, table
+from mplug.errors import UsageError
+
+run_option = click.option("--name", type=RunName(), help="The run; without it, the newest.")
+step_option = click.option("--step", type=int, help="The checkpoint of this step; without it, the newest.")
+
+
+@click.group()
+def command() -> None:
+    """List, show and verify the checkpoints of a run.
+
+    Nothing in a checkpoint is code: it is safetensors and JSON, and these commands read both.
+    """
+
+
+@command.command("list")
+@run_option
+def list_(name: str | None) -> None:
+    """List the complete checkpoints of a run, the oldest first."""
+    from mplug.checkpoint import complete, read_manifest, step_of
+
+    folder = _folder(name)
+    rows = []
+    for path in complete(folder):
+        try:
+            manifest = read_manifest(path)
+        except UsageError as error:
+            rows.append((step_of(path), "-", "-", "-", str(error)))
+            continue
+        rows.append((manifest["step"], manifest["saved"], _layout(manifest), human_bytes(_bytes(manifest)), "complete"))
+    if not rows:
+        raise UsageError(f"there is no complete checkpoint in '{folder}'")
+    click.echo(table(("STEP", "SAVED", "LAYOUT", "SIZE", "STATE"), rows))
+
+
+@command.command()
+@run_option
+@step_option
+@click.option("--tensors", is_flag=True, help="Every tensor: its shape, type and boxes.")
+def show(name: str | None, step: int | None, tensors: bool) -> None:
+    """Show what a checkpoint holds: position, layout, provenance, files, tensors."""
+    from mplug.checkpoint import read_manifest
+
+    path = _path(name, step)
+    manifest = read_manifest(path)
+    made = manifest["provenance"]
+    click.echo(f"{path}")
+    click.echo(f"  step     {manifest['step']}, {manifest['samples']:,} samples, {manifest['tokens']:,} tokens")
+    click.echo(f"  saved    {manifest['saved']} by mplug {made['mplug']}, torch {made['torch']}")
+    click.echo(f"  layout   {_layout(manifest)}, {manifest['world_size']} processes")
+    for plugin in made["plugins"]:
+        click.echo(f"  plugin   {plugin['plugin']} ({plugin['distribution']} {plugin['version']})")
+    weights = [saved for key, saved in manifest["tensors"].items() if key.endswith("/weight") and key[0] != "/"]
+    click.echo(f"  weights  {sum(_numel(saved) for saved in weights):,} in {len(weights)} parameters")
+    click.echo(f"  files    {len(manifest['files'])}, {human_bytes(_bytes(manifest))}")
+    if tensors:
+        rows = [
+            (key, _shape(saved), saved["dtype"], len(saved["chunks"])) for key, saved in manifest["tensors"].items()
+        ]
+        click.echo("\n" + table(("TENSOR", "SHAPE", "TYPE", "BOXES"), rows))
+
+
+@command.command("verify")
+@run_option
+@step_option
+def verify_(name: str | None, step: int | None) -> None:
+    """Read checkpoints whole and compare every checksum: all of a run's, or that of --step.
+
+    Exit status 2 if one is damaged.
+    """
+    from rich.console import Console
+    from rich.progress import track
+
+    from mplug.checkpoint import complete, read_manifest, step_of, verify
+
+    console = Console()
+    paths = [_path(name, step)] if step is not None else complete(_folder(name))
+    if not paths:
+        raise UsageError(f"there is no complete checkpoint in '{_folder(name)}'")
+    problems = []
+    for path in paths:
+        try:
+            manifest = read_manifest(path)
+            for file in track(
+                manifest["files"], f"step {step_of(path)}", transient=True, disable=not console.is_terminal
+            ):
+                verify(path, manifest, [file])
+        except UsageError as error:
+            problems.append(str(error))
+            continue
+        click.echo(f"step {step_of(path)}: {len(manifest['files'])} files are what was saved")
+    if problems:
+        raise UsageError("\n".join(problems))
+
+
+def _folder(name: str | None) -> Path:
+    from mplug.run import find_directory
+
+    return find_directory(name) / "checkpoints"
+
+
+def _path(name: str | None, step: int | None) -> Path:
+    from mplug.checkpoint import at_step
+
+    return at_step(_folder(name), step)
+
+
+def _layout(manifest: dict[str, Any]) -> str:
+    return manifest["layout"] or "one process"
+
+
+def _bytes(manifest: dict[str, Any]) -> int:
+    return sum(file["bytes"] for file in manifest["files"].values())
+
+
+def _shape(saved: dict[str, Any]) -> str:
+    return "x".join(map(str, saved["shape"])) or "scalar"
+
+
+def _numel(saved: dict[str, Any]) -> int:
+    count = 1
+    for length in saved["shape"]:
+        count *= length
+    return count

@@ -1,0 +1,122 @@
+"""What is told of a step: its figures, read so that the device never waits for the host.
+
+On a GPU that is while the next step runs; a CPU is done with a step when the host is.
+"""
+
+import time
+from dataclasses import dataclass, fields
+
+import torch
+
+from mplug.build import Parts
+from mplug.contracts import Record, StepResult
+from mplug.errors import Diverged
+from mplug.hardware import peak_memory_gib, peak_tflops
+from mplug.position import Position
+from mplug.run import Run
+
+
+class Figures:
+    """A step's figures on their way to the host: reading them waits for that step and for nothing after it.
+
+    `ended` is when the step was over, once they are read: on a CPU the host was busy with it until it made these.
+    """
+
+    def __init__(self, result: StepResult) -> None:
+        figures = torch.stack([getattr(result, field.name).double() for field in fields(result)])
+        if figures.is_cuda:
+            self._host = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True)
+            self._host.copy_(figures, non_blocking=True)
+            self._arrived: torch.cuda.Event | None = torch.cuda.Event()
+            self._arrived.record()
+        else:
+            self._host, self._arrived = figures, None
+        self.ended = time.perf_counter()
+
+    @property
+    def known(self) -> bool:
+        """Whether reading them waits for nothing, on any rank."""
+        return self._arrived is None
+
+    def read(self) -> tuple[float, float, float, bool, bool]:
+        """(loss, gradient norm, tokens, skipped, stop)."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+            self.ended = time.perf_counter()
+        loss, grad_norm, tokens, skipped, stop = self._host.tolist()
+        return loss, grad_norm, tokens, bool(skipped), bool(stop)
+
+
+@dataclass(frozen=True)
+class Underway:
+    """A step that the device may still be busy with, and what the host knows of it already."""
+
+    step: int
+    samples: int
+    lr: float
+    data_wait_s: float
+    figures: Figures
+
+
+class Report:
+    """Tells observers of every step, in order; `stop` once any rank has asked for it."""
+
+    stop = False
+
+    def __init__(self, run: Run, parts: Parts, position: Position) -> None:
+        self.run, self.parts, self.position = run, parts, position
+        self._underway: Underway | None = None
+        self._record: Record | None = None
+        self._mark = time.perf_counter()
+
+    def pause(self) -> None:
+        """Where no step is under way, the time since the last one (an evaluation, a save) belongs to none."""
+        if self._underway is None:
+            self._mark = time.perf_counter()
+
+    def follow(self, step: Underway) -> None:
+        """A step has been launched: tell of the one before it."""
+        self.settle()
+        self.tell()
+        self._underway = step
+        if step.figures.known:
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait for the step under way; Diverged where it is not finite and the run is to stop then."""
+        if self._underway is None:
+            return
+        step, self._underway = self._underway, None
+        loss, grad_norm, tokens, skipped, stop = step.figures.read()
+        seconds, self._mark = step.figures.ended - self._mark, step.figures.ended
+        if skipped and self.run.config.trainer.nonfinite == "stop":
+            raise Diverged(
+                f"step {step.step} has a loss of {loss} and a gradient norm of {grad_norm}; no weight was changed by "
+                f"it. Resume with a lower optimizer.lr, or look at the data of this step; trainer.nonfinite=skip "
+                f"leaves such steps out"
+            )
+        self.stop = self.stop or stop
+        self.position.tokens += int(tokens)
+        self._record = {
+            "step": step.step,
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "lr": step.lr,
+            "tokens": self.position.tokens,
+            **self._speed(step.samples, seconds),
+            "memory_gib": peak_memory_gib(self.run.device),
+            "data_wait_s": step.data_wait_s,
+            "skipped": skipped,
+        }
+
+    def tell(self, **more: float) -> None:
+        """Tell of the step whose figures are read, if there is one that was not told of, with `more` of it."""
+        if self._record is not None:
+            record, self._record = {**self._record, **more}, None
+            self.run.hooks.observe("step_finished", run=self.run, record=record)
+
+    def _speed(self, samples: int, seconds: float) -> Record:
+        length, world_size = self.run.config.trainer.seq_length, self.run.mesh.world_size
+        flops = self.parts.model.plan.flops.of(samples * length, samples * length**2)
+        tflops, peak = flops / seconds / 1e12 / world_size, peak_tflops(self.run.device)
+        return {"tokens_per_s": samples * length / seconds, "tflops": tflops, "mfu": tflops / peak if peak else None}

@@ -30,8 +30,12 @@ class Interrupt:
         signal.signal(number, self._previous[signal.Signals(number)])
 
 
+LEAVING = 10.0
+"""Seconds that are left for processes to end."""
+
+
 class TimeLeft:
-    """Asks the run to stop so early that the steps until it does, and the save after them, end before `deadline`.
+    """Asks the run to stop so early that the steps until it does, the save and the processes end before `deadline`.
 
     Rank 0's clock decides for all. `deadline` is in seconds since the epoch; None never comes.
     """
@@ -49,5 +53,5 @@ class TimeLeft:
         if began is not None:  # what the first step takes, no other does
             self._longest = max(self._longest, now - began)
         self._began = now
-        if self.deadline is not None and now + 3 * self._longest > self.deadline:
+        if self.deadline is not None and now + 3 * self._longest + LEAVING > self.deadline:
             self.asked = self.run.stop_requested = True

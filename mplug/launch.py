@@ -47,6 +47,8 @@ class World:
         return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
 
 
+AT_ONCE = 0.3
+"""Seconds within which the death of a process may be heard after the errors that it causes elsewhere."""
 SAID_AS_THEY_ARE: dict[str, type[UsageError | RunError]] = {
     error.__name__: error for error in (UsageError, RunError, Diverged)
 }
@@ -181,7 +183,7 @@ class Lines:
         pairs = [multiprocessing.Pipe() for _ in range(size)]
         self.theirs = [theirs for _, theirs in pairs]
         self.ours = {ours: rank for rank, (ours, _) in enumerate(pairs)}
-        self.heard: list[tuple[int, Any]] = []
+        self.heard: list[tuple[float, int, Any]] = []
         self.steps: dict[int, int] = {}
 
     def listen(self, seconds: float) -> None:
@@ -196,11 +198,11 @@ class Lines:
                 if isinstance(word, int):
                     self.steps[rank] = word
                 else:
-                    self.heard.append((rank, word))
+                    self.heard.append((time.monotonic(), rank, word))
             except (EOFError, OSError):
-                self.heard.append((rank, None))
+                self.heard.append((time.monotonic(), rank, None))
                 del self.ours[line]
-        if self.theirs and sum(word == "started" for _, word in self.heard) == len(self.theirs):
+        if self.theirs and sum(word == "started" for _, _, word in self.heard) == len(self.theirs):
             self._forget_theirs()
 
     def _forget_theirs(self) -> None:
@@ -210,17 +212,26 @@ class Lines:
         self.theirs = []
 
     def first_failure(self, exit_codes: Mapping[int, int]) -> UsageError | RunError | None:
-        """What the first process that failed has said, as the error that it was there."""
-        done = {rank for rank, word in self.heard if word == "done"}
-        for rank, word in self.heard:
-            if word is None and rank not in done:
-                return RunError(f"{self._named(rank)} died {_how(exit_codes.get(rank, 0))}")
-            if isinstance(word, tuple):
-                kind, text = word
-                if kind in SAID_AS_THEY_ARE:
-                    return SAID_AS_THEY_ARE[kind](text)
-                return RunError(f"{self._named(rank)} failed with {kind}: {text}")
-        return None
+        """What the first process that failed has said, as the error that it was there.
+
+        A process that dies breaks others' connections, and they may be heard first: it goes before them.
+        """
+        told = {rank for _, rank, word in self.heard if word == "done" or isinstance(word, tuple)}
+        failures = [
+            (when - (AT_ONCE if word is None else 0), rank, word)
+            for when, rank, word in self.heard
+            if isinstance(word, tuple) or (word is None and rank not in told)
+        ]
+        first = min(failures, default=None, key=lambda failure: failure[0])
+        if first is None:
+            return None
+        _, rank, word = first
+        if word is None:
+            return RunError(f"{self._named(rank)} died {_how(exit_codes.get(rank, 0))}")
+        kind, text = word
+        if kind in SAID_AS_THEY_ARE:
+            return SAID_AS_THEY_ARE[kind](text)
+        return RunError(f"{self._named(rank)} failed with {kind}: {text}")
 
     def _named(self, rank: int) -> str:
         where = f"in step {self.steps[rank]}" if rank in self.steps else "before its first step"

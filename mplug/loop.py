@@ -111,8 +111,7 @@ def _step(run: Run, parts: Parts, position: Position) -> Underway:
 
 
 def _tell_of_saved(run: Run, position: Position) -> None:
-    path = position.saver.saved()
-    if path is not None:
+    for path in position.saver.saved():
         run.hooks.observe("checkpoint_saved", run=run, path=path)
 
 

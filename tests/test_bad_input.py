@@ -406,7 +406,7 @@ def flip_in(path: Path, kind: str) -> None:
     data = path.read_bytes()
     header = 8 + int.from_bytes(data[:8], "little")
     tensors = json.loads(data[8:header])
-    low, high = next(entry["data_offsets"] for name, entry in tensors.items() if f"/{kind}/" in name)
+    low, high = next(entry["data_offsets"] for name, entry in tensors.items() if f"/{kind}@" in name)
     start, end = header + low, header + high
     path.write_bytes(data[:start] + flip_the_middle(data[start:end]) + data[end:])
 
@@ -415,7 +415,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "truncated weights": lambda folder: rewrite(folder / "rank00000.safetensors", first_half),
     "a flipped bit in the weights": lambda folder: flip_in(folder / "rank00000.safetensors", "weight"),
     "a flipped bit in the optimizer state": lambda folder: flip_in(folder / "rank00000.safetensors", "exp_avg"),
-    "truncated states": lambda folder: rewrite(folder / "states.safetensors", first_half),
+    "no weights": lambda folder: (folder / "rank00000.safetensors").unlink(),
     "no manifest": lambda folder: (folder / "checkpoint.json").unlink(),
     "half a manifest": lambda folder: rewrite(folder / "checkpoint.json", first_half),
     "an incomplete manifest": lambda folder: rewrite(folder / "checkpoint.json", without_the_loader),
@@ -460,7 +460,7 @@ def test_a_run_does_not_resume_with_a_model_of_another_shape(cli: Cli, trained: 
 
 
 def test_a_step_without_a_checkpoint_is_refused(cli: Cli, trained: Path) -> None:
-    assert_refused(cli("generate", "--step", "3"), "runs/done", "step 3", "--step")
+    assert_refused(cli("generate", "--step", "3"), "runs/done", "step 3", "steps there: 2 and 4")
 
 
 def test_an_empty_prompt_is_refused(cli: Cli, trained: Path) -> None:

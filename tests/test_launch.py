@@ -367,8 +367,62 @@ def test_a_worker_that_is_killed_ends_the_run_in_a_sentence_that_names_its_rank(
     worker = command.worker(1)
     assert worker is not None
     os.kill(worker, signal.SIGKILL)
-    assert_one_sentence(command.ended(timeout=10), 1, "rank 1", "SIGKILL")
+    assert_one_sentence(command.ended(timeout=10), 1, "rank 1", socket.gethostname(), "in step", "SIGKILL")
     command.assert_nothing_is_left()
+
+
+def test_with_a_restart_a_run_of_which_a_worker_is_killed_ends_as_if_nothing_had_happened(
+    folder: Path, options: list[str], whole: Whole
+) -> None:
+    words = ("--name", "restarted", "--parallel", "dp2tp2", "--restarts", "1")
+    command, run = begin(folder, *MPLUG, "train", *words, *options), folder / "runs" / "restarted"
+    wait_for_steps(command, run, 7)
+    worker = command.worker(2)
+    assert worker is not None
+    os.kill(worker, signal.SIGKILL)
+    result = command.ended()
+    assert result.returncode == 0, result.stderr
+    assert len(result.stderr.splitlines()) == 1, result.stderr
+    assert "rank 2" in result.stderr
+    assert "going on from step" in result.stderr
+    assert "restart 1 of 1" in result.stderr
+    assert figures(run) == figures(whole("dp2tp2"))
+    assert_bitwise(run, whole("dp2tp2"), 20)
+    command.assert_nothing_is_left()
+
+
+def test_torchrun_restarts_a_run_by_its_own_option(folder: Path, options: list[str], whole: Whole) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1")
+    words = ("--master-port", free_port(), *MPLUG, "train", "--name", "torchrun-restarted", "--parallel", "tp2")
+    command, run = begin(folder, *torchrun, *words, *options), folder / "runs" / "torchrun-restarted"
+    wait_for_steps(command, run, 7)
+    worker = command.worker(1)
+    assert worker is not None
+    os.kill(worker, signal.SIGKILL)
+    result = command.ended(timeout=90)
+    assert result.returncode == 0, result.stderr
+    assert figures(run) == figures(whole("tp2"))
+    assert_bitwise(run, whole("tp2"), 20)
+
+
+def test_a_run_that_torchrun_may_restart_needs_a_name(folder: Path, options: list[str]) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1")
+    command = begin(folder, *torchrun, "--master-port", free_port(), *MPLUG, "train", "--parallel", "tp2", *options)
+    result = command.ended()
+    assert result.returncode != 0
+    assert "give --name" in result.stderr
+
+
+def test_time_ends_a_run_before_it_is_over_and_what_was_done_is_saved(folder: Path, options: list[str]) -> None:
+    began = time.monotonic()
+    command = endless(folder, options, "timed", "--max-minutes", "0.4")
+    result = command.ended()
+    assert time.monotonic() - began < 24
+    assert result.returncode == 0, result.stderr
+    run = folder / "runs" / "timed"
+    (step,) = steps_saved(run)
+    assert f"out of time after step {step}, which is saved" in result.stdout
+    assert metrics(run)[-1]["step"] == step
 
 
 def test_workers_do_not_outlive_the_command_that_is_killed(folder: Path, options: list[str]) -> None:
@@ -428,6 +482,23 @@ def test_an_error_of_one_worker_ends_the_run_in_one_sentence(
     if error == "ValueError":
         log = (folder / "runs" / name / "logs" / "rank1.log").read_text()
         assert all(words in log for words in ("Traceback", "acme_falls.py", "ValueError: over the second step"))
+
+
+def test_a_run_that_fails_again_and_again_ends_with_its_restarts(folder: Path, options: list[str], falls: str) -> None:
+    words = ("--name", "falls-again", "--parallel", "tp2", "--set", "extensions.falls.error=ValueError")
+    command = begin(folder, *MPLUG, "train", *options, *words, "--restarts", "1", PYTHONPATH=falls)
+    result = command.ended(timeout=40)
+    assert result.returncode == 1
+    first, second = result.stderr.splitlines()
+    assert "from scratch (restart 1 of 1)" in first
+    assert "over the second step" in second
+    command.assert_nothing_is_left()
+
+
+def test_a_loss_that_is_not_finite_is_not_tried_again(folder: Path, options: list[str]) -> None:
+    words = ("--name", "diverged", "--restarts", "3", "--set", "optimizer.lr=1e30")
+    result = begin(folder, *MPLUG, "train", *options, *words).ended(timeout=40)
+    assert_one_sentence(result, 1, "has a loss of", "trainer.nonfinite=skip")
 
 
 def stopped(folder: Path, options: list[str], name: str, stop: Callable[[Command], None], number: int) -> Path:

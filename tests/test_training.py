@@ -29,11 +29,14 @@ from mplug import (
     StepScalars,
     UsageError,
     hookimpl,
+    loop,
 )
 from mplug.build import Parts, build
+from mplug.errors import Diverged
 from mplug.loop import Ending, evaluate, train
 from mplug.observers import MetricsFile
 from mplug.registry import Registry
+from mplug.report import Figures
 from mplug.resolve import default_settings, resolve
 from mplug.run import prepare
 from mplug.settings import read_assignments
@@ -426,6 +429,64 @@ def test_a_loss_that_is_not_finite_exits_with_1_in_a_sentence(tiny: list[str], t
     assert finished.returncode == 1
     assert "has a loss of" in finished.stderr
     assert "Traceback" not in finished.stderr + finished.stdout
+
+
+@pytest.fixture
+def infinite_at_step_3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient of the third step is infinite."""
+    original = DefaultStepper.update
+
+    def update(self: DefaultStepper, lr: float, weight_decay: float) -> StepResult:
+        if self.run.step == 3:
+            self.sinks.arena[3] = math.inf
+        return original(self, lr, weight_decay)
+
+    monkeypatch.setattr(DefaultStepper, "update", update)
+
+
+@pytest.fixture
+def late_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: the host reads a step's figures when it has launched the next."""
+    monkeypatch.setattr(Figures, "known", False)
+
+
+@pytest.mark.usefixtures("infinite_at_step_3")
+def test_a_step_that_is_not_finite_is_left_out_by_choice(tmp_path: Path, fields: list[str]) -> None:
+    trained(tmp_path, [*fields, "trainer.steps=5", "trainer.nonfinite=skip", "checkpoint.every=1", "checkpoint.keep=9"])
+    lines = metrics(tmp_path)
+    assert [line["skipped"] for line in lines] == [False, False, True, False, False]
+    assert lines[2]["grad_norm"] is None, "JSON has no infinity"
+    assert all(math.isfinite(line["grad_norm"]) for line in lines if not line["skipped"])
+    assert_bitwise(saved(tmp_path, 2), saved(tmp_path, 3))
+    after = saved(tmp_path, 5)
+    assert {float(t) for name, t in after.items() if name.endswith("/step@")} == {4.0}
+    assert not torch.equal(after["head.norm.weight/weight@0"], saved(tmp_path, 3)["head.norm.weight/weight@0"])
+
+
+@pytest.mark.usefixtures("infinite_at_step_3", "late_figures")
+def test_what_is_heard_a_step_late_has_changed_no_weight_meanwhile(
+    tmp_path: Path, fields: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[Parts] = []
+    monkeypatch.setattr(loop, "build", lambda run: built.append(build(run)) or built[-1])
+    fields = [*fields, "trainer.steps=9"]
+    with pytest.raises(Diverged, match="step 3 has a loss of"):
+        trained(tmp_path / "diverged", fields)
+    assert [line["step"] for line in metrics(tmp_path / "diverged")] == [1, 2]
+    trained(tmp_path / "before", fields, stop=Stop(1, signal.SIGTERM))  # it hears of that after the second step
+    for one, other in zip(built[0].pieces, built[1].pieces, strict=True):
+        assert torch.equal(one.master, other.master)
+
+
+@pytest.mark.usefixtures("late_figures")
+def test_a_signal_that_is_heard_a_step_late_ends_the_run_after_that_step(tmp_path: Path, fields: list[str]) -> None:
+    fields = [*fields, *NOISY, "trainer.steps=12"]
+    trained(tmp_path / "whole", fields)
+    assert trained(tmp_path / "stopped", fields, stop=Stop(5, signal.SIGTERM)) == Ending(None, signal.SIGTERM)
+    assert [line["step"] for line in metrics(tmp_path / "stopped")] == [1, 2, 3, 4, 5, 6]
+    assert checkpoints(tmp_path / "stopped") == ["step_00000006"]
+    trained(tmp_path / "stopped", fields, tmp_path / "stopped" / "checkpoints" / "step_00000006")
+    assert figures(tmp_path / "stopped") == figures(tmp_path / "whole")
 
 
 # What a run writes.

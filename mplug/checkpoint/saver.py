@@ -33,6 +33,7 @@ class Saver:
         self.run = run
         self._stager = _HostCopy()
         self._pending: tuple[Path, Future[Any]] | None = None
+        self._visible: list[Path] = []
         if run.groups is not None:
             run.groups.beside()  # made by all ranks together
 
@@ -54,23 +55,24 @@ class Saver:
                 saving.set_exception(error)
         self._pending = (final, saving)
 
-    def saved(self) -> Path | None:
-        """The checkpoint that has become visible since this was last asked, if one has."""
-        if self._pending is None or not self._pending[1].done() or self._pending[1].exception() is not None:
-            return None
-        path, self._pending = self._pending[0], None
-        return path
+    def saved(self) -> list[Path]:
+        """The checkpoints that have become visible since this was last asked."""
+        if self._pending is not None and self._pending[1].done() and self._pending[1].exception() is None:
+            self.wait()
+        found, self._visible = self._visible, []
+        return found
 
     def wait(self) -> None:
         """Wait until what is being saved is visible; RunError where that fails."""
-        if self._pending is not None:
-            final, saving = self._pending
-            error = saving.exception()
-            if error is not None:
-                self._pending = None
-                if self.run.rank == 0:
-                    shutil.rmtree(aside_of(final), ignore_errors=True)
-                raise RunError(_explained(error, final)) from error
+        if self._pending is None:
+            return
+        (final, saving), self._pending = self._pending, None
+        error = saving.exception()
+        if error is not None:
+            if self.run.rank == 0:
+                shutil.rmtree(aside_of(final), ignore_errors=True)
+            raise RunError(_explained(error, final)) from error
+        self._visible.append(final)
 
     def _stop_if_failed(self, saving: "Future[Any]") -> None:
         if saving.exception() is not None:

@@ -1,0 +1,163 @@
+"""Checkpoints: saved while training goes on, seen only when complete, listed, verified, and free of code."""
+
+import errno
+import pickle
+import subprocess
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mplug.checkpoint import complete, storage
+from mplug.errors import RunError
+from mplug.hookspecs import hookimpl
+from mplug.loop import train
+from mplug.run import Run, prepare
+from mplug.testing.harness import tiny_config
+
+Cli = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def trained(directory: Path, changes: dict[str, Any], resume_from: Path | None = None, **plugins: object) -> Run:
+    settings = {"model.num_layers": 2, "trainer.steps": 6, "trainer.eval_every": 0, "checkpoint.every": 2, **changes}
+    named = {f"host/{name}": plugin for name, plugin in plugins.items()}
+    run = prepare(tiny_config(settings), named, directory)
+    train(run, resume_from)
+    return run
+
+
+def steps(directory: Path) -> list[str]:
+    return sorted(path.name for path in (directory / "checkpoints").iterdir())
+
+
+# While training goes on.
+
+
+class Steps:
+    """Sets an event when a step begins."""
+
+    def __init__(self, step: int) -> None:
+        self.step, self.begun = step, threading.Event()
+
+    @hookimpl
+    def step_started(self, run: Run) -> None:
+        if run.step == self.step:
+            self.begun.set()
+
+
+class Seen:
+    """The checkpoints that observers are told of, and at which step."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, bool]] = []
+
+    @hookimpl
+    def checkpoint_saved(self, path: Path) -> None:
+        self.told.append((path.name, path.is_dir()))
+
+
+def test_training_goes_on_while_a_checkpoint_of_an_earlier_step_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps_begun, seen, original = Steps(4), Seen(), storage.save_file
+
+    def save_file(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        if "step_00000002" in str(path):
+            assert steps_begun.begun.wait(60), "training waits for the writer"
+        original(tensors, path)
+
+    trained(tmp_path / "synchronous", {"checkpoint.asynchronous": False, "checkpoint.keep": 9})
+    monkeypatch.setattr(storage, "save_file", save_file)
+    trained(tmp_path / "beside", {"checkpoint.keep": 9}, steps=steps_begun, seen=seen)
+    assert seen.told == [("step_00000002", True), ("step_00000004", True), ("step_00000006", True)]
+    for step in steps(tmp_path / "synchronous"):
+        one, other = (
+            load_file(tmp_path / name / "checkpoints" / step / "rank00000.safetensors")
+            for name in ("synchronous", "beside")
+        )
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one), step
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_save_that_fails_ends_the_run_and_leaves_the_earlier_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    original = storage.save_file
+
+    def save_file(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        if "step_00000004" in str(path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        original(tensors, path)
+
+    monkeypatch.setattr(storage, "save_file", save_file)
+    with pytest.raises(RunError, match=r"step_00000004.*no space left.*step_00000002' is intact"):
+        trained(tmp_path, {"trainer.steps": 1000, "checkpoint.asynchronous": asynchronous})
+    assert steps(tmp_path) == ["step_00000002"]
+
+
+# What lies there.
+
+
+def test_a_checkpoint_is_read_without_unpickling_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained(tmp_path, {})
+    newest = complete(tmp_path / "checkpoints")[-1]
+    assert {path.suffix for path in newest.iterdir()} == {".safetensors", ".json"}
+
+    def refuse(*arguments: Any, **named: Any) -> None:
+        raise AssertionError("a checkpoint is unpickled")
+
+    for module, name in ((pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load")):
+        monkeypatch.setattr(module, name, refuse)
+    run = trained(tmp_path, {"trainer.steps": 7}, newest)
+    assert run.step == 7
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of which two checkpoints are kept."""
+    path = tmp_path_factory.mktemp("checkpoints")
+    trained(path / "runs" / "one", {})
+    return path
+
+
+def test_the_checkpoints_of_a_run_are_listed(cli: Cli, folder: Path) -> None:
+    result = cli("checkpoint", "list", cwd=folder)
+    assert result.returncode == 0, result.stderr
+    header, *rows = result.stdout.splitlines()
+    assert header.split() == ["STEP", "SAVED", "LAYOUT", "SIZE", "STATE"]
+    assert [row.split()[0] for row in rows] == ["4", "6"]
+    assert all(row.endswith("complete") for row in rows)
+
+
+def test_a_checkpoint_is_shown_with_its_position_and_provenance(cli: Cli, folder: Path) -> None:
+    result = cli("checkpoint", "show", "--name", "one", "--step", "4", "--tensors", cwd=folder)
+    assert result.returncode == 0, result.stderr
+    words = ("step     4, 32 samples", "models/gpt (mplug-gpt", "blocks.0.attn.qkv.weight/exp_avg", "64x32", "float32")
+    assert [word for word in words if word not in result.stdout] == []
+
+
+def test_a_damaged_checkpoint_is_found_by_verifying(cli: Cli, tmp_path: Path) -> None:
+    trained(tmp_path / "runs" / "one", {})
+    assert cli("checkpoint", "verify").returncode == 0
+    path = tmp_path / "runs" / "one" / "checkpoints" / "step_00000004" / "rank00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    result = cli("checkpoint", "verify")
+    assert result.returncode == 2
+    assert "step 6: 1 files are what was saved" in result.stdout
+    assert "step_00000004' is damaged: 'rank00000.safetensors' is not what was saved" in result.stderr
+
+
+@pytest.mark.parametrize("words", [("list",), ("show",), ("verify",)], ids=" ".join)
+def test_a_run_without_a_checkpoint_is_a_sentence(cli: Cli, tmp_path: Path, words: tuple[str, ...]) -> None:
+    (tmp_path / "runs" / "empty").mkdir(parents=True)
+    (tmp_path / "runs" / "empty" / "config.yaml").write_text("{}")
+    result = cli("checkpoint", *words)
+    assert result.returncode == 2
+    assert "no complete checkpoint" in result.stderr

@@ -17,7 +17,7 @@ COMMANDS = {
     "explain": "Show what a run would be: units, slots, placements, bytes.",
     "config": "Show the resolved config, or its JSON Schema.",
     "checkpoint": "List, show and verify the checkpoints of a run.",
-    "plugins": "List, show and check installed plugins.",
+    "plugins": "List, show and check installed plugins, or begin a new one.",
 }
 """The host's own commands, in the order in which a newcomer needs them; each is a module of this package."""
 

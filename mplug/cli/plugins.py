@@ -1,5 +1,7 @@
 """mplug plugins."""
 
+from pathlib import Path
+
 import click
 from click.shell_completion import CompletionItem
 
@@ -9,7 +11,7 @@ from mplug.registry import KINDS, Entry, Registry
 
 @click.group()
 def command() -> None:
-    """List, show and check installed plugins.
+    """List, show and check installed plugins, and begin a new one.
 
     Installing a plugin changes nothing; naming it in a run's config does.
     """
@@ -114,3 +116,25 @@ def check(plugins: tuple[str, ...]) -> None:
             click.echo("\n".join(f"          {line}" for line in report.fault.splitlines()))
     click.echo(f"{len(entries) - broken} of {len(entries)} plugins are sound")
     raise SystemExit(1 if broken else 0)
+
+
+@command.command()
+@click.argument("distribution")
+@click.option("--kind", type=click.Choice(KINDS), required=True, help="What the plugin is.")
+@click.option("--folder", type=click.Path(path_type=Path), help="Where to write it; without it, ./DISTRIBUTION.")
+def new(distribution: str, kind: str, folder: Path | None) -> None:
+    """Write the package of a new plugin, which installs, passes its suite and runs as it is.
+
+    The plugin's name, the word that users type, is what follows the first '-' of DISTRIBUTION.
+
+    \b
+    mplug plugins new --kind kernels acme-ringo
+    """
+    from mplug.scaffold import describe, write
+
+    package = describe(kind, distribution)
+    folder = folder or Path(distribution)
+    for path in write(package, folder):
+        click.echo(f"wrote {path}")
+    click.echo(f"\nThe plugin is named '{package.name}'. Next:\n")
+    click.echo(f"  pip install -e {folder}\n  pytest {folder}\n  {package.use}")

@@ -140,10 +140,8 @@ def run_units(module: nn.Module, units: Iterable[Unit], batch: Mapping[str, Tens
 def sites(module: nn.Module) -> Iterator[Site]:
     """Every slot of every module, in order."""
     for name, part in module.named_modules():
-        owner = next((base for base in type(part).__mro__ if "SLOTS" in vars(base)), None)
-        if owner is not None:
-            for slot in owner.SLOTS:  # type: ignore[attr-defined]
-                yield Site(role_of(name), f"{owner.__name__}.{slot}", part, name)
+        for slot in getattr(type(part), "SLOTS", ()):
+            yield Site(role_of(name), slot, part, name)
 
 
 def role_of(name: str) -> str:

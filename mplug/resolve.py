@@ -46,7 +46,8 @@ class _Resolver:
         self.chosen: list[Chosen] = []
         self.loaded: dict[Entry, type[Any]] = {}
         self.settings = merge(base, overrides)
-        self.settings = merge(merge(base, self._preset()), overrides)
+        named: Settings = {key: setting for key, setting in overrides.items() if key == ("model", "name")}
+        self.settings = merge(merge(merge(base, named), self._preset()), overrides)
         self.tree = nested(self.settings)
 
     def run(self) -> RunConfig:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import mplug.nn
 from mplug import (
     Axis,
     Flops,
@@ -28,12 +29,12 @@ from mplug import model as model_module
 from mplug.build import build, build_model, measure_bytes
 from mplug.config import Kernels
 from mplug.model import allocate, fill_slots, initialize, role_of, run_units, sites
-from mplug.nn import MLP, Attention, Dropout, Embedding, Linear, Loss, Norm
+from mplug.nn import MLP, Activation, Attention, DotProductAttention, Dropout, Embedding, Linear, Loss, Norm
 from mplug.registry import Registry
 from mplug.resolve import default_settings, resolve
 from mplug.run import Run, prepare
 from mplug.settings import read_assignments
-from mplug.slots import Selection, select
+from mplug.slots import KIND_OF, Selection, select
 
 V, D, K, FFN = 10, 6, 4, 8
 HEADS, KV_HEADS = Segment("heads", 4, K), Segment("kv_heads", 2, K, "copy")
@@ -287,6 +288,17 @@ def test_a_subclass_has_the_slots_of_its_base_under_the_bases_name() -> None:
         pass
 
     assert [site.slot for site in sites(Scaled())] == ["Loss.cross_entropy"]
+
+
+def test_a_block_with_projections_of_its_own_has_the_slots_of_attention_and_mlp() -> None:
+    fused = nn.ModuleDict({"attn": DotProductAttention(K, qk_norm=True, theta=None), "mlp": Activation("swiglu")})
+    assert [site.slot for site in sites(fused)] == ["Attention.core", "Attention.prepare_qk", "MLP.activation"]
+    assert {name for name, _ in fused.named_parameters()} == {"attn.q_norm", "attn.k_norm"}
+
+
+def test_the_building_blocks_have_every_slot_that_plugins_can_name_and_no_other() -> None:
+    blocks = [getattr(mplug.nn, name) for name in mplug.nn.__all__]
+    assert {slot for block in blocks for slot in getattr(block, "SLOTS", ())} == set(KIND_OF)
 
 
 # Slots: selecting. Suppliers are told apart by what they return.

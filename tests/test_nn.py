@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from mplug.nn import MLP, Attention, Dropout, Embedding, Gemm, Linear, Loss, Norm
+from mplug.nn import MLP, Attention, DotProductAttention, Dropout, Embedding, Gemm, Linear, Loss, Norm
 from mplug.nn.attention import attention, prepare_qk, rotate
 from mplug.nn.random import key_of, mix, normal, sample_keys, uniform
 
@@ -278,6 +278,16 @@ def test_an_attention_block_is_its_formula(groups: int, bias: bool, qk_norm: boo
 
     tolerance = 1e-10 if theta is None else 2e-5  # rotary angles are fp32
     assert_agree(layer, lambda x: layer(x, positions, KEYS), reference, drawn(B, S, D), tolerance)
+
+
+def test_attention_between_projections_is_that_of_the_whole() -> None:
+    layer = filled(Attention(D, 4, 2, 6, bias=True, qk_norm=True, theta=100.0, eps=1e-3))
+    between = filled(DotProductAttention(6, qk_norm=True, theta=100.0, eps=1e-3))
+    between.load_state_dict({name: layer.state_dict()[name] for name in ("q_norm", "k_norm")})
+    x = drawn(B, S, D)
+    q, k, v = layer.qkv(x).unflatten(-1, (-1, 6)).split((4, 2, 2), dim=2)
+    mixed = between.attend(q, k, v, POSITIONS, KEYS)
+    assert torch.equal(layer.out(mixed.flatten(-2)), layer(x, POSITIONS, KEYS))
 
 
 def test_attention_does_not_see_the_future() -> None:

@@ -72,11 +72,36 @@ def prepare_qk(
     return q, k
 
 
-class Attention(nn.Module):
-    """Projections around a causal attention core. `theta` None: no rotary positions."""
+class DotProductAttention(nn.Module):
+    """Attention between its projections, for blocks that fuse these with others.
 
-    SLOTS = ("core", "prepare_qk")
+    `theta` None: no rotary positions.
+    """
+
+    SLOTS = ("Attention.core", "Attention.prepare_qk")
     site: Tensor
+
+    def __init__(
+        self, head_dim: int, *, qk_norm: bool, theta: float | None, dropout: float = 0.0, eps: float = 1e-5
+    ) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.theta, self.dropout, self.eps, self.scale = theta, dropout, eps, head_dim**-0.5
+        self.q_norm = nn.Parameter(torch.empty(head_dim)) if qk_norm else None
+        self.k_norm = nn.Parameter(torch.empty(head_dim)) if qk_norm else None
+        self.register_buffer("site", torch.zeros((), dtype=torch.int64), persistent=False)
+        self.core = attention
+        self.prepare_qk = prepare_qk
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
+        """q [B, S, H, K], k and v [B, S, G, K], positions [1 or B, S], keys [B] -> [B, S, H, K]."""
+        q, k = self.prepare_qk(q, k, positions, self.q_norm, self.k_norm, self.eps, self.theta)
+        dropout = self.dropout if self.training else 0.0
+        return self.core(q, k, v, scale=self.scale, dropout=dropout, keys=mix(keys ^ self.site) if dropout else None)
+
+
+class Attention(DotProductAttention):
+    """Projections around a causal attention core: one for queries, keys and values, one for what they give."""
 
     def __init__(
         self,
@@ -91,16 +116,9 @@ class Attention(nn.Module):
         dropout: float = 0.0,
         eps: float = 1e-5,
     ) -> None:
-        super().__init__()
-        self.head_dim = head_dim
-        self.theta, self.dropout, self.eps, self.scale = theta, dropout, eps, head_dim**-0.5
+        super().__init__(head_dim, qk_norm=qk_norm, theta=theta, dropout=dropout, eps=eps)
         self.qkv = Linear(dim, (num_heads + 2 * num_kv_heads) * head_dim, bias)
         self.out = Linear(num_heads * head_dim, dim, bias)
-        self.q_norm = nn.Parameter(torch.empty(head_dim)) if qk_norm else None
-        self.k_norm = nn.Parameter(torch.empty(head_dim)) if qk_norm else None
-        self.register_buffer("site", torch.zeros((), dtype=torch.int64), persistent=False)
-        self.core = attention
-        self.prepare_qk = prepare_qk
 
     def forward(self, x: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
         """x [B, S, D], positions [1 or B, S], the samples' random keys [B] -> [B, S, D]."""
@@ -108,8 +126,5 @@ class Attention(nn.Module):
         num_heads = self.out.weight.shape[1] // self.head_dim  # of this rank, as the weights are cut
         num_kv_heads = (heads.shape[2] - num_heads) // 2
         q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=2)
-        q, k = self.prepare_qk(q, k, positions, self.q_norm, self.k_norm, self.eps, self.theta)
-        dropout = self.dropout if self.training else 0.0
-        mixed = self.core(q, k, v, scale=self.scale, dropout=dropout, keys=mix(keys ^ self.site) if dropout else None)
-        y: Tensor = self.out(mixed.flatten(-2))
+        y: Tensor = self.out(self.attend(q, k, v, positions, keys).flatten(-2))
         return y

@@ -13,7 +13,7 @@ def lookup(indices: Tensor, weight: Tensor) -> Tensor:
 class Embedding(nn.Module):
     """A table [V, D]."""
 
-    SLOTS = ("lookup",)
+    SLOTS = ("Embedding.lookup",)
 
     def __init__(self, num_embeddings: int, dim: int) -> None:
         super().__init__()

@@ -76,7 +76,7 @@ class Linear(nn.Module):
     `gather` comes before the product and `scatter` after it: identities until a strategy puts its collective there.
     """
 
-    SLOTS = ("gemm", "gather", "scatter")
+    SLOTS = ("Linear.gemm", "Linear.gather", "Linear.scatter")
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
         super().__init__()

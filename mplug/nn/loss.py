@@ -23,7 +23,7 @@ def cross_entropy(hidden: Tensor, project: Callable[[Tensor], Tensor], labels: T
 class Loss(nn.Module):
     """Next-token cross-entropy."""
 
-    SLOTS = ("cross_entropy",)
+    SLOTS = ("Loss.cross_entropy",)
 
     def __init__(self) -> None:
         super().__init__()

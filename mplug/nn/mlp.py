@@ -7,10 +7,10 @@ from torch.nn import functional as F
 
 from mplug.nn.linear import Linear
 
-Activation = Literal["gelu", "gelu_tanh", "swiglu"]
+Kind = Literal["gelu", "gelu_tanh", "swiglu"]
 
 
-def activation(x: Tensor, bias: Tensor | None, kind: Activation) -> Tensor:
+def activation(x: Tensor, bias: Tensor | None, kind: Kind) -> Tensor:
     """The default of the slot `MLP.activation`: x [..., F] (swiglu: [..., 2F], gate first) plus bias -> [..., F]."""
     x = x if bias is None else x + bias
     if kind == "gelu":
@@ -21,23 +21,34 @@ def activation(x: Tensor, bias: Tensor | None, kind: Activation) -> Tensor:
     return F.silu(gate) * up
 
 
-class MLP(nn.Module):
+class Activation(nn.Module):
+    """The activation between an MLP's projections, for blocks that fuse these with others."""
+
+    SLOTS = ("MLP.activation",)
+
+    def __init__(self, kind: Kind) -> None:
+        super().__init__()
+        self.kind = kind
+        self.activation = activation
+
+    def activate(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [..., F] (swiglu: [..., 2F], gate first) plus bias -> [..., F]."""
+        return self.activation(x, bias, self.kind)
+
+
+class MLP(Activation):
     """Up, activation, down.
 
     The activation is GELU (arXiv 1606.08415; exact, or by tanh as in GPT-2) or SwiGLU (arXiv 2002.05202), for which
     gate and up are one fused matrix.
     """
 
-    SLOTS = ("activation",)
-
-    def __init__(self, dim: int, ffn_dim: int, kind: Activation, bias: bool) -> None:
-        super().__init__()
-        self.kind = kind
+    def __init__(self, dim: int, ffn_dim: int, kind: Kind, bias: bool) -> None:
+        super().__init__(kind)
         self.up = Linear(dim, ffn_dim * (2 if kind == "swiglu" else 1), bias)
         self.down = Linear(ffn_dim, dim, bias)
-        self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, D] -> [B, S, D]."""
-        y: Tensor = self.down(self.activation(self.up.product(x), self.up.bias, self.kind))
+        y: Tensor = self.down(self.activate(self.up.product(x), self.up.bias))
         return y

@@ -23,7 +23,7 @@ def norm_residual(
 class Norm(nn.Module):
     """LayerNorm (arXiv 1607.06450) or RMSNorm (arXiv 1910.07467) over the last dimension."""
 
-    SLOTS = ("norm_residual",)
+    SLOTS = ("Norm.norm_residual",)
 
     def __init__(self, dim: int, kind: Kind, eps: float = 1e-5, bias: bool = False) -> None:
         super().__init__()

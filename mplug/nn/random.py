@@ -64,7 +64,7 @@ class Dropout(nn.Module):
     `rows` says which of the positions the rows of x are, where a strategy divides the sequence inside the model.
     """
 
-    SLOTS = ("rows",)
+    SLOTS = ("Dropout.rows",)
     site: Tensor
 
     def __init__(self, probability: float) -> None:

@@ -1,4 +1,4 @@
-"""GPT: its plan covers its parameters, and its loss and gradients are those of the papers' formulas."""
+"""GPT keeps the contract of models, and its loss and gradients are those of the papers' formulas."""
 
 import math
 from collections.abc import Iterator
@@ -15,6 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from mplug import Axis, Mesh, Model, UsageError
 from mplug.model import allocate, initialize
 from mplug.nn.random import sample_keys
+from mplug.testing import ModelSuite
 
 B, S, V = 2, 6, 13
 SMALL: dict[str, Any] = {
@@ -86,6 +87,28 @@ def batch(seed: int = 0, samples: int = B) -> dict[str, Tensor]:
         "sample_ids": ids,
         "keys": sample_keys(1, 1, ids),
     }
+
+
+# The contract.
+
+
+class TestGPT(ModelSuite):
+    plugin = "gpt"
+    settings = {"model.dropout": 0.1}
+
+
+class TestGPTWithEverything(ModelSuite):
+    plugin = "gpt"
+    settings = {
+        "model.position": "learned",
+        "model.max_position_embeddings": 16,
+        "model.bias": True,
+        "model.activation": "swiglu",
+        "model.ffn_hidden_size": 64,
+        "model.norm": "rmsnorm",
+        "model.tie_embeddings": True,
+    }
+    layouts = ("pp2tp2", "tp2 parallel.tp.sequence_parallel=false")
 
 
 # An independent implementation, from the papers.
@@ -184,27 +207,6 @@ def test_loss_logits_and_all_gradients_are_those_of_the_papers(shape: dict[str, 
 
 
 # The plan.
-
-
-@pytest.mark.parametrize("shape", SHAPES[::5])
-def test_the_plan_covers_exactly_the_parameters(shape: dict[str, Any]) -> None:
-    model = on_meta(shape)
-    model.place(Mesh.of([], 1), None)
-    assert set(model.placements) == {name for name, _ in model.module.named_parameters()}
-    tied = (("embedding.token.weight", "head.project.weight"),)
-    assert model.plan.tied == (tied if shape["tie_embeddings"] else ())
-
-
-@pytest.mark.parametrize("shape", SHAPES[::5])
-def test_units_take_what_the_plan_names_and_earlier_units_have_given(shape: dict[str, Any]) -> None:
-    plan = on_meta(shape).plan
-    for units in (plan.units, plan.inference):
-        assert [unit.name for unit in units] == ["embedding", "blocks.0", "blocks.1", "head"]
-        known = set(plan.context)
-        for unit in units:
-            assert set(unit.inputs) <= known
-            assert set(unit.outputs) <= set(plan.activations)
-            known |= set(unit.outputs)
 
 
 def test_weight_decay_spares_norms_and_biases() -> None:
@@ -325,13 +327,6 @@ def test_gpt2_and_gpt3_have_their_published_number_of_parameters() -> None:
 
     assert numel("125m") == 124_439_808  # the released 124M model
     assert numel("175b") == pytest.approx(175.0e9, rel=0.005)
-
-
-@pytest.mark.parametrize("name", sorted(GPT.presets))
-def test_every_preset_is_a_valid_config(name: str) -> None:
-    config = GPT.Config(**preset(name))
-    length = GPT.presets[name].get("trainer", {}).get("seq_length", 256)
-    GPT(config).configure(SimpleNamespace(trainer=SimpleNamespace(seq_length=length)))  # type: ignore[arg-type]
 
 
 # Dropout.

@@ -1,0 +1,180 @@
+"""What can be told of a model without giving it memory: how it is built, and whether its plan describes it."""
+
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mplug.errors import listed, suggest
+from mplug.mesh import Mesh
+from mplug.model import Model, allocate
+from mplug.nn import DotProductAttention
+from mplug.plan import Plan, Segment, Unit
+from mplug.run import Run
+from mplug.testing.suite import Fault, require
+
+FREE_BYTES = 1 << 20
+"""What a constructor may compute with on the way: constants, never weights."""
+
+
+def on_meta(run: Run) -> Model:
+    """The model as the plugin builds it for a run."""
+    with torch.device("meta"):
+        model: Model = run.hooks.call.build_model(run=run)
+    return model
+
+
+class _Memory(TorchDispatchMode):
+    """Counts the bytes of the tensors made in the block, but for those on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
+        self.num_bytes += sum(tensor.nbytes for tensor in tensors if not tensor.is_meta)
+        return made
+
+
+def require_meta_build(run: Run) -> None:
+    """Building makes parameters on the meta device and nothing else: no memory, no random numbers, no other tensors."""
+    before = torch.get_rng_state()
+    with _Memory() as memory:
+        module = on_meta(run).module
+    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+        require(tensor.is_meta, f"'{name}' lies on {tensor.device}; build it on the device that is set, which is meta")
+    require(
+        torch.equal(before, torch.get_rng_state()),
+        "building draws random numbers from torch's generator; say in the plan how each parameter begins (Init), and "
+        "leave the drawing to the host",
+    )
+    require(
+        memory.num_bytes <= FREE_BYTES,
+        f"building computes with {memory.num_bytes:,} bytes of memory; leave values to the host",
+    )
+    for name, part in module.named_modules():
+        for attribute, value in vars(part).items():
+            require(
+                not isinstance(value, Tensor),
+                f"'{name}.{attribute}' is neither a parameter nor a buffer, so the host never gives it values; compute "
+                f"it in the forward pass",
+            )
+
+
+def require_covered(model: Model) -> None:
+    """Plan and parameters belong to each other, one to one."""
+    _require_ties(model)
+    for name, _ in model.module.named_parameters(remove_duplicate=False):
+        units = [unit.name for unit in model.plan.units if name.startswith(f"{unit.name}.")]
+        require(units, f"parameter '{name}' lies in no unit of the plan")
+        require(len(units) == 1, f"parameter '{name}' lies in units {listed(units)}; units may not overlap")
+    try:
+        model.place(Mesh.of([], 1), None)
+        allocate(model, 0, torch.device("meta"), torch.float32, seed=0)
+    except ValueError as error:
+        raise Fault(str(error)) from None
+    _require_known_axes(model.plan)
+    _require_norms_over_heads(model)
+
+
+def _require_ties(model: Model) -> None:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    shared, stated = ({frozenset(group) for group in groups} for groups in (names.values(), model.plan.tied))
+    for group in shared - stated:
+        together = len(group) == 1
+        require(together, f"{listed(sorted(group))} are one parameter, and the plan's 'tied' does not say so")
+    for group in stated - shared:
+        raise Fault(f"the plan ties {listed(sorted(group))}, and they are not one parameter of the model")
+
+
+def _require_known_axes(plan: Plan) -> None:
+    """What a parameter is broadcast over are axes of something."""
+    flowing = chain(*plan.context.values(), *plan.activations.values())
+    known = {*flowing, *(axis for described in plan.parameters.values() for axis in _axes(described.dims))}
+    for pattern, described in plan.parameters.items():
+        for axis in described.over:
+            require(
+                axis in known,
+                f"the plan says that '{pattern}' is broadcast over '{axis}', which is an axis of no parameter, entry "
+                f"or activation{suggest(axis, known)}",
+            )
+
+
+def _require_norms_over_heads(model: Model) -> None:
+    """A QK-norm is one for all heads; strategies that divide heads learn it from the plan only."""
+    divisible = {axis for described in model.plan.parameters.values() for axis in _axes(described.dims)}
+    for name, part in model.module.named_modules():
+        if not isinstance(part, DotProductAttention) or part.q_norm is None:
+            continue
+        for norm, axis in (("q_norm", "heads"), ("k_norm", "kv_heads")):
+            over = model.placement_of(f"{name}.{norm}").parameter.over
+            require(
+                axis in over or axis not in divisible,
+                f"the plan says that '{name}.{norm}' is broadcast over {listed(over)}; it is broadcast over {axis} too",
+            )
+
+
+def _axes(dims: Iterable[str | Segment | tuple[Segment, ...]]) -> Iterable[str]:
+    for dim in dims:
+        if isinstance(dim, str):
+            yield dim
+        else:
+            yield from (segment.axis for segment in (dim if isinstance(dim, tuple) else (dim,)))
+
+
+def require_fitting_units(model: Model) -> None:
+    """The units of training lead from the context to a loss, those of inference to logits."""
+    plan = model.plan
+    names = [unit.name for unit in plan.units]
+    for name in names:
+        require(names.count(name) == 1, f"the plan has {names.count(name)} units '{name}'; a unit runs once")
+    _require_chain(model, plan.units, ("loss", "num_targets"))
+    if plan.inference:
+        _require_chain(model, plan.inference, ("logits",))
+    for unit in plan.inference:
+        require(
+            unit.name in names, f"unit '{unit.name}' of the plan's inference is none of the plan's units, and owns none"
+        )
+
+
+def _require_chain(model: Model, units: tuple[Unit, ...], ends: tuple[str, ...]) -> None:
+    require(units, "the plan has no units")
+    known = dict.fromkeys(model.plan.context)
+    for unit in units:
+        _require_callable(model, unit)
+        for name in unit.inputs:
+            require(
+                name in known,
+                f"unit '{unit.name}' takes '{name}', which is neither an entry of the plan's context nor an output of "
+                f"a unit before it{suggest(name, known)}",
+            )
+        for name in unit.outputs:
+            require(
+                name in model.plan.activations,
+                f"unit '{unit.name}' gives '{name}', whose axes the plan's activations do not name",
+            )
+        known |= dict.fromkeys(unit.outputs)
+    last = units[-1]
+    require(
+        set(ends) <= set(last.outputs),
+        f"the last unit, '{last.name}', gives {listed(last.outputs)}; it must give {listed(ends)}",
+    )
+
+
+def _require_callable(model: Model, unit: Unit) -> None:
+    try:
+        part = model.module.get_submodule(unit.name)
+    except AttributeError:
+        raise Fault(f"unit '{unit.name}' of the plan is no submodule of the model") from None
+    require(
+        callable(getattr(part, unit.method, None)),
+        f"unit '{unit.name}' of the plan has no method '{unit.method}'",
+    )

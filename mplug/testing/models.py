@@ -1,0 +1,153 @@
+"""The suite that every model family must pass."""
+
+from collections.abc import Iterator
+from itertools import combinations
+from typing import TYPE_CHECKING, Any, ClassVar
+from unittest import SkipTest
+
+from mplug.errors import UsageError
+from mplug.registry import Registry
+from mplug.resolve import default_settings, resolve
+from mplug.run import prepare
+from mplug.settings import from_mapping
+from mplug.testing.harness import tiny_run
+from mplug.testing.suite import Fault, PluginSuite, smoke
+
+if TYPE_CHECKING:
+    from mplug.model import Model
+    from mplug.testing.trial import Trial
+
+
+class ModelSuite(PluginSuite):
+    """What a model family must keep: what its plan says is what its modules do, under any layout.
+
+    `settings` must make the model tiny (a few layers, a width of 32, a vocabulary of a few hundred); what they turn on
+    (dropout, tied embeddings) is what is tested. `layouts` are the layouts whose runs must equal that of one process;
+    None stands for one rank, every installed strategy alone at degree 2, and every pair of them at 2 x 2. Settings may
+    follow a layout, as on the command line: "tp2 parallel.tp.sequence_parallel=false".
+    """
+
+    kind = "models"
+    layouts: ClassVar[tuple[str, ...] | None] = None
+
+    @classmethod
+    def naming(cls) -> dict[str, Any]:
+        """The model's name."""
+        return {"model.name": cls.plugin}
+
+    @classmethod
+    def section(cls) -> tuple[str, ...]:
+        """The section 'model'."""
+        return ("model",)
+
+    def pytest_generate_tests(self, metafunc: Any) -> None:
+        """A test for each layout."""
+        if "layout" in metafunc.fixturenames:
+            layouts = self.layouts if self.layouts is not None else tuple(layouts_of_installed_strategies())
+            metafunc.parametrize("layout", layouts, ids=[layout or "one_rank" for layout in layouts])
+
+    # Without memory.
+
+    def on_meta(self) -> "Model":
+        """The model of the suite's settings as `build_model` gives it, on the meta device."""
+        from mplug.testing import blueprint
+
+        return blueprint.on_meta(tiny_run(self.tiny()))
+
+    @smoke
+    def test_it_is_built_on_the_meta_device(self) -> None:
+        """Building costs no memory and draws no random numbers: the host does both, by the plan."""
+        from mplug.testing import blueprint
+
+        blueprint.require_meta_build(tiny_run(self.tiny()))
+
+    @smoke
+    def test_its_plan_covers_exactly_its_parameters(self) -> None:
+        """Each has one pattern, the shape that the pattern says, one unit, and ties that the plan names."""
+        from mplug.testing import blueprint
+
+        blueprint.require_covered(self.on_meta())
+
+    @smoke
+    def test_its_units_fit_together(self) -> None:
+        """Each takes what is there and gives what has named axes; the last give the loss, or logits."""
+        from mplug.testing import blueprint
+
+        blueprint.require_fitting_units(self.on_meta())
+
+    @smoke
+    def test_its_presets_are_valid(self) -> None:
+        """Each makes a run that is not refused."""
+        presets = getattr(Registry().load(self.entry()), "presets", {})
+        if not presets:
+            raise SkipTest(f"'{self.plugin}' has no presets")
+        for name in presets:
+            try:
+                own = from_mapping({"name": self.plugin, "preset": name}, "the suite", ("model",))
+                prepare(resolve(Registry(), default_settings(), own))
+            except UsageError as error:
+                raise Fault(f"a run with the preset '{name}' is refused: {error}") from None
+
+    # With memory, in one process.
+
+    def trial(self, **changes: Any) -> "Trial":
+        """The model of the suite's settings with initial values, and micro batches for it."""
+        from mplug.testing.trial import Trial
+
+        return Trial.of(self.tiny(**changes))
+
+    def test_the_plan_names_the_axes_of_all_that_flows(self) -> None:
+        """As many as there are dimensions, and one name means one length."""
+        self.trial().require_named_axes()
+
+    def test_a_seed_gives_one_model_and_one_loss(self) -> None:
+        """Bit by bit, whatever torch's own generator does; another seed gives another model."""
+        one, same = self.trial(), self.trial()
+        other = self.trial(trainer__seed=one.run.config.trainer.seed + 1)
+        one.require_same_beginning(same)
+        one.require_other_beginning(other)
+        one.require_same_loss_whatever_torch_draws()
+
+    def test_its_loss_is_a_sum_with_a_count(self) -> None:
+        """Over the targets of a micro batch, to which ignored labels do not belong."""
+        self.trial().require_sum_with_count()
+
+    def test_every_trained_parameter_gets_a_gradient(self) -> None:
+        """That is finite and not zero."""
+        self.trial().require_gradients()
+
+    def test_gradients_of_two_micro_batches_add_up_in_the_sinks(self) -> None:
+        """Nothing of a micro batch is kept for the next."""
+        self.trial().require_accumulation()
+
+    def test_evaluation_draws_no_random_numbers(self) -> None:
+        """Neither from torch's generator nor from the samples' keys."""
+        self.trial().require_quiet_evaluation()
+
+    def test_the_loss_is_the_cross_entropy_of_the_logits(self) -> None:
+        """The units of inference end in the logits that the units of training are judged by."""
+        self.trial().require_logits_of_the_loss()
+
+    def test_a_later_token_changes_no_earlier_logit(self) -> None:
+        """And every token changes those from its own position on."""
+        self.trial().require_causal_logits()
+
+    def test_its_flops_are_those_of_its_matrix_products(self) -> None:
+        """What the plan states is what a forward pass multiplies, three times."""
+        self.trial().require_flops()
+
+    # Under layouts.
+
+    def test_a_layout_gives_the_run_of_one_process(self, layout: str) -> None:
+        """Losses, every gradient and the gradient norm of five steps are those of one process."""
+        from mplug.testing.parity import require_parity
+
+        require_parity(self.tiny(), layout)
+
+
+def layouts_of_installed_strategies() -> Iterator[str]:
+    """One rank (the empty layout), every installed strategy alone at degree 2, and every pair at 2 x 2."""
+    names = [f"{name}2" for name in Registry().names("parallel") if "/" not in name]
+    yield ""
+    yield from names
+    yield from map("".join, combinations(names, 2))

@@ -1,0 +1,298 @@
+"""A tiny model with initial values, and what must hold when it computes. B samples, S sequence length, V vocabulary."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from unittest import SkipTest
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from mplug.build import build
+from mplug.contracts import MicroBatch
+from mplug.errors import listed
+from mplug.model import Model, run_units, sites
+from mplug.nn.loss import IGNORED
+from mplug.nn.random import sample_keys
+from mplug.plan import Unit
+from mplug.run import Run
+from mplug.testing.harness import TinySettings, tiny_run, with_ragged_labels
+from mplug.testing.suite import Fault, require
+
+SAMPLES = 4
+"""B: the samples of a micro batch."""
+
+Gradients = Mapping[str, Tensor]
+
+
+@dataclass
+class Trial:
+    """A model in one process, its slots in plain torch unless the settings name kernels, and two micro batches."""
+
+    run: Run
+    model: Model
+    batches: tuple[MicroBatch, MicroBatch]
+
+    @classmethod
+    def of(cls, settings: TinySettings) -> "Trial":
+        """The model and data of a tiny run; what the plan gets wrong is a Fault."""
+        sizes = {"trainer.micro_batch_size": SAMPLES, "trainer.global_batch_size": 2 * SAMPLES}
+        run = tiny_run({"kernels.default": None, **settings, **sizes})
+        try:
+            parts = build(run)
+        except ValueError as error:
+            raise Fault(str(error)) from error
+        seed = run.config.trainer.seed
+        first, second = (
+            {**with_ragged_labels(batch), "keys": sample_keys(seed, 1, batch["sample_ids"])}
+            for batch in parts.train_loader.take(2 * SAMPLES)
+        )
+        return cls(run, parts.model, (first, second))
+
+    def flow(self, units: Iterable[Unit], batch: MicroBatch) -> dict[str, Tensor]:
+        """All that flows through units: the micro batch's entries and the activations."""
+        known = set(batch)
+        for unit in units:
+            missing = sorted(set(unit.inputs) - known)
+            require(not missing, f"unit '{unit.name}' takes {listed(missing)}, which the tiny run's data does not have")
+            known |= set(unit.outputs)
+        try:
+            return run_units(self.model.module, units, batch)
+        except Exception as error:  # of the plugin's own code
+            raise Fault(f"its forward pass fails: {type(error).__name__}: {error}") from error
+
+    def loss(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """(sum of the losses, number of targets)."""
+        values = self.flow(self.model.plan.units, batch)
+        return values["loss"], values["num_targets"]
+
+    @torch.no_grad()
+    def logits(self, batch: MicroBatch) -> Tensor:
+        """[B, S, V]; SkipTest where the plan has no units of inference."""
+        if not self.model.plan.inference:
+            raise SkipTest("the plan has no units of inference, so 'mplug generate' cannot sample from the model")
+        return self.flow(self.model.plan.inference, batch)["logits"]
+
+    def shake(self) -> None:
+        """Values under which every parameter matters, also those that begin as zeros or ones."""
+        generator = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for parameter in self.model.parameters().values():
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+
+    def part(self, batch: MicroBatch, samples: slice) -> MicroBatch:
+        """Some samples of a micro batch."""
+        context = self.model.plan.context
+        divided = {name for name in batch if "batch" in context.get(name, ()) and batch[name].shape[0] > 1}
+        return {name: value[samples] if name in divided else value for name, value in batch.items()}
+
+    # What must hold.
+
+    def require_named_axes(self) -> None:
+        """Every entry and activation has as many axes as dimensions, and one name means one length."""
+        plan, batch = self.model.plan, self.batches[0]
+        values = {**self.flow(plan.inference, batch), **self.flow(plan.units, batch)}
+        lengths: dict[str, tuple[int, str]] = {}
+        for name, axes in {**plan.context, **plan.activations}.items():
+            if name not in values:
+                continue
+            shape = tuple(values[name].shape)
+            require(len(axes) == len(shape), f"the plan names {len(axes)} axes of '{name}', which has shape {shape}")
+            for axis, length in zip(axes, shape, strict=True):
+                if name in plan.context and length == 1:  # positions [1 or B, S]
+                    continue
+                known, other = lengths.setdefault(axis, (length, name))
+                require(
+                    length == known,
+                    f"the plan calls a dimension of '{name}' {shape} '{axis}', which is {length} long there, and "
+                    f"{known} in '{other}'",
+                )
+
+    def require_same_beginning(self, same: "Trial") -> None:
+        """The same run begins with the same weights."""
+        for name, parameter in self.model.parameters().items():
+            other = same.model.parameters().get(name)
+            require(
+                other is not None and torch.equal(parameter, other),
+                f"two runs of one seed begin with different values of '{name}'",
+            )
+
+    def require_other_beginning(self, other: "Trial") -> None:
+        """A run of another seed begins with other weights."""
+        drawn = {name for name, placement in other.model.placements.items() if placement.parameter.init.std > 0}
+        require(drawn, "no parameter begins with random values (Init), so that all seeds give the same model")
+        own, its = self.model.parameters(), other.model.parameters()
+        for name in sorted(drawn & own.keys()):
+            require(not torch.equal(own[name], its[name]), f"runs of two seeds begin with the same values of '{name}'")
+
+    def require_same_loss_whatever_torch_draws(self) -> None:
+        """A training loss is a function of the weights and the micro batch, whose keys randomness comes from."""
+        losses = self._losses_of_two_generator_states()
+        require(
+            losses[0] == losses[1],
+            f"the loss of one micro batch is {losses[0]}, then {losses[1]}, as torch's generator stands; draw random "
+            f"numbers from the samples' keys (mplug.nn.Dropout)",
+        )
+
+    def _losses_of_two_generator_states(self) -> list[float]:
+        losses = []
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            for seed in (1, 2):
+                torch.manual_seed(seed)
+                losses.append(float(self.loss(self.batches[0])[0]))
+        return losses
+
+    @torch.no_grad()
+    def require_sum_with_count(self) -> None:
+        """Losses and counts add up over samples, and ignored labels take no part."""
+        self.model.module.eval()
+        batch = self.batches[0]
+        (whole, count), targets = self.loss(batch), int((batch["labels"] != IGNORED).sum())
+        require(
+            int(count) == targets,
+            f"it counts {int(count)} targets in a micro batch of {targets}: labels of {IGNORED} do not count, all "
+            f"others do",
+        )
+        halves = [self.loss(self.part(batch, samples))[0] for samples in (slice(0, 2), slice(2, None))]
+        require(
+            _close(sum(map(float, halves)), float(whole)),
+            f"the loss of {SAMPLES} samples is {float(whole)}, of the first and the last 2 alone {float(halves[0])} "
+            f"and {float(halves[1])}: it must be a sum over targets, not a mean, and no sample may change another's",
+        )
+        first, rest = slice(0, 1), slice(1, None)
+        labels = batch["labels"].clone()
+        labels[first] = IGNORED
+        left, alone = float(self.loss({**batch, "labels": labels})[0]), float(self.loss(self.part(batch, rest))[0])
+        require(_close(left, alone), f"ignored labels contribute to the loss: {left} with, {alone} without them")
+        none = float(self.loss({**batch, "labels": torch.full_like(labels, IGNORED)})[0])
+        require(none == 0, f"the loss of a micro batch without targets is {none}, not 0")
+
+    def gradients(self, batches: Iterable[MicroBatch]) -> Gradients:
+        """The sums of gradients that a step over micro batches leaves in the sinks."""
+        self.model.module.train()
+        sinks, batches = self.model.sinks, list(batches)
+        sinks.begin_step()
+        for number, batch in enumerate(batches, start=1):
+            if number == len(batches):
+                sinks.expect_last()
+            loss, _ = self.loss(batch)
+            require(loss.requires_grad, "the loss depends on no parameter")
+            loss.backward()
+        sinks.finish()
+        return {name: sink.buffer.clone() for name, sink in sinks.items()}
+
+    def require_gradients(self) -> None:
+        """Every parameter that requires a gradient gets one that is finite and not zero."""
+        self.shake()
+        for name, gradient in self.gradients(self.batches[:1]).items():
+            require(bool(gradient.isfinite().all()), f"the gradient of parameter '{name}' is not finite")
+            require(
+                bool(gradient.any()),
+                f"parameter '{name}' gets no gradient: nothing uses it, or it is detached on the way to the loss",
+            )
+
+    def require_accumulation(self) -> None:
+        """A step over two micro batches has the sum of their gradients, and nothing of one remains for the other."""
+        first, second = self.batches
+        alone, other, both = self.gradients([first]), self.gradients([second]), self.gradients([first, second])
+        whole = math.sqrt(sum(float(gradient.norm()) ** 2 for gradient in both.values()))
+        for name, gradient in both.items():
+            error = float((gradient - alone[name] - other[name]).norm())
+            require(
+                error <= 1e-5 * max(float(gradient.norm()), 1e-3 * whole),
+                f"the gradient of '{name}' over two micro batches is not the sum of theirs (off by {error:.3g}); is "
+                f"something of one micro batch kept for the next?",
+            )
+
+    def require_quiet_evaluation(self) -> None:
+        """In evaluation, neither torch's generator nor the samples' keys matter."""
+        self.model.module.eval()
+        losses = self._losses_of_two_generator_states()
+        require(
+            losses[0] == losses[1],
+            f"in evaluation the loss of one micro batch is {losses[0]}, then {losses[1]}, as torch's generator stands; "
+            f"draw in training only",
+        )
+        batch = self.batches[0]
+        with torch.no_grad():
+            keyed = [float(self.loss({**batch, "keys": keys})[0]) for keys in (batch["keys"], batch["keys"] + 1)]
+        require(
+            keyed[0] == keyed[1],
+            f"in evaluation the loss depends on the samples' random keys ({keyed[0]}, {keyed[1]}); draw in training "
+            f"only",
+        )
+
+    def require_logits_of_the_loss(self) -> None:
+        """Logits [B, S, V] whose cross-entropy is the loss."""
+        self.shake()
+        self.model.module.eval()
+        batch = self.batches[0]
+        logits, shape = self.logits(batch), tuple(batch["labels"].shape)
+        require(
+            logits.dim() == 3 and logits.shape[:2] == shape,
+            f"the logits have shape {tuple(logits.shape)}; they must be {[*shape, 'V']}",
+        )
+        labels = batch["labels"].flatten()
+        expected = F.cross_entropy(logits.float().flatten(0, 1), labels, ignore_index=IGNORED, reduction="sum")
+        with torch.no_grad():
+            loss = float(self.loss(batch)[0])
+        require(
+            _close(loss, float(expected)),
+            f"the cross-entropy of the logits is {float(expected)}, and the loss {loss}: the units of inference do not "
+            f"compute what is trained",
+        )
+
+    def require_causal_logits(self) -> None:
+        """Logits depend on the tokens up to their own position."""
+        self.shake()
+        self.model.module.eval()
+        batch = self.batches[0]
+        tokens, at = batch["tokens"].clone(), batch["tokens"].shape[1] // 2
+        tokens[:, at:] = (tokens[:, at:] + 1) % (tokens.max() + 1)
+        before, after = self.logits(batch), self.logits({**batch, "tokens": tokens})
+        changed = (before - after).abs().amax(dim=(0, 2)) > 1e-5 * float(before.abs().max())  # [S]
+        for position, moved in enumerate(changed.tolist()):
+            require(
+                position >= at or not moved,
+                f"the tokens from position {at} on change the logits of position {position}: the model sees ahead",
+            )
+            require(position < at or moved, f"the tokens do not change the logits of position {position}, their own")
+
+    @torch.no_grad()
+    def require_flops(self) -> None:
+        """The plan's FLOPs are three times those of a forward pass, as torch counts matrix products.
+
+        Attention is told apart by its slot, where a stand-in multiplies nothing and notes H K multiply-adds with keys
+        and as many with values, for each of the S² / 2 pairs that a causal mask leaves: 6 FLOPs each with backward.
+        """
+        products: list[int] = []
+
+        def nothing(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+            products.append(q.shape[2] * (q.shape[3] + v.shape[3]))
+            return q.new_zeros(*q.shape[:3], v.shape[3])
+
+        for site in sites(self.model.module):
+            if site.slot == "Attention.core":
+                site.module.core = nothing
+        batch, counter = self.batches[0], FlopCounterMode(display=False)
+        with counter:
+            self.loss(batch)
+        if not products:
+            raise SkipTest("its attention fills no slot 'Attention.core', so its FLOPs cannot be told apart")
+        stated, per_token = self.model.plan.flops, 3 * counter.get_total_flops() // batch["tokens"].numel()
+        require(
+            stated.per_token == per_token,
+            f"the plan states {stated.per_token:,} FLOPs a token, and the products with weights have {per_token:,}",
+        )
+        require(
+            stated.per_squared_length == 3 * sum(products),
+            f"the plan states {stated.per_squared_length:,} FLOPs a squared length, and causal attention counted once "
+            f"has {3 * sum(products):,}",
+        )
+
+
+def _close(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-5)

@@ -1,0 +1,311 @@
+"""The suite of models: a sound third party's model passes it, and it catches what authors get wrong."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mplug.testing import Fault
+
+PEREGRINE = Path(__file__).parent / "third_party" / "nova-peregrine"
+
+
+def suite() -> Any:
+    """The suite of the third party's own test module, for the package that is planted."""
+    spec = importlib.util.spec_from_file_location("tests_of_peregrine", PEREGRINE / "tests" / "test_peregrine.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.TestPeregrine()
+
+
+def test_the_package_as_it_is_passes_its_own_tests(plant: Callable[..., None]) -> None:
+    plant("nova-peregrine")
+    finished = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-rA", str(PEREGRINE)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    for layout in ("tp2", "pp2", "dp2", "pp2tp2", "dp2tp2", "dp2pp2"):
+        name = f"TestPeregrine::test_a_layout_gives_the_run_of_one_process[{layout}]"
+        assert any(line.startswith("PASSED") and line.endswith(name) for line in finished.stdout.splitlines())
+    skipped = [line for line in finished.stdout.splitlines() if line.startswith("SKIPPED")]
+    assert all("is refused" in line for line in skipped), skipped
+
+
+def test_it_trains_by_its_name(plant: Callable[..., None], cli: Callable[..., Any], tmp_path: Path) -> None:
+    plant("nova-peregrine")
+    settings = ("trainer.steps=2", "trainer.seq_length=32", "trainer.eval_every=0", "trainer.device=cpu")
+    options = [word for setting in settings for word in ("--set", setting)]
+    finished = cli("train", "--model", "peregrine", "--preset", "nano", "--parallel", "tp2", *options, path=sys.path[0])
+    assert finished.returncode == 0, finished.stderr
+    assert "run runs/peregrine-" in finished.stdout
+    assert "done in" in finished.stdout
+    config = yaml.safe_load(next(tmp_path.glob("runs/*/config.yaml")).read_text())
+    assert config["model"]["num_layers"] == 4  # the preset's
+
+
+# Planted faults.
+
+
+@dataclass(frozen=True)
+class Planted:
+    """`old` in the package's source becomes `new`; the suite's `test` (of a layout) must say `words`."""
+
+    old: str
+    new: str
+    test: str
+    words: str
+    layout: str | None = None
+
+
+ON_META, COVERED = "test_it_is_built_on_the_meta_device", "test_its_plan_covers_exactly_its_parameters"
+FITTING, FLOPS = "test_its_units_fit_together", "test_its_flops_are_those_of_its_matrix_products"
+SUM, PARITY = "test_its_loss_is_a_sum_with_a_count", "test_a_layout_gives_the_run_of_one_process"
+TABLE = "self.embedding = Embedding(config.vocab_size, config.hidden_size)"
+
+FAULTS = {
+    "weights drawn by the constructor": Planted(
+        TABLE,
+        f"{TABLE}\n        torch.nn.init.normal_(torch.empty(3, 3, device='cpu'))",
+        ON_META,
+        "building draws random numbers from torch's generator; say in the plan how each parameter begins",
+    ),
+    "a parameter made on the CPU": Planted(
+        TABLE,
+        f"with torch.device('cpu'):\n            {TABLE}",
+        ON_META,
+        "'embedding.weight' lies on cpu",
+    ),
+    "a table computed by the constructor": Planted(
+        'self.mlp = Activation("swiglu")',
+        'self.mlp = Activation("swiglu")\n        self.turns = torch.arange(config.head_dim) / config.rope_theta',
+        ON_META,
+        "'layers.0.turns' is neither a parameter nor a buffer",
+    ),
+    "memory used by the constructor": Planted(
+        TABLE,
+        f"{TABLE}\n        torch.ones(config.vocab_size, 2000, device='cpu')",
+        ON_META,
+        "building computes with 2,072,000 bytes of memory",
+    ),
+    "a buffer": Planted(
+        TABLE,
+        f"{TABLE}\n        self.register_buffer('seen', torch.zeros(3))",
+        COVERED,
+        "buffer '.seen' has no initial value",
+    ),
+    "a parameter that the plan does not know": Planted(
+        'parameters["layers.*.attn.k_norm"]',
+        'parameters["layers.*.attn.q_norm"]',
+        COVERED,
+        "no pattern of the plan describes parameter 'layers.0.attn.k_norm'",
+    ),
+    "a pattern of a parameter that is gone": Planted(
+        "    if config.qk_norm:",
+        '    parameters["layers.*.enter.bias"] = Parameter(("mlp",), ONES)\n    if config.qk_norm:',
+        COVERED,
+        "no parameter matches the plan's pattern 'layers.*.enter.bias'",
+    ),
+    "a fused weight whose gate is forgotten in the plan": Planted(
+        "keys_or_values, mlp, mlp)",
+        "keys_or_values, mlp)",
+        COVERED,
+        "segments of parameter 'layers.0.enter.weight' do not add up to its shape (112, 32)",
+    ),
+    "a dimension too many": Planted(
+        '"layers.*.norm.weight": Parameter(("embed",), ONES)',
+        '"layers.*.norm.weight": Parameter(("embed", "embed"), ONES)',
+        COVERED,
+        "the plan gives parameter 'layers.0.norm.weight' 2 dimensions; it has shape (32,)",
+    ),
+    "embeddings tied in secret": Planted(
+        "if config.tie_embeddings:\n            self",
+        "if True:\n            self",
+        COVERED,
+        "embedding.weight and readout.project.weight are one parameter, and the plan's 'tied' does not say so",
+    ),
+    "ties that the module does not have": Planted(
+        "if config.tie_embeddings else ()",
+        "if True else ()",
+        COVERED,
+        "the plan ties embedding.weight and readout.project.weight, and they are not one parameter",
+    ),
+    "an axis misspelt": Planted(
+        '("batch", "sequence", "kv_heads")',
+        '("batch", "sequence", "kv_head")',
+        COVERED,
+        "'layers.*.attn.k_norm' is broadcast over 'kv_head', which is an axis of no parameter, entry or activation; "
+        "did you mean 'kv_heads'?",
+    ),
+    "a parameter outside all units": Planted(
+        TABLE,
+        f"{TABLE}\n        self.scale = nn.Parameter(torch.ones(()))",
+        COVERED,
+        "parameter 'scale' lies in no unit of the plan",
+    ),
+    "a unit that takes what no unit gives": Planted(
+        '("hidden", "positions", "keys")',
+        '("hidden", "position", "keys")',
+        FITTING,
+        "unit 'layers.0' takes 'position', which is neither an entry of the plan's context nor an output of a unit "
+        "before it; did you mean 'positions'?",
+    ),
+    "a unit named after no module": Planted(
+        'Unit("readout", ("hidden", "labels")',
+        'Unit("head", ("hidden", "labels")',
+        FITTING,
+        "unit 'head' of the plan is no submodule of the model",
+    ),
+    "a unit whose method does not exist": Planted(
+        'method="logits"',
+        'method="predict"',
+        FITTING,
+        "unit 'readout' of the plan has no method 'predict'",
+    ),
+    "a loss without its count": Planted(
+        '("loss", "num_targets"))',
+        '("loss",))',
+        FITTING,
+        "the last unit, 'readout', gives loss; it must give loss and num_targets",
+    ),
+    "a preset with a field that does not exist": Planted(
+        '"vocab_size": 256,',
+        '"vocabulary_size": 256,',
+        "test_its_presets_are_valid",
+        "a run with the preset 'nano' is refused: model.vocabulary_size (preset nano): unknown field",
+    ),
+    "activations whose axes are swapped": Planted(
+        '"hidden": ("batch", "sequence", "embed")',
+        '"hidden": ("sequence", "batch", "embed")',
+        "test_the_plan_names_the_axes_of_all_that_flows",
+        "the plan calls a dimension of 'hidden' (4, 16, 32) 'sequence', which is 4 long there, and 16 in 'tokens'",
+    ),
+    "dropout by torch's generator": Planted(
+        "return x + y",
+        "return x + torch.dropout(y, 0.1, self.training)",
+        "test_a_seed_gives_one_model_and_one_loss",
+        "as torch's generator stands; draw random numbers from the samples' keys (mplug.nn.Dropout)",
+    ),
+    "weights that all begin alike": Planted(
+        'weight = Init("normal", std=config.init_std)',
+        'weight = ONES\n    config = config.model_copy(update={"init_std": 0.0})',
+        "test_a_seed_gives_one_model_and_one_loss",
+        "no parameter begins with random values (Init)",
+    ),
+    "a mean for a sum": Planted(
+        "return loss\n",
+        "return loss[0] / loss[1], loss[1]\n",
+        SUM,
+        "it must be a sum over targets, not a mean",
+    ),
+    "ignored labels that count": Planted(
+        "return loss\n",
+        "return loss[0], torch.tensor(labels.numel())\n",
+        SUM,
+        "it counts 64 targets in a micro batch of 58: labels of -100 do not count, all others do",
+    ),
+    "ignored labels that contribute": Planted(
+        "self.loss(h, self.project, labels)",
+        "(self.loss(h, self.project, labels.clamp(min=0))[0], (labels >= 0).sum())",
+        SUM,
+        "ignored labels contribute to the loss",
+    ),
+    "a layer cut off from the loss": Planted(
+        "self.enter(h)",
+        "self.enter(h.detach())",
+        "test_every_trained_parameter_gets_a_gradient",
+        "parameter 'layers.0.norm.weight' gets no gradient",
+    ),
+    "something kept of a micro batch": Planted(
+        "h, _ = self.norm(x)\n        loss:",
+        "h, _ = self.norm(x)\n        h, self.seen = h - getattr(self, 'seen', 0), h.detach().mean(1)[:, None]\n"
+        "        loss:",
+        "test_gradients_of_two_micro_batches_add_up_in_the_sinks",
+        "is something of one micro batch kept for the next?",
+    ),
+    "dropout in evaluation": Planted(
+        "return x + y",
+        "return x + torch.dropout(y, 0.1, True)",
+        "test_evaluation_draws_no_random_numbers",
+        "in evaluation the loss of one micro batch is",
+    ),
+    "logits without the last norm": Planted(
+        "h, _ = self.norm(x)\n        logits: Tensor = self.project(h)",
+        "logits: Tensor = self.project(x)",
+        "test_the_loss_is_the_cross_entropy_of_the_logits",
+        "the units of inference do not compute what is trained",
+    ),
+    "a block that looks ahead": Planted(
+        "h, x = self.norm(x)",
+        "h, x = self.norm(x)\n        h = h + h.roll(-1, dims=1)",
+        "test_a_later_token_changes_no_earlier_logit",
+        "change the logits of position 5: the model sees ahead",
+    ),
+    "FLOPs without the readout": Planted(
+        "(config.num_layers * (enter + leave) + config.vocab_size)",
+        "config.num_layers * (enter + leave)",
+        FLOPS,
+        "the plan states 96,768 FLOPs a token, and the products with weights have 146,496",
+    ),
+    "attention counted twice": Planted(
+        "6 * config.num_layers * queries)",
+        "12 * config.num_layers * queries)",
+        FLOPS,
+        "the plan states 1,152 FLOPs a squared length, and causal attention counted once has 576",
+    ),
+    "a QK-norm whose gradient is not summed over heads": Planted(
+        'ONES, over=("batch", "sequence", "heads"))',
+        "ONES)",
+        COVERED,
+        "'layers.0.attn.q_norm' is broadcast over batch and sequence; it is broadcast over heads too",
+    ),
+    "fused parts in another order than the plan's": Planted(
+        "(heads, keys_or_values, keys_or_values, mlp, mlp)",
+        "(mlp, mlp, heads, keys_or_values, keys_or_values)",
+        PARITY,
+        "the run under the layout 'tp2' is not that of one process: the loss of step 1",
+        layout="tp2",
+    ),
+    "widths of the whole model on every rank": Planted(
+        "(self.query_width + self.mlp_width) // self.leave.weight.shape[1]",
+        "1",
+        PARITY,
+        "the run fails under the layout 'tp2': rank",
+        layout="tp2",
+    ),
+    "numbers that depend on which samples are together": Planted(
+        "h, x = self.norm(x)",
+        "h, x = self.norm(x - x.mean(dim=0))",
+        SUM,
+        "it must be a sum over targets, not a mean, and no sample may change another's",
+    ),
+    "a unit that reaches for the weights of another": Planted(
+        "self.readout = Readout(config)",
+        "self.readout = Readout(config)\n"
+        "        self.readout.project.product = lambda h: nn.functional.linear(h, self.embedding.weight)",
+        PARITY,
+        "the run fails under the layout 'pp2': rank 1 failed",
+        layout="pp2",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_suite_catches(fault: str, plant: Callable[..., None]) -> None:
+    planted = FAULTS[fault]
+    plant("nova-peregrine", planted.old, planted.new)
+    test = getattr(suite(), planted.test)
+    with pytest.raises(Fault) as caught:
+        test(*([planted.layout] if planted.layout else []))
+    assert planted.words in str(caught.value)

@@ -1,0 +1,137 @@
+"""Peregrine keeps the contract of models, computes what the paper says, and has the paper's sizes."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from nova_peregrine import Peregrine
+from torch import Tensor
+
+from mplug import Axis, Mesh, Model
+from mplug.testing import ModelSuite
+
+SHAPE: dict[str, Any] = {
+    "num_layers": 3,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "ffn_hidden_size": 24,
+    "vocab_size": 259,
+    "init_std": 0.06,
+    "qk_norm": True,
+}
+TINY = {f"model.{field}": value for field, value in SHAPE.items()}
+
+
+class TestPeregrine(ModelSuite):
+    plugin = "peregrine"
+    settings = {**TINY, "model.tie_embeddings": False}
+
+
+class TestPeregrineWithTiedEmbeddingsAndOneKVHead(ModelSuite):
+    plugin = "peregrine"
+    settings = {**TINY, "model.num_kv_heads": 1}
+    layouts = ("tp2 parallel.tp.sequence_parallel=false", "tp4", "pp2tp2")
+
+
+def on_meta(**fields: Any) -> Model:
+    with torch.device("meta"):
+        return Peregrine(Peregrine.Config(**fields)).build_model()
+
+
+# The formula, from the paper: y = x + MLP(LayerNorm(x)) + Attention(LayerNorm(x)) (arXiv 2204.02311, section 2).
+
+Weights = dict[str, Tensor]
+
+
+def layer_norm(x: Tensor, weight: Tensor) -> Tensor:
+    x = x - x.mean(-1, keepdim=True)
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5) * weight
+
+
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5) * weight
+
+
+def turned(x: Tensor, theta: float = 10000.0) -> Tensor:
+    """RoFormer (arXiv 2104.09864) in complex numbers: pair i turns by position theta^(-2i/K)."""
+    half = x.shape[-1] // 2
+    turns = torch.arange(x.shape[1]).double()[:, None] * theta ** (-torch.arange(half).double() / half)
+    pairs = torch.complex(x[..., :half], x[..., half:]) * torch.exp(1j * turns)[None, :, None]
+    return torch.cat((pairs.real, pairs.imag), dim=-1)
+
+
+def attention(h: Tensor, w: Weights, name: str, heads: int, groups: int, width: int) -> Tensor:
+    rows = w[f"{name}.enter.weight"].split([heads * width, groups * width, groups * width, 48])
+    q, k, v = (torch.einsum("bsd,od->bso", h, part).unflatten(-1, (-1, width)) for part in rows[:3])
+    q, k = (turned(rms_norm(t, w[f"{name}.attn.{which}_norm"])) for t, which in ((q, "q"), (k, "k")))
+    k, v = (t.repeat_interleave(heads // groups, dim=2) for t in (k, v))
+    scores = torch.einsum("bshk,bthk->bhst", q, k) / math.sqrt(width)
+    scores = scores - 1e30 * torch.ones(scores.shape[-2:]).double().triu(1)
+    return torch.einsum("bhst,bthk->bshk", torch.softmax(scores, -1), v).flatten(-2)
+
+
+def swiglu(h: Tensor, w: Weights, name: str) -> Tensor:
+    gate, up = (torch.einsum("bsd,od->bso", h, part) for part in w[f"{name}.enter.weight"][-48:].split(24))
+    return gate / (1 + torch.exp(-gate)) * up
+
+
+def decode(w: Weights, tokens: Tensor, groups: int, tied: bool) -> Tensor:
+    x = w["embedding.weight"][tokens]
+    for n in range(3):
+        name = f"layers.{n}"
+        h, leave = layer_norm(x, w[f"{name}.norm.weight"]), w[f"{name}.leave.weight"]
+        mixed = torch.einsum("bsi,oi->bso", attention(h, w, name, 4, groups, 8), leave[:, :32])
+        x = x + mixed + torch.einsum("bsi,oi->bso", swiglu(h, w, name), leave[:, 32:])
+    out = w["embedding.weight"] if tied else w["readout.project.weight"]
+    return torch.einsum("bsd,vd->bsv", layer_norm(x, w["readout.norm.weight"]), out)
+
+
+@pytest.mark.parametrize(
+    ("suite", "groups", "tied"),
+    [(TestPeregrine, 2, False), (TestPeregrineWithTiedEmbeddingsAndOneKVHead, 1, True)],
+)
+def test_logits_and_all_gradients_are_those_of_the_paper(suite: type[ModelSuite], groups: int, tied: bool) -> None:
+    trial = suite().trial()
+    trial.shake()
+    batch = trial.batches[0]
+    weights = {name: p.detach().double().requires_grad_() for name, p in trial.model.parameters().items()}
+    logits = decode(weights, batch["tokens"], groups, tied)
+    torch.testing.assert_close(trial.logits(batch).double(), logits, rtol=1e-3, atol=1e-4)
+    logs, labels = torch.log_softmax(logits, -1), batch["labels"]
+    picked = logs.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    (-picked * (labels >= 0)).sum().backward()
+    for name, gradient in trial.gradients([batch]).items():
+        right: Any = weights[name].grad
+        assert float((gradient - right).norm()) < 1e-4 * float(right.norm()), name
+
+
+# The plan.
+
+
+@pytest.mark.parametrize(
+    ("ranks", "enter", "leave"), [(2, 16 + 8 + 8 + 12 + 12, 16 + 12), (4, 8 + 8 + 8 + 6 + 6, 8 + 6)]
+)
+def test_a_rank_holds_its_heads_its_part_of_the_mlp_and_whole_kv_heads(ranks: int, enter: int, leave: int) -> None:
+    model = on_meta(**SHAPE)
+    model.place(Mesh.of([Axis("acme", ranks, splits=("heads", "kv_heads", "mlp", "vocab"))], ranks), None)
+    assert model.placements["layers.0.enter.weight"].local_shape(1) == (enter, 32)
+    assert model.placements["layers.0.leave.weight"].local_shape(1) == (32, leave)
+    assert [box.shape for box in model.placements["layers.0.leave.weight"].boxes(1)] == [
+        (32, 32 // ranks),
+        (32, 24 // ranks),
+    ]
+
+
+@pytest.mark.parametrize(("preset", "billions"), [("8b", 8.63), ("62b", 62.50), ("540b", 540.35)])
+def test_a_preset_has_the_papers_number_of_parameters(preset: str, billions: float) -> None:
+    model = on_meta(**Peregrine.presets[preset]["model"])
+    numel = sum(parameter.numel() for parameter in model.module.parameters())
+    assert numel / 1e9 == pytest.approx(billions, abs=0.01)  # table 1
+
+
+def test_kv_heads_that_do_not_divide_the_query_heads_are_refused_with_the_numbers() -> None:
+    with pytest.raises(ValueError, match="num_kv_heads=3 does not divide num_attention_heads=4"):
+        Peregrine.Config(**{**SHAPE, "num_kv_heads": 3})

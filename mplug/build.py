@@ -13,7 +13,7 @@ from mplug.checkpoint.boxes import held_boxes
 from mplug.checkpoint.saver import load
 from mplug.config import RunConfig
 from mplug.contracts import Loader, Optimizer, Piece, Stepper
-from mplug.errors import UsageError
+from mplug.errors import UsageError, listed
 from mplug.model import Model, allocate, fill_slots, initialize
 from mplug.run import Run
 from mplug.slots import Offer, Selection, Wrap
@@ -49,11 +49,15 @@ def choose_device(config: RunConfig) -> str:
 
 
 def build_model(run: Run) -> Model:
-    """The model on the meta device: split, placed, its slots filled. Refuses what no chosen plugin can supply."""
+    """The model on the meta device: split, placed, its slots filled.
+
+    Refuses what no chosen plugin can supply, and a layout that cuts what the optimizer needs whole.
+    """
     model, selection = _build_model(run)
     if selection.unmet:
         different = {str(unmet): unmet for unmet in selection.unmet}
         raise UsageError("\n".join(f"{text}{kernels_that_would_do(run.config, u)}" for text, u in different.items()))
+    _refuse_cut_matrices(run, model)
     return model
 
 
@@ -65,6 +69,29 @@ def _build_model(run: Run) -> tuple[Model, Selection]:
     model.keep_stage(run.mesh.index(run.rank, model.stages.axis))
     run.hooks.call.shard_model(run=run, model=model)
     return model, fill_slots(model, run, collect_offers(run, model))
+
+
+def _refuse_cut_matrices(run: Run, model: Model) -> None:
+    cut = [(axis, name) for name, placement in model.placements.items() for axis in placement.cut_by]
+    if cut and _needs_of_optimizer(run, model) == "matrices":
+        (axis, name), (optimizer,) = cut[0], run.hooks.implementers("build_optimizer")
+        raise UsageError(
+            f"{optimizer} needs whole matrices, and {axis}={run.mesh.axes[axis].size} cuts '{name}'; "
+            f"use a layout without {listed(dict.fromkeys(axis for axis, _ in cut))}, or another optimizer"
+        )
+
+
+def _needs_of_optimizer(run: Run, model: Model) -> str:
+    """What the optimizer says once it is built, of tensors without memory."""
+    pieces = []
+    with FakeTensorMode():
+        for name, parameter in model.parameters().items():
+            if parameter.requires_grad:
+                placement = model.placements[name]
+                master, gradient = torch.zeros((2, *placement.local_shape(run.rank)), device=run.device).unbind()
+                pieces.append(Piece(name, master, gradient, None, placement.parameter, placement))
+        optimizer: Optimizer = run.hooks.call.build_optimizer(run=run, pieces=pieces)
+    return optimizer.needs
 
 
 def collect_offers(run: Run, model: Model) -> list[Offer | Wrap]:

@@ -86,7 +86,11 @@ class Optimizer(Protocol):
     """Updates pieces and nothing more."""
 
     needs: Literal["elements", "matrices"]
-    """Whether any range of a piece may be updated alone, or whole matrices (segment by segment) only."""
+    """Whether any range of a piece may be updated alone, or whole matrices (segment by segment) only.
+
+    A layout that cuts a matrix of an optimizer that needs whole ones is refused before any process starts. To learn
+    it, and to count bytes, the host builds the optimizer of tensors without memory: building reads no values.
+    """
 
     def step(self, scalars: StepScalars) -> None:
         """Update every piece's master once."""

@@ -74,6 +74,12 @@ class Parameter:
     decay: bool | None = None
 
     @property
+    def axes(self) -> frozenset[str]:
+        """The named axes of all dimensions."""
+        dims = [dim if isinstance(dim, tuple) else (dim,) for dim in self.dims]
+        return frozenset(part if isinstance(part, str) else part.axis for dim in dims for part in dim)
+
+    @property
     def decays(self) -> bool:
         """Whether weight decay applies."""
         return len(self.dims) >= 2 if self.decay is None else self.decay
@@ -223,6 +229,18 @@ class Placement:
             for axis in self.view
             if axis.name not in self.splits.values() and any(axis.divides(named) for named in self.parameter.over)
         )
+
+    @cached_property
+    def cut_by(self) -> tuple[str, ...]:
+        """Mesh axes that leave a rank a part of a matrix: of a segment, along one of the last two dimensions."""
+        dims = self.dims[-2:] if len(self.dims) >= 2 else ()
+        cut = [
+            self.splits[segment.axis]
+            for dim in dims
+            for segment in dim
+            if self._part(segment, self.holders[0]).length < segment.length
+        ]
+        return tuple(dict.fromkeys(cut))
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """The shape of the rank's local tensor, padding included."""

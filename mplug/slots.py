@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from mplug.errors import UsageError, listed
+from mplug.errors import UsageError, listed, suggest
 
 if TYPE_CHECKING:
     from mplug.config import Kernels
@@ -52,6 +52,12 @@ Supports = Callable[[Site, "Run"], bool | str]
 """(site, run) -> True; False where the site is none of its business; or the reason why it cannot serve the site."""
 
 
+def _refuse_unknown(slots: Iterable[str]) -> None:
+    for slot in slots:
+        if slot not in KIND_OF:
+            raise ValueError(f"'{slot}' is not a slot{suggest(slot, KIND_OF)}")
+
+
 def _always(site: Site, run: "Run") -> bool:
     return True
 
@@ -66,6 +72,7 @@ class Offer:
 
     `supports` is truthful: capabilities live there and nowhere else. `varies(site, run)` says what about the supplier
     depends on the layout, or nothing. Each supplier is one callable for all sites of a role; it owns no parameter.
+    A slot that does not exist is a ValueError.
     """
 
     suppliers: Mapping[str, Callable[..., Any]]
@@ -73,13 +80,16 @@ class Offer:
     varies: Callable[[Site, "Run"], str] = _never
     plugin: str = ""
 
+    def __post_init__(self) -> None:
+        _refuse_unknown(self.suppliers)
+
 
 @dataclass(frozen=True)
 class Wrap:
     """What a plugin puts around whatever fills a slot: `wrap(inner)` returns the wrapped callable.
 
     `needs` are capabilities that the inner supplier must have (its `supports` is asked, as `site.needs`). Wraps of one
-    slot are applied from the smallest `layer` outwards.
+    slot are applied from the smallest `layer` outwards. A slot that does not exist is a ValueError.
     """
 
     slot: str
@@ -88,6 +98,9 @@ class Wrap:
     needs: frozenset[str] = frozenset()
     supports: Supports = _always
     plugin: str = ""
+
+    def __post_init__(self) -> None:
+        _refuse_unknown([self.slot])
 
 
 @dataclass(frozen=True)

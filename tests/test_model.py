@@ -337,6 +337,12 @@ def suppliers(selection: Selection) -> list[str]:
     return [filled.supplier for filled in selection.filled]
 
 
+def test_a_slot_that_does_not_exist_is_an_error_that_suggests_one() -> None:
+    for offered in (lambda: offer("kernels/fast", "Attention.cor"), lambda: wrap("parallel/cp", "Attention.cor")):
+        with pytest.raises(ValueError, match=r"'Attention\.cor' is not a slot; did you mean 'Attention\.core'"):
+            offered()
+
+
 def test_without_offers_every_site_is_plain_torch() -> None:
     selection = select([site(CORE), site(NORM)], [], chosen(), RUN)
     assert suppliers(selection) == ["plain torch"] * 2

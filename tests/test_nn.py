@@ -342,6 +342,11 @@ def test_half_precision_queries_are_rotated_by_angles_of_full_precision() -> Non
     torch.testing.assert_close(y.double(), exact, rtol=0.03, atol=0.03)
 
 
+def test_queries_in_fp64_are_rotated_by_angles_in_fp64() -> None:
+    x, far = drawn(1, 1, 1, 4), torch.tensor([[100_000]])
+    torch.testing.assert_close(rotate(x, far, 10000.0), rotated(x, far, 10000.0), rtol=1e-9, atol=1e-9)
+
+
 def test_without_weights_and_theta_queries_and_keys_pass_untouched() -> None:
     q, k = drawn(B, S, 2, 4), drawn(B, S, 1, 4)
     ours = prepare_qk(q, k, POSITIONS, None, None, 1e-5, None)
@@ -361,8 +366,7 @@ def test_the_loss_is_a_sum_over_the_targets_with_their_number() -> None:
     expected = sum(torch.logsumexp(logits[at], 0) - logits[at][labels[at]] for at in chosen)
     assert int(count) == len(chosen) == 7
     assert count.dtype is torch.int64
-    assert loss.dtype is torch.float32
-    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
 
 
 def test_ignored_positions_have_no_gradient_and_the_others_that_of_the_softmax() -> None:
@@ -372,7 +376,7 @@ def test_ignored_positions_have_no_gradient_and_the_others_that_of_the_softmax()
     logits = (hidden @ project.weight.T).detach()
     grad = logits.softmax(-1) - F.one_hot(labels.clamp(min=0), V)
     grad[labels == -100] = 0
-    torch.testing.assert_close(hidden.grad, grad @ project.weight.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(hidden.grad, grad @ project.weight.detach(), rtol=1e-12, atol=1e-12)
     assert torch.equal(hidden.grad[0, 1], torch.zeros(D, dtype=torch.float64))
 
 

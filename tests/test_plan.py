@@ -94,6 +94,12 @@ def test_weight_decay_is_for_two_dimensions_and_more_unless_the_plan_says_otherw
     assert parameter.decays is decays
 
 
+def test_the_axes_of_a_parameter_are_those_of_all_its_dimensions() -> None:
+    fused = Parameter(((Segment("heads", 2, 4), Segment("kv_heads", 1, 4)), "embed"), NORMAL)
+    assert fused.axes == {"heads", "kv_heads", "embed"}
+    assert Parameter((), NORMAL).axes == frozenset()
+
+
 def test_flops_are_linear_in_tokens_and_in_squared_lengths() -> None:
     assert Flops(6, 5).of(10, 100) == 6 * 10 + 5 * 100
 
@@ -274,6 +280,30 @@ def test_one_mesh_axis_cannot_split_two_dimensions_of_a_parameter() -> None:
 def test_two_mesh_axes_cannot_split_one_named_axis() -> None:
     with pytest.raises((UsageError, ValueError), match="mlp"):
         place(mesh_of(tp(2), Axis("acme", 2, splits=("mlp",))), (4, 3), "mlp", "embed").boxes(0)
+
+
+KV_HEAD = Segment("kv_heads", 1, 2, "copy")
+
+
+@pytest.mark.parametrize(
+    ("shape", "dims", "cut"),
+    [
+        ((6, 4), ("mlp", "embed"), ("tp",)),
+        ((4, 6), ("embed", "mlp"), ("tp",)),
+        ((12, 3), ((Segment("heads", 4, 2), KV_HEAD, KV_HEAD), "embed"), ("tp",)),
+        ((4, 3), ((KV_HEAD, KV_HEAD), "embed"), ()),
+        ((6,), ("mlp",), ()),
+        ((4, 3), ("positions", "embed"), ()),
+        ((2, 3, 5), ("mlp", "embed", "head_dim"), ()),
+        ((2, 3, 4), ("expert", "embed", "mlp"), ("tp",)),
+    ],
+    ids=["column", "row", "fused", "copies", "vector", "not split", "a matrix each", "each matrix cut"],
+)
+def test_a_matrix_is_cut_where_a_rank_holds_a_part_of_a_segment_of_the_last_two_dimensions(
+    shape: tuple[int, ...], dims: tuple[object, ...], cut: tuple[str, ...]
+) -> None:
+    assert place(mesh_of(tp(2), dp(2)), shape, *dims).cut_by == cut
+    assert place(mesh_of(tp(1), dp(2)), shape, *dims).cut_by == ()
 
 
 # Placements as a property: whatever the shape, all ranks together hold the logical tensor.

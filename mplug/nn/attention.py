@@ -44,9 +44,9 @@ def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 
     x [B, S, H, K], positions [1 or B, S] -> [B, S, H, K].
     """
-    half = x.shape[-1] // 2
-    frequencies = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angles = positions[..., None].to(torch.float32) * frequencies  # [B, S, K/2]
+    half, wide = x.shape[-1] // 2, torch.promote_types(x.dtype, torch.float32)
+    frequencies = theta ** (-torch.arange(half, device=x.device, dtype=wide) / half)
+    angles = positions[..., None].to(wide) * frequencies  # [B, S, K/2]
     cos, sin = angles.cos()[:, :, None].to(x.dtype), angles.sin()[:, :, None].to(x.dtype)
     first, second = x[..., :half], x[..., half:]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -12,10 +13,11 @@ IGNORED = -100
 def cross_entropy(hidden: Tensor, project: Callable[[Tensor], Tensor], labels: Tensor) -> tuple[Tensor, Tensor]:
     """The default of the slot `Loss.cross_entropy`.
 
-    hidden [B, S, D], `project` to logits [B, S, V] (a `Linear`), labels [B, S] -> (sum of the losses in nats, fp32;
-    number of targets, int64). A supplier may project in chunks, so that the logits never exist at once.
+    hidden [B, S, D], `project` to logits [B, S, V] (a `Linear`), labels [B, S] -> (sum of the losses in nats, at least
+    fp32; number of targets, int64). A supplier may project in chunks, so that the logits never exist at once.
     """
-    logits = project(hidden).float()
+    logits = project(hidden)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum")
     return loss, (labels != IGNORED).sum()
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 _LATE = {
     "CommandSuite": "commands",
     "DataSuite": "data",
+    "DenseStep": "optimizers",
     "ExtensionSuite": "extensions",
     "Fault": "suite",
     "KernelSuite": "kernels",

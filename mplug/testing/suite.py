@@ -15,6 +15,7 @@ need neither pytest nor processes: `mplug plugins check` runs them too.
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
 from unittest import SkipTest
 
@@ -34,6 +35,17 @@ def require(condition: object, message: str) -> None:
     """Raise Fault unless the condition holds."""
     if not condition:
         raise Fault(message)
+
+
+@contextmanager
+def naming_failures(where: str) -> Iterator[None]:
+    """Whatever a plugin raises in the block is a Fault that says where."""
+    try:
+        yield
+    except (Fault, SkipTest):
+        raise
+    except Exception as error:
+        raise Fault(f"{where}: it raises {type(error).__name__}: {error}") from error
 
 
 def smoke(test: F) -> F:

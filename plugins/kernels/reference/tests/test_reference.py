@@ -1,4 +1,4 @@
-"""The reference kernel: the compositions of `mplug.nn`, computed in fp32 whatever comes in."""
+"""The reference kernel: the compositions of `mplug.nn`, computed in fp32 whatever comes in, and rounded once."""
 
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mplug import Offer, Site
+from mplug.testing import KernelSuite
 
 B, S, H, K, D, V = 2, 6, 2, 8, 16, 11
 SLOTS = [
@@ -130,11 +131,5 @@ def test_the_loss_is_an_fp32_sum_whatever_the_hidden_states_are(dtype: torch.dty
     torch.testing.assert_close(loss.detach().double(), exact, rtol=1e-3, atol=0)
 
 
-def test_dropout_is_by_the_samples_keys() -> None:
-    q, k, v = (drawn(4, S, H, K, seed=seed) for seed in range(3))
-    keys = torch.tensor([3, 1, 4, 1])
-    one = call("Attention.core", q, k, v, scale=0.3, dropout=0.5, keys=keys)
-    torch.manual_seed(7)
-    other = call("Attention.core", q.flip(0), k.flip(0), v.flip(0), scale=0.3, dropout=0.5, keys=keys.flip(0))
-    torch.testing.assert_close(other.flip(0), one)
-    assert not torch.equal(one, call("Attention.core", q, k, v, scale=0.3))
+class TestReference(KernelSuite):
+    plugin = "reference"

@@ -8,6 +8,7 @@ from mplug_adamw import AdamW
 from torch import Tensor
 
 from mplug import Init, Mesh, Optimizer, Parameter, Piece, Placement, StepScalars
+from mplug.testing import DenseStep, OptimizerSuite
 
 SHAPES = {"matrix": (5, 3), "vector": (4,), "decayed_vector": (3,), "free_matrix": (2, 2)}
 DECAY = {"decayed_vector": True, "free_matrix": False}
@@ -91,15 +92,6 @@ def test_weights_and_moments_are_those_of_the_paper_while_rate_decay_and_scale_c
             torch.testing.assert_close(state["exp_avg_sq"].double(), right.moments[1], rtol=1e-5, atol=1e-9)
 
 
-def test_decay_applies_to_those_parameters_only_whose_plan_says_so() -> None:
-    mine = pieces()
-    before = {piece.name: piece.master.clone() for piece in mine}
-    optimizer(mine).step(scalars(0.1, 0.5))  # all gradients are zero, so nothing else moves a weight
-    for piece in mine:
-        factor = 0.95 if piece.name in ("matrix", "decayed_vector") else 1.0
-        torch.testing.assert_close(piece.master, before[piece.name] * factor, rtol=1e-6, atol=0)
-
-
 def test_it_works_where_no_parameter_decays_or_all_do() -> None:
     for names in (("matrix", "decayed_vector"), ("vector", "free_matrix")):
         mine = [piece for piece in pieces() if piece.name in names]
@@ -110,93 +102,12 @@ def test_it_works_where_no_parameter_decays_or_all_do() -> None:
         assert all(not torch.equal(piece.master, old) for piece, old in zip(mine, before, strict=True))
 
 
-@pytest.mark.parametrize("broken", [1.0, float("nan"), float("inf")])
-def test_a_step_that_is_skipped_changes_nothing_at_all(broken: float) -> None:
-    mine = pieces()
-    adamw = optimizer(mine)
-    for piece in mine:
-        piece.gradient.copy_(drawn(*piece.gradient.shape, seed=3))
-    adamw.step(scalars(0.1))
-    for piece in mine:
-        piece.gradient.fill_(broken)
-    before = {p.name: [t.clone() for t in (p.master, p.gradient, *adamw.state(p).values())] for p in mine}
-    adamw.step(scalars(0.1, scale=broken, skip=True))
-    for piece in mine:
-        after = (piece.master, piece.gradient, *adamw.state(piece).values())
-        for now, then in zip(after, before[piece.name], strict=True):
-            torch.testing.assert_close(now, then, rtol=0, atol=0, equal_nan=True)
+class TestAdamW(OptimizerSuite):
+    plugin = "adamw"
+    keeps_gradients = False
 
-
-def test_a_step_after_a_skipped_one_is_as_if_that_had_not_been() -> None:
-    results = []
-    for skips in (0, 3):
-        mine = pieces()
-        adamw = optimizer(mine)
-        for step in range(2):
-            for piece in mine:
-                piece.gradient.fill_(float("nan"))
-            for _ in range(skips):
-                adamw.step(scalars(0.1, skip=True))
-            for piece in mine:
-                piece.gradient.copy_(drawn(*piece.gradient.shape, seed=step))
-            adamw.step(scalars(0.1))
-        results.append([piece.master for piece in mine])
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
-
-
-def test_masters_are_updated_in_place() -> None:
-    mine = pieces()
-    addresses = [piece.master.data_ptr() for piece in mine]
-    adamw = optimizer(mine)
-    adamw.step(scalars(0.1))
-    assert [piece.master.data_ptr() for piece in mine] == addresses
-    assert not any(piece.master.requires_grad for piece in mine)
-
-
-def test_gradients_are_read_where_they_are_at_every_step() -> None:
-    mine = pieces()
-    adamw = optimizer(mine)
-    adamw.step(scalars(0.1, 0.0))
-    before = mine[0].master.clone()
-    mine[0].gradient.fill_(1.0)
-    adamw.step(scalars(0.1, 0.0))
-    assert not torch.equal(mine[0].master, before)
-
-
-def test_the_state_is_live_and_of_the_pieces_shape_or_scalar() -> None:
-    mine = pieces()
-    adamw = optimizer(mine)
-    held = {piece.name: adamw.state(piece) for piece in mine}
-    for piece in mine:
-        piece.gradient.fill_(1.0)
-        assert {tuple(tensor.shape) for tensor in held[piece.name].values()} == {(), tuple(piece.master.shape)}
-        assert not any(tensor.requires_grad for tensor in held[piece.name].values())
-    adamw.step(scalars(0.1))
-    for state in held.values():
-        assert float(state["step"]) == 1
-        assert float(state["exp_avg"].flatten()[0]) == pytest.approx(0.1)
-
-
-def test_copying_into_the_state_continues_another_optimizer_bitwise() -> None:
-    def step(of: list[Piece], adamw: Optimizer, number: int) -> None:
-        for piece in of:
-            piece.gradient.copy_(drawn(*piece.gradient.shape, seed=number))
-        adamw.step(scalars(0.05 / number))
-
-    one, other = pieces(), pieces()
-    first = optimizer(one)
-    step(one, first, 1)
-    step(one, first, 2)
-    second = optimizer(other)
-    for mine, theirs in zip(other, one, strict=True):
-        mine.master.copy_(theirs.master)
-        for name, tensor in second.state(mine).items():
-            tensor.copy_(first.state(theirs)[name])
-    step(one, first, 3)
-    step(other, second, 3)
-    for mine, theirs in zip(other, one, strict=True):
-        assert torch.equal(mine.master, theirs.master)
-
-
-def test_it_needs_elements_only() -> None:
-    assert optimizer(pieces()).needs == "elements"
+    def reference(self, weight: Tensor, steps: list[DenseStep], parameter: Parameter, config: AdamW.Config) -> Tensor:
+        paper = Paper(weight, True, config.beta1, config.beta2, config.eps)
+        for gradient, lr, decay in steps:
+            paper.update(gradient, lr, decay)
+        return paper.weight

@@ -39,7 +39,7 @@ class FusedAdamW:
             }
 
     def step(self, scalars: StepScalars) -> None:
-        """Update every piece's master once."""
+        """Update every piece's master once; torch scales gradients in place."""
         decayed, plain = self._torch.param_groups
         decayed["lr"] = plain["lr"] = scalars.lr
         decayed["weight_decay"] = scalars.weight_decay

@@ -1,0 +1,171 @@
+"""Pieces made by hand, so that an optimizer can be watched update by update.
+
+They have every shape that a model's parameters have (matrices, a fused one, a look-up table, experts, vectors, a
+scalar), with weight decay where it is usual and where it is not.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from mplug.contracts import Optimizer, Piece, StepScalars
+from mplug.mesh import Axis, Mesh
+from mplug.nn.random import key_of
+from mplug.plan import Init, Parameter, Placement, Segment
+from mplug.run import Run
+from mplug.testing.suite import naming_failures
+
+INIT = Init("constant")
+HEADS, KV_HEADS = Segment("heads", 4, 4), Segment("kv_heads", 2, 4, uneven="copy")
+VOCAB = Segment("vocab", 11, uneven="pad")
+PARAMETERS = {
+    "matrix": (Parameter(("mlp", "embed"), INIT), (20, 12)),
+    "wide matrix": (Parameter(("embed", "mlp"), INIT), (12, 20)),
+    "fused matrices": (Parameter(((HEADS, KV_HEADS, KV_HEADS), "embed"), INIT), (32, 12)),
+    "matrix that does not decay": (Parameter(("mlp", "embed"), INIT, decay=False), (8, 12)),
+    "table": (Parameter((VOCAB, "embed"), INIT), (11, 12)),
+    "experts": (Parameter(("expert", "mlp", "embed"), INIT), (3, 8, 12)),
+    "vector": (Parameter(("embed",), INIT), (12,)),
+    "vector that decays": (Parameter(("embed",), INIT, decay=True), (12,)),
+    "scalar": (Parameter((), INIT), ()),
+}
+Where = tuple[Any, ...]
+Tensors = Mapping[str, Tensor]
+Gradient = Callable[[Piece, int], Tensor]
+"""(piece, number of a step) -> the piece's gradient in that step."""
+
+
+def drawn(shape: tuple[int, ...], device: torch.device | str, *words: str | int) -> Tensor:
+    """Normal numbers that depend on what they are for."""
+    generator = torch.Generator().manual_seed(abs(key_of(*words)))
+    return torch.randn(shape, generator=generator).to(device)
+
+
+def make_pieces(device: str) -> list[Piece]:
+    """A piece of every shape, whole, that is its own weight."""
+    mesh, pieces = Mesh.of([], 1), []
+    for name, (parameter, shape) in PARAMETERS.items():
+        master, placement = drawn(shape, device, name), Placement(name, parameter, shape, mesh, (0,))
+        pieces.append(Piece(name, master, torch.zeros_like(master), None, parameter, placement))
+    return pieces
+
+
+def padding(device: str) -> tuple[Piece, int]:
+    """The piece of a rank that holds nothing but padding: the last of four that share five rows; and that rank."""
+    mesh = Mesh.of([Axis("rows", 4, splits=("vocab",))], 4)
+    parameter = Parameter((Segment("vocab", 5, uneven="pad"), "embed"), INIT)
+    placement = Placement("padding", parameter, (5, 12), mesh, (0, 1, 2, 3))
+    master = torch.zeros(placement.local_shape(3), device=device)
+    return Piece("padding", master, torch.zeros_like(master), None, parameter, placement), 3
+
+
+def halves(piece: Piece) -> list[Piece]:
+    """The halves of a piece's elements, flat pieces whose tensors are views of the whole one's; a scalar has one."""
+    middle = piece.master.numel() // 2
+    return [
+        replace(piece, name=f"{piece.name} from {start}", master=master, gradient=gradient)
+        for start, master, gradient in (
+            (0, piece.master.flatten()[:middle], piece.gradient.flatten()[:middle]),
+            (middle, piece.master.flatten()[middle:], piece.gradient.flatten()[middle:]),
+        )
+        if master.numel()
+    ]
+
+
+def matrices(piece: Piece) -> Iterator[tuple[str, Where]]:
+    """(name, where it is) of every matrix of a whole piece: of each segment, and of each expert."""
+    for box in piece.placement.boxes(0):
+        where = tuple(slice(start, start + length) for start, length in zip(box.offset, box.shape, strict=True))
+        if len(box.shape) == 3:
+            yield from ((f"'{piece.name}', number {n},", (n, *where[1:])) for n in range(box.shape[0]))
+        elif box.shape == piece.placement.shape:
+            yield f"'{piece.name}'", where
+        else:
+            yield f"'{piece.name}', the matrix that begins at {box.start},", where
+
+
+def gradient_of(piece: Piece, number: int) -> Tensor:
+    """Another gradient in every step."""
+    return drawn(tuple(piece.gradient.shape), piece.gradient.device, piece.name, number)
+
+
+def times(factor: float) -> Gradient:
+    """The gradients multiplied by a number."""
+    return lambda piece, number: gradient_of(piece, number) * factor
+
+
+class Bench:
+    """An optimizer of pieces made by hand; `what` they are goes into the Fault of an optimizer that fails on them."""
+
+    def __init__(self, run: Run, pieces: list[Piece], what: str = "pieces") -> None:
+        self.run, self.pieces, self.what = run, pieces, what
+        with naming_failures(f"building it of {what}"):
+            self.optimizer: Optimizer = run.hooks.call.build_optimizer(run=run, pieces=pieces)
+
+    def scalars(
+        self, lr: float = 1e-2, weight_decay: float = 0.1, scale: float = 1.0, skip: float = 0.0
+    ) -> StepScalars:
+        """A step's scalars, on the device."""
+        device = self.run.device
+        tensors = (torch.tensor(value, device=device) for value in (lr, scale, skip))
+        return StepScalars(next(tensors), next(tensors), next(tensors), weight_decay)
+
+    def step(self, number: int, gradient: Gradient = gradient_of, **scalars: float) -> None:
+        """Make an update by the gradients of a step, which depend on its number alone."""
+        for piece in self.pieces:
+            piece.gradient.copy_(gradient(piece, number))
+        with naming_failures(f"a step of {self.what}"):
+            self.optimizer.step(self.scalars(**scalars))
+
+    def states(self) -> Iterator[tuple[Piece, str, Tensor]]:
+        """(piece, name, tensor) of everything in the optimizer's state."""
+        for piece in self.pieces:
+            for name, tensor in self.optimizer.state(piece).items():
+                yield piece, name, tensor
+
+    def masters(self) -> dict[str, Tensor]:
+        """Copies of the weights."""
+        return {f"the weight '{piece.name}'": piece.master.clone() for piece in self.pieces}
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Copies of weights and state."""
+        states = {f"the state '{name}' of '{piece.name}'": tensor.clone() for piece, name, tensor in self.states()}
+        return {**self.masters(), **states}
+
+
+def other_bits(one: Tensors, other: Tensors) -> str:
+    """The name of the first tensor whose bits differ; the empty string where none's do."""
+    return next((name for name, tensor in one.items() if not torch.equal(tensor, other[name])), "")
+
+
+def apart(one: Tensors, other: Tensors, tolerance: float) -> str:
+    """The name of the first tensor that differs by more than `tolerance` of its largest number."""
+    for name, tensor in one.items():
+        if not float((tensor - other[name]).abs().max()) <= tolerance * float(tensor.abs().max()):
+            return name
+    return ""
+
+
+READING = {
+    *("item", "tolist", "numpy", "cpu", "nonzero", "masked_select", "equal", "is_nonzero", "allclose"),
+    *("__bool__", "__float__", "__int__", "__index__", "__contains__", "__array__"),
+}
+
+
+class HostReads(Exception):
+    """A tensor's value was read on the host, by the function that the message names."""
+
+
+class NoReading(TorchFunctionMode):
+    """While it is active, reading a tensor's value on the host raises HostReads: on a GPU that waits for the device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called for every function of torch."""
+        name = getattr(func, "__name__", "")
+        if name in READING:
+            raise HostReads(name)
+        return func(*args, **(kwargs or {}))

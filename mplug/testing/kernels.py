@@ -1,0 +1,285 @@
+"""The suite of kernels.
+
+A kernel's author subclasses it in a test module:
+
+    from mplug.testing import KernelSuite
+
+    class TestRingo(KernelSuite):
+        plugin = "ringo"
+        settings = {"kernels.ringo.block": 16}
+
+The cases are in `kernel_cases.py`, and what is checked in each of them is in `trials.py`.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+from unittest import SkipTest
+
+from mplug.errors import UsageError, listed
+from mplug.slots import Filled, Offer, Site
+from mplug.testing.harness import difference, tiny_run, train_steps
+from mplug.testing.suite import Fault, PluginSuite, naming_failures, require, smoke
+
+if TYPE_CHECKING:
+    from mplug.run import Run
+    from mplug.testing.kernel_cases import Case
+    from mplug.testing.trials import Trial
+
+UNKNOWN = "a capability that nobody has heard of"
+RUN_TOLERANCE = 1e-4
+"""How far, relative, the losses and gradients of a tiny run may be from those in plain torch."""
+
+
+class KernelSuite(PluginSuite):
+    """Every slot that a kernel supplies, over a grid of cases, against the composition of `mplug.nn` in fp64.
+
+    `dtypes` are the values of `trainer.precision` that it is tried in; `settings` may name a device. An error may be
+    `error_factor` times that of plain torch in the same type. `deterministic` and `compiles` say whether the same call
+    gives the same bits, and whether it traces into one graph; False skips those tests. `capabilities` are what wraps
+    may ask for: where `supports` grants one, override `check_capability`.
+    """
+
+    kind = "kernels"
+    dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16")
+    error_factor: ClassVar[float] = 4.0
+    deterministic: ClassVar[bool] = True
+    compiles: ClassVar[bool] = True
+    capabilities: ClassVar[tuple[str, ...]] = ("log-sum-exp",)
+
+    @classmethod
+    def naming(cls) -> dict[str, Any]:
+        """It fills every slot that it can."""
+        return {"kernels.default": cls.plugin}
+
+    @classmethod
+    def section(cls) -> tuple[str, ...]:
+        """Its section lies in 'kernels'."""
+        return ("kernels", cls.plugin.rpartition("/")[2])
+
+    def pytest_generate_tests(self, metafunc: Any) -> None:
+        """A test that takes a type runs once in each."""
+        if "dtype" in metafunc.fixturenames:
+            metafunc.parametrize("dtype", self.dtypes)
+
+    def check_capability(self, need: str, site: Site, offer: Offer) -> None:
+        """Raise Fault unless the offer has a capability that it grants to a site: the author's to write."""
+        raise Fault(
+            f"its supports says True to a site that needs '{need}', and nothing shows that it has that; "
+            f"let it say otherwise, or override check_capability"
+        )
+
+    # What it offers.
+
+    @smoke
+    def test_it_offers_suppliers_of_slots(self) -> None:
+        """At least one, for slots that exist."""
+        _, offers = self._offered()
+        require(any(offer.suppliers for offer in offers), f"'{self.plugin}' offers no supplier of any slot")
+
+    @smoke
+    def test_supports_is_a_pure_function_with_three_answers(self) -> None:
+        """True, False, or the reason why not; the same when asked again, and nothing is changed by asking."""
+        run, offers = self._offered()
+        for offer, case, site in self._sites(offers):
+            before = dict(vars(case.module))
+            first, again = (_answer(offer, site, run) for _ in range(2))
+            require(first == again, f"supports is not pure: of {_named(case, site)} it says {first!r}, then {again!r}")
+            after = vars(case.module)
+            changed = [name for name in before.keys() | after.keys() if before.get(name) is not after.get(name)]
+            require(not changed, f"supports is not pure: it changes {listed(sorted(changed))} of the site's module")
+            varies = offer.varies(site, run)
+            require(isinstance(varies, str), f"varies says {varies!r} of {_named(case, site)}; it must say what, or ''")
+
+    @smoke
+    def test_it_refuses_needs_that_it_does_not_know(self) -> None:
+        """A wrap that needs what nobody has must not get a supplier that ignores it."""
+        run, offers = self._offered()
+        for offer, case, site in self._sites(offers):
+            wanting = replace(site, needs=frozenset({UNKNOWN}))
+            require(
+                _answer(offer, wanting, run) is not True,
+                f"supports says True to {_named(case, site)} with an unknown need, '{UNKNOWN}'; "
+                f"refuse every need in site.needs that you do not offer",
+            )
+
+    @smoke
+    def test_its_suppliers_own_no_parameter_and_no_module(self) -> None:
+        """What they compute with is given to them: it is placed, and saved, with the site."""
+        from mplug.testing.trials import owned_by
+
+        for offer in self._offered()[1]:
+            for slot, supplier in offer.suppliers.items():
+                owned = owned_by(supplier)
+                require(not owned, f"the supplier of {slot} owns {owned}; take it from the arguments")
+
+    def test_all_sites_of_a_role_share_one_callable(self) -> None:
+        """A callable a site would be compiled once a block."""
+        shared: dict[tuple[str, str], set[int]] = {}
+        for filled in self._filled():
+            supplier = getattr(filled.site.module, filled.site.slot.rpartition(".")[2])
+            shared.setdefault((filled.site.role, filled.site.slot), set()).add(id(supplier))
+        for (role, slot), suppliers in shared.items():
+            require(
+                len(suppliers) == 1,
+                f"the sites '{role}' have {len(suppliers)} callables in {slot}; share one among all sites of a role",
+            )
+
+    # What its suppliers give.
+
+    def test_values_and_gradients_are_those_of_plain_torch(self, dtype: str) -> None:
+        """On every case that it supports; shapes and types too."""
+        self._try(dtype, lambda trial: trial.values_fault(self.error_factor))
+
+    def test_tensors_that_are_not_contiguous_give_the_same(self, dtype: str) -> None:
+        """Activations are often parts of wider tensors, and gradients have any strides."""
+        how = ", with tensors that are not contiguous"
+        self._try(dtype, lambda trial: trial.strided_fault(self.error_factor), how=how)
+
+    def test_inputs_are_left_as_they_were(self, dtype: str) -> None:
+        """Nothing is written in place, the gradient sink apart: somebody else still reads it."""
+        self._try(dtype, lambda trial: trial.in_place_fault())
+
+    def test_the_same_call_gives_the_same_bits(self, dtype: str) -> None:
+        """Forward and backward."""
+        if not self.deterministic:
+            raise SkipTest(f"'{self.plugin}' says that it is not deterministic")
+        self._try(dtype, lambda trial: trial.repeated_fault())
+
+    def test_attention_is_causal(self, dtype: str) -> None:
+        """No query sees a later key, forward or backward: exactly."""
+        self._try(dtype, lambda trial: trial.acausal_fault(), only="Attention.core")
+
+    def test_a_dropout_of_its_own_drops_as_often_as_asked(self) -> None:
+        """Where `varies` says that attention's mask is not by the samples' keys, it must be right on average."""
+        from mplug.testing.trials import own_dropout_fault
+
+        run, offers = self._offered()
+        own = [
+            (offer, site)
+            for offer, case, site in self._sites(offers)
+            if case.dropout and _answer(offer, site, run) is True and offer.varies(site, run)
+        ]
+        if not own:
+            raise SkipTest(f"'{self.plugin}' has no dropout mask of its own")
+        for offer, site in own:
+            found = own_dropout_fault(offer.suppliers[site.slot], site.module.dropout, run.device)
+            require(not found, f"{site.slot}: {found}")
+
+    def test_it_traces_into_one_graph(self) -> None:
+        """Forward and backward, the first case of each slot."""
+        if not self.compiles:
+            raise SkipTest(f"'{self.plugin}' says that it does not compile")
+        tried = set()
+        for trial in self._trials(self.dtypes[0]):
+            if trial.case.slots not in tried:
+                tried.add(trial.case.slots)
+                found = trial.compiled_fault(self.error_factor)
+                require(not found, found)
+
+    def test_it_has_the_capabilities_that_it_grants(self) -> None:
+        """Those that `supports` says True to."""
+        run, offers = self._offered()
+        for offer, _, site in self._sites(offers):
+            for need in self.capabilities:
+                wanting = replace(site, needs=frozenset({need}))
+                if _answer(offer, wanting, run) is True:
+                    self.check_capability(need, wanting, offer)
+
+    def test_a_run_that_names_it_uses_it_and_is_the_run_in_plain_torch(self) -> None:
+        """A tiny training: losses, gradients and norms of every step."""
+        self._filled()
+        plain = train_steps(self.tiny(kernels__default=None))
+        found = difference([train_steps(self.tiny())], plain, RUN_TOLERANCE)
+        require(not found, f"in a tiny run with '{self.plugin}' instead of plain torch, {found.partition(';')[0]}")
+
+    # What the tests share.
+
+    def _offered(self, dtype: str | None = None) -> "tuple[Run, list[Offer]]":
+        """The tiny run in a type, and what the kernel offers it."""
+        import torch
+
+        from mplug.build import choose_device, collect_offers
+
+        run = tiny_run(self.tiny(trainer__precision=dtype or self.dtypes[0]))
+        try:
+            run.device = choose_device(run.config)
+        except UsageError as error:
+            raise SkipTest(str(error)) from None
+        with torch.device("meta"):
+            model = run.hooks.call.build_model(run=run)
+        model.place(run.mesh, None)
+        with naming_failures("its hook 'offer'"):
+            offers = collect_offers(run, model)
+        return run, [one for one in offers if isinstance(one, Offer) and one.plugin == self.entry().label]
+
+    def _sites(self, offers: list[Offer]) -> "Iterator[tuple[Offer, Case, Site]]":
+        """Every case of every slot that is offered."""
+        from mplug.testing.kernel_cases import cases
+
+        for case in cases():
+            for offer in offers:
+                for slot in case.slots:
+                    if slot in offer.suppliers:
+                        yield offer, case, Site("blocks.*.part", slot, case.module, "blocks.0.part")
+
+    def _trials(self, dtype: str, only: str | None = None) -> "list[Trial]":
+        """What it says that it can do; a slot of which nothing is left is a Fault."""
+        from mplug.build import DTYPES
+        from mplug.testing.trials import Trial
+
+        run, offers = self._offered(dtype)
+        trials: list[Trial] = []
+        refusals: dict[str, dict[str, None]] = {}
+        served = set()
+        for offer, case, site in self._sites(offers):
+            if only not in (None, site.slot):
+                continue
+            answer = _answer(offer, site, run)
+            if answer is not True:
+                refusals.setdefault(site.slot, {})[str(answer or "False")] = None
+            elif case.dropout == 0 or not offer.varies(site, run):
+                served.add(site.slot)
+                suppliers, where = {**case.plain, **offer.suppliers}, f"{_named(case, site)}, {dtype}"
+                trials.append(Trial(case, suppliers, DTYPES[dtype], run.device, where))
+        for slot, reasons in refusals.items():
+            said = listed(reasons)
+            require(slot in served, f"nothing is left to check: of every case of {slot} its supports says {said}")
+        if not trials:
+            raise SkipTest(f"'{self.plugin}' does not supply {only or 'anything'}")
+        return trials
+
+    def _try(self, dtype: str, check: "Callable[[Trial], str]", only: str | None = None, how: str = "") -> None:
+        """Make a check in all trials."""
+        for trial in self._trials(dtype, only):
+            trial = replace(trial, where=f"{trial.where}{how}")
+            with naming_failures(trial.where):
+                found = check(trial)
+            require(not found, found)
+
+    def _filled(self) -> list[Filled]:
+        """What it fills in the tiny run's model, as 'mplug explain' shows it."""
+        from mplug.build import build_model
+
+        label = self.entry().label
+        try:
+            slots = build_model(tiny_run(self.tiny())).slots
+        except UsageError as error:
+            raise Fault(f"a tiny run that names it is refused: {error}") from None
+        filled = [one for one in slots if one.supplier == label]
+        suppliers = listed(sorted({one.supplier for one in slots}))
+        require(filled, f"'{label}' fills no slot of a run that names it; they are filled by {suppliers}")
+        return filled
+
+
+def _answer(offer: Offer, site: Site, run: "Run") -> bool | str:
+    """What `supports` says, which must be True, False or a reason."""
+    with naming_failures(f"supports, asked for a site of {site.slot}"):
+        answer = offer.supports(site, run)
+    sound = answer is True or answer is False or (isinstance(answer, str) and answer.strip())
+    require(sound, f"supports says {answer!r} of a site of {site.slot}; it must say True, False, or the reason why not")
+    return answer
+
+
+def _named(case: "Case", site: Site) -> str:
+    return f"{site.slot} with {case.name}"

@@ -1,0 +1,252 @@
+"""A kernel's supplier tried on a case: what it gives, and how far that is from the truth.
+
+The truth is the composition of `mplug.nn` in fp64, on the same inputs. A supplier may err by a multiple of what that
+composition errs by in the type of the trial, and by one rounding of the largest number.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+from warnings import catch_warnings
+
+import torch
+from torch import Tensor, nn
+
+from mplug.testing.kernel_cases import SINK, Case, Suppliers, Tensors
+
+Outcome = Mapping[str, Tensor | None]
+"""What came out of a call: its outputs, its inputs' gradients (None: there is none) and its gradient sink, by name."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A case that a supplier says it can serve, in one type; `where` says that in words.
+
+    Each `..._fault` is what one check finds wrong, as a sentence: the empty string where nothing is.
+    """
+
+    case: Case
+    suppliers: Suppliers
+    dtype: torch.dtype
+    device: str
+    where: str
+
+    def values_fault(self, factor: float) -> str:
+        """Outputs and gradients: shapes, types, and errors of at most `factor` times plain torch's."""
+        return self._off(self._given(copied), factor)
+
+    def strided_fault(self, factor: float) -> str:
+        """The same, where neither inputs nor upstream gradients are contiguous."""
+        return self._off(self._given(strided), factor)
+
+    def in_place_fault(self) -> str:
+        """An input that is changed."""
+        leaves = self.leaves()
+        given = copied(leaves)
+        outcome(self.case.bind(self.suppliers, given)(), leaves, given)
+        changed = [name for name, x in given.items() if name != SINK and not torch.equal(x, leaves[name])]
+        return f"{self.where}: it changes its input '{changed[0]}' in place" if changed else ""
+
+    def repeated_fault(self) -> str:
+        """Bits that differ when the call is made again."""
+        one, other = self._given(copied), self._given(copied)
+        changed = [name for name, x in one.items() if not _same_bits(x, other[name])]
+        return (
+            f"{self.where}: {changed[0]} has other bits at the second call; it is not deterministic" if changed else ""
+        )
+
+    def compiled_fault(self, factor: float) -> str:
+        """A call that does not trace into one graph, forward and backward, or gives something else then."""
+        torch.compiler.reset()
+        compiled = partial(torch.compile, backend="aot_eager", fullgraph=True)
+        try:
+            with catch_warnings(action="ignore"):  # those of torch's tracer are not the supplier's
+                return self._off(self._given(dict, compiled), factor, ", compiled")
+        except Exception as error:
+            reason = str(error).strip().partition("\n")[0]
+            return f"{self.where}: it does not trace into one graph: {reason}"
+        finally:
+            torch.compiler.reset()
+
+    def acausal_fault(self) -> str:
+        """A query that sees a later key, forward or backward, be it ever so little."""
+        leaves = self.leaves()
+        length = leaves["q"].shape[1]
+        for seen in range(1, length, max(1, length // 8)):
+            whole = self._core(leaves)
+            later = {n: torch.cat((x[:, :seen], x[:, seen:] + 1), dim=1) if n in "kv" else x for n, x in leaves.items()}
+            if not torch.equal(whole[:, :seen], self._core(later)[:, :seen]):
+                return f"{self.where}: it is not causal: outputs before position {seen} depend on later keys or values"
+            gradients = torch.autograd.grad(whole[:, :seen].sum(), (leaves["k"], leaves["v"]))
+            for name, gradient in zip("kv", gradients, strict=True):
+                if gradient[:, seen:].any():
+                    return f"{self.where}: backward is not causal: outputs before {seen} give later {name} a gradient"
+        return ""
+
+    def _core(self, leaves: Tensors) -> Tensor:
+        return self.case.bind(self.suppliers, leaves)()["output"]
+
+    def leaves(self) -> dict[str, Tensor]:
+        """The inputs, rounded to the type of the trial; floating ones want a gradient, except for the sink."""
+        sink = torch.promote_types(self.dtype, torch.float32)
+        return {
+            name: x.to(self.device, sink if name == SINK else self.dtype).requires_grad_(name != SINK)
+            if x.is_floating_point()
+            else x.to(self.device)
+            for name, x in self.case.inputs.items()
+        }
+
+    def _given(
+        self, arranged: Callable[[Tensors], dict[str, Tensor]], compiled: Callable[[Any], Any] = lambda call: call
+    ) -> Outcome:
+        leaves = self.leaves()
+        given = arranged(leaves)
+        call = compiled(self.case.bind(self.suppliers, given))
+        return outcome(call(), leaves, given, arranged)
+
+    def _off(self, ours: Outcome, factor: float, how: str = "") -> str:
+        plain = replace(self, suppliers=self.case.plain)
+        usual, exact = plain._given(copied), plain._exact()
+        for name in exact:
+            found = _fault_of(ours.get(name), usual[name], exact[name], factor)
+            if found:
+                return f"{self.where}{how}: {name} {found}"
+        return ""
+
+    def _exact(self) -> Outcome:
+        leaves = {
+            name: x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x
+            for name, x in self.leaves().items()
+        }
+        given = copied(leaves)
+        return outcome(self.case.bind(self.suppliers, given)(), leaves, given)
+
+
+def copied(tensors: Tensors) -> dict[str, Tensor]:
+    """Copies that are no leaves, as activations are not: whoever writes to them is not stopped."""
+    return {name: x.clone() for name, x in tensors.items()}
+
+
+def strided(tensors: Tensors) -> dict[str, Tensor]:
+    """Copies that are parts of wider tensors, as are those that a projection is split into."""
+    return {
+        name: torch.cat((x, x), dim=-1)[..., : x.shape[-1]] if x.dim() else x.clone() for name, x in tensors.items()
+    }
+
+
+def outcome(
+    outputs: Tensors,
+    leaves: Tensors,
+    given: Tensors,
+    arranged: Callable[[Tensors], dict[str, Tensor]] = copied,
+) -> Outcome:
+    """Outputs, and what backward makes of upstream gradients that are the same in every type."""
+    found: dict[str, Tensor | None] = {f"the {name}": y.detach() for name, y in outputs.items()}
+    roots = {name: y for name, y in outputs.items() if y.requires_grad}
+    wanted = {name: x for name, x in leaves.items() if x.requires_grad}
+    gradients: tuple[Tensor | None, ...] = (None,) * len(wanted)
+    if roots:
+        upstream = arranged({name: _drawn_like(y) for name, y in roots.items()})
+        gradients = torch.autograd.grad(
+            list(roots.values()), list(wanted.values()), list(upstream.values()), allow_unused=True
+        )
+    found |= {f"the gradient of {name}": gradient for name, gradient in zip(wanted, gradients, strict=True)}
+    return {**found, "the gradient sink": given[SINK]} if SINK in given else found
+
+
+def _drawn_like(y: Tensor) -> Tensor:
+    """Numbers that bf16 holds exactly."""
+    drawn = torch.randn(y.shape, generator=torch.Generator().manual_seed(y.numel()))
+    return drawn.to(torch.bfloat16).to(y.device, y.dtype)
+
+
+def _fault_of(ours: Tensor | None, plain: Tensor | None, exact: Tensor | None, factor: float) -> str:
+    if plain is None or exact is None:
+        return "" if ours is None else "comes back although the gradient sink has it: it would count twice"
+    if ours is None:
+        return "is missing"
+    if ours.shape != plain.shape:
+        return f"has shape {tuple(ours.shape)} instead of {tuple(plain.shape)}"
+    if ours.dtype != plain.dtype:
+        return f"is {ours.dtype} instead of {plain.dtype}"
+    if not ours.is_floating_point():
+        return "" if torch.equal(ours, plain) else "is wrong"
+    error, usual = _error(ours, exact), _error(plain, exact)
+    allowed = factor * usual + torch.finfo(plain.dtype).eps * float(exact.abs().max())
+    if error <= allowed:  # NaN is not
+        return ""
+    return f"is off by {error:.3g} (allowed: {allowed:.3g}; plain torch is off by {usual:.3g})"
+
+
+def _error(found: Tensor, exact: Tensor) -> float:
+    return float((found.double() - exact).abs().max())
+
+
+def _same_bits(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other is None or (one is not None and other is not None and torch.equal(one, other))
+
+
+def own_dropout_fault(core: Callable[..., Tensor], probability: float, device: str) -> str:
+    """What is wrong with attention that drops weights by a mask of its own, judged by how often it drops."""
+    b, s, h = 64, 16, 4
+    q, k = torch.randn(2, b, s, h, s, generator=torch.Generator().manual_seed(0)).to(device).unbind()
+    v = torch.eye(s, device=device)[None, :, None].expand(b, s, h, s).contiguous()  # outputs are weights [b, s, h, s]
+    keys = torch.arange(b, device=device)
+    whole = core(q, k, v, scale=s**-0.5, dropout=0.0, keys=None)
+    dropped = core(q, k, v, scale=s**-0.5, dropout=probability, keys=keys)
+    past = torch.ones(s, s, dtype=torch.bool, device=device).tril()[None, :, None].expand_as(whole)
+    ratio = (dropped / whole)[past]
+    kept = ratio.abs() > 0.5
+    if not torch.allclose(ratio[kept], torch.full_like(ratio[kept], 1 / (1 - probability)), rtol=1e-2):
+        return f"with dropout {probability}, weights that are kept are not scaled up by 1/(1 - {probability})"
+    share, spread = float(kept.double().mean()), (probability * (1 - probability) / ratio.numel()) ** 0.5
+    if abs(share - (1 - probability)) > 6 * spread:
+        return f"with dropout {probability}, it keeps {share:.1%} of the weights"
+    return ""
+
+
+def owned_by(supplier: Any) -> str:
+    """A parameter or module that a callable holds, in words; the empty string where it holds none."""
+    seen: set[int] = set()
+
+    def search(value: Any) -> Iterator[str]:
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        if isinstance(value, nn.Module):
+            yield f"a module, {type(value).__name__}"
+        elif isinstance(value, Tensor):
+            if value.requires_grad:
+                yield f"a parameter of shape {tuple(value.shape)}"
+        else:
+            for held in _held_by(value):
+                yield from search(held)
+
+    return next(search(supplier), "")
+
+
+def _held_by(value: Any) -> list[Any]:
+    """What a function, a bound method, a partial, a container or an object holds."""
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if inspect.ismethod(value):
+        return [value.__self__, value.__func__]
+    if inspect.isfunction(value):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return list(value)
+    if inspect.ismodule(value) or isinstance(value, type):
+        return []
+    return list(getattr(value, "__dict__", {}).values())
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # a name that its function has not bound yet
+        return False

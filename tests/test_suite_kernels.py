@@ -1,0 +1,394 @@
+"""The suite of kernels has teeth: a sound third-party kernel passes it, and every planted fault is caught by name."""
+
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from mplug.nn import Gemm
+from mplug.nn.attention import attention, prepare_qk
+from mplug.nn.loss import cross_entropy
+from mplug.nn.mlp import activation
+from mplug.nn.norm import norm_residual
+from mplug.slots import KIND_OF
+from mplug.testing import Fault, KernelSuite
+from mplug.testing.kernel_cases import cases
+from mplug.testing.trials import Trial, own_dropout_fault
+
+PACKAGE = Path(__file__).parent / "third_party" / "nova-ringo"
+Suite: type[KernelSuite] = runpy.run_path(str(PACKAGE / "tests" / "test_ringo.py"))["TestRingo"]
+
+
+class TestRingo(Suite):  # type: ignore[misc, valid-type]
+    """The package as it is passes the whole suite."""
+
+    @pytest.fixture(autouse=True)
+    def planted(self, plant: Callable[..., None]) -> None:
+        plant("nova-ringo")
+
+
+class Planted(NamedTuple):
+    """`old` becomes `new` in the package's source; `test`, called with `arguments`, must say `words`."""
+
+    old: str
+    new: str
+    test: str
+    arguments: tuple[str, ...]
+    words: tuple[str, ...]
+
+
+VALUES = "test_values_and_gradients_are_those_of_plain_torch"
+OFFER = """        return [Offer({"Attention.core": partial(attention, block=self.config.block)}, supports)]"""
+FAULTS = {
+    "a query sees the next key": Planted(
+        "positions[past] > positions[own, None]",
+        "positions[past] > positions[own, None] + 1",
+        "test_attention_is_causal",
+        ("fp32",),
+        ("Attention.core", "not causal", "before position 1 depend on later keys"),
+    ),
+    "backward gives later keys a gradient": Planted(
+        "weights = (_scores(q, k, own, past, ctx.scale) - log_sum_exp[..., own, None]).exp()",
+        "weights = (ctx.scale * q[..., own, :].to(wide) @ k[..., past, :].to(wide).mT"
+        " - log_sum_exp[..., own, None]).exp()",
+        "test_attention_is_causal",
+        ("fp32",),
+        ("backward is not causal", "give later k a gradient"),
+    ),
+    "its scale is its own": Planted(
+        "scores = scale * (",
+        "scores = q.shape[-1] ** -0.5 * (",
+        VALUES,
+        ("fp32",),
+        ("a scale that is not 1/sqrt(head dim)", "the output is off by"),
+    ),
+    "backward forgets the scale": Planted(
+        "grad_scores = ctx.scale * weights",
+        "grad_scores = weights",
+        VALUES,
+        ("fp32",),
+        ("the gradient of q is off by",),
+    ),
+    "query heads take the wrong KV head": Planted(
+        "q = q.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)",
+        "q = q.unflatten(2, (-1, groups)).permute(0, 3, 2, 1, 4)",
+        VALUES,
+        ("fp32",),
+        ("grouped KV heads", "the output is off by"),
+    ),
+    "query heads that share a KV head do not add up": Planted(
+        "grad.sum(2, keepdim=True)",
+        "grad[:, :, :1]",
+        VALUES,
+        ("fp32",),
+        ("grouped KV heads", "the gradient of k is off by"),
+    ),
+    "the last, shorter block of keys is left out": Planted(
+        "for first in range(start, stop, block):",
+        "for first in range(start, stop - stop % block or stop, block):",
+        VALUES,
+        ("fp32",),
+        ("an odd length",),
+    ),
+    "the running sum is not scaled down when a block has a higher score": Planted(
+        "total = shrink * total + weights.sum(-1)",
+        "total = total + weights.sum(-1)",
+        VALUES,
+        ("fp32",),
+        ("an odd length", "the output is off by"),
+    ),
+    "exponentials overflow": Planted(
+        "higher = torch.maximum(highest, scores.amax(-1))",
+        "higher = torch.zeros_like(highest)",
+        VALUES,
+        ("fp32",),
+        ("exponentials overflow", "the output is off by nan"),
+    ),
+    "the highest score starts at 0": Planted(
+        'float("-inf"), dtype=wide)',
+        "0.0, dtype=wide)",
+        VALUES,
+        ("fp32",),
+        ("exponentials vanish", "the output is off by nan"),
+    ),
+    "half precision comes back as fp32": Planted(
+        "return mixed.permute(0, 3, 1, 2, 4).flatten(2, 3)",
+        "return mixed.permute(0, 3, 1, 2, 4).flatten(2, 3).float()",
+        VALUES,
+        ("bf16",),
+        ("Attention.core", "bf16", "the output is torch.float32 instead of torch.bfloat16"),
+    ),
+    "it takes tensors for contiguous": Planted(
+        "q = q.unflatten(2, (groups, -1))",
+        "q = q.view(*q.shape[:2], -1).unflatten(2, (groups, -1, q.shape[3]))",
+        "test_tensors_that_are_not_contiguous_give_the_same",
+        ("fp32",),
+        ("Attention.core", "not contiguous", "it raises RuntimeError"),
+    ),
+    "it writes to its input": Planted(
+        "    groups = k.shape[2]\n",
+        "    groups = k.shape[2]\n    q.mul_(1.5)\n",
+        "test_inputs_are_left_as_they_were",
+        ("fp32",),
+        ("changes its input 'q' in place",),
+    ),
+    "its bits change from call to call": Planted(
+        "ctx.scale, ctx.block = scale, block",
+        "ctx.scale, ctx.block = scale, int(torch.randint(1, 6, ()))",
+        "test_the_same_call_gives_the_same_bits",
+        ("fp32",),
+        ("not deterministic",),
+    ),
+    "it claims dropout, which it ignores": Planted(
+        "if site.module.dropout > 0:",
+        "if site.module.dropout > 1:",
+        VALUES,
+        ("fp32",),
+        ("dropout by the samples' keys", "the output is off by"),
+    ),
+    "it claims a log-sum-exp that it does not return": Planted(
+        "if site.needs:",
+        'if site.needs - {"log-sum-exp"}:',
+        "test_it_has_the_capabilities_that_it_grants",
+        (),
+        ("True", "'log-sum-exp'", "nothing shows"),
+    ),
+    "it ignores what a wrap needs": Planted(
+        "if site.needs:",
+        "if site.needs and False:",
+        "test_it_refuses_needs_that_it_does_not_know",
+        (),
+        ("unknown need",),
+    ),
+    "it refuses everything": Planted(
+        "if site.module.dropout > 0:",
+        "if site.module.dropout >= 0:",
+        VALUES,
+        ("fp32",),
+        ("nothing is left to check", "it drops no attention weights"),
+    ),
+    "supports gives no reason": Planted(
+        'return f"it drops no attention weights, and this site\'s dropout is {site.module.dropout}"',
+        'return ""',
+        "test_supports_is_a_pure_function_with_three_answers",
+        (),
+        ("supports says ''", "the reason why not"),
+    ),
+    "supports raises": Planted(
+        "if site.module.dropout > 0:",
+        "if site.module.attention_dropout > 0:",
+        "test_supports_is_a_pure_function_with_three_answers",
+        (),
+        ("supports", "it raises AttributeError", "attention_dropout"),
+    ),
+    "supports changes the model": Planted(
+        "if site.needs:",
+        "site.module.scale = site.module.scale * 2\n    if site.needs:",
+        "test_supports_is_a_pure_function_with_three_answers",
+        (),
+        ("supports is not pure", "scale"),
+    ),
+    "a slot is misspelt": Planted(
+        '{"Attention.core": partial',
+        '{"Attention.cores": partial',
+        "test_it_offers_suppliers_of_slots",
+        (),
+        ("'Attention.cores' is not a slot", "did you mean 'Attention.core'"),
+    ),
+    "every site gets a callable of its own": Planted(
+        OFFER,
+        """        def own(number):
+            core = partial(attention, block=self.config.block)
+            return Offer({"Attention.core": core}, lambda site, run: f".{number}." in site.name and supports(site, run))
+
+        return [own(number) for number in range(4)]""",
+        "test_all_sites_of_a_role_share_one_callable",
+        (),
+        ("'blocks.*.attn' have 4 callables in Attention.core", "share one"),
+    ),
+    "a supplier brings a parameter along": Planted(
+        OFFER,
+        """        import torch
+
+        temperature = torch.nn.Parameter(torch.ones(()))
+
+        def core(q, k, v, **named):
+            return attention(q * temperature, k, v, **named, block=self.config.block)
+
+        return [Offer({"Attention.core": core}, supports)]""",
+        "test_its_suppliers_own_no_parameter_and_no_module",
+        (),
+        ("the supplier of Attention.core owns a parameter",),
+    ),
+    "it reads a tensor's value on the host": Planted(
+        "    groups = k.shape[2]\n",
+        "    groups = k.shape[2]\n    if q.isnan().any():\n        raise ValueError\n",
+        "test_it_traces_into_one_graph",
+        (),
+        ("Attention.core", "does not trace into one graph"),
+    ),
+    "a run that names it does not get it": Planted(
+        "if site.needs:",
+        "if site.module.out.weight.shape[0] == 32:\n        return False\n    if site.needs:",
+        "test_a_run_that_names_it_uses_it_and_is_the_run_in_plain_torch",
+        (),
+        ("fills no slot of a run that names it", "plain torch"),
+    ),
+    "it trains otherwise than plain torch": Planted(
+        "    groups = k.shape[2]\n",
+        "    groups = k.shape[2]\n    q = q * 1.01\n",
+        "test_a_run_that_names_it_uses_it_and_is_the_run_in_plain_torch",
+        (),
+        ("in a tiny run with 'ringo' instead of plain torch", "is off by"),
+    ),
+}
+
+
+@pytest.mark.parametrize("planted", FAULTS.values(), ids=FAULTS)
+def test_the_suite_catches(planted: Planted, plant: Callable[..., None]) -> None:
+    plant("nova-ringo", planted.old, planted.new)
+    with pytest.raises(Fault) as caught:
+        getattr(Suite(), planted.test)(*planted.arguments)
+    assert [word for word in planted.words if word not in str(caught.value)] == [], str(caught.value)
+
+
+# The slots that the package does not fill: a supplier tried on the cases of each.
+
+
+def first_fault(slot: str, supplier: Any, dtype: torch.dtype, check: Callable[[Trial], str]) -> str:
+    """What a check finds wrong with a supplier, in the first case in which it finds anything."""
+    for case in cases():
+        if slot in case.slots:
+            found = check(Trial(case, {**case.plain, slot: supplier}, dtype, "cpu", f"{slot} with {case.name}"))
+            if found:
+                return found
+    return ""
+
+
+def plain_of(slot: str) -> Any:
+    return next(case.plain[slot] for case in cases() if slot in case.slots)
+
+
+CHECKS: dict[str, Callable[[Trial], str]] = {
+    "values": lambda trial: trial.values_fault(1.0),
+    "strides": lambda trial: trial.strided_fault(2.0),
+    "in place": Trial.in_place_fault,
+    "repeated": Trial.repeated_fault,
+}
+
+
+@pytest.mark.parametrize("slot", KIND_OF)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_plain_torch_passes_every_check_of_every_slot(slot: str, dtype: torch.dtype) -> None:
+    assert {name: first_fault(slot, plain_of(slot), dtype, check) for name, check in CHECKS.items()} == dict.fromkeys(
+        CHECKS, ""
+    )
+
+
+@pytest.mark.parametrize("slot", ["Linear.gemm", "Embedding.lookup", "Dropout.rows"])
+def test_plain_torch_traces_into_one_graph(slot: str) -> None:
+    assert first_fault(slot, plain_of(slot), torch.float32, lambda trial: trial.compiled_fault(1.0)) == ""
+
+
+def overwriting(grad_y: Tensor, x: Tensor, main_grad: Tensor | None) -> Tensor | None:
+    grad_weight = grad_y.flatten(0, -2).T @ x.flatten(0, -2)
+    if main_grad is None:
+        return grad_weight
+    main_grad.copy_(grad_weight)
+    return None
+
+
+def returning_too(grad_y: Tensor, x: Tensor, main_grad: Tensor | None) -> Tensor | None:
+    grad_weight = grad_y.flatten(0, -2).T @ x.flatten(0, -2)
+    if main_grad is not None:
+        main_grad.add_(grad_weight)
+    return grad_weight
+
+
+def swapped_swiglu(x: Tensor, bias: Tensor | None, kind: Any) -> Tensor:
+    return activation(x.roll(x.shape[-1] // 2, -1) if kind == "swiglu" else x, bias, kind)
+
+
+def norm_of_x_alone(x: Tensor, residual: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+    return norm_residual(x, None, *rest)[0], x if residual is None else x + residual
+
+
+def mean_loss(hidden: Tensor, project: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
+    loss, count = cross_entropy(hidden, project, labels)
+    return loss / count.clamp(min=1), count
+
+
+def counting_everything(hidden: Tensor, project: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
+    return cross_entropy(hidden, project, labels)[0], torch.tensor(labels.numel())
+
+
+def without_norm(q: Tensor, k: Tensor, positions: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return prepare_qk(q, k, positions, None, None, *rest[2:])
+
+
+def positions_from_zero(q: Tensor, k: Tensor, positions: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return prepare_qk(q, k, positions - positions[:, :1], *rest)
+
+
+SLOT_FAULTS = {
+    "weight gradients overwrite the sink": ("Linear.gemm", Gemm(wgrad=overwriting), "the gradient sink is off"),
+    "weight gradients come back too": ("Linear.gemm", Gemm(wgrad=returning_too), "would count twice"),
+    "input gradients of odd widths are left out": (
+        "Linear.gemm",
+        Gemm(dgrad=lambda grad_y, weight: grad_y @ weight * (weight.shape[1] % 2 == 0)),
+        "odd widths: the gradient of x is off",
+    ),
+    "a collective without a group is no identity": ("Linear.gather", lambda x: x * 1.01, "the output is off"),
+    "a scatter cuts the gradient off": ("Linear.scatter", lambda y: y.detach(), "the gradient of x is missing"),
+    "the residual is not added": ("Norm.norm_residual", norm_of_x_alone, "with a residual: the normed sum is off"),
+    "gate and up are swapped": ("MLP.activation", swapped_swiglu, "swiglu: the output is off"),
+    "a table has no gradient": (
+        "Embedding.lookup",
+        lambda indices, weight: weight.detach()[indices],
+        "the gradient of weight is missing",
+    ),
+    "rows begin at one": ("Dropout.rows", lambda positions: positions + 1, "the numbering of rows is wrong"),
+    "the loss is a mean": ("Loss.cross_entropy", mean_loss, "the loss is off"),
+    "ignored labels count": (
+        "Loss.cross_entropy",
+        counting_everything,
+        "ignored labels: the number of targets is wrong",
+    ),
+    "there is no QK-norm": ("Attention.prepare_qk", without_norm, "with QK-norm: the prepared q is off"),
+    "positions begin at zero": (
+        "Attention.prepare_qk",
+        positions_from_zero,
+        "with positions of each sample: the prepared q is off",
+    ),
+}
+
+
+@pytest.mark.parametrize(("slot", "supplier", "words"), SLOT_FAULTS.values(), ids=SLOT_FAULTS)
+def test_the_cases_of_a_slot_catch(slot: str, supplier: Any, words: str) -> None:
+    assert words in first_fault(slot, supplier, torch.float32, lambda trial: trial.values_fault(4.0))
+
+
+@pytest.mark.parametrize(
+    ("kept", "scaled_by", "words"),
+    [
+        (0.75, 1 / 0.75, ""),
+        (0.75, 1.0, "not scaled up"),
+        (0.6, 1 / 0.75, "it keeps 59"),
+        (1.0, 1 / 0.75, "it keeps 100"),
+    ],
+)
+def test_a_dropout_of_its_own_is_judged_by_how_often_it_drops(kept: float, scaled_by: float, words: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def core(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float, keys: Tensor | None) -> Tensor:
+        weights = attention(q, k, v, scale=scale)
+        drawn = torch.rand(weights.shape, generator=generator)
+        return weights * (drawn < kept) * scaled_by if dropout else weights
+
+    found = own_dropout_fault(core, 0.25, "cpu")
+    assert words in found
+    assert bool(words) == bool(found)

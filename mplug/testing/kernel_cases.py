@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mplug.nn import MLP, Attention, Dropout, Embedding, Linear, Loss, Norm
 from mplug.nn.loss import IGNORED
-from mplug.nn.mlp import Activation
+from mplug.nn.mlp import Kind as Activation
 from mplug.nn.norm import Kind
 
 Suppliers = Mapping[str, Callable[..., Any]]

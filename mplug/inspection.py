@@ -1,6 +1,6 @@
 """Looking at a plugin in a process of its own, so that one that does not import disturbs nothing.
 
-Run as `python -m mplug.inspection KIND DISTRIBUTION/NAME`, it prints a report as JSON.
+Run as `python -m mplug.inspection show|check KIND DISTRIBUTION/NAME`, it prints a report as JSON.
 """
 
 import json
@@ -12,7 +12,7 @@ from mplug.errors import UsageError
 from mplug.registry import Entry, Registry
 
 TIMEOUT = 120
-"""Seconds that a plugin may take to import."""
+"""Seconds that a plugin may take to import and to be checked."""
 
 
 @dataclass
@@ -26,12 +26,21 @@ class Report:
 
 
 def inspect_apart(entry: Entry) -> Report:
-    """The report of a plugin, made in a subprocess."""
-    command = [sys.executable, "-m", "mplug.inspection", entry.kind, f"{entry.distribution}/{entry.name}"]
+    """What a plugin says of itself, found in a subprocess."""
+    return _apart("show", entry)
+
+
+def check_apart(entry: Entry) -> Report:
+    """The same, and what the quick part of its kind's suite finds wrong."""
+    return _apart("check", entry)
+
+
+def _apart(task: str, entry: Entry) -> Report:
+    command = [sys.executable, "-m", "mplug.inspection", task, entry.kind, f"{entry.distribution}/{entry.name}"]
     try:
         finished = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
-        return Report(fault=f"it did not import within {TIMEOUT} s")
+        return Report(fault=f"it was not done within {TIMEOUT} s")
     if finished.returncode != 0:
         return Report(fault=finished.stderr.strip() or f"its process ended with status {finished.returncode}")
     try:
@@ -56,8 +65,25 @@ def inspect_here(kind: str, word: str) -> Report:
         (name, _type(described.annotation), str(described.get_default()), described.description or "")
         for name, described in plugin.Config.model_fields.items()
     ]
-    silent = "" if entry.speaks else f"{entry.distribution} does not say which mplug it speaks (add 'mplug>=0.1,<0.2')"
-    return Report(silent, implemented(plugin), [str(name) for name in getattr(plugin, "presets", {})], fields)
+    presets = [str(name) for name in getattr(plugin, "presets", {})]
+    return Report("", implemented(plugin), presets, fields)
+
+
+def check_here(kind: str, word: str) -> Report:
+    """The report of a plugin, made in this process, with what the quick part of its kind's suite finds wrong."""
+    report = inspect_here(kind, word)
+    if report.fault:
+        return report
+    from mplug.testing import suite_of
+    from mplug.testing.suite import smoke_faults
+
+    suite = type("Check", (suite_of(kind),), {"plugin": word if _is_ambiguous(kind, word) else word.rpartition("/")[2]})
+    report.fault = "\n".join(smoke_faults(suite))
+    return report
+
+
+def _is_ambiguous(kind: str, word: str) -> bool:
+    return word in Registry().names(kind)
 
 
 def _inspect_command(entry: Entry) -> Report:
@@ -78,4 +104,4 @@ def _type(annotation: object) -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict(inspect_here(sys.argv[1], sys.argv[2]))))
+    print(json.dumps(asdict({"show": inspect_here, "check": check_here}[sys.argv[1]](sys.argv[2], sys.argv[3]))))

@@ -100,16 +100,16 @@ def show(plugin: str) -> None:
 @command.command()
 @click.argument("plugins", nargs=-1, type=AnyPlugin())
 def check(plugins: tuple[str, ...]) -> None:
-    """Import every installed plugin, each in a process of its own, and hold it to the contract.
+    """Import every installed plugin, each in a process of its own, and run the quick part of its kind's suite.
 
     With names, only those. Exit status 1 if any is broken.
     """
-    from mplug.inspection import inspect_apart
+    from mplug.inspection import check_apart
 
     entries = [entry for word in plugins for entry in _named(word)] if plugins else Registry().entries()
     broken = 0
     for entry in entries:
-        report = inspect_apart(entry)
+        report = check_apart(entry)
         broken += bool(report.fault)
         click.echo(f"{'broken' if report.fault else 'ok':<6}  {entry.label} ({entry.origin})")
         if report.fault:

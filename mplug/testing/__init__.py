@@ -5,6 +5,9 @@ from typing import TYPE_CHECKING, Any
 from mplug.testing.workers import WorkerFailed, run_workers
 
 if TYPE_CHECKING:
+    from mplug.testing.kernels import KernelSuite
+    from mplug.testing.models import ModelSuite
+    from mplug.testing.optimizers import DenseStep, OptimizerSuite
     from mplug.testing.suite import Fault, PluginSuite, require, smoke
 
 _LATE = {
@@ -24,6 +27,13 @@ _LATE = {
 """What is imported when it is first used: a suite imports what its kind needs."""
 
 
+def suite_of(kind: str) -> "type[PluginSuite]":
+    """The suite for plugins of a kind: 'kernels' -> KernelSuite."""
+    name = next(name for name, module in _LATE.items() if module == kind and name.endswith("Suite"))
+    suite: type[PluginSuite] = __getattr__(name)
+    return suite
+
+
 def __getattr__(name: str) -> Any:
     if name not in _LATE:
         raise AttributeError(f"module 'mplug.testing' has no attribute '{name}'")
@@ -32,4 +42,16 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(f"mplug.testing.{_LATE[name]}"), name)
 
 
-__all__ = ["Fault", "PluginSuite", "WorkerFailed", "require", "run_workers", "smoke"]
+__all__ = [
+    "DenseStep",
+    "Fault",
+    "KernelSuite",
+    "ModelSuite",
+    "OptimizerSuite",
+    "PluginSuite",
+    "WorkerFailed",
+    "require",
+    "run_workers",
+    "smoke",
+    "suite_of",
+]

@@ -87,6 +87,12 @@ class PluginSuite:
         return Registry().find(cls.kind, cls.plugin)
 
     @classmethod
+    def fields(cls) -> dict[str, Any]:
+        """The fields of the plugin's `Config`."""
+        fields: dict[str, Any] = Registry().load(cls.entry()).Config.model_fields
+        return fields
+
+    @classmethod
     def config(cls, **changes: Any) -> RunConfig:
         """The config of the plugin's tiny run."""
         return tiny_config(cls.tiny(**changes))
@@ -160,7 +166,13 @@ def _flat(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def smoke_faults(suite: type[PluginSuite]) -> list[str]:
-    """What the smoke tests of a suite find wrong; the plugin's other tests are its author's to run."""
+    """What the smoke tests of a suite find wrong; the plugin's other tests are its author's to run.
+
+    A plugin whose Config has fields without a default needs an author's settings: it is not run.
+    """
+    required = [name for name, field in suite.fields().items() if field.is_required()]
+    if required:
+        return []
     found = []
     for name, test in _tests(suite):
         if getattr(test, "smoke", False):

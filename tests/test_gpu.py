@@ -1,0 +1,103 @@
+"""What only a GPU can show: the host a step behind the device, and state that is copied from its memory."""
+
+import math
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mplug.errors import Diverged
+from mplug.hookspecs import hookimpl
+from mplug.loop import Ending, train
+from mplug.run import Run, prepare
+from mplug.stepper import DefaultStepper
+from mplug.testing.harness import tiny_config
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")]
+
+
+class Watch:
+    """The losses that observers are told of, with the step that was under way meanwhile; calls `at` when one begins."""
+
+    def __init__(self, at: Callable[[Run], None] | None = None) -> None:
+        self.at = at
+        self.losses: list[float] = []
+        self.behind: list[int] = []
+
+    @hookimpl
+    def step_started(self, run: Run) -> None:
+        if self.at is not None:
+            self.at(run)
+
+    @hookimpl
+    def step_finished(self, run: Run, record: dict[str, Any]) -> None:
+        self.losses.append(record["loss"])
+        self.behind.append(run.step - record["step"])
+
+
+def trained(directory: Path, changes: dict[str, Any], watch: Watch, resume_from: Path | None = None) -> Ending:
+    settings = {"trainer.device": "cuda", "trainer.steps": 8, "trainer.eval_every": 0, "checkpoint.every": 4, **changes}
+    return train(prepare(tiny_config(settings), {"host/watch": watch}, directory), resume_from)
+
+
+def saved(directory: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(directory / "checkpoints" / f"step_{step:08d}" / "rank00000.safetensors")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_checkpoint_that_is_written_beside_the_training_is_that_of_its_step(tmp_path: Path, precision: str) -> None:
+    whole, beside = Watch(), Watch()
+    trained(tmp_path / "waiting", {"checkpoint.asynchronous": False, "trainer.precision": precision}, whole)
+    trained(tmp_path / "beside", {"trainer.precision": precision}, beside)
+    assert beside.losses == whole.losses
+    for step in (4, 8):
+        one, other = saved(tmp_path / "waiting", step), saved(tmp_path / "beside", step)
+        assert one.keys() == other.keys()
+        assert [name for name in one if not torch.equal(one[name], other[name])] == []
+    resumed = Watch()
+    halfway = tmp_path / "beside" / "checkpoints" / "step_00000004"
+    trained(tmp_path / "resumed", {"trainer.precision": precision}, resumed, halfway)
+    assert resumed.losses == whole.losses[4:]
+
+
+def test_a_step_is_told_of_while_the_next_one_runs(tmp_path: Path) -> None:
+    watch = Watch()
+    trained(tmp_path, {}, watch)
+    assert watch.behind == [1, 1, 1, 0, 1, 1, 1, 0], "what is saved was told before"
+
+
+def test_a_step_that_is_not_finite_changes_no_weight_though_the_next_one_was_launched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steppers: list[DefaultStepper] = []
+    original = DefaultStepper.update
+
+    def update(self: DefaultStepper, lr: float, weight_decay: float) -> Any:
+        if self.run.step == 6:
+            self.sinks.arena[3] = math.inf
+        steppers.append(self)
+        return original(self, lr, weight_decay)
+
+    monkeypatch.setattr(DefaultStepper, "update", update)
+    watch = Watch()
+    with pytest.raises(Diverged, match="step 6 has a loss of"):
+        trained(tmp_path, {"checkpoint.every": 5}, watch)
+    assert len(steppers) == 7, "the seventh step was launched"
+    assert len(watch.losses) == 5
+    before = saved(tmp_path, 5)
+    for piece in steppers[-1].pieces:
+        parts = [name for name in before if name.startswith(f"{piece.name}/weight@")]
+        assert torch.equal(torch.cat([before[name].flatten() for name in parts]).cpu(), piece.master.flatten().cpu())
+
+
+def test_a_signal_saves_the_step_after_the_one_that_it_came_in(tmp_path: Path) -> None:
+    def stop(run: Run) -> None:
+        if run.step == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+    assert trained(tmp_path, {}, Watch(stop)) == Ending(None, signal.SIGTERM)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_00000004"]

@@ -16,7 +16,7 @@ from mplug.contracts import Loader, Optimizer, Piece, Stepper
 from mplug.errors import UsageError, listed
 from mplug.model import Model, allocate, fill_slots, initialize
 from mplug.run import Run
-from mplug.slots import Offer, Selection, Wrap
+from mplug.slots import Offer, Selection, Unmet, Wrap
 from mplug.stepper import DefaultStepper, make_pieces, write_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -56,9 +56,14 @@ def build_model(run: Run) -> Model:
     model, selection = _build_model(run)
     if selection.unmet:
         different = {str(unmet): unmet for unmet in selection.unmet}
-        raise UsageError("\n".join(f"{text}{kernels_that_would_do(run.config, u)}" for text, u in different.items()))
+        raise UsageError("\n".join(f"{text}{_remedy(run.config, unmet)}" for text, unmet in different.items()))
     _refuse_cut_matrices(run, model)
     return model
+
+
+def _remedy(config: RunConfig, unmet: Unmet) -> str:
+    """The end of an unmet need's sentence; a strategy's reason says itself what to do."""
+    return "" if unmet.plugin.startswith("parallel/") else kernels_that_would_do(config, unmet)
 
 
 def _build_model(run: Run) -> tuple[Model, Selection]:

@@ -36,7 +36,7 @@ class Loader(Stateful, Protocol):
     """Every token is below it."""
 
     def take(self, num_samples: int) -> Iterator[MicroBatch]:
-        """This rank's part of the next `num_samples` global samples, in micro batches.
+        """This rank's part of the next `num_samples` global samples, in micro batches; each sample is whole.
 
         Entries: `tokens` [B, S], `labels` [B, S] (already shifted; -100 where there is no target), `positions`
         [1 or B, S] and `sample_ids` [B] (a sample's number in the global order).

@@ -30,9 +30,12 @@ class Axis:
 
     `splits` are the named axes of *parameters* that it divides, `entries` those of *batch entries*, each with the map
     that says which indices a rank gets, and `activations` those of activations inside the model (the residual stream's
-    sequence, under sequence parallelism). `distance` says how near its ranks must sit: the axis with the smallest
-    distance varies fastest over ranks (tensor parallelism inside a node), the largest slowest (pipeline stages).
-    `views` are the views of the mesh that it belongs to; an axis of every view (the pipeline's) is their shared one.
+    sequence, under sequence parallelism). Samples are divided by the loader, into equal, contiguous parts; every other
+    axis of an entry is cut by the host, before the first unit sees it.
+
+    `distance` says how near its ranks must sit: the axis with the smallest distance varies fastest over ranks (tensor
+    parallelism inside a node), the largest slowest (pipeline stages). `views` are the views of the mesh that it belongs
+    to; an axis of every view (the pipeline's) is their shared one. No two axes have the same `name`.
     """
 
     name: str

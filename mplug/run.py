@@ -22,7 +22,7 @@ import mplug
 from mplug.config import RunConfig
 from mplug.errors import UsageError, listed
 from mplug.hooks import Hooks
-from mplug.mesh import Axis, Mesh
+from mplug.mesh import Axis, Mesh, contiguous
 from mplug.settings import source_of
 
 if TYPE_CHECKING:
@@ -110,13 +110,26 @@ def prepare(config: RunConfig, host_plugins: dict[str, object] | None = None, di
             problems.append(str(error))
     if problems:
         raise UsageError("\n".join(problems))
-    axes: list[Axis] = [axis for _, axes in hooks.each("mesh_axes", config=config) for axis in axes]
-    degrees = config.parallel.degrees
+    axes, degrees = _axes(hooks, config), config.parallel.degrees
     if degrees and not axes:
         raise UsageError(f"none of the strategies {listed(degrees)} adds an axis to the mesh")
     mesh = Mesh.of(axes, math.prod(axis.size for axis in axes if "attention" in axis.views))
     _refuse_uneven_batch(config, mesh)
+    _refuse_uneven_sequence(config, mesh)
     return Run(config, hooks, mesh, device=config.trainer.device, directory=directory)
+
+
+def _axes(hooks: Hooks, config: RunConfig) -> list[Axis]:
+    """The axes of all strategies, each under a name of its own."""
+    owners: dict[str, str] = {}
+    found: list[Axis] = []
+    for label, axes in hooks.each("mesh_axes", config=config):
+        for axis in axes:
+            if axis.name in owners:
+                raise UsageError(f"{owners[axis.name]} and {label} both add an axis '{axis.name}'; name one of them")
+            owners[axis.name] = label
+            found.append(axis)
+    return found
 
 
 def _refuse_uneven_batch(config: RunConfig, mesh: Mesh) -> None:
@@ -133,6 +146,23 @@ def _refuse_uneven_batch(config: RunConfig, mesh: Mesh) -> None:
             raise UsageError(
                 f"{name} ({source}): {size} is no multiple of {' times '.join(factors)}; choose a multiple of {least}"
             )
+
+
+def _refuse_uneven_sequence(config: RunConfig, mesh: Mesh) -> None:
+    """The sequence of the batch entries is divided first, then what is left of it inside the model."""
+    dividing = [axis for axis in mesh.views["attention"] if axis.divides("sequence")]
+    dividing.sort(key=lambda axis: "sequence" not in axis.entries)
+    length, names = config.trainer.seq_length, list[str]()
+    for axis in dividing:
+        names.append(f"{axis.name}={axis.size}")
+        try:
+            length = sum(map(len, axis.entries.get("sequence", contiguous)(length, axis.size, 0)))
+        except UsageError as error:
+            source = source_of(config.settings, ("trainer", "seq_length"))
+            raise UsageError(
+                f"trainer.seq_length ({source}): {listed(names)} cannot divide {config.trainer.seq_length}: {error}; "
+                f"change one of them"
+            ) from None
 
 
 # The directory.

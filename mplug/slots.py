@@ -6,6 +6,7 @@ a model. Plugins offer suppliers or wraps; selecting is pure: collect, select by
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from mplug.errors import UsageError, listed, suggest
@@ -89,7 +90,9 @@ class Wrap:
     """What a plugin puts around whatever fills a slot: `wrap(inner)` returns the wrapped callable.
 
     `needs` are capabilities that the inner supplier must have (its `supports` is asked, as `site.needs`). Wraps of one
-    slot are applied from the smallest `layer` outwards. A slot that does not exist is a ValueError.
+    slot are applied from the smallest `layer` outwards: 100 is for who divides weights, and so sees a slot's tensors
+    as the weights make them; 50 for who moves them between ranks whole; 0 for who calls the supplier part by part.
+    A slot that does not exist is a ValueError.
     """
 
     slot: str
@@ -147,7 +150,7 @@ def select(sites: Iterable[Site], offers: Iterable[Offer | Wrap], kernels: "Kern
 
     An offer of a kernel plugin counts where the config names the plugin for every slot that the offer fills; a
     strategy's offers always count, and go before the default kernel's. Raises UsageError where two suppliers claim one
-    site, naming both.
+    site, or two plugins wrap one at the same layer, naming both.
     """
     offers = list(offers)
     suppliers = [offer for offer in offers if isinstance(offer, Offer) and _named(offer, kernels)]
@@ -169,7 +172,13 @@ def _named(offer: Offer, kernels: "Kernels") -> bool:
 
 def _wraps_of(site: Site, wraps: list[Wrap], run: "Run") -> tuple[tuple[Wrap, ...], list[Unmet]]:
     answers = [(wrap, wrap.supports(site, run)) for wrap in wraps if wrap.slot == site.slot]
-    around = sorted((wrap for wrap, answer in answers if answer is True), key=lambda wrap: (wrap.layer, wrap.plugin))
+    around = sorted((wrap for wrap, answer in answers if answer is True), key=lambda wrap: wrap.layer)
+    for inner, outer in pairwise(around):
+        if inner.layer == outer.layer and inner.plugin != outer.plugin:
+            raise UsageError(
+                f"{inner.plugin} and {outer.plugin} both wrap {site.slot} of '{site.role}' at layer {inner.layer}, and "
+                f"nothing says which is outside; name one of them"
+            )
     return tuple(around), [Unmet(wrap.plugin, site, answer) for wrap, answer in answers if isinstance(answer, str)]
 
 

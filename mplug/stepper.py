@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mplug.contracts import MicroBatch, Optimizer, Piece, StepResult, StepScalars
+from mplug.entries import own_entries
 from mplug.model import Model, region
 from mplug.nn.random import key_of, sample_keys
 from mplug.reduction import Reduction
@@ -37,7 +38,7 @@ def write_weights(pieces: Iterable[Piece]) -> None:
 class DefaultStepper:
     """One micro batch after the other through all units, then one update.
 
-    A strategy that brings its own stepper uses the parts: `begin_step`, `with_keys`, `finish_step`, `update`.
+    A strategy that brings its own stepper uses the parts: `begin_step`, `entries`, `finish_step`, `update`.
     """
 
     def __init__(self, run: Run, model: Model, pieces: list[Piece], optimizer: Optimizer) -> None:
@@ -55,9 +56,10 @@ class DefaultStepper:
         self.model.module.train()
         self.sinks.begin_step()
 
-    def with_keys(self, batch: MicroBatch, step: int) -> MicroBatch:
-        """The micro batch with the samples' random keys of this step."""
-        return {**batch, "keys": sample_keys(self.seed, step, batch["sample_ids"])}
+    def entries(self, batch: MicroBatch, step: int) -> MicroBatch:
+        """What this rank's units get of a micro batch: its part of each entry, and the samples' keys of this step."""
+        own = own_entries(batch, self.model.plan.context, self.run.mesh, self.run.rank)
+        return {**own, "keys": sample_keys(self.seed, step, batch["sample_ids"])}
 
     def forward_backward(self, micro_batches: Iterable[MicroBatch], step: int) -> None:
         """Sum the gradients of a step's micro batches into the sinks, and losses and token counts beside them."""
@@ -66,7 +68,7 @@ class DefaultStepper:
         for batch, last in _marking_last(micro_batches):
             if last:
                 self.sinks.expect_last()
-            loss, num_targets = self.model.loss(self.with_keys(batch, step))
+            loss, num_targets = self.model.loss(self.entries(batch, step))
             loss.backward()
             losses.append((loss.detach(), num_targets))
         self.finish_step(losses)
@@ -106,7 +108,7 @@ class DefaultStepper:
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
         """The mean loss over all tokens of the micro batches, without gradients or dropout."""
         self.model.module.eval()
-        return self.mean_loss([self.model.loss({**batch, "keys": batch["sample_ids"]}) for batch in micro_batches])
+        return self.mean_loss([self.model.loss(self.entries(batch, self.run.step)) for batch in micro_batches])
 
     def mean_loss(self, losses: list[tuple[Tensor, Tensor]]) -> Tensor:
         """The mean over all ranks' targets."""

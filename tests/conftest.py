@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-collect_ignore = ["third_party"]  # its packages are not installed; their suites run where they are planted
-
 TINY = {
     "model.num_layers": "2",
     "model.hidden_size": "32",

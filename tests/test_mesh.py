@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from mplug import Axis, Mesh, UsageError, contiguous, hookimpl
 from mplug.mesh import parse_layout
 from mplug.run import Run, prepare
+from mplug.settings import Setting
 
 TP = Axis("tp", 2, splits=("heads", "mlp"))
 CP = Axis("cp", 2, entries={"sequence": contiguous}, distance=1)
@@ -293,15 +294,72 @@ class Strategies:
     def build_loader(self) -> None: ...
 
 
-def test_expert_degrees_do_not_multiply_the_world() -> None:
+def prepared(strategies: dict[str, object], layout: dict[str, int], seq_length: int = 8) -> Run:
     config = SimpleNamespace(
         chosen=(),
-        parallel=SimpleNamespace(layout="tp2cp2pp2ep4", degrees={"tp": 2, "cp": 2, "pp": 2, "ep": 4}, data=None),
-        trainer=SimpleNamespace(device="cpu", global_batch_size=8, micro_batch_size=1),
+        parallel=SimpleNamespace(layout="", degrees=layout, data=None),
+        trainer=SimpleNamespace(device="cpu", global_batch_size=8, micro_batch_size=1, seq_length=seq_length),
         schedule=SimpleNamespace(batch_rampup=SimpleNamespace(start=None)),
+        settings={("trainer", "seq_length"): Setting(seq_length, "run.yaml:3")},
     )
-    run = prepare(config, {"test/strategies": Strategies()})  # type: ignore[arg-type]
+    return prepare(config, strategies)  # type: ignore[arg-type]
+
+
+def test_expert_degrees_do_not_multiply_the_world() -> None:
+    run = prepared({"test/strategies": Strategies()}, {"tp": 2, "cp": 2, "pp": 2, "ep": 4})
     assert run.mesh.world_size == 8
+
+
+class Divider:
+    """A strategy of one axis."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+
+    @hookimpl
+    def mesh_axes(self) -> list[Axis]:
+        return [self.axis]
+
+
+class Rest:
+    """Everything else that a run needs."""
+
+    @hookimpl
+    def build_model(self) -> None: ...
+
+    @hookimpl
+    def build_optimizer(self) -> None: ...
+
+    @hookimpl
+    def build_loader(self) -> None: ...
+
+
+def divided(*axes: Axis, seq_length: int = 8) -> Run:
+    strategies: dict[str, object] = {f"parallel/{number}": Divider(axis) for number, axis in enumerate(axes)}
+    return prepared({**strategies, "test/rest": Rest()}, {axis.name: axis.size for axis in axes}, seq_length)
+
+
+def test_two_axes_of_one_name_are_refused_naming_both_strategies() -> None:
+    with pytest.raises(UsageError, match="parallel/0 and parallel/1 both add an axis 'acme'"):
+        divided(Axis("acme", 2), Axis("acme", 4))
+
+
+ULYS = Axis("ulys", 4, entries={"sequence": contiguous})
+STREAM = Axis("tp", 4, activations=("sequence",))
+
+
+@pytest.mark.parametrize("axes", [(ULYS, STREAM), (STREAM, ULYS)])
+def test_the_sequence_is_divided_first_in_the_entries_then_inside_the_model(axes: tuple[Axis, ...]) -> None:
+    assert divided(*axes, seq_length=16).mesh.world_size == 16
+    with pytest.raises(UsageError) as caught:
+        divided(*axes, seq_length=8)
+    for words in ("trainer.seq_length (run.yaml:3)", "ulys=4 and tp=4 cannot divide 8", "length 2"):
+        assert words in str(caught.value)
+
+
+def test_a_sequence_that_an_index_map_refuses_is_refused_before_anything_is_built() -> None:
+    with pytest.raises(UsageError, match=r"trainer\.seq_length .*: ulys=4 cannot divide 10: .* length 10"):
+        divided(ULYS, seq_length=10)
 
 
 @pytest.mark.parametrize(("said", "ranks", "expected"), [(None, 1, 8), (None, 2, 4), (None, 4, 2), (2, 4, 2)])

@@ -435,6 +435,13 @@ def test_wraps_are_ordered_by_layer_whoever_offers_them_first() -> None:
     assert [wrap.plugin for wrap in filled.wraps] == ["parallel/c", "parallel/b", "parallel/a"]
 
 
+def test_two_plugins_that_wrap_a_slot_at_one_layer_are_refused_naming_both() -> None:
+    offers = [wrap("parallel/a", CORE, 5), wrap("parallel/b", CORE, 5)]
+    with pytest.raises(UsageError, match=r"parallel/a and parallel/b both wrap Attention\.core of .* at layer 5"):
+        select([site(CORE)], offers, chosen(), RUN)
+    assert len(select([site(CORE)], [wrap("parallel/a", CORE, 5)] * 2, chosen(), RUN).filled[0].wraps) == 2
+
+
 def test_what_wraps_need_is_asked_of_the_supplier() -> None:
     asked: list[frozenset[str]] = []
 
@@ -442,7 +449,7 @@ def test_what_wraps_need_is_asked_of_the_supplier() -> None:
         asked.append(site.needs)
         return "no log-sum-exp" if "lse" in site.needs else True
 
-    offers = [wrap("parallel/cp", CORE, needs=("lse",)), wrap("parallel/x", CORE, needs=("varlen",))]
+    offers = [wrap("parallel/cp", CORE, needs=("lse",)), wrap("parallel/x", CORE, 1, needs=("varlen",))]
     selection = select(
         [site(CORE)], [*offers, offer("kernels/fast", CORE, supports=supports)], chosen(attention="kernels/fast"), RUN
     )

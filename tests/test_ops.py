@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
+from itertools import permutations
 
 import pytest
 import torch
@@ -15,8 +16,22 @@ WHOLE, STRIDED = "whole", "strided"
 LAYOUTS = {"2": (2, WHOLE), "4": (4, WHOLE), "2 of 4": (4, STRIDED)}
 """World size and groups: all ranks, or every second one, in which a rank's number is not its number in the world."""
 SHAPE = (4, 8, 12)
-DUALS = {"copy": "reduce", "reduce": "copy", "gather": "scatter", "scatter": "gather", "split": "join", "join": "split"}
-CASES = [("copy", None), ("reduce", None), *((name, dim) for name in list(DUALS)[2:] for dim in range(3))]
+DUALS = {
+    "copy": "reduce",
+    "reduce": "copy",
+    "gather": "scatter",
+    "scatter": "gather",
+    "split": "join",
+    "join": "split",
+    "exchange": "exchange",
+}
+Case = tuple[str, tuple[int, ...]]
+"""A function, and the dimensions that it takes."""
+CASES: list[Case] = [
+    *((name, ()) for name in ("copy", "reduce")),
+    *((name, (dim,)) for name in ("gather", "scatter", "split", "join") for dim in range(3)),
+    *(("exchange", dims) for dims in permutations(range(3), 2)),
+]
 ALIKE_IN, ALIKE_OUT = ("copy", "split"), ("reduce", "join")
 """Functions whose input, and whose output and its gradient, all ranks hold alike."""
 
@@ -28,10 +43,12 @@ def drawn(shape: tuple[int, ...], *seed: int) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def output_shape(name: str, dim: int | None, size: int) -> tuple[int, ...]:
+def output_shape(name: str, dims: tuple[int, ...], size: int) -> tuple[int, ...]:
     shape = list(SHAPE)
-    if dim is not None:
-        shape[dim] = shape[dim] * size if name in ("gather", "join") else shape[dim] // size
+    if dims and name not in ("gather", "join"):
+        shape[dims[0]] //= size
+    if name in ("gather", "join", "exchange"):
+        shape[dims[-1]] *= size
     return tuple(shape)
 
 
@@ -39,25 +56,25 @@ def input_of(name: str, rank: int) -> Tensor:
     return drawn(SHAPE, 1, 0 if name in ALIKE_IN else rank)
 
 
-def upstream_of(name: str, dim: int | None, size: int, rank: int) -> Tensor:
+def upstream_of(name: str, dims: tuple[int, ...], size: int, rank: int) -> Tensor:
     """The gradient of a rank's output."""
-    return drawn(output_shape(name, dim, size), 2, 0 if name in ALIKE_OUT else rank)
+    return drawn(output_shape(name, dims, size), 2, 0 if name in ALIKE_OUT else rank)
 
 
-def expected(name: str, dim: int | None, size: int) -> list[tuple[Tensor, Tensor]]:
+def expected(name: str, dims: tuple[int, ...], size: int) -> list[tuple[Tensor, Tensor]]:
     """Each rank's (output, gradient of the input), by autograd over the inputs of all ranks in one process."""
     if name in ALIKE_IN:
         x = input_of(name, 0).requires_grad_()
-        outputs = [x] * size if dim is None else list(x.chunk(size, dim))
-        torch.autograd.backward([y * 1 for y in outputs], [upstream_of(name, dim, size, r) for r in range(size)])
+        outputs = list(x.chunk(size, *dims)) if dims else [x] * size
+        torch.autograd.backward([y * 1 for y in outputs], [upstream_of(name, dims, size, r) for r in range(size)])
         return [(y.detach(), x.grad) for y in outputs]
     xs = [input_of(name, rank).requires_grad_() for rank in range(size)]
-    combined = torch.cat(xs, dim) if name in ("gather", "join") else torch.stack(xs).sum(0)
+    combined = torch.cat(xs, dims[-1]) if name in ("gather", "join", "exchange") else torch.stack(xs).sum(0)
     if name in ALIKE_OUT:
-        combined.backward(upstream_of(name, dim, size, 0))
+        combined.backward(upstream_of(name, dims, size, 0))
         return [(combined.detach(), x.grad) for x in xs]
-    outputs = [combined] * size if name == "gather" else list(combined.chunk(size, dim))
-    torch.autograd.backward([y * 1 for y in outputs], [upstream_of(name, dim, size, r) for r in range(size)])
+    outputs = [combined] * size if name == "gather" else list(combined.chunk(size, dims[0]))
+    torch.autograd.backward([y * 1 for y in outputs], [upstream_of(name, dims, size, r) for r in range(size)])
     return [(y.detach(), x.grad) for y, x in zip(outputs, xs, strict=True)]
 
 
@@ -71,31 +88,27 @@ def group_of(groups: str) -> ops.Group:
     return made[dist.get_rank() % 2]
 
 
-def applied(name: str, x: Tensor, group: ops.Group, dim: int | None) -> Tensor:
-    return getattr(ops, name)(x, group) if dim is None else getattr(ops, name)(x, group, dim)
-
-
-def measured(groups: str) -> dict[tuple[str, int | None], Result]:
+def measured(groups: str) -> dict[Case, Result]:
     """Outputs and gradients of every case on this rank."""
     group = group_of(groups)
     return {case: measured_case(*case, group) for case in CASES}
 
 
-def measured_case(name: str, dim: int | None, group: ops.Group) -> Result:
+def measured_case(name: str, dims: tuple[int, ...], group: ops.Group) -> Result:
     rank, size = group.rank(), group.size()
-    x, upstream = input_of(name, rank).requires_grad_(), upstream_of(name, dim, size, rank)
-    y = applied(name, x, group, dim)
+    x, upstream = input_of(name, rank).requires_grad_(), upstream_of(name, dims, size, rank)
+    y = getattr(ops, name)(x, group, *dims)
     y.backward(upstream)
     scrambled = in_another_order(x.detach()).requires_grad_()
-    y_scrambled = applied(name, scrambled, group, dim)
+    y_scrambled = getattr(ops, name)(scrambled, group, *dims)
     y_scrambled.backward(in_another_order(upstream))
     return {
         "output": y.detach(),
         "gradient": x.grad,
-        "dual": applied(DUALS[name], upstream, group, dim),
+        "dual": getattr(ops, DUALS[name])(upstream, group, *reversed(dims)),
         "strided output": y_scrambled.detach(),
         "strided gradient": scrambled.grad,
-        "slopes": slopes(name, dim, group),
+        "slopes": slopes(name, dims, group),
     }
 
 
@@ -107,21 +120,21 @@ def in_another_order(x: Tensor) -> Tensor:
 PROBES = ((0, 0, 0), (1, 3, 5), (3, 7, 11))
 
 
-def slopes(name: str, dim: int | None, group: ops.Group) -> Tensor:
+def slopes(name: str, dims: tuple[int, ...], group: ops.Group) -> Tensor:
     """[ranks, probes]: how the sum of all ranks' losses changes with an element of a rank's input, by differences."""
     owners = range(1 if name in ALIKE_IN else group.size())
-    rows = [[slope(name, dim, group, owner, probe) for probe in PROBES] for owner in owners]
+    rows = [[slope(name, dims, group, owner, probe) for probe in PROBES] for owner in owners]
     return torch.tensor(rows, dtype=torch.float64)
 
 
-def slope(name: str, dim: int | None, group: ops.Group, owner: int, probe: tuple[int, ...]) -> float:
+def slope(name: str, dims: tuple[int, ...], group: ops.Group, owner: int, probe: tuple[int, ...]) -> float:
     losses = []
     for step in (0.5, -0.5):
         x = input_of(name, group.rank())
         if name in ALIKE_IN or group.rank() == owner:
             x[probe] += step
-        y = applied(name, x, group, dim)
-        loss = (y * upstream_of(name, dim, group.size(), group.rank())).sum()
+        y = getattr(ops, name)(x, group, *dims)
+        loss = (y * upstream_of(name, dims, group.size(), group.rank())).sum()
         if name in ALIKE_OUT and group.rank() > 0:  # one loss, which all ranks compute
             loss.zero_()
         dist.all_reduce(loss, group=group)
@@ -130,7 +143,7 @@ def slope(name: str, dim: int | None, group: ops.Group, owner: int, probe: tuple
 
 
 @cache
-def results(layout: str) -> list[dict[tuple[str, int | None], Result]]:
+def results(layout: str) -> list[dict[Case, Result]]:
     world_size, groups = LAYOUTS[layout]
     return run_workers(world_size, measured, groups)
 
@@ -145,31 +158,33 @@ def close(given: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(given, wanted, rtol=1e-12, atol=1e-12)
 
 
-every_case = pytest.mark.parametrize(("name", "dim"), CASES, ids=lambda value: "" if value is None else str(value))
+every_case = pytest.mark.parametrize(
+    ("name", "dims"), CASES, ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value))
+)
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
 @every_layout
 @every_case
-def test_outputs_and_gradients_are_those_of_one_process(layout: str, name: str, dim: int | None) -> None:
+def test_outputs_and_gradients_are_those_of_one_process(layout: str, name: str, dims: tuple[int, ...]) -> None:
     for world_rank, rank, size in ranks_of(layout):
-        output, gradient = expected(name, dim, size)[rank]
-        close(results(layout)[world_rank][name, dim]["output"], output)
-        close(results(layout)[world_rank][name, dim]["gradient"], gradient)
+        output, gradient = expected(name, dims, size)[rank]
+        close(results(layout)[world_rank][name, dims]["output"], output)
+        close(results(layout)[world_rank][name, dims]["gradient"], gradient)
 
 
 @every_layout
 @every_case
-def test_the_backward_of_each_is_the_forward_of_its_dual(layout: str, name: str, dim: int | None) -> None:
+def test_the_backward_of_each_is_the_forward_of_its_dual(layout: str, name: str, dims: tuple[int, ...]) -> None:
     for result in results(layout):
-        assert torch.equal(result[name, dim]["gradient"], result[name, dim]["dual"])
+        assert torch.equal(result[name, dims]["gradient"], result[name, dims]["dual"])
 
 
 @every_layout
 @every_case
-def test_gradients_are_the_slopes_of_the_loss(layout: str, name: str, dim: int | None) -> None:
+def test_gradients_are_the_slopes_of_the_loss(layout: str, name: str, dims: tuple[int, ...]) -> None:
     for world_rank, rank, _ in ranks_of(layout):
-        result = results(layout)[world_rank][name, dim]
+        result = results(layout)[world_rank][name, dims]
         measured_slopes = result["slopes"][0 if name in ALIKE_IN else rank]
         for probe, wanted in zip(PROBES, measured_slopes.tolist(), strict=True):
             assert result["gradient"][probe].item() == pytest.approx(wanted, abs=1e-9)
@@ -177,10 +192,10 @@ def test_gradients_are_the_slopes_of_the_loss(layout: str, name: str, dim: int |
 
 @every_layout
 @every_case
-def test_the_order_of_a_tensor_in_memory_changes_nothing(layout: str, name: str, dim: int | None) -> None:
+def test_the_order_of_a_tensor_in_memory_changes_nothing(layout: str, name: str, dims: tuple[int, ...]) -> None:
     for result in results(layout):
-        assert torch.equal(result[name, dim]["strided output"], result[name, dim]["output"])
-        assert torch.equal(result[name, dim]["strided gradient"], result[name, dim]["gradient"])
+        assert torch.equal(result[name, dims]["strided output"], result[name, dims]["output"])
+        assert torch.equal(result[name, dims]["strided gradient"], result[name, dims]["gradient"])
 
 
 @pytest.mark.parametrize("name", ["copy", "reduce", "all_reduce"])
@@ -196,6 +211,12 @@ def test_a_group_of_none_is_the_identity_along_any_dimension(name: str, dim: int
     assert getattr(ops, name)(x, None, dim) is x
 
 
+@pytest.mark.parametrize("name", ["exchange", "all_to_all"])
+def test_a_group_of_none_exchanges_nothing(name: str) -> None:
+    x = drawn(SHAPE, 1).requires_grad_()
+    assert getattr(ops, name)(x, None, 0, 1) is x
+
+
 # The plain collectives.
 
 
@@ -207,6 +228,7 @@ def plain(dim: int) -> list[Tensor]:
         ops.all_gather(x, group, dim),
         ops.reduce_scatter(x, group, dim),
         ops.own_part(x, group, dim),
+        ops.all_to_all(x, group, dim, dim - 1),
     ]
     return [*made, x]
 
@@ -214,11 +236,12 @@ def plain(dim: int) -> list[Tensor]:
 @pytest.mark.parametrize("dim", range(3))
 def test_plain_collectives_leave_their_input_alone(dim: int) -> None:
     xs = [drawn(SHAPE, 1, rank) for rank in range(2)]
-    for rank, (reduced, gathered, scattered, own, x) in enumerate(run_workers(2, plain, dim)):
+    for rank, (reduced, gathered, scattered, own, exchanged, x) in enumerate(run_workers(2, plain, dim)):
         close(reduced, xs[0] + xs[1])
         close(gathered, torch.cat(xs, dim))
         close(scattered, (xs[0] + xs[1]).chunk(2, dim)[rank])
         close(own, xs[rank].chunk(2, dim)[rank])
+        close(exchanged, torch.cat(xs, dim - 1).chunk(2, dim)[rank])
         assert torch.equal(x, xs[rank])
         assert own.is_contiguous()
 
@@ -226,9 +249,10 @@ def test_plain_collectives_leave_their_input_alone(dim: int) -> None:
 def refusals() -> list[str]:
     """What the functions that cut say of 3 rows over 2 ranks."""
     said = []
-    for cut in (ops.scatter, ops.split, ops.reduce_scatter, ops.own_part):
+    along_one = (ops.scatter, ops.split, ops.reduce_scatter, ops.own_part)
+    for cut, dims in [*((cut, (0,)) for cut in along_one), (ops.exchange, (0, 1)), (ops.all_to_all, (0, 1))]:
         try:
-            cut(torch.ones(3), dist.group.WORLD, 0)
+            cut(torch.ones(3, 2), dist.group.WORLD, *dims)
             said.append("")
         except RuntimeError as error:
             said.append(str(error))

@@ -1,6 +1,7 @@
-"""The same run under any layout: losses, every gradient and the gradient norm equal those of one process.
+"""The same run under layouts of several strategies and other models: it equals that of one process.
 
-And the test has teeth: each planted mistake, made in the workers, is caught.
+Each strategy alone, and beside one other, is run by its own tests, through `ParallelSuite`. And the comparison has
+teeth: each planted mistake, made in the workers, is caught.
 """
 
 from collections.abc import Callable
@@ -127,7 +128,6 @@ def traces_of(layout: str, world_size: int, changes: dict[str, object], mutation
     return run_workers(world_size, trained, {**changes, "parallel.layout": layout}, mutation)
 
 
-LAYOUTS = [("tp2", 2), ("tp4", 4), ("pp2", 2), ("pp4", 4), ("dp2", 2), ("dp2tp2", 4), ("tp2pp2", 4), ("dp2tp2pp2", 8)]
 WITHOUT_SEQUENCE_PARALLELISM = {"parallel.tp.sequence_parallel": False}
 EVERYTHING = {
     "model.position": "learned",
@@ -139,33 +139,29 @@ EVERYTHING = {
     "model.tie_embeddings": True,
     "model.dropout": 0.1,
 }
+LAYOUTS = [
+    ("tp4", 4, WITHOUT_SEQUENCE_PARALLELISM),
+    ("dp2tp2", 4, WITHOUT_SEQUENCE_PARALLELISM),
+    ("tp2pp2", 4, WITHOUT_SEQUENCE_PARALLELISM),
+    ("dp2tp2pp2", 8, WITHOUT_SEQUENCE_PARALLELISM),
+    ("dp2tp2pp2", 8, {}),
+]
 VARIANTS = [
-    ("tp2", 2, {"model.num_kv_heads": 1}),
-    ("tp2", 2, {"model.num_kv_heads": 4}),
     ("tp4", 4, {"model.num_kv_heads": 1}),
     ("tp4", 4, {"model.num_kv_heads": 1, **WITHOUT_SEQUENCE_PARALLELISM}),
     ("tp4", 4, {"model.num_kv_heads": 4}),
-    ("tp2", 2, EVERYTHING),
-    ("tp2", 2, {**EVERYTHING, **WITHOUT_SEQUENCE_PARALLELISM}),
     ("tp2pp2", 4, {**EVERYTHING, "model.num_kv_heads": 1}),
-    ("pp2", 2, {"model.tie_embeddings": True}),
     ("pp4", 4, {"model.tie_embeddings": True}),
-    ("pp2", 2, {"parallel.pp.schedule": "gpipe"}),
-    ("pp2", 2, {"model.num_layers": 3}),
-    ("pp2", 2, {"parallel.pp.units_per_stage": [2, 4]}),
     ("pp4", 4, {"parallel.pp.units_per_stage": [1, 1, 3, 1], "model.tie_embeddings": True}),
     ("dp2pp2", 4, {"model.tie_embeddings": True}),
     ("tp2", 2, {"kernels.default": "reference", "model.attention_dropout": 0.1, "model.dropout": 0.1}),
-    ("dp4", 4, {"parallel.dp.bucket_mib": 0.01}),
 ]
 
 
-@pytest.mark.parametrize(("layout", "world_size"), LAYOUTS, ids=[layout for layout, _ in LAYOUTS])
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_a_layout_gives_the_run_of_one_process(layout: str, world_size: int, sequence_parallel: bool) -> None:
-    if not sequence_parallel and "tp" not in layout:
-        pytest.skip("sequence parallelism is tp's")
-    changes: dict[str, object] = {} if sequence_parallel else dict(WITHOUT_SEQUENCE_PARALLELISM)
+@pytest.mark.parametrize(("layout", "world_size", "changes"), LAYOUTS, ids=str)
+def test_several_strategies_together_give_the_run_of_one_process(
+    layout: str, world_size: int, changes: dict[str, object]
+) -> None:
     assert_equal(traces_of(layout, world_size, changes), reference_of(changes))
 
 

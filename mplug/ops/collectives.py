@@ -9,6 +9,8 @@ Each function's backward is its dual: what is one's forward is the other's backw
     scatter(dim)    sum of the ranks' x, own part of dim      the ranks' gradients, joined       its dual there
     split(dim)      own part of dim                           the ranks' gradients, joined
     join(dim)       the ranks' x, joined along dim            gradient, own part
+    exchange(i, j)  own part along i of the ranks' x,         the same of the ranks'             arXiv 2309.14509
+                    joined along j                            gradients, along j and i
 
 A group of None is one rank: every function is then the identity.
 """
@@ -65,6 +67,17 @@ def own_part(x: Tensor, group: Group, dim: int) -> Tensor:
     dim = dim % x.dim()
     part: Tensor = x.unflatten(dim, (group.size(), -1)).select(dim, group.rank())
     return part.contiguous()
+
+
+def all_to_all(x: Tensor, group: Group, split_dim: int, join_dim: int) -> Tensor:
+    """This rank's part along `split_dim` of every rank's x [..., R n, ..., m, ...], joined: [..., n, ..., R m, ...]."""
+    if group is None:
+        return x
+    split_dim, join_dim = split_dim % x.dim(), join_dim % x.dim()
+    parts = x.unflatten(split_dim, (group.size(), -1)).movedim(split_dim, 0).contiguous()  # [R, ..., n, ..., m, ...]
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    return received.movedim(0, join_dim).flatten(join_dim, join_dim + 1)
 
 
 # The differentiable ones.
@@ -135,6 +148,17 @@ class _Join(torch.autograd.Function):
         return own_part(grad, ctx.group, ctx.dim), None, None
 
 
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, split_dim: int, join_dim: int) -> Tensor:
+        ctx.group, ctx.split_dim, ctx.join_dim = group, split_dim, join_dim
+        return all_to_all(x, group, split_dim, join_dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return all_to_all(grad, ctx.group, ctx.join_dim, ctx.split_dim), None, None, None
+
+
 def _apply(function: type[torch.autograd.Function], x: Tensor, group: Group, *dim: int) -> Tensor:
     if group is None:
         return x
@@ -170,3 +194,8 @@ def split(x: Tensor, group: Group, dim: int) -> Tensor:
 def join(x: Tensor, group: Group, dim: int) -> Tensor:
     """The ranks' x [..., n, ...] joined; a rank keeps its part of a gradient that all ranks hold alike."""
     return _apply(_Join, x, group, dim)
+
+
+def exchange(x: Tensor, group: Group, split_dim: int, join_dim: int) -> Tensor:
+    """x [..., R n, ..., m, ...] divided along `join_dim` -> [..., n, ..., R m, ...] divided along `split_dim`."""
+    return _apply(_Exchange, x, group, split_dim, join_dim)

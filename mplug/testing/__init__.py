@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from mplug.testing.kernels import KernelSuite
     from mplug.testing.models import ModelSuite
     from mplug.testing.optimizers import DenseStep, OptimizerSuite
+    from mplug.testing.parallel import ParallelSuite
     from mplug.testing.suite import Fault, PluginSuite, require, smoke
 
 _LATE = {
@@ -48,6 +49,7 @@ __all__ = [
     "KernelSuite",
     "ModelSuite",
     "OptimizerSuite",
+    "ParallelSuite",
     "PluginSuite",
     "WorkerFailed",
     "require",

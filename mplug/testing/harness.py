@@ -5,8 +5,9 @@ Settings are a flat mapping, {"model.num_layers": 2, "parallel.layout": "dp2"}, 
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from mplug.build import Parts
     from mplug.config import RunConfig
     from mplug.contracts import MicroBatch
+    from mplug.gradients import GradientSink
 
 TinySettings = Mapping[str, Any]
 Boxes = list[tuple[tuple[int, ...], "Tensor"]]
@@ -31,12 +33,18 @@ STEPS = 5
 
 @dataclass
 class Trace:
-    """What a rank saw: losses and norms of every step, and the boxes that it owns of gradients and final weights."""
+    """What a rank saw: losses and norms of every step, and the boxes that it owns of gradients and of weights.
+
+    `initial` are the weights before the first step, `weights` those after the last. `announced` says of every step how
+    often each of the rank's gradients was announced as final.
+    """
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: list[dict[str, Boxes]] = field(default_factory=list)
+    initial: dict[str, Boxes] = field(default_factory=dict)
     weights: dict[str, Boxes] = field(default_factory=dict)
+    announced: list[dict[str, int]] = field(default_factory=list)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     val_loss: float = 0.0
 
@@ -64,10 +72,29 @@ def tiny_run(settings: TinySettings) -> Run:
     return run
 
 
-def train_steps(settings: TinySettings, before: Callable[[], None] | None = None) -> Trace:
+def as_they_come(batches: Iterator["MicroBatch"]) -> Iterator["MicroBatch"]:
+    """Micro batches as the loader cuts them."""
+    return batches
+
+
+def unevenly(batches: Iterator["MicroBatch"]) -> Iterator["MicroBatch"]:
+    """The same samples, every second micro batch cut in two: on every rank as many, of different sizes."""
+    for number, batch in enumerate(batches):
+        size = len(batch["sample_ids"])
+        cuts = (0, 1, size) if number % 2 == 0 and size > 1 else (0, size)
+        for start, stop in pairwise(cuts):
+            yield {name: entry[start:stop] if len(entry) == size else entry for name, entry in batch.items()}
+
+
+def train_steps(
+    settings: TinySettings,
+    before: Callable[[], None] | None = None,
+    portions: Callable[[Iterator["MicroBatch"]], Iterator["MicroBatch"]] = as_they_come,
+) -> Trace:
     """Train `STEPS` steps in this process, one rank of the run, after calling `before`.
 
-    Labels are ignored at random, so that micro batches differ in their number of targets.
+    Labels are ignored at random, so that micro batches differ in their number of targets; `portions` may cut them in
+    another way.
     """
     from mplug.build import build
     from mplug.loop import evaluate
@@ -77,10 +104,14 @@ def train_steps(settings: TinySettings, before: Callable[[], None] | None = None
     if before is not None:
         before()
     config, parts, trace = run.config, build(run), Trace()
+    trace.initial = owned(run, parts, lambda piece: piece.master)
+    announced = listen(parts)
     for step in range(1, STEPS + 1):
         run.step = step
-        batches = map(with_ragged_labels, parts.train_loader.take(config.trainer.global_batch_size))
+        batches = map(with_ragged_labels, portions(parts.train_loader.take(config.trainer.global_batch_size)))
         parts.stepper.forward_backward(batches, step)
+        trace.announced.append(dict(announced))
+        announced.update(dict.fromkeys(announced, 0))
         trace.gradients.append(owned(run, parts, lambda piece: piece.gradient))
         lr = learning_rate(step, config.optimizer.lr, config.schedule, config.trainer.steps)
         result = parts.stepper.update(lr, config.optimizer.weight_decay)
@@ -99,6 +130,18 @@ def with_ragged_labels(batch: "MicroBatch") -> "MicroBatch":
     for row, number in enumerate(batch["sample_ids"].tolist()):
         labels[row, : number % 11] = -100
     return {**batch, "labels": labels}
+
+
+def listen(parts: "Parts") -> dict[str, int]:
+    """How often each gradient has been announced as final: counted from now on."""
+    announced = dict.fromkeys(parts.model.sinks, 0)
+
+    def hear(sink: "GradientSink") -> None:
+        announced[sink.name] += 1
+
+    for sink in parts.model.sinks.values():
+        sink.listeners.append(hear)
+    return announced
 
 
 def owned(run: Run, parts: "Parts", tensor_of: Callable[[Any], "Tensor"]) -> dict[str, Boxes]:
@@ -143,6 +186,29 @@ def difference(traces: list[Trace], reference: Trace, tolerance: float = 1e-5) -
         if found:
             return found
     return _number_off("validation loss", [t.val_loss for t in traces], reference.val_loss, tolerance)
+
+
+def weights_off(traces: list[Trace], reference: Trace, tolerance: float = 1e-3) -> str:
+    """The first parameter whose values differ from those of one process; the empty string where none does.
+
+    Initial values must be equal. After the last step, |w - w_ref| <= tolerance * max(|moved|, 1e-3 of all parameters'
+    movement): Adam divides a gradient by its own size, so that where it is little more than rounding, two sound runs
+    part by as much as they move.
+    """
+    names = reference.shapes
+    first = {name: logical([reference.initial], name, shape) for name, shape in names.items()}
+    last = {name: logical([reference.weights], name, shape) for name, shape in names.items()}
+    whole = math.sqrt(sum(float((last[name] - first[name]).norm()) ** 2 for name in names))
+    for name, shape in names.items():
+        found = logical([trace.initial for trace in traces], name, shape)
+        if not bool((found == first[name]).all()):
+            return f"the initial values of '{name}' are not those of one process"
+    for name, shape in names.items():
+        error = float((logical([trace.weights for trace in traces], name, shape) - last[name]).norm())
+        allowed = tolerance * max(float((last[name] - first[name]).norm()), 1e-3 * whole)
+        if not error <= allowed:
+            return f"'{name}' is off by {error:.3g} after {STEPS} steps (allowed: {allowed:.3g})"
+    return ""
 
 
 def _number_off(what: str, found: list[float], expected: float, tolerance: float) -> str:

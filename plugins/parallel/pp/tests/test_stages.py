@@ -232,16 +232,9 @@ def test_a_wrong_division_is_refused_before_anything_is_built(assignments: list[
         prepared(*assignments)
 
 
-@pytest.mark.parametrize(
-    ("assignments", "said"),
-    [
-        (["parallel.layout=pp2", "parallel.pp.units_per_stage=[1, 2]"], "adds up to 3; the model has 6 units"),
-        (["parallel.layout=pp6"], "pp=6 stages are too many for the 5 units"),
-    ],
-)
-def test_a_division_that_the_model_does_not_bear_is_refused(assignments: list[str], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        build_model(prepared(*assignments))
+def test_a_division_that_the_model_does_not_bear_is_refused() -> None:
+    with pytest.raises(UsageError, match="adds up to 3; the model has 6 units"):
+        build_model(prepared("parallel.layout=pp2", "parallel.pp.units_per_stage=[1, 2]"))
 
 
 def test_stages_are_one_axis_that_all_views_share() -> None:

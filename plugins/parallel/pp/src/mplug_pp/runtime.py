@@ -33,7 +33,7 @@ class PipelineStepper:
     def forward_backward(self, micro_batches: Iterable[MicroBatch], step: int) -> None:
         """Do this stage's actions of a table of as many micro batches as the step has."""
         self.default.begin_step(step)
-        self.batches = [self.default.with_keys(batch, step) for batch in micro_batches]
+        self.batches = [self.default.entries(batch, step) for batch in micro_batches]
         self.taken: dict[int, list[Tensor]] = {}
         self.given: dict[int, list[Tensor]] = {}
         self.gradients: dict[int, list[Tensor]] = {}
@@ -86,7 +86,7 @@ class PipelineStepper:
         self.model.module.eval()
         losses = []
         for batch in micro_batches:
-            batch = {**batch, "keys": batch["sample_ids"]}
+            batch = self.default.entries(batch, self.default.run.step)
             values = self._run(batch, self.previous.receive(len(self.takes), batch) if self.previous else [])
             if self.next is None:
                 losses.append((values["loss"], values["num_targets"]))

@@ -46,7 +46,9 @@ class TensorParallel:
 
     @hookimpl
     def offer(self, run: "Run", model: "Model") -> "list[Offer | Wrap]":
-        """Collectives around the products, and the look-up and loss of a divided vocabulary."""
+        """Collectives around the products, and the look-up and loss of a divided vocabulary; of one rank, nothing."""
         from mplug_tp.suppliers import offers
 
+        if run.mesh.axes["tp"].size == 1:
+            return []
         return offers(run, model, self.config.sequence_parallel)

@@ -49,7 +49,7 @@ def offers(run: Run, model: Model, sequence_parallel: bool) -> list[Offer | Wrap
         Offer({"Linear.gather": enter}, weight_split_along(0)),
         Offer({"Linear.scatter": leave}, weight_split_along(1)),
         Offer({"Embedding.lookup": look_up_tokens}, weight_split_along(0)),
-        Wrap("Attention.core", partial(_with_global_heads, run.mesh.index(run.rank, "tp")), layer=0),
+        Wrap("Attention.core", partial(_with_global_heads, run.mesh.index(run.rank, "tp")), layer=100),
     ]
     if vocabulary.size is not None:
         found.append(Offer({"Loss.cross_entropy": vocabulary.cross_entropy}))

@@ -1,0 +1,288 @@
+"""What a layout is without processes: what each rank would be, and what must hold of all ranks together.
+
+Every check raises `Fault`, whose message names the layout's fault.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from mplug.errors import UsageError, listed, suggest
+from mplug.mesh import Axis, IndexMap
+from mplug.run import Run, prepare
+from mplug.slots import KIND_OF, Offer, Site, Wrap
+from mplug.testing.harness import TinySettings, tiny_config
+from mplug.testing.suite import Fault, require
+
+if TYPE_CHECKING:
+    from mplug.model import Model
+    from mplug.plan import Box, Placement
+
+Ranks = list[tuple[Run, "Model"]]
+"""Every rank of a run, with its model."""
+
+Tokens = dict[tuple[int, int], tuple[int, int]]
+"""(sample, position) -> (token, label)."""
+
+
+@contextmanager
+def told_as_fault(what: str) -> Iterator[None]:
+    """Turn whatever a plugin raises in the block, beside a refusal, into a Fault that says so."""
+    try:
+        yield
+    except (UsageError, Fault):
+        raise
+    except Exception as error:
+        raise Fault(f"{what} ends in {type(error).__name__}: {error}") from error
+
+
+def prepared(settings: TinySettings) -> Run:
+    """A tiny run; UsageError where it is refused."""
+    config = tiny_config(settings)
+    with told_as_fault("checking the config and laying out the mesh"):
+        return prepare(config)
+
+
+def ranks_of(settings: TinySettings) -> Ranks:
+    """Every rank of a run and its model, without processes. Raises UsageError where the run is refused before launch.
+
+    Before a launch only rank 0's model is built, so whatever another rank refuses comes too late: a Fault.
+    """
+    from mplug.build import build_model  # imports torch
+
+    run, found = prepared(settings), []
+    for rank in range(run.mesh.world_size):
+        own = replace(run, rank=rank)
+        try:
+            with told_as_fault(f"building rank {rank} without processes, from run.mesh and the plan alone,"):
+                found.append((own, build_model(own)))
+        except UsageError as error:
+            if rank == 0:
+                raise
+            raise Fault(f"rank {rank} is refused, and rank 0, which is asked before launch, is not: {error}") from error
+    return found
+
+
+# Axes.
+
+
+def axes_of(run: Run, label: str) -> list[Axis]:
+    """The axes that one plugin adds to the mesh."""
+    answers: dict[str, Any] = dict(run.hooks.each("mesh_axes", config=run.config))
+    axes: list[Axis] = answers.get(label, [])
+    sound = isinstance(axes, list) and axes and all(isinstance(axis, Axis) for axis in axes)
+    require(sound, f"mesh_axes of {label} gives {axes!r}; it must give a list of the axes that it adds")
+    return axes
+
+
+def told(axis: Axis) -> tuple[object, ...]:
+    """An axis as values that can be compared: index maps by what they give."""
+    length = 8 * axis.size
+    parts = {named: [_part(cut, length, axis.size, n) for n in range(axis.size)] for named, cut in axis.entries.items()}
+    return axis.name, axis.size, axis.splits, parts, axis.activations, axis.distance, axis.views
+
+
+def require_partition(axis: Axis) -> None:
+    """Each index map gives every index of a dimension to exactly one rank, or refuses the dimension's length."""
+    for named, cut in axis.entries.items():
+        where = f"the index map of axis '{axis.name}' along '{named}'"
+        lengths = [axis.size * factor for factor in (1, 2, 4, 2 * axis.size)] + [2 * axis.size + 1]
+        cuts = {length: [_part(cut, length, axis.size, n) for n in range(axis.size)] for length in lengths}
+        require(
+            any(None not in parts for parts in cuts.values()),
+            f"{where} refuses every length of {listed(map(str, cuts))}",
+        )
+        for length, parts in cuts.items():
+            held = sorted(index for part in parts if part is not None for index in part)
+            if None in parts or held == list(range(length)):
+                continue
+            given = {index: held.count(index) for index in (*range(length), *held)}
+            index = next(index for index, count in given.items() if count != 1 or not 0 <= index < length)
+            raise Fault(f"{where} gives index {index} of {length} to {given[index]} of {axis.size} ranks")
+
+
+def _part(cut: IndexMap, length: int, size: int, index: int) -> list[int] | None:
+    """The indices that a rank gets; None where the length is refused."""
+    try:
+        with told_as_fault(f"the index map of {length} indices for {size} ranks"):
+            return [index for part in cut(length, size, index) for index in part]
+    except UsageError:
+        return None
+
+
+# Placements.
+
+
+def require_sound_placements(ranks: Ranks) -> None:
+    """Every rank computes the same placements, and they cover every parameter."""
+    require_one_truth(ranks)
+    for placement in ranks[0][1].placements.values():
+        require_exact_cover(placement)
+
+
+def require_exact_cover(placement: "Placement") -> None:
+    """The boxes of all ranks together are the parameter: each element in one box, and its holders know each other."""
+    import torch
+
+    holders: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, Box]]] = {}
+    for rank in range(placement.mesh.world_size):
+        for box in placement.boxes(rank):
+            holders.setdefault((box.start, box.shape), []).append((rank, box))
+            _require_room(placement, rank, box)
+    covered = torch.zeros(placement.shape, dtype=torch.int64)
+    for (start, shape), held in holders.items():
+        _require_agreement(placement.name, dict(held))
+        covered[tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))] += 1
+    wrong = (covered != 1).nonzero().tolist()
+    if wrong:
+        count = int(covered[tuple(wrong[0])])
+        kept = "no rank" if count == 0 else f"{count} different boxes"
+        raise Fault(f"element {wrong[0]} of '{placement.name}' is held by {kept}; every element is held in one box")
+
+
+def _require_room(placement: "Placement", rank: int, box: "Box") -> None:
+    local = placement.local_shape(rank)
+    fits = all(o + n <= size for o, n, size in zip(box.offset, box.shape, local, strict=True))
+    require(fits, f"rank {rank} keeps {box.shape} of '{placement.name}' at {box.offset} in a tensor of shape {local}")
+
+
+def _require_agreement(name: str, boxes: "dict[int, Box]") -> None:
+    ranks = tuple(boxes)
+    for rank, box in boxes.items():
+        said = f"rank {rank} says that a box of '{name}'"
+        require(box.copies == ranks, f"{said} is held by ranks {box.copies}; it is held by {ranks}")
+        partners = {boxes[other].partial for other in box.partial if other in boxes}
+        agreed = rank in box.partial and partners == {box.partial} and set(box.partial) <= set(ranks)
+        require(agreed, f"{said} is partial over ranks {box.partial}, and these say otherwise")
+
+
+def require_one_truth(ranks: Ranks) -> None:
+    """Every rank computes the same placements, whichever rank it is itself."""
+    tables = []
+    for run, model in ranks:
+        everyone = range(run.mesh.world_size)
+        tables.append({name: [one.boxes(rank) for rank in everyone] for name, one in model.placements.items()})
+    for rank, table in enumerate(tables):
+        for name in {**tables[0], **table}:
+            require(
+                table.get(name) == tables[0].get(name),
+                f"ranks 0 and {rank} disagree on where '{name}' lives, which the plan and the mesh alone decide",
+            )
+
+
+# Batches.
+
+
+def tokens_of(run: Run, model: "Model") -> Tokens:
+    """What a rank computes with of the next global batch."""
+    from mplug.build import build_loader
+    from mplug.entries import own_entries
+
+    found: Tokens = {}
+    for batch in build_loader(run, "train").take(run.config.trainer.global_batch_size):
+        own = own_entries(batch, model.plan.context, run.mesh, run.rank)
+        positions = own["positions"].expand_as(own["tokens"])
+        for row, sample in enumerate(own["sample_ids"].tolist()):
+            columns = (own[name][row].tolist() for name in ("tokens", "labels"))
+            read = zip(*columns, strict=True)
+            found |= zip(((sample, position) for position in positions[row].tolist()), read, strict=True)
+    return found
+
+
+def require_every_token_once(ranks: Ranks, whole: Tokens) -> None:
+    """Ranks that differ along an axis of the batch entries read different tokens, all others the same: together all."""
+    parts: dict[tuple[int, ...], tuple[int, Tokens]] = {}
+    for run, model in ranks:
+        place = run.mesh.coordinates(run.rank)
+        key = tuple(place[axis.name] for axis in run.mesh.views["attention"] if axis.entries)
+        first, tokens = parts.setdefault(key, (run.rank, tokens_of(run, model)))
+        if first != run.rank:
+            same = tokens == tokens_of(run, model)
+            require(same, f"ranks {first} and {run.rank} differ along no axis of the batch, and read different tokens")
+    for sample, position in whole:
+        found = [(rank, tokens[sample, position]) for rank, tokens in parts.values() if (sample, position) in tokens]
+        token = f"the token at position {position} of sample {sample}"
+        readers = f"ranks {listed(str(rank) for rank, _ in found)}" if found else "no rank"
+        require(len(found) == 1, f"{token} is read by {readers}; one part of the batch must have it")
+        require(
+            found[0][1] == whole[sample, position], f"{token} is another one, or has another label, than in one process"
+        )
+
+
+# Offers.
+
+
+def offers_of(run: Run, model: "Model", label: str) -> list[Offer | Wrap]:
+    """What one plugin offers."""
+    return next((list(answer) for name, answer in run.hooks.each("offer", run=run, model=model) if name == label), [])
+
+
+def require_pure_offers(run: Run, model: "Model", label: str) -> None:
+    """Offering twice offers the same, and changes nothing of the model."""
+    before = _state_of(model)
+    first, second = (offers_of(run, model, label) for _ in range(2))
+    require(_told(first) == _told(second), f"offering twice offers {_told(first)}, then {_told(second)}; it is pure")
+    changed = [name for name, value in _state_of(model).items() if before.get(name) is not value]
+    require(not changed, f"offering changes {listed(sorted(changed))}; it is pure: the host selects and applies")
+
+
+def _state_of(model: "Model") -> dict[str, object]:
+    from mplug.model import sites
+
+    slots = {f"{s.slot} of '{s.name}'": getattr(s.module, s.slot.rpartition(".")[2]) for s in sites(model.module)}
+    return {
+        **slots,
+        **dict(model.module.named_parameters()),
+        **{f"the placement of '{n}'": p for n, p in model.placements.items()},
+    }
+
+
+def _slots(offered: Offer | Wrap) -> tuple[str, ...]:
+    return tuple(offered.suppliers) if isinstance(offered, Offer) else (offered.slot,)
+
+
+def _told(offered: list[Offer | Wrap]) -> list[str]:
+    layers = [f" at layer {one.layer}" if isinstance(one, Wrap) else "" for one in offered]
+    return [f"{type(one).__name__} for {listed(_slots(one))}{at}" for one, at in zip(offered, layers, strict=True)]
+
+
+def require_true_offers(run: Run, model: "Model", label: str) -> None:
+    """Each offer is for slots that exist, and answers for every site of theirs with yes, no or a reason."""
+    from mplug.model import sites
+
+    for offered in offers_of(run, model, label):
+        for slot in _slots(offered):
+            require(slot in KIND_OF, f"it offers something for '{slot}', which is no slot{suggest(slot, KIND_OF)}")
+        for site in (site for site in sites(model.module) if site.slot in _slots(offered)):
+            _require_answers(offered, site, run)
+
+
+def _require_answers(offered: Offer | Wrap, site: Site, run: Run) -> None:
+    where = f"{site.slot} of '{site.name}'"
+    with told_as_fault(f"asking whether it supports {where}"):
+        answer = offered.supports(site, run)
+    require(
+        isinstance(answer, bool) or (isinstance(answer, str) and answer.strip()),
+        f"asked whether it supports {where}, it answers {answer!r}; True, False or the reason why not",
+    )
+    if isinstance(offered, Wrap) and answer is True:
+        inner = getattr(site.module, site.slot.rpartition(".")[2])
+        with told_as_fault(f"wrapping {where}"):
+            twice = offered.wrap(offered.wrap(inner))
+        fits = callable(twice) or type(twice) is type(inner)
+        require(fits, f"wrapped around {where}, it gives {twice!r}, which cannot fill the slot")
+
+
+def require_one_callable_a_role(model: "Model", label: str) -> None:
+    """What a plugin puts into a slot is one callable for all sites of a role: one for each would recompile each."""
+    found: dict[tuple[str, str], set[tuple[int, ...]]] = {}
+    for filled in model.slots:
+        own = [filled.offer.suppliers[filled.site.slot]] if filled.offer and filled.offer.plugin == label else []
+        own += [wrap.wrap for wrap in filled.wraps if wrap.plugin == label]
+        found.setdefault((filled.site.role, filled.site.slot), set()).add(tuple(map(id, own)))
+    for (role, slot), different in found.items():
+        require(
+            len(different) == 1,
+            f"the sites of '{role}' get {len(different)} different callables for {slot}; offer one for all of them",
+        )

@@ -1,0 +1,314 @@
+"""The suite of parallel strategies."""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+from unittest import SkipTest
+
+import yaml
+
+from mplug.contracts import MicroBatch
+from mplug.errors import UsageError, listed
+from mplug.mesh import Axis, parse_layout
+from mplug.registry import Registry
+from mplug.run import Run
+from mplug.testing import layouts
+from mplug.testing.harness import (
+    TinySettings,
+    Trace,
+    as_they_come,
+    difference,
+    tiny_config,
+    train_steps,
+    unevenly,
+    weights_off,
+)
+from mplug.testing.layouts import Ranks
+from mplug.testing.suite import Fault, PluginSuite, require, smoke
+from mplug.testing.workers import WorkerFailed, run_workers
+
+T = TypeVar("T")
+Portions = Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]]
+
+ODD = 3
+"""A degree that divides neither the heads of the tiny run nor its batch, sequence, layers or widths."""
+
+TIMEOUT = 120.0
+"""Seconds after which ranks that wait for each other are given up."""
+
+_TRACES: dict[str, list[Trace]] = {}
+"""Runs that several tests look at."""
+
+
+class ParallelSuite(PluginSuite):
+    """What every strategy must keep: a layout is data, and a run under it is the run of one process.
+
+    `layouts` are the layouts that are run; None: the strategy alone at degrees 2 and 4, and at 2 with every other
+    installed one at 2. The first is run again under each of `variants` (what a variant sets, by its name), and with
+    micro batches of different sizes, unless `uneven_micro_batches` is False. `refused` maps layouts that the tiny run
+    does not bear to words that the refusal must have: the numbers, and what to do.
+    """
+
+    kind = "parallel"
+    layouts: ClassVar[tuple[str, ...] | None] = None
+    variants: ClassVar[Mapping[str, TinySettings]] = yaml.safe_load(
+        Path(__file__).with_name("variants.yaml").read_text()
+    )
+    refused: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    uneven_micro_batches: ClassVar[bool] = True
+
+    @classmethod
+    def naming(cls) -> dict[str, Any]:
+        """The strategy alone, on two ranks."""
+        return {"parallel.layout": f"{cls.plugin}2"}
+
+    @classmethod
+    def section(cls) -> tuple[str, ...]:
+        """Its own part of `parallel`."""
+        return "parallel", cls.plugin
+
+    @classmethod
+    def at(cls, layout: str, changes: TinySettings | None = None) -> TinySettings:
+        """The settings of the tiny run under a layout; no degree divides the samples of an evaluation."""
+        return {**cls.tiny(), "trainer.eval_samples": 7, **(changes or {}), "parallel.layout": layout}
+
+    @classmethod
+    def alone(cls) -> tuple[str, ...]:
+        """The layouts that name no other strategy; at degrees 2 and 4, where `layouts` has none."""
+        names = Registry().names(cls.kind)
+        own = tuple(layout for layout in cls.layouts or () if set(parse_layout(layout, names)) == {cls.plugin})
+        return own or (f"{cls.plugin}2", f"{cls.plugin}4")
+
+    @classmethod
+    def tried(cls) -> tuple[str, ...]:
+        """The layouts that are run, the first of them under every variant."""
+        others = [name for name in Registry().names("parallel") if name != cls.plugin]
+        pairs = (f"{cls.plugin}2{other}2" for other in others)
+        return (*cls.alone(), *pairs) if cls.layouts is None else cls.layouts
+
+    def pytest_generate_tests(self, metafunc: Any) -> None:
+        """One test for each layout, each variant, each layout that is refused."""
+        choices = {"layout": self.tried(), "variant": tuple(self.variants), "unfit": tuple(self.refused)}
+        for argument, values in choices.items():
+            if argument in metafunc.fixturenames:
+                metafunc.parametrize(argument, values)
+
+    # Axes.
+
+    @smoke
+    def test_its_axes_are_the_same_on_every_call(self) -> None:
+        """`mesh_axes` is a function of the config: every rank, and whoever asks later, gets the same mesh."""
+        for layout, run in self._meshes().items():
+            again = layouts.prepared(self.at(layout))
+            told = [list(map(layouts.told, self._axes(asked))) for asked in (run, run, again)]
+            require(
+                told[0] == told[1] == told[2],
+                f"the axes of '{layout}' are not the same on every call: {told[0]}, then {told[1]} and {told[2]}",
+            )
+
+    @smoke
+    def test_its_degree_is_the_size_of_its_axes(self) -> None:
+        """In every view that has any of them, so that a layout word says how many ranks there are."""
+        for layout, run in self._meshes().items():
+            degree, sizes = run.config.parallel.degrees[self.plugin], dict[str, int]()
+            for axis in self._axes(run):
+                for view in axis.views:
+                    sizes[view] = sizes.get(view, 1) * axis.size
+            for view, size in sizes.items():
+                require(
+                    size == degree,
+                    f"in layout '{layout}' its axes have {size} ranks in the view '{view}'; its degree is {degree}",
+                )
+
+    @smoke
+    def test_its_axes_share_no_name_with_anothers(self) -> None:
+        """Axes are told apart by their names alone."""
+        own = [axis.name for axis in self._axes(next(iter(self._meshes().values())))]
+        require(len(set(own)) == len(own), f"it adds two axes of one name to the mesh: {listed(own)}")
+        for entry in Registry().entries(self.kind):
+            if entry != self.entry():
+                try:
+                    axes = layouts.axes_of(layouts.prepared({"parallel.layout": f"{entry.name}2"}), entry.label)
+                except UsageError:  # that one's own trouble
+                    continue
+                shared = {axis.name for axis in axes}.intersection(own)
+                require(not shared, f"{entry.label} adds an axis '{''.join(shared)}' too; give yours a name of its own")
+
+    @smoke
+    def test_its_index_maps_give_every_index_to_one_rank(self) -> None:
+        """Of every length that they do not refuse."""
+        for run in self._meshes().values():
+            for axis in self._axes(run):
+                layouts.require_partition(axis)
+
+    # Layouts as data.
+
+    @smoke
+    def test_its_layouts_are_data(self) -> None:
+        """Every rank's mesh, placements and offers come without processes; together ranks hold all parameters."""
+        for ranks in self._ranks().values():
+            layouts.require_sound_placements(ranks)
+
+    def test_a_layout_is_data(self, layout: str) -> None:
+        """The same with others beside it."""
+        self._skip_if_refused(layout)
+        layouts.require_sound_placements(layouts.ranks_of(self.at(layout)))
+
+    @smoke
+    def test_all_ranks_together_read_every_token_once(self) -> None:
+        """What one process reads, in parts of which none is left out or read twice."""
+        whole = layouts.tokens_of(*layouts.ranks_of(self.at(""))[0])
+        for ranks in self._ranks().values():
+            layouts.require_every_token_once(ranks, whole)
+
+    # Offers.
+
+    @smoke
+    def test_its_offers_are_pure_and_true(self) -> None:
+        """Offering changes nothing; slots exist; `supports` answers; what fills a role's sites is one callable."""
+        label, number = self.entry().label, 0
+        for run, model in (one for ranks in self._ranks().values() for one in ranks):
+            number += len(layouts.offers_of(run, model, label))
+            layouts.require_pure_offers(run, model, label)
+            layouts.require_true_offers(run, model, label)
+            layouts.require_one_callable_a_role(model, label)
+        if not number:
+            raise SkipTest(f"'{self.plugin}' offers nothing for any slot")
+
+    # Refusals.
+
+    def test_what_does_not_fit_is_refused_before_launch(self, unfit: str) -> None:
+        """By a UsageError that names the numbers."""
+        reason = self._refusal(unfit)
+        require(reason, f"layout '{unfit}' does not fit the run, and is not refused before launch")
+        missing = [words for words in self.refused[unfit] if words not in reason]
+        require(not missing, f"the refusal of layout '{unfit}' does not say {listed(map(repr, missing))}: {reason}")
+
+    def test_an_odd_degree_is_refused_or_gives_the_run_of_one_process(self) -> None:
+        """What does not divide is never cut short."""
+        layout = f"{self.plugin}{ODD}"
+        reason = self._refusal(layout)
+        if reason:
+            named = str(ODD) in re.findall(r"\d+", reason.replace(layout, ""))
+            require(
+                named,
+                f"the refusal of layout '{layout}' does not say that {ODD} is the number that does not fit: {reason}",
+            )
+            return
+        try:
+            self._require_parity(layout)
+        except Fault as fault:
+            raise Fault(f"a degree of {ODD} is neither refused before launch nor right: {fault}") from fault
+
+    # Runs.
+
+    def test_a_layout_gives_the_run_of_one_process(self, layout: str) -> None:
+        """Initial values, losses, gradients, norms, the evaluation and the last weights."""
+        if layout in self.alone():
+            reason = self._refusal(layout)
+            require(not reason, f"layout '{layout}' is refused; give 'settings' or 'layouts' that go: {reason}")
+        self._skip_if_refused(layout)
+        self._require_parity(layout)
+
+    def test_a_variant_gives_the_run_of_one_process(self, variant: str) -> None:
+        """Another model, or other options of the strategy."""
+        self._skip_if_refused(self.tried()[0], self.variants[variant])
+        self._require_parity(self.tried()[0], self.variants[variant], told=f"with '{variant}'")
+
+    def test_micro_batches_may_differ_in_size(self) -> None:
+        """As the last ones of an epoch do."""
+        if not self.uneven_micro_batches:
+            raise SkipTest(f"'{self.plugin}' claims nothing about micro batches of different sizes")
+        self._skip_if_refused(self.tried()[0])
+        self._require_parity(self.tried()[0], portions=unevenly, told="with micro batches of different sizes")
+
+    def test_a_degree_of_one_changes_nothing(self) -> None:
+        """Not a bit."""
+        layout = f"{self.plugin}1"
+        self._skip_if_refused(layout)
+        traces, reference = self._trained(f"under layout '{layout}'", self.at(layout))
+        off = difference(traces, reference, tolerance=0.0) or weights_off(traces, reference, tolerance=0.0)
+        require(not off, f"layout '{layout}' is not, bit by bit, one process: {off}")
+
+    def test_each_gradient_is_final_once_a_step(self) -> None:
+        """Whoever listens to a gradient sink hears exactly once a step that the gradient is final."""
+        layout = self.tried()[0]
+        self._skip_if_refused(layout)
+        where = f"under layout '{layout}'"
+        for rank, trace in enumerate(self._trained(where, self.at(layout))[0]):
+            for step, announced in enumerate(trace.announced, 1):
+                for name, times in announced.items():
+                    heard = (
+                        f"the gradient of '{name}' is announced as final {times} times in step {step} on rank {rank}"
+                    )
+                    require(times == 1, f"{where} {heard}; it must be once, in the last micro batch or after it")
+
+    # What the tests share.
+
+    def _meshes(self) -> dict[str, Run]:
+        """The strategy alone: its layouts, prepared."""
+        return _not_refused(self.alone(), lambda layout: layouts.prepared(self.at(layout)))
+
+    def _ranks(self) -> dict[str, Ranks]:
+        """The strategy alone: its layouts, each with all ranks."""
+        return _not_refused(self.alone(), lambda layout: layouts.ranks_of(self.at(layout)))
+
+    def _axes(self, run: Run) -> list[Axis]:
+        return layouts.axes_of(run, self.entry().label)
+
+    def _refusal(self, layout: str, changes: TinySettings | None = None) -> str:
+        """Why a run is refused before launch; the empty string where it is not."""
+        try:
+            layouts.ranks_of(self.at(layout, changes))
+        except UsageError as error:
+            return str(error)
+        return ""
+
+    def _skip_if_refused(self, layout: str, changes: TinySettings | None = None) -> None:
+        reason = self._refusal(layout, changes)
+        if reason:
+            raise SkipTest(f"layout '{layout}' is refused: {reason}")
+
+    def _require_parity(
+        self, layout: str, changes: TinySettings | None = None, portions: Portions = as_they_come, told: str = ""
+    ) -> None:
+        where = f"under layout '{layout}'{told and f' {told}'}"
+        traces, reference = self._trained(where, self.at(layout, changes), portions)
+        off = difference(traces, reference) or weights_off(traces, reference)
+        require(not off, f"{where}: {off}")
+
+    def _trained(
+        self, where: str, settings: TinySettings, portions: Portions = as_they_come
+    ) -> tuple[list[Trace], Trace]:
+        """What the ranks of a run see, and what one process sees; Fault where a rank fails."""
+        alone = {name: value for name, value in settings.items() if not name.startswith("parallel.")}
+        try:
+            return _traces_of(settings, portions), _traces_of(alone)[0]
+        except (WorkerFailed, TimeoutError) as error:
+            raise Fault(f"{where}: {error}") from None
+
+
+def _not_refused(words: Iterable[str], build: Callable[[str], T]) -> dict[str, T]:
+    """What is built of each layout that is not refused; SkipTest with the reasons where all are."""
+    found, reasons = dict[str, T](), []
+    for layout in words:
+        try:
+            found[layout] = build(layout)
+        except UsageError as error:
+            reasons.append(f"layout '{layout}' is refused: {error}")
+    if not found:
+        raise SkipTest("; ".join(reasons))
+    return found
+
+
+def _traces_of(settings: TinySettings, portions: Portions = as_they_come) -> list[Trace]:
+    """What the ranks of a run see, trained once for all tests that ask."""
+    config = tiny_config(settings)
+    sources = [(chosen.label, chosen.entry.source) for chosen in config.chosen]
+    key = json.dumps([config.resolved(), sources, portions.__name__])
+    if key not in _TRACES:
+        size = layouts.prepared(settings).mesh.world_size
+        _TRACES[key] = run_workers(size, train_steps, dict(settings), None, portions, timeout=TIMEOUT)
+    return _TRACES[key]

@@ -1,0 +1,21 @@
+"""Tensor parallelism passes the suite of strategies, with and without sequence parallelism."""
+
+from mplug.testing import ParallelSuite
+
+EVERYTHING = {**ParallelSuite.variants["another-model"], **ParallelSuite.variants["dropout"]}
+WHOLE_STREAM = {"parallel.tp.sequence_parallel": False}
+
+
+class TestTensorParallel(ParallelSuite):
+    plugin = "tp"
+    layouts = ("tp2", "tp4", "dp2tp2", "tp2pp2")
+    variants = {
+        **ParallelSuite.variants,
+        "all-kv-heads": {"model.num_kv_heads": 4},
+        "whole-stream": WHOLE_STREAM,
+        "everything-whole-stream": {**EVERYTHING, **WHOLE_STREAM},
+    }
+    refused = {
+        "tp8": ("tp=8", "4 heads", "use 1 or 2 or 4"),
+        "tp32": ("tp=32", "trainer.seq_length=16", "parallel.tp.sequence_parallel=false"),
+    }

@@ -1,0 +1,85 @@
+"""The part of a micro batch that a rank computes with."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mplug import Axis, Mesh, contiguous
+from mplug.entries import own_entries
+
+B, S, PIXELS = 2, 24, 5
+CONTEXT = {
+    "tokens": ("batch", "sequence"),
+    "labels": ("batch", "sequence"),
+    "positions": ("batch", "sequence"),
+    "sample_ids": ("batch",),
+    "images": ("batch", "pixels"),
+    "mask": ("batch", "sequence", "sequence"),
+}
+
+
+def batch() -> dict[str, torch.Tensor]:
+    tokens = torch.arange(B * S).view(B, S)
+    images, mask = torch.arange(B * PIXELS).view(B, PIXELS), torch.arange(B * S * S).view(B, S, S)
+    return {
+        "tokens": tokens,
+        "labels": tokens + 1,
+        "positions": torch.arange(S)[None],
+        "sample_ids": torch.arange(B),
+        "images": images,
+        "mask": mask,
+        "unknown to the plan": torch.arange(S),
+    }
+
+
+def zigzag(length: int, size: int, index: int) -> tuple[range, ...]:
+    """One part from the front and its counterpart from the back, so that causal attention costs every rank the same."""
+    part = length // (2 * size)
+    starts = (index * part, length - (index + 1) * part)
+    return tuple(range(start, start + part) for start in starts)
+
+
+def every_other(length: int, size: int, index: int) -> tuple[range, ...]:
+    return (range(index, length, size),)
+
+
+@pytest.mark.parametrize("cut", [contiguous, zigzag, every_other])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_rank_gets_the_indices_of_its_map_in_every_entry_that_has_the_axis(cut: object, size: int) -> None:
+    mesh, whole = Mesh.of([Axis("cp", size, entries={"sequence": cut})], size), batch()
+    for rank in range(size):
+        mine = [index for part in cut(S, size, rank) for index in part]
+        own = own_entries(whole, CONTEXT, mesh, rank)
+        for name in ("tokens", "labels", "positions"):
+            assert torch.equal(own[name], whole[name][:, mine])
+        assert torch.equal(own["mask"], whole["mask"][:, mine][:, :, mine])
+        for name in ("sample_ids", "images", "unknown to the plan"):
+            assert own[name] is whole[name]
+
+
+def test_the_samples_are_divided_by_the_loader_and_by_nobody_else() -> None:
+    whole = batch()
+    own = own_entries(whole, CONTEXT, Mesh.of([Axis("dp", 2, entries={"batch": contiguous})], 2), 1)
+    assert all(own[name] is whole[name] for name in whole)
+
+
+def test_two_axes_divide_the_sequence_one_after_the_other_the_slowest_first() -> None:
+    near, far = (
+        Axis("near", 2, entries={"sequence": every_other}),
+        Axis("far", 3, entries={"sequence": zigzag}, distance=1),
+    )
+    mesh = Mesh.of([near, far], 6)
+    for rank in range(6):
+        outer = [index for part in zigzag(S, 3, rank // 2) for index in part]
+        assert own_entries(batch(), CONTEXT, mesh, rank)["positions"][0].tolist() == outer[rank % 2 :: 2]
+
+
+@given(st.lists(st.integers(0, S), max_size=6), st.integers(1, 3))
+def test_any_ranges_are_joined_in_their_order(borders: list[int], step: int) -> None:
+    ranges = tuple(range(start, stop, step) for start, stop in pairwise([0, *sorted(borders), S]))
+    mesh = Mesh.of([Axis("cp", 2, entries={"sequence": lambda *_: ranges})], 2)
+    expected = [index for part in ranges for index in part]
+    assert own_entries(batch(), CONTEXT, mesh, 0)["positions"][0].tolist() == expected

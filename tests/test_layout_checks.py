@@ -1,0 +1,140 @@
+"""What the suites compare: placements that do not cover a parameter, and weights that are not those of one process."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mplug import Axis, Box, IndexMap, Init, Mesh, Parameter, Placement, UsageError, contiguous
+from mplug.testing import Fault
+from mplug.testing.harness import Trace, weights_off
+from mplug.testing.layouts import require_exact_cover, require_partition
+
+Change = Callable[[int, Box], tuple[Box, ...]]
+
+
+class Changed(Placement):
+    """A placement of [8, 6] over two ranks of tp and two of dp, with boxes that somebody has got wrong."""
+
+    change: Change
+
+    def boxes(self, rank: int) -> tuple[Box, ...]:
+        return tuple(new for box in super().boxes(rank) for new in type(self).change(rank, box))
+
+
+def placement(change: Change) -> Placement:
+    mesh = Mesh.of([Axis("tp", 2, splits=("mlp",)), Axis("dp", 2, entries={"batch": contiguous}, distance=1)], 4)
+    kind = type("Changed", (Changed,), {"change": staticmethod(change)})
+    return kind("w", Parameter(("mlp", "embed"), Init("normal", 1.0)), (8, 6), mesh, (0, 1, 2, 3))
+
+
+def test_a_placement_as_the_host_computes_it_covers_its_parameter() -> None:
+    require_exact_cover(placement(lambda _, box: (box,)))
+
+
+WRONG_BOXES: dict[str, tuple[Change, str]] = {
+    "a column is left out": (
+        lambda _, box: (replace(box, shape=(4, 5)),),
+        r"element \[0, 5\] of 'w' is held by no rank",
+    ),
+    "a row is held twice": (
+        lambda _, box: (box, replace(box, shape=(1, 6))),
+        r"element \[0, 0\] of 'w' is held by 2 different boxes",
+    ),
+    "a copy that is not there": (
+        lambda rank, box: (box,) if rank else (),
+        r"rank 2 says that a box of 'w' is held by ranks \(0, 2\); it is held by \(2,\)",
+    ),
+    "copies that do not know each other": (
+        lambda rank, box: (replace(box, copies=(rank,)),),
+        r"rank 0 says that a box of 'w' is held by ranks \(0,\); it is held by \(0, 2\)",
+    ),
+    "sums over others' ranks": (
+        lambda rank, box: (replace(box, partial=(rank, 3)),),
+        r"rank 0 says that a box of 'w' is partial over ranks \(0, 3\), and these say otherwise",
+    ),
+    "one-sided sums": (
+        lambda rank, box: (replace(box, partial=(rank,)) if rank == 2 else box,),
+        r"rank 0 says that a box of 'w' is partial over ranks \(0, 2\), and these say otherwise",
+    ),
+    "a box beyond the local tensor": (
+        lambda _, box: (replace(box, offset=(1, 0)),),
+        r"rank 0 keeps \(4, 6\) of 'w' at \(1, 0\) in a tensor of shape \(4, 6\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_BOXES)
+def test_a_placement_that_leaves_out_repeats_or_miscounts_is_named(wrong: str) -> None:
+    change, said = WRONG_BOXES[wrong]
+    with pytest.raises(Fault, match=said):
+        require_exact_cover(placement(change))
+
+
+def gaps(length: int, size: int, index: int) -> tuple[range, ...]:
+    return (range(index, length, size + 1),)
+
+
+def everything(length: int, size: int, index: int) -> tuple[range, ...]:
+    return (range(length),)
+
+
+def beyond(length: int, size: int, index: int) -> tuple[range, ...]:
+    return (range(index, length + 2, size),)
+
+
+def crashing(length: int, size: int, index: int) -> tuple[range, ...]:
+    return (range(length // (size - 2)),)
+
+
+def refusing(length: int, size: int, index: int) -> tuple[range, ...]:
+    raise UsageError("never")
+
+
+@pytest.mark.parametrize(
+    ("cut", "said"),
+    [
+        (gaps, "gives index 2 of 4 to 0 of 2 ranks"),
+        (everything, "gives index 0 of 2 to 2 of 2 ranks"),
+        (beyond, "gives index 2 of 2 to 1 of 2 ranks"),
+        (crashing, "ends in ZeroDivisionError"),
+        (refusing, "refuses every length of 2, 4, 8 and 5"),
+    ],
+)
+def test_an_index_map_that_is_no_partition_is_named(cut: IndexMap, said: str) -> None:
+    with pytest.raises(Fault, match=said):
+        require_partition(Axis("cp", 2, entries={"sequence": cut}))
+
+
+# Weights.
+
+
+def trace(first: list[float], last: list[float]) -> Trace:
+    found = Trace(shapes={"w": (2,)})
+    found.initial, found.weights = ({"w": [((0,), torch.tensor(values))]} for values in (first, last))
+    return found
+
+
+ONE_PROCESS = trace([1.0, 2.0], [1.1, 2.1])
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "said"),
+    [
+        ([1.0, 2.0], [1.1, 2.1], ""),
+        ([1.0, 2.0], [1.1, 2.10005], ""),
+        ([1.0, 2.0000002], [1.1, 2.1], "the initial values of 'w' are not those of one process"),
+        ([1.0, 2.0], [1.1, 2.1005], r"'w' is off by 0.0005.* after 5 steps"),
+        ([1.0, 2.0], [1.1, float("nan")], "'w' is off by nan"),
+    ],
+)
+def test_weights_are_compared_by_how_far_they_have_moved(first: list[float], last: list[float], said: str) -> None:
+    found = weights_off([trace(first, last)], ONE_PROCESS)
+    assert found.startswith(said[:20])
+    assert bool(found) == bool(said)
+
+
+def test_an_element_that_no_rank_owns_is_off() -> None:
+    half = Trace(initial={"w": [((0,), torch.tensor([1.0]))]}, weights={"w": [((0,), torch.tensor([1.1]))]})
+    assert weights_off([half], ONE_PROCESS) == "the initial values of 'w' are not those of one process"

@@ -1,0 +1,260 @@
+"""The suite of strategies has teeth: what an author gets wrong in `nova-ulys` is caught, and named."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from mplug import UsageError
+from mplug.build import build_model
+from mplug.testing import Fault, ParallelSuite
+from mplug.testing.harness import tiny_run
+
+PACKAGE = Path(__file__).parent / "third_party" / "nova-ulys"
+
+
+class Ulysses(ParallelSuite):
+    plugin = "ulys"
+    refused = {"ulys8": ("ulys=8", "4 query heads")}
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A fault: what stands in the source and what the author wrote instead; the test that catches it, and its words."""
+
+    old: str
+    new: str
+    test: str
+    said: str
+    argument: str | None = None
+
+
+AXIS = 'Axis("ulys", config.parallel.degrees["ulys"], entries={"sequence": contiguous}, distance=10)'
+CONFIGURED = "        self.config = config\n"
+ONE_CALL = "        return [around_attention(run, model)]\n"
+CORE = """\
+    def core(q: Tensor, k: Tensor, v: Tensor, *, first_head: int = 0, **named: Any) -> Tensor:
+        \"\"\"q [B, S/R, H, K], k and v [B, S/R, G, K] -> [B, S/R, H, K].\"\"\"
+"""
+WRAPPED = '    wrap = partial(exchanged, run.group("ulys"), size, index)\n'
+
+
+def hook(*lines: str) -> str:
+    """A hook that the plugin has beside its others."""
+    return "\n".join([CONFIGURED, "    @hookimpl", *(f"    {line}" for line in lines), ""])
+
+
+FAULTS = {
+    "it imports torch where it is imported": Planted(
+        "from pydantic import BaseModel, ConfigDict\n",
+        "import torch\nfrom pydantic import BaseModel, ConfigDict\n",
+        "test_neither_importing_nor_configuring_it_imports_torch",
+        "importing 'ulys' imports torch",
+    ),
+    "an axis of one size at any degree": Planted(
+        'config.parallel.degrees["ulys"]',
+        "2",
+        "test_its_degree_is_the_size_of_its_axes",
+        "in layout 'ulys4' its axes have 2 ranks in the view 'attention'; its degree is 4",
+    ),
+    "axes that add up over calls": Planted(
+        f"        return [{AXIS}]",
+        f"        self.axes = [*getattr(self, 'axes', []), {AXIS}]\n        return self.axes",
+        "test_its_axes_are_the_same_on_every_call",
+        "the axes of 'ulys2' are not the same on every call",
+    ),
+    "an axis that goes by another strategy's name": Planted(
+        'Axis("ulys"',
+        'Axis("dp"',
+        "test_its_axes_share_no_name_with_anothers",
+        "parallel/dp adds an axis 'dp' too",
+    ),
+    "an index map that cuts the remainder off": Planted(
+        '"sequence": contiguous',
+        '"sequence": lambda n, size, index: (range(index * (n // size), (index + 1) * (n // size)),)',
+        "test_its_index_maps_give_every_index_to_one_rank",
+        "the index map of axis 'ulys' along 'sequence' gives index 4 of 5 to 0 of 2 ranks",
+    ),
+    "parts of the sequence that overlap": Planted(
+        '"sequence": contiguous',
+        '"sequence": lambda n, size, index: (range(max(0, index * (n // size) - 1), (index + 1) * (n // size)),)',
+        "test_all_ranks_together_read_every_token_once",
+        "the token at position 7 of sample 0 is read by ranks 0 and 1",
+    ),
+    "an offer that asks the process group for the rank": Planted(
+        'run.mesh.index(run.rank, "ulys")',
+        'run.group("ulys").rank()',
+        "test_its_layouts_are_data",
+        "building rank 0 without processes, from run.mesh and the plan alone, ends in AttributeError",
+    ),
+    "placements that depend on who computes them": Planted(
+        CONFIGURED,
+        hook(
+            'def shard_model(self, run: "Run", model: "Model") -> None:',
+            "    from dataclasses import replace",
+            "    for name, placement in model.placements.items():",
+            "        model.placements[name] = replace(placement, holders=(run.rank,))",
+        ),
+        "test_its_layouts_are_data",
+        "ranks 0 and 1 disagree on where",
+    ),
+    "an offer that already takes effect": Planted(
+        WRAPPED,
+        f"{WRAPPED}"
+        "    for module in model.module.modules():\n"
+        "        if hasattr(module, 'core'):\n"
+        "            module.core = wrap(module.core)\n",
+        "test_its_offers_are_pure_and_true",
+        "offering changes Attention.core of 'blocks.0.attn'",
+    ),
+    "a misspelt slot": Planted(
+        '"Attention.core"',
+        '"Attention.cores"',
+        "test_its_offers_are_pure_and_true",
+        "'Attention.cores', which is no slot; did you mean 'Attention.core'?",
+    ),
+    "a forgotten answer": Planted(
+        "        return True\n",
+        "",
+        "test_its_offers_are_pure_and_true",
+        "asked whether it supports Attention.core of 'blocks.0.attn', it answers None",
+    ),
+    "a closure for every site": Planted(
+        ONE_CALL,
+        "        from dataclasses import replace\n"
+        "        names = [f'{unit.name}.attn' for unit in model.plan.units]\n"
+        "        only = [lambda site, run, name=name: site.name == name for name in names]\n"
+        "        return [replace(around_attention(run, model), supports=supports) for supports in only]\n",
+        "test_its_offers_are_pure_and_true",
+        "the sites of 'blocks.*.attn' get 4 different callables for Attention.core",
+    ),
+    "heads that are not counted": Planted(
+        "if heads % size:",
+        "if size > 8:",
+        "test_what_does_not_fit_is_refused_before_launch",
+        "layout 'ulys8' does not fit the run, and is not refused before launch",
+        "ulys8",
+    ),
+    "a refusal without numbers": Planted(
+        "return f\"ulys={size} does not divide the {heads} query heads of a rank; use ulys={' or '.join(fitting)}\"",
+        'return "too few heads"',
+        "test_what_does_not_fit_is_refused_before_launch",
+        "the refusal of layout 'ulys8' does not say 'ulys=8' and '4 query heads'",
+        "ulys8",
+    ),
+    "gradients that are summed twice": Planted(
+        CONFIGURED,
+        hook(
+            'def wrap_model(self, run: "Run", model: "Model") -> None:',
+            "    import torch.distributed as dist",
+            "    for sink in model.sinks.values():",
+            "        sink.listeners.append(lambda sink: dist.all_reduce(sink.buffer, group=run.group('ulys')))",
+        ),
+        "test_a_layout_gives_the_run_of_one_process",
+        "under layout 'ulys2': the gradient of 'embedding.token.weight' at step 1 is off",
+        "ulys2",
+    ),
+    "a step for every micro batch": Planted(
+        CONFIGURED,
+        hook(
+            'def build_stepper(self, run: "Run", model: "Model", default: object) -> object:',
+            "    whole = default.forward_backward",
+            "    default.forward_backward = lambda batches, step: [whole([batch], step) for batch in batches]",
+            "    return default",
+        ),
+        "test_each_gradient_is_final_once_a_step",
+        "is announced as final 4 times in step 1 on rank 0",
+    ),
+    "dropout that forgets which heads these are": Planted(
+        "first_head + index * q.shape[HEADS]",
+        "first_head",
+        "test_a_variant_gives_the_run_of_one_process",
+        "under layout 'ulys2' with 'dropout': the loss of step 1",
+        "dropout",
+    ),
+    "too few KV heads for the ranks": Planted(
+        "repeats = kv_repeats(q.shape[HEADS], k.shape[HEADS], size)",
+        "repeats = 1",
+        "test_a_variant_gives_the_run_of_one_process",
+        "under layout 'ulys2' with 'one-kv-head': rank",
+        "one-kv-head",
+    ),
+    "a wrap inside out": Planted(
+        "layer=50",
+        "layer=150",
+        "test_a_layout_gives_the_run_of_one_process",
+        "got multiple values for keyword argument 'first_head'",
+        "ulys2tp2",
+    ),
+    "the size of the first micro batch taken for that of all": Planted(
+        CORE,
+        f"    sizes: list[int] = []\n\n{CORE}"
+        "        sizes.append(len(q))\n"
+        "        q = q.reshape(sizes[0], *q.shape[1:])\n",
+        "test_micro_batches_may_differ_in_size",
+        "under layout 'ulys2' with micro batches of different sizes: rank",
+    ),
+    "an assertion where a refusal belongs": Planted(
+        CONFIGURED,
+        hook(
+            'def configure(self, config: "RunConfig") -> None:',
+            "    assert config.trainer.seq_length % config.parallel.degrees['ulys'] == 0",
+        ),
+        "test_an_odd_degree_is_refused_or_gives_the_run_of_one_process",
+        "checking the config and laying out the mesh ends in AssertionError",
+    ),
+    "values that are rounded on the way": Planted(
+        "q, k, v = (ops.exchange(x, group, HEADS, SEQUENCE) for x in (q, k, v))",
+        "q, k, v = (ops.exchange(x.bfloat16(), group, HEADS, SEQUENCE).to(x.dtype) for x in (q, k, v))",
+        "test_a_degree_of_one_changes_nothing",
+        "layout 'ulys1' is not, bit by bit, one process: the loss of step 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_suite_catches(fault: str, plant: Callable[..., None]) -> None:
+    planted = FAULTS[fault]
+    plant("nova-ulys", planted.old, planted.new)
+    arguments = [] if planted.argument is None else [planted.argument]
+    with pytest.raises(Fault) as caught:
+        getattr(Ulysses(), planted.test)(*arguments)
+    print(f"\n{fault}: {caught.value}")
+    assert planted.said in str(caught.value)
+
+
+DROPOUT, ONE_KV_HEAD = (ParallelSuite.variants[name] for name in ("dropout", "one-kv-head"))
+
+
+class BesideTensorParallelism(ParallelSuite):
+    plugin = "ulys"
+    layouts = ("ulys2tp2",)
+    variants = {
+        "divided-stream": DROPOUT,
+        "whole-stream": {**DROPOUT, **ONE_KV_HEAD, "parallel.tp.sequence_parallel": False},
+    }
+
+
+@pytest.mark.parametrize("variant", BesideTensorParallelism.variants)
+def test_heads_and_sequence_are_divided_by_two_strategies_at_once(variant: str, plant: Callable[..., None]) -> None:
+    plant("nova-ulys")
+    BesideTensorParallelism().test_a_variant_gives_the_run_of_one_process(variant)
+
+
+def test_a_strategys_reason_names_no_kernel_as_the_remedy(plant: Callable[..., None]) -> None:
+    plant("nova-ulys")
+    with pytest.raises(UsageError) as caught:
+        build_model(tiny_run({"parallel.layout": "ulys8"}))
+    assert str(caught.value).endswith("ulys=8 does not divide the 4 query heads of a rank; use ulys=1 or 2 or 4")
+
+
+def test_the_package_as_it_is_passes_the_whole_suite(plant: Callable[..., None], tmp_path: Path) -> None:
+    plant("nova-ulys")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error", str(PACKAGE / "tests")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    finished = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stdout + finished.stderr

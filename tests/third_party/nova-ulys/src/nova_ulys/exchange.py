@@ -1,0 +1,70 @@
+"""The exchange of heads for positions. B batch, S sequence, H query heads, G KV heads, K head dim, R ranks.
+
+                             queries              keys, values          (arXiv 2309.14509, figure 2)
+outside, as weights make     [B, S/R, H, K]       [B, S/R, G, K]
+repeated, where R needs it   [B, S/R, H, K]       [B, S/R, G', K]       G' = G times the least that R divides
+inside, as the core takes    [B, S, H/R, K]       [B, S, G'/R, K]
+"""
+
+from collections.abc import Callable
+from functools import partial
+from math import gcd
+from typing import Any
+
+from torch import Tensor
+
+from mplug import Model, Run, Site, Wrap, ops
+
+SEQUENCE, HEADS = 1, 2
+"""Dimensions of the core's tensors."""
+
+
+def around_attention(run: Run, model: Model) -> Wrap:
+    """The wrap of every attention core whose heads the ranks divide."""
+    size, index = run.mesh.axes["ulys"].size, run.mesh.index(run.rank, "ulys")
+
+    def supports(site: Site, run: Run) -> bool | str:
+        heads = _local_heads(run, model, site)
+        if heads is None:
+            return f"the plan does not say which parameter of '{site.role}' has the 'heads'"
+        if heads % size:
+            fitting = [str(degree) for degree in range(1, heads + 1) if heads % degree == 0]
+            return f"ulys={size} does not divide the {heads} query heads of a rank; use ulys={' or '.join(fitting)}"
+        return True
+
+    wrap = partial(exchanged, run.group("ulys"), size, index)
+    return Wrap("Attention.core", wrap, layer=50, supports=supports)
+
+
+def _local_heads(run: Run, model: Model, site: Site) -> int | None:
+    """Query heads of the site that a rank has, once other strategies have divided the weights."""
+    for name, placement in model.placements.items():
+        for segment in (segment for dim in placement.dims for segment in dim):
+            if name.startswith(f"{site.name}.") and segment.axis == "heads":
+                dividing = placement.splits.get("heads")
+                return segment.count // (run.mesh.axes[dividing].size if dividing else 1)
+    return None
+
+
+def exchanged(group: ops.Group, size: int, index: int, inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """An attention core for tensors whose sequence is divided, from one for whole sequences and part of the heads."""
+
+    def core(q: Tensor, k: Tensor, v: Tensor, *, first_head: int = 0, **named: Any) -> Tensor:
+        """q [B, S/R, H, K], k and v [B, S/R, G, K] -> [B, S/R, H, K]."""
+        repeats = kv_repeats(q.shape[HEADS], k.shape[HEADS], size)
+        k, v = (x.repeat_interleave(repeats, dim=HEADS) if repeats > 1 else x for x in (k, v))  # [B, S/R, G', K]
+        q, k, v = (ops.exchange(x, group, HEADS, SEQUENCE) for x in (q, k, v))
+        own_first = first_head + index * q.shape[HEADS]
+        return ops.exchange(inner(q, k, v, first_head=own_first, **named), group, SEQUENCE, HEADS)
+
+    return core
+
+
+def kv_repeats(heads: int, kv_heads: int, size: int) -> int:
+    """How often each KV head must be repeated so that every rank gets those of its query heads, and equally many each.
+
+    H/R query heads of a rank lie in blocks of gcd(H/R, H/G), the longest that never straddle a KV head's or a rank's
+    border; each block takes one KV head.
+    """
+    per_rank, per_kv_head = heads // size, heads // kv_heads
+    return per_kv_head // gcd(per_rank, per_kv_head)

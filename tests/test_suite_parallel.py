@@ -115,7 +115,7 @@ FAULTS = {
         '"Attention.core"',
         '"Attention.cores"',
         "test_its_offers_are_pure_and_true",
-        "'Attention.cores', which is no slot; did you mean 'Attention.core'?",
+        "'Attention.cores' is not a slot; did you mean 'Attention.core'?",
     ),
     "a forgotten answer": Planted(
         "        return True\n",

@@ -1,6 +1,6 @@
 """How long a run that has lost a worker takes to go on: from the kill to the first step that is done again.
 
-    python benchmarks/recovery.py [--layout dp2tp2] [--kills 3]
+    python benchmarks/recovery.py [--layout dp2tp2] [--kills 3] [--device cuda]
 
 Starts `mplug train --restarts`, kills the worker of the last rank once a checkpoint is there, and waits for the next
 line of metrics.jsonl; that as often as is asked. Linux only: the worker is found by the log that it holds open.
@@ -23,7 +23,6 @@ SMALL = {
     "trainer.steps": 100000,
     "trainer.eval_every": 0,
     "trainer.log_every": 100000,
-    "trainer.device": "cpu",
     "checkpoint.every": 5,
     "data.name": "mock",
 }
@@ -33,6 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layout", default="dp2tp2")
     parser.add_argument("--kills", type=int, default=3)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     options = parser.parse_args()
     last_rank = -1
     for degree in re.findall(r"\d+", options.layout):
@@ -40,7 +40,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "mplug", "train", "--name", "one", "--parallel", options.layout]
         command += ["--restarts", str(options.kills)]
-        command += [word for name, value in SMALL.items() for word in ("--set", f"{name}={value}")]
+        command += [
+            word
+            for name, value in {**SMALL, "trainer.device": options.device}.items()
+            for word in ("--set", f"{name}={value}")
+        ]
         with subprocess.Popen(command, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}) as process:
             seconds = [lost(Path(folder) / "runs" / "one", last_rank - 1, process) for _ in range(options.kills)]
             process.send_signal(signal.SIGTERM)

@@ -2,6 +2,7 @@
 
 import resource
 import sys
+import time
 
 import torch
 
@@ -23,3 +24,29 @@ def peak_memory_gib(device: str) -> float:
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes there, KiB elsewhere
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+class Moment:
+    """The moment at which a device is done with all that was launched so far, by the device's own clock."""
+
+    def __init__(self, device: str) -> None:
+        self._event = torch.cuda.Event(enable_timing=True) if device.startswith("cuda") else None
+        if self._event is not None:
+            self._event.record()
+        self._seconds = time.perf_counter()
+
+    @property
+    def passed(self) -> bool:
+        """Whether waiting for it waits for nothing, on any rank: a CPU is done when the host is."""
+        return self._event is None
+
+    def wait(self) -> None:
+        """Wait for it, and for nothing that was launched later."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def since(self, earlier: "Moment") -> float:
+        """Seconds from another moment to this one; both must have been waited for."""
+        if self._event is None or earlier._event is None:
+            return self._seconds - earlier._seconds
+        return float(earlier._event.elapsed_time(self._event)) / 1e3

@@ -47,6 +47,8 @@ class World:
         return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
 
 
+GRACE = 3.0
+"""Seconds that processes have to end by themselves, with their errors told, once one has failed."""
 AT_ONCE = 0.3
 """Seconds within which the death of a process may be heard after the errors that it causes elsewhere."""
 SAID_AS_THEY_ARE: dict[str, type[UsageError | RunError]] = {
@@ -150,6 +152,8 @@ def launch(size: int, work: Callable[..., Any], *arguments: Any, port: int | Non
         running = pool.submit(_elastic, size, port, work, arguments, lines.theirs)
         while not running.done():
             lines.listen(0.2)
+            if lines.failing_for() > GRACE:
+                lines.close()  # what waits in a collective for the dead does not hear elastic's SIGTERM
     lines.listen(0.0)
     lines.close()
     error = running.exception()
@@ -211,18 +215,26 @@ class Lines:
             end.close()
         self.theirs = []
 
-    def first_failure(self, exit_codes: Mapping[int, int]) -> UsageError | RunError | None:
-        """What the first process that failed has said, as the error that it was there.
+    def failing_for(self) -> float:
+        """Seconds since a process was first heard to fail; 0 while none was."""
+        failures = self._failures()
+        return time.monotonic() - min(when for when, _, _ in failures) if failures else 0.0
+
+    def _failures(self) -> list[tuple[float, int, Any]]:
+        """(when, rank, what it said or None) of every failed process; of one that died, a little before it was heard.
 
         A process that dies breaks others' connections, and they may be heard first: it goes before them.
         """
         told = {rank for _, rank, word in self.heard if word == "done" or isinstance(word, tuple)}
-        failures = [
+        return [
             (when - (AT_ONCE if word is None else 0), rank, word)
             for when, rank, word in self.heard
             if isinstance(word, tuple) or (word is None and rank not in told)
         ]
-        first = min(failures, default=None, key=lambda failure: failure[0])
+
+    def first_failure(self, exit_codes: Mapping[int, int]) -> UsageError | RunError | None:
+        """What the first process that failed has said, as the error that it was there."""
+        first = min(self._failures(), default=None, key=lambda failure: failure[0])
         if first is None:
             return None
         _, rank, word = first

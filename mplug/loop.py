@@ -107,7 +107,7 @@ def _step(run: Run, parts: Parts, position: Position) -> Underway:
     result = parts.stepper.update(lr, decay)
     run.hooks.call.parameters_updated(run=run)
     position.samples += samples
-    return Underway(step, samples, lr, micro_batches.waited, Figures(result))
+    return Underway(step, samples, lr, micro_batches.waited, Figures(result, run.device))
 
 
 def _tell_of_saved(run: Run, position: Position) -> None:

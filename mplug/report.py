@@ -3,7 +3,6 @@
 On a GPU that is while the next step runs; a CPU is done with a step when the host is.
 """
 
-import time
 from dataclasses import dataclass, fields
 
 import torch
@@ -11,38 +10,31 @@ import torch
 from mplug.build import Parts
 from mplug.contracts import Record, StepResult
 from mplug.errors import Diverged
-from mplug.hardware import peak_memory_gib, peak_tflops
+from mplug.hardware import Moment, peak_memory_gib, peak_tflops
 from mplug.position import Position
 from mplug.run import Run
 
 
 class Figures:
-    """A step's figures on their way to the host: reading them waits for that step and for nothing after it.
+    """A step's figures on their way to the host; `over` is the moment at which they are there."""
 
-    `ended` is when the step was over, once they are read: on a CPU the host was busy with it until it made these.
-    """
-
-    def __init__(self, result: StepResult) -> None:
+    def __init__(self, result: StepResult, device: str) -> None:
         figures = torch.stack([getattr(result, field.name).double() for field in fields(result)])
         if figures.is_cuda:
             self._host = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True)
             self._host.copy_(figures, non_blocking=True)
-            self._arrived: torch.cuda.Event | None = torch.cuda.Event()
-            self._arrived.record()
         else:
-            self._host, self._arrived = figures, None
-        self.ended = time.perf_counter()
+            self._host = figures
+        self.over = Moment(device)
 
     @property
     def known(self) -> bool:
         """Whether reading them waits for nothing, on any rank."""
-        return self._arrived is None
+        return self.over.passed
 
     def read(self) -> tuple[float, float, float, bool, bool]:
-        """(loss, gradient norm, tokens, skipped, stop)."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-            self.ended = time.perf_counter()
+        """(loss, gradient norm, tokens, skipped, stop); waits for the step and for nothing after it."""
+        self.over.wait()
         loss, grad_norm, tokens, skipped, stop = self._host.tolist()
         return loss, grad_norm, tokens, bool(skipped), bool(stop)
 
@@ -67,12 +59,12 @@ class Report:
         self.run, self.parts, self.position = run, parts, position
         self._underway: Underway | None = None
         self._record: Record | None = None
-        self._mark = time.perf_counter()
+        self._mark = Moment(run.device)
 
     def pause(self) -> None:
         """Where no step is under way, the time since the last one (an evaluation, a save) belongs to none."""
         if self._underway is None:
-            self._mark = time.perf_counter()
+            self._mark = Moment(self.run.device)
 
     def follow(self, step: Underway) -> None:
         """A step has been launched: tell of the one before it."""
@@ -88,7 +80,7 @@ class Report:
             return
         step, self._underway = self._underway, None
         loss, grad_norm, tokens, skipped, stop = step.figures.read()
-        seconds, self._mark = step.figures.ended - self._mark, step.figures.ended
+        seconds, self._mark = step.figures.over.since(self._mark), step.figures.over
         if skipped and self.run.config.trainer.nonfinite == "stop":
             raise Diverged(
                 f"step {step.step} has a loss of {loss} and a gradient norm of {grad_norm}; no weight was changed by "

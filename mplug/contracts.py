@@ -30,7 +30,11 @@ class Stateful(Protocol):
 
 
 class Loader(Stateful, Protocol):
-    """One split of a data set, in one global order of samples whatever the layout."""
+    """One split of a data set, in one global order of samples whatever the layout.
+
+    The state is of the global order, not of a rank: a checkpoint holds rank 0's, and any number of ranks loads it. A
+    loader of a finite set may state `samples_per_epoch`: from the first sample on, so many in a row are the whole set.
+    """
 
     vocab_size: int
     """Every token is below it."""

@@ -32,3 +32,8 @@ def listed(words: Iterable[str]) -> str:
     if not words:
         return "none"
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def counted(number: int, noun: str) -> str:
+    """'1 rank', '2 ranks'."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

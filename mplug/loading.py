@@ -10,7 +10,8 @@ class MapLoader:
     """One global order of samples, of which each data-parallel rank reads its part; the state is one number.
 
     `read(sample_ids)` returns the micro batch of those samples of the global order, which has no end. `shard` is
-    (index, count): this rank reads the `index`-th of `count` equal parts of every global batch.
+    (index, count): this rank reads the `index`-th of `count` equal parts of every global batch. `samples_per_epoch` is
+    stated by who knows it.
     """
 
     def __init__(
@@ -20,8 +21,10 @@ class MapLoader:
         vocab_size: int,
         shard: tuple[int, int],
         micro_batch_size: int,
+        samples_per_epoch: int | None = None,
     ) -> None:
         self.read, self.vocab_size, self.shard, self.micro_batch_size = read, vocab_size, shard, micro_batch_size
+        self.samples_per_epoch = samples_per_epoch
         self.samples = 0
 
     def take(self, num_samples: int) -> Iterator[MicroBatch]:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+collect_ignore = ["third_party"]  # its packages are not installed; their suites run where they are planted
+
 TINY = {
     "model.num_layers": "2",
     "model.hidden_size": "32",
@@ -105,3 +107,19 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
         monkeypatch.syspath_prepend(str(copied))
 
     return install
+
+
+@pytest.fixture
+def own_tests(plant: Callable[..., None], tmp_path: Path) -> Callable[[str], str]:
+    """Run the tests of a package of `third_party/` where nothing but the package is added; returns pytest's summary."""
+
+    def run(distribution: str) -> str:
+        plant(distribution)
+        tests = shutil.copytree(THIRD_PARTY / distribution / "tests", tmp_path / f"{distribution}-tests")
+        command = [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", str(tests)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        finished = subprocess.run(command, cwd=tests, env=environment, capture_output=True, text=True)
+        assert finished.returncode == 0, finished.stdout + finished.stderr
+        return finished.stdout.splitlines()[-1]
+
+    return run

@@ -60,11 +60,15 @@ def tiny_config(settings: TinySettings) -> "RunConfig":
 
 def tiny_run(settings: TinySettings) -> Run:
     """A tiny run, prepared: this process is its rank of torch's default process group, if there is one."""
+    return as_rank(prepare(tiny_config(settings)))
+
+
+def as_rank(run: Run) -> Run:
+    """The run as this process sees it, a rank of torch's default process group, if there is one."""
     import torch.distributed as dist
 
     from mplug.groups import Groups
 
-    run = prepare(tiny_config(settings))
     if dist.is_initialized():
         assert run.mesh.world_size == dist.get_world_size(), f"the layout is for {run.mesh.world_size} ranks"
         run.rank = dist.get_rank()

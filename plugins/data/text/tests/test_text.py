@@ -1,7 +1,6 @@
 """Text: which files make a corpus, how it is split, and the order of its windows."""
 
 import sysconfig
-from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,20 +12,21 @@ from mplug_text import Bytes, Text
 from mplug_text.corpus import find_files, read_split
 from mplug_text.windows import Windows
 
-from mplug import Axis, MapLoader, Mesh, MicroBatch, UsageError, contiguous
+from mplug import MapLoader, Mesh, MicroBatch, UsageError
+from mplug.testing import DataSuite
 
 S = 8
 
 
-def run(data_size: int = 1, rank: int = 0, seq_length: int = S, micro_batch_size: int = 2, seed: int = 1) -> Any:
-    axes = [Axis("acme", data_size, entries={"batch": contiguous})]
-    trainer = SimpleNamespace(seq_length=seq_length, seed=seed)
-    config, mesh = SimpleNamespace(trainer=trainer), Mesh.of(axes, data_size)
-    return SimpleNamespace(config=config, mesh=mesh, rank=rank, device="cpu", micro_batch_size=micro_batch_size)
+class TestText(DataSuite):
+    plugin = "text"
+    settings = {"data.path": str(Path(__file__).with_name("pi.txt"))}
 
 
-def loader(path: Path, split: str = "train", on: Any = None, **config: Any) -> MapLoader:
-    return Text(Text.Config(path=str(path), **config)).build_loader(on or run(), split)  # type: ignore[arg-type]
+def loader(path: Path, split: str = "train") -> MapLoader:
+    config = SimpleNamespace(trainer=SimpleNamespace(seq_length=S, seed=1))
+    run: Any = SimpleNamespace(config=config, mesh=Mesh.of([], 1), rank=0, device="cpu", micro_batch_size=2)
+    return Text(Text.Config(path=str(path))).build_loader(run, split)  # type: ignore[arg-type]
 
 
 def write(folder: Path, **texts: str) -> Path:
@@ -193,41 +193,11 @@ def take(found: MapLoader, number: int) -> list[MicroBatch]:
     return list(found.take(number))
 
 
-def rows(batches: Iterable[MicroBatch]) -> list[tuple[int, tuple[int, ...]]]:
-    """(sample id, tokens and the last label) of every sample."""
-    return [
-        (int(number), (*tokens.tolist(), int(labels[-1])))
-        for batch in batches
-        for number, tokens, labels in zip(batch["sample_ids"], batch["tokens"], batch["labels"], strict=True)
-    ]
-
-
-def test_a_micro_batch_has_the_entries_of_the_contract(book: Path) -> None:
-    first, second = take(loader(book), 3)
-    assert set(first) == {"tokens", "labels", "positions", "sample_ids"}
-    assert [tuple(first[name].shape) for name in ("tokens", "labels", "positions", "sample_ids")] == [
-        (2, S),
-        (2, S),
-        (1, S),
-        (2,),
-    ]
-    assert all(tensor.dtype is torch.int64 for tensor in first.values())
-    assert first["positions"].tolist() == [list(range(S))]
-    assert (first["sample_ids"].tolist(), second["sample_ids"].tolist()) == ([0, 1], [2])
-
-
-def test_labels_are_the_tokens_shifted_by_one(book: Path) -> None:
+def test_a_sample_is_a_stretch_of_the_text_and_the_byte_after_it(book: Path) -> None:
     text = book.read_bytes()
     for batch in take(loader(book), 20):
-        assert torch.equal(batch["tokens"][:, 1:], batch["labels"][:, :-1])
         for tokens, labels in zip(batch["tokens"].tolist(), batch["labels"].tolist(), strict=True):
             assert bytes([*tokens, labels[-1]]) in text
-
-
-def test_every_token_is_below_the_vocabulary(book: Path) -> None:
-    found = loader(book)
-    assert found.vocab_size == 256
-    assert max(int(batch["tokens"].max()) for batch in take(found, 100)) < 256
 
 
 def stream(length: int) -> np.ndarray:
@@ -286,51 +256,7 @@ def test_a_corpus_that_is_too_short_is_refused_by_path_and_split(tmp_path: Path)
         loader(path, "validation")
 
 
-# The order over ranks, and resuming.
-
-
-@pytest.mark.parametrize("data_size", [2, 3, 4])
-@pytest.mark.parametrize("micro_batch_size", [1, 5])
-def test_the_ranks_together_read_what_one_rank_reads(book: Path, data_size: int, micro_batch_size: int) -> None:
-    alone = loader(book)
-    ranks = [loader(book, on=run(data_size, rank, micro_batch_size=micro_batch_size)) for rank in range(data_size)]
-    for batch in (12, 24, 12, 240):  # an epoch has 117 windows
-        parts = [rows(take(rank, batch)) for rank in ranks]
-        assert [len(part) for part in parts] == [batch // data_size] * data_size
-        assert [row for part in parts for row in part] == rows(take(alone, batch))
-
-
-def test_ranks_that_do_not_split_the_batch_read_the_same(book: Path) -> None:
-    other = run(2, 1)
-    other.mesh = Mesh.of([Axis("tp", 2), Axis("acme", 2, entries={"batch": contiguous}, distance=9)], 4)
-    reads = []
-    for other.rank in range(4):
-        reads.append(rows(take(loader(book, on=other), 4)))
-    assert reads[0] == reads[1] != reads[2] == reads[3]
-
-
-@pytest.mark.parametrize("taken", [5, 116, 117, 118, 300])
-@pytest.mark.parametrize("split", ["train", "validation"])
-def test_a_loader_resumes_exactly_inside_epochs_and_over_their_borders(tmp_path: Path, taken: int, split: str) -> None:
-    path = tmp_path / "long.txt"
-    path.write_bytes(stream(1900).tobytes().replace(b"\0", b"x"))
-    first = loader(path, split, validation_percent=50)
-    take(first, taken)
-    state = first.state_dict()
-    expected = rows(take(first, 4) + take(first, 130))
-    resumed = loader(path, split, validation_percent=50)
-    resumed.load_state_dict(state)
-    assert rows(take(resumed, 4) + take(resumed, 130)) == expected
-
-
 # Bytes and text.
-
-
-@pytest.mark.parametrize("text", ["", "plain", "Grüße, 世界 🌍", "a\0b\n"])
-def test_bytes_decode_what_they_encode(text: str) -> None:
-    tokens = Bytes().encode(text)
-    assert all(0 <= token < 256 for token in tokens)
-    assert Bytes().decode(tokens) == text
 
 
 def test_half_a_character_decodes_to_a_replacement() -> None:

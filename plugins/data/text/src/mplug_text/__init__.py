@@ -63,4 +63,5 @@ class Text:
             vocab_size=256,
             shard=run.mesh.batch_shard(run.rank),
             micro_batch_size=run.micro_batch_size,
+            samples_per_epoch=windows.count,
         )

@@ -1,0 +1,168 @@
+"""The suite for commands: what a plugin adds to `mplug`.
+
+    from mplug.testing import CommandSuite
+
+    class TestTally(CommandSuite):
+        plugin = "tally"
+        refused = (("--runs", "nowhere"),)
+
+Its tests run `mplug` in processes of their own, in an empty folder, as a user would.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mplug.testing.suite import PluginSuite, require, smoke
+
+if TYPE_CHECKING:
+    import click
+
+HEAVY = ("torch", "numpy", "pydantic")
+"""What help must not wait for."""
+NO_SUCH_OPTION = "--no-such-option"
+
+SCRIPT = """
+import json, sys
+sys.path[:] = {path!r}
+status = 0
+try:
+    from mplug.cli import main
+    main(sys.argv[1:], prog_name="mplug")
+except SystemExit as end:
+    status = end.code or 0
+print("\\n" + json.dumps([status, sorted(sys.modules)]))
+"""
+
+
+@dataclass(frozen=True)
+class Said:
+    """What `mplug` said, with which status it ended, and which modules it had imported by then."""
+
+    out: str
+    err: str
+    status: int
+    modules: frozenset[str]
+
+
+class CommandSuite(PluginSuite):
+    """What a command must keep: it costs nothing until it is called, explains itself, and refuses in a sentence."""
+
+    kind = "commands"
+    refused: ClassVar[tuple[tuple[str, ...], ...]] = ()
+    """Wrong arguments, each as the shell would split them, which it refuses by a sentence and exit status 2."""
+
+    @classmethod
+    def fields(cls) -> dict[str, Any]:
+        """None: a command has no config section."""
+        return {}
+
+    @smoke
+    def test_it_keeps_the_contract(self) -> None:
+        """It imports, and is a click command of a name that no command of the host has."""
+        from mplug.cli import COMMANDS
+        from mplug.inspection import inspect_here
+
+        entry = self.entry()
+        require(entry.name not in COMMANDS, f"'{entry.name}' is a command of the host, which goes first; rename it")
+        fault = inspect_here(self.kind, f"{entry.distribution}/{entry.name}").fault
+        require(not fault, f"{entry.label} ({entry.origin}): {fault}")
+
+    @smoke
+    def test_neither_importing_nor_configuring_it_imports_torch(self) -> None:
+        """Nor what else takes its time: help and completion are quick."""
+        said = self._says("--help")
+        heavy = [name for name in HEAVY if name in said.modules]
+        require(not heavy, f"'mplug {self.plugin} --help' imports {', '.join(heavy)}; import it where it is used")
+
+    # So what the suites of other kinds say of its fields does not apply.
+    test_its_config_survives_being_saved_and_read_again = None  # type: ignore[assignment]
+    test_an_unknown_field_is_an_error_that_names_it = None  # type: ignore[assignment]
+
+    @smoke
+    def test_it_explains_itself(self) -> None:
+        """`mplug NAME --help`, in a folder with nothing in it."""
+        said = self._says("--help")
+        require(said.status == 0, f"'mplug {self.plugin} --help' ends with status {said.status}: {_end_of(said)}")
+        usage = f"Usage: mplug {self.plugin}"
+        first = said.out.strip().partition("\n")[0]
+        require(first.startswith(usage), f"'mplug {self.plugin} --help' begins with '{first}', not with '{usage}'")
+
+    @smoke
+    def test_it_is_listed_without_being_imported(self) -> None:
+        """`mplug --help` shows the summary of its distribution."""
+        said, entry = said_by("--help"), self.entry()
+        module = entry.target.partition(":")[0]
+        require(module not in said.modules, f"'mplug --help' imports '{module}'")
+        require(entry.summary, f"'mplug --help' has nothing to say of it: {entry.distribution} has no description")
+        listed = [line for line in said.out.splitlines() if line.split()[:1] == [self.plugin]]
+        require(listed, f"'mplug --help' does not list '{self.plugin}'")
+
+    @smoke
+    def test_every_command_and_option_has_a_help_text(self) -> None:
+        """Subcommands too."""
+        for name, command in self._commands():
+            require(command.help, f"'{name}' has no help text; give its function a docstring")
+            for parameter in command.params:
+                if parameter.param_type_name == "option":
+                    described = getattr(parameter, "help", None)
+                    require(described, f"option '{parameter.opts[-1]}' of '{name}' has no help text")
+
+    @smoke
+    def test_an_unknown_option_is_an_error_that_names_it(self) -> None:
+        """A typo never passes in silence."""
+        for name, _ in self._commands():
+            said = said_by(*name.split()[1:], NO_SUCH_OPTION)
+            require(
+                said.status == 2, f"'{name} {NO_SUCH_OPTION}' ends with status {said.status}, not 2: {_end_of(said)}"
+            )
+            require(NO_SUCH_OPTION in said.err, f"the error of '{name} {NO_SUCH_OPTION}' does not name the option")
+
+    def test_wrong_arguments_are_refused_in_a_sentence(self) -> None:
+        """Those of `refused`: raise `mplug.UsageError`, which says what, where and the remedy."""
+        for arguments in self.refused:
+            said, line = self._says(*arguments), " ".join(("mplug", self.plugin, *arguments))
+            require(
+                "Traceback" not in said.err, f"'{line}' ends in a traceback: {_end_of(said)}; raise mplug.UsageError"
+            )
+            require(said.status == 2, f"'{line}' ends with status {said.status}, not 2: {_end_of(said)}")
+            require(said.err.strip(), f"'{line}' does not say what is wrong")
+
+    def _says(self, *arguments: str) -> Said:
+        return said_by(self.plugin, *arguments)
+
+    def _commands(self) -> "Iterator[tuple[str, click.Command]]":
+        """The command and its subcommands, each with the words that call it."""
+        from importlib import import_module
+
+        module, _, attribute = self.entry().target.partition(":")
+        yield from _below(f"mplug {self.plugin}", getattr(import_module(module), attribute))
+
+
+def _below(name: str, command: Any) -> "Iterator[tuple[str, click.Command]]":
+    yield name, command
+    for child in getattr(command, "commands", {}).values():
+        yield from _below(f"{name} {child.name}", child)
+
+
+def said_by(*arguments: str) -> Said:
+    """Call `mplug` in a process of its own, whose folder is empty."""
+    code = SCRIPT.format(path=sys.path)
+    with TemporaryDirectory(prefix="mplug-command-") as folder:
+        command = [sys.executable, "-c", code, *arguments]
+        finished = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    out, _, last = finished.stdout.rstrip("\n").rpartition("\n")
+    try:
+        status, modules = json.loads(last)
+    except ValueError:  # it did not end by a status
+        return Said(finished.stdout, finished.stderr, finished.returncode, frozenset())
+    return Said(out, finished.stderr, status, frozenset(modules))
+
+
+def _end_of(said: Said) -> str:
+    lines: Sequence[str] = (said.err.strip() or said.out.strip() or "it says nothing").splitlines()
+    return lines[-1]

@@ -1,0 +1,391 @@
+"""The suite for data plugins.
+
+    from mplug.testing import DataSuite
+
+    class TestJotter(DataSuite):
+        plugin = "jotter"
+        settings = {"data.path": str(Path(__file__).with_name("notes.jsonl"))}
+
+Its tests build the loaders of every rank in one process, as `build_loader` would on each, and look at the samples.
+"""
+
+import copy
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, ClassVar
+from unittest import SkipTest
+
+from mplug.errors import counted
+from mplug.registry import Registry
+from mplug.run import prepare
+from mplug.testing.leftovers import nothing_left
+from mplug.testing.samples import (
+    Sample,
+    difference,
+    image,
+    kept,
+    leaked,
+    malformed,
+    mislabelled,
+    out_of_range,
+    repeated,
+    size_of,
+    unfair,
+    unpacked,
+)
+from mplug.testing.suite import Fault, PluginSuite, naming_failures, require, smoke
+
+if TYPE_CHECKING:
+    from mplug.config import RunConfig
+    from mplug.contracts import Loader, MicroBatch
+    from mplug.run import Run
+
+LOOK = 64
+"""Samples that a test looks at where it needs no whole epoch."""
+PORTIONS = (8, 16, 5, 8)
+"""Samples of successive calls of `take`: equal for 2 and 4 ranks, and once not."""
+LONGEST_EPOCH = 2000
+"""Samples of an epoch that a test still reads whole."""
+LARGEST_STATE = 1 << 20
+"""Bytes: a loader's state stands in the checkpoint's one JSON file, and every rank reads it."""
+TEXTS = ("", "plain text: 1 + 2 = 3\n\tdone.", "Grüße, 世界 🌍", "".join(map(chr, range(32, 127))))
+
+
+class DataSuite(PluginSuite):
+    """What a data plugin must keep: one global order of samples, whatever the layout, and exact resume.
+
+    Name data in `settings` of which an epoch is short (some hundred samples of `trainer.seq_length` tokens) and whose
+    text does not repeat itself: then the tests also look over the borders of epochs, and tell the splits apart.
+    """
+
+    kind = "data"
+    splits_are_disjoint: ClassVar[bool] = True
+    """No text of the validation split is in the training split."""
+    shuffles: ClassVar[bool] = True
+    """The training order depends on `trainer.seed`, and every epoch has an order of its own."""
+
+    @classmethod
+    def naming(cls) -> dict[str, Any]:
+        """`data.name`."""
+        return {"data.name": cls.plugin}
+
+    @classmethod
+    def section(cls) -> tuple[str, ...]:
+        """`data`."""
+        return ("data",)
+
+    def pytest_generate_tests(self, metafunc: Any) -> None:
+        """Both splits, and the numbers of data-parallel ranks."""
+        for name, values in {
+            "split": ("train", "validation"),
+            "world_size": (2, 4),
+            "sizes": ((1, 1), (1, 4), (4, 2)),
+        }.items():
+            if name in metafunc.fixturenames:
+                metafunc.parametrize(name, values, ids=str)
+
+    # How the tests get at samples.
+
+    @classmethod
+    def layout(cls, world_size: int, **changes: Any) -> "RunConfig":
+        """The config of the plugin's tiny run on so many data-parallel ranks."""
+        if world_size > 1:
+            changes["parallel__layout"] = f"{cls.config().parallel.data}{world_size}"
+        with naming_failures("its config"):
+            return cls.config(**changes)
+
+    @classmethod
+    def ranks(cls, config: "RunConfig") -> "list[Run]":
+        """The runs of all ranks of a config, as each would prepare its own; no process is started."""
+        from mplug.build import choose_device
+
+        with naming_failures("preparing a run"):
+            runs = [prepare(config)]
+            runs += [prepare(config) for _ in range(1, runs[0].mesh.world_size)]
+        for rank, run in enumerate(runs):
+            run.rank, run.device = rank, choose_device(config)
+        return runs
+
+    @classmethod
+    def loader(cls, run: "Run", split: str = "train") -> "Loader":
+        """The loader of a split on a rank."""
+        from mplug.build import build_loader
+
+        with naming_failures(f"build_loader of the {split} split"):
+            return build_loader(run, split)
+
+    @classmethod
+    def loaders(cls, config: "RunConfig", split: str = "train") -> "list[Loader]":
+        """Fresh loaders of all ranks of a config."""
+        return [cls.loader(run, split) for run in cls.ranks(config)]
+
+    @classmethod
+    def alone(cls, split: str = "train", **changes: Any) -> "Loader":
+        """A fresh loader of one rank, which reads the whole global order."""
+        (loader,) = cls.loaders(cls.layout(1, **changes), split)
+        return loader
+
+    def _epoch(self, loader: "Loader") -> int | None:
+        """The samples of an epoch, where the loader states them and they can be read here."""
+        stated = getattr(loader, "samples_per_epoch", None)
+        require(stated is None or stated > 0, f"samples_per_epoch is {stated}; an epoch has samples")
+        return stated if stated is not None and stated <= LONGEST_EPOCH else None
+
+    # What a micro batch is.
+
+    @smoke
+    def test_it_builds_loaders(self) -> None:
+        """The one hook that a run needs of it."""
+        from mplug.hooks import implemented
+
+        hooks = implemented(Registry().load(self.entry()))
+        require("build_loader" in hooks, f"'{self.plugin}' does not implement the hook 'build_loader'")
+
+    def test_a_micro_batch_is_what_the_contract_says(self, split: str) -> None:
+        """Entries, shapes, types, device, and as many samples as `trainer.micro_batch_size`."""
+        (run,) = self.ranks(self.layout(1))
+        loader, size = self.loader(run, split), run.micro_batch_size
+        batches = taken(loader, 4 * size + 1)
+        for batch in batches:
+            refuse(malformed(batch, run.config.trainer.seq_length, run.device))
+        sizes = [len(batch["sample_ids"]) for batch in batches]
+        expected = [size] * 4 + [1]
+        require(sizes == expected, f"{4 * size + 1} samples come in micro batches of {sizes}; they are {expected}")
+        for batch in taken(loader, LOOK):
+            refuse(out_of_range(batch, loader.vocab_size))
+
+    def test_labels_are_the_next_tokens(self, split: str) -> None:
+        """Shifted by one, or ignored."""
+        refuse(mislabelled(read(self.alone(split), LOOK)))
+
+    # One order.
+
+    def test_samples_have_one_order_whatever_the_portions_and_micro_batches(self, split: str) -> None:
+        """`sample_ids` count the samples of the global order."""
+        expected = read(self.alone(split), sum(PORTIONS))
+        numbers = [sample.number for sample in expected]
+        right = numbers == list(range(len(numbers)))
+        require(right, f"sample_ids are {numbers[:9]}...; a sample's id is its number in the global order: 0, 1, 2 ...")
+        for size in (1, self.config().trainer.global_batch_size):
+            found = read(self.alone(split, trainer__micro_batch_size=size), sum(PORTIONS))
+            refuse(difference(found, expected), f"when micro batches have {counted(size, 'sample')}")
+        loader = self.alone(split)
+        portions = [sample for portion in PORTIONS for sample in read(loader, portion)]
+        refuse(difference(portions, expected), f"when samples are taken in portions {PORTIONS}")
+
+    def test_a_seed_gives_one_order_in_every_process(self) -> None:
+        """Ranks are processes: what each of them draws or hashes on its own must not decide."""
+        from mplug.testing.workers import run_workers
+
+        expected = read(self.alone(), LOOK)
+        with _other_random_numbers():
+            again = read(self.alone(), LOOK)
+        refuse(difference(again, expected), "when global random numbers have another state")
+        (elsewhere,) = run_workers(1, first_samples, self.tiny(), LOOK)
+        refuse(difference(elsewhere, expected), "in another process, of the same seed")
+        if self.shuffles:
+            other = read(self.alone(trainer__seed=self.config().trainer.seed + 1), LOOK)
+            changed = difference(other, expected)
+            require(changed, f"another trainer.seed gives the same {LOOK} samples in the same order")
+
+    # Over ranks.
+
+    def test_ranks_together_read_what_one_rank_reads(self, world_size: int, split: str) -> None:
+        """No overlap, no gap, the same contents."""
+        alone, loaders = self.alone(split), self.loaders(self.layout(world_size), split)
+        for portion in PORTIONS:
+            expected = read(alone, portion)
+            refuse(unfair([read(loader, portion) for loader in loaders], expected), f"(over {world_size} ranks)")
+
+    def test_ranks_that_split_the_model_read_the_same_samples(self) -> None:
+        """A rank's part of the batch is `run.mesh.batch_shard(run.rank)`, not its number."""
+        from mplug.mesh import Axis, Mesh
+
+        config, parts = self.layout(2), []
+        for rank in range(4):
+            run, _ = self.ranks(config)
+            run.mesh, run.rank = Mesh.of([*run.mesh.axes.values(), Axis("twin", 2, distance=-1)], 4), rank
+            parts.append(read(self.loader(run), 8))
+        remedy = "a rank's part of the batch is run.mesh.batch_shard(run.rank)"
+        for even, odd in ((0, 1), (2, 3)):
+            fault = difference(parts[odd], parts[even])
+            refuse(fault, f"on rank {odd}, which splits the model with rank {even}, and not the batch; {remedy}")
+        refuse(unfair([parts[0], parts[2]], read(self.alone(), 8)), f"(of two that split the batch); {remedy}")
+
+    # Resuming.
+
+    def test_it_resumes_exactly(self, sizes: tuple[int, int], split: str) -> None:
+        """Under the same number of ranks and another, inside epochs and at their border; and once more after that."""
+        (before, after), alone = map(self.layout, sizes), self.alone(split)
+        epoch = self._epoch(alone)
+        places = (1, 21, *((epoch - 3, epoch, epoch + 5) if epoch and epoch > 3 else ()))
+        expected = read(alone, max(places) + 16)
+        for place in places:
+            first, *_ = loaders = self.loaders(before, split)
+            for loader in loaders:
+                read(loader, place)
+            for start in (place, place + 8):
+                state = kept(first.state_dict())
+                first, *_ = loaders = self.loaders(after, split)
+                for loader in loaders:
+                    with naming_failures("load_state_dict"):
+                        loader.load_state_dict(copy.deepcopy(state))
+                fault = unfair([read(loader, 8) for loader in loaders], expected[start : start + 8])
+                refuse(fault, f"when resumed on {counted(sizes[1], 'rank')} after {start} samples on {sizes[0]}")
+
+    def test_its_state_is_small_plain_data(self) -> None:
+        """Tensors, numbers, strings, lists and mappings: what a checkpoint holds, and no more from step to step."""
+        loader = self.alone()
+        bytes_after = []
+        for _ in range(3):
+            read(loader, LOOK)
+            bytes_after.append(size_of(loader.state_dict()))
+        largest = max(bytes_after)
+        require(largest <= LARGEST_STATE, f"its state has {largest:,} bytes; it says where to go on, not what was read")
+        growth = min(after - before for before, after in pairwise(bytes_after))
+        require(growth < LOOK, f"its state grows with every sample: {bytes_after} bytes after each {LOOK}")
+
+    def test_its_state_is_a_snapshot(self) -> None:
+        """It does not change when the loader goes on, neither the one that gave it nor the one that was given it."""
+        giver, receiver = self.alone(), self.alone()
+        read(giver, 8)
+        state = giver.state_dict()
+        before = image(state)
+        require(image(giver.state_dict()) == before, "asking for the state changes it")
+        read(giver, LOOK)
+        giver.state_dict()
+        require(image(state) == before, "the state changes when the loader that gave it goes on; give a copy")
+        receiver.load_state_dict(state)
+        read(receiver, LOOK)
+        require(image(state) == before, "the state changes when the loader that loaded it goes on; keep a copy")
+
+    def test_evaluating_leaves_training_alone(self) -> None:
+        """Evaluation takes validation samples and puts the state back; it sees the same ones each time."""
+        expected = read(self.alone(), 24)
+        (run,) = self.ranks(self.layout(1))
+        training, validation = self.loader(run, "train"), self.loader(run, "validation")
+        found, evaluated = read(training, 8), []
+        for _ in range(2):
+            beginning = validation.state_dict()
+            evaluated.append(read(validation, 8))
+            validation.load_state_dict(beginning)
+            found += read(training, 8)
+        refuse(difference(found, expected), "when the run evaluates in between")
+        refuse(difference(evaluated[1], evaluated[0]), "when the run evaluates a second time")
+
+    # What an epoch and a split are.
+
+    def test_every_sample_comes_once_an_epoch(self, split: str) -> None:
+        """Where the loader states `samples_per_epoch`."""
+        loader = self.alone(split)
+        epoch = self._epoch(loader)
+        if epoch is None:
+            raise SkipTest(f"the loader states no samples_per_epoch of at most {LONGEST_EPOCH}")
+        first, second = read(loader, epoch), read(loader, epoch)
+        for name, samples in (("first", first), ("second", second)):
+            found = len(samples)
+            require(found == epoch, f"the {name} epoch has {found} samples, and samples_per_epoch is {epoch}")
+            refuse(repeated(samples), f"in the {name} epoch, which has each of its {epoch} samples once")
+        if self.shuffles and split == "train":
+            same = [one.tokens for one in first] == [one.tokens for one in second]
+            require(not same, "the second epoch has the order of the first")
+
+    def test_the_splits_share_no_text(self) -> None:
+        """Where the author says so: a validation sample stands nowhere in the training text."""
+        if not self.splits_are_disjoint:
+            raise SkipTest("the author says that the splits are not disjoint")
+        loader, other = self.alone("train"), self.alone("validation")
+        training = read(loader, self._epoch(loader) or LOOK)
+        found = leaked(training, read(other, min(self._epoch(other) or LOOK, LOOK)))
+        if found is not None:
+            raise Fault(f"validation sample {found.number} is in the training text: tokens {list(found.tokens)}")
+
+    # The rest.
+
+    def test_text_survives_the_tokenizer(self) -> None:
+        """Where the plugin has one."""
+        (run,) = self.ranks(self.layout(1))
+        with naming_failures("build_tokenizer"):
+            tokenizer = run.hooks.call.build_tokenizer(run=run)
+        if tokenizer is None:
+            raise SkipTest("the plugin builds no tokenizer")
+        vocab_size = self.loader(run).vocab_size
+        for text in TEXTS:
+            with naming_failures(f"encoding {text!r}"):
+                tokens = list(tokenizer.encode(text))
+            wrong = [token for token in tokens if not 0 <= token < vocab_size]
+            require(not wrong, f"encoding {text!r} gives token {wrong and wrong[0]}; vocab_size is {vocab_size}")
+            with naming_failures(f"decoding {text!r}"):
+                again = tokenizer.decode(tokens)
+            require(again == text, f"decoding the tokens of {text!r} gives {again!r}")
+
+    def test_a_loader_leaves_nothing_running(self) -> None:
+        """No thread, process or open file outlives it, though it was left in the middle of a batch."""
+        nothing_left("a loader that is no longer used", self._use_and_drop)
+
+    def _use_and_drop(self) -> None:
+        (run,) = self.ranks(self.layout(1))
+        for split in ("train", "validation"):
+            loader = self.loader(run, split)
+            read(loader, 8)
+            next(iter(loader.take(8)))
+
+    def test_a_run_trains_on_it_and_resumes(self) -> None:
+        """A real run of a few steps, and its second half again from the checkpoint in the middle."""
+        from mplug.testing.runs import trained
+
+        config = self.config(trainer__steps=4, checkpoint__every=2, checkpoint__keep=9)
+        with TemporaryDirectory(prefix="mplug-run-") as folder:
+            with naming_failures("a run of 4 steps"):
+                whole = trained(config, Path(folder) / "whole")
+            with naming_failures("a resumed run"):
+                resumed = trained(config, Path(folder) / "resumed", resume_from=whole.saved[0])
+        expected = {step: figures for step, figures in whole.figures.items() if step > 2}
+        same = resumed.figures == expected
+        require(same, f"steps after resuming have losses {resumed.losses}, and without stopping {whole.losses}")
+
+
+def first_samples(settings: Mapping[str, Any], num_samples: int) -> list[Sample]:
+    """Be another process that reads the first samples."""
+    from mplug.build import choose_device
+    from mplug.testing.harness import tiny_run
+
+    run = tiny_run(settings)
+    run.device = choose_device(run.config)
+    return read(DataSuite.loader(run), num_samples)
+
+
+def taken(loader: "Loader", num_samples: int) -> "list[MicroBatch]":
+    """This rank's micro batches of the next samples."""
+    with naming_failures(f"take({num_samples})"):
+        return list(loader.take(num_samples))
+
+
+def read(loader: "Loader", num_samples: int) -> list[Sample]:
+    """This rank's samples of the next ones."""
+    with naming_failures(f"take({num_samples})"):
+        return [sample for batch in loader.take(num_samples) for sample in unpacked(batch)]
+
+
+def refuse(fault: str, where: str = "") -> None:
+    """Raise Fault for a sentence that tells one, and where it was found."""
+    require(not fault, f"{fault} {where}".strip())
+
+
+@contextmanager
+def _other_random_numbers() -> Iterator[None]:
+    """Give the global generators another state for a while."""
+    import numpy
+    import torch
+
+    python, arrays = random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng():
+        for seed in (random.seed, numpy.random.seed, torch.manual_seed):
+            seed(20_011)
+        yield
+    random.setstate(python)
+    numpy.random.set_state(arrays)

@@ -1,0 +1,279 @@
+"""The suite for extensions: observers, which look and tell and never change a run.
+
+    from mplug.testing import ExtensionSuite
+
+    class TestPlotter(ExtensionSuite):
+        plugin = "plotter"
+        settings = {"extensions.plotter.every": 2}
+        files = ("loss.svg",)
+
+Its tests train a tiny model for a few steps in a temporary folder, through the training loop, and watch every hook.
+"""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mplug.errors import counted
+from mplug.hooks import implemented
+from mplug.registry import Registry
+from mplug.testing.harness import tiny_config
+from mplug.testing.leftovers import nothing_left
+from mplug.testing.suite import Fault, PluginSuite, require
+
+if TYPE_CHECKING:
+    from mplug.config import RunConfig
+    from mplug.testing.runs import Witness
+    from mplug.testing.watch import Watch
+
+STEPS = 4
+"""Of the runs in these tests."""
+PATIENCE = 60.0
+"""Seconds for a run on two ranks."""
+
+
+class ExtensionSuite(PluginSuite):
+    """What an observer must keep: a run with it is the run without it."""
+
+    kind = "extensions"
+    files: ClassVar[tuple[str, ...]] = ()
+    """Globs of the files that a run with it leaves, in the run's directory; an absolute glob allows files elsewhere."""
+
+    @classmethod
+    def naming(cls) -> dict[str, Any]:
+        """A section of its own below `extensions`."""
+        return {f"extensions.{cls.plugin}": {}}
+
+    @classmethod
+    def section(cls) -> tuple[str, ...]:
+        """`extensions.NAME`."""
+        return ("extensions", cls.plugin)
+
+    def pytest_generate_tests(self, metafunc: Any) -> None:
+        """Runs that finish, runs that fail while they are built, and runs that fail at their third step."""
+        if "fails_at" in metafunc.fixturenames:
+            metafunc.parametrize("fails_at", (None, 0, 3), ids=("finished", "never started", "failed"))
+
+    # Runs.
+
+    @classmethod
+    def without(cls) -> dict[str, Any]:
+        """The settings of the same run without the plugin."""
+        own = f"extensions.{cls.plugin}"
+        return {name: value for name, value in cls.tiny().items() if name != own and not name.startswith(f"{own}.")}
+
+    @classmethod
+    def watched(
+        cls, directory: Path, steps: int = STEPS, resume_from: Path | None = None, fails_at: int | None = None
+    ) -> "tuple[Witness, Watch]":
+        """A run with the plugin, and what its hooks did in it; one that is to fail leaves no save under way."""
+        from mplug.testing.runs import trained
+        from mplug.testing.watch import Watch
+
+        watch = Watch(cls.entry().label)
+        config = watch.over(short(cls.tiny(), steps, 2 if fails_at is None else 0))
+        try:
+            return trained(config, directory, resume_from=resume_from, fails_at=fails_at), watch
+        except Exception as error:
+            refuse(*watch.changed, *watch.raised, f"a run with it raises {type(error).__name__}: {error}")
+            raise
+
+    # Its hooks.
+
+    def test_it_implements_a_hook(self) -> None:
+        """Else naming it does nothing."""
+        hooks = implemented(Registry().load(self.entry()))
+        require(set(hooks) - {"configure"}, f"'{self.plugin}' implements no hook of a run, so naming it does nothing")
+
+    def test_its_hooks_are_called_in_the_order_of_a_run(self) -> None:
+        """Started, step by step, finished; and where a run fails, told so once."""
+        hooks = implemented(Registry().load(self.entry()))
+        with TemporaryDirectory(prefix="mplug-run-") as folder:
+            witness, watch = self.watched(Path(folder) / "finished")
+            _, failed = self.watched(Path(folder) / "failed", fails_at=3)
+        expected = {"run_started": 1, "step_started": STEPS, "step_finished": STEPS, "run_finished": 1, "run_failed": 0}
+        refuse(miscounted(watch.calls, hooks, {**expected, "checkpoint_saved": len(witness.saved)}, "a run"))
+        refuse(misordered(watch.calls, hooks))
+        refuse(miscounted(failed.calls, hooks, {"run_started": 1, "run_finished": 0, "run_failed": 1}, "a failing run"))
+
+    def test_no_hook_of_it_raises(self, fails_at: int | None) -> None:
+        """The run goes on without it, but then it tells nothing."""
+        with TemporaryDirectory(prefix="mplug-run-") as folder:
+            _, watch = self.watched(Path(folder), fails_at=fails_at)
+        refuse(*watch.raised)
+
+    def test_it_leaves_the_record_as_it_is(self) -> None:
+        """Other observers get the same one."""
+        with TemporaryDirectory(prefix="mplug-run-") as folder:
+            _, watch = self.watched(Path(folder))
+        refuse(*watch.changed)
+
+    def test_it_draws_no_random_numbers(self) -> None:
+        """Not the run's: a generator of its own is free."""
+        with TemporaryDirectory(prefix="mplug-run-") as folder:
+            _, watch = self.watched(Path(folder))
+        refuse(*watch.drawn)
+
+    # The run.
+
+    def test_a_run_with_it_is_the_run_without_it(self) -> None:
+        """Bitwise: losses, gradient norms and weights."""
+        from mplug.testing.runs import trained
+
+        with TemporaryDirectory(prefix="mplug-run-") as folder:
+            plain = trained(short(self.without()), Path(folder) / "without")
+            found, _ = self.watched(Path(folder) / "with")
+        refuse(departure(found, plain))
+
+    def test_it_survives_a_resume(self) -> None:
+        """In the same directory, from the middle: it meets its own files, and steps that it has seen."""
+        from mplug.testing.runs import trained
+
+        with TemporaryDirectory(prefix="mplug-run-") as folder:
+            plain = trained(short(self.without(), STEPS + 2), Path(folder) / "without")
+            first, _ = self.watched(Path(folder) / "with")
+            resumed, watch = self.watched(Path(folder) / "with", STEPS + 2, resume_from=first.saved[0])
+        refuse(*(f"{sentence} in a run that resumes" for sentence in watch.raised))
+        plain.figures = {step: figures for step, figures in plain.figures.items() if step > 2}
+        refuse(departure(resumed, plain))
+
+    def test_it_leaves_nothing_open_or_running(self, fails_at: int | None) -> None:
+        """No thread, process or open file outlives the run, however that ends."""
+        with TemporaryDirectory(prefix="mplug-run-") as folder:
+            directories = map(Path(folder).joinpath, ("first", "second"))
+            by = "a run with it" if fails_at is None else "a run with it that fails"
+            nothing_left(by, lambda: self.watched(next(directories), fails_at=fails_at))
+
+    def test_it_writes_the_files_that_it_says_and_no_other(self) -> None:
+        """`files` in the run's directory, and nothing elsewhere."""
+        with TemporaryDirectory(prefix="mplug-run-") as folder:
+            (told,) = self._on_ranks(1, Path(folder))
+            left = files_of(Path(folder) / "with") - files_of(Path(folder) / "without")
+        outside = [path for path in told.elsewhere if not self._says_that_it_writes(path)]
+        refuse(*(f"it writes '{path}', outside of the run's directory" for path in outside))
+        strays = [path for path in sorted(left) if not self._says_that_it_writes(path)]
+        refuse(*(f"it leaves '{path}' in the run's directory, which `files` does not name" for path in strays))
+        for one in self.files:
+            found = Path(one).is_absolute() or any(fnmatch(path.as_posix(), one) for path in left)
+            require(found, f"`files` says that it writes '{one}', and a run of {STEPS} steps leaves no such file")
+
+    def _says_that_it_writes(self, path: Path) -> bool:
+        return any(fnmatch(path.as_posix(), one) for one in self.files)
+
+    def test_it_works_on_every_rank(self) -> None:
+        """On two: hooks raise on none, and no file is written by both."""
+        with TemporaryDirectory(prefix="mplug-run-") as folder:
+            told = self._on_ranks(2, Path(folder))
+        first, second = ({*one.inside, *one.elsewhere} for one in told)
+        both = sorted(first & second)
+        refuse(*(f"ranks 0 and 1 both write '{path}'; write it on rank 0, or a file a rank" for path in both))
+        refuse(*(f"{sentence} on rank {rank}" for rank, one in enumerate(told) for sentence in one.raised))
+
+    def _on_ranks(self, world_size: int, folder: Path) -> "list[Told]":
+        from mplug.testing.workers import WorkerFailed, run_workers
+
+        layout = {"parallel.layout": f"{self.config().parallel.data}{world_size}"} if world_size > 1 else {}
+        settings, plain = {**self.tiny(), **layout}, {**self.without(), **layout}
+        try:
+            return run_workers(world_size, be_rank, self.entry().label, settings, plain, str(folder), timeout=PATIENCE)
+        except (WorkerFailed, TimeoutError) as error:
+            raise Fault(f"a run with it on {counted(world_size, 'rank')} does not end well: {error}") from error
+
+
+# On a rank.
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a rank tells of a run: the hooks that raised, and the files that hooks wrote."""
+
+    raised: list[str]
+    inside: list[Path]
+    elsewhere: list[Path]
+
+
+def be_rank(label: str, settings: Mapping[str, Any], plain: Mapping[str, Any], folder: str) -> Told:
+    """Be one rank of a run without the plugin and of a run with it, in a process whose folder is empty."""
+    from mplug.testing.runs import trained
+    from mplug.testing.watch import Watch
+
+    elsewhere, directory = Path(folder) / "elsewhere", Path(folder) / "with"
+    elsewhere.mkdir(exist_ok=True)
+    os.chdir(elsewhere)
+    watch = Watch(label)
+    trained(short(plain), Path(folder) / "without")
+    watch.audit()
+    trained(watch.over(short(settings)), directory)
+    inside = sorted(path.relative_to(directory) for path in watch.written if path.is_relative_to(directory))
+    outside = sorted(path for path in watch.written if not path.is_relative_to(directory))
+    return Told(watch.raised, inside, outside)
+
+
+# What is wrong, as a sentence; the empty string where nothing is.
+
+
+def short(settings: Mapping[str, Any], steps: int = STEPS, saves_every: int = 2) -> "RunConfig":
+    """The config of a run of a few steps, which evaluates after the last and keeps all of its checkpoints."""
+    own = {"trainer.steps": steps, "checkpoint.every": saves_every, "checkpoint.keep": 9}
+    return tiny_config({**settings, **own})
+
+
+def refuse(*faults: str) -> None:
+    """Raise Fault for the first sentence that tells one."""
+    for fault in filter(None, faults):
+        raise Fault(fault)
+
+
+Calls = Sequence[tuple[str, int | None]]
+
+
+def miscounted(calls: Calls, hooks: Iterable[str], expected: Mapping[str, int], run: str) -> str:
+    """A hook that was not called as often as a run calls it."""
+    for hook, count in expected.items():
+        found = sum(called == hook for called, _ in calls)
+        if hook in hooks and found != count:
+            return (
+                f"'{hook}' is called {counted(found, 'time')} in {run} of {STEPS} steps, not {count}; {NAMES_ANOTHER}"
+            )
+    return ""
+
+
+def misordered(calls: Calls, hooks: Iterable[str]) -> str:
+    """A hook that was called at another time than a run calls it."""
+    order = [hook for hook, _ in calls if hook in OBSERVING]
+    for hook, place in (("run_started", 0), ("run_finished", -1)):
+        if hook in hooks and order[place] != hook:
+            return f"'{hook}' is not the {'last' if place else 'first'} hook of a run; {NAMES_ANOTHER}"
+    steps = [step for hook, step in calls if step is not None]
+    if steps != sorted(steps):
+        return f"the steps are told in the order {steps}"
+    return ""
+
+
+OBSERVING = ("run_started", "step_started", "step_finished", "checkpoint_saved", "run_failed", "run_finished")
+NAMES_ANOTHER = "does its @hookimpl name another hook?"
+
+
+def departure(found: "Witness", plain: "Witness") -> str:
+    """The first thing in which a run with the plugin differs from the run without it."""
+    for step, figures in plain.figures.items():
+        if step not in found.figures:
+            return f"with it, the run ends after step {max(found.figures, default=0)} of {max(plain.figures)}"
+        for name, one, other in zip(("loss", "gradient norm"), found.figures[step], figures, strict=True):
+            if one != other:
+                return f"with it, the {name} of step {step} is {one!r}, and without it {other!r}"
+    if len(found.figures) > len(plain.figures):
+        return f"with it, the run has {len(found.figures)} steps, and without it {len(plain.figures)}"
+    for name, weight in plain.weights.items():
+        if not bool((found.weights[name] == weight).all()):
+            return f"with it, the run ends with other values of '{name}'"
+    return ""
+
+
+def files_of(directory: Path) -> set[Path]:
+    """The files of a run, by their paths in its directory."""
+    return {path.relative_to(directory) for path in directory.rglob("*") if path.is_file()}

@@ -1,0 +1,92 @@
+"""Real runs of a few steps in a folder, through the training loop, and what they told an observer."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mplug.hooks import HOST
+from mplug.hookspecs import hookimpl
+from mplug.run import prepare
+from mplug.testing.harness import as_rank
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mplug.config import RunConfig
+    from mplug.contracts import Record
+    from mplug.model import Model
+    from mplug.run import Run
+
+
+class PlannedFailure(Exception):
+    """What ends a run that a suite lets fail."""
+
+
+@dataclass
+class Witness:
+    """An observer that writes a run down, and ends it at a step where it is told to.
+
+    `figures` are (loss, gradient norm) of every step, `saved` the checkpoints, `weights` this rank's at the end.
+    """
+
+    fails_at: int | None = None
+    figures: dict[int, tuple[float, float]] = field(default_factory=dict)
+    saved: list[Path] = field(default_factory=list)
+    weights: "dict[str, Tensor]" = field(default_factory=dict)
+    _model: Any = None
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of every step."""
+        return [loss for loss, _ in self.figures.values()]
+
+    @hookimpl
+    def wrap_model(self, model: "Model") -> None:
+        """Remember whose weights to look at; fail before the first step, where that is planned."""
+        self._model = model
+        if self.fails_at == 0:
+            raise PlannedFailure("the run was to fail while it is built")
+
+    @hookimpl
+    def step_started(self, run: "Run") -> None:
+        """Fail, where that is planned."""
+        if run.step == self.fails_at:
+            raise PlannedFailure(f"step {run.step} was to fail")
+
+    @hookimpl
+    def step_finished(self, record: "Record") -> None:
+        """Keep the step's figures."""
+        self.figures[record["step"]] = (record["loss"], record["grad_norm"])
+
+    @hookimpl
+    def checkpoint_saved(self, path: Path) -> None:
+        """Keep where it is."""
+        self.saved.append(path)
+
+    @hookimpl
+    def run_finished(self) -> None:
+        """Keep the weights, and let go of the model."""
+        self.weights = {name: weight.detach().clone() for name, weight in self._model.parameters().items()}
+        self._model = None
+
+
+def trained(
+    config: "RunConfig", directory: Path, *, resume_from: Path | None = None, fails_at: int | None = None
+) -> Witness:
+    """Train to the config's last step, or until step `fails_at` (0: while the run is built).
+
+    This process is a rank of torch's default process group, if there is one. The host's own metrics are written too, as
+    in a run that a user starts.
+    """
+    from contextlib import suppress
+
+    from mplug.build import choose_device
+    from mplug.loop import train
+    from mplug.observers import MetricsFile
+
+    witness = Witness(fails_at)
+    run = as_rank(prepare(config, {f"{HOST}metrics": MetricsFile(), f"{HOST}witness": witness}, directory))
+    run.device = choose_device(config)
+    with suppress(PlannedFailure):
+        train(run, resume_from)
+    return witness

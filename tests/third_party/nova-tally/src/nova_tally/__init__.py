@@ -1,0 +1,1 @@
+"""What the runs of a folder have had: steps, tokens, hours."""

@@ -5,6 +5,9 @@ from typing import TYPE_CHECKING, Any
 from mplug.testing.workers import WorkerFailed, run_workers
 
 if TYPE_CHECKING:
+    from mplug.testing.commands import CommandSuite
+    from mplug.testing.data import DataSuite
+    from mplug.testing.extensions import ExtensionSuite
     from mplug.testing.kernels import KernelSuite
     from mplug.testing.models import ModelSuite
     from mplug.testing.optimizers import DenseStep, OptimizerSuite
@@ -44,7 +47,10 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "CommandSuite",
+    "DataSuite",
     "DenseStep",
+    "ExtensionSuite",
     "Fault",
     "KernelSuite",
     "ModelSuite",

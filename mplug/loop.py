@@ -45,7 +45,7 @@ def train(run: Run, resume_from: Path | None = None, deadline: float | None = No
         make_directory(run)
         log.info("rank %d of %d, process %d on %s", run.rank, run.mesh.world_size, os.getpid(), socket.gethostname())
         write_record(run, {"parameters": parts.num_parameters, "resumed_from": resume_from and str(resume_from)})
-        with Interrupt(run) as interrupt:
+        with Interrupt(run) as interrupt, _letting_saves_finish(position):
             run.hooks.observe("run_started", run=run)
             time_left = TimeLeft(run, deadline)
             val_loss = _steps(run, parts, position, time_left)
@@ -64,6 +64,16 @@ def _telling_of_failure(run: Run) -> Iterator[None]:
     except BaseException as error:
         log.error("the run failed", exc_info=error)
         run.hooks.observe("run_failed", run=run, error=error)
+        raise
+
+
+@contextmanager
+def _letting_saves_finish(position: Position) -> Iterator[None]:
+    """A checkpoint that is being written is still wanted when the run fails."""
+    try:
+        yield
+    except BaseException:
+        position.saver.let_finish()
         raise
 
 

@@ -3,7 +3,7 @@
 import shutil
 import warnings
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,11 @@ class Saver:
                 shutil.rmtree(aside_of(final), ignore_errors=True)
             raise RunError(_explained(error, final)) from error
         self._visible.append(final)
+
+    def let_finish(self) -> None:
+        """Let what is being saved become visible, where the run has failed: alone, for with others it ends in seconds."""
+        if self._pending is not None and self.run.groups is None:
+            wait([self._pending[1]])
 
     def _stop_if_failed(self, saving: "Future[Any]") -> None:
         if saving.exception() is not None:

@@ -15,6 +15,7 @@ import yaml
 ROOT = Path(__file__).parent.parent
 HOST = ROOT / "mplug"
 PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/*/pyproject.toml"))
+STRANGERS = sorted(path.parent for path in ROOT.glob("tests/third_party/*/pyproject.toml"))
 PUBLIC = ("mplug", "mplug.nn", "mplug.ops", "mplug.testing")
 
 
@@ -26,7 +27,7 @@ def package_of(plugin: Path) -> str:
     return project(plugin)["name"].replace("-", "_")
 
 
-PACKAGES = {package_of(plugin): plugin for plugin in PLUGINS}
+PACKAGES = {package_of(plugin): plugin for plugin in (*PLUGINS, *STRANGERS)}
 NAMES = {name for plugin in PLUGINS for points in project(plugin)["entry-points"].values() for name in points}
 
 
@@ -62,7 +63,7 @@ def test_the_host_knows_no_plugin_by_name(path: Path) -> None:
     assert not [text for text in strings(source) if text in NAMES or text in PACKAGES]
 
 
-@pytest.mark.parametrize("plugin", PLUGINS, ids=package_of)
+@pytest.mark.parametrize("plugin", [*PLUGINS, *STRANGERS], ids=package_of)
 def test_a_plugin_imports_no_other_plugin_and_only_the_public_modules_of_the_host(plugin: Path) -> None:
     for path in plugin.rglob("src/**/*.py"):
         for module in imports(path.read_text()):
@@ -73,11 +74,11 @@ def test_a_plugin_imports_no_other_plugin_and_only_the_public_modules_of_the_hos
                 assert public, f"{path} imports {module}"
 
 
-@pytest.mark.parametrize("plugin", PLUGINS, ids=package_of)
+@pytest.mark.parametrize("plugin", [*PLUGINS, *STRANGERS], ids=package_of)
 def test_what_a_plugin_takes_from_the_host_is_exported(plugin: Path) -> None:
     import mplug
 
-    for path in plugin.rglob("src/**/*.py"):
+    for path in [*plugin.rglob("src/**/*.py"), *(plugin.rglob("tests/*.py") if plugin in STRANGERS else ())]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "mplug":
                 assert ".".join(node.module.split(".")[:2]) in PUBLIC, f"{path} imports from {node.module}"

@@ -291,7 +291,7 @@ def test_a_subclass_has_the_slots_of_its_base_under_the_bases_name() -> None:
 
 
 def test_a_block_with_projections_of_its_own_has_the_slots_of_attention_and_mlp() -> None:
-    fused = nn.ModuleDict({"attn": DotProductAttention(K, qk_norm=True, theta=None), "mlp": Activation("swiglu")})
+    fused = nn.ModuleDict({"attn": DotProductAttention(2, 2, K, qk_norm=True, theta=None), "mlp": Activation("swiglu")})
     assert [site.slot for site in sites(fused)] == ["Attention.core", "Attention.prepare_qk", "MLP.activation"]
     assert {name for name, _ in fused.named_parameters()} == {"attn.q_norm", "attn.k_norm"}
 

@@ -282,7 +282,7 @@ def test_an_attention_block_is_its_formula(groups: int, bias: bool, qk_norm: boo
 
 def test_attention_between_projections_is_that_of_the_whole() -> None:
     layer = filled(Attention(D, 4, 2, 6, bias=True, qk_norm=True, theta=100.0, eps=1e-3))
-    between = filled(DotProductAttention(6, qk_norm=True, theta=100.0, eps=1e-3))
+    between = filled(DotProductAttention(2, 2, 6, qk_norm=True, theta=100.0, eps=1e-3))
     between.load_state_dict({name: layer.state_dict()[name] for name in ("q_norm", "k_norm")})
     x = drawn(B, S, D)
     q, k, v = layer.qkv(x).unflatten(-1, (-1, 6)).split((4, 2, 2), dim=2)

@@ -35,12 +35,16 @@ class Planted:
 
 AXIS = 'Axis("ulys", config.parallel.degrees["ulys"], entries={"sequence": contiguous}, distance=10)'
 CONFIGURED = "        self.config = config\n"
-ONE_CALL = "        return [around_attention(run, model)]\n"
+OFFER = """    def offer(self, run: "Run") -> "list[Wrap]":
+        \"\"\"All-to-alls around every attention core.\"\"\"
+        from nova_ulys.exchange import around_attention
+
+        return [around_attention(run)]
+"""
 CORE = """\
     def core(q: Tensor, k: Tensor, v: Tensor, *, first_head: int = 0, **named: Any) -> Tensor:
         \"\"\"q [B, S/R, H, K], k and v [B, S/R, G, K] -> [B, S/R, H, K].\"\"\"
 """
-WRAPPED = '    wrap = partial(exchanged, run.group("ulys"), size, index)\n'
 
 
 def hook(*lines: str) -> str:
@@ -103,11 +107,14 @@ FAULTS = {
         "ranks 0 and 1 disagree on where",
     ),
     "an offer that already takes effect": Planted(
-        WRAPPED,
-        f"{WRAPPED}"
-        "    for module in model.module.modules():\n"
-        "        if hasattr(module, 'core'):\n"
-        "            module.core = wrap(module.core)\n",
+        OFFER,
+        "    def offer(self, run, model):\n"
+        "        from nova_ulys.exchange import around_attention\n\n"
+        "        offered = around_attention(run)\n"
+        "        for module in model.module.modules():\n"
+        "            if hasattr(module, 'core'):\n"
+        "                module.core = offered.wrap(module.core)\n"
+        "        return [offered]\n",
         "test_its_offers_are_pure_and_true",
         "offering changes Attention.core of 'blocks.0.attn'",
     ),
@@ -124,11 +131,13 @@ FAULTS = {
         "asked whether it supports Attention.core of 'blocks.0.attn', it answers None",
     ),
     "a closure for every site": Planted(
-        ONE_CALL,
-        "        from dataclasses import replace\n"
+        OFFER,
+        "    def offer(self, run, model):\n"
+        "        from dataclasses import replace\n\n"
+        "        from nova_ulys.exchange import around_attention\n\n"
         "        names = [f'{unit.name}.attn' for unit in model.plan.units]\n"
         "        only = [lambda site, run, name=name: site.name == name for name in names]\n"
-        "        return [replace(around_attention(run, model), supports=supports) for supports in only]\n",
+        "        return [replace(around_attention(run), supports=supports) for supports in only]\n",
         "test_its_offers_are_pure_and_true",
         "the sites of 'blocks.*.attn' get 4 different callables for Attention.core",
     ),

@@ -75,7 +75,7 @@ class Saver:
         self._visible.append(final)
 
     def let_finish(self) -> None:
-        """Let what is being saved become visible, where the run has failed: alone, for with others it ends in seconds."""
+        """Let what is being saved become visible where the run has failed alone: with others it ends in seconds."""
         if self._pending is not None and self.run.groups is None:
             wait([self._pending[1]])
 

@@ -73,19 +73,28 @@ def prepare_qk(
 
 
 class DotProductAttention(nn.Module):
-    """Attention between its projections, for blocks that fuse these with others.
+    """Attention between its projections, for blocks that fuse these with others. `theta` None: no rotary positions.
 
-    `theta` None: no rotary positions.
+    `num_heads`, `num_kv_heads` and `head_dim` are the whole model's, whatever a rank has of it: what whoever would fill
+    or wrap a slot may ask of a site.
     """
 
     SLOTS = ("Attention.core", "Attention.prepare_qk")
     site: Tensor
 
     def __init__(
-        self, head_dim: int, *, qk_norm: bool, theta: float | None, dropout: float = 0.0, eps: float = 1e-5
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        qk_norm: bool,
+        theta: float | None,
+        dropout: float = 0.0,
+        eps: float = 1e-5,
     ) -> None:
         super().__init__()
-        self.head_dim = head_dim
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.theta, self.dropout, self.eps, self.scale = theta, dropout, eps, head_dim**-0.5
         self.q_norm = nn.Parameter(torch.empty(head_dim)) if qk_norm else None
         self.k_norm = nn.Parameter(torch.empty(head_dim)) if qk_norm else None
@@ -116,7 +125,7 @@ class Attention(DotProductAttention):
         dropout: float = 0.0,
         eps: float = 1e-5,
     ) -> None:
-        super().__init__(head_dim, qk_norm=qk_norm, theta=theta, dropout=dropout, eps=eps)
+        super().__init__(num_heads, num_kv_heads, head_dim, qk_norm=qk_norm, theta=theta, dropout=dropout, eps=eps)
         self.qkv = Linear(dim, (num_heads + 2 * num_kv_heads) * head_dim, bias)
         self.out = Linear(num_heads * head_dim, dim, bias)
 

@@ -24,7 +24,12 @@ class ParallelBlock(nn.Module):
         self.norm = Norm(config.hidden_size, "layernorm", config.norm_eps)
         self.enter = Linear(config.hidden_size, self.query_width + 2 * key_width + 2 * self.mlp_width, bias=False)
         self.attn = DotProductAttention(
-            config.head_dim, qk_norm=config.qk_norm, theta=config.rope_theta, eps=config.norm_eps
+            config.num_attention_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            qk_norm=config.qk_norm,
+            theta=config.rope_theta,
+            eps=config.norm_eps,
         )
         self.mlp = Activation("swiglu")
         self.leave = Linear(inner, config.hidden_size, bias=False)

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict
 from mplug import Axis, contiguous, hookimpl
 
 if TYPE_CHECKING:
-    from mplug import Model, Run, RunConfig, Wrap
+    from mplug import Run, RunConfig, Wrap
 
 
 class Ulysses:
@@ -27,8 +27,8 @@ class Ulysses:
         return [Axis("ulys", config.parallel.degrees["ulys"], entries={"sequence": contiguous}, distance=10)]
 
     @hookimpl
-    def offer(self, run: "Run", model: "Model") -> "list[Wrap]":
+    def offer(self, run: "Run") -> "list[Wrap]":
         """All-to-alls around every attention core."""
         from nova_ulys.exchange import around_attention
 
-        return [around_attention(run, model)]
+        return [around_attention(run)]

@@ -8,25 +8,23 @@ inside, as the core takes    [B, S, H/R, K]       [B, S, G'/R, K]
 
 from collections.abc import Callable
 from functools import partial
-from math import gcd
+from math import gcd, prod
 from typing import Any
 
 from torch import Tensor
 
-from mplug import Model, Run, Site, Wrap, ops
+from mplug import Run, Site, Wrap, ops
 
 SEQUENCE, HEADS = 1, 2
 """Dimensions of the core's tensors."""
 
 
-def around_attention(run: Run, model: Model) -> Wrap:
+def around_attention(run: Run) -> Wrap:
     """The wrap of every attention core whose heads the ranks divide."""
     size, index = run.mesh.axes["ulys"].size, run.mesh.index(run.rank, "ulys")
 
     def supports(site: Site, run: Run) -> bool | str:
-        heads = _local_heads(run, model, site)
-        if heads is None:
-            return f"the plan does not say which parameter of '{site.role}' has the 'heads'"
+        heads = _local_heads(site, run)
         if heads % size:
             fitting = [str(degree) for degree in range(1, heads + 1) if heads % degree == 0]
             return f"ulys={size} does not divide the {heads} query heads of a rank; use ulys={' or '.join(fitting)}"
@@ -36,14 +34,10 @@ def around_attention(run: Run, model: Model) -> Wrap:
     return Wrap("Attention.core", wrap, layer=50, supports=supports)
 
 
-def _local_heads(run: Run, model: Model, site: Site) -> int | None:
+def _local_heads(site: Site, run: Run) -> int:
     """Query heads of the site that a rank has, once other strategies have divided the weights."""
-    for name, placement in model.placements.items():
-        for segment in (segment for dim in placement.dims for segment in dim):
-            if name.startswith(f"{site.name}.") and segment.axis == "heads":
-                dividing = placement.splits.get("heads")
-                return segment.count // (run.mesh.axes[dividing].size if dividing else 1)
-    return None
+    heads: int = site.module.num_heads
+    return heads // prod(axis.size for axis in run.mesh.axes.values() if "heads" in axis.splits)
 
 
 def exchanged(group: ops.Group, size: int, index: int, inner: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -7,6 +7,7 @@ line of metrics.jsonl; that as often as is asked. Linux only: the worker is foun
 """
 
 import argparse
+import math
 import os
 import re
 import signal
@@ -34,9 +35,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     options = parser.parse_args()
-    last_rank = -1
-    for degree in re.findall(r"\d+", options.layout):
-        last_rank = abs(last_rank) * int(degree)
+    last_rank = math.prod(map(int, re.findall(r"\d+", options.layout))) - 1
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "mplug", "train", "--name", "one", "--parallel", options.layout]
         command += ["--restarts", str(options.kills)]
@@ -46,7 +45,7 @@ def main() -> None:
             for word in ("--set", f"{name}={value}")
         ]
         with subprocess.Popen(command, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}) as process:
-            seconds = [lost(Path(folder) / "runs" / "one", last_rank - 1, process) for _ in range(options.kills)]
+            seconds = [lost(Path(folder) / "runs" / "one", last_rank, process) for _ in range(options.kills)]
             process.send_signal(signal.SIGTERM)
     print(f"{options.layout}: {statistics.median(seconds):.1f} s to recover (of {options.kills}: ", end="")
     print(", ".join(f"{value:.1f}" for value in seconds) + ")")

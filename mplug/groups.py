@@ -1,6 +1,7 @@
 """The process groups of a run: made when they are first asked for, by all ranks together, and kept."""
 
 from collections.abc import Iterable
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -16,7 +17,7 @@ class Groups:
     def beside(self) -> dist.ProcessGroup:
         """All ranks, over the hosts' network: for what goes on in another thread while training uses the others."""
         if self._beside is None:
-            self._beside = dist.new_group(backend="gloo")
+            self._beside = dist.new_group(backend="gloo", timeout=timedelta(hours=6))  # a slow writer is no fault
         return self._beside
 
     def of(self, families: Iterable[tuple[int, ...]]) -> dist.ProcessGroup | None:

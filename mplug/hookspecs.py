@@ -119,7 +119,10 @@ def parameters_updated(run: "Run") -> None:
 
 @all_plugins
 def state(run: "Run") -> "dict[str, Stateful]":
-    """Named objects whose state a checkpoint must hold, beyond parameters, optimizer, schedule and loader."""
+    """Named objects whose state a checkpoint must hold, beyond parameters, optimizer, schedule and loader.
+
+    Asked once, on every rank. A state must be the same on all ranks: rank 0's is kept, and all ranks get it back.
+    """
 
 
 # Observers: they look and tell, on every rank, sorted by name, and never change a run.

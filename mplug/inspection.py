@@ -8,9 +8,11 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
 
-from mplug.errors import UsageError
+from mplug.errors import UsageError, listed
 from mplug.registry import Entry, Registry
 
+MARK = "mplug report: "
+"""What the line of a report begins with: a plugin may print, too."""
 TIMEOUT = 120
 """Seconds that a plugin may take to import and to be checked."""
 
@@ -20,6 +22,7 @@ class Report:
     """What importing a plugin showed. `fields` are (name, type, default, description)."""
 
     fault: str = ""
+    note: str = ""
     hooks: list[str] = field(default_factory=list)
     presets: list[str] = field(default_factory=list)
     fields: list[tuple[str, str, str, str]] = field(default_factory=list)
@@ -44,8 +47,9 @@ def _apart(task: str, entry: Entry) -> Report:
     if finished.returncode != 0:
         return Report(fault=finished.stderr.strip() or f"its process ended with status {finished.returncode}")
     try:
-        return Report(**json.loads(finished.stdout.splitlines()[-1]))
-    except (ValueError, IndexError, TypeError):
+        told = next(line for line in reversed(finished.stdout.splitlines()) if line.startswith(MARK))
+        return Report(**json.loads(told.removeprefix(MARK)))
+    except StopIteration:
         return Report(fault="it ends the process that imports it")
 
 
@@ -66,7 +70,7 @@ def inspect_here(kind: str, word: str) -> Report:
         for name, described in plugin.Config.model_fields.items()
     ]
     presets = [str(name) for name in getattr(plugin, "presets", {})]
-    return Report("", implemented(plugin), presets, fields)
+    return Report(hooks=implemented(plugin), presets=presets, fields=fields)
 
 
 def check_here(kind: str, word: str) -> Report:
@@ -75,10 +79,14 @@ def check_here(kind: str, word: str) -> Report:
     if report.fault:
         return report
     from mplug.testing import suite_of
-    from mplug.testing.suite import smoke_faults
+    from mplug.testing.suite import smoke_faults, unset_fields
 
     suite = type("Check", (suite_of(kind),), {"plugin": word if _is_ambiguous(kind, word) else word.rpartition("/")[2]})
-    report.fault = "\n".join(smoke_faults(suite))
+    unset = unset_fields(suite)
+    if unset:
+        report.note = f"imported, and not run: its Config's {listed(unset)} must be set"
+    else:
+        report.fault = "\n".join(smoke_faults(suite))
     return report
 
 
@@ -104,4 +112,8 @@ def _type(annotation: object) -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict({"show": inspect_here, "check": check_here}[sys.argv[1]](sys.argv[2], sys.argv[3]))))
+    print(
+        "\n"
+        + MARK
+        + json.dumps(asdict({"show": inspect_here, "check": check_here}[sys.argv[1]](sys.argv[2], sys.argv[3])))
+    )

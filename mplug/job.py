@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mplug.config import RunConfig
@@ -79,9 +79,10 @@ def _together(world: World, run: Run, job: Job) -> Outcome:
     from mplug.groups import Groups
 
     with joined(world, run.device):
-        run.groups, run.directory = Groups(run.rank), agreed(job.directory)
+        run.groups = Groups(run.rank)
+        run.directory, resume_from = agreed((job.directory, job.resume_from))  # a folder may look different elsewhere
         _refuse_other_plugins(run)
-        return _trained(run, job)
+        return _trained(run, replace(job, resume_from=resume_from))
 
 
 def _trained(run: Run, job: Job) -> Outcome:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.connection import Connection
@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any, Self
 
 from mplug.errors import Diverged, RunError, UsageError
+from mplug.interrupt import SAME
 
 # launcher -> the variables that hold a process's rank, their number, and the rank on its machine
 LAUNCHERS = {
@@ -159,7 +160,7 @@ def launch(size: int, work: Callable[..., Any], *arguments: Any, port: int | Non
     error = running.exception()
     if error is None:
         return running.result()
-    if handler.signal is not None:
+    if handler.signal is not None and not lines.failed_before(handler.when):
         raise Stopped(handler.signal) from error
     raise lines.first_failure(_exit_codes(error)) or error
 
@@ -196,7 +197,9 @@ class Lines:
             time.sleep(seconds)
         for line in connection.wait(list(self.ours), seconds) if self.ours else ():
             assert isinstance(line, Connection)
-            rank = self.ours[line]
+            rank = self.ours.get(line)
+            if rank is None:  # a second signal has hung up meanwhile
+                continue
             try:
                 word = line.recv()
                 if isinstance(word, int):
@@ -205,7 +208,7 @@ class Lines:
                     self.heard.append((time.monotonic(), rank, word))
             except (EOFError, OSError):
                 self.heard.append((time.monotonic(), rank, None))
-                del self.ours[line]
+                self.ours.pop(line, None)
         if self.theirs and sum(word == "started" for _, _, word in self.heard) == len(self.theirs):
             self._forget_theirs()
 
@@ -214,6 +217,10 @@ class Lines:
         for end in self.theirs:
             end.close()
         self.theirs = []
+
+    def failed_before(self, when: float) -> bool:
+        """Whether a process had died before that time, or has said why it failed."""
+        return any(word is not None or heard < when for heard, _, word in self._failures())
 
     def failing_for(self) -> float:
         """Seconds since a process was first heard to fail; 0 while none was."""
@@ -261,6 +268,7 @@ class Handler:
     """Hands the first SIGINT or SIGTERM on to the processes; at a second, drops them: they end when their pipe does."""
 
     signal: int | None = None
+    when = 0.0
 
     def __init__(self, lines: Lines) -> None:
         self.lines = lines
@@ -274,11 +282,14 @@ class Handler:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None:
+        first, self.signal = self.signal is None, self.signal or number
+        if first:
+            self.when = time.monotonic()
+            for line in list(self.lines.ours):
+                with suppress(OSError):  # that process has ended
+                    line.send(number)
+        elif time.monotonic() - self.when > SAME:
             self.lines.close()
-        for line in self.lines.ours:
-            line.send(number)
-        self.signal = number
 
 
 def _elastic(size: int, port: int | None, work: Callable[..., Any], arguments: tuple[Any, ...], ends: Any) -> Any:

@@ -2,17 +2,16 @@
 
 import logging
 import os
-import signal
 import socket
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from mplug.build import Parts, build
 from mplug.contracts import MicroBatch
-from mplug.errors import UsageError
+from mplug.errors import Diverged, UsageError
 from mplug.interrupt import Interrupt, TimeLeft
 from mplug.position import Position
 from mplug.report import Figures, Report, Underway
@@ -45,14 +44,16 @@ def train(run: Run, resume_from: Path | None = None, deadline: float | None = No
         make_directory(run)
         log.info("rank %d of %d, process %d on %s", run.rank, run.mesh.world_size, os.getpid(), socket.gethostname())
         write_record(run, {"parameters": parts.num_parameters, "resumed_from": resume_from and str(resume_from)})
-        with Interrupt(run) as interrupt, _letting_saves_finish(position):
+        with Interrupt(run) as interrupt, _letting_saves_finish(run, position):
             run.hooks.observe("run_started", run=run)
-            time_left = TimeLeft(run, deadline)
+            time_left = TimeLeft(run, deadline, position.saver.expected_seconds)
             val_loss = _steps(run, parts, position, time_left)
             run.hooks.observe("run_finished", run=run)
-    if run.step == run.config.trainer.steps:
-        return Ending(val_loss)
-    return Ending(val_loss, None if time_left.asked else interrupt.signal or signal.SIGTERM, time_left.asked)
+            if run.step == run.config.trainer.steps:
+                return Ending(val_loss)
+            reasons = run.gathered((interrupt.signal, time_left.asked))  # any rank's, told alike by all
+    stopped_by = next((number for number, _ in reasons if number is not None), None)
+    return Ending(val_loss, stopped_by, out_of_time=stopped_by is None)
 
 
 @contextmanager
@@ -62,18 +63,20 @@ def _telling_of_failure(run: Run) -> Iterator[None]:
     except UsageError:
         raise
     except BaseException as error:
-        log.error("the run failed", exc_info=error)
+        with suppress(OSError):  # a full disk, of which the error tells already
+            log.error("the run failed", exc_info=error)
         run.hooks.observe("run_failed", run=run, error=error)
         raise
 
 
 @contextmanager
-def _letting_saves_finish(position: Position) -> Iterator[None]:
-    """A checkpoint that is being written is still wanted when the run fails."""
+def _letting_saves_finish(run: Run, position: Position) -> Iterator[None]:
+    """A checkpoint that is being written is still wanted when the run fails, if no other process ends before it is."""
     try:
         yield
-    except BaseException:
-        position.saver.let_finish()
+    except BaseException as error:
+        if run.groups is None or isinstance(error, Diverged):  # which all raise alike
+            position.saver.let_finish()
         raise
 
 

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from mplug.contracts import Record
 from mplug.hookspecs import hookimpl
-from mplug.run import Run
+from mplug.run import Run, write_text
 
 log = logging.getLogger("mplug")
 
@@ -31,7 +31,7 @@ class MetricsFile:
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         kept = [line for line in lines if _step_of(line) is not None and (_step_of(line) or 0) <= run.step]
         if len(kept) < len(lines):
-            path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+            write_text(path, "".join(f"{line}\n" for line in kept))
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     @hookimpl

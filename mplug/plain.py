@@ -11,9 +11,14 @@ TENSOR = "$tensor"
 def lift(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
     """`value` (mappings, lists, numbers, strings, None, tensors) with each tensor moved to `tensors` under its path."""
     if isinstance(value, Tensor):
+        if path in tensors:
+            raise TypeError(f"state '{path}' stands for two tensors; use names without '/'")
         tensors[path] = value
         return {TENSOR: path}
     if isinstance(value, dict):
+        for name in value:
+            if not isinstance(name, str):
+                raise TypeError(f"state '{path}' has the key {name!r}; keys are strings, and would come back as such")
         return {str(name): lift(inner, tensors, f"{path}/{name}") for name, inner in value.items()}
     if isinstance(value, list | tuple):
         return [lift(inner, tensors, f"{path}/{number}") for number, inner in enumerate(value)]

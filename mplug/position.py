@@ -11,7 +11,7 @@ from mplug.checkpoint import read_manifest
 from mplug.checkpoint.boxes import Boxed, State, held_boxes, owned_boxes
 from mplug.checkpoint.saver import Saver, load
 from mplug.checkpoint.storage import FolderReader
-from mplug.contracts import Piece
+from mplug.contracts import Piece, Stateful
 from mplug.errors import UsageError
 from mplug.plain import lift, lower
 from mplug.run import Run, provenance
@@ -28,13 +28,13 @@ class Position:
         self.run, self.parts = run, parts
         self.samples = self.tokens = 0
         self.saver = Saver(run)
+        self.saver.expect(sum(tensor.nbytes for _, _, tensor in self._tensors()))
+        self.stateful = _stateful(run)
 
     def save(self) -> None:
         """Save the current step, at once or while training goes on: `saver` tells when it is visible."""
         run, parts = self.run, self.parts
-        states: dict[str, Any] = {}
-        for _, found in run.hooks.each("state", run=run):
-            states |= {name: stateful.state_dict() for name, stateful in found.items()}
+        states = {name: stateful.state_dict() for name, stateful in self.stateful.items()}
         plain = {
             "samples": self.samples,
             "tokens": self.tokens,
@@ -56,7 +56,7 @@ class Position:
             for piece, name, tensor in self._tensors()
         }
         if run.rank == 0:
-            state |= {name: Boxed(tuple(t.shape), {(0,) * t.dim(): t}) for name, t in tensors.items()}
+            state |= {name: Boxed(tuple(t.shape), {(0,) * t.dim(): t.clone()}) for name, t in tensors.items()}
         self.saver.save(state, {**facts, **plain})
 
     def load(self, path: Path) -> None:
@@ -75,11 +75,14 @@ class Position:
         load(run, path, manifest, state)
         write_weights(parts.pieces)
         plain = _plain_of(path, manifest)
-        for _, found in run.hooks.each("state", run=run):
-            for name, stateful in found.items():
-                if name not in plain["states"]:
-                    raise UsageError(f"checkpoint '{path}' has no state '{name}'; the run had no such plugin")
-                stateful.load_state_dict(plain["states"][name])
+        for name in self.stateful.keys() ^ plain["states"].keys():
+            have, lack = ("the run", "the checkpoint") if name in self.stateful else ("the checkpoint", "the run")
+            raise UsageError(
+                f"checkpoint '{path}': {have} has the state '{name}' of a plugin, and {lack} does not; "
+                f"resume with the plugins that it was saved with"
+            )
+        for name, stateful in self.stateful.items():
+            stateful.load_state_dict(plain["states"][name])
         parts.train_loader.load_state_dict(plain["loader"])
         run.step, self.samples, self.tokens = manifest["step"], plain["samples"], plain["tokens"]
 
@@ -90,6 +93,18 @@ class Position:
             for piece in self.parts.pieces
             for name, tensor in {"weight": piece.master, **self.parts.optimizer.state(piece)}.items()
         ]
+
+
+def _stateful(run: Run) -> dict[str, Stateful]:
+    """Every plugin's objects whose state is saved, by name."""
+    found: dict[str, Stateful] = {}
+    owners: dict[str, str] = {}
+    for label, offered in run.hooks.each("state", run=run):
+        for name, stateful in offered.items():
+            if name in owners:
+                raise UsageError(f"{owners[name]} and {label} both save a state named '{name}'; use one of them")
+            found[name], owners[name] = stateful, label
+    return found
 
 
 def _refuse_larger(path: Path, manifest: dict[str, Any], parts: Parts) -> None:

@@ -1,8 +1,10 @@
 """Writing a new plugin's package: complete, small, and to be changed."""
 
+import keyword
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 
@@ -46,10 +48,18 @@ class Package:
         return USES[self.kind].format(name=self.name)
 
     @property
+    def _taken(self) -> set[str]:
+        """What the templates import, which the plugin's class must not be called."""
+        lines = [line for path in (TEMPLATES / self.kind).glob("*.txt") for line in path.read_text().splitlines()]
+        return {word for line in lines if "import " in line for word in re.findall(r"\w+", line)}
+
+    @property
     def words(self) -> dict[str, str]:
         """What the templates' words stand for."""
         package = re.sub("[-.]", "_", self.distribution)
         camel = "".join(part.capitalize() for part in re.split("[-_]", self.name))
+        if keyword.iskeyword(camel) or camel in self._taken:
+            camel += "Plugin"
         return {
             "distribution": self.distribution,
             "package": package,
@@ -70,6 +80,11 @@ def describe(kind: str, distribution: str) -> Package:
             f"'{distribution}' is not a distribution's name; use small letters, digits and '-', as in 'acme-ringo'"
         )
     name = distribution.partition("-")[2] or distribution
+    if not name[0].isalpha():
+        raise UsageError(f"the plugin's name, '{name}', must begin with a letter, as in 'acme-ringo'")
+    package = distribution.replace("-", "_")
+    if find_spec(package) is not None and distribution not in {entry.distribution for entry in Registry().entries()}:
+        raise UsageError(f"there is a module '{package}' already; choose another name, as in 'acme-{package}'")
     if kind == "parallel" and not name.isalpha():
         raise UsageError(f"a strategy's name stands before its degree, so '{name}' must be letters only")
     for entry in Registry().entries(kind):

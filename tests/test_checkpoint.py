@@ -1,7 +1,9 @@
 """Checkpoints: saved while training goes on, seen only when complete, listed, verified, and free of code."""
 
 import errno
+import os
 import pickle
+import shutil
 import subprocess
 import threading
 from collections.abc import Callable
@@ -12,11 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mplug.checkpoint import complete, storage
-from mplug.errors import RunError
+from mplug.checkpoint import complete, newest_sound, read_manifest, storage
+from mplug.errors import RunError, UsageError
 from mplug.hookspecs import hookimpl
 from mplug.loop import train
+from mplug.plain import lift
 from mplug.run import Run, prepare
+from mplug.stepper import DefaultStepper
 from mplug.testing.harness import tiny_config
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
@@ -161,3 +165,109 @@ def test_a_run_without_a_checkpoint_is_a_sentence(cli: Cli, tmp_path: Path, word
     result = cli("checkpoint", *words)
     assert result.returncode == 2
     assert "no complete checkpoint" in result.stderr
+
+
+# What resists.
+
+
+class Counter:
+    """A plugin whose state is a tensor, of another type after the first save."""
+
+    def __init__(self, name: str = "count") -> None:
+        self.name, self.values = name, [torch.tensor(3), torch.tensor(3.5), torch.tensor(4.5)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.values.pop(0)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = [state["count"]]
+
+    @hookimpl
+    def state(self) -> dict[str, Any]:
+        return {self.name: self}
+
+
+def test_a_tensor_of_another_type_than_at_the_last_save_is_saved_as_it_is(tmp_path: Path) -> None:
+    counter = Counter()
+    trained(tmp_path, {}, counter=counter)
+    trained(tmp_path, {"trainer.steps": 7}, complete(tmp_path / "checkpoints")[-1], counter=counter)
+    found = load_file(complete(tmp_path / "checkpoints")[-1] / "rank00000.safetensors")["/states/count/count@"]
+    assert found == 4.5
+    assert found.dtype == torch.float32
+
+
+def test_two_plugins_that_save_a_state_of_one_name_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="host/a and host/b both save a state named 'count'"):
+        trained(tmp_path, {}, a=Counter(), b=Counter())
+
+
+def test_a_plugin_that_the_saved_run_did_not_have_is_named_with_a_remedy(tmp_path: Path) -> None:
+    trained(tmp_path, {})
+    with pytest.raises(UsageError, match=r"has the state 'count' of a plugin.*with the plugins that it was saved with"):
+        trained(tmp_path, {"trainer.steps": 7}, complete(tmp_path / "checkpoints")[-1], counter=Counter())
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [({"a": {1: 2}}, "has the key 1"), ({"a/b": torch.ones(1), "a": {"b": torch.ones(1)}}, "stands for two tensors")],
+)
+def test_state_that_would_not_come_back_as_it_was_is_refused(state: dict[str, Any], said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        lift(state, {}, "")
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_fails_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = shutil.rmtree
+
+    def rmtree(path: Path, **named: Any) -> None:
+        if ".step_00000002" in str(path):
+            if named.get("ignore_errors"):
+                return
+            raise OSError(errno.EBUSY, "busy")
+        original(path, **named)
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    trained(tmp_path, {"checkpoint.keep": 1})
+    assert steps(tmp_path) == [".step_00000002.partial", "step_00000006"]
+    assert "cannot remove" in (tmp_path / "logs" / "rank0.log").read_text()
+
+
+def test_the_newest_checkpoint_that_is_sound_is_found_behind_a_damaged_one(tmp_path: Path) -> None:
+    trained(tmp_path, {})
+    folder = tmp_path / "checkpoints"
+    older, newest = complete(folder)
+    assert newest_sound(folder) == newest
+    os.truncate(newest / "rank00000.safetensors", 100)
+    assert newest_sound(folder) == older
+    os.truncate(older / "checkpoint.json", 100)
+    assert newest_sound(folder) is None
+
+
+def test_a_checkpoint_of_another_format_is_not_called_damaged(tmp_path: Path) -> None:
+    trained(tmp_path, {})
+    manifest = complete(tmp_path / "checkpoints")[-1] / "checkpoint.json"
+    manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 1'))
+    with pytest.raises(UsageError, match="has format 1; this mplug reads format 2"):
+        read_manifest(manifest.parent)
+
+
+def test_a_checkpoint_under_way_is_finished_when_the_run_diverges(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, original, update = Steps(4), storage.save_file, DefaultStepper.update
+
+    def save_file(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        assert begun.begun.wait(60)
+        original(tensors, path)
+
+    def diverging(self: DefaultStepper, lr: float, weight_decay: float) -> Any:
+        self.sinks.arena[0] = float("inf") if self.run.step == 4 else 0.0
+        return update(self, lr, weight_decay)
+
+    monkeypatch.setattr(storage, "save_file", save_file)
+    monkeypatch.setattr(DefaultStepper, "update", diverging)
+    with pytest.raises(RunError, match="step 4 has a loss of"):
+        trained(tmp_path, {}, begun=begun)
+    assert steps(tmp_path) == ["step_00000002"]

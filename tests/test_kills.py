@@ -18,6 +18,8 @@ from torch import Tensor
 from mplug.checkpoint import complete, newest, path_of, read_manifest, step_of, verify
 from mplug.testing import WorkerFailed, run_workers
 
+NUMBER = int(os.environ.get("MPLUG_KILLS", "12"))
+"""How many points are tried: MPLUG_KILLS=50 tries more."""
 STEPS, EVERY = 6, 2
 SETTINGS = {
     "model.num_layers": 2,
@@ -198,7 +200,7 @@ def assert_nothing_lost(directory: Path, layout: str, reference: Whole) -> Path 
     return found[-1] if found else None
 
 
-@pytest.mark.parametrize(("index", "point"), list(enumerate(points(50))), ids=str)
+@pytest.mark.parametrize(("index", "point"), list(enumerate(points(NUMBER))), ids=str)
 def test_a_run_that_dies_goes_on_from_its_newest_checkpoint_as_if_nothing_had_happened(
     tmp_path: Path, undisturbed: Callable[[str], Whole], index: int, point: Point
 ) -> None:

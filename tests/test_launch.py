@@ -20,6 +20,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from mplug.launch import Handler, Lines
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked for in /proc")
 
 SHAPE = {
@@ -482,6 +484,34 @@ def test_an_error_of_one_worker_ends_the_run_in_one_sentence(
     if error == "ValueError":
         log = (folder / "runs" / name / "logs" / "rank1.log").read_text()
         assert all(words in log for words in ("Traceback", "acme_falls.py", "ValueError: over the second step"))
+
+
+def test_a_signal_reaches_the_processes_that_live_though_others_have_died() -> None:
+    lines = Lines(3)
+    lines.theirs[1].close()
+    with Handler(lines) as handler:
+        handler._handle(signal.SIGTERM, None)
+        handler._handle(signal.SIGINT, None)  # at once: of the same stop
+    assert handler.signal == signal.SIGTERM
+    assert [lines.theirs[rank].recv() for rank in (0, 2)] == [signal.SIGTERM] * 2
+    handler.when -= 60
+    handler._handle(signal.SIGINT, None)  # later: everybody ends
+    assert lines.ours == {}
+    lines.listen(0.0)
+
+
+def test_what_failed_before_a_signal_is_told_and_not_the_signal() -> None:
+    lines = Lines(2)
+    for end in lines.theirs:
+        end.send("started")
+    first, second = lines.theirs
+    second.send(("RunError", "no space left on the device"))
+    for _ in range(2):  # a word of each at a time
+        lines.listen(0.1)
+    assert lines.failed_before(time.monotonic() - 60)
+    assert str(lines.first_failure({})) == "no space left on the device"
+    first.close()
+    lines.close()
 
 
 def test_a_run_that_fails_again_and_again_ends_with_its_restarts(folder: Path, options: list[str], falls: str) -> None:

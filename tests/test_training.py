@@ -258,6 +258,17 @@ def test_a_signal_ends_the_run_after_the_whole_step_which_is_saved_and_goes_on_b
     assert_bitwise(saved(stopped, 12), saved(whole, 12))
 
 
+def test_one_stop_that_reaches_a_process_twice_is_one(tmp_path: Path, fields: list[str]) -> None:
+    class Twice(Stop):
+        @hookimpl
+        def step_started(self, run: Run) -> None:
+            super().step_started(run)
+            super().step_started(run)
+
+    assert trained(tmp_path, fields, stop=Twice(2, signal.SIGTERM)) == Ending(None, signal.SIGTERM)
+    assert checkpoints(tmp_path) == ["step_00000002"]
+
+
 def test_a_run_that_failed_after_its_checkpoint_repeats_the_steps_since_and_their_lines(
     tmp_path: Path, fields: list[str]
 ) -> None:

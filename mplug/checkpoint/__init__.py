@@ -40,7 +40,8 @@ def aside_of(final: Path) -> Path:
 
 def complete(folder: Path) -> list[Path]:
     """The complete checkpoints of a folder, the oldest first."""
-    return sorted(path for path in folder.glob("step_*") if re.fullmatch(r"step_\d{8,}", path.name))
+    found = (path for path in folder.glob("step_*") if re.fullmatch(r"step_\d{8,}", path.name))
+    return sorted(found, key=step_of)
 
 
 def newest(folder: Path) -> Path:
@@ -49,6 +50,18 @@ def newest(folder: Path) -> Path:
     if not found:
         raise UsageError(f"there is no complete checkpoint in '{folder}'; choose another run with --name")
     return found[-1]
+
+
+def newest_sound(folder: Path) -> Path | None:
+    """The newest complete checkpoint of which every file is what was saved; None where there is none."""
+    for path in reversed(complete(folder)):
+        try:
+            manifest = read_manifest(path)
+            verify(path, manifest, manifest["files"])
+        except UsageError:
+            continue
+        return path
+    return None
 
 
 def at_step(folder: Path, step: int | None) -> Path:
@@ -66,10 +79,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """The plain data of a checkpoint, once it and its files' sizes are found right; UsageError where they are not."""
     try:
         manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        if manifest.pop("crc32") != crc32_of(manifest):
-            raise ValueError(f"'{MANIFEST}' is not what was saved")
         if manifest["format"] != FORMAT:
             raise UsageError(f"checkpoint '{path}' has format {manifest['format']}; this mplug reads format {FORMAT}")
+        if manifest.pop("crc32") != crc32_of(manifest):
+            raise ValueError(f"'{MANIFEST}' is not what was saved")
         for name, expected in manifest["files"].items():
             if (path / name).stat().st_size != expected["bytes"]:
                 raise ValueError(f"'{name}' is not what was saved")

@@ -1,6 +1,7 @@
 """Saving, while training waits or while it goes on; and loading."""
 
 import shutil
+import time
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
@@ -15,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from mplug.checkpoint import aside_of, complete, path_of, verify
+from mplug.checkpoint import aside_of, complete, crc32_of, path_of, verify
 from mplug.checkpoint.boxes import Boxed, BoxLoadPlanner, BoxSavePlanner, Start, State
 from mplug.checkpoint.storage import FolderReader, FolderWriter
 from mplug.errors import RunError, UsageError
@@ -34,25 +35,29 @@ class Saver:
         self._stager = _HostCopy()
         self._pending: tuple[Path, Future[Any]] | None = None
         self._visible: list[Path] = []
+        self._longest = 0.0
+        self._expected = 0.0
         if run.groups is not None:
             run.groups.beside()  # made by all ranks together
 
     def save(self, state: State, manifest: Mapping[str, Any]) -> None:
         """Save the current step; where that goes on beside the training, `state` may change once this returns."""
         self.wait()
-        run = self.run
+        run, began = self.run, time.monotonic()
         final = path_of(run.checkpoints, run.step)
         writer = FolderWriter(final, run.rank, manifest, run.config.checkpoint.keep)
         options = {"storage_writer": writer, "planner": BoxSavePlanner(), **_together(run)}
         if run.config.checkpoint.asynchronous:
             saving: Any = dcp_async_save(state, async_stager=self._stager, **options)
             saving.add_done_callback(self._stop_if_failed)
+            saving.add_done_callback(lambda _: self._took(began))
         else:
             saving = Future()
             try:
                 saving.set_result(dcp_save(state, **options))
             except CheckpointException as error:
                 saving.set_exception(error)
+            self._took(began)
         self._pending = (final, saving)
 
     def saved(self) -> list[Path]:
@@ -62,12 +67,24 @@ class Saver:
         found, self._visible = self._visible, []
         return found
 
+    def expect(self, num_bytes: int) -> None:
+        """Before the first save: this rank will write so many bytes, at 100 MB/s."""
+        self._expected = num_bytes / 100e6
+
+    def expected_seconds(self) -> float:
+        """How long a save may take until it is visible: as the longest so far."""
+        return self._longest or self._expected
+
+    def _took(self, began: float) -> None:
+        self._longest = max(self._longest, time.monotonic() - began)
+
     def wait(self) -> None:
         """Wait until what is being saved is visible; RunError where that fails."""
         if self._pending is None:
             return
-        (final, saving), self._pending = self._pending, None
+        final, saving = self._pending
         error = saving.exception()
+        self._pending = None
         if error is not None:
             if self.run.rank == 0:
                 shutil.rmtree(aside_of(final), ignore_errors=True)
@@ -75,8 +92,8 @@ class Saver:
         self._visible.append(final)
 
     def let_finish(self) -> None:
-        """Let what is being saved become visible where the run has failed alone: with others it ends in seconds."""
-        if self._pending is not None and self.run.groups is None:
+        """Wait until what is being saved is visible, or has failed, which is not told: the run has failed already."""
+        if self._pending is not None:
             wait([self._pending[1]])
 
     def _stop_if_failed(self, saving: "Future[Any]") -> None:
@@ -107,7 +124,7 @@ class _HostCopy(AsyncStager):
 
     def _copied(self, name: str, start: Start, part: Tensor) -> Tensor:
         buffer = self._buffers.get((name, start))
-        if buffer is None or buffer.shape != part.shape:
+        if buffer is None or (buffer.shape, buffer.dtype) != (part.shape, part.dtype):
             buffer = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
             self._buffers[name, start] = buffer
         return buffer.copy_(part, non_blocking=True)
@@ -122,10 +139,12 @@ class _HostCopy(AsyncStager):
 
 def load(run: Run, path: Path, manifest: Mapping[str, Any], state: State) -> None:
     """Fill the parts of `state` on all ranks together; UsageError where the checkpoint is damaged or another's."""
-    faults = run.gathered(_fault(run, path, manifest, state))
-    for fault in faults:
+    faults = run.gathered((_fault(run, path, manifest, state), crc32_of(manifest)))
+    for rank, (fault, checksum) in enumerate(faults):
         if fault:
             raise UsageError(fault)
+        if checksum != faults[0][1]:
+            raise RunError(f"rank {rank} reads another checkpoint at '{path}' than rank 0; is the folder shared?")
     dcp_load(state, storage_reader=FolderReader(path, manifest), planner=BoxLoadPlanner(), **_together(run))
 
 

@@ -1,6 +1,7 @@
 """A checkpoint's folder as torch.distributed.checkpoint writes and reads it: safetensors and JSON, nothing pickled."""
 
 import json
+import logging
 import os
 import shutil
 from collections import defaultdict
@@ -27,6 +28,8 @@ from torch.futures import Future
 from mplug.checkpoint import FORMAT, MANIFEST, aside_of, complete, crc32, crc32_of
 from mplug.run import write_text
 
+log = logging.getLogger("mplug")
+
 
 @dataclass(frozen=True)
 class Written:
@@ -52,9 +55,11 @@ class FolderWriter(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Make the folder aside, and remove what a killed run has left there."""
         if is_coordinator:
-            for leftover in self.final.parent.glob(".step_*.partial"):
-                shutil.rmtree(leftover)
+            _sweep(self.final.parent)
+            shutil.rmtree(self.aside, ignore_errors=True)
             self.aside.mkdir(parents=True)
+            _sync(self.final.parent)
+            _sync(self.final.parent.parent)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Nothing to add."""
@@ -91,13 +96,14 @@ class FolderWriter(StorageWriter):
         manifest = {"format": FORMAT, "files": files, "tensors": tensors, **self.manifest}
         manifest = json.loads(json.dumps(manifest))  # as it will be read
         write_text(self.aside / MANIFEST, json.dumps({**manifest, "crc32": crc32_of(manifest)}) + "\n")
-        if self.final.exists():
-            shutil.rmtree(self.final)
+        _sync(self.aside)
+        if self.final.exists():  # of a run that has gone back to an earlier step
+            self.final.rename(aside_of(self.final).with_suffix(".replaced.partial"))
         self.aside.rename(self.final)
         _sync(self.final.parent)
         for old in complete(self.final.parent)[: -self.keep]:
             old.rename(aside_of(old))  # a checkpoint that is half removed is not to be seen
-            shutil.rmtree(aside_of(old))
+        _sweep(self.final.parent)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003
@@ -160,6 +166,15 @@ class FolderReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003
         """Nothing chooses this reader by a path."""
         return False
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what has been renamed aside or left there; what resists is told, and tried again at the next save."""
+    for leftover in folder.glob(".step_*.partial"):
+        try:
+            shutil.rmtree(leftover)
+        except OSError as error:
+            log.warning("cannot remove '%s': %s", leftover, error)
 
 
 def key_of(index: MetadataIndex) -> str:

@@ -111,7 +111,8 @@ def check(plugins: tuple[str, ...]) -> None:
     for entry in entries:
         report = check_apart(entry)
         broken += bool(report.fault)
-        click.echo(f"{'broken' if report.fault else 'ok':<6}  {entry.label} ({entry.origin})")
+        note = f": {report.note}" if report.note else ""
+        click.echo(f"{'broken' if report.fault else 'ok':<6}  {entry.label} ({entry.origin}){note}")
         if report.fault:
             click.echo("\n".join(f"          {line}" for line in report.fault.splitlines()))
     click.echo(f"{len(entries) - broken} of {len(entries)} plugins are sound")

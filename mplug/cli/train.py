@@ -99,7 +99,7 @@ def _checkpoint_of(directory: "Path", restarted: bool) -> "Path | None":
 
 
 def _work(run: "Run", job: "Job", launched: bool, port: int | None, restarts: int) -> "Outcome":
-    from mplug.checkpoint import complete, step_of
+    from mplug.checkpoint import complete, newest_sound, step_of
     from mplug.job import Outcome, work
     from mplug.launch import Stopped, launch
 
@@ -110,16 +110,16 @@ def _work(run: "Run", job: "Job", launched: bool, port: int | None, restarts: in
             outcome: Outcome = launch(run.mesh.world_size, work, job, port=port)
             return outcome
         except Stopped as stop:
-            saved = complete(run.checkpoints)
+            saved = [path for path in complete(run.checkpoints) if path != job.resume_from]
             return Outcome(job.directory, step_of(saved[-1]) if saved else 0, signal=stop.signal)
         except Diverged:
             raise
         except RunError as error:
             if restart > restarts:
                 raise
-            saved = complete(run.checkpoints)
-            job = replace(job, resume_from=saved[-1] if saved else None)
-            where = f"from step {step_of(saved[-1])}" if saved else "from scratch"
+            sound = newest_sound(run.checkpoints)
+            job = replace(job, resume_from=sound)
+            where = f"from step {step_of(sound)}" if sound else "from scratch"
             click.echo(f"mplug: {error}; going on {where} (restart {restart} of {restarts})", err=True)
     raise AssertionError("the last attempt returns or raises")
 

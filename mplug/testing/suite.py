@@ -165,14 +165,13 @@ def _flat(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{path}{name}", value
 
 
-def smoke_faults(suite: type[PluginSuite]) -> list[str]:
-    """What the smoke tests of a suite find wrong; the plugin's other tests are its author's to run.
+def unset_fields(suite: type[PluginSuite]) -> list[str]:
+    """The fields of the plugin's Config that have no default: without its author's settings it cannot be run."""
+    return [name for name, field in suite.fields().items() if field.is_required()]
 
-    A plugin whose Config has fields without a default needs an author's settings: it is not run.
-    """
-    required = [name for name, field in suite.fields().items() if field.is_required()]
-    if required:
-        return []
+
+def smoke_faults(suite: type[PluginSuite]) -> list[str]:
+    """What the smoke tests of a suite find wrong; the plugin's other tests are its author's to run."""
     found = []
     for name, test in _tests(suite):
         if getattr(test, "smoke", False):
@@ -182,6 +181,8 @@ def smoke_faults(suite: type[PluginSuite]) -> list[str]:
                 found.append(str(fault))
             except SkipTest:  # it says that it does not apply
                 continue
+            except Exception as error:
+                found.append(f"{name}: it raises {type(error).__name__}: {error}")
     return found
 
 

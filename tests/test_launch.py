@@ -502,15 +502,10 @@ def test_a_signal_reaches_the_processes_that_live_though_others_have_died() -> N
 
 def test_what_failed_before_a_signal_is_told_and_not_the_signal() -> None:
     lines = Lines(2)
-    for end in lines.theirs:
-        end.send("started")
-    first, second = lines.theirs
-    second.send(("RunError", "no space left on the device"))
-    for _ in range(2):  # a word of each at a time
-        lines.listen(0.1)
+    lines.theirs[1].send(("RunError", "no space left on the device"))
+    lines.listen(0.1)
     assert lines.failed_before(time.monotonic() - 60)
     assert str(lines.first_failure({})) == "no space left on the device"
-    first.close()
     lines.close()
 
 

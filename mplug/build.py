@@ -56,7 +56,9 @@ def build_model(run: Run) -> Model:
     model, selection = _build_model(run)
     if selection.unmet:
         different = {str(unmet): unmet for unmet in selection.unmet}
-        raise UsageError("\n".join(f"{text}{_remedy(run.config, unmet)}" for text, unmet in different.items()))
+        remedies = {(u.plugin, u.kind): u for u in different.values()}  # asking other kernels costs a process each
+        told = {key: _remedy(run.config, unmet) for key, unmet in remedies.items()}
+        raise UsageError("\n".join(f"{text}{told[u.plugin, u.kind]}" for text, u in different.items()))
     _refuse_cut_matrices(run, model)
     return model
 
@@ -117,8 +119,7 @@ def build(run: Run) -> Parts:
     validation_loader = build_loader(run, "validation") if trainer.eval_every else None
     _allocate(run, model)
     model.listen()
-    for wrap in run.hooks.layered("wrap_model"):
-        wrap(run=run, model=model)
+    _wrap(run, model)
     pieces = make_pieces(model)
     initialize({piece.name: piece.master for piece in pieces}, model.placements, run.rank, trainer.seed)
     write_weights(pieces)
@@ -126,6 +127,21 @@ def build(run: Run) -> Parts:
     default = DefaultStepper(run, model, pieces, optimizer)
     stepper: Stepper | None = run.hooks.call.build_stepper(run=run, model=model, default=default)
     return Parts(model, pieces, optimizer, stepper or default, train_loader, validation_loader)
+
+
+def _wrap(run: Run, model: Model) -> None:
+    """Let plugins wrap units and listen to sinks; two that sum the same buffers at once would race."""
+    summing: list[str] = []
+    for wrap in run.hooks.layered("wrap_model"):
+        before = set(model.sinks.reduced_over)
+        wrap(run=run, model=model)
+        if model.sinks.reduced_over - before:
+            summing.append(listed(sorted(model.sinks.reduced_over - before)))
+    if len(summing) > 1:
+        raise UsageError(
+            f"strategies of the axes {listed(summing)} both sum gradients while backward runs, in the same buffers; "
+            f"use one of them"
+        )
 
 
 def build_loader(run: Run, split: str) -> Loader:

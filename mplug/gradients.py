@@ -15,7 +15,10 @@ Listener = Callable[["GradientSink"], None]
 
 
 class GradientSink:
-    """One parameter's gradient over a step. Listeners hear exactly once a step that it is final."""
+    """One parameter's gradient over a step: `name`, `parameter`, and the fp32 `buffer` in which it is summed.
+
+    Append to `listeners` a function of the sink: it hears exactly once a step that the buffer is final on this rank.
+    """
 
     def __init__(self, name: str, parameter: nn.Parameter, buffer: Tensor) -> None:
         self.name, self.parameter, self.buffer = name, parameter, buffer
@@ -55,7 +58,8 @@ class Sinks(Mapping[str, GradientSink]):
 
     Their buffers lie in one arena, in the reverse of the parameters' order: about the order in which backward makes
     them final, so that neighbours can be reduced together. Whoever sums gradients over a mesh axis by listening names
-    it in `reduced_over`, and appends to `when_finished` what must be waited for before gradients are read.
+    it in `reduced_over`, and appends to `when_finished` what must be waited for before gradients are read. Buffers are
+    summed in place, so only one strategy of a run may listen; what no one sums so, the host does by placement.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:

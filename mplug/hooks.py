@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +60,7 @@ class Hooks:
         for label, plugin in reversed(self.plugins.items()):
             self._manager.register(plugin, label)
         self.call = self._manager.hook
+        self._told: set[tuple[str, str]] = set()
         self._refuse_rivals()
 
     def implementers(self, hook: str) -> list[str]:
@@ -84,7 +86,15 @@ class Hooks:
             except Exception:
                 if implementation.plugin_name.startswith(HOST):
                     raise
+                self._tell_once(implementation.plugin_name, hook)
                 log.exception("observer '%s' failed in %s; the run goes on", implementation.plugin_name, hook)
+
+    def _tell_once(self, label: str, hook: str) -> None:
+        if (label, hook) not in self._told:
+            self._told.add((label, hook))
+            print(
+                f"mplug: observer '{label}' failed in {hook}; the run goes on, and its log says more", file=sys.stderr
+            )
 
     def _implementations(self, hook: str) -> list[pluggy.HookImpl]:
         caller: pluggy.HookCaller = getattr(self.call, hook)

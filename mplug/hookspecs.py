@@ -80,7 +80,7 @@ def offer(run: "Run", model: "Model") -> "list[Offer | Wrap]":
 
 @all_plugins
 def wrap_model(run: "Run", model: "Model") -> None:
-    """Wrap units (recompute, offload, FSDP) or listen to gradient sinks (data parallelism).
+    """Wrap units (recompute, offload, FSDP) or listen to gradient sinks (data parallelism; one strategy a run).
 
     Called in the order of the plugins' `layer` attributes (an integer, 0 if absent), the innermost first.
     """

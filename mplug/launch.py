@@ -316,7 +316,9 @@ def _elastic(size: int, port: int | None, work: Callable[..., Any], arguments: t
         return elastic_launch(config, _process)(ends, work, *arguments)[0]
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        raise Failed(f"rank {rank} failed: {failure.message}", {rank: failure.exitcode}) from None
+        raise Failed(
+            f"rank {rank} ended with status {failure.exitcode}; see its log", {rank: failure.exitcode}
+        ) from None
 
 
 def _process(ends: list[Connection], work: Callable[..., Any], *arguments: Any) -> Any:

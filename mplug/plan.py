@@ -115,7 +115,7 @@ class Plan:
     `units` run in order. `inference` are the units that end in `logits` instead of a loss. `parameters` map patterns of
     fully qualified names ('*' stands for one dotted component) to the meaning of their dimensions. `context` and
     `activations` name the axes of every batch entry and of everything that travels between units. `tied` are groups
-    of names of one and the same parameter.
+    of names of one and the same parameter, which the pattern of the first describes.
     """
 
     units: tuple[Unit, ...]
@@ -139,6 +139,11 @@ class Plan:
             unused.discard(hits[0])
             found[name] = self.parameters[hits[0]]
         if unused:
+            tied = next((names for names in self.tied if set(names[1:]) & unused), None)
+            if tied is not None:
+                raise ValueError(
+                    f"{listed(tied)} are one parameter, which the pattern of the first describes; keep that"
+                )
             raise ValueError(f"no parameter matches the plan's pattern '{min(unused)}'")
         return found
 

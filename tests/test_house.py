@@ -207,7 +207,7 @@ def test_the_generated_pages_are_what_the_code_says(tmp_path: Path) -> None:
     copied = tmp_path / "generate.py"
     copied.write_text(script)
     subprocess.run([sys.executable, str(copied)], check=True)
-    for page in ("commands.md", "hooks.md"):
+    for page in ("commands.md", "hooks.md", "slots.md"):
         assert (ROOT / "docs" / page).read_text() == (tmp_path / page).read_text(), f"run docs/generate.py for {page}"
 
 

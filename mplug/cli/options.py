@@ -64,7 +64,7 @@ def config_options(function: F) -> F:
             "--kernels",
             metavar="NAME",
             multiple=True,
-            help="Plugin for every slot that it can fill, or for one kind: norm=NAME.",
+            help="Plugin for every slot that it offers, or for one kind: norm=NAME (norm=null: plain torch).",
         ),
         click.option("--optimizer", type=PluginName("optimizers"), help="Optimizer, an installed plugin."),
         click.option("--data", type=PluginName("data"), help="Data loader, an installed plugin."),

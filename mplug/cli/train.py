@@ -77,7 +77,7 @@ def command(
     job = Job(base, changes, run.directory, resume_from, deadline)
     outcome = _work(run, job, world is not None, master_port, restarts)
     if first:
-        _report(outcome, time.time() - began)
+        _report(outcome, time.time() - began, speaks=bool(run.hooks.implementers("build_tokenizer")))
     if outcome.signal is not None:
         raise SystemExit(128 + outcome.signal)
 
@@ -145,7 +145,7 @@ def _idle_gpus(run: "Run", gpus: int) -> str:
     return f"{gpus} GPUs are here, and this run uses {run.mesh.world_size}: {remedy}\n"
 
 
-def _report(outcome: "Outcome", seconds: float) -> None:
+def _report(outcome: "Outcome", seconds: float, speaks: bool) -> None:
     from mplug.observers import duration
 
     name = outcome.directory.name
@@ -159,4 +159,5 @@ def _report(outcome: "Outcome", seconds: float) -> None:
         )
         return
     loss = f", validation loss {outcome.val_loss:.4f}" if outcome.val_loss is not None else ""
-    click.echo(f"done in {duration(seconds)}{loss}; sample from it with: mplug generate --name {name}")
+    sample = f"; sample from it with: mplug generate --name {name}" if speaks else ""
+    click.echo(f"done in {duration(seconds)}{loss}{sample}")

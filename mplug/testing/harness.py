@@ -231,6 +231,7 @@ def _gradient_off(step: int, traces: list[Trace], reference: Trace, tolerance: f
         if not error <= allowed:
             return (
                 f"the gradient of '{name}' at step {step + 1} is off by {error:.3g} (allowed: {allowed:.3g}); "
-                f"is what the plan says that it is broadcast over, or how its dimensions are divided, wrong?"
+                f"is it summed over the wrong ranks, or twice (an axis that listeners sum over belongs in "
+                f"sinks.reduced_over), or is the plan wrong in what it is broadcast over or how it is divided?"
             )
     return ""

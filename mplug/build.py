@@ -14,7 +14,7 @@ from mplug.checkpoint.saver import load
 from mplug.config import RunConfig
 from mplug.contracts import Loader, Optimizer, Piece, Stepper
 from mplug.errors import UsageError, listed
-from mplug.model import Model, allocate, fill_slots, initialize
+from mplug.model import Model, allocate, compile_units, fill_slots, initialize
 from mplug.run import Run
 from mplug.slots import Offer, Selection, Unmet, Wrap
 from mplug.stepper import DefaultStepper, make_pieces, write_weights
@@ -46,6 +46,14 @@ def choose_device(config: RunConfig) -> str:
     if wanted == "cuda" and not available:
         raise UsageError("trainer.device is 'cuda', and torch sees no GPU here; use 'auto' or 'cpu'")
     return "cuda" if wanted != "cpu" and available else "cpu"
+
+
+def compiler(run: Run) -> str | None:
+    """The backend of torch.compile for the run's units, or None."""
+    chosen = run.config.trainer.compile
+    if chosen == "auto":
+        return "inductor" if run.device == "cuda" else None
+    return None if chosen == "never" else chosen
 
 
 def build_model(run: Run) -> Model:
@@ -117,6 +125,9 @@ def build(run: Run) -> Parts:
     trainer, model = run.config.trainer, build_model(run)
     train_loader = build_loader(run, "train")
     validation_loader = build_loader(run, "validation") if trainer.eval_every else None
+    backend = compiler(run)
+    if backend is not None:
+        compile_units(model, backend)
     _allocate(run, model)
     model.listen()
     _wrap(run, model)

@@ -1,7 +1,8 @@
 """A run as each of its processes gets it, and what such a process does."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -66,23 +67,29 @@ def work(job: Job, tell: Callable[[int], None] | None = None) -> Outcome:
     from mplug.build import choose_device  # torch comes in only when the config is right
 
     run.device = choose_device(config)
-    run.rank, run.directory = rank, job.directory
-    if world is None:
-        return _trained(run, job)
-    outcome = _together(world, run, job)
+    with among(world, run):
+        run.directory, resume_from = job.directory, job.resume_from
+        if world is not None:
+            run.directory, resume_from = agreed((run.directory, resume_from))  # a folder may look different elsewhere
+        outcome = _trained(run, replace(job, resume_from=resume_from))
     del run
     gc.collect()  # process groups that a cycle keeps until the interpreter exits abort it
     return outcome
 
 
-def _together(world: World, run: Run, job: Job) -> Outcome:
+@contextmanager
+def among(world: World | None, run: Run) -> Iterator[None]:
+    """Be one of the world's processes for a block: the run gets its rank and its process groups."""
+    if world is None:
+        yield
+        return
     from mplug.groups import Groups
 
+    run.rank = world.rank
     with joined(world, run.device):
         run.groups = Groups(run.rank)
-        run.directory, resume_from = agreed((job.directory, job.resume_from))  # a folder may look different elsewhere
         _refuse_other_plugins(run)
-        return _trained(run, replace(job, resume_from=resume_from))
+        yield
 
 
 def _trained(run: Run, job: Job) -> Outcome:

@@ -167,6 +167,18 @@ def fill_slots(model: Model, run: "Run", offers: Iterable[Any]) -> Selection:
     return selection
 
 
+# Compilation.
+
+
+def compile_units(model: Model, backend: str) -> None:
+    """Compile each unit of this rank as one graph, without a break; blocks of one kind share what is compiled.
+
+    A unit is a call of its module: hooks around it stay outside of the graph. `backend` is torch.compile's.
+    """
+    for unit in model.own_units:
+        model.module.get_submodule(unit.name).compile(backend=backend, fullgraph=True, dynamic=False)
+
+
 # Values.
 
 

@@ -23,6 +23,9 @@ class Trainer(Section):
     precision: Literal["fp32", "bf16"] = Field(
         description="number format of weights and activations; gradients, masters and moments are fp32"
     )
+    compile: Literal["auto", "never", "inductor", "aot_eager"] = Field(
+        description="torch.compile's backend for each unit of the model; 'auto' takes inductor on a GPU"
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(description="where to train; 'auto' takes a GPU if there is one")
     seed: NonNegativeInt = Field(description="decides initial weights, data order and dropout, under any layout")
     max_grad_norm: NonNegativeFloat = Field(description="gradients are scaled down to this global norm; 0: never")

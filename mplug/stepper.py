@@ -30,9 +30,9 @@ def make_pieces(model: Model) -> list[Piece]:
 @torch.no_grad()
 def write_weights(pieces: Iterable[Piece]) -> None:
     """Round the masters into the weights that the model computes with."""
-    for piece in pieces:
-        if piece.weight is not None:
-            piece.weight.copy_(piece.master)
+    rounded = [(piece.weight, piece.master) for piece in pieces if piece.weight is not None]
+    if rounded:
+        torch._foreach_copy_([weight for weight, _ in rounded], [master for _, master in rounded])
 
 
 class DefaultStepper:

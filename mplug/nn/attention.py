@@ -39,15 +39,30 @@ def attention(
     return torch.einsum("bhst,bthk->bshk", weights, v)
 
 
+@torch.library.custom_op("mplug::rotations", mutates_args=())
+def rotations(positions: Tensor, half: int, theta: float, dtype: torch.dtype) -> Tensor:
+    """The cosine and sine of each pair's angle at each position: positions [1 or B, S] -> [2, 1 or B, S, half].
+
+    An operator of its own, so that a compiler keeps the small table, instead of computing every angle anew for every
+    head of queries and keys, forward and backward.
+    """
+    frequencies = theta ** (-torch.arange(half, device=positions.device, dtype=dtype) / half)
+    angles = positions[..., None].to(dtype) * frequencies
+    return torch.stack((angles.cos(), angles.sin()))
+
+
+@rotations.register_fake
+def _(positions: Tensor, half: int, theta: float, dtype: torch.dtype) -> Tensor:
+    return torch.empty((2, *positions.shape, half), device=positions.device, dtype=dtype)
+
+
 def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     """Rotary positions (RoFormer, arXiv 2104.09864), the first half of the head paired with the second.
 
     x [B, S, H, K], positions [1 or B, S] -> [B, S, H, K].
     """
     half, wide = x.shape[-1] // 2, torch.promote_types(x.dtype, torch.float32)
-    frequencies = theta ** (-torch.arange(half, device=x.device, dtype=wide) / half)
-    angles = positions[..., None].to(wide) * frequencies  # [B, S, K/2]
-    cos, sin = angles.cos()[:, :, None].to(x.dtype), angles.sin()[:, :, None].to(x.dtype)
+    cos, sin = rotations(positions, half, theta, wide)[..., None, :].to(x.dtype)  # [1 or B, S, 1, K/2]
     first, second = x[..., :half], x[..., half:]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 

@@ -33,6 +33,7 @@ from mplug import (
 )
 from mplug.build import Parts, build
 from mplug.errors import Diverged
+from mplug.hooks import Hooks
 from mplug.loop import Ending, evaluate, train
 from mplug.observers import MetricsFile
 from mplug.registry import Registry
@@ -498,6 +499,39 @@ def test_a_signal_that_is_heard_a_step_late_ends_the_run_after_that_step(tmp_pat
     assert checkpoints(tmp_path / "stopped") == ["step_00000006"]
     trained(tmp_path / "stopped", fields, tmp_path / "stopped" / "checkpoints" / "step_00000006")
     assert figures(tmp_path / "stopped") == figures(tmp_path / "whole")
+
+
+class Sums:
+    """A strategy that says that it sums gradients over an axis while backward runs."""
+
+    def __init__(self, axis: str) -> None:
+        self.axis = axis
+
+    @hookimpl
+    def wrap_model(self, model: Any) -> None:
+        model.sinks.reduced_over.add(self.axis)
+
+
+def test_two_strategies_that_would_sum_the_same_buffers_at_once_are_refused(tmp_path: Path, fields: list[str]) -> None:
+    with pytest.raises(UsageError, match="axes near and far both sum gradients while backward runs"):
+        trained(tmp_path, fields, one=Sums("near"), other=Sums("far"))
+
+
+def test_an_observer_that_fails_is_told_of_once_on_the_terminal(
+    tmp_path: Path, fields: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Fails:
+        @hookimpl
+        def step_finished(self) -> None:
+            raise KeyError("nothing")
+
+    run = prepared(tmp_path, fields)
+    run.hooks = Hooks({**run.hooks.plugins, "extensions/fails": Fails()})
+    train(run)
+    told = [line for line in capsys.readouterr().err.splitlines() if "extensions/fails" in line]
+    assert told == [
+        "mplug: observer 'extensions/fails' failed in step_finished; the run goes on, and its log says more"
+    ]
 
 
 # What a run writes.

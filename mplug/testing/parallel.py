@@ -282,11 +282,14 @@ class ParallelSuite(PluginSuite):
     def _trained(
         self, where: str, settings: TinySettings, portions: Portions = as_they_come
     ) -> tuple[list[Trace], Trace]:
-        """What the ranks of a run see, and what one process sees; Fault where a rank fails."""
+        """What the ranks of a run and one process see; Fault where a rank fails, SkipTest where it refuses."""
         alone = {name: value for name, value in settings.items() if not name.startswith("parallel.")}
         try:
             return _traces_of(settings, portions), _traces_of(alone)[0]
         except (WorkerFailed, TimeoutError) as error:
+            _, refused, reason = str(error).rpartition("mplug.errors.UsageError: ")
+            if refused:
+                raise SkipTest(f"{where} the run is refused: {reason.strip()}") from None
             raise Fault(f"{where}: {error}") from None
 
 

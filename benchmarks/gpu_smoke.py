@@ -1,6 +1,6 @@
 """Whether layouts on GPUs give the losses of one process on a CPU: to be run before GPU work is called done.
 
-    python benchmarks/gpu_smoke.py [--steps 20] [--layouts tp2 pp2 dp2]
+    python benchmarks/gpu_smoke.py [--steps 20] [--layouts tp2 pp2 dp2] [--compile inductor]
 
 Trains the same small model by `mplug train` on the CPU in one process, and on GPUs under each layout, in fp32 and bf16.
 Prints the largest relative difference of the losses and of the gradient norms from the CPU's fp32 run. Exit status 1 if
@@ -33,11 +33,13 @@ SETTINGS = {
 }
 
 
-def metrics(folder: Path, device: str, precision: str, layout: str, steps: int) -> list[dict[str, float]]:
+def metrics(
+    folder: Path, device: str, precision: str, layout: str, steps: int, compiler: str = "never"
+) -> list[dict[str, float]]:
     """A run's line of metrics for each step."""
     name = f"{device}-{precision}-{layout or 'one'}"
     command = [sys.executable, "-m", "mplug", "train", "--name", name, "--precision", precision, "--parallel", layout]
-    fields = {**SETTINGS, "trainer.device": device, "trainer.steps": steps}
+    fields = {**SETTINGS, "trainer.device": device, "trainer.steps": steps, "trainer.compile": compiler}
     command += [word for field, value in fields.items() for word in ("--set", f"{field}={value}")]
     subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
     return [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
@@ -53,6 +55,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--layouts", nargs="*", default=["tp2", "pp2", "dp2"])
+    parser.add_argument("--compile", default="never", help="trainer.compile of the runs on GPUs")
     options = parser.parse_args()
     failed = False
     with tempfile.TemporaryDirectory() as folder:
@@ -63,7 +66,7 @@ def main() -> int:
         for precision, band in BANDS.items():
             for layout in ["", *options.layouts]:
                 began = time.monotonic()
-                found = metrics(Path(folder), "cuda", precision, layout, options.steps)
+                found = metrics(Path(folder), "cuda", precision, layout, options.steps, options.compile)
                 loss, norm = worst(found, reference, "loss"), worst(found, reference, "grad_norm")
                 failed = failed or not loss <= band
                 differs, speed, took = (

@@ -48,14 +48,6 @@ def choose_device(config: RunConfig) -> str:
     return "cuda" if wanted != "cpu" and available else "cpu"
 
 
-def compiler(run: Run) -> str | None:
-    """The backend of torch.compile for the run's units, or None."""
-    chosen = run.config.trainer.compile
-    if chosen == "auto":
-        return "inductor" if run.device == "cuda" else None
-    return None if chosen == "never" else chosen
-
-
 def build_model(run: Run) -> Model:
     """The model on the meta device: split, placed, its slots filled.
 
@@ -68,7 +60,21 @@ def build_model(run: Run) -> Model:
         told = {key: _remedy(run.config, unmet) for key, unmet in remedies.items()}
         raise UsageError("\n".join(f"{text}{told[u.plugin, u.kind]}" for text, u in different.items()))
     _refuse_cut_matrices(run, model)
+    _refuse_compiled_collectives(run, model)
     return model
+
+
+def _refuse_compiled_collectives(run: Run, model: Model) -> None:
+    """Inductor's code around a strategy's collectives computed wrong losses in bf16, and silently."""
+    if run.config.trainer.compile != "inductor":
+        return
+    for filled in model.slots:
+        for label in (filled.supplier, *(wrap.plugin for wrap in filled.wraps)):
+            if label.startswith("parallel/") and run.mesh.world_size > 1:
+                raise UsageError(
+                    f"trainer.compile=inductor cannot be trusted yet where {label} fills {filled.site.slot}: losses of "
+                    f"such runs were wrong; set trainer.compile=never"
+                )
 
 
 def _remedy(config: RunConfig, unmet: Unmet) -> str:
@@ -125,9 +131,8 @@ def build(run: Run) -> Parts:
     trainer, model = run.config.trainer, build_model(run)
     train_loader = build_loader(run, "train")
     validation_loader = build_loader(run, "validation") if trainer.eval_every else None
-    backend = compiler(run)
-    if backend is not None:
-        compile_units(model, backend)
+    if trainer.compile != "never":
+        compile_units(model, trainer.compile)
     _allocate(run, model)
     model.listen()
     _wrap(run, model)

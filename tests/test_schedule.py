@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 
+from mplug.resolve import default_settings
 from mplug.schedule import batch_size, learning_rate, weight_decay
 from mplug.sections import BatchRampup, Schedule, Trainer, WeightDecay
+from mplug.settings import nested
 
 CONSTANT_DECAY = WeightDecay(name="constant", end=None)
 NO_RAMPUP = BatchRampup(start=None, increment=1, samples=0)
@@ -30,20 +32,11 @@ def schedule(name: str, warmup_steps: int = 0, decay_steps: int | None = None, m
     )
 
 
+DEFAULT = nested(default_settings())["trainer"]
+
+
 def trainer(global_batch_size: int) -> Trainer:
-    return Trainer(
-        steps=100,
-        seq_length=8,
-        micro_batch_size=1,
-        global_batch_size=global_batch_size,
-        precision="fp32",
-        device="cpu",
-        seed=1,
-        max_grad_norm=1.0,
-        log_every=1,
-        eval_every=0,
-        eval_samples=1,
-    )
+    return Trainer(**{**DEFAULT, "global_batch_size": global_batch_size})
 
 
 # Learning rate, at points computed by hand: (shape, step of 100, expected) with peak 1.

@@ -3,39 +3,25 @@
 import signal
 import time
 from collections.abc import Callable
-from types import FrameType
-from typing import Any, Self
 
 from mplug.run import Run
-
-SAME = 2.0
-"""Seconds within which signals are one: who stops a job may tell each process, and those that started them."""
+from mplug.signals import Signals
 
 
-class Interrupt:
-    """Remembers the first SIGINT or SIGTERM, so that the loop ends after a whole step; a later one ends it at once."""
-
-    signal: int | None = None
-    _when = 0.0
+class Interrupt(Signals):
+    """Lets the loop end after a whole step at the first SIGINT or SIGTERM; a later one ends it at once."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
 
-    def __enter__(self) -> Self:
-        self._previous = {number: signal.signal(number, self._remember) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
+    def first(self, number: int) -> None:
+        """Ask the run to stop."""
+        self.run.stop_requested = True
 
-    def __exit__(self, *_: Any) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _remember(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is None:
-            self.signal, self._when = number, time.monotonic()
-            self.run.stop_requested = True
-        elif time.monotonic() - self._when > SAME:
-            signal.signal(number, self._previous[signal.Signals(number)])
-            signal.raise_signal(number)
+    def later(self, number: int) -> None:
+        """Do what the signal did before the run."""
+        signal.signal(number, self.previous[signal.Signals(number)])
+        signal.raise_signal(number)
 
 
 LEAVING = 10.0

@@ -13,11 +13,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.connection import Connection
-from types import FrameType
-from typing import Any, Self
+from typing import Any
 
 from mplug.errors import Diverged, RunError, UsageError
-from mplug.interrupt import SAME
+from mplug.signals import Signals
 
 # launcher -> the variables that hold a process's rank, their number, and the rank on its machine
 LAUNCHERS = {
@@ -264,32 +263,21 @@ class Lines:
         self.ours = {}
 
 
-class Handler:
-    """Hands the first SIGINT or SIGTERM on to the processes; at a second, drops them: they end when their pipe does."""
-
-    signal: int | None = None
-    when = 0.0
+class Handler(Signals):
+    """Hands the first SIGINT or SIGTERM on to the processes; a later one drops them: they end when their pipe does."""
 
     def __init__(self, lines: Lines) -> None:
         self.lines = lines
 
-    def __enter__(self) -> Self:
-        self._previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
+    def first(self, number: int) -> None:
+        """Hand it on."""
+        for line in list(self.lines.ours):
+            with suppress(OSError):  # that process has ended
+                line.send(number)
 
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        first, self.signal = self.signal is None, self.signal or number
-        if first:
-            self.when = time.monotonic()
-            for line in list(self.lines.ours):
-                with suppress(OSError):  # that process has ended
-                    line.send(number)
-        elif time.monotonic() - self.when > SAME:
-            self.lines.close()
+    def later(self, number: int) -> None:
+        """Hang up."""
+        self.lines.close()
 
 
 def _elastic(size: int, port: int | None, work: Callable[..., Any], arguments: tuple[Any, ...], ends: Any) -> Any:

@@ -15,28 +15,24 @@ Each function's backward is its dual: what is one's forward is the other's backw
 A group of None is one rank: every function is then the identity.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mplug.ops import operators
+
 Group = dist.ProcessGroup | None
-
-# torch 2.13 has new names for these two; 2.11 has only the old ones.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
 
 # Plain collectives, for tensors that need no gradient.
 
 
-def all_reduce(x: Tensor, group: Group) -> Tensor:
-    """The sum of the ranks' x [...], in a new tensor."""
+def all_reduce(x: Tensor, group: Group, op: Literal["SUM", "MAX"] = "SUM") -> Tensor:
+    """The sum or the maximum of the ranks' x [...], in a new tensor."""
     if group is None:
         return x
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
+    total: Tensor = operators.all_reduce(x, op, group.group_name)
     return total
 
 
@@ -44,19 +40,15 @@ def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
     """The ranks' x [..., n, ...] joined along `dim`: [..., R n, ...]."""
     if group is None:
         return x
-    dim, gathered = dim % x.dim(), x.new_empty(group.size(), *x.shape)
-    _all_gather_single(gathered.flatten(0, 1), x.contiguous(), group=group)
-    return gathered.movedim(0, dim).flatten(dim, dim + 1)
+    joined: Tensor = operators.all_gather(x, dim % x.dim(), group.size(), group.group_name)
+    return joined
 
 
 def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
     """This rank's part of the sum of the ranks' x [..., R n, ...] along `dim`: [..., n, ...]."""
     if group is None:
         return x
-    dim = dim % x.dim()
-    parts = x.unflatten(dim, (group.size(), -1)).movedim(dim, 0).contiguous()  # [R, ..., n, ...]
-    own = torch.empty_like(parts[0])
-    _reduce_scatter_single(own, parts.flatten(0, 1), group=group)
+    own: Tensor = operators.reduce_scatter(x, dim % x.dim(), group.size(), group.group_name)
     return own
 
 
@@ -74,10 +66,8 @@ def all_to_all(x: Tensor, group: Group, split_dim: int, join_dim: int) -> Tensor
     if group is None:
         return x
     split_dim, join_dim = split_dim % x.dim(), join_dim % x.dim()
-    parts = x.unflatten(split_dim, (group.size(), -1)).movedim(split_dim, 0).contiguous()  # [R, ..., n, ..., m, ...]
-    received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=group)
-    return received.movedim(0, join_dim).flatten(join_dim, join_dim + 1)
+    received: Tensor = operators.all_to_all(x, split_dim, join_dim, group.size(), group.group_name)
+    return received
 
 
 # The differentiable ones.

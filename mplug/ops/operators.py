@@ -1,0 +1,97 @@
+"""Collectives as torch operators: in a compiled graph each is one node, whose inside no compiler sees or rearranges.
+
+Traced into, a collective becomes torch's functional one, whose buffers inductor reuses and whose waits it moves; an
+operator of ours keeps the order, and the memory, of the eager run. A group travels by its name.
+"""
+
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.13 has new names for these two; 2.11 has only the old ones.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+AT_ONCE = 16
+"""The most slices that travel as they lie in memory, in one launch; more are packed into one tensor first."""
+
+
+def _group(name: str) -> dist.ProcessGroup:
+    group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore
+    return group
+
+
+def _slices(x: Tensor, dim: int) -> list[Tensor]:
+    """x [..., n, ...] cut before `dim`: contiguous slices [n, ...]; none where packing is better."""
+    count = prod(x.shape[:dim])
+    return list(x.flatten(0, dim - 1)) if x.is_cuda and dim > 0 and 1 < count <= AT_ONCE else []
+
+
+@torch.library.custom_op("mplug::all_reduce", mutates_args=())
+def all_reduce(x: Tensor, op: str, group: str) -> Tensor:
+    """The sum ('SUM') or maximum ('MAX') of the ranks' x [...], in a new tensor."""
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, getattr(dist.ReduceOp, op), group=_group(group))
+    return total
+
+
+@all_reduce.register_fake
+def _(x: Tensor, op: str, group: str) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("mplug::all_gather", mutates_args=())
+def all_gather(x: Tensor, dim: int, size: int, group: str) -> Tensor:
+    """The ranks' x [..., n, ...] joined along `dim`: [..., R n, ...]."""
+    x, joined = x.contiguous(), x.new_empty(*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :])
+    if parts := _slices(x, dim):
+        _group(group).allgather_into_tensor_coalesced(_slices(joined, dim), parts).wait()
+        return joined
+    if prod(x.shape[:dim]) == 1:
+        _all_gather_single(joined.flatten(0, dim), x.flatten(0, dim), group=_group(group))
+        return joined
+    gathered = x.new_empty(size * x.shape[0], *x.shape[1:])
+    _all_gather_single(gathered, x, group=_group(group))
+    joined.unflatten(dim, (size, -1)).copy_(gathered.unflatten(0, (size, -1)).movedim(0, dim))  # [..., R, n, ...]
+    return joined
+
+
+@all_gather.register_fake
+def _(x: Tensor, dim: int, size: int, group: str) -> Tensor:
+    return x.new_empty(*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :])
+
+
+@torch.library.custom_op("mplug::reduce_scatter", mutates_args=())
+def reduce_scatter(x: Tensor, dim: int, size: int, group: str) -> Tensor:
+    """This rank's part of the sum of the ranks' x [..., R n, ...] along `dim`: [..., n, ...]."""
+    x, own = x.contiguous(), x.new_empty(*x.shape[:dim], x.shape[dim] // size, *x.shape[dim + 1 :])
+    if parts := _slices(x, dim):
+        _group(group).reduce_scatter_tensor_coalesced(_slices(own, dim), parts).wait()
+        return own
+    packed = x.unflatten(dim, (size, -1)).movedim(dim, 0).contiguous()  # [R, ..., n, ...]; x itself where dim is 0
+    _reduce_scatter_single(own, packed.flatten(0, 1), group=_group(group))
+    return own
+
+
+@reduce_scatter.register_fake
+def _(x: Tensor, dim: int, size: int, group: str) -> Tensor:
+    return x.new_empty(*x.shape[:dim], x.shape[dim] // size, *x.shape[dim + 1 :])
+
+
+@torch.library.custom_op("mplug::all_to_all", mutates_args=())
+def all_to_all(x: Tensor, split_dim: int, join_dim: int, size: int, group: str) -> Tensor:
+    """This rank's part along `split_dim` of every rank's x [..., R n, ..., m, ...], joined: [..., n, ..., R m, ...]."""
+    parts = x.unflatten(split_dim, (size, -1)).movedim(split_dim, 0).contiguous()  # [R, ..., n, ..., m, ...]
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=_group(group))
+    return received.movedim(0, join_dim).flatten(join_dim, join_dim + 1).contiguous()
+
+
+@all_to_all.register_fake
+def _(x: Tensor, split_dim: int, join_dim: int, size: int, group: str) -> Tensor:
+    shape = list(x.shape)
+    shape[split_dim] //= size
+    shape[join_dim] *= size
+    return x.new_empty(shape)

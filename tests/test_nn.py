@@ -12,6 +12,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from mplug.nn import MLP, Attention, DotProductAttention, Dropout, Embedding, Gemm, Linear, Loss, Norm
+from mplug.nn import loss as loss_module
 from mplug.nn.attention import attention, prepare_qk, rotate
 from mplug.nn.random import key_of, mix, normal, sample_keys, uniform
 
@@ -383,6 +384,31 @@ def test_ignored_positions_have_no_gradient_and_the_others_that_of_the_softmax()
 def test_a_batch_without_targets_has_loss_zero_and_count_zero() -> None:
     loss, count = Loss()(drawn(1, 2, D), filled(Linear(D, V, bias=False)), torch.full((1, 2), -100))
     assert (loss.item(), count.item()) == (0.0, 0)
+
+
+def test_a_loss_in_portions_is_the_loss_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    labels = (torch.arange(B * S).view(B, S) % V).masked_fill(torch.arange(S) % 3 == 0, -100)
+    found = []
+    for at_once in (loss_module.AT_ONCE, 2 * V):
+        monkeypatch.setattr(loss_module, "AT_ONCE", at_once)
+        hidden = drawn(B, S, D).requires_grad_()
+        loss, _ = Loss()(hidden, filled(Linear(D, V, bias=False)), labels)
+        (3 * loss).backward()
+        found.append((loss.detach(), hidden.grad))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=1e-15)
+
+
+def test_the_loss_keeps_no_logits_that_are_wider_than_they_were_made() -> None:
+    hidden, project = drawn(B, S, D).bfloat16().requires_grad_(), filled(Linear(D, V, bias=False)).bfloat16()
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        Loss()(hidden, project, torch.arange(B * S).view(B, S) % V)
+    assert [tensor.dtype for tensor in kept if tensor.numel() == B * S * V] == [torch.bfloat16]
 
 
 def test_the_loss_of_half_precision_hidden_states_is_summed_in_full_precision() -> None:

@@ -1,13 +1,27 @@
-"""The language-model loss: a sum with a count, so that one global token count divides once."""
+"""The language-model loss: a sum with a count, so that one global token count divides once.
+
+N tokens, v the part of the vocabulary that this process has: all of it, or a range of it.
+"""
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 IGNORED = -100
 """The label of a position that has no target."""
+
+AT_ONCE = 1 << 26
+"""Logits that are widened to fp32 at a time, where no compiler does it in registers."""
+
+
+Merge = Callable[[Tensor, Literal["SUM", "MAX"]], Tensor]
+"""What the parts of a vocabulary find [N] -> the sum or the maximum over all parts [N]."""
+
+
+def _whole(values: Tensor, op: Literal["SUM", "MAX"]) -> Tensor:
+    return values
 
 
 def cross_entropy(hidden: Tensor, project: Callable[[Tensor], Tensor], labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -16,10 +30,54 @@ def cross_entropy(hidden: Tensor, project: Callable[[Tensor], Tensor], labels: T
     hidden [B, S, D], `project` to logits [B, S, V] (a `Linear`), labels [B, S] -> (sum of the losses in nats, at least
     fp32; number of targets, int64). A supplier may project in chunks, so that the logits never exist at once.
     """
-    logits = project(hidden)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum")
-    return loss, (labels != IGNORED).sum()
+    flat = labels.flatten()
+    counted = flat != IGNORED
+    return loss_sum(project(hidden).flatten(0, -2), flat, counted), counted.sum()
+
+
+def loss_sum(logits: Tensor, labels: Tensor, counted: Tensor, merge: Merge = _whole) -> Tensor:
+    """The sum over tokens of log sum_v exp(z_nv) - z_n,label in nats, at least fp32; its gradient has logits' type.
+
+    logits [N, v]; labels [N], below 0 where the label is not among these v; `counted` [N]: whether the token has a
+    target. Where others have the rest of the vocabulary, `merge` joins what each finds (arXiv 1909.08053, section 3).
+    Logits are kept in their own precision, and are widened some at a time.
+    """
+    result: Tensor = _CrossEntropy.apply(logits, labels, counted, merge)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _rows(logits: Tensor) -> int:
+    return max(1, len(logits) if torch.compiler.is_compiling() else AT_ONCE // logits.shape[1])
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """grad_z = (softmax(z) - onehot(label)) grad, from the logits and log sum exp(z) alone."""
+
+    @staticmethod
+    def forward(ctx, logits, labels, counted, merge):  # type: ignore[no-untyped-def]
+        rows = _rows(logits)
+        highest = merge(_wide(logits.amax(dim=-1)), "MAX")
+        parts = zip(logits.split(rows), highest.split(rows), strict=True)
+        sums = [(_wide(part) - top[:, None]).exp().sum(dim=-1) for part, top in parts]
+        log_sum = merge(torch.cat(sums), "SUM").log() + highest
+        at_label = _wide(logits.gather(1, labels.clamp(min=0)[:, None])[:, 0])
+        ctx.save_for_backward(logits, labels, counted, log_sum)
+        return ((log_sum - merge(torch.where(labels < 0, 0.0, at_label), "SUM")) * counted).sum()
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        logits = ctx.saved_tensors[0]
+        gradient, columns = torch.empty_like(logits), torch.arange(logits.shape[1], device=logits.device)
+        parts = zip(*(tensor.split(_rows(logits)) for tensor in (gradient, *ctx.saved_tensors)), strict=True)
+        for target, part, label, counted, log_sum in parts:
+            probabilities = (_wide(part) - log_sum[:, None]).exp()
+            at_label = (columns == label[:, None]).to(probabilities.dtype)
+            target.copy_((probabilities - at_label) * (counted * grad)[:, None])
+        return gradient, None, None, None
 
 
 class Loss(nn.Module):

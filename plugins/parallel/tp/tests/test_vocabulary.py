@@ -138,12 +138,12 @@ def test_the_loss_and_its_gradients_are_those_of_the_whole_vocabulary(size: int,
     wanted, grad_hidden, grad_table = whole_cross_entropy(size, kind, 1.0)
     results = [rank[size, kind] for rank in losses(ranks)]
     for loss, count, grad, _ in results:
-        assert loss.dtype is torch.float32
+        assert loss.dtype is torch.float64
         assert count.dtype is torch.int64
         assert count == KINDS[kind]
-        torch.testing.assert_close(loss.double(), wanted, rtol=1e-6, atol=1e-5)
-        torch.testing.assert_close(grad, grad_hidden, rtol=1e-5, atol=1e-5)
-    assert_parts([grad for *_, grad in results], grad_table, 1e-5)
+        torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(grad, grad_hidden, rtol=1e-12, atol=1e-12)
+    assert_parts([grad for *_, grad in results], grad_table, 1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -159,8 +159,8 @@ def test_low_precision_activations_give_a_loss_in_fp32(dtype: torch.dtype) -> No
 def test_logits_of_thousands_do_not_overflow() -> None:
     wanted, grad_hidden, _ = whole_cross_entropy(10, "none ignored", 1e3)
     for loss, _, grad, _ in run_workers(2, cross_entropy, 10, "none ignored", 1e3, torch.float64):
-        torch.testing.assert_close(loss.double(), wanted, rtol=1e-5, atol=1e-2)
-        torch.testing.assert_close(grad, grad_hidden, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(grad, grad_hidden, rtol=1e-12, atol=1e-12)
 
 
 def test_one_rank_has_the_whole_vocabulary() -> None:
@@ -168,7 +168,7 @@ def test_one_rank_has_the_whole_vocabulary() -> None:
     labels = labels_of("some ignored", 10)
     assert torch.equal(vocabulary.lookup(indices(10), table), F.embedding(indices(10), table))
     loss, count = vocabulary.cross_entropy(hidden, lambda h: h @ table.t(), labels)
-    torch.testing.assert_close(loss.double(), whole_cross_entropy(10, "some ignored", 1.0)[0], rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(loss, whole_cross_entropy(10, "some ignored", 1.0)[0], rtol=1e-12, atol=1e-12)
     assert count == 7
 
 

@@ -4,15 +4,14 @@ The last tables are padded to v rows; padding takes no part in anything.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
 from mplug import ops
-from mplug.nn.loss import IGNORED
+from mplug.nn.loss import IGNORED, loss_sum
 
 
 class VocabularyParallel:
@@ -31,40 +30,20 @@ class VocabularyParallel:
         self, hidden: Tensor, project: Callable[[Tensor], Tensor], labels: Tensor
     ) -> tuple[Tensor, Tensor]:
         """hidden [B, S, D], `project` to own logits [B, S, v], labels [B, S] -> (loss sum, number of targets)."""
-        logits, flat = project(hidden).float().flatten(0, -2), labels.flatten()
-        width = logits.shape[-1]
-        local, mine = self._localized(flat, width)
-        padding = torch.arange(width, device=logits.device) >= (self.size or 0) - self.rank * width
-        counted = flat != IGNORED
-        losses: Tensor = _CrossEntropy.apply(logits.masked_fill(padding, float("-inf")), local, mine, self.group)
-        return (losses * counted).sum(), counted.sum()
+        logits, flat = project(hidden).flatten(0, -2), labels.flatten()
+        local, mine = self._localized(flat, logits.shape[1])
+        counted, valid = flat != IGNORED, (self.size or 0) - self.rank * logits.shape[1]
+        if valid < logits.shape[1]:
+            padding = torch.arange(logits.shape[1], device=logits.device) >= valid
+            logits = logits.masked_fill(padding, float("-inf"))
+        return loss_sum(logits, local.masked_fill(~mine, -1), counted, self._merge), counted.sum()
+
+    def _merge(self, values: Tensor, op: Literal["SUM", "MAX"]) -> Tensor:
+        """Three of them a loss: maximum, sum of exponentials, the label's logit (arXiv 1909.08053, section 3)."""
+        return ops.all_reduce(values, self.group, op)
 
     def _localized(self, indices: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """Rows of this rank's table, and which of the indices are in it."""
         local = indices - self.rank * width
         mine = (local >= 0) & (local < width)
         return local.masked_fill(~mine, 0), mine
-
-
-class _CrossEntropy(torch.autograd.Function):
-    """loss_n = log sum_v exp(z_nv) - z_n,label, with z divided over ranks along v; grad_z = softmax(z) - onehot(label).
-
-    Three small all-reduces (maximum, sum of exponentials, the label's logit): arXiv 1909.08053, section 3.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, local: Tensor, mine: Tensor, group: ops.Group) -> Tensor:
-        highest = logits.amax(dim=-1)
-        if group is not None:
-            dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
-        exponentials = (logits - highest[:, None]).exp()
-        label = torch.where(mine, logits.gather(1, local[:, None])[:, 0], 0.0)
-        total, label = ops.all_reduce(exponentials.sum(dim=-1), group), ops.all_reduce(label, group)
-        ctx.save_for_backward(exponentials / total[:, None], local, mine)
-        return total.log() + highest - label
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        probabilities, local, mine = ctx.saved_tensors
-        grad_logits = probabilities.scatter_add(1, local[:, None], -mine[:, None].to(probabilities.dtype))
-        return grad_logits * grad[:, None], None, None, None

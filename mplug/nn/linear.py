@@ -20,13 +20,22 @@ def _wgrad(grad_y: Tensor, x: Tensor, main_grad: Tensor | None) -> Tensor | None
     grad_y, x = grad_y.reshape(-1, grad_y.shape[-1]), x.reshape(-1, x.shape[-1])
     if main_grad is None:
         return grad_y.t() @ x
-    if x.dtype == main_grad.dtype:
-        main_grad.addmm_(grad_y.t(), x)
-    elif x.is_cuda:
-        main_grad.add_(torch.mm(grad_y.t(), x, out_dtype=main_grad.dtype))
-    else:
-        main_grad.addmm_(grad_y.t().to(main_grad.dtype), x.to(main_grad.dtype))
+    add_product(main_grad, grad_y.t(), x)
     return None
+
+
+@torch.library.custom_op("mplug::add_product", mutates_args=("total",))
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total [O, I] += a [O, N] b [N, I], summed and kept in total's precision whatever a's and b's is.
+
+    On a GPU the product itself adds: nothing is rounded, and nothing passes through memory a second time.
+    """
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
 @dataclass(frozen=True)

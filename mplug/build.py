@@ -60,21 +60,7 @@ def build_model(run: Run) -> Model:
         told = {key: _remedy(run.config, unmet) for key, unmet in remedies.items()}
         raise UsageError("\n".join(f"{text}{told[u.plugin, u.kind]}" for text, u in different.items()))
     _refuse_cut_matrices(run, model)
-    _refuse_compiled_collectives(run, model)
     return model
-
-
-def _refuse_compiled_collectives(run: Run, model: Model) -> None:
-    """Inductor's code around a strategy's collectives computed wrong losses in bf16, and silently."""
-    if run.config.trainer.compile != "inductor":
-        return
-    for filled in model.slots:
-        for label in (filled.supplier, *(wrap.plugin for wrap in filled.wraps)):
-            if label.startswith("parallel/") and run.mesh.world_size > 1:
-                raise UsageError(
-                    f"trainer.compile=inductor cannot be trusted yet where {label} fills {filled.site.slot}: losses of "
-                    f"such runs were wrong; set trainer.compile=never"
-                )
 
 
 def _remedy(config: RunConfig, unmet: Unmet) -> str:
@@ -131,8 +117,7 @@ def build(run: Run) -> Parts:
     trainer, model = run.config.trainer, build_model(run)
     train_loader = build_loader(run, "train")
     validation_loader = build_loader(run, "validation") if trainer.eval_every else None
-    if trainer.compile != "never":
-        compile_units(model, trainer.compile)
+    compile_units(model, _compiler(run))
     _allocate(run, model)
     model.listen()
     _wrap(run, model)
@@ -143,6 +128,14 @@ def build(run: Run) -> Parts:
     default = DefaultStepper(run, model, pieces, optimizer)
     stepper: Stepper | None = run.hooks.call.build_stepper(run=run, model=model, default=default)
     return Parts(model, pieces, optimizer, stepper or default, train_loader, validation_loader)
+
+
+def _compiler(run: Run) -> str | None:
+    """torch.compile's backend for the units of this run; None leaves them eager."""
+    wanted = run.config.trainer.compile
+    if wanted == "auto":
+        return "inductor" if run.device.startswith("cuda") else None
+    return None if wanted == "never" else wanted
 
 
 def _wrap(run: Run, model: Model) -> None:

@@ -23,8 +23,9 @@ class Trainer(Section):
     precision: Literal["fp32", "bf16"] = Field(
         description="number format of weights and activations; gradients, masters and moments are fp32"
     )
-    compile: Literal["never", "inductor", "aot_eager"] = Field(
-        description="torch.compile's backend for each unit of the model; aot_eager is for tests"
+    compile: Literal["auto", "never", "inductor", "aot_eager"] = Field(
+        description="torch.compile's backend for each unit of the model; 'auto' is inductor on a GPU, never on a CPU; "
+        "aot_eager is for tests"
     )
     device: Literal["auto", "cpu", "cuda"] = Field(description="where to train; 'auto' takes a GPU if there is one")
     seed: NonNegativeInt = Field(description="decides initial weights, data order and dropout, under any layout")

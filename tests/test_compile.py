@@ -41,14 +41,3 @@ def test_a_compiled_run_is_the_eager_run_of_one_process(
 def test_blocks_of_one_kind_share_what_is_compiled() -> None:
     settings = {"model.num_layers": 8, "trainer.compile": "aot_eager"}
     assert run_workers(1, compiled, settings, timeout=180)[0][1]["unique_graphs"] == 6
-
-
-def test_inductor_is_refused_where_collectives_are_inside_of_units() -> None:
-    from mplug.build import build_model
-    from mplug.errors import UsageError
-    from mplug.testing.harness import tiny_run
-
-    settings = {"trainer.compile": "inductor", "parallel.layout": "tp2"}
-    with pytest.raises(UsageError, match=r"trainer.compile=inductor cannot be trusted yet where parallel/tp"):
-        build_model(tiny_run(settings))
-    build_model(tiny_run({**settings, "parallel.layout": "dp2"}))

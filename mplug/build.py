@@ -14,6 +14,7 @@ from mplug.checkpoint.saver import load
 from mplug.config import RunConfig
 from mplug.contracts import Loader, Optimizer, Piece, Stepper
 from mplug.errors import UsageError, listed
+from mplug.feed import Feed
 from mplug.model import Model, allocate, compile_units, fill_slots, initialize
 from mplug.run import Run
 from mplug.slots import Offer, Selection, Unmet, Wrap
@@ -31,8 +32,8 @@ class Parts:
     pieces: list[Piece]
     optimizer: Optimizer
     stepper: Stepper
-    train_loader: Loader
-    validation_loader: Loader | None
+    train_loader: Feed
+    validation_loader: Feed | None
 
     @property
     def num_parameters(self) -> int:
@@ -115,8 +116,8 @@ def unmet_reasons(run: Run) -> list[str]:
 def build(run: Run) -> Parts:
     """Everything that a training process needs; what is cheap to refuse comes first."""
     trainer, model = run.config.trainer, build_model(run)
-    train_loader = build_loader(run, "train")
-    validation_loader = build_loader(run, "validation") if trainer.eval_every else None
+    train_loader = Feed(build_loader(run, "train"), run.device)
+    validation_loader = Feed(build_loader(run, "validation"), run.device) if trainer.eval_every else None
     compile_units(model, _compiler(run))
     _allocate(run, model)
     model.listen()

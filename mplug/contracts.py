@@ -43,7 +43,8 @@ class Loader(Stateful, Protocol):
         """This rank's part of the next `num_samples` global samples, in micro batches; each sample is whole.
 
         Entries: `tokens` [B, S], `labels` [B, S] (already shifted; -100 where there is no target), `positions`
-        [1 or B, S] and `sample_ids` [B] (a sample's number in the global order).
+        [1 or B, S] and `sample_ids` [B] (a sample's number in the global order). They are tensors on the CPU: the host
+        moves them to the device. They stay as they are when the next micro batch is read, for the host holds several.
         """
 
 

@@ -98,7 +98,10 @@ def build_tokenizer(run: "Run") -> "Tokenizer | None":
 
 @exactly_one
 def build_loader(run: "Run", split: "Literal['train', 'validation']") -> "Loader":
-    """The loader of a split's micro batches on this rank. Called for each split, on ranks that read data."""
+    """The loader of a split's micro batches on this rank. Called for each split, on ranks that read data.
+
+    Micro batches are tensors on the CPU whatever `run.device`: the host moves them there beside what is computed.
+    """
 
 
 @at_most_one

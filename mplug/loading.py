@@ -9,9 +9,9 @@ from mplug.contracts import MicroBatch
 class MapLoader:
     """One global order of samples, of which each data-parallel rank reads its part; the state is one number.
 
-    `read(sample_ids)` returns the micro batch of those samples of the global order, which has no end. `shard` is
-    (index, count): this rank reads the `index`-th of `count` equal parts of every global batch. `samples_per_epoch` is
-    stated by who knows it.
+    `read(sample_ids)` returns the micro batch of those samples of the global order, which has no end; on the CPU.
+    `shard` is (index, count): this rank reads the `index`-th of `count` equal parts of every global batch.
+    `samples_per_epoch` is stated by who knows it.
     """
 
     def __init__(

@@ -3,14 +3,12 @@
 import logging
 import os
 import socket
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from mplug.build import Parts, build
-from mplug.contracts import MicroBatch
 from mplug.errors import Diverged, UsageError
 from mplug.interrupt import Interrupt, TimeLeft
 from mplug.position import Position
@@ -115,7 +113,7 @@ def _step(run: Run, parts: Parts, position: Position) -> Underway:
     samples = batch_size(position.samples, config.trainer, config.schedule.batch_rampup)
     lr = learning_rate(step, config.optimizer.lr, config.schedule, config.trainer.steps)
     decay = weight_decay(step, config.optimizer.weight_decay, config.schedule.weight_decay, config.trainer.steps)
-    micro_batches = Waited(parts.train_loader.take(samples))
+    micro_batches = parts.train_loader.take(samples)
     parts.stepper.forward_backward(micro_batches, step)
     result = parts.stepper.update(lr, decay)
     run.hooks.call.parameters_updated(run=run)
@@ -136,21 +134,3 @@ def evaluate(run: Run, parts: Parts) -> float:
     loss = float(parts.stepper.evaluate(loader.take(run.config.trainer.eval_samples)))
     loader.load_state_dict(beginning)
     return loss
-
-
-class Waited:
-    """Micro batches, and the seconds that were `waited` for them."""
-
-    def __init__(self, micro_batches: Iterable[MicroBatch]) -> None:
-        self._micro_batches = iter(micro_batches)
-        self.waited = 0.0
-
-    def __iter__(self) -> Iterator[MicroBatch]:
-        return self
-
-    def __next__(self) -> MicroBatch:
-        began = time.perf_counter()
-        try:
-            return next(self._micro_batches)
-        finally:
-            self.waited += time.perf_counter() - began

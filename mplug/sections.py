@@ -21,7 +21,8 @@ class Trainer(Section):
     )
     global_batch_size: PositiveInt = Field(description="samples of one optimizer step, over all ranks")
     precision: Literal["fp32", "bf16"] = Field(
-        description="number format of weights and activations; gradients, masters and moments are fp32"
+        description="number format of weights and activations; gradients, masters and moments are fp32. "
+        "Products of fp32 matrices are fp32's own, as torch has it by default, not TF32's"
     )
     compile: Literal["auto", "never", "inductor", "aot_eager"] = Field(
         description="torch.compile's backend for each unit of the model; 'auto' is inductor on a GPU, never on a CPU; "

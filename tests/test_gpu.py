@@ -2,7 +2,7 @@
 
 import math
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from mplug.errors import Diverged
+from mplug.feed import Copies, Feed
 from mplug.hookspecs import hookimpl
 from mplug.loop import Ending, train
 from mplug.run import Run, prepare
@@ -101,3 +102,99 @@ def test_a_signal_saves_the_step_after_the_one_that_it_came_in(tmp_path: Path) -
 
     assert trained(tmp_path, {}, Watch(stop)) == Ending(None, signal.SIGTERM)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_00000004"]
+
+
+# Nobody waits.
+
+
+class Strict(Watch):
+    """From the third step on until the last is told of, whatever makes the host wait for the GPU raises."""
+
+    def __init__(self) -> None:
+        super().__init__(self._begin)
+        self.modes: list[int] = []
+
+    def _begin(self, run: Run) -> None:
+        if run.step == 3:
+            torch.cuda.set_sync_debug_mode("error")
+        self.modes.append(torch.cuda.get_sync_debug_mode())
+
+    @hookimpl
+    def step_finished(self, run: Run, record: dict[str, Any]) -> None:
+        super().step_finished(run, record)
+        if record["step"] == run.config.trainer.steps:  # a save follows, which waits
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def strictly_trained(directory: Path, text: Path, changes: dict[str, Any]) -> Strict:
+    watch = Strict()
+    settings = {"data.name": "text", "data.path": str(text), "checkpoint.every": 0, **changes}
+    try:
+        trained(directory, settings, watch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return watch
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_step_never_makes_the_host_wait_for_the_gpu(
+    tmp_path: Path, text_file: Path, precision: str, dropout: float
+) -> None:
+    changes = {"trainer.precision": precision, "model.dropout": dropout}
+    watch = strictly_trained(tmp_path, text_file, changes)
+    assert watch.modes == [0, 0, 2, 2, 2, 2, 2, 2]
+    assert len(watch.losses) == 8
+    assert watch.behind == [1, 1, 1, 1, 1, 1, 1, 0], "figures were read a step late"
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_a_copy_from_pageable_memory_would_be_seen(
+    tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Copies, "_copied", lambda _, x: x.to("cuda"))
+    with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
+        strictly_trained(tmp_path, text_file, {})
+
+
+class Numbers:
+    """Micro batch n is filled with n: an entry of 8 MiB, and one that is not contiguous."""
+
+    vocab_size = 1 << 20
+
+    def take(self, num_samples: int) -> Iterator[dict[str, torch.Tensor]]:
+        for number in range(num_samples):
+            tokens = torch.full((1024, 1024), number)
+            yield {"tokens": tokens, "labels": tokens[:, 1:]}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def test_micro_batches_that_are_dropped_while_the_gpu_is_busy_keep_their_values() -> None:
+    work, sums = torch.randn(4096, 4096, device="cuda"), []
+    for batch in Feed(Numbers(), "cuda").take(48):
+        assert all(entry.is_cuda for entry in batch.values())
+        torch.mm(work, work)  # what the sums wait for, and copies do not
+        sums.append(torch.stack([entry.sum() for entry in batch.values()]))
+        del batch
+    expected = [[number * 1024 * 1024, number * 1024 * 1023] for number in range(48)]
+    assert torch.stack(sums).tolist() == expected
+
+
+def test_entries_that_a_loader_puts_on_the_gpu_itself_stay_as_they_are() -> None:
+    there, here = torch.ones(4, device="cuda"), torch.ones(4)
+    moved = Copies()({"there": there, "here": here})
+    assert moved["there"] is there
+    assert moved["here"].is_cuda
+
+
+def test_products_of_an_fp32_run_are_fp32s_own_and_not_tf32s(tmp_path: Path) -> None:
+    trained(tmp_path, {"trainer.steps": 2}, Watch())
+    x, y = torch.randn(2, 512, 512, device="cuda")
+    exact = x.double() @ y.double()
+    assert float(((x @ y) - exact).norm() / exact.norm()) < 1e-5  # TF32 keeps 11 bits: some 3e-4

@@ -35,20 +35,20 @@ THREAD = "import threading as t; t.Thread(target=t.Event().wait, name='read-ahea
 
 FAULTS = {
     "an entry is missing": (
-        '"positions": torch.arange(self.seq_length, device=self.device)[None],',
+        '"positions": torch.arange(self.seq_length)[None],',
         "",
         lambda: Jotter().test_a_micro_batch_is_what_the_contract_says("train"),
         "a micro batch has no 'positions' [1 or B, S]",
     ),
     "positions lack their first dimension": (
-        "torch.arange(self.seq_length, device=self.device)[None]",
-        "torch.arange(self.seq_length, device=self.device)",
+        "torch.arange(self.seq_length)[None]",
+        "torch.arange(self.seq_length)",
         lambda: Jotter().test_a_micro_batch_is_what_the_contract_says("train"),
         "'positions' has shape (16,); it is [1 or B, S], here with B=2 and S=16",
     ),
     "positions count from one": (
-        "torch.arange(self.seq_length, device=self.device)[None]",
-        "torch.arange(1, self.seq_length + 1, device=self.device)[None]",
+        "torch.arange(self.seq_length)[None]",
+        "torch.arange(1, self.seq_length + 1)[None]",
         lambda: Jotter().test_a_micro_batch_is_what_the_contract_says("train"),
         "'positions' holds 16; they are 0 to 15, for the sequence length is 16",
     ),
@@ -63,6 +63,19 @@ FAULTS = {
         ".astype(np.float32)",
         lambda: Jotter().test_a_micro_batch_is_what_the_contract_says("train"),
         "'tokens' is torch.float32; it holds signed integers",
+    ),
+    # A machine without a GPU has one other device than its CPU: "meta", whose tensors have no memory.
+    "micro batches are not on the CPU": (
+        '"labels": tokens[:, 1:].contiguous()',
+        '"labels": tokens[:, 1:].to("meta")',
+        lambda: Jotter().test_a_micro_batch_is_what_the_contract_says("train"),
+        "'labels' is on 'meta'; a loader's micro batches are on the CPU, and the host moves them",
+    ),
+    "micro batches share memory": (
+        '"sample_ids": torch.tensor(list(sample_ids))',
+        '"sample_ids": self.__dict__.setdefault("ids", torch.tensor(list(sample_ids))).copy_(torch.tensor(sample_ids))',
+        lambda: Jotter().test_a_micro_batch_stays_as_it_is_when_the_next_ones_are_read(),
+        "sample 62 comes where sample 0 belongs once the micro batches after it are read",
     ),
     "the end of a document is beyond the vocabulary": (
         "vocab_size=VOCAB_SIZE,",
@@ -95,8 +108,8 @@ FAULTS = {
         "the last label of every sample is its own first token",
     ),
     "samples are numbered by their windows": (
-        '"sample_ids": torch.tensor(list(sample_ids), device=self.device)',
-        '"sample_ids": torch.tensor(list(windows), device=self.device)',
+        '"sample_ids": torch.tensor(list(sample_ids))',
+        '"sample_ids": torch.tensor(list(windows))',
         lambda: Jotter().test_samples_have_one_order_whatever_the_portions_and_micro_batches("train"),
         "a sample's id is its number in the global order",
     ),

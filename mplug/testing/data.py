@@ -151,7 +151,7 @@ class DataSuite(PluginSuite):
         loader, size = self.loader(run, split), run.micro_batch_size
         batches = taken(loader, 4 * size + 1)
         for batch in batches:
-            refuse(malformed(batch, run.config.trainer.seq_length, run.device))
+            refuse(malformed(batch, run.config.trainer.seq_length))
         sizes = [len(batch["sample_ids"]) for batch in batches]
         expected = [size] * 4 + [1]
         require(sizes == expected, f"{4 * size + 1} samples come in micro batches of {sizes}; they are {expected}")
@@ -161,6 +161,12 @@ class DataSuite(PluginSuite):
     def test_labels_are_the_next_tokens(self, split: str) -> None:
         """Shifted by one, or ignored."""
         refuse(mislabelled(read(self.alone(split), LOOK)))
+
+    def test_a_micro_batch_stays_as_it_is_when_the_next_ones_are_read(self) -> None:
+        """The host holds several at once: none may lie in memory that the loader uses again."""
+        expected = read(self.alone(), LOOK)
+        held = [sample for batch in taken(self.alone(), LOOK) for sample in unpacked(batch)]
+        refuse(difference(held, expected), "once the micro batches after it are read; give each one memory of its own")
 
     # One order.
 

@@ -49,7 +49,7 @@ def unpacked(batch: "MicroBatch") -> list[Sample]:
 # One micro batch.
 
 
-def malformed(batch: "MicroBatch", length: int, device: str) -> str:
+def malformed(batch: "MicroBatch", length: int) -> str:
     """An entry that is missing, or has another shape, type or device than the contract says."""
     for name, shape in SHAPES.items():
         if name not in batch:
@@ -62,8 +62,8 @@ def malformed(batch: "MicroBatch", length: int, device: str) -> str:
             return f"'{name}' has shape {tuple(tensor.shape)}; it is {shape}, here with B={size} and S={length}"
         if tensor.is_floating_point() or tensor.is_complex() or not tensor.dtype.is_signed:
             return f"'{name}' is {tensor.dtype}; it holds signed integers"
-        if tensor.device.type != device:
-            return f"'{name}' is on {tensor.device}, and the run on '{device}' (run.device)"
+        if tensor.device.type != "cpu":
+            return f"'{name}' is on '{tensor.device}'; a loader's micro batches are on the CPU, and the host moves them"
     return "" if batch["labels"].dtype.itemsize == 8 else f"'labels' are {batch['labels'].dtype}; a loss takes int64"
 
 

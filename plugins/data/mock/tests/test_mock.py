@@ -20,7 +20,7 @@ class TestMock(DataSuite):
 
 def run(seed: int = 1) -> Any:
     config = SimpleNamespace(trainer=SimpleNamespace(seq_length=S, seed=seed), model=SimpleNamespace(vocab_size=V))
-    return SimpleNamespace(config=config, mesh=Mesh.of([], 1), rank=0, device="cpu", micro_batch_size=2)
+    return SimpleNamespace(config=config, mesh=Mesh.of([], 1), rank=0, micro_batch_size=2)
 
 
 def loader(on: Any = None, vocab_size: int | None = None) -> MapLoader:

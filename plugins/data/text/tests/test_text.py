@@ -25,7 +25,7 @@ class TestText(DataSuite):
 
 def loader(path: Path, split: str = "train") -> MapLoader:
     config = SimpleNamespace(trainer=SimpleNamespace(seq_length=S, seed=1))
-    run: Any = SimpleNamespace(config=config, mesh=Mesh.of([], 1), rank=0, device="cpu", micro_batch_size=2)
+    run: Any = SimpleNamespace(config=config, mesh=Mesh.of([], 1), rank=0, micro_batch_size=2)
     return Text(Text.Config(path=str(path))).build_loader(run, split)  # type: ignore[arg-type]
 
 
@@ -208,7 +208,7 @@ def stream(length: int) -> np.ndarray:
 @pytest.mark.parametrize("length", [2 * S + 1, 100, 101, 104, 105, 257])
 def test_every_window_comes_once_an_epoch_and_windows_do_not_overlap(length: int) -> None:
     data = stream(length)
-    windows = Windows(data, S, 7, "cpu")
+    windows = Windows(data, S, 7)
     at = {data[start : start + S + 1].tobytes(): start for start in range(length - S)}
     for epoch in range(3):
         found = windows.read(range(epoch * windows.count, (epoch + 1) * windows.count))
@@ -221,11 +221,11 @@ def test_every_window_comes_once_an_epoch_and_windows_do_not_overlap(length: int
 
 def test_an_epoch_uses_all_but_the_bytes_of_two_windows() -> None:
     for length in range(2 * S + 1, 200):
-        assert Windows(stream(length), S, 1, "cpu").count * S >= length - 2 * S - 1
+        assert Windows(stream(length), S, 1).count * S >= length - 2 * S - 1
 
 
 def orders(seed: int, epochs: int) -> list[list[list[int]]]:
-    windows = Windows(stream(400), S, seed, "cpu")
+    windows = Windows(stream(400), S, seed)
     return [windows.read(range(n * windows.count, (n + 1) * windows.count))["tokens"].tolist() for n in range(epochs)]
 
 
@@ -237,16 +237,16 @@ def test_each_epoch_has_an_order_of_its_own_and_a_seed_gives_one_order() -> None
 
 
 def test_a_micro_batch_may_span_the_border_of_epochs() -> None:
-    windows = Windows(stream(100), S, 1, "cpu")
+    windows = Windows(stream(100), S, 1)
     border = range(windows.count - 2, windows.count + 2)
     one_by_one = [windows.read(range(n, n + 1))["tokens"] for n in border]
-    assert torch.equal(Windows(stream(100), S, 1, "cpu").read(border)["tokens"], torch.cat(one_by_one))
+    assert torch.equal(Windows(stream(100), S, 1).read(border)["tokens"], torch.cat(one_by_one))
 
 
 @pytest.mark.parametrize("length", [0, 1, S, S + 1, 2 * S])
 def test_a_stream_that_is_too_short_is_refused_with_the_numbers(length: int) -> None:
     with pytest.raises(ValueError, match=rf"{length} bytes.*seq_length={S}.*{2 * S + 1}"):
-        Windows(stream(length), S, 1, "cpu")
+        Windows(stream(length), S, 1)
 
 
 def test_a_corpus_that_is_too_short_is_refused_by_path_and_split(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_a_file_that_is_missing_is_refused_before_the_run() -> None:
 
 def test_a_split_that_is_too_short_is_refused_with_its_numbers() -> None:
     with pytest.raises(ValueError, match=r"has 4 tokens; a sample of trainer\.seq_length=4 needs one more"):
-        Windows(np.arange(4, dtype=np.uint8), 4, "cpu")
+        Windows(np.arange(4, dtype=np.uint8), 4)
 
 
 # Packing.
@@ -93,7 +93,7 @@ def test_every_document_is_on_one_side_and_its_copies_with_it(tmp_path: Path) ->
 
 
 def test_a_window_has_the_tokens_from_its_place_on_and_the_label_after_them() -> None:
-    windows = Windows(np.arange(14, dtype=np.uint8), S, "cpu")
+    windows = Windows(np.arange(14, dtype=np.uint8), S)
     batch = windows.read(range(7, 9), [2, 0])
     assert windows.count == 3
     assert batch["tokens"].tolist() == [[8, 9, 10, 11], [0, 1, 2, 3]]
@@ -117,7 +117,7 @@ def drawn(loader: BufferedLoader, number: int) -> list[int]:
 
 
 def buffered(capacity: int) -> BufferedLoader:
-    windows = Windows(np.arange(50 * S + 1, dtype=np.uint8), S, "cpu")
+    windows = Windows(np.arange(50 * S + 1, dtype=np.uint8), S)
     return BufferedLoader(windows, capacity, seed=3, shard=(0, 1), micro_batch_size=5)
 
 

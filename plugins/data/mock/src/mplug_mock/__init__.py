@@ -30,7 +30,7 @@ class Mock:
 
         trainer = run.config.trainer
         vocab_size = self.config.vocab_size or run.config.model.vocab_size
-        positions = torch.arange(trainer.seq_length, device=run.device)[None]
+        positions = torch.arange(trainer.seq_length)[None]
 
         def read(sample_ids: range) -> dict[str, torch.Tensor]:
             generator = torch.Generator()
@@ -38,8 +38,8 @@ class Mock:
             for number in sample_ids:
                 generator.manual_seed(hash((trainer.seed, number)))
                 rows.append(torch.randint(vocab_size, (trainer.seq_length + 1,), generator=generator))
-            windows = torch.stack(rows).to(run.device)
-            ids = torch.tensor(list(sample_ids), device=run.device)
+            windows = torch.stack(rows)  # [B, S + 1]
+            ids = torch.tensor(list(sample_ids))
             return {"tokens": windows[:, :-1], "labels": windows[:, 1:], "positions": positions, "sample_ids": ids}
 
         return MapLoader(

@@ -54,7 +54,7 @@ class Text:
         root, files = find_files(self.config.path, self.config.pattern)
         stream = read_split(root, files, split, self.config.validation_percent)
         try:
-            windows = Windows(stream, trainer.seq_length, trainer.seed, run.device)
+            windows = Windows(stream, trainer.seq_length, trainer.seed)
         except ValueError as error:
             where = f"data.path '{self.config.path}'" if self.config.path else "the standard library"
             raise UsageError(f"{where}: the {split} split {error}") from None

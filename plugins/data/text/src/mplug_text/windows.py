@@ -12,26 +12,26 @@ class Windows:
     An epoch's windows begin at an offset of its own, so that their borders move.
     """
 
-    def __init__(self, stream: NDArray[np.uint8], seq_length: int, seed: int, device: str) -> None:
+    def __init__(self, stream: NDArray[np.uint8], seq_length: int, seed: int) -> None:
         self.count = (len(stream) - 1) // seq_length - 1
         if self.count < 1:
             raise ValueError(
                 f"has {len(stream)} bytes, too few for samples of trainer.seq_length={seq_length}; "
                 f"it needs at least {2 * seq_length + 1}"
             )
-        self.stream, self.seq_length, self.seed, self.device = stream, seq_length, seed, device
+        self.stream, self.seq_length, self.seed = stream, seq_length, seed
         self._epoch = -1
         self._starts = np.empty(0, dtype=np.int64)
 
     def read(self, sample_ids: range) -> dict[str, Tensor]:
         """The micro batch of those samples."""
         rows = np.stack([self._window(*divmod(number, self.count)) for number in sample_ids])
-        windows = torch.from_numpy(rows.astype(np.int64)).to(self.device)
+        windows = torch.from_numpy(rows.astype(np.int64))  # [B, S + 1]
         return {
             "tokens": windows[:, :-1].contiguous(),
             "labels": windows[:, 1:].contiguous(),
-            "positions": torch.arange(self.seq_length, device=self.device)[None],
-            "sample_ids": torch.tensor(list(sample_ids), device=self.device),
+            "positions": torch.arange(self.seq_length)[None],
+            "sample_ids": torch.tensor(list(sample_ids)),
         }
 
     def _window(self, epoch: int, index: int) -> NDArray[np.uint8]:

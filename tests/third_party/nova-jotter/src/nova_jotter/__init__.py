@@ -76,7 +76,7 @@ class Jotter:
 
         trainer, capacity = run.config.trainer, self.config.shuffle_buffer
         try:
-            windows = Windows(self.corpus.tokens(split), trainer.seq_length, run.device)
+            windows = Windows(self.corpus.tokens(split), trainer.seq_length)
         except ValueError as error:
             raise UsageError(f"data.path '{self.config.path}': the {split} split {error}") from None
         shard, size = run.mesh.batch_shard(run.rank), run.micro_batch_size

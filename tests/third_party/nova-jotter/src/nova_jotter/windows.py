@@ -14,22 +14,21 @@ from torch import Tensor
 class Windows:
     """Window n of a stream: the S tokens from n * S on, and for the last label the token after them."""
 
-    def __init__(self, stream: NDArray[np.uint8], seq_length: int, device: str) -> None:
+    def __init__(self, stream: NDArray[np.uint8], seq_length: int) -> None:
         self.count = (len(stream) - 1) // seq_length
         if self.count < 1:
             raise ValueError(f"has {len(stream)} tokens; a sample of trainer.seq_length={seq_length} needs one more")
-        self.stream, self.seq_length, self.device = stream, seq_length, device
+        self.stream, self.seq_length = stream, seq_length
 
     def read(self, sample_ids: range, windows: Sequence[int]) -> dict[str, Tensor]:
         """The micro batch of these windows, which are the samples of these numbers."""
         starts = np.asarray(windows)[:, None] * self.seq_length
-        tokens = torch.from_numpy(self.stream[starts + np.arange(self.seq_length + 1)].astype(np.int64))
-        tokens = tokens.to(self.device)  # [B, S + 1]
+        tokens = torch.from_numpy(self.stream[starts + np.arange(self.seq_length + 1)].astype(np.int64))  # [B, S + 1]
         return {
             "tokens": tokens[:, :-1].contiguous(),
             "labels": tokens[:, 1:].contiguous(),
-            "positions": torch.arange(self.seq_length, device=self.device)[None],
-            "sample_ids": torch.tensor(list(sample_ids), device=self.device),
+            "positions": torch.arange(self.seq_length)[None],
+            "sample_ids": torch.tensor(list(sample_ids)),
         }
 
 

@@ -63,7 +63,8 @@ class Piece:
     """What an optimizer updates: one parameter, or the part of it that this rank owns.
 
     `master` (fp32) is updated in place from `gradient` (fp32, same shape), which the host has reduced but not scaled.
-    `weight` is the low-precision copy that the host writes afterwards; None where the master is the weight itself.
+    `weight` is the low-precision copy that is written afterwards, by the host or in an optimizer's one pass; None where
+    the master is the weight itself.
     """
 
     name: str
@@ -78,7 +79,8 @@ class Piece:
 class StepScalars:
     """What changes from step to step, as fp32 scalars on the device, so that no step waits for the host.
 
-    Gradients must be multiplied by `scale` (clipping and the token count). Where `skip` is 1, nothing may change.
+    Gradients must be multiplied by `scale` (clipping and the token count). Where `skip` is 1, no bit of masters, state
+    or weights may change, whatever the gradients and the other scalars are.
     """
 
     lr: "Tensor"
@@ -88,7 +90,14 @@ class StepScalars:
 
 
 class Optimizer(Protocol):
-    """Updates pieces and nothing more."""
+    """Updates pieces.
+
+    After a step the host rounds masters into weights, and before the next one it zeroes gradients: two more passes over
+    memory. An optimizer may state `one_pass` True, and do both in `step`: afterwards every piece's `weight`, if it has
+    one, is its master rounded to nearest, and every `gradient` is zero. Where `skip` is 1, gradients are zeroed all the
+    same, and no weight is written. Without the attribute, or where it is False, `step` leaves weights alone, and
+    gradients as it likes.
+    """
 
     needs: Literal["elements", "matrices"]
     """Whether any range of a piece may be updated alone, or whole matrices (segment by segment) only.
@@ -98,7 +107,7 @@ class Optimizer(Protocol):
     """
 
     def step(self, scalars: StepScalars) -> None:
-        """Update every piece's master once."""
+        """Update every piece's master once, without waiting for the device."""
 
     def state(self, piece: Piece) -> "dict[str, Tensor]":
         """The live state tensors of a piece by name, of the piece's shape or scalars; loading copies into them."""

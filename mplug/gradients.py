@@ -60,6 +60,9 @@ class Sinks(Mapping[str, GradientSink]):
     them final, so that neighbours can be reduced together. Whoever sums gradients over a mesh axis by listening names
     it in `reduced_over`, and appends to `when_finished` what must be waited for before gradients are read. Buffers are
     summed in place, so only one strategy of a run may listen; what no one sums so, the host does by placement.
+
+    Whoever zeroes all buffers after a step, in a pass that it makes anyway, sets `zeroed`: the next step then begins
+    without a pass of its own, and takes the word back.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -67,6 +70,7 @@ class Sinks(Mapping[str, GradientSink]):
         end = sum(parameter.numel() for parameter in trained.values())
         device = next(iter(trained.values())).device if trained else None
         self.arena = torch.zeros(end, dtype=torch.float32, device=device)
+        self.zeroed = False
         self.reduced_over: set[str] = set()
         self.when_finished: list[Callable[[], None]] = []
         self._sinks: dict[str, GradientSink] = {}
@@ -97,7 +101,9 @@ class Sinks(Mapping[str, GradientSink]):
 
     def begin_step(self) -> None:
         """Forget the last step's gradients."""
-        self.arena.zero_()
+        if not self.zeroed:
+            self.arena.zero_()
+        self.zeroed = False
         for sink in self.values():
             sink.begin_step()
 

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from mplug.contracts import MicroBatch, Optimizer, Piece, StepResult, StepScalars
 from mplug.entries import own_entries
-from mplug.model import Model, region
+from mplug.model import Model
 from mplug.nn.random import key_of, sample_keys
+from mplug.norm import GlobalNorm, owned_gradients
 from mplug.reduction import Reduction
 from mplug.run import Run
 
@@ -44,7 +45,8 @@ class DefaultStepper:
     def __init__(self, run: Run, model: Model, pieces: list[Piece], optimizer: Optimizer) -> None:
         self.run, self.model, self.sinks, self.pieces, self.optimizer = run, model, model.sinks, pieces, optimizer
         self.seed, self.max_norm = run.config.trainer.seed, run.config.trainer.max_grad_norm
-        self.owned = owned_gradients(pieces, run.rank)
+        self.one_pass: bool = getattr(optimizer, "one_pass", False)
+        self.norm = GlobalNorm(owned_gradients(pieces, run.rank), run.device)
         self.reduction = Reduction(run, model, pieces)
         self.sums = torch.zeros(2, device=run.device)
         self.stop_at_nonfinite = run.config.trainer.nonfinite == "stop"
@@ -85,14 +87,10 @@ class DefaultStepper:
             return torch.zeros(2, device=self.run.device)
         return torch.stack([torch.stack([loss.float(), count.float()]) for loss, count in losses]).sum(dim=0)
 
-    def _squares(self) -> Tensor:
-        """The sum of the squares of the gradients that this rank counts."""
-        return global_norm(self.owned).square() if self.owned else torch.zeros((), device=self.run.device)
-
     def update(self, lr: float, weight_decay: float) -> StepResult:
         """Clip, check that all is finite, and let the optimizer update its pieces."""
         stop = torch.full_like(self.sums[0], float(self.run.stop_requested))
-        sums = self.run.summed(torch.stack([*self.sums, self._squares(), stop]))
+        sums = self.run.summed(torch.stack([*self.sums, self.norm().square(), stop]))
         loss_sum, num_targets, squares, stop = sums.unbind()
         loss, norm, scale = loss_sum / num_targets, squares.sqrt() / num_targets, 1 / num_targets
         if self.max_norm > 0:
@@ -101,7 +99,10 @@ class DefaultStepper:
         if self.stop_at_nonfinite:  # the host hears of it a step later, and by then this step must not have learnt
             skip = self.halted = torch.maximum(self.halted, skip)
         self.optimizer.step(StepScalars(torch.full_like(norm, lr), scale, skip, weight_decay))
-        write_weights(self.pieces)
+        if self.one_pass:
+            self.sinks.zeroed = True
+        else:
+            write_weights(self.pieces)
         return StepResult(loss, norm, num_targets, skip, stop)
 
     @torch.no_grad()
@@ -114,22 +115,6 @@ class DefaultStepper:
         """The mean over all ranks' targets."""
         loss_sum, num_targets = self.run.summed(self._own_sums(losses)).unbind()
         return loss_sum / num_targets
-
-
-def owned_gradients(pieces: Iterable[Piece], rank: int) -> list[Tensor]:
-    """Views of the gradients so that over all ranks every element appears once: on the first that holds a copy."""
-    return [
-        region(piece.gradient, box)
-        for piece in pieces
-        for box in piece.placement.boxes(rank)
-        if min(box.copies) == rank
-    ]
-
-
-def global_norm(owned: list[Tensor]) -> Tensor:
-    """The 2-norm of all these gradients together."""
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(owned)))
-    return norm
 
 
 def _marking_last(micro_batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:

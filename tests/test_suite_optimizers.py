@@ -33,6 +33,34 @@ class Planted(NamedTuple):
     words: tuple[str, ...]
 
 
+STEP = """    @torch.no_grad()
+    def step(self, scalars: StepScalars) -> None:
+        \"""Update every piece's master once.\"""
+"""
+ONE_PASS = """    one_pass = True
+
+    @torch.no_grad()
+    def step(self, scalars):
+        self.update(scalars)
+        for piece in self.pieces:
+            if piece.weight is not None:
+                piece.weight.copy_(torch.where(scalars.skip > 0, piece.weight, piece.master.bfloat16()))
+            piece.gradient.zero_()
+
+    @torch.no_grad()
+    def update(self, scalars):
+"""
+"""Orthon, made to write weights and zero gradients."""
+
+
+class TestOrthonInOnePass(Suite):  # type: ignore[misc, valid-type]
+    """The same package passes the whole suite where it does what the host did, and says so."""
+
+    @pytest.fixture(autouse=True)
+    def planted(self, plant: Callable[..., None]) -> None:
+        plant("nova-orthon", STEP, ONE_PASS)
+
+
 REFERENCE = "test_updates_are_those_of_the_reference"
 WRITE = "tensor.copy_(torch.where(skipped, tensor, value))"
 FAULTS = {
@@ -139,14 +167,14 @@ FAULTS = {
         "            for name, value in state.items():\n",
         "            if piece.weight is not None:\n                piece.weight.copy_(piece.master)\n"
         "            for name, value in state.items():\n",
-        "test_it_updates_masters_in_place_and_leaves_low_precision_weights_to_the_host",
-        ("it writes to the low-precision weight of 'matrix'",),
+        "test_it_leaves_low_precision_weights_to_the_host",
+        ("it writes to the low-precision weight of 'matrix'", "unless it says one_pass"),
     ),
     "it updates a master of its own": Planted(
         "        self.pieces = pieces\n",
         "        from dataclasses import replace\n\n"
         "        self.pieces = [replace(piece, master=piece.master.clone()) for piece in pieces]\n",
-        "test_it_updates_masters_in_place_and_leaves_low_precision_weights_to_the_host",
+        "test_it_updates_masters_in_place",
         ("it does not update the master of 'matrix' in place",),
     ),
     "it says that elements are enough": Planted(
@@ -179,6 +207,64 @@ FAULTS = {
 """,
         "test_what_it_needs_is_enough",
         ("it says that it needs elements only", "the weight 'matrix' is another where its halves are updated alone"),
+    ),
+    "it says one_pass, and leaves weights to the host": Planted(
+        STEP,
+        ONE_PASS.replace("piece.weight is not None", "False"),
+        "test_one_pass_writes_weights_and_zeroes_gradients",
+        ("it says one_pass, and the weight of 'matrix' is not its rounded master",),
+    ),
+    "it writes the weights before it updates": Planted(
+        STEP,
+        ONE_PASS.replace("        self.update(scalars)\n", "").replace(
+            "zero_()\n", "zero_()\n        self.update(scalars)\n"
+        ),
+        "test_one_pass_writes_weights_and_zeroes_gradients",
+        ("the weight of 'matrix' is not its rounded master",),
+    ),
+    "it cuts masters off instead of rounding them": Planted(
+        STEP,
+        ONE_PASS.replace(
+            "piece.master.bfloat16()", "(piece.master.view(torch.int32) & -65536).view(torch.float32).bfloat16()"
+        ),
+        "test_one_pass_writes_weights_and_zeroes_gradients",
+        ("the weight of 'matrix' is not its rounded master",),
+    ),
+    "it says one_pass, and leaves gradients as they are": Planted(
+        STEP,
+        ONE_PASS.replace("piece.gradient.zero_()", "pass"),
+        "test_one_pass_writes_weights_and_zeroes_gradients",
+        ("it says one_pass, and the gradient of 'matrix' is not zero after a step",),
+    ),
+    "it zeroes gradients only where it writes a weight": Planted(
+        STEP,
+        ONE_PASS.replace("            piece.gradient", "                piece.gradient"),
+        "test_one_pass_takes_pieces_that_are_their_own_weight",
+        ("the gradient of 'matrix' is not zero after a step of pieces that are their own weight",),
+    ),
+    "it zeroes gradients by a product": Planted(
+        STEP,
+        ONE_PASS.replace("piece.gradient.zero_()", "piece.gradient.mul_(0.0)"),
+        "test_one_pass_of_a_skipped_step_only_zeroes_gradients",
+        ("the gradient of 'matrix' is not zero after a skipped step with nan gradients",),
+    ),
+    "a skipped step leaves gradients as they are": Planted(
+        STEP,
+        ONE_PASS.replace("piece.gradient.zero_()", "piece.gradient.mul_(scalars.skip)"),
+        "test_one_pass_of_a_skipped_step_only_zeroes_gradients",
+        ("the gradient of 'matrix' is not zero after a skipped step",),
+    ),
+    "a skipped step writes weights": Planted(
+        STEP,
+        ONE_PASS.replace("scalars.skip > 0", "scalars.skip > 1"),
+        "test_one_pass_of_a_skipped_step_only_zeroes_gradients",
+        ("a skipped step changes the low-precision weight of 'matrix'",),
+    ),
+    "one_pass is no answer": Planted(
+        'needs: Literal["matrices"] = "matrices"',
+        'needs = "matrices"\n    one_pass = "weights"',
+        "test_it_says_what_it_needs_and_is_built_without_memory",
+        ("its one_pass must be True or False, and it is 'weights'",),
     ),
     "what it needs is misspelt": Planted(
         'needs: Literal["matrices"] = "matrices"',

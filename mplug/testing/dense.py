@@ -54,6 +54,11 @@ def make_pieces(device: str) -> list[Piece]:
     return pieces
 
 
+def with_weights(pieces: list[Piece]) -> list[Piece]:
+    """The pieces, each with a bf16 copy of its master beside it."""
+    return [replace(piece, weight=piece.master.bfloat16()) for piece in pieces]
+
+
 def padding(device: str) -> tuple[Piece, int]:
     """The piece of a rank that holds nothing but padding: the last of four that share five rows; and that rank."""
     mesh = Mesh.of([Axis("rows", 4, splits=("vocab",))], 4)

@@ -12,7 +12,7 @@ An optimizer's author subclasses it in a test module, and writes what an update 
                 ...
             return weight
 
-The pieces that are updated are in `dense.py`.
+The pieces that are updated are in `dense.py`; who writes low-precision weights is checked in `weights.py`.
 """
 
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -21,7 +21,8 @@ from unittest import SkipTest
 from mplug.errors import UsageError
 from mplug.registry import Registry
 from mplug.testing.harness import STEPS, Trace, difference, logical, tiny_run, train_steps
-from mplug.testing.suite import Fault, PluginSuite, naming_failures, require, smoke
+from mplug.testing.suite import Fault, naming_failures, require, smoke
+from mplug.testing.weights import WeightSuite
 from mplug.testing.workers import run_workers
 
 if TYPE_CHECKING:
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 
     from mplug.contracts import Piece
     from mplug.plan import Parameter
-    from mplug.run import Run
-    from mplug.testing.dense import Bench
 
 SCHEDULE = [(1e-2, 0.1, 1.0), (2e-2, 0.1, 0.25), (5e-3, 0.0, 4.0), (0.0, 0.5, 1.0), (3e-2, 0.3, 0.125)]
 """(learning rate, weight decay, scale of gradients) of the steps that are compared with the reference."""
@@ -44,7 +43,7 @@ class DenseStep(NamedTuple):
     weight_decay: float
 
 
-class OptimizerSuite(PluginSuite):
+class OptimizerSuite(WeightSuite):
     """Update by update against a reference that the author writes, and in runs under layouts against one process.
 
     Weights may differ from the reference's by `tolerance` of the largest change, and under a layout by as much of the
@@ -104,8 +103,9 @@ class OptimizerSuite(PluginSuite):
             bench = dense.Bench(run, dense.make_pieces(run.device), "tensors without memory")
             with naming_failures("its state of tensors without memory"):
                 list(bench.states())
-        needs = getattr(bench.optimizer, "needs", None)
+        needs, one_pass = (getattr(bench.optimizer, name, None) for name in ("needs", "one_pass"))
         require(needs in ("elements", "matrices"), f"its needs must be 'elements' or 'matrices', and it is {needs!r}")
+        require(one_pass in (None, True, False), f"its one_pass must be True or False, and it is {one_pass!r}")
 
     # What an update does.
 
@@ -208,30 +208,12 @@ class OptimizerSuite(PluginSuite):
         if not self.keeps_gradients:
             raise SkipTest(f"'{self.plugin}' says that it does not keep gradients")
         bench = self._bench()
+        if getattr(bench.optimizer, "one_pass", False):
+            raise SkipTest(f"'{self.plugin}' says that its step zeroes gradients")
         bench.step(1, scale=0.5)
         for piece in bench.pieces:
             kept = torch.equal(piece.gradient, dense.gradient_of(piece, 1))
             require(kept, f"it changes the gradient of '{piece.name}' in place")
-
-    @smoke
-    def test_it_updates_masters_in_place_and_leaves_low_precision_weights_to_the_host(self) -> None:
-        """The host rounds masters into weights, once a step."""
-        import torch
-
-        from mplug.testing import dense
-
-        run = self._run()
-        pieces = dense.make_pieces(run.device)
-        rounded = [piece.master.bfloat16() for piece in pieces]
-        for piece, weight in zip(pieces, rounded, strict=True):
-            piece.weight = weight.clone()
-        masters = [(piece.master, piece.master.clone()) for piece in pieces]
-        dense.Bench(run, pieces).step(1)
-        for piece, weight, (master, before) in zip(pieces, rounded, masters, strict=True):
-            kept = piece.weight is not None and torch.equal(piece.weight, weight)
-            require(kept, f"it writes to the low-precision weight of '{piece.name}'; its master is what it updates")
-            moved = piece.master is master and not torch.equal(master, before)
-            require(moved, f"it does not update the master of '{piece.name}' in place")
 
     @smoke
     def test_a_step_does_not_wait_for_the_device(self) -> None:
@@ -355,22 +337,6 @@ class OptimizerSuite(PluginSuite):
         require(not found, f"under {layout} {found}")
 
     # What the tests share.
-
-    def _run(self) -> "Run":
-        from mplug.build import choose_device
-
-        run = tiny_run(self.tiny())
-        try:
-            run.device = choose_device(run.config)
-        except UsageError as error:
-            raise SkipTest(str(error)) from None
-        return run
-
-    def _bench(self) -> "Bench":
-        from mplug.testing import dense
-
-        run = self._run()
-        return dense.Bench(run, dense.make_pieces(run.device))
 
     def _refuse_other_update(self, name: str, piece: "Piece", part: tuple[Any, ...], old: "Tensor") -> None:
         """Compare a piece, or one matrix of it, with the reference after all steps of the schedule."""

@@ -1,13 +1,8 @@
-"""AdamW (arXiv 1711.05101) over pieces, by torch's fused implementation."""
-
-from typing import TYPE_CHECKING
+"""AdamW (arXiv 1711.05101) over pieces: in one pass over memory on a GPU, by torch's implementation elsewhere."""
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from mplug import Piece, hookimpl
-
-if TYPE_CHECKING:
-    from mplug_adamw.fused import FusedAdamW
+from mplug import Optimizer, Piece, hookimpl
 
 
 class AdamW:
@@ -30,8 +25,8 @@ class AdamW:
         self.config = config
 
     @hookimpl
-    def build_optimizer(self, pieces: list[Piece]) -> "FusedAdamW":
+    def build_optimizer(self, pieces: list[Piece]) -> Optimizer:
         """An optimizer of these pieces."""
-        from mplug_adamw.fused import FusedAdamW
+        from mplug_adamw.choice import optimizer_of
 
-        return FusedAdamW(pieces, self.config)
+        return optimizer_of(pieces, self.config)

@@ -1,4 +1,4 @@
-"""torch.optim.AdamW, fused, made to update pieces."""
+"""torch.optim.AdamW, fused, made to update pieces: on any device, and without Triton."""
 
 from typing import TYPE_CHECKING, Literal
 
@@ -6,23 +6,26 @@ import torch
 from torch import Tensor, nn
 
 from mplug import Piece, StepScalars
+from mplug_adamw.state import States
 
 if TYPE_CHECKING:
     from mplug_adamw import AdamW
 
 
 class FusedAdamW:
-    """One fused pass over all pieces, which also scales and skips, by the protocol of torch's gradient scaler."""
+    """One fused pass over all pieces, which also scales and skips, by the protocol of torch's gradient scaler.
+
+    The host writes the weights and zeroes the gradients.
+    """
 
     needs: Literal["elements"] = "elements"
 
     def __init__(self, pieces: list[Piece], config: "AdamW.Config") -> None:
-        self._parameters = {piece.name: nn.Parameter(piece.master) for piece in pieces}
+        self._states = States(pieces)
+        parameters = {piece.name: nn.Parameter(piece.master) for piece in pieces}
         for piece in pieces:
-            self._parameters[piece.name].grad = piece.gradient
-        decayed, plain = (
-            [self._parameters[p.name] for p in pieces if p.parameter.decays is on] for on in (True, False)
-        )
+            parameters[piece.name].grad = piece.gradient
+        decayed, plain = ([parameters[p.name] for p in pieces if p.parameter.decays is on] for on in (True, False))
         self._torch = torch.optim.AdamW(
             [{"params": decayed}, {"params": plain, "weight_decay": 0.0}],
             lr=torch.tensor(config.lr),
@@ -31,12 +34,8 @@ class FusedAdamW:
             weight_decay=config.weight_decay,
             fused=True,
         )
-        for parameter in self._parameters.values():
-            self._torch.state[parameter] = {
-                "step": torch.zeros((), device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter, requires_grad=False),
-                "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
-            }
+        for piece in pieces:
+            self._torch.state[parameters[piece.name]] = self._states.of(piece)
 
     def step(self, scalars: StepScalars) -> None:
         """Update every piece's master once; torch scales gradients in place."""
@@ -49,4 +48,4 @@ class FusedAdamW:
 
     def state(self, piece: Piece) -> dict[str, Tensor]:
         """The live moments and step count of a piece."""
-        return dict(self._torch.state[self._parameters[piece.name]])
+        return self._states.of(piece)

@@ -1,0 +1,267 @@
+"""The kernel against torch.optim.AdamW in fp64, on pieces of odd sizes at odd addresses.
+
+It runs on a GPU, and where there is none in Triton's interpreter, in a process of its own.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import pytest
+import torch
+from mplug_adamw import AdamW
+from mplug_adamw.fused import FusedAdamW
+from torch import Tensor
+
+from mplug import Init, Mesh, Optimizer, Parameter, Piece, Placement, StepScalars
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+ON_GPU = torch.cuda.is_available()
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+
+
+def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
+    return pytest.mark.gpu(pytest.mark.skipif(not ON_GPU, reason="there is no CUDA GPU here")(test))
+
+
+def of_kernel(test: Callable[..., None]) -> Callable[..., None]:
+    return test if INTERPRETED else on_gpu(test)
+
+
+@pytest.mark.skipif(INTERPRETED or ON_GPU, reason="the kernel itself runs here")
+def test_the_claims_about_the_kernel_hold_in_tritons_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", __file__]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert " passed" in finished.stdout.splitlines()[-1]
+
+
+# Pieces, and what they are compared with.
+
+CHUNK, BLOCK = 1 << 12 if INTERPRETED else 1 << 14, 1 << 10
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter is slow."""
+    if INTERPRETED:
+        monkeypatch.setattr("mplug_adamw.one_pass.CHUNK", CHUNK)
+
+
+class Kind(NamedTuple):
+    """A piece of `numel` elements, whose tensors begin `off` elements after an aligned address."""
+
+    numel: int
+    decays: bool = True
+    in_bf16: bool = True
+    off: int = 0
+
+
+KINDS = [
+    Kind(1, decays=False),
+    Kind(3),
+    Kind(BLOCK),
+    Kind(BLOCK + 1, off=1),
+    Kind(CHUNK, in_bf16=False),
+    Kind(CHUNK + 5, decays=False, off=2),
+    Kind(2 * CHUNK + BLOCK + 6),
+    Kind(CHUNK + BLOCK, in_bf16=False, off=3),
+]
+GUARD, GUARD_VALUE = 8, 77.0
+
+
+def drawn(numel: int, *seed: int) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(hash(seed) % 2**32)).to(DEVICE)
+
+
+class Held:
+    """Pieces whose tensors lie between guards, which no update may touch."""
+
+    def __init__(self) -> None:
+        self.storages: list[tuple[Tensor, slice]] = []
+        self.pieces = [self._piece(number, kind) for number, kind in enumerate(KINDS)]
+
+    def _piece(self, number: int, kind: Kind) -> Piece:
+        parameter = Parameter(("a",), Init("constant"), decay=kind.decays)
+        placement = Placement(f"{number}", parameter, (kind.numel,), Mesh.of([], 1), (0,))
+        master, gradient = self._between(kind, torch.float32), self._between(kind, torch.float32)
+        master.copy_(drawn(kind.numel, number))
+        weight = self._between(kind, torch.bfloat16).copy_(master) if kind.in_bf16 else None
+        return Piece(placement.name, master, gradient, weight, parameter, placement)
+
+    def _between(self, kind: Kind, dtype: torch.dtype) -> Tensor:
+        inside = slice(GUARD + kind.off, GUARD + kind.off + kind.numel)
+        storage = torch.full((inside.stop + GUARD,), GUARD_VALUE, dtype=dtype, device=DEVICE)
+        self.storages.append((storage, inside))
+        return storage[inside].zero_()
+
+    def assert_guards_are_whole(self) -> None:
+        for storage, inside in self.storages:
+            assert bool((storage[: inside.start] == GUARD_VALUE).all())
+            assert bool((storage[inside.stop :] == GUARD_VALUE).all())
+
+
+def in_bf16(master: Tensor) -> Tensor:
+    """Rounded to nearest; Triton's interpreter cuts off the lower half of the bits."""
+    return (master.view(torch.int32) & -65536).view(torch.float32).bfloat16() if INTERPRETED else master.bfloat16()
+
+
+def scalars(lr: float, weight_decay: float, scale: float, skip: bool = False) -> StepScalars:
+    tensors = [torch.tensor(value, device=DEVICE) for value in (lr, scale, float(skip))]
+    return StepScalars(*tensors, weight_decay)
+
+
+def optimizer(pieces: list[Piece], **config: float) -> Optimizer:
+    from mplug_adamw.one_pass import OnePassAdamW
+
+    return OnePassAdamW(pieces, AdamW.Config(**config))
+
+
+def step(held: Held, of: Optimizer, number: int, given: StepScalars, factor: float = 1.0) -> None:
+    for index, piece in enumerate(held.pieces):
+        piece.gradient.copy_(drawn(piece.gradient.numel(), index, 100 + number)).mul_(factor)
+    of.step(given)
+
+
+def tensors(held: Held, of: Optimizer) -> dict[str, Tensor]:
+    found = {}
+    for piece in held.pieces:
+        found |= {f"{piece.name}/{name}": tensor for name, tensor in of.state(piece).items()}
+        found |= {f"{piece.name}/master": piece.master}
+        found |= {} if piece.weight is None else {f"{piece.name}/weight": piece.weight}
+    return found
+
+
+def copies(held: Held, of: Optimizer) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors(held, of).items()}
+
+
+STEPS = [  # lr, weight decay, scale
+    (1e-2, 0.1, 1.0),
+    (2e-2, 0.1, 0.25),
+    (5e-3, 0.0, 4.0),
+    (0.0, 0.5, 1.0),
+    (1e-1, 0.3, 1e-3),
+    (3e-4, 0.2, 10.0),
+]
+
+
+class InFp64:
+    """torch.optim.AdamW over copies in fp64, one tensor after the other."""
+
+    def __init__(self, pieces: list[Piece], config: AdamW.Config) -> None:
+        self.pieces = pieces
+        self.weights = {piece.name: torch.nn.Parameter(piece.master.double().cpu()) for piece in pieces}
+        self.decays = {piece.name: piece.parameter.decays for piece in pieces}
+        self.torch = torch.optim.AdamW(
+            [{"params": [weight], "name": name} for name, weight in self.weights.items()],
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            foreach=False,
+        )
+
+    def step(self, lr: float, weight_decay: float, scale: float) -> None:
+        for piece in self.pieces:
+            self.weights[piece.name].grad = piece.gradient.double().cpu() * scale
+        for group in self.torch.param_groups:
+            group.update(lr=lr, weight_decay=weight_decay if self.decays[group["name"]] else 0.0)
+        self.torch.step()
+
+
+# Claims.
+
+
+@of_kernel
+@pytest.mark.parametrize("config", [{}, {"beta1": 0.5, "beta2": 0.999, "eps": 1e-3}, {"beta1": 0.0, "eps": 1e-6}])
+def test_updates_are_those_of_torch_in_fp64_for_any_size_and_address(config: dict[str, float]) -> None:
+    held = Held()
+    exact, of = InFp64(held.pieces, AdamW.Config(**config)), optimizer(held.pieces, **config)
+    for number, (lr, decay, scale) in enumerate(STEPS):
+        for index, piece in enumerate(held.pieces):
+            piece.gradient.copy_(drawn(piece.gradient.numel(), index, 100 + number))
+        exact.step(lr, decay, scale)
+        of.step(scalars(lr, decay, scale))
+        for piece in held.pieces:
+            right, state = exact.weights[piece.name], of.state(piece)
+            torch.testing.assert_close(piece.master.double().cpu(), right.data, rtol=2e-6, atol=1e-6)
+            assert float(state["step"]) == number + 1
+            for name, allowed in (("exp_avg", 1e-6), ("exp_avg_sq", 1e-7)):
+                moment = exact.torch.state[right][name]
+                torch.testing.assert_close(state[name].double().cpu(), moment, rtol=2e-5, atol=allowed)
+    held.assert_guards_are_whole()
+
+
+@of_kernel
+def test_state_is_within_a_millionth_of_torchs_fused_implementation() -> None:
+    mine, theirs = Held(), Held()
+    of, fused = optimizer(mine.pieces), FusedAdamW(theirs.pieces, AdamW.Config())
+    for number, (lr, decay, scale) in enumerate(STEPS):
+        step(mine, of, number, scalars(lr, decay, scale))
+        step(theirs, fused, number, scalars(lr, decay, scale))
+    expected = tensors(theirs, fused)
+    for name, tensor in tensors(mine, of).items():
+        if not name.endswith("/weight"):  # which torch leaves to the host
+            error = float((tensor - expected[name]).norm() / expected[name].norm())
+            assert error <= 1e-6, f"{name} is off by {error}"
+
+
+@of_kernel
+def test_weights_are_the_rounded_masters_and_gradients_are_zero() -> None:
+    held = Held()
+    of = optimizer(held.pieces)
+    assert of.one_pass
+    for number in range(3):
+        step(held, of, number, scalars(1e-2, 0.1, 0.5))
+        for piece in held.pieces:
+            assert piece.weight is None or torch.equal(piece.weight, in_bf16(piece.master))
+            assert not bool(piece.gradient.any())
+    held.assert_guards_are_whole()
+
+
+@of_kernel
+@pytest.mark.parametrize("factor", [1.0, float("nan"), float("inf")])
+def test_a_skipped_step_zeroes_gradients_and_changes_no_other_bit(factor: float) -> None:
+    held = Held()
+    of = optimizer(held.pieces)
+    step(held, of, 0, scalars(1e-2, 0.1, 1.0))
+    before = copies(held, of)
+    step(held, of, 1, scalars(1e-2, 0.1, factor, skip=True), factor)
+    assert [name for name, tensor in tensors(held, of).items() if not torch.equal(tensor, before[name])] == []
+    assert not any(bool(piece.gradient.any()) for piece in held.pieces)
+    held.assert_guards_are_whole()
+
+
+@of_kernel
+def test_bias_corrections_are_exact_to_fp32_over_a_hundred_thousand_steps() -> None:
+    from mplug_adamw.one_pass import unbiased
+
+    betas = torch.tensor([0.9, 0.999]).double()
+    found = unbiased(torch.arange(1, 100_001).float(), betas).double()
+    logarithms = torch.arange(1, 100_001).double()[:, None] * betas.log()
+    right = -torch.expm1(logarithms)
+    right[:, 1] = right[:, 1].sqrt()
+    torch.testing.assert_close(found, right, rtol=1e-7, atol=0)
+
+
+@on_gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")  # it does not see all; it sees reading
+def test_steps_neither_compile_again_nor_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    held = Held()
+    of, compiled = optimizer(held.pieces), []
+    step(held, of, 0, scalars(1e-2, 0.1, 1.0))
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **told: compiled.append(told))
+    given = [scalars(lr, decay, scale, skip) for lr, decay, scale, skip in ((0.0, 0, 1.0, False), (1.0, 1, 2.0, True))]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for one in given:
+            of.step(one)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert compiled == []

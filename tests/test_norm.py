@@ -1,0 +1,79 @@
+"""The norm of a rank's gradients: every element once, and in as few stretches as they lie in."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from mplug import norm
+from mplug.norm import GlobalNorm, merged
+
+SHAPES = [(3, 4), (5,), (2, 2, 2), (), (7,)]
+
+
+def arena() -> tuple[Tensor, list[Tensor]]:
+    """A tensor, and views of all of its elements in the order in which they lie."""
+    sizes = [torch.Size(shape).numel() for shape in SHAPES]
+    whole = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(0))
+    return whole, [part.view(shape) for part, shape in zip(whole.split(sizes), SHAPES, strict=True)]
+
+
+def exact(views: list[Tensor]) -> float:
+    return float(sum(float(view.double().square().sum()) for view in views)) ** 0.5
+
+
+def test_views_that_lie_end_to_end_become_one_whatever_their_order() -> None:
+    whole, views = arena()
+    for order in (views, views[::-1], views[2:] + views[:2]):
+        (stretch,) = merged(order)
+        assert torch.equal(stretch, whole)
+        assert stretch.data_ptr() == whole.data_ptr()
+
+
+def test_a_gap_ends_a_stretch() -> None:
+    _, views = arena()
+    first, second = merged([view for view in views if view.dim() != 3])
+    assert torch.equal(first, torch.cat([view.flatten() for view in views[:2]]))
+    assert torch.equal(second, torch.cat([view.flatten() for view in views[3:]]))
+
+
+def test_what_is_not_contiguous_or_lies_in_another_storage_stays_by_itself() -> None:
+    whole = torch.arange(24.0).view(6, 4)
+    columns, below, elsewhere = whole[:3, :2], whole[3:], torch.ones(4)
+    found = merged([below, elsewhere, columns])
+    assert sorted(tuple(view.shape) for view in found) == [(3, 2), (3, 4), (4,)]
+    assert sum(float(view.sum()) for view in found) == float(columns.sum() + below.sum() + 4)
+
+
+def test_overlapping_views_are_counted_as_often_as_they_come() -> None:
+    whole = torch.ones(8)
+    assert sum(view.numel() for view in merged([whole[:4], whole[2:6], whole[4:]])) == 12
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])  # where they say that they are: the tensors are here
+@pytest.mark.parametrize("long", [1, 6, 1 << 20])
+def test_the_norm_is_that_of_all_elements(device: str, long: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norm, "LONG", long)
+    _, views = arena()
+    owned = [*views[:2], *views[3:], torch.randn(4, 6).T]
+    measure = GlobalNorm(owned, device)
+    assert float(measure()) == pytest.approx(exact(owned), rel=1e-6)
+    views[0].mul_(100)
+    assert float(measure()) == pytest.approx(exact(owned), rel=1e-6)
+
+
+def test_gradients_that_are_not_finite_show_in_the_norm() -> None:
+    for value in (float("inf"), float("nan")):
+        whole, views = arena()
+        whole[5] = value
+        assert not bool(GlobalNorm(views, "cuda")().isfinite())
+
+
+def test_a_rank_without_gradients_has_a_norm_of_zero() -> None:
+    assert float(GlobalNorm([], "cpu")()) == 0.0
+
+
+def test_on_a_cpu_each_gradient_is_measured_by_itself_because_a_long_sum_is_rounded_too_often() -> None:
+    whole = torch.randn(1 << 24, generator=torch.Generator().manual_seed(0))
+    parts = list(whole.split(1 << 14))
+    assert float(GlobalNorm(parts, "cpu")()) == pytest.approx(exact(parts), rel=1e-5)
+    assert float(torch.linalg.vector_norm(whole)) != pytest.approx(exact(parts), rel=1e-5)

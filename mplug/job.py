@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -79,17 +79,29 @@ def work(job: Job, tell: Callable[[int], None] | None = None) -> Outcome:
 
 @contextmanager
 def among(world: World | None, run: Run) -> Iterator[None]:
-    """Be one of the world's processes for a block: the run gets its rank and its process groups."""
-    if world is None:
-        yield
-        return
-    from mplug.groups import Groups
+    """Be one of the world's processes for a block: the run gets its rank and its process groups.
 
-    run.rank = world.rank
-    with joined(world, run.device):
-        run.groups = Groups(run.rank)
-        _refuse_other_plugins(run)
-        yield
+    The process computes deterministically for the block, where `trainer.deterministic` says so.
+    """
+    with _determinism(run):
+        if world is None:
+            yield
+            return
+        from mplug.groups import Groups
+
+        run.rank = world.rank
+        with joined(world, run.device):
+            run.groups = Groups(run.rank)
+            _refuse_other_plugins(run)
+            yield
+
+
+def _determinism(run: Run) -> AbstractContextManager[None]:
+    if not run.config.trainer.deterministic:
+        return nullcontext()
+    from mplug.determinism import deterministic  # imports torch and its compiler
+
+    return deterministic()
 
 
 def _trained(run: Run, job: Job) -> Outcome:

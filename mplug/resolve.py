@@ -31,6 +31,12 @@ def default_settings() -> Settings:
     return read_file(Path(__file__).with_name("default.yaml"), "default.yaml")
 
 
+def saved_settings(directory: Path) -> Settings:
+    """The config that a run's directory holds; fields of the host's that are newer than the run have their defaults."""
+    ours = {key: setting for key, setting in default_settings().items() if key[0] in HOST_SECTIONS}
+    return merge(ours, read_file(directory / "config.yaml"))
+
+
 def resolve(registry: Registry, base: Settings, overrides: Settings) -> RunConfig:
     """The config of a run: `overrides` (a file, the command line) over the model's preset over `base`.
 

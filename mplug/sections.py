@@ -28,6 +28,9 @@ class Trainer(Section):
         description="torch.compile's backend for each unit of the model; 'auto' is inductor on a GPU, never on a CPU; "
         "aot_eager is for tests"
     )
+    deterministic: bool = Field(
+        description="the same run twice gives the same bits: only kernels that promise that, some of them slower"
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(description="where to train; 'auto' takes a GPU if there is one")
     seed: NonNegativeInt = Field(description="decides initial weights, data order and dropout, under any layout")
     max_grad_norm: NonNegativeFloat = Field(description="gradients are scaled down to this global norm; 0: never")

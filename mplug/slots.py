@@ -72,14 +72,16 @@ class Offer:
     """Suppliers for one slot, or for several of one module at once (a fused norm and gemm).
 
     `supports` is truthful: capabilities live there and nowhere else. `varies(site, run)` says what about the supplier
-    depends on the layout, or nothing. Each supplier is one callable for all sites of a role; it owns no parameter.
-    A slot that does not exist is a ValueError.
+    depends on the layout, or nothing; `note(site, run)` what it will use where it could use several things ('cuDNN'),
+    or nothing. Each supplier is one callable for all sites of a role; it owns no parameter. A plugin that chooses
+    between suppliers makes an offer of each, of which one supports a site. A slot that does not exist is a ValueError.
     """
 
     suppliers: Mapping[str, Callable[..., Any]]
     supports: Supports = _always
     varies: Callable[[Site, "Run"], str] = _never
     plugin: str = ""
+    note: Callable[[Site, "Run"], str] = _never
 
     def __post_init__(self) -> None:
         _refuse_unknown(self.suppliers)
@@ -118,6 +120,11 @@ class Filled:
     def supplier(self) -> str:
         """The label of the plugin that supplies it."""
         return self.offer.plugin if self.offer else PLAIN
+
+    def told(self, run: "Run") -> str:
+        """The supplier's label and what it will use: 'kernels/NAME (cuDNN)'."""
+        note = self.offer.note(self.site, run) if self.offer else ""
+        return f"{self.supplier} ({note})" if note else self.supplier
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from mplug.loop import Ending, evaluate, train
 from mplug.observers import MetricsFile
 from mplug.registry import Registry
 from mplug.report import Figures
-from mplug.resolve import default_settings, resolve
+from mplug.resolve import default_settings, resolve, saved_settings
 from mplug.run import prepare
 from mplug.settings import read_assignments
 from mplug.stepper import DefaultStepper
@@ -205,6 +205,14 @@ class Remembering:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.held = state
+
+
+def test_a_run_of_an_older_version_resumes_with_the_defaults_of_newer_fields(tmp_path: Path) -> None:
+    trained(tmp_path, ["trainer.steps=2"])
+    saved_config = tmp_path / "config.yaml"
+    older = [line for line in saved_config.read_text().splitlines() if not line.strip().startswith("deterministic:")]
+    saved_config.write_text("\n".join(older) + "\n")
+    assert resolve(Registry(), saved_settings(tmp_path), {}).trainer.deterministic is False
 
 
 def resumed_with(tmp_path: Path, fields: list[str], held: dict[str, Any]) -> dict[str, Any]:

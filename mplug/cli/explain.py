@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def command(rank: int, **options: Any) -> None:
     """Show what a run would be, without starting it: nothing is allocated, read or trained.
 
-    Prints the mesh, the units, who fills each slot, where each parameter lives, the bytes that a rank holds, and what
-    in this run would depend on the layout.
+    Prints the mesh, the units, who fills each slot and by what, where each parameter lives, the bytes that a rank
+    holds, and what in this run would depend on the layout.
     """
     from mplug.build import build_model
     from mplug.errors import UsageError
@@ -35,7 +35,7 @@ def command(rank: int, **options: Any) -> None:
         ("Mesh", _mesh(run)),
         ("Plugins", _plugins(run)),
         ("Units", _units(model)),
-        ("Slots", _slots(model)),
+        ("Slots", _slots(run, model)),
         (f"Parameters of rank {rank}", _placements(model, rank)),
         (f"Bytes of rank {rank}", _bytes(run, model)),
         ("Depends on the layout", _variance(run, model)),
@@ -94,11 +94,11 @@ def _units(model: "Model") -> str:
     return table(("STAGE", "UNITS", "COUNT", "TAKES", "GIVES", "PARAMETERS"), rows)
 
 
-def _slots(model: "Model") -> str:
+def _slots(run: "Run", model: "Model") -> str:
     groups: dict[tuple[str, ...], int] = {}
     for filled in model.slots:
         wraps = ", ".join(wrap.plugin for wrap in filled.wraps) or "-"
-        key = (filled.site.role, filled.site.slot, filled.supplier, wraps)
+        key = (filled.site.role, filled.site.slot, filled.told(run), wraps)
         groups[key] = groups.get(key, 0) + 1
     return table(("SITE", "COUNT", "SLOT", "SUPPLIER", "WRAPS"), [(key[0], n, *key[1:]) for key, n in groups.items()])
 

@@ -48,15 +48,15 @@ def command(
     from mplug.checkpoint import at_step
     from mplug.errors import UsageError
     from mplug.registry import Registry
-    from mplug.resolve import resolve
+    from mplug.resolve import resolve, saved_settings
     from mplug.run import find_directory, prepare
     from mplug.sampling import Sampling
-    from mplug.settings import read_assignments, read_file
+    from mplug.settings import read_assignments
 
     directory = find_directory(name)
     checkpoint = at_step(directory / "checkpoints", step)
     here = read_assignments([f"trainer.device={device}", "parallel.layout="], "generate")
-    run = prepare(resolve(Registry(), read_file(directory / "config.yaml"), here))
+    run = prepare(resolve(Registry(), saved_settings(directory), here))
     tokenizer = run.hooks.call.build_tokenizer(run=run)
     if tokenizer is None:
         raise UsageError(f"the data of run '{directory}' has no tokenizer, so there is no text to sample")

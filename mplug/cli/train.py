@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     default=0,
     help="How often to go on from the newest checkpoint when a process dies.",
 )
+@click.option("--deterministic", is_flag=True, help="The same run twice gives the same bits, on the same machines.")
 @click.option("--max-minutes", type=click.FloatRange(min=0, min_open=True), help="Save and end before so much time.")
 def command(
     name: str | None,
@@ -34,6 +35,7 @@ def command(
     master_port: int | None,
     restarts: int,
     max_minutes: float | None,
+    deterministic: bool,
     **options: Any,
 ) -> None:
     """Train a model, or continue a run.
@@ -41,6 +43,9 @@ def command(
     Without options, trains a small byte-level GPT on the source text of Python's standard library: nothing is
     downloaded, no GPU is needed. What a run is made of can be seen before it starts with 'mplug explain', and every
     field of its config with 'mplug config show'.
+
+    With --deterministic (trainer.deterministic), kernels that do not give the same bits twice are left out, or refused
+    if they are named; what depends on the layout still does, and 'mplug explain' lists it.
 
     \b
     mplug train --set data.path=book.txt --set trainer.steps=500
@@ -50,9 +55,9 @@ def command(
     """
     from mplug.job import Job, settle
     from mplug.launch import launched, refuse_port_in_use
-    from mplug.resolve import default_settings
+    from mplug.resolve import default_settings, saved_settings
     from mplug.run import RUNS, find_directory, new_directory
-    from mplug.settings import read_file
+    from mplug.settings import merge, read_assignments
 
     began = time.time()
     world = launched()
@@ -61,7 +66,9 @@ def command(
         _refuse_restarts(world, restarts, name, resume)
     resume = resume or (restarted and (RUNS / str(name) / "config.yaml").is_file())
     directory = find_directory(name) if resume else None
-    base, changes = read_file(directory / "config.yaml") if directory else default_settings(), overrides(**options)
+    base, changes = saved_settings(directory) if directory else default_settings(), overrides(**options)
+    if deterministic:
+        changes = merge(changes, read_assignments(["trainer.deterministic=true"], "--deterministic"))
     run, changes = settle(base, changes, world)
     if master_port is not None:
         refuse_port_in_use(master_port)

@@ -1,39 +1,73 @@
-"""Attention by torch's scaled_dot_product_attention, which picks the fastest backend that the machine has."""
+"""Attention by torch's scaled_dot_product_attention, or by one of its backends."""
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from mplug import Offer, Site, hookimpl
 
 if TYPE_CHECKING:
     from mplug import Run
 
+Backend = Literal["auto", "cudnn", "flash", "efficient", "math"]
+NOTES = {
+    "torch": "torch's choice",
+    "cudnn": "cuDNN",
+    "flash": "torch's flash attention",
+    "efficient": "torch's memory-efficient attention",
+    "math": "torch's matrix products",
+}
+"""What a supplier uses -> the words for it."""
+
 
 class SDPA:
     """Causal attention with grouped heads."""
 
     class Config(BaseModel):
-        """It has nothing to set."""
+        """Which of torch's backends computes it."""
 
         model_config = ConfigDict(extra="forbid", frozen=True)
+
+        backend: Backend = Field(
+            "auto",
+            description="auto: cuDNN on Hopper and newer where it can serve, else torch's choice; "
+            "cudnn, flash, efficient, math: this one, or the run is refused",
+        )
 
     def __init__(self, config: Config) -> None:
         self.config = config
 
     @hookimpl
     def offer(self) -> list[Offer]:
-        """The attention core."""
-        from mplug_sdpa.attention import attention
+        """The attention core: of each backend that may be chosen, an offer."""
+        from mplug_sdpa.attention import CORES
 
-        return [Offer({"Attention.core": attention}, supports, varies)]
+        candidates = ("cudnn", "torch") if self.config.backend == "auto" else (self.config.backend,)
+        return [
+            Offer({"Attention.core": CORES[name]}, partial(self._supports, name), varies, note=partial(_note, name))
+            for name in candidates
+        ]
 
+    def _supports(self, name: str, site: Site, run: "Run") -> bool | str:
+        from mplug_sdpa.limits import auto, limit
 
-def supports(site: Site, run: "Run") -> bool | str:
-    """Whatever a wrap may need beyond the attended values, torch's function does not return."""
-    return f"it does not offer {', '.join(sorted(site.needs))}" if site.needs else True
+        if site.needs:  # whatever a wrap may need beyond the attended values, torch's function does not return
+            return f"it does not offer {', '.join(sorted(site.needs))}" if name != "cudnn" or self._named else False
+        if not self._named:
+            return auto(site, run) == name
+        reason = limit(name, site, run)
+        return f"kernels.sdpa.backend={name} {reason}; 'auto' takes one that can" if reason else True
+
+    @property
+    def _named(self) -> bool:
+        return self.config.backend != "auto"
 
 
 def varies(site: Site, run: "Run") -> str:
     """Fused dropout draws its numbers in an order of its own."""
     return "its dropout mask is drawn inside the fused kernel" if site.module.dropout > 0 else ""
+
+
+def _note(name: str, site: Site, run: "Run") -> str:
+    return NOTES[name]

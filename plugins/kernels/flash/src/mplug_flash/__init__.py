@@ -1,0 +1,64 @@
+"""Attention by flash-attn: version 4, 3 or 2, whichever is installed."""
+
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from mplug import Offer, Site, hookimpl
+
+if TYPE_CHECKING:
+    from mplug import Run
+
+
+class Flash:
+    """Causal attention with grouped heads, in bf16 on NVIDIA GPUs."""
+
+    class Config(BaseModel):
+        """Which flash-attn computes it."""
+
+        model_config = ConfigDict(extra="forbid", frozen=True)
+
+        version: Literal["auto", 4, 3, 2] = Field(
+            "auto", description="auto: the newest flash-attn that is installed and can serve; 4, 3, 2: this one"
+        )
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @hookimpl
+    def offer(self, run: "Run") -> list[Offer]:
+        """The attention core: of each version that may be chosen, an offer."""
+        from mplug_flash.attention import core
+
+        deterministic = run.config.trainer.deterministic
+        return [
+            Offer(
+                {"Attention.core": core(version, deterministic)},
+                partial(self._supports, version),
+                varies,
+                note=partial(_note, version),
+            )
+            for version in self._candidates
+        ]
+
+    @property
+    def _candidates(self) -> tuple[int, ...]:
+        return (4, 3, 2) if self.config.version == "auto" else (self.config.version,)
+
+    def _supports(self, version: int, site: Site, run: "Run") -> bool | str:
+        from mplug_flash.versions import choose
+
+        chosen, reason = choose(self._candidates, site, run)
+        if chosen is None:  # said once, by the first
+            return reason if version == self._candidates[0] else False
+        return chosen == version
+
+
+def varies(site: Site, run: "Run") -> str:
+    """Fused dropout draws its numbers in an order of its own."""
+    return "its dropout mask is drawn inside the fused kernel" if site.module.dropout > 0 else ""
+
+
+def _note(version: int, site: Site, run: "Run") -> str:
+    return f"flash-attn-{version}"

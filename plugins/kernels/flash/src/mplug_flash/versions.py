@@ -1,0 +1,115 @@
+"""Which flash-attn is installed, and what each version can do."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+import torch
+
+from mplug import Site
+
+if TYPE_CHECKING:
+    from mplug import Run
+
+INSTALL = (
+    "install mplug-flash[fa4] for Hopper and Blackwell, mplug-flash[fa2] for Ampere and Ada, "
+    "or build flash-attn-3 from its sources for Hopper"
+)
+
+
+@dataclass(frozen=True)
+class Version:
+    """A flash-attn: the distributions that it comes as, the module that is imported, and its limits.
+
+    `chips` are the major compute capabilities on which it has a backward pass; `head_dims` the narrowest head and the
+    widest.
+    """
+
+    number: int
+    distributions: tuple[str, ...]
+    module: str
+    chips: tuple[int, ...]
+    head_dims: tuple[int, int]
+    dropout: bool = False
+
+    @property
+    def name(self) -> str:
+        """'flash-attn-4'."""
+        return f"flash-attn-{self.number}"
+
+    @property
+    def installed(self) -> bool:
+        """Found by its metadata: versions 2 and 4 share a package, and importing it takes seconds."""
+        return any(_is_installed(name) for name in self.distributions)
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        version(distribution)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+VERSIONS = {
+    4: Version(4, ("flash-attn-4",), "flash_attn.cute.interface", chips=(9, 10, 11, 12), head_dims=(64, 128)),
+    3: Version(3, ("flash-attn-3", "flashattn-hopper"), "flash_attn_interface", chips=(9,), head_dims=(8, 256)),
+    2: Version(2, ("flash-attn",), "flash_attn", chips=(8, 9, 10, 11, 12), head_dims=(8, 256), dropout=True),
+}
+
+
+def choose(candidates: Iterable[int], site: Site, run: "Run") -> tuple[int | None, str]:
+    """(the first version that can serve a site of a run, ''), or (None, why there is none)."""
+    reason = _unfit(site, run)
+    if reason:
+        return None, reason
+    wanted = [VERSIONS[number] for number in candidates]
+    present = [one for one in wanted if one.installed]
+    if not present:
+        which = wanted[0].name if len(wanted) == 1 else "flash-attn"
+        return None, f"no {which} is installed; {INSTALL}"
+    capability = torch.cuda.get_device_capability()
+    reasons = []
+    for one in present:
+        reason = _limit(one, site, run, capability) or _broken(one)
+        if not reason:
+            return one.number, ""
+        reasons.append(f"{one.name} {reason}")
+    return None, "; ".join(reasons)
+
+
+def _unfit(site: Site, run: "Run") -> str:
+    """What no version can do."""
+    if site.needs:
+        return f"it does not offer {', '.join(sorted(site.needs))}"
+    if run.device != "cuda":
+        return "flash-attn is for CUDA GPUs, and this run is on the CPU"
+    precision = run.config.trainer.precision
+    return "flash-attn computes in bf16, and trainer.precision is fp32" if precision == "fp32" else ""
+
+
+def _limit(one: Version, site: Site, run: "Run", capability: tuple[int, int]) -> str:
+    narrow, wide = one.head_dims
+    if capability[0] not in one.chips:
+        chip, most = ".".join(map(str, capability)), max(one.chips)
+        return f"is for compute capabilities from {min(one.chips)}.0 to {most}.x, and this GPU has {chip}"
+    if not narrow <= site.module.head_dim <= wide or site.module.head_dim % 8:
+        return f"takes head dims of {narrow} to {wide} in steps of 8, and this one is {site.module.head_dim}"
+    if site.module.dropout > 0 and not one.dropout:
+        return f"has no dropout, and attention dropout is {site.module.dropout:g}"
+    if one.number == 4 and capability[0] == 12 and run.config.trainer.deterministic:
+        return "has no deterministic backward on this GPU, and trainer.deterministic is set"
+    return ""
+
+
+@cache
+def _broken(one: Version) -> str:
+    """Why an installed version cannot be imported: told before a run starts, not in the middle of its first step."""
+    try:
+        import_module(one.module)
+    except (ImportError, OSError) as error:
+        return f"is installed and cannot be imported: {str(error).partition(chr(10))[0]}"
+    return ""

@@ -1,0 +1,356 @@
+"""Flash: which version it chooses, what it refuses, and what it calls. Its numbers are a GPU's to show."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from warnings import catch_warnings
+
+import pytest
+import torch
+from click.testing import CliRunner
+from mplug_flash import Flash
+from mplug_flash.attention import core
+from mplug_flash.fourth import backward, forward
+from mplug_flash.versions import VERSIONS, Version
+from torch import Tensor
+
+from mplug import Offer, Site
+from mplug.cli import main
+from mplug.nn.attention import attention
+from mplug.testing import KernelSuite
+from mplug.testing.harness import train_steps
+from mplug.testing.precision import Heads, attention_errors
+
+quiet = pytest.mark.filterwarnings("ignore")
+"""What flash-attn and compilers warn of is not the supplier's to answer for."""
+HEADS_OF_64 = {"model.hidden_size": 128, "model.num_attention_heads": 2, "model.num_kv_heads": 1}
+
+
+def site(dropout: float = 0.0, needs: tuple[str, ...] = (), head_dim: int = 64) -> Site:
+    module = SimpleNamespace(dropout=dropout, head_dim=head_dim)
+    return Site("blocks.*.attn", "Attention.core", module, "blocks.0.attn", frozenset(needs))
+
+
+def run(device: str = "cuda", precision: str = "bf16", deterministic: bool = False) -> Any:
+    trainer = SimpleNamespace(precision=precision, deterministic=deterministic)
+    return SimpleNamespace(device=device, config=SimpleNamespace(trainer=trainer))
+
+
+def offers(version: Any = "auto", during: Any = None) -> list[Offer]:
+    return Flash(Flash.Config(version=version)).offer(during or run())
+
+
+def machine(monkeypatch: pytest.MonkeyPatch, installed: tuple[int, ...], capability: tuple[int, int] = (9, 0)) -> None:
+    """A machine as the plugin sees one: these versions of flash-attn, and such a GPU."""
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
+    monkeypatch.setattr(Version, "installed", property(lambda version: version.number in installed))
+    monkeypatch.setattr("mplug_flash.versions._broken", lambda _: "")
+
+
+def chosen(at: Site, during: Any, version: Any = "auto") -> str:
+    """What the one offer that supports a site says of itself."""
+    (offer,) = (offer for offer in offers(version, during) if offer.supports(at, during) is True)
+    return offer.note(at, during)
+
+
+def refusal(at: Site, during: Any, version: Any = "auto") -> str:
+    """What the offers say when none supports a site: one reason."""
+    (reason,) = (one for one in (offer.supports(at, during) for offer in offers(version, during)) if one is not False)
+    assert isinstance(reason, str)
+    return reason
+
+
+# What it chooses.
+
+
+@pytest.mark.parametrize(
+    ("installed", "capability", "expected"),
+    [
+        ((4, 3, 2), (9, 0), "flash-attn-4"),
+        ((3, 2), (9, 0), "flash-attn-3"),
+        ((2,), (9, 0), "flash-attn-2"),
+        ((4, 2), (8, 0), "flash-attn-2"),
+        ((4, 3), (10, 0), "flash-attn-4"),
+    ],
+)
+def test_it_chooses_the_newest_version_that_can_serve_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, installed: tuple[int, ...], capability: tuple[int, int], expected: str
+) -> None:
+    machine(monkeypatch, installed, capability)
+    assert chosen(site(), run()) == expected
+
+
+def test_it_takes_the_version_that_its_config_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, (4, 3, 2))
+    assert [chosen(site(), run(), version) for version in (4, 3, 2)] == ["flash-attn-4", "flash-attn-3", "flash-attn-2"]
+
+
+def test_an_older_version_serves_what_a_newer_one_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, (4, 3, 2))
+    assert chosen(site(head_dim=256), run()) == "flash-attn-3"
+    assert chosen(site(dropout=0.1), run()) == "flash-attn-2"
+    assert all(offer.varies(site(dropout=0.1), run()) for offer in offers())
+
+
+def test_where_none_is_installed_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, ())
+    reason = refusal(site(), run())
+    assert reason.startswith("no flash-attn is installed; install mplug-flash[fa4] for Hopper and Blackwell")
+    assert refusal(site(), run(), 3).startswith("no flash-attn-3 is installed")
+
+
+@pytest.mark.parametrize(
+    ("at", "during", "words"),
+    [
+        (site(), run("cpu"), ("CUDA", "on the CPU")),
+        (site(), run(precision="fp32"), ("bf16", "trainer.precision")),
+        (site(needs=("log-sum-exp",)), run(), ("does not offer log-sum-exp",)),
+        (site(head_dim=20), run(), ("flash-attn-4", "64 to 128", "20")),
+        (site(dropout=0.1), run(), ("flash-attn-4", "no dropout", "0.1")),
+    ],
+)
+def test_what_it_cannot_serve_is_refused_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, at: Site, during: Any, words: tuple[str, ...]
+) -> None:
+    machine(monkeypatch, (4,))
+    assert all(word in refusal(at, during) for word in words)
+
+
+def test_chips_are_refused_by_their_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, (4, 3), (8, 9))
+    reason = refusal(site(), run())
+    assert "flash-attn-4 is for compute capabilities from 9.0 to 12.x, and this GPU has 8.9" in reason
+    assert "flash-attn-3 is for" in reason
+    machine(monkeypatch, (4,), (12, 0))
+    assert chosen(site(), run()) == "flash-attn-4"
+    assert "trainer.deterministic" in refusal(site(), run(deterministic=True))
+
+
+def test_a_version_that_is_installed_and_does_not_import_is_refused_with_what_python_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(Version, "installed", property(lambda version: version.number == 3))
+    broken = Version(3, ("flash-attn-3",), "a_module_that_is_not_there", chips=(9,), head_dims=(8, 256))
+    monkeypatch.setitem(VERSIONS, 3, broken)
+    reason = refusal(site(), run())
+    assert "flash-attn-3 is installed and cannot be imported: No module named 'a_module_that_is_not_there'" in reason
+
+
+def test_versions_are_found_without_importing_them() -> None:
+    assert Version(9, ("no-such-distribution", "mplug"), "a_module_that_is_not_there", (9,), (8, 256)).installed
+    assert not Version(9, ("no-such-distribution",), "mplug", (9,), (8, 256)).installed
+    assert len({name for version in VERSIONS.values() for name in version.distributions}) == 4
+
+
+def test_a_run_on_a_cpu_that_names_it_is_refused_before_it_starts() -> None:
+    result = CliRunner().invoke(main, ["explain", "--attention", "flash", "--set", "trainer.device=cpu"])
+    assert result.exit_code == 2
+    assert "kernels/flash cannot serve Attention.core of 'blocks.*.attn': flash-attn is for CUDA GPUs" in result.output
+    assert result.output.count("cannot serve") == 1
+
+
+# What it calls. B batch, S sequence, H query heads, G KV heads, K head dim.
+
+
+class Fake(ModuleType):
+    """flash-attn-4's two functions by their formulas, and how they were called."""
+
+    def __init__(self) -> None:
+        super().__init__("flash_attn.cute.interface")
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+
+    def _flash_attn_fwd(self, q: Tensor, k: Tensor, v: Tensor, **named: Any) -> tuple[Any, ...]:
+        self.calls.append(("forward", dict(named)))
+        scores = self._scores(q, k, named["softmax_scale"])
+        output = torch.einsum("bhst,bthk->bshk", scores.softmax(-1), self._whole(q, v))
+        return output.contiguous(), scores.logsumexp(-1).float(), None, None, None
+
+    def _flash_attn_bwd(self, q: Tensor, k: Tensor, v: Tensor, *others: Tensor, **named: Any) -> tuple[Tensor, ...]:
+        output, gradient, sums = others
+        dq, dk, dv = (named.pop(name) for name in ("dq", "dk", "dv"))
+        self.calls.append(("backward", dict(named)))
+        scale, keys = named["softmax_scale"], self._whole(q, k)
+        weights = (self._scores(q, k, scale) - sums[..., None].to(q.dtype)).exp()  # [B, H, S, S]
+        of_weights = torch.einsum("bshk,bthk->bhst", gradient, self._whole(q, v))
+        of_scores = scale * weights * (of_weights - (gradient * output).sum(-1).transpose(1, 2)[..., None])
+        dq.copy_(torch.einsum("bhst,bthk->bshk", of_scores, keys))
+        dk.copy_(self._summed(torch.einsum("bhst,bshk->bthk", of_scores, q), k))
+        dv.copy_(self._summed(torch.einsum("bhst,bshk->bthk", weights, gradient), v))
+        return dq, dk, dv
+
+    def _scores(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
+        scores = torch.einsum("bshk,bthk->bhst", q, self._whole(q, k)) * scale
+        return scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+
+    @staticmethod
+    def _whole(q: Tensor, x: Tensor) -> Tensor:
+        return x.repeat_interleave(q.shape[2] // x.shape[2], dim=2)
+
+    @staticmethod
+    def _summed(whole: Tensor, x: Tensor) -> Tensor:
+        return whole.unflatten(2, (x.shape[2], -1)).sum(3)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
+    module = Fake()
+    for name in ("flash_attn", "flash_attn.cute"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_fourth_version_is_called_with_a_causal_mask_and_no_window(
+    fake: Fake, deterministic: bool, compiled: bool
+) -> None:
+    leaf, gradient = drawn(2, 9, 8, 8).requires_grad_(), drawn(2, 9, 4, 8)
+    call = core(4, deterministic)
+    if compiled:
+        torch.compiler.reset()
+        call = torch.compile(call, backend="aot_eager", fullgraph=True)
+    with catch_warnings(action="ignore"):
+        output = call(*leaf.split((4, 2, 2), dim=2), scale=0.3)
+        (found,) = torch.autograd.grad(output, leaf, gradient)
+    assert [name for name, _ in fake.calls] == ["forward", "backward"]
+    assert fake.calls[0][1] == {"softmax_scale": 0.3, "causal": True, "return_lse": True}
+    assert fake.calls[1][1] == {"softmax_scale": 0.3, "causal": True, "deterministic": deterministic}
+    assert output.is_contiguous()
+    exact = attention(*leaf.split((4, 2, 2), dim=2), scale=0.3)
+    torch.testing.assert_close(output, exact)
+    right = torch.autograd.grad(exact, leaf, gradient)[0]
+    torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)  # the sums between them are fp32
+
+
+@pytest.mark.usefixtures("fake")
+def test_the_fourth_version_is_an_operator_as_torch_wants_one() -> None:
+    q, k, v = drawn(2, 5, 4, 8), drawn(2, 5, 2, 8), drawn(2, 5, 2, 8) + 1
+    output, sums = forward(q, k, v, 0.3, False)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    with catch_warnings(action="ignore"):
+        torch.library.opcheck(
+            backward, (drawn(2, 5, 4, 8), q.detach(), k.detach(), v.detach(), output, sums, 0.3, True)
+        )
+        tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+        torch.library.opcheck(forward, (*inputs, 0.3, False), test_utils=tests)
+
+
+@pytest.mark.parametrize(("version", "module"), [(3, "flash_attn_interface"), (2, "flash_attn")])
+@pytest.mark.parametrize("gives_sums", [False, True])
+def test_older_versions_are_called_with_a_causal_mask_and_no_window(
+    monkeypatch: pytest.MonkeyPatch, version: int, module: str, gives_sums: bool
+) -> None:
+    heard: list[dict[str, Any]] = []
+
+    def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **named: Any) -> Any:
+        heard.append(named)
+        return (q, q) if gives_sums else q
+
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace(flash_attn_func=flash_attn_func))
+    q = drawn(2, 5, 4, 8)
+    assert core(version, True)(q, q, q, scale=0.3, dropout=0.25) is q
+    dropout = {"dropout_p": 0.25} if version == 2 else {}
+    assert heard == [{"softmax_scale": 0.3, "causal": True, "deterministic": True, **dropout}]
+
+
+@pytest.mark.usefixtures("fake")
+def test_other_lengths_of_keys_are_refused_whose_mask_would_be_another() -> None:
+    with pytest.raises(ValueError, match="5 queries and 7 keys"):
+        core(4, False)(drawn(2, 5, 4, 8), drawn(2, 7, 4, 8), drawn(2, 7, 4, 8), scale=0.3)
+
+
+def test_all_sites_share_one_callable_of_a_version() -> None:
+    for one, other in zip(offers(), offers(), strict=True):
+        assert one.suppliers == other.suppliers
+
+
+# The suite: without a GPU, what it checks of the package.
+
+
+@quiet
+class TestFlash(KernelSuite):
+    plugin = "flash"
+    settings = {"trainer.device": "cuda", **HEADS_OF_64}
+    dtypes = ("bf16",)
+    deterministic = False
+
+    @pytest.fixture(autouse=True)
+    def installed(self) -> None:
+        if torch.cuda.is_available() and not any(version.installed for version in VERSIONS.values()):
+            pytest.skip("no flash-attn is installed")
+
+
+class TestDeterministicFlash(TestFlash):
+    settings = {**TestFlash.settings, "trainer.deterministic": True}
+    deterministic = True
+
+
+# On a GPU.
+
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
+
+
+def served(version: int, head_dim: int) -> None:
+    """Skip what this machine does not have."""
+    at = site(head_dim=head_dim)
+    answer = offers(version)[0].supports(at, run())
+    if answer is not True:
+        pytest.skip(str(answer))
+
+
+@pytest.mark.gpu
+@on_a_gpu
+@quiet
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize(
+    "heads",
+    [Heads(2, 256, 8, 8, 64), Heads(2, 512, 8, 2, 128), Heads(1, 1000, 4, 1, 64), Heads(3, 131, 6, 2, 128)],
+    ids=["64 wide", "grouped", "length 1000, one KV head", "length 131"],
+)
+@pytest.mark.parametrize("version", [4, 3, 2])
+def test_each_version_is_within_the_bf16_band_of_the_composition_in_fp64(
+    version: int, heads: Heads, deterministic: bool, compiled: bool
+) -> None:
+    served(version, heads.k)
+    call = core(version, deterministic)
+    if compiled:
+        torch.compiler.reset()
+        call = torch.compile(call, fullgraph=True, dynamic=False)
+    errors = attention_errors(call, heads, "cuda")
+    for name, (error, usual) in errors.items():
+        assert error <= min(1e-2, 2 * usual), f"{name} is off by {error:.2e}; plain torch in bf16 by {usual:.2e}"
+
+
+@pytest.mark.gpu
+@on_a_gpu
+@quiet
+@pytest.mark.parametrize("version", [4, 3, 2])
+def test_a_deterministic_backward_gives_the_same_bits(version: int) -> None:
+    heads = Heads(2, 2048, 8, 2, 128)
+    served(version, heads.k)
+    packed, gradient = heads.drawn("cuda", torch.bfloat16)
+    found = []
+    for _ in range(3):
+        leaf = packed.clone().requires_grad_()
+        core(version, True)(*leaf.split((8, 2, 2), dim=2), scale=0.1).backward(gradient)
+        found.append(leaf.grad)
+    assert all(torch.equal(one, found[0]) for one in found[1:])
+
+
+@pytest.mark.gpu
+@on_a_gpu
+@quiet
+@pytest.mark.parametrize("compiler", ["never", "inductor"])
+def test_a_run_by_it_has_the_losses_of_plain_torch(compiler: str) -> None:
+    settings = {**TestFlash.settings, "trainer.precision": "bf16", "trainer.compile": compiler}
+    served(next((number for number, version in VERSIONS.items() if version.installed), 4), 64)
+    found = train_steps({**settings, "kernels.attention": "flash"})
+    plain = train_steps({**settings, "kernels.default": None})
+    assert found.losses == pytest.approx(plain.losses, rel=1e-2)

@@ -1,0 +1,147 @@
+"""`--deterministic`: what torch is told for a run, that it is forgotten afterwards, and that two runs are one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor import config as inductor
+
+from mplug.job import Job, work
+from mplug.loop import Ending
+from mplug.resolve import default_settings
+from mplug.settings import merge, read_assignments
+
+SMALL = [
+    "model.preset=null",
+    "model.num_layers=2",
+    "model.hidden_size=32",
+    "model.num_attention_heads=2",
+    "model.vocab_size=259",
+    "data.name=mock",
+    "trainer.steps=4",
+    "trainer.seq_length=16",
+    "trainer.device=cpu",
+    "trainer.eval_every=0",
+    "checkpoint.every=0",
+]
+
+
+def job(directory: Path, *changes: str) -> Job:
+    return Job(default_settings(), merge(read_assignments(SMALL), read_assignments(changes)), directory, None)
+
+
+def told() -> dict[str, Any]:
+    """All that the process has been told about determinism."""
+    return {
+        "algorithms": torch.are_deterministic_algorithms_enabled(),
+        "only warns": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "fills memory": torch.utils.deterministic.fill_uninitialized_memory,
+        "cudnn": (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark),
+        "cublas": os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+        "inductor": inductor.deterministic,
+    }
+
+
+@pytest.fixture
+def heard(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What a process had been told when it began to train; it does not train."""
+    found: list[dict[str, Any]] = []
+
+    def train(*arguments: Any) -> Ending:
+        found.append(told())
+        return Ending()
+
+    monkeypatch.setattr("mplug.loop.train", train)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    return found
+
+
+def test_a_run_with_the_flag_is_deterministic_and_leaves_nothing_behind(
+    heard: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    before = told()
+    work(job(tmp_path, "trainer.deterministic=true"))
+    assert heard == [
+        {
+            "algorithms": True,
+            "only warns": False,
+            "fills memory": False,
+            "cudnn": (True, False),
+            "cublas": ":4096:8",
+            "inductor": True,
+        }
+    ]
+    assert told() == before
+    assert not before["algorithms"]
+
+
+def test_without_the_flag_nothing_is_told(heard: list[dict[str, Any]], tmp_path: Path) -> None:
+    before = told()
+    work(job(tmp_path))
+    assert heard == [before]
+
+
+def test_a_run_that_fails_leaves_nothing_behind_either(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def train(*arguments: Any) -> Ending:
+        raise RuntimeError("it fails")
+
+    monkeypatch.setattr("mplug.loop.train", train)
+    before = told()
+    with pytest.raises(RuntimeError, match="it fails"):
+        work(job(tmp_path, "trainer.deterministic=true"))
+    assert told() == before
+
+
+def test_the_workspace_that_the_user_chose_is_kept(
+    heard: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    work(job(tmp_path, "trainer.deterministic=true"))
+    assert heard[0]["cublas"] == ":16:8" == os.environ["CUBLAS_WORKSPACE_CONFIG"]
+
+
+def trained(folder: Path, name: str, *options: str) -> tuple[list[float], dict[str, bytes]]:
+    """The losses of a run in a process of its own, and the files of its last checkpoint that hold tensors."""
+    changes = [word for change in SMALL for word in ("--set", change)]
+    command = [sys.executable, "-m", "mplug", "train", "--name", name, "--deterministic", *changes, *options]
+    subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    run = folder / "runs" / name
+    losses = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (checkpoint,) = (run / "checkpoints").iterdir()
+    return losses, {path.name: path.read_bytes() for path in checkpoint.glob("*.safetensors")}
+
+
+def test_two_runs_with_the_flag_end_in_the_same_bits(tmp_path: Path) -> None:
+    one, other = (trained(tmp_path, name) for name in ("one", "other"))
+    assert len(one[0]) == 4
+    assert one[1]
+    assert one == other
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
+@pytest.mark.parametrize("compiler", ["never", "inductor"])
+def test_two_runs_on_a_gpu_with_the_flag_end_in_the_same_bits(tmp_path: Path, compiler: str) -> None:
+    """Long enough for attention's backward to be split: in several parts whose order of addition matters."""
+    changes = {
+        "trainer.device": "cuda",
+        "trainer.precision": "bf16",
+        "trainer.compile": compiler,
+        "trainer.steps": 10,
+        "trainer.seq_length": 1024,
+        "trainer.micro_batch_size": 4,
+        "trainer.global_batch_size": 8,
+        "model.hidden_size": 512,
+        "model.num_attention_heads": 8,
+        "model.vocab_size": 4096,
+    }
+    options = [word for field, value in changes.items() for word in ("--set", f"{field}={value}")]
+    one, other = (trained(tmp_path, name, *options) for name in ("one", "other"))
+    assert len(one[0]) == 10
+    assert one[1]
+    assert one == other

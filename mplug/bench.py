@@ -1,18 +1,25 @@
 """Measuring: the steps of a run by themselves, as `mplug train` does them, without logs, evaluation or checkpoints."""
 
 import statistics
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from itertools import pairwise
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from mplug.against import Script, task_of
+from mplug.errors import UsageError
 from mplug.job import among
-from mplug.launch import launched
+from mplug.launch import launch, launched
+from mplug.profiling import RECORDED, Event, Profile, profile_of, profiled
 from mplug.registry import Registry
 from mplug.resolve import default_settings, resolve
 from mplug.run import Run, prepare
-from mplug.settings import Settings, merge, read_file
+from mplug.settings import Settings, merge, read_assignments, read_file
+
+if TYPE_CHECKING:
+    from mplug.ceilings import Limits
+    from mplug.model import Model
 
 
 @dataclass(frozen=True)
@@ -25,9 +32,9 @@ class Task:
     profile: bool = False
 
 
-@dataclass
-class Measured:
-    """The figures of one variant over all its rounds. Times are seconds; memory is the largest of any rank's, in GiB.
+@dataclass(frozen=True)
+class Facts:
+    """What a step computes: known before it runs.
 
     `flops` are those of a step, causal attention counted once (A = 6); `flops_full` count the square (A = 12).
     """
@@ -38,10 +45,24 @@ class Measured:
     world_size: int
     parameters: int
     device: str
+
+
+@dataclass(frozen=True)
+class Measured(Facts):
+    """The figures of one participant over all its rounds.
+
+    `rounds` are the seconds of every step, round by round; memory is the largest of any rank's, in GiB.
+    """
+
     peak_tflops: float | None
     memory_gib: float
-    seconds: list[float]
-    classes: dict[str, float] = field(default_factory=dict)
+    rounds: list[list[float]]
+    profile: Profile | None = None
+
+    @property
+    def seconds(self) -> list[float]:
+        """Of every step."""
+        return [seconds for steps in self.rounds for seconds in steps]
 
     @property
     def step(self) -> float:
@@ -62,10 +83,19 @@ class Measured:
         """The fraction of the chip's dense bf16 peak (A = 6); None where the peak is not known."""
         return self.tflops(self.flops) / self.peak_tflops if self.peak_tflops else None
 
+    def ratios(self, other: "Measured") -> list[float]:
+        """This one's tokens a second and GPU to another's, in each round that both have had."""
+        mine, theirs = (
+            [one.tokens / one.world_size / statistics.median(r) for r in one.rounds] for one in (self, other)
+        )
+        return [own / its for own, its in zip(mine, theirs, strict=False)]
+
     def joined(self, other: "Measured") -> "Measured":
-        """This and another round of the same variant."""
+        """This and the next round of the same participant."""
         memory = max(self.memory_gib, other.memory_gib)
-        return Measured(**{**asdict(self), "seconds": self.seconds + other.seconds, "memory_gib": memory})
+        return replace(
+            self, rounds=self.rounds + other.rounds, memory_gib=memory, profile=self.profile or other.profile
+        )
 
 
 def bench_settings() -> Settings:
@@ -73,63 +103,164 @@ def bench_settings() -> Settings:
     return merge(default_settings(), read_file(Path(__file__).with_name("bench.yaml"), "bench.yaml"))
 
 
-def measure(task: Task, tell: Callable[[int], None]) -> Measured:
-    """Be one process of a measurement. `tell` hears the number of every step."""
+def checked(changes: Settings) -> "tuple[Run, Model]":
+    """A run whose config is right, and its model without memory: what cannot be built is refused here."""
+    run = prepare(resolve(Registry(), bench_settings(), changes))
+    from mplug.build import build_model  # imports torch, which a refused config never waits for
+
+    return run, build_model(run)
+
+
+def facts_of(run: Run, model: "Model") -> Facts:
+    """What a step of a run computes."""
+    samples, length, flops = run.config.trainer.global_batch_size, run.config.trainer.seq_length, model.plan.flops
+    return Facts(
+        tokens=samples * length,
+        flops=flops.of(samples * length, samples * length**2),
+        flops_full=flops.of(samples * length, 2 * samples * length**2),
+        world_size=run.mesh.world_size,
+        parameters=sum(placement.numel for placement in model.placements.values()),
+        device=run.device,
+    )
+
+
+# A variant's turn, in processes of its own.
+
+
+def turn(task: Task, world_size: int) -> Measured:
+    """Measure one round of a variant."""
+    found: Measured = launch(world_size, _measure, task)
+    return found
+
+
+def limits(task: Task, world_size: int) -> "Limits":
+    """Measure what the machine can do, and what of it a variant asks for."""
+    found: Limits = launch(world_size, _limits, task)
+    return found
+
+
+@contextmanager
+def _running(task: Task) -> Iterator[Run]:
+    """Be one process of a measurement for a block."""
     run = prepare(resolve(Registry(), bench_settings(), task.overrides))
     from mplug.build import choose_device  # torch comes in only when the config is right
 
     run.device = choose_device(run.config)
     with among(launched(), run):
-        return _measured(run, task, tell)
+        yield run
 
 
-def _measured(run: Run, task: Task, tell: Callable[[int], None]) -> Measured:
-    from mplug.build import build
-    from mplug.hardware import Moment, peak_memory_gib, peak_tflops
-    from mplug.profiling import by_class
+def _measure(task: Task, tell: Callable[[int], None]) -> Measured:
+    """`tell` hears the number of every step."""
+    with _running(task) as run:
+        from mplug.build import build
+        from mplug.hardware import peak_memory_gib, peak_tflops, timed
+        from mplug.loop import launch_step
 
-    parts, trainer = build(run), run.config.trainer
+        parts, config = build(run), run.config
 
-    def step() -> None:
-        run.step += 1
-        tell(run.step)
-        parts.stepper.forward_backward(parts.train_loader.take(trainer.global_batch_size), run.step)
-        parts.stepper.update(run.config.optimizer.lr, run.config.optimizer.weight_decay)
-        run.hooks.call.parameters_updated(run=run)
+        def step() -> None:
+            run.step += 1
+            tell(run.step)
+            samples, optimizer = config.trainer.global_batch_size, config.optimizer
+            launch_step(run, parts, samples, optimizer.lr, optimizer.weight_decay)
 
-    for _ in range(task.warmup):
-        step()
-    moments = [Moment(run.device)]
-    for _ in range(task.steps):
-        step()
-        moments.append(Moment(run.device))
-    moments[-1].wait()
-    samples, length, flops = trainer.global_batch_size, trainer.seq_length, parts.model.plan.flops
-    return Measured(
-        tokens=samples * length,
-        flops=flops.of(samples * length, samples * length**2),
-        flops_full=flops.of(samples * length, 2 * samples * length**2),
-        world_size=run.mesh.world_size,
-        parameters=parts.num_parameters,
-        device=run.device,
-        peak_tflops=peak_tflops(run.device),
-        memory_gib=max(run.gathered(peak_memory_gib(run.device))),
-        seconds=[after.since(before) for before, after in pairwise(moments)],
-        classes=by_class(step, run.device) if task.profile else {},
-    )
+        for _ in range(task.warmup):
+            step()
+        seconds = timed(step, task.steps, run.device)
+        memory = max(run.gathered(peak_memory_gib(run.device)))  # of the steps alone
+        profile = profiled(step, run.device) if task.profile else None
+        facts = asdict(facts_of(run, parts.model))
+        return Measured(
+            **facts, peak_tflops=peak_tflops(run.device), memory_gib=memory, rounds=[seconds], profile=profile
+        )
 
 
-def as_json(variants: dict[str, Measured], limits: dict[str, float]) -> dict[str, Any]:
+def _limits(task: Task, tell: Callable[[int], None]) -> "Limits":
+    with _running(task) as run:
+        from mplug.ceilings import ceilings
+
+        return ceilings(run)
+
+
+# A script's turn.
+
+
+@dataclass(frozen=True)
+class Opponent:
+    """A script that takes part, and what it was told to train: as much as every variant does."""
+
+    script: Script
+    told: dict[str, Any]
+    facts: Facts
+
+    @property
+    def name(self) -> str:
+        """What its row and its turns are called."""
+        return self.script.path.name
+
+    @classmethod
+    def of(cls, script: Script, base: Settings, variants: dict[str, Facts]) -> "Opponent":
+        """The script with the run's settings and its own; UsageError where it is not to be compared with a variant."""
+        run, model = checked(merge(base, read_assignments(script.assignments, "--against")))
+        facts = facts_of(run, model)
+        for name, one in ((str(script.path), facts), *((shown(name), one) for name, one in variants.items())):
+            if one.world_size > 1:
+                raise UsageError(
+                    f"--against is for runs of one process, and '{name}' takes {one.world_size}; leave it out"
+                )
+        opponent = cls(script, task_of(run, model), facts)
+        opponent._refuse_other_work(script.ask(opponent.told), variants)
+        return opponent
+
+    def _refuse_other_work(self, answer: dict[str, Any], variants: dict[str, Facts]) -> None:
+        for name, facts in variants.items():
+            for what, ours in (("parameters", facts.parameters), ("flops", facts.flops)):
+                if answer[what] != ours:
+                    raise UsageError(
+                        f"'{self.script.path}' counts {answer[what]:,} {what}, and '{shown(name)}' {ours:,}: they do "
+                        f"not compute the same; give the script the same settings (--against '{self.name} FIELD=VALUE')"
+                    )
+
+    def turn(self, task: Task, peak_tflops: float | None) -> Measured:
+        """Measure one round of it, on the chip whose peak is given."""
+        found = self.script.ask(
+            self.told, warmup=task.warmup, steps=task.steps, profile=RECORDED if task.profile else 0
+        )
+        events = [Event(*event) for event in found.get("events", ())]
+        profile = profile_of(events) if events else None
+        memory, rounds = found["memory_gib"], [found["seconds"]]
+        return Measured(
+            **asdict(self.facts), peak_tflops=peak_tflops, memory_gib=memory, rounds=rounds, profile=profile
+        )
+
+
+# What is told.
+
+
+def shown(variant: str) -> str:
+    """A variant as a reader sees it."""
+    return variant or "as it is"
+
+
+def as_json(variants: dict[str, Measured], limits: "dict[str, Limits]", opponent: Measured | None) -> dict[str, Any]:
     """All figures, for a file."""
-    found = {
-        name: {
-            **asdict(one),
-            "median_s": one.step,
-            "tokens_per_s_per_gpu": one.tokens_per_s,
-            "tflops_a6": one.tflops(one.flops),
-            "tflops_a12": one.tflops(one.flops_full),
-            "mfu_a6": one.mfu,
-        }
-        for name, one in variants.items()
+    found = {name: _figures(one) for name, one in variants.items()}
+    for name, one in limits.items():
+        found[name]["limits"] = asdict(one)
+    if opponent is None:
+        return {"variants": found}
+    for name, measured in variants.items():
+        found[name]["ratios_against"] = measured.ratios(opponent)
+    return {"variants": found, "against": _figures(opponent)}
+
+
+def _figures(one: Measured) -> dict[str, Any]:
+    return {
+        **asdict(one),
+        "median_s": one.step,
+        "tokens_per_s_per_gpu": one.tokens_per_s,
+        "tflops_a6": one.tflops(one.flops),
+        "tflops_a12": one.tflops(one.flops_full),
+        "mfu_a6": one.mfu,
     }
-    return {"variants": found, "limits": limits}

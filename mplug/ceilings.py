@@ -1,35 +1,199 @@
-"""What the machine itself can do, so that a result is a fraction of its limit."""
+"""What the machine itself can do, so that a result is a fraction of its limit.
 
-from itertools import pairwise
+M tokens of a micro batch, I and O the widths of a linear layer; B samples, S sequence, H query heads, G KV heads, K
+head dim: all as this rank has them.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from mplug.hardware import Moment
+from mplug.build import DTYPES, build_model, measure_bytes
+from mplug.hardware import timed
+from mplug.model import Model
+from mplug.nn.linear import Linear
+from mplug.ops import all_gather
+from mplug.run import Run
 
-REPEATS = 20
+REPEATS, WARMUP = 20, 3
+LARGE = {"cuda": 8192, "cpu": 512}
+"""Rows and columns of the large product."""
+COPIED = {"cuda": 2**30, "cpu": 2**24}
+"""Bytes that are copied within memory."""
+SENT = {"cuda": 2**27, "cpu": 2**20}
+"""Bytes of a collective's whole tensor."""
 
 
-def ceilings(device: str) -> dict[str, float]:
-    """Measured rates: a large matrix product in TFLOP/s, a copy within memory in TB/s (read and written)."""
-    size, dtype = (8192, torch.bfloat16) if device == "cuda" else (1024, torch.float32)
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    product = _best(lambda: torch.mm(a, b), device)
-    elements = 2**30 if device == "cuda" else 2**24
-    source, target = (torch.ones(elements // 4, device=device) for _ in range(2))
-    copy = _best(lambda: target.copy_(source), device)
-    kind = str(dtype).removeprefix("torch.")
-    return {
-        f"{kind} product of {size} x {size} matrices, TFLOP/s": 2 * size**3 / product / 1e12,
-        "copy within memory, TB/s": 2 * source.nbytes / copy / 1e12,
+@dataclass(frozen=True)
+class Limits:
+    """`rates` by what they are of and their unit.
+
+    `classes` of time, as a profile names them -> the seconds a step that the work of this rank would take alone.
+    """
+
+    rates: dict[str, float] = field(default_factory=dict)
+    classes: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Work:
+    """A part of a step: FLOPs of a call, calls a step; `prepare` makes the operands, and returns the call."""
+
+    flops: int
+    calls: int
+    prepare: Callable[[], Callable[[], object]]
+
+
+def ceilings(run: Run) -> Limits:
+    """Measure the machine, and at its rates the work of the run's model; all processes of the run take part."""
+    model, device, precision = build_model(run), run.device, run.config.trainer.precision
+    size, copies = LARGE[device], _bytes_per_s_copied(device)
+    large = Work(2 * size**3, 1, partial(_square, size, DTYPES[precision], device))
+    rates = {
+        f"{precision} product of {size} x {size} matrices, TFLOP/s": _rate([large], device)[0],
+        "copy within memory, read and written, TB/s": copies / 1e12,
+        **_bus_rates(run),
     }
+    classes: dict[str, float] = {}
+    for kind, what, works in (
+        ("GEMM", "the model's own products", products(run, model)),
+        ("attention", "attention forward and backward", attentions(run, model)),
+    ):
+        if works:
+            rates[f"{what}, TFLOP/s"], classes[kind] = _rate(works, device)
+    return Limits(rates, classes | {"optimizer": _bytes_of_an_update(run, model) / copies})
 
 
-def _best(work: object, device: str) -> float:
-    """Seconds of the fastest of some calls."""
-    assert callable(work)
-    moments = [Moment(device)]
-    for _ in range(REPEATS):
-        work()
-        moments.append(Moment(device))
-    moments[-1].wait()
-    return min(after.since(before) for before, after in pairwise(moments))
+def _rate(works: Iterable[Work], device: str) -> tuple[float, float]:
+    """(TFLOP/s over all of a step's calls, the seconds that they take), by each work's median call."""
+    flops, seconds = 0, 0.0
+    for work in works:
+        call = work.prepare()
+        timed(call, WARMUP, device)
+        flops += work.flops * work.calls
+        seconds += median(timed(call, REPEATS, device)) * work.calls
+    return flops / seconds / 1e12, seconds
+
+
+def _square(size: int, dtype: torch.dtype, device: str) -> Callable[[], object]:
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    return lambda: torch.mm(a, b)
+
+
+def _bytes_per_s_copied(device: str) -> float:
+    """Bytes read and written a second."""
+    source, target = (torch.ones(COPIED[device] // 4, device=device) for _ in range(2))
+    return 2 * source.nbytes / min(timed(lambda: target.copy_(source), REPEATS, device))
+
+
+def _bus_rates(run: Run) -> dict[str, float]:
+    """GB/s of NCCL's bus bandwidth, which does not depend on the number of ranks where links are the limit."""
+    ranks, size = run.mesh.world_size, SENT[run.device]
+    if run.groups is None or ranks == 1:
+        return {}
+    group, whole = run.groups.of([tuple(range(ranks))]), torch.zeros(size // 4 // ranks * ranks, device=run.device)
+    part = whole[: len(whole) // ranks].clone()
+    calls: dict[str, tuple[float, Callable[[], object]]] = {
+        "all-reduce": (2.0, lambda: dist.all_reduce(whole, group=group)),
+        "all-gather": (1.0, lambda: all_gather(part, group, 0)),
+    }
+    found = {}
+    for name, (factor, call) in calls.items():
+        timed(call, WARMUP, run.device)
+        seconds = median(timed(call, REPEATS, run.device))
+        found[f"{name} of {size >> 20} MiB, bus GB/s"] = factor * (ranks - 1) / ranks * whole.nbytes / seconds / 1e9
+    return found
+
+
+# The model's own work.
+
+
+def products(run: Run, model: Model) -> list[Work]:
+    """Forward, dgrad and wgrad of every linear layer of this rank, as plain products; layers of one shape together."""
+    tokens = run.micro_batch_size * _own_length(run)
+    names = [name for name, part in model.module.named_modules() if isinstance(part, Linear)]
+    shapes = Counter(model.placement_of(f"{name}.weight").local_shape(run.rank) for name in names)
+    prepare = partial(_three_products, run, tokens)
+    return [
+        Work(6 * tokens * out * wide, layers * _micro_batches(run), partial(prepare, out, wide))
+        for (out, wide), layers in shapes.items()
+    ]
+
+
+def _three_products(run: Run, tokens: int, out: int, wide: int) -> Callable[[], object]:
+    of = partial(torch.randn, device=run.device, dtype=DTYPES[run.config.trainer.precision])
+    x, weight, grad_y = of(tokens, wide), of(out, wide), of(tokens, out)
+
+    def call() -> None:
+        torch.mm(x, weight.t())  # [M, O]
+        torch.mm(grad_y, weight)  # [M, I]
+        torch.mm(grad_y.t(), x)  # [O, I]
+
+    return call
+
+
+def attentions(run: Run, model: Model) -> list[Work]:
+    """Causal attention forward and backward through whatever fills the sites of this rank; alike ones together.
+
+    Backward counts 2.5 times the forward pass, whose scores it computes again (FlashAttention-2, arXiv 2307.08691).
+    """
+    modules = [filled.site.module for filled in model.slots if filled.site.slot == "Attention.core"]
+    sites = Counter((part.core, *_own_heads(run, part), part.head_dim) for part in modules)
+    pairs = run.micro_batch_size * _own_length(run) * run.config.trainer.seq_length  # half of them causal
+    return [
+        Work(7 * pairs * heads * width, layers * _micro_batches(run), partial(_attend, run, core, heads, groups, width))
+        for (core, heads, groups, width), layers in sites.items()
+    ]
+
+
+def _attend(run: Run, core: Callable[..., Tensor], heads: int, groups: int, width: int) -> Callable[[], object]:
+    shape, dtype = (run.micro_batch_size, _own_length(run)), DTYPES[run.config.trainer.precision]
+    q, k, v = (
+        torch.randn(*shape, number, width, device=run.device, dtype=dtype, requires_grad=True)
+        for number in (heads, groups, groups)
+    )  # [B, S, H, K], [B, S, G, K]
+    grad = torch.randn_like(q)
+    return lambda: torch.autograd.grad(core(q, k, v, scale=width**-0.5), (q, k, v), grad)
+
+
+def _own_heads(run: Run, part: Any) -> tuple[int, int]:
+    """(query heads, KV heads) of this rank; a KV head that several ranks need is copied."""
+    found = []
+    for named, number in (("heads", part.num_heads), ("kv_heads", part.num_kv_heads)):
+        for axis in run.mesh.views["attention"]:
+            number = number // axis.size if named in axis.splits else number
+        found.append(max(number, 1))
+    return found[0], found[1]
+
+
+def _own_length(run: Run) -> int:
+    """Positions of the sequence that this rank's entries have."""
+    length = run.config.trainer.seq_length
+    for axis in run.mesh.views["attention"]:
+        if "sequence" in axis.entries:
+            index = run.mesh.index(run.rank, axis.name)
+            length = sum(map(len, axis.entries["sequence"](length, axis.size, index)))
+    return length
+
+
+def _micro_batches(run: Run) -> int:
+    """Micro batches of a step on this rank."""
+    return run.config.trainer.global_batch_size // run.mesh.batch_shard(run.rank)[1] // run.micro_batch_size
+
+
+def _bytes_of_an_update(run: Run, model: Model) -> int:
+    """What it moves at least: masters and state read and written, gradients read, weights written.
+
+    Counting replaces the model's parameters by ones without memory.
+    """
+    held = measure_bytes(run, model)
+    weights, state = held["weights"], held.get("optimizer state", 0)
+    masters = 2 * held["masters"] + weights if "masters" in held else 2 * weights
+    return masters + 2 * state + held["gradients"]

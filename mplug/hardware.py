@@ -3,6 +3,8 @@
 import resource
 import sys
 import time
+from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 
@@ -50,3 +52,13 @@ class Moment:
         if self._event is None or earlier._event is None:
             return self._seconds - earlier._seconds
         return float(earlier._event.elapsed_time(self._event)) / 1e3
+
+
+def timed(work: Callable[[], object], repeats: int, device: str) -> list[float]:
+    """Seconds of each of some calls in a row, by the device's own clock; it is waited for once, after the last."""
+    moments = [Moment(device)]
+    for _ in range(repeats):
+        work()
+        moments.append(Moment(device))
+    moments[-1].wait()
+    return [after.since(before) for before, after in pairwise(moments)]

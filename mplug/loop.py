@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mplug.build import Parts, build
+from mplug.contracts import StepResult
 from mplug.errors import Diverged, UsageError
 from mplug.interrupt import Interrupt, TimeLeft
 from mplug.position import Position
@@ -113,12 +114,18 @@ def _step(run: Run, parts: Parts, position: Position) -> Underway:
     samples = batch_size(position.samples, config.trainer, config.schedule.batch_rampup)
     lr = learning_rate(step, config.optimizer.lr, config.schedule, config.trainer.steps)
     decay = weight_decay(step, config.optimizer.weight_decay, config.schedule.weight_decay, config.trainer.steps)
+    result, waited = launch_step(run, parts, samples, lr, decay)
+    position.samples += samples
+    return Underway(step, samples, lr, waited, Figures(result, run.device))
+
+
+def launch_step(run: Run, parts: Parts, samples: int, lr: float, decay: float) -> tuple[StepResult, float]:
+    """Launch the step `run.step`: its figures, and the seconds that its micro batches were waited for."""
     micro_batches = parts.train_loader.take(samples)
-    parts.stepper.forward_backward(micro_batches, step)
+    parts.stepper.forward_backward(micro_batches, run.step)
     result = parts.stepper.update(lr, decay)
     run.hooks.call.parameters_updated(run=run)
-    position.samples += samples
-    return Underway(step, samples, lr, micro_batches.waited, Figures(result, run.device))
+    return result, micro_batches.waited
 
 
 def _tell_of_saved(run: Run, position: Position) -> None:

@@ -1,63 +1,165 @@
 """Where the time of a step goes, by class of kernel (on a GPU) or of operator (on a CPU)."""
 
 import re
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch.profiler import ProfilerActivity, profile
-
-STEPS = 3
+RECORDED, KEPT = 4, 3
+"""Steps that are recorded, and the last of them that count: while the first is launched, the device waits for it."""
+LONGEST = 30
+GAPS, OTHER, COLLECTIVES = "gaps", "other", "collectives"
 CLASSES = {
-    "collectives": r"nccl|gloo|c10d|all_reduce|all_gather|reduce_scatter|all_to_all|send|recv",
-    "attention": r"flash|fmha|attention|sdpa|cudnn_generated.*(fwd|bwd|dgrad)",
-    "GEMM": r"gemm|cutlass|nvjet|xmma|cublas|\bmm\b|addmm|bmm|linear|mkldnn|matmul",
-    "optimizer": r"adam|multi_tensor|foreach|lamb|sgd",
-    "loss": r"softmax|nll_loss|cross_entropy",
-    "norm and activation": r"norm|gelu|silu|triton|sigmoid|tanh|erf|elementwise|vectorized|add|mul|reduce_kernel",
-    "copies and fills": r"copy|memcpy|memset|fill|cat|zero|clone|contiguous|to_copy",
+    COLLECTIVES: r"nccl|gloo|c10d|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|\b(send|recv)\b",
+    "loss": r"cross_?entropy|log_?softmax|softmax_online|nll_?loss|logsumexp",
+    "attention": r"flash|fmha|attention|sdpa|softmax|compute_dot_do_o|convert_dq",
+    "optimizer": r"adam|multi_tensor|foreach|\blamb\b|\bsgd|muon",
+    "GEMM": r"gemm|gemv|cutlass|nvjet|xmma|cublas|splitk|\bmm\b|addmm|bmm|linear|mkldnn|matmul",
+    "copies and fills": r"copy|memcpy|memset|fill|catarray|\bcat\b|zero_|clone|contiguous",
+    "norm and activation": r"norm|gammabeta|gelu|silu|sigmoid|tanh|erf|rotat|elementwise|vectorized|reduce_kernel|"
+    r"\b(add|mul|sub|div|sum|mean|cos|sin|pow)_?\b",
 }
-"""Classes of time, in the order in which they are tried -> what the names of their kernels have in them."""
+"""Classes of time, in the order in which they are tried -> what the names of their kernels have in them.
+
+FlashAttention's kernels are written with CUTLASS, and its names are in theirs: attention goes before GEMM.
+"""
+PRECEDENCE = ("GEMM", "attention", "optimizer", "loss", "norm and activation", OTHER, "copies and fills", COLLECTIVES)
+"""Of kernels that run at once, the first in this order has the time: what a collective hides behind is not its own."""
+FUSED = re.compile(r"triton_(poi|red|per|for|unk|mix|split_scan)_fused_?(.*?)_?\d*$")
+"""Inductor's fused kernels: their names tell the operators that they come from, in alphabetical order."""
+MOVING = re.compile(
+    r"(^|_)_?(scaled_dot_product(_fused|_cudnn|_flash|_efficient)?_attention|(add|b)?mm|linear|to_copy|clone|copy|cat|"
+    r"stack|unsafe_view|view|reshape|transpose|permute|split_with_sizes|split|slice_scatter|slice|select_scatter|select|"
+    r"unsqueeze|squeeze|expand|new_zeros|zeros_like|zeros|new_empty|empty_like|empty|full_like|full|constant_pad_nd|fill|"
+    r"as_strided|alias|getitem|t)(_backward)?(?=_|$)"
+)
+"""What only moves values; and products and attention, of which a fused kernel only ever prepares operands."""
 
 
-def by_class(step: Callable[[], None], device: str) -> dict[str, float]:
-    """Seconds a step spends in each class, and in `gaps`, when the device had nothing to do."""
-    on_gpu = device.startswith("cuda")
-    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
-    with profile(activities=activities) as profiled:
-        for _ in range(STEPS):
-            step()
-        if on_gpu:
-            torch.cuda.synchronize()
-    events = [event for event in profiled.events() or () if _counts(event, on_gpu)]
-    found: dict[str, float] = {}
-    for event in events:
-        kind, seconds = class_of(event.name), _seconds(event, on_gpu)
-        found[kind] = found.get(kind, 0.0) + seconds / STEPS
-    return {**found, "gaps": _gaps(events) / STEPS} if on_gpu else found
+@dataclass(frozen=True)
+class Event:
+    """A kernel that ran, in seconds of the device's clock."""
+
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel (or operator) by its name: seconds a step, and calls a step."""
+
+    name: str
+    kind: str
+    seconds: float
+    calls: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Seconds a step.
+
+    On a GPU, `classes` (with its gaps) add up to the step: where kernels overlap, `PRECEDENCE` says whose the time is.
+    `collectives` is the time in which any collective ran, hidden or not. On a CPU, operators' own times are summed.
+    """
+
+    classes: dict[str, float]
+    collectives: float
+    longest: list[Kernel]
+
+    @property
+    def step(self) -> float:
+        """The step that was recorded."""
+        return sum(self.classes.values())
 
 
 def class_of(name: str) -> str:
     """The class of a kernel by its name; 'other' where none fits."""
-    lowered = name.lower()
-    return next((kind for kind, words in CLASSES.items() if re.search(words, lowered)), "other")
+    fused = FUSED.match(name)
+    if fused is not None:
+        return _class_of_fused(fused[1], fused[2])
+    lowered = "gemm" if name.startswith(("triton_tem_fused", "triton_mm")) and "attention" not in name else name.lower()
+    return next((kind for kind, words in CLASSES.items() if re.search(words, lowered)), OTHER)
 
 
-def _counts(event: Any, on_gpu: bool) -> bool:
+def _class_of_fused(prefix: str, operators: str) -> str:
+    """A kernel that inductor has fused is no collective, product or attention, whatever it prepares operands for."""
+    if prefix == "for" or re.search(CLASSES["optimizer"], operators):
+        return "optimizer"
+    if re.search(CLASSES["loss"], operators):
+        return "loss"
+    if re.search(r"(^|_)softmax", operators):
+        return "attention"
+    if re.search("embedding", operators) and not re.search("norm", operators):
+        return OTHER
+    return "norm and activation" if MOVING.sub("", operators).strip("_") else "copies and fills"
+
+
+def by_class(events: Iterable[Event]) -> dict[str, float]:
+    """Seconds of each class, and of `gaps`, in which nothing ran; all from the first start to the last end."""
+    borders = sorted(
+        border
+        for event in events
+        for border in ((event.start, 1, class_of(event.name)), (event.end, -1, class_of(event.name)))
+    )
+    found: dict[str, float] = defaultdict(float)
+    running: Counter[str] = Counter()
+    before = borders[0][0] if borders else 0.0
+    for time, change, kind in borders:
+        if time > before:
+            found[next((kind for kind in PRECEDENCE if running[kind]), GAPS)] += time - before
+        running[kind] += change
+        before = time
+    return {GAPS: 0.0, **found}
+
+
+def longest(spent: Iterable[tuple[str, float]], steps: int) -> list[Kernel]:
+    """The names with the most time among (name, seconds) of `steps` steps."""
+    seconds: dict[str, float] = defaultdict(float)
+    calls: Counter[str] = Counter()
+    for name, took in spent:
+        seconds[name] += took
+        calls[name] += 1
+    names = sorted(seconds, key=lambda name: -seconds[name])[:LONGEST]
+    return [Kernel(name, class_of(name), seconds[name] / steps, calls[name] / steps) for name in names]
+
+
+def profile_of(events: Sequence[Event], recorded: int = RECORDED, kept: int = KEPT) -> Profile:
+    """The profile of the last `kept` of `recorded` steps that ran alike, from all their kernels in any order."""
+    ran = [event for event in events if not event.name.endswith(" Sync")]  # CUPTI tells of the host's waiting, too
+    events = sorted(ran, key=lambda event: event.start)[len(ran) * (recorded - kept) // recorded :]
+    alone = [event for event in events if class_of(event.name) == COLLECTIVES]
+    in_all = by_class(alone).get(COLLECTIVES, 0.0)
+    classes = {kind: seconds / kept for kind, seconds in by_class(events).items()}
+    return Profile(classes, in_all / kept, longest(((e.name, e.end - e.start) for e in events), kept))
+
+
+def profiled(step: Callable[[], None], device: str) -> Profile:
+    """The profile of some calls of `step`."""
+    import torch  # what is above needs no torch: a report does not wait for it
+    from torch.profiler import ProfilerActivity, profile
+
+    on_gpu = device.startswith("cuda")
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as recorder:
+        for _ in range(RECORDED):
+            step()
+        if on_gpu:
+            torch.cuda.synchronize()
+    found = list(recorder.events() or ())
     if on_gpu:
-        return bool(event.device_type.name == "CUDA" and not event.is_user_annotation)
-    return bool(event.name.startswith(("aten::", "c10d::", "gloo:", "mplug::")))
+        kernels = [event for event in found if event.device_type.name == "CUDA" and not event.is_user_annotation]
+        return profile_of([_kernel(event) for event in kernels])
+    operators = [event for event in found if event.name.startswith(("aten::", "c10d::", "gloo:", "mplug::"))]
+    return _of_operators([(event.name, event.self_cpu_time_total / 1e6) for event in operators])
 
 
-def _seconds(event: Any, on_gpu: bool) -> float:
-    return float(event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total) / 1e6
+def _kernel(event: Any) -> Event:
+    return Event(event.name, event.time_range.start / 1e6, event.time_range.end / 1e6)
 
 
-def _gaps(events: list[Any]) -> float:
-    """Seconds between the first and the last kernel in which none ran."""
-    gaps, end = 0.0, None
-    for span in sorted((event.time_range for event in events), key=lambda span: span.start):
-        if end is not None and span.start > end:
-            gaps += span.start - end
-        end = max(end or span.end, span.end)
-    return gaps / 1e6
+def _of_operators(spent: Sequence[tuple[str, float]]) -> Profile:
+    classes: dict[str, float] = defaultdict(float)
+    for name, seconds in spent:
+        classes[class_of(name)] += seconds / RECORDED
+    return Profile(dict(classes), classes.get(COLLECTIVES, 0.0), longest(spent, RECORDED))

@@ -1,30 +1,42 @@
-"""mplug bench: every variant measured in turn, figures that follow from the times, and where the time goes."""
+"""mplug bench: everyone measured in turn, figures that follow from the times, and where the time goes."""
 
+import importlib.util
 import json
+import signal
+import statistics
 import subprocess
+import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from mplug.bench import Measured
-from mplug.profiling import CLASSES, class_of
+from mplug import RunError, UsageError
+from mplug.against import Script, task_of
+from mplug.bench import Measured, Opponent, Task, bench_settings, checked, facts_of
+from mplug.build import build, build_loader
+from mplug.ceilings import attentions, products
+from mplug.hardware import timed
+from mplug.launch import Stopped
+from mplug.loop import launch_step
+from mplug.profiling import CLASSES, PRECEDENCE, RECORDED, Event, by_class, class_of, longest, profile_of
+from mplug.registry import Registry
+from mplug.resolve import resolve
+from mplug.run import prepare
+from mplug.settings import merge, read_assignments
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
+YARDSTICK = Path(__file__).parent.parent / "benchmarks" / "yardstick.py"
+FACTS = {"tokens": 4000, "flops": 6 * 10**12, "flops_full": 9 * 10**12, "world_size": 2, "parameters": 10}
 
 
-def measured(**changes: object) -> Measured:
-    facts = {
-        "tokens": 4000,
-        "flops": 6 * 10**12,
-        "flops_full": 9 * 10**12,
-        "world_size": 2,
-        "parameters": 10,
-        "device": "cuda",
-        "peak_tflops": 30.0,
-        "memory_gib": 1.0,
-        "seconds": [0.5, 0.1, 0.2],
-    }
+def measured(**changes: Any) -> Measured:
+    facts = {**FACTS, "device": "cuda", "peak_tflops": 30.0, "memory_gib": 1.0, "rounds": [[0.5, 0.1, 0.2]]}
     return Measured(**{**facts, **changes})
 
 
@@ -36,55 +48,436 @@ def test_figures_are_those_of_the_median_step_and_of_one_gpu() -> None:
     assert one.tflops(one.flops_full) == pytest.approx(22.5)
     assert one.mfu == pytest.approx(0.5)
     assert measured(peak_tflops=None).mfu is None
-    both = one.joined(measured(seconds=[0.4, 0.6], memory_gib=3.0))
+    both = one.joined(measured(rounds=[[0.4, 0.6]], memory_gib=3.0))
+    assert both.rounds == [[0.5, 0.1, 0.2], [0.4, 0.6]]
     assert both.step == 0.4
     assert both.memory_gib == 3.0
+
+
+def test_ratios_are_of_each_round_with_its_own_round_of_the_other() -> None:
+    one, other = measured(rounds=[[1.0, 9.0, 1.0], [2.0], [5.0]]), measured(rounds=[[2.0], [1.0]], world_size=1)
+    assert one.ratios(other) == [1.0, 0.25]
+    assert other.ratios(one) == [1.0, 4.0]
+    assert one.ratios(one) == [1.0, 1.0, 1.0]
+
+
+def test_timed_gives_the_seconds_of_every_call() -> None:
+    calls: list[int] = []
+    seconds = timed(lambda: calls.append(1), 3, "cpu")
+    assert len(calls) == len(seconds) == 3
+    assert min(seconds) >= 0
+
+
+# Where the time goes.
 
 
 @pytest.mark.parametrize(
     ("kernel", "kind"),
     [
         ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "GEMM"),
+        ("void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<cutlass::gemm::kernel>>", "GEMM"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>", "GEMM"),
+        ("triton_tem_fused_addmm_gelu_3", "GEMM"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1", "attention"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26", "attention"),
+        ("void cudnn::fusion::compute_dot_do_o<true, 128>", "attention"),
+        ("kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at_0", "attention"),
+        ("kernel_cutlass_kernel_flash_attncuteflash_bwd_postprocessFlashAttentionBackwardPostprocess", "attention"),
+        ("fmha_cutlassF_bf16_aligned_64x128_rf_sm80", "attention"),
+        ("triton_tem_fused_flex_attention_0", "attention"),
         ("ncclDevKernel_AllGather_RING_LL", "collectives"),
-        ("void at::native::multi_tensor_apply_kernel<FusedOptimizer", "optimizer"),
+        ("ncclSymDevKernel_ReduceScatter_LD", "collectives"),
+        ("c10d::allreduce_", "collectives"),
+        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
+        ("void at::native::multi_tensor_apply_kernel<TensorListMetadata<2>, CopyFunctor<float>>", "optimizer"),
+        ("adamw_kernel", "optimizer"),
         ("triton_red_fused__log_softmax__to_copy__unsafe_view_1", "loss"),
+        ("triton_red_fused__to_copy_prepare_softmax_online_view_2", "loss"),
+        ("triton_poi_fused__log_softmax_backward_data_nll_loss_backward_3", "loss"),
+        ("void cunn_SoftMaxForward<8, float, float, float, LogSoftMaxForwardEpilogue>", "loss"),
         ("triton_poi_fused__unsafe_view_gelu_4", "norm and activation"),
+        ("triton_poi_fused_add_gelu_linear_4", "norm and activation"),
+        ("triton_per_fused_native_layer_norm_backward_12", "norm and activation"),
+        ("triton_red_fused__fused_rms_norm__to_copy_add_mm_2", "norm and activation"),
+        ("triton_poi_fused__to_copy_cat_mul_sub_5", "norm and activation"),
+        ("void at::native::elementwise_kernel<128, 4, AddFunctor::{lambda(int)#1}>", "norm and activation"),
+        ("void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate<float>", "norm and activation"),
+        ("triton_poi_fused_cat__scaled_dot_product_cudnn_attention_backward_6", "copies and fills"),
+        ("triton_poi_fused__to_copy_t_3", "copies and fills"),
+        ("triton_poi_fused_mm_8", "copies and fills"),
+        ("void at::native::unrolled_elementwise_kernel<direct_copy_kernel_cuda(Iterator&)>", "copies and fills"),
         ("Memcpy HtoD (Pageable -> Device)", "copies and fills"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>", "copies and fills"),
         ("aten::mm", "GEMM"),
+        ("aten::_fused_adamw_", "optimizer"),
+        ("aten::add_", "norm and activation"),
+        ("triton_poi_fused_embedding_dense_backward_1", "other"),
         ("a_kernel_of_nobody", "other"),
     ],
 )
 def test_a_kernel_is_classed_by_its_name(kernel: str, kind: str) -> None:
     assert class_of(kernel) == kind
-    assert kind in (*CLASSES, "other")
+    assert kind in PRECEDENCE
+    assert set(PRECEDENCE) == {*CLASSES, "other"}
 
+
+GEMM, FLASH, NCCL, COPY = "nvjet_one", "flash_fwd", "ncclDevKernel_AllReduce", "Memcpy DtoD"
+
+
+def test_classes_and_gaps_add_up_to_the_time_from_the_first_start_to_the_last_end() -> None:
+    events = [Event(GEMM, 1.0, 4.0), Event(FLASH, 4.0, 5.0), Event(GEMM, 7.0, 8.0), Event(COPY, 8.5, 9.0)]
+    assert by_class(events) == {"GEMM": 4.0, "attention": 1.0, "copies and fills": 0.5, "gaps": 2.5}
+    assert by_class([]) == {"gaps": 0.0}
+
+
+def test_what_a_collective_hides_behind_a_product_is_not_counted_twice() -> None:
+    events = [Event(NCCL, 0.0, 4.0), Event(GEMM, 1.0, 3.0), Event(NCCL, 2.0, 5.0), Event(COPY, 4.5, 5.5)]
+    assert by_class(events) == {"collectives": 2.5, "GEMM": 2.0, "copies and fills": 1.0, "gaps": 0.0}
+    profile = profile_of(events, recorded=1, kept=1)
+    assert profile.collectives == 5.0, "two at once are one time"
+    assert profile.step == 5.5
+
+
+def test_a_profile_is_of_the_steps_after_the_first() -> None:
+    step = [(GEMM, 0.0, 2.0), (FLASH, 2.0, 2.5), (GEMM, 2.5, 3.5)]
+    slow = [Event(name, 10 * start, 10 * end) for name, start, end in step]
+    steady = [Event(name, 40 + 4 * n + start, 40 + 4 * n + end) for n in range(3) for name, start, end in step]
+    profile = profile_of([*reversed(steady), Event("Context Sync", 0.0, 99.0), *slow], recorded=4, kept=3)
+    assert profile.classes == pytest.approx({"GEMM": 3.0, "attention": 0.5, "gaps": 1.0 / 3})
+    assert [(one.name, one.kind, one.seconds, one.calls) for one in profile.longest] == [
+        (GEMM, "GEMM", 3.0, 2.0),
+        (FLASH, "attention", 0.5, 1.0),
+    ]
+
+
+def test_the_longest_kernels_come_first_and_are_thirty() -> None:
+    found = longest([(f"nvjet_{number}", float(number)) for number in range(40)] * 2, 2)
+    assert [one.name for one in found] == [f"nvjet_{number}" for number in range(39, 9, -1)]
+    assert (found[0].seconds, found[0].calls) == (39.0, 1.0)
+
+
+# What a model asks of the machine.
 
 SMALL = {"model.num_layers": 2, "model.hidden_size": 32, "model.num_attention_heads": 2, "trainer.seq_length": 32}
 
 
-def test_variants_take_turns_and_all_figures_are_kept(cli: Cli, tmp_path: Path) -> None:
-    small = [word for name, value in SMALL.items() for word in ("--set", f"{name}={value}")]
+def small(**changes: Any) -> list[str]:
+    return [f"{name}={value}" for name, value in {**SMALL, **changes}.items()]
+
+
+@pytest.mark.parametrize(("layout", "share"), [("", 1), ("tp2", 2), ("dp2", 2)])
+def test_the_products_and_attentions_of_a_rank_have_its_share_of_the_models_flops(layout: str, share: int) -> None:
+    words = small(**{"parallel.layout": layout, "trainer.micro_batch_size": 2, "model.activation": "swiglu"})
+    run, model = checked(read_assignments(words))
+    facts, samples = facts_of(run, model), run.config.trainer.global_batch_size
+    attention = facts.flops_full - facts.flops
+    assert attention == model.plan.flops.of(0, samples * 32**2)
+    assert share * sum(work.flops * work.calls for work in products(run, model)) == facts.flops - attention
+    assert 6 * share * sum(work.flops * work.calls for work in attentions(run, model)) == 7 * attention
+
+
+# The yardstick.
+
+
+@pytest.fixture(scope="session")
+def yardstick() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("yardstick", YARDSTICK)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["yardstick"] = module  # where its dataclass looks itself up
+    spec.loader.exec_module(module)
+    return module
+
+
+OPTIONS = [
+    {},
+    {"model.position": "learned"},
+    {"model.qk_norm": False},
+    {"model.activation": "gelu_tanh"},
+    {"model.activation": "swiglu", "model.hidden_size": 96},
+    {"model.norm": "rmsnorm", "model.bias": True},
+    {"model.norm": "layernorm", "model.bias": True},
+    {"model.tie_embeddings": True},
+    {"model.num_attention_heads": 4, "model.num_kv_heads": 2, "model.head_dim": 16},
+    {"model.ffn_hidden_size": 40, "trainer.micro_batch_size": 2},
+]
+
+
+@pytest.mark.parametrize("changes", OPTIONS, ids=str)
+def test_the_yardstick_counts_the_parameters_and_flops_of_a_gpt(yardstick: ModuleType, changes: dict[str, Any]) -> None:
+    run, model = checked(read_assignments(small(**changes)))
+    task, facts = task_of(run, model), facts_of(run, model)
+    assert yardstick.count(task, yardstick.shape_of(task)) == {"parameters": facts.parameters, "flops": facts.flops}
+
+
+def same_names(name: str) -> str:
+    """The name in the yardstick of a parameter of ours."""
+    return (
+        name.replace(".attn.q_norm", ".q_norm.weight")
+        .replace(".attn.k_norm", ".k_norm.weight")
+        .replace(".attn.", ".")
+        .replace(".mlp.", ".")
+    )
+
+
+@pytest.mark.parametrize(
+    ("precision", "band"), [("fp32", 1e-5), ("bf16", 5e-3)], ids=lambda value: value if isinstance(value, str) else ""
+)
+@pytest.mark.parametrize("changes", [*OPTIONS, {"trainer.max_grad_norm": 0.05}], ids=str)
+def test_the_yardstick_takes_the_steps_that_mplug_takes(
+    yardstick: ModuleType, changes: dict[str, Any], precision: str, band: float
+) -> None:
+    words = small(**changes, **{"trainer.precision": precision, "trainer.device": "cpu", "optimizer.lr": 0.01})
+    run = prepare(resolve(Registry(), bench_settings(), read_assignments(words)))
+    parts = build(run)
+    task = task_of(run, parts.model)
+    shape = yardstick.shape_of(task)
+    model = yardstick.GPT(shape, task["seq_length"], task["attention"])
+    ours = {same_names(piece.name): piece.master for piece in parts.pieces}
+    theirs = dict(model.named_parameters())
+    assert theirs.keys() == ours.keys()
+    with torch.no_grad():
+        for name, parameter in theirs.items():
+            parameter.copy_(ours[name].view_as(parameter))
+    trainer = yardstick.Trainer(model, task)
+    batches = build_loader(run, "train").take(4 * 8)
+    windows = torch.stack([torch.cat((batch["tokens"], batch["labels"][:, -1:]), dim=1) for batch in batches])
+    for window in windows.unflatten(0, (4, task["micro_batches"])):
+        run.step += 1
+        result, _ = launch_step(run, parts, 8, run.config.optimizer.lr, run.config.optimizer.weight_decay)
+        assert trainer.step(window).item() == pytest.approx(result.loss.item(), rel=band)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
+@pytest.mark.parametrize("changes", [{}, OPTIONS[1] | OPTIONS[4] | OPTIONS[5]], ids=["default", "other"])
+def test_every_unit_of_the_yardstick_compiles_whole_and_gives_the_same_losses(
+    yardstick: ModuleType, changes: dict[str, Any]
+) -> None:
+    torch.compiler.reset()
+    words = {**changes, "trainer.micro_batch_size": 4, "trainer.precision": "bf16", "trainer.device": "cpu"}
+    task = {**task_of(*checked(read_assignments(small(**words)))), "warmup": 0, "steps": 2, "profile": 0}
+    losses = [
+        yardstick.measure({**task, "compile": backend}, yardstick.shape_of(task))["losses"]
+        for backend in ("never", "aot_eager")
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    assert losses[0][0] != losses[0][1]
+
+
+def test_flash_attention_is_an_operator_that_compiles_whole(
+    yardstick: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def weights(q: Tensor, k: Tensor) -> Tensor:
+        scores = torch.einsum("bshk,bthk->bhst", q, k) * q.shape[-1] ** -0.5
+        return scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, return_lse: bool) -> tuple[Tensor, Tensor]:
+        assert causal
+        assert return_lse
+        scores = weights(q, k)
+        return torch.einsum("bhst,bthk->bshk", scores.softmax(-1), v), scores.logsumexp(-1)
+
+    def backward(
+        q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, lse: Tensor, *, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert causal
+        kept = (weights(q, k) - lse[..., None]).exp()
+        inner = torch.einsum("bshk,bshk->bhs", grad, out)
+        scores = kept * (torch.einsum("bshk,bthk->bhst", grad, v) - inner[..., None]) * q.shape[-1] ** -0.5
+        of_q, of_k = torch.einsum("bhst,bthk->bshk", scores, k), torch.einsum("bhst,bshk->bthk", scores, q)
+        return of_q, of_k, torch.einsum("bhst,bshk->bthk", kept, grad)
+
+    interface = SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=backward)
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
+    yardstick.define_flash()
+    of = partial(torch.randn, 2, 8, 3, 4)
+    q, k, v, grad = of(requires_grad=True), of(requires_grad=True), of(requires_grad=True), of()
+    compiled = torch.compile(yardstick.flash, backend="aot_eager", fullgraph=True)
+    for attend in (yardstick.flash, compiled):
+        found, expected = attend(q, k, v), yardstick.sdpa(q, k, v)
+        torch.testing.assert_close(found, expected)
+        pairs = [torch.autograd.grad(y, (q, k, v), grad) for y in (found, expected)]
+        torch.testing.assert_close(*pairs)
+
+
+# A script that takes part.
+
+
+def opponent(script: str, words: list[str], **variants: list[str]) -> Opponent:
+    """The script against runs, each by its settings."""
+    base = read_assignments(words)
+    checkeds = {name: facts_of(*checked(merge(base, read_assignments(more)))) for name, more in variants.items()}
+    return Opponent.of(Script.read(script), base, checkeds)
+
+
+COUNTING = """
+import json, sys
+told = json.load(sys.stdin)
+print("about to answer")
+print(json.dumps({"parameters": 41184, "flops": 53477376 * told["seq_length"] // 32}))
+"""
+"""A script that counts as the small model does, and attention as if it were linear."""
+
+
+def test_a_script_is_not_compared_with_a_run_that_computes_something_else(tmp_path: Path) -> None:
+    script = tmp_path / "one.py"
+    script.write_text(COUNTING)
+    assert opponent(f"{script} trainer.seq_length=64", small()).told["seq_length"] == 64
+    with pytest.raises(
+        UsageError, match=r"counts 41,184 parameters, and 'larger' 45,280: they do not compute the same"
+    ):
+        opponent(str(script), small(), same=["model.init_std=0.1"], larger=["model.ffn_hidden_size=160"])
+    with pytest.raises(UsageError, match=r"one.py' counts 53,477,376 flops, and 'longer' 113,246,208"):
+        opponent(str(script), small(), longer=["trainer.seq_length=64"])
+    with pytest.raises(UsageError, match=r"for runs of one process, and 'wide' takes 2; leave it out"):
+        opponent(str(script), small(), same=[], wide=["parallel.layout=dp2"])
+    with pytest.raises(UsageError, match=r"for runs of one process, and '.*one.py' takes 2; leave it out"):
+        opponent(f"{script} parallel.layout=dp2", small())
+    with pytest.raises(UsageError, match=r"trainer.stpes \(--against\): unknown field; did you mean 'steps'"):
+        opponent(f"{script} trainer.stpes=1", small())
+
+
+def test_a_script_is_told_what_the_run_is_made_of() -> None:
+    words = small(**{"trainer.micro_batch_size": 2, "trainer.compile": "aot_eager", "kernels.attention": "reference"})
+    told = task_of(*checked(read_assignments(words)))
+    assert (told["micro_batch_size"], told["micro_batches"]) == (2, 4)
+    assert (told["attention"], told["compile"]) == ("reference", "aot_eager")
+    assert told["model"]["num_kv_heads"] is None
+    assert told["optimizer"]["beta2"] == 0.95
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"kernels.attention": "reference"}, "it does not know attention 'reference', only 'sdpa', 'flash'"),
+        ({"model.dropout": 0.5}, "it does not know dropout 0.5, only 0"),
+    ],
+)
+def test_the_yardstick_says_what_it_does_not_know(
+    yardstick: ModuleType, changes: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(SystemExit) as refused:
+        yardstick.shape_of(task_of(*checked(read_assignments(small(**changes)))))
+    assert refused.value.code == sentence
+
+
+def test_the_yardstick_refuses_a_model_with_other_fields(yardstick: ModuleType) -> None:
+    told = task_of(*checked(read_assignments(small())))
+    told["model"] = {**told["model"], "num_experts": 8}
+    with pytest.raises(SystemExit, match="it knows other fields of a model; these are not in both: num_experts"):
+        yardstick.shape_of(told)
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ("import sys\nprint('{}')\nsys.exit('first\\nno room here')", "ended with status 1: no room here"),
+        (
+            "print('{}'); print('ready')",
+            "must end with a line of JSON that has parameters and flops; it ended with: ready",
+        ),
+        ("print('{\"parameters\": 1}')", "must end with a line of JSON that has parameters and flops"),
+        ("pass", "it ended with: nothing"),
+    ],
+)
+def test_a_script_that_fails_or_answers_wrong_ends_the_measurement_with_a_sentence(
+    tmp_path: Path, source: str, sentence: str
+) -> None:
+    script = tmp_path / "one.py"
+    script.write_text(source)
+    with pytest.raises(RunError) as failed:
+        Script.read(str(script)).ask({})
+    assert sentence in str(failed.value)
+
+
+def test_a_script_that_forgets_its_times_is_told_so(tmp_path: Path) -> None:
+    script = tmp_path / "one.py"
+    script.write_text("""print('{"parameters": 1, "flops": 2}')""")
+    assert Script.read(str(script)).ask({}) == {"parameters": 1, "flops": 2}
+    with pytest.raises(RunError, match="a line of JSON that has parameters, flops, seconds and memory_gib"):
+        Script.read(str(script)).ask({}, steps=1)
+
+
+def test_the_kernels_that_a_script_has_recorded_are_classed(tmp_path: Path) -> None:
+    script = tmp_path / "one.py"
+    events = [[GEMM, float(n), n + 0.75] for n in range(RECORDED)]
+    answer = {"parameters": 1, "flops": 2, "seconds": [1.0], "memory_gib": 3.0, "events": events}
+    script.write_text(f"print({json.dumps(answer)!r})")
+    facts = facts_of(*checked(read_assignments(small())))
+    found = Opponent(Script.read(str(script)), {}, facts).turn(Task({}, 1, 1, profile=True), 989.4)
+    assert found.profile is not None
+    assert found.profile.classes == pytest.approx({"GEMM": 0.75, "gaps": 0.5 / 3})
+    assert (found.rounds, found.memory_gib, found.peak_tflops) == ([[1.0]], 3.0, 989.4)
+
+
+# The command.
+
+
+def test_everyone_takes_turns_and_all_figures_are_kept(cli: Cli, tmp_path: Path) -> None:
+    words = [word for value in small() for word in ("--set", value)]
     variants = ("--variant", "model.num_layers=1", "--variant", "parallel.layout=dp2")
-    words = ("--steps", "2", "--warmup", "1", "--rounds", "2", "--profile", "--limits", "--out", "bench.json")
-    result = cli("bench", *small, *variants, *words)
+    counts = ("--steps", "2", "--warmup", "1", "--rounds", "2", "--profile", "--limits", "--out", "bench.json")
+    result = cli("bench", *words, *variants, *counts, timeout=300)
     assert result.returncode == 0, result.stderr
-    told = [line.partition(": ")[2] for line in result.stderr.splitlines() if line.startswith("round ")]
-    assert told == ["model.num_layers=1", "parallel.layout=dp2"] * 2
+    told = [line.partition(": ")[2] for line in result.stderr.splitlines() if line.startswith(("round ", "limits: "))]
+    assert told == ["model.num_layers=1", "parallel.layout=dp2"] * 3
     assert "TOKENS/s/GPU" in result.stdout
     assert "GEMM" in result.stdout
     kept = json.loads((tmp_path / "bench.json").read_text())
     one, two = kept["variants"]["model.num_layers=1"], kept["variants"]["parallel.layout=dp2"]
-    assert (len(one["seconds"]), one["world_size"], two["world_size"]) == (4, 1, 2)
+    assert (list(map(len, one["rounds"])), one["world_size"], two["world_size"]) == ([2, 2], 1, 2)
     assert one["tokens"] == two["tokens"] == 8 * 32
     assert one["flops"] < two["flops"]
     assert one["flops_full"] - one["flops"] == 8 * 32**2 * 6 * 32
-    assert all(value > 0 for value in kept["limits"].values())
+    assert one["limits"]["classes"].keys() == {"GEMM", "attention", "optimizer"}
+    assert len(two["limits"]["rates"]) == len(one["limits"]["rates"]) + 2, "collectives, too"
+    assert all(value > 0 for variant in (one, two) for kind in variant["limits"].values() for value in kind.values())
+    assert one["profile"]["classes"]["GEMM"] > 0
+    assert len(one["profile"]["longest"]) == 30
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_variant_that_is_wrong_is_refused_before_anything_is_measured(cli: Cli) -> None:
-    result = cli("bench", "--variant", "", "--variant", "trainer.stpes=1")
+def test_the_yardstick_takes_turns_with_the_variants(cli: Cli, tmp_path: Path) -> None:
+    words = [word for value in small() for word in ("--set", value)]
+    counts = ("--steps", "2", "--warmup", "1", "--rounds", "2", "--out", "bench.json")
+    result = cli("bench", *words, "--against", f"{YARDSTICK} trainer.seed=3", *counts, timeout=300)
+    assert result.returncode == 0, result.stderr
+    told = [line.partition(": ")[2] for line in result.stderr.splitlines() if line.startswith("round ")]
+    assert told == ["as it is", "yardstick.py"] * 2
+    header, *rows = result.stdout.splitlines()
+    assert header.split("  ")[-1].strip() == "TO yardstick.py"
+    assert [row.split("  ")[0].strip() for row in rows] == ["as it is", "yardstick.py"]
+    assert rows[-1].endswith("1.000 (1.000 to 1.000)")
+    kept = json.loads((tmp_path / "bench.json").read_text())
+    ours, theirs = kept["variants"][""], kept["against"]
+    assert (ours["flops"], ours["parameters"]) == (theirs["flops"], theirs["parameters"])
+    rounds = zip(ours["rounds"], theirs["rounds"], strict=True)
+    ratios = [statistics.median(other) / statistics.median(own) for own, other in rounds]
+    assert ours["ratios_against"] == pytest.approx(ratios)
+    assert f"{min(ratios):.3f} to {max(ratios):.3f}" in rows[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--variant", "trainer.stpes=1"), "trainer.stpes (--variant): unknown field; did you mean 'steps'?"),
+        (("--against", "none.py"), "--against 'none.py': there is no such script"),
+    ],
+    ids=["variant", "script"],
+)
+def test_what_is_wrong_is_refused_before_anything_is_measured(cli: Cli, words: tuple[str, ...], sentence: str) -> None:
+    result = cli("bench", "--variant", "", *words)
     assert result.returncode == 2
-    assert "trainer.stpes (--variant): unknown field; did you mean 'steps'?" in result.stderr
+    assert sentence in result.stderr
     assert "round" not in result.stderr
+
+
+def test_a_stop_ends_the_script_too(tmp_path: Path) -> None:
+    script = tmp_path / "one.py"
+    script.write_text("import os, signal, sys\nos.kill(os.getppid(), signal.SIGTERM)\nsys.stdin.read()\nsignal.pause()")
+    with pytest.raises(Stopped) as stopped:
+        Script.read(str(script)).ask({})
+    assert stopped.value.signal == signal.SIGTERM

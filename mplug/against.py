@@ -1,0 +1,116 @@
+"""A script that takes part in a measurement: told what to train as JSON on stdin, it answers in JSON on its last line.
+
+`benchmarks/yardstick.py` is one, and its docstring says what goes in and what comes out.
+"""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mplug.errors import RunError, UsageError, listed
+from mplug.launch import Stopped
+from mplug.run import Run
+from mplug.signals import Signals
+
+if TYPE_CHECKING:
+    from mplug.model import Model
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script, and the assignments that change the run's settings for it."""
+
+    path: Path
+    assignments: tuple[str, ...]
+
+    @classmethod
+    def read(cls, words: str) -> "Script":
+        """'SCRIPT [FIELD=VALUE ...]'; a script that is not there is a UsageError."""
+        path, *assignments = shlex.split(words) or [""]
+        if not Path(path).is_file():
+            raise UsageError(f"--against '{path}': there is no such script")
+        return cls(Path(path), tuple(assignments))
+
+    def ask(self, task: dict[str, Any], **steps: int) -> dict[str, Any]:
+        """Its answer; RunError with what it says last on stderr where it fails."""
+        asked = {**task, "warmup": 0, "steps": 0, "profile": 0, **steps}
+        process = subprocess.Popen(
+            [sys.executable, str(self.path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        with process, _Ending(process) as ending:
+            told, complaint = process.communicate(json.dumps(asked))
+        if ending.signal is not None:
+            raise Stopped(ending.signal)
+        if process.returncode:
+            raise RunError(f"'{self.path}' ended with status {process.returncode}: {_complaint(complaint)}")
+        expected = ("parameters", "flops", *(("seconds", "memory_gib") if asked["steps"] else ()))
+        answer = _object(_last_line(told))
+        if not answer.keys() >= set(expected):
+            raise RunError(
+                f"'{self.path}' must end with a line of JSON that has {listed(expected)}; it ended with: "
+                f"{_last_line(told)[:200]}"
+            )
+        return answer
+
+
+def task_of(run: Run, model: "Model") -> dict[str, Any]:
+    """What a script is told of a run of one process, whose model is on the meta device."""
+    trainer, resolved = run.config.trainer, run.config.resolved()
+    attending = next((filled.supplier for filled in model.slots if filled.site.slot == "Attention.core"), None)
+    return {
+        "model": resolved["model"],
+        "optimizer": resolved["optimizer"],
+        "seq_length": trainer.seq_length,
+        "micro_batch_size": run.micro_batch_size,
+        "micro_batches": trainer.global_batch_size // run.micro_batch_size,
+        "max_grad_norm": trainer.max_grad_norm,
+        "seed": trainer.seed,
+        "precision": trainer.precision,
+        "device": run.device,
+        "attention": attending and attending.rpartition("/")[2],
+        "compile": trainer.compile,
+    }
+
+
+class _Ending(Signals):
+    """Ends the script when this process is told to end."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+
+    def first(self, number: int) -> None:
+        """Ask it to."""
+        self.process.terminate()
+
+    def later(self, number: int) -> None:
+        """End it at once."""
+        self.process.kill()
+
+
+def _complaint(stderr: str) -> str:
+    """The line that names an exception, which more may follow; else the last line."""
+    errors = re.findall(r"^[\w.]+(?:Error|Exception): .*$", stderr, re.MULTILINE)
+    return str(errors[-1]) if errors else _last_line(stderr)
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1].strip() if lines else "nothing"
+
+
+def _object(text: str) -> dict[str, Any]:
+    """A JSON object; empty where the text is none."""
+    with suppress(ValueError):
+        found = json.loads(text)
+        return found if isinstance(found, dict) else {}
+    return {}

@@ -1,7 +1,7 @@
 """Which installed kernel plugins would do where the chosen one cannot: asked only on the way to an error.
 
-Each plugin is tried in a subprocess of its own (`python -m mplug.alternatives`), so that one that does not import
-disturbs nothing.
+Each plugin is tried in a subprocess of its own (`python -m mplug.alternatives`), so that one that does not import,
+or hangs, disturbs nothing.
 """
 
 import json
@@ -37,13 +37,11 @@ def kernels_that_would_do(config: RunConfig, unmet: Unmet) -> str:
 def _would_do(config: RunConfig, kind: str, name: str) -> bool:
     settings = config.resolved()
     settings["kernels"] = {**settings["kernels"], kind: name}
-    finished = subprocess.run(
-        [sys.executable, "-m", "mplug.alternatives"],
-        input=json.dumps(settings),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-    )
+    command = [sys.executable, "-m", "mplug.alternatives"]
+    try:
+        finished = subprocess.run(command, input=json.dumps(settings), capture_output=True, text=True, timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        return False
     return finished.stdout.endswith(f"{YES}\n")
 
 

@@ -5,6 +5,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import IO
 
 from rich.console import Console
@@ -29,7 +30,7 @@ class MetricsFile:
             return
         path = run.directory / "metrics.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        kept = [line for line in lines if _step_of(line) is not None and (_step_of(line) or 0) <= run.step]
+        kept = [line for line in lines if (step := _step_of(line)) is not None and step <= run.step]
         if len(kept) < len(lines):
             write_text(path, "".join(f"{line}\n" for line in kept))
         self._file = path.open("a", encoding="utf-8", buffering=1)
@@ -116,7 +117,7 @@ class ProgressLine:
             log.info(line)
 
     @hookimpl
-    def checkpoint_saved(self, run: Run, path: str) -> None:
+    def checkpoint_saved(self, path: Path) -> None:
         """Tell where the checkpoint is."""
         log.info("saved %s", path)
 

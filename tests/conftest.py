@@ -9,6 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mplug.checkpoint import read_manifest, verify
 
 collect_ignore = ["third_party"]  # its packages are not installed; their suites run where they are planted
 
@@ -71,6 +76,54 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.fixture(scope="session")
+def install() -> Callable[..., Path]:
+    """Install packages into a folder of their own, from their sources and nothing else: `install(target, *sources)`."""
+
+    def run(target: Path, *sources: Path) -> Path:
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index"]
+        options = ["--no-deps", "--no-build-isolation", "--target", str(target)]
+        path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))  # where uv_build finds uv-build
+        subprocess.run([*command, *options, *map(str, sources)], check=True, env={**os.environ, "PATH": path})
+        return target
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def logical() -> Callable[[Path], dict[str, Tensor]]:
+    """Every whole tensor of a checkpoint whose files are what was saved, and whose boxes cover each element once."""
+
+    def read(path: Path) -> dict[str, Tensor]:
+        manifest = read_manifest(path)
+        verify(path, manifest, manifest["files"])
+        files = {name: load_file(path / name) for name in manifest["files"]}
+        found = {}
+        for name, saved in manifest["tensors"].items():
+            found[name], written = torch.zeros(saved["shape"]), torch.zeros(saved["shape"], dtype=torch.int64)
+            for file, start, shape in saved["chunks"]:
+                box = tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))
+                found[name][box] = files[file][f"{name}@{','.join(map(str, start))}"]
+                written[box] += 1
+            assert bool((written == 1).all()), f"{name} is covered once"
+        assert {name.split("/")[-1] for name in found} > {"weight"}, "weights and optimizer state"
+        return found
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def assert_bitwise(logical: Callable[[Path], dict[str, Tensor]]) -> Callable[[Path, Path], None]:
+    """Two checkpoints hold the same tensors to the bit."""
+
+    def check(one: Path, other: Path) -> None:
+        found, wanted = logical(one), logical(other)
+        assert found.keys() == wanted.keys()
+        assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+
+    return check
+
+
 THIRD_PARTY = Path(__file__).parent / "third_party"
 
 
@@ -110,16 +163,16 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
 
 
 @pytest.fixture
-def own_tests(plant: Callable[..., None], tmp_path: Path) -> Callable[[str], str]:
-    """Run the tests of a package of `third_party/` where nothing but the package is added; returns pytest's summary."""
+def own_tests(plant: Callable[..., None], tmp_path: Path) -> Callable[..., str]:
+    """Run the tests of a package of `third_party/` where nothing but the package is added; returns what pytest says."""
 
-    def run(distribution: str) -> str:
+    def run(distribution: str, *options: str) -> str:
         plant(distribution)
         tests = shutil.copytree(THIRD_PARTY / distribution / "tests", tmp_path / f"{distribution}-tests")
-        command = [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", str(tests)]
+        command = [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", *options, str(tests)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         finished = subprocess.run(command, cwd=tests, env=environment, capture_output=True, text=True)
         assert finished.returncode == 0, finished.stdout + finished.stderr
-        return finished.stdout.splitlines()[-1]
+        return finished.stdout
 
     return run

@@ -91,7 +91,7 @@ def test_training_goes_on_while_a_checkpoint_of_an_earlier_step_is_written(
 def test_a_save_that_fails_ends_the_run_and_leaves_the_earlier_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
 ) -> None:
-    original = storage.save_file
+    fifth, original = Steps(5), storage.save_file
 
     def save_file(tensors: dict[str, torch.Tensor], path: Path) -> None:
         if "step_00000004" in str(path):
@@ -100,8 +100,9 @@ def test_a_save_that_fails_ends_the_run_and_leaves_the_earlier_checkpoint(
 
     monkeypatch.setattr(storage, "save_file", save_file)
     with pytest.raises(RunError, match=r"step_00000004.*no space left.*step_00000002' is intact"):
-        trained(tmp_path, {"trainer.steps": 1000, "checkpoint.asynchronous": asynchronous})
+        trained(tmp_path, {"trainer.steps": 1000, "checkpoint.asynchronous": asynchronous}, fifth=fifth)
     assert steps(tmp_path) == ["step_00000002"]
+    assert asynchronous or not fifth.begun.is_set(), "training goes on after a save that it waited for has failed"
 
 
 # What lies there.

@@ -10,12 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
-from torch import Tensor
 
-from mplug.checkpoint import complete, newest, path_of, read_manifest, step_of, verify
+from mplug.checkpoint import complete, newest, path_of, step_of
 from mplug.testing import WorkerFailed, run_workers
 
 NUMBER = int(os.environ.get("MPLUG_KILLS", "12"))
@@ -31,6 +28,7 @@ SETTINGS = {
 }
 LAYOUTS = {"tp2pp2": 4, "dp2tp2": 4, "": 1, "tp4": 4}
 """The layouts, in the order in which a run that dies goes over from one to the next, and their processes."""
+Same = Callable[[Path, Path], None]
 
 
 @dataclass(frozen=True)
@@ -140,26 +138,6 @@ def die(pids: list[int]) -> None:
 # The comparison.
 
 
-def logical(path: Path) -> dict[str, Tensor]:
-    """Every whole tensor of a checkpoint whose files are what was saved."""
-    manifest = read_manifest(path)
-    verify(path, manifest, manifest["files"])
-    files = {name: load_file(path / name) for name in manifest["files"]}
-    found = {}
-    for name, saved in manifest["tensors"].items():
-        found[name] = torch.full(saved["shape"], float("nan"))
-        for file, start, shape in saved["chunks"]:
-            box = tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))
-            found[name][box] = files[file][f"{name}@{','.join(map(str, start))}"]
-    return found
-
-
-def assert_bitwise(one: Path, other: Path) -> None:
-    found, wanted = logical(one), logical(other)
-    assert found.keys() == wanted.keys()
-    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
-
-
 @dataclass(frozen=True)
 class Whole:
     """A run that nothing disturbed: its losses, and the folder in which all its checkpoints are."""
@@ -192,7 +170,7 @@ def keeping_all(layout: str, directory: Path, kept: Path) -> list[float]:
     return losses
 
 
-def assert_nothing_lost(directory: Path, layout: str, reference: Whole) -> Path | None:
+def assert_nothing_lost(directory: Path, reference: Whole, assert_bitwise: Same) -> Path | None:
     """Every visible checkpoint is bitwise what the undisturbed run saved; returns the newest."""
     found = complete(directory / "checkpoints")
     for path in found:
@@ -202,14 +180,14 @@ def assert_nothing_lost(directory: Path, layout: str, reference: Whole) -> Path 
 
 @pytest.mark.parametrize(("index", "point"), list(enumerate(points(NUMBER))), ids=str)
 def test_a_run_that_dies_goes_on_from_its_newest_checkpoint_as_if_nothing_had_happened(
-    tmp_path: Path, undisturbed: Callable[[str], Whole], index: int, point: Point
+    tmp_path: Path, undisturbed: Callable[[str], Whole], assert_bitwise: Same, index: int, point: Point
 ) -> None:
     layouts = list(LAYOUTS)
     layout, following = layouts[index % 4], layouts[(index + 1) % 4]
     reference, directory = undisturbed(layout), tmp_path / "run"
     with pytest.raises(WorkerFailed, match="died of SIGKILL"):
         run_workers(LAYOUTS[layout], train, layout, directory, False, point, point.asynchronous)
-    saved = assert_nothing_lost(directory, layout, reference)
+    saved = assert_nothing_lost(directory, reference, assert_bitwise)
     done = step_of(saved) if saved else 0
     if done == STEPS:  # it died when all was saved
         return

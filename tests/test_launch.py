@@ -16,10 +16,9 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
+from mplug.checkpoint import path_of
 from mplug.launch import Handler, Lines
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked for in /proc")
@@ -144,6 +143,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 Whole = Callable[[str], Path]
+Logical = Callable[[Path], dict[str, Tensor]]
+Same = Callable[[Path, Path], None]
 
 
 @pytest.fixture(scope="module")
@@ -186,32 +187,12 @@ def steps_saved(run: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step_")) for path in (run / "checkpoints").iterdir())
 
 
-def logical(run: Path, step: int) -> dict[str, Tensor]:
-    """Every whole tensor of a checkpoint, put together from its boxes, which must cover each element once."""
-    path = run / "checkpoints" / f"step_{step:08d}"
-    found: dict[str, Tensor] = {}
-    files = {file.name: load_file(file) for file in path.glob("rank*.safetensors")}
-    for name, described in json.loads((path / "checkpoint.json").read_text())["tensors"].items():
-        whole, written = torch.zeros(described["shape"]), torch.zeros(described["shape"], dtype=torch.int64)
-        for file, start, shape in described["chunks"]:
-            box = tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))
-            whole[box] = files[file][f"{name}@{','.join(map(str, start))}"]
-            written[box] += 1
-        assert bool((written == 1).all()), f"{name} is covered once"
-        found[name] = whole
-    assert {name.split("/")[-1] for name in found} > {"weight"}, "weights and optimizer state"
-    return found
+def saved_at(run: Path, step: int) -> Path:
+    return path_of(run / "checkpoints", step)
 
 
-def assert_bitwise(run: Path, reference: Path, step: int) -> None:
-    found, wanted = logical(run, step), logical(reference, step)
-    assert found.keys() == wanted.keys()
-    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
-
-
-def assert_close(run: Path, reference: Path, step: int) -> None:
+def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     """Equal logical tensors: weights differ by at most 1e-5 of their norm, optimizer state by 1e-4."""
-    found, wanted = logical(run, step), logical(reference, step)
     assert found.keys() == wanted.keys()
     off = {name: float((found[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted}
     bounds = {name: 1e-5 if name.endswith("/weight") else 1e-4 for name in off}
@@ -374,7 +355,7 @@ def test_a_worker_that_is_killed_ends_the_run_in_a_sentence_that_names_its_rank(
 
 
 def test_with_a_restart_a_run_of_which_a_worker_is_killed_ends_as_if_nothing_had_happened(
-    folder: Path, options: list[str], whole: Whole
+    folder: Path, options: list[str], whole: Whole, assert_bitwise: Same
 ) -> None:
     words = ("--name", "restarted", "--parallel", "dp2tp2", "--restarts", "1")
     command, run = begin(folder, *MPLUG, "train", *words, *options), folder / "runs" / "restarted"
@@ -389,11 +370,13 @@ def test_with_a_restart_a_run_of_which_a_worker_is_killed_ends_as_if_nothing_had
     assert "going on from step" in result.stderr
     assert "restart 1 of 1" in result.stderr
     assert figures(run) == figures(whole("dp2tp2"))
-    assert_bitwise(run, whole("dp2tp2"), 20)
+    assert_bitwise(saved_at(run, 20), saved_at(whole("dp2tp2"), 20))
     command.assert_nothing_is_left()
 
 
-def test_torchrun_restarts_a_run_by_its_own_option(folder: Path, options: list[str], whole: Whole) -> None:
+def test_torchrun_restarts_a_run_by_its_own_option(
+    folder: Path, options: list[str], whole: Whole, assert_bitwise: Same
+) -> None:
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1")
     words = ("--master-port", free_port(), *MPLUG, "train", "--name", "torchrun-restarted", "--parallel", "tp2")
     command, run = begin(folder, *torchrun, *words, *options), folder / "runs" / "torchrun-restarted"
@@ -404,7 +387,7 @@ def test_torchrun_restarts_a_run_by_its_own_option(folder: Path, options: list[s
     result = command.ended(timeout=90)
     assert result.returncode == 0, result.stderr
     assert figures(run) == figures(whole("tp2"))
-    assert_bitwise(run, whole("tp2"), 20)
+    assert_bitwise(saved_at(run, 20), saved_at(whole("tp2"), 20))
 
 
 def test_a_run_that_torchrun_may_restart_needs_a_name(folder: Path, options: list[str]) -> None:
@@ -565,14 +548,14 @@ STOPS = {
 
 @pytest.mark.parametrize("how", STOPS)
 def test_a_signal_ends_the_run_after_a_step_that_all_ranks_save_and_resuming_is_bitwise_the_uninterrupted_run(
-    how: str, folder: Path, options: list[str], whole: Whole
+    how: str, folder: Path, options: list[str], whole: Whole, assert_bitwise: Same
 ) -> None:
     run = stopped(folder, options, how, *STOPS[how])
     command = begin(folder, *MPLUG, "train", "--resume", "--name", how)
     result = command.ended()
     assert result.returncode == 0, result.stderr
     assert figures(run) == figures(whole("tp2"))
-    assert_bitwise(run, whole("tp2"), 20)
+    assert_bitwise(saved_at(run, 20), saved_at(whole("tp2"), 20))
 
 
 # Checkpoints under other layouts.
@@ -593,18 +576,20 @@ def copy_until(run: Path, name: str, step: int) -> Path:
     return copied
 
 
-def test_a_run_goes_from_tp2_to_one_process_to_pp2_with_the_losses_and_weights_of_one_process(whole: Whole) -> None:
+def test_a_run_goes_from_tp2_to_one_process_to_pp2_with_the_losses_and_weights_of_one_process(
+    whole: Whole, logical: Logical
+) -> None:
     moved = copy_until(whole("tp2"), "moved", 15)
     resumed(moved, "", 17)
     resumed(moved, "pp2", 20)
     assert_same_losses(moved, whole(""))
-    assert_close(moved, whole(""), 20)
+    assert_close(logical(saved_at(moved, 20)), logical(saved_at(whole(""), 20)))
 
 
 @pytest.mark.parametrize("layout", ["dp2", "tp2", "pp2", "tp2pp2"])
-def test_a_checkpoint_holds_the_logical_tensors_of_one_process(layout: str, whole: Whole) -> None:
+def test_a_checkpoint_holds_the_logical_tensors_of_one_process(layout: str, whole: Whole, logical: Logical) -> None:
     for step in (15, 20):
-        assert_close(whole(layout), whole(""), step)
+        assert_close(logical(saved_at(whole(layout), step)), logical(saved_at(whole(""), step)))
 
 
 def test_a_run_of_tp2pp2_goes_on_in_one_process(whole: Whole) -> None:

@@ -277,39 +277,6 @@ def test_batch_shards_have_the_same_number_of_ranks_each(mesh: Mesh) -> None:
 # The world that a layout makes.
 
 
-class Strategies:
-    """Stands for the strategies of a layout and for everything else that a run needs."""
-
-    @hookimpl
-    def mesh_axes(self) -> list[Axis]:
-        return [TP, CP, PP, EP]
-
-    @hookimpl
-    def build_model(self) -> None: ...
-
-    @hookimpl
-    def build_optimizer(self) -> None: ...
-
-    @hookimpl
-    def build_loader(self) -> None: ...
-
-
-def prepared(strategies: dict[str, object], layout: dict[str, int], seq_length: int = 8) -> Run:
-    config = SimpleNamespace(
-        chosen=(),
-        parallel=SimpleNamespace(layout="", degrees=layout, data=None),
-        trainer=SimpleNamespace(device="cpu", global_batch_size=8, micro_batch_size=1, seq_length=seq_length),
-        schedule=SimpleNamespace(batch_rampup=SimpleNamespace(start=None)),
-        settings={("trainer", "seq_length"): Setting(seq_length, "run.yaml:3")},
-    )
-    return prepare(config, strategies)  # type: ignore[arg-type]
-
-
-def test_expert_degrees_do_not_multiply_the_world() -> None:
-    run = prepared({"test/strategies": Strategies()}, {"tp": 2, "cp": 2, "pp": 2, "ep": 4})
-    assert run.mesh.world_size == 8
-
-
 class Divider:
     """A strategy of one axis."""
 
@@ -335,8 +302,20 @@ class Rest:
 
 
 def divided(*axes: Axis, seq_length: int = 8) -> Run:
+    """A run of a strategy for each axis."""
     strategies: dict[str, object] = {f"parallel/{number}": Divider(axis) for number, axis in enumerate(axes)}
-    return prepared({**strategies, "test/rest": Rest()}, {axis.name: axis.size for axis in axes}, seq_length)
+    config = SimpleNamespace(
+        chosen=(),
+        parallel=SimpleNamespace(layout="", degrees={axis.name: axis.size for axis in axes}, data=None),
+        trainer=SimpleNamespace(device="cpu", global_batch_size=8, micro_batch_size=1, seq_length=seq_length),
+        schedule=SimpleNamespace(batch_rampup=SimpleNamespace(start=None)),
+        settings={("trainer", "seq_length"): Setting(seq_length, "run.yaml:3")},
+    )
+    return prepare(config, {**strategies, "test/rest": Rest()})  # type: ignore[arg-type]
+
+
+def test_expert_degrees_do_not_multiply_the_world() -> None:
+    assert divided(TP, CP, PP, EP).mesh.world_size == 8
 
 
 def test_two_axes_of_one_name_are_refused_naming_both_strategies() -> None:

@@ -5,13 +5,16 @@ teeth: each planted mistake, made in the workers, is caught.
 """
 
 from collections.abc import Callable
+from pathlib import Path
+from unittest import SkipTest
 
 import pytest
 import torch
 from torch import Tensor
 
-from mplug.testing import run_workers
+from mplug.testing import ParallelSuite, run_workers
 from mplug.testing.harness import Trace, difference, train_steps
+from mplug.testing.parity import require_parity
 
 
 def trained(settings: dict[str, object], mutation: str | None) -> Trace:
@@ -187,3 +190,17 @@ def test_the_comparison_catches(mutation: str, layout: str, changes: dict[str, o
     traces = traces_of(layout, 2, changes, mutation)
     with pytest.raises(AssertionError):
         assert_equal(traces, reference_of(changes))
+
+
+def test_a_suite_skips_a_run_that_its_ranks_refuse(text_file: Path) -> None:
+    small = {"data.name": "text", "data.path": str(text_file), "model.vocab_size": 100}
+    reason = "is refused: the data has tokens up to 255"
+
+    class DataParallel(ParallelSuite):
+        plugin = "dp"
+        settings = small
+
+    with pytest.raises(SkipTest, match=f"^layout 'dp2' {reason}"):
+        require_parity(small, "dp2")
+    with pytest.raises(SkipTest, match=f"^under layout 'dp2' the run {reason}"):
+        DataParallel().test_a_layout_gives_the_run_of_one_process("dp2")

@@ -13,35 +13,31 @@ from pathlib import Path
 import pytest
 import yaml
 
+from mplug import alternatives
+from mplug.slots import Site, Unmet
+from mplug.testing.harness import tiny_config
+
 Cli = Callable[..., subprocess.CompletedProcess[str]]
+Install = Callable[..., Path]
 
 PACKAGES = Path(__file__).parent / "packages"
 HOST = f"mplug {version('mplug')}"
 
 
-def install(sources: list[Path], target: Path) -> Path:
-    """Install packages into a folder of their own, from their sources and nothing else."""
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index"]
-    options = ["--no-deps", "--no-build-isolation", "--target", str(target)]
-    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))  # where uv_build finds uv-build
-    subprocess.run([*command, *options, *map(str, sources)], check=True, env={**os.environ, "PATH": path})
-    return target
-
-
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(tmp_path_factory: pytest.TempPathFactory, install: Install) -> Path:
     """The folder in which every package of `packages/` is installed."""
     copied = shutil.copytree(PACKAGES, tmp_path_factory.mktemp("sources") / "packages")
-    return install(sorted(copied.iterdir()), tmp_path_factory.mktemp("installed"))
+    return install(tmp_path_factory.mktemp("installed"), *sorted(copied.iterdir()))
 
 
 @pytest.fixture(scope="module")
-def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def older(tmp_path_factory: pytest.TempPathFactory, install: Install) -> Path:
     """A folder with another copy of acme-watch: version 1.3.0."""
     copied = shutil.copytree(PACKAGES / "acme-watch", tmp_path_factory.mktemp("sources") / "acme-watch")
     project = copied / "pyproject.toml"
     project.write_text(project.read_text().replace('version = "1.4.0"', 'version = "1.3.0"'))
-    return install([copied], tmp_path_factory.mktemp("older"))
+    return install(tmp_path_factory.mktemp("older"), copied)
 
 
 def assert_refused(result: subprocess.CompletedProcess[str], *words: str) -> None:
@@ -369,6 +365,13 @@ def test_a_kernel_that_cannot_serve_is_refused_with_its_reason_and_those_that_wo
 def test_what_a_wrap_needs_is_asked_of_every_kernel(cli: Cli, installed: Path, tiny: list[str]) -> None:
     result = cli("explain", *tiny, "--set", "extensions.ring={}", path=installed)
     assert_refused(result, "kernels/sdpa", "log-sum-exp", "; verbose would do", "kernels.attention=verbose")
+
+
+def test_a_kernel_that_does_not_answer_in_time_is_none_that_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alternatives, "TIMEOUT", 0.0)
+    site = Site("blocks.*.attn", "Attention.core", None, "blocks.0.attn")
+    told = alternatives.kernels_that_would_do(tiny_config({}), Unmet("kernels/sdpa", site, "it may not"))
+    assert told.startswith("; no other installed kernel would do; set kernels.attention=null")
 
 
 def test_the_kernel_that_would_do_does(cli: Cli, installed: Path, tiny: list[str]) -> None:

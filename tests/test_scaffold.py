@@ -23,21 +23,14 @@ USE = {
 }
 
 
-def install(source: Path, target: Path) -> Path:
-    """Install a package into a folder of its own, from its source and nothing else."""
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index"]
-    options = ["--no-deps", "--no-build-isolation", "--target", str(target), str(source)]
-    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))  # where uv_build finds uv-build
-    subprocess.run([*command, *options], check=True, env={**os.environ, "PATH": path})
-    return target
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_new_plugin_installs_passes_its_suite_and_runs(cli: Cli, tmp_path: Path, kind: str) -> None:
+def test_a_new_plugin_installs_passes_its_suite_and_runs(
+    cli: Cli, install: Callable[..., Path], tmp_path: Path, kind: str
+) -> None:
     made = cli("plugins", "new", "--kind", kind, "acme-ringo")
     assert made.returncode == 0, made.stderr
     assert " ".join(("mplug", *USE[kind][:3])) in made.stdout
-    site = install(tmp_path / "acme-ringo", tmp_path / "site")
+    site = install(tmp_path / "site", tmp_path / "acme-ringo")
     checked = cli("plugins", "check", "ringo", path=site)
     assert checked.returncode == 0, checked.stdout + checked.stderr
     path = os.pathsep.join((str(site), os.environ.get("PYTHONPATH", "")))

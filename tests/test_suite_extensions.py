@@ -13,7 +13,7 @@ class Plotter(ExtensionSuite):
     files = ("loss.svg",)
 
 
-def test_a_sound_observer_passes(own_tests: Callable[[str], str]) -> None:
+def test_a_sound_observer_passes(own_tests: Callable[..., str]) -> None:
     assert "failed" not in own_tests("nova-plotter")
 
 

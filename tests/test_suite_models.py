@@ -1,8 +1,6 @@
 """The suite of models: a sound third party's model passes it, and it catches what authors get wrong."""
 
 import importlib.util
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,19 +25,12 @@ def suite() -> Any:
     return module.TestPeregrine()
 
 
-def test_the_package_as_it_is_passes_its_own_tests(plant: Callable[..., None]) -> None:
-    plant("nova-peregrine")
-    finished = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-rA", str(PEREGRINE)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+def test_the_package_as_it_is_passes_its_own_tests(own_tests: Callable[..., str]) -> None:
+    told = own_tests("nova-peregrine", "-rA").splitlines()
     for layout in ("tp2", "pp2", "dp2", "pp2tp2", "dp2tp2", "dp2pp2"):
         name = f"TestPeregrine::test_a_layout_gives_the_run_of_one_process[{layout}]"
-        assert any(line.startswith("PASSED") and line.endswith(name) for line in finished.stdout.splitlines())
-    skipped = [line for line in finished.stdout.splitlines() if line.startswith("SKIPPED")]
+        assert any(line.startswith("PASSED") and line.endswith(name) for line in told)
+    skipped = [line for line in told if line.startswith("SKIPPED")]
     assert all("is refused" in line for line in skipped), skipped
 
 

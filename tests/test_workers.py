@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mplug import UsageError
 from mplug.testing import WorkerFailed, run_workers
 
 
@@ -48,6 +50,12 @@ def fail_on(rank: int) -> None:
     if dist.get_rank() == rank:
         raise ZeroDivisionError(f"by zero on {rank}")
     dist.barrier()  # never passed: the others wait
+
+
+def refuse_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise UsageError(f"not on {rank}")
+    dist.barrier()
 
 
 def die_on(rank: int) -> None:
@@ -131,6 +139,13 @@ def test_the_traceback_of_the_rank_that_fails_is_raised_here(rank: int) -> None:
     with pytest.raises(WorkerFailed, match=rf"(?s)rank {rank} failed:\n.*in fail_on.*by zero on {rank}") as e:
         run_workers(2, fail_on, rank)
     assert e.value.rank == rank
+
+
+@pytest.mark.parametrize(("function", "refusal"), [(refuse_on, "not on 1"), (fail_on, ""), (die_on, "")])
+def test_a_rank_that_refuses_is_told_from_one_that_fails(function: Callable[[int], None], refusal: str) -> None:
+    with pytest.raises(WorkerFailed) as failed:
+        run_workers(2, function, 1)
+    assert (failed.value.rank, failed.value.refusal) == (1, refusal)
 
 
 @pytest.mark.parametrize(

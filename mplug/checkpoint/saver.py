@@ -49,16 +49,16 @@ class Saver:
         options = {"storage_writer": writer, "planner": BoxSavePlanner(), **_together(run)}
         if run.config.checkpoint.asynchronous:
             saving: Any = dcp_async_save(state, async_stager=self._stager, **options)
-            saving.add_done_callback(self._stop_if_failed)
-            saving.add_done_callback(lambda _: self._took(began))
         else:
             saving = Future()
             try:
                 saving.set_result(dcp_save(state, **options))
             except CheckpointException as error:
                 saving.set_exception(error)
-            self._took(began)
+        saving.add_done_callback(lambda ended: self._note(ended, began))
         self._pending = (final, saving)
+        if not run.config.checkpoint.asynchronous:
+            self.wait()
 
     def saved(self) -> list[Path]:
         """The checkpoints that have become visible since this was last asked."""
@@ -74,9 +74,6 @@ class Saver:
     def expected_seconds(self) -> float:
         """How long a save may take until it is visible: as the longest so far."""
         return self._longest or self._expected
-
-    def _took(self, began: float) -> None:
-        self._longest = max(self._longest, time.monotonic() - began)
 
     def wait(self) -> None:
         """Wait until what is being saved is visible; RunError where that fails."""
@@ -96,8 +93,10 @@ class Saver:
         if self._pending is not None:
             wait([self._pending[1]])
 
-    def _stop_if_failed(self, saving: "Future[Any]") -> None:
-        if saving.exception() is not None:
+    def _note(self, ended: "Future[Any]", began: float) -> None:
+        """Keep how long it took, and ask the run to stop where it failed."""
+        self._longest = max(self._longest, time.monotonic() - began)
+        if ended.exception() is not None:
             self.run.stop_requested = True
 
 

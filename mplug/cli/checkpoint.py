@@ -1,5 +1,6 @@
 """mplug checkpoint."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,4 @@ def _shape(saved: dict[str, Any]) -> str:
 
 
 def _numel(saved: dict[str, Any]) -> int:
-    count = 1
-    for length in saved["shape"]:
-        count *= length
-    return count
+    return math.prod(saved["shape"])

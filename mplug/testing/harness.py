@@ -1,7 +1,7 @@
 """A run of a few steps inside a test: built as `mplug train` builds it, kept nowhere, and watched in full.
 
-Settings are a flat mapping, {"model.num_layers": 2, "parallel.layout": "dp2"}, that goes over the tiny run of
-`tiny.yaml`, which goes over the default run.
+Settings are a mapping, flat as {"model.num_layers": 2, "parallel.layout": "dp2"} or nested as a config file, that goes
+over the tiny run of `tiny.yaml`, which goes over the default run.
 """
 
 import math
@@ -11,10 +11,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mplug.errors import UsageError
 from mplug.registry import Registry
 from mplug.resolve import default_settings, resolve
 from mplug.run import Run, prepare
 from mplug.settings import Settings, from_mapping, merge, read_file
+from mplug.testing.workers import WorkerFailed, run_workers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +30,13 @@ TinySettings = Mapping[str, Any]
 Boxes = list[tuple[tuple[int, ...], "Tensor"]]
 """Parts of a logical tensor: where each begins, and its values."""
 
+Portions = Callable[[Iterator["MicroBatch"]], Iterator["MicroBatch"]]
+"""Cuts a loader's micro batches in another way."""
+
 STEPS = 5
+
+TIMEOUT = 120.0
+"""Seconds after which ranks that wait for each other are given up."""
 
 
 @dataclass
@@ -93,7 +101,7 @@ def unevenly(batches: Iterator["MicroBatch"]) -> Iterator["MicroBatch"]:
 def train_steps(
     settings: TinySettings,
     before: Callable[[], None] | None = None,
-    portions: Callable[[Iterator["MicroBatch"]], Iterator["MicroBatch"]] = as_they_come,
+    portions: Portions = as_they_come,
 ) -> Trace:
     """Train `STEPS` steps in this process, one rank of the run, after calling `before`.
 
@@ -126,6 +134,19 @@ def train_steps(
     trace.shapes = {name: placement.shape for name, placement in parts.model.placements.items()}
     trace.val_loss = evaluate(run, parts)
     return trace
+
+
+def train_ranks(world_size: int, settings: TinySettings, portions: Portions = as_they_come) -> list[Trace]:
+    """Train on all ranks of a run, each a process: what `train_steps` sees on each.
+
+    UsageError where a rank refuses the run, WorkerFailed or TimeoutError where one fails.
+    """
+    try:
+        return run_workers(world_size, train_steps, dict(settings), None, portions, timeout=TIMEOUT)
+    except WorkerFailed as error:
+        if error.refusal:
+            raise UsageError(error.refusal) from None
+        raise
 
 
 def with_ragged_labels(batch: "MicroBatch") -> "MicroBatch":

@@ -2,41 +2,37 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 from unittest import SkipTest
 
 import yaml
 
-from mplug.contracts import MicroBatch
 from mplug.errors import UsageError, listed
 from mplug.mesh import Axis, parse_layout
 from mplug.registry import Registry
 from mplug.run import Run
 from mplug.testing import layouts
 from mplug.testing.harness import (
+    Portions,
     TinySettings,
     Trace,
     as_they_come,
     difference,
     tiny_config,
-    train_steps,
+    train_ranks,
     unevenly,
     weights_off,
 )
 from mplug.testing.layouts import Ranks
 from mplug.testing.suite import Fault, PluginSuite, require, smoke
-from mplug.testing.workers import WorkerFailed, run_workers
+from mplug.testing.workers import WorkerFailed
 
 T = TypeVar("T")
-Portions = Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]]
 
 ODD = 3
 """A degree that divides neither the heads of the tiny run nor its batch, sequence, layers or widths."""
-
-TIMEOUT = 120.0
-"""Seconds after which ranks that wait for each other are given up."""
 
 _TRACES: dict[str, list[Trace]] = {}
 """Runs that several tests look at."""
@@ -286,10 +282,9 @@ class ParallelSuite(PluginSuite):
         alone = {name: value for name, value in settings.items() if not name.startswith("parallel.")}
         try:
             return _traces_of(settings, portions), _traces_of(alone)[0]
+        except UsageError as error:
+            raise SkipTest(f"{where} the run is refused: {error}") from None
         except (WorkerFailed, TimeoutError) as error:
-            _, refused, reason = str(error).rpartition("mplug.errors.UsageError: ")
-            if refused:
-                raise SkipTest(f"{where} the run is refused: {reason.strip()}") from None
             raise Fault(f"{where}: {error}") from None
 
 
@@ -313,5 +308,5 @@ def _traces_of(settings: TinySettings, portions: Portions = as_they_come) -> lis
     key = json.dumps([config.resolved(), sources, portions.__name__])
     if key not in _TRACES:
         size = layouts.prepared(settings).mesh.world_size
-        _TRACES[key] = run_workers(size, train_steps, dict(settings), None, portions, timeout=TIMEOUT)
+        _TRACES[key] = train_ranks(size, settings, portions)
     return _TRACES[key]

@@ -4,12 +4,9 @@ from unittest import SkipTest
 
 from mplug.errors import UsageError
 from mplug.settings import read_assignments
-from mplug.testing.harness import TinySettings, Trace, difference, tiny_run, train_steps
+from mplug.testing.harness import TinySettings, difference, tiny_run, train_ranks, train_steps
 from mplug.testing.suite import Fault, require
-from mplug.testing.workers import WorkerFailed, run_workers
-
-TIMEOUT = 120.0
-"""Seconds that the workers of one run may take."""
+from mplug.testing.workers import WorkerFailed
 
 
 def require_parity(settings: TinySettings, layout: str) -> None:
@@ -24,15 +21,14 @@ def require_parity(settings: TinySettings, layout: str) -> None:
     alone, divided = ({**settings, **options, "parallel.layout": one} for one in ("", word))
     world_size = _world_size(divided)
     try:
-        traces = run_workers(world_size, _trace_or_refusal, divided, timeout=TIMEOUT)
+        traces = train_ranks(world_size, divided)
+    except UsageError as error:
+        raise SkipTest(f"layout '{layout}' is refused: {error}") from None
     except (WorkerFailed, TimeoutError) as error:
         raise Fault(f"the run fails under the layout '{layout}': {error}") from None
-    for trace in traces:
-        if isinstance(trace, str):
-            raise SkipTest(f"layout '{layout}' is refused: {trace}")
     with torch.random.fork_rng(devices=[]):
         reference = train_steps(alone)
-    found = difference([trace for trace in traces if isinstance(trace, Trace)], reference)
+    found = difference(traces, reference)
     require(not found, f"the run under the layout '{layout}' is not that of one process: {found}")
 
 
@@ -48,10 +44,3 @@ def _world_size(settings: TinySettings) -> int:
     except ValueError as error:
         raise Fault(str(error)) from error
     return run.mesh.world_size
-
-
-def _trace_or_refusal(settings: TinySettings) -> Trace | str:
-    try:
-        return train_steps(settings)
-    except UsageError as error:
-        return str(error)

@@ -137,7 +137,7 @@ class PluginSuite:
         """What `config.yaml` keeps of a run is what the run had."""
         config = self.config()
         kept = config.resolved()
-        again = tiny_config(dict(_flat(kept)))
+        again = tiny_config(kept)
         require(again.resolved() == kept, f"the config changes when it is saved and read again: {again.resolved()}")
         for chosen in config.chosen:
             if chosen.entry == self.entry():
@@ -155,14 +155,6 @@ class PluginSuite:
             require(field in str(error), f"the error of an unknown field does not name '{field}': {error}")
         else:
             raise Fault(f"'{field}' is no field of its Config, and is accepted")
-
-
-def _flat(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{path}{name}.")
-        else:
-            yield f"{path}{name}", value
 
 
 def unset_fields(suite: type[PluginSuite]) -> list[str]:

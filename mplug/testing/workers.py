@@ -34,6 +34,8 @@ from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any, TypeVar
 
+from mplug.errors import UsageError
+
 R = TypeVar("R")
 
 PRELOAD = ("torch.distributed", "mplug.ops", "mplug.job", "mplug.loop", "pytest", "hypothesis")
@@ -43,11 +45,11 @@ _LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 
 
 class WorkerFailed(Exception):
-    """A rank has raised, or died. The message holds its traceback."""
+    """A rank has raised, or died. The message holds its traceback; `refusal` is what its UsageError said, if any."""
 
-    def __init__(self, rank: int, reason: str) -> None:
+    def __init__(self, rank: int, reason: str, refusal: str = "") -> None:
         super().__init__(f"rank {rank} {reason}")
-        self.rank, self.reason = rank, reason
+        self.rank, self.reason, self.refusal = rank, reason, refusal
 
 
 def run_workers(world_size: int, function: Callable[..., R], *args: Any, timeout: float = 60.0) -> list[R]:
@@ -163,7 +165,7 @@ def _ready(workers: list[_Worker], seconds: float) -> list[_Worker]:
 
 
 def _received(worker: _Worker) -> tuple[bool, Any]:
-    """(whether a worker has succeeded, its result or traceback); a dead one's traceback is None."""
+    """(whether a worker has succeeded, its result or (traceback, refusal)); a dead one has None."""
     try:
         message: tuple[bool, Any] = pickle.loads(worker.connection.recv_bytes())
         return message
@@ -178,7 +180,8 @@ def _first(failures: list[_Worker], missing: list[_Worker], results: dict[int, A
         dead = [worker for worker in _ready(missing, 0.2) if _received(worker) == (False, None)]
     if dead:
         return WorkerFailed(dead[0].rank, f"died {_how(dead[0].process)}")
-    return WorkerFailed(failures[0].rank, f"failed:\n{results[failures[0].rank]}")
+    stack, refusal = results[failures[0].rank]
+    return WorkerFailed(failures[0].rank, f"failed:\n{stack}", refusal)
 
 
 def _how(process: BaseProcess) -> str:
@@ -204,15 +207,16 @@ def _explained(late: list[_Worker], task: _Task) -> str:
 
 
 def _work(rank: int, task: _Task, connection: Connection) -> None:
-    """Do a rank's part of a task, and send (whether it succeeded, its result or traceback)."""
+    """Do a rank's part of a task, and send (whether it succeeded, its result or (traceback, refusal))."""
     os.setsid()  # what it starts is ended with it
     threading.Thread(target=_end_with_caller, daemon=True).start()
     with task.stack_of(rank).open("w") as stack:
         faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
         try:
             message = pickle.dumps((True, _called(rank, task)))
-        except BaseException:  # it is told, whatever it is
-            connection.send_bytes(pickle.dumps((False, traceback.format_exc())))
+        except BaseException as error:  # it is told, whatever it is
+            refusal = str(error) if isinstance(error, UsageError) else ""
+            connection.send_bytes(pickle.dumps((False, (traceback.format_exc(), refusal))))
             connection.poll(None)  # its end would make other ranks fail too: the caller ends all of them
             raise
         connection.send_bytes(message)

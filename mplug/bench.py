@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mplug.against import Script, task_of
-from mplug.errors import UsageError
+from mplug.errors import RunError, UsageError
 from mplug.job import among
 from mplug.launch import launch, launched
 from mplug.profiling import RECORDED, Event, Profile, profile_of, profiled
@@ -154,6 +154,7 @@ def _measure(task: Task, tell: Callable[[int], None]) -> Measured:
     """`tell` hears the number of every step."""
     with _running(task) as run:
         from mplug.build import build
+        from mplug.compilation import compiled_graphs
         from mplug.hardware import peak_memory_gib, peak_tflops, timed
         from mplug.loop import launch_step
 
@@ -167,7 +168,12 @@ def _measure(task: Task, tell: Callable[[int], None]) -> Measured:
 
         for _ in range(task.warmup):
             step()
+        compiled = compiled_graphs()
         seconds = timed(step, task.steps, run.device)
+        if compiled_graphs() > compiled:
+            raise RunError(
+                f"{compiled_graphs() - compiled} graphs were compiled while steps were measured; use a longer --warmup"
+            )
         memory = max(run.gathered(peak_memory_gib(run.device)))  # of the steps alone
         profile = profiled(step, run.device) if task.profile else None
         facts = asdict(facts_of(run, parts.model))

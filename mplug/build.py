@@ -11,11 +11,12 @@ from mplug.alternatives import kernels_that_would_do
 from mplug.checkpoint import read_manifest
 from mplug.checkpoint.boxes import held_boxes
 from mplug.checkpoint.saver import load
+from mplug.compilation import backend_of, compile_units
 from mplug.config import RunConfig
 from mplug.contracts import Loader, Optimizer, Piece, Stepper
 from mplug.errors import UsageError, listed
 from mplug.feed import Feed
-from mplug.model import Model, allocate, compile_units, fill_slots, initialize
+from mplug.model import Model, allocate, fill_slots, initialize
 from mplug.run import Run
 from mplug.slots import Offer, Selection, Unmet, Wrap
 from mplug.stepper import DefaultStepper, make_pieces, write_weights
@@ -118,7 +119,7 @@ def build(run: Run) -> Parts:
     trainer, model = run.config.trainer, build_model(run)
     train_loader = Feed(build_loader(run, "train"), run.device)
     validation_loader = Feed(build_loader(run, "validation"), run.device) if trainer.eval_every else None
-    compile_units(model, _compiler(run))
+    compile_units(model, backend_of(run))
     _allocate(run, model)
     model.listen()
     _wrap(run, model)
@@ -129,14 +130,6 @@ def build(run: Run) -> Parts:
     default = DefaultStepper(run, model, pieces, optimizer)
     stepper: Stepper | None = run.hooks.call.build_stepper(run=run, model=model, default=default)
     return Parts(model, pieces, optimizer, stepper or default, train_loader, validation_loader)
-
-
-def _compiler(run: Run) -> str | None:
-    """torch.compile's backend for the units of this run; None leaves them eager."""
-    wanted = run.config.trainer.compile
-    if wanted == "auto":
-        return "inductor" if run.device.startswith("cuda") else None
-    return None if wanted == "never" else wanted
 
 
 def _wrap(run: Run, model: Model) -> None:

@@ -1,7 +1,6 @@
 """A model as the host handles it: a module, its plan, its parameters' placements, and its slots."""
 
 import re
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -166,22 +165,6 @@ def fill_slots(model: Model, run: "Run", offers: Iterable[Any]) -> Selection:
         setattr(filled.site.module, attribute, built[key])
     model.slots = selection.filled
     return selection
-
-
-# Compilation.
-
-
-def compile_units(model: Model, backend: str | None) -> None:
-    """Compile each unit of this rank as one graph, without a break; blocks of one kind share what is compiled.
-
-    A unit is a call of its module: hooks around it stay outside of the graph. `backend` is torch.compile's; None leaves
-    units as they are.
-    """
-    if backend is None:
-        return
-    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)  # fp32 is meant where it is asked for
-    for unit in model.own_units:
-        model.module.get_submodule(unit.name).compile(backend=backend, fullgraph=True, dynamic=False)
 
 
 # Values.

@@ -6,8 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-RECORDED, KEPT = 4, 3
-"""Steps that are recorded, and the last of them that count: while the first is launched, the device waits for it."""
+RECORDED = 3
+"""Steps that are recorded."""
+HEAD_START = 500_000_000
+"""Clock cycles that a GPU spins before them: it would wait for the first to be launched, as in no step of a run."""
+SPIN = "spin_kernel"
+"""What the names of kernels that only spin have in them."""
 LONGEST = 30
 GAPS, OTHER, COLLECTIVES = "gaps", "other", "collectives"
 CLASSES = {
@@ -125,14 +129,17 @@ def longest(spent: Iterable[tuple[str, float]], steps: int) -> list[Kernel]:
     return [Kernel(name, class_of(name), seconds[name] / steps, calls[name] / steps) for name in names]
 
 
-def profile_of(events: Sequence[Event], recorded: int = RECORDED, kept: int = KEPT) -> Profile:
-    """The profile of the last `kept` of `recorded` steps that ran alike, from all their kernels in any order."""
-    ran = [event for event in events if not event.name.endswith(" Sync")]  # CUPTI tells of the host's waiting, too
-    events = sorted(ran, key=lambda event: event.start)[len(ran) * (recorded - kept) // recorded :]
+def profile_of(events: Sequence[Event], steps: int = RECORDED) -> Profile:
+    """The profile of `steps` steps that ran alike, from all their kernels in any order, without what spun before.
+
+    The host's waiting, of which CUPTI tells too, is no kernel.
+    """
+    began = max((event.end for event in events if SPIN in event.name), default=0.0)
+    events = [event for event in events if event.start >= began and not event.name.endswith(" Sync")]
     alone = [event for event in events if class_of(event.name) == COLLECTIVES]
     in_all = by_class(alone).get(COLLECTIVES, 0.0)
-    classes = {kind: seconds / kept for kind, seconds in by_class(events).items()}
-    return Profile(classes, in_all / kept, longest(((e.name, e.end - e.start) for e in events), kept))
+    classes = {kind: seconds / steps for kind, seconds in by_class(events).items()}
+    return Profile(classes, in_all / steps, longest(((e.name, e.end - e.start) for e in events), steps))
 
 
 def profiled(step: Callable[[], None], device: str) -> Profile:
@@ -142,6 +149,8 @@ def profiled(step: Callable[[], None], device: str) -> Profile:
 
     on_gpu = device.startswith("cuda")
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as recorder:
+        if on_gpu:
+            torch.cuda._sleep(HEAD_START)
         for _ in range(RECORDED):
             step()
         if on_gpu:

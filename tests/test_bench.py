@@ -133,16 +133,16 @@ def test_classes_and_gaps_add_up_to_the_time_from_the_first_start_to_the_last_en
 def test_what_a_collective_hides_behind_a_product_is_not_counted_twice() -> None:
     events = [Event(NCCL, 0.0, 4.0), Event(GEMM, 1.0, 3.0), Event(NCCL, 2.0, 5.0), Event(COPY, 4.5, 5.5)]
     assert by_class(events) == {"collectives": 2.5, "GEMM": 2.0, "copies and fills": 1.0, "gaps": 0.0}
-    profile = profile_of(events, recorded=1, kept=1)
+    profile = profile_of(events, steps=1)
     assert profile.collectives == 5.0, "two at once are one time"
     assert profile.step == 5.5
 
 
-def test_a_profile_is_of_the_steps_after_the_first() -> None:
+def test_a_profile_is_of_the_steps_after_the_head_start() -> None:
     step = [(GEMM, 0.0, 2.0), (FLASH, 2.0, 2.5), (GEMM, 2.5, 3.5)]
-    slow = [Event(name, 10 * start, 10 * end) for name, start, end in step]
+    before = [Event(COPY, 0.0, 1.0), Event("at::cuda::spin_kernel(long)", 1.0, 40.0)]
     steady = [Event(name, 40 + 4 * n + start, 40 + 4 * n + end) for n in range(3) for name, start, end in step]
-    profile = profile_of([*reversed(steady), Event("Context Sync", 0.0, 99.0), *slow], recorded=4, kept=3)
+    profile = profile_of([*reversed(steady), Event("Context Sync", 0.0, 99.0), *before], steps=3)
     assert profile.classes == pytest.approx({"GEMM": 3.0, "attention": 0.5, "gaps": 1.0 / 3})
     assert [(one.name, one.kind, one.seconds, one.calls) for one in profile.longest] == [
         (GEMM, "GEMM", 3.0, 2.0),

@@ -3,6 +3,7 @@
 import warnings
 
 import pytest
+import torch
 
 from mplug.testing import run_workers
 from mplug.testing.harness import Trace, difference, train_steps
@@ -41,3 +42,39 @@ def test_a_compiled_run_is_the_eager_run_of_one_process(
 def test_blocks_of_one_kind_share_what_is_compiled() -> None:
     settings = {"model.num_layers": 8, "trainer.compile": "aot_eager"}
     assert run_workers(1, compiled, settings, timeout=180)[0][1]["unique_graphs"] == 6
+
+
+def kept_by_a_block() -> float:
+    """What the second block keeps for its backward pass, as a multiple of the residual stream [B, S, D]."""
+    from torch.autograd.graph import saved_tensors_hooks
+
+    from mplug.build import build
+    from mplug.compilation import compile_units
+    from mplug.testing.harness import tiny_run
+
+    warnings.simplefilter("ignore")
+    run = tiny_run({"model.num_layers": 2, "model.num_kv_heads": 4, "model.qk_norm": False, "trainer.seq_length": 64})
+    parts = build(run)
+    compile_units(parts.model, "aot_eager_decomp_partition")  # partitions as inductor does, and needs no C++ compiler
+    own = {tensor.data_ptr() for sink in parts.model.sinks.values() for tensor in (sink.parameter, sink.buffer)}
+    kept: dict[int, int] = {}
+    inside = [False]
+    block = parts.model.module.get_submodule("blocks.1")
+    block.register_forward_pre_hook(lambda *_: inside.__setitem__(0, True))
+    block.register_forward_hook(lambda *_: inside.__setitem__(0, False))
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if inside[0] and tensor.data_ptr() not in own:
+            kept[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    size, length, width = run.micro_batch_size, run.config.trainer.seq_length, run.config.model.hidden_size
+    batch = next(iter(parts.train_loader.take(size)))
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        parts.model.loss(parts.stepper.entries(batch, 1))
+    return sum(kept.values()) / (4 * size * length * width)
+
+
+def test_a_compiled_block_keeps_no_norms_outputs_and_no_activations_that_it_can_compute_again() -> None:
+    """The stream, q, k, v (in the packed projection), what attention gives, its projection, and the MLP's 4 wide."""
+    assert run_workers(1, kept_by_a_block, timeout=180)[0] < 13

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 SLOT_KINDS: dict[str, tuple[str, ...]] = {
     "attention": ("Attention.core",),
-    "qk": ("Attention.prepare_qk",),
+    "qk": ("Attention.prepare_qk", "Attention.prepare_qkv"),
     "linear": ("Linear.gemm", "Linear.gather", "Linear.scatter"),
     "norm": ("Norm.norm_residual",),
     "activation": ("MLP.activation",),
@@ -26,6 +26,9 @@ SLOT_KINDS: dict[str, tuple[str, ...]] = {
     "loss": ("Loss.cross_entropy",),
 }
 """Kinds of slots, the words of the config's `kernels` section -> the slots themselves."""
+
+CALLED_BY = {"Attention.prepare_qk": "Attention.prepare_qkv"}
+"""Slots that the default of a wider one calls -> the wider one, whose other suppliers do without them."""
 
 KIND_OF = {slot: kind for kind, slots in SLOT_KINDS.items() for slot in slots}
 
@@ -169,7 +172,28 @@ def select(sites: Iterable[Site], offers: Iterable[Offer | Wrap], kernels: "Kern
         supplier, reasons = _supplier_of(site, suppliers, kernels, run)
         selection.filled.append(Filled(site, supplier, around))
         selection.unmet += [*unmet, *reasons]
+    _refuse_uncalled(selection.filled, kernels)
     return selection
+
+
+def _refuse_uncalled(filled: list[Filled], kernels: "Kernels") -> None:
+    """What somebody put into a slot must not be lost because somebody else fills the wider slot around it.
+
+    The default kernel's supplier may be: it fills what nobody else does.
+    """
+    suppliers = {(one.site.name, one.site.slot): one.supplier for one in filled if one.offer}
+    for one in filled:
+        wider = CALLED_BY.get(one.site.slot, "")
+        fused = suppliers.get((one.site.name, wider))
+        uncalled = [wrap.plugin for wrap in one.wraps]
+        if one.offer and one.supplier != kernels.default:
+            uncalled.append(one.supplier)
+        lost = [plugin for plugin in uncalled if plugin != fused]
+        if fused and lost:
+            raise UsageError(
+                f"{fused} fills {wider} of '{one.site.role}', and would not call what {lost[0]} puts into "
+                f"{one.site.slot}; set kernels.{KIND_OF[wider]}=null, or use a layout without {lost[0]}"
+            )
 
 
 def _named(offer: Offer, kernels: "Kernels") -> bool:

@@ -274,6 +274,7 @@ def test_every_slot_of_every_module_is_a_site() -> None:
         ("norm", "norm", "Norm.norm_residual"),
         ("attn", "attn", "Attention.core"),
         ("attn", "attn", "Attention.prepare_qk"),
+        ("attn", "attn", "Attention.prepare_qkv"),
         *(("attn.qkv", "attn.qkv", slot) for slot in linear),
         *(("attn.out", "attn.out", slot) for slot in linear),
         ("mlp", "mlp", "MLP.activation"),
@@ -473,6 +474,26 @@ def test_a_wrap_that_does_not_apply_is_left_out_and_one_that_cannot_is_unmet(num
     assert {(unmet.plugin, unmet.reason) for unmet in select(there, [refused], chosen(), RUN).unmet} == {
         ("parallel/a", "the sequence is odd")
     }
+
+
+NARROW, WIDE = "Attention.prepare_qk", "Attention.prepare_qkv"
+
+
+@pytest.mark.parametrize("lost", [wrap("parallel/x", NARROW), offer("parallel/x", NARROW)], ids=["wrap", "supplier"])
+def test_what_a_strategy_puts_into_a_slot_is_not_lost_in_a_wider_one(lost: Offer | Wrap) -> None:
+    there, fused = [site(NARROW), site(WIDE)], offer("kernels/fused", WIDE)
+    with pytest.raises(UsageError, match=r"kernels/fused fills .*prepare_qkv.*parallel/x.*set kernels\.qk=null"):
+        select(there, [lost, fused], chosen(qk="kernels/fused"), RUN)
+    assert "kernels/fused" not in suppliers(select(there, [lost, fused], chosen(), RUN))
+    elsewhere = [site(NARROW, "blocks.1.attn"), site(WIDE, "blocks.0.attn")]
+    assert "kernels/fused" in suppliers(select(elsewhere, [lost, fused], chosen(qk="kernels/fused"), RUN))
+
+
+def test_a_kernel_may_fill_a_slot_and_the_wider_one_around_it_and_the_default_one_yields() -> None:
+    there, both = [site(NARROW), site(WIDE)], [offer("kernels/all", NARROW), offer("kernels/all", WIDE)]
+    assert suppliers(select(there, both, chosen("kernels/all"), RUN)) == ["kernels/all"] * 2
+    fused = offer("parallel/x", WIDE)
+    assert suppliers(select(there, [both[0], fused], chosen("kernels/all"), RUN)) == ["kernels/all", "parallel/x"]
 
 
 # Slots: applying.

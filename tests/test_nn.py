@@ -291,6 +291,19 @@ def test_attention_between_projections_is_that_of_the_whole() -> None:
     assert torch.equal(layer.out(mixed.flatten(-2)), layer(x, POSITIONS, KEYS))
 
 
+def test_packed_heads_are_prepared_by_whatever_fills_the_narrower_slot() -> None:
+    layer = filled(Attention(D, 4, 2, 6, bias=True, qk_norm=True, theta=100.0))
+    x, plain = drawn(B, S, D), layer.prepare_qk
+    before = layer(x, POSITIONS, KEYS)
+    layer.prepare_qk = lambda q, k, *rest: plain(2 * q, 2 * k, *rest)  # QK-norm undoes it, up to its eps
+    torch.testing.assert_close(layer(x, POSITIONS, KEYS), before, rtol=1e-4, atol=1e-4)
+    layer.prepare_qk = lambda q, k, *rest: tuple(2 * y for y in plain(q, k, *rest))
+    sharper = layer(x, POSITIONS, KEYS)
+    assert not torch.allclose(sharper, before, rtol=1e-2)
+    layer.prepare_qk, layer.scale = plain, 4 * layer.scale
+    torch.testing.assert_close(layer(x, POSITIONS, KEYS), sharper, rtol=1e-12, atol=1e-12)
+
+
 def test_attention_does_not_see_the_future() -> None:
     layer = filled(Attention(D, 2, 1, 4, bias=True, qk_norm=True, theta=10000.0))
     x = drawn(B, S, D)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mplug.nn import Gemm
-from mplug.nn.attention import attention, prepare_qk
+from mplug.nn.attention import attention, prepare_qk, prepare_qkv
 from mplug.nn.loss import cross_entropy
 from mplug.nn.mlp import activation
 from mplug.nn.norm import norm_residual
@@ -334,6 +334,32 @@ def positions_from_zero(q: Tensor, k: Tensor, positions: Tensor, *rest: Any) -> 
     return prepare_qk(q, k, positions - positions[:, :1], *rest)
 
 
+def values_without_gradient(*packed: Any) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = prepare_qkv(*packed)
+    return q, k, v.detach()
+
+
+def as_many_keys_as_queries(heads: Tensor, h: int, g: int, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    q, k = rest[-1](heads[:, :, :h], heads[:, :, h : 2 * h], *rest[:-1])
+    return q, k, heads[:, :, -g:]
+
+
+def keys_normed_as_queries(
+    heads: Tensor, h: int, g: int, positions: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return prepare_qkv(heads, h, g, positions, q_weight, q_weight, *rest)
+
+
+def gradients_not_turned_back(heads: Tensor, h: int, g: int, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = prepare_qkv(heads.detach(), h, g, *rest)
+    straight = heads - heads.detach()  # 0, with a gradient of 1
+    return q + straight[:, :, :h], k + straight[:, :, h : h + g], v + straight[:, :, h + g :]
+
+
+def positions_of_the_first_sample(heads: Tensor, h: int, g: int, positions: Tensor, *rest: Any) -> Any:
+    return prepare_qkv(heads, h, g, positions[:1], *rest)
+
+
 SLOT_FAULTS = {
     "weight gradients overwrite the sink": ("Linear.gemm", Gemm(wgrad=overwriting), "the gradient sink is off"),
     "weight gradients come back too": ("Linear.gemm", Gemm(wgrad=returning_too), "would count twice"),
@@ -362,6 +388,31 @@ SLOT_FAULTS = {
     "positions begin at zero": (
         "Attention.prepare_qk",
         positions_from_zero,
+        "with positions of each sample: the prepared q is off",
+    ),
+    "the packed gradient has no part of the values": (
+        "Attention.prepare_qkv",
+        values_without_gradient,
+        "with rotary positions: the gradient of packed heads is off",
+    ),
+    "there are as many keys as queries": (
+        "Attention.prepare_qkv",
+        as_many_keys_as_queries,
+        "with grouped KV heads: the prepared k has shape (2, 6, 4, 8) instead of (2, 6, 2, 8)",
+    ),
+    "keys are normalised by the queries' weights": (
+        "Attention.prepare_qkv",
+        keys_normed_as_queries,
+        "with QK-norm: the prepared k is off",
+    ),
+    "gradients are not turned back": (
+        "Attention.prepare_qkv",
+        gradients_not_turned_back,
+        "with rotary positions: the gradient of packed heads is off",
+    ),
+    "all samples have the positions of the first": (
+        "Attention.prepare_qkv",
+        positions_of_the_first_sample,
         "with positions of each sample: the prepared q is off",
     ),
 }

@@ -3,6 +3,9 @@
 B batch, S query length, T key length, D embed, H query heads, G KV heads, K head dim.
 """
 
+from collections.abc import Callable
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -61,9 +64,18 @@ def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 
     x [B, S, H, K], positions [1 or B, S] -> [B, S, H, K].
     """
-    half, wide = x.shape[-1] // 2, torch.promote_types(x.dtype, torch.float32)
-    cos, sin = rotations(positions, half, theta, wide)[..., None, :].to(x.dtype)  # [1 or B, S, 1, K/2]
-    first, second = x[..., :half], x[..., half:]
+    return _turned(x, _cosines_and_sines(x, positions, theta))
+
+
+def _cosines_and_sines(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    table: Tensor = rotations(positions, x.shape[-1] // 2, theta, wide)
+    return table[..., None, :].to(x.dtype)  # [2, 1 or B, S, 1, K/2]
+
+
+def _turned(x: Tensor, cosines_and_sines: Tensor) -> Tensor:
+    cos, sin = cosines_and_sines
+    first, second = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
@@ -83,8 +95,31 @@ def prepare_qk(
     if q_weight is not None and k_weight is not None:
         q, k = F.rms_norm(q, q_weight.shape, q_weight, eps), F.rms_norm(k, k_weight.shape, k_weight, eps)
     if theta is not None:
-        q, k = rotate(q, positions, theta), rotate(k, positions, theta)
+        turns = _cosines_and_sines(q, positions, theta)
+        q, k = _turned(q, turns), _turned(k, turns)
     return q, k
+
+
+def prepare_qkv(
+    heads: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    positions: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    theta: float | None,
+    prepare_qk: Callable[..., tuple[Tensor, Tensor]],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values out of their packed projection: the default of the slot `Attention.prepare_qkv`.
+
+    heads [B, S, H + 2G, K], queries first and values last -> q [B, S, H, K], k and v [B, S, G, K]. `prepare_qk` is what
+    fills the narrower slot `Attention.prepare_qk`, given the other arguments; a supplier that fuses its work does not
+    call it. v is heads' own part, as a view if it can be.
+    """
+    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=2)
+    q, k = prepare_qk(q, k, positions, q_weight, k_weight, eps, theta)
+    return q, k, v
 
 
 class DotProductAttention(nn.Module):
@@ -94,7 +129,7 @@ class DotProductAttention(nn.Module):
     or wrap a slot may ask of a site.
     """
 
-    SLOTS = ("Attention.core", "Attention.prepare_qk")
+    SLOTS: ClassVar[tuple[str, ...]] = ("Attention.core", "Attention.prepare_qk")
     site: Tensor
 
     def __init__(
@@ -120,12 +155,17 @@ class DotProductAttention(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
         """q [B, S, H, K], k and v [B, S, G, K], positions [1 or B, S], keys [B] -> [B, S, H, K]."""
         q, k = self.prepare_qk(q, k, positions, self.q_norm, self.k_norm, self.eps, self.theta)
+        return self._mixed(q, k, v, keys)
+
+    def _mixed(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         return self.core(q, k, v, scale=self.scale, dropout=dropout, keys=mix(keys ^ self.site) if dropout else None)
 
 
 class Attention(DotProductAttention):
     """Projections around a causal attention core: one for queries, keys and values, one for what they give."""
+
+    SLOTS: ClassVar[tuple[str, ...]] = (*DotProductAttention.SLOTS, "Attention.prepare_qkv")
 
     def __init__(
         self,
@@ -143,12 +183,16 @@ class Attention(DotProductAttention):
         super().__init__(num_heads, num_kv_heads, head_dim, qk_norm=qk_norm, theta=theta, dropout=dropout, eps=eps)
         self.qkv = Linear(dim, (num_heads + 2 * num_kv_heads) * head_dim, bias)
         self.out = Linear(num_heads * head_dim, dim, bias)
+        self.prepare_qkv = prepare_qkv
 
     def forward(self, x: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
         """x [B, S, D], positions [1 or B, S], the samples' random keys [B] -> [B, S, D]."""
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # [B, S, H + 2G, K]
         num_heads = self.out.weight.shape[1] // self.head_dim  # of this rank, as the weights are cut
         num_kv_heads = (heads.shape[2] - num_heads) // 2
-        q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=2)
-        y: Tensor = self.out(self.attend(q, k, v, positions, keys).flatten(-2))
+        weights = (self.q_norm, self.k_norm)
+        q, k, v = self.prepare_qkv(
+            heads, num_heads, num_kv_heads, positions, *weights, self.eps, self.theta, self.prepare_qk
+        )
+        y: Tensor = self.out(self._mixed(q, k, v, keys).flatten(-2))
         return y

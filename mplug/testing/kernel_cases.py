@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mplug.nn import MLP, Attention, Dropout, Embedding, Linear, Loss, Norm
+from mplug.nn.attention import prepare_qk
 from mplug.nn.loss import IGNORED
 from mplug.nn.mlp import Kind as Activation
 from mplug.nn.norm import Kind
@@ -58,6 +59,7 @@ def cases() -> list[Case]:
 def _all() -> Iterator[Case]:
     yield from _attention_cores()
     yield from _prepared_qk()
+    yield from _prepared_qkv()
     yield from _linears()
     yield from _norms()
     yield from _activations()
@@ -153,11 +155,8 @@ def _qk(
     first: int = 0,
 ) -> Case:
     k, drawn = 8, _Drawn(s + h + g)
-    positions = torch.arange(first, first + s, device="cpu")[None]
     inputs = {"q": drawn.normal(b, s, h, k), "k": drawn.normal(b, s, g, k)}
-    inputs["positions"] = positions + 7 * torch.arange(b, device="cpu")[:, None] if each else positions
-    if norm:
-        inputs |= {"q_weight": 1 + 0.2 * drawn.normal(k), "k_weight": 1 + 0.2 * drawn.normal(k)}
+    inputs |= _how_prepared(drawn, b, s, k, norm, each, first)
 
     def bind(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:
         prepare, weights = suppliers["Attention.prepare_qk"], (x.get("q_weight"), x.get("k_weight"))
@@ -170,6 +169,61 @@ def _qk(
 
     module = Attention(h * k, h, g, k, bias=False, qk_norm=norm, theta=theta, eps=eps)
     return Case(("Attention.prepare_qk",), name, module, inputs, bind)
+
+
+def _how_prepared(drawn: _Drawn, b: int, s: int, k: int, norm: bool, each: bool, first: int) -> dict[str, Tensor]:
+    """Positions [1, S] (`each`: [B, S]), and the weights [K] of QK-norm."""
+    positions = torch.arange(first, first + s, device="cpu")[None]
+    inputs = {"positions": positions + 7 * torch.arange(b, device="cpu")[:, None] if each else positions}
+    if norm:
+        inputs |= {"q_weight": 1 + 0.2 * drawn.normal(k), "k_weight": 1 + 0.2 * drawn.normal(k)}
+    return inputs
+
+
+def _prepared_qkv() -> Iterator[Case]:
+    yield _qkv("rotary positions", 2, 6, 4, 4, 8, theta=10000.0)
+    yield _qkv("QK-norm", 2, 6, 4, 4, 8, norm=True)
+    yield _qkv("QK-norm, then rotary positions", 2, 6, 4, 4, 8, theta=10000.0, norm=True)
+    yield _qkv("neither norm nor positions", 2, 6, 4, 4, 8)
+    yield _qkv("grouped KV heads", 2, 6, 6, 2, 8, theta=10000.0)
+    yield _qkv("grouped KV heads and QK-norm", 2, 6, 6, 2, 8, theta=10000.0, norm=True)
+    yield _qkv("one KV head", 2, 6, 4, 1, 8, theta=10000.0, norm=True)
+    yield _qkv("an eps that counts", 2, 6, 4, 4, 8, norm=True, eps=1.0)
+    yield _qkv("another base of the frequencies", 2, 6, 4, 4, 8, theta=500.0)
+    yield _qkv("positions of each sample", 2, 7, 4, 2, 8, theta=10000.0, each=True)
+    yield _qkv("far positions", 1, 6, 4, 2, 8, theta=10000.0, first=4000)
+    yield _qkv("batch 1 and length 1", 1, 1, 2, 2, 8, theta=10000.0, norm=True, first=3)
+    yield _qkv("heads of 64", 2, 5, 3, 3, 64, theta=10000.0, norm=True)
+    yield _qkv("heads of 24", 2, 5, 4, 2, 24, theta=10000.0, norm=True)
+
+
+def _qkv(
+    name: str,
+    b: int,
+    s: int,
+    h: int,
+    g: int,
+    k: int,
+    theta: float | None = None,
+    norm: bool = False,
+    eps: float = 1e-5,
+    each: bool = False,
+    first: int = 0,
+) -> Case:
+    drawn = _Drawn(s + h + g + k)
+    inputs = {"packed heads": drawn.normal(b, s, h + 2 * g, k), **_how_prepared(drawn, b, s, k, norm, each, first)}
+
+    def bind(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:
+        prepare, weights = suppliers["Attention.prepare_qkv"], (x.get("q_weight"), x.get("k_weight"))
+
+        def call() -> dict[str, Tensor]:
+            q, k, v = prepare(x["packed heads"], h, g, x["positions"], *weights, eps, theta, prepare_qk)
+            return {"prepared q": q, "prepared k": k, "v": v}
+
+        return call
+
+    module = Attention(h * k, h, g, k, bias=False, qk_norm=norm, theta=theta, eps=eps)
+    return Case(("Attention.prepare_qkv",), name, module, inputs, bind)
 
 
 # Linear, norm, activation.

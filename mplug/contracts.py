@@ -92,11 +92,10 @@ class StepScalars:
 class Optimizer(Protocol):
     """Updates pieces.
 
-    After a step the host rounds masters into weights, and before the next one it zeroes gradients: two more passes over
-    memory. An optimizer may state `one_pass` True, and do both in `step`: afterwards every piece's `weight`, if it has
-    one, is its master rounded to nearest, and every `gradient` is zero. Where `skip` is 1, gradients are zeroed all the
-    same, and no weight is written. Without the attribute, or where it is False, `step` leaves weights alone, and
-    gradients as it likes.
+    After a step the host rounds masters into weights: one more pass over memory. An optimizer may state `one_pass`
+    True, and do it in `step`: afterwards every piece's `weight`, if it has one, is its master rounded to nearest; where
+    `skip` is 1, no weight is written. Without the attribute, or where it is False, `step` leaves weights alone.
+    Gradients are the optimizer's to use up: the next step overwrites them.
     """
 
     needs: Literal["elements", "matrices"]

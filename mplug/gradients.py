@@ -3,6 +3,9 @@
 A sink's buffer hangs on its parameter as `main_grad`. Linear layers add their weight gradient to it inside their own
 backward; what autograd accumulates for any other parameter is moved there. Either way autograd's accumulation node of
 the parameter runs exactly once a backward pass, after every contribution, and that is what a sink listens to.
+
+No pass over memory zeroes buffers: a step's first contribution overwrites what the last step left. Whether it has come
+yet is known on the host, by `main_grad_stale` beside the buffer.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,21 +20,24 @@ Listener = Callable[["GradientSink"], None]
 class GradientSink:
     """One parameter's gradient over a step: `name`, `parameter`, and the fp32 `buffer` in which it is summed.
 
-    Append to `listeners` a function of the sink: it hears exactly once a step that the buffer is final on this rank.
+    `stale`, a boolean on the CPU, says that nothing of this step is in the buffer yet. Append to `listeners` a function
+    of the sink: it hears exactly once a step that the buffer is final on this rank.
     """
 
     def __init__(self, name: str, parameter: nn.Parameter, buffer: Tensor) -> None:
         self.name, self.parameter, self.buffer = name, parameter, buffer
         self.listeners: list[Listener] = []
+        self.stale = torch.zeros((), dtype=torch.bool)
         self.final = False
         self._last = False
-        parameter.main_grad = self.buffer  # type: ignore[attr-defined]
+        parameter.main_grad, parameter.main_grad_stale = self.buffer, self.stale  # type: ignore[attr-defined]
         node: Any = parameter.view_as(parameter).grad_fn
         self._accumulation = node.next_functions[0][0]  # held here: its hook dies with it
         self._accumulation.register_hook(self._contributed)
 
     def begin_step(self) -> None:
-        """Nothing is final yet."""
+        """Forget the last step's gradient; nothing is final yet."""
+        self.stale.fill_(True)
         self.final = self._last = False
 
     def expect_last(self) -> None:
@@ -41,13 +47,20 @@ class GradientSink:
     def finish(self) -> None:
         """Announce the gradient as final, if it was not yet (a parameter that took no part)."""
         if not self.final:
+            if self.stale:
+                self.buffer.zero_()
+                self.stale.fill_(False)
             self.final = True
             for listener in self.listeners:
                 listener(self)
 
     def _contributed(self, *_: object) -> None:
         if self.parameter.grad is not None:
-            self.buffer.add_(self.parameter.grad)
+            if self.stale:
+                self.buffer.copy_(self.parameter.grad)
+            else:
+                self.buffer.add_(self.parameter.grad)
+            self.stale.fill_(False)
             self.parameter.grad = None
         if self._last:
             self.finish()
@@ -60,9 +73,6 @@ class Sinks(Mapping[str, GradientSink]):
     them final, so that neighbours can be reduced together. Whoever sums gradients over a mesh axis by listening names
     it in `reduced_over`, and appends to `when_finished` what must be waited for before gradients are read. Buffers are
     summed in place, so only one strategy of a run may listen; what no one sums so, the host does by placement.
-
-    Whoever zeroes all buffers after a step, in a pass that it makes anyway, sets `zeroed`: the next step then begins
-    without a pass of its own, and takes the word back.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -70,7 +80,6 @@ class Sinks(Mapping[str, GradientSink]):
         end = sum(parameter.numel() for parameter in trained.values())
         device = next(iter(trained.values())).device if trained else None
         self.arena = torch.zeros(end, dtype=torch.float32, device=device)
-        self.zeroed = False
         self.reduced_over: set[str] = set()
         self.when_finished: list[Callable[[], None]] = []
         self._sinks: dict[str, GradientSink] = {}
@@ -101,9 +110,6 @@ class Sinks(Mapping[str, GradientSink]):
 
     def begin_step(self) -> None:
         """Forget the last step's gradients."""
-        if not self.zeroed:
-            self.arena.zero_()
-        self.zeroed = False
         for sink in self.values():
             sink.begin_step()
 

@@ -99,9 +99,7 @@ class DefaultStepper:
         if self.stop_at_nonfinite:  # the host hears of it a step later, and by then this step must not have learnt
             skip = self.halted = torch.maximum(self.halted, skip)
         self.optimizer.step(StepScalars(torch.full_like(norm, lr), scale, skip, weight_decay))
-        if self.one_pass:
-            self.sinks.zeroed = True
-        else:
+        if not self.one_pass:
             write_weights(self.pieces)
         return StepResult(loss, norm, num_targets, skip, stop)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mplug.gradients import GradientSink, Sinks
-from mplug.nn import MLP, Embedding, Linear, Norm
+from mplug.nn import MLP, Embedding, Gemm, Linear, Norm
 
 V, D, B, S = 11, 6, 3, 5
 
@@ -127,6 +127,27 @@ def test_a_second_step_forgets_the_first() -> None:
     step(sinks, net, batches[:2])
     step(sinks, net, batches[2:])
     assert_sums(sinks, by_autograd(net, batches[2:]))
+
+
+def adding(grad_y: Tensor, x: Tensor, main_grad: Tensor | None) -> Tensor | None:
+    """A supplied weight gradient that knows no more than its contract: it adds."""
+    product = grad_y.flatten(0, -2).T @ x.flatten(0, -2)
+    if main_grad is None:
+        return product
+    main_grad.add_(product)
+    return None
+
+
+@pytest.mark.parametrize("gemm", [Gemm(), Gemm(wgrad=adding)], ids=["default", "supplied"])
+def test_what_buffers_held_before_a_step_takes_no_part_in_it(gemm: Gemm) -> None:
+    """Not even where it is not a number; and the buffer of a parameter that takes no part is zero."""
+    net, batches = Net(), micro_batches(2)
+    for layer in (part for part in net.modules() if isinstance(part, Linear)):
+        layer.gemm = gemm
+    sinks, _ = listened(net)
+    sinks.arena.fill_(float("nan"))
+    step(sinks, net, batches)
+    assert_sums(sinks, by_autograd(net, batches))
 
 
 @pytest.mark.parametrize("number", [1, 2, 4])

@@ -1,4 +1,4 @@
-"""An optimizer that says `one_pass` trains as one does for which the host writes weights and zeroes gradients."""
+"""An optimizer that says `one_pass` trains as one does for which the host writes weights."""
 
 import runpy
 from collections.abc import Callable
@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from mplug.build import Parts, build
-from mplug.gradients import Sinks
 from mplug.run import Run
 from mplug.testing.harness import Boxes, tiny_run, train_steps
 
@@ -25,13 +24,6 @@ def one_pass(plant: Plant) -> None:
 def built(precision: str = "bf16") -> tuple[Run, Parts]:
     run = tiny_run({**ORTHON, "trainer.precision": precision})
     return run, build(run)
-
-
-def forward_backward(run: Run, parts: Parts, samples: int = 8) -> torch.Tensor:
-    """A copy of the arena after the gradients of the next samples."""
-    run.step += 1
-    parts.stepper.forward_backward(parts.train_loader.take(samples), run.step)
-    return parts.model.sinks.arena.clone()
 
 
 def assert_same_bits(one: dict[str, Boxes], other: dict[str, Boxes]) -> None:
@@ -56,50 +48,12 @@ def test_a_run_has_the_same_bits_whoever_writes_the_weights(plant: Plant, precis
 
 
 @pytest.mark.usefixtures("one_pass")
-def test_the_host_leaves_weights_and_gradients_to_it() -> None:
+def test_the_host_leaves_weights_to_it() -> None:
     run, parts = built()
-    forward_backward(run, parts)
+    run.step = 1
+    parts.stepper.forward_backward(parts.train_loader.take(8), run.step)
     step = parts.optimizer.update  # type: ignore[attr-defined]
-    parts.optimizer.step = step  # type: ignore[method-assign]  # it says one_pass still, and does neither
+    parts.optimizer.step = step  # type: ignore[method-assign]  # it says one_pass still, and writes none
     before = {piece.name: piece.weight.clone() for piece in parts.pieces if piece.weight is not None}
-    left = parts.model.sinks.arena.clone()
     parts.stepper.update(1e-2, 0.1)
     assert all(torch.equal(before[piece.name], piece.weight) for piece in parts.pieces)
-    parts.model.sinks.begin_step()
-    assert torch.equal(parts.model.sinks.arena, left)
-
-
-@pytest.mark.usefixtures("one_pass")
-def test_gradients_without_an_update_after_them_are_forgotten() -> None:
-    run, parts = built()
-    forward_backward(run, parts)
-    parts.stepper.update(1e-2, 0.1)
-    loader = parts.train_loader.state_dict()
-    once = forward_backward(run, parts)
-    parts.train_loader.load_state_dict(loader)
-    again = forward_backward(run, parts)
-    assert bool(once.any())
-    assert torch.equal(once, again)
-
-
-@pytest.mark.usefixtures("one_pass")
-def test_a_step_after_a_skipped_one_has_its_own_gradients_alone() -> None:
-    run, parts = built()
-    expected = forward_backward(run, parts)
-    run, parts = built()
-    parts.stepper.stop_at_nonfinite = False  # type: ignore[attr-defined]
-    loader = parts.train_loader.state_dict()
-    forward_backward(run, parts)
-    parts.model.sinks.arena[3] = float("inf")
-    assert float(parts.stepper.update(1e-2, 0.1).skipped) == 1
-    parts.train_loader.load_state_dict(loader)
-    assert torch.equal(forward_backward(run, parts), expected)
-
-
-def test_a_step_zeroes_gradients_unless_somebody_vouches_for_it_and_for_one_step_only() -> None:
-    sinks = Sinks({"w": torch.nn.Parameter(torch.ones(3))})
-    for vouched, left in ((False, 0.0), (True, 7.0), (False, 0.0)):
-        sinks.arena.fill_(7.0)
-        sinks.zeroed |= vouched
-        sinks.begin_step()
-        assert sinks.arena.tolist() == [left] * 3

@@ -45,12 +45,11 @@ ONE_PASS = """    one_pass = True
         for piece in self.pieces:
             if piece.weight is not None:
                 piece.weight.copy_(torch.where(scalars.skip > 0, piece.weight, piece.master.bfloat16()))
-            piece.gradient.zero_()
 
     @torch.no_grad()
     def update(self, scalars):
 """
-"""Orthon, made to write weights and zero gradients."""
+"""Orthon, made to write weights."""
 
 
 class TestOrthonInOnePass(Suite):  # type: ignore[misc, valid-type]
@@ -211,15 +210,15 @@ FAULTS = {
     "it says one_pass, and leaves weights to the host": Planted(
         STEP,
         ONE_PASS.replace("piece.weight is not None", "False"),
-        "test_one_pass_writes_weights_and_zeroes_gradients",
+        "test_one_pass_writes_weights",
         ("it says one_pass, and the weight of 'matrix' is not its rounded master",),
     ),
     "it writes the weights before it updates": Planted(
         STEP,
         ONE_PASS.replace("        self.update(scalars)\n", "").replace(
-            "zero_()\n", "zero_()\n        self.update(scalars)\n"
+            "bfloat16()))\n", "bfloat16()))\n        self.update(scalars)\n"
         ),
-        "test_one_pass_writes_weights_and_zeroes_gradients",
+        "test_one_pass_writes_weights",
         ("the weight of 'matrix' is not its rounded master",),
     ),
     "it cuts masters off instead of rounding them": Planted(
@@ -227,37 +226,13 @@ FAULTS = {
         ONE_PASS.replace(
             "piece.master.bfloat16()", "(piece.master.view(torch.int32) & -65536).view(torch.float32).bfloat16()"
         ),
-        "test_one_pass_writes_weights_and_zeroes_gradients",
+        "test_one_pass_writes_weights",
         ("the weight of 'matrix' is not its rounded master",),
-    ),
-    "it says one_pass, and leaves gradients as they are": Planted(
-        STEP,
-        ONE_PASS.replace("piece.gradient.zero_()", "pass"),
-        "test_one_pass_writes_weights_and_zeroes_gradients",
-        ("it says one_pass, and the gradient of 'matrix' is not zero after a step",),
-    ),
-    "it zeroes gradients only where it writes a weight": Planted(
-        STEP,
-        ONE_PASS.replace("            piece.gradient", "                piece.gradient"),
-        "test_one_pass_takes_pieces_that_are_their_own_weight",
-        ("the gradient of 'matrix' is not zero after a step of pieces that are their own weight",),
-    ),
-    "it zeroes gradients by a product": Planted(
-        STEP,
-        ONE_PASS.replace("piece.gradient.zero_()", "piece.gradient.mul_(0.0)"),
-        "test_one_pass_of_a_skipped_step_only_zeroes_gradients",
-        ("the gradient of 'matrix' is not zero after a skipped step with nan gradients",),
-    ),
-    "a skipped step leaves gradients as they are": Planted(
-        STEP,
-        ONE_PASS.replace("piece.gradient.zero_()", "piece.gradient.mul_(scalars.skip)"),
-        "test_one_pass_of_a_skipped_step_only_zeroes_gradients",
-        ("the gradient of 'matrix' is not zero after a skipped step",),
     ),
     "a skipped step writes weights": Planted(
         STEP,
         ONE_PASS.replace("scalars.skip > 0", "scalars.skip > 1"),
-        "test_one_pass_of_a_skipped_step_only_zeroes_gradients",
+        "test_one_pass_of_a_skipped_step_writes_no_weight",
         ("a skipped step changes the low-precision weight of 'matrix'",),
     ),
     "one_pass is no answer": Planted(

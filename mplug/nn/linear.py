@@ -17,25 +17,39 @@ def _dgrad(grad_y: Tensor, weight: Tensor) -> Tensor:
 
 
 def _wgrad(grad_y: Tensor, x: Tensor, main_grad: Tensor | None) -> Tensor | None:
-    grad_y, x = grad_y.reshape(-1, grad_y.shape[-1]), x.reshape(-1, x.shape[-1])
     if main_grad is None:
-        return grad_y.t() @ x
-    add_product(main_grad, grad_y.t(), x)
+        return _rows(grad_y).t() @ _rows(x)
+    add_product(main_grad, torch.zeros((), dtype=torch.bool), _rows(grad_y).t(), _rows(x))
     return None
 
 
-@torch.library.custom_op("mplug::add_product", mutates_args=("total",))
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+@torch.library.custom_op("mplug::add_product", mutates_args=("total", "stale"))
+def add_product(total: Tensor, stale: Tensor, a: Tensor, b: Tensor) -> None:
     """total [O, I] += a [O, N] b [N, I], summed and kept in total's precision whatever a's and b's is.
 
-    On a GPU the product itself adds: nothing is rounded, and nothing passes through memory a second time.
+    Where `stale`, a boolean on the CPU, is true, total becomes the product, and `stale` false. On a GPU the product
+    itself adds: nothing is rounded, and nothing passes through memory a second time.
     """
+    beta = 0 if stale else 1
+    stale.fill_(False)
     if a.dtype == total.dtype:
-        total.addmm_(a, b)
+        total.addmm_(a, b, beta=beta)
     elif a.is_cuda:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+        torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
     else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+        total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=beta)
+
+
+@torch.library.custom_op("mplug::refresh", mutates_args=("total", "stale"))
+def refresh(total: Tensor, stale: Tensor) -> None:
+    """Where `stale` is true, total becomes zero, and `stale` false: for those who can only add."""
+    if stale:
+        total.zero_()
+        stale.fill_(False)
 
 
 @dataclass(frozen=True)
@@ -62,17 +76,27 @@ class _Product(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, main_grad, gemm):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, weight, main_grad, stale, gemm):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(x, weight)
-        ctx.main_grad, ctx.gemm = main_grad, gemm
+        ctx.main_grad, ctx.stale, ctx.gemm = main_grad, stale, gemm
         return gemm.forward(x, weight)
 
     @staticmethod
     def backward(ctx, grad_y):  # type: ignore[no-untyped-def]
         x, weight = ctx.saved_tensors
         grad_x = ctx.gemm.dgrad(grad_y, weight) if ctx.needs_input_grad[0] else None
-        grad_weight = ctx.gemm.wgrad(grad_y, x, ctx.main_grad) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight, None, None
+        grad_weight = _wgrad_of(ctx.gemm, grad_y, x, ctx.main_grad, ctx.stale) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, None, None, None
+
+
+def _wgrad_of(gemm: Gemm, grad_y: Tensor, x: Tensor, main_grad: Tensor | None, stale: Tensor | None) -> Tensor | None:
+    if main_grad is None or stale is None:
+        return gemm.wgrad(grad_y, x, main_grad)
+    if gemm.wgrad is _wgrad:
+        add_product(main_grad, stale, _rows(grad_y).t(), _rows(x))
+        return None
+    refresh(main_grad, stale)
+    return gemm.wgrad(grad_y, x, main_grad)
 
 
 def _identity(x: Tensor) -> Tensor:
@@ -100,8 +124,9 @@ class Linear(nn.Module):
 
     def product(self, x: Tensor) -> Tensor:
         """x [..., in] -> x Wᵀ [..., out], without the bias (for those who fuse it)."""
-        main_grad = getattr(self.weight, "main_grad", None)
-        y: Tensor = _Product.apply(self.gather(x), self.weight, main_grad, self.gemm)  # type: ignore[no-untyped-call]
+        main_grad, stale = getattr(self.weight, "main_grad", None), getattr(self.weight, "main_grad_stale", None)
+        arguments = (self.gather(x), self.weight, main_grad, stale, self.gemm)
+        y: Tensor = _Product.apply(*arguments)  # type: ignore[no-untyped-call]
         return self.scatter(y)
 
     def forward(self, x: Tensor) -> Tensor:

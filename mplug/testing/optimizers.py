@@ -208,8 +208,6 @@ class OptimizerSuite(WeightSuite):
         if not self.keeps_gradients:
             raise SkipTest(f"'{self.plugin}' says that it does not keep gradients")
         bench = self._bench()
-        if getattr(bench.optimizer, "one_pass", False):
-            raise SkipTest(f"'{self.plugin}' says that its step zeroes gradients")
         bench.step(1, scale=0.5)
         for piece in bench.pieces:
             kept = torch.equal(piece.gradient, dense.gradient_of(piece, 1))

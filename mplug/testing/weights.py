@@ -1,4 +1,4 @@
-"""What the suite of optimizers checks about low-precision weights and gradients after a step: whose they are."""
+"""What the suite of optimizers checks about low-precision weights after a step: whose they are."""
 
 from typing import TYPE_CHECKING
 from unittest import SkipTest
@@ -45,8 +45,8 @@ class WeightSuite(PluginSuite):
             )
 
     @smoke
-    def test_one_pass_writes_weights_and_zeroes_gradients(self) -> None:
-        """Where it says `one_pass`, the host does neither."""
+    def test_one_pass_writes_weights(self) -> None:
+        """Where it says `one_pass`, the host does not."""
         import torch
 
         bench = self._that_says_one_pass()
@@ -55,19 +55,10 @@ class WeightSuite(PluginSuite):
             for piece in bench.pieces:
                 written = piece.weight is not None and torch.equal(piece.weight, piece.master.bfloat16())
                 require(written, f"it says one_pass, and the weight of '{piece.name}' is not its rounded master")
-            _refuse_gradients(bench, "a step")
 
     @smoke
-    def test_one_pass_takes_pieces_that_are_their_own_weight(self) -> None:
-        """In fp32 there is nothing to round, and gradients are zeroed all the same."""
-        self._that_says_one_pass()
-        bench = self._bench()
-        bench.step(1)
-        _refuse_gradients(bench, "a step of pieces that are their own weight")
-
-    @smoke
-    def test_one_pass_of_a_skipped_step_only_zeroes_gradients(self) -> None:
-        """Where `skip` is 1, the next gradients are summed into zeros too, and no bit of a weight changes."""
+    def test_one_pass_of_a_skipped_step_writes_no_weight(self) -> None:
+        """Where `skip` is 1, no bit of a weight changes, whatever the gradients are."""
         from mplug.testing import dense
 
         for factor in (1.0, float("nan"), float("inf")):
@@ -77,7 +68,6 @@ class WeightSuite(PluginSuite):
                 weight.zero_()  # so that it shows if a master is written
             bench.step(1, dense.times(factor), skip=1.0, scale=factor)
             what = "a skipped step" if factor == 1 else f"a skipped step with {factor} gradients"
-            _refuse_gradients(bench, what)
             for name, weight in weights.items():
                 require(not bool(weight.any()), f"{what} changes the low-precision weight of '{name}'")
 
@@ -114,9 +104,3 @@ class WeightSuite(PluginSuite):
 
 def _one_pass(bench: "Bench") -> bool:
     return bool(getattr(bench.optimizer, "one_pass", False))
-
-
-def _refuse_gradients(bench: "Bench", after: str) -> None:
-    for piece in bench.pieces:
-        zero = not bool(piece.gradient.any())
-        require(zero, f"it says one_pass, and the gradient of '{piece.name}' is not zero after {after}")

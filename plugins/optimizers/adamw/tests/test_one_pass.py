@@ -211,7 +211,7 @@ def test_state_is_within_a_millionth_of_torchs_fused_implementation() -> None:
 
 
 @of_kernel
-def test_weights_are_the_rounded_masters_and_gradients_are_zero() -> None:
+def test_weights_are_the_rounded_masters() -> None:
     held = Held()
     of = optimizer(held.pieces)
     assert of.one_pass
@@ -219,20 +219,18 @@ def test_weights_are_the_rounded_masters_and_gradients_are_zero() -> None:
         step(held, of, number, scalars(1e-2, 0.1, 0.5))
         for piece in held.pieces:
             assert piece.weight is None or torch.equal(piece.weight, in_bf16(piece.master))
-            assert not bool(piece.gradient.any())
     held.assert_guards_are_whole()
 
 
 @of_kernel
 @pytest.mark.parametrize("factor", [1.0, float("nan"), float("inf")])
-def test_a_skipped_step_zeroes_gradients_and_changes_no_other_bit(factor: float) -> None:
+def test_a_skipped_step_changes_no_bit(factor: float) -> None:
     held = Held()
     of = optimizer(held.pieces)
     step(held, of, 0, scalars(1e-2, 0.1, 1.0))
     before = copies(held, of)
     step(held, of, 1, scalars(1e-2, 0.1, factor, skip=True), factor)
     assert [name for name, tensor in tensors(held, of).items() if not torch.equal(tensor, before[name])] == []
-    assert not any(bool(piece.gradient.any()) for piece in held.pieces)
     held.assert_guards_are_whole()
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class FusedAdamW:
     """One fused pass over all pieces, which also scales and skips, by the protocol of torch's gradient scaler.
 
-    The host writes the weights and zeroes the gradients.
+    The host writes the weights.
     """
 
     needs: Literal["elements"] = "elements"

@@ -1,6 +1,6 @@
 """AdamW in one pass over memory: a Triton kernel that updates all pieces, whatever their sizes, in one launch.
 
-Of every element it reads gradient, master and moments, and writes them and the bf16 weight: 34 bytes, each once.
+Of every element it reads gradient, master and moments, and writes master, moments and the bf16 weight: 30 bytes.
 """
 
 from functools import cached_property
@@ -28,7 +28,7 @@ number of elements; 1 where it decays; 1 where four elements at a time may be mo
 
 
 class OnePassAdamW:
-    """A step is one launch; it writes the weights and zeroes the gradients too.
+    """A step is one launch; it writes the weights too.
 
     Pieces must be contiguous, and stay where they are: their addresses are read at the first step.
     """
@@ -127,7 +127,6 @@ def _update(places, numbers, offsets, inside, aligned: tl.constexpr):
     tl.store(p, value, inside)
     tl.store(m, first, inside)
     tl.store(v, second, inside)
-    tl.store(g, tl.zeros_like(scaled), inside)
     if has_weight:
         tl.store(_pointer(weight, tl.bfloat16, aligned) + offsets, value.to(tl.bfloat16), inside)
 
@@ -151,17 +150,12 @@ def adamw_one_pass(
 
     `pieces` [P, FIELDS], `chunks` [C, 2] and `corrections` [P, 2] are the tables above, `lr`, `scale` and `skip` [].
     """
-    piece = tl.load(chunks + 2 * tl.program_id(0))
-    start = tl.load(chunks + 2 * tl.program_id(0) + 1) * chunk_size
-    row = pieces + piece * FIELDS
-    gradient = tl.load(row + 1) + 4 * start
-    count = tl.minimum(tl.load(row + 5) - start, chunk_size).to(tl.int32)
-    if tl.load(skip) != 0:
-        for at in range(0, count, block_size):
-            offsets = at + tl.arange(0, block_size)
-            tl.store(_pointer(gradient, tl.float32, False) + offsets, 0.0, offsets < count)
-    else:
-        master = tl.load(row) + 4 * start
+    if tl.load(skip) == 0:
+        piece = tl.load(chunks + 2 * tl.program_id(0))
+        start = tl.load(chunks + 2 * tl.program_id(0) + 1) * chunk_size
+        row = pieces + piece * FIELDS
+        count = tl.minimum(tl.load(row + 5) - start, chunk_size).to(tl.int32)
+        master, gradient = tl.load(row) + 4 * start, tl.load(row + 1) + 4 * start
         exp_avg, exp_avg_sq = tl.load(row + 2) + 4 * start, tl.load(row + 3) + 4 * start
         weight = tl.load(row + 4)
         places = (master, gradient, exp_avg, exp_avg_sq, weight + 2 * start, weight != 0)

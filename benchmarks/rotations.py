@@ -3,7 +3,7 @@
     python benchmarks/rotations.py [--batch 4] [--length 4096] [--heads 16] [--kv-heads 16] [--head-dim 128] [--qk-norm]
         [--supplier mplug_triton.qkv:prepare_qkv]
 
-Tries, with rotary positions, eager and compiled by inductor: the composition of `mplug.nn`, other spellings of the
+Tries, with rotary positions, eager and compiled by inductor: the composition of `mplug.nn`, another spelling of the
 rotation, and every supplier of `Attention.prepare_qkv` that `--supplier MODULE:FUNCTION` names. Beside the median of
 `--repeats` (CUDA events, caches flushed before each) stands how much of it would be needed at `--bandwidth` for the
 bytes that must move: queries and keys read and written; backward, all gradients read and the packed one written.
@@ -67,39 +67,14 @@ def inductor(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, backend="inductor", fullgraph=True, dynamic=False)
 
 
-# Spellings of the rotation, with the same bits when eager: x [B, S, H, K], positions [1 or B, S] -> [B, S, H, K].
+# Another spelling of the rotation, with the same bits when eager.
 
 
-def by_stack(x: Tensor, positions: Tensor) -> Tensor:
-    """Halves taken as a dimension of their own, and stacked."""
+def by_slices(x: Tensor, positions: Tensor) -> Tensor:
+    """x [B, S, H, K], positions [1 or B, S] -> [B, S, H, K]; the halves by slices, whose backward pads and adds."""
     cos, sin = rotations(positions, x.shape[-1] // 2, THETA, torch.float32)[..., None, :].to(x.dtype)
-    first, second = x.unflatten(-1, (2, -1)).unbind(-2)
-    return torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-2).flatten(-2)
-
-
-def by_chunks(x: Tensor, positions: Tensor) -> Tensor:
-    """Halves by `chunk`, whose backward concatenates, instead of by slices, whose backward pads and adds."""
-    cos, sin = rotations(positions, x.shape[-1] // 2, THETA, torch.float32)[..., None, :].to(x.dtype)
-    first, second = x.chunk(2, dim=-1)
+    first, second = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-@torch.library.custom_op("rotations::wide", mutates_args=())
-def wide_rotations(positions: Tensor, dim: int) -> Tensor:
-    """The cosine, and the sine with the sign that the other half takes, for all of a head: [2, 1 or B, S, K]."""
-    cos, sin = rotations(positions, dim // 2, THETA, torch.float32)
-    return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))
-
-
-@wide_rotations.register_fake
-def _(positions: Tensor, dim: int) -> Tensor:
-    return torch.empty((2, *positions.shape, dim), device=positions.device)
-
-
-def by_swap(x: Tensor, positions: Tensor) -> Tensor:
-    """x cos + swapped(x) sin: the halves change places, and nothing is put together."""
-    cos, sin = wide_rotations(positions, x.shape[-1])[..., None, :].to(x.dtype)
-    return x * cos + x.unflatten(-1, (2, -1)).flip(-2).flatten(-2) * sin
 
 
 def spelt(rotate: Callable[[Tensor, Tensor], Tensor], heads: Tensor, h: int, g: int, *how: Any) -> Any:
@@ -112,9 +87,7 @@ def spelt(rotate: Callable[[Tensor, Tensor], Tensor], heads: Tensor, h: int, g: 
 
 SPELLINGS: dict[str, Prepare] = {
     "composition": prepare_qkv,
-    "by stack": partial(spelt, by_stack),
-    "by chunks": partial(spelt, by_chunks),
-    "by swap": partial(spelt, by_swap),
+    "by slices": partial(spelt, by_slices),
 }
 
 

@@ -75,7 +75,7 @@ def _cosines_and_sines(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 
 def _turned(x: Tensor, cosines_and_sines: Tensor) -> Tensor:
     cos, sin = cosines_and_sines
-    first, second = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+    first, second = x.chunk(2, dim=-1)  # two slices would have a backward that pads each half and adds
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 

@@ -60,8 +60,8 @@ SETTINGS = {
 """50.8M parameters, 1,024 tokens a step."""
 RUNS: dict[str, dict[str, Any]] = {
     "cpu": {"trainer.device": "cpu", "trainer.precision": "fp32"},
-    "fp32": {"trainer.device": "cuda", "trainer.precision": "fp32"},
-    "bf16": {"trainer.device": "cuda", "trainer.precision": "bf16"},
+    "fp32": {"trainer.device": "cuda", "trainer.precision": "fp32", "trainer.compile": "never"},
+    "bf16": {"trainer.device": "cuda", "trainer.precision": "bf16", "trainer.compile": "never"},
     "compiled": {"trainer.device": "cuda", "trainer.precision": "bf16", "trainer.compile": "inductor"},
 }
 BANDS = {"cpu": 1e-3, "fp32": 1e-3, "bf16": 2e-2, "compiled": 2e-2}

@@ -25,6 +25,7 @@ from mplug.loading import MapLoader
 from mplug.mesh import Axis, IndexMap, Mesh, contiguous
 from mplug.plan import Box, Flops, Init, Parameter, Placement, Plan, Segment, Stages, Unit
 from mplug.slots import Offer, Site, Wrap
+from mplug.toolchain import triton_builds
 
 if TYPE_CHECKING:
     from mplug.config import RunConfig
@@ -89,4 +90,5 @@ __all__ = [
     "Wrap",
     "contiguous",
     "hookimpl",
+    "triton_builds",
 ]

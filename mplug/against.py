@@ -32,7 +32,10 @@ class Script:
     @classmethod
     def read(cls, words: str) -> "Script":
         """'SCRIPT [FIELD=VALUE ...]'; a script that is not there is a UsageError."""
-        path, *assignments = shlex.split(words) or [""]
+        try:
+            path, *assignments = shlex.split(words) or [""]
+        except ValueError as error:
+            raise UsageError(f"--against {words!r} cannot be read: {error}") from None
         if not Path(path).is_file():
             raise UsageError(f"--against '{path}': there is no such script")
         return cls(Path(path), tuple(assignments))

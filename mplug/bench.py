@@ -174,7 +174,7 @@ def _measure(task: Task, tell: Callable[[int], None]) -> Measured:
             raise RunError(
                 f"{compiled_graphs() - compiled} graphs were compiled while steps were measured; use a longer --warmup"
             )
-        memory = max(run.gathered(peak_memory_gib(run.device)))  # of the steps alone
+        memory = max(run.gathered(peak_memory_gib(run.device)))
         profile = profiled(step, run.device) if task.profile else None
         facts = asdict(facts_of(run, parts.model))
         return Measured(

@@ -1,37 +1,61 @@
 """Compiling the units of a model, each as one graph. Torch's compiler, slow to import, comes in where it is used."""
 
+import logging
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 from torch.fx import GraphModule
 
+from mplug.errors import UsageError
 from mplug.model import Model
 from mplug.run import Run
+from mplug.toolchain import triton_builds
+
+log = logging.getLogger("mplug")
+
+
+SHAPES = 256
+"""Shapes of micro batches for which a unit may be compiled: torch stops at 8, and a batch ramp-up has more."""
 
 
 def backend_of(run: Run) -> str | None:
-    """The name of torch.compile's backend for the units of a run; None leaves them eager."""
-    wanted = run.config.trainer.compile
+    """The name of torch.compile's backend for the units of a run; None leaves them eager.
+
+    UsageError where inductor is named for a GPU, and there is nothing that it could build kernels with.
+    """
+    wanted, on_gpu = run.config.trainer.compile, run.device.startswith("cuda")
+    if on_gpu and wanted in ("auto", "inductor") and not triton_builds():
+        lacks = "inductor builds kernels with Triton, a C compiler and Python's headers, and one is not installed here"
+        if wanted == "inductor":
+            raise UsageError(f"trainer.compile=inductor: {lacks}; install it, or set trainer.compile=never")
+        log.warning("units are not compiled: %s", lacks)
+        return None
     if wanted == "auto":
-        return "inductor" if run.device.startswith("cuda") else None
+        return "inductor" if on_gpu else None
     return None if wanted == "never" else wanted
 
 
 def compile_units(model: Model, backend: str | None) -> None:
     """Compile each unit of this rank as one graph, without a break; blocks of one kind share what is compiled.
 
-    A unit is a call of its module: hooks around it stay outside of the graph.
+    Hooks around a unit's call stay outside of the graph, and eager.
     """
     if backend is None:
         return
+    import torch
+    from torch._dynamo import config as dynamo
+
+    dynamo.recompile_limit = max(dynamo.recompile_limit, SHAPES)
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)  # fp32 is meant where it is asked for
-    sparing = _sparing(backend)
+    compiled = _recomputing(backend)
     for unit in model.own_units:
-        model.module.get_submodule(unit.name).compile(backend=sparing, fullgraph=True, dynamic=False)
+        part = model.module.get_submodule(unit.name)
+        run = torch.compile(getattr(part, unit.method), backend=compiled, fullgraph=True, dynamic=False)
+        setattr(part, unit.method, run)
 
 
-def _sparing(name: str) -> Callable[..., Any]:
+def _recomputing(name: str) -> Callable[..., Any]:
     """The backend, told to compute cheap inputs of a backward product again: norms' outputs, activations.
 
     Torch keeps them from the forward pass, because the product needs them in memory; but they are in memory for the

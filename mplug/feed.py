@@ -1,4 +1,4 @@
-"""From loaders to the device: micro batches travel beside what is computed, and neither host nor device waits for it.
+"""From loaders to the device: micro batches travel beside what is computed, and the host does not wait for it.
 
 A micro batch is read when it is asked for, never before. Whoever computes asks for the next one while the device is
 still busy with what was launched last, so reading and copying cost no time of the device's.

@@ -5,7 +5,8 @@ backward; what autograd accumulates for any other parameter is moved there. Eith
 the parameter runs exactly once a backward pass, after every contribution, and that is what a sink listens to.
 
 No pass over memory zeroes buffers: a step's first contribution overwrites what the last step left. Whether it has come
-yet is known on the host, by `main_grad_stale` beside the buffer.
+yet is known on the host, by `main_grad_stale` beside the buffer. Who adds to `main_grad` in another way than by a
+linear layer's gemm does so by `mplug.nn.add_product`, or calls `mplug.nn.zero_if_stale` first.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +28,7 @@ class GradientSink:
     def __init__(self, name: str, parameter: nn.Parameter, buffer: Tensor) -> None:
         self.name, self.parameter, self.buffer = name, parameter, buffer
         self.listeners: list[Listener] = []
-        self.stale = torch.zeros((), dtype=torch.bool)
+        self.stale = torch.zeros((), dtype=torch.bool, device="cpu")
         self.final = False
         self._last = False
         parameter.main_grad, parameter.main_grad_stale = self.buffer, self.stale  # type: ignore[attr-defined]

@@ -88,7 +88,7 @@ def wrap_model(run: "Run", model: "Model") -> None:
 
 @exactly_one
 def build_optimizer(run: "Run", pieces: "list[Piece]") -> "Optimizer":
-    """The optimizer of this rank's pieces. It updates them: the host owns their gradients and the schedules."""
+    """The optimizer of this rank's pieces. It updates them: summing gradients and the schedules are the host's."""
 
 
 @at_most_one

@@ -20,7 +20,7 @@ class Signals:
         raise NotImplementedError
 
     def later(self, number: int) -> None:
-        """Another has come, `SAME` seconds after the first or more."""
+        """Another has come, more than `SAME` seconds after the first."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:

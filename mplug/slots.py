@@ -172,8 +172,21 @@ def select(sites: Iterable[Site], offers: Iterable[Offer | Wrap], kernels: "Kern
         supplier, reasons = _supplier_of(site, suppliers, kernels, run)
         selection.filled.append(Filled(site, supplier, around))
         selection.unmet += [*unmet, *reasons]
+    selection.unmet += _idle(selection, kernels)
     _refuse_uncalled(selection.filled, kernels)
     return selection
+
+
+def _idle(selection: Selection, kernels: "Kernels") -> list[Unmet]:
+    """A plugin that is named for a kind, and fills no site of it though there are some."""
+    working = {(KIND_OF[one.site.slot], one.supplier) for one in selection.filled}
+    told = {(one.kind, one.plugin) for one in selection.unmet}
+    first = {KIND_OF[one.site.slot]: one.site for one in reversed(selection.filled)}
+    return [
+        Unmet(named, first[kind], f"of the slots of the kind '{kind}' that this model has, it fills none")
+        for kind, named in kernels.kinds.items()
+        if named and kind in first and (kind, named) not in working | told
+    ]
 
 
 def _refuse_uncalled(filled: list[Filled], kernels: "Kernels") -> None:

@@ -78,3 +78,47 @@ def kept_by_a_block() -> float:
 def test_a_compiled_block_keeps_no_norms_outputs_and_no_activations_that_it_can_compute_again() -> None:
     """The stream, q, k, v (in the packed projection), what attention gives, its projection, and the MLP's 4 wide."""
     assert run_workers(1, kept_by_a_block, timeout=180)[0] < 13
+
+
+def units_of_many_shapes() -> int:
+    """How many graphs a model has that saw ten sizes of micro batch, with a hook that no compiler could trace."""
+    from mplug.build import build
+    from mplug.compilation import compiled_graphs
+    from mplug.testing.harness import tiny_run
+
+    warnings.simplefilter("ignore")
+    whole = {"trainer.micro_batch_size": None, "trainer.global_batch_size": 16}
+    parts = build(tiny_run({"trainer.compile": "aot_eager", "model.num_layers": 2, **whole}))
+    opened: list[None] = []
+    block = parts.model.module.get_submodule("blocks.0")
+    block.register_forward_pre_hook(lambda *_: opened.append(open(__file__).close()))
+    for size in range(1, 11):
+        batch = next(iter(parts.train_loader.take(size)))
+        parts.model.loss(parts.stepper.entries(batch, 1))
+    assert len(opened) == 10
+    return compiled_graphs()
+
+
+def test_more_sizes_of_micro_batch_than_torch_allows_by_itself_compile_and_hooks_stay_eager() -> None:
+    assert run_workers(1, units_of_many_shapes, timeout=300)[0] == 30, "three kinds of units, ten sizes each"
+
+
+def test_auto_leaves_units_eager_where_nothing_can_build_kernels(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from mplug import UsageError
+    from mplug.compilation import backend_of
+    from mplug.testing.harness import tiny_run
+
+    wanted = {name: tiny_run({"trainer.compile": name}) for name in ("auto", "inductor", "never")}
+    for run in wanted.values():
+        run.device = "cuda"
+    monkeypatch.setattr("mplug.compilation.triton_builds", lambda: True)
+    assert [backend_of(run) for run in wanted.values()] == ["inductor", "inductor", None]
+    monkeypatch.setattr("mplug.compilation.triton_builds", lambda: False)
+    assert backend_of(wanted["auto"]) is None
+    assert "units are not compiled" in caplog.text
+    with pytest.raises(UsageError, match=r"trainer.compile=inductor: .*; install it, or set trainer.compile=never"):
+        backend_of(wanted["inductor"])
+    wanted["auto"].device = "cpu"
+    assert backend_of(wanted["auto"]) is None

@@ -137,12 +137,14 @@ def strictly_trained(directory: Path, text: Path, changes: dict[str, Any]) -> St
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("precision", "dropout", "compiler"),
+    [("fp32", 0.0, "never"), ("fp32", 0.1, "never"), ("bf16", 0.1, "never"), ("bf16", 0.0, "inductor")],
+)
 def test_a_step_never_makes_the_host_wait_for_the_gpu(
-    tmp_path: Path, text_file: Path, precision: str, dropout: float
+    tmp_path: Path, text_file: Path, precision: str, dropout: float, compiler: str
 ) -> None:
-    changes = {"trainer.precision": precision, "model.dropout": dropout}
+    changes = {"trainer.precision": precision, "model.dropout": dropout, "trainer.compile": compiler}
     watch = strictly_trained(tmp_path, text_file, changes)
     assert watch.modes == [0, 0, 2, 2, 2, 2, 2, 2]
     assert len(watch.losses) == 8

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mplug.gradients import GradientSink, Sinks
-from mplug.nn import MLP, Embedding, Gemm, Linear, Norm
+from mplug.nn import MLP, Embedding, Gemm, Linear, Norm, zero_if_stale
 
 V, D, B, S = 11, 6, 3, 5
 
@@ -138,16 +138,32 @@ def adding(grad_y: Tensor, x: Tensor, main_grad: Tensor | None) -> Tensor | None
     return None
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("gemm", [Gemm(), Gemm(wgrad=adding)], ids=["default", "supplied"])
-def test_what_buffers_held_before_a_step_takes_no_part_in_it(gemm: Gemm) -> None:
+def test_what_buffers_held_before_a_step_takes_no_part_in_it(gemm: Gemm, compiled: bool) -> None:
     """Not even where it is not a number; and the buffer of a parameter that takes no part is zero."""
     net, batches = Net(), micro_batches(2)
     for layer in (part for part in net.modules() if isinstance(part, Linear)):
         layer.gemm = gemm
     sinks, _ = listened(net)
     sinks.arena.fill_(float("nan"))
-    step(sinks, net, batches)
+    run = torch.compile(net, backend="aot_eager", fullgraph=True) if compiled else net
+    step(sinks, run, batches)
     assert_sums(sinks, by_autograd(net, batches))
+    torch.compiler.reset()
+
+
+def test_who_adds_by_himself_calls_zero_if_stale_first() -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    sinks = Sinks({"w": parameter})
+    sinks.arena.fill_(7.0)
+    sinks.begin_step()
+    for _ in range(2):
+        zero_if_stale(parameter.main_grad, parameter.main_grad_stale)  # type: ignore[attr-defined]
+        parameter.main_grad.add_(1.0)  # type: ignore[attr-defined]
+    sinks.finish()
+    assert sinks["w"].buffer.tolist() == [2.0] * 3
 
 
 @pytest.mark.parametrize("number", [1, 2, 4])

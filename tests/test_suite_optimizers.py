@@ -156,12 +156,6 @@ FAULTS = {
         "test_state_is_what_checkpoints_can_hold",
         ("the state 'weight' of 'matrix'", "checkpoints"),
     ),
-    "gradients are scaled in place": Planted(
-        "rule.advance(piece.gradient * scalars.scale)",
-        "rule.advance(piece.gradient.mul_(scalars.scale))",
-        "test_gradients_are_left_as_they_were",
-        ("it changes the gradient of 'matrix' in place",),
-    ),
     "it writes the low-precision weight": Planted(
         "            for name, value in state.items():\n",
         "            if piece.weight is not None:\n                piece.weight.copy_(piece.master)\n"

@@ -6,7 +6,7 @@ composition in plain torch until the host puts a plugin's supplier there. Strate
 
 from mplug.nn.attention import Attention, DotProductAttention
 from mplug.nn.embedding import Embedding
-from mplug.nn.linear import Gemm, Linear
+from mplug.nn.linear import Gemm, Linear, add_product, zero_if_stale
 from mplug.nn.loss import Loss
 from mplug.nn.mlp import MLP, Activation
 from mplug.nn.norm import Norm
@@ -23,4 +23,6 @@ __all__ = [
     "Linear",
     "Loss",
     "Norm",
+    "add_product",
+    "zero_if_stale",
 ]

@@ -19,7 +19,7 @@ def _dgrad(grad_y: Tensor, weight: Tensor) -> Tensor:
 def _wgrad(grad_y: Tensor, x: Tensor, main_grad: Tensor | None) -> Tensor | None:
     if main_grad is None:
         return _rows(grad_y).t() @ _rows(x)
-    add_product(main_grad, torch.zeros((), dtype=torch.bool), _rows(grad_y).t(), _rows(x))
+    add_product(main_grad, torch.zeros((), dtype=torch.bool, device="cpu"), _rows(grad_y).t(), _rows(x))
     return None
 
 
@@ -44,8 +44,8 @@ def add_product(total: Tensor, stale: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=beta)
 
 
-@torch.library.custom_op("mplug::refresh", mutates_args=("total", "stale"))
-def refresh(total: Tensor, stale: Tensor) -> None:
+@torch.library.custom_op("mplug::zero_if_stale", mutates_args=("total", "stale"))
+def zero_if_stale(total: Tensor, stale: Tensor) -> None:
     """Where `stale` is true, total becomes zero, and `stale` false: for those who can only add."""
     if stale:
         total.zero_()
@@ -95,7 +95,7 @@ def _wgrad_of(gemm: Gemm, grad_y: Tensor, x: Tensor, main_grad: Tensor | None, s
     if gemm.wgrad is _wgrad:
         add_product(main_grad, stale, _rows(grad_y).t(), _rows(x))
         return None
-    refresh(main_grad, stale)
+    zero_if_stale(main_grad, stale)
     return gemm.wgrad(grad_y, x, main_grad)
 
 

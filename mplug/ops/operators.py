@@ -1,7 +1,8 @@
-"""Collectives as torch operators: in a compiled graph each is one node, whose inside no compiler sees or rearranges.
+"""Collectives as torch operators: in a compiled graph each is one node, whose inside no compiler sees.
 
 Traced into, a collective becomes torch's functional one, whose buffers inductor reuses and whose waits it moves; an
-operator of ours keeps the order, and the memory, of the eager run. A group travels by its name.
+operator of ours is over when it returns. A compiler may change the order of those that do not depend on each other:
+ranks of a group must compile graphs that are alike, and then have one order. A group travels by its name.
 """
 
 from math import prod

@@ -47,14 +47,12 @@ class OptimizerSuite(WeightSuite):
     """Update by update against a reference that the author writes, and in runs under layouts against one process.
 
     Weights may differ from the reference's by `tolerance` of the largest change, and under a layout by as much of the
-    weight. `layouts` are those that are tried; None: every installed strategy over two ranks. An optimizer that uses
-    gradients as scratch memory says so by `keeps_gradients` False.
+    weight. `layouts` are those that are tried; None: every installed strategy over two ranks.
     """
 
     kind = "optimizers"
     tolerance: ClassVar[float] = 1e-5
     layouts: ClassVar[tuple[str, ...] | None] = None
-    keeps_gradients: ClassVar[bool] = True
 
     @classmethod
     def naming(cls) -> dict[str, Any]:
@@ -198,20 +196,6 @@ class OptimizerSuite(WeightSuite):
         other.step(2)
         changed = dense.other_bits(one.masters(), other.masters())
         require(not changed, f"the step after a skipped one gives {changed} other bits: it remembers the skipped one")
-
-    def test_gradients_are_left_as_they_were(self) -> None:
-        """They are the host's, for whoever looks at them after the step."""
-        import torch
-
-        from mplug.testing import dense
-
-        if not self.keeps_gradients:
-            raise SkipTest(f"'{self.plugin}' says that it does not keep gradients")
-        bench = self._bench()
-        bench.step(1, scale=0.5)
-        for piece in bench.pieces:
-            kept = torch.equal(piece.gradient, dense.gradient_of(piece, 1))
-            require(kept, f"it changes the gradient of '{piece.name}' in place")
 
     @smoke
     def test_a_step_does_not_wait_for_the_device(self) -> None:

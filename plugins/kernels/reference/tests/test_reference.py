@@ -15,7 +15,6 @@ B, S, H, K, D, V = 2, 6, 2, 8, 16, 11
 SLOTS = [
     "Attention.core",
     "Attention.prepare_qk",
-    "Attention.prepare_qkv",
     "Loss.cross_entropy",
     "MLP.activation",
     "Norm.norm_residual",
@@ -93,19 +92,6 @@ def test_positions_are_rotated_and_norms_taken_in_fp32(dtype: torch.dtype) -> No
         assert ours.dtype is dtype
         exact = torch.cat((pairs.real, pairs.imag), -1)
         torch.testing.assert_close(ours.double(), exact, rtol=torch.finfo(dtype).eps / 2 * 1.1, atol=2e-6)
-
-
-def test_packed_heads_are_prepared_in_fp32_and_rounded_once() -> None:
-    heads, weight = drawn(B, S, H + 2, K), drawn(K, seed=2)
-    how = (torch.arange(S)[None], weight, weight, 1e-5, 10000.0)
-    narrow = next(
-        offer.suppliers["Attention.prepare_qk"] for offer in offers() if "Attention.prepare_qk" in offer.suppliers
-    )
-    q, k, v = call("Attention.prepare_qkv", heads, H, 1, *how, narrow)
-    expected = narrow(heads[:, :, :H], heads[:, :, H : H + 1], *how)
-    assert torch.equal(q, expected[0])
-    assert torch.equal(k, expected[1])
-    assert torch.equal(v, heads[:, :, H + 1 :])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -104,7 +104,6 @@ def test_it_works_where_no_parameter_decays_or_all_do() -> None:
 
 class TestAdamW(OptimizerSuite):
     plugin = "adamw"
-    keeps_gradients = False
 
     def reference(self, weight: Tensor, steps: list[DenseStep], parameter: Parameter, config: AdamW.Config) -> Tensor:
         paper = Paper(weight, True, config.beta1, config.beta2, config.eps)

@@ -31,7 +31,6 @@ def _narrowed(value: Any, dtype: torch.dtype) -> Any:
 SUPPLIERS: dict[str, Callable[..., Any]] = {
     "Attention.core": in_fp32(attention.attention),
     "Attention.prepare_qk": in_fp32(attention.prepare_qk),
-    "Attention.prepare_qkv": in_fp32(attention.prepare_qkv),
     "Norm.norm_residual": in_fp32(norm.norm_residual),
     "MLP.activation": in_fp32(mlp.activation),
     "Loss.cross_entropy": loss.cross_entropy,

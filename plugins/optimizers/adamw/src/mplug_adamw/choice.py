@@ -1,15 +1,10 @@
 """Which implementation updates a list of pieces."""
 
-import os
-import shutil
-import sysconfig
-from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from mplug import Optimizer, Piece
+from mplug import Optimizer, Piece, triton_builds
 from mplug_adamw.fused import FusedAdamW
 
 if TYPE_CHECKING:
@@ -18,7 +13,7 @@ if TYPE_CHECKING:
 
 def optimizer_of(pieces: list[Piece], config: "AdamW.Config") -> Optimizer:
     """One pass where the kernel can take all pieces and Triton can build it; torch's implementation elsewhere."""
-    if pieces and all(map(_fits, pieces)) and _triton_builds():
+    if pieces and all(map(_fits, pieces)) and triton_builds():
         from mplug_adamw.one_pass import OnePassAdamW  # which imports Triton
 
         return OnePassAdamW(pieces, config)
@@ -29,10 +24,3 @@ def _fits(piece: Piece) -> bool:
     tensors = [tensor for tensor in (piece.master, piece.gradient, piece.weight) if tensor is not None]
     in_bf16 = piece.weight is None or piece.weight.dtype is torch.bfloat16
     return in_bf16 and all(tensor.device.type == "cuda" and tensor.is_contiguous() for tensor in tensors)
-
-
-def _triton_builds() -> bool:
-    """Whether Triton is there, and what it builds a launcher with: a C compiler and Python's headers."""
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    headers = Path(sysconfig.get_path("include"), "Python.h")
-    return find_spec("triton") is not None and compiler is not None and headers.exists()

@@ -32,9 +32,10 @@ class VocabularyParallel:
         """hidden [B, S, D], `project` to own logits [B, S, v], labels [B, S] -> (loss sum, number of targets)."""
         logits, flat = project(hidden).flatten(0, -2), labels.flatten()
         local, mine = self._localized(flat, logits.shape[1])
-        counted, valid = flat != IGNORED, (self.size or 0) - self.rank * logits.shape[1]
-        if valid < logits.shape[1]:
-            padding = torch.arange(logits.shape[1], device=logits.device) >= valid
+        counted, width, size = flat != IGNORED, logits.shape[1], self.size or 0
+        if self.group is not None and size < self.group.size() * width:
+            # On every rank: ranks must compile graphs that are alike, to have one order of collectives.
+            padding = torch.arange(width, device=logits.device) >= size - self.rank * width
             logits = logits.masked_fill(padding, float("-inf"))
         return loss_sum(logits, local.masked_fill(~mine, -1), counted, self._merge), counted.sum()
 

@@ -11,7 +11,7 @@ from mplug.alternatives import kernels_that_would_do
 from mplug.checkpoint import read_manifest
 from mplug.checkpoint.boxes import held_boxes
 from mplug.checkpoint.saver import load
-from mplug.compilation import backend_of, compile_units
+from mplug.compilation import compile_units, compiler_of
 from mplug.config import RunConfig
 from mplug.contracts import Loader, Optimizer, Piece, Stepper
 from mplug.errors import UsageError, listed
@@ -119,7 +119,7 @@ def build(run: Run) -> Parts:
     trainer, model = run.config.trainer, build_model(run)
     train_loader = Feed(build_loader(run, "train"), run.device)
     validation_loader = Feed(build_loader(run, "validation"), run.device) if trainer.eval_every else None
-    compile_units(model, backend_of(run))
+    compile_units(model, compiler_of(run))
     _allocate(run, model)
     model.listen()
     _wrap(run, model)

@@ -19,21 +19,18 @@ SHAPES = 256
 """Shapes of micro batches for which a unit may be compiled: torch stops at 8, and a batch ramp-up has more."""
 
 
-def backend_of(run: Run) -> str | None:
-    """The name of torch.compile's backend for the units of a run; None leaves them eager.
+def compiler_of(run: Run) -> str | None:
+    """`run.compiler`; UsageError where inductor is named for a GPU, and nothing is there to build kernels with.
 
-    UsageError where inductor is named for a GPU, and there is nothing that it could build kernels with.
+    Where that is so and 'auto' leaves units eager, the log says it.
     """
-    wanted, on_gpu = run.config.trainer.compile, run.device.startswith("cuda")
-    if on_gpu and wanted in ("auto", "inductor") and not triton_builds():
+    wanted = run.config.trainer.compile
+    if run.device.startswith("cuda") and wanted in ("auto", "inductor") and not triton_builds():
         lacks = "inductor builds kernels with Triton, a C compiler and Python's headers, and one is not installed here"
         if wanted == "inductor":
             raise UsageError(f"trainer.compile=inductor: {lacks}; install it, or set trainer.compile=never")
         log.warning("units are not compiled: %s", lacks)
-        return None
-    if wanted == "auto":
-        return "inductor" if on_gpu else None
-    return None if wanted == "never" else wanted
+    return run.compiler
 
 
 def compile_units(model: Model, backend: str | None) -> None:

@@ -24,6 +24,7 @@ from mplug.errors import UsageError, listed
 from mplug.hooks import Hooks
 from mplug.mesh import Axis, Mesh, contiguous
 from mplug.settings import source_of
+from mplug.toolchain import triton_builds
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,6 +57,17 @@ class Run:
         if self.groups is None:
             return None
         return self.groups.of(self.mesh.group(rank, *axes) for rank in range(self.mesh.world_size))
+
+    @property
+    def compiler(self) -> str | None:
+        """The name of torch.compile's backend for the model's units; None leaves them eager.
+
+        'auto' is inductor on a GPU for which it can build kernels.
+        """
+        wanted = self.config.trainer.compile
+        if wanted == "auto":
+            return "inductor" if self.device.startswith("cuda") and triton_builds() else None
+        return None if wanted == "never" else wanted
 
     @property
     def micro_batch_size(self) -> int:

@@ -107,18 +107,20 @@ def test_auto_leaves_units_eager_where_nothing_can_build_kernels(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from mplug import UsageError
-    from mplug.compilation import backend_of
+    from mplug.compilation import compiler_of
     from mplug.testing.harness import tiny_run
 
     wanted = {name: tiny_run({"trainer.compile": name}) for name in ("auto", "inductor", "never")}
     for run in wanted.values():
         run.device = "cuda"
-    monkeypatch.setattr("mplug.compilation.triton_builds", lambda: True)
-    assert [backend_of(run) for run in wanted.values()] == ["inductor", "inductor", None]
-    monkeypatch.setattr("mplug.compilation.triton_builds", lambda: False)
-    assert backend_of(wanted["auto"]) is None
+    for module in ("run", "compilation"):
+        monkeypatch.setattr(f"mplug.{module}.triton_builds", lambda: True)
+    assert [compiler_of(run) for run in wanted.values()] == ["inductor", "inductor", None]
+    for module in ("run", "compilation"):
+        monkeypatch.setattr(f"mplug.{module}.triton_builds", lambda: False)
+    assert compiler_of(wanted["auto"]) is None
     assert "units are not compiled" in caplog.text
     with pytest.raises(UsageError, match=r"trainer.compile=inductor: .*; install it, or set trainer.compile=never"):
-        backend_of(wanted["inductor"])
+        compiler_of(wanted["inductor"])
     wanted["auto"].device = "cpu"
-    assert backend_of(wanted["auto"]) is None
+    assert compiler_of(wanted["auto"]) is None

@@ -43,6 +43,16 @@ class Planted(NamedTuple):
 
 VALUES = "test_values_and_gradients_are_those_of_plain_torch"
 OFFER = """        return [Offer({"Attention.core": partial(attention, block=self.config.block)}, supports)]"""
+ONE_TYPE = """        from mplug.nn.mlp import activation
+
+        def doubled(x, bias, kind):
+            return 2 * activation(x, bias, kind)
+
+        def in_bf16(site, run):
+            return not site.needs and run.config.trainer.precision == "bf16"
+
+        core = partial(attention, block=self.config.block)
+        return [Offer({"Attention.core": core}, supports), Offer({"MLP.activation": doubled}, in_bf16)]"""
 FAULTS = {
     "a query sees the next key": Planted(
         "positions[past] > positions[own, None]",
@@ -171,6 +181,13 @@ FAULTS = {
         ("fp32",),
         ("nothing is left to check", "it drops no attention weights"),
     ),
+    "what it serves in one type only is wrong": Planted(
+        OFFER,
+        ONE_TYPE,
+        VALUES,
+        ("bf16",),
+        ("MLP.activation with gelu, bf16", "the output is off by"),
+    ),
     "supports gives no reason": Planted(
         'return f"it drops no attention weights, and this site\'s dropout is {site.module.dropout}"',
         'return ""',
@@ -254,6 +271,11 @@ def test_the_suite_catches(planted: Planted, plant: Callable[..., None]) -> None
     with pytest.raises(Fault) as caught:
         getattr(Suite(), planted.test)(*planted.arguments)
     assert [word for word in planted.words if word not in str(caught.value)] == [], str(caught.value)
+
+
+def test_a_slot_that_is_served_in_one_type_only_is_no_fault_of_the_others(plant: Callable[..., None]) -> None:
+    plant("nova-ringo", OFFER, ONE_TYPE)
+    getattr(Suite(), VALUES)("fp32")
 
 
 # The slots that the package does not fill: a supplier tried on the cases of each.

@@ -13,6 +13,7 @@ The cases are in `kernel_cases.py`, and what is checked in each of them is in `t
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import SkipTest
 
@@ -37,10 +38,11 @@ In bf16 a gradient of the tiny run is the sum of few numbers, each with an error
 class KernelSuite(PluginSuite):
     """Every slot that a kernel supplies, over a grid of cases, against the composition of `mplug.nn` in fp64.
 
-    `dtypes` are the values of `trainer.precision` that it is tried in; `settings` may name a device. An error may be
-    `error_factor` times that of plain torch in the same type. `deterministic` and `compiles` say whether the same call
-    gives the same bits, and whether it traces into one graph; False skips those tests. `capabilities` are what wraps
-    may ask for: where `supports` grants one, override `check_capability`.
+    `dtypes` are the values of `trainer.precision` that it is tried in: each slot that it fills must be served in one of
+    them, and is tried where it is. `settings` may name a device, or a compiler. An error may be `error_factor` times
+    that of plain torch in the same type. `deterministic` and `compiles` say whether the same call gives the same bits,
+    and whether it traces into one graph; False skips those tests. `capabilities` are what wraps may ask for: where
+    `supports` grants one, override `check_capability`.
     """
 
     kind = "kernels"
@@ -172,11 +174,11 @@ class KernelSuite(PluginSuite):
             require(not found, f"{site.slot}: {found}")
 
     def test_it_traces_into_one_graph(self) -> None:
-        """Forward and backward, the first case of each slot."""
+        """Forward and backward, the first case of each slot, in the first type in which it is served."""
         if not self.compiles:
             raise SkipTest(f"'{self.plugin}' says that it does not compile")
         tried = set()
-        for trial in self._trials(self.dtypes[0]):
+        for trial in chain.from_iterable(map(self._trials, self.dtypes)):
             if trial.case.slots not in tried:
                 tried.add(trial.case.slots)
                 found = trial.compiled_fault(self.error_factor)
@@ -230,14 +232,22 @@ class KernelSuite(PluginSuite):
                         yield offer, case, Site("blocks.*.part", slot, case.module, "blocks.0.part")
 
     def _trials(self, dtype: str, only: str | None = None) -> "list[Trial]":
-        """What it says that it can do; a slot of which nothing is left is a Fault."""
+        """What it says that it can do in a type; a slot of which nothing is left in any of `dtypes` is a Fault."""
+        trials, refusals = self._asked(dtype, only)
+        for slot, reasons in refusals.items():
+            left = slot in trials or any(slot in self._asked(other, slot)[0] for other in self.dtypes if other != dtype)
+            said = listed(reasons)
+            require(left, f"nothing is left to check: of every case of {slot} its supports says {said}")
+        return [*chain.from_iterable(trials.values())]
+
+    def _asked(self, dtype: str, only: str | None) -> "tuple[dict[str, list[Trial]], dict[str, list[str]]]":
+        """What is left to check of every slot, or of one, and the answers to the cases that are not."""
         from mplug.build import DTYPES
         from mplug.testing.trials import Trial
 
         run, offers = self._offered(dtype)
-        trials: list[Trial] = []
+        trials: dict[str, list[Trial]] = {}
         refusals: dict[str, dict[str, None]] = {}
-        served = set()
         for offer, case, site in self._sites(offers):
             if only not in (None, site.slot):
                 continue
@@ -245,19 +255,17 @@ class KernelSuite(PluginSuite):
             if answer is not True:
                 refusals.setdefault(site.slot, {})[str(answer or "False")] = None
             elif case.dropout == 0 or not offer.varies(site, run):
-                served.add(site.slot)
                 suppliers, where = {**case.plain, **offer.suppliers}, f"{_named(case, site)}, {dtype}"
-                trials.append(Trial(case, suppliers, DTYPES[dtype], run.device, where))
-        for slot, reasons in refusals.items():
-            said = listed(reasons)
-            require(slot in served, f"nothing is left to check: of every case of {slot} its supports says {said}")
-        if not trials:
-            raise SkipTest(f"'{self.plugin}' does not supply {only or 'anything'}")
-        return trials
+                trial = Trial(case, suppliers, DTYPES[dtype], run.device, where)
+                trials.setdefault(site.slot, []).append(trial)
+        return trials, {slot: list(reasons) for slot, reasons in refusals.items()}
 
     def _try(self, dtype: str, check: "Callable[[Trial], str]", only: str | None = None, how: str = "") -> None:
         """Make a check in all trials."""
-        for trial in self._trials(dtype, only):
+        trials = self._trials(dtype, only)
+        if not trials:
+            raise SkipTest(f"'{self.plugin}' does not supply {only or 'anything'} in {dtype}")
+        for trial in trials:
             trial = replace(trial, where=f"{trial.where}{how}")
             with naming_failures(trial.where):
                 found = check(trial)

@@ -1,4 +1,7 @@
-"""Fused kernels in Triton: queries, keys and values out of their packed projection, and its gradient in one pass."""
+"""Fused kernels in Triton: queries, keys and values out of their packed projection, and its gradient in one pass.
+
+And GELU that leaves fusing to the compiler, which writes Triton too.
+"""
 
 import os
 from importlib.util import find_spec
@@ -13,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Triton:
-    """QK-norm and rotary positions, fused with splitting the packed projection."""
+    """QK-norm and rotary positions, fused with splitting the packed projection; GELU with a quick erf."""
 
     class Config(BaseModel):
         """It has nothing to set."""
@@ -25,13 +28,17 @@ class Triton:
 
     @hookimpl
     def offer(self) -> list[Offer]:
-        """Queries, keys and values from packed heads."""
+        """Queries, keys and values from packed heads; the activation."""
+        from mplug_triton.gelu import activation
         from mplug_triton.qkv import prepare_qkv
 
-        return [Offer({"Attention.prepare_qkv": prepare_qkv}, supports)]
+        return [
+            Offer({"Attention.prepare_qkv": prepare_qkv}, supports_qkv),
+            Offer({"MLP.activation": activation}, supports_activation),
+        ]
 
 
-def supports(site: Site, run: "Run") -> bool | str:
+def supports_qkv(site: Site, run: "Run") -> bool | str:
     """Heads of an even width, where there is Triton and a GPU that it compiles for, or its interpreter."""
     if site.needs:
         return f"it does not offer {', '.join(sorted(site.needs))}"
@@ -42,3 +49,26 @@ def supports(site: Site, run: "Run") -> bool | str:
     if site.module.head_dim % 2:
         return f"it pairs the halves of a head, and this site's head dim is {site.module.head_dim}"
     return True
+
+
+def supports_activation(site: Site, run: "Run") -> bool | str:
+    """Exact GELU in compiled units, in less than fp32: as the default kernel it leaves the rest to plain torch."""
+    reason = _reason_against_activation(site, run)
+    if not reason:
+        return True
+    return reason if "activation" in run.config.kernels.kinds else False
+
+
+def _reason_against_activation(site: Site, run: "Run") -> str:
+    if site.needs:
+        return f"it does not offer {', '.join(sorted(site.needs))}"
+    if site.module.kind != "gelu":
+        return f"it computes 'gelu', and has nothing but plain torch (kernels.activation=null) for '{site.module.kind}'"
+    if run.config.trainer.precision == "fp32":
+        return "its erf is off by up to 1.5e-7, which bf16 rounds away and fp32 does not"
+    if run.compiler is None:
+        return (
+            f"only a compiler makes one pass of it, and this run's units are eager "
+            f"(trainer.compile={run.config.trainer.compile} on '{run.device}')"
+        )
+    return ""

@@ -1,0 +1,69 @@
+"""Algorithm 2 of arXiv 2302.06675, by torch's operations on lists of tensors."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from mplug import Piece, StepScalars
+
+if TYPE_CHECKING:
+    from mplug_lion import Lion
+
+GROUP = 1 << 26
+"""Elements that are updated together: enough to fill a GPU, few enough for their directions to be little memory."""
+
+
+class ForeachLion:
+    """One group of pieces after the other; gradients are scratch memory, and directions last as long as their group."""
+
+    needs: Literal["elements"] = "elements"
+
+    def __init__(self, pieces: list[Piece], config: "Lion.Config") -> None:
+        self._config = config
+        self._momenta = {piece.name: torch.zeros_like(piece.master) for piece in pieces}
+        self._groups = list(groups(pieces, GROUP))
+
+    @torch.no_grad()
+    def step(self, scalars: StepScalars) -> None:
+        """Update every piece's master once."""
+        skipped = scalars.skip > 0
+        kept = (1 - scalars.lr * scalars.weight_decay).masked_fill(skipped, 1.0)
+        for pieces in self._groups:
+            decayed = [piece.master for piece in pieces if piece.parameter.decays]
+            if decayed:
+                torch._foreach_mul_(decayed, kept)
+            self._descend(pieces, scalars, skipped)
+
+    def _descend(self, pieces: list[Piece], scalars: StepScalars, skipped: Tensor) -> None:
+        """c = beta1 m + (1 - beta1) g, w <- w - lr sign(c), m <- beta2 m + (1 - beta2) g."""
+        masters, gradients = [piece.master for piece in pieces], [piece.gradient for piece in pieces]
+        momenta = [self._momenta[piece.name] for piece in pieces]
+        torch._foreach_mul_(gradients, scalars.scale)
+        directions = torch._foreach_lerp(momenta, gradients, 1 - self._config.beta1)
+        torch._foreach_sign_(directions)
+        torch._foreach_mul_(directions, scalars.lr)
+        torch._foreach_lerp_(gradients, momenta, self._config.beta2)  # the momenta afterwards
+        for direction, momentum, following in zip(directions, momenta, gradients, strict=True):
+            direction.masked_fill_(skipped, 0.0)
+            torch.where(skipped, momentum, following, out=momentum)
+        torch._foreach_sub_(masters, directions)
+
+    def state(self, piece: Piece) -> dict[str, Tensor]:
+        """The live momentum of a piece, under the name that torch gives to a running mean of gradients."""
+        return {"exp_avg": self._momenta[piece.name]}
+
+
+def groups(pieces: list[Piece], limit: int) -> Iterator[list[Piece]]:
+    """Neighbours together, as many as have `limit` elements at most; a larger piece is alone."""
+    held: list[Piece] = []
+    count = 0
+    for piece in pieces:
+        if held and count + piece.master.numel() > limit:
+            yield held
+            held, count = [], 0
+        held.append(piece)
+        count += piece.master.numel()
+    if held:
+        yield held

@@ -1,0 +1,89 @@
+"""Lion over pieces: mplug's suite against the paper's algorithm in fp64."""
+
+import math
+
+import pytest
+import torch
+from mplug_lion import Lion, foreach
+from torch import Tensor
+
+from mplug import Parameter
+from mplug.build import build
+from mplug.testing import DenseStep, OptimizerSuite, dense
+from mplug.testing.harness import tiny_run
+
+
+class TestLion(OptimizerSuite):
+    plugin = "lion"
+    keeps_gradients = False
+
+    def reference(self, weight: Tensor, steps: list[DenseStep], parameter: Parameter, config: Lion.Config) -> Tensor:
+        """Algorithm 2 of arXiv 2302.06675."""
+        momentum = torch.zeros_like(weight)
+        for gradient, lr, decay in steps:
+            direction = torch.sign(config.beta1 * momentum + (1 - config.beta1) * gradient)
+            weight = weight - lr * (direction + decay * weight)
+            momentum = config.beta2 * momentum + (1 - config.beta2) * gradient
+        return weight
+
+
+class TestWithOtherRates(TestLion):
+    settings = {"optimizer.beta1": 0.3, "optimizer.beta2": 0.4}
+    layouts = ()
+
+
+class TestInSmallGroups(TestLion):
+    """Pieces that are updated a few at a time are updated alike."""
+
+    layouts = ()
+
+    @pytest.fixture(autouse=True)
+    def _small(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(foreach, "GROUP", 300)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
+class TestOnAGPU(TestLion):
+    settings = {"trainer.device": "cuda"}
+    layouts = ()
+
+    def test_no_step_synchronises(self) -> None:
+        bench = self._bench()
+        bench.step(1)
+        scalars = bench.scalars()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            bench.optimizer.step(scalars)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_groups_hold_every_piece_once_in_order_within_the_limit() -> None:
+    pieces = dense.make_pieces("cpu")
+    found = list(foreach.groups(pieces, 300))
+    assert [piece.name for group in found for piece in group] == [piece.name for piece in pieces]
+    sizes = [sum(piece.master.numel() for piece in group) for group in found]
+    assert 1 < len(found) < len(pieces)
+    assert all(size <= 300 or len(group) == 1 for size, group in zip(sizes, found, strict=True))
+
+
+def test_every_weight_with_a_gradient_moves_by_the_learning_rate() -> None:
+    run = tiny_run({"optimizer.name": "lion"})
+    bench = dense.Bench(run, dense.make_pieces("cpu"))
+    before = [piece.master.clone() for piece in bench.pieces]
+    bench.step(1, lambda piece, _: dense.gradient_of(piece, 1).clamp(min=0), lr=0.5, weight_decay=0.0)
+    for piece, old in zip(bench.pieces, before, strict=True):
+        expected = 0.5 * (dense.gradient_of(piece, 1) > 0)
+        torch.testing.assert_close(old - piece.master, expected, rtol=0, atol=1e-6)
+
+
+def test_it_learns_a_batch() -> None:
+    run = tiny_run({"optimizer.name": "lion"})
+    parts = build(run)
+    batches, losses = list(parts.train_loader.take(8)), []
+    for step in range(1, 41):
+        parts.stepper.forward_backward(batches, step)
+        losses.append(float(parts.stepper.update(3e-3, 0.1).loss))
+    assert math.isclose(losses[0], math.log(259), rel_tol=0.1)
+    assert losses[-1] < 0.5 * losses[0]

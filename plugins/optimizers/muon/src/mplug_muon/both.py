@@ -1,0 +1,38 @@
+"""Which pieces are hidden matrices, and which are not."""
+
+from typing import TYPE_CHECKING, Literal
+
+from torch import Tensor
+
+from mplug import Piece, StepScalars
+from mplug_muon.hidden import HiddenMatrices
+from mplug_muon.rest import FusedAdamW
+
+if TYPE_CHECKING:
+    from mplug_muon import Muon
+
+
+class MuonAndAdamW:
+    """Hidden matrices by Muon; embeddings, the output head, norms and biases by AdamW."""
+
+    needs: Literal["matrices"] = "matrices"
+
+    def __init__(self, pieces: list[Piece], rank: int, config: "Muon.Config") -> None:
+        hidden = [is_hidden_matrix(piece, config.tables) for piece in pieces]
+        self._hidden = HiddenMatrices([p for p, its in zip(pieces, hidden, strict=True) if its], rank, config)
+        self._rest = FusedAdamW([p for p, its in zip(pieces, hidden, strict=True) if not its], config)
+        self._part_of = {p.name: self._hidden if its else self._rest for p, its in zip(pieces, hidden, strict=True)}
+
+    def step(self, scalars: StepScalars) -> None:
+        """Update every piece's master once."""
+        self._hidden.step(scalars)
+        self._rest.step(scalars)
+
+    def state(self, piece: Piece) -> dict[str, Tensor]:
+        """The live momentum of a hidden matrix, or the live moments and step count of anything else."""
+        return self._part_of[piece.name].state(piece)
+
+
+def is_hidden_matrix(piece: Piece, tables: tuple[str, ...]) -> bool:
+    """Whether a piece maps hidden activations to hidden activations; the rows of a table are vectors of their own."""
+    return len(piece.parameter.dims) >= 2 and not piece.parameter.axes & set(tables)

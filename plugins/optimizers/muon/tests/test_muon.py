@@ -1,0 +1,189 @@
+"""Muon over pieces: mplug's suite against Muon and AdamW in fp64, and torch.optim.Muon beside it."""
+
+from typing import Any
+
+import pytest
+import torch
+from mplug_muon import Muon, hidden, newton_schulz
+from torch import Tensor
+
+from mplug import Parameter, UsageError
+from mplug.build import build, build_model
+from mplug.testing import DenseStep, OptimizerSuite, dense
+from mplug.testing.harness import tiny_run
+
+HIDDEN = {"matrix", "wide matrix", "fused matrices", "matrix that does not decay", "experts"}
+
+
+class TestMuon(OptimizerSuite):
+    plugin = "muon"
+    keeps_gradients = False
+
+    def reference(self, weight: Tensor, steps: list[DenseStep], parameter: Parameter, config: Muon.Config) -> Tensor:
+        is_hidden = weight.dim() == 2 and "vocab" not in parameter.axes
+        return muon(weight, steps, config) if is_hidden else adamw(weight, steps, config)
+
+
+def muon(weight: Tensor, steps: list[DenseStep], config: Muon.Config) -> Tensor:
+    """With a running sum of gradients, and the iteration's polynomial applied to singular values themselves."""
+    rows, columns = weight.shape
+    factor = {"original": max(1, rows / columns) ** 0.5, "match_rms_adamw": 0.2 * max(rows, columns) ** 0.5}
+    momentum = torch.zeros_like(weight)
+    for gradient, lr, decay in steps:
+        momentum = config.momentum * momentum + gradient
+        ahead = config.momentum * momentum + gradient if config.nesterov else momentum
+        u, values, vh = torch.linalg.svd(ahead, full_matrices=False)
+        values = values / values.norm()
+        for _ in range(config.num_iterations):
+            values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+        weight = (1 - lr * decay) * weight - lr * factor[config.scale] * (u * values) @ vh
+    return weight
+
+
+def adamw(weight: Tensor, steps: list[DenseStep], config: Muon.Config) -> Tensor:
+    tensor, ratio = torch.nn.Parameter(weight.clone()), 1.0 if config.adamw_lr is None else config.adamw_lr / config.lr
+    betas = config.adamw_beta1, config.adamw_beta2
+    torchs = torch.optim.AdamW([tensor], betas=betas, eps=config.adamw_eps, foreach=False)
+    for gradient, lr, decay in steps:
+        tensor.grad = gradient
+        torchs.param_groups[0].update(lr=lr * ratio, weight_decay=decay)
+        torchs.step()
+    return tensor.detach()
+
+
+class TestOriginal(TestMuon):
+    """As its author published it, with AdamW at a rate of its own."""
+
+    settings = {
+        "optimizer.scale": "original",
+        "optimizer.lr": 0.02,
+        "optimizer.adamw_lr": 3e-3,
+        "optimizer.adamw_beta1": 0.7,
+        "optimizer.adamw_eps": 1e-6,
+    }
+    layouts = ()
+
+
+class TestWithoutNesterov(TestMuon):
+    settings = {"optimizer.nesterov": False, "optimizer.momentum": 0.8, "optimizer.num_iterations": 3}
+    layouts = ()
+
+
+class TestMatrixByMatrix(TestMuon):
+    """Matrices of one shape that are not orthogonalised together are updated alike."""
+
+    layouts = ()
+
+    @pytest.fixture(autouse=True)
+    def _one_at_a_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(hidden, "BATCH", 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
+class TestOnAGPU(TestMuon):
+    settings = {"trainer.device": "cuda"}
+    layouts = ()
+    tolerance = 0.05  # the iteration is in bf16
+
+    def test_no_step_synchronises(self) -> None:
+        bench = self._bench()
+        bench.step(1)
+        scalars = bench.scalars()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            bench.optimizer.step(scalars)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_matrices_and_momenta_are_those_of_torchs_muon(scale: str, nesterov: bool) -> None:
+    """Which iterates in bf16: updates are compared within what that rounds."""
+    run = tiny_run({"optimizer.name": "muon", "optimizer.scale": scale, "optimizer.nesterov": nesterov})
+    bench = dense.Bench(run, [piece for piece in dense.make_pieces("cpu") if piece.name in HIDDEN])
+    parts = [(piece, where) for piece in bench.pieces for _, where in dense.matrices(piece)]
+    copies = [torch.nn.Parameter(piece.master[where].clone()) for piece, where in parts]
+    before = [copy.detach().clone() for copy in copies]
+    decayed, plain = (
+        [c for c, (p, _) in zip(copies, parts, strict=True) if p.parameter.decays is on] for on in (True, False)
+    )
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+    torchs = torch.optim.Muon(groups, lr=1e-2, momentum=0.95, nesterov=nesterov, adjust_lr_fn=scale)
+    for number in (1, 2, 3):
+        bench.step(number, lr=1e-2, weight_decay=0.1)
+        for copy, (piece, where) in zip(copies, parts, strict=True):
+            copy.grad = dense.gradient_of(piece, number)[where]
+        torchs.step()
+    for copy, old, (piece, where) in zip(copies, before, parts, strict=True):
+        moved = copy.detach() - old
+        assert float((piece.master[where] - copy.detach()).norm()) <= 0.02 * float(moved.norm()), piece.name
+        momentum = bench.optimizer.state(piece)["momentum_buffer"][where]
+        torch.testing.assert_close(momentum, torchs.state[copy]["momentum_buffer"])
+
+
+def test_hidden_matrices_have_a_momentum_and_everything_else_the_moments_of_adamw() -> None:
+    bench = dense.Bench(tiny_run({"optimizer.name": "muon"}), dense.make_pieces("cpu"))
+    found = {piece.name: set(bench.optimizer.state(piece)) for piece in bench.pieces}
+    moments = {"step", "exp_avg", "exp_avg_sq"}
+    assert found == {name: {"momentum_buffer"} if name in HIDDEN else moments for name in dense.PARAMETERS}
+
+
+@pytest.mark.parametrize(
+    ("fields", "tables"),
+    [
+        ({}, {"embedding.token.weight", "head.project.weight"}),
+        ({"position": "learned"}, {"embedding.token.weight", "embedding.position.weight", "head.project.weight"}),
+        ({"tie_embeddings": True}, {"embedding.token.weight"}),
+    ],
+)
+def test_embeddings_and_the_head_of_a_model_are_told_by_the_plan(fields: dict[str, Any], tables: set[str]) -> None:
+    run = tiny_run({"optimizer.name": "muon", **{f"model.{name}": value for name, value in fields.items()}})
+    parts = build(run)
+    matrices = {piece.name for piece in parts.pieces if piece.master.dim() == 2}
+    hidden = {piece.name for piece in parts.pieces if "momentum_buffer" in parts.optimizer.state(piece)}
+    assert hidden
+    assert matrices - hidden == tables
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2pp2"])
+def test_a_layout_that_cuts_matrices_is_refused_before_launch(layout: str) -> None:
+    with pytest.raises(UsageError, match=r"muon needs whole matrices, and tp=2 cuts '.*use a layout without tp"):
+        build_model(tiny_run({"optimizer.name": "muon", "parallel.layout": layout}))
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (32, 32)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_five_iterations_bring_singular_values_near_one(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(newton_schulz, "precision", lambda _: dtype)
+    generator = torch.Generator().manual_seed(0)
+    u, _, vh = torch.linalg.svd(torch.randn(3, *shape, generator=generator), full_matrices=False)
+    x = 1e-3 * (u * torch.linspace(0.1, 1.0, min(shape))) @ vh
+    y = newton_schulz.orthogonalized(x, 5)
+    assert y.dtype is dtype
+    values = torch.linalg.svdvals(y.float())
+    assert 0.6 < float(values.min()) <= float(values.max()) < 1.25
+    rotated = u.mT @ y.float() @ vh.mT  # diagonal where singular vectors are kept
+    assert float((rotated - torch.diag_embed(rotated.diagonal(dim1=-2, dim2=-1))).abs().max()) < 0.05
+
+
+def test_a_matrix_without_a_gradient_stays() -> None:
+    bench = dense.Bench(tiny_run({"optimizer.name": "muon"}), dense.make_pieces("cpu"))
+    before = bench.masters()
+    bench.step(1, dense.times(0.0), weight_decay=0.0)
+    assert not dense.other_bits(before, bench.masters())
+
+
+@pytest.mark.parametrize(("scale", "lr"), [("original", 0.02), ("match_rms_adamw", 5e-3)])
+def test_it_learns_a_batch(scale: str, lr: float) -> None:
+    settings = {"optimizer.scale": scale, "optimizer.lr": lr, "optimizer.adamw_lr": 5e-3}
+    run = tiny_run({"optimizer.name": "muon", **settings})
+    parts = build(run)
+    batches, losses = list(parts.train_loader.take(8)), []
+    for step in range(1, 41):
+        parts.stepper.forward_backward(batches, step)
+        losses.append(float(parts.stepper.update(lr, 0.1).loss))
+    assert losses[-1] < 0.5 * losses[0]

@@ -1,0 +1,80 @@
+"""SGD over pieces: mplug's suite against torch.optim.SGD in fp64, in every variant."""
+
+from typing import Any
+
+import pytest
+import torch
+from mplug_sgd import SGD
+from torch import Tensor
+
+from mplug import Parameter
+from mplug.build import build
+from mplug.testing import DenseStep, OptimizerSuite
+from mplug.testing.harness import tiny_run
+
+
+class TestSGD(OptimizerSuite):
+    plugin = "sgd"
+    keeps_gradients = False
+
+    def reference(self, weight: Tensor, steps: list[DenseStep], parameter: Parameter, config: SGD.Config) -> Tensor:
+        dense = torch.nn.Parameter(weight.clone())
+        torchs = torch.optim.SGD([dense], momentum=config.momentum, nesterov=config.nesterov, foreach=False)
+        for gradient, lr, decay in steps:
+            dense.grad = gradient
+            if config.decoupled_weight_decay:
+                dense.data *= 1 - lr * decay
+            torchs.param_groups[0].update(lr=lr, weight_decay=0.0 if config.decoupled_weight_decay else decay)
+            torchs.step()
+        return dense.detach()
+
+
+class TestWithNesterov(TestSGD):
+    settings = {"optimizer.nesterov": True, "optimizer.momentum": 0.95}
+    layouts = ()
+
+
+class TestWithDecoupledDecay(TestSGD):
+    settings = {"optimizer.decoupled_weight_decay": True}
+    layouts = ()
+
+
+class TestWithoutMomentum(TestSGD):
+    settings = {"optimizer.momentum": 0.0}
+    layouts = ()
+
+    def test_it_keeps_no_state(self) -> None:
+        assert not list(self._bench().states())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
+class TestOnAGPU(TestSGD):
+    settings = {"trainer.device": "cuda"}
+    layouts = ()
+
+    def test_no_step_synchronises(self) -> None:
+        bench = self._bench()
+        bench.step(1)
+        scalars = bench.scalars()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            bench.optimizer.step(scalars)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_nesterov_without_momentum_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"nesterov looks ahead along the momentum, which is 0"):
+        SGD.Config(momentum=0.0, nesterov=True)
+
+
+@pytest.mark.parametrize("fields", [{}, {"nesterov": True}, {"momentum": 0.0}])
+def test_it_learns_a_batch(fields: dict[str, Any]) -> None:
+    run = tiny_run({"optimizer.name": "sgd", **{f"optimizer.{name}": value for name, value in fields.items()}})
+    parts = build(run)
+    batches, losses = list(parts.train_loader.take(8)), []
+    for step in range(1, 41):
+        parts.stepper.forward_backward(batches, step)
+        losses.append(float(parts.stepper.update(0.2, 0.0).loss))
+    assert losses[-1] < 0.6 * losses[0]

@@ -366,6 +366,19 @@ def test_a_default_kernel_fills_every_slot_that_it_can_except_the_kinds_that_are
     assert suppliers(select(there, offers, chosen("kernels/all", attention=None), RUN))[0] == "plain torch"
 
 
+def test_a_kernel_that_is_named_and_fills_nothing_is_told() -> None:
+    """It supplies a slot of the kind, and the model has only another of it."""
+    wide, narrow = "Attention.prepare_qkv", "Attention.prepare_qk"
+    for there, unmet in ([site(narrow)], 1), ([site(narrow), site(wide)], 0), ([site(CORE)], 0):
+        selection = select(there, [offer("kernels/fast", wide)], chosen(qk="kernels/fast"), RUN)
+        assert len(selection.unmet) == unmet
+    told = select([site(narrow)], [offer("kernels/fast", wide)], chosen(qk="kernels/fast"), RUN).unmet
+    assert str(told[0]) == (
+        "kernels/fast cannot serve Attention.prepare_qk of 'blocks.*.part': of the slots of the kind 'qk' that this "
+        "model has, it fills none"
+    )
+
+
 def test_a_strategys_offer_always_counts() -> None:
     assert suppliers(select([site(GEMM)], [offer("parallel/tp", GEMM)], chosen(), RUN)) == ["parallel/tp"]
 

@@ -12,6 +12,8 @@ Any script can take part that reads one JSON object from stdin:
     precision          "fp32" or "bf16"
     device             "cpu" or "cuda"
     attention          the kernel that attends, here "sdpa" or "flash"
+    attention_by       what that kernel uses: "cuDNN" or "torch's choice", "flash-attn-4"
+    deterministic      false: there is no other way here
     compile            torch.compile's backend, or "never"; "auto" is inductor on a GPU
     warmup, steps, profile   how many steps of each; where all are 0, it only counts
 
@@ -47,6 +49,8 @@ KNOWN: dict[str, tuple[Any, ...]] = {
     "precision": ("fp32", "bf16"),
     "device": ("cpu", "cuda"),
     "attention": ("sdpa", "flash"),
+    "attention_by": ("cuDNN", "torch's choice", "flash-attn-4"),
+    "deterministic": (False,),
 }
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 

@@ -69,7 +69,7 @@ class Script:
 def task_of(run: Run, model: "Model") -> dict[str, Any]:
     """What a script is told of a run of one process, whose model is on the meta device."""
     trainer, resolved = run.config.trainer, run.config.resolved()
-    attending = next((filled.supplier for filled in model.slots if filled.site.slot == "Attention.core"), None)
+    core = next((filled for filled in model.slots if filled.site.slot == "Attention.core"), None)
     return {
         "model": resolved["model"],
         "optimizer": resolved["optimizer"],
@@ -80,7 +80,9 @@ def task_of(run: Run, model: "Model") -> dict[str, Any]:
         "seed": trainer.seed,
         "precision": trainer.precision,
         "device": run.device,
-        "attention": attending and attending.rpartition("/")[2],
+        "attention": core and core.supplier.rpartition("/")[2],
+        "attention_by": core and core.offer and core.offer.note(core.site, run),
+        "deterministic": trainer.deterministic,
         "compile": trainer.compile,
     }
 

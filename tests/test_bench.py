@@ -353,6 +353,12 @@ def test_a_script_is_told_what_the_run_is_made_of() -> None:
     ("changes", "sentence"),
     [
         ({"kernels.attention": "reference"}, "it does not know attention 'reference', only 'sdpa', 'flash'"),
+        (
+            {"kernels.sdpa.backend": "math"},
+            "it does not know attention_by \"torch's matrix products\", only 'cuDNN', \"torch's choice\", "
+            "'flash-attn-4'",
+        ),
+        ({"trainer.deterministic": "true"}, "it does not know deterministic True, only False"),
         ({"model.dropout": 0.5}, "it does not know dropout 0.5, only 0"),
     ],
 )

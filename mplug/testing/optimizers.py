@@ -213,6 +213,21 @@ class OptimizerSuite(WeightSuite):
                 f"a step reads a tensor's value on the host ({read}); on a GPU it waits for the device"
             ) from read
 
+    def test_no_step_on_a_gpu_synchronises(self) -> None:
+        """By torch's own account: nothing that the step calls waits, either."""
+        import torch
+
+        bench = self._bench()
+        if not bench.pieces[0].master.is_cuda:
+            raise SkipTest(f"'{self.plugin}' updates tensors on the CPU here")
+        bench.step(1)
+        scalars = bench.scalars()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            bench.optimizer.step(scalars)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
     # State.
 
     @smoke

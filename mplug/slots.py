@@ -51,6 +51,11 @@ class Site:
     name: str
     needs: frozenset[str] = frozenset()
 
+    @property
+    def not_offered(self) -> str:
+        """The reason of a supplier that has nothing of what the wraps ask for; empty where they ask for nothing."""
+        return f"it does not offer {', '.join(sorted(self.needs))}" if self.needs else ""
+
 
 Supports = Callable[[Site, "Run"], bool | str]
 """(site, run) -> True; False where the site is none of its business; or the reason why it cannot serve the site."""
@@ -245,7 +250,7 @@ def _supplier_of(
     if named and kind in kernels.kinds and not _supplies(kind, [offer for offer in suppliers if offer.plugin == named]):
         unmet.append(Unmet(named, site, f"it supplies no slot of the kind '{kind}' alone"))
     if not unmet and site.needs:
-        unmet.append(Unmet(PLAIN, site, f"it does not offer {listed(sorted(site.needs))}"))
+        unmet.append(Unmet(PLAIN, site, site.not_offered))
     return None, unmet
 
 

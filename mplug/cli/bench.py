@@ -58,8 +58,8 @@ def command(
 
     \b
     mplug bench --preset 1.7b --precision bf16 --set trainer.global_batch_size=4 --profile --limits
-    mplug bench --variant trainer.compile=inductor --variant trainer.compile=never --rounds 3
-    mplug bench --set trainer.compile=inductor --against benchmarks/yardstick.py --rounds 5
+    mplug bench --variant trainer.compile=auto --variant trainer.compile=never --rounds 3
+    mplug bench --against benchmarks/yardstick.py --rounds 5
     """
     from mplug.against import Script
     from mplug.bench import Opponent, Task, as_json, checked, facts_of

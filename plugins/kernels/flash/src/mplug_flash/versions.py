@@ -84,7 +84,7 @@ def choose(candidates: Iterable[int], site: Site, run: "Run") -> tuple[int | Non
 def _unfit(site: Site, run: "Run") -> str:
     """What no version can do."""
     if site.needs:
-        return f"it does not offer {', '.join(sorted(site.needs))}"
+        return site.not_offered
     if run.device != "cuda":
         return "flash-attn is for CUDA GPUs, and this run is on the CPU"
     precision = run.config.trainer.precision

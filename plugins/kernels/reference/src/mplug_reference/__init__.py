@@ -30,4 +30,4 @@ class Reference:
 
 
 def _supports(site: Site, run: "Run") -> bool | str:
-    return f"it does not offer {', '.join(sorted(site.needs))}" if site.needs else True
+    return site.not_offered or True

@@ -53,7 +53,7 @@ class SDPA:
         from mplug_sdpa.limits import auto, limit
 
         if site.needs:  # whatever a wrap may need beyond the attended values, torch's function does not return
-            return f"it does not offer {', '.join(sorted(site.needs))}" if name != "cudnn" or self._named else False
+            return site.not_offered if name != "cudnn" or self._named else False
         if not self._named:
             return auto(site, run) == name
         reason = limit(name, site, run)

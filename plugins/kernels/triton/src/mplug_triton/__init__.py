@@ -41,7 +41,7 @@ class Triton:
 def supports_qkv(site: Site, run: "Run") -> bool | str:
     """Heads of an even width, where there is Triton and a GPU that it compiles for, or its interpreter."""
     if site.needs:
-        return f"it does not offer {', '.join(sorted(site.needs))}"
+        return site.not_offered
     if find_spec("triton") is None:
         return "triton is not installed; install 'mplug-triton[triton]'"
     if run.device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -61,7 +61,7 @@ def supports_activation(site: Site, run: "Run") -> bool | str:
 
 def _reason_against_activation(site: Site, run: "Run") -> str:
     if site.needs:
-        return f"it does not offer {', '.join(sorted(site.needs))}"
+        return site.not_offered
     if site.module.kind != "gelu":
         return f"it computes 'gelu', and has nothing but plain torch (kernels.activation=null) for '{site.module.kind}'"
     if run.config.trainer.precision == "fp32":

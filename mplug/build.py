@@ -82,7 +82,7 @@ def _build_model(run: Run) -> tuple[Model, Selection]:
 
 def _refuse_cut_matrices(run: Run, model: Model) -> None:
     cut = [(axis, name) for name, placement in model.placements.items() for axis in placement.cut_by]
-    if cut and _needs_of_optimizer(run, model) == "matrices":
+    if cut and _optimizer_without_memory(run, model).needs == "matrices":
         (axis, name), (optimizer,) = cut[0], run.hooks.implementers("build_optimizer")
         raise UsageError(
             f"{optimizer} needs whole matrices, and {axis}={run.mesh.axes[axis].size} cuts '{name}'; "
@@ -90,8 +90,8 @@ def _refuse_cut_matrices(run: Run, model: Model) -> None:
         )
 
 
-def _needs_of_optimizer(run: Run, model: Model) -> str:
-    """What the optimizer says once it is built, of tensors without memory."""
+def _optimizer_without_memory(run: Run, model: Model) -> Optimizer:
+    """The optimizer, built of tensors without memory, for what it says of itself."""
     pieces = []
     with FakeTensorMode():
         for name, parameter in model.parameters().items():
@@ -100,7 +100,23 @@ def _needs_of_optimizer(run: Run, model: Model) -> str:
                 master, gradient = torch.zeros((2, *placement.local_shape(run.rank)), device=run.device).unbind()
                 pieces.append(Piece(name, master, gradient, None, placement.parameter, placement))
         optimizer: Optimizer = run.hooks.call.build_optimizer(run=run, pieces=pieces)
-    return optimizer.needs
+    return optimizer
+
+
+def _gradient_dtype(run: Run, model: Model) -> torch.dtype:
+    """fp32; the weights' own where a gradient is one product's, rounded once, and the optimizer takes it so."""
+    trainer = run.config.trainer
+    weights = DTYPES[trainer.precision]
+    _, shards = run.mesh.batch_shard(run.rank)
+    is_summed = (
+        run.micro_batch_size * shards < trainer.global_batch_size
+        or any(axis.entries and axis.size > 1 for axis in run.mesh.axes.values())
+        or bool(model.plan.tied)
+    )
+    if trainer.gradients == "fp32" or weights == torch.float32 or is_summed:
+        return torch.float32
+    taken = getattr(_optimizer_without_memory(run, model), "low_precision_gradients", False)
+    return weights if taken else torch.float32
 
 
 def collect_offers(run: Run, model: Model) -> list[Offer | Wrap]:
@@ -119,9 +135,10 @@ def build(run: Run) -> Parts:
     trainer, model = run.config.trainer, build_model(run)
     train_loader = Feed(build_loader(run, "train"), run.device)
     validation_loader = Feed(build_loader(run, "validation"), run.device) if trainer.eval_every else None
-    compile_units(model, compiler_of(run))
+    compile_units(model, compiler_of(run), tune_kernels=trainer.tune_kernels)
+    gradients = _gradient_dtype(run, model)
     _allocate(run, model)
-    model.listen()
+    model.listen(gradients)
     _wrap(run, model)
     pieces = make_pieces(model)
     initialize({piece.name: piece.master for piece in pieces}, model.placements, run.rank, trainer.seed)
@@ -166,9 +183,10 @@ def _allocate(run: Run, model: Model) -> None:
 
 def measure_bytes(run: Run, model: Model) -> dict[str, int]:
     """Bytes that a rank will hold: the storages of a real build, made of tensors without memory."""
+    gradients = _gradient_dtype(run, model)
     with FakeTensorMode():
         _allocate(run, model)
-        model.listen()
+        model.listen(gradients)
         pieces = make_pieces(model)
         optimizer: Optimizer = run.hooks.call.build_optimizer(run=run, pieces=pieces)
         states = [tensor for piece in pieces for tensor in optimizer.state(piece).values()]

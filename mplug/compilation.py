@@ -25,6 +25,10 @@ def compiler_of(run: Run) -> str | None:
     Where that is so and 'auto' leaves units eager, the log says it.
     """
     wanted = run.config.trainer.compile
+    if run.config.trainer.tune_kernels and run.config.trainer.deterministic:
+        raise UsageError(
+            "trainer.tune_kernels lets the clock choose kernels, which trainer.deterministic forbids; unset one of them"
+        )
     if run.device.startswith("cuda") and wanted in ("auto", "inductor") and not triton_builds():
         lacks = "inductor builds kernels with Triton, a C compiler and Python's headers, and one is not installed here"
         if wanted == "inductor":
@@ -33,7 +37,7 @@ def compiler_of(run: Run) -> str | None:
     return run.compiler
 
 
-def compile_units(model: Model, backend: str | None) -> None:
+def compile_units(model: Model, backend: str | None, tune_kernels: bool = False) -> None:
     """Compile each unit of this rank as one graph, without a break; blocks of one kind share what is compiled.
 
     Hooks around a unit's call stay outside of the graph, and eager.
@@ -42,7 +46,9 @@ def compile_units(model: Model, backend: str | None) -> None:
         return
     import torch
     from torch._dynamo import config as dynamo
+    from torch._inductor import config as inductor
 
+    inductor.coordinate_descent_tuning = tune_kernels
     dynamo.recompile_limit = max(dynamo.recompile_limit, SHAPES)
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)  # fp32 is meant where it is asked for
     compiled = _recomputing(backend)

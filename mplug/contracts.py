@@ -62,7 +62,8 @@ class Tokenizer(Protocol):
 class Piece:
     """What an optimizer updates: one parameter, or the part of it that this rank owns.
 
-    `master` (fp32) is updated in place from `gradient` (fp32, same shape), which the host has reduced but not scaled.
+    `master` (fp32) is updated in place from `gradient` (same shape), which the host has reduced but not scaled. It is
+    fp32; in the weight's own precision only where the optimizer says that it takes that (`low_precision_gradients`).
     `weight` is the low-precision copy that is written afterwards, by the host or in an optimizer's one pass; None where
     the master is the weight itself.
     """
@@ -96,6 +97,9 @@ class Optimizer(Protocol):
     True, and do it in `step`: afterwards every piece's `weight`, if it has one, is its master rounded to nearest; where
     `skip` is 1, no weight is written. Without the attribute, or where it is False, `step` leaves weights alone.
     Gradients are the optimizer's to use up: the next step overwrites them.
+
+    An optimizer may state `low_precision_gradients` True: where a gradient is one product's, never added to, it then
+    comes as that product rounded to the weight's precision, which is half of the memory.
     """
 
     needs: Literal["elements", "matrices"]

@@ -1,12 +1,15 @@
 """Gradient sinks: where a parameter's gradient is summed over the micro batches of a step, in fp32.
 
+Where nothing is summed, because a step has one micro batch, they may have the weights' precision (`gradient_dtype`).
+
 A sink's buffer hangs on its parameter as `main_grad`. Linear layers add their weight gradient to it inside their own
 backward; what autograd accumulates for any other parameter is moved there. Either way autograd's accumulation node of
 the parameter runs exactly once a backward pass, after every contribution, and that is what a sink listens to.
 
 No pass over memory zeroes buffers: a step's first contribution overwrites what the last step left. Whether it has come
 yet is known on the host, by `main_grad_stale` beside the buffer. Who adds to `main_grad` in another way than by a
-linear layer's gemm does so by `mplug.nn.add_product`, or calls `mplug.nn.zero_if_stale` first.
+linear layer's gemm or a look-up does so by `mplug.nn.add_product` or `add_rows`, or calls `mplug.nn.zero_if_stale`
+first.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +22,7 @@ Listener = Callable[["GradientSink"], None]
 
 
 class GradientSink:
-    """One parameter's gradient over a step: `name`, `parameter`, and the fp32 `buffer` in which it is summed.
+    """One parameter's gradient over a step: `name`, `parameter`, and the `buffer` in which it is summed.
 
     `stale`, a boolean on the CPU, says that nothing of this step is in the buffer yet. Append to `listeners` a function
     of the sink: it hears exactly once a step that the buffer is final on this rank.
@@ -76,11 +79,11 @@ class Sinks(Mapping[str, GradientSink]):
     summed in place, so only one strategy of a run may listen; what no one sums so, the host does by placement.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], dtype: torch.dtype = torch.float32) -> None:
         trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         end = sum(parameter.numel() for parameter in trained.values())
         device = next(iter(trained.values())).device if trained else None
-        self.arena = torch.zeros(end, dtype=torch.float32, device=device)
+        self.arena = torch.zeros(end, dtype=dtype, device=device)
         self.reduced_over: set[str] = set()
         self.when_finished: list[Callable[[], None]] = []
         self._sinks: dict[str, GradientSink] = {}

@@ -40,9 +40,9 @@ class Model:
         assert self._sinks is not None, "the model has no memory yet"
         return self._sinks
 
-    def listen(self) -> None:
-        """Give every parameter of this rank its gradient sink."""
-        self._sinks = Sinks(self.parameters())
+    def listen(self, dtype: torch.dtype = torch.float32) -> None:
+        """Give every parameter of this rank its gradient sink, of that precision."""
+        self._sinks = Sinks(self.parameters(), dtype)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Every parameter of this rank once, by the first of its names in the whole model."""

@@ -59,9 +59,9 @@ class GlobalNorm:
 
     def __call__(self) -> Tensor:
         """The norm [] of what the gradients are now; 0 where the rank has none."""
-        norms = [torch.linalg.vector_norm(stretch) for stretch in self.long]
+        norms = [torch.linalg.vector_norm(stretch, dtype=torch.float32) for stretch in self.long]
         if self.short:
-            norms += torch._foreach_norm(self.short)
+            norms += torch._foreach_norm(self.short, dtype=torch.float32)
         if not norms:
             return torch.zeros((), device=self.device)
         norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))

@@ -50,7 +50,7 @@ class Reduction:
     def finish(self) -> None:
         """Sum what is partial still."""
         for group, views in self.sums:
-            flat = torch.cat([view.flatten() for view in views])
+            flat = torch.cat([view.flatten() for view in views]).float()
             dist.all_reduce(flat, group=group)
             for view, total in zip(views, flat.split([view.numel() for view in views]), strict=True):
                 view.copy_(total.view_as(view))

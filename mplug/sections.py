@@ -21,12 +21,19 @@ class Trainer(Section):
     )
     global_batch_size: PositiveInt = Field(description="samples of one optimizer step, over all ranks")
     precision: Literal["fp32", "bf16"] = Field(
-        description="number format of weights and activations; gradients, masters and moments are fp32. "
+        description="number format of weights and activations; masters and moments are fp32. "
         "Products of fp32 matrices are fp32's own, as torch has it by default, not TF32's"
+    )
+    gradients: Literal["auto", "fp32"] = Field(
+        description="number format of gradients; 'auto' is the weights' where nothing is added to a gradient (one "
+        "micro batch a step, no data parallelism) and the optimizer takes it, else fp32"
     )
     compile: Literal["auto", "never", "inductor", "aot_eager"] = Field(
         description="torch.compile's backend for each unit of the model; 'auto' is inductor on a GPU, never on a CPU; "
         "aot_eager is for tests"
+    )
+    tune_kernels: bool = Field(
+        description="let inductor time launch shapes of the kernels that it builds: a longer start, faster steps"
     )
     deterministic: bool = Field(
         description="the same run twice gives the same bits: only kernels that promise that, some of them slower"

@@ -200,3 +200,27 @@ def test_products_of_an_fp32_run_are_fp32s_own_and_not_tf32s(tmp_path: Path) -> 
     x, y = torch.randn(2, 512, 512, device="cuda")
     exact = x.double() @ y.double()
     assert float(((x @ y) - exact).norm() / exact.norm()) < 1e-5  # TF32 keeps 11 bits: some 3e-4
+
+
+def test_gradients_in_bf16_keep_a_run_beside_the_one_with_fp32_gradients(tmp_path: Path) -> None:
+    changes = {"trainer.precision": "bf16", "trainer.micro_batch_size": None, "model.tie_embeddings": False}
+    rounded, whole = Watch(), Watch()
+    trained(tmp_path / "rounded", changes, rounded)
+    trained(tmp_path / "whole", {**changes, "trainer.gradients": "fp32"}, whole)
+    assert rounded.losses != whole.losses
+    assert rounded.losses == pytest.approx(whole.losses, rel=1e-3)
+
+
+def test_rows_are_added_to_a_table_in_the_same_bits_every_time() -> None:
+    from mplug.nn import add_rows
+
+    indices = torch.randint(50, (4096,), device="cuda") ** 2 % 50  # some of them often
+    rows = torch.randn(4096, 64, device="cuda")
+    exact = torch.zeros(50, 64, device="cuda", dtype=torch.float64).index_add_(0, indices, rows.double())
+    found = []
+    for _ in range(5):
+        total, stale = torch.full((50, 64), 7.0, device="cuda"), torch.tensor(True)
+        add_rows(total, stale, indices, rows)
+        found.append(total)
+    torch.testing.assert_close(found[0].double(), exact, rtol=1e-5, atol=1e-4)
+    assert all(torch.equal(found[0], other) for other in found)

@@ -6,11 +6,12 @@ composition in plain torch until the host puts a plugin's supplier there. Strate
 
 from mplug.nn.attention import Attention, DotProductAttention
 from mplug.nn.embedding import Embedding
-from mplug.nn.linear import Gemm, Linear, add_product, zero_if_stale
+from mplug.nn.linear import Gemm, Linear
 from mplug.nn.loss import Loss
 from mplug.nn.mlp import MLP, Activation
 from mplug.nn.norm import Norm
 from mplug.nn.random import Dropout
+from mplug.nn.sink import add_product, add_rows, zero_if_stale
 
 __all__ = [
     "MLP",
@@ -24,5 +25,6 @@ __all__ = [
     "Loss",
     "Norm",
     "add_product",
+    "add_rows",
     "zero_if_stale",
 ]

@@ -4,10 +4,36 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mplug.nn.sink import add_rows
+
 
 def lookup(indices: Tensor, weight: Tensor) -> Tensor:
-    """indices [...] of rows of weight [V, D] -> [..., D]: the default of the slot `Embedding.lookup`."""
-    return F.embedding(indices, weight)
+    """indices [...] of rows of weight [V, D] -> [..., D]: the default of the slot `Embedding.lookup`.
+
+    The rows' gradients are added to the weight's gradient sink, if it has one: a table of zeros never exists.
+    """
+    main_grad, stale = getattr(weight, "main_grad", None), getattr(weight, "main_grad_stale", None)
+    if main_grad is None or stale is None:
+        return F.embedding(indices, weight)
+    rows: Tensor = _Lookup.apply(indices, weight, main_grad, stale)  # type: ignore[no-untyped-call]
+    return rows
+
+
+class _Lookup(torch.autograd.Function):
+    """weight[indices]; backward adds the rows' gradients to the sink, an argument that it mutates, which traces."""
+
+    @staticmethod
+    def forward(ctx, indices, weight, main_grad, stale):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(indices)
+        ctx.main_grad, ctx.stale = main_grad, stale
+        return F.embedding(indices, weight)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        (indices,) = ctx.saved_tensors
+        if ctx.needs_input_grad[1]:
+            add_rows(ctx.main_grad, ctx.stale, indices.flatten(), grad.reshape(-1, grad.shape[-1]))
+        return None, None, None, None
 
 
 class Embedding(nn.Module):

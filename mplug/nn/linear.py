@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mplug.nn.sink import add_product, zero_if_stale
+
 
 def _forward(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight)
@@ -27,38 +29,13 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-@torch.library.custom_op("mplug::add_product", mutates_args=("total", "stale"))
-def add_product(total: Tensor, stale: Tensor, a: Tensor, b: Tensor) -> None:
-    """total [O, I] += a [O, N] b [N, I], summed and kept in total's precision whatever a's and b's is.
-
-    Where `stale`, a boolean on the CPU, is true, total becomes the product, and `stale` false. On a GPU the product
-    itself adds: nothing is rounded, and nothing passes through memory a second time.
-    """
-    beta = 0 if stale else 1
-    stale.fill_(False)
-    if a.dtype == total.dtype:
-        total.addmm_(a, b, beta=beta)
-    elif a.is_cuda:
-        torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
-    else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=beta)
-
-
-@torch.library.custom_op("mplug::zero_if_stale", mutates_args=("total", "stale"))
-def zero_if_stale(total: Tensor, stale: Tensor) -> None:
-    """Where `stale` is true, total becomes zero, and `stale` false: for those who can only add."""
-    if stale:
-        total.zero_()
-        stale.fill_(False)
-
-
 @dataclass(frozen=True)
 class Gemm:
     """The three matrix products of a linear layer: what fills the slot `Linear.gemm`.
 
     `forward(x [..., I], weight [O, I])` = x weightᵀ [..., O]; `dgrad(grad_y, weight)` = grad_y weight [..., I];
-    `wgrad(grad_y, x, main_grad)` adds grad_yᵀ x to `main_grad` [O, I] (fp32) and returns None, or returns it where
-    there is no `main_grad`.
+    `wgrad(grad_y, x, main_grad)` adds grad_yᵀ x to `main_grad` [O, I], in that one's precision, and returns None, or
+    returns it where there is no `main_grad`.
     """
 
     forward: Callable[[Tensor, Tensor], Tensor] = _forward

@@ -82,14 +82,15 @@ def drawn(numel: int, *seed: int) -> Tensor:
 class Held:
     """Pieces whose tensors lie between guards, which no update may touch."""
 
-    def __init__(self) -> None:
+    def __init__(self, gradients: torch.dtype = torch.float32) -> None:
+        self.gradients = gradients
         self.storages: list[tuple[Tensor, slice]] = []
         self.pieces = [self._piece(number, kind) for number, kind in enumerate(KINDS)]
 
     def _piece(self, number: int, kind: Kind) -> Piece:
         parameter = Parameter(("a",), Init("constant"), decay=kind.decays)
         placement = Placement(f"{number}", parameter, (kind.numel,), Mesh.of([], 1), (0,))
-        master, gradient = self._between(kind, torch.float32), self._between(kind, torch.float32)
+        master, gradient = self._between(kind, torch.float32), self._between(kind, self.gradients)
         master.copy_(drawn(kind.numel, number))
         weight = self._between(kind, torch.bfloat16).copy_(master) if kind.in_bf16 else None
         return Piece(placement.name, master, gradient, weight, parameter, placement)
@@ -194,6 +195,21 @@ def test_updates_are_those_of_torch_in_fp64_for_any_size_and_address(config: dic
                 moment = exact.torch.state[right][name]
                 torch.testing.assert_close(state[name].double().cpu(), moment, rtol=2e-5, atol=allowed)
     held.assert_guards_are_whole()
+
+
+@of_kernel
+def test_gradients_in_bf16_give_the_bits_of_the_same_ones_in_fp32() -> None:
+    rounded, whole = Held(torch.bfloat16), Held()
+    one, other = optimizer(rounded.pieces), optimizer(whole.pieces)
+    for number, (lr, decay, scale) in enumerate(STEPS):
+        for index, (mine, theirs) in enumerate(zip(rounded.pieces, whole.pieces, strict=True)):
+            mine.gradient.copy_(drawn(mine.gradient.numel(), index, 100 + number))
+            theirs.gradient.copy_(mine.gradient)
+        one.step(scalars(lr, decay, scale))
+        other.step(scalars(lr, decay, scale))
+    expected = tensors(whole, other)
+    assert [name for name, tensor in tensors(rounded, one).items() if not torch.equal(tensor, expected[name])] == []
+    rounded.assert_guards_are_whole()
 
 
 @of_kernel

@@ -23,4 +23,5 @@ def optimizer_of(pieces: list[Piece], config: "AdamW.Config") -> Optimizer:
 def _fits(piece: Piece) -> bool:
     tensors = [tensor for tensor in (piece.master, piece.gradient, piece.weight) if tensor is not None]
     in_bf16 = piece.weight is None or piece.weight.dtype is torch.bfloat16
+    in_bf16 &= piece.gradient.dtype in (torch.float32, torch.bfloat16)
     return in_bf16 and all(tensor.device.type == "cuda" and tensor.is_contiguous() for tensor in tensors)

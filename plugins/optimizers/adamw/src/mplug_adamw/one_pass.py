@@ -1,6 +1,7 @@
 """AdamW in one pass over memory: a Triton kernel that updates all pieces, whatever their sizes, in one launch.
 
-Of every element it reads gradient, master and moments, and writes master, moments and the bf16 weight: 30 bytes.
+Of every element it reads gradient, master and moments, and writes master, moments and the bf16 weight: 30 bytes, or 28
+where the gradient is in bf16, too.
 """
 
 from functools import cached_property
@@ -35,6 +36,7 @@ class OnePassAdamW:
 
     needs: Literal["elements"] = "elements"
     one_pass: Literal[True] = True
+    low_precision_gradients: Literal[True] = True
 
     def __init__(self, pieces: list[Piece], config: "AdamW.Config") -> None:
         self._pieces, self._states, self._config = pieces, States(pieces), config
@@ -45,6 +47,7 @@ class OnePassAdamW:
         """Update every piece once."""
         self._states.steps.add_(1 - scalars.skip)
         pieces, chunks = self._tables
+        in_bf16 = any(piece.gradient.dtype is torch.bfloat16 for piece in self._pieces)
         adamw_one_pass[(len(chunks),)](
             pieces,
             chunks,
@@ -56,6 +59,7 @@ class OnePassAdamW:
             self._config.beta1,
             self._config.beta2,
             self._config.eps,
+            gradient_type=tl.bfloat16 if in_bf16 else tl.float32,
             chunk_size=CHUNK,
             block_size=BLOCK,
             num_warps=NUM_WARPS,
@@ -79,7 +83,9 @@ class OnePassAdamW:
         tensors = (piece.master, piece.gradient, state["exp_avg"], state["exp_avg_sq"])
         addresses = [tensor.data_ptr() for tensor in tensors]
         weight = 0 if piece.weight is None else piece.weight.data_ptr()
-        aligned = weight % 8 == 0 and all(address % 16 == 0 for address in addresses)
+        aligned = weight % 8 == 0 and all(
+            address % (4 * tensor.itemsize) == 0 for address, tensor in zip(addresses, tensors, strict=True)
+        )
         return [*addresses, weight, piece.master.numel(), int(piece.parameter.decays), int(aligned)]
 
 
@@ -110,16 +116,16 @@ def _pointer(address, dtype: tl.constexpr, aligned: tl.constexpr):
 
 
 @triton.jit
-def _update(places, numbers, offsets, inside, aligned: tl.constexpr):
+def _update(places, numbers, offsets, inside, gradient_type: tl.constexpr, aligned: tl.constexpr):
     """Update the elements at `offsets` that are `inside`; all of them where that is None."""
     master, gradient, exp_avg, exp_avg_sq, weight, has_weight = places
     rate, scale, decay, root, beta1, beta2, eps = numbers
     p = _pointer(master, tl.float32, aligned) + offsets
-    g = _pointer(gradient, tl.float32, aligned) + offsets
+    g = _pointer(gradient, gradient_type, aligned) + offsets
     m = _pointer(exp_avg, tl.float32, aligned) + offsets
     v = _pointer(exp_avg_sq, tl.float32, aligned) + offsets
     first, second, value = tl.load(m, inside), tl.load(v, inside), tl.load(p, inside)
-    scaled = tl.load(g, inside) * scale
+    scaled = tl.load(g, inside).to(tl.float32) * scale
     first = beta1 * first + (1 - beta1) * scaled
     second = beta2 * second + (1 - beta2) * (scaled * scaled)
     value -= decay * value
@@ -143,6 +149,7 @@ def adamw_one_pass(
     beta1,
     beta2,
     eps,
+    gradient_type: tl.constexpr,
     chunk_size: tl.constexpr,
     block_size: tl.constexpr,
 ):
@@ -155,7 +162,8 @@ def adamw_one_pass(
         start = tl.load(chunks + 2 * tl.program_id(0) + 1) * chunk_size
         row = pieces + piece * FIELDS
         count = tl.minimum(tl.load(row + 5) - start, chunk_size).to(tl.int32)
-        master, gradient = tl.load(row) + 4 * start, tl.load(row + 1) + 4 * start
+        gradient_bytes: tl.constexpr = gradient_type.primitive_bitwidth // 8
+        master, gradient = tl.load(row) + 4 * start, tl.load(row + 1) + gradient_bytes * start
         exp_avg, exp_avg_sq = tl.load(row + 2) + 4 * start, tl.load(row + 3) + 4 * start
         weight = tl.load(row + 4)
         places = (master, gradient, exp_avg, exp_avg_sq, weight + 2 * start, weight != 0)
@@ -165,7 +173,7 @@ def adamw_one_pass(
         numbers = (rate, tl.load(scale), decay, root, beta1, beta2, eps)
         whole = count // block_size * block_size * tl.load(row + 7).to(tl.int32)
         for at in range(0, whole, block_size):
-            _update(places, numbers, at + tl.arange(0, block_size), None, True)
+            _update(places, numbers, at + tl.arange(0, block_size), None, gradient_type, True)
         for at in range(whole, count, block_size):
             offsets = at + tl.arange(0, block_size)
-            _update(places, numbers, offsets, offsets < count, False)
+            _update(places, numbers, offsets, offsets < count, gradient_type, False)

@@ -8,9 +8,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from mplug import ops
+from mplug.nn.embedding import lookup
 from mplug.nn.loss import IGNORED, loss_sum
 
 
@@ -24,7 +24,7 @@ class VocabularyParallel:
     def lookup(self, indices: Tensor, weight: Tensor) -> Tensor:
         """indices [B, S] of the whole vocabulary, weight [v, D] -> [B, S, D]; the look-up is the sum over the ranks."""
         local, mine = self._localized(indices, weight.shape[0])
-        return F.embedding(local, weight) * mine[..., None]
+        return lookup(local, weight) * mine[..., None]
 
     def cross_entropy(
         self, hidden: Tensor, project: Callable[[Tensor], Tensor], labels: Tensor

@@ -10,6 +10,7 @@ from mplug.nn.linear import Gemm, Linear
 from mplug.nn.loss import Loss
 from mplug.nn.mlp import MLP, Activation
 from mplug.nn.norm import Norm
+from mplug.nn.operator import fake, operator
 from mplug.nn.random import Dropout
 from mplug.nn.sink import add_product, add_rows, zero_if_stale
 
@@ -26,5 +27,7 @@ __all__ = [
     "Norm",
     "add_product",
     "add_rows",
+    "fake",
+    "operator",
     "zero_if_stale",
 ]

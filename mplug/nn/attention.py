@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mplug.nn.linear import Linear
+from mplug.nn.operator import fake, operator
 from mplug.nn.random import mix, uniform
 
 
@@ -42,7 +43,7 @@ def attention(
     return torch.einsum("bhst,bthk->bshk", weights, v)
 
 
-@torch.library.custom_op("mplug::rotations", mutates_args=())
+@operator("mplug::rotations")
 def rotations(positions: Tensor, half: int, theta: float, dtype: torch.dtype) -> Tensor:
     """The cosine and sine of each pair's angle at each position: positions [1 or B, S] -> [2, 1 or B, S, half].
 
@@ -54,7 +55,7 @@ def rotations(positions: Tensor, half: int, theta: float, dtype: torch.dtype) ->
     return torch.stack((angles.cos(), angles.sin()))
 
 
-@rotations.register_fake
+@fake("mplug::rotations")
 def _(positions: Tensor, half: int, theta: float, dtype: torch.dtype) -> Tensor:
     return torch.empty((2, *positions.shape, half), device=positions.device, dtype=dtype)
 

@@ -7,8 +7,10 @@ it, and makes `stale` false.
 import torch
 from torch import Tensor
 
+from mplug.nn.operator import operator
 
-@torch.library.custom_op("mplug::zero_if_stale", mutates_args=("total", "stale"))
+
+@operator("mplug::zero_if_stale", mutates_args=("total", "stale"))
 def zero_if_stale(total: Tensor, stale: Tensor) -> None:
     """Where `stale` is true, total becomes zero, and `stale` false: for those who can only add."""
     if stale:
@@ -16,7 +18,7 @@ def zero_if_stale(total: Tensor, stale: Tensor) -> None:
         stale.fill_(False)
 
 
-@torch.library.custom_op("mplug::add_product", mutates_args=("total", "stale"))
+@operator("mplug::add_product", mutates_args=("total", "stale"))
 def add_product(total: Tensor, stale: Tensor, a: Tensor, b: Tensor) -> None:
     """total [O, I] += a [O, N] b [N, I], summed and kept in total's precision whatever a's and b's is.
 
@@ -33,7 +35,7 @@ def add_product(total: Tensor, stale: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=beta)
 
 
-@torch.library.custom_op("mplug::add_rows", mutates_args=("total", "stale"))
+@operator("mplug::add_rows", mutates_args=("total", "stale"))
 def add_rows(total: Tensor, stale: Tensor, indices: Tensor, rows: Tensor) -> None:
     """total [V, D] [indices [N]] += rows [N, D], of which several may be meant for one row; the same bits every time.
 

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mplug.nn.operator import fake, operator
+
 # torch 2.13 has new names for these two; 2.11 has only the old ones.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -30,7 +32,7 @@ def _slices(x: Tensor, dim: int) -> list[Tensor]:
     return list(x.flatten(0, dim - 1)) if x.is_cuda and dim > 0 and 1 < count <= AT_ONCE else []
 
 
-@torch.library.custom_op("mplug::all_reduce", mutates_args=())
+@operator("mplug::all_reduce")
 def all_reduce(x: Tensor, op: str, group: str) -> Tensor:
     """The sum ('SUM') or maximum ('MAX') of the ranks' x [...], in a new tensor."""
     total = x.clone(memory_format=torch.contiguous_format)
@@ -38,12 +40,12 @@ def all_reduce(x: Tensor, op: str, group: str) -> Tensor:
     return total
 
 
-@all_reduce.register_fake
+@fake("mplug::all_reduce")
 def _(x: Tensor, op: str, group: str) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("mplug::all_gather", mutates_args=())
+@operator("mplug::all_gather")
 def all_gather(x: Tensor, dim: int, size: int, group: str) -> Tensor:
     """The ranks' x [..., n, ...] joined along `dim`: [..., R n, ...]."""
     x, joined = x.contiguous(), x.new_empty(*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :])
@@ -59,12 +61,12 @@ def all_gather(x: Tensor, dim: int, size: int, group: str) -> Tensor:
     return joined
 
 
-@all_gather.register_fake
+@fake("mplug::all_gather")
 def _(x: Tensor, dim: int, size: int, group: str) -> Tensor:
     return x.new_empty(*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :])
 
 
-@torch.library.custom_op("mplug::reduce_scatter", mutates_args=())
+@operator("mplug::reduce_scatter")
 def reduce_scatter(x: Tensor, dim: int, size: int, group: str) -> Tensor:
     """This rank's part of the sum of the ranks' x [..., R n, ...] along `dim`: [..., n, ...]."""
     x, own = x.contiguous(), x.new_empty(*x.shape[:dim], x.shape[dim] // size, *x.shape[dim + 1 :])
@@ -76,12 +78,12 @@ def reduce_scatter(x: Tensor, dim: int, size: int, group: str) -> Tensor:
     return own
 
 
-@reduce_scatter.register_fake
+@fake("mplug::reduce_scatter")
 def _(x: Tensor, dim: int, size: int, group: str) -> Tensor:
     return x.new_empty(*x.shape[:dim], x.shape[dim] // size, *x.shape[dim + 1 :])
 
 
-@torch.library.custom_op("mplug::all_to_all", mutates_args=())
+@operator("mplug::all_to_all")
 def all_to_all(x: Tensor, split_dim: int, join_dim: int, size: int, group: str) -> Tensor:
     """This rank's part along `split_dim` of every rank's x [..., R n, ..., m, ...], joined: [..., n, ..., R m, ...]."""
     parts = x.unflatten(split_dim, (size, -1)).movedim(split_dim, 0).contiguous()  # [R, ..., n, ..., m, ...]
@@ -90,7 +92,7 @@ def all_to_all(x: Tensor, split_dim: int, join_dim: int, size: int, group: str) 
     return received.movedim(0, join_dim).flatten(join_dim, join_dim + 1).contiguous()
 
 
-@all_to_all.register_fake
+@fake("mplug::all_to_all")
 def _(x: Tensor, split_dim: int, join_dim: int, size: int, group: str) -> Tensor:
     shape = list(x.shape)
     shape[split_dim] //= size

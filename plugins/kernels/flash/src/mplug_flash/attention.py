@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mplug_flash.fourth import forward
+from mplug_flash import fourth
 
 Compute = Callable[[Tensor, Tensor, Tensor, float, float, bool], Tensor]
 """(q [B, S, H, K], k and v [B, S, G, K], scale, dropout, deterministic) -> [B, S, H, K]."""
@@ -40,8 +40,7 @@ def core(version: int, deterministic: bool) -> Callable[..., Tensor]:
 
 
 def _fourth(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float, deterministic: bool) -> Tensor:
-    output: Tensor = forward(q, k, v, scale, deterministic)[0]
-    return output
+    return fourth.attention(q, k, v, scale, deterministic)
 
 
 def _third(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float, deterministic: bool) -> Tensor:

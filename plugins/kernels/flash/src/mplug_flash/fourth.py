@@ -4,13 +4,13 @@ B batch, S sequence, H query heads, G KV heads, K head dim. No window is named: 
 (-1, 0), the spelling of older versions for a causal mask, for another mask, and says nothing.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from mplug.nn import fake, operator
 
-@torch.library.custom_op("mplug_flash::forward", mutates_args=())
+
+@operator("mplug_flash::forward")
 def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, deterministic: bool) -> tuple[Tensor, Tensor]:
     """q [B, S, H, K], k and v [B, S, G, K], any strides -> (output [B, S, H, K], log-sum-exp [B, H, S] in fp32).
 
@@ -22,13 +22,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, deterministic: bool) 
     return output, sums
 
 
-@forward.register_fake
+@fake("mplug_flash::forward")
 def _(q: Tensor, k: Tensor, v: Tensor, scale: float, deterministic: bool) -> tuple[Tensor, Tensor]:
     b, s, h, _ = q.shape
     return q.new_empty(q.shape), q.new_empty((b, h, s), dtype=torch.float32)
 
 
-@torch.library.custom_op("mplug_flash::backward", mutates_args=())
+@operator("mplug_flash::backward")
 def backward(
     gradient: Tensor,
     q: Tensor,
@@ -48,7 +48,7 @@ def backward(
     return dq, dk, dv
 
 
-@backward.register_fake
+@fake("mplug_flash::backward")
 def _(
     gradient: Tensor,
     q: Tensor,
@@ -62,14 +62,22 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.scale, ctx.deterministic = inputs
-    ctx.save_for_backward(q, k, v, *output)
+class _Attention(torch.autograd.Function):
+    """Both operators as one function that is differentiated; nothing here differentiates the log-sum-exp."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, scale, deterministic):  # type: ignore[no-untyped-def]
+        output, sums = forward(q, k, v, scale, deterministic)
+        ctx.save_for_backward(q, k, v, output, sums)
+        ctx.scale, ctx.deterministic = scale, deterministic
+        return output
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        return *backward(gradient, *ctx.saved_tensors, ctx.scale, ctx.deterministic), None, None
 
 
-def _differentiate(ctx: Any, gradient: Tensor, of_sums: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Nothing here differentiates the log-sum-exp."""
-    return *backward(gradient, *ctx.saved_tensors, ctx.scale, ctx.deterministic), None, None
-
-
-forward.register_autograd(_differentiate, setup_context=_keep)
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, deterministic: bool) -> Tensor:
+    """q [B, S, H, K], k and v [B, S, G, K] -> [B, S, H, K], differentiable."""
+    output: Tensor = _Attention.apply(q, k, v, scale, deterministic)  # type: ignore[no-untyped-call]
+    return output

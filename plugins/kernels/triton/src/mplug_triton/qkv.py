@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mplug.nn import fake, operator
 from mplug.nn.attention import rotations
 
 
@@ -60,7 +61,7 @@ class _Prepared(torch.autograd.Function):
 # The operators, opaque to a compiler: Triton is imported where they run, not where they are declared.
 
 
-@torch.library.custom_op("mplug_triton::prepare_qk", mutates_args=())
+@operator("mplug_triton::prepare_qk")
 def prepare_qk(
     heads: Tensor,
     num_heads: int,
@@ -78,12 +79,12 @@ def prepare_qk(
     return q, k
 
 
-@prepare_qk.register_fake
+@fake("mplug_triton::prepare_qk")
 def _(heads: Tensor, num_heads: int, num_kv_heads: int, *rest: Any) -> tuple[Tensor, Tensor]:
     return _empty_qk(heads, num_heads, num_kv_heads)
 
 
-@torch.library.custom_op("mplug_triton::packed_gradient", mutates_args=())
+@operator("mplug_triton::packed_gradient")
 def packed_gradient(
     grad_q: Tensor,
     grad_k: Tensor,
@@ -108,7 +109,7 @@ def packed_gradient(
     )
 
 
-@packed_gradient.register_fake
+@fake("mplug_triton::packed_gradient")
 def _(
     grad_q: Tensor,
     grad_k: Tensor,

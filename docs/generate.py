@@ -73,6 +73,8 @@ with torch.device("meta"):
         "Embedding": nn.Embedding(4, 4),
         "Dropout": nn.Dropout(0.1),
         "Loss": nn.Loss(),
+        "Router": nn.Router(4, nn.Choice(4, 2)),
+        "Experts": nn.Experts(4, 8, 4, "swiglu"),
     }
 DEFAULTS = {
     name: getattr(MODULES[name.partition(".")[0]], name.partition(".")[2])

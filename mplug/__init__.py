@@ -23,7 +23,7 @@ from mplug.errors import RunError, UsageError
 from mplug.hookspecs import hookimpl
 from mplug.loading import MapLoader
 from mplug.mesh import Axis, IndexMap, Mesh, contiguous
-from mplug.plan import Box, Flops, Init, Parameter, Placement, Plan, Segment, Stages, Unit
+from mplug.plan import Box, Buffer, Flops, Init, Parameter, Placement, Plan, Segment, Stages, Unit
 from mplug.slots import Offer, Site, Wrap
 from mplug.toolchain import triton_builds
 
@@ -56,6 +56,7 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "Axis",
     "Box",
+    "Buffer",
     "DefaultStepper",
     "Flops",
     "GradientSink",

@@ -20,6 +20,7 @@ from mplug.model import Model, allocate, fill_slots, initialize
 from mplug.run import Run
 from mplug.slots import Offer, Selection, Unmet, Wrap
 from mplug.stepper import DefaultStepper, make_pieces, write_weights
+from mplug.sums import token_sums
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """The config's `trainer.precision` -> the type of weights and activations."""
@@ -120,9 +121,10 @@ def _gradient_dtype(run: Run, model: Model) -> torch.dtype:
 
 
 def collect_offers(run: Run, model: Model) -> list[Offer | Wrap]:
-    """Every plugin's offers, each with its plugin's label, in the order of the hooks."""
+    """Every plugin's offers, each with its plugin's label, in the order of the hooks; then the host's own."""
     answers = run.hooks.each("offer", run=run, model=model)
-    return [replace(offered, plugin=label) for label, answer in answers for offered in answer]
+    offered = [replace(offered, plugin=label) for label, answer in answers for offered in answer]
+    return [*offered, *token_sums(run, model)]
 
 
 def unmet_reasons(run: Run) -> list[str]:
@@ -212,5 +214,9 @@ def load_for_inference(run: Run, path: Path) -> Model:
         f"{name}/weight": held_boxes(model.placements[name], parameter.data, run.rank)
         for name, parameter in model.parameters().items()
     }
-    load(run, path, read_manifest(path), weights)
+    buffers = {
+        f"{name}/buffer": held_boxes(model.buffer_placements[name], state, run.rank)
+        for name, state in model.states().items()
+    }
+    load(run, path, read_manifest(path), weights | buffers)
     return model

@@ -5,7 +5,7 @@ Shapes: `B` samples of a micro batch, `S` sequence length. A micro batch is a ma
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 MicroBatch = Mapping[str, "Tensor"]
 Record = dict[str, Any]
 """A line of metrics.jsonl: step, loss, grad_norm, lr, tokens, tokens_per_s, tflops, mfu, memory_gib, data_wait_s,
-skipped; val_loss where the run was evaluated after the step."""
+skipped; statistics, where the model has some, by their names; val_loss where the run was evaluated after the step."""
 
 
 class Stateful(Protocol):
@@ -126,6 +126,8 @@ class StepResult:
     skipped: "Tensor"
     stop: "Tensor"
     """Above 0 where any rank has been asked to stop: all ranks then stop after the same step."""
+    statistics: "Mapping[str, Tensor]" = field(default_factory=dict)
+    """What the model's modules have counted, by the names of their buffers, of all ranks and micro batches."""
 
 
 class Stepper(Protocol):

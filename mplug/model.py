@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from mplug.gradients import Sinks
 from mplug.nn.linear import Linear
+from mplug.nn.moe import MixtureOfExperts
 from mplug.nn.random import key_of, normal
-from mplug.plan import Box, Parameter, Placement, Plan, Stages, Unit
+from mplug.plan import Box, Init, Parameter, Placement, Plan, Stages, Unit
 from mplug.slots import Filled, Selection, Site, select
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class Model:
     module: nn.Module
     plan: Plan
     placements: dict[str, Placement] = field(default_factory=dict)
+    buffer_placements: dict[str, Placement] = field(default_factory=dict)
     slots: list[Filled] = field(default_factory=list)
     stages: Stages = field(default=Stages("", ()))
     own_units: tuple[Unit, ...] = ()
@@ -49,21 +51,35 @@ class Model:
         first = {name: names[0] for names in self.plan.tied for name in names}
         return {first.get(name, name): parameter for name, parameter in self.module.named_parameters()}
 
+    def buffers(self) -> dict[str, Tensor]:
+        """This rank's buffers that the plan describes, by name."""
+        return {name: buffer for name, buffer in self.module.named_buffers() if name in self.buffer_placements}
+
+    def states(self) -> dict[str, Tensor]:
+        """Those of them that are no statistics: what a checkpoint holds."""
+        return {n: buffer for n, buffer in self.buffers().items() if not self.buffer_placements[n].parameter.over}
+
     def place(self, mesh: "Mesh", stages: Stages | None) -> None:
-        """Compute where each parameter lives, from the plan, the stages and the mesh alone."""
+        """Compute where each parameter and buffer lives, from the plan, the stages and the mesh alone."""
         self.stages = stages or Stages("", (tuple(unit.name for unit in self.plan.units),))
         parameters = self.parameters()
         for name, described in self.plan.match(parameters).items():
-            shape = tuple(parameters[name].shape)
-            _refuse_other_shape(name, described, shape)
-            used_in = self._stages_of(name)
-            if not used_in:
-                raise ValueError(f"parameter '{name}' lies in no unit of the plan")
-            holders = tuple(r for r in range(mesh.world_size) if mesh.index(r, self.stages.axis) in used_in)
-            over = (*described.over, "units") if len(used_in) > 1 else described.over
-            placement = Placement(name, replace(described, over=over), shape, mesh, holders)
-            placement.local_shape(0)  # refuses what does not divide
-            self.placements[name] = placement
+            self.placements[name] = self._placed(name, described, tuple(parameters[name].shape), mesh)
+        buffers = dict(self.module.named_buffers())
+        for name, buffer in self.plan.match_buffers(buffers).items():
+            described = Parameter(buffer.dims, Init("constant", value=buffer.value), buffer.over)
+            self.buffer_placements[name] = self._placed(name, described, tuple(buffers[name].shape), mesh)
+
+    def _placed(self, name: str, described: Parameter, shape: tuple[int, ...], mesh: "Mesh") -> Placement:
+        _refuse_other_shape(name, described, shape)
+        used_in = self._stages_of(name)
+        if not used_in:
+            raise ValueError(f"parameter '{name}' lies in no unit of the plan")
+        holders = tuple(r for r in range(mesh.world_size) if mesh.index(r, self.stages.axis) in used_in)
+        over = (*described.over, "units") if len(used_in) > 1 else described.over
+        placement = Placement(name, replace(described, over=over), shape, mesh, holders)
+        placement.local_shape(0)  # refuses what does not divide
+        return placement
 
     def _stages_of(self, name: str) -> set[int]:
         names = next((names for names in self.plan.tied if name in names), (name,))
@@ -90,9 +106,10 @@ class Model:
         return tuple(name for name in dict.fromkeys(made) if name in used)
 
     def unit_weight(self, name: str) -> int:
-        """Elements of the weights that a unit multiplies with: its linear layers'."""
+        """Elements of the weights that a unit multiplies a token with: its linear layers' and the chosen experts'."""
         unit = self.module.get_submodule(name)
-        return sum(part.weight.numel() for part in unit.modules() if isinstance(part, Linear))
+        linear = sum(part.weight.numel() for part in unit.modules() if isinstance(part, Linear))
+        return linear + sum(part.weights_per_token for part in unit.modules() if isinstance(part, MixtureOfExperts))
 
     def placement_of(self, name: str) -> Placement:
         """The placement of a parameter by any of its names."""
@@ -181,9 +198,22 @@ def allocate(model: Model, rank: int, device: torch.device, dtype: torch.dtype, 
             if parameter is not None:
                 module._parameters[attribute] = replaced[id(parameter)]
         for attribute, buffer in module._buffers.items():
-            if attribute != "site" or buffer is None:
-                raise ValueError(f"buffer '{name}.{attribute}' has no initial value")
-            module._buffers[attribute] = torch.tensor(key_of(seed, "site", name), device=device)
+            if buffer is not None:
+                full_name = f"{name}.{attribute}" if name else attribute
+                module._buffers[attribute] = _first_value(model, full_name, buffer, rank, device, seed)
+
+
+def _first_value(model: Model, name: str, buffer: Tensor, rank: int, device: torch.device, seed: int) -> Tensor:
+    """A buffer's memory: what the host sets by the attribute's name, and what the plan describes by its value."""
+    module, _, attribute = name.rpartition(".")
+    if attribute == "site":
+        return torch.tensor(key_of(seed, "site", module), device=device)
+    if attribute == "loss_scale":
+        return torch.ones((), device=device)
+    if name not in model.buffer_placements:
+        raise ValueError(f"buffer '{name}' has no initial value; describe it in the plan's buffers")
+    placement = model.buffer_placements[name]
+    return torch.full(placement.local_shape(rank), placement.parameter.init.value, dtype=buffer.dtype, device=device)
 
 
 @torch.no_grad()

@@ -59,6 +59,10 @@ class MetricsFile:
 
 def _finite(value: object) -> object:
     """JSON has no NaN and no infinity."""
+    if isinstance(value, dict):
+        return {name: _finite(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -8,7 +8,7 @@ processes: gradient reduction, clipping, optimizers and checkpoints read only th
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from typing import Literal
@@ -86,6 +86,27 @@ class Parameter:
 
 
 @dataclass(frozen=True)
+class Buffer:
+    """What the dimensions of a buffer mean, and whose its values are; it begins with `value` everywhere.
+
+    Where `over` is empty, it is a state: equal on all ranks that hold the same part, and saved in checkpoints. Where it
+    is not, it is a statistic of a step: from zero on, each rank adds up what it sees of the activation axes `over`, and
+    at the step's end the host makes it the sum over all ranks and micro batches. It is then told to the module, if it
+    has a method `step_ended`, and to whoever reads metrics: as it is, or divided by the step's number of targets.
+    """
+
+    dims: tuple[str | Segment | tuple[Segment, ...], ...]
+    value: float = 0.0
+    over: tuple[str, ...] = ()
+    per_target: bool = False
+
+    @property
+    def is_statistic(self) -> bool:
+        """Whether it is counted anew in every step."""
+        return bool(self.over)
+
+
+@dataclass(frozen=True)
 class Stages:
     """The units of each pipeline stage, in order, and the mesh axis that the stages lie along."""
 
@@ -115,7 +136,8 @@ class Plan:
     `units` run in order. `inference` are the units that end in `logits` instead of a loss. `parameters` map patterns of
     fully qualified names ('*' stands for one dotted component) to the meaning of their dimensions. `context` and
     `activations` name the axes of every batch entry and of everything that travels between units. `tied` are groups
-    of names of one and the same parameter, which the pattern of the first describes.
+    of names of one and the same parameter, which the pattern of the first describes. `buffers` map patterns to the
+    modules' buffers, but for those that the host sets itself.
     """
 
     units: tuple[Unit, ...]
@@ -125,6 +147,18 @@ class Plan:
     flops: Flops
     inference: tuple[Unit, ...] = ()
     tied: tuple[tuple[str, ...], ...] = ()
+    buffers: Mapping[str, Buffer] = field(default_factory=dict)
+
+    def match_buffers(self, names: Iterable[str]) -> dict[str, Buffer]:
+        """The entries of the buffers that have one; a pattern without a buffer, or two of one, is a ValueError."""
+        compiled = {pattern: _compile(pattern) for pattern in self.buffers}
+        hits = [(name, pattern) for name in names for pattern, regex in compiled.items() if regex.fullmatch(name)]
+        found = {name: self.buffers[pattern] for name, pattern in hits}
+        if len(found) < len(hits):
+            raise ValueError(f"two patterns of the plan's buffers describe one of {listed(sorted(found))}")
+        if unused := set(compiled) - {pattern for _, pattern in hits}:
+            raise ValueError(f"no buffer matches the plan's pattern '{min(unused)}'")
+        return found
 
     def match(self, names: Iterable[str]) -> dict[str, Parameter]:
         """Each parameter's entry; a name without a pattern, or a pattern without a name, is a ValueError."""

@@ -1,5 +1,6 @@
 """How far a run has come, and how that is saved and loaded."""
 
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from mplug.checkpoint.storage import FolderReader
 from mplug.contracts import Piece, Stateful
 from mplug.errors import UsageError
 from mplug.plain import lift, lower
+from mplug.plan import Placement
 from mplug.run import Run, provenance
 from mplug.stepper import write_weights
 
@@ -55,6 +57,7 @@ class Position:
             f"{piece.name}/{name}": owned_boxes(piece.placement, tensor, run.rank)
             for piece, name, tensor in self._tensors()
         }
+        state |= self._buffers(owned_boxes)
         if run.rank == 0:
             state |= {name: Boxed(tuple(t.shape), {(0,) * t.dim(): t.clone()}) for name, t in tensors.items()}
         self.saver.save(state, {**facts, **plain})
@@ -72,6 +75,7 @@ class Position:
             f"{piece.name}/{name}": held_boxes(piece.placement, tensor, run.rank)
             for piece, name, tensor in self._tensors()
         }
+        state |= self._buffers(held_boxes)
         load(run, path, manifest, state)
         write_weights(parts.pieces)
         plain = _plain_of(path, manifest)
@@ -85,6 +89,14 @@ class Position:
             stateful.load_state_dict(plain["states"][name])
         parts.train_loader.load_state_dict(plain["loader"])
         run.step, self.samples, self.tokens = manifest["step"], plain["samples"], plain["tokens"]
+
+    def _buffers(self, boxes_of: Callable[[Placement, Tensor, int], Boxed]) -> State:
+        """The states of the model's modules."""
+        model, rank = self.parts.model, self.run.rank
+        return {
+            f"{name}/buffer": boxes_of(model.buffer_placements[name], state, rank)
+            for name, state in model.states().items()
+        }
 
     def _tensors(self) -> list[tuple[Piece, str, Tensor]]:
         """Every tensor of every piece: its master, and what the optimizer keeps of it."""

@@ -3,7 +3,9 @@
 On a GPU that is while the next step runs; a CPU is done with a step when the host is.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from math import prod
+from typing import Any
 
 import torch
 
@@ -19,7 +21,9 @@ class Figures:
     """A step's figures on their way to the host; `over` is the moment at which they are there."""
 
     def __init__(self, result: StepResult, device: str) -> None:
-        figures = torch.stack([getattr(result, field.name).double() for field in fields(result)])
+        scalars = (result.loss, result.grad_norm, result.tokens, result.skipped, result.stop)
+        self._shapes = {name: tuple(value.shape) for name, value in result.statistics.items()}
+        figures = torch.cat([value.double().flatten() for value in (*scalars, *result.statistics.values())])
         if figures.is_cuda:
             self._host = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True)
             self._host.copy_(figures, non_blocking=True)
@@ -35,8 +39,15 @@ class Figures:
     def read(self) -> tuple[float, float, float, bool, bool]:
         """(loss, gradient norm, tokens, skipped, stop); waits for the step and for nothing after it."""
         self.over.wait()
-        loss, grad_norm, tokens, skipped, stop = self._host.tolist()
+        loss, grad_norm, tokens, skipped, stop = self._host[:5].tolist()
         return loss, grad_norm, tokens, bool(skipped), bool(stop)
+
+    def read_statistics(self) -> dict[str, Any]:
+        """What modules have counted, in numbers and lists, by name; once `read` has waited."""
+        parts = self._host[5:].split([prod(shape) for shape in self._shapes.values()])
+        return {
+            name: part.view(shape).tolist() for (name, shape), part in zip(self._shapes.items(), parts, strict=True)
+        }
 
 
 @dataclass(frozen=True)
@@ -100,6 +111,8 @@ class Report:
             "data_wait_s": step.data_wait_s,
             "skipped": skipped,
         }
+        if statistics := step.figures.read_statistics():
+            self._record["statistics"] = statistics
 
     def tell(self, **more: float) -> None:
         """Tell of the step whose figures are read, if there is one that was not told of, with `more` of it."""

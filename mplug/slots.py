@@ -24,10 +24,12 @@ SLOT_KINDS: dict[str, tuple[str, ...]] = {
     "embedding": ("Embedding.lookup",),
     "dropout": ("Dropout.rows",),
     "loss": ("Loss.cross_entropy",),
+    "router": ("Router.summed",),
+    "experts": ("Experts.dispatch", "Experts.compute", "Experts.combine"),
 }
 """Kinds of slots, the words of the config's `kernels` section -> the slots themselves."""
 
-CALLED_BY = {"Attention.prepare_qk": "Attention.prepare_qkv"}
+CALLED_BY = {"Attention.prepare_qk": "Attention.prepare_qkv", "MLP.activation": "Experts.compute"}
 """Slots that the default of a wider one calls -> the wider one, whose other suppliers do without them."""
 
 KIND_OF = {slot: kind for kind, slots in SLOT_KINDS.items() for slot in slots}

@@ -12,6 +12,7 @@ from mplug.nn.random import key_of, sample_keys
 from mplug.norm import GlobalNorm, owned_gradients
 from mplug.reduction import Reduction
 from mplug.run import Run
+from mplug.statistics import Statistics
 
 
 def make_pieces(model: Model) -> list[Piece]:
@@ -48,6 +49,7 @@ class DefaultStepper:
         self.one_pass: bool = getattr(optimizer, "one_pass", False)
         self.norm = GlobalNorm(owned_gradients(pieces, run.rank), run.device)
         self.reduction = Reduction(run, model, pieces)
+        self.statistics = Statistics(run, model)
         self.sums = torch.zeros(2, device=run.device)
         self.stop_at_nonfinite = run.config.trainer.nonfinite == "stop"
         self.halted = torch.zeros((), device=run.device)
@@ -57,6 +59,7 @@ class DefaultStepper:
         torch.manual_seed(key_of(self.seed, "step", step))  # for kernels that draw their own numbers
         self.model.module.train()
         self.sinks.begin_step()
+        self.statistics.begin_step()
 
     def entries(self, batch: MicroBatch, step: int) -> MicroBatch:
         """What this rank's units get of a micro batch: its part of each entry, and the samples' keys of this step."""
@@ -101,7 +104,9 @@ class DefaultStepper:
         self.optimizer.step(StepScalars(torch.full_like(norm, lr), scale, skip, weight_decay))
         if not self.one_pass:
             write_weights(self.pieces)
-        return StepResult(loss, norm, num_targets, skip, stop)
+        statistics = self.statistics.finish(num_targets)
+        self.statistics.tell(skip)
+        return StepResult(loss, norm, num_targets, skip, stop, statistics)
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> Tensor:

@@ -1,6 +1,7 @@
 """What a plan says of parameters, and where placements put them."""
 
 import math
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mplug import Axis, Box, Flops, Init, Mesh, Parameter, Placement, Plan, Segment, UsageError, contiguous
+from mplug import Axis, Box, Buffer, Flops, Init, Mesh, Parameter, Placement, Plan, Segment, UsageError, contiguous
 from mplug.plan import flat_boxes
 
 SPLIT_BY_TP = ("heads", "kv_heads", "mlp", "vocab")
@@ -98,6 +99,25 @@ def test_the_axes_of_a_parameter_are_those_of_all_its_dimensions() -> None:
     fused = Parameter(((Segment("heads", 2, 4), Segment("kv_heads", 1, 4)), "embed"), NORMAL)
     assert fused.axes == {"heads", "kv_heads", "embed"}
     assert Parameter((), NORMAL).axes == frozenset()
+
+
+BUFFERS = {"blocks.*.load": Buffer(("expert",), over=("batch",)), "bias": Buffer(("expert",), value=2.0)}
+
+
+def test_buffers_are_found_by_their_patterns_and_others_are_left_alone() -> None:
+    found = replace(plan_of(), buffers=BUFFERS).match_buffers(["blocks.0.load", "blocks.1.load", "bias", "site"])
+    assert {name: buffer.is_statistic for name, buffer in found.items()} == {
+        "blocks.0.load": True,
+        "blocks.1.load": True,
+        "bias": False,
+    }
+
+
+def test_a_pattern_without_a_buffer_or_two_of_one_are_errors() -> None:
+    with pytest.raises(ValueError, match=r"no buffer matches the plan's pattern 'blocks\.\*\.load'"):
+        replace(plan_of(), buffers=BUFFERS).match_buffers(["bias"])
+    with pytest.raises(ValueError, match=r"two patterns .*bias"):
+        replace(plan_of(), buffers={"*": BUFFERS["bias"], "bias": BUFFERS["bias"]}).match_buffers(["bias"])
 
 
 def test_flops_are_linear_in_tokens_and_in_squared_lengths() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mplug.nn import Gemm
 from mplug.nn.attention import attention, prepare_qk, prepare_qkv
+from mplug.nn.experts import combine, compute, dispatch
 from mplug.nn.loss import cross_entropy
 from mplug.nn.mlp import activation
 from mplug.nn.norm import norm_residual
@@ -382,7 +383,28 @@ def positions_of_the_first_sample(heads: Tensor, h: int, g: int, positions: Tens
     return prepare_qkv(heads, h, g, positions[:1], *rest)
 
 
+def counting_dropped_choices(x: Tensor, chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Any]:
+    rows, counts, route = dispatch(x, chosen, num_experts)
+    return rows, counts + torch.tensor([*[0] * (num_experts - 1), int((chosen == num_experts).sum())]), route
+
+
+def unweighted(rows: Tensor, gates: Tensor, route: Any) -> Tensor:
+    return combine(rows, (gates != 0).to(gates.dtype), route)
+
+
+def first_expert_for_all(rows: Tensor, counts: Tensor, *rest: Any) -> Tensor:
+    return compute(rows, torch.zeros_like(counts).index_fill(0, torch.tensor([0]), int(counts.sum())), *rest)
+
+
 SLOT_FAULTS = {
+    "dropped choices are counted": (
+        "Experts.dispatch",
+        counting_dropped_choices,
+        "choices that were dropped: the counts is wrong",
+    ),
+    "gates weigh nothing": ("Experts.combine", unweighted, "each expert chosen: the tokens put together is off"),
+    "the first expert serves all rows": ("Experts.compute", first_expert_for_all, "gelu: the rows is off"),
+    "a rank counts itself twice": ("Router.summed", lambda values, _: 2 * values, "the only rank's sum is wrong"),
     "weight gradients overwrite the sink": ("Linear.gemm", Gemm(wgrad=overwriting), "the gradient sink is off"),
     "weight gradients come back too": ("Linear.gemm", Gemm(wgrad=returning_too), "would count twice"),
     "input gradients of odd widths are left out": (

@@ -160,7 +160,9 @@ def _fault(run: Run, path: Path, manifest: Mapping[str, Any], state: State) -> s
 def _refuse_another(path: Path, saved: Mapping[str, Any], state: State) -> None:
     for name, boxed in state.items():
         parameter, _, tensor = name.rpartition("/")
-        if f"{parameter}/weight" not in saved:
+        if tensor == "buffer" and name not in saved:
+            raise UsageError(f"checkpoint '{path}' has no state '{parameter}'; it is of a model without it")
+        if tensor != "buffer" and f"{parameter}/weight" not in saved:
             raise UsageError(f"checkpoint '{path}' has no parameter '{parameter}'; it is of another model")
         if name not in saved:
             raise UsageError(f"checkpoint '{path}' has no '{tensor}' of '{parameter}'; it is of another optimizer")

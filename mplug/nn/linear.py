@@ -76,6 +76,12 @@ def _wgrad_of(gemm: Gemm, grad_y: Tensor, x: Tensor, main_grad: Tensor | None, s
     return gemm.wgrad(grad_y, x, main_grad)
 
 
+def multiply(x: Tensor, weight: Tensor, main_grad: Tensor | None, stale: Tensor | None, gemm: Gemm) -> Tensor:
+    """x [..., I], weight [O, I] and, if there is one, its sink's -> x weightᵀ [..., O], by the products of `gemm`."""
+    y: Tensor = _Product.apply(x, weight, main_grad, stale, gemm)  # type: ignore[no-untyped-call]
+    return y
+
+
 def _identity(x: Tensor) -> Tensor:
     """The default of the slots `Linear.gather`, before the product, and `Linear.scatter`, after it: no collective.
 
@@ -102,9 +108,7 @@ class Linear(nn.Module):
     def product(self, x: Tensor) -> Tensor:
         """x [..., in] -> x Wᵀ [..., out], without the bias (for those who fuse it)."""
         main_grad, stale = getattr(self.weight, "main_grad", None), getattr(self.weight, "main_grad_stale", None)
-        arguments = (self.gather(x), self.weight, main_grad, stale, self.gemm)
-        y: Tensor = _Product.apply(*arguments)  # type: ignore[no-untyped-call]
-        return self.scatter(y)
+        return self.scatter(multiply(self.gather(x), self.weight, main_grad, stale, self.gemm))
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""

@@ -1,6 +1,6 @@
 """The feed-forward part of a transformer block."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -24,7 +24,7 @@ def activation(x: Tensor, bias: Tensor | None, kind: Kind) -> Tensor:
 class Activation(nn.Module):
     """The activation between an MLP's projections, for blocks that fuse these with others."""
 
-    SLOTS = ("MLP.activation",)
+    SLOTS: ClassVar[tuple[str, ...]] = ("MLP.activation",)
 
     def __init__(self, kind: Kind) -> None:
         super().__init__()

@@ -80,3 +80,27 @@ class Dropout(nn.Module):
         rows = mix(mix(keys ^ self.site)[:, None] + self.rows(positions))  # [B, S]
         kept = uniform(rows[..., None], torch.arange(x.shape[-1], device=x.device)) >= self.probability
         return x * kept / (1 - self.probability)
+
+
+class Jitter(nn.Module):
+    """x times uniform noise from 1 - epsilon to 1 + epsilon (arXiv 2101.03961, section 2.4), in training only.
+
+    The noise is a function of (seed, step, site, sample, position, feature), as a dropout's mask is.
+    """
+
+    SLOTS = ("Dropout.rows",)
+    site: Tensor
+
+    def __init__(self, epsilon: float) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+        self.rows: Callable[[Tensor], Tensor] = all_rows
+        self.register_buffer("site", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    def forward(self, x: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
+        """x [B, S, D], keys [B], positions [1 or B, S] -> [B, S, D]."""
+        if not self.training or self.epsilon == 0:
+            return x
+        rows = mix(mix(keys ^ self.site)[:, None] + self.rows(positions))  # [B, S]
+        noise = uniform(rows[..., None], torch.arange(x.shape[-1], device=x.device))
+        return x * (1 + self.epsilon * (2 * noise - 1)).to(x.dtype)

@@ -106,6 +106,13 @@ def _require_known_axes(plan: Plan) -> None:
                 f"the plan says that '{pattern}' is broadcast over '{axis}', which is an axis of no parameter, entry "
                 f"or activation{suggest(axis, known)}",
             )
+    for pattern, buffer in plan.buffers.items():
+        for axis in buffer.over:
+            require(
+                axis in known,
+                f"the plan says that '{pattern}' is counted over '{axis}', which is an axis of no parameter, entry or "
+                f"activation{suggest(axis, known)}",
+            )
 
 
 def _require_norms_over_heads(model: Model) -> None:

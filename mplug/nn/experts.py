@@ -1,0 +1,143 @@
+"""Experts: feed-forward networks of which each token uses a few.
+
+N tokens of this rank, D embed, E experts of the model, e of them held by this rank, k chosen by a token, M rows, F the
+width of an expert.
+"""
+
+import math
+from collections.abc import Callable
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from mplug.nn.grouped import Weights, grouped_linear
+from mplug.nn.mlp import Activation, Kind
+
+Route = tuple[Tensor, ...]
+"""What whoever has dispatched rows wants to know when it combines them."""
+
+
+def dispatch(x: Tensor, chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Route]:
+    """A row for every choice of a token, ordered by expert: the default of the slot `Experts.dispatch`.
+
+    x [N, D], chosen [N, k] int64 (an expert's number, or `num_experts` where the choice was dropped) -> (rows [M, D] in
+    the order of the experts that this rank holds, counts [e] int64 of each one's rows, the route back). After the last
+    expert's there may be more rows, of any content: nothing may read them, nor their gradient. Here e = E and M = N k.
+    """
+    flat = chosen.flatten()
+    expert, order = flat.sort(stable=True)  # [N k]: choices in the order of their rows
+    starts = torch.searchsorted(expert, torch.arange(num_experts + 1, device=x.device))
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+    route = (order, back.view_as(chosen), starts[-1])
+    rows: Tensor = _Dispatch.apply(x, *route)  # type: ignore[no-untyped-call]
+    return rows, starts.diff(), route
+
+
+def combine(rows: Tensor, gates: Tensor, route: Route) -> Tensor:
+    """The sum of each token's rows, weighted by its gates: the default of the slot `Experts.combine`.
+
+    rows [M, D], gates [N, k] (fp32; 0 where a choice was dropped), the route of `dispatch` -> [N, D].
+    """
+    y: Tensor = _Combine.apply(rows, gates, *route)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Dispatch(torch.autograd.Function):
+    """rows[m] = x[order[m] // k]; backward: grad_x[n] = sum_j grad_rows[back[n, j]], without what was dropped."""
+
+    @staticmethod
+    def forward(ctx, x, order, back, total):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(back, total)
+        return x.index_select(0, order // back.shape[1])
+
+    @staticmethod
+    def backward(ctx, grad_rows):  # type: ignore[no-untyped-def]
+        back, total = ctx.saved_tensors
+        return _picked(grad_rows, back, total).sum(dim=1), None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    """y[n] = sum_j gates[n, j] rows[back[n, j]]; backward: grad_rows[m] = gate of m times grad_y[order[m] // k]."""
+
+    @staticmethod
+    def forward(ctx, rows, gates, order, back, total):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(rows, gates, order, back, total)
+        return (_picked(rows, back, total) * gates[..., None]).sum(dim=1).to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx, grad_y):  # type: ignore[no-untyped-def]
+        rows, gates, order, back, total = ctx.saved_tensors
+        weight = gates.flatten().index_select(0, order)[:, None]  # [M, 1]
+        grad_rows = (grad_y.index_select(0, order // back.shape[1]) * weight).to(rows.dtype)
+        grad_gates = (_picked(rows, back, total).to(gates.dtype) * grad_y[:, None]).sum(dim=-1)
+        return grad_rows, grad_gates, None, None, None
+
+
+def _picked(rows: Tensor, back: Tensor, total: Tensor) -> Tensor:
+    """rows[back] [N, k, D], and zeros for the choices that were dropped, whose rows come after `total` others."""
+    picked = rows.index_select(0, back.flatten()).view(*back.shape, -1)
+    return torch.where((back < total)[..., None], picked, 0)
+
+
+def compute(
+    rows: Tensor,
+    counts: Tensor,
+    up: Weights,
+    down: Weights,
+    kind: Kind,
+    activation: Callable[[Tensor, Tensor | None, Kind], Tensor],
+) -> Tensor:
+    """Each row through its expert: the default of the slot `Experts.compute`.
+
+    rows [M, D], counts [e] int64, `up` [e, F, D] (swiglu: [e, 2F, D], gate first) and `down` [e, D, F], `kind` of the
+    activation, and what fills the slot `MLP.activation` -> [M, D]. A supplier that fuses its work need not call it; the
+    weights' gradients go to their sinks.
+    """
+    return grouped_linear(activation(grouped_linear(rows, counts, up), None, kind), counts, down)
+
+
+class Experts(Activation):
+    """E feed-forward networks without biases, alike in shape. `num_experts` is the whole model's, whoever has them."""
+
+    SLOTS: ClassVar[tuple[str, ...]] = (
+        *Activation.SLOTS,
+        "Experts.dispatch",
+        "Experts.compute",
+        "Experts.combine",
+    )
+
+    def __init__(self, dim: int, ffn_dim: int, num_experts: int, kind: Kind) -> None:
+        super().__init__(kind)
+        self.num_experts = num_experts
+        self.up = nn.Parameter(torch.empty(num_experts, ffn_dim * (2 if kind == "swiglu" else 1), dim))
+        self.down = nn.Parameter(torch.empty(num_experts, dim, ffn_dim))
+        self.dispatch, self.compute, self.combine = dispatch, compute, combine
+
+    def forward(self, x: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
+        """x [N, D], chosen [N, k] (`num_experts`: dropped), gates [N, k] -> [N, D]."""
+        rows, counts, route = self.dispatch(x, chosen, self.num_experts)
+        weights = Weights.of(self.up), Weights.of(self.down)
+        rows = self.compute(rows, counts, *weights, self.kind, self.activation)
+        return self.combine(rows, gates, route)
+
+
+Dropping = Literal["position", "probability"]
+
+
+def within_capacity(
+    chosen: Tensor, gates: Tensor, num_experts: int, factor: float, dropping: Dropping
+) -> tuple[Tensor, Tensor]:
+    """Choices and gates [N, k], where no expert is chosen by more than `factor` times its share of N k / E tokens.
+
+    Of more, the earliest tokens keep it ('position', arXiv 2006.16668), or those with the highest gates
+    ('probability'). A choice that is dropped becomes `num_experts`, and its gate 0.
+    """
+    capacity = math.ceil(factor * chosen.numel() / num_experts)
+    flat, places = chosen.flatten(), torch.arange(chosen.numel(), device=chosen.device)
+    first = gates.flatten().argsort(descending=True, stable=True) if dropping == "probability" else places
+    expert, order = flat[first].sort(stable=True)
+    starts = torch.searchsorted(expert, torch.arange(num_experts, device=chosen.device))
+    number = places - starts[expert]  # of a choice among those of its expert
+    dropped = torch.empty_like(flat, dtype=torch.bool).scatter_(0, first[order], number >= capacity).view_as(chosen)
+    return chosen.masked_fill(dropped, num_experts), gates.masked_fill(dropped, 0.0)

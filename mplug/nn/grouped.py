@@ -1,0 +1,137 @@
+"""Products of rows with the matrix of the group that each row belongs to: the linear layers of experts.
+
+Rows are ordered by group. M rows, e groups, I input, O output. A group may be empty, and one may have all rows. Rows
+after those of the last group are padding: what comes out for them is anything at all, and nothing reads them.
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
+
+from mplug.nn.operator import fake, operator
+from mplug.nn.sink import add_product
+
+
+class Weights(NamedTuple):
+    """The matrices of this rank's groups, `values` [e, O, I], and the gradient sink that they have while training.
+
+    `main_grad` [e, O, I] (fp32) and `stale` are the sink's; both are None where autograd keeps the gradient.
+    """
+
+    values: Tensor
+    main_grad: Tensor | None
+    stale: Tensor | None
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter) -> "Weights":
+        """A parameter and its sink."""
+        return cls(parameter, getattr(parameter, "main_grad", None), getattr(parameter, "main_grad_stale", None))
+
+
+def grouped_linear(rows: Tensor, counts: Tensor, weights: Weights) -> Tensor:
+    """rows [M, I], counts [e] int64 of each group's rows, in order -> each row times its group's matrixᵀ [M, O].
+
+    The weights' gradient is added to their sink, in fp32. Nothing waits for the device where torch has a kernel.
+    """
+    ends = counts.cumsum(0).to(torch.int32)
+    y: Tensor = _GroupedProduct.apply(rows, *weights, ends)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """y = x W_gᵀ; backward: grad_x = grad_y W_g, and of each group grad_yᵀ x, straight into the gradient sink."""
+
+    @staticmethod
+    def forward(ctx, rows, weight, main_grad, stale, ends):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(rows, weight, ends)
+        ctx.main_grad, ctx.stale = main_grad, stale
+        return grouped_product(rows, weight, ends, True)
+
+    @staticmethod
+    def backward(ctx, grad_y):  # type: ignore[no-untyped-def]
+        rows, weight, ends = ctx.saved_tensors
+        grad_rows = grouped_product(grad_y, weight, ends, False) if ctx.needs_input_grad[0] else None
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            if ctx.main_grad is None:
+                grad_weight = torch.zeros_like(weight)
+                add_grouped_product(grad_weight, torch.ones((), dtype=torch.bool, device="cpu"), grad_y, rows, ends)
+            else:
+                add_grouped_product(ctx.main_grad, ctx.stale, grad_y, rows, ends)
+        return grad_rows, grad_weight, None, None, None
+
+
+@operator("mplug::grouped_product")
+def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+    """rows [M, I] times each group's own matrix: weight [e, O, I] if `transposed`, else [e, I, O] -> [M, O].
+
+    `ends` [e] int32 is where each group's rows end.
+    """
+    weight = weight.contiguous()
+    matrices = weight.mT if transposed else weight
+    if _has_kernel(rows, matrices):
+        product: Tensor = torch._grouped_mm(rows.contiguous(), matrices, offs=ends)
+        return product
+    result = rows.new_zeros(rows.shape[0], matrices.shape[2])
+    for matrix, (start, stop) in zip(matrices, _spans(ends), strict=True):
+        torch.mm(rows[start:stop], matrix, out=result[start:stop])
+    return result
+
+
+@fake("mplug::grouped_product")
+def _(rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[1] if transposed else weight.shape[2])
+
+
+@operator("mplug::add_grouped_product", mutates_args=("total", "stale"))
+def add_grouped_product(total: Tensor, stale: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> None:
+    """total [e, O, I] += of each group aᵀ b, with a [M, O] and b [M, I], kept in total's precision.
+
+    Where `stale`, a boolean on the CPU, is true, total becomes the products, and `stale` false. A GPU's kernel rounds
+    one micro batch's products to the type of a and b where it has no wider output; their sum is not rounded.
+    """
+    if _has_kernel(a, b):
+        a, b, wide = a.contiguous(), b.contiguous(), total.dtype if _widens(a.device, a.dtype) else None
+        products = torch._grouped_mm(a.t(), b, offs=ends, out_dtype=wide)
+        total.copy_(products) if stale else total.add_(products)
+        stale.fill_(False)
+        return
+    was_stale = bool(stale)
+    for own, (start, stop) in zip(total, _spans(ends), strict=True):
+        add_product(own, torch.tensor(was_stale), a[start:stop].t(), b[start:stop])
+    stale.fill_(False)
+
+
+def _spans(ends: Tensor) -> list[tuple[int, int]]:
+    """Where each group's rows begin and end, on the host: a GPU without a kernel is waited for."""
+    stops = ends.tolist()
+    return list(zip([0, *stops[:-1]], stops, strict=True))
+
+
+def _has_kernel(a: Tensor, b: Tensor) -> bool:
+    """Whether torch multiplies the groups in one launch: bf16 on GPUs from sm90 on, in lines of 16 bytes."""
+    if not a.is_cuda or a.dtype != torch.bfloat16 or not a.shape[0]:
+        return False
+    lines = (a.shape[-1], *(b.shape[1:] if b.dim() == 3 else b.shape[-1:]))
+    aligned = all(length * a.itemsize % 16 == 0 for length in lines)
+    return aligned and torch.cuda.get_device_capability(a.device) >= (9, 0)
+
+
+@cache
+def _widens(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernel can give fp32 products of operands in a shorter type; torch tells by trying."""
+    rows, ends = torch.zeros(16, 16, device=device, dtype=dtype), torch.full((1,), 16, device=device, dtype=torch.int32)
+    try:
+        torch._grouped_mm(rows.t(), rows, offs=ends, out_dtype=torch.float32)
+    except (RuntimeError, ValueError):
+        return False
+    return True
+
+
+@register_flop_formula(torch.ops.mplug.grouped_product)
+def _flops(rows: tuple[int, ...], weight: tuple[int, ...], *_: Any, **__: Any) -> int:
+    """Two a multiply-add of every row."""
+    return 2 * rows[0] * weight[1] * weight[2]

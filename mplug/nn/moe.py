@@ -1,0 +1,66 @@
+"""A mixture of experts in place of a block's feed-forward part (arXiv 1701.06538, 2101.03961, 2401.06066)."""
+
+import torch
+from torch import Tensor, nn
+
+from mplug.nn.experts import Dropping, Experts, within_capacity
+from mplug.nn.linear import Linear
+from mplug.nn.mlp import MLP, Kind
+from mplug.nn.router import Router
+
+
+class MixtureOfExperts(nn.Module):
+    """A router, its experts, and a shared part that every token uses.
+
+    `capacity_factor` None: no token is dropped. `shared_ffn_dim` 0: nothing is shared; with `shared_gate` a sigmoid of
+    the token weighs what is.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        dim: int,
+        ffn_dim: int,
+        kind: Kind,
+        *,
+        capacity_factor: float | None = None,
+        dropping: Dropping = "probability",
+        shared_ffn_dim: int = 0,
+        shared_gate: bool = False,
+    ) -> None:
+        super().__init__()
+        self.capacity_factor, self.dropping = capacity_factor, dropping
+        self.router = router
+        self.experts = Experts(dim, ffn_dim, router.choice.num_experts, kind)
+        self.shared = MLP(dim, shared_ffn_dim, kind, bias=False) if shared_ffn_dim else None
+        self.shared_gate = Linear(dim, 1, bias=False) if shared_ffn_dim and shared_gate else None
+
+    @property
+    def weights_per_token(self) -> int:
+        """Elements of the weights that a token is multiplied with, in the router and in the experts that it chooses."""
+        choice, experts = self.router.choice, self.experts
+        return (
+            self.router.weight.numel()
+            + (experts.up.numel() + experts.down.numel()) * choice.top_k // choice.num_experts
+        )
+
+    @property
+    def varies(self) -> str:
+        """What of it depends on the layout."""
+        if self.capacity_factor is None:
+            return ""
+        return "experts have room for so many tokens of a rank's micro batch, and which are dropped depends on its size"
+
+    def forward(self, x: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
+        """x [B, S, D], positions [1 or B, S], the samples' random keys [B] -> [B, S, D]."""
+        chosen, gates = (of_tokens.flatten(0, 1) for of_tokens in self.router(x, positions, keys))
+        if self.capacity_factor is not None:
+            experts = self.router.choice.num_experts
+            chosen, gates = within_capacity(chosen, gates, experts, self.capacity_factor, self.dropping)
+        y: Tensor = self.experts(x.flatten(0, 1), chosen, gates).view_as(x)
+        return y if self.shared is None else y + self._shared(x)
+
+    def _shared(self, x: Tensor) -> Tensor:
+        assert self.shared is not None
+        y: Tensor = self.shared(x)
+        return y if self.shared_gate is None else y * torch.sigmoid(self.shared_gate(x))

@@ -1,0 +1,319 @@
+"""Mixtures of experts under layouts: their runs, their balance and what they count are those of one process.
+
+MPLUG_EXPERTS=all runs every layout with every way of routing and balancing.
+"""
+
+import json
+import os
+import subprocess
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mplug.build import load_for_inference
+from mplug.cli import main
+from mplug.statistics import Statistics
+from mplug.testing import run_workers
+from mplug.testing.harness import Trace, difference, tiny_run, train_steps
+from mplug.testing.layouts import ranks_of
+
+Settings = dict[str, Any]
+TINY: Settings = {
+    "model.name": "mixtral",
+    "model.num_layers": 2,
+    "model.hidden_size": 32,
+    "model.num_attention_heads": 4,
+    "model.num_kv_heads": 2,
+    "model.vocab_size": 259,
+    "model.init_std": 0.06,
+    "model.ffn_hidden_size": 32,
+    "model.num_experts": 4,
+    "model.aux_loss_coefficient": 0.1,
+}
+PLAIN: Settings = {**TINY, "model.z_loss_coefficient": 0.01, "model.moe_router_jitter": 0.1}
+FINE: Settings = {
+    **TINY,
+    "model.num_experts": 8,
+    "model.num_experts_per_token": 3,
+    "model.num_dense_layers": 1,
+    "model.num_shared_experts": 2,
+    "model.shared_expert_gate": True,
+    "model.moe_router_score": "sigmoid",
+    "model.moe_router_num_groups": 4,
+    "model.moe_router_top_groups": 2,
+    "model.moe_router_scale": 1.5,
+    "model.moe_balance": "global_batch",
+    "model.expert_bias_rate": 0.05,
+}
+MICRO: Settings = {**TINY, "model.moe_balance": "micro_batch"}
+WHOLE_STREAM: Settings = {"parallel.tp.sequence_parallel": False}
+
+
+@dataclass
+class Seen:
+    """What a rank saw: the run, what was counted in each step over all ranks, and the routers' states at the end.
+
+    `graphs` are how many were compiled, and how many breaks there were in them.
+    """
+
+    trace: Trace
+    counted: list[dict[str, Tensor]]
+    states: dict[str, Tensor]
+    graphs: tuple[int, int]
+
+
+def watched(settings: Settings, mutation: str | None = None) -> Seen:
+    """Be one rank of a run, with a planted mistake."""
+    from torch._dynamo.utils import counters
+
+    counted, states = list[dict[str, Tensor]](), dict[str, Tensor]()
+    warnings.simplefilter("ignore")  # torch's own, as it traces
+
+    def before() -> None:
+        if mutation:
+            MUTATIONS[mutation]()
+        finish, tell = Statistics.finish, Statistics.tell
+
+        def finish_and_note(self: Statistics, num_targets: Tensor) -> dict[str, Tensor]:
+            counted.append(finish(self, num_targets))
+            return counted[-1]
+
+        def tell_and_note(self: Statistics, skip: Tensor) -> None:
+            tell(self, skip)
+            states.update({f"{n}.{k}": b.clone() for n, part in enumerate(self.learners) for k, b in saved(part)})
+
+        Statistics.finish, Statistics.tell = finish_and_note, tell_and_note  # type: ignore[method-assign]
+
+    trace = train_steps(settings, before)
+    graphs = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+    return Seen(trace, counted, states, graphs)
+
+
+def saved(part: torch.nn.Module) -> list[tuple[str, Tensor]]:
+    return [(name, buffer) for name, buffer in part.named_buffers() if name in ("bias", "last_load")]
+
+
+# Planted mistakes.
+
+
+def router_gradient_not_reduced() -> None:
+    from dataclasses import replace
+
+    from mplug.plan import Plan
+
+    original = Plan.match
+
+    def match(self: Plan, found: Any) -> dict:
+        described = original(self, found)
+        return {n: replace(p, over=()) if n.endswith("router.weight") else p for n, p in described.items()}
+
+    Plan.match = match  # type: ignore[method-assign]
+
+
+def auxiliary_loss_times_ranks() -> None:
+    import torch.distributed as dist
+
+    from mplug.nn import router
+
+    original = router.add_auxiliary
+
+    def add(x: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
+        return original(x, loss * dist.get_world_size(), scale)
+
+    router.add_auxiliary = add
+
+
+def shares_of_own_tokens_only() -> None:
+    import mplug.build
+
+    mplug.build.token_sums = lambda *_: []  # type: ignore[assignment]
+
+
+def bias_from_local_counts() -> None:
+    original = Statistics.finish
+
+    def finish(self: Statistics, num_targets: Tensor) -> dict[str, Tensor]:
+        local = {name: buffer.clone() for name, buffer in self.own.items()}
+        told = original(self, num_targets)
+        for name, buffer in self.own.items():
+            buffer.copy_(local[name])
+        return told
+
+    Statistics.finish = finish  # type: ignore[method-assign]
+
+
+MUTATIONS: dict[str, Callable[[], None]] = {
+    "the router's gradient is not reduced": router_gradient_not_reduced,
+    "the auxiliary loss is scaled by the number of ranks": auxiliary_loss_times_ranks,
+    "a sequence's shares are those of a rank's own tokens": shares_of_own_tokens_only,
+    "a bias is updated from local counts": bias_from_local_counts,
+}
+
+
+# The comparison.
+
+REFERENCES: dict[str, Seen] = {}
+
+
+def reference_of(settings: Settings) -> Seen:
+    """The same run in one process: made once for every model."""
+    key = json.dumps(settings, sort_keys=True)
+    if key not in REFERENCES:
+        REFERENCES[key] = run_workers(1, watched, settings)[0]
+    return REFERENCES[key]
+
+
+def assert_equal(found: list[Seen], expected: Seen) -> None:
+    """The run within 1e-5 (see `difference`), counts exactly, and on every rank the states of its own routers."""
+    assert difference([one.trace for one in found], expected.trace) == ""
+    for seen in found:
+        for counted, right in zip(seen.counted, expected.counted, strict=True):
+            assert counted.keys() == right.keys()
+            for name, value in counted.items():
+                exact = name.endswith("load")
+                torch.testing.assert_close(value, right[name], rtol=0 if exact else 1e-5, atol=0, msg=name)
+
+
+def assert_same_states(found: list[Seen], expected: Seen) -> None:
+    for seen in found:
+        assert seen.states.keys() == expected.states.keys()
+        for name, state in seen.states.items():
+            assert torch.equal(state, expected.states[name]), name
+
+
+CASES: list[tuple[str, str, int, Settings, Settings]] = [
+    ("plain", "tp2", 2, PLAIN, {}),
+    ("fine", "pp2", 2, FINE, {}),
+    ("fine", "tp2", 2, FINE, WHOLE_STREAM),
+    ("fine", "dp2tp2", 4, FINE, {}),
+    ("micro", "dp2tp2", 4, MICRO, {}),
+]
+KINDS = {"plain": PLAIN, "fine": FINE, "micro": MICRO}
+LAYOUTS = [
+    ("tp2", 2, {}),
+    ("tp2", 2, WHOLE_STREAM),
+    ("pp2", 2, {}),
+    ("dp2", 2, {}),
+    ("tp2pp2", 4, {}),
+    ("dp2tp2", 4, {}),
+]
+if os.environ.get("MPLUG_EXPERTS") == "all":
+    CASES = [(kind, *layout[:2], own, layout[2]) for kind, own in KINDS.items() for layout in LAYOUTS]
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size", "settings", "changes"),
+    [case[1:] for case in CASES],
+    ids=[f"{kind}-{layout}{'-whole-stream' if changes else ''}" for kind, layout, _, _, changes in CASES],
+)
+def test_routing_and_every_invariant_balance_give_the_run_and_the_counts_of_one_process(
+    layout: str, world_size: int, settings: Settings, changes: Settings
+) -> None:
+    found = run_workers(world_size, watched, {**settings, **changes, "parallel.layout": layout})
+    expected = reference_of(settings)
+    assert_equal(found, expected)
+    if "pp" not in layout:
+        assert_same_states(found, expected)
+
+
+def test_the_load_is_every_choice_of_every_token_once() -> None:
+    for counted in reference_of(FINE).counted:
+        assert counted["blocks.1.moe.router.load"].sum() == 8 * 16 * 3, "samples, positions, choices"
+        assert "blocks.0.moe.router.load" not in counted, "the first block is dense"
+    assert any(bool(state.any()) for name, state in reference_of(FINE).states.items() if name.endswith("bias"))
+
+
+TEETH = [
+    ("the router's gradient is not reduced", "tp2", PLAIN),
+    ("the auxiliary loss is scaled by the number of ranks", "dp2", PLAIN),
+    ("a sequence's shares are those of a rank's own tokens", "tp2", PLAIN),
+    ("a bias is updated from local counts", "dp2", FINE),
+]
+
+
+@pytest.mark.parametrize(("mutation", "layout", "settings"), TEETH, ids=[mutation for mutation, _, _ in TEETH])
+def test_the_comparison_catches(mutation: str, layout: str, settings: Settings) -> None:
+    found = run_workers(2, watched, {**settings, "parallel.layout": layout}, mutation)
+    assert difference([one.trace for one in found], reference_of(settings).trace) != ""
+
+
+# Compiled.
+
+
+def test_compiled_units_with_experts_give_the_eager_run_and_count_alike() -> None:
+    compiled = {"trainer.compile": "aot_eager", "parallel.layout": "tp2"}
+    found = run_workers(2, watched, {**FINE, **compiled}, timeout=180)
+    assert_equal(found, reference_of(FINE))
+    assert {seen.graphs for seen in found} == {(8, 0)}, "four kinds of units, to train and to evaluate, without a break"
+
+
+# What a user sees.
+
+
+@pytest.fixture
+def small() -> list[str]:
+    own = {name: value for name, value in FINE.items() if name != "model.name"}
+    own |= {"trainer.seq_length": 16, "trainer.micro_batch_size": 2, "trainer.global_batch_size": 4}
+    own |= {"trainer.steps": 4, "trainer.device": "cpu", "trainer.eval_every": 0}
+    given = [word for field, value in own.items() for word in ("--set", f"{field}={str(value).lower()}")]
+    return ["--model", "mixtral", "--data", "mock", *given]
+
+
+CLI = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def test_metrics_hold_the_load_and_resuming_and_inference_have_the_bias(
+    cli: CLI, small: list[str], tmp_path: Path
+) -> None:
+    for name, steps in (("whole", 4), ("part", 2), ("part", 4)):
+        again = ["--resume"] if (name, steps) == ("part", 4) else []
+        stopped = ["--set", f"trainer.steps={steps}"]
+        finished = cli("train", *small, *stopped, "--name", name, *again)
+        assert finished.returncode == 0, finished.stderr
+    whole, part = (
+        [json.loads(line) for line in (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("whole", "part")
+    )
+    for one, other in zip(whole, part, strict=True):
+        assert one["loss"] == other["loss"]
+        assert one["statistics"] == other["statistics"]
+        assert sum(one["statistics"]["blocks.1.moe.router.load"]) == 4 * 16 * 3
+        uneven, z_loss = one["statistics"]["blocks.1.moe.router.losses"]
+        assert 0.9 < uneven < 2, "E sum f p a token: 1 where all experts are chosen equally often"
+        assert z_loss > 0
+    path = tmp_path / "runs" / "part" / "checkpoints" / "step_00000004"
+    bias = load_for_inference(tiny_run(FINE), path).states()["blocks.1.moe.router.bias"]
+    saved = load_file(path / "rank00000.safetensors")
+    assert bias.any()
+    assert any(name.startswith("blocks.1.moe.router.bias") and torch.equal(bias, saved[name]) for name in saved)
+
+
+@pytest.mark.parametrize(
+    ("layout", "whole_stream", "counting"),
+    [("tp2", False, {0, 1}), ("tp2", True, {0}), ("dp2tp2", True, {0, 2}), ("dp2", False, {0, 1}), ("pp2", False, {1})],
+)
+def test_tokens_that_several_ranks_see_are_counted_by_one_of_them(
+    layout: str, whole_stream: bool, counting: set[int]
+) -> None:
+    stream = WHOLE_STREAM if whole_stream else {}
+    given = {"parallel.pp.units_per_stage": [2, 2]} if layout == "pp2" else {}  # the last block is the sparse one
+    ranks = ranks_of({**FINE, **stream, **given, "parallel.layout": layout})
+    assert {run.rank for run, model in ranks if Statistics(run, model).counted} == counting
+
+
+def test_explain_says_what_of_the_balance_depends_on_the_layout(small: list[str]) -> None:
+    def said(*words: str) -> str:
+        return CliRunner().invoke(main, ["explain", *small, *words]).output.partition("Depends on the layout\n")[2]
+
+    assert "nothing: the same losses" in said()
+    found = said("--set", "model.moe_balance=micro_batch", "--set", "model.capacity_factor=1.5")
+    assert "blocks.*.moe.router: the balancing loss covers a micro batch" in found
+    assert "blocks.*.moe: experts have room" in found

@@ -1,0 +1,432 @@
+"""Routers and experts against loops over tokens, in fp64, and numbers computed by hand."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from mplug.nn import Choice, Experts, Jitter, MixtureOfExperts, Router, Weights, add_auxiliary, grouped_linear
+from mplug.nn.experts import Route, combine, dispatch, within_capacity
+from mplug.nn.router import Balance
+
+B, S, D, F_, E, K = 2, 5, 8, 12, 6, 2
+POSITIONS, KEYS = torch.arange(S)[None], torch.tensor([3, 4])
+
+
+def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def filled(module: Any, dtype: torch.dtype = torch.float64) -> Any:
+    module.to(dtype)
+    with torch.no_grad():
+        for number, parameter in enumerate(module.parameters()):
+            parameter.copy_(drawn(*parameter.shape, seed=100 + number))
+    return module
+
+
+# Dispatch and combine.
+
+
+def choices(num_experts: int) -> st.SearchStrategy[list[list[int]]]:
+    """What some tokens choose: different experts, of which any may be dropped, and experts that nobody chooses."""
+    used = st.lists(st.integers(0, num_experts - 1), min_size=1, max_size=num_experts, unique=True)
+    return used.flatmap(
+        lambda some: st.integers(1, len(some)).flatmap(
+            lambda k: st.lists(st.permutations(some).map(lambda chosen: chosen[:k]), min_size=1, max_size=9)
+        )
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(choices(5), st.data())
+def test_combining_what_was_dispatched_weighs_each_token_by_its_gates(chosen: list[list[int]], data: st.DataObject):
+    number = torch.tensor(chosen)
+    dropped = torch.tensor(data.draw(st.lists(st.booleans(), min_size=number.numel(), max_size=number.numel())))
+    number = number.masked_fill(dropped.view_as(number), 5)
+    gates = drawn(*number.shape, seed=1).masked_fill(number == 5, 0).requires_grad_()
+    x = drawn(len(chosen), D).requires_grad_()
+    rows, counts, route = dispatch(x, number, 5)
+    assert counts.tolist() == [int((number == expert).sum()) for expert in range(5)]
+    expert = torch.repeat_interleave(torch.arange(5), counts)
+    for row, own in zip(rows, expert.tolist(), strict=False):
+        holders = [n for n in range(len(chosen)) if own in number[n]]
+        assert any(torch.equal(row, x[n]) for n in holders), "a row of an expert is a token that chose it"
+    y = combine(_poisoned(rows, int(counts.sum())), gates, route)
+    grad = drawn(*y.shape, seed=2)
+    y.backward(grad)
+    torch.testing.assert_close(y, x.detach() * gates.detach().sum(dim=1, keepdim=True))
+    torch.testing.assert_close(x.grad, grad * gates.detach().sum(dim=1, keepdim=True))
+    own = (grad * x.detach()).sum(dim=1, keepdim=True)
+    torch.testing.assert_close(gates.grad, own.expand_as(gates) * (number < 5))
+
+
+class _Poison(torch.autograd.Function):
+    """Rows from `total` on become NaN, and so do their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, total: int) -> Tensor:
+        ctx.total = total
+        return torch.cat((rows[:total], torch.full_like(rows[total:], math.nan)))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return torch.cat((grad[: ctx.total], torch.full_like(grad[ctx.total :], math.nan))), None
+
+
+def _poisoned(rows: Tensor, total: int) -> Tensor:
+    poisoned: Tensor = _Poison.apply(rows, total)
+    return poisoned
+
+
+# Experts.
+
+LOADS = {
+    "even": [2, 2, 2],
+    "nobody chooses the first and the last": [0, 6, 0],
+    "padding": [1, 0, 2],
+    "nobody chooses any": [0, 0, 0],
+}
+
+
+@pytest.mark.parametrize("counts", LOADS.values(), ids=LOADS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_grouped_linear_is_each_groups_own_and_adds_its_gradient_to_the_sink_in_fp32(
+    counts: list[int], dtype: torch.dtype
+) -> None:
+    rows, weight = drawn(6, D, dtype=dtype).requires_grad_(), torch.nn.Parameter(drawn(3, F_, D, seed=1, dtype=dtype))
+    grad, wide = drawn(6, F_, seed=2, dtype=dtype), torch.promote_types(dtype, torch.float32)
+    main_grad, stale = torch.full((3, F_, D), 7.0, dtype=wide), torch.ones((), dtype=torch.bool)
+    for _ in range(2):  # the first contribution replaces what the last step left, the second adds
+        y = grouped_linear(rows, torch.tensor(counts), Weights(weight, main_grad, stale))
+        y.backward(grad)
+    assert weight.grad is None
+    assert not stale
+    start = 0
+    for group, count in enumerate(counts):
+        own = slice(start, start + count)
+        torch.testing.assert_close(y[own], rows[own] @ weight[group].T)
+        expected = 2 * grad[own].to(wide).T @ rows[own].to(wide)
+        torch.testing.assert_close(main_grad[group], expected, rtol=1e-5, atol=1e-5)
+        start += count
+    plain = grouped_linear(rows, torch.tensor(counts), Weights.of(weight))
+    plain.backward(grad)
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad.to(wide), main_grad / 2, rtol=2e-2, atol=2e-2)
+
+
+def reference(x: Tensor, chosen: Tensor, gates: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """Token by token (arXiv 2401.04088, section 2.1): sum over the chosen of gate * SwiGLU expert."""
+    rows = []
+    for n, token in enumerate(x):
+        mixed = torch.zeros_like(token)
+        for expert, gate in zip(chosen[n].tolist(), gates[n], strict=True):
+            if expert < len(up):
+                gate_part, up_part = (up[expert] @ token).chunk(2)
+                mixed = mixed + gate * (down[expert] @ (gate_part * torch.sigmoid(gate_part) * up_part))
+        rows.append(mixed)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize(
+    "chosen", [[[0, 1], [2, 0], [1, 2]], [[1, 1], [1, 1], [1, 1]], [[0, 3], [3, 3], [2, 3]]], ids=str
+)
+def test_experts_are_their_papers_formula_with_all_gradients(chosen: list[list[int]]) -> None:
+    experts, number = filled(Experts(D, F_, 3, "swiglu")), torch.tensor(chosen)
+    tensors = drawn(3, D), drawn(3, 2, seed=1).masked_fill(number == 3, 0), experts.up, experts.down
+    ours, theirs = ([t.detach().clone().requires_grad_() for t in tensors] for _ in range(2))
+    experts.up.data, experts.down.data = ours[2].data, ours[3].data
+    y, expected = experts(ours[0], number, ours[1]), reference(theirs[0], number, *theirs[1:])
+    torch.testing.assert_close(y, expected)
+    grad = drawn(*y.shape, seed=3)
+    y.backward(grad)
+    expected.backward(grad)
+    torch.testing.assert_close(ours[0].grad, theirs[0].grad)
+    torch.testing.assert_close(ours[1].grad, theirs[1].grad.masked_fill(number == 3, 0))
+    torch.testing.assert_close(experts.up.grad, theirs[2].grad)
+    torch.testing.assert_close(experts.down.grad, theirs[3].grad)
+
+
+def test_experts_call_what_fills_their_slots() -> None:
+    experts, called = filled(Experts(D, F_, 3, "gelu")), list[str]()
+
+    def told(name: str) -> Any:
+        inner = getattr(experts, name)
+
+        def outer(*arguments: Any) -> Any:
+            called.append(name)
+            return inner(*arguments)
+
+        return outer
+
+    for name in ("dispatch", "compute", "combine", "activation"):
+        setattr(experts, name, told(name))
+    experts(drawn(3, D), torch.tensor([[0], [2], [0]]), torch.ones(3, 1, dtype=torch.float64))
+    assert called == ["dispatch", "compute", "activation", "combine"]
+    assert {slot.partition(".")[2] for slot in Experts.SLOTS} == set(called)
+
+
+# Capacity.
+
+
+@pytest.mark.parametrize(("dropping", "kept"), [("position", {0, 1}), ("probability", {1, 3})])
+def test_a_full_expert_keeps_the_first_tokens_or_those_with_the_highest_gates(dropping: Any, kept: set[int]) -> None:
+    chosen, gates = torch.tensor([[0], [0], [0], [0]]), torch.tensor([[0.2], [0.4], [0.1], [0.3]])
+    left, weights = within_capacity(chosen, gates, 2, 1.0, dropping)  # 4 tokens, 2 experts: room for 2
+    assert {n for n in range(4) if int(left[n]) == 0} == kept
+    assert left.flatten().tolist() == [0 if n in kept else 2 for n in range(4)]
+    torch.testing.assert_close(weights, gates * (left == 0))
+
+
+@settings(max_examples=60, deadline=None)
+@given(choices(5), st.sampled_from(["position", "probability"]), st.sampled_from([0.3, 1.0, 1.25, 5.0]))
+def test_no_expert_takes_more_than_its_room_and_none_drops_with_room_left(
+    chosen: list[list[int]], dropping: Any, factor: float
+) -> None:
+    number = torch.tensor(chosen)
+    left, _ = within_capacity(number, drawn(*number.shape).abs() + 1, 5, factor, dropping)
+    room = math.ceil(factor * number.numel() / 5)
+    for expert in range(5):
+        assert int((left == expert).sum()) == min(room, int((number == expert).sum()))
+
+
+# The router's choice.
+
+
+def chosen_by_loops(scores: list[float], choice: Choice) -> list[int]:
+    size = choice.num_experts // choice.num_groups
+    groups = [scores[g * size : (g + 1) * size] for g in range(choice.num_groups)]
+    worth = [sum(sorted(group)[-2:]) for group in groups]
+    open_groups = sorted(range(choice.num_groups), key=lambda g: -worth[g])[: choice.top_groups]
+    allowed = [e for e in range(choice.num_experts) if e // size in open_groups]
+    return sorted(allowed, key=lambda e: -scores[e])[: choice.top_k]
+
+
+CHOICES = [
+    Choice(E, K),
+    Choice(E, 1),
+    Choice(E, K, normalize=False),
+    Choice(E, 3, "sigmoid", scale=2.5),
+    Choice(E, 2, "sigmoid", num_groups=3, top_groups=1),
+    Choice(E, 3, "softmax", num_groups=3, top_groups=2),
+    Choice(E, 2, "sigmoid", num_groups=6, top_groups=4),
+]
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_router_chooses_the_best_experts_and_gives_them_gates(choice: Choice, biased: bool) -> None:
+    router = filled(Router(D, choice, bias_rate=1e-3 if biased else 0.0)).eval()
+    if biased:
+        router.bias.copy_(drawn(E, seed=5))
+    x = drawn(B, S, D)
+    chosen, gates = router(x, POSITIONS, KEYS)
+    assert chosen.shape == gates.shape == (B, S, choice.top_k)
+    for b in range(B):
+        for s in range(S):
+            logits = router.weight.detach() @ x[b, s]
+            scores = logits.softmax(0) if choice.score == "softmax" else logits.sigmoid()
+            judged = scores + router.bias if biased else scores
+            expected = chosen_by_loops(judged.tolist(), choice)
+            assert chosen[b, s].tolist() == expected
+            weights = scores[expected]
+            if choice.normalize and choice.top_k > 1:
+                weights = weights / weights.sum()
+            torch.testing.assert_close(gates[b, s].detach(), weights * choice.scale)
+
+
+def test_logits_are_fp32_though_weights_are_bf16_and_so_is_the_gradient_in_the_sink() -> None:
+    router = filled(Router(D, Choice(E, K)), torch.bfloat16)
+    router.weight.main_grad = torch.zeros(E, D)
+    router.weight.main_grad_stale = torch.ones((), dtype=torch.bool)
+    x = drawn(B, S, D, dtype=torch.bfloat16).requires_grad_()
+    _, gates = router(x, POSITIONS, KEYS)
+    assert gates.dtype == torch.float32
+    gates.square().sum().backward()
+    wide, weight = x.detach().double(), router.weight.detach().double().requires_grad_()
+    best = (wide @ weight.T).softmax(-1).topk(K).values
+    torch.testing.assert_close(gates.double(), best / best.sum(-1, keepdim=True), rtol=1e-5, atol=1e-6)
+    (best / best.sum(-1, keepdim=True)).square().sum().backward()
+    assert router.weight.grad is None
+    torch.testing.assert_close(router.weight.main_grad.double(), weight.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_jitter_is_noise_of_its_width_in_training_and_a_function_of_the_position() -> None:
+    jitter, x = Jitter(0.25), torch.ones(2, 4000, 3)
+    noise = jitter(x, KEYS, torch.arange(4000)[None])
+    assert float(noise.min()) == pytest.approx(0.75, abs=1e-3)
+    assert float(noise.max()) == pytest.approx(1.25, abs=1e-3)
+    assert float(noise.mean()) == pytest.approx(1, abs=5e-3)
+    assert not torch.equal(noise[0], noise[1])
+    later = jitter(x[:, 7:], KEYS, torch.arange(7, 4000)[None])
+    assert torch.equal(later, noise[:, 7:])
+    assert torch.equal(jitter.eval()(x, KEYS, torch.arange(4000)[None]), x)
+
+
+# The auxiliary losses.
+
+
+def balanced_by_loops(router: Router, x: Tensor, balance: Balance) -> Tensor:
+    """alpha E sum_n sum_i f_i p_ni + beta sum_n z_n², with every f and p written out."""
+    choice, total = router.choice, x.new_zeros(())
+    logits = torch.einsum("bsd,ed->bse", x, router.weight)
+    scores = logits.softmax(-1) if choice.score == "softmax" else logits.sigmoid()
+    p = scores / scores.sum(-1, keepdim=True)
+    picks = [[chosen_by_loops(scores[b, s].tolist(), choice) for s in range(S)] for b in range(B)]
+    for b in range(B):
+        samples = [b] if balance == "sequence" else range(B)
+        everyone = [e for sample in samples for token in picks[sample] for e in token]
+        for e in range(E):
+            f = everyone.count(e) / len(everyone) if balance != "global_batch" else router.last_load[e].item() / 60
+            total = total + router.balance_coefficient * E * f * p[b, :, e].sum()
+    return total + router.z_coefficient * logits.exp().sum(-1).log().square().sum()
+
+
+@pytest.mark.parametrize("choice", [CHOICES[0], CHOICES[3]], ids=str)
+@pytest.mark.parametrize("balance", ["micro_batch", "sequence", "global_batch"])
+def test_auxiliary_losses_take_part_as_sums_beside_the_models_loss(choice: Choice, balance: Balance) -> None:
+    router = filled(Router(D, choice, balance=balance, balance_coefficient=0.3, z_coefficient=0.2))
+    if balance == "global_batch":
+        router.last_load.copy_(torch.tensor([30.0, 10, 5, 5, 10, 0]))
+    ours, theirs = (drawn(B, S, D).requires_grad_() for _ in range(2))
+    _, gates = router(ours, POSITIONS, KEYS)
+    torch.autograd.backward(gates, torch.zeros_like(gates))  # nothing comes from the model's own loss
+    found = router.weight.grad.clone()
+    router.weight.grad = None
+    expected = balanced_by_loops(router, theirs, balance)
+    expected.backward()
+    torch.testing.assert_close(found, router.weight.grad)
+    torch.testing.assert_close(ours.grad, theirs.grad)
+    uneven, z = router.losses.tolist()
+    assert 0.3 * uneven + 0.2 * z == pytest.approx(float(expected.detach()), rel=1e-6)
+    assert router.load.sum() == B * S * choice.top_k
+
+
+def test_the_first_global_batch_knows_no_shares_and_pulls_nowhere() -> None:
+    router = filled(Router(D, CHOICES[0], balance="global_batch", balance_coefficient=1.0))
+    _, gates = router(drawn(B, S, D), POSITIONS, KEYS)
+    gates.backward(torch.zeros_like(gates))
+    torch.testing.assert_close(router.weight.grad, torch.zeros_like(router.weight), atol=1e-6, rtol=0)
+    assert float(router.losses[0]) == pytest.approx(B * S)  # E sum_i p_i / E, a token
+
+
+def test_sums_over_other_ranks_are_asked_for_by_the_axes_that_the_loss_covers() -> None:
+    asked = list[tuple[str, ...]]()
+    for balance in ("none", "global_batch", "sequence", "micro_batch"):
+        router = filled(Router(D, CHOICES[0], balance=balance, balance_coefficient=0.1))
+        router.summed = lambda values, over: asked.append(over) or values
+        router(drawn(B, S, D), POSITIONS, KEYS)
+        router.eval()(drawn(B, S, D), POSITIONS, KEYS)
+    assert asked == [("sequence",), ("sequence",)]
+
+
+def test_an_auxiliary_loss_is_scaled_as_the_models_loss_is() -> None:
+    x, weight = drawn(3).requires_grad_(), drawn(3, seed=1).requires_grad_()
+    (add_auxiliary(x, weight.square().sum(), torch.tensor(64.0)).sum() * 64).backward()
+    torch.testing.assert_close(weight.grad, 64 * 2 * weight.detach())
+    torch.testing.assert_close(x.grad, torch.full_like(x, 64))
+
+
+def test_evaluation_adds_no_loss_and_counts_nothing() -> None:
+    router = filled(Router(D, CHOICES[0], balance="sequence", balance_coefficient=1.0, z_coefficient=1.0)).eval()
+    _, gates = router(drawn(B, S, D), POSITIONS, KEYS)
+    torch.autograd.backward(gates, torch.zeros_like(gates))
+    assert not router.weight.grad.any()
+    assert not router.load.any()
+    assert not router.losses.any()
+
+
+# What is counted and learnt.
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recomputed_forward_pass_counts_once_and_gives_the_same_gradients(reentrant: bool) -> None:
+    found = []
+    for recompute in (False, True):
+        router = Router(D, CHOICES[0], balance="sequence", balance_coefficient=0.1, jitter=0.1)
+        moe = filled(MixtureOfExperts(router, D, F_, "swiglu"))
+        x = drawn(B, S, D).requires_grad_()
+        run = (lambda *a, m=moe: checkpoint(m, *a, use_reentrant=reentrant)) if recompute else moe
+        run(x, POSITIONS, KEYS).square().sum().backward()
+        found.append((router.load.clone(), router.losses.clone(), *(p.grad for p in moe.parameters()), x.grad))
+    assert float(found[0][0].sum()) == B * S * K
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_bias_moves_by_its_rate_towards_experts_below_the_mean_load() -> None:
+    router = Router(D, Choice(4, 2), bias_rate=0.25)
+    router.load.copy_(torch.tensor([7.0, 3, 5, 5]))
+    router.step_ended(torch.tensor(0.0))
+    assert router.bias.tolist() == [-0.25, 0.25, 0, 0]
+    router.step_ended(torch.tensor(1.0))
+    assert router.bias.tolist() == [-0.25, 0.25, 0, 0], "a skipped step leaves no trace"
+
+
+def test_the_last_load_is_that_of_the_last_step_that_was_not_skipped() -> None:
+    router = Router(D, Choice(4, 2), balance="global_batch", balance_coefficient=0.1)
+    router.load.copy_(torch.tensor([7.0, 3, 5, 5]))
+    router.step_ended(torch.tensor(0.0))
+    router.load.zero_()
+    router.step_ended(torch.tensor(1.0))
+    assert router.last_load.tolist() == [7, 3, 5, 5]
+
+
+# The mixture.
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_shared_experts_serve_every_token_beside_the_chosen_ones(gated: bool) -> None:
+    moe = filled(MixtureOfExperts(Router(D, CHOICES[0]), D, F_, "swiglu", shared_ffn_dim=4, shared_gate=gated)).eval()
+    x = drawn(B, S, D)
+    chosen, gates = (part.flatten(0, 1) for part in moe.router(x, POSITIONS, KEYS))
+    routed = reference(x.flatten(0, 1), chosen, gates, moe.experts.up, moe.experts.down).view_as(x)
+    gate, up = F.linear(x, moe.shared.up.weight).chunk(2, -1)
+    shared = F.linear(F.silu(gate) * up, moe.shared.down.weight)
+    weight = torch.sigmoid(x @ moe.shared_gate.weight[0])[..., None] if gated else 1.0
+    torch.testing.assert_close(moe(x, POSITIONS, KEYS), routed + weight * shared)
+
+
+def test_a_token_whose_choices_were_all_dropped_keeps_the_shared_part_only() -> None:
+    router = Router(D, Choice(E, 1))
+    moe = filled(MixtureOfExperts(router, D, F_, "gelu", capacity_factor=0.2, dropping="position")).eval()
+    with torch.no_grad():
+        router.weight.zero_()
+        router.weight[2] = 1.0
+    y = moe(drawn(B, S, D).abs(), POSITIONS, KEYS).flatten(0, 1)  # all choose expert 2, which has room for one
+    assert y[0].any()
+    assert not y[1:].any()
+
+
+def test_what_depends_on_the_layout_is_said() -> None:
+    said = {
+        balance: Router(D, CHOICES[0], balance=balance).varies
+        for balance in ("none", "micro_batch", "sequence", "global_batch")
+    }
+    assert {balance for balance, reason in said.items() if reason} == {"micro_batch"}
+    router = Router(D, CHOICES[0])
+    assert not MixtureOfExperts(router, D, F_, "gelu").varies
+    assert "dropped" in MixtureOfExperts(router, D, F_, "gelu", capacity_factor=1.0).varies
+
+
+def test_a_route_is_whatever_dispatch_and_combine_agree_on() -> None:
+    experts = filled(Experts(D, F_, 3, "gelu"))
+    seen = list[Route]()
+
+    def collected(rows: Tensor, gates: Tensor, route: Route) -> Tensor:
+        seen.append(route)
+        return rows[: len(gates)]
+
+    def kept(x: Tensor, chosen: Tensor, _: int) -> tuple[Tensor, Tensor, Route]:
+        return x, torch.tensor([len(x), 0, 0]), (chosen,)
+
+    experts.dispatch, experts.combine = kept, collected
+    chosen = torch.tensor([[0], [0]])
+    experts(drawn(2, D), chosen, drawn(2, 1))
+    assert seen[0][0] is chosen

@@ -75,10 +75,23 @@ def _build_model(run: Run) -> tuple[Model, Selection]:
     run.device = choose_device(run.config)
     with torch.device("meta"):
         model: Model = run.hooks.call.build_model(run=run)
+    _refuse_untaken_entries(run, model)
     model.place(run.mesh, run.hooks.call.split_model(run=run, model=model))
     model.keep_stage(run.mesh.index(run.rank, model.stages.axis))
     run.hooks.call.shard_model(run=run, model=model)
     return model, fill_slots(model, run, collect_offers(run, model))
+
+
+def _refuse_untaken_entries(run: Run, model: Model) -> None:
+    """A model that ignores which documents a sample is packed with would attend from one to the other."""
+    taken = {name for unit in model.plan.units for name in (*unit.inputs, *unit.optional)}
+    untaken = sorted(run.entries - taken)
+    if untaken:
+        (loader,), (owner,) = (run.hooks.implementers(hook) for hook in ("build_loader", "build_model"))
+        raise UsageError(
+            f"micro batches of {loader} have {listed(map(repr, untaken))}, which no unit of {owner} takes; "
+            f"let the data do without, or choose another model"
+        )
 
 
 def _refuse_cut_matrices(run: Run, model: Model) -> None:

@@ -45,6 +45,10 @@ class Loader(Stateful, Protocol):
         Entries: `tokens` [B, S], `labels` [B, S] (already shifted; -100 where there is no target), `positions`
         [1 or B, S] and `sample_ids` [B] (a sample's number in the global order). They are tensors on the CPU: the host
         moves them to the device. They stay as they are when the next micro batch is read, for the host holds several.
+
+        A loader that packs documents into samples says so by the hook `batch_entries`, and adds `document_lengths`
+        [B, M], int64, in their order in the sample: they add up to S, and zeros fill up to an M that is the same in
+        every micro batch. Whether positions begin anew with each document is the loader's choice.
         """
 
 

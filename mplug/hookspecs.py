@@ -58,6 +58,15 @@ def mesh_axes(config: "RunConfig") -> "list[Axis]":
     """The axes that a parallel strategy adds to the mesh. Called once, before torch is imported."""
 
 
+@at_most_one
+def batch_entries(config: "RunConfig") -> "tuple[str, ...] | None":
+    """The optional entries that the loader's micro batches will have: ('document_lengths',) where it packs samples.
+
+    Known before launch, so that a model that does not take them, or a kernel that cannot serve them, is refused then.
+    Called once, before torch is imported.
+    """
+
+
 @exactly_one
 def build_model(run: "Run") -> "Model":
     """The model and its plan, on the meta device: no memory, no random numbers."""

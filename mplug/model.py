@@ -1,7 +1,7 @@
 """A model as the host handles it: a module, its plan, its parameters' placements, and its slots."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -146,7 +146,8 @@ def run_units(module: nn.Module, units: Iterable[Unit], batch: Mapping[str, Tens
     for unit in units:
         part = module.get_submodule(unit.name)
         run = part if unit.method == "forward" else getattr(part, unit.method)  # a call, for the sake of forward hooks
-        outputs = run(*(values[name] for name in unit.inputs))
+        optional = {name: values[name] for name in unit.optional if name in values}
+        outputs = run(*(values[name] for name in unit.inputs), **optional)
         values |= zip(unit.outputs, outputs if isinstance(outputs, tuple) else (outputs,), strict=True)
     return values
 
@@ -154,11 +155,16 @@ def run_units(module: nn.Module, units: Iterable[Unit], batch: Mapping[str, Tens
 # Slots.
 
 
-def sites(module: nn.Module) -> Iterator[Site]:
-    """Every slot of every module, in order."""
+def sites(module: nn.Module, entries: Container[str] = ()) -> Iterator[Site]:
+    """Every slot of every module, in order, where micro batches have these optional entries."""
     for name, part in module.named_modules():
+        needs = getattr(part, "needs", _needs_nothing)
         for slot in getattr(type(part), "SLOTS", ()):
-            yield Site(role_of(name), slot, part, name)
+            yield Site(role_of(name), slot, part, name, needs(slot, entries))
+
+
+def _needs_nothing(slot: str, entries: Container[str]) -> frozenset[str]:
+    return frozenset()
 
 
 def role_of(name: str) -> str:
@@ -168,7 +174,7 @@ def role_of(name: str) -> str:
 
 def fill_slots(model: Model, run: "Run", offers: Iterable[Any]) -> Selection:
     """Select among offers and put the selected suppliers in place, wraps around them from inner to outer."""
-    selection = select(sites(model.module), offers, run.config.kernels, run)
+    selection = select(sites(model.module, run.entries), offers, run.config.kernels, run)
     built: dict[tuple[Any, ...], Callable[..., Any]] = {}
     for filled in selection.filled:
         attribute = filled.site.slot.rpartition(".")[2]

@@ -23,12 +23,14 @@ class Unit:
 
     `name` is the submodule's fully qualified name, and stays so after a split. `inputs` name the activations and batch
     entries that `method` takes, `outputs` the activations that it returns (one value, or a tuple in this order).
+    `optional` names entries that not every loader gives: where there are some, `method` gets them by their names.
     """
 
     name: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     method: str = "forward"
+    optional: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

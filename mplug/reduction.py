@@ -14,9 +14,12 @@ from mplug.model import Model, region
 from mplug.plan import Box
 from mplug.run import Run
 
+IN_PLACE = 1 << 18
+"""Elements from which on a gradient travels by itself; a flat copy of all would double their memory."""
+
 
 class Reduction:
-    """Sums over groups of ranks; the gradients of one group travel as one flat tensor."""
+    """Sums over groups of ranks; large gradients in place, the small ones of a group as one flat tensor."""
 
     def __init__(self, run: Run, model: Model, pieces: list[Piece]) -> None:
         self.run, self.done = run, model.sinks.reduced_over
@@ -50,7 +53,20 @@ class Reduction:
     def finish(self) -> None:
         """Sum what is partial still."""
         for group, views in self.sums:
-            flat = torch.cat([view.flatten() for view in views]).float()
-            dist.all_reduce(flat, group=group)
-            for view, total in zip(views, flat.split([view.numel() for view in views]), strict=True):
-                view.copy_(total.view_as(view))
+            under_way = [dist.all_reduce(view, group=group, async_op=True) for view in views if _goes_in_place(view)]
+            others = [view for view in views if not _goes_in_place(view)]
+            if others:
+                _sum_as_one(others, group)
+            for work in under_way:
+                work.wait()
+
+
+def _goes_in_place(view: Tensor) -> bool:
+    return view.numel() >= IN_PLACE and view.is_contiguous() and view.dtype == torch.float32
+
+
+def _sum_as_one(views: list[Tensor], group: dist.ProcessGroup | None) -> None:
+    flat = torch.cat([view.flatten() for view in views]).float()
+    dist.all_reduce(flat, group=group)
+    for view, total in zip(views, flat.split([view.numel() for view in views]), strict=True):
+        view.copy_(total.view_as(view))

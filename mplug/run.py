@@ -48,6 +48,8 @@ class Run:
     step: int = 0
     stop_requested: bool = False
     groups: "Groups | None" = None
+    entries: frozenset[str] = frozenset()
+    """The optional entries of the loader's micro batches."""
 
     def group(self, *axes: str) -> "ProcessGroup | None":
         """The process group of this rank along mesh axes; None where it is alone or no processes run yet.
@@ -128,7 +130,8 @@ def prepare(config: RunConfig, host_plugins: dict[str, object] | None = None, di
     mesh = Mesh.of(axes, math.prod(axis.size for axis in axes if "attention" in axis.views))
     _refuse_uneven_batch(config, mesh)
     _refuse_uneven_sequence(config, mesh)
-    return Run(config, hooks, mesh, device=config.trainer.device, directory=directory)
+    entries = frozenset(hooks.call.batch_entries(config=config) or ())
+    return Run(config, hooks, mesh, device=config.trainer.device, directory=directory, entries=entries)
 
 
 def _axes(hooks: Hooks, config: RunConfig) -> list[Axis]:

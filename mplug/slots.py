@@ -44,7 +44,9 @@ class Site:
     """One slot of one module of a model.
 
     `role` is the module's name with indices starred ('blocks.*.attn'): the sites of a role share one supplier.
-    `module` is the `mplug.nn` module, on the meta device. `needs` are what the selected wraps ask of the supplier.
+    `module` is the `mplug.nn` module, on the meta device. `needs` are what a supplier must offer beyond the plain case:
+    for the module's sake ('document_lengths', where micro batches have them; 'full attention') and for that of the
+    selected wraps ('log-sum-exp').
     """
 
     role: str
@@ -55,8 +57,13 @@ class Site:
 
     @property
     def not_offered(self) -> str:
-        """The reason of a supplier that has nothing of what the wraps ask for; empty where they ask for nothing."""
-        return f"it does not offer {', '.join(sorted(self.needs))}" if self.needs else ""
+        """The reason of a supplier that offers nothing beyond the plain case; empty where nothing is needed."""
+        return self.lacking(())
+
+    def lacking(self, offered: Iterable[str]) -> str:
+        """The reason of a supplier that offers so much beyond the plain case; empty where that is enough."""
+        missing = self.needs.difference(offered)
+        return f"it does not offer {', '.join(sorted(missing))}" if missing else ""
 
 
 Supports = Callable[[Site, "Run"], bool | str]
@@ -104,7 +111,8 @@ class Wrap:
     `needs` are capabilities that the inner supplier must have (its `supports` is asked, as `site.needs`). Wraps of one
     slot are applied from the smallest `layer` outwards: 100 is for who divides weights, and so sees a slot's tensors
     as the weights make them; 50 for who moves them between ranks whole; 0 for who calls the supplier part by part.
-    A slot that does not exist is a ValueError.
+    `note` says in a word how it goes about it, where it could in several ways. A slot that does not exist is a
+    ValueError.
     """
 
     slot: str
@@ -113,9 +121,15 @@ class Wrap:
     needs: frozenset[str] = frozenset()
     supports: Supports = _always
     plugin: str = ""
+    note: str = ""
 
     def __post_init__(self) -> None:
         _refuse_unknown([self.slot])
+
+    @property
+    def told(self) -> str:
+        """The plugin's label and the note: 'parallel/NAME (ring)'."""
+        return f"{self.plugin} ({self.note})" if self.note else self.plugin
 
 
 @dataclass(frozen=True)
@@ -175,7 +189,7 @@ def select(sites: Iterable[Site], offers: Iterable[Offer | Wrap], kernels: "Kern
     selection = Selection()
     for site in sites:
         around, unmet = _wraps_of(site, wraps, run)
-        site = replace(site, needs=frozenset().union(*(wrap.needs for wrap in around)))
+        site = replace(site, needs=site.needs.union(*(wrap.needs for wrap in around)))
         supplier, reasons = _supplier_of(site, suppliers, kernels, run)
         selection.filled.append(Filled(site, supplier, around))
         selection.unmet += [*unmet, *reasons]
@@ -251,9 +265,14 @@ def _supplier_of(
     unmet = [Unmet(offer.plugin, site, answer) for offer, answer in answers if isinstance(answer, str)]
     if named and kind in kernels.kinds and not _supplies(kind, [offer for offer in suppliers if offer.plugin == named]):
         unmet.append(Unmet(named, site, f"it supplies no slot of the kind '{kind}' alone"))
-    if not unmet and site.needs:
-        unmet.append(Unmet(PLAIN, site, site.not_offered))
+    if not unmet and (lacking := site.lacking(_offered_in_plain_torch(site))):
+        unmet.append(Unmet(PLAIN, site, lacking))
     return None, unmet
+
+
+def _offered_in_plain_torch(site: Site) -> frozenset[str]:
+    default = getattr(site.module, site.slot.rpartition(".")[2], None)
+    return getattr(default, "offers", frozenset())
 
 
 def _supplies(kind: str, offers: list[Offer]) -> bool:

@@ -513,7 +513,7 @@ def test_a_kernel_may_fill_a_slot_and_the_wider_one_around_it_and_the_default_on
 
 
 def run_with(kernels: Kernels) -> Any:
-    return SimpleNamespace(config=SimpleNamespace(kernels=kernels))
+    return SimpleNamespace(config=SimpleNamespace(kernels=kernels), entries=frozenset())
 
 
 def recording(plugin: str, layer: int, slot: str, built: list[str]) -> Wrap:

@@ -364,7 +364,7 @@ def test_a_kernel_that_cannot_serve_is_refused_with_its_reason_and_those_that_wo
 
 def test_what_a_wrap_needs_is_asked_of_every_kernel(cli: Cli, installed: Path, tiny: list[str]) -> None:
     result = cli("explain", *tiny, "--set", "extensions.ring={}", path=installed)
-    assert_refused(result, "kernels/sdpa", "log-sum-exp", "; verbose would do", "kernels.attention=verbose")
+    assert_refused(result, "kernels/sdpa", "largest scores", "; verbose would do", "kernels.attention=verbose")
 
 
 def test_a_kernel_that_does_not_answer_in_time_is_none_that_would_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ def command(rank: int, **options: Any) -> None:
     for title, text in (
         ("Mesh", _mesh(run)),
         ("Plugins", _plugins(run)),
-        ("Units", _units(model)),
+        ("Units", _units(run, model)),
         ("Slots", _slots(run, model)),
         (f"Parameters of rank {rank}", _placements(model, rank)),
         (f"Bytes of rank {rank}", _bytes(run, model)),
@@ -77,7 +77,7 @@ def _grouped(names: list[str]) -> dict[str, list[str]]:
     return groups
 
 
-def _units(model: "Model") -> str:
+def _units(run: "Run", model: "Model") -> str:
     rows = []
     for stage, names in enumerate(model.stages.units):
         for members in _grouped(list(names)).values():
@@ -88,16 +88,15 @@ def _units(model: "Model") -> str:
                 if any(name.startswith(f"{member}.") for member in members)
             )
             which = members[0] if len(members) == 1 else f"{members[0]} to {members[-1].rpartition('.')[2]}"
-            rows.append(
-                (stage, which, len(members), ", ".join(unit.inputs), ", ".join(unit.outputs), f"{parameters:,}")
-            )
+            takes = (*unit.inputs, *(name for name in unit.optional if name in run.entries))
+            rows.append((stage, which, len(members), ", ".join(takes), ", ".join(unit.outputs), f"{parameters:,}"))
     return table(("STAGE", "UNITS", "COUNT", "TAKES", "GIVES", "PARAMETERS"), rows)
 
 
 def _slots(run: "Run", model: "Model") -> str:
     groups: dict[tuple[str, ...], int] = {}
     for filled in model.slots:
-        wraps = ", ".join(wrap.plugin for wrap in filled.wraps) or "-"
+        wraps = ", ".join(wrap.told for wrap in filled.wraps) or "-"
         key = (filled.site.role, filled.site.slot, filled.told(run), wraps)
         groups[key] = groups.get(key, 0) + 1
     return table(("SITE", "COUNT", "SLOT", "SUPPLIER", "WRAPS"), [(key[0], n, *key[1:]) for key, n in groups.items()])

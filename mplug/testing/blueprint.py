@@ -163,6 +163,12 @@ def _require_chain(model: Model, units: tuple[Unit, ...], ends: tuple[str, ...])
                 f"unit '{unit.name}' takes '{name}', which is neither an entry of the plan's context nor an output of "
                 f"a unit before it{suggest(name, known)}",
             )
+        for name in unit.optional:
+            require(
+                name in model.plan.context,
+                f"unit '{unit.name}' may take '{name}', whose axes the plan's context does not name"
+                f"{suggest(name, model.plan.context)}",
+            )
         for name in unit.outputs:
             require(
                 name in model.plan.activations,

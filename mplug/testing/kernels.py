@@ -23,7 +23,9 @@ from mplug.testing.harness import difference, tiny_run, train_steps
 from mplug.testing.suite import Fault, PluginSuite, naming_failures, require, smoke
 
 if TYPE_CHECKING:
+    from mplug.nn.parts import AttentionParts
     from mplug.run import Run
+    from mplug.testing.capabilities import Setting
     from mplug.testing.kernel_cases import Case
     from mplug.testing.trials import Trial
 
@@ -50,7 +52,7 @@ class KernelSuite(PluginSuite):
     error_factor: ClassVar[float] = 4.0
     deterministic: ClassVar[bool] = True
     compiles: ClassVar[bool] = True
-    capabilities: ClassVar[tuple[str, ...]] = ("log-sum-exp",)
+    capabilities: ClassVar[tuple[str, ...]] = ("log-sum-exp", "document_lengths", "full attention")
 
     @classmethod
     def naming(cls) -> dict[str, Any]:
@@ -68,11 +70,37 @@ class KernelSuite(PluginSuite):
             metafunc.parametrize("dtype", self.dtypes)
 
     def check_capability(self, need: str, site: Site, offer: Offer) -> None:
-        """Raise Fault unless the offer has a capability that it grants to a site: the author's to write."""
-        raise Fault(
-            f"its supports says True to a site that needs '{need}', and nothing shows that it has that; "
-            f"let it say otherwise, or override check_capability"
-        )
+        """Raise Fault unless the offer has a capability that it grants to a site.
+
+        Those of attention are checked here; others are the author's to write.
+        """
+        from mplug.testing.capabilities import documents_fault, full_fault
+
+        core = offer.suppliers[site.slot]
+        if need == "log-sum-exp" and hasattr(core, "parts"):
+            found = self._parts_fault(core.parts, site, offer)
+        elif need == "document_lengths":
+            found = documents_fault(core, self._setting(site))
+        elif need == "full attention":
+            found = full_fault(core, self._setting(site))
+        else:
+            found = "nothing shows that it has that; let it say otherwise, or override check_capability"
+        require(not found, f"its supports says True to a site that needs '{need}', and {found}")
+
+    def _parts_fault(self, parts: "AttentionParts", site: Site, offer: Offer) -> str:
+        from mplug.testing.capabilities import parts_fault
+
+        run, _ = self._offered()
+        packed = offer.supports(replace(site, needs=site.needs | {"document_lengths"}), run) is True
+        return parts_fault(parts, self._setting(site), packed)
+
+    def _setting(self, site: Site) -> "Setting":
+        from mplug.build import DTYPES
+        from mplug.testing.capabilities import Setting
+
+        run, _ = self._offered()
+        heads = (site.module.num_heads, site.module.num_kv_heads, site.module.head_dim)
+        return Setting(*heads, DTYPES[self.dtypes[0]], run.device)
 
     # What it offers.
 

@@ -64,7 +64,20 @@ def malformed(batch: "MicroBatch", length: int) -> str:
             return f"'{name}' is {tensor.dtype}; it holds signed integers"
         if tensor.device.type != "cpu":
             return f"'{name}' is on '{tensor.device}'; a loader's micro batches are on the CPU, and the host moves them"
-    return "" if batch["labels"].dtype.itemsize == 8 else f"'labels' are {batch['labels'].dtype}; a loss takes int64"
+    if batch["labels"].dtype.itemsize != 8:
+        return f"'labels' are {batch['labels'].dtype}; a loss takes int64"
+    return _unmeasured(batch["document_lengths"], size, length) if "document_lengths" in batch else ""
+
+
+def _unmeasured(lengths: "Tensor", size: int, length: int) -> str:
+    """Lengths of documents that are not those of samples of `length` tokens."""
+    told = f"'document_lengths' {tuple(lengths.shape)}, {lengths.dtype},"
+    if lengths.dim() != 2 or len(lengths) != size or lengths.is_floating_point() or lengths.dtype.itemsize != 8:
+        return f"{told} must be [B, M] and int64, here with B={size}"
+    if bool((lengths < 0).any()):
+        return f"{told} hold {int(lengths.min())}; a document has tokens, and zeros fill up"
+    wrong = [total for total in lengths.sum(dim=1).tolist() if total != length]
+    return f"{told} add up to {wrong[0]} in a sample of {length} tokens; every token is in a document" if wrong else ""
 
 
 def out_of_range(batch: "MicroBatch", vocab_size: int) -> str:

@@ -7,8 +7,9 @@ import pytest
 import torch
 from mplug_mock import Mock
 
-from mplug import MapLoader, Mesh
+from mplug import MapLoader, Mesh, UsageError
 from mplug.testing import DataSuite
+from mplug.testing.harness import tiny_run
 
 S, V = 16, 50
 
@@ -18,13 +19,19 @@ class TestMock(DataSuite):
     splits_are_disjoint = False
 
 
+class TestMockOfPackedSamples(DataSuite):
+    plugin = "mock"
+    settings = {"data.documents": 3}
+    splits_are_disjoint = False
+
+
 def run(seed: int = 1) -> Any:
     config = SimpleNamespace(trainer=SimpleNamespace(seq_length=S, seed=seed), model=SimpleNamespace(vocab_size=V))
     return SimpleNamespace(config=config, mesh=Mesh.of([], 1), rank=0, micro_batch_size=2)
 
 
-def loader(on: Any = None, vocab_size: int | None = None) -> MapLoader:
-    return Mock(Mock.Config(vocab_size=vocab_size)).build_loader(on or run())
+def loader(on: Any = None, vocab_size: int | None = None, documents: int = 1) -> MapLoader:
+    return Mock(Mock.Config(vocab_size=vocab_size, documents=documents)).build_loader(on or run())
 
 
 @pytest.mark.parametrize(("vocab_size", "expected"), [(None, V), (3, 3), (1, 1)])
@@ -47,3 +54,39 @@ def test_reading_leaves_torchs_own_generator_alone() -> None:
     before = torch.get_rng_state()
     list(loader().take(4))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+# Packed samples.
+
+
+@pytest.mark.parametrize("documents", [2, 5, S])
+def test_documents_have_positions_and_targets_of_their_own(documents: int) -> None:
+    plain = list(loader().take(40))
+    for batch, alone in zip(loader(documents=documents).take(40), plain, strict=True):
+        assert torch.equal(batch["tokens"], alone["tokens"])
+        assert batch["document_lengths"].shape == (2, documents)
+        for row, lengths in enumerate(batch["document_lengths"].tolist()):
+            assert sum(lengths) == S
+            assert min(lengths) >= 1
+            labels = alone["labels"][row].clone()
+            for end in torch.tensor(lengths).cumsum(0):
+                labels[end - 1] = -100
+            assert torch.equal(batch["labels"][row], labels)
+            assert batch["positions"][row].tolist() == [p for length in lengths for p in range(length)]
+
+
+def test_every_way_to_cut_a_sample_comes_about_as_often() -> None:
+    lengths = torch.cat([batch["document_lengths"] for batch in loader(documents=2).take(3000)])
+    shares = torch.bincount(lengths[:, 0], minlength=S)[1:].double() / len(lengths)
+    assert len(shares) == S - 1
+    assert float((shares - 1 / (S - 1)).abs().max()) <= 5 * (1 / (S - 1) / len(lengths)) ** 0.5
+
+
+def test_it_says_beforehand_that_it_packs() -> None:
+    assert tiny_run({"data.documents": 3}).entries == {"document_lengths"}
+    assert tiny_run({}).entries == frozenset()
+
+
+def test_more_documents_than_tokens_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"data\.documents=17 do not fit into trainer\.seq_length=16"):
+        tiny_run({"data.documents": 17})

@@ -1,6 +1,7 @@
 """Flash: which version it chooses, what it refuses, and what it calls. Its numbers are a GPU's to show."""
 
 import sys
+from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from warnings import catch_warnings
@@ -17,7 +18,9 @@ from torch import Tensor
 from mplug import Offer, Site
 from mplug.cli import main
 from mplug.nn.attention import attention
+from mplug.nn.parts import PLAIN_PARTS, parts_of
 from mplug.testing import KernelSuite
+from mplug.testing.capabilities import Setting, documents_fault, full_fault, parts_fault
 from mplug.testing.harness import train_steps
 from mplug.testing.precision import Heads, attention_errors
 
@@ -104,7 +107,7 @@ def test_where_none_is_installed_it_says_what_to_install(monkeypatch: pytest.Mon
     [
         (site(), run("cpu"), ("CUDA", "on the CPU")),
         (site(), run(precision="fp32"), ("bf16", "trainer.precision")),
-        (site(needs=("log-sum-exp",)), run(), ("does not offer log-sum-exp",)),
+        (site(needs=("biases",)), run(), ("does not offer biases",)),
         (site(head_dim=20), run(), ("flash-attn-4", "64 to 128", "20")),
         (site(dropout=0.1), run(), ("flash-attn-4", "no dropout", "0.1")),
     ],
@@ -235,6 +238,88 @@ def test_the_fourth_version_is_an_operator_as_torch_wants_one() -> None:
     with catch_warnings(action="ignore"):
         torch.library.opcheck(forward, (q, k, v, 0.3, False))
         torch.library.opcheck(backward, (drawn(2, 5, 4, 8), q, k, v, output, sums, 0.3, True))
+
+
+class FakeOfStretches(Fake):
+    """The same functions, full or causal, of stretches of a long row of tokens, too."""
+
+    def _flash_attn_fwd(self, q: Tensor, k: Tensor, v: Tensor, **named: Any) -> tuple[Any, ...]:
+        self.calls.append(("forward", {name: type(value) for name, value in named.items()}))
+        how = {"scale": named["softmax_scale"], "causal": named["causal"]}
+        if "cu_seqlens_q" not in named:
+            return *PLAIN_PARTS.forward(q, k, v, **how), None, None, None
+        found = [PLAIN_PARTS.forward(q[i][None], *(x[j][None] for x in (k, v)), **how) for i, j in _stretches(named)]
+        return torch.cat([output[0] for output, _ in found]), torch.cat([sums[0] for _, sums in found], 1), None
+
+    def _flash_attn_bwd(self, q: Tensor, k: Tensor, v: Tensor, *others: Tensor, **named: Any) -> tuple[Tensor, ...]:
+        output, gradient, sums = others
+        into = [named[name] for name in ("dq", "dk", "dv")]
+        how = {"scale": named["softmax_scale"], "causal": named["causal"]}
+        if "cu_seqlens_q" not in named:
+            found = PLAIN_PARTS.backward(gradient, q, k, v, output, sums, **how)
+        else:
+            parts = [
+                PLAIN_PARTS.backward(*(x[None] for x in (gradient[i], q[i], k[j], v[j], output[i], sums[:, i])), **how)
+                for i, j in _stretches(named)
+            ]
+            found = tuple(torch.cat([one[0] for one in each]) for each in zip(*parts, strict=True))  # type: ignore[assignment]
+        for place, gradients in zip(into, found, strict=True):
+            place.copy_(gradients)
+        return tuple(into)
+
+
+def _stretches(named: dict[str, Any]) -> list[tuple[slice, slice]]:
+    begins = [named[name].tolist() for name in ("cu_seqlens_q", "cu_seqlens_k")]
+    assert all(named[name].dtype == torch.int32 for name in ("cu_seqlens_q", "cu_seqlens_k"))
+    return [(slice(a, b), slice(c, d)) for (a, b), (c, d) in zip(*(pairwise(x) for x in begins), strict=True)]
+
+
+@pytest.fixture
+def fake_of_stretches(monkeypatch: pytest.MonkeyPatch) -> FakeOfStretches:
+    module = FakeOfStretches()
+    for name in ("flash_attn", "flash_attn.cute"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module
+
+
+@pytest.mark.usefixtures("fake_of_stretches")
+@pytest.mark.parametrize("heads", [(4, 4, 8), (4, 1, 8)])
+def test_the_fourth_version_keeps_to_documents_and_computes_parts(heads: tuple[int, int, int]) -> None:
+    setting, call = Setting(*heads, torch.float32, "cpu"), core(4, False)
+    with catch_warnings(action="ignore"):
+        assert full_fault(call, setting) == ""
+        assert documents_fault(call, setting) == ""
+    assert parts_fault(parts_of(call), setting, packed=True) == ""
+
+
+def test_only_the_fourth_version_computes_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    needing = site(needs=("log-sum-exp", "document_lengths"))
+    machine(monkeypatch, (4, 2))
+    assert chosen(needing, run()) == "flash-attn-4"
+    machine(monkeypatch, (3,))
+    assert refusal(needing, run()) == "flash-attn-3 cannot serve: it does not offer log-sum-exp"
+    assert chosen(site(needs=("document_lengths", "full attention")), run()) == "flash-attn-3"
+
+
+@pytest.mark.parametrize(("version", "module"), [(3, "flash_attn_interface"), (2, "flash_attn")])
+def test_older_versions_are_told_where_documents_begin(
+    monkeypatch: pytest.MonkeyPatch, version: int, module: str
+) -> None:
+    heard: list[tuple[Any, ...]] = []
+
+    def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, *where: Any, **named: Any) -> Tensor:
+        heard.append((q.shape, k.shape, *where, named["causal"]))
+        return q
+
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
+    packed, lengths = drawn(2, 5, 8, 8), torch.tensor([[2, 3, 0], [1, 1, 3]])
+    q, k, v = packed.split((4, 2, 2), dim=2)
+    assert torch.equal(core(version, False)(q, k, v, scale=0.3, document_lengths=lengths), q)
+    of_q, of_k, begins, same, *longest = heard[0]
+    assert (of_q, of_k, longest) == ((10, 4, 8), (10, 2, 8), [5, 5, True])
+    assert begins is same
+    assert begins.tolist() == [0, 2, 5, 5, 6, 7, 10]
 
 
 @pytest.mark.parametrize(("version", "module"), [(3, "flash_attn_interface"), (2, "flash_attn")])

@@ -10,11 +10,13 @@ import torch
 from click.testing import CliRunner
 from mplug_sdpa import SDPA
 from mplug_sdpa.attention import CORES, OPERATORS
+from mplug_sdpa.limits import OFFERED
 
 from mplug import Offer, Site
 from mplug.cli import main
 from mplug.nn.attention import attention
 from mplug.testing import KernelSuite
+from mplug.testing.capabilities import Setting, documents_fault, full_fault, parts_fault
 from mplug.testing.precision import Heads, attention_errors
 
 BACKENDS = ("cudnn", "flash", "efficient", "math")
@@ -84,6 +86,33 @@ def test_it_speaks_up_on_dropout_because_its_mask_depends_on_the_layout() -> Non
     for offer in offers():
         assert offer.varies(site(), run()) == ""
         assert "dropout" in offer.varies(site(dropout=0.1), run())
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("needs", "device", "precision", "expected"),
+    [
+        (("log-sum-exp",), "cuda", "bf16", "cuDNN"),
+        (("full attention",), "cuda", "bf16", "cuDNN"),
+        (("document_lengths",), "cuda", "bf16", "torch's flash attention"),
+        (("document_lengths", "log-sum-exp"), "cuda", "bf16", "torch's flash attention"),
+        (("log-sum-exp",), "cuda", "fp32", "torch's matrix products"),
+        (("document_lengths", "log-sum-exp"), "cpu", "fp32", "torch's matrix products"),
+        (("document_lengths",), "cpu", "fp32", "torch's choice"),
+    ],
+)
+def test_what_a_site_needs_decides_what_serves_it(
+    needs: tuple[str, ...], device: str, precision: str, expected: str
+) -> None:
+    assert chosen(site(needs=needs), run(device, precision)) == expected
+
+
+@pytest.mark.usefixtures("hopper")
+def test_documents_on_a_gpu_are_refused_in_fp32_with_the_reason() -> None:
+    (answer,) = (one for one in reasons(site(needs=("document_lengths",)), run(precision="fp32"), "auto") if one)
+    assert "does not offer document_lengths, but for torch's flash attention, which computes in bf16" in str(answer)
+    (answer,) = reasons(site(needs=("document_lengths",)), run(), "cudnn")
+    assert answer == "it does not offer document_lengths"
 
 
 # What it chooses.
@@ -281,3 +310,20 @@ def test_each_backend_is_within_the_bf16_band_of_the_composition_in_fp64(
         errors = attention_errors(core, heads, "cuda")
     for name, (error, usual) in errors.items():
         assert error <= min(1e-2, 2 * usual), f"{name} is off by {error:.2e}; plain torch in bf16 by {usual:.2e}"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
+@pytest.mark.parametrize("heads", [(8, 8, 64), (8, 2, 128)], ids=["64 wide", "grouped"])
+@pytest.mark.parametrize("backend", ["cudnn", "flash", "math"])
+def test_parts_and_documents_on_a_gpu_are_those_of_the_composition_in_fp64(
+    backend: str, heads: tuple[int, int, int]
+) -> None:
+    (supports,) = reasons(site(head_dim=heads[2]), run(), backend)
+    if supports is not True:
+        pytest.skip(str(supports))
+    setting, offered, core = Setting(*heads, torch.bfloat16, "cuda"), OFFERED[backend], CORES[backend]
+    assert full_fault(core, setting) == ""
+    assert parts_fault(core.parts, setting, packed="document_lengths" in offered) == ""  # type: ignore[attr-defined]
+    if "document_lengths" in offered:
+        assert documents_fault(core, setting) == ""

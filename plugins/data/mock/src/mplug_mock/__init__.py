@@ -4,10 +4,10 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from mplug import MapLoader, hookimpl
+from mplug import MapLoader, UsageError, hookimpl
 
 if TYPE_CHECKING:
-    from mplug import Run
+    from mplug import Run, RunConfig
 
 
 class Mock:
@@ -19,29 +19,38 @@ class Mock:
         model_config = ConfigDict(extra="forbid", frozen=True)
 
         vocab_size: int | None = Field(None, ge=1, description="tokens are below it; null: the model's vocabulary")
+        documents: int = Field(
+            1,
+            ge=1,
+            description="documents that each sample is packed with, of random lengths; 1: a sample is not packed",
+        )
 
     def __init__(self, config: Config) -> None:
         self.config = config
 
     @hookimpl
+    def configure(self, config: "RunConfig") -> None:
+        """A document has a token at least."""
+        if self.config.documents > config.trainer.seq_length:
+            raise UsageError(
+                f"data.documents={self.config.documents} do not fit into trainer.seq_length={config.trainer.seq_length}"
+            )
+
+    @hookimpl
+    def batch_entries(self) -> tuple[str, ...]:
+        """The lengths of documents, where samples are packed with several."""
+        return ("document_lengths",) if self.config.documents > 1 else ()
+
+    @hookimpl
     def build_loader(self, run: "Run") -> MapLoader:
         """Both splits are the same noise."""
-        import torch
+        from mplug_mock.samples import reader
 
         trainer = run.config.trainer
         vocab_size = self.config.vocab_size or run.config.model.vocab_size
-        positions = torch.arange(trainer.seq_length)[None]
-
-        def read(sample_ids: range) -> dict[str, torch.Tensor]:
-            generator = torch.Generator()
-            rows = []
-            for number in sample_ids:
-                generator.manual_seed(hash((trainer.seed, number)))
-                rows.append(torch.randint(vocab_size, (trainer.seq_length + 1,), generator=generator))
-            windows = torch.stack(rows)  # [B, S + 1]
-            ids = torch.tensor(list(sample_ids))
-            return {"tokens": windows[:, :-1], "labels": windows[:, 1:], "positions": positions, "sample_ids": ids}
-
         return MapLoader(
-            read, vocab_size=vocab_size, shard=run.mesh.batch_shard(run.rank), micro_batch_size=run.micro_batch_size
+            reader(trainer.seed, vocab_size, trainer.seq_length, self.config.documents),
+            vocab_size=vocab_size,
+            shard=run.mesh.batch_shard(run.rank),
+            micro_batch_size=run.micro_batch_size,
         )

@@ -1,15 +1,30 @@
-"""The suppliers, one a version. B batch, S sequence, H query heads, G KV heads, K head dim."""
+"""The suppliers, one a version. B batch, S sequence, H query heads, G KV heads, K head dim, M documents of a sample."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from torch import Tensor
 
+from mplug.nn.parts import with_parts
 from mplug_flash import fourth
+from mplug_flash.fourth import FourthParts, begins
 
-Compute = Callable[[Tensor, Tensor, Tensor, float, float, bool], Tensor]
-"""(q [B, S, H, K], k and v [B, S, G, K], scale, dropout, deterministic) -> [B, S, H, K]."""
+
+@dataclass(frozen=True)
+class How:
+    """What a call asks for beside its tensors; `lengths` [B, M] are of the documents that samples are packed with."""
+
+    scale: float
+    dropout: float
+    deterministic: bool
+    causal: bool
+    lengths: Tensor | None
+
+
+Compute = Callable[[Tensor, Tensor, Tensor, How], Tensor]
+"""(q [B, S, H, K], k and v [B, S, G, K], how) -> [B, S, H, K]."""
 
 
 @cache
@@ -26,34 +41,45 @@ def core(version: int, deterministic: bool) -> Callable[..., Tensor]:
         dropout: float = 0.0,
         keys: Tensor | None = None,
         first_head: int = 0,
+        document_lengths: Tensor | None = None,
+        causal: bool = True,
     ) -> Tensor:
-        """Causal attention: q [B, S, H, K], k and v [B, S, G, K] -> [B, S, H, K], contiguous.
+        """Attention: q [B, S, H, K], k and v [B, S, G, K] -> [B, S, H, K], contiguous.
 
         Dropout draws from torch's own generator, not from `keys` and `first_head`. Other lengths of keys than of
         queries are a ValueError: flash-attn's mask would end with the last key, not begin with the first.
         """
         if q.shape[1] != k.shape[1]:
             raise ValueError(f"{q.shape[1]} queries and {k.shape[1]} keys: flash-attn's causal mask needs as many")
-        return compute(q, k, v, scale, dropout, deterministic)
+        return compute(q, k, v, How(scale, dropout, deterministic, causal, document_lengths))
 
-    return attention
-
-
-def _fourth(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float, deterministic: bool) -> Tensor:
-    return fourth.attention(q, k, v, scale, deterministic)
+    return with_parts(attention, FourthParts(deterministic)) if version == 4 else attention
 
 
-def _third(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float, deterministic: bool) -> Tensor:
-    from flash_attn_interface import flash_attn_func
-
-    return _output(flash_attn_func(q, k, v, softmax_scale=scale, causal=True, deterministic=deterministic))
+def _fourth(q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:
+    return fourth.attention(q, k, v, how.scale, how.deterministic, how.causal, how.lengths)
 
 
-def _second(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float, deterministic: bool) -> Tensor:
-    from flash_attn import flash_attn_func
+def _third(q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:
+    import flash_attn_interface as library
 
-    more = {"dropout_p": dropout, "deterministic": deterministic}
-    return _output(flash_attn_func(q, k, v, softmax_scale=scale, causal=True, **more))
+    return _computed(library, q, k, v, how, {})
+
+
+def _second(q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:
+    import flash_attn as library
+
+    return _computed(library, q, k, v, how, {"dropout_p": how.dropout})
+
+
+def _computed(library: Any, q: Tensor, k: Tensor, v: Tensor, how: How, more: dict[str, Any]) -> Tensor:
+    more |= {"softmax_scale": how.scale, "causal": how.causal, "deterministic": how.deterministic}
+    if how.lengths is None:
+        return _output(library.flash_attn_func(q, k, v, **more))
+    where, longest = begins(how.lengths), q.shape[1]
+    rows = [x.flatten(0, 1) for x in (q, k, v)]
+    output = _output(library.flash_attn_varlen_func(*rows, where, where, longest, longest, **more))
+    return output.unflatten(0, q.shape[:2])
 
 
 def _output(given: Any) -> Tensor:

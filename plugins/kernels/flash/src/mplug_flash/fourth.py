@@ -1,29 +1,39 @@
 """flash-attn-4 as operators of torch, which it is not by itself: so a compiler keeps each as one node of its graph.
 
-B batch, S sequence, H query heads, G KV heads, K head dim. No window is named: flash-attn-4 takes one that is given as
-(-1, 0), the spelling of older versions for a causal mask, for another mask, and says nothing.
+B batch, S queries, T keys, H query heads, G KV heads, K head dim, N stretches. No window is named: flash-attn-4 takes
+one that is given as (-1, 0), the spelling of older versions for a causal mask, for another mask, and says nothing.
+Stretches are told to it as one long row of all samples' tokens, [B S, H, K], and where each begins.
 """
+
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
 from mplug.nn import fake, operator
+from mplug.nn.parts import Lengths
 
 
 @operator("mplug_flash::forward")
-def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, deterministic: bool) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    deterministic: bool,
+    causal: bool = True,
+    document_lengths: Optional[Tensor] = None,  # noqa: UP045 (torch reads it)
+) -> tuple[Tensor, Tensor]:
     """q [B, S, H, K], k and v [B, S, G, K], any strides -> (output [B, S, H, K], log-sum-exp [B, H, S] in fp32).
 
     `deterministic` is for backward; forward is always.
     """
-    from flash_attn.cute.interface import _flash_attn_fwd
-
-    output, sums, *_ = _flash_attn_fwd(q, k, v, softmax_scale=scale, causal=True, return_lse=True)
-    return output, sums
+    lengths = None if document_lengths is None else (document_lengths, document_lengths)
+    return compute(q, k, v, scale, causal, lengths)
 
 
 @fake("mplug_flash::forward")
-def _(q: Tensor, k: Tensor, v: Tensor, scale: float, deterministic: bool) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     b, s, h, _ = q.shape
     return q.new_empty(q.shape), q.new_empty((b, h, s), dtype=torch.float32)
 
@@ -38,27 +48,16 @@ def backward(
     sums: Tensor,
     scale: float,
     deterministic: bool,
+    causal: bool = True,
+    document_lengths: Optional[Tensor] = None,  # noqa: UP045 (torch reads it)
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of the output [B, S, H, K] -> those of q [B, S, H, K], k and v [B, S, G, K]."""
-    from flash_attn.cute.interface import _flash_attn_bwd
-
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    named = {"softmax_scale": scale, "causal": True, "deterministic": deterministic}
-    _flash_attn_bwd(q, k, v, output, gradient, sums, **named, dq=dq, dk=dk, dv=dv)
-    return dq, dk, dv
+    lengths = None if document_lengths is None else (document_lengths, document_lengths)
+    return differentiate(gradient, q, k, v, output, sums, scale, causal, lengths, deterministic)
 
 
 @fake("mplug_flash::backward")
-def _(
-    gradient: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    output: Tensor,
-    sums: Tensor,
-    scale: float,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -66,18 +65,121 @@ class _Attention(torch.autograd.Function):
     """Both operators as one function that is differentiated; nothing here differentiates the log-sum-exp."""
 
     @staticmethod
-    def forward(ctx, q, k, v, scale, deterministic):  # type: ignore[no-untyped-def]
-        output, sums = forward(q, k, v, scale, deterministic)
-        ctx.save_for_backward(q, k, v, output, sums)
-        ctx.scale, ctx.deterministic = scale, deterministic
+    def forward(ctx, q, k, v, scale, deterministic, causal, document_lengths):  # type: ignore[no-untyped-def]
+        output, sums = forward(q, k, v, scale, deterministic, causal, document_lengths)
+        ctx.save_for_backward(q, k, v, output, sums, document_lengths)
+        ctx.scale, ctx.deterministic, ctx.causal = scale, deterministic, causal
         return output
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        return *backward(gradient, *ctx.saved_tensors, ctx.scale, ctx.deterministic), None, None
+        *saved, document_lengths = ctx.saved_tensors
+        of_inputs = backward(gradient, *saved, ctx.scale, ctx.deterministic, ctx.causal, document_lengths)
+        return *of_inputs, None, None, None, None
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, deterministic: bool) -> Tensor:
-    """q [B, S, H, K], k and v [B, S, G, K] -> [B, S, H, K], differentiable."""
-    output: Tensor = _Attention.apply(q, k, v, scale, deterministic)  # type: ignore[no-untyped-call]
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    deterministic: bool,
+    causal: bool = True,
+    document_lengths: Tensor | None = None,
+) -> Tensor:
+    """q [B, S, H, K], k and v [B, S, G, K] -> [B, S, H, K], differentiable; document lengths [B, M]."""
+    output: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
+        q, k, v, scale, deterministic, causal, document_lengths
+    )
     return output
+
+
+def compute(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, lengths: Lengths | None
+) -> tuple[Tensor, Tensor]:
+    """q [B, S, H, K], k and v [B, T, G, K] -> (output [B, S, H, K], log-sum-exp [B, H, S])."""
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    named = {"softmax_scale": scale, "causal": causal, "return_lse": True}
+    if lengths is None:
+        output, sums, *_ = _flash_attn_fwd(q, k, v, **named)
+        return output, sums
+    output, sums, *_ = _flash_attn_fwd(*_rows(q, k, v), **named, **_stretches(q, k, lengths))
+    return output.unflatten(0, q.shape[:2]), _by_sample(sums, len(q)).contiguous()
+
+
+def differentiate(
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    output: Tensor,
+    sums: Tensor,
+    scale: float,
+    causal: bool,
+    lengths: Lengths | None,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q [B, S, H, K], k and v [B, T, G, K], from the output and log-sum-exp of the whole."""
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    named = {"softmax_scale": scale, "causal": causal, "deterministic": deterministic}
+    if lengths is None:
+        _flash_attn_bwd(q, k, v, output, gradient, sums.contiguous(), **named, dq=dq, dk=dk, dv=dv)
+        return dq, dk, dv
+    named |= {"dq": dq.flatten(0, 1), "dk": dk.flatten(0, 1), "dv": dv.flatten(0, 1), **_stretches(q, k, lengths)}
+    rows = _rows(q, k, v, output.contiguous(), gradient.contiguous())
+    _flash_attn_bwd(*rows, sums.transpose(0, 1).flatten(1).contiguous(), **named)
+    return dq, dk, dv
+
+
+def _rows(*xs: Tensor) -> list[Tensor]:
+    return [x.flatten(0, 1) for x in xs]
+
+
+def _by_sample(sums: Tensor, batch: int) -> Tensor:
+    """[H, B S] -> [B, H, S]."""
+    return sums.unflatten(1, (batch, -1)).transpose(0, 1)
+
+
+def _stretches(q: Tensor, k: Tensor, lengths: Lengths) -> dict[str, Any]:
+    """Where the stretches of all samples begin, and an upper bound of their lengths, which the host knows."""
+    of_queries, of_keys = map(begins, lengths)
+    longest = {"max_seqlen_q": q.shape[1], "max_seqlen_k": k.shape[1]}
+    return {"cu_seqlens_q": of_queries, "cu_seqlens_k": of_keys, **longest}
+
+
+def begins(lengths: Tensor) -> Tensor:
+    """Where the stretches of all samples begin, and the last one ends: lengths [B, N] -> int32 [B N + 1]."""
+    return torch.nn.functional.pad(lengths.flatten().cumsum(dim=0), (1, 0)).to(torch.int32)
+
+
+class FourthParts:
+    """Attention part by part; with `deterministic`, its backward gives the same bits for the same call."""
+
+    def __init__(self, deterministic: bool) -> None:
+        self.deterministic, self.name = deterministic, f"flash_attn_4{'_deterministic' if deterministic else ''}"
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, lengths: Lengths | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(output [B, S, H, K], log-sum-exp [B, H, S])."""
+        return compute(q, k, v, scale, causal, lengths)
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        output: Tensor,
+        log_sum_exp: Tensor,
+        *,
+        scale: float,
+        causal: bool,
+        lengths: Lengths | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq [B, S, H, K], dk and dv [B, T, G, K])."""
+        whole = (output, log_sum_exp)
+        return differentiate(grad, q, k, v, *whole, scale, causal, lengths, self.deterministic)

@@ -25,7 +25,7 @@ class Version:
     """A flash-attn: the distributions that it comes as, the module that is imported, and its limits.
 
     `chips` are the major compute capabilities on which it has a backward pass; `head_dims` the narrowest head and the
-    widest.
+    widest; `parts` says whether its passes can be called by themselves, with another part's log-sum-exp.
     """
 
     number: int
@@ -34,6 +34,7 @@ class Version:
     chips: tuple[int, ...]
     head_dims: tuple[int, int]
     dropout: bool = False
+    parts: bool = False
 
     @property
     def name(self) -> str:
@@ -55,10 +56,16 @@ def _is_installed(distribution: str) -> bool:
 
 
 VERSIONS = {
-    4: Version(4, ("flash-attn-4",), "flash_attn.cute.interface", chips=(9, 10, 11, 12), head_dims=(64, 128)),
+    4: Version(
+        4, ("flash-attn-4",), "flash_attn.cute.interface", chips=(9, 10, 11, 12), head_dims=(64, 128), parts=True
+    ),
     3: Version(3, ("flash-attn-3", "flashattn-hopper"), "flash_attn_interface", chips=(9,), head_dims=(8, 256)),
     2: Version(2, ("flash-attn",), "flash_attn", chips=(8, 9, 10, 11, 12), head_dims=(8, 256), dropout=True),
 }
+
+
+ALWAYS_OFFERED = ("document_lengths", "full attention")
+"""What every version offers beyond the plain case."""
 
 
 def choose(candidates: Iterable[int], site: Site, run: "Run") -> tuple[int | None, str]:
@@ -83,8 +90,8 @@ def choose(candidates: Iterable[int], site: Site, run: "Run") -> tuple[int | Non
 
 def _unfit(site: Site, run: "Run") -> str:
     """What no version can do."""
-    if site.needs:
-        return site.not_offered
+    if reason := site.lacking((*ALWAYS_OFFERED, "log-sum-exp")):
+        return reason
     if run.device != "cuda":
         return "flash-attn is for CUDA GPUs, and this run is on the CPU"
     precision = run.config.trainer.precision
@@ -93,6 +100,8 @@ def _unfit(site: Site, run: "Run") -> str:
 
 def _limit(one: Version, site: Site, run: "Run", capability: tuple[int, int]) -> str:
     narrow, wide = one.head_dims
+    if reason := site.lacking((*ALWAYS_OFFERED, "log-sum-exp") if one.parts else ALWAYS_OFFERED):
+        return f"cannot serve: {reason}"
     if capability[0] not in one.chips:
         chip, most = ".".join(map(str, capability)), max(one.chips)
         return f"is for compute capabilities from {min(one.chips)}.0 to {most}.x, and this GPU has {chip}"

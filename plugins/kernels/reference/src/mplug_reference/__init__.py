@@ -30,4 +30,5 @@ class Reference:
 
 
 def _supports(site: Site, run: "Run") -> bool | str:
-    return site.not_offered or True
+    attends = site.slot == "Attention.core"
+    return site.lacking(("log-sum-exp", "document_lengths", "full attention") if attends else ()) or True

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from mplug.nn import attention, loss, mlp, norm
+from mplug.nn.parts import PLAIN_PARTS, with_parts
 
 
 def in_fp32(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -29,10 +30,10 @@ def _narrowed(value: Any, dtype: torch.dtype) -> Any:
 
 
 SUPPLIERS: dict[str, Callable[..., Any]] = {
-    "Attention.core": in_fp32(attention.attention),
+    "Attention.core": with_parts(in_fp32(attention.attention), PLAIN_PARTS),
     "Attention.prepare_qk": in_fp32(attention.prepare_qk),
     "Norm.norm_residual": in_fp32(norm.norm_residual),
     "MLP.activation": in_fp32(mlp.activation),
     "Loss.cross_entropy": loss.cross_entropy,
 }
-"""Slots -> suppliers. The loss sums in fp32 as it is."""
+"""Slots -> suppliers. The loss sums in fp32 as it is, and so do the parts of attention."""

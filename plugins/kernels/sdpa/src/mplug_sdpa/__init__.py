@@ -22,7 +22,7 @@ NOTES = {
 
 
 class SDPA:
-    """Causal attention with grouped heads."""
+    """Attention with grouped heads."""
 
     class Config(BaseModel):
         """Which of torch's backends computes it."""
@@ -43,25 +43,26 @@ class SDPA:
         """The attention core: of each backend that may be chosen, an offer."""
         from mplug_sdpa.attention import CORES
 
-        candidates = ("cudnn", "torch") if self.config.backend == "auto" else (self.config.backend,)
+        candidates = ("cudnn", "flash", "torch") if self.config.backend == "auto" else (self.config.backend,)
+        supports = self._chosen if self.config.backend == "auto" else self._named
         return [
-            Offer({"Attention.core": CORES[name]}, partial(self._supports, name), varies, note=partial(_note, name))
+            Offer({"Attention.core": CORES[name]}, partial(supports, name), varies, note=partial(_note, name))
             for name in candidates
         ]
 
-    def _supports(self, name: str, site: Site, run: "Run") -> bool | str:
-        from mplug_sdpa.limits import auto, limit
+    def _chosen(self, name: str, site: Site, run: "Run") -> bool | str:
+        from mplug_sdpa.limits import auto, nothing_offers
 
-        if site.needs:  # whatever a wrap may need beyond the attended values, torch's function does not return
-            return site.not_offered if name != "cudnn" or self._named else False
-        if not self._named:
-            return auto(site, run) == name
+        best = auto(site, run)
+        return best == name if best or name != "torch" else nothing_offers(site, run)  # said once
+
+    def _named(self, name: str, site: Site, run: "Run") -> bool | str:
+        from mplug_sdpa.limits import lacking, limit
+
+        if reason := lacking(name, site, run):
+            return reason
         reason = limit(name, site, run)
         return f"kernels.sdpa.backend={name} {reason}; 'auto' takes one that can" if reason else True
-
-    @property
-    def _named(self) -> bool:
-        return self.config.backend != "auto"
 
 
 def varies(site: Site, run: "Run") -> str:
@@ -70,4 +71,5 @@ def varies(site: Site, run: "Run") -> str:
 
 
 def _note(name: str, site: Site, run: "Run") -> str:
-    return NOTES[name]
+    by_products = name == "torch" and "log-sum-exp" in site.needs  # what torch takes by itself does not give it
+    return NOTES["math" if by_products else name]

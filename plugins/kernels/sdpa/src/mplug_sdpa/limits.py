@@ -15,15 +15,46 @@ FIRST_SOUND_CUDNN = 91501
 """Older ones are not sound where 128 does not divide the length of the sequence (pytorch #169849)."""
 
 
+OFFERED = {
+    "torch": {"log-sum-exp", "full attention"},
+    "cudnn": {"log-sum-exp", "full attention"},
+    "flash": {"log-sum-exp", "full attention", "document_lengths"},
+    "efficient": {"full attention"},
+    "math": {"log-sum-exp", "full attention", "document_lengths"},
+}
+"""Suppliers -> what they offer beyond the plain case; what torch takes by itself masks documents on a CPU, too."""
+
+
 def auto(site: Site, run: "Run") -> str:
-    """The supplier that serves a site best: 'cudnn', or 'torch' for what torch takes by itself."""
-    hopper = run.device == "cuda" and torch.cuda.get_device_capability() >= HOPPER
-    return "cudnn" if hopper and not limit("cudnn", site, run) else "torch"
+    """The supplier that serves a site best; the empty string where none of them offers what it needs.
+
+    It is 'cudnn', 'flash' where that must give more than the values, or 'torch' for what torch takes by itself.
+    """
+    candidates = ["torch"]
+    if run.device == "cuda" and site.needs:
+        candidates.insert(0, "flash")
+    if run.device == "cuda" and torch.cuda.get_device_capability() >= HOPPER:
+        candidates.insert(0, "cudnn")
+    return next((name for name in candidates if not lacking(name, site, run) and not limit(name, site, run)), "")
+
+
+def lacking(backend: str, site: Site, run: "Run") -> str:
+    """What a site needs and a backend does not offer, in words; the empty string where there is nothing."""
+    masked = {"document_lengths"} if backend == "torch" and run.device == "cpu" else set()
+    return site.lacking(OFFERED[backend] | masked)
+
+
+def nothing_offers(site: Site, run: "Run") -> str:
+    """Why `auto` finds nothing for a site."""
+    reason = lacking("torch", site, run)
+    if lacking("flash", site, run):
+        return reason
+    return f"{reason}, but for torch's flash attention, which {limit('flash', site, run)}"
 
 
 def limit(backend: str, site: Site, run: "Run") -> str:
     """Why a backend cannot serve a site of a run; the empty string where it can."""
-    if backend == "math":
+    if backend in ("torch", "math"):
         return ""
     if run.device != "cuda":
         return "is for CUDA GPUs, and this run is on the CPU"
@@ -49,11 +80,12 @@ def _flash_limit(site: Site, capability: tuple[int, int]) -> str:
 
 def _cudnn_limit(site: Site, run: "Run") -> str:
     version, dropout = torch.backends.cudnn.version() or 0, site.module.dropout
+    uneven = run.config.trainer.seq_length % 128 != 0 or "log-sum-exp" in site.needs  # parts are as long as they are
     if run.config.trainer.deterministic:
         return "has a backward that does not give the same bits twice, and trainer.deterministic is set"
     if not version:
         return "needs cuDNN, which this torch does not have"
-    if version < FIRST_SOUND_CUDNN and run.config.trainer.seq_length % 128:
+    if version < FIRST_SOUND_CUDNN and uneven:
         return f"needs cuDNN 9.15.1 or newer where 128 does not divide trainer.seq_length, and torch has {version}"
     if site.module.head_dim % 8 or site.module.head_dim > 128:
         return _other_head_dim(site, "multiples of 8 up to 128")

@@ -51,10 +51,11 @@ class Block(nn.Module):
         self.mlp = MLP(config.hidden_size, config.ffn_width, config.activation, config.bias)
         self.dropout2 = Dropout(config.dropout)
 
-    def forward(self, x: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
-        """[B, S, D] -> [B, S, D]."""
+    def forward(self, x: Tensor, positions: Tensor, keys: Tensor, document_lengths: Tensor | None = None) -> Tensor:
+        """[B, S, D] -> [B, S, D]; lengths [B, M] of the documents that the samples are packed with, if they are."""
         h, x = self.norm1(x)
-        h, x = self.norm2(self.dropout1(self.attn(h, positions, keys), keys, positions), x)
+        h = self.attn(h, positions, keys, document_lengths)
+        h, x = self.norm2(self.dropout1(h, keys, positions), x)
         return x + self.dropout2(self.mlp(h), keys, positions)
 
 

@@ -12,7 +12,8 @@ ONES, ZEROS = Init("constant", value=1.0), Init("constant", value=0.0)
 
 def make_plan(config: "GPT.Config") -> Plan:
     """The plan of a decoder."""
-    blocks = [Unit(f"blocks.{n}", ("hidden", "positions", "keys"), ("hidden",)) for n in range(config.num_layers)]
+    takes, packed = ("hidden", "positions", "keys"), ("document_lengths",)
+    blocks = [Unit(f"blocks.{n}", takes, ("hidden",), optional=packed) for n in range(config.num_layers)]
     body = (Unit("embedding", ("tokens", "positions", "keys"), ("hidden",)), *blocks)
     return Plan(
         units=(*body, Unit("head", ("hidden", "labels"), ("loss", "num_targets"))),
@@ -24,6 +25,7 @@ def make_plan(config: "GPT.Config") -> Plan:
             "positions": ("batch", "sequence"),
             "sample_ids": ("batch",),
             "keys": ("batch",),
+            "document_lengths": ("batch", "documents"),
         },
         activations={
             "hidden": ("batch", "sequence", "embed"),

@@ -36,7 +36,7 @@ def _wants_a_chip(site: Site, run: "Run") -> str:
 
 
 class Verbose:
-    """A kernel that returns the log-sum-exp as well, and can do nothing else."""
+    """A kernel that returns the largest scores as well, and can do nothing else."""
 
     Config = Empty
 
@@ -45,12 +45,12 @@ class Verbose:
 
     @hookimpl
     def offer(self) -> list[Offer]:
-        """An attention core for those who need its log-sum-exp."""
-        return [Offer({"Attention.core": _attention}, _offers_log_sum_exp)]
+        """An attention core for those who need its largest scores."""
+        return [Offer({"Attention.core": _attention}, _offers_largest_scores)]
 
 
-def _offers_log_sum_exp(site: Site, run: "Run") -> bool | str:
-    missing = site.needs - {"log-sum-exp"}
+def _offers_largest_scores(site: Site, run: "Run") -> bool | str:
+    missing = site.needs - {"largest scores"}
     return f"it does not offer {', '.join(sorted(missing))}" if missing else True
 
 
@@ -66,7 +66,7 @@ class Ring:
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
-        need: str = Field("log-sum-exp", description="what the attention core must offer")
+        need: str = Field("largest scores", description="what the attention core must offer")
 
     def __init__(self, config: Config) -> None:
         self.config = config

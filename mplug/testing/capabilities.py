@@ -1,0 +1,131 @@
+"""What an attention core offers beyond the plain case, checked against the plain composition in fp64.
+
+Functions return what is wrong as a sentence, the empty string where nothing is. B batch, S queries, T keys, H query
+heads, G KV heads, K head dim.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mplug.nn.attention import attention
+from mplug.nn.parts import PLAIN_PARTS, AttentionParts, Lengths
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+"""How far the largest number may be from the truth, relative to the largest of the true ones (or to 1)."""
+LENGTH = 13
+LENGTHS = ((5, 1, 7, 0), (13, 0, 0, 0))
+"""Documents of two samples; a zero fills up."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The heads, type and device of a site."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: str
+
+    def drawn(self, seed: int, length: int, heads: int) -> Tensor:
+        """Normal numbers [2, length, heads, K]."""
+        generator = torch.Generator().manual_seed(seed)
+        numbers = torch.randn(2, length, heads, self.head_dim, generator=generator)
+        return numbers.to(self.device, self.dtype)
+
+    def qkv(self, queries: int = LENGTH, keys: int = LENGTH) -> tuple[Tensor, Tensor, Tensor]:
+        """q [2, S, H, K], k and v [2, T, G, K]."""
+        kv_heads = self.num_kv_heads
+        return self.drawn(1, queries, self.num_heads), self.drawn(2, keys, kv_heads), self.drawn(3, keys, kv_heads)
+
+    def lengths(self, *rows: tuple[int, ...]) -> Tensor:
+        """Lengths of stretches [B, N]."""
+        return torch.tensor(rows, device=self.device)
+
+    def off(self, found: Tensor, exact: Tensor) -> bool:
+        """Whether numbers are far from the true ones; NaN is."""
+        finite = exact.isfinite()
+        if not torch.equal(found[~finite].double(), exact[~finite]):
+            return True
+        far = (found[finite].double() - exact[finite]).abs().max()
+        return not bool(far <= TOLERANCE[self.dtype] * exact[finite].abs().max().clamp(min=1))
+
+
+def documents_fault(core: Callable[..., Tensor], setting: Setting) -> str:
+    """A core that does not keep to documents, forward or backward."""
+    return _core_fault(core, setting, "with documents", document_lengths=setting.lengths(*LENGTHS))
+
+
+def full_fault(core: Callable[..., Tensor], setting: Setting) -> str:
+    """A core that cannot do without a causal mask."""
+    return _core_fault(core, setting, "without a causal mask", causal=False)
+
+
+def _core_fault(core: Callable[..., Tensor], setting: Setting, how: str, **named: Any) -> str:
+    inputs, gradient = setting.qkv(), setting.drawn(4, LENGTH, setting.num_heads)
+    outcomes = []
+    for call, dtype in ((core, setting.dtype), (attention, torch.float64)):
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        output = call(*leaves, scale=0.4, **named)
+        outcomes.append((output.detach(), *torch.autograd.grad(output, leaves, gradient.to(dtype))))
+    found, exact = outcomes
+    return _first_off(setting, ("the output", "dq", "dk", "dv"), found, exact, how)
+
+
+def parts_fault(parts: AttentionParts, setting: Setting, packed: bool) -> str:
+    """Parts that are wrong; `packed`: with stretches, too."""
+    full, same = (
+        (setting.lengths((2, 0, 5), (0, 7, 0)), setting.lengths((6, 3, 0), (1, 4, 4))),
+        setting.lengths(*LENGTHS),
+    )
+    tried: list[tuple[str, int, bool, Lengths | None]] = [
+        ("a causal part", LENGTH, True, None),
+        ("a full part", 9, False, None),
+    ]
+    if packed:
+        tried += [
+            ("a causal part in stretches", LENGTH, True, (same, same)),
+            ("a full part in stretches", 9, False, full),
+        ]
+    for what, keys, causal, lengths in tried:
+        queries = LENGTH if causal else 7
+        found = _part_fault(parts, setting, setting.qkv(queries, keys), causal, lengths)
+        if found:
+            return f"of {what}, {found}"
+    return ""
+
+
+def _part_fault(
+    parts: AttentionParts,
+    setting: Setting,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    causal: bool,
+    lengths: Lengths | None,
+) -> str:
+    """One part, whose whole has other keys, too: its log-sum-exp is larger, and its output another."""
+    named: dict[str, Any] = {"scale": 0.4, "causal": causal, "lengths": lengths}
+    q, k, v = inputs
+    wide = (q.double(), k.double(), v.double())
+    whole, gradient = (setting.drawn(seed, q.shape[1], q.shape[2]) for seed in (5, 6))
+    exact = PLAIN_PARTS.forward(*wide, **named)
+    more = torch.logaddexp(exact[1], torch.ones_like(exact[1]))
+    right = (*exact, *PLAIN_PARTS.backward(gradient.double(), *wide, whole.double(), more, **named))
+    sums = more.to(torch.promote_types(q.dtype, torch.float32))
+    given = (*parts.forward(q, k, v, **named), *parts.backward(gradient, q, k, v, whole, sums, **named))
+    return _first_off(setting, ("the output", "the log-sum-exp", "dq", "dk", "dv"), given, right)
+
+
+def _first_off(
+    setting: Setting, names: tuple[str, ...], found: tuple[Tensor, ...], exact: tuple[Tensor, ...], how: str = ""
+) -> str:
+    for name, one, right in zip(names, found, exact, strict=True):
+        where = f"{name} {how}".strip()
+        if one.shape != right.shape:
+            return f"{where} has shape {tuple(one.shape)} instead of {tuple(right.shape)}"
+        if setting.off(one, right):
+            return f"{where} is off by {float((one.double() - right).abs().nan_to_num(0.0).max()):.3g}"
+    return ""

@@ -1,0 +1,122 @@
+"""Attention part by part, and of packed samples, by the kernels that give the log-sum-exp.
+
+B batch, S queries, T keys, H query heads, G KV heads, K head dim, N stretches. Stretches are told to a kernel as one
+long row of all samples' tokens, and where each begins.
+"""
+
+import torch
+from torch import Tensor
+
+from mplug.nn.parts import AttentionParts, Lengths
+
+aten = torch.ops.aten
+
+
+def begins(lengths: Tensor) -> Tensor:
+    """Where the stretches of all samples begin, and the last one ends: lengths [B, N] -> int32 [B N + 1]."""
+    return torch.nn.functional.pad(lengths.flatten().cumsum(dim=0), (1, 0)).to(torch.int32)
+
+
+def packed_by_flash(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, dropout: float, causal: bool
+) -> Tensor:
+    """Attention inside documents: q [B, S, H, K], k and v [B, S, G, K], lengths [B, M] -> [B, S, H, K]."""
+    rows, where, length = [x.flatten(0, 1) for x in (q, k, v)], begins(lengths), q.shape[1]
+    operator = aten._flash_attention_forward
+    mixed: Tensor = operator(*rows, where, where, length, length, dropout, causal, False, scale=scale)[0]
+    return mixed.unflatten(0, q.shape[:2])
+
+
+class FlashParts:
+    """Torch's own flash attention (FlashAttention-2)."""
+
+    name = "torch_flash"
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, lengths: Lengths | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(output [B, S, H, K], log-sum-exp [B, H, S])."""
+        rows, where = _rows((q, k, v), lengths)
+        size = (q.shape[1], k.shape[1])
+        output, sums, *_ = aten._flash_attention_forward(*rows, *where, *size, 0.0, causal, False, scale=scale)
+        if lengths is None:
+            return output, sums
+        sums = sums.masked_fill(sums == float("inf"), float("-inf"))  # it says so of a query without a key
+        return output.unflatten(0, q.shape[:2]), sums.unflatten(1, q.shape[:2]).transpose(0, 1)
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        output: Tensor,
+        log_sum_exp: Tensor,
+        *,
+        scale: float,
+        causal: bool,
+        lengths: Lengths | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq [B, S, H, K], dk and dv [B, T, G, K])."""
+        (grad, output, *rows), where = _rows((grad.contiguous(), output, q, k, v), lengths)
+        sums = log_sum_exp if lengths is None else log_sum_exp.transpose(0, 1).flatten(1)  # [H, B S]
+        state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which there is none of
+        size, unused = (q.shape[1], k.shape[1]), torch.empty(0, device=q.device)
+        of_rows = aten._flash_attention_backward(
+            grad, *rows, output, sums.contiguous(), *where, *size, 0.0, causal, state, unused, scale=scale
+        )
+        dq, dk, dv = of_rows if lengths is None else (x.unflatten(0, (len(q), -1)) for x in of_rows)
+        return dq, dk, dv
+
+
+FLASH_PARTS = FlashParts()
+
+
+class CudnnParts:
+    """cuDNN's attention; it takes no single key, which torch's flash attention does. No stretches."""
+
+    name = "cudnn"
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, lengths: Lengths | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(output [B, S, H, K], log-sum-exp [B, H, S])."""
+        if k.shape[1] == 1:
+            return FLASH_PARTS.forward(q, k, v, scale=scale, causal=causal)
+        heads = [x.transpose(1, 2) for x in (q, k, v)]
+        output, sums, *_ = aten._scaled_dot_product_cudnn_attention(*heads, None, True, 0.0, causal, False, scale=scale)
+        return output.transpose(1, 2), sums.flatten(2)
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        output: Tensor,
+        log_sum_exp: Tensor,
+        *,
+        scale: float,
+        causal: bool,
+        lengths: Lengths | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq [B, S, H, K], dk and dv [B, T, G, K])."""
+        if k.shape[1] == 1:
+            return FLASH_PARTS.backward(grad, q, k, v, output, log_sum_exp, scale=scale, causal=causal)
+        heads = [x.transpose(1, 2) for x in (grad, q, k, v, output)]
+        state = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout, which there is none of
+        sums, size = log_sum_exp[..., None].contiguous(), (q.shape[1], k.shape[1])
+        dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
+            *heads, sums, state, state, None, None, None, *size, 0.0, causal, scale=scale
+        )
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+CUDNN_PARTS: AttentionParts = CudnnParts()
+
+
+def _rows(xs: tuple[Tensor, ...], lengths: Lengths | None) -> tuple[list[Tensor], tuple[Tensor | None, Tensor | None]]:
+    """Tensors [B, S, H, K] as the kernel takes them, in rows [B S, H, K] if there are stretches; where these begin."""
+    if lengths is None:
+        return list(xs), (None, None)
+    return [x.flatten(0, 1) for x in xs], (begins(lengths[0]), begins(lengths[1]))

@@ -1,0 +1,69 @@
+"""Context parallelism: the sequence of every sample divided over ranks, from the batch to the loss.
+
+Only attention looks from one position to another; so this wraps whatever holds the attention core, and the model, its
+plan and its kernels know nothing of it.
+"""
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+
+from mplug import Axis, UsageError, contiguous, hookimpl
+from mplug_cp.zigzag import zigzag
+
+if TYPE_CHECKING:
+    from mplug import Run, RunConfig, Wrap
+
+Method = Literal["ring", "all_gather", "ulysses", "hierarchical"]
+
+
+class ContextParallel:
+    """Ranks hold parts of every sequence; keys and values, or heads, travel between them in attention."""
+
+    class Config(BaseModel):
+        """How queries get to see the keys of other ranks."""
+
+        model_config = ConfigDict(extra="forbid", frozen=True)
+
+        method: Method = Field(
+            "ring",
+            description="ring: keys and values go round, rank by rank, under attention; all_gather: every rank gets "
+            "all of them; ulysses: every rank gets the whole sequence of a part of the heads; hierarchical: ulysses "
+            "inside groups of neighbours, a ring between the groups",
+        )
+        ulysses_degree: PositiveInt | None = Field(
+            None, description="ranks of a group inside which heads are divided; only, and always, with hierarchical"
+        )
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @hookimpl
+    def configure(self, config: "RunConfig") -> None:
+        """Groups of neighbours divide the ranks, where there are some."""
+        inner, degree = self.config.ulysses_degree, config.parallel.degrees["cp"]
+        if (inner is None) == (self.config.method == "hierarchical"):
+            raise UsageError(
+                f"parallel.cp.ulysses_degree is {'null' if inner is None else inner}, and parallel.cp.method "
+                f"{self.config.method}; 'hierarchical' needs it, and no other method has it"
+            )
+        if inner is not None and degree % inner:
+            raise UsageError(f"parallel.cp.ulysses_degree={inner} does not divide cp={degree}; change one of them")
+
+    @hookimpl
+    def mesh_axes(self, config: "RunConfig") -> list[Axis]:
+        """One axis that divides the sequence; of hierarchical two, the ranks of the second nearest to each other."""
+        degree, inner = config.parallel.degrees["cp"], self.config.ulysses_degree or 1
+        if self.config.method == "ulysses":
+            return [Axis("cp", degree, entries={"sequence": contiguous}, distance=10)]
+        axes = [Axis("cp", degree // inner, entries={"sequence": zigzag}, distance=11)]
+        if self.config.method == "hierarchical":
+            axes.append(Axis("cp_heads", inner, entries={"sequence": contiguous}, distance=10))
+        return axes
+
+    @hookimpl
+    def offer(self, run: "Run") -> "list[Wrap]":
+        """What goes around every attention core; of one rank, nothing."""
+        from mplug_cp.wraps import around_attention
+
+        return around_attention(run, self.config.method)

@@ -1,0 +1,140 @@
+"""Attention to all ranks' keys and values at once (Llama 3, arXiv 2407.21783, section 3.3.2), as operators of torch.
+
+B batch, S local length, H query heads, G KV heads, K head dim, R ranks. They are gathered while a rank computes with
+its own, forward and, because only its own are kept, backward again; then what every rank has of all keys' gradients is
+summed where the keys are.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from mplug.nn.parts import AttentionParts
+from mplug.ops.transfers import gathering, group_named, summing
+from mplug_cp.blocks import blocks_of_all, own_block
+from mplug_cp.totals import Backward, Forward, add_to, wide
+from mplug_cp.zigzag import chunks_held, held_at
+
+Operator = Callable[..., tuple[Tensor, Tensor]]
+
+
+def in_order(gathered: Tensor) -> Tensor:
+    """The ranks' [R, 2, B, S, G, K], each two chunks of a zigzag, in the order of the sequence: [2, B, R S, G, K]."""
+    size = len(gathered)
+    chunks = gathered.movedim(0, 2).unflatten(3, (2, -1)).flatten(2, 3)  # [2, B, 2R, S/2, G, K]
+    return torch.stack([chunks[:, :, place] for place in held_at(size)], dim=2).flatten(2, 3)
+
+
+def by_rank(whole: Tensor, size: int) -> Tensor:
+    """The inverse of `in_order`."""
+    chunks = whole.unflatten(2, (2 * size, -1))  # [2, B, 2R, S/2, G, K]
+    held = torch.stack([chunks[:, :, chunk] for chunk in chunks_held(size)])  # [2R, 2, B, S/2, G, K]
+    return held.unflatten(0, (size, 2)).movedim(1, 3).flatten(3, 4)
+
+
+def _forward(
+    parts: AttentionParts,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    scale: float,
+    causal: bool,
+    group: str,
+) -> tuple[Tensor, Tensor]:
+    ranks, total = group_named(group), Forward(parts, q, documents, scale)
+    where = (ranks.rank(), ranks.size(), q.shape[1])
+    coming = gathering(torch.stack((k, v)), ranks)
+    if causal:
+        total.add(own_block(*where), k, v)
+    whole = in_order(coming.wait())
+    for block in blocks_of_all(*where, causal):
+        total.add(block, *whole)
+    return total.result()
+
+
+def _backward(
+    parts: AttentionParts,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    output: Tensor,
+    sums: Tensor,
+    documents: Tensor | None,
+    scale: float,
+    causal: bool,
+    group: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    ranks, total = group_named(group), Backward(parts, grad, q, output, sums, documents, scale)
+    where = (ranks.rank(), ranks.size(), q.shape[1])
+    coming = gathering(torch.stack((k, v)), ranks)
+    own = own_block(*where)
+    of_own = total.of(own, k, v) if causal else None
+    whole = in_order(coming.wait())
+    of_whole = torch.zeros(whole.shape, dtype=wide(k), device=k.device)
+    for block in blocks_of_all(*where, causal):
+        add_to(of_whole, block, total.of(block, *whole))
+    dkv = summing(by_rank(of_whole, ranks.size()), ranks).wait()
+    if of_own is not None:
+        add_to(dkv, own, of_own)
+    dk, dv = (x.to(k.dtype, copy=True) for x in dkv)
+    return total.result(), dk, dv
+
+
+@cache
+def gathered_of(parts: AttentionParts) -> Operator:
+    """The operator of attention to gathered keys over a supplier's parts.
+
+    (q [B, S, H, K], k and v [B, S, G, K], document lengths [B, M] or None, scale, causal, the group's name) ->
+    (output [B, S, H, K], log-sum-exp [B, H, S]).
+    """
+
+    @torch.library.custom_op(f"mplug_cp::gathered_{parts.name}", mutates_args=())
+    def forward(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Optional[Tensor],  # noqa: UP045 (torch reads it)
+        scale: float,
+        causal: bool,
+        group: str,
+    ) -> tuple[Tensor, Tensor]:
+        return _forward(parts, q, k, v, documents, scale, causal, group)
+
+    @torch.library.custom_op(f"mplug_cp::gathered_{parts.name}_backward", mutates_args=())
+    def backward(
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        output: Tensor,
+        sums: Tensor,
+        documents: Optional[Tensor],  # noqa: UP045 (torch reads it)
+        scale: float,
+        causal: bool,
+        group: str,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return _backward(parts, grad, q, k, v, output, sums, documents, scale, causal, group)
+
+    @forward.register_fake
+    def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        b, s, h, _ = q.shape
+        return q.new_empty(q.shape), q.new_empty((b, h, s), dtype=wide(q))
+
+    @backward.register_fake
+    def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        q, k, v, documents, *ctx.rest = inputs
+        ctx.save_for_backward(q, k, v, *output, documents)
+
+    def differentiate(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        return *backward(grad, *ctx.saved_tensors, *ctx.rest), None, None, None, None
+
+    forward.register_autograd(differentiate, setup_context=keep)
+    return forward

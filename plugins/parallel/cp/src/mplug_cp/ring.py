@@ -1,0 +1,124 @@
+"""Ring attention (arXiv 2310.01889), as operators of torch: keys and values go round, and attention hides their way.
+
+B batch, S local length, H query heads, G KV heads, K head dim, R ranks. At step s, rank r has the keys and values of
+rank r - s (modulo R), and computes with them while those of the next step arrive. Forward keeps those of its last step,
+so that backward, which goes the same way back, begins without waiting: keys and values return to who they are of, and
+their gradients, which every rank adds to, follow them one step behind.
+
+    forward    s = 0 ... R-1    KV: r -> r+1
+    backward   s = R-1 ... 0    KV: r -> r-1      dKV, with what this rank has added: r -> r-1
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from mplug.nn.parts import AttentionParts
+from mplug.ops.transfers import Transfer, group_named, shift
+from mplug_cp.blocks import ring_block
+from mplug_cp.totals import Backward, Forward, add_to, wide
+
+Operator = Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+def _forward(
+    parts: AttentionParts,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    scale: float,
+    causal: bool,
+    group: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    ring, total = group_named(group), Forward(parts, q, documents, scale)
+    kv = torch.stack((k, v))  # [2, B, S, G, K]: one message
+    for step in range(ring.size()):
+        coming = shift(kv, ring, by=1) if step + 1 < ring.size() else None
+        total.add(ring_block(step, ring.rank(), ring.size(), q.shape[1], causal), *kv)
+        kv = coming.wait() if coming else kv
+    return *total.result(), kv
+
+
+def _backward(
+    parts: AttentionParts,
+    grad: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    output: Tensor,
+    sums: Tensor,
+    documents: Tensor | None,
+    scale: float,
+    causal: bool,
+    group: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    ring, total = group_named(group), Backward(parts, grad, q, output, sums, documents, scale)
+    following: Transfer | None = None
+    for step in reversed(range(ring.size())):
+        coming = shift(kv, ring, by=-1) if step else None
+        block = ring_block(step, ring.rank(), ring.size(), q.shape[1], causal)
+        gradients = total.of(block, *kv)
+        dkv = following.wait() if following else torch.zeros(kv.shape, dtype=wide(kv), device=kv.device)
+        add_to(dkv, block, gradients)
+        following = shift(dkv, ring, by=-1) if step else None
+        kv = coming.wait() if coming else kv
+    dk, dv = (x.to(kv.dtype, copy=True) for x in dkv)
+    return total.result(), dk, dv
+
+
+@cache
+def ring_of(parts: AttentionParts) -> Operator:
+    """The operator of attention by a ring over a supplier's parts.
+
+    (q [B, S, H, K], k and v [B, S, G, K], document lengths [B, M] or None, scale, causal, the group's name) ->
+    (output [B, S, H, K], log-sum-exp [B, H, S], the keys and values of the last step [2, B, S, G, K]).
+    """
+
+    @torch.library.custom_op(f"mplug_cp::ring_{parts.name}", mutates_args=())
+    def forward(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Optional[Tensor],  # noqa: UP045 (torch reads it)
+        scale: float,
+        causal: bool,
+        group: str,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return _forward(parts, q, k, v, documents, scale, causal, group)
+
+    @torch.library.custom_op(f"mplug_cp::ring_{parts.name}_backward", mutates_args=())
+    def backward(
+        grad: Tensor,
+        q: Tensor,
+        kv: Tensor,
+        output: Tensor,
+        sums: Tensor,
+        documents: Optional[Tensor],  # noqa: UP045 (torch reads it)
+        scale: float,
+        causal: bool,
+        group: str,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return _backward(parts, grad, q, kv, output, sums, documents, scale, causal, group)
+
+    @forward.register_fake
+    def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+        b, s, h, _ = q.shape
+        return q.new_empty(q.shape), q.new_empty((b, h, s), dtype=wide(q)), k.new_empty((2, *k.shape))
+
+    @backward.register_fake
+    def _(grad: Tensor, q: Tensor, kv: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return q.new_empty(q.shape), kv.new_empty(kv.shape[1:]), kv.new_empty(kv.shape[1:])
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        q, _, _, documents, *ctx.rest = inputs
+        mixed, sums, kv = output
+        ctx.save_for_backward(q, kv, mixed, sums, documents)
+
+    def differentiate(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        return *backward(grad, *ctx.saved_tensors, *ctx.rest), None, None, None, None
+
+    forward.register_autograd(differentiate, setup_context=keep)
+    return forward

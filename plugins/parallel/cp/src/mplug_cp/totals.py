@@ -1,0 +1,97 @@
+"""Sums over the parts of attention, in fp32 at least.
+
+B batch, S queries, T keys, H query heads, G KV heads, K head dim.
+"""
+
+import torch
+from torch import Tensor
+
+from mplug.nn.parts import AttentionParts
+from mplug_cp.blocks import Block
+from mplug_cp.documents import lengths_in
+
+
+def wide(x: Tensor) -> torch.dtype:
+    """The type in which parts are added up."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+class Forward:
+    """The output and log-sum-exp of queries, over the keys that came so far.
+
+    The first part has all queries, and every query sees a key of it.
+    """
+
+    def __init__(self, parts: AttentionParts, q: Tensor, documents: Tensor | None, scale: float) -> None:
+        self.parts, self.q, self.documents, self.scale = parts, q, documents, scale
+        self.output: Tensor | None = None
+
+    def add(self, block: Block, k: Tensor, v: Tensor) -> None:
+        """Compute a part, given the tensors in which its keys and values lie."""
+        q, k, v = self.q[:, block.queries], k[:, block.keys], v[:, block.keys]
+        lengths = lengths_in(self.documents, block)
+        output, sums = self.parts.forward(q, k, v, scale=self.scale, causal=block.causal, lengths=lengths)
+        if self.output is None:
+            self.output, self.sums = output, sums.clone()
+            return
+        if self.output.dtype != wide(q):
+            self.output = self.output.to(wide(q))
+        merge(self.output[:, block.queries], self.sums[:, :, block.queries], output, sums)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """(output [B, S, H, K], log-sum-exp [B, H, S]), contiguous."""
+        assert self.output is not None
+        return self.output.to(self.q.dtype).contiguous(), self.sums.contiguous()
+
+
+def merge(total: Tensor, total_sums: Tensor, output: Tensor, sums: Tensor) -> None:
+    """Add a part to a total in place: outputs [B, S, H, K], weighted by exponentials of log-sum-exps [B, H, S]."""
+    together = torch.logaddexp(total_sums, sums)
+    kept, added = ((x - together).exp().transpose(1, 2)[..., None] for x in (total_sums, sums))  # [B, S, H, 1]
+    total.mul_(kept).addcmul_(output.to(total.dtype), added)
+    total_sums.copy_(together)
+
+
+class Backward:
+    """The gradients of queries, keys and values, each part's from the whole's output and log-sum-exp."""
+
+    def __init__(
+        self,
+        parts: AttentionParts,
+        grad: Tensor,
+        q: Tensor,
+        output: Tensor,
+        sums: Tensor,
+        documents: Tensor | None,
+        scale: float,
+    ) -> None:
+        self.parts, self.grad, self.q, self.output, self.sums = parts, grad, q, output, sums
+        self.documents, self.scale = documents, scale
+        self.dq = torch.zeros(q.shape, dtype=wide(q), device=q.device)
+
+    def of(self, block: Block, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """A part's gradients of the keys and values that it has, [B, T, G, K] each; dq is kept."""
+        queries = block.queries
+        dq, dk, dv = self.parts.backward(
+            self.grad[:, queries],
+            self.q[:, queries],
+            k[:, block.keys],
+            v[:, block.keys],
+            self.output[:, queries],
+            self.sums[:, :, queries],
+            scale=self.scale,
+            causal=block.causal,
+            lengths=lengths_in(self.documents, block),
+        )
+        self.dq[:, queries] += dq
+        return dk, dv
+
+    def result(self) -> Tensor:
+        """dq [B, S, H, K]."""
+        return self.dq.to(self.q.dtype)
+
+
+def add_to(total: Tensor, block: Block, gradients: tuple[Tensor, Tensor]) -> None:
+    """Add a part's gradients of keys and values to those of the tensor in which they lie: total [2, B, T, G, K]."""
+    for sum_, gradient in zip(total, gradients, strict=True):
+        sum_[:, block.keys] += gradient

@@ -1,0 +1,86 @@
+"""What context parallelism puts around attention cores."""
+
+from collections.abc import Callable
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from mplug import Site, Wrap, ops
+from mplug.nn.parts import AttentionParts, parts_of
+from mplug_cp.exchange import exchanged
+from mplug_cp.gathered import gathered_of
+from mplug_cp.ring import ring_of
+
+if TYPE_CHECKING:
+    from mplug import Run
+    from mplug_cp import Method
+
+Operator = Callable[..., tuple[Tensor, ...]]
+
+
+def around_attention(run: "Run", method: "Method") -> "list[Wrap]":
+    """The wraps of a method, of those axes that have several ranks."""
+    found = []
+    if method != "ulysses" and run.mesh.axes["cp"].size > 1:
+        operator_of = gathered_of if method == "all_gather" else ring_of
+        wrap = partial(by_parts, operator_of, run.group("cp"))
+        note, needs = "all-gather" if method == "all_gather" else "ring", frozenset({"log-sum-exp"})
+        found.append(Wrap("Attention.core", wrap, layer=0, needs=needs, supports=_has_no_dropout, note=note))
+    axis = "cp" if method == "ulysses" else "cp_heads"
+    if method in ("ulysses", "hierarchical") and run.mesh.axes[axis].size > 1:
+        size, index = run.mesh.axes[axis].size, run.mesh.index(run.rank, axis)
+        wrap = partial(exchanged, run.group(axis), size, index)
+        found.append(
+            Wrap("Attention.core", wrap, layer=50, supports=partial(_has_heads, axis), note="exchange of heads")
+        )
+    return found
+
+
+def by_parts(
+    operator_of: Callable[[AttentionParts], Operator], group: ops.Group, inner: Callable[..., Tensor]
+) -> Callable[..., Tensor]:
+    """An attention core of a divided sequence, from an operator over the parts of the core of a rank."""
+    if group is None:  # before processes run, when nobody computes
+        return inner
+    operator, name = operator_of(parts_of(inner)), group.group_name
+
+    def core(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        document_lengths: Tensor | None = None,
+        causal: bool = True,
+        **_: Any,
+    ) -> Tensor:
+        """q [B, S/R, H, K], k and v [B, S/R, G, K] -> [B, S/R, H, K]; where there is dropout the run is refused."""
+        return operator(q, k, v, document_lengths, scale, causal, name)[0]
+
+    return core
+
+
+def _has_no_dropout(site: Site, run: "Run") -> bool | str:
+    """A mask would have to be drawn part by part, which no supplier offers."""
+    dropout = site.module.dropout
+    return (
+        f"attention dropout is {dropout:g}, and parts of attention drop nothing; set it to 0, "
+        f"or parallel.cp.method=ulysses"
+        if dropout > 0
+        else True
+    )
+
+
+def _has_heads(axis: str, site: Site, run: "Run") -> bool | str:
+    size = run.mesh.axes[axis].size
+    heads = site.module.num_heads // prod(one.size for one in run.mesh.axes.values() if "heads" in one.splits)
+    if heads % size == 0:
+        return True
+    fitting = [str(degree) for degree in range(1, heads + 1) if heads % degree == 0]
+    what = "cp" if axis == "cp" else "parallel.cp.ulysses_degree"
+    return (
+        f"{what}={size} does not divide the {heads} query heads of a rank; use {' or '.join(fitting)}, "
+        f"or parallel.cp.method=ring"
+    )

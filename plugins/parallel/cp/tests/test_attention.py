@@ -1,0 +1,110 @@
+"""The attention of two and four ranks is that of one, in fp64, forward and backward, by every method.
+
+B batch, S sequence, H query heads, G KV heads, K head dim.
+"""
+
+from dataclasses import dataclass
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from mplug_cp.exchange import exchanged
+from mplug_cp.gathered import gathered_of
+from mplug_cp.ring import ring_of
+from mplug_cp.wraps import by_parts
+from mplug_cp.zigzag import zigzag
+from torch import Tensor
+
+from mplug import contiguous
+from mplug.nn.attention import attention
+from mplug.testing import run_workers
+
+B, S, H, K = 2, 48, 4, 6
+LENGTHS = ((17, 1, 6, 13, 11, 0), (1, 22, 2, 1, 1, 21))
+"""Documents of odd lengths, some on both sides of a border, some of one token, one on all ranks."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is tried: the method, whether the mask is causal, whether there are documents, KV heads."""
+
+    method: str
+    causal: bool
+    packed: bool
+    kv_heads: int
+
+
+def cases(*methods: str) -> list[Case]:
+    return [Case(*one) for one in product(methods, (True, False), (False, True), (4, 2, 1))]
+
+
+def inputs(case: Case) -> tuple[list[Tensor], Tensor]:
+    """q, k and v of the whole sequence, and the output's gradient."""
+    generator = torch.Generator().manual_seed(case.kv_heads)
+    heads = (H, case.kv_heads, case.kv_heads, H)
+    *qkv, gradient = (torch.randn(B, S, n, K, dtype=torch.float64, generator=generator) for n in heads)
+    return qkv, gradient
+
+
+def options(case: Case) -> dict[str, object]:
+    documents = torch.tensor(LENGTHS) if case.packed else None
+    return {"scale": 0.7, "causal": case.causal, "document_lengths": documents}
+
+
+def distributed(case: Case, size: int, rank: int) -> tuple[object, list[int]]:
+    """A rank's core, and the positions that it holds."""
+    if case.method == "ulysses":
+        held = [p for part in contiguous(S, size, rank) for p in part]
+        return exchanged(dist.group.WORLD, size, rank, attention), held
+    if case.method == "hierarchical":  # two neighbours exchange heads, the pairs make a ring
+        rings, pairs = (
+            [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])],
+            [dist.new_group(r) for r in ([0, 1], [2, 3])],
+        )
+        held = [p for part in zigzag(S, 2, rank // 2) for p in part]
+        ring = by_parts(ring_of, rings[rank % 2], attention)
+        return exchanged(pairs[rank // 2], 2, rank % 2, ring), held[rank % 2 * len(held) // 2 :][: len(held) // 2]
+    operator_of = {"ring": ring_of, "all_gather": gathered_of}[case.method]
+    return by_parts(operator_of, dist.group.WORLD, attention), [p for part in zigzag(S, size, rank) for p in part]
+
+
+def parts_of_a_rank(tried: list[Case]) -> list[tuple[list[int], list[Tensor]]]:
+    """Of every case, the positions that this rank holds, and of them the output, dq, dk and dv."""
+    found = []
+    for case in tried:
+        core, held = distributed(case, dist.get_world_size(), dist.get_rank())
+        qkv, gradient = inputs(case)
+        leaves = [x[:, held].clone().requires_grad_() for x in qkv]
+        output = core(*leaves, **options(case))  # type: ignore[operator]
+        gradients = torch.autograd.grad(output, leaves, gradient[:, held])
+        found.append((held, [output.detach(), *gradients]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("size", "methods"),
+    [(2, ("ring", "all_gather", "ulysses")), (4, ("ring", "all_gather", "ulysses", "hierarchical"))],
+)
+def test_ranks_together_compute_the_attention_of_one(size: int, methods: tuple[str, ...]) -> None:
+    tried = cases(*methods)
+    for case, *ranks in zip(tried, *run_workers(size, parts_of_a_rank, tried), strict=True):
+        qkv, gradient = inputs(case)
+        leaves = [x.requires_grad_() for x in qkv]
+        output = attention(*leaves, **options(case))  # type: ignore[arg-type]
+        exact = [output.detach(), *torch.autograd.grad(output, leaves, gradient)]
+        for name, right, number in zip(("output", "dq", "dk", "dv"), exact, range(4), strict=True):
+            whole = torch.full_like(right, torch.nan)
+            for held, found in ranks:
+                whole[:, held] = found[number]
+            error = float((whole - right).abs().max())
+            assert error < 1e-12, f"{case}: {name} is off by {error:.3g}"
+
+
+def test_the_cases_have_documents_over_borders_of_every_kind() -> None:
+    for lengths, size in product(LENGTHS, (2, 4)):
+        ends = set(torch.tensor(lengths).cumsum(0).tolist())
+        borders = {part.start for index in range(size) for part in zigzag(S, size, index)} - {0}
+        assert sum(lengths) == S
+        assert borders - ends, "a document on both sides of a border"
+    assert any(length % 2 for lengths in LENGTHS for length in lengths)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 
 import torch
@@ -166,17 +167,20 @@ def build(run: Run) -> Parts:
 
 def _wrap(run: Run, model: Model) -> None:
     """Let plugins wrap units and listen to sinks; two that sum the same buffers at once would race."""
-    summing: list[str] = []
+    summing: list[tuple[str, set[str]]] = []
     for wrap in run.hooks.layered("wrap_model"):
-        before = set(model.sinks.reduced_over)
+        known = set(model.sinks.reduced_over)
         wrap(run=run, model=model)
-        if model.sinks.reduced_over - before:
-            summing.append(listed(sorted(model.sinks.reduced_over - before)))
-    if len(summing) > 1:
-        raise UsageError(
-            f"strategies of the axes {listed(summing)} both sum gradients while backward runs, in the same buffers; "
-            f"use one of them"
-        )
+        named = model.sinks.reduced_over - known
+        if named:
+            summed = {name for name, one in model.placements.items() if named.intersection(one.partial_axes)}
+            summing.append((listed(sorted(named)), summed or set(model.placements)))
+    for (axes, summed), (others, theirs) in combinations(summing, 2):
+        if summed & theirs:
+            raise UsageError(
+                f"strategies of the axes {axes} and {others} both sum gradients while backward runs, in the same "
+                f"buffers; use one of them"
+            )
 
 
 def build_loader(run: Run, split: str) -> Loader:

@@ -4,12 +4,12 @@ It is data; `mplug.resolve` makes it.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mplug import sections
 from mplug.registry import Entry
-from mplug.settings import NAMED_SECTIONS, Key, Settings, from_mapping, nested, source_of
+from mplug.settings import NAMED_SECTIONS, Key, Settings, from_mapping, merge, nested, source_of
 
 KIND_OF_SECTION = {"model": "models", "optimizer": "optimizers", "data": "data"}
 HOST_SECTIONS: dict[str, type[sections.Section]] = {
@@ -38,11 +38,15 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Parallel:
-    """The layout: each named strategy's degree, and who takes the ranks that are left."""
+    """The layout: each named strategy's degree, and who takes the ranks that are left.
+
+    `rest` is that strategy of `data`, bound and ready, where the layout does not name it.
+    """
 
     layout: str
     degrees: Mapping[str, int]
     data: str | None
+    rest: Chosen | None = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,16 @@ class RunConfig:
     kernels: Kernels
     chosen: tuple[Chosen, ...]
     settings: Settings
+
+    def with_rest(self, degree: int, source: str) -> "RunConfig":
+        """The config whose layout names the strategy of `parallel.data` too, with a degree that `source` asks for."""
+        parallel = self.parallel
+        assert parallel.data is not None
+        assert parallel.rest is not None
+        layout = f"{parallel.layout}{parallel.data}{degree}"
+        named = Parallel(layout, {**parallel.degrees, parallel.data: degree}, parallel.data)
+        settings = merge(self.settings, from_mapping(layout, source, ("parallel", "layout")))
+        return replace(self, parallel=named, chosen=(*self.chosen, parallel.rest), settings=settings)
 
     def resolved(self) -> dict[str, Any]:
         """Every value of the run as a plain nested mapping, plugins' defaults and presets written out."""

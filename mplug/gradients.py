@@ -13,6 +13,7 @@ first.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -74,41 +75,62 @@ class Sinks(Mapping[str, GradientSink]):
     """The sinks of all of a rank's parameters, by name.
 
     Their buffers lie in one arena, in the reverse of the parameters' order: about the order in which backward makes
-    them final, so that neighbours can be reduced together. Whoever sums gradients over a mesh axis by listening names
-    it in `reduced_over`, and appends to `when_finished` what must be waited for before gradients are read. Buffers are
-    summed in place, so only one strategy of a run may listen; what no one sums so, the host does by placement.
+    them final, so that neighbours can be reduced together. `families` says whose are reduced over the same ranks
+    (`Placement.data_axes`): each family has a part of the arena to itself.
+
+    Whoever sums gradients over mesh axes by listening names them in `reduced_over`, and appends to `when_finished` what
+    must be waited for before gradients are read. Buffers are summed in place, so only one strategy of a run may sum a
+    parameter's: whoever comes later leaves those alone of whose data axes one is named. What no one sums so, the host
+    does by placement.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        families: Mapping[str, tuple[str, ...]] | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        self.families = {name: (families or {}).get(name, ()) for name in trained}
         end = sum(parameter.numel() for parameter in trained.values())
         device = next(iter(trained.values())).device if trained else None
         self.arena = torch.zeros(end, dtype=dtype, device=device)
         self.reduced_over: set[str] = set()
         self.when_finished: list[Callable[[], None]] = []
         self._sinks: dict[str, GradientSink] = {}
-        for name, parameter in trained.items():
-            start = end - parameter.numel()
+        for name in self._arranged()[::-1]:
+            start, parameter = end - trained[name].numel(), trained[name]
             self._sinks[name] = GradientSink(name, parameter, self.arena[start:end].view_as(parameter))
             end = start
+
+    def _arranged(self) -> list[str]:
+        """The names in the arena's order: family by family, each in the reverse of the parameters' order."""
+        backwards = list(reversed(self.families))
+        families = list(dict.fromkeys(self.families[name] for name in backwards))
+        return sorted(backwards, key=lambda name: families.index(self.families[name]))
 
     def __getitem__(self, name: str) -> GradientSink:
         return self._sinks[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._sinks)
+        return iter(self.families)
 
     def __len__(self) -> int:
         return len(self._sinks)
 
     def stretches(self, num_bytes: int) -> Iterator[tuple[list[GradientSink], Tensor]]:
-        """The arena in stretches of at least `num_bytes`: neighbouring sinks, and the tensor of their buffers."""
+        """The arena in stretches of at least `num_bytes`: neighbouring sinks, and the tensor of their buffers.
+
+        All of a stretch are of one family. The last of a family may be shorter.
+        """
         held: list[GradientSink] = []
         start = stop = 0
-        for sink in reversed(self._sinks.values()):
-            held.append(sink)
-            stop += sink.buffer.numel()
-            if (stop - start) * self.arena.itemsize >= num_bytes or stop == self.arena.numel():
+        for name, following in pairwise([*self._arranged(), None]):
+            assert name is not None
+            held.append(self[name])
+            stop += self[name].buffer.numel()
+            ends = following is None or self.families[following] != self.families[name]
+            if ends or (stop - start) * self.arena.itemsize >= num_bytes:
                 yield held, self.arena[start:stop]
                 held, start = [], stop
 

@@ -7,11 +7,11 @@ import torch.distributed as dist
 
 
 class Groups:
-    """Process groups by the ranks in them."""
+    """Process groups by the ranks in them and their use."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
         self._beside: dist.ProcessGroup | None = None
 
     def beside(self) -> dist.ProcessGroup:
@@ -20,15 +20,15 @@ class Groups:
             self._beside = dist.new_group(backend="gloo", timeout=timedelta(hours=6))  # a slow writer is no fault
         return self._beside
 
-    def of(self, families: Iterable[tuple[int, ...]]) -> dist.ProcessGroup | None:
+    def of(self, families: Iterable[tuple[int, ...]], use: str = "") -> dist.ProcessGroup | None:
         """The group of this rank among `families`, for which all ranks must ask alike; None where it is alone.
 
         Every family of two ranks and more is made, in sorted order, because making one takes all ranks.
         """
         own = None
         for ranks in sorted(set(families)):
-            if len(ranks) > 1 and ranks not in self._made:
-                self._made[ranks] = dist.new_group(list(ranks))
+            if len(ranks) > 1 and (use, ranks) not in self._made:
+                self._made[use, ranks] = dist.new_group(list(ranks))
             if self.rank in ranks:
-                own = self._made.get(ranks)
+                own = self._made.get((use, ranks))
         return own

@@ -50,12 +50,16 @@ exactly_one = _answered_by("exactly one")
 
 @all_plugins
 def configure(config: "RunConfig") -> None:
-    """Check your own section against the whole config; raise UsageError. Called once, before torch is imported."""
+    """Check your own section against the whole config; raise UsageError. Called before torch is imported."""
 
 
 @all_plugins
 def mesh_axes(config: "RunConfig") -> "list[Axis]":
-    """The axes that a parallel strategy adds to the mesh. Called once, before torch is imported."""
+    """The axes that a parallel strategy adds to the mesh. Called before torch is imported.
+
+    Where the views of the mesh need more ranks than the layout's strategies fill in the attention view, all are asked
+    again, with a config whose layout names the strategy of `parallel.data` too.
+    """
 
 
 @at_most_one
@@ -89,9 +93,10 @@ def offer(run: "Run", model: "Model") -> "list[Offer | Wrap]":
 
 @all_plugins
 def wrap_model(run: "Run", model: "Model") -> None:
-    """Wrap units (recompute, offload, FSDP) or listen to gradient sinks (data parallelism; one strategy a run).
+    """Wrap units (recompute, offload, FSDP) or listen to gradient sinks (data parallelism; one strategy a parameter).
 
-    Called in the order of the plugins' `layer` attributes (an integer, 0 if absent), the innermost first.
+    Called in the order of the plugins' `layer` attributes (an integer, 0 if absent), the innermost first. Whoever sums
+    gradients does so over each parameter's `Placement.data_axes`, whose groups `model.data_groups(run)` makes.
     """
 
 

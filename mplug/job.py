@@ -34,16 +34,17 @@ def settle(base: Settings, overrides: Settings, world: World | None) -> tuple[Ru
     Where a launcher has started more processes than the layout names, the strategy of `parallel.data` takes the ranks
     that are left. Raises UsageError where that does not work out.
     """
-    run = prepare(resolve(Registry(), base, overrides))
-    parallel, size = run.config.parallel, run.mesh.world_size
+    config = resolve(Registry(), base, overrides)
+    run = prepare(config)
+    parallel, size = config.parallel, run.mesh.world_size
     if world is None or world.size == size:
         return run, overrides
-    if world.size % size or parallel.data is None or parallel.data in parallel.degrees:
+    if world.size % size or parallel.rest is None:
         raise UsageError(
             f"layout '{parallel.layout}' is for {size} processes, and {world.launcher} has started {world.size}; "
             f"change the layout, or start {size} or a multiple of it that a data-parallel strategy may take"
         )
-    filled = f"{parallel.layout}{parallel.data}{world.size // size}"
+    filled = prepare(config, world_size=world.size).config.parallel.layout
     overrides = merge(overrides, read_assignments([f"parallel.layout={filled}"], f"the {world.size} processes"))
     return prepare(resolve(Registry(), base, overrides)), overrides
 

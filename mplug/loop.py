@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mplug.build import Parts, build
 from mplug.contracts import StepResult
+from mplug.entries import even_parts
 from mplug.errors import Diverged, UsageError
 from mplug.interrupt import Interrupt, TimeLeft
 from mplug.position import Position
@@ -138,6 +139,6 @@ def evaluate(run: Run, parts: Parts) -> float:
     loader = parts.validation_loader
     assert loader is not None
     beginning = loader.state_dict()
-    loss = float(parts.stepper.evaluate(loader.take(run.config.trainer.eval_samples)))
+    loss = float(parts.stepper.evaluate(even_parts(loader.take, run.config.trainer.eval_samples, run)))
     loader.load_state_dict(beginning)
     return loss

@@ -80,6 +80,13 @@ def _why_unparsed(rest: str, names: list[str]) -> str:
     return f"unknown strategy '{name}'{suggest(name, names)} (installed: {listed(sorted(names))})"
 
 
+def view_sizes(axes: Iterable[Axis]) -> dict[str, int]:
+    """The ranks that the axes of each view multiply to: every world that they fit into is a multiple of each."""
+    axes = list(axes)
+    views = dict.fromkeys(["attention", *(axis.views[0] for axis in axes if len(axis.views) == 1)])
+    return {view: math.prod(axis.size for axis in axes if view in axis.views) for view in views}
+
+
 @dataclass(frozen=True)
 class Mesh:
     """Named views of one rank order; each view lists its axes from the slowest-varying to the fastest.
@@ -100,9 +107,8 @@ class Mesh:
         axes = sorted(axes, key=lambda axis: (-axis.distance, axis.name))
         _refuse_shared_within(axes)
         views: dict[str, tuple[Axis, ...]] = {}
-        for view in dict.fromkeys(["attention", *(axis.views[0] for axis in axes if len(axis.views) == 1)]):
+        for view, covered in view_sizes(axes).items():
             members = [axis for axis in axes if view in axis.views]
-            covered = math.prod(axis.size for axis in members)
             if world_size % covered:
                 degrees = " x ".join(f"{axis.name}={axis.size}" for axis in members)
                 raise UsageError(f"{degrees} = {covered} does not divide the world size {world_size}")

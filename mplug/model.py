@@ -16,6 +16,8 @@ from mplug.plan import Box, Init, Parameter, Placement, Plan, Stages, Unit
 from mplug.slots import Filled, Selection, Site, select
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from mplug.mesh import Mesh
     from mplug.run import Run
 
@@ -44,7 +46,16 @@ class Model:
 
     def listen(self, dtype: torch.dtype = torch.float32) -> None:
         """Give every parameter of this rank its gradient sink, of that precision."""
-        self._sinks = Sinks(self.parameters(), dtype)
+        families = {name: placement.data_axes for name, placement in self.placements.items()}
+        self._sinks = Sinks(self.parameters(), families, dtype)
+
+    def data_groups(self, run: "Run") -> dict[str, "ProcessGroup | None"]:
+        """For every parameter of the whole model the ranks over which its gradient is data-parallel.
+
+        Those along its placement's `data_axes`; None where this rank is alone. All ranks must ask alike.
+        """
+        groups = {axes: run.group(*axes) for axes in dict.fromkeys(one.data_axes for one in self.placements.values())}
+        return {name: groups[placement.data_axes] for name, placement in self.placements.items()}
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Every parameter of this rank once, by the first of its names in the whole model."""

@@ -272,6 +272,15 @@ class Placement:
         )
 
     @cached_property
+    def data_axes(self) -> tuple[str, ...]:
+        """Those of `partial_axes` that divide the batch's entries: what data parallelism sums the gradient over.
+
+        Of an expert's weight they are its own view's, whose ranks may differ along several axes of the attention view.
+        """
+        axes = [self.mesh.axes[name] for name in self.partial_axes]
+        return tuple(axis.name for axis in axes if any(named in axis.entries for named in self.parameter.over))
+
+    @cached_property
     def cut_by(self) -> tuple[str, ...]:
         """Mesh axes that leave a rank a part of a matrix: of a segment, along one of the last two dimensions."""
         dims = self.dims[-2:] if len(self.dims) >= 2 else ()

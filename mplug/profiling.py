@@ -15,11 +15,15 @@ SPIN = "spin_kernel"
 LONGEST = 30
 GAPS, OTHER, COLLECTIVES = "gaps", "other", "collectives"
 CLASSES = {
-    COLLECTIVES: r"nccl|gloo|c10d|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|\b(send|recv)\b",
+    COLLECTIVES: r"nccl|gloo|c10d|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|\b(send|recv)\b|"
+    r"send_rows|rows_back",
     "loss": r"cross_?entropy|log_?softmax|softmax_online|nll_?loss|logsumexp",
     "attention": r"flash|fmha|attention|sdpa|softmax|compute_dot_do_o|convert_dq",
     "optimizer": r"adam|multi_tensor|foreach|\blamb\b|\bsgd|muon",
-    "GEMM": r"gemm|gemv|cutlass|nvjet|xmma|cublas|splitk|\bmm\b|addmm|bmm|linear|mkldnn|matmul",
+    "GEMM": r"gemm|gemv|cutlass|nvjet|xmma|cublas|splitk|\bmm\b|addmm|bmm|linear|mkldnn|matmul|grouped_(mm|product)",
+    "sort and gather": r"sort|topk|searchsorted|devicescan|scan_innermost|index_?select|index_elementwise|"
+    r"gather_kernel|scatter_gather|repeat_interleave|compute_cuda_kernel|\bmeet\b|"
+    r"aten::(gather|scatter|scatter_add|cumsum|index)_?\b",
     "copies and fills": r"copy|memcpy|memset|fill|catarray|\bcat\b|zero_|clone|contiguous",
     "norm and activation": r"norm|gammabeta|gelu|silu|sigmoid|tanh|erf|rotat|elementwise|vectorized|reduce_kernel|"
     r"\b(add|mul|sub|div|sum|mean|cos|sin|pow)_?\b",
@@ -28,7 +32,10 @@ CLASSES = {
 
 FlashAttention's kernels are written with CUTLASS, and its names are in theirs: attention goes before GEMM.
 """
-PRECEDENCE = ("GEMM", "attention", "optimizer", "loss", "norm and activation", OTHER, "copies and fills", COLLECTIVES)
+PRECEDENCE = (
+    *("GEMM", "attention", "optimizer", "loss", "norm and activation", OTHER),
+    *("sort and gather", "copies and fills", COLLECTIVES),
+)
 """Of kernels that run at once, the first in this order has the time: what a collective hides behind is not its own."""
 FUSED = re.compile(r"triton_(poi|red|per|for|unk|mix|split_scan)_fused_?(.*?)_?\d*$")
 """Inductor's fused kernels: their names tell the operators that they come from, in alphabetical order."""
@@ -97,7 +104,10 @@ def _class_of_fused(prefix: str, operators: str) -> str:
         return "attention"
     if re.search("embedding", operators) and not re.search("norm", operators):
         return OTHER
-    return "norm and activation" if MOVING.sub("", operators).strip("_") else "copies and fills"
+    computed = MOVING.sub("", operators).strip("_")
+    if re.search(r"(^|_)(sort|topk|searchsorted|index|cumsum|scatter|gather)(_|$)", computed):
+        return "norm and activation" if re.search("norm|gelu|silu", computed) else "sort and gather"
+    return "norm and activation" if computed else "copies and fills"
 
 
 def by_class(events: Iterable[Event]) -> dict[str, float]:

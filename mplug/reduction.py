@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mplug.contracts import Piece
 from mplug.model import Model, region
-from mplug.plan import Box
+from mplug.plan import Box, Placement
 from mplug.run import Run
 
 IN_PLACE = 1 << 18
@@ -28,7 +28,7 @@ class Reduction:
             return
         different = {(p.parameter, p.shape, p.holders): p for p in model.placements.values()}  # blocks are alike
         families = {
-            self._left(box, rank)
+            self._left(placement, box, rank)
             for placement in different.values()
             for rank in placement.holders
             for box in placement.boxes(rank)
@@ -40,15 +40,19 @@ class Reduction:
                 region(piece.gradient, box)
                 for piece in pieces
                 for box in piece.placement.boxes(run.rank)
-                if self._left(box, run.rank) == ranks
+                if self._left(piece.placement, box, run.rank) == ranks
             ]
             if views:
                 self.sums.append((run.groups.of([ranks]), views))
 
-    def _left(self, box: Box, rank: int) -> tuple[int, ...]:
-        """The ranks over which a box's gradient is partial still, after the sums that listeners have made."""
-        own = [self.run.mesh.index(rank, axis) for axis in self.done]
-        return tuple(other for other in box.partial if [self.run.mesh.index(other, axis) for axis in self.done] == own)
+    def _left(self, placement: Placement, box: Box, rank: int) -> tuple[int, ...]:
+        """The ranks over which a box's gradient is partial still, after the sums that listeners have made.
+
+        Of a parameter that is partial over another view's axes, listeners along this one's have summed nothing.
+        """
+        mesh, done = self.run.mesh, [axis for axis in self.done if axis in placement.partial_axes]
+        own = [mesh.index(rank, axis) for axis in done]
+        return tuple(other for other in box.partial if [mesh.index(other, axis) for axis in done] == own)
 
     def finish(self) -> None:
         """Sum what is partial still."""

@@ -125,10 +125,13 @@ class _Resolver:
         return self._choose(entry, (section,), said) if entry else None
 
     def _choose(self, entry: Entry, key: Key, said: dict[str, Any]) -> Any:
+        chosen = self._bound(entry, key, said)
+        self.chosen.append(chosen)
+        return chosen.config
+
+    def _bound(self, entry: Entry, key: Key, said: dict[str, Any]) -> Chosen:
         plugin = self.loaded[entry]
-        config = self._bind(key, plugin.Config, said)
-        self.chosen.append(Chosen(entry, plugin, config, key))
-        return config
+        return Chosen(entry, plugin, self._bind(key, plugin.Config, said), key)
 
     def _bind(self, key: Key, model: type[BaseModel], said: dict[str, Any]) -> Any:
         try:
@@ -159,10 +162,11 @@ class _Resolver:
             degrees = parse_layout(word, names)
         except UsageError as error:
             self._problem(("parallel", "layout"), str(error))
-        if data is not None:
-            self._plugin("parallel", data, ("parallel", "data"))
+        rest = self._plugin("parallel", data, ("parallel", "data")) if data is not None else None
         self._sub_sections("parallel", list(degrees), said)
-        return Parallel(word, degrees, data)
+        if rest is None or data in degrees:
+            return Parallel(word, degrees, data)
+        return Parallel(word, degrees, data, self._bound(rest, *self._sub_section("parallel", rest, data, said)))
 
     def _kernels(self) -> Kernels:
         said = self._said("kernels")
@@ -186,16 +190,20 @@ class _Resolver:
         for word in words:
             entry = self._plugin(section, word, (section, word))
             if entry and not self._met(entry, (section, word)):
-                name = word if word in said else entry.name
-                own = said.get(name) or {}
-                if isinstance(own, dict):
-                    self._choose(entry, (section, name), dict(own))
-                else:
-                    self._problem((section, name), f"must be a section with fields of its own, not {own!r}")
+                self._choose(entry, *self._sub_section(section, entry, word, said))
         known = {name for e in self.registry.entries(section) for name in (e.name, f"{e.distribution}/{e.name}")}
         for name in said:
             if name not in known and section != "extensions":
                 self._problem((section, name), f"no such field or plugin{suggest(name, [*fields, *known])}")
+
+    def _sub_section(self, section: str, entry: Entry, word: str, said: dict[str, Any]) -> tuple[Key, dict[str, Any]]:
+        """Where a plugin that the config names by `word` finds its fields, and what is said there."""
+        name = word if word in said else entry.name
+        own = said.get(name) or {}
+        if isinstance(own, dict):
+            return (section, name), dict(own)
+        self._problem((section, name), f"must be a section with fields of its own, not {own!r}")
+        return (section, name), {}
 
     def _met(self, entry: Entry, key: Key) -> bool:
         """Whether a plugin of this label is chosen already; another distribution's is a problem."""

@@ -22,7 +22,7 @@ import mplug
 from mplug.config import RunConfig
 from mplug.errors import UsageError, listed
 from mplug.hooks import Hooks
-from mplug.mesh import Axis, Mesh, contiguous
+from mplug.mesh import Axis, Mesh, contiguous, view_sizes
 from mplug.settings import source_of
 from mplug.toolchain import triton_builds
 
@@ -51,14 +51,17 @@ class Run:
     entries: frozenset[str] = frozenset()
     """The optional entries of the loader's micro batches."""
 
-    def group(self, *axes: str) -> "ProcessGroup | None":
+    def group(self, *axes: str, use: str = "") -> "ProcessGroup | None":
         """The process group of this rank along mesh axes; None where it is alone or no processes run yet.
+
+        Collectives of one group wait for each other. Where axes of two views have the same ranks, a group of another
+        `use` is one of its own: what backward waits for is then not behind the sum of gradients.
 
         All ranks must ask alike, because making a group takes all of them.
         """
         if self.groups is None:
             return None
-        return self.groups.of(self.mesh.group(rank, *axes) for rank in range(self.mesh.world_size))
+        return self.groups.of((self.mesh.group(rank, *axes) for rank in range(self.mesh.world_size)), use)
 
     @property
     def compiler(self) -> str | None:
@@ -112,8 +115,17 @@ class Run:
         return self.directory / "checkpoints"
 
 
-def prepare(config: RunConfig, host_plugins: dict[str, object] | None = None, directory: Path | None = None) -> Run:
-    """Instantiate the chosen plugins, let them check the config, and lay out the mesh. Imports no torch."""
+def prepare(
+    config: RunConfig,
+    host_plugins: dict[str, object] | None = None,
+    directory: Path | None = None,
+    world_size: int | None = None,
+) -> Run:
+    """Instantiate the chosen plugins, let them check the config, and lay out the mesh. Imports no torch.
+
+    A run has `world_size` ranks, or else as few as every view of the mesh divides. Those that the layout's own axes
+    leave over are the strategy's of `parallel.data`: the run's config then names it.
+    """
     plugins = {chosen.label: chosen.plugin(chosen.config) for chosen in config.chosen}
     hooks = Hooks(plugins | (host_plugins or {}))
     problems = []
@@ -127,11 +139,28 @@ def prepare(config: RunConfig, host_plugins: dict[str, object] | None = None, di
     axes, degrees = _axes(hooks, config), config.parallel.degrees
     if degrees and not axes:
         raise UsageError(f"none of the strategies {listed(degrees)} adds an axis to the mesh")
-    mesh = Mesh.of(axes, math.prod(axis.size for axis in axes if "attention" in axis.views))
+    sizes = view_sizes(axes)
+    ranks = world_size or math.lcm(*sizes.values())
+    mesh = Mesh.of(axes, ranks)
+    if ranks > sizes["attention"]:
+        return prepare(_with_rest(config, axes, ranks), host_plugins, directory, ranks)
     _refuse_uneven_batch(config, mesh)
     _refuse_uneven_sequence(config, mesh)
     entries = frozenset(hooks.call.batch_entries(config=config) or ())
     return Run(config, hooks, mesh, device=config.trainer.device, directory=directory, entries=entries)
+
+
+def _with_rest(config: RunConfig, axes: list[Axis], ranks: int) -> RunConfig:
+    """The config with a data-parallel strategy over the ranks that the axes of the attention view leave over."""
+    sizes, parallel = view_sizes(axes), config.parallel
+    if parallel.rest is not None:
+        return config.with_rest(ranks // sizes["attention"], f"{ranks} ranks")
+    needs = " and ".join(f"{size} of the view '{view}'" for view, size in sizes.items())
+    data = f"parallel.data={parallel.data} has a degree there already" if parallel.data else "parallel.data is null"
+    raise UsageError(
+        f"layout '{parallel.layout}' has {needs} ranks, which fit into {ranks} ranks only with "
+        f"{ranks // sizes['attention']} times as many data-parallel ones, and {data}; name them in the layout"
+    )
 
 
 def _axes(hooks: Hooks, config: RunConfig) -> list[Axis]:

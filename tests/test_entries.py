@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mplug import Axis, Mesh, contiguous
-from mplug.entries import own_entries
+from mplug.entries import even_parts, own_entries
+from mplug.loading import MapLoader
+from mplug.run import Run
 
 B, S, PIXELS = 2, 24, 5
 CONTEXT = {
@@ -83,3 +85,29 @@ def test_any_ranges_are_joined_in_their_order(borders: list[int], step: int) -> 
     mesh = Mesh.of([Axis("cp", 2, entries={"sequence": lambda *_: ranges})], 2)
     expected = [index for part in ranges for index in part]
     assert own_entries(batch(), CONTEXT, mesh, 0)["positions"][0].tolist() == expected
+
+
+# As many on every rank.
+
+
+@given(st.integers(1, 20), st.sampled_from([1, 2, 3, 4]), st.integers(1, 3))
+def test_every_rank_evaluates_as_many_micro_batches_and_together_each_sample_once(
+    num_samples: int, shards: int, micro_batch_size: int
+) -> None:
+    mesh, seen, shapes = Mesh.of([Axis("dp", shards, entries={"batch": contiguous})], shards), list[int](), set()
+    for rank in range(shards):
+        run = Run(None, None, mesh, "cpu", rank)  # type: ignore[arg-type]
+        loader = MapLoader(read, vocab_size=1, shard=mesh.batch_shard(rank), micro_batch_size=micro_batch_size)
+        batches = list(even_parts(loader.take, num_samples, run))
+        shapes.add(tuple(len(batch["sample_ids"]) for batch in batches))
+        for batch in batches:
+            counted = (batch["labels"] != -100).all(dim=1)
+            assert ((batch["labels"] == -100).all(dim=1) | counted).all()
+            seen += batch["sample_ids"][counted].tolist()
+    assert len(shapes) == 1
+    assert seen == list(range(num_samples))
+
+
+def read(sample_ids: range) -> dict[str, torch.Tensor]:
+    ids = torch.tensor(list(sample_ids))
+    return {"sample_ids": ids, "labels": ids[:, None].expand(-1, S)}

@@ -277,3 +277,19 @@ def test_sums_and_announcements_are_the_same_in_a_compiled_model() -> None:
         assert sorted(heard) == sorted(sinks)
     assert heard_after == [set(), set(), set(sinks) - {"idle"}] * 2
     torch.compiler.reset()
+
+
+# Families.
+
+
+def test_each_family_has_a_part_of_the_arena_to_itself_and_keeps_the_order_of_backward() -> None:
+    net = Net()
+    families = {name: ("experts",) if "mlp" in name else ("all",) for name, _ in net.named_parameters()}
+    sinks = Sinks(dict(net.named_parameters()), families)
+    assert list(sinks) == list(Sinks(dict(net.named_parameters())))
+    held = [[sink.name for sink in sinks_of] for sinks_of, _ in sinks.stretches(10**9)]
+    backwards = list(reversed(list(sinks)))
+    assert held == [[n for n in backwards if "mlp" in n], [n for n in backwards if "mlp" not in n]]
+    stretches = [tensor for _, tensor in sinks.stretches(1)]
+    assert torch.equal(torch.cat(stretches), sinks.arena)
+    assert all(len({families[sink.name] for sink in one}) == 1 for one, _ in sinks.stretches(2 * D * 4))

@@ -306,7 +306,7 @@ def divided(*axes: Axis, seq_length: int = 8) -> Run:
     strategies: dict[str, object] = {f"parallel/{number}": Divider(axis) for number, axis in enumerate(axes)}
     config = SimpleNamespace(
         chosen=(),
-        parallel=SimpleNamespace(layout="", degrees={axis.name: axis.size for axis in axes}, data=None),
+        parallel=SimpleNamespace(layout="", degrees={axis.name: axis.size for axis in axes}, data=None, rest=None),
         trainer=SimpleNamespace(device="cpu", global_batch_size=8, micro_batch_size=1, seq_length=seq_length),
         schedule=SimpleNamespace(batch_rampup=SimpleNamespace(start=None)),
         settings={("trainer", "seq_length"): Setting(seq_length, "run.yaml:3")},
@@ -316,6 +316,18 @@ def divided(*axes: Axis, seq_length: int = 8) -> Run:
 
 def test_expert_degrees_do_not_multiply_the_world() -> None:
     assert divided(TP, CP, PP, EP).mesh.world_size == 8
+
+
+def test_views_whose_degrees_differ_need_a_data_parallel_strategy_for_the_rest() -> None:
+    with pytest.raises(UsageError) as caught:
+        divided(TP, EP)
+    for words in (
+        "2 of the view 'attention' and 4 of the view 'expert'",
+        "4 ranks",
+        "2 times",
+        "parallel.data is null",
+    ):
+        assert words in str(caught.value)
 
 
 def test_two_axes_of_one_name_are_refused_naming_both_strategies() -> None:

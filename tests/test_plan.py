@@ -263,6 +263,15 @@ def test_an_expert_is_partial_over_the_data_ranks_of_its_own_view() -> None:
     assert dense.partial == (1, 3, 5, 7)
 
 
+def test_data_parallelism_sums_over_what_divides_the_batchs_entries_in_the_view_of_the_parameter() -> None:
+    ep = Axis("ep", 4, splits=("expert",), views=("expert",))
+    mesh = mesh_of(tp(2, "sequence"), cp(2), dp(2), ep)
+    expert, norm = place(mesh, (8, 3), "expert", "embed"), place(mesh, (3,), "embed")
+    assert expert.data_axes == expert.partial_axes == ("expert_data",)
+    assert (norm.data_axes, norm.partial_axes) == (("dp", "cp"), ("dp", "cp", "tp"))
+    assert place(mesh, (3,), "embed", over=("sequence",)).data_axes == ("cp",)
+
+
 def test_only_holders_hold() -> None:
     stage = Placement("w", VECTOR, (4,), mesh_of(dp(2), tp(2)), (2, 3))
     assert stage.boxes(0) == ()

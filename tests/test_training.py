@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ from mplug import (
     hookimpl,
     loop,
 )
-from mplug.build import Parts, build
+from mplug.build import Parts, _wrap, build, build_model
 from mplug.errors import Diverged
 from mplug.hooks import Hooks
 from mplug.loop import Ending, evaluate, train
@@ -523,6 +524,24 @@ class Sums:
 def test_two_strategies_that_would_sum_the_same_buffers_at_once_are_refused(tmp_path: Path, fields: list[str]) -> None:
     with pytest.raises(UsageError, match="axes near and far both sum gradients while backward runs"):
         trained(tmp_path, fields, one=Sums("near"), other=Sums("far"))
+
+
+def test_two_strategies_may_sum_the_gradients_of_different_parameters(tmp_path: Path, fields: list[str]) -> None:
+    """As of experts and of everything else, which lie in different views of the mesh."""
+    run = prepared(tmp_path, fields)
+    model = build_model(run)
+    model._sinks = SimpleNamespace(reduced_over=set())  # type: ignore[assignment]
+    names = list(model.placements)
+    partial_axes = {name: ("near",) if "mlp" in name else ("far",) for name in names}
+    model.placements = {name: SimpleNamespace(partial_axes=partial_axes[name]) for name in names}  # type: ignore[misc]
+    run.hooks = Hooks({**run.hooks.plugins, "test/one": Sums("near"), "test/other": Sums("far")})
+    _wrap(run, model)
+    assert model.sinks.reduced_over == {"near", "far"}
+    run.hooks = Hooks({**run.hooks.plugins, "test/third": Sums("farther")})
+    model.placements[names[0]].partial_axes += ("farther",)
+    model.sinks.reduced_over.clear()
+    with pytest.raises(UsageError, match="axes far and farther both sum gradients"):
+        _wrap(run, model)
 
 
 def test_an_observer_that_fails_is_told_of_once_on_the_terminal(

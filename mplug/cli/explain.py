@@ -53,7 +53,8 @@ def _mesh(run: "Run") -> str:
         for axis in axes
     ]
     header = ("VIEW", "AXIS", "SIZE", f"RANK {run.rank} IS AT", "DIVIDES")
-    return f"{run.mesh.world_size} ranks; the axis listed first varies slowest\n{table(header, rows)}"
+    layout, ranks = run.config.parallel.layout, run.mesh.world_size
+    return f"{layout}: {ranks} ranks; the axis listed first varies slowest\n{table(header, rows)}"
 
 
 def _divides(axis: "Axis") -> str:

@@ -15,19 +15,24 @@ from mplug.ops.collectives import (
     scatter,
     split,
 )
+from mplug.ops.rows import Meeting, give_back, meet, send
 
 __all__ = [
     "Group",
+    "Meeting",
     "all_gather",
     "all_reduce",
     "all_to_all",
     "copy",
     "exchange",
     "gather",
+    "give_back",
     "join",
+    "meet",
     "own_part",
     "reduce",
     "reduce_scatter",
     "scatter",
+    "send",
     "split",
 ]

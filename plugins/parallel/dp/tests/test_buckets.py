@@ -84,7 +84,7 @@ def traffic(monkeypatch: pytest.MonkeyPatch) -> Traffic:
 
 def listening(module: nn.Module, bucket_bytes: int, traffic: Traffic) -> tuple[Sinks, list[Bucket]]:
     sinks = Sinks(dict(module.named_parameters()))
-    buckets = reduce_in_buckets(sinks, GROUP, bucket_bytes)
+    buckets = reduce_in_buckets(sinks, dict.fromkeys(sinks, GROUP), bucket_bytes)
     traffic.expect(buckets)
     return sinks, buckets
 
@@ -135,24 +135,76 @@ def test_the_size_of_a_bucket_is_configured_in_mib(
         dist, "all_reduce", lambda tensor, **_: launched.append(tensor) or SimpleNamespace(wait=lambda: None)
     )
     chain = Chain()
-    sinks = Sinks(dict(chain.named_parameters()))
-    run, model = SimpleNamespace(group=lambda axis: {"dp": GROUP}[axis]), SimpleNamespace(sinks=sinks)
-    DataParallel(DataParallel.Config(bucket_mib=bucket_mib)).wrap_model(run=run, model=model)
+    sinks = wrapped(chain, GROUP, ("dp",), bucket_mib)
     step(sinks, chain, 1)
     assert len(launched) == number
 
 
+def wrapped(chain: Chain, group: Any, axes: tuple[str, ...], bucket_mib: float = 32, taken: str = "") -> Sinks:
+    """The sinks of a model all of whose gradients are data-parallel over some axes, after the plugin has seen them."""
+    sinks = Sinks(dict(chain.named_parameters()))
+    sinks.reduced_over |= {taken} - {""}
+    placements = dict.fromkeys(sinks, SimpleNamespace(data_axes=axes))
+    groups = dict.fromkeys(sinks, group)
+    model = SimpleNamespace(sinks=sinks, placements=placements, data_groups=lambda _: groups)
+    DataParallel(DataParallel.Config(bucket_mib=bucket_mib)).wrap_model(run=None, model=model)
+    return sinks
+
+
+def is_listened_to(sinks: Sinks) -> bool:
+    return bool(sinks.when_finished) or any(sink.listeners for sink in sinks.values())
+
+
 def test_alone_a_rank_sends_nothing() -> None:
-    sinks = Sinks(dict(Chain().named_parameters()))
-    assert reduce_in_buckets(sinks, None, 1) == []
+    sinks = wrapped(Chain(), None, ())
     assert not sinks.reduced_over
-    assert not sinks.when_finished
-    assert not any(sink.listeners for sink in sinks.values())
+    assert not is_listened_to(sinks)
 
 
-def test_what_it_sums_over_is_on_record(traffic: Traffic) -> None:
-    sinks, _ = listening(Chain(), 1, traffic)
-    assert sinks.reduced_over == {"dp"}
+def test_what_it_sums_over_is_on_record() -> None:
+    sinks = wrapped(Chain(), GROUP, ("dp", "acme"))
+    assert sinks.reduced_over == {"dp", "acme"}
+    assert is_listened_to(sinks)
+
+
+def test_what_another_strategy_sums_already_is_left_to_it() -> None:
+    sinks = wrapped(Chain(), GROUP, ("acme",), taken="acme")
+    assert sinks.reduced_over == {"acme"}
+    assert not is_listened_to(sinks)
+
+
+# Several groups.
+
+OTHERS: Any = object()
+"""Stands for another one."""
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, LAYER_BYTES, 2 * LAYER_BYTES, 10**9])
+def test_a_bucket_holds_gradients_of_one_group_alone_and_all_are_in_one(
+    bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[set[str]] = []
+    families = {f"layers.{n}.weight": ("expert_data",) if n % 2 else ("dp",) for n in range(DEPTH)}
+    sinks = Sinks(dict(Chain().named_parameters()), families)
+    groups = {name: OTHERS if axes == ("expert_data",) else GROUP for name, axes in families.items()}
+
+    def all_reduce(tensor: Tensor, group: Any, async_op: bool) -> SimpleNamespace:
+        assert async_op
+        held = {name for name in sinks if lies_in(sinks, name, Bucket(tensor, group, 0, 0, 0))}
+        assert {groups[name] for name in held} == {group}
+        sent.append(held)
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    buckets = reduce_in_buckets(sinks, groups, bucket_bytes)
+    sinks.begin_step()
+    final = set()
+    for name in reversed(list(sinks)):  # as backward ends them
+        sinks[name].finish()
+        final.add(name)
+        ready = [held for bucket in buckets if (held := {n for n in sinks if lies_in(sinks, n, bucket)}) <= final]
+        assert sent == ready  # none waits for one that ends later
+    assert sorted(name for held in sent for name in held) == sorted(sinks)
 
 
 # When a bucket leaves.
@@ -251,7 +303,7 @@ def test_the_buckets_of_a_gpt_leave_once_a_step_and_in_order_while_backward_runs
     fields: list[str], traffic: Traffic
 ) -> None:
     parts = parts_of(*fields)
-    buckets = reduce_in_buckets(parts.model.sinks, GROUP, 20_000)
+    buckets = reduce_in_buckets(parts.model.sinks, dict.fromkeys(parts.model.sinks, GROUP), 20_000)
     assert len(buckets) > 4
     traffic.expect(buckets)
     first = parts.model.module.get_submodule("blocks.0")
@@ -279,7 +331,7 @@ def reduced(bucket_bytes: int, num_micro_batches: int) -> tuple[Tensor, Tensor]:
     """The gradients [elements] after each of two steps on this rank's part."""
     chain = Chain()
     sinks = Sinks(dict(chain.named_parameters()))
-    reduce_in_buckets(sinks, dist.group.WORLD, bucket_bytes)
+    reduce_in_buckets(sinks, dict.fromkeys(sinks, dist.group.WORLD), bucket_bytes)
     results = []
     for _ in range(2):
         sinks.begin_step()
@@ -320,7 +372,7 @@ def forked() -> dict[str, list[float]]:
     """Gradients where rank 0 goes left and finds a slope of 1, and rank 1 goes right and finds one of 2."""
     fork, rank = Fork(), dist.get_rank()
     sinks = Sinks(dict(fork.named_parameters()))
-    reduce_in_buckets(sinks, dist.group.WORLD, 1)
+    reduce_in_buckets(sinks, dict.fromkeys(sinks, dist.group.WORLD), 1)
     sinks.begin_step()
     sinks.expect_last()
     ((rank + 1) * (fork.left, fork.right)[rank]).sum().backward()

@@ -30,7 +30,15 @@ class DataParallel:
 
     @hookimpl
     def wrap_model(self, run: "Run", model: "Model") -> None:
-        """Listen to the gradient sinks."""
+        """Listen to the gradient sinks of every parameter that no other strategy sums already."""
         from mplug_dp.buckets import reduce_in_buckets
 
-        reduce_in_buckets(model.sinks, run.group("dp"), int(self.config.bucket_mib * 2**20))
+        axes = {name: placement.data_axes for name, placement in model.placements.items()}
+        groups = {
+            name: group
+            for name, group in model.data_groups(run).items()
+            if group is not None and model.sinks.reduced_over.isdisjoint(axes[name])
+        }
+        if groups:
+            model.sinks.reduced_over.update(*(axes[name] for name in groups))
+            reduce_in_buckets(model.sinks, groups, int(self.config.bucket_mib * 2**20))

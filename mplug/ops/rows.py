@@ -1,0 +1,144 @@
+"""Rows that go to other ranks, in numbers that only the data decides: the all-to-all of arXiv 2006.16668.
+
+A rank has rows in E = R e bins, of which each rank of the group wants e, in order. R ranks, e bins a rank, N rows to
+send, M received.
+
+    function   forward                                            backward
+    send       each row to the rank that wants its bin, where     the rows' gradients, back where they came from
+               rows lie by bin, those of one bin by sender
+    give_back  each row to where it came from                     gradients, sent as the rows were
+
+Sizes are on the host before anything can travel: `meet` waits for the device, once. Rows after those of the last bin
+travel nowhere; in what `send`'s backward and `give_back` return they may hold anything.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mplug.ops.collectives import Group
+from mplug.ops.operators import _group
+
+
+class Meeting(NamedTuple):
+    """What a rank knows of rows that are to travel, once it has met the others; tensors only, so that it traces.
+
+    `counts` [e] int64 are the rows of each bin that it gets. `order` [M] says which of the rows, as they arrive, comes
+    where by bin; `inverse` [M] is the way back. `sizes` [2, R] on the CPU: how many rows it sends to, and gets from,
+    each rank.
+    """
+
+    counts: Tensor
+    order: Tensor
+    inverse: Tensor
+    sizes: Tensor
+
+
+def meet(counts: Tensor, group: Group) -> Meeting:
+    """Tell every rank how many rows it will get: counts [R e] int64 of this rank's rows in every bin.
+
+    Here, and nowhere else, the host waits for the device.
+    """
+    assert group is not None
+    return Meeting(*_meet(counts, group.size(), group.group_name))
+
+
+def send(rows: Tensor, meeting: Meeting, group: Group) -> Tensor:
+    """rows [N, ...] by bin -> the rows [M, ...] of all ranks in this rank's bins, by bin."""
+    assert group is not None
+    sent: Tensor = _send(rows, *_way(meeting), group.group_name)
+    return sent
+
+
+def give_back(rows: Tensor, meeting: Meeting, num_rows: int, group: Group) -> Tensor:
+    """rows [M, ...] as `send` has brought them -> [num_rows, ...], of which the first are this rank's own, by bin."""
+    assert group is not None
+    returned: Tensor = _give_back(rows, *_way(meeting), num_rows, group.group_name)
+    return returned
+
+
+def _way(meeting: Meeting) -> tuple[Tensor, Tensor, Tensor, int]:
+    return meeting.order, meeting.inverse, meeting.sizes, len(meeting.counts)
+
+
+@torch.library.custom_op("mplug::meet", mutates_args=())
+def _meet(counts: Tensor, size: int, group: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    sent = counts.view(size, -1)  # [R, e]
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent.contiguous(), group=_group(group))
+    sizes = torch.stack((sent.sum(dim=1), received.sum(dim=1))).cpu()
+    order, inverse = _orders(received, int(sizes[1].sum()))
+    return received.sum(dim=0), order, inverse, sizes
+
+
+@_meet.register_fake
+def _(counts: Tensor, size: int, group: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_rows = torch.library.get_ctx().new_dynamic_size()
+    order, inverse = counts.new_empty(num_rows), counts.new_empty(num_rows)
+    return counts.new_empty(counts.shape[0] // size), order, inverse, counts.new_empty((2, size), device="cpu")
+
+
+def _orders(received: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """received [R, e] -> by bin, the places [M] of rows that lie by sender; and by sender, their places by bin."""
+    shift = _starts(received) - _starts(received.t()).t()  # [R, e]
+    places = torch.arange(num_rows, device=received.device)
+    by_bin, by_sender = (
+        moved.flatten().repeat_interleave(rows.flatten(), output_size=num_rows)
+        for moved, rows in ((shift.t(), received.t()), (shift, received))
+    )
+    return places + by_bin, places - by_sender
+
+
+def _starts(lengths: Tensor) -> Tensor:
+    """Where stretches of such lengths begin that lie one after the other, in row-major order."""
+    flat = lengths.flatten()
+    return (flat.cumsum(0) - flat).view(lengths.shape)
+
+
+@torch.library.custom_op("mplug::send_rows", mutates_args=())
+def _send(rows: Tensor, order: Tensor, inverse: Tensor, sizes: Tensor, bins: int, group: str) -> Tensor:
+    sent, received = sizes.tolist()
+    arrived = rows.new_empty(len(order), *rows.shape[1:])
+    dist.all_to_all_single(arrived, rows[: sum(sent)].contiguous(), received, sent, group=_group(group))
+    return arrived if bins == 1 else arrived.index_select(0, order)
+
+
+@_send.register_fake
+def _(rows: Tensor, order: Tensor, inverse: Tensor, sizes: Tensor, bins: int, group: str) -> Tensor:
+    return rows.new_empty(order.shape[0], *rows.shape[1:])
+
+
+@torch.library.custom_op("mplug::give_rows_back", mutates_args=())
+def _give_back(
+    rows: Tensor, order: Tensor, inverse: Tensor, sizes: Tensor, bins: int, num_rows: int, group: str
+) -> Tensor:
+    sent, received = sizes.tolist()
+    own = rows.new_empty(num_rows, *rows.shape[1:])
+    leaving = rows.contiguous() if bins == 1 else rows.index_select(0, inverse)
+    dist.all_to_all_single(own[: sum(sent)], leaving, sent, received, group=_group(group))
+    return own
+
+
+@_give_back.register_fake
+def _(rows: Tensor, order: Tensor, inverse: Tensor, sizes: Tensor, bins: int, num_rows: int, group: str) -> Tensor:
+    return rows.new_empty(num_rows, *rows.shape[1:])
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    rows, order, inverse, sizes, ctx.bins, *_ = inputs
+    ctx.save_for_backward(order, inverse, sizes)
+    ctx.num_rows, ctx.group = rows.shape[0], inputs[-1]
+
+
+def _backward_of_send(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _give_back(grad, *ctx.saved_tensors, ctx.bins, ctx.num_rows, ctx.group), *[None] * 5
+
+
+def _backward_of_give_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _send(grad, *ctx.saved_tensors, ctx.bins, ctx.group), *[None] * 6
+
+
+_send.register_autograd(_backward_of_send, setup_context=_keep)
+_give_back.register_autograd(_backward_of_give_back, setup_context=_keep)

@@ -1,0 +1,39 @@
+"""What a layout with experts must fit: refused before any process starts."""
+
+from math import prod
+
+from mplug import Mesh, Model, Run, UsageError
+
+
+def refuse_what_does_not_fit(run: Run, model: Model, axis: str) -> None:
+    """Raise UsageError where an axis finds no experts to divide, or ranks cannot share the tokens that all have."""
+    size = run.mesh.axes[axis].size
+    if size == 1:
+        return
+    if not any(axis in placement.splits.values() for placement in model.placements.values()):
+        raise UsageError(
+            f"{axis}={size} divides experts, and the model '{run.config.settings['model', 'name'].value}' has none; "
+            f"use a model with experts, or a layout without {axis}"
+        )
+    _refuse_uneven_tokens(run.mesh, run.config.trainer.seq_length)
+
+
+def copying_axes(mesh: Mesh) -> tuple[str, ...]:
+    """Axes along which ranks have the same tokens in front of the experts: they divide none of what tokens come in."""
+    return tuple(
+        axis.name
+        for axis in mesh.views["attention"]
+        if axis.size > 1 and not axis.entries and not axis.divides("sequence") and not axis.divides("units")
+    )
+
+
+def _refuse_uneven_tokens(mesh: Mesh, seq_length: int) -> None:
+    copies = [mesh.axes[name] for name in copying_axes(mesh)]
+    length = seq_length // prod(axis.size for axis in mesh.views["attention"] if "sequence" in axis.entries)
+    if length % prod(axis.size for axis in copies):
+        degrees = " and ".join(f"{axis.name}={axis.size}" for axis in copies)
+        raise UsageError(
+            f"the ranks of {degrees} all have the same {length} tokens of a sample, and would divide them among "
+            f"themselves before experts, which is not possible evenly; change trainer.seq_length or the layout, or "
+            f"let that strategy divide the sequence of the residual stream (sequence parallelism)"
+        )

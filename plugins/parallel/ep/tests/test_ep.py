@@ -1,0 +1,325 @@
+"""Expert parallelism passes the suite of strategies, with experts of every kind, and the suite has teeth."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from mplug import Run, UsageError, hookimpl
+from mplug.checkpoint import newest
+from mplug.job import settle
+from mplug.launch import World
+from mplug.loop import train
+from mplug.resolve import default_settings
+from mplug.run import prepare
+from mplug.settings import from_mapping
+from mplug.testing import ParallelSuite, run_workers
+from mplug.testing.harness import Trace, as_rank, difference, tiny_config, train_steps
+from mplug.testing.parity import require_parity
+
+EXPERTS: dict[str, Any] = {
+    "model.name": "mixtral",
+    "model.num_layers": 2,
+    "model.hidden_size": 32,
+    "model.num_attention_heads": 4,
+    "model.num_kv_heads": 2,
+    "model.vocab_size": 259,
+    "model.qk_norm": True,
+    "model.init_std": 0.06,
+    "model.ffn_hidden_size": 24,
+    "model.num_experts": 4,
+}
+GATHERED = {"parallel.ep.dispatch": "all_gather"}
+EVERYTHING = {
+    "model.num_experts": 8,
+    "model.num_experts_per_token": 3,
+    "model.num_dense_layers": 1,
+    "model.num_shared_experts": 1,
+    "model.shared_expert_gate": True,
+    "model.moe_router_score": "sigmoid",
+    "model.moe_router_num_groups": 4,
+    "model.moe_router_top_groups": 2,
+    "model.moe_router_scale": 1.5,
+    "model.moe_router_jitter": 0.1,
+    "model.moe_balance": "global_batch",
+    "model.z_loss_coefficient": 0.01,
+    "model.expert_bias_rate": 0.05,
+}
+MORE = bool(os.environ.get("MPLUG_EXPERTS"))
+"""MPLUG_EXPERTS=all runs every layout with both ways of dispatch and both models."""
+
+
+class TestExpertParallel(ParallelSuite):
+    plugin = "ep"
+    settings = EXPERTS
+    layouts = ("ep2", "ep4", "pp2ep2")
+    variants = {
+        "all-gather": GATHERED,
+        "everything": EVERYTHING,
+        "one-expert-a-rank": {"model.num_experts": 2, "model.num_experts_per_token": 1},
+    }
+    refused = {"ep8": ("8 data-parallel ranks", "a multiple of 16")}
+
+
+class TestExpertTensorParallel(ParallelSuite):
+    plugin = "etp"
+    settings = EXPERTS
+    layouts = ("etp2", "ep2etp2")
+    variants = {}
+    uneven_micro_batches = False  # the same of ep
+
+
+# Several strategies.
+
+WHOLE_STREAM = "parallel.tp.sequence_parallel=false"
+LAYOUTS = (
+    "tp2ep4",
+    f"tp2ep2etp2 {WHOLE_STREAM}",
+    "cp2ep2",
+    "dp4ep2 parallel.ep.dispatch=all_gather",
+)
+MORE_LAYOUTS = (
+    *("ep2", "ep4", "etp2", "etp4", "ep2etp2", "tp2ep2", "tp2ep4", "tp2etp2", "tp2ep2etp2", "pp2ep2", "pp2ep4"),
+    *("pp2ep2etp2", "dp4ep2", "dp4ep2etp2", "cp2ep2", "cp2ep4", "cp2etp2", "tp2cp2ep4", "tp2cp2pp2ep4", "tp2pp2ep2"),
+)
+
+
+def layouts() -> list[tuple[str, dict[str, Any]]]:
+    if not MORE:
+        return [(layout, {}) for layout in LAYOUTS]
+    words = [f"{word} parallel.ep.dispatch={how}" for word in MORE_LAYOUTS for how in ("all_to_all", "all_gather")]
+    words += [f"{word} {WHOLE_STREAM}" for word in words if "tp2" in word.replace("etp2", "")]
+    return [(word, model) for word in words for model in ({}, EVERYTHING)]
+
+
+@pytest.mark.parametrize(("layout", "model"), layouts(), ids=str)
+def test_several_strategies_together_give_the_run_of_one_process(layout: str, model: dict[str, Any]) -> None:
+    require_parity({**EXPERTS, **model}, layout)
+
+
+def sums(settings: dict[str, Any]) -> tuple[set[str], int]:
+    """Be one rank: the axes over which listeners sum, and how many sums they leave to the host."""
+    from mplug.build import build
+    from mplug.testing.harness import tiny_run
+
+    parts = build(tiny_run(settings))
+    return parts.model.sinks.reduced_over, len(parts.stepper.reduction.sums)  # type: ignore[attr-defined]
+
+
+def test_all_gradients_are_summed_while_backward_runs_those_of_experts_over_their_own_ranks() -> None:
+    for axes, left in run_workers(4, sums, {**EXPERTS, "parallel.layout": "dp4ep2"}):
+        assert axes == {"dp", "expert_data"}
+        assert left == 0
+
+
+# Planted mistakes.
+
+
+def router_gradient_stays_local() -> None:
+    from dataclasses import replace
+
+    from mplug.plan import Plan
+
+    original = Plan.match
+
+    def match(self: Plan, found: Any) -> dict[str, Any]:
+        described = original(self, found)
+        return {n: replace(one, over=()) if n.endswith("router.weight") else one for n, one in described.items()}
+
+    Plan.match = match  # type: ignore[method-assign]
+
+
+def experts_summed_over_the_others_ranks() -> None:
+    from mplug.plan import Placement
+
+    Placement.data_axes = property(lambda _: ("dp",))  # type: ignore[assignment, method-assign]
+
+
+def experts_left_to_themselves() -> None:
+    from mplug.mesh import Mesh
+
+    original = Mesh.group
+
+    def group(self: Mesh, rank: int, *axes: str) -> tuple[int, ...]:
+        return (rank,) if axes == ("expert_data",) else original(self, rank, *axes)
+
+    Mesh.group = group  # type: ignore[method-assign]
+
+
+def copies_sent_by_all() -> None:
+    import mplug_ep.wraps
+
+    mplug_ep.wraps.copying_axes = lambda _: ()
+
+
+def rows_given_back_in_another_order() -> None:
+    import mplug_ep.wraps
+
+    original = mplug_ep.wraps.ops.give_back
+
+    def give_back(rows: Tensor, meeting: Any, *others: Any) -> Tensor:
+        return original(rows.roll(1, 0) if len(rows) else rows, meeting, *others)
+
+    mplug_ep.wraps.ops.give_back = give_back  # type: ignore[attr-defined]
+
+
+MUTATIONS: dict[str, tuple[Callable[[], None], str, dict[str, Any]]] = {
+    "the router's gradient is not reduced": (router_gradient_stays_local, "ep2", {}),
+    "experts' gradients are summed over the wrong ranks": (experts_summed_over_the_others_ranks, "ep2", {}),
+    "experts' gradients are not summed": (experts_left_to_themselves, "dp4ep2", {}),
+    "tokens that several ranks have are sent by all": (
+        copies_sent_by_all,
+        "tp2ep2",
+        {"parallel.tp.sequence_parallel": False},
+    ),
+    "rows come back in another order": (rows_given_back_in_another_order, "ep2", {}),
+}
+
+
+def mutated(settings: dict[str, Any], mutation: str) -> Trace:
+    """Be one rank of a run with a planted mistake."""
+    return train_steps(settings, MUTATIONS[mutation][0])
+
+
+@pytest.fixture(scope="module")
+def alone() -> Trace:
+    """The run of one process."""
+    return run_workers(1, train_steps, EXPERTS)[0]
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_the_comparison_catches(mutation: str, alone: Trace) -> None:
+    _, layout, changes = MUTATIONS[mutation]
+    settings = {**EXPERTS, **changes, "parallel.layout": layout}
+    ranks = prepare(tiny_config(settings)).mesh.world_size
+    assert difference(run_workers(ranks, mutated, settings, mutation), alone)
+
+
+# Compiled.
+
+
+def compiled(settings: dict[str, Any]) -> tuple[Trace, int, int]:
+    """Be one rank: what it saw, and how many graphs torch has made, and broken."""
+    import warnings
+
+    from torch._dynamo.utils import counters
+
+    warnings.simplefilter("ignore")  # torch's own, as it traces
+    return train_steps(settings), counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+@pytest.mark.parametrize("how", ["all_to_all", "all_gather"] if MORE else ["all_to_all"])
+def test_a_compiled_run_is_the_eager_run_of_one_process(how: str, alone: Trace) -> None:
+    settings = {**EXPERTS, "parallel.layout": "ep2", "parallel.ep.dispatch": how, "trainer.compile": "aot_eager"}
+    found = run_workers(2, compiled, settings, timeout=240)
+    assert difference([trace for trace, _, _ in found], alone) == ""
+    assert [(graphs, breaks) for _, graphs, breaks in found] == [(6, 0)] * 2
+
+
+# Checkpoints.
+
+
+class Losses:
+    """The losses of a run's steps."""
+
+    def __init__(self) -> None:
+        self.told: list[float] = []
+
+    @hookimpl
+    def step_finished(self, record: dict[str, Any]) -> None:
+        self.told.append(record["loss"])
+
+
+def trained(layout: str, steps: int, directory: Path, resume_from: Path | None = None) -> list[float]:
+    """Be one rank of a run that is saved at its end: its losses."""
+    settings = {**EXPERTS, "parallel.layout": layout, "trainer.steps": steps, "trainer.eval_every": 0}
+    losses = Losses()
+    run: Run = as_rank(prepare(tiny_config(settings), {"host/losses": losses}, directory))
+    train(run, resume_from)
+    return losses.told
+
+
+def test_a_run_with_divided_experts_goes_on_under_another_layout(tmp_path: Path) -> None:
+    whole = run_workers(1, trained, "", 4, tmp_path / "whole")[0]
+    begun = run_workers(4, trained, "ep2etp2", 2, tmp_path / "begun")[0]
+    saved = newest(tmp_path / "begun" / "checkpoints")
+    ended = run_workers(4, trained, "tp2ep4", 4, tmp_path / "ended", saved)[0]
+    assert [*begun, *ended] == pytest.approx(whole, rel=1e-5)
+
+
+# What does not fit.
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model.name": "gpt", "parallel.layout": "ep2"}, ("ep=2 divides experts", "'gpt' has none", "without ep")),
+        ({"model.name": "gpt", "parallel.layout": "tp2etp2"}, ("etp=2 divides experts", "'gpt' has none")),
+        (
+            {**EXPERTS, "model.num_experts": 6, "parallel.layout": "ep4"},
+            ("ep=4 does not divide the 6 expert", "1 or 2 or 3 or 6"),
+        ),
+        (
+            {**EXPERTS, "model.ffn_hidden_size": 25, "parallel.layout": "etp2"},
+            ("etp=2 does not divide the 25 expert mlp",),
+        ),
+        (
+            {**EXPERTS, "parallel.layout": "tp2ep2", "parallel.tp.sequence_parallel": False, "trainer.seq_length": 15},
+            ("tp=2", "15 tokens of a sample", "trainer.seq_length", "sequence parallelism"),
+        ),
+        (
+            {**EXPERTS, "parallel.layout": "dp2ep4"},
+            ("layout 'dp2ep4'", "2 of the view 'attention' and 4 of the view 'expert'", "fit into 4 ranks", "2 times"),
+        ),
+        (
+            {**EXPERTS, "parallel.layout": "tp2ep4", "parallel.data": None},
+            ("layout 'tp2ep4'", "2 times as many data-parallel ones", "parallel.data is null"),
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_launch_with_its_numbers(changes: dict[str, Any], said: tuple[str]) -> None:
+    from mplug.build import build_model
+
+    with pytest.raises(UsageError) as caught:
+        build_model(prepare(tiny_config(changes)))
+    for words in said:
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("word", "whole", "ranks"),
+    [
+        ("ep4", "ep4dp4", 4),
+        ("tp2ep4", "tp2ep4dp2", 4),
+        ("etp2ep2", "etp2ep2dp4", 4),
+        ("dp4ep2etp2", "dp4ep2etp2", 4),
+        ("pp2ep2", "pp2ep2dp2", 4),
+        ("tp2pp2ep2", "tp2pp2ep2", 4),
+        ("ep1", "ep1", 1),
+        ("tp4ep2", "tp4ep2", 4),
+    ],
+)
+def test_a_layout_has_the_fewest_ranks_that_every_view_divides(word: str, whole: str, ranks: int) -> None:
+    run = prepare(tiny_config({**EXPERTS, "parallel.layout": word}))
+    assert (run.config.parallel.layout, run.mesh.world_size) == (whole, ranks)
+    assert tiny_config(run.config.resolved()).parallel.layout == whole
+
+
+@pytest.mark.parametrize(
+    ("word", "started", "whole"), [("ep2", 4, "ep2dp4"), ("ep4", 4, "ep4dp4"), ("tp2ep4", 8, "tp2ep4dp4")]
+)
+def test_of_more_processes_those_that_are_left_are_data_parallel(word: str, started: int, whole: str) -> None:
+    overrides = from_mapping(
+        {"model": {"name": "mixtral", "num_experts": 4}, "trainer": {"device": "cpu"}, "parallel": {"layout": word}}, ""
+    )
+    run, _ = settle(default_settings(), overrides, World(0, started, 0, "torchrun"))
+    assert (run.config.parallel.layout, run.mesh.world_size) == (whole, started)
+
+
+def test_processes_that_the_views_do_not_divide_are_refused_with_the_numbers() -> None:
+    overrides = from_mapping({"model": {"name": "mixtral"}, "parallel": {"layout": "ep4"}}, "")
+    with pytest.raises(UsageError, match=r"'ep4' is for 4 processes, and torchrun has started 6"):
+        settle(default_settings(), overrides, World(0, 6, 0, "torchrun"))

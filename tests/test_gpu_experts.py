@@ -17,7 +17,11 @@ from mplug.nn.grouped import _has_kernel
 from mplug.run import prepare
 from mplug.testing.harness import tiny_config
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning"),
+]
 
 D, F, E = 64, 96, 4
 LOADS = [[5, 3, 7, 9], [0, 24, 0, 0], [1, 0, 0, 2], [0, 0, 0, 0], [3, 0, 21, 0]]

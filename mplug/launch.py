@@ -51,6 +51,8 @@ GRACE = 3.0
 """Seconds that processes have to end by themselves, with their errors told, once one has failed."""
 AT_ONCE = 0.3
 """Seconds within which the death of a process may be heard after the errors that it causes elsewhere."""
+TERMINATED = "terminated"
+"""What a process says that ends because the launcher wants it to: it has not failed."""
 SAID_AS_THEY_ARE: dict[str, type[UsageError | RunError]] = {
     error.__name__: error for error in (UsageError, RunError, Diverged)
 }
@@ -178,8 +180,8 @@ def _how(exit_code: int) -> str:
 class Lines:
     """The launcher's lines to its processes: signals go out, and what becomes of a process comes in.
 
-    A process says "started", the number of each step that it starts, then "done" or its error. One that hangs up
-    without either was killed. Elastic tells of one failure only, and that may be of a process whose connection
+    A process says "started", the number of each step that it starts, then "done", "terminated" or its error. One that
+    hangs up without any was killed. Elastic tells of one failure only, and that may be of a process whose connection
     another's death has broken.
     """
 
@@ -222,16 +224,17 @@ class Lines:
         return any(word is not None or heard < when for heard, _, word in self._failures())
 
     def failing_for(self) -> float:
-        """Seconds since a process was first heard to fail; 0 while none was."""
-        failures = self._failures()
-        return time.monotonic() - min(when for when, _, _ in failures) if failures else 0.0
+        """Seconds since a process was first heard to fail, or to be ended; 0 while none was."""
+        ended = [when for when, _, word in self.heard if word == TERMINATED]
+        ended += [when for when, _, _ in self._failures()]
+        return time.monotonic() - min(ended) if ended else 0.0
 
     def _failures(self) -> list[tuple[float, int, Any]]:
         """(when, rank, what it said or None) of every failed process; of one that died, a little before it was heard.
 
         A process that dies breaks others' connections, and they may be heard first: it goes before them.
         """
-        told = {rank for _, rank, word in self.heard if word == "done" or isinstance(word, tuple)}
+        told = {rank for _, rank, word in self.heard if word in ("done", TERMINATED) or isinstance(word, tuple)}
         return [
             (when - (AT_ONCE if word is None else 0), rank, word)
             for when, rank, word in self.heard
@@ -315,6 +318,7 @@ def _process(ends: list[Connection], work: Callable[..., Any], *arguments: Any) 
     line = ends.pop(int(os.environ["LOCAL_RANK"]))
     for end in ends:
         end.close()
+    _say_when_terminated(line)
     line.send("started")
     threading.Thread(target=_obey, args=(line,), daemon=True).start()
     try:
@@ -324,6 +328,18 @@ def _process(ends: list[Connection], work: Callable[..., Any], *arguments: Any) 
         raise
     line.send("done")
     return result
+
+
+def _say_when_terminated(line: Connection) -> None:
+    """Die of SIGTERM as ever, but say so: elastic ends processes whose own errors are still on their way."""
+
+    def terminated(number: int, frame: object) -> None:
+        with suppress(OSError):  # the launcher has hung up
+            line.send(TERMINATED)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, terminated)
 
 
 def _obey(line: Connection) -> None:

@@ -19,7 +19,7 @@ import pytest
 from torch import Tensor
 
 from mplug.checkpoint import path_of
-from mplug.launch import Handler, Lines
+from mplug.launch import TERMINATED, Handler, Lines
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked for in /proc")
 
@@ -214,7 +214,7 @@ REFUSED = {
     "pp9": ([], ["pp=9", "5 units", "; "]),
     "tp0": ([], ["'tp0'", "at least 1", "0"]),
     "tp": ([], ["'tp' needs a degree", "'tp2'"]),
-    "tq4": ([], ["unknown strategy 'tq'", "installed: dp, pp and tp"]),
+    "tq4": ([], ["unknown strategy 'tq'", "installed: cp, dp, ep, etp"]),
     "dp3": ([], ["global_batch_size", "4", "micro_batch_size=2", "3 data-parallel ranks", "multiple of 6"]),
     "tp4": (["trainer.seq_length=30"], ["tp=4 does not divide trainer.seq_length=30", "sequence_parallel=false"]),
 }
@@ -490,6 +490,42 @@ def test_what_failed_before_a_signal_is_told_and_not_the_signal() -> None:
     assert lines.failed_before(time.monotonic() - 60)
     assert str(lines.first_failure({})) == "no space left on the device"
     lines.close()
+
+
+def test_a_process_that_elastic_ends_has_not_failed() -> None:
+    lines = Lines(2)
+    lines.theirs[0].send(("ValueError", "over the second step"))
+    lines.theirs[1].send(TERMINATED)
+    lines.theirs[1].close()  # heard at once, as a death would be that had caused the other's error
+    for _ in range(3):
+        lines.listen(0.05)
+    assert str(lines.first_failure({})).endswith("failed with ValueError: over the second step")
+    assert lines.failing_for() > 0
+    lines.close()
+
+
+TERMINATES = """
+import os, signal, sys, time
+from mplug.launch import launch
+
+def work(tell):
+    if os.environ["RANK"] == "1":
+        raise ValueError("first")
+    time.sleep(60)  # elastic's SIGTERM ends it
+
+if __name__ == "__main__":
+    try:
+        launch(2, work)
+    except Exception as error:
+        sys.exit(str(error))
+"""
+
+
+def test_an_error_is_told_though_elastic_ends_the_others_at_once(tmp_path: Path) -> None:
+    (tmp_path / "terminates.py").write_text(TERMINATES)
+    result = begin(tmp_path, "terminates.py").ended(timeout=40)
+    assert "rank 1 on" in result.stderr
+    assert "failed with ValueError: first" in result.stderr
 
 
 def test_a_run_that_fails_again_and_again_ends_with_its_restarts(folder: Path, options: list[str], falls: str) -> None:

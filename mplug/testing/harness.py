@@ -200,17 +200,22 @@ def difference(traces: list[Trace], reference: Trace, tolerance: float = 1e-5) -
     Losses and norms must be within `tolerance`, relative, and for every parameter
     |g - g_ref| <= tolerance * max(|g_ref|, 1e-3 of the gradient's global norm).
     """
+    return next((what for error, what in _errors(traces, reference) if not error <= tolerance), "")
+
+
+def largest_error(traces: list[Trace], reference: Trace) -> float:
+    """The largest of the errors that `difference` holds to its tolerance; NaN counts as infinite."""
+    return max(math.inf if math.isnan(error) else error for error, _ in _errors(traces, reference))
+
+
+def _errors(traces: list[Trace], reference: Trace) -> Iterator[tuple[float, str]]:
+    """The relative error of everything that is compared, and what is said of it where that is too much."""
     for step in range(STEPS):
-        found = (
-            _number_off(f"loss of step {step + 1}", [t.losses[step] for t in traces], reference.losses[step], tolerance)
-            or _gradient_off(step, traces, reference, tolerance)
-            or _number_off(
-                f"gradient norm of step {step + 1}", [t.norms[step] for t in traces], reference.norms[step], tolerance
-            )
-        )
-        if found:
-            return found
-    return _number_off("validation loss", [t.val_loss for t in traces], reference.val_loss, tolerance)
+        losses, norms = ([getattr(trace, name)[step] for trace in traces] for name in ("losses", "norms"))
+        yield from _of_numbers(f"loss of step {step + 1}", losses, reference.losses[step])
+        yield from _of_gradients(step, traces, reference)
+        yield from _of_numbers(f"gradient norm of step {step + 1}", norms, reference.norms[step])
+    yield from _of_numbers("validation loss", [trace.val_loss for trace in traces], reference.val_loss)
 
 
 def weights_off(traces: list[Trace], reference: Trace, tolerance: float = 1e-3) -> str:
@@ -236,23 +241,27 @@ def weights_off(traces: list[Trace], reference: Trace, tolerance: float = 1e-3) 
     return ""
 
 
-def _number_off(what: str, found: list[float], expected: float, tolerance: float) -> str:
+def _of_numbers(what: str, found: list[float], expected: float) -> Iterator[tuple[float, str]]:
     for rank, value in enumerate(found):
-        if not abs(value - expected) <= tolerance * abs(expected):  # NaN is off too
-            return f"the {what} on rank {rank} is {value}, in one process {expected}"
-    return ""
+        yield (
+            _relative(abs(value - expected), abs(expected)),
+            f"the {what} on rank {rank} is {value}, in one process {expected}",
+        )
 
 
-def _gradient_off(step: int, traces: list[Trace], reference: Trace, tolerance: float) -> str:
+def _of_gradients(step: int, traces: list[Trace], reference: Trace) -> Iterator[tuple[float, str]]:
     expected = {n: logical([reference.gradients[step]], n, shape) for n, shape in reference.shapes.items()}
     whole = math.sqrt(sum(float(gradient.norm()) ** 2 for gradient in expected.values()))
     for name, gradient in expected.items():
         error = float((logical([t.gradients[step] for t in traces], name, reference.shapes[name]) - gradient).norm())
-        allowed = tolerance * max(float(gradient.norm()), 1e-3 * whole)
-        if not error <= allowed:
-            return (
-                f"the gradient of '{name}' at step {step + 1} is off by {error:.3g} (allowed: {allowed:.3g}); "
-                f"is it summed over the wrong ranks, or twice (an axis that listeners sum over belongs in "
-                f"sinks.reduced_over), or is the plan wrong in what it is broadcast over or how it is divided?"
-            )
-    return ""
+        size = max(float(gradient.norm()), 1e-3 * whole)
+        yield (
+            _relative(error, size),
+            f"the gradient of '{name}' at step {step + 1} is off by {error:.3g}, of {size:.3g}; "
+            f"is it summed over the wrong ranks, or twice (an axis that listeners sum over belongs in "
+            f"sinks.reduced_over), or is the plan wrong in what it is broadcast over or how it is divided?",
+        )
+
+
+def _relative(error: float, size: float) -> float:
+    return error / size if size else math.inf if error else 0.0

@@ -4,7 +4,7 @@ from unittest import SkipTest
 
 from mplug.errors import UsageError
 from mplug.settings import read_assignments
-from mplug.testing.harness import TinySettings, difference, tiny_run, train_ranks, train_steps
+from mplug.testing.harness import TinySettings, Trace, difference, largest_error, tiny_run, train_ranks, train_steps
 from mplug.testing.suite import Fault, require
 from mplug.testing.workers import WorkerFailed
 
@@ -14,6 +14,20 @@ def require_parity(settings: TinySettings, layout: str) -> None:
 
     After the layout's word there may be settings: 'tp2 parallel.tp.sequence_parallel=false'.
     """
+    found = difference(*_traces(settings, layout))
+    require(not found, f"the run under the layout '{layout}' is not that of one process: {found}")
+
+
+def error_of(settings: TinySettings, layout: str) -> float:
+    """How far the run under a layout is from that of one process: the largest relative error of what is compared.
+
+    Raises as `require_parity` does, but where the error is too large.
+    """
+    return largest_error(*_traces(settings, layout))
+
+
+def _traces(settings: TinySettings, layout: str) -> tuple[list[Trace], Trace]:
+    """What all ranks see under a layout, and what one process sees."""
     import torch
 
     word, *assignments = layout.split() or [""]
@@ -27,9 +41,7 @@ def require_parity(settings: TinySettings, layout: str) -> None:
     except (WorkerFailed, TimeoutError) as error:
         raise Fault(f"the run fails under the layout '{layout}': {error}") from None
     with torch.random.fork_rng(devices=[]):
-        reference = train_steps(alone)
-    found = difference(traces, reference)
-    require(not found, f"the run under the layout '{layout}' is not that of one process: {found}")
+        return traces, train_steps(alone)
 
 
 def _world_size(settings: TinySettings) -> int:

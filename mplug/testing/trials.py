@@ -109,8 +109,9 @@ class Trial:
     def _off(self, ours: Outcome, factor: float, how: str = "") -> str:
         plain = replace(self, suppliers=self.case.plain)
         usual, exact = plain._given(copied), plain._exact()
+        size = max((float(x.abs().max()) for x in exact.values() if x is not None and x.is_floating_point()), default=0)
         for name in exact:
-            found = _fault_of(ours.get(name), usual[name], exact[name], factor)
+            found = _fault_of(ours.get(name), usual[name], exact[name], factor, size)
             if found:
                 return f"{self.where}{how}: {name} {found}"
         return ""
@@ -162,7 +163,8 @@ def _drawn_like(y: Tensor) -> Tensor:
     return drawn.to(torch.bfloat16).to(y.device, y.dtype)
 
 
-def _fault_of(ours: Tensor | None, plain: Tensor | None, exact: Tensor | None, factor: float) -> str:
+def _fault_of(ours: Tensor | None, plain: Tensor | None, exact: Tensor | None, factor: float, size: float) -> str:
+    """`size` is the largest value of the whole trial: what cancels to nothing is rounded as that is."""
     if plain is None or exact is None:
         return "" if ours is None else "comes back although the gradient sink has it: it would count twice"
     if ours is None:
@@ -174,7 +176,7 @@ def _fault_of(ours: Tensor | None, plain: Tensor | None, exact: Tensor | None, f
     if not ours.is_floating_point():
         return "" if torch.equal(ours, plain) else "is wrong"
     error, usual = _error(ours, exact), _error(plain, exact)
-    allowed = factor * usual + torch.finfo(plain.dtype).eps * float(exact.abs().max())
+    allowed = factor * usual + torch.finfo(plain.dtype).eps * size
     if error <= allowed:  # NaN is not
         return ""
     return f"is off by {error:.3g} (allowed: {allowed:.3g}; plain torch is off by {usual:.3g})"

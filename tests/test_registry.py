@@ -265,7 +265,7 @@ def test_check_shows_what_is_broken_with_its_reason(cli: Cli, installed: Path) -
 
 
 def test_check_tells_the_sound_from_the_broken_among_all_that_is_installed(cli: Cli, installed: Path) -> None:
-    result = cli("plugins", "check", path=installed)
+    result = cli("plugins", "check", path=installed, timeout=600)
     assert result.returncode == 1, result.stderr
     assert "Traceback" not in result.stderr
     ours = [line.split() for line in result.stdout.splitlines() if "(acme-" in line and not line.startswith(" ")]

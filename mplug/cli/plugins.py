@@ -1,5 +1,7 @@
 """mplug plugins."""
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import click
@@ -108,13 +110,13 @@ def check(plugins: tuple[str, ...]) -> None:
 
     entries = [entry for word in plugins for entry in _named(word)] if plugins else Registry().entries()
     broken = 0
-    for entry in entries:
-        report = check_apart(entry)
-        broken += bool(report.fault)
-        note = f": {report.note}" if report.note else ""
-        click.echo(f"{'broken' if report.fault else 'ok':<6}  {entry.label} ({entry.origin}){note}")
-        if report.fault:
-            click.echo("\n".join(f"          {line}" for line in report.fault.splitlines()))
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        for entry, report in zip(entries, pool.map(check_apart, entries), strict=True):
+            broken += bool(report.fault)
+            note = f": {report.note}" if report.note else ""
+            click.echo(f"{'broken' if report.fault else 'ok':<6}  {entry.label} ({entry.origin}){note}")
+            if report.fault:
+                click.echo("\n".join(f"          {line}" for line in report.fault.splitlines()))
     click.echo(
         f"{len(entries) - broken} of {len(entries)} plugins pass the quick checks; pytest runs their whole suites"
     )

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.metadata import version
+from importlib.metadata import distributions, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from mplug import alternatives
+from mplug.registry import Registry
 from mplug.slots import Site, Unmet
 from mplug.testing.harness import tiny_config
 
@@ -264,8 +265,9 @@ def test_check_shows_what_is_broken_with_its_reason(cli: Cli, installed: Path) -
     assert all(words in result.stdout for words in ("acme-broken 0.3.0", "the fossil bed is closed"))
 
 
-def test_check_tells_the_sound_from_the_broken_among_all_that_is_installed(cli: Cli, installed: Path) -> None:
-    result = cli("plugins", "check", path=installed, timeout=600)
+def test_check_tells_the_sound_from_the_broken_among_all_that_a_folder_has(cli: Cli, installed: Path) -> None:
+    words = {f"{one.distribution}/{one.name}" for one in Registry(distributions(path=[str(installed)])).entries()}
+    result = cli("plugins", "check", *sorted(words), path=installed, timeout=600)
     assert result.returncode == 1, result.stderr
     assert "Traceback" not in result.stderr
     ours = [line.split() for line in result.stdout.splitlines() if "(acme-" in line and not line.startswith(" ")]

@@ -24,6 +24,7 @@ from mplug.hookspecs import hookimpl
 from mplug.loading import MapLoader
 from mplug.mesh import Axis, IndexMap, Mesh, contiguous
 from mplug.plan import Box, Buffer, Flops, Init, Parameter, Placement, Plan, Segment, Stages, Unit
+from mplug.sharding import Bucket, Sharding, Stretch
 from mplug.slots import Offer, Site, Wrap
 from mplug.toolchain import triton_builds
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from mplug.gradients import GradientSink, Sinks
     from mplug.model import Model
     from mplug.run import Run
+    from mplug.shards import Shard, Shards
     from mplug.stepper import DefaultStepper
 
 _LATE = {
@@ -40,6 +42,8 @@ _LATE = {
     "Model": "mplug.model",
     "Run": "mplug.run",
     "RunConfig": "mplug.config",
+    "Shard": "mplug.shards",
+    "Shards": "mplug.shards",
     "Sinks": "mplug.gradients",
 }
 """What costs start-up time (torch, pydantic) and is imported when it is first used."""
@@ -56,6 +60,7 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "Axis",
     "Box",
+    "Bucket",
     "Buffer",
     "DefaultStepper",
     "Flops",
@@ -78,6 +83,9 @@ __all__ = [
     "RunConfig",
     "RunError",
     "Segment",
+    "Shard",
+    "Sharding",
+    "Shards",
     "Sinks",
     "Site",
     "Stages",
@@ -85,6 +93,7 @@ __all__ = [
     "StepResult",
     "StepScalars",
     "Stepper",
+    "Stretch",
     "Tokenizer",
     "Unit",
     "UsageError",

@@ -64,6 +64,9 @@ def build_model(run: Run) -> Model:
         told = {key: _remedy(run.config, unmet) for key, unmet in remedies.items()}
         raise UsageError("\n".join(f"{text}{told[u.plugin, u.kind]}" for text, u in different.items()))
     _refuse_cut_matrices(run, model)
+    if run.hooks.implementers("shard_states"):
+        needs = _optimizer_without_memory(run, model).needs
+        model.sharding = run.hooks.call.shard_states(run=run, model=model, needs=needs)
     return model
 
 
@@ -157,8 +160,10 @@ def build(run: Run) -> Parts:
     model.listen(gradients)
     _wrap(run, model)
     pieces = make_pieces(model)
-    initialize({piece.name: piece.master for piece in pieces}, model.placements, run.rank, trainer.seed)
+    placements = {piece.name: piece.placement for piece in pieces}
+    initialize({piece.name: piece.master for piece in pieces}, placements, run.rank, trainer.seed)
     write_weights(pieces)
+    model.weights_written()
     optimizer: Optimizer = run.hooks.call.build_optimizer(run=run, pieces=pieces)
     default = DefaultStepper(run, model, pieces, optimizer)
     stepper: Stepper | None = run.hooks.call.build_stepper(run=run, model=model, default=default)
@@ -212,7 +217,7 @@ def measure_bytes(run: Run, model: Model) -> dict[str, int]:
         kinds: dict[str, list[torch.Tensor]] = {
             "weights": list(model.parameters().values()),
             "masters": [piece.master for piece in pieces if piece.weight is not None],
-            "gradients": [piece.gradient for piece in pieces],
+            "gradients": [*(sink.buffer for sink in model.sinks.values()), *(piece.gradient for piece in pieces)],
             "optimizer state": states,
         }
         return {kind: _nbytes(tensors) for kind, tensors in kinds.items() if tensors}

@@ -26,15 +26,16 @@ class GradientSink:
     """One parameter's gradient over a step: `name`, `parameter`, and the `buffer` in which it is summed.
 
     `stale`, a boolean on the CPU, says that nothing of this step is in the buffer yet. Append to `listeners` a function
-    of the sink: it hears exactly once a step that the buffer is final on this rank.
+    of the sink: it hears exactly once a step that the buffer is final on this rank. Those in `passed` hear of every
+    backward pass, once all that it adds to the buffer is there, and after it is final if it is the step's `last`.
     """
 
     def __init__(self, name: str, parameter: nn.Parameter, buffer: Tensor) -> None:
         self.name, self.parameter, self.buffer = name, parameter, buffer
         self.listeners: list[Listener] = []
+        self.passed: list[Listener] = []
         self.stale = torch.zeros((), dtype=torch.bool, device="cpu")
-        self.final = False
-        self._last = False
+        self.final = self.last = False
         parameter.main_grad, parameter.main_grad_stale = self.buffer, self.stale  # type: ignore[attr-defined]
         node: Any = parameter.view_as(parameter).grad_fn
         self._accumulation = node.next_functions[0][0]  # held here: its hook dies with it
@@ -43,11 +44,11 @@ class GradientSink:
     def begin_step(self) -> None:
         """Forget the last step's gradient; nothing is final yet."""
         self.stale.fill_(True)
-        self.final = self._last = False
+        self.final = self.last = False
 
     def expect_last(self) -> None:
         """The next backward pass is the step's last."""
-        self._last = True
+        self.last = True
 
     def finish(self) -> None:
         """Announce the gradient as final, if it was not yet (a parameter that took no part)."""
@@ -67,8 +68,10 @@ class GradientSink:
                 self.buffer.add_(self.parameter.grad)
             self.stale.fill_(False)
             self.parameter.grad = None
-        if self._last:
+        if self.last:
             self.finish()
+        for listener in self.passed:
+            listener(self)
 
 
 class Sinks(Mapping[str, GradientSink]):
@@ -76,7 +79,8 @@ class Sinks(Mapping[str, GradientSink]):
 
     Their buffers lie in one arena, in the reverse of the parameters' order: about the order in which backward makes
     them final, so that neighbours can be reduced together. `families` says whose are reduced over the same ranks
-    (`Placement.data_axes`): each family has a part of the arena to itself.
+    (`Placement.data_axes`): each family has a part of the arena to itself. Those that have a buffer in `buffers` keep
+    it, and have none in the arena.
 
     Whoever sums gradients over mesh axes by listening names them in `reduced_over`, and appends to `when_finished` what
     must be waited for before gradients are read. Buffers are summed in place, so only one strategy of a run may sum a
@@ -89,15 +93,18 @@ class Sinks(Mapping[str, GradientSink]):
         parameters: Mapping[str, nn.Parameter],
         families: Mapping[str, tuple[str, ...]] | None = None,
         dtype: torch.dtype = torch.float32,
+        buffers: Mapping[str, Tensor] | None = None,
     ) -> None:
+        buffers = buffers or {}
         trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         self.families = {name: (families or {}).get(name, ()) for name in trained}
-        end = sum(parameter.numel() for parameter in trained.values())
+        self._elsewhere = frozenset(buffers)
+        end = sum(parameter.numel() for name, parameter in trained.items() if name not in buffers)
         device = next(iter(trained.values())).device if trained else None
         self.arena = torch.zeros(end, dtype=dtype, device=device)
         self.reduced_over: set[str] = set()
         self.when_finished: list[Callable[[], None]] = []
-        self._sinks: dict[str, GradientSink] = {}
+        self._sinks = {name: GradientSink(name, trained[name], buffer) for name, buffer in buffers.items()}
         for name in self._arranged()[::-1]:
             start, parameter = end - trained[name].numel(), trained[name]
             self._sinks[name] = GradientSink(name, parameter, self.arena[start:end].view_as(parameter))
@@ -105,7 +112,7 @@ class Sinks(Mapping[str, GradientSink]):
 
     def _arranged(self) -> list[str]:
         """The names in the arena's order: family by family, each in the reverse of the parameters' order."""
-        backwards = list(reversed(self.families))
+        backwards = [name for name in reversed(self.families) if name not in self._elsewhere]
         families = list(dict.fromkeys(self.families[name] for name in backwards))
         return sorted(backwards, key=lambda name: families.index(self.families[name]))
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mplug.model import Model
     from mplug.plan import Stages
     from mplug.run import Run
+    from mplug.sharding import Sharding
     from mplug.slots import Offer, Wrap
     from mplug.stepper import DefaultStepper
 
@@ -89,6 +90,16 @@ def shard_model(run: "Run", model: "Model") -> None:
 @all_plugins
 def offer(run: "Run", model: "Model") -> "list[Offer | Wrap]":
     """Suppliers and wraps for slots. Pure: offering changes nothing, the host selects and applies."""
+
+
+@at_most_one
+def shard_states(run: "Run", model: "Model", needs: "Literal['elements', 'matrices']") -> "Sharding | None":
+    """What each rank owns of masters, optimizer state and gradients; None where all ranks keep all of theirs.
+
+    `needs` is the optimizer's: a range of elements may be cut anywhere, or matrices must stay whole. Pure, and called
+    before launch too: the host gives memory and makes pieces accordingly. In `wrap_model` the same plugin sums
+    gradients onto their owners, and appends to `model.when_written` what sends weights from them.
+    """
 
 
 @all_plugins

@@ -13,6 +13,8 @@ from mplug.nn.linear import Linear
 from mplug.nn.moe import MixtureOfExperts
 from mplug.nn.random import key_of, normal
 from mplug.plan import Box, Init, Parameter, Placement, Plan, Stages, Unit
+from mplug.sharding import FlatBox, Sharding
+from mplug.shards import Shards
 from mplug.slots import Filled, Selection, Site, select
 
 if TYPE_CHECKING:
@@ -27,7 +29,11 @@ CHUNK = 1 << 22
 
 @dataclass
 class Model:
-    """A module on the meta device, and the plan that says what it means. The host fills in the rest."""
+    """A module on the meta device, and the plan that says what it means. The host fills in the rest.
+
+    `sharding` says what ranks own of parameters whose optimizer state is divided, and `shards` is its memory here. Who
+    lets ranks have each other's weights appends to `when_written` what begins that.
+    """
 
     module: nn.Module
     plan: Plan
@@ -36,6 +42,9 @@ class Model:
     slots: list[Filled] = field(default_factory=list)
     stages: Stages = field(default=Stages("", ()))
     own_units: tuple[Unit, ...] = ()
+    sharding: Sharding | None = None
+    shards: Shards | None = None
+    when_written: list[Callable[[], None]] = field(default_factory=list)
     _sinks: Sinks | None = None
 
     @property
@@ -47,7 +56,12 @@ class Model:
     def listen(self, dtype: torch.dtype = torch.float32) -> None:
         """Give every parameter of this rank its gradient sink, of that precision."""
         families = {name: placement.data_axes for name, placement in self.placements.items()}
-        self._sinks = Sinks(self.parameters(), families, dtype)
+        self._sinks = Sinks(self.parameters(), families, dtype, self.shards.listen(dtype) if self.shards else None)
+
+    def weights_written(self) -> None:
+        """The weights of this rank's pieces have new values, which are not yet those of other ranks' copies."""
+        for begin in self.when_written:
+            begin()
 
     def data_groups(self, run: "Run") -> dict[str, "ProcessGroup | None"]:
         """For every parameter of the whole model the ranks over which its gradient is data-parallel.
@@ -207,8 +221,11 @@ def fill_slots(model: Model, run: "Run", offers: Iterable[Any]) -> Selection:
 def allocate(model: Model, rank: int, device: torch.device, dtype: torch.dtype, seed: int) -> None:
     """Give this rank's parameters (zeros of `dtype`) and buffers their memory."""
     replaced: dict[int, nn.Parameter] = {}
+    model.shards = Shards(model.sharding, model.placements, rank, device, dtype) if model.sharding else None
     for name, old in model.parameters().items():
-        local = torch.zeros(model.placements[name].local_shape(rank), device=device, dtype=dtype)
+        local = model.shards.weight(name) if model.shards else None
+        if local is None:
+            local = torch.zeros(model.placements[name].local_shape(rank), device=device, dtype=dtype)
         replaced[id(old)] = nn.Parameter(local, requires_grad=old.requires_grad)
     for name, module in model.module.named_modules():
         for attribute, parameter in module._parameters.items():
@@ -244,6 +261,8 @@ def initialize(tensors: Mapping[str, Tensor], placements: Mapping[str, Placement
 
 def region(local: Tensor, box: Box) -> Tensor:
     """The view of a rank's local tensor that holds a box."""
+    if isinstance(box, FlatBox):
+        return local.as_strided(box.shape, box.strides, local.storage_offset() + box.offset[0])
     return local[tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))]
 
 

@@ -78,6 +78,7 @@ class Position:
         state |= self._buffers(held_boxes)
         load(run, path, manifest, state)
         write_weights(parts.pieces)
+        parts.model.weights_written()
         plain = _plain_of(path, manifest)
         for name in self.stateful.keys() ^ plain["states"].keys():
             have, lack = ("the run", "the checkpoint") if name in self.stateful else ("the checkpoint", "the run")

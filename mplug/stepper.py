@@ -16,12 +16,15 @@ from mplug.statistics import Statistics
 
 
 def make_pieces(model: Model) -> list[Piece]:
-    """What the optimizer updates: each parameter whole, its gradient in the sink's buffer.
+    """What the optimizer updates: each parameter whole, its gradient in its sink's buffer; or what the rank owns of it.
 
     A parameter in fp32 is its own master; another has a master beside it.
     """
-    pieces = []
+    pieces, owned = [], model.shards.pieces() if model.shards else {}
     for name, sink in model.sinks.items():
+        if name in owned:
+            pieces += [piece for piece in [owned[name]] if piece is not None]
+            continue
         weight, placement = sink.parameter.data, model.placements[name]
         own = weight.dtype == torch.float32
         master = weight if own else weight.float()
@@ -104,6 +107,7 @@ class DefaultStepper:
         self.optimizer.step(StepScalars(torch.full_like(norm, lr), scale, skip, weight_decay))
         if not self.one_pass:
             write_weights(self.pieces)
+        self.model.weights_written()
         statistics = self.statistics.finish(num_targets)
         self.statistics.tell(skip)
         return StepResult(loss, norm, num_targets, skip, stop, statistics)

@@ -23,22 +23,23 @@ SETTINGS = [
 ]
 
 
-def prepared(layout: str, precision: str):
+def prepared(layout: str, precision: str, **changes: object):
     from mplug.registry import Registry
     from mplug.resolve import default_settings, resolve
     from mplug.run import prepare
     from mplug.settings import read_assignments
 
     words = [*SETTINGS, f"parallel.layout={layout}", f"trainer.precision={precision}"]
+    words += [f"{name}={value}" for name, value in changes.items()]
     return prepare(resolve(Registry(), default_settings(), read_assignments(words)))
 
 
-def held(layout: str, precision: str) -> tuple[dict[str, int], int]:
+def held(layout: str, precision: str, changes: dict[str, object]) -> tuple[dict[str, int], int]:
     """What a rank holds after a step, kind by kind, and the bytes of all tensors alive in its process."""
     from mplug.build import build
     from mplug.groups import Groups
 
-    run = prepared(layout, precision)
+    run = prepared(layout, precision, **changes)
     run.rank = dist.get_rank()
     run.groups = Groups(run.rank)
     parts = build(run)
@@ -48,7 +49,7 @@ def held(layout: str, precision: str) -> tuple[dict[str, int], int]:
     kinds = {
         "weights": list(parts.model.parameters().values()),
         "masters": masters,
-        "gradients": [piece.gradient for piece in parts.pieces],
+        "gradients": [*(one.buffer for one in parts.model.sinks.values()), *(piece.gradient for piece in parts.pieces)],
         "optimizer state": [t for piece in parts.pieces for t in parts.optimizer.state(piece).values()],
     }
     gc.collect()
@@ -60,13 +61,45 @@ def storage_bytes(tensors: list[torch.Tensor]) -> int:
     return sum({s.data_ptr(): s.nbytes() for s in (tensor.untyped_storage() for tensor in tensors)}.values())
 
 
-@pytest.mark.parametrize(("layout", "precision"), [("tp2pp2", "fp32"), ("tp2pp2", "bf16"), ("dp2", "fp32")])
-def test_the_bytes_that_explain_predicts_are_those_that_a_rank_holds(layout: str, precision: str) -> None:
+STAGE2 = {"parallel.zero.stage": 2, "parallel.zero.bucket_mib": 0.05}
+CASES: list[tuple[str, str, dict[str, object]]] = [
+    ("tp2pp2", "fp32", {}),
+    ("tp2pp2", "bf16", {}),
+    ("dp2", "fp32", {}),
+    ("zero2", "bf16", {}),
+    ("zero2pp2", "fp32", STAGE2),
+    ("zero4", "bf16", STAGE2),
+    ("zero2", "bf16", {**STAGE2, "optimizer.name": "muon"}),
+]
+
+
+@pytest.mark.parametrize(("layout", "precision", "changes"), CASES, ids=str)
+def test_the_bytes_that_explain_predicts_are_those_that_a_rank_holds(
+    layout: str, precision: str, changes: dict[str, object]
+) -> None:
     from mplug.build import build_model, measure_bytes
 
-    run = prepared(layout, precision)
-    for rank, (measured, alive) in enumerate(run_workers(run.mesh.world_size, held, layout, precision)):
+    run = prepared(layout, precision, **changes)
+    for rank, (measured, alive) in enumerate(run_workers(run.mesh.world_size, held, layout, precision, changes)):
         run.rank = rank
         predicted = measure_bytes(run, build_model(run))
         assert predicted == measured
         assert sum(predicted.values()) <= alive <= sum(predicted.values()) * 1.2
+
+
+def test_divided_states_take_their_part_of_the_bytes() -> None:
+    from mplug.build import build_model, measure_bytes
+
+    whole, first, second = (
+        measure_bytes(run, build_model(run))
+        for run in (
+            prepared("dp4", "bf16"),
+            prepared("zero4", "bf16"),
+            prepared("zero4", "bf16", **{"parallel.zero.stage": 2}),
+        )
+    )
+    for kind in ("masters", "optimizer state"):
+        assert first[kind] == second[kind] == pytest.approx(whole[kind] / 4, rel=0.02)
+    for kind in ("weights", "gradients"):
+        assert first[kind] == pytest.approx(whole[kind], rel=0.02)
+    assert second["gradients"] == pytest.approx(whole["gradients"] / 4, rel=0.02)

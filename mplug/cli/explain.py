@@ -37,6 +37,7 @@ def command(rank: int, **options: Any) -> None:
         ("Units", _units(run, model)),
         ("Slots", _slots(run, model)),
         (f"Parameters of rank {rank}", _placements(model, rank)),
+        *([(f"Divided over ranks, and rank {rank}'s part", _shards(run, model))] if model.sharding else []),
         (f"Bytes of rank {rank}", _bytes(run, model)),
         ("Depends on the layout", _variance(run, model)),
     ):
@@ -123,6 +124,21 @@ def _placements(model: "Model", rank: int) -> str:
             )
         )
     return table(("PARAMETER", "COUNT", "SHAPE", "AXES", "HERE", "BOXES", "COPIES", "PARTIAL OVER"), rows)
+
+
+def _shards(run: "Run", model: "Model") -> str:
+    """Of the parameters whose optimizer state is divided along the same axes: buckets, and this rank's elements."""
+    from mplug.sharding import owner_of
+
+    assert model.sharding is not None
+    rows = []
+    for axes, copied in dict.fromkeys((one.axes, one.copied) for one in model.sharding.buckets):
+        buckets = [one for one in model.sharding.buckets if (one.axes, one.copied) == (axes, copied)]
+        owner = owner_of(run.mesh, run.rank, axes)
+        own = sum(stretch.length for bucket in buckets for stretch, _ in bucket.owned(owner))
+        counts = (len(buckets), sum(len(one.names) for one in buckets), f"{sum(one.length for one in buckets):,}")
+        rows.append((", ".join(axes), ", ".join(copied) or "-", *counts, f"{own:,}"))
+    return table(("OVER", "COPIES OVER", "BUCKETS", "PARAMETERS", "ELEMENTS", "HERE"), rows)
 
 
 def _by(shape: tuple[int, ...]) -> str:

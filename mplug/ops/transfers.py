@@ -52,3 +52,33 @@ def summing(x: Tensor, group: dist.ProcessGroup) -> Transfer:
     """This rank's of the sums of the ranks' x [R, ...]: [...]."""
     x, arriving = x.contiguous(), x.new_empty(x.shape[1:])
     return Transfer(arriving, [_reduce_scatter_single(arriving, x.flatten(0, 1), group=group, async_op=True)], x)
+
+
+# In place, of memory that stays: each returns what is to be waited for before it is read or written.
+
+
+def summing_parts(x: Tensor, group: dist.ProcessGroup) -> Any:
+    """Of x [R n], this rank's part becomes the sum of the ranks' ones; what becomes of the others is left open."""
+    own = x.view(group.size(), -1)[group.rank()]
+    return _reduce_scatter_single(own, x, group=group, async_op=True)
+
+
+def joining_parts(x: Tensor, group: dist.ProcessGroup) -> Any:
+    """Each part of x [R n] becomes that of its rank."""
+    own = x.view(group.size(), -1)[group.rank()]
+    return _all_gather_single(x, own, group=group, async_op=True)
+
+
+def summing_onto(x: Tensor, group: dist.ProcessGroup, owner: int) -> Any:
+    """On the `owner`-th rank x becomes the sum of the ranks' x; what becomes of it elsewhere is left open."""
+    return dist.reduce(x, dist.get_global_rank(group, owner), group=group, async_op=True)
+
+
+def copying_from(x: Tensor, group: dist.ProcessGroup, owner: int) -> Any:
+    """x becomes that of the `owner`-th rank."""
+    return dist.broadcast(x, dist.get_global_rank(group, owner), group=group, async_op=True)
+
+
+def summing_all(x: Tensor, group: dist.ProcessGroup) -> Any:
+    """x becomes the sum of the ranks' x."""
+    return dist.all_reduce(x, group=group, async_op=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mplug.errors import UsageError, listed
 from mplug.mesh import Axis, IndexMap
 from mplug.run import Run, prepare
+from mplug.sharding import FlatBox
 from mplug.slots import Offer, Site, Wrap
 from mplug.testing.harness import TinySettings, tiny_config
 from mplug.testing.suite import Fault, require
@@ -143,7 +144,11 @@ def require_exact_cover(placement: "Placement") -> None:
 
 def _require_room(placement: "Placement", rank: int, box: "Box") -> None:
     local = placement.local_shape(rank)
-    fits = all(o + n <= size for o, n, size in zip(box.offset, box.shape, local, strict=True))
+    if isinstance(box, FlatBox):
+        last = box.offset[0] + sum((n - 1) * stride for n, stride in zip(box.shape, box.strides, strict=True))
+        fits = last < local[0]
+    else:
+        fits = all(o + n <= size for o, n, size in zip(box.offset, box.shape, local, strict=True))
     require(fits, f"rank {rank} keeps {box.shape} of '{placement.name}' at {box.offset} in a tensor of shape {local}")
 
 

@@ -1,0 +1,67 @@
+"""ZeRO (arXiv 1910.02054): data-parallel ranks that each keep a part of the optimizer state, and of the gradients."""
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from mplug import Axis, Sharding, contiguous, hookimpl
+
+if TYPE_CHECKING:
+    from mplug import Model, Run, RunConfig
+    from mplug_zero.weights import Weights
+
+
+class ZeRO:
+    """Every rank computes with whole weights; masters, optimizer state and gradients are divided."""
+
+    layer = -100
+    """Before strategies that sum gradients of whoever is left, such as replicas."""
+
+    class Config(BaseModel):
+        """What is divided, and how it travels."""
+
+        model_config = ConfigDict(extra="forbid", frozen=True)
+
+        stage: Literal[1, 2] = Field(1, description="1 divides masters and optimizer state, 2 gradients too")
+        bucket_mib: float = Field(32.0, gt=0, description="size of a bucket of fp32 gradients")
+        reduce_dtype: Literal["fp32", "bf16"] = Field(
+            "fp32", description="the precision in which gradients travel and are summed over ranks"
+        )
+        overlap: bool = Field(
+            True, description="sum gradients while backward runs, and gather weights while the next forward does"
+        )
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self._weights: Weights | None = None
+
+    @hookimpl
+    def mesh_axes(self, config: "RunConfig") -> list[Axis]:
+        """One axis that divides the batch, nearer than that of replicas: these may be whole nodes."""
+        return [Axis("zero", config.parallel.degrees["zero"], entries={"batch": contiguous}, distance=15)]
+
+    @hookimpl
+    def shard_states(self, run: "Run", model: "Model", needs: str) -> Sharding | None:
+        """Each rank owns as much as every other, in ranges or in whole matrices."""
+        from mplug_zero.layout import sharding_of
+
+        return sharding_of(run, model, needs, self.config)
+
+    @hookimpl
+    def wrap_model(self, run: "Run", model: "Model") -> None:
+        """Sum every bucket's gradients onto their owners, and let every unit wait for its weights."""
+        if model.shards is None or run.groups is None:
+            return
+        from mplug_zero.gradients import sum_onto_owners
+        from mplug_zero.groups import groups_of
+        from mplug_zero.weights import Weights
+
+        groups = groups_of(run, model)
+        sum_onto_owners(model, groups, self.config)
+        self._weights = Weights(model, groups, overlap=self.config.overlap)
+
+    @hookimpl
+    def run_finished(self) -> None:
+        """Let no gathering of weights outlast the run."""
+        if self._weights is not None:
+            self._weights.wait(*tuple(self._weights.under_way))

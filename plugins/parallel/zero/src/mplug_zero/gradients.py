@@ -1,0 +1,153 @@
+"""When the gradients of a bucket are summed onto their owners: while backward runs, in one order on all ranks.
+
+Ranks whose backward passes differ (an expert without tokens) end buckets in different orders, and must still sum the
+same ones together; and ranks that are in two groups must begin the sums of both in the same order.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mplug import Model
+from mplug_zero.groups import Axes, Pair, group_of
+from mplug_zero.sums import Lane, Sums
+
+if TYPE_CHECKING:
+    from mplug_zero import ZeRO
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+IN_FLIGHT = 2
+"""Transient buckets that may be on their way while backward fills the next: more would hide no more and cost memory."""
+
+
+class WholeGradients:
+    """Stage 1: gradients of all micro batches are added up where they are, then summed once a step."""
+
+    def __init__(self, lanes: list[Lane], sums: Sums, overlap: bool) -> None:
+        self.lanes, self.sums, self.overlap = lanes, sums, overlap
+        self.num_begun = 0
+        for lane in lanes:
+            for sink in lane.sinks:
+                sink.listeners.append(lambda _, lane=lane: self._hear(lane))
+
+    def _hear(self, lane: Lane) -> None:
+        lane.num_missing -= 1
+        if self.overlap:
+            self._advance()
+
+    def _advance(self) -> None:
+        while self.num_begun < len(self.lanes) and self.lanes[self.num_begun].num_missing == 0:
+            self.sums.begin(self.lanes[self.num_begun], last=True)
+            self.num_begun += 1
+
+    def wait(self) -> None:
+        """Wait for all sums, and expect the next step's."""
+        self._advance()
+        assert self.num_begun == len(self.lanes), "a gradient is not final"
+        self.sums.end()
+        self.num_begun = 0
+        for lane in self.lanes:
+            lane.num_missing, lane.num_sums = len(lane.sinks), 0
+
+
+class TransientGradients:
+    """Stage 2: each backward pass sums its own gradients, bucket by bucket, onto what their owners have.
+
+    A bucket gets memory when backward comes to a unit that has a parameter in it. At the end of a pass all buckets have
+    been summed once, also those that the pass did not touch: so ranks agree on what is summed without asking.
+    """
+
+    def __init__(self, model: Model, lanes: list[Lane], sums: Sums, overlap: bool) -> None:
+        self.lanes, self.sums, self.overlap = lanes, sums, overlap
+        self.num_begun = 0
+        self.is_passing = False
+        self.present: set[int] = set()
+        for lane in lanes:
+            for sink in lane.sinks:
+                sink.passed.append(lambda _, lane=lane: self._hear(lane))
+        of = {sink.name: number for number, lane in enumerate(lanes) for sink in lane.sinks}
+        names = {id(parameter): name for name, parameter in model.parameters().items()}
+        for unit in model.own_units:
+            module = model.module.get_submodule(unit.name)
+            held = sorted({of[name] for parameter in module.parameters() if (name := names[id(parameter)]) in of})
+            if held:
+                module.register_forward_hook(lambda _, __, outputs, held=held: self._before_backward(outputs, held))
+
+    def _before_backward(self, outputs: Any, held: list[int]) -> None:
+        """Let backward, when it comes to this call of a unit, find memory for its gradients."""
+        for output in outputs if isinstance(outputs, tuple) else (outputs,):
+            if isinstance(output, Tensor) and output.requires_grad:
+                output.register_hook(lambda _: self._enter(held))
+
+    def _enter(self, held: Iterable[int]) -> None:
+        if not self.is_passing:
+            self.is_passing = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._leave)  # type: ignore[attr-defined]
+        for number in held:
+            if number >= self.num_begun:
+                self._provide(number)
+
+    def _provide(self, number: int) -> None:
+        if number not in self.present:
+            lane = self.lanes[number]
+            self.sums.end(0 if lane in self.sums else IN_FLIGHT - 1)
+            lane.shard.materialize()
+            self.present.add(number)
+
+    def _hear(self, lane: Lane) -> None:
+        lane.num_missing -= 1
+        while self.num_begun < len(self.lanes) and self.lanes[self.num_begun].num_missing == 0:
+            self._begin()
+
+    def _begin(self) -> None:
+        """Sum the next bucket; of a gradient that this pass does not have, zeros."""
+        lane = self.lanes[self.num_begun]
+        last = any(sink.last for sink in lane.sinks)
+        for sink in lane.sinks:
+            if sink.last:
+                sink.finish()
+            elif sink.stale:
+                sink.buffer.zero_()
+        self.sums.begin(lane, last)
+        for sink in lane.sinks:
+            sink.stale.fill_(True)
+        self.present.discard(self.num_begun)
+        self.num_begun += 1
+        if not self.overlap:
+            self.sums.end()
+
+    def _leave(self) -> None:
+        """The end of a backward pass."""
+        while self.num_begun < len(self.lanes):
+            self._provide(self.num_begun)
+            self._begin()
+        self.num_begun, self.is_passing = 0, False
+        for lane in self.lanes:
+            lane.num_missing = len(lane.sinks)
+
+    def wait(self) -> None:
+        """Wait for all sums, and expect the next step's."""
+        self.sums.end()
+        for lane in self.lanes:
+            lane.num_sums = 0
+
+
+def sum_onto_owners(
+    model: Model, groups: Mapping[tuple[Axes, Axes], Pair], config: "ZeRO.Config"
+) -> WholeGradients | TransientGradients:
+    """Sum the gradients of every bucket of the model onto those who own them, as the config says."""
+    assert model.shards is not None
+    sinks, shards = model.sinks, model.shards
+    for bucket in shards.sharding.buckets:
+        sinks.reduced_over.update(bucket.axes, bucket.copied)
+    lanes = [Lane(one, group_of(groups, one.bucket), [sinks[name] for name in one.bucket.names]) for one in shards.all]
+    sums = Sums(DTYPES[config.reduce_dtype], shards.all[0].weights.device)
+    summing: WholeGradients | TransientGradients
+    if shards.sharding.transient:
+        summing = TransientGradients(model, lanes, sums, config.overlap)
+    else:
+        summing = WholeGradients(lanes, sums, config.overlap)
+    sinks.when_finished.append(summing.wait)
+    return summing

@@ -1,0 +1,100 @@
+"""The sum of a bucket's gradients on its way: over the ranks that own parts of it, then over those with copies of them.
+
+A GPU does that on a stream of its own. A CPU begins it, and does the rest when it is waited for.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mplug import GradientSink, Shard
+from mplug.ops.transfers import summing_all, summing_onto, summing_parts
+from mplug_zero.groups import Pair
+
+
+@dataclass
+class Lane:
+    """A bucket in this step: its memory, its groups, its sinks, and how many of these it waits for.
+
+    `num_sums` are those begun in this step.
+    """
+
+    shard: Shard
+    groups: Pair
+    sinks: list[GradientSink]
+    num_missing: int = 0
+    num_sums: int = 0
+    owned: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.num_missing = len(self.sinks)
+        self.owned = [self.shard.owned_gradient(stretch, at) for stretch, at in self.shard.owned]
+
+
+class Sums:
+    """Sums under way, begun and ended in one order on all ranks."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._under_way: deque[tuple[Lane, Any]] = deque()
+
+    def __contains__(self, lane: Lane) -> bool:
+        return any(one is lane for one, _ in self._under_way)
+
+    def begin(self, lane: Lane, last: bool) -> None:
+        """Sum what the bucket holds; with the `last` sum of a step, over those that have copies too."""
+        journey = _journey(lane, self.dtype, last)
+        lane.num_sums += 1
+        if self._stream is None:
+            self._under_way.append((lane, (next(journey), journey)))
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for works in journey:
+                _wait(works)
+            self._under_way.append((lane, self._stream.record_event()))
+
+    def end(self, but: int = 0) -> None:
+        """Wait (on a GPU, let the stream wait) for all sums `but` the newest few; of transients, take the memory."""
+        while len(self._under_way) > but:
+            lane, rest = self._under_way.popleft()
+            if self._stream is None:
+                works, journey = rest
+                _wait(works)
+                for works in journey:
+                    _wait(works)
+            else:
+                torch.cuda.current_stream().wait_event(rest)
+            if lane.shard.transient:
+                lane.shard.release()
+
+
+def _wait(works: list[Any]) -> None:
+    for work in works:
+        work.wait()
+
+
+def _journey(lane: Lane, dtype: torch.dtype, last: bool) -> Iterator[list[Any]]:
+    """Begin each leg once what the one before has yielded is done."""
+    shard, group = lane.shard, lane.groups.owners
+    assert group is not None
+    flat = shard.gradients.to(dtype)  # itself, where that is its own
+    if shard.bucket.is_even:
+        yield [summing_parts(flat, group)]
+    else:
+        yield [summing_onto(flat[one.start : one.stop], group, one.owner) for one in shard.bucket.stretches]
+    for own, (stretch, _) in zip(lane.owned, shard.owned, strict=True):
+        arrived = flat[stretch.start : stretch.stop]
+        if own.data_ptr() != arrived.data_ptr():
+            _ = own.copy_(arrived) if lane.num_sums == 1 or not shard.transient else own.add_(arrived)
+    if last and lane.groups.copies is not None:
+        totals = [own.to(dtype) for own in lane.owned]
+        yield [summing_all(total, lane.groups.copies) for total in totals]
+        for own, total in zip(lane.owned, totals, strict=True):
+            if total is not own:
+                own.copy_(total)

@@ -1,0 +1,59 @@
+"""Weights from their owners to all ranks, under the next forward pass."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from mplug import Model, Shard
+from mplug.ops.transfers import copying_from, joining_parts
+from mplug_zero.groups import Axes, Pair, group_of
+
+
+class Weights:
+    """Gathers buckets in the order in which forward needs them; a unit's call waits for those of its parameters."""
+
+    def __init__(self, model: Model, groups: Mapping[tuple[Axes, Axes], Pair], overlap: bool) -> None:
+        assert model.shards is not None
+        self.shards, self.groups, self.overlap = model.shards.all, groups, overlap
+        self.under_way: dict[int, list[Any]] = {}
+        self.at_once: tuple[int, ...] = ()
+        model.when_written.append(self.gather)
+        if overlap:
+            self._let_units_wait(model)
+
+    def gather(self) -> None:
+        """Begin to gather what the owners have written."""
+        self.wait(*self.under_way)
+        for number in reversed(range(len(self.shards))):
+            self.under_way[number] = self._begin(self.shards[number])
+        self.wait(*(self.at_once if self.overlap else tuple(self.under_way)))
+
+    def _begin(self, shard: Shard) -> list[Any]:
+        bucket, group = shard.bucket, group_of(self.groups, shard.bucket).owners
+        assert group is not None
+        if bucket.is_even:
+            return [joining_parts(shard.weights, group)]
+        stretches = bucket.stretches
+        return [copying_from(shard.weights[one.start : one.stop], group, one.owner) for one in stretches]
+
+    def wait(self, *numbers: int) -> None:
+        """Wait (on a GPU, let the stream wait) for buckets."""
+        for number in numbers:
+            for work in self.under_way.pop(number, ()):
+                work.wait()
+
+    def _let_units_wait(self, model: Model) -> None:
+        """Around the calls of units, so outside of what is compiled.
+
+        A unit that also computes by another method than its call has the unit before it wait, too.
+        """
+        numbers = {name: number for number, shard in enumerate(self.shards) for name in shard.bucket.names}
+        names = {id(parameter): name for name, parameter in model.parameters().items()}
+        not_called = {unit.name for unit in (*model.plan.units, *model.plan.inference) if unit.method != "forward"}
+        following: tuple[int, ...] = ()
+        for unit in reversed(model.own_units):
+            module = model.module.get_submodule(unit.name)
+            own = [names[id(parameter)] for parameter in module.parameters()]
+            wanted = (*dict.fromkeys(numbers[name] for name in own if name in numbers), *following)
+            module.register_forward_pre_hook(lambda *_, wanted=wanted: self.wait(*wanted))
+            following = wanted if unit.name in not_called else ()
+        self.at_once = following

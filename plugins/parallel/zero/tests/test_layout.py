@@ -1,0 +1,234 @@
+"""Who owns what: arithmetic without processes."""
+
+import json
+import math
+from collections import Counter
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mplug_zero.layout import ALIGNED, Item, in_buckets, in_matrices, in_ranges, owners
+
+from mplug import UsageError, hookimpl
+from mplug.build import build_model
+from mplug.model import region
+from mplug.plan import Placement
+from mplug.run import prepare
+from mplug.sharding import ShardedPlacement
+from mplug.testing.harness import tiny_config
+from mplug.testing.layouts import require_exact_cover
+
+SIZES = st.lists(st.integers(1, 5000), min_size=1, max_size=12)
+PARTS = st.lists(st.lists(st.integers(1, 900), min_size=1, max_size=6), min_size=1, max_size=15)
+RANKS = st.integers(1, 9)
+
+
+def items(sizes: list[int]) -> list[Item]:
+    return [Item(f"p{number}", (size,), ("zero",)) for number, size in enumerate(sizes)]
+
+
+# Ranges.
+
+
+@given(SIZES, RANKS, st.integers(1, 20_000))
+@settings(max_examples=60, deadline=None)
+def test_ranges_are_equal_cover_a_bucket_and_give_every_element_to_one_rank(
+    sizes: list[int], ranks: int, numel: int
+) -> None:
+    buckets = [in_ranges(bucket, ranks) for bucket in in_buckets(items(sizes), numel)]
+    assert [name for bucket in buckets for name in bucket.names] == [f"p{n}" for n in range(len(sizes))]
+    for bucket in buckets:
+        assert bucket.is_even
+        assert {stretch.length for stretch in bucket.stretches} == {bucket.length // ranks}
+        assert bucket.length - sum(bucket.sizes) < ALIGNED * (ranks + len(bucket.sizes))
+        assert all(start % ALIGNED == 0 for start in bucket.starts)
+        for name, size in zip(bucket.names, bucket.sizes, strict=True):
+            parts = [bucket.part(name, owner) for owner in range(ranks)]
+            assert [e for start, stop in parts for e in range(start, stop)] == list(range(size))
+
+
+@given(SIZES, st.integers(1, 20_000))
+@settings(max_examples=60, deadline=None)
+def test_a_bucket_is_as_small_as_its_size_allows(sizes: list[int], numel: int) -> None:
+    buckets = list(in_buckets(items(sizes), numel))
+    for bucket in buckets[:-1]:
+        assert sum(bucket.sizes) >= numel > sum(bucket.sizes[:-1])
+
+
+def test_what_is_alone_and_what_other_ranks_share_lies_in_buckets_of_its_own() -> None:
+    mixed = [Item("a", (5,), ("zero",)), Item("b", (5,), ("zero",), alone=True), Item("c", (5,), ("edp",))]
+    mixed += [Item("d", (5,), ("zero",), ("dp",)), Item("e", (5,), ("zero",))]
+    assert sorted(bucket.names for bucket in in_buckets(mixed, 10**6)) == [("a", "e"), ("b",), ("c",), ("d",)]
+
+
+# Matrices.
+
+
+@given(PARTS, RANKS)
+@settings(max_examples=80, deadline=None)
+def test_matrices_stay_whole_in_one_stretch_a_rank_and_are_balanced(parts: list[list[int]], ranks: int) -> None:
+    named = {f"p{number}": tuple(one) for number, one in enumerate(parts)}
+    given_to = owners(named, ranks)
+    loads = Counter[int]()
+    for name, one in named.items():
+        stretches, edges = given_to[name], {sum(one[:n]) for n in range(len(one) + 1)}
+        assert [e for s in stretches for e in (s.start, s.stop)] == sorted(
+            e for s in stretches for e in (s.start, s.stop)
+        )
+        assert stretches[0].start == 0
+        assert stretches[-1].stop == sum(one)
+        assert all(before.stop == after.start for before, after in pairwise(stretches))
+        assert {edge for s in stretches for edge in (s.start, s.stop)} <= edges
+        assert len({s.owner for s in stretches}) == len(stretches)
+        for stretch in stretches:
+            loads[stretch.owner] += stretch.length
+    largest = max(part for one in named.values() for part in one)
+    assert max(loads.values()) <= sum(map(sum, parts)) / ranks + largest + _rest(named, ranks)
+
+
+def _rest(named: dict[str, tuple[int, ...]], ranks: int) -> int:
+    """What the last of all ranks must take of a tensor that all the others have a stretch of already."""
+    return max((sum(one) for one in named.values() if len(one) > ranks), default=0)
+
+
+def test_alike_matrices_are_divided_evenly() -> None:
+    given_to = owners({f"p{number}": (100, 50, 50) for number in range(8)}, 4)
+    loads = Counter[int]()
+    for stretches in given_to.values():
+        for stretch in stretches:
+            loads[stretch.owner] += stretch.length
+    assert loads == dict.fromkeys(range(4), 400)
+
+
+def test_buckets_of_other_ranks_are_left_alone() -> None:
+    first, second = in_buckets([Item("a", (6,), ("zero",)), Item("b", (3, 3), ("edp",))], 1)
+    (own,) = in_matrices([first, second], {"a": (6,), "b": (3, 3)}, ("edp",), 2)
+    assert own.names == ("b",)
+    assert [(s.start, s.stop, s.owner) for s in own.stretches] == [(0, 3, 0), (3, 6, 1)]
+
+
+# Placements.
+
+
+def placements(changes: dict[str, Any]) -> tuple[dict[str, Placement], dict[int, dict[str, ShardedPlacement]]]:
+    """Those of the whole model, and what every rank says of the parts of what it has."""
+    return _placements(json.dumps(changes))
+
+
+@cache
+def _placements(changes: str) -> tuple[dict[str, Placement], dict[int, dict[str, ShardedPlacement]]]:
+    run = prepare(tiny_config(json.loads(changes)))
+    found = {}
+    for rank in range(run.mesh.world_size):
+        run.rank = rank
+        model = build_model(run)
+        assert model.sharding is not None
+        found[rank] = {name: model.sharding.placed(model.placements[name]) for name in model.sharding.of}
+    return model.placements, found
+
+
+EXPERTS = {"model.name": "mixtral", "model.num_experts": 4, "model.ffn_hidden_size": 24}
+CASES: list[dict[str, Any]] = [
+    {"parallel.layout": "zero4"},
+    {"parallel.layout": "zero3", "trainer.global_batch_size": 6},
+    {"parallel.layout": "tp2zero2", "model.tie_embeddings": True},
+    {"parallel.layout": "tp4zero2", "model.num_kv_heads": 2},
+    {"parallel.layout": "dp2zero2pp2", "model.tie_embeddings": True},
+    {"parallel.layout": "zero4ep2", **EXPERTS},
+    {"parallel.layout": "dp2zero2ep2etp2", **EXPERTS},
+    {"parallel.layout": "zero4", "optimizer.name": "muon", **EXPERTS},
+    {"parallel.layout": "zero2pp2", "optimizer.name": "muon", "model.tie_embeddings": True},
+]
+
+
+@pytest.mark.parametrize("changes", CASES, ids=str)
+def test_the_parts_of_all_ranks_are_every_parameter_once_and_holders_know_each_other(changes: dict[str, Any]) -> None:
+    whole, found = placements({"parallel.zero.bucket_mib": 0.02, **changes})
+    for name, placement in whole.items():
+        said = [found[rank][name] for rank in found if name in found[rank]]
+        if not said:
+            assert math.prod(placement.mesh.axes[axis].size for axis in placement.data_axes) == 1
+            continue
+        tables = [[one.boxes(rank) for rank in found] for one in said]
+        assert all(table == tables[0] for table in tables), name
+        require_exact_cover(said[0])
+        assert {rank for rank in found if said[0].boxes(rank)} == set(said[0].holders)
+        assert placement.numel == said[0].numel
+
+
+@pytest.mark.parametrize("changes", CASES, ids=str)
+def test_the_boxes_of_a_part_are_the_elements_that_lie_in_its_stretch_of_the_local_tensor(
+    changes: dict[str, Any],
+) -> None:
+    _, found = placements({"parallel.zero.bucket_mib": 0.02, **changes})
+    for rank, placed in found.items():
+        for sharded in placed.values():
+            numbers = torch.arange(float(sharded.numel)).view(sharded.shape) + 1
+            local = torch.zeros(sharded.whole.local_shape(rank))
+            for box in sharded.whole.boxes(rank):
+                region(local, box).copy_(_at(numbers, box))
+            start, stop = sharded.part(rank)
+            part = torch.zeros(sharded.local_shape(rank))
+            for box in sharded.boxes(rank):
+                region(part, box).copy_(_at(numbers, box))
+            assert torch.equal(part.flatten(), local.flatten()[start:stop])
+
+
+def _at(tensor: torch.Tensor, box: Any) -> torch.Tensor:
+    return tensor[tuple(slice(s, s + n) for s, n in zip(box.start, box.shape, strict=True))]
+
+
+def test_a_part_of_two_dimensions_in_one_segment_is_at_most_three_boxes() -> None:
+    whole, found = placements({"parallel.layout": "zero4"})
+    for name, placement in whole.items():
+        segments = math.prod(len(dim) for dim in placement.dims)
+        assert all(len(found[rank][name].boxes(rank)) <= 2 + segments for rank in found)
+
+
+def test_muon_owns_about_as_much_on_every_rank() -> None:
+    _, found = placements({"parallel.layout": "zero4", "optimizer.name": "muon", "model.num_layers": 8})
+    loads = [
+        sum(stop - start for one in placed.values() for start, stop in [one.part(rank)])
+        for rank, placed in found.items()
+    ]
+    assert max(loads) < 1.1 * sum(loads) / len(loads)
+
+
+# Refusals.
+
+
+class Rows:
+    """An optimizer of something else."""
+
+    needs = "rows"
+
+    @hookimpl
+    def build_optimizer(self) -> "Rows":
+        return self
+
+
+def test_an_optimizer_with_other_needs_is_refused_before_launch() -> None:
+    from mplug.hooks import Hooks
+
+    run = prepare(tiny_config({"parallel.layout": "zero2"}))
+    plugins = {label: plugin for label, plugin in run.hooks.plugins.items() if not label.startswith("optimizers/")}
+    run.hooks = Hooks({**plugins, "optimizers/rows": Rows()})
+    with pytest.raises(UsageError, match=r"optimizers/rows needs 'rows' of parameters, and zero=2 .* without zero"):
+        build_model(run)
+
+
+class Other:
+    """Another strategy that divides states."""
+
+    @hookimpl
+    def shard_states(self) -> None:
+        return None
+
+
+def test_two_strategies_that_divide_states_are_refused_by_name() -> None:
+    with pytest.raises(UsageError, match=r"host/other and parallel/zero .*'shard_states'.*takes one answer"):
+        prepare(tiny_config({"parallel.layout": "zero2"}), {"host/other": Other()})

@@ -1,0 +1,51 @@
+"""ZeRO beside other strategies, with every optimizer: the run of one process."""
+
+import os
+from itertools import product
+from typing import Any
+
+import pytest
+
+from mplug.testing.parity import require_parity
+
+MORE = os.environ.get("MPLUG_LAYOUTS") == "all"
+"""MPLUG_LAYOUTS=all runs the wider sets."""
+
+EXPERTS: dict[str, Any] = {
+    "model.name": "mixtral",
+    "model.num_layers": 2,
+    "model.num_experts": 4,
+    "model.ffn_hidden_size": 24,
+}
+TIED = {"model.tie_embeddings": True}
+STAGE2 = {"parallel.zero.stage": 2}
+MUON = {"optimizer.name": "muon"}
+
+DEFAULT: list[tuple[str, dict[str, Any]]] = [
+    ("tp2zero2", STAGE2),
+    ("zero2pp2", {**STAGE2, **TIED}),
+    ("cp2zero2", {}),
+    ("zero2ep2", EXPERTS),
+    ("dp2zero2", {**STAGE2, "parallel.zero.overlap": False}),
+    ("zero2", MUON),
+]
+STAGES: tuple[dict[str, Any], ...] = ({}, STAGE2)
+ONE_KV_HEAD = {"model.num_kv_heads": 1}
+WIDER = [
+    *product(("zero4", "zero2pp2", "zero4pp2", "zero2pp4", "dp2zero2", "dp2zero4", "dp4zero2"), STAGES, ({}, TIED)),
+    *product(("tp2zero2", "tp2zero4", "tp4zero2", "tp2zero2pp2", "dp2tp2zero2"), STAGES, (ONE_KV_HEAD, TIED)),
+    *product(("cp2zero2", "cp2zero2pp2", "cp2tp2zero2", "dp2zero2pp2"), STAGES, ({}, TIED)),
+    *product(("zero2ep2", "zero4ep2", "zero4ep4", "zero4ep2etp2", "zero2pp2ep2", "dp2zero2ep2"), STAGES, (EXPERTS,)),
+    *product(("tp2zero2ep2", "cp2zero2ep2"), STAGES, (EXPERTS,)),
+    *product(("zero4", "zero2pp2", "dp2zero2", "cp2zero2"), STAGES, (MUON, {**MUON, **TIED})),
+    *product(("zero2ep2", "zero4ep2"), STAGES, ({**EXPERTS, **MUON},)),
+    *product(("zero2",), STAGES, ({"optimizer.name": "lion"}, {"optimizer.name": "sgd"})),
+    *product(("zero2",), STAGES, ({"trainer.compile": "aot_eager"},)),
+]
+ALL = [*DEFAULT, *((layout, {**stage, **more}) for layout, stage, more in WIDER)] if MORE else DEFAULT
+SMALL = {"parallel.zero.bucket_mib": 0.02}
+
+
+@pytest.mark.parametrize(("layout", "changes"), ALL, ids=str)
+def test_zero_beside_others_gives_the_run_of_one_process(layout: str, changes: dict[str, Any]) -> None:
+    require_parity({**SMALL, **changes}, layout)

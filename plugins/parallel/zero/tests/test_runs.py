@@ -1,0 +1,268 @@
+"""What travels when, that no switch changes a bit of the result, and that the comparison has teeth."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from mplug.testing import run_workers
+from mplug.testing.harness import Trace, difference, tiny_run, train_steps, weights_off
+
+SMALL: dict[str, Any] = {"model.num_layers": 3, "parallel.zero.bucket_mib": 0.02}
+
+
+def settings(layout: str, **changes: Any) -> dict[str, Any]:
+    return {**SMALL, "parallel.layout": layout, **{name.replace("__", "."): value for name, value in changes.items()}}
+
+
+def trained(changes: dict[str, Any], mutation: str | None = None) -> Trace:
+    """Be one rank of a run, with a planted mistake."""
+    return train_steps(changes, MUTATIONS[mutation] if mutation else None)
+
+
+# Event order.
+
+
+def events(changes: dict[str, Any], num_steps: int) -> list[list[str]]:
+    """Be one rank: of every step, when buckets are begun and ended, and when backward passes the first block."""
+    from mplug_zero.sums import Lane, Sums
+
+    from mplug.build import build
+
+    told: list[str] = []
+    begin, end = Sums.begin, Sums.end
+
+    def recording_begin(self: Sums, lane: Lane, last: bool) -> None:
+        told.append(f"begin {lane.shard.bucket.names[0]}")
+        begin(self, lane, last)
+
+    def recording_end(self: Sums, but: int = 0) -> None:
+        told.extend("end" for _ in range(len(self._under_way) - but))
+        end(self, but)
+
+    Sums.begin, Sums.end = recording_begin, recording_end  # type: ignore[method-assign]
+    run = tiny_run(changes)
+    parts = build(run)
+    parts.model.module.get_submodule("blocks.0").register_full_backward_hook(lambda *_: told.append("first block done"))
+    found = []
+    for step in range(1, num_steps + 1):
+        parts.stepper.forward_backward(parts.train_loader.take(8), step)
+        parts.stepper.update(1e-3, 0.1)
+        found.append(list(told))
+        told.clear()
+    assert parts.model.shards is not None
+    found.append([f"begin {shard.bucket.names[0]}" for shard in parts.model.shards.all])
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_every_bucket_but_the_last_is_begun_before_backward_ends_and_in_one_order(stage: int) -> None:
+    for *steps, buckets in run_workers(2, events, settings("zero2", parallel__zero__stage=stage), 2):
+        assert len(buckets) > 3
+        for told in steps:
+            passes = [at for at, event in enumerate(told) if event == "first block done"]
+            assert len(passes) == 2  # micro batches of two samples
+            begun = [event for event in told if event.startswith("begin")]
+            assert begun == buckets * stage  # once a step, or once a backward pass
+            last = told[passes[0] : passes[1]]
+            assert [event for event in last if event.startswith("begin")][-len(buckets) + 1 :] == buckets[:-1]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_without_overlap_nothing_travels_while_backward_computes(stage: int) -> None:
+    changes = settings("zero2", parallel__zero__stage=stage, parallel__zero__overlap=False)
+    for *steps, buckets in run_workers(2, events, changes, 1):
+        for told in steps:
+            begun = [at for at, event in enumerate(told) if event.startswith("begin")]
+            assert len(begun) == len(buckets) * stage
+            if stage == 1:
+                assert min(begun) > max(at for at, event in enumerate(told) if event == "first block done")
+            else:  # each sum is over before backward goes on
+                assert [told[at + 1] for at in begun] == ["end"] * len(begun)
+
+
+def memory(changes: dict[str, Any]) -> tuple[int, int, int]:
+    """Be one rank: the most buckets that had gradients at once in a step, those of them after it, and all buckets."""
+    from mplug.build import build
+    from mplug.shards import Shard
+
+    present: set[int] = set()
+    most: list[int] = []
+    materialize, release = Shard.materialize, Shard.release
+
+    def counted(self: Shard) -> None:
+        materialize(self)
+        present.add(id(self))
+        most.append(len(present))
+
+    def discounted(self: Shard) -> None:
+        release(self)
+        present.discard(id(self))
+
+    parts = build(tiny_run(changes))
+    Shard.materialize, Shard.release = counted, discounted  # type: ignore[method-assign]
+    parts.stepper.forward_backward(parts.train_loader.take(8), 1)
+    assert parts.model.shards is not None
+    held = sum(shard.gradients.untyped_storage().nbytes() > 0 for shard in parts.model.shards.all)
+    return max(most), held, len(parts.model.shards.all)
+
+
+def test_in_stage_2_only_buckets_in_flight_have_memory() -> None:
+    for most, after, buckets in run_workers(2, memory, settings("zero2", parallel__zero__stage=2, model__num_layers=6)):
+        assert most <= buckets / 2
+        assert after == 0
+
+
+# Bits.
+
+
+def same(one: list[Trace], other: list[Trace]) -> bool:
+    """Whether two runs are the same to the bit."""
+    return not any(difference([mine], theirs, tolerance=0.0) for mine, theirs in _wholes(one, other)) and not any(
+        weights_off([mine], theirs, tolerance=0.0) for mine, theirs in _wholes(one, other)
+    )
+
+
+def _wholes(one: list[Trace], other: list[Trace]) -> list[tuple[Trace, Trace]]:
+    return [(_whole(one), _whole(other))]
+
+
+def _whole(traces: list[Trace]) -> Trace:
+    """All ranks' boxes as one process's."""
+    first = traces[0]
+    joined = Trace(first.losses, first.norms, shapes=first.shapes, val_loss=first.val_loss)
+    joined.initial, joined.weights = (_joined([getattr(t, kind) for t in traces]) for kind in ("initial", "weights"))
+    joined.gradients = [_joined([t.gradients[step] for t in traces]) for step in range(len(first.gradients))]
+    return joined
+
+
+def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    return {name: [box for part in parts for box in part.get(name, [])] for part in parts for name in part}
+
+
+@pytest.fixture(scope="module")
+def replicated() -> list[Trace]:
+    """Two replicas."""
+    return run_workers(2, trained, settings("dp2"))
+
+
+def test_stage_1_on_two_ranks_is_replicas_to_the_bit_but_for_the_norm(replicated: list[Trace]) -> None:
+    """Two terms have one order of summing. Squares for the norm are added up rank by rank, so no clipping here."""
+    unclipped = {"trainer__max_grad_norm": 0.0}
+    one = _whole(run_workers(2, trained, settings("dp2", **unclipped)))
+    other = _whole(run_workers(2, trained, settings("zero2", **unclipped)))
+    assert other.losses == one.losses
+    assert other.norms == pytest.approx(one.norms, rel=1e-6)
+    other.norms = one.norms
+    assert difference([other], one, tolerance=0.0) == ""
+    assert weights_off([other], one, tolerance=0.0) == ""
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_overlap_changes_no_bit(stage: int) -> None:
+    one, other = (
+        run_workers(2, trained, settings("zero2", parallel__zero__stage=stage, parallel__zero__overlap=overlap))
+        for overlap in (True, False)
+    )
+    assert same(one, other)
+
+
+def test_gradients_that_travel_in_bf16_are_those_of_fp32_to_its_precision(replicated: list[Trace]) -> None:
+    found = run_workers(2, trained, settings("zero2", parallel__zero__reduce_dtype="bf16"))
+    reference = _whole(replicated)
+    assert difference(found, reference, tolerance=0.02) == ""
+    assert difference(found, reference) != ""
+
+
+# Teeth.
+
+
+def ranges_swapped() -> None:
+    from mplug import sharding, shards
+
+    original = sharding.owner_of
+    sharding.owner_of = shards.owner_of = lambda *where: 1 - original(*where)  # type: ignore[assignment]
+
+
+def weights_not_gathered() -> None:
+    from mplug_zero.weights import Weights
+
+    Weights.gather = lambda _: None  # type: ignore[method-assign]
+
+
+def a_bucket_not_summed() -> None:
+    from mplug_zero.sums import Lane, Sums
+
+    begin = Sums.begin
+
+    def forgetful(self: Sums, lane: Lane, last: bool) -> None:
+        if "blocks.1.attn.qkv.weight" in lane.shard.bucket.names:
+            lane.groups = lane.groups._replace(owners=None)
+            self._under_way.append((lane, ([], iter(()))))
+        else:
+            begin(self, lane, last)
+
+    Sums.begin = forgetful  # type: ignore[method-assign]
+
+
+def only_the_last_pass_kept() -> None:
+    from mplug_zero.sums import Lane, Sums
+
+    begin = Sums.begin
+
+    def forgetful(self: Sums, lane: Lane, last: bool) -> None:
+        lane.num_sums = 0
+        begin(self, lane, last)
+
+    Sums.begin = forgetful  # type: ignore[method-assign]
+
+
+def units_do_not_wait() -> None:
+    from mplug_zero.weights import Weights
+
+    Weights._let_units_wait = lambda *_: None  # type: ignore[method-assign]
+    begin = Weights._begin
+
+    def late(self: Weights, shard: Any) -> list[Any]:
+        """As on a slow network: what arrives is seen only by who waits."""
+        kept = shard.weights.clone()
+        for work in begin(self, shard):
+            work.wait()
+        arrived, own = shard.weights.clone(), shard.owned[0][0]
+        shard.weights.copy_(kept)
+        assert own.length > 0
+        return [_Late(shard.weights, arrived)]
+
+    Weights._begin = late  # type: ignore[method-assign]
+
+
+class _Late:
+    """A transfer that is over when it is waited for."""
+
+    def __init__(self, into: torch.Tensor, arrived: torch.Tensor) -> None:
+        self.into, self.arrived = into, arrived
+
+    def wait(self) -> None:
+        self.into.copy_(self.arrived)
+
+
+MUTATIONS: dict[str, Callable[[], None]] = {
+    "ranks own each other's ranges": ranges_swapped,
+    "weights are not gathered": weights_not_gathered,
+    "a bucket is not summed": a_bucket_not_summed,
+    "only the last micro batch is kept": only_the_last_pass_kept,
+    "units do not wait for weights": units_do_not_wait,
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_the_comparison_catches(mutation: str, replicated: list[Trace]) -> None:
+    found = run_workers(2, trained, settings("zero2", parallel__zero__stage=2), mutation)
+    assert difference(found, _whole(replicated)) or weights_off(found, _whole(replicated))
+
+
+def test_without_a_mistake_it_catches_nothing(replicated: list[Trace]) -> None:
+    found = run_workers(2, trained, settings("zero2", parallel__zero__stage=2))
+    assert difference(found, _whole(replicated)) == ""
+    assert weights_off(found, _whole(replicated)) == ""

@@ -1,0 +1,118 @@
+"""ZeRO on two GPUs: the run of one process, and gradients that travel under backward."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mplug.testing import run_workers
+from mplug.testing.harness import Trace, difference, train_steps, weights_off
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA GPUs here"),
+]
+
+SMALL: dict[str, Any] = {"trainer.device": "cuda", "parallel.zero.bucket_mib": 0.02}
+LARGE: dict[str, Any] = {
+    "trainer.device": "cuda",
+    "trainer.precision": "bf16",
+    "trainer.seq_length": 1024,
+    "trainer.micro_batch_size": 4,
+    "trainer.global_batch_size": 8,
+    "model.num_layers": 8,
+    "model.hidden_size": 2048,
+    "model.num_attention_heads": 16,
+    "model.num_kv_heads": 16,
+    "parallel.layout": "zero2",
+    "parallel.zero.bucket_mib": 64,
+}
+
+
+def with_nccl() -> None:
+    """Change the worker's process group to one of its GPU's."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    torch.cuda.set_device(rank)
+    prefixed = dist.PrefixStore("nccl", store)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=prefixed, rank=rank, world_size=size)
+
+
+def trained(settings: dict[str, Any]) -> Trace:
+    """Be one rank; what it sees travels back in the memory of the host."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    with_nccl()
+    trace = train_steps(settings)
+    for found in (trace.initial, trace.weights, *trace.gradients):
+        for name, boxes in found.items():
+            found[name] = [(start, values.cpu()) for start, values in boxes]
+    return trace
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_two_gpus_give_the_run_of_one_process(stage: int, optimizer: str) -> None:
+    settings = {**SMALL, "optimizer.name": optimizer, "parallel.zero.stage": stage}
+    reference = run_workers(1, trained, {**settings, "parallel.layout": ""}, timeout=300)[0]
+    found = run_workers(2, trained, {**settings, "parallel.layout": "zero2"}, timeout=300)
+    tolerance = 1e-5 if optimizer == "adamw" else 1e-2  # Muon orthogonalises in bf16 on a GPU
+    assert difference(found, reference, tolerance) == ""
+    assert weights_off(found, reference, max(tolerance, 1e-3)) == ""
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_overlap_changes_no_bit(stage: int) -> None:
+    one, other = (
+        run_workers(
+            2,
+            trained,
+            {**SMALL, "parallel.layout": "zero2", "parallel.zero.stage": stage, "parallel.zero.overlap": overlap},
+            timeout=300,
+        )
+        for overlap in (True, False)
+    )
+    assert [trace.losses for trace in one] == [trace.losses for trace in other]
+    assert [trace.norms for trace in one] == [trace.norms for trace in other]
+
+
+def overlapped(settings: dict[str, Any]) -> float:
+    """Be one rank: the share of the collectives' time in which another kernel runs, in the third step."""
+    from torch.profiler import ProfilerActivity, profile
+
+    from mplug.build import build
+    from mplug.testing.harness import tiny_run
+
+    with_nccl()
+    run = tiny_run(settings)
+    parts = build(run)
+    for step in (1, 2):
+        parts.stepper.forward_backward(parts.train_loader.take(8), step)
+        parts.stepper.update(1e-4, 0.0)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as traced:
+        parts.stepper.forward_backward(parts.train_loader.take(8), 3)
+        torch.cuda.synchronize()
+    kernels = [event for event in traced.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    times = [(one.time_range.start, one.time_range.end, "nccl" in one.name.lower()) for one in kernels]
+    own = [(start, end) for start, end, is_sent in times if is_sent]
+    others = sorted((start, end) for start, end, is_sent in times if not is_sent)
+    assert own, "no collective was traced"
+    return sum(covered(span, others) for span in own) / sum(end - start for start, end in own)
+
+
+def covered(span: tuple[float, float], others: list[tuple[float, float]]) -> float:
+    """How much of a span of time the others' spans, sorted by their beginnings, cover."""
+    at, total = span[0], 0.0
+    for start, end in others:
+        start, end = max(start, at), min(end, span[1])
+        if start < end:
+            total, at = total + end - start, end
+    return total
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_most_of_the_time_of_collectives_is_hidden_behind_computation(stage: int) -> None:
+    for share in run_workers(2, overlapped, {**LARGE, "parallel.zero.stage": stage}, timeout=300):
+        assert share > 0.6

@@ -20,6 +20,7 @@ from mplug.contracts import (
     Tokenizer,
 )
 from mplug.errors import RunError, UsageError
+from mplug.gathering import GatheredPlacement
 from mplug.hookspecs import hookimpl
 from mplug.loading import MapLoader
 from mplug.mesh import Axis, IndexMap, Mesh, contiguous
@@ -64,6 +65,7 @@ __all__ = [
     "Buffer",
     "DefaultStepper",
     "Flops",
+    "GatheredPlacement",
     "GradientSink",
     "IndexMap",
     "Init",

@@ -60,15 +60,25 @@ class GradientSink:
             for listener in self.listeners:
                 listener(self)
 
+    def contribute(self, gradient: Tensor) -> None:
+        """Add the gradient of a whole backward pass, of the buffer's shape: for whoever has it from elsewhere.
+
+        Where weights are gathered, autograd never sees the parameter of a sink, and who has summed the gradient over
+        the ranks that gather brings each its part, once a backward pass.
+        """
+        if self.stale:
+            self.buffer.copy_(gradient)
+        else:
+            self.buffer.add_(gradient)
+        self.stale.fill_(False)
+        if self.last:
+            self.finish()
+
     def _contributed(self, *_: object) -> None:
         if self.parameter.grad is not None:
-            if self.stale:
-                self.buffer.copy_(self.parameter.grad)
-            else:
-                self.buffer.add_(self.parameter.grad)
-            self.stale.fill_(False)
-            self.parameter.grad = None
-        if self.last:
+            gradient, self.parameter.grad = self.parameter.grad, None
+            self.contribute(gradient)
+        elif self.last:
             self.finish()
         for listener in self.passed:
             listener(self)

@@ -84,7 +84,10 @@ def split_model(run: "Run", model: "Model") -> "Stages":
 
 @all_plugins
 def shard_model(run: "Run", model: "Model") -> None:
-    """Refine `model.placements` where a mesh axis alone does not say it. Rules of two strategies must be disjoint."""
+    """Refine `model.placements` where a mesh axis alone does not say it. Rules of two strategies must be disjoint.
+
+    Who divides parameters at rest, and gathers them to compute with, makes them `GatheredPlacement`s.
+    """
 
 
 @all_plugins
@@ -107,7 +110,8 @@ def wrap_model(run: "Run", model: "Model") -> None:
     """Wrap units (recompute, offload, FSDP) or listen to gradient sinks (data parallelism; one strategy a parameter).
 
     Called in the order of the plugins' `layer` attributes (an integer, 0 if absent), the innermost first. Whoever sums
-    gradients does so over each parameter's `Placement.data_axes`, whose groups `model.data_groups(run)` makes.
+    gradients does so over each parameter's `Placement.data_axes`, whose groups `model.data_groups(run)` makes. Whoever
+    gathers parameters brings each sink what it has reduced (`GradientSink.contribute`). `model.run` may be wrapped.
     """
 
 

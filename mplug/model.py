@@ -219,13 +219,19 @@ def fill_slots(model: Model, run: "Run", offers: Iterable[Any]) -> Selection:
 
 
 def allocate(model: Model, rank: int, device: torch.device, dtype: torch.dtype, seed: int) -> None:
-    """Give this rank's parameters (zeros of `dtype`) and buffers their memory."""
+    """Give this rank's parameters (zeros of `dtype`) and buffers their memory.
+
+    Of a parameter that is gathered to compute with, that is its rows of the fp32 master.
+    """
     replaced: dict[int, nn.Parameter] = {}
     model.shards = Shards(model.sharding, model.placements, rank, device, dtype) if model.sharding else None
     for name, old in model.parameters().items():
+        placement = model.placements[name]
+        kept = torch.float32 if placement.gathered_along else dtype
+        where = torch.device("cpu") if placement.offloaded else device
         local = model.shards.weight(name) if model.shards else None
         if local is None:
-            local = torch.zeros(model.placements[name].local_shape(rank), device=device, dtype=dtype)
+            local = torch.zeros(placement.local_shape(rank), device=where, dtype=kept)
         replaced[id(old)] = nn.Parameter(local, requires_grad=old.requires_grad)
     for name, module in model.module.named_modules():
         for attribute, parameter in module._parameters.items():

@@ -110,10 +110,14 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Stages:
-    """The units of each pipeline stage, in order, and the mesh axis that the stages lie along."""
+    """The units of each pipeline stage, in order, and the mesh axis that the stages lie along.
+
+    `backward` is 'split' where the schedule computes gradients of weights later than those of activations.
+    """
 
     axis: str
     units: tuple[tuple[str, ...], ...]
+    backward: Literal["whole", "split"] = "whole"
 
 
 @dataclass(frozen=True)
@@ -225,6 +229,16 @@ class Placement:
     def numel(self) -> int:
         """Elements of the logical tensor."""
         return math.prod(self.shape)
+
+    @property
+    def gathered_along(self) -> str | None:
+        """The mesh axis whose ranks divide the rows at rest: the local tensor is then the fp32 master of its rows."""
+        return None
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether the local tensor is in the host's memory, whatever the run's device."""
+        return False
 
     @cached_property
     def dims(self) -> tuple[tuple[Segment, ...], ...]:

@@ -57,20 +57,21 @@ class Reduction:
     def finish(self) -> None:
         """Sum what is partial still."""
         for group, views in self.sums:
-            under_way = [dist.all_reduce(view, group=group, async_op=True) for view in views if _goes_in_place(view)]
-            others = [view for view in views if not _goes_in_place(view)]
+            alone = [view for view in views if self._goes_in_place(view)]
+            under_way = [dist.all_reduce(view, group=group, async_op=True) for view in alone]
+            others = [view for view in views if not self._goes_in_place(view)]
             if others:
-                _sum_as_one(others, group)
+                self._sum_as_one(others, group)
             for work in under_way:
                 work.wait()
 
+    def _goes_in_place(self, view: Tensor) -> bool:
+        suits = view.is_contiguous() and view.dtype == torch.float32 and view.device.type == self.run.device
+        return view.numel() >= IN_PLACE and suits
 
-def _goes_in_place(view: Tensor) -> bool:
-    return view.numel() >= IN_PLACE and view.is_contiguous() and view.dtype == torch.float32
-
-
-def _sum_as_one(views: list[Tensor], group: dist.ProcessGroup | None) -> None:
-    flat = torch.cat([view.flatten() for view in views]).float()
-    dist.all_reduce(flat, group=group)
-    for view, total in zip(views, flat.split([view.numel() for view in views]), strict=True):
-        view.copy_(total.view_as(view))
+    def _sum_as_one(self, views: list[Tensor], group: dist.ProcessGroup | None) -> None:
+        """On the run's device, which may not be where offloaded gradients are kept."""
+        flat = torch.cat([view.flatten() for view in views]).to(self.run.device, torch.float32)
+        dist.all_reduce(flat, group=group)
+        for view, total in zip(views, flat.split([view.numel() for view in views]), strict=True):
+            view.copy_(total.view_as(view))

@@ -50,7 +50,8 @@ class DefaultStepper:
         self.run, self.model, self.sinks, self.pieces, self.optimizer = run, model, model.sinks, pieces, optimizer
         self.seed, self.max_norm = run.config.trainer.seed, run.config.trainer.max_grad_norm
         self.one_pass: bool = getattr(optimizer, "one_pass", False)
-        self.norm = GlobalNorm(owned_gradients(pieces, run.rank), run.device)
+        self.updated_on = pieces[0].master.device if pieces else torch.device(run.device)  # the host's, if offloaded
+        self.norm = GlobalNorm(owned_gradients(pieces, run.rank), self.updated_on.type)
         self.reduction = Reduction(run, model, pieces)
         self.statistics = Statistics(run, model)
         self.sums = torch.zeros(2, device=run.device)
@@ -96,7 +97,8 @@ class DefaultStepper:
     def update(self, lr: float, weight_decay: float) -> StepResult:
         """Clip, check that all is finite, and let the optimizer update its pieces."""
         stop = torch.full_like(self.sums[0], float(self.run.stop_requested))
-        sums = self.run.summed(torch.stack([*self.sums, self.norm().square(), stop]))
+        squares = self.norm().square().to(self.run.device)
+        sums = self.run.summed(torch.stack([*self.sums, squares, stop]))
         loss_sum, num_targets, squares, stop = sums.unbind()
         loss, norm, scale = loss_sum / num_targets, squares.sqrt() / num_targets, 1 / num_targets
         if self.max_norm > 0:
@@ -104,7 +106,9 @@ class DefaultStepper:
         skip = (~(norm.isfinite() & loss.isfinite())).float()
         if self.stop_at_nonfinite:  # the host hears of it a step later, and by then this step must not have learnt
             skip = self.halted = torch.maximum(self.halted, skip)
-        self.optimizer.step(StepScalars(torch.full_like(norm, lr), scale, skip, weight_decay))
+        where = self.updated_on
+        scalars = StepScalars(torch.full_like(norm, lr, device=where), scale.to(where), skip.to(where), weight_decay)
+        self.optimizer.step(scalars)
         if not self.one_pass:
             write_weights(self.pieces)
         self.model.weights_written()

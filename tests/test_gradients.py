@@ -121,6 +121,25 @@ def test_autograd_keeps_no_gradient_of_its_own() -> None:
     assert all(parameter.grad is None for parameter in net.parameters())
 
 
+def test_gradients_that_are_brought_are_summed_in_fp32_and_final_with_the_last() -> None:
+    sinks = Sinks({"weight": nn.Parameter(torch.empty(2, 3))})
+    sink, heard = sinks["weight"], list[str]()
+    sink.buffer.fill_(7.0)
+    sink.listeners.append(lambda sink: heard.append(sink.name))
+    for _ in range(2):
+        sinks.begin_step()
+        for number in range(300):
+            if number == 299:
+                sinks.expect_last()
+            assert heard == []
+            sink.contribute(torch.full((2, 3), 1 / 256, dtype=torch.bfloat16))
+        assert heard == ["weight"]
+        sinks.finish()
+        assert heard == ["weight"]
+        assert bool((sink.buffer == 300 / 256).all()), "bf16 stops growing at 1"
+        heard.clear()
+
+
 def test_a_second_step_forgets_the_first() -> None:
     net, batches = Net(), micro_batches(4)
     sinks, _ = listened(net)

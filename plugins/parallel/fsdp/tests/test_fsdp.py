@@ -1,0 +1,340 @@
+"""Fully sharded data parallelism passes the suite of strategies; and the comparison catches what could go wrong.
+
+MPLUG_LAYOUTS=all adds the layouts of more strategies and ranks, and compiled units.
+"""
+
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mplug import UsageError
+from mplug.build import build, build_model
+from mplug.checkpoint import newest, read_manifest
+from mplug.testing import ParallelSuite, run_workers
+from mplug.testing.harness import Trace, difference, tiny_config, tiny_run, train_steps
+from mplug.testing.parity import require_parity
+from mplug.testing.runs import trained as run_of
+
+ALL = os.environ.get("MPLUG_LAYOUTS") == "all"
+MORE = ("fsdp4", "cp2fsdp2", "dp2fsdp2tp2", "dp2fsdp2pp2", "fsdp2tp2pp2")
+KEPT = {"parallel.fsdp.reshard_after_forward": False}
+UNEVEN = {"model.vocab_size": 257, "data.vocab_size": 257, "model.hidden_size": 24, "model.ffn_hidden_size": 50}
+
+
+class TestFullyShardedDataParallel(ParallelSuite):
+    plugin = "fsdp"
+    layouts = ("fsdp2", "dp2fsdp2", "fsdp2tp2", "fsdp2pp2", *(MORE if ALL else ()))
+    variants = {
+        "everything": {**ParallelSuite.variants["another-model"], **ParallelSuite.variants["dropout"]},
+        "weights-kept-after-forward": {**KEPT, "parallel.fsdp.prefetch": 2},
+        "offloaded": {"parallel.fsdp.cpu_offload": True, "parallel.fsdp.prefetch": 0},
+    }
+    refused = {"fsdp8": ("trainer.global_batch_size", "8", "2", "8 data-parallel ranks", "a multiple of 16")}
+
+
+EXPERTS = {
+    "model.name": "mixtral",
+    "model.num_layers": 2,
+    "model.hidden_size": 32,
+    "model.num_attention_heads": 4,
+    "model.num_kv_heads": 2,
+    "model.vocab_size": 259,
+    "model.init_std": 0.06,
+    "model.ffn_hidden_size": 24,
+    "model.num_experts": 4,
+}
+CHOSEN: dict[str, dict[str, Any]] = {
+    "ep2fsdp2": EXPERTS,
+    "fsdp4": {**UNEVEN, "model.tie_embeddings": True},
+}
+RARER: dict[str, dict[str, Any]] = {
+    "ep2fsdp4": EXPERTS,
+    "cp2fsdp2": {"data.documents": 5},
+    "fsdp2pp2": {**KEPT, "parallel.pp.schedule": "gpipe", "model.tie_embeddings": True},
+    "fsdp2tp2": {"parallel.tp.sequence_parallel": False, "model.num_kv_heads": 1},
+}
+MODELS = {**CHOSEN, **RARER} if ALL else CHOSEN
+
+
+@pytest.mark.parametrize("layout", MODELS)
+def test_other_models_give_the_run_of_one_process(layout: str) -> None:
+    require_parity(MODELS[layout], layout)
+
+
+def by_another_method() -> None:
+    """Units run by a method of another name, and 'forward' is nobody's business."""
+    from mplug.model import Model
+
+    place = Model.place
+
+    def placed(self: Model, mesh: Any, stages: Any) -> None:
+        place(self, mesh, stages)
+        self.plan = replace(self.plan, units=tuple(replace(unit, method="again") for unit in self.plan.units))
+        for unit in self.plan.units:
+            kind: Any = type(self.module.get_submodule(unit.name))
+            kind.again = kind.forward
+
+    Model.place = placed  # type: ignore[method-assign]
+
+
+def renamed(settings: dict[str, Any]) -> Trace:
+    return train_steps(settings, by_another_method)
+
+
+def test_weights_are_gathered_whatever_the_method_is_that_runs_a_unit(alone: Trace) -> None:
+    assert difference(run_workers(2, renamed, {**SMALL, "parallel.layout": "fsdp2"}), alone) == ""
+
+
+def test_it_may_take_the_ranks_that_a_layout_leaves() -> None:
+    run = tiny_run({"parallel.layout": "ep2tp2", "parallel.data": "fsdp", **EXPERTS, "trainer.seq_length": 16})
+    assert (run.config.parallel.layout, run.mesh.world_size) == ("ep2tp2", 2)
+    run = tiny_run({"parallel.layout": "ep4tp2", "parallel.data": "fsdp", **EXPERTS})
+    assert (run.config.parallel.layout, run.mesh.world_size) == ("ep4tp2fsdp2", 4)
+
+
+# What is where.
+
+
+def look(settings: dict[str, Any]) -> dict[str, Any]:
+    """Be one rank, for a step of several micro batches: how its parameters are held, and what is left of a unit's."""
+    run = tiny_run(settings)
+    parts = build(run)
+    up: Any = parts.model.module.get_submodule("blocks.1.mlp.up")
+    shape = parts.model.placements["blocks.1.mlp.up.weight"].shape
+    gemm, seen, whole = up.gemm, list[tuple[bool, torch.dtype]](), list[Tensor]()
+
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        seen.append((weight.shape == shape, weight.dtype))
+        whole.append(weight)
+        return gemm.forward(x, weight)
+
+    up.gemm = replace(gemm, forward=forward)
+    parts.stepper.forward_backward(parts.train_loader.take(8), 1)
+    return {
+        "in the unit": seen,
+        "bytes of it afterwards": [weight.untyped_storage().nbytes() for weight in whole],
+        "masters": {piece.master.dtype for piece in parts.pieces},
+        "copies": [piece.name for piece in parts.pieces if piece.weight is not None],
+        "gradients": {piece.gradient.dtype for piece in parts.pieces},
+        "elements": sum(piece.master.numel() for piece in parts.pieces),
+        "norm": float(parts.stepper.update(1e-3, 0.0).grad_norm),
+    }
+
+
+@pytest.mark.parametrize("reduce_dtype", ["fp32", "bf16"])
+def test_masters_are_divided_in_fp32_and_units_compute_in_bf16(reduce_dtype: str) -> None:
+    settings = {"trainer.precision": "bf16", "parallel.fsdp.reduce_dtype": reduce_dtype}
+    found = run_workers(2, look, {**settings, "parallel.layout": "fsdp2"})
+    whole = sum(placement.numel for placement in build_model(tiny_run({})).placements.values())
+    assert sum(one["elements"] for one in found) == whole
+    for one in found:
+        assert one["in the unit"] == [(True, torch.bfloat16)] * 2, "in two micro batches, each time whole"
+        assert (one["masters"], one["gradients"], one["copies"]) == ({torch.float32}, {torch.float32}, [])
+        assert one["bytes of it afterwards"] == [0, 0]
+    exact = run_workers(1, norm_of_one_process, {})[0]
+    assert [one["norm"] for one in found] == pytest.approx([exact] * 2, rel=0.02)
+
+
+def norm_of_one_process(settings: dict[str, Any]) -> float:
+    parts = build(tiny_run(settings))
+    parts.stepper.forward_backward(parts.train_loader.take(8), 1)
+    return float(parts.stepper.update(1e-3, 0.0).grad_norm)
+
+
+# Planted mistakes.
+
+
+def nothing(*arguments: Any) -> None:
+    """In the place of what does something."""
+
+
+def averaged() -> None:
+    """Torch's own way: gradients are divided by the number of ranks."""
+    from torch.distributed.fsdp import FSDPModule
+
+    FSDPModule.set_gradient_divide_factor = nothing  # type: ignore[method-assign]
+
+
+def overwritten() -> None:
+    """A micro batch's gradient replaces that of the one before it."""
+    from mplug.gradients import GradientSink
+
+    original = GradientSink.contribute
+
+    def contribute(self: GradientSink, gradient: Tensor) -> None:
+        self.stale.fill_(True)
+        original(self, gradient)
+
+    GradientSink.contribute = contribute  # type: ignore[method-assign]
+
+
+def summed_again() -> None:
+    """What the reduce-scatter has summed is partial over the axis still."""
+    from mplug.gathering import GatheredPlacement
+    from mplug.plan import Placement
+
+    GatheredPlacement.partial_axes = Placement.partial_axes  # type: ignore[assignment]
+
+
+def unsummed_beside() -> None:
+    """Replicas keep their own sums of the rows' gradients."""
+    import mplug_dp.buckets
+
+    mplug_dp.buckets.Queue._hear = mplug_dp.buckets.Queue.wait = nothing  # type: ignore[assignment, method-assign]
+
+
+MUTATIONS: dict[str, tuple[str, Callable[[], None]]] = {
+    "gradients are averaged": ("fsdp2", averaged),
+    "a micro batch overwrites the one before it": ("fsdp2", overwritten),
+    "gradients are summed twice": ("fsdp2", summed_again),
+    "replicas are not summed": ("dp2fsdp2", unsummed_beside),
+}
+SMALL = {"model.num_layers": 1, "model.vocab_size": 260}
+
+
+def mutated(settings: dict[str, Any], mutation: str) -> Trace:
+    return train_steps(settings, MUTATIONS[mutation][1])
+
+
+@pytest.fixture(scope="module")
+def alone() -> Trace:
+    return run_workers(1, train_steps, SMALL)[0]
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_the_comparison_catches(mutation: str, alone: Trace) -> None:
+    layout, _ = MUTATIONS[mutation]
+    ranks = tiny_run({"parallel.layout": layout}).mesh.world_size
+    assert difference(run_workers(ranks, mutated, {**SMALL, "parallel.layout": layout}, mutation), alone)
+
+
+# Compiled.
+
+
+def compiled(settings: dict[str, Any]) -> tuple[Trace, int, int]:
+    """Be one rank: what it saw, and how many graphs torch has made, and broken."""
+    from torch._dynamo.utils import counters
+
+    warnings.simplefilter("ignore")  # torch's own, as it traces
+    return train_steps(settings), counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+def test_weights_are_gathered_around_compiled_units_of_one_graph_each(alone: Trace) -> None:
+    settings = {**SMALL, "parallel.layout": "fsdp2", "trainer.compile": "aot_eager"}
+    found = run_workers(2, compiled, settings, timeout=240)
+    assert difference([trace for trace, _, _ in found], alone) == ""
+    assert [(graphs, breaks) for _, graphs, breaks in found] == [(6, 0)] * 2
+
+
+# Checkpoints.
+
+
+def saved_run(layout: str, steps: int, directory: Path, resume_from: Path | None = None) -> list[float]:
+    """Be one rank of a run that is saved at its end: its losses."""
+    settings = {"parallel.layout": layout, "trainer.steps": steps, "trainer.eval_every": 0, **UNEVEN}
+    return run_of(tiny_config(settings), directory, resume_from=resume_from).losses
+
+
+def test_a_checkpoint_of_divided_weights_goes_on_under_any_layout_and_comes_back(tmp_path: Path) -> None:
+    whole = run_workers(1, saved_run, "", 4, tmp_path / "whole")[0]
+    begun = run_workers(2, saved_run, "fsdp2", 2, tmp_path / "begun")[0]
+    first = newest(tmp_path / "begun" / "checkpoints")
+    for layout, ranks in (("", 1), ("tp2", 2), ("fsdp2", 2)):
+        ended = run_workers(ranks, saved_run, layout, 3, tmp_path / f"then-{layout}", first)[0]
+        assert [*begun, *ended] == pytest.approx(whole[:3], rel=1e-5), layout
+    second = newest(tmp_path / "then-" / "checkpoints")
+    ended = run_workers(2, saved_run, "fsdp2", 4, tmp_path / "back", second)[0]
+    assert ended == pytest.approx(whole[3:], rel=1e-5)
+    run_workers(2, resaved, first, tmp_path / "one")
+    run_workers(1, resaved, newest(tmp_path / "one" / "checkpoints"), tmp_path / "other")
+    assert_same_tensors(first, newest(tmp_path / "one" / "checkpoints"))
+    assert_same_tensors(first, newest(tmp_path / "other" / "checkpoints"))
+
+
+def resaved(path: Path, folder: Path) -> None:
+    """Load a checkpoint on all ranks (of which two divide the weights), and save it again, untouched."""
+    import torch.distributed as dist
+
+    from mplug.position import Position
+
+    layout = "fsdp2" if dist.get_world_size() == 2 else ""
+    run = tiny_run({"parallel.layout": layout, "trainer.eval_every": 0, **UNEVEN})
+    run.directory = folder
+    position = Position(run, build(run))
+    position.load(path)
+    position.save()
+    position.saver.wait()
+
+
+def tensors_of(path: Path) -> dict[str, Tensor]:
+    """Every logical tensor of a checkpoint, put together from its chunks, each element of which is in one."""
+    manifest = read_manifest(path)
+    files = {name: load_file(path / name) for name in manifest["files"]}
+    found = {}
+    for name, saved in manifest["tensors"].items():
+        found[name] = torch.full(saved["shape"], float("nan"))
+        for file, start, shape in saved["chunks"]:
+            box = tuple(slice(first, first + length) for first, length in zip(start, shape, strict=True))
+            assert bool(found[name][box].isnan().all()), f"'{name}' has an element twice"
+            found[name][box] = files[file][f"{name}@{','.join(map(str, start))}"]
+        assert not bool(found[name].isnan().any()), f"'{name}' lacks an element"
+    return found
+
+
+def assert_same_tensors(one: Path, other: Path) -> None:
+    """Two checkpoints hold the same logical tensors, to the bit."""
+    found, wanted = tensors_of(one), tensors_of(other)
+    assert found.keys() == wanted.keys()
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+
+
+# What does not fit.
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"parallel.layout": "fsdp2", "optimizer.name": "muon"},
+            ("needs whole matrices", "fsdp=2 cuts", "without fsdp", "another optimizer"),
+        ),
+        (
+            {"parallel.layout": "dp2fsdp2", "parallel.fsdp.cpu_offload": True},
+            ("parallel.fsdp.cpu_offload", "dp cannot sum them", "give its ranks to fsdp"),
+        ),
+        (
+            {**EXPERTS, "parallel.layout": "ep2fsdp2", "parallel.fsdp.cpu_offload": True},
+            ("parallel.fsdp.cpu_offload", "'blocks.0.", "is not divided by fsdp"),
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_launch(changes: dict[str, Any], said: tuple[str, ...]) -> None:
+    with pytest.raises(UsageError) as caught:
+        build_model(tiny_run(changes))
+    for words in said:
+        assert words in str(caught.value)
+
+
+def test_a_schedule_that_splits_backward_is_refused_before_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mplug.model import Model
+
+    place = Model.place
+    monkeypatch.setattr(Model, "place", lambda self, mesh, stages: place(self, mesh, replace(stages, backward="split")))
+    with pytest.raises(UsageError, match=r"computes gradients of weights later; use a schedule .* 1f1b"):
+        build_model(tiny_run({"parallel.layout": "fsdp2pp2"}))
+
+
+def test_another_strategy_that_divides_the_state_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mplug_dp import DataParallel
+
+    monkeypatch.setattr(DataParallel, "shard_states", nothing, raising=False)
+    with pytest.raises(UsageError, match=r"parallel/fsdp divides .* and so does parallel/dp.* name one of them"):
+        tiny_run({"parallel.layout": "dp2fsdp2"})

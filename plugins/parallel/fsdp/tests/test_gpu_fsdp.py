@@ -1,0 +1,67 @@
+"""What only GPUs can show: weights gathered and gradients reduced in streams of their own, compiled units, offload."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA GPUs here"),
+]
+
+SETTINGS = {
+    "model.num_layers": 6,
+    "model.hidden_size": 256,
+    "model.num_attention_heads": 8,
+    "model.vocab_size": 515,
+    "model.tie_embeddings": "true",
+    "data.vocab_size": 515,
+    "trainer.seq_length": 128,
+    "trainer.micro_batch_size": 2,
+    "trainer.global_batch_size": 16,
+    "trainer.steps": 12,
+    "trainer.eval_every": 6,
+    "trainer.device": "cuda",
+    "schedule.warmup_steps": 4,
+    "optimizer.lr": 1e-3,
+}
+
+
+def losses(folder: Path, name: str, layout: str, **changes: object) -> list[float]:
+    """The loss of every step of a run that `mplug train` has done."""
+    settings = {**SETTINGS, **{key.replace("__", "."): value for key, value in changes.items()}}
+    words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    command = [sys.executable, "-m", "mplug", "train", "--data", "mock", "--name", name, "--parallel", layout, *words]
+    finished = subprocess.run(command, cwd=folder, env=os.environ, capture_output=True, text=True, timeout=500)
+    assert finished.returncode == 0, finished.stderr
+    lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("keep", [False, True])
+def test_two_gpus_give_the_losses_of_one_in_fp32(tmp_path: Path, offload: bool, keep: bool) -> None:
+    changes = {"trainer__precision": "fp32", "trainer__compile": "never"}
+    one = losses(tmp_path, "one", "", **changes)
+    options = {"parallel__fsdp__cpu_offload": offload, "parallel__fsdp__reshard_after_forward": not keep}
+    assert losses(tmp_path, "two", "fsdp2", **changes, **options) == pytest.approx(one, rel=1e-4)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_compiled_units_in_bf16_learn_as_on_one_gpu(tmp_path: Path, prefetch: int) -> None:
+    one = losses(tmp_path, "one", "", trainer__precision="bf16")
+    two = losses(tmp_path, "two", "fsdp2", trainer__precision="bf16", parallel__fsdp__prefetch=prefetch)
+    assert two == pytest.approx(one, rel=5e-3)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="there are no four CUDA GPUs here")
+@pytest.mark.parametrize("layout", ["dp2fsdp2", "fsdp2tp2", "fsdp2pp2"])
+def test_four_gpus_give_the_losses_of_one(tmp_path: Path, layout: str) -> None:
+    changes = {"trainer__precision": "fp32", "trainer__compile": "never"}
+    one = losses(tmp_path, "one", "", **changes)
+    assert losses(tmp_path, "four", layout, **changes) == pytest.approx(one, rel=1e-4)

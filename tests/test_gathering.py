@@ -1,0 +1,108 @@
+"""Placements whose rows are divided at rest: pure data, exact for every shape and whatever divides beside them."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mplug import Axis, Box, GatheredPlacement, Init, Mesh, Parameter, Placement, Segment, UsageError, contiguous
+from mplug.testing.layouts import require_exact_cover
+from mplug.testing.suite import Fault
+
+ROWS = Axis("rows", 4, entries={"batch": contiguous}, distance=15)
+COPIES = Axis("copies", 2, entries={"batch": contiguous}, distance=20)
+TENSOR = Axis("tensor", 2, splits=("heads", "kv_heads", "mlp", "vocab"), activations=("sequence",))
+STAGES = Axis("stages", 2, activations=("units",), distance=100)
+
+
+def placed(dims: tuple, shape: tuple[int, ...], *axes: Axis, over: tuple[str, ...] = ("batch",)) -> Placement:
+    mesh = Mesh.of([ROWS, *axes], math.prod(axis.size for axis in (ROWS, *axes)))
+    parameter = Parameter(dims, Init("constant"), over)
+    return Placement("one", parameter, shape, mesh, tuple(range(mesh.world_size)))
+
+
+FUSED = ((Segment("heads", 4, 3), Segment("kv_heads", 1, 3, "copy"), Segment("kv_heads", 1, 3, "copy")), "embed")
+SHAPES: dict[str, Placement] = {
+    "a vector": placed(("embed",), (10,)),
+    "fewer rows than ranks": placed(("embed",), (3,)),
+    "one row": placed(("embed", "mlp"), (1, 8)),
+    "a matrix": placed(("mlp", "embed"), (24, 6), TENSOR),
+    "cut along the other dimension": placed(("embed", "mlp"), (7, 8), TENSOR),
+    "fused, with copies of KV heads": placed(FUSED, (18, 5), TENSOR, COPIES),
+    "a padded vocabulary": placed((Segment("vocab", 13, 1, "pad"), "embed"), (13, 4), TENSOR),
+    "broadcast over a divided sequence": placed(("embed",), (9,), TENSOR, COPIES, over=("batch", "sequence")),
+    "on two stages": placed(("vocab", "embed"), (16, 2), STAGES, TENSOR, over=("batch", "units")),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_rows_of_all_ranks_are_the_parameter_and_its_holders_know_each_other(name: str) -> None:
+    require_exact_cover(GatheredPlacement.of(SHAPES[name], "rows"))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_rows_are_those_that_torch_cuts_a_rank(name: str) -> None:
+    whole = SHAPES[name]
+    gathered = GatheredPlacement.of(whole, "rows")
+    for rank in whole.holders:
+        shape = whole.local_shape(rank)
+        chunks = torch.arange(math.prod(shape)).view(shape).chunk(4)
+        index = whole.mesh.index(rank, "rows")
+        rows = chunks[index] if index < len(chunks) else torch.empty(0, *shape[1:])
+        assert gathered.local_shape(rank) == tuple(rows.shape)
+        assert gathered.gathered_shape(rank) == shape
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_gradient_is_partial_over_all_axes_but_the_gathering_one(name: str) -> None:
+    whole = SHAPES[name]
+    gathered = GatheredPlacement.of(whole, "rows")
+    assert set(gathered.partial_axes) == set(whole.partial_axes) - {"rows"}
+    assert set(gathered.data_axes) == set(whole.data_axes) - {"rows"}
+    for rank in whole.holders:
+        index = whole.mesh.index(rank, "rows")
+        for box in gathered.boxes(rank):
+            (around,) = (one for one in whole.boxes(rank) if contains(one, box))
+            assert box.partial == tuple(r for r in around.partial if whole.mesh.index(r, "rows") == index)
+
+
+def contains(outer: Box, inner: Box) -> bool:
+    sides = zip(outer.start, outer.shape, inner.start, inner.shape, strict=True)
+    return all(start <= other and other + length <= start + size for start, size, other, length in sides)
+
+
+def test_an_axis_over_which_no_gradient_is_partial_gathers_nothing() -> None:
+    with pytest.raises(AssertionError, match="not partial over axis 'rows'"):
+        GatheredPlacement.of(placed(("embed",), (8,), over=("sequence",)), "rows")
+
+
+def test_two_axes_that_would_both_divide_the_rows_are_refused() -> None:
+    gathered = GatheredPlacement.of(placed(("embed",), (8,), COPIES), "rows")
+    with pytest.raises(UsageError, match="axes 'rows' and 'copies' both divide the rows of 'one'"):
+        GatheredPlacement.of(gathered, "copies")
+
+
+def test_a_matrix_is_cut_unless_each_rank_has_whole_segments() -> None:
+    assert GatheredPlacement.of(placed(("mlp", "embed"), (24, 6)), "rows").cut_by == ("rows",)
+    assert GatheredPlacement.of(placed(("mlp", "embed"), (1, 6)), "rows").cut_by == ()
+    four = (tuple(Segment("experts", 1, 3) for _ in range(4)), "embed")
+    assert GatheredPlacement.of(placed(four, (12, 6)), "rows").cut_by == ()
+    assert GatheredPlacement.of(placed(("expert", "mlp", "embed"), (8, 6, 6)), "rows").cut_by == ()
+    assert GatheredPlacement.of(placed(("mlp", "embed"), (24, 6), TENSOR), "rows").cut_by == ("tensor", "rows")
+
+
+def test_the_check_catches_rows_that_two_ranks_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rows(self: GatheredPlacement, rank: int, count: int) -> range:
+        return range(min(3, count))
+
+    monkeypatch.setattr(GatheredPlacement, "_rows", rows)
+    with pytest.raises(Fault, match=r"says that a box of 'one' is held by ranks"):
+        require_exact_cover(GatheredPlacement.of(SHAPES["a vector"], "rows"))
+
+
+def test_a_parameter_that_changes_its_meaning_stays_gathered() -> None:
+    gathered = GatheredPlacement.of(SHAPES["a vector"], "rows", in_host_memory=True)
+    again = replace(gathered, parameter=replace(gathered.parameter, over=("batch", "sequence")))
+    assert (again.gathered_along, again.offloaded) == ("rows", True)
+    assert (SHAPES["a vector"].gathered_along, SHAPES["a vector"].offloaded) == (None, False)

@@ -26,7 +26,7 @@ from mplug.loading import MapLoader
 from mplug.mesh import Axis, IndexMap, Mesh, contiguous
 from mplug.plan import Box, Buffer, Flops, Init, Parameter, Placement, Plan, Segment, Stages, Unit
 from mplug.sharding import Bucket, Sharding, Stretch
-from mplug.slots import Offer, Site, Wrap
+from mplug.slots import UNIT, Offer, Site, Wrap, slots_named
 from mplug.toolchain import triton_builds
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "UNIT",
     "Axis",
     "Box",
     "Bucket",
@@ -102,5 +103,6 @@ __all__ = [
     "Wrap",
     "contiguous",
     "hookimpl",
+    "slots_named",
     "triton_builds",
 ]

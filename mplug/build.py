@@ -17,13 +17,14 @@ from mplug.config import RunConfig
 from mplug.contracts import Loader, Optimizer, Piece, Stepper
 from mplug.errors import UsageError, listed
 from mplug.feed import Feed
-from mplug.model import Model, allocate, fill_slots, initialize
+from mplug.model import Model, allocate, fill_slots, initialize, wrap_units
 from mplug.run import Run
+from mplug.scaling import LossScale
 from mplug.slots import Offer, Selection, Unmet, Wrap
 from mplug.stepper import DefaultStepper, make_pieces, write_weights
 from mplug.sums import token_sums
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The config's `trainer.precision` -> the type of weights and activations."""
 
 
@@ -37,6 +38,7 @@ class Parts:
     stepper: Stepper
     train_loader: Feed
     validation_loader: Feed | None
+    loss_scale: LossScale | None = None
 
     @property
     def num_parameters(self) -> int:
@@ -71,8 +73,8 @@ def build_model(run: Run) -> Model:
 
 
 def _remedy(config: RunConfig, unmet: Unmet) -> str:
-    """The end of an unmet need's sentence; a strategy's reason says itself what to do."""
-    return "" if unmet.plugin.startswith("parallel/") else kernels_that_would_do(config, unmet)
+    """The end of an unmet need's sentence; who wraps says itself what to do."""
+    return "" if unmet.plugin.startswith(("parallel/", "memory/")) else kernels_that_would_do(config, unmet)
 
 
 def _build_model(run: Run) -> tuple[Model, Selection]:
@@ -122,7 +124,7 @@ def _optimizer_without_memory(run: Run, model: Model) -> Optimizer:
 
 
 def _gradient_dtype(run: Run, model: Model) -> torch.dtype:
-    """fp32; the weights' own where a gradient is one product's, rounded once, and the optimizer takes it so."""
+    """fp32; bf16 where weights are, a gradient is one product's, rounded once, and the optimizer takes it so."""
     trainer = run.config.trainer
     weights = DTYPES[trainer.precision]
     _, shards = run.mesh.batch_shard(run.rank)
@@ -131,7 +133,7 @@ def _gradient_dtype(run: Run, model: Model) -> torch.dtype:
         or any(axis.entries and axis.size > 1 for axis in run.mesh.axes.values())
         or bool(model.plan.tied)
     )
-    if trainer.gradients == "fp32" or weights == torch.float32 or is_summed:
+    if trainer.gradients == "fp32" or weights != torch.bfloat16 or is_summed:
         return torch.float32
     taken = getattr(_optimizer_without_memory(run, model), "low_precision_gradients", False)
     return weights if taken else torch.float32
@@ -155,6 +157,7 @@ def build(run: Run) -> Parts:
     train_loader = Feed(build_loader(run, "train"), run.device)
     validation_loader = Feed(build_loader(run, "validation"), run.device) if trainer.eval_every else None
     compile_units(model, compiler_of(run), tune_kernels=trainer.tune_kernels)
+    wrap_units(model)
     gradients = _gradient_dtype(run, model)
     _allocate(run, model)
     model.listen(gradients)
@@ -167,7 +170,7 @@ def build(run: Run) -> Parts:
     optimizer: Optimizer = run.hooks.call.build_optimizer(run=run, pieces=pieces)
     default = DefaultStepper(run, model, pieces, optimizer)
     stepper: Stepper | None = run.hooks.call.build_stepper(run=run, model=model, default=default)
-    return Parts(model, pieces, optimizer, stepper or default, train_loader, validation_loader)
+    return Parts(model, pieces, optimizer, stepper or default, train_loader, validation_loader, default.loss_scale)
 
 
 def _wrap(run: Run, model: Model) -> None:

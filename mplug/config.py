@@ -17,7 +17,9 @@ HOST_SECTIONS: dict[str, type[sections.Section]] = {
     "schedule": sections.Schedule,
     "checkpoint": sections.Checkpoint,
 }
-PLUGIN_SECTIONS = ("parallel", "kernels", "extensions")
+FREE_SECTIONS = ("memory", "extensions")
+"""Sections that name plugins by having a section of theirs: any number of them."""
+PLUGIN_SECTIONS = ("parallel", "kernels", *FREE_SECTIONS)
 SECTIONS = (*NAMED_SECTIONS, *PLUGIN_SECTIONS, *HOST_SECTIONS)
 
 

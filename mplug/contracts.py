@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 MicroBatch = Mapping[str, "Tensor"]
 Record = dict[str, Any]
 """A line of metrics.jsonl: step, loss, grad_norm, lr, tokens, tokens_per_s, tflops, mfu, memory_gib, data_wait_s,
-skipped; statistics, where the model has some, by their names; val_loss where the run was evaluated after the step."""
+skipped; in fp16 loss_scale and overflows, the steps that it has cost so far; statistics, where the model has some, by
+their names; val_loss where the run was evaluated after the step."""
 
 
 class Stateful(Protocol):
@@ -132,6 +133,10 @@ class StepResult:
     """Above 0 where any rank has been asked to stop: all ranks then stop after the same step."""
     statistics: "Mapping[str, Tensor]" = field(default_factory=dict)
     """What the model's modules have counted, by the names of their buffers, of all ranks and micro batches."""
+    failed: "Tensor | None" = None
+    """Above 0 where `trainer.nonfinite` decides what follows; None: wherever the step was skipped."""
+    figures: "Mapping[str, Tensor]" = field(default_factory=dict)
+    """Further scalars that metrics.jsonl gets, by name."""
 
 
 class Stepper(Protocol):

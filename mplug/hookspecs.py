@@ -137,7 +137,8 @@ def build_loader(run: "Run", split: "Literal['train', 'validation']") -> "Loader
 def build_stepper(run: "Run", model: "Model", default: "DefaultStepper") -> "Stepper":
     """What runs a step, where the host's `default` (one micro batch after the other) does not do.
 
-    A stepper that changes only how gradients come about hands `update` on to the default.
+    A stepper that changes only how gradients come about hands `update` on to the default. Backward begins with
+    `default.loss_gradient(loss)`: the loss scale in fp16.
     """
 
 

@@ -15,7 +15,7 @@ from mplug.nn.random import key_of, normal
 from mplug.plan import Box, Init, Parameter, Placement, Plan, Stages, Unit
 from mplug.sharding import FlatBox, Sharding
 from mplug.shards import Shards
-from mplug.slots import Filled, Selection, Site, select
+from mplug.slots import UNIT, Filled, Selection, Site, select
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -40,6 +40,7 @@ class Model:
     placements: dict[str, Placement] = field(default_factory=dict)
     buffer_placements: dict[str, Placement] = field(default_factory=dict)
     slots: list[Filled] = field(default_factory=list)
+    unit_wraps: list[Filled] = field(default_factory=list)
     stages: Stages = field(default=Stages("", ()))
     own_units: tuple[Unit, ...] = ()
     sharding: Sharding | None = None
@@ -199,7 +200,9 @@ def role_of(name: str) -> str:
 
 def fill_slots(model: Model, run: "Run", offers: Iterable[Any]) -> Selection:
     """Select among offers and put the selected suppliers in place, wraps around them from inner to outer."""
-    selection = select(sites(model.module, run.entries), offers, run.config.kernels, run)
+    names = [unit.name for unit in model.own_units]
+    units = [Site(role_of(name), UNIT, model.module.get_submodule(name), name) for name in names]
+    selection = select([*sites(model.module, run.entries), *units], offers, run.config.kernels, run)
     built: dict[tuple[Any, ...], Callable[..., Any]] = {}
     for filled in selection.filled:
         attribute = filled.site.slot.rpartition(".")[2]
@@ -211,8 +214,17 @@ def fill_slots(model: Model, run: "Run", offers: Iterable[Any]) -> Selection:
                 supplier = wrap.wrap(supplier)
             built[key] = supplier
         setattr(filled.site.module, attribute, built[key])
-    model.slots = selection.filled
+    model.slots, model.unit_wraps = selection.filled, selection.units
     return selection
+
+
+def wrap_units(model: Model) -> None:
+    """Put the selected wraps around the units of this rank, from inner to outer: around what is compiled, if it is."""
+    methods = {unit.name: unit.method for unit in model.own_units}
+    for filled in model.unit_wraps:
+        part, method = filled.site.module, methods[filled.site.name]
+        for wrap in filled.wraps:
+            setattr(part, method, wrap.wrap(getattr(part, method)))
 
 
 # Values.

@@ -19,6 +19,7 @@ from mplug.plan import Placement
 from mplug.run import Run, provenance
 from mplug.stepper import write_weights
 
+LOSS_SCALE = "loss_scale"
 PLAIN = ("samples", "tokens", "loader", "states")
 """What a manifest holds of a run's position; its tensors are named by their path: '/states/NAME/...'."""
 
@@ -43,6 +44,8 @@ class Position:
             "loader": parts.train_loader.state_dict(),
             "states": states,
         }
+        if self.parts.loss_scale is not None:
+            plain[LOSS_SCALE] = self.parts.loss_scale.state_dict()
         tensors: dict[str, Tensor] = {}
         plain = lift(plain, tensors, "")
         facts = {
@@ -88,6 +91,8 @@ class Position:
             )
         for name, stateful in self.stateful.items():
             stateful.load_state_dict(plain["states"][name])
+        if self.parts.loss_scale is not None and LOSS_SCALE in plain:  # a run that goes on in fp16 begins with a new one
+            parts.loss_scale.load_state_dict(plain[LOSS_SCALE])
         parts.train_loader.load_state_dict(plain["loader"])
         run.step, self.samples, self.tokens = manifest["step"], plain["samples"], plain["tokens"]
 
@@ -131,5 +136,5 @@ def _refuse_larger(path: Path, manifest: dict[str, Any], parts: Parts) -> None:
 def _plain_of(path: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     reader = FolderReader(path, manifest)
     tensors = {name: reader.whole(name) for name in manifest["tensors"] if name.startswith("/")}
-    plain: dict[str, Any] = lower({name: manifest[name] for name in PLAIN}, tensors)
+    plain: dict[str, Any] = lower({name: manifest[name] for name in (*PLAIN, LOSS_SCALE) if name in manifest}, tensors)
     return plain

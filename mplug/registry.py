@@ -14,7 +14,9 @@ from urllib.parse import unquote
 import mplug
 from mplug.errors import UsageError, listed, suggest
 
-KINDS = ("models", "parallel", "kernels", "optimizers", "data", "extensions", "commands")
+KINDS = ("models", "parallel", "kernels", "optimizers", "data", "memory", "extensions", "commands")
+FLAGS = "flags"
+"""Entry points of the group 'mplug.flags' are no plugins: a flag's name -> the field of a config that it sets."""
 RESERVED_FIELDS = ("name", "preset")
 
 
@@ -81,7 +83,11 @@ class Registry:
 
     def entries(self, kind: str | None = None) -> list[Entry]:
         """Installed plugins of a kind (of all kinds if None), sorted by kind and name."""
-        return [entry for entry in self._scan[0] if kind in (None, entry.kind)]
+        return [entry for entry in self._scan[0] if kind == entry.kind or (kind is None and entry.kind != FLAGS)]
+
+    def flags(self) -> list[Entry]:
+        """Short flags that installed distributions add to the command line; `target` is the field that each sets."""
+        return [entry for entry in self._scan[0] if entry.kind == FLAGS]
 
     def shadowed(self) -> list[Shadowed]:
         """Copies of plugins' metadata that never take effect."""
@@ -149,7 +155,7 @@ def _entries(distribution: Distribution, name: str, source: str) -> list[Entry]:
     return [
         Entry(point.group.removeprefix("mplug."), point.name, point.value, name, version, summary, speaks, source)
         for point in distribution.entry_points
-        if point.group.startswith("mplug.") and point.group.removeprefix("mplug.") in KINDS
+        if point.group.startswith("mplug.") and point.group.removeprefix("mplug.") in (*KINDS, FLAGS)
     ]
 
 

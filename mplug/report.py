@@ -3,6 +3,7 @@
 On a GPU that is while the next step runs; a CPU is done with a step when the host is.
 """
 
+import math
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -16,14 +17,20 @@ from mplug.hardware import Moment, peak_memory_gib, peak_tflops
 from mplug.position import Position
 from mplug.run import Run
 
+SCALARS = 6
+"""Figures that every step has."""
+
 
 class Figures:
     """A step's figures on their way to the host; `over` is the moment at which they are there."""
 
     def __init__(self, result: StepResult, device: str) -> None:
-        scalars = (result.loss, result.grad_norm, result.tokens, result.skipped, result.stop)
+        failed = result.skipped if result.failed is None else result.failed
+        scalars = (result.loss, result.grad_norm, result.tokens, result.skipped, result.stop, failed)
+        self._names = tuple(result.figures)
         self._shapes = {name: tuple(value.shape) for name, value in result.statistics.items()}
-        figures = torch.cat([value.double().flatten() for value in (*scalars, *result.statistics.values())])
+        rest = result.statistics.values()
+        figures = torch.cat([value.double().flatten() for value in (*scalars, *result.figures.values(), *rest)])
         if figures.is_cuda:
             self._host = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True)
             self._host.copy_(figures, non_blocking=True)
@@ -36,15 +43,19 @@ class Figures:
         """Whether reading them waits for nothing, on any rank."""
         return self.over.passed
 
-    def read(self) -> tuple[float, float, float, bool, bool]:
-        """(loss, gradient norm, tokens, skipped, stop); waits for the step and for nothing after it."""
+    def read(self) -> tuple[float, float, float, bool, bool, bool]:
+        """(loss, gradient norm, tokens, skipped, stop, failed); waits for the step and for nothing after it."""
         self.over.wait()
-        loss, grad_norm, tokens, skipped, stop = self._host[:5].tolist()
-        return loss, grad_norm, tokens, bool(skipped), bool(stop)
+        loss, grad_norm, tokens, skipped, stop, failed = self._host[:SCALARS].tolist()
+        return loss, grad_norm, tokens, bool(skipped), bool(stop), bool(failed)
+
+    def read_more(self) -> dict[str, float]:
+        """Further scalars by name; once `read` has waited."""
+        return dict(zip(self._names, self._host[SCALARS : SCALARS + len(self._names)].tolist(), strict=True))
 
     def read_statistics(self) -> dict[str, Any]:
         """What modules have counted, in numbers and lists, by name; once `read` has waited."""
-        parts = self._host[5:].split([prod(shape) for shape in self._shapes.values()])
+        parts = self._host[SCALARS + len(self._names) :].split([prod(shape) for shape in self._shapes.values()])
         return {
             name: part.view(shape).tolist() for (name, shape), part in zip(self._shapes.items(), parts, strict=True)
         }
@@ -90,12 +101,14 @@ class Report:
         if self._underway is None:
             return
         step, self._underway = self._underway, None
-        loss, grad_norm, tokens, skipped, stop = step.figures.read()
+        loss, grad_norm, tokens, skipped, stop, failed = step.figures.read()
         seconds, self._mark = step.figures.over.since(self._mark), step.figures.over
-        if skipped and self.run.config.trainer.nonfinite == "stop":
+        if failed and self.run.config.trainer.nonfinite == "stop":
+            scale = step.figures.read_more().get("loss_scale")
+            at = f", at the smallest loss scale ({scale:g})" if scale is not None and math.isfinite(loss) else ""
             raise Diverged(
-                f"step {step.step} has a loss of {loss} and a gradient norm of {grad_norm}; no weight was changed by "
-                f"it. Resume with a lower optimizer.lr, or look at the data of this step; trainer.nonfinite=skip "
+                f"step {step.step} has a loss of {loss} and a gradient norm of {grad_norm}{at}; no weight was changed "
+                f"by it. Resume with a lower optimizer.lr, or look at the data of this step; trainer.nonfinite=skip "
                 f"leaves such steps out"
             )
         self.stop = self.stop or stop
@@ -110,6 +123,7 @@ class Report:
             "memory_gib": peak_memory_gib(self.run.device),
             "data_wait_s": step.data_wait_s,
             "skipped": skipped,
+            **step.figures.read_more(),
         }
         if statistics := step.figures.read_statistics():
             self._record["statistics"] = statistics

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from mplug.config import (
+    FREE_SECTIONS,
     HOST_SECTIONS,
     KIND_OF_SECTION,
     SECTIONS,
@@ -72,7 +73,9 @@ class _Resolver:
             if section in readable
         }
         parallel, kernels = self._parallel(), self._kernels()
-        self._extensions()
+        for section in FREE_SECTIONS:
+            said = self._said(section)
+            self._sub_sections(section, list(said), said)
         if self.problems:
             raise UsageError("\n".join(self.problems))
         return RunConfig(
@@ -179,10 +182,6 @@ class _Resolver:
         default = labels.pop("default", None)
         return Kernels(labels, default)
 
-    def _extensions(self) -> None:
-        said = self._said("extensions")
-        self._sub_sections("extensions", list(said), said)
-
     def _sub_sections(
         self, section: str, words: Iterable[str], said: dict[str, Any], fields: Iterable[str] = ()
     ) -> None:
@@ -193,7 +192,7 @@ class _Resolver:
                 self._choose(entry, *self._sub_section(section, entry, word, said))
         known = {name for e in self.registry.entries(section) for name in (e.name, f"{e.distribution}/{e.name}")}
         for name in said:
-            if name not in known and section != "extensions":
+            if name not in known and section not in FREE_SECTIONS:
                 self._problem((section, name), f"no such field or plugin{suggest(name, [*fields, *known])}")
 
     def _sub_section(self, section: str, entry: Entry, word: str, said: dict[str, Any]) -> tuple[Key, dict[str, Any]]:

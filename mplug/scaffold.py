@@ -20,6 +20,7 @@ SUMMARIES = {
     "kernels": "Causal attention, a part of the heads at a time",
     "optimizers": "Gradient descent with momentum",
     "data": "Samples that count upwards",
+    "memory": "Units that are run again in backward",
     "extensions": "A table of losses in the run's folder",
     "commands": "A command that lists the newest runs",
 }
@@ -29,6 +30,7 @@ USES = {
     "kernels": "mplug train --attention {name}",
     "optimizers": "mplug train --optimizer {name}",
     "data": "mplug train --data {name}",
+    "memory": "mplug train --set memory.{name}.every=1",
     "extensions": "mplug train --set extensions.{name}.every=10",
     "commands": "mplug {name}",
 }

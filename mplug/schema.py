@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, TypeAdapter, create_model
 
 from mplug import sections
-from mplug.config import HOST_SECTIONS, KIND_OF_SECTION
+from mplug.config import FREE_SECTIONS, HOST_SECTIONS, KIND_OF_SECTION
 from mplug.registry import Registry
 from mplug.settings import NAMED_SECTIONS
 from mplug.slots import SLOT_KINDS
@@ -28,7 +28,7 @@ def config_schema(registry: Registry, names: Mapping[str, str]) -> dict[str, Any
     fields["kernels"] = (create_model("kernels", __config__=ConfigDict(extra="allow"), **kernels), None)
     parallel: dict[str, Any] = {"layout": (str, ""), "data": (str | None, None)}
     fields["parallel"] = (create_model("parallel", __config__=ConfigDict(extra="allow"), **parallel), None)
-    fields["extensions"] = (dict[str, Any], None)
+    fields |= dict.fromkeys(FREE_SECTIONS, (dict[str, Any], None))
     whole = create_model("mplug run", __config__=ConfigDict(extra="forbid"), **fields)
     return TypeAdapter(whole).json_schema()
 

@@ -1,14 +1,34 @@
 """The config's sections that are the host's own. Their defaults stand in `default.yaml` and nowhere else."""
 
+import math
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 
 class Section(BaseModel):
     """A section of the config: unknown fields are errors, values do not change."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def _power_of_two(value: float) -> float:
+    if math.frexp(value)[0] != 0.5:
+        raise ValueError(f"must be a power of two, so that scaling rounds nothing, not {value:g}")
+    return value
+
+
+PowerOfTwo = Annotated[float, Field(gt=0), AfterValidator(_power_of_two)]
+
+
+class LossScale(Section):
+    """How fp16 keeps its gradients within its range; bf16 and fp32 have no use for it."""
+
+    initial: PowerOfTwo = Field(description="what the loss of the first step is multiplied with before backward")
+    smallest: PowerOfTwo = Field(description="where gradients overflow at this scale, `trainer.nonfinite` decides")
+    growth_interval: PositiveInt = Field(description="steps without an overflow after which the scale rises")
+    growth_factor: PowerOfTwo = Field(ge=1, description="what the scale is multiplied with then; 1: it never rises")
+    backoff_factor: PowerOfTwo = Field(lt=1, description="what it is multiplied with after an overflow")
 
 
 class Trainer(Section):
@@ -20,13 +40,14 @@ class Trainer(Section):
         description="samples of one forward and backward pass on a rank; null: all of the global batch that it reads"
     )
     global_batch_size: PositiveInt = Field(description="samples of one optimizer step, over all ranks")
-    precision: Literal["fp32", "bf16"] = Field(
+    precision: Literal["fp32", "bf16", "fp16"] = Field(
         description="number format of weights and activations; masters and moments are fp32. "
         "Products of fp32 matrices are fp32's own, as torch has it by default, not TF32's"
     )
+    loss_scale: LossScale = Field(description="dynamic loss scaling, in fp16")
     gradients: Literal["auto", "fp32"] = Field(
         description="number format of gradients; 'auto' is the weights' where nothing is added to a gradient (one "
-        "micro batch a step, no data parallelism) and the optimizer takes it, else fp32"
+        "micro batch a step, no data parallelism) and the optimizer takes it, else fp32; in fp16 always fp32"
     )
     compile: Literal["auto", "never", "inductor", "aot_eager"] = Field(
         description="torch.compile's backend for each unit of the model; 'auto' is inductor on a GPU, never on a CPU; "

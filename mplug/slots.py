@@ -35,8 +35,25 @@ CALLED_BY = {"Attention.prepare_qk": "Attention.prepare_qkv", "MLP.activation": 
 KIND_OF = {slot: kind for kind, slots in SLOT_KINDS.items() for slot in slots}
 
 
+UNIT = "Unit.call"
+"""What a `Wrap` names as its slot to go around the call of a unit of the plan: nobody supplies that but the model."""
+
 PLAIN = "plain torch"
 """The label of the default compositions of `mplug.nn`."""
+
+
+def slots_named(words: Iterable[str], field: str) -> tuple[str, ...]:
+    """The slots that a user's words name, each a kind ('attention') or a slot ('Attention.core').
+
+    UsageError where `field`, the one that holds the words, has another.
+    """
+    found: dict[str, None] = {}
+    for word in words:
+        if word not in SLOT_KINDS and word not in KIND_OF:
+            known = [*SLOT_KINDS, *KIND_OF]
+            raise UsageError(f"{field}: '{word}' names no slot{suggest(word, known)} (kinds: {listed(SLOT_KINDS)})")
+        found |= dict.fromkeys(SLOT_KINDS.get(word, (word,)))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -111,8 +128,13 @@ class Wrap:
     `needs` are capabilities that the inner supplier must have (its `supports` is asked, as `site.needs`). Wraps of one
     slot are applied from the smallest `layer` outwards: 100 is for who divides weights, and so sees a slot's tensors
     as the weights make them; 50 for who moves them between ranks whole; 0 for who calls the supplier part by part.
-    `note` says in a word how it goes about it, where it could in several ways. A slot that does not exist is a
-    ValueError.
+    Layers from 1000 on are for who calls again what is inside (recomputation), whatever that is.
+    `note` says in a word how it goes about it, where it could in several ways. A wrap that is `dispensable` changes no
+    result: where the supplier of a wider slot does not call what it wraps, the run does without. A slot that does not
+    exist is a ValueError.
+
+    The slot `UNIT` is the call of a unit: `site.module` is the unit's module, `site.name` its name. These wraps go
+    around the unit as it is compiled, stay eager, and take and return what the unit does.
     """
 
     slot: str
@@ -122,9 +144,11 @@ class Wrap:
     supports: Supports = _always
     plugin: str = ""
     note: str = ""
+    dispensable: bool = False
 
     def __post_init__(self) -> None:
-        _refuse_unknown([self.slot])
+        if self.slot != UNIT:
+            _refuse_unknown([self.slot])
 
     @property
     def told(self) -> str:
@@ -143,7 +167,7 @@ class Filled:
     @property
     def supplier(self) -> str:
         """The label of the plugin that supplies it."""
-        return self.offer.plugin if self.offer else PLAIN
+        return self.offer.plugin if self.offer else "the model" if self.site.slot == UNIT else PLAIN
 
     def told(self, run: "Run") -> str:
         """The supplier's label and what it will use: 'kernels/NAME (cuDNN)'."""
@@ -162,7 +186,7 @@ class Unmet:
     @property
     def kind(self) -> str:
         """The kind of the slot, as the config's `kernels` section calls it."""
-        return KIND_OF[self.site.slot]
+        return KIND_OF.get(self.site.slot, UNIT)
 
     def __str__(self) -> str:
         return f"{self.plugin} cannot serve {self.site.slot} of '{self.site.role}': {self.reason}"
@@ -170,9 +194,10 @@ class Unmet:
 
 @dataclass
 class Selection:
-    """The outcome of selecting: what fills every site, and the needs that nobody meets."""
+    """The outcome of selecting: what fills every site, what goes around units, and the needs that nobody meets."""
 
     filled: list[Filled] = field(default_factory=list)
+    units: list[Filled] = field(default_factory=list)
     unmet: list[Unmet] = field(default_factory=list)
 
 
@@ -188,6 +213,11 @@ def select(sites: Iterable[Site], offers: Iterable[Offer | Wrap], kernels: "Kern
     wraps = [wrap for wrap in offers if isinstance(wrap, Wrap)]
     selection = Selection()
     for site in sites:
+        if site.slot == UNIT:
+            around, unmet = _wraps_of(site, wraps, run)
+            selection.units += [Filled(site, None, around)] if around else []
+            selection.unmet += unmet
+            continue
         around, unmet = _wraps_of(site, wraps, run)
         site = replace(site, needs=site.needs.union(*(wrap.needs for wrap in around)))
         supplier, reasons = _supplier_of(site, suppliers, kernels, run)
@@ -219,7 +249,7 @@ def _refuse_uncalled(filled: list[Filled], kernels: "Kernels") -> None:
     for one in filled:
         wider = CALLED_BY.get(one.site.slot, "")
         fused = suppliers.get((one.site.name, wider))
-        uncalled = [wrap.plugin for wrap in one.wraps]
+        uncalled = [wrap.plugin for wrap in one.wraps if not wrap.dispensable]
         if one.offer and one.supplier != kernels.default:
             uncalled.append(one.supplier)
         lost = [plugin for plugin in uncalled if plugin != fused]

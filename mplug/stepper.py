@@ -12,6 +12,7 @@ from mplug.nn.random import key_of, sample_keys
 from mplug.norm import GlobalNorm, owned_gradients
 from mplug.reduction import Reduction
 from mplug.run import Run
+from mplug.scaling import LossScale
 from mplug.statistics import Statistics
 
 
@@ -43,7 +44,8 @@ def write_weights(pieces: Iterable[Piece]) -> None:
 class DefaultStepper:
     """One micro batch after the other through all units, then one update.
 
-    A strategy that brings its own stepper uses the parts: `begin_step`, `entries`, `finish_step`, `update`.
+    A strategy that brings its own stepper uses the parts: `begin_step`, `entries`, `loss_gradient`,
+    `finish_step`, `update`.
     """
 
     def __init__(self, run: Run, model: Model, pieces: list[Piece], optimizer: Optimizer) -> None:
@@ -54,6 +56,7 @@ class DefaultStepper:
         self.norm = GlobalNorm(owned_gradients(pieces, run.rank), self.updated_on.type)
         self.reduction = Reduction(run, model, pieces)
         self.statistics = Statistics(run, model)
+        self.loss_scale = LossScale.of(run, model)
         self.sums = torch.zeros(2, device=run.device)
         self.stop_at_nonfinite = run.config.trainer.nonfinite == "stop"
         self.halted = torch.zeros((), device=run.device)
@@ -78,9 +81,13 @@ class DefaultStepper:
             if last:
                 self.sinks.expect_last()
             loss, num_targets = self.model.loss(self.entries(batch, step))
-            loss.backward()
+            loss.backward(self.loss_gradient(loss))
             losses.append((loss.detach(), num_targets))
         self.finish_step(losses)
+
+    def loss_gradient(self, loss: Tensor) -> Tensor | None:
+        """What a micro batch's backward begins with; None is 1."""
+        return None if self.loss_scale is None else self.loss_scale.gradient_of(loss)
 
     def finish_step(self, losses: list[tuple[Tensor, Tensor]]) -> None:
         """Make gradients whole, and keep this rank's (sum of losses, number of targets) of every micro batch."""
@@ -100,12 +107,11 @@ class DefaultStepper:
         squares = self.norm().square().to(self.run.device)
         sums = self.run.summed(torch.stack([*self.sums, squares, stop]))
         loss_sum, num_targets, squares, stop = sums.unbind()
-        loss, norm, scale = loss_sum / num_targets, squares.sqrt() / num_targets, 1 / num_targets
+        counted = num_targets if self.loss_scale is None else num_targets * self.loss_scale.scale
+        loss, norm, scale = loss_sum / num_targets, squares.sqrt() / counted, 1 / counted
         if self.max_norm > 0:
             scale = scale * (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
-        skip = (~(norm.isfinite() & loss.isfinite())).float()
-        if self.stop_at_nonfinite:  # the host hears of it a step later, and by then this step must not have learnt
-            skip = self.halted = torch.maximum(self.halted, skip)
+        skip, failed, figures = self._judged(loss, norm)
         where = self.updated_on
         scalars = StepScalars(torch.full_like(norm, lr, device=where), scale.to(where), skip.to(where), weight_decay)
         self.optimizer.step(scalars)
@@ -114,7 +120,26 @@ class DefaultStepper:
         self.model.weights_written()
         statistics = self.statistics.finish(num_targets)
         self.statistics.tell(skip)
-        return StepResult(loss, norm, num_targets, skip, stop, statistics)
+        return StepResult(loss, norm, num_targets, skip, stop, statistics, failed, figures)
+
+    def _judged(self, loss: Tensor, norm: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """(1 where the step is left out, 1 where that is a failure, figures of the loss scale, which learns from it).
+
+        A scaled gradient that overflows is no failure: the next step has a smaller scale.
+        """
+        skip = ~(norm.isfinite() & loss.isfinite())
+        failed, overflow = skip, skip & loss.isfinite()
+        if self.loss_scale is not None:
+            failed = (skip & ~overflow) | self.loss_scale.failed(overflow)
+        if self.stop_at_nonfinite:  # the host hears of it a step later, and by then this step must not have learnt
+            self.halted = torch.maximum(self.halted, failed.float())
+            skip = skip | (self.halted > 0)
+        figures = {}
+        if self.loss_scale is not None:
+            used = self.loss_scale.scale.clone()
+            self.loss_scale.update(overflow, self.halted > 0)
+            figures = {"loss_scale": used, "overflows": self.loss_scale.overflows.clone()}
+        return skip.float(), torch.maximum(failed.float(), self.halted), figures
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> Tensor:

@@ -18,6 +18,7 @@ USE = {
     "kernels": ("train", "--attention", "ringo"),
     "optimizers": ("train", "--optimizer", "ringo"),
     "data": ("train", "--data", "ringo"),
+    "memory": ("train", "--set", "memory.ringo.every=1"),
     "extensions": ("train", "--set", "extensions.ringo.every=1"),
     "commands": ("ringo",),
 }

@@ -97,7 +97,7 @@ def _units(run: "Run", model: "Model") -> str:
 
 def _slots(run: "Run", model: "Model") -> str:
     groups: dict[tuple[str, ...], int] = {}
-    for filled in model.slots:
+    for filled in (*model.slots, *model.unit_wraps):
         wraps = ", ".join(wrap.told for wrap in filled.wraps) or "-"
         key = (filled.site.role, filled.site.slot, filled.told(run), wraps)
         groups[key] = groups.get(key, 0) + 1

@@ -1,13 +1,13 @@
 """Options that several commands share, and the settings that they make."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
 
-from mplug.registry import Registry
+from mplug.registry import Entry, Registry
 
 if TYPE_CHECKING:
     from mplug.config import RunConfig
@@ -53,30 +53,51 @@ class RunName(click.ParamType):  # type: ignore[type-arg]  # generic since click
         return [CompletionItem(name) for name in found if name.startswith(incomplete)]
 
 
+def added_flags(taken: Container[str] = ()) -> dict[str, Entry]:
+    """Short flags that installed distributions add (the group 'mplug.flags'); `target` is the field that each sets.
+
+    A flag that is `taken`, or that two distributions claim, is left out: no run that names neither is disturbed.
+    """
+    claims: dict[str, list[Entry]] = {}
+    for entry in Registry().flags():
+        claims.setdefault(entry.name, []).append(entry)
+    alone = {name.replace("-", "_"): found[0] for name, found in claims.items() if len(found) == 1}
+    return {name: entry for name, entry in alone.items() if name not in taken}
+
+
 def config_options(function: F) -> F:
     """The options that choose and change a run's config."""
-    options = [
-        click.option("--model", type=PluginName("models"), help="Model family, an installed plugin."),
-        click.option("--preset", metavar="NAME", help="A named size of the model: nano, 125m, ..."),
-        click.option("--parallel", metavar="LAYOUT", help="Layout, as strategies and degrees: tp4pp2."),
-        click.option("--attention", type=PluginName("kernels"), help="Plugin for the attention core."),
-        click.option(
-            "--kernels",
-            metavar="NAME",
-            multiple=True,
-            help="Plugin for every slot that it offers, or for one kind: norm=NAME (norm=null: plain torch).",
-        ),
-        click.option("--optimizer", type=PluginName("optimizers"), help="Optimizer, an installed plugin."),
-        click.option("--data", type=PluginName("data"), help="Data loader, an installed plugin."),
-        click.option("--precision", metavar="FORMAT", help="Number format of weights and activations."),
-        click.option("--config", "file", type=click.Path(path_type=Path), help="A YAML file of settings."),
-        click.option(
-            "--set", "assignments", metavar="FIELD=VALUE", multiple=True, help="Set any field: trainer.steps=100."
-        ),
-    ]
+    options = [*HOSTS]
+    others = {parameter.name for parameter in getattr(function, "__click_params__", ())}
+    for name, entry in added_flags({*OWN, *others}).items():
+        told = f"Sets {entry.target} (of {entry.distribution})."
+        options.insert(-2, click.option(f"--{entry.name}", name, metavar="VALUE", help=told))
     for option in reversed(options):
         function = option(function)
     return function
+
+
+HOSTS = [
+    click.option("--model", type=PluginName("models"), help="Model family, an installed plugin."),
+    click.option("--preset", metavar="NAME", help="A named size of the model: nano, 125m, ..."),
+    click.option("--parallel", metavar="LAYOUT", help="Layout, as strategies and degrees: tp4pp2."),
+    click.option("--attention", type=PluginName("kernels"), help="Plugin for the attention core."),
+    click.option(
+        "--kernels",
+        metavar="NAME",
+        multiple=True,
+        help="Plugin for every slot that it offers, or for one kind: norm=NAME (norm=null: plain torch).",
+    ),
+    click.option("--optimizer", type=PluginName("optimizers"), help="Optimizer, an installed plugin."),
+    click.option("--data", type=PluginName("data"), help="Data loader, an installed plugin."),
+    click.option("--precision", metavar="FORMAT", help="Number format of weights and activations."),
+    click.option("--config", "file", type=click.Path(path_type=Path), help="A YAML file of settings."),
+    click.option(
+        "--set", "assignments", metavar="FIELD=VALUE", multiple=True, help="Set any field: trainer.steps=100."
+    ),
+]
+"""The host's own of them."""
+OWN = (*FLAGS, "kernels", "file", "assignments", "config", "set")
 
 
 def overrides(
@@ -86,9 +107,10 @@ def overrides(
     from mplug.settings import merge, read_assignments, read_file
 
     settings: Settings = read_file(file) if file else {}
+    fields = {**{name: entry.target for name, entry in added_flags().items()}, **FLAGS}
     for flag, value in flags.items():
         if value is not None:
-            settings = merge(settings, read_assignments([f"{FLAGS[flag]}={value}"], f"--{flag}"))
+            settings = merge(settings, read_assignments([f"{fields[flag]}={value}"], f"--{flag.replace('_', '-')}"))
     for value in kernels:
         kind, _, name = value.rpartition("=")
         settings = merge(settings, read_assignments([f"kernels.{kind or 'default'}={name}"], "--kernels"))

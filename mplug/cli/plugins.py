@@ -7,7 +7,9 @@ from pathlib import Path
 import click
 from click.shell_completion import CompletionItem
 
+from mplug.cli.options import OWN
 from mplug.cli.tables import table
+from mplug.errors import listed
 from mplug.registry import KINDS, Entry, Registry
 
 
@@ -32,6 +34,8 @@ def list_(kind: str | None) -> None:
     click.echo(table(("KIND", "NAME", "DISTRIBUTION", "SPEAKS", "WHAT IT IS"), rows))
     for clash in _clashes(entries):
         click.echo(f"\n{clash}")
+    for flag in _lost_flags(registry):
+        click.echo(f"\n{flag}")
     for copy in registry.shadowed():
         click.echo(f"\nmetadata of {copy.distribution} {copy.version} in {copy.source} is hidden by another copy of it")
 
@@ -45,6 +49,19 @@ def _clashes(entries: list[Entry]) -> list[str]:
         f"choose one as {' or '.join(f'{entry.distribution}/{name}' for entry in claimed)}"
         for (kind, name), claimed in claims.items()
         if len(claimed) > 1
+    ]
+
+
+def _lost_flags(registry: Registry) -> list[str]:
+    claims: dict[str, list[Entry]] = {}
+    for entry in registry.flags():
+        claims.setdefault(entry.name, []).append(entry)
+    return [
+        f"--{name} of {listed(entry.origin for entry in claimed)} is no option: "
+        f"{'several claim it' if len(claimed) > 1 else 'the host has one'}; "
+        f"use --set with {listed(sorted({entry.target for entry in claimed}))}"
+        for name, claimed in claims.items()
+        if name in OWN or len(claimed) > 1
     ]
 
 

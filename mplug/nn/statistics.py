@@ -29,7 +29,8 @@ def add_auxiliary(x: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
     """x [...], through which `loss` [] takes part in the backward pass as if it were added to the model's loss.
 
     Like that it is a sum over tokens, which one global count divides in the end. It stays where it is: nothing of it
-    travels to the last unit. `scale` [] is what the model's loss is multiplied with before its backward pass.
+    travels to the last unit. `scale` [] is what the model's loss is multiplied with before its backward pass: a buffer
+    of the module named `loss_scale`, which the host fills.
     """
     result: Tensor = _Auxiliary.apply(x, loss, scale.to(loss.dtype))  # type: ignore[no-untyped-call]
     return result

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from mplug.testing.data import DataSuite
     from mplug.testing.extensions import ExtensionSuite
     from mplug.testing.kernels import KernelSuite
+    from mplug.testing.memory import MemorySuite
     from mplug.testing.models import ModelSuite
     from mplug.testing.optimizers import DenseStep, OptimizerSuite
     from mplug.testing.parallel import ParallelSuite
@@ -21,6 +22,7 @@ _LATE = {
     "ExtensionSuite": "extensions",
     "Fault": "suite",
     "KernelSuite": "kernels",
+    "MemorySuite": "memory",
     "ModelSuite": "models",
     "OptimizerSuite": "optimizers",
     "ParallelSuite": "parallel",
@@ -53,6 +55,7 @@ __all__ = [
     "ExtensionSuite",
     "Fault",
     "KernelSuite",
+    "MemorySuite",
     "ModelSuite",
     "OptimizerSuite",
     "ParallelSuite",

@@ -44,7 +44,7 @@ class Trace:
     """What a rank saw: losses and norms of every step, and the boxes that it owns of gradients and of weights.
 
     `initial` are the weights before the first step, `weights` those after the last. `announced` says of every step how
-    often each of the rank's gradients was announced as final.
+    often each of the rank's gradients was announced as final. `statistics` are each step's, of all ranks.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -54,6 +54,7 @@ class Trace:
     weights: dict[str, Boxes] = field(default_factory=dict)
     announced: list[dict[str, int]] = field(default_factory=list)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    statistics: "list[dict[str, Tensor]]" = field(default_factory=list)
     val_loss: float = 0.0
 
 
@@ -130,6 +131,7 @@ def train_steps(
         run.hooks.call.parameters_updated(run=run)
         trace.losses.append(float(result.loss))
         trace.norms.append(float(result.grad_norm))
+        trace.statistics.append({name: value.clone() for name, value in result.statistics.items()})
     trace.weights = owned(run, parts, lambda piece: piece.master)
     trace.shapes = {name: placement.shape for name, placement in parts.model.placements.items()}
     trace.val_loss = evaluate(run, parts)

@@ -54,8 +54,9 @@ class PipelineStepper:
         self.backwards_left -= 1
         if self.backwards_left == 0:
             self.default.sinks.expect_last()
-        gradients: Any = self.gradients.pop(number, None)
-        torch.autograd.backward(self.given.pop(number), gradients)
+        given = self.given.pop(number)
+        gradients: Any = self.gradients.pop(number) if self.next else [self.default.loss_gradient(given[0])]
+        torch.autograd.backward(given, gradients)
         taken = self.taken.pop(number)
         self.gradients[number] = [torch.zeros_like(x) if x.grad is None else x.grad for x in taken]
 

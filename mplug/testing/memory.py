@@ -1,0 +1,175 @@
+"""The suite for plugins of the kind `memory`, which let units keep less for backward and change no result.
+
+from mplug.testing import MemorySuite
+
+class TestRingo(MemorySuite):
+    plugin = "ringo"
+    settings = {"memory.ringo.every": 2}
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mplug.hooks import implemented
+from mplug.registry import Registry
+from mplug.testing.harness import STEPS, TinySettings, Trace, tiny_run, train_ranks, train_steps, with_ragged_labels
+from mplug.testing.suite import PluginSuite, require
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class MemorySuite(PluginSuite):
+    """What recomputation, offload and their like must keep: a run with them is the run without, to the bit.
+
+    `models` are settings of other models than that of `settings`, by a name; `layouts` the layouts under which the run
+    is compared (settings may follow a layout's word), `compilers` the values of `trainer.compile`.
+    """
+
+    kind = "memory"
+    models: ClassVar[Mapping[str, TinySettings]] = {}
+    layouts: ClassVar[tuple[str, ...]] = ()
+    compilers: ClassVar[tuple[str, ...]] = ("aot_eager",)
+    precisions: ClassVar[tuple[str, ...]] = ("fp32", "bf16")
+
+    @classmethod
+    def naming(cls) -> dict[str, Any]:
+        """A section of its own below `memory`."""
+        return {f"memory.{cls.plugin}": {}}
+
+    @classmethod
+    def section(cls) -> tuple[str, ...]:
+        """`memory.NAME`."""
+        return ("memory", cls.plugin)
+
+    def pytest_generate_tests(self, metafunc: Any) -> None:
+        """A test for each model, precision, layout and compiler."""
+        for name, values in {
+            "model": ("tiny", *self.models),
+            "precision": self.precisions,
+            "layout": self.layouts,
+            "compiler": self.compilers,
+        }.items():
+            if name in metafunc.fixturenames:
+                metafunc.parametrize(name, values)
+
+    @classmethod
+    def pair(cls, model: str = "tiny", **changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The settings of a run with the plugin, and of the run without it."""
+        section = f"memory.{cls.plugin}"
+        plugins = {name: v for name, v in cls.tiny().items() if name == section or name.startswith(f"{section}.")}
+        rest = cls.models.get(model, cls.settings)
+        named = {name.replace("__", "."): value for name, value in changes.items()}
+        plain = {name: value for name, value in {**rest, **named}.items() if name not in plugins}
+        return {**plain, **plugins}, plain
+
+    def test_it_implements_a_hook(self) -> None:
+        """Else naming it does nothing."""
+        hooks = set(implemented(Registry().load(self.entry()))) - {"configure"}
+        require(hooks, f"'{self.plugin}' implements no hook of a run, so naming it does nothing")
+
+    def test_a_run_with_it_is_the_run_without_it(self, model: str, precision: str) -> None:
+        """Losses, gradients, weights, what modules count: to the bit."""
+        found, plain = self.pair(model, trainer__precision=precision)
+        require_same([train_steps(found)], [train_steps(plain)])
+
+    def test_a_compiled_run_with_it_is_the_run_without_it(self, model: str, compiler: str) -> None:
+        """The same, where units are compiled."""
+        with _compiling():
+            found, plain = (train_steps(one) for one in self.pair(model, trainer__compile=compiler))
+        require_same([found], [plain])
+
+    def test_a_run_with_it_under_a_layout_is_the_run_without_it(self, layout: str) -> None:
+        """The same on every rank."""
+        from mplug.settings import read_assignments
+
+        word, *assignments = layout.split()
+        more = {".".join(key): setting.value for key, setting in read_assignments(assignments).items()}
+        found, plain = ({**one, "parallel.layout": word, **more} for one in self.pair())
+        ranks = tiny_run(found).mesh.world_size
+        require_same(train_ranks(ranks, found), train_ranks(ranks, plain))
+
+    def test_less_stays_on_the_device(self, model: str) -> None:
+        """Of what autograd keeps of a forward pass."""
+        found, plain = (kept_bytes(one) for one in self.pair(model))
+        require(found < plain, f"with it, {found} bytes stay on the device for backward, and without it {plain}")
+
+
+def require_same(found: list[Trace], expected: list[Trace]) -> None:
+    """Raise Fault unless the ranks of two runs saw the same bits."""
+    require(len(found) == len(expected), f"one run has {len(found)} ranks, the other {len(expected)}")
+    for rank, (own, other) in enumerate(zip(found, expected, strict=True)):
+        difference = _difference(own, other)
+        require(not difference, f"with it, {difference} (rank {rank})")
+
+
+def _difference(found: Trace, expected: Trace) -> str:
+    """The first thing in which two ranks' traces differ; the empty string where nothing does."""
+    for step in range(STEPS):
+        for what, values, others in (("loss", found.losses, expected.losses), ("norm", found.norms, expected.norms)):
+            if values[step] != others[step]:
+                return f"the {what} of step {step + 1} is {values[step]!r}, and without it {others[step]!r}"
+        if name := _first_other(_values(found.gradients[step]), _values(expected.gradients[step])):
+            return f"the gradient of '{name}' at step {step + 1} has other bits"
+        if name := _first_other(found.statistics[step], expected.statistics[step]):
+            return f"the statistic '{name}' of step {step + 1} is another: is what runs again counted again?"
+    if name := _first_other(_values(found.weights), _values(expected.weights)):
+        return f"'{name}' has other bits after {STEPS} steps"
+    same = found.val_loss == expected.val_loss
+    return "" if same else f"the validation loss is {found.val_loss!r}, and without it {expected.val_loss!r}"
+
+
+def _values(boxes: "Mapping[str, list[tuple[tuple[int, ...], Tensor]]]") -> "dict[str, Tensor]":
+    return {f"{name} from {start}": values for name, held in boxes.items() for start, values in held}
+
+
+def _first_other(found: "Mapping[str, Tensor]", expected: "Mapping[str, Tensor]") -> str:
+    import torch
+
+    names = [*expected, *(name for name in found if name not in expected)]
+    alike = {name: name in found and name in expected and torch.equal(found[name], expected[name]) for name in names}
+    return next((name for name, is_alike in alike.items() if not is_alike), "")
+
+
+@contextmanager
+def _compiling() -> Iterator[None]:
+    """Compile from scratch, and without torch's own warnings, which are of no use to a test of a plugin."""
+    import warnings
+
+    import torch
+
+    torch.compiler.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    torch.compiler.reset()
+
+
+def kept_bytes(settings: TinySettings) -> int:
+    """Bytes of the storages that autograd keeps of one micro batch's forward pass, weights and sinks left out."""
+    import torch
+    from torch.autograd.graph import saved_tensors_hooks
+
+    from mplug.build import build
+
+    run = tiny_run(settings)
+    parts = build(run)
+    run.step = 1
+    sinks = parts.model.sinks.values()
+    lasting = {one.untyped_storage()._cdata for sink in sinks for one in (sink.parameter, sink.buffer)}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in lasting:
+            kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    batch = with_ragged_labels(next(iter(parts.train_loader.take(run.config.trainer.global_batch_size))))
+    parts.model.module.train()
+    stepper: Any = parts.stepper
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss, _ = parts.model.loss(stepper.entries(batch, 1))
+    loss.backward()
+    return sum(kept.values())

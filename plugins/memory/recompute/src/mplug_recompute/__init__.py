@@ -1,0 +1,107 @@
+"""Activation recomputation and offload: less is kept for the backward pass than units make for it."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+
+from mplug import UNIT, Site, UsageError, Wrap, hookimpl, slots_named
+
+if TYPE_CHECKING:
+    from mplug import Model, Run, RunConfig
+
+RECOMPUTE, OFFLOAD = 1000, 1100
+"""Layers: recomputation calls again whatever is inside; offload, around it, moves what it keeps."""
+
+SLOTS = "memory.recompute.slots"
+
+
+class Recompute:
+    """Backward computes again what forward did not keep, or fetches it from the host's memory."""
+
+    class Config(BaseModel):
+        """What is computed again, and what the host keeps."""
+
+        model_config = ConfigDict(extra="forbid", frozen=True)
+
+        mode: Literal["none", "full", "selective"] = Field(
+            "full",
+            description="full: of each chosen unit only the inputs are kept, and backward runs it again; selective: "
+            "only what fills some slots is run again (arXiv 2205.05198, section 5); none: nothing is",
+        )
+        every: PositiveInt = Field(1, description="choose every so-manieth unit of a stage, beginning with the first")
+        first: PositiveInt | None = Field(None, description="choose among the first so many units of a stage only")
+        slots: tuple[str, ...] = Field(
+            ("attention",), description="kinds of slots, or slots, that 'selective' runs again: [attention, activation]"
+        )
+        offload: bool = Field(
+            False, description="keep what chosen units keep for backward in the host's memory, moved while others run"
+        )
+        offload_from: NonNegativeInt = Field(
+            1 << 20, description="bytes of a tensor from which on it is worth the way to the host and back"
+        )
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @hookimpl
+    def configure(self, config: "RunConfig") -> None:
+        """The slots exist, and can be run again by themselves."""
+        if not self.config.slots:
+            raise UsageError(f"{SLOTS} is empty; name slots, or use mode=none")
+        for slot in slots_named(self.config.slots, SLOTS):
+            if slot.startswith("Linear."):
+                raise UsageError(
+                    f"{SLOTS}: '{slot}' keeps nothing but its input, which backward needs to run it again; "
+                    f"choose a slot between the linear layers, or mode=full"
+                )
+
+    @hookimpl
+    def offer(self, run: "Run", model: "Model") -> list[Wrap]:
+        """Wraps around the chosen units, or around slots in them."""
+        from mplug_recompute.again import recomputed
+
+        chosen = frozenset(chosen_units(model, self.config.every, self.config.first))
+        wraps: list[Wrap] = []
+        if self.config.mode == "full":
+            wraps.append(Wrap(UNIT, recomputed, RECOMPUTE, supports=_inside(chosen), note="run again"))
+        if self.config.mode == "selective":
+            wraps += self._selective(run, model, chosen)
+        if self.config.offload:
+            from mplug_recompute.offload import Offload
+
+            around = Offload(model.module, self.config.offload_from).around
+            wraps.append(Wrap(UNIT, around, OFFLOAD, supports=_inside(chosen), note="offload"))
+        return wraps
+
+    def _selective(self, run: "Run", model: "Model", chosen: frozenset[str]) -> list[Wrap]:
+        from mplug_recompute.again import recomputed
+
+        there = {slot for part in model.module.modules() for slot in getattr(type(part), "SLOTS", ())}
+        for word in self.config.slots:
+            if len(model.stages.units) == 1 and there.isdisjoint(slots_named([word], SLOTS)):
+                (owner,) = run.hooks.implementers("build_model")
+                raise UsageError(f"{SLOTS}: {owner} has no slot of '{word}'; leave it out")
+        supports = _inside(chosen)
+        return [
+            Wrap(slot, recomputed, RECOMPUTE, supports=supports, note="run again", dispensable=True)
+            for slot in slots_named(self.config.slots, SLOTS)
+        ]
+
+
+def chosen_units(model: "Model", every: int, first: int | None) -> list[str]:
+    """The names of the chosen units of this rank's stage.
+
+    The model's last unit is none: its backward follows its forward at once, so that it would be run again for nothing.
+    """
+    names = [unit.name for unit in model.own_units if unit.name != model.plan.units[-1].name]
+    return names[:first][::every]
+
+
+def _inside(units: frozenset[str]) -> Callable[[Site, "Run"], bool]:
+    """Whether a site is one of the units, or of a module of one."""
+
+    def supports(site: Site, run: "Run") -> bool:
+        return any(site.name == unit or site.name.startswith(f"{unit}.") for unit in units)
+
+    return supports

@@ -1,0 +1,148 @@
+"""Activations in the host's memory between forward and backward, copied on streams of their own.
+
+On a GPU copies leave while the units that follow are computed, and come back one unit before they are wanted. On a CPU
+there is nowhere to go: a copy is made all the same, so that a run is the same everywhere.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+class Offload:
+    """Wraps calls, so that what autograd keeps of them waits in the host's memory.
+
+    Weights, gradient sinks and buffers stay where they are, and so do scalars, tensors of fewer than `least` bytes, and
+    those whose elements do not lie densely.
+    """
+
+    def __init__(self, module: nn.Module, least: int) -> None:
+        self.module, self.least = module, least
+        self.last: ReferenceType[_Call] | None = None
+        self._outward: torch.cuda.Stream | None = None
+        self._inward: torch.cuda.Stream | None = None
+        self._stay: frozenset[int] | None = None
+
+    def around(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        """`inner`, whose calls keep nothing large on the device."""
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return inner(*arguments, **named)
+            kept = _Call(self, self.last)
+            self.last = ref(kept)
+            with saved_tensors_hooks(kept.pack, kept.unpack):
+                result = inner(*arguments, **named)
+            kept.known.clear()
+            return result
+
+        return call
+
+    def moves(self, tensor: Tensor) -> bool:
+        """Whether a tensor that autograd would keep goes to the host."""
+        if tensor.dim() == 0 or tensor.nbytes < max(self.least, 1) or isinstance(tensor, nn.Parameter):
+            return False
+        if self._stay is None:
+            self._stay = frozenset(_lasting(self.module))
+        dense: bool = torch.ops.aten.is_non_overlapping_and_dense(tensor)
+        return dense and tensor.untyped_storage().data_ptr() not in self._stay
+
+    def out(self, tensor: Tensor) -> tuple[Tensor, "torch.cuda.Event | None"]:
+        """Begin to copy a tensor to the host: the copy, and when it is there."""
+        if not tensor.is_cuda:
+            return tensor.detach().clone(), None
+        self._outward = self._outward or torch.cuda.Stream()
+        host = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=True)
+        self._outward.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._outward):
+            host.copy_(tensor.detach(), non_blocking=True)
+            tensor.record_stream(self._outward)  # its memory is used again when the copy is done, not before
+            return host, self._outward.record_event()
+
+    def back(self, host: Tensor, left: "torch.cuda.Event", device: torch.device) -> "_Arriving":
+        """Begin to copy a tensor back to the device."""
+        self._inward = self._inward or torch.cuda.Stream()
+        self._inward.wait_event(left)
+        with torch.cuda.stream(self._inward):
+            here = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
+            here.copy_(host, non_blocking=True)
+            return here, self._inward.record_event()
+
+
+_Arriving = tuple[Tensor, "torch.cuda.Event"]
+
+
+@dataclass(eq=False)
+class _Away:
+    """A tensor in the host's memory, and on its way back once it has been sent for. `left` None: it is a CPU's."""
+
+    host: Tensor
+    left: "torch.cuda.Event | None"
+    device: torch.device
+    arriving: _Arriving | None = None
+
+
+@dataclass(eq=False)
+class _Call:
+    """What one call of a unit keeps; `before` is the call before it, whose tensors backward wants next."""
+
+    offload: Offload
+    before: "ReferenceType[_Call] | None"
+    away: "list[ReferenceType[_Away]]" = field(default_factory=list)
+    known: dict[tuple[Any, ...], tuple[StorageWeakRef, _Away]] = field(default_factory=dict)
+
+    def pack(self, tensor: Tensor) -> "Tensor | _Packed":
+        """What autograd keeps instead of a tensor: itself, or where it has gone. A tensor travels once a call."""
+        if not self.offload.moves(tensor):
+            return tensor
+        storage = StorageWeakRef(tensor.untyped_storage())  # held, so that no other storage gets its number meanwhile
+        key = (storage.cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
+        if key not in self.known:
+            away = _Away(*self.offload.out(tensor), tensor.device)
+            self.known[key] = storage, away
+            self.away.append(ref(away))
+        return _Packed(self, self.known[key][1])
+
+    def unpack(self, packed: "Tensor | _Packed") -> Tensor:
+        """The tensor again; all others of the call, and of the one before it, begin to travel."""
+        if isinstance(packed, Tensor):
+            return packed
+        away = packed.away
+        if away.left is None:
+            return away.host
+        self.send_for()
+        if self.before is not None and (before := self.before()) is not None:
+            before.send_for()
+        if away.arriving is None:  # it has been wanted before
+            away.arriving = self.offload.back(away.host, away.left, away.device)
+        (tensor, arrived), away.arriving = away.arriving, None
+        torch.cuda.current_stream().wait_event(arrived)
+        tensor.record_stream(torch.cuda.current_stream())
+        return tensor
+
+    def send_for(self) -> None:
+        """Let everything that is away come back, once."""
+        waiting, self.away = self.away, []
+        for one in reversed(waiting):
+            away = one()
+            if away is not None and away.left is not None:
+                away.arriving = self.offload.back(away.host, away.left, away.device)
+
+
+@dataclass(frozen=True)
+class _Packed:
+    call: _Call
+    away: _Away
+
+
+def _lasting(module: nn.Module) -> list[int]:
+    """The storages of what lives longer than a step."""
+    parameters = list(module.parameters())
+    sinks = [parameter.main_grad for parameter in parameters if hasattr(parameter, "main_grad")]
+    return [tensor.untyped_storage().data_ptr() for tensor in (*parameters, *sinks, *module.buffers())]

@@ -1,0 +1,215 @@
+"""Recomputation and offload pass the suite, run what they should run again, and their tests have teeth.
+
+MPLUG_LAYOUTS=all compares runs under every layout.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from mplug import UsageError
+from mplug.build import build, build_model
+from mplug.testing import Fault, MemorySuite
+from mplug.testing.harness import tiny_config, tiny_run, train_steps
+from mplug.testing.memory import kept_bytes, require_same
+
+DROPOUT = {"model.dropout": 0.1}
+EXPERTS: dict[str, Any] = {
+    "model.name": "mixtral",
+    "model.num_layers": 2,
+    "model.hidden_size": 32,
+    "model.num_attention_heads": 4,
+    "model.num_kv_heads": 2,
+    "model.vocab_size": 259,
+    "model.init_std": 0.06,
+    "model.ffn_hidden_size": 32,
+    "model.num_experts": 4,
+    "model.aux_loss_coefficient": 0.1,
+    "model.moe_router_jitter": 0.1,
+    "model.expert_bias_rate": 0.05,
+}
+MORE = os.environ.get("MPLUG_LAYOUTS") == "all"
+EVERY_LAYOUT = ("tp2", "tp2 parallel.tp.sequence_parallel=false", "pp2", "dp2", "cp2", "tp2pp2", "dp2tp2")
+
+
+class TestFull(MemorySuite):
+    plugin = "recompute"
+    settings = DROPOUT
+    models = {"experts": EXPERTS}
+    layouts = EVERY_LAYOUT if MORE else ("tp2", "pp2")
+
+
+class TestSelective(MemorySuite):
+    plugin = "recompute"
+    settings = {**DROPOUT, "memory.recompute.mode": "selective", "memory.recompute.slots": ["attention", "activation"]}
+    layouts = EVERY_LAYOUT if MORE else ()
+
+
+class TestSelectiveOfExperts(MemorySuite):
+    plugin = "recompute"
+    compilers = ("aot_eager",) if MORE else ()
+    settings = {**EXPERTS, "memory.recompute.mode": "selective", "memory.recompute.slots": ["norm", "experts"]}
+    layouts = ("ep2", "ep2 parallel.ep.dispatch=all_gather", "tp2") if MORE else ("ep2",)
+
+
+class TestOffload(MemorySuite):
+    plugin = "recompute"
+    settings = {**DROPOUT, "memory.recompute.mode": "none", "memory.recompute.offload": True}
+    settings |= {"memory.recompute.offload_from": 0}
+    layouts = EVERY_LAYOUT if MORE else ()
+
+
+class TestOffloadOfInputs(MemorySuite):
+    plugin = "recompute"
+    compilers = ("aot_eager",) if MORE else ()
+    precisions = ("fp32", "bf16") if MORE else ("bf16",)
+    settings = {**EXPERTS, "memory.recompute.offload": True, "memory.recompute.offload_from": 0}
+    layouts = ("ep2", *EVERY_LAYOUT) if MORE else ()
+
+
+# What is run again, and what stays.
+
+
+def settings_of(**fields: Any) -> dict[str, Any]:
+    return {f"memory.recompute.{name}": value for name, value in fields.items()}
+
+
+def wrapped(settings: dict[str, Any]) -> list[str]:
+    model = build_model(tiny_run(settings))
+    return [filled.site.name for filled in model.unit_wraps]
+
+
+def test_units_are_chosen_by_every_and_first_and_never_the_last() -> None:
+    assert wrapped(settings_of(mode="full")) == ["embedding", *(f"blocks.{n}" for n in range(4))]
+    assert wrapped(settings_of(every=2)) == ["embedding", "blocks.1", "blocks.3"]
+    assert wrapped(settings_of(first=2)) == ["embedding", "blocks.0"]
+    assert wrapped(settings_of(first=4, every=3)) == ["embedding", "blocks.2"]
+    assert wrapped(settings_of(mode="none")) == []
+
+
+def test_what_stays_on_the_device_is_in_the_order_of_what_is_run_again() -> None:
+    kept = {
+        name: kept_bytes(settings)
+        for name, settings in {
+            "nothing": {},
+            "the attention core": {**settings_of(mode="selective"), "kernels.default": None},
+            "every second unit": settings_of(every=2),
+            "every unit": settings_of(mode="full"),
+            "every unit, offloaded": settings_of(offload=True, offload_from=0),
+        }.items()
+    }
+    assert sorted(kept.values(), reverse=True) == list(kept.values()), kept
+    assert len(set(kept.values())) == len(kept), kept
+
+
+def test_selective_recomputation_runs_a_slot_again_and_nothing_else() -> None:
+    run = tiny_run({**settings_of(mode="selective"), "kernels.default": None})
+    parts, calls = build(run), dict[str, int]()
+    run.step = 1
+    from mplug.nn import attention, norm
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in ((attention.F, "rms_norm"), (attention.torch, "einsum"), (norm.F, "layer_norm")):
+            patch.setattr(module, name, _counting(getattr(module, name), name, calls))
+        parts.stepper.forward_backward(parts.train_loader.take(2), 1)
+    assert calls["einsum"] == 4 * 2 * 2, "two products a core, in four blocks, twice"
+    assert calls["layer_norm"] == 2 * 4 + 1
+    assert calls["rms_norm"] == 2 * 4
+
+
+def _counting(inner: Callable[..., Any], name: str, calls: dict[str, int]) -> Callable[..., Any]:
+    def call(*arguments: Any, **named: Any) -> Any:
+        calls[name] = calls.get(name, 0) + 1
+        return inner(*arguments, **named)
+
+    return call
+
+
+def test_attention_that_draws_torchs_own_numbers_draws_the_same_again() -> None:
+    own = {"model.attention_dropout": 0.1}
+    require_same([train_steps({**own, **settings_of(mode="full")})], [train_steps(own)])
+
+
+def test_slots_that_are_misspelt_or_absent_or_cannot_be_run_again_are_refused() -> None:
+    for slots, reason in (
+        (["atention"], "did you mean 'attention'"),
+        (["experts"], "models/gpt has no slot of 'experts'"),
+        (["linear"], "'Linear.gemm' keeps nothing but its input"),
+        ([], "is empty"),
+    ):
+        with pytest.raises(UsageError, match=reason):
+            build_model(tiny_run(settings_of(mode="selective", slots=slots)))
+
+
+def test_a_word_sets_the_mode_on_the_command_line() -> None:
+    from mplug.cli.options import added_flags
+
+    assert added_flags()["recompute"].target == "memory.recompute.mode"
+    assert "recompute" not in added_flags({"recompute"}), "the host's options come first"
+    assert tiny_config(settings_of(mode="none")).chosen[-1].label == "memory/recompute"
+
+
+# The suite has teeth.
+
+
+def _counted_twice(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(torch._C, "_current_graph_task_id", lambda: -1)
+
+
+def _runs_another_forward(patch: pytest.MonkeyPatch) -> None:
+    import mplug_recompute.again as again
+
+    original = again.checkpoint
+
+    def checkpoint(inner: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        def other(*given: Any, **more: Any) -> Any:
+            in_backward = torch._C._current_graph_task_id() != -1
+            moved = [x * 1.01 if in_backward and x.is_floating_point() else x for x in given]
+            return inner(*moved, **more)
+
+        return original(other, *arguments, **named)
+
+    patch.setattr(again, "checkpoint", checkpoint)
+
+
+def _keeps_everything(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("mplug_recompute.again.recomputed", lambda inner: inner)
+
+
+@pytest.mark.parametrize(
+    ("mutation", "said"),
+    [
+        (_counted_twice, "is what runs again counted again"),
+        (_runs_another_forward, "has other bits|the norm of step"),
+        (_keeps_everything, "bytes stay on the device"),
+    ],
+)
+def test_the_suite_catches(mutation: Callable[[pytest.MonkeyPatch], None], said: str) -> None:
+    suite = TestFull()
+    with pytest.MonkeyPatch.context() as patch:
+        mutation(patch)
+        with pytest.raises(Fault, match=said):
+            compared(suite)
+
+
+def compared(suite: MemorySuite) -> None:
+    suite.test_a_run_with_it_is_the_run_without_it("experts", "fp32")
+    suite.test_less_stays_on_the_device("experts")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
+def test_offload_on_a_gpu_gives_the_same_bits_and_holds_less() -> None:
+    own = {"trainer.device": "cuda", "trainer.precision": "bf16", "model.hidden_size": 512, "model.num_layers": 8}
+    own |= {"trainer.seq_length": 512, "trainer.deterministic": True}
+    peaks, traces = [], []
+    for settings in (own, {**own, **settings_of(mode="none", offload=True, offload_from=1 << 16)}):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        traces.append([train_steps(settings)])
+        peaks.append(torch.cuda.max_memory_allocated())
+    require_same(traces[1], traces[0])
+    assert peaks[1] < peaks[0]

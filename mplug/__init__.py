@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 from mplug.contracts import (
+    CorpusTokenizer,
     Loader,
     MicroBatch,
     Optimizer,
@@ -36,6 +37,13 @@ if TYPE_CHECKING:
     from mplug.run import Run
     from mplug.shards import Shard, Shards
     from mplug.stepper import DefaultStepper
+    from mplug.tokenization import (
+        TokenizerRecord,
+        describe_tokenizer,
+        keep_tokenizer,
+        load_tokenizer,
+        read_tokenizer,
+    )
 
 _LATE = {
     "DefaultStepper": "mplug.stepper",
@@ -46,6 +54,11 @@ _LATE = {
     "Shard": "mplug.shards",
     "Shards": "mplug.shards",
     "Sinks": "mplug.gradients",
+    "TokenizerRecord": "mplug.tokenization",
+    "describe_tokenizer": "mplug.tokenization",
+    "keep_tokenizer": "mplug.tokenization",
+    "load_tokenizer": "mplug.tokenization",
+    "read_tokenizer": "mplug.tokenization",
 }
 """What costs start-up time (torch, pydantic) and is imported when it is first used."""
 
@@ -64,6 +77,7 @@ __all__ = [
     "Box",
     "Bucket",
     "Buffer",
+    "CorpusTokenizer",
     "DefaultStepper",
     "Flops",
     "GatheredPlacement",
@@ -98,11 +112,16 @@ __all__ = [
     "Stepper",
     "Stretch",
     "Tokenizer",
+    "TokenizerRecord",
     "Unit",
     "UsageError",
     "Wrap",
     "contiguous",
+    "describe_tokenizer",
     "hookimpl",
+    "keep_tokenizer",
+    "load_tokenizer",
+    "read_tokenizer",
     "slots_named",
     "triton_builds",
 ]

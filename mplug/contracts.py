@@ -4,11 +4,12 @@ Shapes: `B` samples of a micro batch, `S` sequence length. A micro batch is a ma
 `context` names to tensors.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from mplug.plan import Parameter, Placement
@@ -34,7 +35,8 @@ class Loader(Stateful, Protocol):
     """One split of a data set, in one global order of samples whatever the layout.
 
     The state is of the global order, not of a rank: a checkpoint holds rank 0's, and any number of ranks loads it. A
-    loader of a finite set may state `samples_per_epoch`: from the first sample on, so many in a row are the whole set.
+    loader of a finite set may state `samples_per_epoch`: from the first sample on, so many in a row are the whole set;
+    and `tokenizer`, the record of what made the data (`TokenizerRecord.as_mapping`), which the run's record keeps.
     """
 
     vocab_size: int
@@ -57,10 +59,28 @@ class Tokenizer(Protocol):
     """Text to tokens and back."""
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text."""
+        """The tokens of a text, no special one added. What looks like a special token in a text is text."""
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of tokens."""
+        """The text of tokens: special ones are left out, and bytes that are not UTF-8 become U+FFFD."""
+
+
+class CorpusTokenizer(Tokenizer, Protocol):
+    """What a plugin of the kind `tokenizers` builds: whole corpora go through it.
+
+    It is built once in every process that encodes, and used by one thread at a time.
+    """
+
+    vocab_size: int
+    """Every token is below it, `eod` too."""
+    eod: int | None
+    """The token that ends a document, which no text has; None where the vocabulary has none."""
+
+    def encode_batch(self, texts: Sequence[str]) -> "Sequence[Sequence[int] | NDArray[Any]]":
+        """Each text's tokens, as `encode` gives them: lists or one-dimensional integer arrays, as is fastest.
+
+        It stays on the processor that called it: whoever encodes a corpus starts as many processes as are wanted.
+        """
 
 
 @dataclass

@@ -122,7 +122,10 @@ def build_optimizer(run: "Run", pieces: "list[Piece]") -> "Optimizer":
 
 @at_most_one
 def build_tokenizer(run: "Run") -> "Tokenizer | None":
-    """What turns text into the tokens of this data and back; `mplug generate` needs it."""
+    """What turns text into the tokens of this data and back; `mplug generate` needs it.
+
+    A plugin of the kind `tokenizers` answers it without a run, and gives a `CorpusTokenizer`.
+    """
 
 
 @exactly_one

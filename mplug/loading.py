@@ -1,6 +1,6 @@
 """A loader for data whose n-th sample can be read directly."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from mplug.contracts import MicroBatch
@@ -25,6 +25,8 @@ class MapLoader:
     ) -> None:
         self.read, self.vocab_size, self.shard, self.micro_batch_size = read, vocab_size, shard, micro_batch_size
         self.samples_per_epoch = samples_per_epoch
+        self.tokenizer: Mapping[str, Any] | None = None
+        """The record of the tokenizer that made the data, for who knows it."""
         self.samples = 0
 
     def take(self, num_samples: int) -> Iterator[MicroBatch]:

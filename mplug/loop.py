@@ -43,7 +43,8 @@ def train(run: Run, resume_from: Path | None = None, deadline: float | None = No
             position.load(resume_from)
         make_directory(run)
         log.info("rank %d of %d, process %d on %s", run.rank, run.mesh.world_size, os.getpid(), socket.gethostname())
-        write_record(run, {"parameters": parts.num_parameters, "resumed_from": resume_from and str(resume_from)})
+        facts = {"parameters": parts.num_parameters, "resumed_from": resume_from and str(resume_from)}
+        write_record(run, {**facts, "tokenizer": getattr(parts.train_loader.loader, "tokenizer", None)})
         with Interrupt(run) as interrupt, _letting_saves_finish(run, position):
             run.hooks.observe("run_started", run=run)
             time_left = TimeLeft(run, deadline, position.saver.expected_seconds)

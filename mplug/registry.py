@@ -14,7 +14,7 @@ from urllib.parse import unquote
 import mplug
 from mplug.errors import UsageError, listed, suggest
 
-KINDS = ("models", "parallel", "kernels", "optimizers", "data", "memory", "extensions", "commands")
+KINDS = ("models", "parallel", "kernels", "optimizers", "data", "tokenizers", "memory", "extensions", "commands")
 FLAGS = "flags"
 """Entry points of the group 'mplug.flags' are no plugins: a flag's name -> the field of a config that it sets."""
 RESERVED_FIELDS = ("name", "preset")

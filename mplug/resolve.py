@@ -147,7 +147,7 @@ class _Resolver:
             return config
         except ValidationError as error:
             for problem in error.errors():
-                message = _explained(problem, model)
+                message = explained(problem, model)
                 own = None if problem["loc"] else self._sources_of_fields(key, said, message)
                 self._problem((*key, *map(str, problem["loc"])), message, own)
             return None
@@ -212,7 +212,8 @@ class _Resolver:
         return other is not None
 
 
-def _explained(problem: Any, model: type[BaseModel]) -> str:
+def explained(problem: Any, model: type[BaseModel]) -> str:
+    """A problem that pydantic has found, in the words of the person at the keyboard."""
     if problem["type"] == "extra_forbidden":
         field, fields = str(problem["loc"][-1]), _fields(model, problem["loc"][:-1])
         return f"unknown field{suggest(field, fields)} (fields: {listed(sorted(fields))})"

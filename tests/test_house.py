@@ -1,6 +1,7 @@
 """The house's own rules: who may import whom, what starting up costs, and that the project's lists are true."""
 
 import ast
+import builtins
 import json
 import os
 import subprocess
@@ -28,7 +29,14 @@ def package_of(plugin: Path) -> str:
 
 
 PACKAGES = {package_of(plugin): plugin for plugin in (*PLUGINS, *STRANGERS)}
-NAMES = {name for plugin in PLUGINS for points in project(plugin)["entry-points"].values() for name in points}
+NAMES = {
+    name
+    for plugin in PLUGINS
+    for group, points in project(plugin)["entry-points"].items()
+    if group != "mplug.commands"  # a command's name is typed after 'mplug', and stands in no config
+    for name in points
+    if not hasattr(builtins, name)  # 'bytes' is Python's word before it is a plugin's
+}
 
 
 def imports(source: str) -> Iterator[str]:

@@ -18,6 +18,7 @@ USE = {
     "kernels": ("train", "--attention", "ringo"),
     "optimizers": ("train", "--optimizer", "ringo"),
     "data": ("train", "--data", "ringo"),
+    "tokenizers": ("data", "preprocess", "texts.jsonl", "--tokenizer", "ringo"),
     "memory": ("train", "--set", "memory.ringo.every=1"),
     "extensions": ("train", "--set", "extensions.ringo.every=1"),
     "commands": ("ringo",),
@@ -40,6 +41,7 @@ def test_a_new_plugin_installs_passes_its_suite_and_runs(
         command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
     )
     assert suite.returncode == 0, suite.stdout[-5000:] + suite.stderr
+    (tmp_path / "texts.jsonl").write_text('{"text": "some"}\n')
     small = [word for name, value in SMALL.items() for word in ("--set", f"{name}={value}")]
     used = cli(*USE[kind], *(small if USE[kind][0] == "train" else ()), path=site)
     assert used.returncode == 0, used.stderr

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mplug.testing.optimizers import DenseStep, OptimizerSuite
     from mplug.testing.parallel import ParallelSuite
     from mplug.testing.suite import Fault, PluginSuite, require, smoke
+    from mplug.testing.tokenizers import TokenizerSuite
 
 _LATE = {
     "CommandSuite": "commands",
@@ -27,6 +28,7 @@ _LATE = {
     "OptimizerSuite": "optimizers",
     "ParallelSuite": "parallel",
     "PluginSuite": "suite",
+    "TokenizerSuite": "tokenizers",
     "require": "suite",
     "smoke": "suite",
 }
@@ -60,6 +62,7 @@ __all__ = [
     "OptimizerSuite",
     "ParallelSuite",
     "PluginSuite",
+    "TokenizerSuite",
     "WorkerFailed",
     "require",
     "run_workers",

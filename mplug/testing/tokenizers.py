@@ -1,0 +1,209 @@
+"""The suite for tokenizers.
+
+    from mplug.testing import TokenizerSuite
+
+    class TestGlyph(TokenizerSuite):
+        plugin = "glyph"
+        settings = {"path": str(Path(__file__).with_name("alphabet.txt"))}
+
+`settings` are the options of the plugin's `Config`, by their own names: a tokenizer is no section of a run's config.
+"""
+
+import pickle
+import random
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mplug.errors import UsageError
+from mplug.testing.suite import PluginSuite, naming_failures, require, smoke
+
+if TYPE_CHECKING:
+    from mplug.contracts import CorpusTokenizer
+
+TEXTS = (
+    "",
+    "a",
+    "plain text: 1 + 2 = 3\n\tdone.",
+    "  two spaces, and  two more  ",
+    "Grüße, 世界 🌍 — ﬁ ½ e\u0301",
+    "<|endoftext|></s><eos>[UNK]",
+    "\r\n\x00\x7f",
+    "".join(map(chr, range(32, 127))),
+    "long " * 3000,
+)
+"""What a lossless tokenizer gives back: nothing, spaces, characters of 1 to 4 bytes, names of special tokens."""
+LOOK = 2000
+"""Sequences of random tokens that are decoded."""
+
+
+class TokenizerSuite(PluginSuite):
+    """What a tokenizer must keep: text comes back, an end of a document is no text, a batch is its texts one by one."""
+
+    kind = "tokenizers"
+    lossless: ClassVar[bool] = True
+    """Every text comes back to the character. Where False, what has come back once comes back always."""
+
+    @classmethod
+    def build(cls) -> "CorpusTokenizer":
+        """The tokenizer, with the suite's settings."""
+        from mplug.tokenization import describe_tokenizer, load_tokenizer
+
+        with naming_failures("building it"):
+            return load_tokenizer(describe_tokenizer(cls.plugin, cls.settings))
+
+    # What the suites of plugins that are sections of a run's config say otherwise.
+
+    @smoke
+    def test_neither_importing_nor_configuring_it_imports_torch(self) -> None:
+        """Nor building it: corpora are tokenized where no torch is."""
+        code = (
+            f"import sys\nsys.path[:] = {sys.path!r}\nfrom mplug.tokenization import describe_tokenizer\n"
+            f"describe_tokenizer({self.plugin!r}, {dict(self.settings)!r})\n"
+            f"sys.exit(77 if 'torch' in sys.modules else 0)"
+        )
+        finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        require(finished.returncode != 77, f"building '{self.plugin}' imports torch; a tokenizer needs none")
+        require(finished.returncode == 0, f"building '{self.plugin}' fails:\n{finished.stderr}")
+
+    @smoke
+    def test_its_config_survives_being_saved_and_read_again(self) -> None:
+        """What stands beside the data makes the same tokenizer, also where the first files are gone."""
+        from mplug.tokenization import describe_tokenizer, keep_tokenizer, load_tokenizer, read_tokenizer
+
+        with TemporaryDirectory(prefix="mplug-tokenizer-") as folder:
+            kept = keep_tokenizer(describe_tokenizer(self.plugin, self.settings), Path(folder) / "corpus")
+            again = read_tokenizer(Path(folder) / "corpus")
+            require(again == kept, f"its record changes when it is saved and read again: {kept!r} -> {again!r}")
+            outside = [str(value) for value in kept.options.values() if _is_a_file(value)]
+            require(
+                not outside,
+                f"its option with the file '{outside and outside[0]}' is not named in its 'files', so the file is not "
+                f"kept beside the data",
+            )
+            first, second = self.build(), load_tokenizer(kept)
+            for text in TEXTS:
+                require(
+                    list(first.encode(text)) == list(second.encode(text)), f"read again, it encodes {text!r} otherwise"
+                )
+
+    @smoke
+    def test_an_unknown_field_is_an_error_that_names_it(self) -> None:
+        """A typo never passes in silence."""
+        from mplug.tokenization import describe_tokenizer
+
+        try:
+            describe_tokenizer(self.plugin, {**self.settings, "no_such_field": 1})
+        except UsageError as error:
+            named = "no_such_field" in str(error)
+            require(named, f"the error of an unknown field does not name 'no_such_field': {error}")
+        else:
+            require(False, "'no_such_field' is no field of its Config, and is accepted")
+
+    # Tokens.
+
+    @smoke
+    def test_tokens_are_below_its_vocabulary(self) -> None:
+        """`vocab_size` is what a model's embedding must have, and counts the end of a document."""
+        tokenizer = self.build()
+        require(tokenizer.vocab_size > 1, f"its vocab_size is {tokenizer.vocab_size}")
+        for text in TEXTS:
+            tokens = list(tokenizer.encode(text))
+            kinds = {type(token) for token in tokens} - {int}
+            require(not kinds, f"encoding {text[:50]!r} gives tokens of {kinds}; they are integers")
+            wrong = [token for token in tokens if not 0 <= token < tokenizer.vocab_size]
+            size = tokenizer.vocab_size
+            require(not wrong, f"encoding {text[:50]!r} gives token {wrong and wrong[0]}; vocab_size is {size}")
+
+    @smoke
+    def test_text_comes_back(self) -> None:
+        """Whole where it is lossless; else what came back once comes back always."""
+        tokenizer = self.build()
+        for text in TEXTS:
+            with naming_failures(f"encoding and decoding {text[:50]!r}"):
+                again = tokenizer.decode(tokenizer.encode(text))
+            if not self.lossless:
+                text, again = again, tokenizer.decode(tokenizer.encode(again))
+            require(again == text, f"decoding the tokens of {text[:50]!r} gives {again[:50]!r}")
+        require(
+            self.build().encode("") == [], "encoding no text gives tokens; special ones are whoever writes the data's"
+        )
+
+    @smoke
+    def test_the_end_of_a_document_is_a_token_that_no_text_has(self) -> None:
+        """Neither plain text, nor text that spells the token's name; and it decodes to nothing."""
+        tokenizer = self.build()
+        eod = tokenizer.eod
+        if eod is None:
+            return
+        require(isinstance(eod, int), f"its eod is a {type(eod).__name__}, not a token's number")
+        size = tokenizer.vocab_size
+        require(0 <= eod < size, f"its eod is {eod}, and its vocab_size {size}; the vocabulary counts it")
+        for text in TEXTS:
+            require(eod not in tokenizer.encode(text), f"encoding {text[:50]!r} gives its eod, {eod}")
+            (batched,) = tokenizer.encode_batch([text])
+            require(eod not in list(batched), f"encode_batch of {text[:50]!r} gives its eod, {eod}")
+        tokens = tokenizer.encode("one")
+        with naming_failures("decoding its eod"):
+            ended, plain = tokenizer.decode([*tokens, eod]), tokenizer.decode(tokens)
+        require(ended == plain, f"decoding its eod gives text: {ended!r}, without it {plain!r}")
+
+    @smoke
+    def test_a_batch_is_its_texts_one_by_one(self) -> None:
+        """In their order, whatever else is in the batch; an empty text has no tokens, an empty batch no texts."""
+        tokenizer = self.build()
+        require(len(tokenizer.encode_batch([])) == 0, "encode_batch of no texts gives some")
+        generator = random.Random(0)
+        texts = [*TEXTS, *TEXTS[::-1]]
+        texts += ["".join(generator.choices("ab \nüß世🌍.", k=generator.randrange(40))) for _ in range(200)]
+        with naming_failures("encode_batch"):
+            found = [list(map(int, tokens)) for tokens in tokenizer.encode_batch(texts)]
+        require(len(found) == len(texts), f"encode_batch of {len(texts)} texts gives {len(found)}")
+        for text, tokens in zip(texts, found, strict=True):
+            alone = tokenizer.encode(text)
+            same = tokens == list(alone)
+            require(same, f"{text[:50]!r} has tokens {tokens[:9]} in a batch and {alone[:9]} alone")
+
+    @smoke
+    def test_any_tokens_decode(self) -> None:
+        """Also half a character, as a sample or a window of the data may have: bytes that are not UTF-8 are U+FFFD."""
+        tokenizer, generator = self.build(), random.Random(0)
+        everything = tokenizer.encode("".join(TEXTS[:-1]))
+        for _ in range(LOOK):
+            tokens = [generator.randrange(tokenizer.vocab_size) for _ in range(generator.randrange(1, 9))]
+            begin = generator.randrange(len(everything))
+            for some in (tokens, everything[begin : begin + 5]):
+                with naming_failures(f"decoding {some}"):
+                    text = tokenizer.decode(some)
+                    text.encode()
+        with naming_failures("decoding a tuple"):
+            tokenizer.decode(tuple(everything))
+
+    @smoke
+    def test_encoding_leaves_nothing_behind(self) -> None:
+        """A text's tokens do not depend on what was encoded before, and no thread is left."""
+        tokenizer, threads = self.build(), threading.active_count()
+        before = [list(tokenizer.encode(text)) for text in TEXTS]
+        tokenizer.encode_batch(TEXTS * 20)
+        for text, tokens in zip(TEXTS, before, strict=True):
+            require(list(tokenizer.encode(text)) == tokens, f"{text[:50]!r} has other tokens once others were encoded")
+        require(threading.active_count() <= threads, "encode_batch leaves a thread running")
+
+    @smoke
+    def test_its_record_can_go_to_another_process(self) -> None:
+        """Where it is built again: whoever encodes a corpus in processes hands the record on."""
+        from mplug.tokenization import describe_tokenizer, load_tokenizer
+
+        record = describe_tokenizer(self.plugin, self.settings)
+        again = pickle.loads(pickle.dumps(record))
+        require(again == record, "its record does not survive pickling; its Config holds plain data")
+        found, wanted = load_tokenizer(again), self.build()
+        same = all(list(found.encode(text)) == list(wanted.encode(text)) for text in TEXTS)
+        require(same, "built twice, it is two tokenizers")
+
+
+def _is_a_file(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) < 1000 and "\0" not in value and Path(value).is_file()

@@ -1,0 +1,203 @@
+"""Tokenizers by name, and the record that keeps a corpus and its tokenizer together. Torch-free.
+
+Beside the data `corpus.bin` stands `corpus.tokenizer.json`: which tokenizer made it, with which options, and the
+fingerprint of its files, copies of which stand beside it.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from mplug.contracts import CorpusTokenizer
+from mplug.errors import UsageError
+from mplug.registry import Entry, Registry
+from mplug.resolve import explained
+
+KIND = "tokenizers"
+SUFFIX = ".tokenizer"
+"""What the names of the record and of the copies have after the data's."""
+HOOK = "build_tokenizer"
+FILES = "files"
+"""The attribute in which a plugin's class names the options that are files of the tokenizer."""
+
+
+@dataclass(frozen=True)
+class TokenizerFile:
+    """A file that the tokenizer is made from: where it lies, what it was called first, the digest of its bytes."""
+
+    path: str
+    name: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class TokenizerRecord:
+    """Which tokenizer made a corpus. Paths are relative to nothing: they were made absolute when it was read."""
+
+    name: str
+    options: Mapping[str, Any]
+    """What its Config was given, but for files."""
+    files: Mapping[str, TokenizerFile]
+    """The options that name files of it."""
+    vocab_size: int
+    eod: int | None
+    distribution: str
+    version: str
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of what decides its tokens: name, options and the contents of its files, not where they lie."""
+        said = [self.name, self.options, {option: file.sha256 for option, file in sorted(self.files.items())}]
+        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+    def as_mapping(self) -> dict[str, Any]:
+        """Plain data, as JSON keeps it."""
+        return {**asdict(self), "options": dict(self.options), "fingerprint": self.fingerprint}
+
+
+def describe_tokenizer(name: str, options: Mapping[str, Any], source: str = "--tokenizer") -> TokenizerRecord:
+    """The record of a tokenizer that a user names, which is built once to see that it can be.
+
+    Raises UsageError: no such plugin or option, a missing file, a file that is not what the plugin reads.
+    """
+    entry = Registry().find(KIND, name)
+    plugin = _load(entry)
+    config = _bind(entry, plugin, options, source)
+    tokenizer = plugin(config).build_tokenizer()
+    said = config.model_dump(mode="json")
+    files = {
+        option: _file(entry, option, Path(said.pop(option)))
+        for option in getattr(plugin, FILES, ())
+        if said.get(option) is not None
+    }
+    said = {option: value for option, value in said.items() if option not in files}
+    return TokenizerRecord(name, said, files, tokenizer.vocab_size, tokenizer.eod, entry.distribution, entry.version)
+
+
+def load_tokenizer(record: TokenizerRecord | Mapping[str, Any]) -> CorpusTokenizer:
+    """The tokenizer of a record, once its files are what they were.
+
+    Raises UsageError: the plugin is not installed, a file is gone or has changed, or a release of the plugin makes
+    another vocabulary of it.
+    """
+    record = record if isinstance(record, TokenizerRecord) else _from_mapping(record, "the tokenizer's record", Path())
+    made = f"'{record.name}' of {record.distribution} {record.version}"
+    try:
+        entry = Registry().find(KIND, record.name)
+    except UsageError as error:
+        raise UsageError(f"the data was made with tokenizer {made}: {error}") from None
+    plugin = _load(entry)
+    for option, file in record.files.items():
+        found = _file(entry, option, Path(file.path))
+        if found.sha256 != file.sha256:
+            raise UsageError(
+                f"'{file.path}' has changed since the data was made with it (sha256 {found.sha256[:12]}, then "
+                f"{file.sha256[:12]}); put back the file '{file.name}' of then, or preprocess again"
+            )
+    options = {**record.options, **{option: file.path for option, file in record.files.items()}}
+    tokenizer: CorpusTokenizer = plugin(_bind(entry, plugin, options, "recorded")).build_tokenizer()
+    found_of, made_of = (tokenizer.vocab_size, tokenizer.eod), (record.vocab_size, record.eod)
+    if found_of != made_of:
+        raise UsageError(
+            f"tokenizer {made} had vocab_size={made_of[0]} and eod={made_of[1]}, and with {entry.origin} it has "
+            f"{found_of[0]} and {found_of[1]}; install the release of then, or preprocess again"
+        )
+    return tokenizer
+
+
+def record_path(prefix: Path | str) -> Path:
+    """Where the record of the data `prefix.bin` stands."""
+    return Path(f"{prefix}{SUFFIX}.json")
+
+
+def keep_tokenizer(record: TokenizerRecord, prefix: Path | str) -> TokenizerRecord:
+    """Write the record beside the data `prefix.bin`, and copies of the tokenizer's files; returns the record of these.
+
+    Each file is whole or not there; the record comes last.
+    """
+    target, copies = record_path(prefix), dict[str, TokenizerFile]()
+    for option, file in record.files.items():
+        copy = target.with_name(f"{Path(prefix).name}{SUFFIX}.{option}.{file.name}")
+        if copy.resolve() != Path(file.path).resolve():
+            _write(copy, Path(file.path).read_bytes())
+            shutil.copystat(file.path, copy)
+        copies[option] = replace(file, path=str(copy.resolve()))
+    kept = replace(record, files=copies)
+    said = kept.as_mapping()
+    said["files"] = {option: {**asdict(file), "path": Path(file.path).name} for option, file in copies.items()}
+    _write(target, (json.dumps(said, indent=2, ensure_ascii=False) + "\n").encode())
+    return kept
+
+
+def read_tokenizer(prefix: Path | str) -> TokenizerRecord | None:
+    """The record that stands beside the data `prefix.bin`; None where there is none. It is read, not built."""
+    path = record_path(prefix)
+    if not path.is_file():
+        return None
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UsageError(f"'{path}' is not a tokenizer's record: {error}; remove it, or preprocess again") from None
+    return _from_mapping(said, f"'{path}'", path.parent)
+
+
+def _from_mapping(said: Any, where: str, folder: Path) -> TokenizerRecord:
+    try:
+        files = {
+            option: TokenizerFile(str((folder / file["path"]).resolve()), file["name"], file["sha256"])
+            for option, file in said["files"].items()
+        }
+        plain = {field: said[field] for field in ("name", "options", "vocab_size", "eod", "distribution", "version")}
+        record = TokenizerRecord(files=files, **plain)
+        if record.fingerprint != said["fingerprint"]:
+            raise UsageError(
+                f"{where} was edited: its fingerprint is not that of its fields; put it back, or preprocess again"
+            )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{where} is not a tokenizer's record: it lacks {error}; preprocess again") from None
+    return record
+
+
+def _load(entry: Entry) -> Any:
+    plugin = Registry().load(entry)
+    if not hasattr(plugin, HOOK):
+        raise UsageError(f"{entry.label} ({entry.origin}) does not implement the hook '{HOOK}'")
+    return plugin
+
+
+def _bind(entry: Entry, plugin: Any, options: Mapping[str, Any], source: str) -> Any:
+    try:
+        return plugin.Config.model_validate(dict(options))
+    except ValidationError as error:
+        lines = []
+        for problem in error.errors():
+            field = ".".join(map(str, problem["loc"]))
+            lines.append(
+                f"{entry.label}{f': {field}' if field else ''} ({source}): {explained(problem, plugin.Config)}"
+            )
+        raise UsageError("\n".join(lines)) from None
+
+
+def _file(entry: Entry, option: str, path: Path) -> TokenizerFile:
+    try:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise UsageError(f"{entry.label}: {option} '{path}' cannot be read: {error.strerror}") from None
+    return TokenizerFile(str(path.resolve()), path.name, digest)
+
+
+def _write(path: Path, data: bytes) -> None:
+    aside = path.with_name(f".{path.name}.partial")
+    with aside.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)

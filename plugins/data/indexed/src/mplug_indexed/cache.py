@@ -1,0 +1,144 @@
+"""Arrays that take long to make, kept on disk by what they are made of.
+
+An entry is a folder, named by a hash of its description: an `.npy` file an array, and `entry.json`, which holds the
+description and each file's checksum. It gets its name when it is whole. Of the processes that want an entry on one file
+system, the first to take the lock makes it; where files cannot be locked, each makes it, and the first one stays.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mplug import UsageError
+
+Arrays = dict[str, NDArray[Any]]
+BLOCK = 1 << 24
+"""Bytes that a checksum reads at once."""
+
+
+def digest(array: NDArray[Any]) -> str:
+    """A hash of an array's bytes, which are read in place."""
+    found = blake2b(digest_size=16)
+    data = array.view(np.uint8).reshape(-1)
+    for start in range(0, len(data), BLOCK):
+        found.update(data[start : start + BLOCK].tobytes())
+    return found.hexdigest()
+
+
+def choose_folder(configured: str | None, beside: Path) -> Path:
+    """Where entries are kept: the folder of the config, else one beside the data, else one of the user's."""
+    if configured is not None:
+        folder = Path(configured).expanduser()
+        if reason := _unusable(folder):
+            raise UsageError(f"data.cache '{folder}' cannot be written: {reason}; name a folder of your own")
+        return folder
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mplug" / "indexed"
+    tried = [beside.parent / "index-cache", home]
+    reasons = [f"'{folder}' ({reason})" for folder in tried if (reason := _unusable(folder))]
+    if len(reasons) == len(tried):
+        raise UsageError(f"no place for indices can be written: {' and '.join(reasons)}; set data.cache to a folder")
+    return next(folder for folder in tried if not _unusable(folder))
+
+
+def _unusable(folder: Path) -> str:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return str(error.strerror)
+    return "" if os.access(folder, os.W_OK | os.X_OK) else "permission denied"
+
+
+class Cache:
+    """The entries of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def get(self, description: Mapping[str, Any], make: Callable[[], Mapping[str, NDArray[Any]]]) -> Arrays:
+        """The arrays of a description, memory-mapped; made, if this file system has none or what it has is damaged."""
+        text = json.dumps(description, sort_keys=True)
+        path = self.folder / blake2b(text.encode(), digest_size=16).hexdigest()
+        found = _load(path)
+        if found is None:
+            with self._locked():
+                found = _load(path)  # another process may have made it meanwhile
+                if found is None:
+                    self._store(path, text, make())
+                    found = _load(path)
+        if found is None:
+            raise UsageError(f"'{path}' cannot be read back as it was written; set data.cache to another disk")
+        return found
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Alone on this file system; a process that dies lets go."""
+        with (self.folder / ".lock").open("ab") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError:  # a file system without locks
+                yield
+                return
+            yield
+
+    def _store(self, path: Path, description: str, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Write an entry under another name, then give it its own, from which a damaged one is taken away."""
+        mark = f"{os.getpid():x}-{os.urandom(4).hex()}.tmp"
+        unfinished, damaged = path.with_name(f"{path.name}.{mark}"), path.with_name(f"{path.name}.damaged.{mark}")
+        try:
+            unfinished.mkdir()
+            for name, array in arrays.items():
+                with (unfinished / f"{name}.npy").open("xb") as file:
+                    np.save(file, array)
+                    _to_disk(file)
+            checksums = {name: _checksum(unfinished / f"{name}.npy") for name in arrays}
+            with (unfinished / "entry.json").open("x") as file:
+                json.dump({"description": json.loads(description), "checksums": checksums}, file)
+                _to_disk(file)
+            if path.exists():
+                path.rename(damaged)
+            unfinished.rename(path)
+        except OSError as error:
+            if not path.exists():  # otherwise another process has been quicker, where there are no locks
+                raise UsageError(f"cannot write indices to '{self.folder}': {error.strerror}; set data.cache") from None
+        finally:
+            for rest in (unfinished, damaged):
+                shutil.rmtree(rest, ignore_errors=True)
+
+
+def _to_disk(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _checksum(path: Path) -> int:
+    found = 0
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            found = zlib.crc32(block, found)
+    return found
+
+
+def _load(path: Path) -> Arrays | None:
+    """The arrays of an entry; None where it is not there, or not as it was written."""
+    try:
+        checksums = json.loads((path / "entry.json").read_text())["checksums"]
+        if any(_checksum(path / f"{name}.npy") != expected for name, expected in checksums.items()):
+            return None
+        return {name: _map(path / f"{name}.npy") for name in checksums}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # whatever a damaged entry.json holds
+        return None
+
+
+def _map(path: Path) -> NDArray[Any]:
+    array = np.load(path, mmap_mode="r") if path.stat().st_size > 4096 else np.load(path)
+    return array.view(np.ndarray)  # type: ignore[no-any-return]

@@ -1,0 +1,280 @@
+"""mplug data: corpora on the disk. Importing this imports neither numpy nor pydantic: help and completion are quick."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.shell_completion import CompletionItem
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+INPUTS = click.argument("inputs", nargs=-1, required=True, type=click.Path())
+PREFIX = click.argument("prefix", type=click.Path(path_type=Path))
+FORMAT = click.option(
+    "--format",
+    "form",
+    type=click.Choice(["jsonl", "parquet", "text"]),
+    help="What the inputs are; without it, what their suffixes say. Of text, a file is a document.",
+)
+KEY = click.option("--key", default="text", show_default=True, help="The field, or column, that has a document's text.")
+PATTERN = click.option("--pattern", help="Glob of the files to take from folders: '**/*.py'.")
+
+
+class Prefix(click.Path):
+    """The files PREFIX.bin and PREFIX.idx, by their common beginning."""
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """The data sets that begin so."""
+        folder = Path(incomplete).parent if not incomplete.endswith("/") else Path(incomplete)
+        found = sorted(str(path.with_suffix("")) for path in folder.glob("*.idx"))
+        return [CompletionItem(name) for name in found if name.startswith(incomplete)]
+
+
+DATA_SETS = click.argument("prefixes", nargs=-1, required=True, type=Prefix(), metavar="PREFIX...")
+
+
+@click.group()
+def command() -> None:
+    """Make, look at, join, check and blend corpora of tokens.
+
+    A corpus is a pair of files, PREFIX.bin and PREFIX.idx, in Megatron's format; beside them stands which tokenizer
+    made it. Every command takes the PREFIX.
+
+    \b
+    mplug data train-tokenizer texts.jsonl --vocab-size 8192
+    mplug data preprocess texts.jsonl --tokenizer huggingface --tokenizer-file tokenizer.json --append-eod
+    mplug data inspect texts
+    mplug train --data indexed --set data.path=texts --set model.vocab_size=8192
+    """
+
+
+@command.command()
+@INPUTS
+@click.option(
+    "--output", "prefix", type=click.Path(path_type=Path), help="PREFIX of the data; without it, INPUTS' name."
+)
+@click.option("--tokenizer", "name", required=True, help="The tokenizer, an installed plugin of the kind 'tokenizers'.")
+@click.option("--tokenizer-file", help="The tokenizer's file; short for --set path=FILE.")
+@click.option("--set", "assignments", multiple=True, metavar="FIELD=VALUE", help="An option of the tokenizer.")
+@FORMAT
+@KEY
+@PATTERN
+@click.option("--append-eod", is_flag=True, help="End each document with the tokenizer's end of a document.")
+@click.option("--workers", type=click.IntRange(1), help="Processes; without it, one for each core.")
+@click.option(
+    "--bad-lines",
+    type=click.Choice(["stop", "skip"]),
+    default="stop",
+    show_default=True,
+    help="Documents that are broken: stop at the first, or leave them out and count them.",
+)
+@click.option(
+    "--chunk-mib",
+    type=click.FloatRange(0, min_open=True),
+    default=16.0,
+    show_default=True,
+    help="Input that one process takes at once, and that a kill may cost each of them.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace data of this prefix, or parts of another job.")
+def preprocess(
+    inputs: tuple[str, ...],
+    prefix: Path | None,
+    name: str,
+    tokenizer_file: str | None,
+    assignments: tuple[str, ...],
+    form: str | None,
+    key: str,
+    pattern: str | None,
+    append_eod: bool,
+    workers: int | None,
+    bad_lines: str,
+    chunk_mib: float,
+    overwrite: bool,
+) -> None:
+    """Tokenize texts: JSON lines (.gz, .zst), Parquet, plain text, and folders of them.
+
+    The order of documents is that of INPUTS, and nothing in the data depends on the number of workers. What is done
+    when it is killed is kept: the same command goes on from there.
+
+    \b
+    mplug data preprocess corpus.jsonl --tokenizer bytes --append-eod
+    mplug data preprocess a.jsonl.zst b.parquet --output ab --tokenizer huggingface --tokenizer-file tokenizer.json
+    mplug data preprocess src/ --format text --pattern '**/*.c' --output c --tokenizer bytes
+    """
+    from mplug import describe_tokenizer
+    from mplug_indexed.preprocess.job import Job
+    from mplug_indexed.preprocess.sources import find_sources
+
+    job = Job(
+        prefix=prefix or _beside(inputs[0]),
+        sources=find_sources(inputs, form, pattern),
+        tokenizer=describe_tokenizer(name, _options(tokenizer_file, assignments)),
+        key=key,
+        append_eod=append_eod,
+        bad_lines=bad_lines,
+        chunk_size=max(int(chunk_mib * (1 << 20)), 1),
+        workers=workers or _cores(),
+        overwrite=overwrite,
+    )
+    _preprocess(job)
+
+
+def _preprocess(job: Any) -> None:
+    import time
+
+    from mplug_indexed.display import progress_of, told
+    from mplug_indexed.preprocess.job import preprocess as do
+
+    began = time.monotonic()
+    with progress_of(sum(source.size for source in job.sources)) as progress:
+        outcome = do(job, progress)
+    for line in told(job, outcome, time.monotonic() - began):
+        click.echo(line)
+
+
+@command.command()
+@DATA_SETS
+@click.option("--samples", type=click.IntRange(0), default=1, show_default=True, help="Documents to show of each.")
+@click.option(
+    "--document", type=click.IntRange(0), help="Show this document, and those after it; without it, the first."
+)
+@click.option("--characters", type=click.IntRange(1), default=300, show_default=True, help="Text to show of each.")
+def inspect(prefixes: tuple[str, ...], samples: int, document: int | None, characters: int) -> None:
+    """Tell what corpora hold: documents, sequences, tokens, their type and tokenizer; and show documents as text."""
+    from mplug_indexed.corpora import describe, sample
+    from mplug_indexed.display import columns
+
+    described = [describe(prefix) for prefix in prefixes]
+    header = ("PREFIX", "DOCUMENTS", "SEQUENCES", "TOKENS", "TYPE", "BYTES", "TOKENIZER", "VOCABULARY", "EOD")
+    click.echo(columns(header, [corpus.row for corpus in described]))
+    for corpus in described:
+        for number, text in sample(corpus, document or 0, samples, characters):
+            click.echo(f"\n{corpus.prefix}, document {number}:\n{text}")
+
+
+@command.command()
+@DATA_SETS
+@click.option("--output", required=True, type=click.Path(path_type=Path), help="PREFIX of the whole.")
+@click.option("--overwrite", is_flag=True, help="Replace data of this prefix.")
+def merge(prefixes: tuple[str, ...], output: Path, overwrite: bool) -> None:
+    """Join corpora of one tokenizer into one, document after document."""
+    from mplug_indexed.corpora import describe
+    from mplug_indexed.corpora import merge as join
+
+    join(prefixes, output, overwrite=overwrite)
+    corpus = describe(output)
+    click.echo(f"wrote {output}.bin and {output}.idx: {corpus.documents:,} documents, {corpus.tokens:,} tokens")
+
+
+@command.command()
+@DATA_SETS
+@click.option("--vocab-size", type=click.IntRange(1), help="Tokens are below it; without it, the tokenizer's.")
+def verify(prefixes: tuple[str, ...], vocab_size: int | None) -> None:
+    """Look at every byte: the index, each token against the vocabulary, and checksums where they were kept.
+
+    Exit status 1 if one is damaged.
+    """
+    from mplug_indexed.corpora import verify as look
+
+    for prefix in prefixes:
+        click.echo(f"{prefix}: {look(prefix, vocab_size)}")
+
+
+@command.command()
+@click.argument("weighted", nargs=-1, required=True, metavar="PREFIX=WEIGHT...")
+@click.option("--tokens", type=click.IntRange(1), help="Tokens of the training; tells how often each corpus is read.")
+@click.option("--by-size", is_flag=True, help="Multiply each weight by its corpus's tokens: weights are then epochs.")
+@click.option("--write", type=click.Path(path_type=Path), help="Write the section 'data' of a config to this file.")
+def blend(weighted: tuple[str, ...], tokens: int | None, by_size: bool, write: Path | None) -> None:
+    """Show what weights mean: proportions, tokens and epochs of each corpus; and write them as a config.
+
+    \b
+    mplug data blend web=0.7 code=0.2 books=0.1 --tokens 2000000000 --write blend.yaml
+    mplug train --config blend.yaml
+    """
+    from mplug_indexed.corpora import blend as mix
+    from mplug_indexed.display import columns
+
+    mixed = mix(weighted, tokens, by_size=by_size)
+    header = ("PREFIX", "WEIGHT", "PROPORTION", "TOKENS", "OF THE TRAINING", "EPOCHS")
+    click.echo(columns(header, mixed.rows))
+    if write is not None:
+        mixed.write(write)
+        click.echo(f"\nwrote {write}: mplug train --config {write}")
+
+
+@command.command("train-tokenizer")
+@INPUTS
+@click.option(
+    "--output", default="tokenizer.json", show_default=True, type=click.Path(path_type=Path), help="The file."
+)
+@click.option("--vocab-size", required=True, type=click.IntRange(257), help="Tokens, bytes and special ones included.")
+@click.option(
+    "--special",
+    multiple=True,
+    default=("<|endoftext|>",),
+    show_default=True,
+    help="A special token; the first ends a document.",
+)
+@FORMAT
+@KEY
+@PATTERN
+@click.option(
+    "--mib", type=click.FloatRange(0, min_open=True), help="Read so much text only, from all over the inputs."
+)
+@click.option("--overwrite", is_flag=True, help="Replace the file.")
+def train_tokenizer(
+    inputs: tuple[str, ...],
+    output: Path,
+    vocab_size: int,
+    special: tuple[str, ...],
+    form: str | None,
+    key: str,
+    pattern: str | None,
+    mib: float | None,
+    overwrite: bool,
+) -> None:
+    """Learn a byte-level BPE tokenizer from texts, and write its tokenizer.json.
+
+    \b
+    mplug data train-tokenizer corpus.jsonl --vocab-size 8192
+    """
+    from mplug_indexed.preprocess.sources import find_sources
+    from mplug_indexed.training import train
+
+    trained = train(find_sources(inputs, form, pattern), output, vocab_size, special, key, mib, overwrite=overwrite)
+    click.echo(f"wrote {output}: {trained.vocab_size:,} tokens, learnt from {trained.documents:,} documents")
+    click.echo(
+        f"mplug data preprocess {' '.join(inputs)} --tokenizer huggingface --tokenizer-file {output} --append-eod"
+    )
+
+
+def _options(file: str | None, assignments: "Sequence[str]") -> dict[str, Any]:
+    """The tokenizer's options from the command line; values are written as in YAML."""
+    import yaml
+
+    from mplug import UsageError
+
+    options: dict[str, Any] = {} if file is None else {"path": file}
+    for assignment in assignments:
+        field, equals, text = assignment.partition("=")
+        if not equals or not field:
+            raise UsageError(f"--set '{assignment}': write it as FIELD=VALUE, as in eod=</s>")
+        try:
+            options[field] = yaml.safe_load(text)
+        except yaml.YAMLError:
+            options[field] = text
+    return options
+
+
+def _beside(first: str) -> Path:
+    """The name of an input without its suffixes, in the folder where one is."""
+    path = Path(first)
+    return Path(path.name.split(".")[0] or "corpus") if path.name else Path("corpus")
+
+
+def _cores() -> int:
+    import os
+
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

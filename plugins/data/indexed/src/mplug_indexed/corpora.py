@@ -1,0 +1,216 @@
+"""Corpora that are there: what they hold, joined, checked, and blended."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mplug import RunError, TokenizerRecord, UsageError, keep_tokenizer, load_tokenizer, read_tokenizer
+from mplug_indexed.files import CHUNK, Reader, Writer, bin_path, idx_path
+from mplug_indexed.preprocess.job import checksum, report_path
+from mplug_indexed.preprocess.parts import world_or_input
+
+UNKNOWN = "-"
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A data set and its tokenizer's record, if one stands beside it."""
+
+    prefix: Path
+    reader: Reader
+    tokenizer: TokenizerRecord | None
+
+    @property
+    def documents(self) -> int:
+        """How many it has."""
+        return len(self.reader.document_indices) - 1
+
+    @property
+    def tokens(self) -> int:
+        """How many its sequences have, ends of documents included."""
+        return int(self.reader.lengths.sum(dtype=np.int64))
+
+    @property
+    def row(self) -> tuple[str, ...]:
+        """Its line of a table."""
+        record, reader = self.tokenizer, self.reader
+        of_tokenizer = (UNKNOWN,) * 3
+        if record is not None:
+            of_tokenizer = (record.name, f"{record.vocab_size:,}", UNKNOWN if record.eod is None else f"{record.eod:,}")
+        counts = (self.documents, len(reader), self.tokens)
+        return (
+            str(self.prefix),
+            *(f"{count:,}" for count in counts),
+            reader.dtype.name,
+            f"{reader.tokens.nbytes:,}",
+            *of_tokenizer,
+        )
+
+
+def describe(prefix: Path | str) -> Corpus:
+    """A corpus by its prefix. UsageError where there is none, or only a part of one."""
+    return Corpus(Path(prefix), Reader(prefix), read_tokenizer(prefix))
+
+
+def sample(corpus: Corpus, first: int, count: int, characters: int) -> Iterator[tuple[int, str]]:
+    """Documents as text: (number, its beginning). Without a tokenizer, they are their tokens' numbers."""
+    if first >= corpus.documents and count:
+        raise UsageError(f"'{corpus.prefix}' has {corpus.documents} documents; --document {first} is beyond them")
+    tokenizer = load_tokenizer(corpus.tokenizer) if corpus.tokenizer is not None and count else None
+    reader, bounds = corpus.reader, corpus.reader.document_indices
+    for number in range(first, min(first + count, corpus.documents)):
+        tokens: list[int] = []
+        for sequence in range(int(bounds[number]), int(bounds[number + 1])):
+            length = int(reader.lengths[sequence])
+            tokens += reader.read(sequence, 0, min(length, characters * 4 - len(tokens))).tolist()
+            if len(tokens) >= characters * 4:
+                break
+        text = tokenizer.decode(tokens) if tokenizer is not None else " ".join(map(str, tokens))
+        yield number, text if len(text) <= characters else f"{text[:characters]} ..."
+
+
+def merge(prefixes: Sequence[str], output: Path, *, overwrite: bool) -> None:
+    """One corpus of several, in their order. UsageError where their tokenizers or types of tokens differ."""
+    if (bin_path(output).exists() or idx_path(output).exists()) and not overwrite:
+        raise UsageError(f"'{output}' exists; choose another --output, or replace it by --overwrite")
+    if output.resolve() in {Path(prefix).resolve() for prefix in prefixes}:
+        raise UsageError(f"--output '{output}' is one of the corpora that are joined; choose another")
+    corpora = [describe(prefix) for prefix in prefixes]
+    first, record = corpora[0], _one_tokenizer(corpora)
+    for corpus in corpora:
+        if corpus.reader.dtype != first.reader.dtype:
+            raise UsageError(
+                f"'{corpus.prefix}' has {corpus.reader.dtype.name} tokens and '{first.prefix}' "
+                f"{first.reader.dtype.name} ones; preprocess them with one tokenizer"
+            )
+    try:
+        with Writer(output, first.reader.dtype) as writer:
+            for prefix in prefixes:
+                writer.append(prefix)
+            idx_path(output).unlink(missing_ok=True)  # an earlier corpus is not this tokenizer's
+            report_path(output).unlink(missing_ok=True)
+            if record is not None:
+                keep_tokenizer(record, output)
+    except (UsageError, OSError) as error:
+        raise world_or_input(error, output) from error
+
+
+def _one_tokenizer(corpora: Sequence[Corpus]) -> TokenizerRecord | None:
+    first = corpora[0]
+    for corpus in corpora[1:]:
+        one, other = first.tokenizer, corpus.tokenizer
+        if (one and one.fingerprint) != (other and other.fingerprint):
+            raise UsageError(
+                f"'{first.prefix}' has {_named(one)} and '{corpus.prefix}' {_named(other)}: a token of one would be "
+                f"another word of the other; preprocess them with one tokenizer"
+            )
+    return first.tokenizer
+
+
+def _named(record: TokenizerRecord | None) -> str:
+    return f"tokenizer {record.name} ({record.fingerprint[:12]})" if record is not None else "no tokenizer's record"
+
+
+def verify(prefix: str, vocab_size: int | None) -> str:
+    """Look at all of a corpus; returns what was looked at. RunError says what is damaged."""
+    for path in (bin_path(prefix), idx_path(prefix)):
+        if not path.is_file():
+            raise UsageError(f"'{path}' is not there; name a corpus by what its .bin and .idx have in common")
+    try:
+        corpus = describe(prefix)
+        corpus.reader.verify()
+    except UsageError as error:
+        raise RunError(str(error)) from None
+    record, looked = corpus.tokenizer, [f"{corpus.documents:,} documents and {corpus.tokens:,} tokens are in place"]
+    if record is not None:
+        load_tokenizer(record)
+        looked.append(f"tokenizer {record.name} is the one that made it")
+    size = vocab_size or (record.vocab_size if record is not None else None)
+    if size is not None:
+        _look_at_tokens(corpus, size)
+        looked.append(f"every token is below {size:,}")
+    if report_path(prefix).is_file():
+        _compare_checksums(prefix)
+        looked.append("checksums are those of its writing")
+    return "; ".join(looked)
+
+
+def _look_at_tokens(corpus: Corpus, vocab_size: int) -> None:
+    tokens = corpus.reader.tokens
+    for start in range(0, len(tokens), CHUNK):
+        piece = tokens[start : start + CHUNK]
+        if int(piece.max()) >= vocab_size or int(piece.min()) < 0:
+            wrong = (piece >= vocab_size) | (piece < 0)
+            place = start + int(wrong.argmax())
+            sequence = int(np.searchsorted(corpus.reader.pointers, place * tokens.itemsize, side="right")) - 1
+            raise RunError(
+                f"'{bin_path(corpus.prefix)}' has token {int(tokens[place])} in sequence {sequence}, and the "
+                f"vocabulary has {vocab_size}; it is damaged, or made with another tokenizer"
+            )
+
+
+def _compare_checksums(prefix: str) -> None:
+    try:
+        kept = json.loads(report_path(prefix).read_text(encoding="utf-8"))["files"]
+    except (ValueError, KeyError) as error:
+        raise RunError(f"'{report_path(prefix)}' is damaged: {error!r}") from None
+    for path in (bin_path(prefix), idx_path(prefix)):
+        if kept.get(path.name, checksum(path)) != checksum(path):
+            raise RunError(f"'{path}' is not what was written: its sha256 differs; copy it again, or preprocess again")
+
+
+@dataclass(frozen=True)
+class Blend:
+    """Corpora with their shares of a training's tokens."""
+
+    corpora: Sequence[Corpus]
+    weights: Sequence[float]
+    shares: Sequence[float]
+    tokens: int | None
+
+    @property
+    def rows(self) -> list[tuple[str, ...]]:
+        """The lines of a table."""
+        rows = []
+        for corpus, weight, share in zip(self.corpora, self.weights, self.shares, strict=True):
+            taken = (UNKNOWN, UNKNOWN)
+            if self.tokens is not None:
+                wanted = share * self.tokens
+                taken = (f"{wanted:,.0f}", f"{wanted / corpus.tokens:,.2f}")
+            rows.append((str(corpus.prefix), f"{weight:g}", f"{share:.4f}", f"{corpus.tokens:,}", *taken))
+        return rows
+
+    def as_mapping(self) -> dict[str, Any]:
+        """The section `data` of a config."""
+        shares = zip(self.corpora, self.shares, strict=True)
+        return {"data": {"name": "indexed", "path": {str(corpus.prefix): round(share, 6) for corpus, share in shares}}}
+
+    def write(self, path: Path) -> None:
+        """Write the section to a file of settings."""
+        import yaml
+
+        path.write_text(yaml.safe_dump(self.as_mapping(), sort_keys=False), encoding="utf-8")
+
+
+def blend(weighted: Sequence[str], tokens: int | None, *, by_size: bool) -> Blend:
+    """'web=0.7' -> a blend. Weights need not add up to 1; with `by_size` they are times a corpus's tokens."""
+    corpora, weights = list[Corpus](), list[float]()
+    for word in weighted:
+        prefix, equals, number = word.rpartition("=")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = 0.0
+        if not equals or not 0 < weight < float("inf"):
+            raise UsageError(f"'{word}': write it as PREFIX=WEIGHT with a weight above 0, as in web=0.7")
+        corpora.append(describe(prefix))
+        if corpora[-1].tokens == 0:
+            raise UsageError(f"'{prefix}' has no tokens, so no share of the training can be its")
+        weights.append(weight)
+    _one_tokenizer(corpora)
+    sizes = [weight * corpus.tokens if by_size else weight for weight, corpus in zip(weights, corpora, strict=True)]
+    return Blend(corpora, weights, [size / sum(sizes) for size in sizes], tokens)

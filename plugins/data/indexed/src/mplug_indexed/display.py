@@ -1,0 +1,75 @@
+"""What the commands show: a progress bar, tables, and the sentences after the work."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mplug_indexed.preprocess.job import Job, Outcome, Progress
+
+NAMED = 5
+"""Bad lines that are shown; the record beside the data names more."""
+
+
+@contextmanager
+def progress_of(total: int) -> "Iterator[Progress]":
+    """A bar over the bytes of the inputs, with documents and tokens per second; nothing where no terminal is."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    parts = (
+        TextColumn("[progress.percentage]{task.percentage:>3.0f}%"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TextColumn("{task.fields[told]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*parts, console=console, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("", total=total, told="")
+        began: list[int] = []
+
+        def show(outcome: "Outcome", done: int) -> None:
+            began.append(outcome.tokens)
+            elapsed = bar.tasks[0].elapsed or 0.0
+            rate = (outcome.tokens - began[0]) / elapsed if elapsed > 1 else 0.0
+            speed = f", {rate:,.0f} tokens/s" if rate else ""
+            bar.update(task, completed=done, told=f"{outcome.documents:,} documents{speed}")
+
+        yield show
+
+
+def told(job: "Job", outcome: "Outcome", seconds: float) -> Iterator[str]:
+    """What has been written, and what was left out."""
+    from mplug_indexed.files import dtype_for
+
+    record = job.tokenizer
+    yield (
+        f"wrote {job.prefix}.bin and {job.prefix}.idx: {outcome.documents:,} documents, {outcome.tokens:,} tokens "
+        f"({dtype_for(record.vocab_size).name}), tokenizer {record.name} with {record.vocab_size:,} tokens, "
+        f"in {seconds:,.1f} s"
+    )
+    if outcome.resumed:
+        yield f"went on from an earlier run, which had done {outcome.resumed} parts"
+    if outcome.empty:
+        yield f"left out {outcome.empty:,} empty documents"
+    if outcome.num_bad:
+        yield f"left out {outcome.num_bad:,} bad ones:"
+        yield from (f"  {sentence}" for sentence in outcome.bad[:NAMED])
+        if outcome.num_bad > NAMED:
+            yield f"  ... (more in {job.prefix}.preprocess.json)"
+
+
+def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A plain table, the same on a terminal and in a pipe; numbers to the right."""
+    cells = [list(header), *map(list, rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for row in cells:
+        padded = [
+            cell.rjust(width) if cell[:1].isdigit() else cell.ljust(width)
+            for cell, width in zip(row, widths, strict=True)
+        ]
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)

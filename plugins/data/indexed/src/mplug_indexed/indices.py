@@ -1,0 +1,171 @@
+"""Which tokens the samples of a data set are, by the rules of Megatron's GPT data sets: the same seed, the same order.
+
+All documents of a split, in a shuffled order (`document` index), are one stream of tokens; samples are cut from it one
+after the other (`sample` index) and are shuffled in turn (`shuffle` index). Sample i goes from row `shuffle[i]` of the
+sample index to the next one.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mplug import UsageError
+
+SEPARATE_BELOW = 0.80
+"""With less than this share of its samples in use, the last epoch is shuffled on its own."""
+SURPLUS = 0.005
+"""A blend asks its data sets for this share more than it needs."""
+LARGEST_BLEND = 32_767
+"""Data sets of a blend: their numbers are i16."""
+
+
+def parse_split(text: str) -> list[tuple[float, float] | None]:
+    """'969,30,1' -> which part of the sequences is for training, validation and test; None where it is empty."""
+    try:
+        parts = [float(part) for part in text.replace("/", ",").split(",")]
+    except ValueError:
+        parts = []
+    if not 1 <= len(parts) <= 3 or not all(math.isfinite(part) and part >= 0 for part in parts) or not sum(parts):
+        raise UsageError(f"data.split '{text}' is not weights of train, validation and test, as '969,30,1'")
+    shares = normalize([*parts, *[0.0] * (3 - len(parts))])
+    borders = [0.0]
+    for share in shares:
+        borders.append(borders[-1] + share)
+    return [(low, high) if low < high else None for low, high in pairwise(borders)]
+
+
+def normalize(weights: Sequence[float]) -> list[float]:
+    """Weights over their sum."""
+    array = np.array(weights, dtype=np.float64)
+    return (array / array.sum()).tolist()  # type: ignore[no-any-return]
+
+
+def sequences_of(part: tuple[float, float], count: int) -> range:
+    """The sequences of a split's part of `count`."""
+    return range(*(round(border * float(count)) for border in part))
+
+
+@dataclass(frozen=True)
+class Epochs:
+    """How often a data set is read: `number` times; the last time in an order of its own behind `before_last` samples.
+
+    `before_last` is None where all epochs are shuffled together.
+    """
+
+    number: int
+    before_last: int | None
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a stream is cut into samples: S tokens each, `extra` 1 where the last label is a token beyond them.
+
+    `keep_rest` makes a last, padded sample of what is left at the end.
+    """
+
+    seq_length: int
+    extra: int
+    keep_rest: bool = False
+
+    def samples(self, tokens: int) -> int:
+        """How many samples a stream has."""
+        if self.keep_rest:
+            # Megatron divides in fp32: of more than 2^24 tokens, the number of samples may be a little off.
+            return math.ceil(np.float32(tokens - self.extra) / np.float32(self.seq_length))
+        return (tokens - self.extra) // self.seq_length
+
+    def epochs(self, tokens: int, samples: int | None) -> Epochs:
+        """How often `tokens` must be read for so many samples; None: once."""
+        if samples is None:
+            return Epochs(1, None)
+        number = max(1, -(-(samples * self.seq_length + self.extra) // tokens))
+        if number == 1:
+            return Epochs(1, None)
+        before_last = ((number - 1) * tokens - self.extra) // self.seq_length
+        whole = (tokens - self.extra) // self.seq_length
+        separate = samples - before_last < int(SEPARATE_BELOW * whole)
+        return Epochs(number, before_last if separate else None)
+
+
+class Indices(NamedTuple):
+    """`document` [D] i32, `sample` [N + 1, 2] i32 or i64, `shuffle` [N] u32 or i64."""
+
+    document: NDArray[Any]
+    sample: NDArray[Any]
+    shuffle: NDArray[Any]
+
+
+def build_indices(lengths: NDArray[Any], sequences: range, cut: Cut, epochs: Epochs, seed: int) -> Indices:
+    """The indices of the sequences of one split, of lengths `lengths` (of all sequences)."""
+    from mplug_indexed.kernels import fill_sample_index
+
+    random = np.random.RandomState(seed)
+    document = _documents(sequences, epochs, random)
+    count = cut.samples(epochs.number * total(lengths, sequences))
+    wide = max(len(document), int(lengths.max(initial=0))) > np.iinfo(np.int32).max
+    sample = np.empty((count + 1, 2), dtype=np.int64 if wide else np.int32)
+    fill_sample_index(lengths, document, cut.seq_length, cut.extra, sample)
+    return Indices(document, sample, _shuffled(count, epochs.before_last, random))
+
+
+def total(lengths: NDArray[Any], sequences: range) -> int:
+    """The tokens of some sequences."""
+    return int(lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
+
+
+def _documents(sequences: range, epochs: Epochs, random: np.random.RandomState) -> NDArray[np.int32]:
+    """Every sequence once an epoch, shuffled over all epochs but a separate last one."""
+    document = np.tile(np.arange(sequences.start, sequences.stop, dtype=np.int32), epochs.number)
+    if epochs.before_last is None:
+        random.shuffle(document)
+    else:
+        border = len(document) - len(sequences)
+        random.shuffle(document[:border])
+        random.shuffle(document[border:])
+    return document
+
+
+def _shuffled(count: int, border: int | None, random: np.random.RandomState) -> NDArray[Any]:
+    """The numbers below `count`, shuffled; those from `border` on among themselves."""
+    order = np.arange(count, dtype=np.int64 if count >= np.iinfo(np.uint32).max - 1 else np.uint32)
+    random.shuffle(order[:border])
+    if border is not None and border < count:
+        random.shuffle(order[border:])
+    return order
+
+
+# Blends.
+
+
+def samples_of(size: int, weights: Sequence[float], surplus: float = 0.0) -> list[int]:
+    """How many samples of each data set a blend of about `size` takes; `weights` add up to 1."""
+    return [math.ceil(math.ceil(size * weight) * (1 + surplus)) for weight in weights]
+
+
+class Blend(NamedTuple):
+    """Of every sample, the number of its data set (i16) and its own number in that (i64)."""
+
+    which: NDArray[np.int16]
+    sample: NDArray[np.int64]
+
+
+def build_blend(
+    weights: Sequence[float], size: int, capacities: Sequence[int] | None = None
+) -> tuple[Blend, list[int]]:
+    """The first `size` samples of data sets by their weights, and how many each gives.
+
+    A data set with a capacity is left when it has no more.
+    """
+    from mplug_indexed.kernels import fill_blend
+
+    if len(weights) > LARGEST_BLEND:
+        raise UsageError(f"data.path names {len(weights)} data sets; a blend has {LARGEST_BLEND} at most, merge some")
+    blend = Blend(np.empty(size, dtype=np.int16), np.empty(size, dtype=np.int64))
+    limits = np.array([-1] * len(weights) if capacities is None else capacities, dtype=np.float64)
+    given = fill_blend(np.array(weights, dtype=np.float64), limits, *blend)
+    return blend, given.astype(np.int64).tolist()

@@ -1,0 +1,199 @@
+"""The global order of a split's samples: one data set or a blend, round after round without end."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mplug import UsageError
+from mplug_indexed.cache import Cache, digest
+from mplug_indexed.files import Reader
+from mplug_indexed.indices import (
+    SURPLUS,
+    Blend,
+    Cut,
+    Epochs,
+    Indices,
+    build_blend,
+    build_indices,
+    normalize,
+    samples_of,
+    total,
+)
+
+FORMAT = 1
+"""Of what the cache holds: counts up when indices of the same description would be others."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The sequences of a data set that are of one split."""
+
+    reader: Reader
+    sequences: range
+
+    @cached_property
+    def tokens(self) -> int:
+        """How many there are."""
+        return total(self.reader.lengths, self.sequences)
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of all lengths of the data set."""
+        return digest(self.reader.lengths)
+
+
+class Round(NamedTuple):
+    """The indices of every data set, and of a blend which of them gives which sample."""
+
+    indices: list[Indices]
+    blend: Blend | None
+
+
+class Place(NamedTuple):
+    """Where samples of one data set are: `rows` of what is read go from `begins` to `ends` [document, offset]."""
+
+    part: Part
+    documents: NDArray[Any]
+    begins: NDArray[Any]
+    ends: NDArray[Any]
+    rows: NDArray[np.int64]
+
+
+@dataclass
+class Order:
+    """The order of a split; `samples` is how many are drawn at once, None for one epoch.
+
+    Round 0 is Megatron's order for that number of samples; when it ends, the next one is drawn with the next seed.
+    Without weights, several data sets are read as a whole each, mixed by their sizes.
+    """
+
+    parts: Sequence[Part]
+    weights: Sequence[float] | None
+    cut: Cut
+    seed: int
+    samples: int | None
+    cache: Cache
+    _current: tuple[int, Round] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        for part in self.parts:
+            if not self.cut.samples(part.tokens) > 0:
+                raise UsageError(
+                    f"'{part.reader.prefix}' has {part.tokens} tokens in this part of data.split, too few for a sample "
+                    f"of trainer.seq_length={self.cut.seq_length}, which takes {self.cut.seq_length + self.cut.extra}"
+                )
+        if self.weights is not None and self.samples is None:
+            raise UsageError("data.samples=epoch has no meaning for weighted data sets; name a number, or 'run'")
+
+    @property
+    def is_blend(self) -> bool:
+        """Whether samples come from several data sets."""
+        return len(self.parts) > 1 or self.weights is not None
+
+    def epochs(self, samples: int | None) -> list[Epochs]:
+        """How often each data set is read for so many samples of the order: with the seed, this decides it."""
+        if self.weights is not None:
+            assert samples is not None
+            wanted: list[int | None] = [*samples_of(samples, normalize(self.weights), SURPLUS)]
+        else:
+            wanted = [None if self.is_blend else samples] * len(self.parts)
+        return [self.cut.epochs(part.tokens, number) for part, number in zip(self.parts, wanted, strict=True)]
+
+    @property
+    def samples_per_epoch(self) -> int | None:
+        """The samples of a round, where it has each sample of all data sets once."""
+        if self.weights is not None or any(epochs.number > 1 for epochs in self.epochs(self.samples)):
+            return None
+        return self.size
+
+    @cached_property
+    def size(self) -> int:
+        """The samples of a round: the same in every one."""
+        if self.weights is not None:
+            assert self.samples is not None
+            return sum(samples_of(self.samples, normalize(self.weights)))
+        each = zip(self.parts, self.epochs(self.samples), strict=True)
+        return sum(self.cut.samples(epochs.number * part.tokens) for part, epochs in each)
+
+    def round(self, number: int) -> Round:
+        """The indices of a round."""
+        if self._current is None or self._current[0] != number:
+            self._current = None  # lets go of the last round's memory
+            self._current = (number, self._draw(self.seed + number))
+        return self._current[1]
+
+    def _draw(self, seed: int) -> Round:
+        epochs = self.epochs(self.samples)
+        indices = [self._indices(part, times, seed) for part, times in zip(self.parts, epochs, strict=True)]
+        return Round(indices, self._blend([len(one.shuffle) for one in indices]) if self.is_blend else None)
+
+    def _indices(self, part: Part, epochs: Epochs, seed: int) -> Indices:
+        def make() -> dict[str, NDArray[Any]]:
+            part.reader.verify()
+            return build_indices(part.reader.lengths, part.sequences, self.cut, epochs, seed % 2**32)._asdict()
+
+        cut = [self.cut.seq_length, self.cut.extra, self.cut.keep_rest]
+        description = {
+            "format": FORMAT,
+            "lengths": part.digest,
+            "sequences": [part.sequences.start, part.sequences.stop],
+            "cut": cut,
+            "epochs": [epochs.number, epochs.before_last],
+            "seed": seed % 2**32,
+        }
+        return Indices(**self.cache.get(description, make))
+
+    def _blend(self, sizes: list[int]) -> Blend:
+        """Which data set, of so many samples each, gives which sample."""
+        # Megatron normalizes given weights twice, which may change a last bit.
+        weights = normalize(sizes) if self.weights is None else normalize(normalize(self.weights))
+        limits = sizes if self.weights is None else None
+        description = {"format": FORMAT, "blend": weights, "size": self.size, "limits": limits, "sizes": sizes}
+
+        def make() -> dict[str, NDArray[Any]]:
+            blend, taken = build_blend(weights, self.size, limits)
+            for part, number, has in zip(self.parts, taken, sizes, strict=True):
+                if number > has:
+                    raise UsageError(
+                        f"the blend takes {number} samples of '{part.reader.prefix}', which gives {has}: {self.samples}"
+                        f" samples are too few for its {len(sizes)} data sets; set data.samples to a greater number"
+                    )
+            return blend._asdict()
+
+        return Blend(**self.cache.get(description, make))
+
+    def places(self, sample_ids: range) -> Iterator[Place]:
+        """Where samples of the global order are."""
+        at = sample_ids.start
+        while at < sample_ids.stop:
+            number, first = divmod(at, self.size)
+            last = min(first + sample_ids.stop - at, self.size)
+            yield from self._places(self.round(number), slice(first, last), at - sample_ids.start)
+            at += last - first
+
+    def _places(self, drawn: Round, wanted: slice, row: int) -> Iterator[Place]:
+        if drawn.blend is None:
+            numbers = np.arange(wanted.start, wanted.stop)
+            yield self._place(drawn, 0, numbers, row + np.arange(len(numbers)))
+            return
+        which, numbers = drawn.blend.which[wanted], drawn.blend.sample[wanted]
+        for part in np.unique(which).tolist():
+            (rows,) = np.nonzero(which == part)
+            yield self._place(drawn, part, numbers[rows], row + rows)
+
+    def _place(self, drawn: Round, part: int, numbers: NDArray[Any], rows: NDArray[np.int64]) -> Place:
+        indices = drawn.indices[part]
+        cuts = indices.shuffle[numbers].astype(np.int64)
+        return Place(self.parts[part], indices.document, indices.sample[cuts], indices.sample[cuts + 1], rows)
+
+    def most_pieces(self) -> int:
+        """The most pieces of sequences that a sample of the first round is made of."""
+        most = 0
+        for indices in self.round(0).indices:
+            for start in range(0, len(indices.sample) - 1, 1 << 20):
+                most = max(most, int(np.diff(indices.sample[start : start + (1 << 20) + 1, 0]).max()) + 1)
+        return most

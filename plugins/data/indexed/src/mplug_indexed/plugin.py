@@ -1,0 +1,214 @@
+"""Token corpora in Megatron's `.bin` and `.idx` files: memory-mapped, blended, and sampled in the same order."""
+
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
+
+from mplug import CorpusTokenizer, Loader, UsageError, hookimpl, load_tokenizer
+from mplug_indexed.beside import tokenizer_of
+
+if TYPE_CHECKING:
+    from mplug import Run, RunConfig
+    from mplug_indexed.files import Reader
+    from mplug_indexed.order import Order
+    from mplug_indexed.samples import Treatment
+
+SPLITS = ("train", "validation")
+LARGEST_SEED = 2**32 - 1
+
+
+class Indexed:
+    """Samples of Megatron's indexed data sets, in Megatron's order."""
+
+    class Config(BaseModel):
+        """Which data sets, in which order, and what becomes of their tokens."""
+
+        model_config = ConfigDict(extra="forbid", frozen=True)
+
+        path: str | list[str] | dict[str, float] = Field(
+            description="a data set: the path of its two files without '.bin' and '.idx'; or several: a list mixes "
+            "them by their sizes, each sample once an epoch, a mapping from paths to weights (above 0) by these"
+        )
+        split: str = Field("969,30,1", description="weights of training, validation and test among the sequences")
+        samples: Literal["run", "epoch"] | PositiveInt = Field(
+            "run",
+            description="samples that the training order is drawn for. 'run': those of this run (trainer.steps times "
+            "trainer.global_batch_size), which is Megatron's order; 'epoch': every epoch in an order of its own, "
+            "whatever the run's length; a number: for a run that will be made longer",
+        )
+        extra_token: bool = Field(
+            True, description="the last label of a sample is the token behind it; false: it has no target"
+        )
+        drop_last: bool = Field(True, description="leave out what is left of the validation tokens; false: pad it")
+        cache: str | None = Field(
+            None, description="folder for indices; null: 'index-cache' beside the data, else in the user's cache folder"
+        )
+        vocab_size: PositiveInt | None = Field(None, description="tokens are below it; null: the model's vocabulary")
+        eod_token: NonNegativeInt | None = Field(None, description="the token that ends a document")
+        pad_token: NonNegativeInt | None = Field(
+            None, description="the token of padding, never a target, read as token 0; null: no token is"
+        )
+        eod_mask_loss: bool = Field(False, description="no loss for what follows the end of a document")
+        reset_positions: bool = Field(False, description="positions begin at 0 in every document")
+        reset_attention: bool = Field(False, description="tokens attend within their own document only")
+        max_documents: PositiveInt | None = Field(
+            None,
+            description="room for documents of a sample, with `reset_attention`; null: as many as sequences meet in "
+            "one sample, up to the next power of two",
+        )
+        fim_rate: float = Field(
+            0.0, ge=0, le=1, description="share of documents that are rearranged for filling in the middle"
+        )
+        fim_spm_rate: float = Field(
+            0.5,
+            ge=0,
+            le=1,
+            description="share of these in the order suffix, prefix, middle; else prefix, suffix, middle",
+        )
+        fim_prefix_token: NonNegativeInt | None = Field(None, description="the token before a prefix")
+        fim_middle_token: NonNegativeInt | None = Field(None, description="the token before a middle")
+        fim_suffix_token: NonNegativeInt | None = Field(None, description="the token before a suffix")
+
+        @model_validator(mode="after")
+        def _tokens_are_named(self) -> Self:
+            """What a setting needs to know must be there."""
+            for name in ("eod_mask_loss", "reset_positions", "reset_attention"):
+                if getattr(self, name) and self.eod_token is None:
+                    raise ValueError(f"{name} needs eod_token: which token ends a document")
+            if self.fim_rate and None in (self.fim_prefix_token, self.fim_middle_token, self.fim_suffix_token):
+                raise ValueError("fim_rate needs fim_prefix_token, fim_middle_token and fim_suffix_token")
+            if not self.path:
+                raise ValueError("path names no data set")
+            for path, weight in self.path.items() if isinstance(self.path, dict) else ():
+                if not 0 < weight < float("inf"):
+                    raise ValueError(f"path gives '{path}' the weight {weight:g}; weights are above 0, leave it out")
+            return self
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @cached_property
+    def prefixes(self) -> list[Path]:
+        """The data sets' paths, without the ends of their files' names."""
+        paths = [self.config.path] if isinstance(self.config.path, str) else [*self.config.path]
+        return [Path(str(path).removesuffix(".bin").removesuffix(".idx")).expanduser() for path in paths]
+
+    @cached_property
+    def weights(self) -> list[float] | None:
+        """The data sets' weights, if they have some."""
+        return [*self.config.path.values()] if isinstance(self.config.path, dict) else None
+
+    @cached_property
+    def readers(self) -> "list[Reader]":
+        """The data sets, opened."""
+        from mplug_indexed.files import Reader
+
+        readers = [Reader(prefix) for prefix in self.prefixes]
+        for reader in readers:
+            if reader.dtype.kind not in "iu":
+                raise UsageError(f"'{reader.prefix}' holds {reader.dtype} numbers; tokens are whole numbers")
+        return readers
+
+    @hookimpl
+    def configure(self, config: "RunConfig") -> None:
+        """The files must be whole, and each split that is read must have sequences."""
+        if config.trainer.seed > LARGEST_SEED:
+            raise UsageError(f"trainer.seed={config.trainer.seed} is too great for data's order; take one below 2^32")
+        if self.config.samples == "epoch" and self.weights is not None:
+            raise UsageError("data.samples=epoch has no meaning for weighted data sets; name a number, or 'run'")
+        for split in SPLITS if config.trainer.eval_every else SPLITS[:1]:
+            for reader in self.readers:
+                self._sequences(reader, split)
+
+        tokenizer_of(self.prefixes, self.config.vocab_size or getattr(config.model, "vocab_size", None))
+
+    def _sequences(self, reader: "Reader", split: str) -> range:
+        """The sequences of a data set that are of a split."""
+        from mplug_indexed.indices import parse_split, sequences_of
+
+        part = parse_split(self.config.split)[SPLITS.index(split)]
+        if part is None:
+            remedy = "; set trainer.eval_every=0" if split == "validation" else ""
+            raise UsageError(f"data.split '{self.config.split}' leaves nothing for {split}; give it a weight{remedy}")
+        found = sequences_of(part, len(reader))
+        if not found:
+            raise UsageError(
+                f"'{reader.prefix}' has {len(reader)} sequences, of which data.split '{self.config.split}' leaves none "
+                f"for {split}; give it a greater weight"
+            )
+        return found
+
+    @hookimpl
+    def batch_entries(self) -> tuple[str, ...]:
+        """The lengths of documents, where attention stays within them."""
+        return ("document_lengths",) if self.config.reset_attention else ()
+
+    @hookimpl
+    def build_tokenizer(self) -> CorpusTokenizer | None:
+        """The one whose record stands beside the data."""
+        record = tokenizer_of(self.prefixes, None)
+        return load_tokenizer(record) if record is not None else None
+
+    @hookimpl
+    def build_loader(self, run: "Run", split: Literal["train", "validation"]) -> Loader:
+        """Map the split's indices, or make them where this file system has none."""
+        from mplug_indexed.samples import IndexedLoader, Samples
+
+        order = self._order(run, split)
+        samples = Samples(order, self._treatment(run, split))
+        order.round(0)
+        loader = IndexedLoader(samples, shard=run.mesh.batch_shard(run.rank), micro_batch_size=run.micro_batch_size)
+        record = tokenizer_of(self.prefixes, None)
+        loader.tokenizer = record and record.as_mapping()
+        return loader
+
+    def _order(self, run: "Run", split: str) -> "Order":
+        from mplug_indexed.cache import Cache, choose_folder
+        from mplug_indexed.indices import Cut
+        from mplug_indexed.order import Order, Part
+
+        trainer, samples = run.config.trainer, self.config.samples
+        keep_rest = split == "validation" and not self.config.drop_last
+        wanted: int | None = trainer.steps * trainer.global_batch_size
+        if split == "validation":
+            wanted = trainer.eval_samples
+        elif samples != "run":
+            wanted = None if samples == "epoch" else samples
+        return Order(
+            parts=[Part(reader, self._sequences(reader, split)) for reader in self.readers],
+            weights=self.weights,
+            cut=Cut(trainer.seq_length, int(self.config.extra_token), keep_rest),
+            seed=trainer.seed,
+            samples=wanted,
+            cache=Cache(choose_folder(self.config.cache, self.prefixes[0])),
+        )
+
+    def _treatment(self, run: "Run", split: str) -> "Treatment":
+        from mplug.nn.random import key_of
+        from mplug_indexed.samples import Middle, Treatment
+
+        config, middle = self.config, None
+        if config.fim_rate:
+            sentinels = (config.fim_prefix_token, config.fim_middle_token, config.fim_suffix_token)
+            prefix, mid, suffix = (token for token in sentinels if token is not None)
+            key = key_of(run.config.trainer.seed, "fill in the middle", split)
+            middle = Middle(config.fim_rate, config.fim_spm_rate, prefix, mid, suffix, key)
+        return Treatment(
+            vocab_size=config.vocab_size or run.config.model.vocab_size,
+            eod=config.eod_token,
+            padding=config.pad_token,
+            mask_eod=config.eod_mask_loss,
+            reset_positions=config.reset_positions,
+            max_documents=self._room(run) if config.reset_attention else None,
+            middle=middle,
+        )
+
+    def _room(self, run: "Run") -> int:
+        """M, of both splits: a run's micro batches all have the same."""
+        if self.config.max_documents is not None:
+            return self.config.max_documents
+        splits = SPLITS if run.config.trainer.eval_every else SPLITS[:1]
+        most = max(self._order(run, split).most_pieces() for split in splits)
+        return min(1 << most.bit_length(), run.config.trainer.seq_length)

@@ -1,0 +1,210 @@
+"""Reading the texts of a chunk, and what is wrong with those lines that have none."""
+
+import gzip
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from mplug import UsageError
+from mplug_indexed.preprocess.sources import Chunk, Source
+
+BOM = b"\xef\xbb\xbf"
+MOST_BAD = 1000
+"""Bad lines of a chunk that are told of; those after them are only counted."""
+SHOWN = 6
+"""Fields that an error names, where the one that is wanted is not there."""
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A document that is not: in which file, its line (or row) in the chunk, and why."""
+
+    path: str
+    line: int
+    reason: str
+
+
+class Texts:
+    """Iterates over the texts of a chunk; `lines` and `bad` grow meanwhile. Lines count from the chunk's first."""
+
+    def __init__(self, chunk: Chunk, key: str) -> None:
+        self.chunk, self.key = chunk, key
+        self.lines = self.num_bad = 0
+        self.bad: list[Bad] = []
+
+    def __iter__(self) -> Iterator[str]:
+        """Each text that there is; lines without one are in `bad`."""
+        read = {"jsonl": self._json_lines, "parquet": self._rows, "text": self._files}
+        return read[self.chunk.source.format]()
+
+    def _note(self, reason: str, path: str | None = None) -> None:
+        self.num_bad += 1
+        if len(self.bad) < MOST_BAD:
+            self.bad.append(Bad(path or self.chunk.source.path, self.lines, reason))
+
+    def _json_lines(self) -> Iterator[str]:
+        from orjson import loads
+
+        key = self.key
+        for line in _lines(self.chunk):
+            self.lines += 1
+            try:
+                text = loads(line)[key]
+            except (ValueError, KeyError, TypeError):
+                text = None
+            if type(text) is not str:
+                text = self._second_look(line)
+            if text is not None:
+                yield text
+
+    def _second_look(self, line: bytes) -> str | None:
+        """Where the quick parser finds no text: a blank line, numbers that JSON lacks (NaN), or what is bad indeed."""
+        line = line.removeprefix(BOM) if self.lines == 1 and self.chunk.start == 0 else line
+        if not line.strip():
+            return None
+        try:
+            found = json.loads(line.decode())
+        except UnicodeDecodeError as error:
+            self._note(f"is not UTF-8 at its byte {error.start + 1}")
+            return None
+        except (ValueError, RecursionError) as error:
+            self._note(f"is not JSON: {error}")
+            return None
+        if not isinstance(found, dict):
+            self._note(f"holds {_kind(found)}, not an object with a field '{self.key}'")
+        elif self.key not in found:
+            fields = [*map(str, found)][:SHOWN]
+            self._note(f"has no field '{self.key}' (it has {', '.join(fields) or 'none'})")
+        else:
+            text = found[self.key]
+            if not isinstance(text, str):
+                self._note(f"has {_kind(text)} in its field '{self.key}', which must be text")
+            elif not _is_unicode(text):
+                self._note(f"has half a surrogate pair in its field '{self.key}', which is no character")
+            else:
+                return text
+        return None
+
+    def _rows(self) -> Iterator[str]:
+        chunk = self.chunk
+        with open_parquet(chunk.source.path) as table, _readable(chunk.source):
+            names = table.schema_arrow.names
+            if self.key not in names:
+                raise UsageError(
+                    f"'{chunk.source.path}' has no column '{self.key}' (it has {', '.join(names)}); set --key"
+                )
+            for batch in table.iter_batches(1024, row_groups=range(chunk.start, chunk.stop), columns=[self.key]):
+                for text in batch.column(0).to_pylist():
+                    self.lines += 1
+                    if isinstance(text, str):
+                        yield text
+                    else:
+                        self._note(f"has {_kind(text)} in its column '{self.key}', which must be text")
+
+    def _files(self) -> Iterator[str]:
+        for source in self.chunk.sources:
+            self.lines = 1
+            try:
+                with _opened(source) as file, _readable(source):
+                    text = file.read().removeprefix(BOM).decode()
+            except UnicodeDecodeError as error:
+                self._note(f"is not UTF-8 at its byte {error.start + 1}", source.path)
+            else:
+                yield text
+
+
+def _lines(chunk: Chunk) -> Iterator[bytes]:
+    """The lines that begin in a chunk, the last of which may end behind it."""
+    source = chunk.source
+    with _opened(source) as file, _readable(source):
+        if source.compression:
+            yield from file
+            return
+        left = chunk.stop - chunk.start
+        if chunk.start > 0:
+            file.seek(chunk.start - 1)
+            left -= len(file.readline()) - 1  # the rest of a line that begins before
+        if left > 0:
+            block = file.read(left)
+            if not block.endswith(b"\n"):
+                block += file.readline()
+            lines = block.split(b"\n")
+            if not lines[-1]:
+                lines.pop()
+            yield from lines
+
+
+@contextmanager
+def _opened(source: Source) -> Iterator[BinaryIO]:
+    try:
+        if source.compression == ".gz":
+            with gzip.open(source.path, "rb") as unpacked:
+                yield unpacked  # type: ignore[misc]
+        elif source.compression == ".zst":
+            import io
+
+            from zstandard import ZstdDecompressor
+
+            with Path(source.path).open("rb") as packed:
+                reader = ZstdDecompressor().stream_reader(packed, read_across_frames=True)
+                with io.BufferedReader(reader, 1 << 20) as unpacked:
+                    yield unpacked
+        else:
+            with Path(source.path).open("rb") as file:
+                yield file
+    except FileNotFoundError:
+        raise UsageError(f"'{source.path}' is gone since the work began") from None
+
+
+@contextmanager
+def _readable(source: Source) -> Iterator[None]:
+    """What a damaged file raises, in a sentence."""
+    damage: tuple[type[Exception], ...] = (EOFError, gzip.BadGzipFile)
+    if source.compression == ".gz":
+        import zlib
+
+        damage = (*damage, zlib.error)
+    elif source.compression == ".zst":
+        from zstandard import ZstdError
+
+        damage = (*damage, ZstdError)
+    elif source.format == "parquet":
+        from pyarrow import ArrowException
+
+        damage = (*damage, ArrowException)
+    try:
+        yield
+    except damage as error:
+        raise UsageError(f"'{source.path}' is damaged or cut off: {error}; fetch it again") from None
+
+
+@contextmanager
+def open_parquet(path: str) -> Iterator[Any]:
+    """A Parquet file; UsageError where pyarrow is not installed, or cannot read it."""
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        raise UsageError(f"'{path}' is a Parquet file, and pyarrow is not installed; pip install pyarrow") from None
+    try:
+        table = ParquetFile(path)
+    except (ArrowException, OSError) as error:
+        raise UsageError(f"'{path}' is no Parquet file that can be read: {error}") from None
+    with table:
+        yield table
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", bool: "true or false", int: "a number", float: "a number", str: "text"}
+    return "null" if value is None else names.get(type(value), f"a {type(value).__name__}")

@@ -1,0 +1,281 @@
+"""The whole job: chunks are encoded in processes, in an order of their own; parts are joined in the documents' order.
+
+Beside the data `corpus.bin` stands `corpus.parts/` while the work goes on: a manifest, which says of what, and the
+parts that are whole. Whoever runs the same job again goes on from there.
+"""
+
+import fcntl
+import hashlib
+import json
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mplug import RunError, TokenizerRecord, UsageError, keep_tokenizer
+from mplug_indexed.files import Writer, bin_path, dtype_for, idx_path
+from mplug_indexed.preprocess.parts import (
+    Encoder,
+    Part,
+    Work,
+    encode_chunk,
+    part_prefix,
+    read_part,
+    start_worker,
+    world_or_input,
+    write_json,
+)
+from mplug_indexed.preprocess.sources import Chunk, Source, cut
+
+TOLD = 100
+"""Bad lines that the record of a data set names."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is wanted. `chunk_size` is in bytes; neither it nor `workers` changes a bit of the data."""
+
+    prefix: Path
+    sources: list[Source]
+    tokenizer: TokenizerRecord
+    key: str = "text"
+    append_eod: bool = False
+    bad_lines: str = "stop"
+    chunk_size: int = 16 << 20
+    workers: int = 1
+    overwrite: bool = False
+
+    @property
+    def folder(self) -> Path:
+        """Where the parts are."""
+        return Path(f"{self.prefix}.parts")
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What decides the parts: a job with another one cannot go on with them."""
+        return {
+            "format": 1,
+            "inputs": [source.as_mapping() for source in self.sources],
+            "tokenizer": self.tokenizer.fingerprint,
+            "key": self.key,
+            "append_eod": self.append_eod,
+            "chunk_size": self.chunk_size,
+        }
+
+
+@dataclass
+class Outcome:
+    """What the job has made."""
+
+    documents: int = 0
+    tokens: int = 0
+    empty: int = 0
+    num_bad: int = 0
+    bad: list[str] = field(default_factory=list)
+    """Sentences of the first bad lines: 'texts.jsonl:17 is not JSON: ...'."""
+    resumed: int = 0
+    """Parts that an earlier run of the same job had made."""
+
+
+Progress = Callable[[Outcome, int], None]
+"""Told after every part, with the bytes of input that are done."""
+
+
+def report_path(prefix: Path | str) -> Path:
+    """Where it stands what a data set was made of, and the checksums of its files."""
+    return Path(f"{prefix}.preprocess.json")
+
+
+def preprocess(job: Job, progress: Progress | None = None) -> Outcome:
+    """Do the job, or what is left of it. Raises UsageError and RunError; parts that are whole stay, to go on with."""
+    if job.append_eod and job.tokenizer.eod is None:
+        raise UsageError(f"--append-eod: tokenizer '{job.tokenizer.name}' has no token that ends a document; name one")
+    with _claimed(job):
+        outcome, chunks = Outcome(), list(cut(job.sources, job.chunk_size))
+        lines, done, finished = dict[str, int](), 0, list[Chunk]()
+        with ExitStack() as stack:
+            for chunk, part in stack.enter_context(_closing(_parts(job, chunks, outcome))):
+                _note_bad(job, outcome, chunk, part, lines)
+                outcome.documents += part.documents
+                outcome.tokens += part.tokens
+                outcome.empty += part.empty
+                done += chunk.size
+                finished.append(chunk)
+                if progress is not None:
+                    progress(outcome, done)
+        if outcome.documents == 0:
+            raise UsageError(
+                f"the inputs have no document: {outcome.empty} are empty, {outcome.num_bad} lines are bad"
+                f"{f', the first of them {outcome.bad[0]}' if outcome.bad else ''}"
+            )
+        _refuse_changed(job.sources)
+        _join(job, finished, outcome)
+    shutil.rmtree(job.folder, ignore_errors=True)
+    return outcome
+
+
+@contextmanager
+def _closing(parts: Iterator[tuple[Chunk, Part]]) -> Iterator[Iterator[tuple[Chunk, Part]]]:
+    try:
+        yield parts
+    finally:
+        parts.close()  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _claimed(job: Job) -> Iterator[None]:
+    """The folder of parts is this process's, and holds parts of this job only."""
+    manifest = job.folder / "manifest.json"
+    existing = [path for path in (bin_path(job.prefix), idx_path(job.prefix)) if path.exists()]
+    if existing and not job.overwrite and not manifest.exists():
+        raise UsageError(f"'{existing[0]}' exists; choose another prefix, or replace it by --overwrite")
+    try:
+        job.folder.mkdir(parents=True, exist_ok=True)
+        with (job.folder / "lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UsageError(f"another process is writing '{job.prefix}'; wait for it, or end it") from None
+            _begin(job, manifest)
+            yield
+    except OSError as error:
+        raised = world_or_input(error, job.prefix)
+        if raised is error:
+            raise UsageError(f"cannot write '{job.prefix}': {error.strerror or error}") from None
+        raise raised from None
+
+
+def _begin(job: Job, manifest: Path) -> None:
+    identity = job.identity
+    try:
+        found = json.loads(manifest.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        found = None
+    except ValueError:
+        found = {}
+    if found is not None and found != identity:
+        if not job.overwrite:
+            other = [name for name in identity if found.get(name) != identity[name]]
+            raise UsageError(
+                f"'{job.folder}' has parts of an unfinished job with other {' and '.join(other)}; finish that, choose "
+                f"another prefix, or begin anew by --overwrite"
+            )
+        manifest.unlink()
+        found = None
+    for path in job.folder.iterdir():
+        if path.name.endswith(".tmp") or (found is None and path.name != "lock"):
+            path.unlink()
+    if found is None:
+        write_json(manifest, identity)
+
+
+def _parts(job: Job, chunks: list[Chunk], outcome: Outcome) -> Iterator[tuple[Chunk, Part]]:
+    """Every chunk with its part, in order; those that are there already are not made again."""
+    work = Work(str(job.folder), job.key, job.append_eod, dtype_for(job.tokenizer.vocab_size).str, job.tokenizer)
+    known = {chunk.number: part for chunk in chunks if (part := read_part(job.folder, chunk.number)) is not None}
+    outcome.resumed = len(known)
+    wanted = [chunk for chunk in chunks if chunk.number not in known]
+    if job.workers == 1 or len(wanted) < 2:
+        encoder = Encoder(work) if wanted else None
+        for chunk in chunks:
+            part = known.get(chunk.number)
+            if part is None:
+                assert encoder is not None
+                part = encoder.encode(chunk)
+            yield chunk, part
+        return
+    yield from _in_processes(work, min(job.workers, len(wanted)), chunks, known)
+
+
+def _in_processes(
+    work: Work, workers: int, chunks: list[Chunk], known: dict[int, Part]
+) -> Iterator[tuple[Chunk, Part]]:
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["mplug_indexed.preprocess.parts"])
+    pool = ProcessPoolExecutor(workers, context, initializer=start_worker, initargs=(work,))
+    left = iter(chunk for chunk in chunks if chunk.number not in known)
+    waiting: deque[tuple[int, Future[Part]]] = deque()
+
+    def submit(count: int) -> None:
+        waiting.extend((chunk.number, pool.submit(encode_chunk, chunk)) for chunk in islice(left, count))
+
+    try:
+        submit(3 * workers)  # no process waits while this one hands on what others have done
+        for chunk in chunks:
+            if chunk.number in known:
+                yield chunk, known[chunk.number]
+                continue
+            number, future = waiting.popleft()
+            assert number == chunk.number
+            part = future.result()
+            submit(1)
+            yield chunk, part
+    except BrokenProcessPool:
+        raise RunError(
+            "a process that encodes has died (killed, or out of memory); run the same command to go on, with fewer "
+            "--workers if memory is short"
+        ) from None
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _note_bad(job: Job, outcome: Outcome, chunk: Chunk, part: Part, lines: dict[str, int]) -> None:
+    """Count a part's bad lines, and say where they are in their files."""
+    before = lines.get(chunk.source.path, 0)
+    if part.num_bad:
+        outcome.num_bad += part.num_bad
+        room = TOLD - len(outcome.bad)
+        of_a_file = chunk.source.format != "text"
+        outcome.bad += [
+            f"{bad.path}{f':{before + bad.line}' if of_a_file else ''} {bad.reason}" for bad in part.bad[: max(room, 0)]
+        ]
+        if job.bad_lines == "stop":
+            raise UsageError(f"{outcome.bad[0]}; mend it, or leave such documents out by --bad-lines skip")
+    lines[chunk.source.path] = before + part.lines
+
+
+def _refuse_changed(sources: list[Source]) -> None:
+    for source in sources:
+        try:
+            status = Path(source.path).stat()
+        except OSError as error:
+            raise UsageError(f"'{source.path}' cannot be read any more: {error.strerror}") from None
+        if (status.st_size, status.st_mtime_ns) != (source.size, source.modified):
+            raise UsageError(f"'{source.path}' has changed while it was read; begin anew by --overwrite")
+
+
+def _join(job: Job, chunks: list[Chunk], outcome: Outcome) -> None:
+    """One data set of all parts, its tokenizer's record before it, and what it was made of after it.
+
+    It is made beside the parts, where a kill leaves nothing that stays, and moved.
+    """
+    dtype, whole = dtype_for(job.tokenizer.vocab_size), job.folder / "whole"
+    try:
+        with Writer(whole, dtype) as writer:
+            for chunk in chunks:
+                writer.append(part_prefix(job.folder, chunk.number))
+        idx_path(job.prefix).unlink(missing_ok=True)  # an earlier data set is not this tokenizer's
+        keep_tokenizer(job.tokenizer, job.prefix)
+        for path in (bin_path, idx_path):
+            path(whole).replace(path(job.prefix))
+        files = {path.name: checksum(path) for path in (bin_path(job.prefix), idx_path(job.prefix))}
+        told = {**asdict(outcome), **job.identity, "dtype": np.dtype(dtype).name, "files": files}
+        told.pop("resumed")
+        write_json(report_path(job.prefix), told)
+    except (UsageError, OSError) as error:
+        raise world_or_input(error, job.prefix) from error
+
+
+def checksum(path: Path) -> dict[str, Any]:
+    """Bytes and sha256 of a file."""
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}

@@ -1,0 +1,182 @@
+"""What one process does: the texts of a chunk become a part, which is whole on the disk or not there."""
+
+import errno
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mplug import RunError, TokenizerRecord, UsageError, load_tokenizer
+from mplug_indexed.files import Writer
+from mplug_indexed.preprocess.documents import Bad, Texts
+from mplug_indexed.preprocess.sources import Chunk
+
+if TYPE_CHECKING:
+    from mplug import CorpusTokenizer
+
+BATCH = 1 << 18
+"""Characters that are encoded at once: enough for a library to be quick, little enough to stay in a cache."""
+WORLD = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)
+"""What the disk answers where it is the world that failed, and not the user's input."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is the same for all chunks."""
+
+    folder: str
+    key: str
+    append_eod: bool
+    dtype: str
+    tokenizer: TokenizerRecord
+
+
+@dataclass
+class Part:
+    """What a chunk has become. Line numbers of `bad` count from the chunk's first."""
+
+    documents: int = 0
+    tokens: int = 0
+    lines: int = 0
+    empty: int = 0
+    num_bad: int = 0
+    bad: list[Bad] = field(default_factory=list)
+
+
+def part_prefix(folder: str | Path, number: int) -> Path:
+    """The part of a chunk is `NUMBER.bin`, `NUMBER.idx` and, once it is whole, `NUMBER.json`."""
+    return Path(folder) / f"{number:08}"
+
+
+def read_part(folder: str | Path, number: int) -> Part | None:
+    """What is known of a part that is whole; None where it is not."""
+    try:
+        said = json.loads(Path(f"{part_prefix(folder, number)}.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    return Part(**{**said, "bad": [Bad(**bad) for bad in said["bad"]]})
+
+
+class Encoder:
+    """Makes parts, with one tokenizer that is built once."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self.tokenizer: CorpusTokenizer = load_tokenizer(work.tokenizer)
+        self.eod = work.tokenizer.eod if work.append_eod else None
+
+    def encode(self, chunk: Chunk) -> Part:
+        """Make the part of a chunk. UsageError and RunError say what is wrong with the input, or with the disk."""
+        texts, part = Texts(chunk, self.work.key), Part()
+        prefix = part_prefix(self.work.folder, chunk.number)
+        try:
+            with Writer(prefix, np.dtype(self.work.dtype)) as writer:
+                for batch in _batches(texts, part):
+                    tokens, lengths = self._tokens(batch)
+                    writer.add_documents(tokens, lengths)
+                    part.documents += len(lengths)
+                    part.tokens += len(tokens)
+            part.lines, part.num_bad, part.bad = texts.lines, texts.num_bad, texts.bad
+            write_json(Path(f"{prefix}.json"), asdict(part))
+        except (UsageError, OSError) as error:
+            raise world_or_input(error, prefix) from error
+        return part
+
+    def _tokens(self, texts: list[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """All tokens of some texts in a row, and how many each has; the end of a document is counted."""
+        found = self.tokenizer.encode_batch(texts)
+        if len(found) != len(texts):
+            raise UsageError(f"tokenizer '{self.work.tokenizer.name}' encodes {len(texts)} texts as {len(found)}")
+        lengths = np.fromiter(map(len, found), dtype=np.int64, count=len(found))
+        total = int(lengths.sum())
+        if found and isinstance(found[0], np.ndarray):
+            tokens = np.concatenate(found) if total else np.empty(0, dtype=np.int64)
+        else:
+            tokens = np.fromiter(chain.from_iterable(found), dtype=np.int64, count=total)
+        self._check(tokens)
+        if self.eod is not None:
+            wide = tokens if np.iinfo(tokens.dtype).max >= self.eod else tokens.astype(np.int64)
+            tokens = np.insert(wide, np.cumsum(lengths), self.eod)
+            lengths += 1
+        return tokens, lengths
+
+    def _check(self, tokens: NDArray[Any]) -> None:
+        size = self.work.tokenizer.vocab_size
+        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < size:
+            wrong = int(tokens.max()) if tokens.max() >= size else int(tokens.min())
+            raise UsageError(
+                f"tokenizer '{self.work.tokenizer.name}' gives token {wrong}, and its vocabulary has {size}; its files "
+                f"do not belong together"
+            )
+
+
+def _batches(texts: Texts, part: Part) -> "Any":
+    """The texts in batches of about as many characters; those that are empty are counted, and left out."""
+    batch, held = list[str](), 0
+    for text in texts:
+        if not text:
+            part.empty += 1
+            continue
+        batch.append(text)
+        held += len(text)
+        if held >= BATCH:
+            yield batch
+            batch, held = [], 0
+    if batch:
+        yield batch
+
+
+def world_or_input(error: Exception, prefix: Path) -> Exception:
+    """A RunError where the disk is full or broken, which is not the user's input; else the error itself."""
+    cause = error if isinstance(error, OSError) else error.__context__
+    if isinstance(cause, OSError) and cause.errno in WORLD:
+        return RunError(f"cannot write '{prefix}': {cause.strerror}; make room, then run the same command to go on")
+    return error
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write a small file so that it is either whole or not there."""
+    aside = path.with_name(f".{path.name}.{os.getpid():x}.tmp")
+    try:
+        with aside.open("w", encoding="utf-8") as file:
+            json.dump(data, file, indent=1, ensure_ascii=False)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+# In a process of a pool.
+
+_encoder: Encoder | None = None
+
+
+def start_worker(work: Work) -> None:
+    """Build the tokenizer, and end with the process that started this one, however that ends."""
+    global _encoder
+    import threading
+    from multiprocessing import parent_process
+    from multiprocessing.connection import wait
+
+    parent = parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+    _encoder = Encoder(work)
+
+
+def encode_chunk(chunk: Chunk) -> Part:
+    """Make a part, in a worker."""
+    assert _encoder is not None
+    return _encoder.encode(chunk)

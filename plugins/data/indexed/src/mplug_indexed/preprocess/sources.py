@@ -1,0 +1,161 @@
+"""Which files hold the documents, of which format, and the chunks that one process each reads."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mplug import UsageError
+
+FORMATS = ("jsonl", "parquet", "text")
+SUFFIXES = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".parquet": "parquet",
+    ".pq": "parquet",
+    ".txt": "text",
+    ".md": "text",
+}
+COMPRESSED = (".gz", ".zst")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file of documents, as it was when the work began."""
+
+    path: str
+    format: str
+    size: int
+    modified: int
+    """In nanoseconds: with the size, what tells a file that has changed."""
+
+    @property
+    def compression(self) -> str:
+        """'.gz', '.zst' or nothing."""
+        suffix = Path(self.path).suffix.lower()
+        return suffix if suffix in COMPRESSED else ""
+
+    def as_mapping(self) -> dict[str, Any]:
+        """Plain data, as JSON keeps it."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one process reads at once: lines that begin in a range of bytes, row groups of a table, or whole files.
+
+    The order of chunks is the order of documents, and follows from the sources and the chunks' size alone.
+    """
+
+    number: int
+    sources: tuple[Source, ...]
+    start: int
+    stop: int
+    """Bytes of lines, or row groups; 0 to the size where files are read whole."""
+    size: int
+    """Bytes that are done when it is."""
+
+    @property
+    def source(self) -> Source:
+        """The file, where it is of one."""
+        return self.sources[0]
+
+
+def find_sources(inputs: Iterable[str], form: str | None, pattern: str | None) -> list[Source]:
+    """The files of inputs: each a file, or a folder whose files are taken in sorted order. UsageError where none is.
+
+    `form` is a format, or None for what a file's suffix says. `pattern` chooses files of folders.
+    """
+    found: dict[str, Source] = {}
+    for given in inputs:
+        path = Path(given).expanduser()
+        files = _files_of(path, form, pattern) if path.is_dir() else [path]
+        if not files:
+            wanted = f"like '{pattern}'" if pattern else f"with a suffix of {', '.join(SUFFIXES)}"
+            raise UsageError(f"'{given}' has no file {wanted}; choose files by --pattern, and their --format")
+        for file in files:
+            source = _source(file, form)
+            if source.path in found:
+                raise UsageError(f"'{file}' is given twice; a document would be in the data twice")
+            found[source.path] = source
+    return list(found.values())
+
+
+def _files_of(folder: Path, form: str | None, pattern: str | None) -> list[Path]:
+    files = sorted(path for path in folder.glob(pattern or "**/*") if path.is_file())
+    if pattern or form == "text":
+        return files
+    return [path for path in files if _format_of(path) is not None]
+
+
+def _format_of(path: Path) -> str | None:
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in COMPRESSED:
+        suffixes.pop()
+    return SUFFIXES.get(suffixes[-1]) if suffixes else None
+
+
+def _source(path: Path, form: str | None) -> Source:
+    known = form or _format_of(path)
+    if known is None:
+        raise UsageError(f"'{path}' has no suffix of {', '.join(SUFFIXES)}; say what it is by --format")
+    if known == "parquet" and path.suffix.lower() in COMPRESSED:
+        raise UsageError(f"'{path}' is a compressed Parquet file, which has its own compression inside; unpack it")
+    try:
+        status = path.stat()
+        if not path.is_file():
+            raise UsageError(f"'{path}' is neither a file nor a folder")
+        with path.open("rb"):
+            pass
+    except OSError as error:
+        raise UsageError(f"cannot read '{path}': {error.strerror}") from None
+    return Source(str(path.resolve()), known, status.st_size, status.st_mtime_ns)
+
+
+def cut(sources: Iterable[Source], chunk_size: int) -> Iterator[Chunk]:
+    """The chunks of all sources, in the order of their documents."""
+    number, texts = 0, list[Source]()
+    for source in sources:
+        if texts and (source.format != "text" or sum(text.size for text in texts) >= chunk_size):
+            yield _whole(number, texts)
+            number, texts = number + 1, []
+        if source.format == "text":
+            texts.append(source)
+            continue
+        for chunk in _cut_one(number, source, chunk_size):
+            yield chunk
+            number += 1
+    if texts:
+        yield _whole(number, texts)
+
+
+def _whole(number: int, sources: list[Source]) -> Chunk:
+    size = sum(source.size for source in sources)
+    return Chunk(number, tuple(sources), 0, size, size)
+
+
+def _cut_one(number: int, source: Source, chunk_size: int) -> Iterator[Chunk]:
+    if source.format == "parquet":
+        yield from _row_groups(number, source, chunk_size)
+    elif source.compression:  # reading from the middle would unpack all that is before it
+        yield _whole(number, [source])
+    else:
+        for start in range(0, source.size, chunk_size):
+            stop = min(start + chunk_size, source.size)
+            yield Chunk(number, (source,), start, stop, stop - start)
+            number += 1
+
+
+def _row_groups(number: int, source: Source, chunk_size: int) -> Iterator[Chunk]:
+    from mplug_indexed.preprocess.documents import open_parquet
+
+    with open_parquet(source.path) as table:
+        sizes = [table.metadata.row_group(group).total_byte_size for group in range(table.num_row_groups)]
+    begin, held = 0, 0
+    for group, size in enumerate(sizes):
+        held += size
+        if held >= chunk_size or group == len(sizes) - 1:
+            share = source.size * (group + 1) // len(sizes) - source.size * begin // len(sizes)
+            yield Chunk(number, (source,), begin, group + 1, share)
+            number, begin, held = number + 1, group + 1, 0

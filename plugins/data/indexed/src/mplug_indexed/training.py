@@ -1,0 +1,81 @@
+"""Learning a byte-level BPE tokenizer from a corpus."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mplug import UsageError
+from mplug_indexed.preprocess.documents import Texts
+from mplug_indexed.preprocess.sources import Source, cut
+
+CHUNK = 4 << 20
+
+
+@dataclass
+class Trained:
+    """What was learnt, from how many documents."""
+
+    vocab_size: int = 0
+    documents: int = 0
+
+
+def train(
+    sources: Sequence[Source],
+    output: Path,
+    vocab_size: int,
+    special: Sequence[str],
+    key: str,
+    mib: float | None,
+    *,
+    overwrite: bool,
+) -> Trained:
+    """Write a tokenizer.json that the plugin of such files reads. UsageError where nothing can be learnt.
+
+    With `mib`, every so many chunks of the input are read, so that the whole of it is represented. Bad lines are left
+    out: preprocessing tells of them.
+    """
+    try:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    except ImportError:
+        raise UsageError("the library tokenizers is not installed; pip install tokenizers") from None
+    if output.exists() and not overwrite:
+        raise UsageError(f"'{output}' exists; choose another --output, or replace it by --overwrite")
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    least = len(alphabet) + len(special)
+    if vocab_size < least:
+        raise UsageError(f"--vocab-size {vocab_size} is too few: bytes and special tokens are {least}")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False
+    )
+    trained = Trained()
+    tokenizer.train_from_iterator(_texts(sources, key, mib, trained), trainer)
+    if trained.documents == 0:
+        raise UsageError(f"the inputs have no document with a text in '{key}'; there is nothing to learn from")
+    trained.vocab_size = tokenizer.get_vocab_size()
+    aside = output.with_name(f".{output.name}.tmp")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        tokenizer.save(str(aside))
+        aside.replace(output)
+    except Exception as error:  # the library raises Exception itself
+        aside.unlink(missing_ok=True)
+        raise UsageError(f"cannot write '{output}': {error}") from None
+    return trained
+
+
+def _texts(sources: Sequence[Source], key: str, mib: float | None, trained: Trained) -> Iterator[str]:
+    chunks = list(cut(sources, CHUNK if mib is None else min(CHUNK, max(int(mib * (1 << 20)) // 8, 1 << 16))))
+    total, limit = sum(chunk.size for chunk in chunks), float("inf") if mib is None else mib * (1 << 20)
+    step = max(1, int(total // limit)) if limit < total else 1
+    read = 0
+    for chunk in chunks[::step]:
+        for text in Texts(chunk, key):
+            if read >= limit:
+                return
+            if text:
+                read += len(text)
+                trained.documents += 1
+                yield text

@@ -1,0 +1,167 @@
+"""The cache: an entry is made once, found again, and made anew when it is damaged."""
+
+import fcntl
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mplug_indexed.cache import Arrays, Cache, choose_folder, digest
+
+from mplug import UsageError
+from mplug.testing import run_workers
+
+
+class Making:
+    """Makes arrays, and counts how often."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def __call__(self) -> Arrays:
+        self.times += 1
+        return {"small": np.arange(3, dtype=np.uint32), "large": np.arange(10_000, dtype=np.int64).reshape(-1, 2)}
+
+
+def check(found: Arrays) -> None:
+    for name, expected in Making()().items():
+        np.testing.assert_array_equal(found[name], expected)
+        assert found[name].dtype == expected.dtype
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+
+
+def test_an_entry_is_made_once_and_found_again(tmp_path: Path) -> None:
+    make = Making()
+    for _ in range(3):
+        check(Cache(tmp_path).get({"of": 1}, make))
+    assert make.times == 1
+    check(Cache(tmp_path).get({"of": 2}, make))
+    assert make.times == 2
+
+
+def test_the_order_of_a_description_does_not_matter(tmp_path: Path) -> None:
+    make = Making()
+    for description in ({"a": 1, "b": [2]}, {"b": [2], "a": 1}):
+        Cache(tmp_path).get(description, make)
+    assert make.times == 1
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES: dict[str, Any] = {
+    "a bit flipped": flip,
+    "cut off": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "emptied": lambda path: path.write_bytes(b""),
+    "removed": Path.unlink,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", ["small.npy", "large.npy", "entry.json"])
+def test_a_damaged_entry_is_noticed_and_made_anew(tmp_path: Path, name: str, damage: str) -> None:
+    make = Making()
+    Cache(tmp_path).get({"of": 1}, make)
+    whole = files(tmp_path)
+    (path,) = (path for path in whole if path.name == name)
+    DAMAGES[damage](path)
+    check(Cache(tmp_path).get({"of": 1}, make))
+    if name == "entry.json" and damage == "a bit flipped":
+        return  # the bit may be in the description, which is there for people
+    assert make.times == 2
+    assert files(tmp_path) == whole
+
+
+@pytest.mark.parametrize("text", ["[]", "null", '{"checksums": 1}', '{"checksums": {"small": null}}', "{}"])
+def test_an_entry_that_says_something_else_is_made_anew(tmp_path: Path, text: str) -> None:
+    make = Making()
+    Cache(tmp_path).get({"of": 1}, make)
+    next(tmp_path.rglob("entry.json")).write_text(text)
+    check(Cache(tmp_path).get({"of": 1}, make))
+    assert make.times == 2
+
+
+def test_what_is_not_finished_is_no_entry(tmp_path: Path) -> None:
+    def dies() -> Arrays:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Cache(tmp_path).get({"of": 1}, dies)
+    make = Making()
+    check(Cache(tmp_path).get({"of": 1}, make))
+    assert make.times == 1
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "save", full)
+    with pytest.raises(UsageError, match=r"cannot write indices to '.*': No space left on device; set data\.cache"):
+        Cache(tmp_path).get({"of": 1}, Making())
+    assert not files(tmp_path)
+
+
+def slowly(folder: str) -> bool:
+    """In a process of its own: get an entry that takes long; whether this process has made it."""
+    make = Making()
+
+    def wait_and_make() -> Arrays:
+        time.sleep(0.3)
+        return make()
+
+    check(Cache(Path(folder)).get({"of": 1}, wait_and_make))
+    return make.times == 1
+
+
+def test_of_many_processes_one_makes_an_entry(tmp_path: Path) -> None:
+    assert sorted(run_workers(3, slowly, str(tmp_path))) == [False, False, True]
+
+
+def test_without_locks_every_process_has_the_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*args: Any) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    inner, outer = Making(), Making()
+
+    def meanwhile() -> Arrays:
+        """Another process is quicker."""
+        check(Cache(tmp_path).get({"of": 1}, inner))
+        return outer()
+
+    check(Cache(tmp_path).get({"of": 1}, meanwhile))
+    assert (inner.times, outer.times) == (1, 1)
+    assert len(files(tmp_path)) == 3
+
+
+def test_entries_stand_beside_the_data_or_where_the_user_keeps_caches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    assert choose_folder(None, tmp_path / "corpus") == tmp_path / "index-cache"
+    (tmp_path / "index-cache").rmdir()
+    (tmp_path / "index-cache").write_text("in the way")
+    assert choose_folder(None, tmp_path / "corpus") == tmp_path / "home" / "mplug" / "indexed"
+    assert choose_folder(str(tmp_path / "own"), tmp_path / "corpus") == tmp_path / "own"
+    with pytest.raises(UsageError, match=r"data\.cache '.*index-cache' cannot be written: File exists"):
+        choose_folder(str(tmp_path / "index-cache"), tmp_path / "corpus")
+    (tmp_path / "home" / "mplug" / "indexed").rmdir()
+    (tmp_path / "home" / "mplug" / "indexed").write_text("in the way, too")
+    with pytest.raises(UsageError, match=r"no place for indices can be written: .* and .*; set data\.cache"):
+        choose_folder(None, tmp_path / "corpus")
+
+
+def test_a_digest_is_of_all_bytes() -> None:
+    array = np.arange(5_000_000, dtype=np.int32)
+    before = digest(array)
+    array[-1] += 1
+    assert digest(array) != before
+    assert digest(array[:0]) == digest(np.empty(0, dtype=np.int64))

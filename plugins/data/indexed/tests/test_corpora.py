@@ -1,0 +1,148 @@
+"""mplug data as a command, and what it tells of corpora: inspect, merge, verify, blend; and learning a tokenizer."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from mplug_indexed.corpora import blend, describe, merge, sample, verify
+from mplug_indexed.files import Writer
+from mplug_indexed.preprocess.job import Job, preprocess
+from mplug_indexed.preprocess.sources import find_sources
+from mplug_indexed.training import train
+
+from mplug import RunError, UsageError, describe_tokenizer, load_tokenizer
+from mplug.testing import CommandSuite
+
+
+class TestData(CommandSuite):
+    plugin = "data"
+    refused = (
+        ("preprocess", "nowhere.jsonl", "--tokenizer", "bytes"),
+        ("preprocess", "nowhere.jsonl", "--tokenizer", "byte"),
+        ("preprocess", "nowhere.jsonl", "--tokenizer", "bytes", "--set", "eod"),
+        ("inspect", "nowhere"),
+        ("merge", "nowhere", "--output", "whole"),
+        ("verify", "nowhere"),
+        ("blend", "nowhere=1"),
+        ("blend", "nowhere"),
+        ("train-tokenizer", "nowhere.jsonl", "--vocab-size", "300"),
+    )
+
+
+def corpus(prefix: Path, *texts: str, tokenizer: str = "bytes", **options: Any) -> Path:
+    path = prefix.with_suffix(".jsonl")
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    record = describe_tokenizer(tokenizer, options)
+    preprocess(Job(prefix, find_sources([str(path)], None, None), record, append_eod=True))
+    return prefix
+
+
+def test_a_corpus_is_told_by_its_numbers_and_its_text(tmp_path: Path) -> None:
+    found = describe(corpus(tmp_path / "a", "one", "zwölf", "3" * 50))
+    row = (str(tmp_path / "a"), "3", "3", "62", "uint16", "124", "bytes", "257", "256")
+    assert found.row == row
+    assert list(sample(found, 1, 5, 10)) == [(1, "zwölf"), (2, "3" * 10 + " ...")]
+    with pytest.raises(UsageError, match=r"has 3 documents; --document 3 is beyond"):
+        list(sample(found, 3, 1, 10))
+
+
+def test_a_corpus_without_a_record_is_told_by_its_tokens(tmp_path: Path) -> None:
+    with Writer(tmp_path / "a", np.int32) as writer:
+        writer.add_document(np.array([5, 6, 7]), [2, 1])
+    found = describe(tmp_path / "a")
+    assert found.row[1:5] == ("1", "2", "3", "int32")
+    assert list(sample(found, 0, 1, 10)) == [(0, "5 6 7")]
+
+
+def test_merged_corpora_are_all_documents_in_order_with_their_tokenizer(tmp_path: Path) -> None:
+    one, two = corpus(tmp_path / "one", "a", "b"), corpus(tmp_path / "two", "c")
+    corpus(tmp_path / "all", "a", "b", "c")
+    merge([str(one), str(two)], tmp_path / "merged", overwrite=False)
+    for suffix in (".bin", ".idx", ".tokenizer.json"):
+        assert Path(f"{tmp_path}/merged{suffix}").read_bytes() == Path(f"{tmp_path}/all{suffix}").read_bytes()
+    with pytest.raises(UsageError, match=r"merged' exists; choose another --output"):
+        merge([str(one)], tmp_path / "merged", overwrite=False)
+    with pytest.raises(UsageError, match="is one of the corpora that are joined"):
+        merge([str(one)], one, overwrite=True)
+
+
+def trained(tmp_path: Path, name: str, size: int) -> str:
+    texts = tmp_path / "words.jsonl"
+    texts.write_text("".join(json.dumps({"text": f"word {n} and word {n * n}"}) + "\n" for n in range(200)))
+    path = tmp_path / name
+    train(find_sources([str(texts)], None, None), path, size, ("<|endoftext|>",), "text", None, overwrite=False)
+    return str(path)
+
+
+def test_corpora_of_two_tokenizers_are_neither_merged_nor_blended(tmp_path: Path) -> None:
+    small, large = trained(tmp_path, "small.json", 270), trained(tmp_path, "large.json", 300)
+    one = corpus(tmp_path / "one", "a word", tokenizer="huggingface", path=small)
+    two = corpus(tmp_path / "two", "a word", tokenizer="huggingface", path=large)
+    for act in (
+        lambda: merge([str(one), str(two)], tmp_path / "all", overwrite=False),
+        lambda: blend([f"{one}=1", f"{two}=1"], None, by_size=False),
+    ):
+        with pytest.raises(UsageError, match="a token of one would be another word of the other"):
+            act()
+
+
+def test_the_copy_beside_the_data_is_used_and_a_changed_one_is_refused(tmp_path: Path) -> None:
+    path = Path(trained(tmp_path, "learnt.json", 300))
+    prefix = corpus(tmp_path / "one", "a word and a word", tokenizer="huggingface", path=str(path))
+    path.unlink()
+    assert list(sample(describe(prefix), 0, 1, 99)) == [(0, "a word and a word")]
+    (copy,) = tmp_path.glob("one.tokenizer.*.learnt.json")
+    copy.write_text(copy.read_text() + " ")
+    with pytest.raises(UsageError, match=r"has changed since the data was made with it \(sha256"):
+        list(sample(describe(prefix), 0, 1, 99))
+
+
+def test_verify_finds_a_changed_byte_a_token_too_high_and_a_cut_file(tmp_path: Path) -> None:
+    prefix = corpus(tmp_path / "a", "one", "two", "three")
+    assert "every token is below 257; checksums are those of its writing" in verify(str(prefix), None)
+    whole = (tmp_path / "a.bin").read_bytes()
+    for data, said in (
+        (b"\x01" + whole[1:], r"a\.bin' is not what was written: its sha256 differs"),
+        (whole[:10] + b"\x01\x01" + whole[12:], r"a\.bin' has token 257 in sequence 1, and the vocabulary has 257"),
+        (whole[:-2], r"a\.bin' has 26 bytes and 'a\.idx' needs 28"),
+    ):
+        (tmp_path / "a.bin").write_bytes(data)
+        with pytest.raises(RunError, match=said):
+            verify(str(prefix), None)
+    (tmp_path / "a.bin").write_bytes(whole)
+    with pytest.raises(RunError, match="has token 256 in sequence 0, and the vocabulary has 256"):
+        verify(str(prefix), 256)
+
+
+def test_a_blend_is_shares_of_tokens_and_epochs(tmp_path: Path) -> None:
+    one, two = corpus(tmp_path / "one", "x" * 99), corpus(tmp_path / "two", "x" * 299)
+    mixed = blend([f"{one}=3", f"{two}=1"], 800, by_size=False)
+    assert mixed.rows == [
+        (str(one), "3", "0.7500", "100", "600", "6.00"),
+        (str(two), "1", "0.2500", "300", "200", "0.67"),
+    ]
+    assert blend([f"{one}=1", f"{two}=1"], None, by_size=True).shares == [0.25, 0.75]
+    mixed.write(tmp_path / "blend.yaml")
+    assert yaml.safe_load((tmp_path / "blend.yaml").read_text()) == mixed.as_mapping()
+    for wrong in ("one", f"{one}=0", f"{one}=x", f"{one}=-1", f"{one}=nan"):
+        with pytest.raises(UsageError, match="write it as PREFIX=WEIGHT"):
+            blend([wrong], None, by_size=False)
+
+
+def test_a_learnt_tokenizer_knows_the_texts_words_and_any_other(tmp_path: Path) -> None:
+    path = trained(tmp_path, "learnt.json", 300)
+    tokenizer = load_tokenizer(describe_tokenizer("huggingface", {"path": path}))
+    assert (tokenizer.vocab_size, tokenizer.eod) == (300, 0)
+    assert len(tokenizer.encode("word")) == 1
+    assert tokenizer.decode(tokenizer.encode("世界 🌍")) == "世界 🌍"
+    with pytest.raises(UsageError, match=r"learnt\.json' exists"):
+        trained(tmp_path, "learnt.json", 300)
+    texts = tmp_path / "empty.jsonl"
+    texts.write_text('{"text": ""}\n{"no": 1}\n')
+    with pytest.raises(UsageError, match="there is nothing to learn from"):
+        train(find_sources([str(texts)], None, None), tmp_path / "b", 300, ("<e>",), "text", None, overwrite=False)
+    with pytest.raises(UsageError, match="--vocab-size 256 is too few"):
+        train(find_sources([str(texts)], None, None), tmp_path / "b", 256, ("<e>",), "text", None, overwrite=False)

@@ -1,0 +1,305 @@
+"""Files: the format byte by byte, pairs that are not whole, and writing that leaves nothing half done."""
+
+import os
+import random
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mplug_indexed.files import CODES, HEADER, MAGIC, Reader, Writer, bin_path, dtype_for, idx_path, parse_header
+
+from mplug import UsageError
+
+
+def write(prefix: Path, *documents: list[int], dtype: Any = np.uint16) -> Path:
+    with Writer(prefix, dtype) as writer:
+        writer.add_documents(np.concatenate([*map(np.array, documents), []]), [len(one) for one in documents])
+    return prefix
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Path:
+    return write(tmp_path / "corpus", [1, 2, 3], [], [4, 5], [65_535])
+
+
+# The format.
+
+
+def test_a_pair_is_these_bytes(pair: Path) -> None:
+    assert bin_path(pair).read_bytes() == struct.pack("<6H", 1, 2, 3, 4, 5, 65_535)
+    index = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 4, 5)
+    index += struct.pack("<4i", 3, 0, 2, 1) + struct.pack("<4q", 0, 6, 6, 10) + struct.pack("<5q", 0, 1, 2, 3, 4)
+    assert idx_path(pair).read_bytes() == index
+
+
+def test_a_document_may_have_several_sequences(tmp_path: Path) -> None:
+    with Writer(tmp_path / "c", np.int32) as writer:
+        writer.add_document(np.array([1, 2, 3]), [1, 2])
+        writer.add_documents(np.array([4, 5]), [1, 1])
+        writer.add_document(np.array([]), [])
+    reader = Reader(tmp_path / "c")
+    assert reader.document_indices.tolist() == [0, 2, 3, 4, 4]
+    assert [reader.read(n).tolist() for n in range(len(reader))] == [[1], [2, 3], [4], [5]]
+
+
+@pytest.mark.parametrize("dtype", CODES.values(), ids=str)
+def test_what_is_written_is_read(tmp_path: Path, dtype: Any) -> None:
+    random = np.random.default_rng(1)
+    documents = [random.integers(0, 100, random.integers(0, 50)).astype(dtype) for _ in range(40)]
+    write(tmp_path / "c", *documents, dtype=dtype)  # type: ignore[arg-type]
+    reader = Reader(tmp_path / "c")
+    reader.verify()
+    assert reader.dtype == dtype
+    assert reader.lengths.tolist() == [len(one) for one in documents]
+    for number, expected in enumerate(documents):
+        np.testing.assert_array_equal(reader.read(number), expected)
+        np.testing.assert_array_equal(reader.read(number, 0, len(expected) // 2), expected[: len(expected) // 2])
+        np.testing.assert_array_equal(reader.read(number, len(expected) // 2), expected[len(expected) // 2 :])
+
+
+def test_pieces_are_gathered_one_after_the_other(pair: Path) -> None:
+    reader = Reader(pair)
+    assert reader.gather([2, 0, 1, 0], [0, 1, 0, 0], [2, 2, 0, 1]).tolist() == [4, 5, 2, 3, 1]
+    assert reader.gather([3, 1, 0]).tolist() == [65_535, 1, 2, 3]
+    assert reader.gather([]).tolist() == []
+
+
+@pytest.mark.parametrize("piece", [(4, 0, 1), (-1, 0, 1), (0, -1, 1), (0, 0, 4), (0, 4, 0), (0, 1, -1)])
+def test_tokens_beyond_a_sequence_are_out_of_reach(pair: Path, piece: tuple[int, int, int]) -> None:
+    reader = Reader(pair)
+    with pytest.raises(IndexError):
+        reader.read(*piece)
+    with pytest.raises(IndexError):
+        reader.gather(*([value] for value in piece))
+
+
+def test_a_vocabulary_decides_the_type() -> None:
+    assert [dtype_for(size).name for size in (2, 65_499, 65_500, 200_000)] == ["uint16", "uint16", "int32", "int32"]
+
+
+def test_merging_is_writing_all_documents_to_one(tmp_path: Path) -> None:
+    parts = [[[1, 2], [3]], [], [[], [4, 5, 6]]]
+    for number, documents in enumerate(parts):
+        write(tmp_path / f"part{number}", *documents)
+    with Writer(tmp_path / "merged", np.uint16) as writer:
+        for number in range(3):
+            writer.append(tmp_path / f"part{number}")
+    write(tmp_path / "whole", *(document for part in parts for document in part))
+    for path in (bin_path, idx_path):
+        assert path(tmp_path / "merged").read_bytes() == path(tmp_path / "whole").read_bytes()
+
+
+def test_sequences_that_stand_in_another_order_are_merged_in_theirs(tmp_path: Path, pair: Path) -> None:
+    content = bytearray(idx_path(pair).read_bytes())
+    struct.pack_into("<4i", content, 34, 1, 0, 2, 3)
+    struct.pack_into("<4q", content, 34 + 16, 10, 0, 6, 0)
+    idx_path(pair).write_bytes(content)
+    with Writer(tmp_path / "merged", np.uint16) as writer:
+        writer.append(pair)
+    reader = Reader(tmp_path / "merged")
+    assert [reader.read(n).tolist() for n in range(4)] == [[65_535], [], [4, 5], [1, 2, 3]]
+
+
+def test_modes_are_told_by_the_size_of_the_file(pair: Path) -> None:
+    with idx_path(pair).open("ab") as file:
+        file.write(bytes([0, 1, 0, 1]))
+    modes = Reader(pair).modes
+    assert modes is not None
+    assert modes.tolist() == [0, 1, 0, 1]
+
+
+def test_a_data_set_without_documents_is_whole(tmp_path: Path) -> None:
+    reader = Reader(write(tmp_path / "c"))
+    reader.verify()
+    assert (len(reader), reader.document_indices.tolist(), len(reader.tokens)) == (0, [0], 0)
+
+
+# Writing.
+
+
+def test_nothing_stands_under_its_names_before_it_is_whole(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "c", np.uint16)
+    writer.add_documents(np.array([1]), [1])
+    assert not bin_path(tmp_path / "c").exists()
+    assert not idx_path(tmp_path / "c").exists()
+    writer.close()
+    writer.close()
+    assert {path.name for path in tmp_path.iterdir()} == {"c.bin", "c.idx"}
+
+
+def test_an_exception_leaves_what_was_there(pair: Path) -> None:
+    before = Reader(pair).tokens.tolist()
+    with pytest.raises(UsageError), Writer(pair, np.uint16) as writer:
+        writer.add_documents(np.array([9, 70_000]), [2])
+    assert Reader(pair).tokens.tolist() == before
+    assert len(list(pair.parent.iterdir())) == 2
+
+
+def test_at_no_time_does_an_index_stand_beside_other_tokens(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever rename is the last before the machine stops."""
+    seen = []
+    real = Path.replace
+
+    def replace(self: Path, target: Path) -> Path:
+        seen.append((bin_path(pair).stat().st_size, idx_path(pair).exists()))
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    write(pair, [7] * 100)
+    assert seen == [(12, False), (200, False)]
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    writer = Writer(tmp_path / "c", np.uint16)
+    writer.add_documents(np.array([1]), [1])
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UsageError, match=r"cannot write '.*c\.bin' and its index: No space left"):
+        writer.close()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("tokens", "dtype"), [([65_536], "u2"), ([-1], "u2"), ([2**31], "i4"), ([256, 1], "u1")])
+def test_a_token_that_does_not_fit_is_refused(tmp_path: Path, tokens: list[int], dtype: str) -> None:
+    with pytest.raises(UsageError, match=rf"token {tokens[0]} does not fit into"), Writer(tmp_path / "c", dtype) as one:
+        one.add_documents(np.array(tokens), [len(tokens)])
+
+
+def test_lengths_must_be_those_of_the_tokens(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="add up to 3 tokens, and there are 2"), Writer(tmp_path / "c", "u2") as one:
+        one.add_documents(np.array([1, 2]), [1, 2])
+
+
+def test_types_of_merged_parts_must_agree(tmp_path: Path, pair: Path) -> None:
+    with pytest.raises(UsageError, match=r"uint16 tokens and .* int32 ones"), Writer(tmp_path / "c", np.int32) as one:
+        one.append(pair)
+
+
+# Pairs that are not whole.
+
+
+def overwrite(path: Path, at: int, content: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(content)
+
+
+def q(number: int) -> bytes:
+    return struct.pack("<q", number)
+
+
+@pytest.mark.parametrize(
+    ("at", "content", "sentence"),
+    [
+        (0, b"PARQUET", "is no index of this format"),
+        (9, q(2), "has version 2 of the format; this reads version 1"),
+        (17, b"\x09", "tokens have type 9"),
+        (17, b"\0", "tokens have type 0"),
+        (18, q(5), "speaks of 5 sequences and 5 bounds"),
+        (18, q(2**62), "speaks of 4611686018427387904 sequences"),
+        (18, q(-1), "speaks of 18446744073709551615 sequences"),
+        (26, q(0), "speaks of 4 sequences and 0 bounds"),
+        (26, q(2**60), "it is cut off or damaged"),
+        (82, q(1), "its documents are sequences 1 to 4 of 4"),
+        (82 + 32, q(5), "its documents are sequences 0 to 5 of 4"),
+        (46, struct.pack("<i", 2), "has 12 bytes and 'corpus.idx' needs 14"),
+    ],
+)
+def test_a_damaged_index_is_refused_in_one_sentence(pair: Path, at: int, content: bytes, sentence: str) -> None:
+    overwrite(idx_path(pair), at, content)
+    with pytest.raises(UsageError, match=sentence) as refused:
+        Reader(pair)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("at", "content", "sentence"),
+    [
+        (34, struct.pack("<i", -1), "sequence 0 has -1 tokens"),
+        (34, struct.pack("<i", 2**31 - 1), "sequence 0 has 2147483647 tokens"),
+        (58, q(12), "sequence 1 has 0 tokens at byte 12|nothing"),
+        (66, q(9), "sequence 2 has 2 tokens at byte 9"),
+        (66, q(-2), "sequence 2 has 2 tokens at byte -2"),
+        (66, q(2**63 - 1), "sequence 2 has 2 tokens"),
+        (82 + 8, q(3), "its documents overlap"),
+    ],
+)
+def test_verifying_finds_every_entry_that_points_out(pair: Path, at: int, content: bytes, sentence: str) -> None:
+    overwrite(idx_path(pair), at, content)
+    reader = Reader(pair)
+    if "nothing" in sentence:
+        reader.verify()  # an empty sequence at the end of the tokens points nowhere
+        return
+    with pytest.raises(UsageError, match=sentence):
+        reader.verify()
+
+
+@pytest.mark.parametrize(("size", "sentence"), [(10, "needs 12: it is cut off"), (11, "no whole number of uint16")])
+def test_a_cut_off_bin_is_refused(pair: Path, size: int, sentence: str) -> None:
+    os.truncate(bin_path(pair), size)
+    with pytest.raises(UsageError, match=sentence):
+        Reader(pair)
+
+
+@pytest.mark.parametrize("size", [0, 5, 20, 33, 34, 100, 121])
+def test_a_cut_off_index_is_refused(pair: Path, size: int) -> None:
+    os.truncate(idx_path(pair), size)
+    with pytest.raises(UsageError, match=r"corpus\.idx' (has|is no index)"):
+        Reader(pair)
+
+
+@pytest.mark.parametrize("path", [bin_path, idx_path])
+def test_half_a_pair_is_refused_by_the_name_of_what_is_not_there(pair: Path, path: Any) -> None:
+    path(pair).unlink()
+    with pytest.raises(UsageError, match=rf"{path(pair).name}' is not there"):
+        Reader(pair)
+
+
+def garbled(true: bytes, draw: random.Random) -> bytes:
+    """An index in which a field or two of the header hold likely and unlikely values, and of which a part may lack."""
+    counts = [0, 1, 3, 4, 5, 2**31, 2**32, 2**58, 2**61, 2**63, 2**64 - 1]
+    fields = list(HEADER.unpack_from(true))
+    for field in draw.sample(range(5), draw.randint(1, 2)):
+        fields[field] = (
+            draw.choice([MAGIC, draw.randbytes(9)]),
+            draw.choice([1, 1, 0, 2, draw.getrandbits(64)]),
+            draw.choice([*range(10), draw.getrandbits(8)]),
+            draw.choice([*counts, draw.getrandbits(64)]),
+            draw.choice([*counts, draw.getrandbits(64)]),
+        )[field]
+    content = HEADER.pack(*fields) + true[HEADER.size :]
+    return content[: draw.choice([len(content)] * 3 + [draw.randrange(len(content))])]
+
+
+def test_of_ten_thousand_headers_each_fits_its_file_or_is_refused(pair: Path) -> None:
+    """Never another error, and never more entries than the file has bytes for."""
+    draw, true = random.Random(20_011), idx_path(pair).read_bytes()
+    outcomes = {"fits": 0, "refused": 0}
+    for _ in range(10_000):
+        content = garbled(true, draw)
+        try:
+            _, num_sequences, num_bounds, has_modes = parse_header(content[: HEADER.size], len(content), pair)
+        except UsageError:
+            outcomes["refused"] += 1
+        else:
+            assert HEADER.size + (12 + has_modes) * num_sequences + 8 * num_bounds == len(content)
+            outcomes["fits"] += 1
+    assert min(outcomes.values()) > 500, outcomes
+
+
+def test_garbled_files_are_read_or_refused(pair: Path) -> None:
+    draw, true = random.Random(1), idx_path(pair).read_bytes()
+    outcomes = {"read": 0, "refused": 0}
+    for _ in range(300):
+        idx_path(pair).write_bytes(garbled(true, draw))
+        try:
+            Reader(pair).verify()
+        except UsageError:
+            outcomes["refused"] += 1
+        else:
+            outcomes["read"] += 1
+    assert min(outcomes.values()) > 10, outcomes

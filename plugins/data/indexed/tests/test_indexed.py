@@ -1,0 +1,387 @@
+"""The loader: the data suite on random documents, what becomes of documents, resuming, and bad inputs."""
+
+import shutil
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import mkdtemp
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mplug_indexed import Indexed
+from mplug_indexed.files import Writer, idx_path
+from mplug_indexed.samples import IndexedLoader
+
+from mplug import UsageError
+from mplug.testing import DataSuite
+
+S = 16
+EOD = 0
+IGNORED = -100
+FOLDER = Path(mkdtemp(prefix="mplug-indexed-"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_files_left() -> Iterator[None]:
+    yield
+    shutil.rmtree(FOLDER)
+
+
+def write(prefix: Path, documents: list[Any], dtype: Any = np.uint16) -> Path:
+    with Writer(prefix, dtype) as writer:
+        writer.add_documents(np.concatenate([*map(np.array, documents), []]), [len(one) for one in documents])
+    return prefix
+
+
+def random_documents(seed: int, number: int = 300, longest: int = 25, vocab_size: int = 250) -> list[Any]:
+    """Documents of random tokens, each ended by EOD; but for the empty ones."""
+    random = np.random.default_rng(seed)
+    return [
+        np.append(random.integers(1, vocab_size, length), EOD) if length else np.array([], dtype=np.int64)
+        for length in random.integers(0, longest, number)
+    ]
+
+
+ONE, TWO = (str(write(FOLDER / f"corpus{seed}", random_documents(seed))) for seed in (1, 2))
+
+
+class TestEpochByEpoch(DataSuite):
+    plugin = "indexed"
+    settings = {"data.path": [ONE, TWO], "data.split": "9,1", "data.samples": "epoch"}
+
+
+class TestDocumentsOfABlend(DataSuite):
+    plugin = "indexed"
+    settings = {
+        "data.path": {ONE: 0.3, TWO: 7},
+        "data.split": "8,2",
+        "data.eod_token": EOD,
+        "data.eod_mask_loss": True,
+        "data.reset_positions": True,
+        "data.reset_attention": True,
+    }
+
+
+def build(config: dict[str, Any], split: str = "train", shard: tuple[int, int] = (0, 1), **trainer: Any) -> Any:
+    """The loader of a rank, in micro batches of three."""
+    section = {"seq_length": S, "seed": 1, "steps": 20, "global_batch_size": 8, "eval_samples": 8, "eval_every": 0}
+    run: Any = SimpleNamespace(
+        config=SimpleNamespace(
+            trainer=SimpleNamespace(**{**section, **trainer}), model=SimpleNamespace(vocab_size=256)
+        ),
+        mesh=SimpleNamespace(batch_shard=lambda _: shard),
+        rank=0,
+        micro_batch_size=3,
+    )
+    plugin = Indexed(Indexed.Config(**config))
+    if split == "train":
+        plugin.configure(run.config)
+    return plugin.build_loader(run, split)  # type: ignore[arg-type]
+
+
+def taken(loader: IndexedLoader, number: int) -> dict[str, Any]:
+    """The entries of the next samples, each in one tensor."""
+    batches = list(loader.take(number))
+    return (
+        {
+            name: torch.cat(
+                [
+                    batch[name].expand(len(batch["sample_ids"]), -1) if name != "sample_ids" else batch[name]
+                    for batch in batches
+                ]
+            )
+            for name in batches[0]
+        }
+        if batches
+        else {}
+    )
+
+
+# Nothing twice, nothing lost.
+
+
+@pytest.fixture(scope="module")
+def numbered() -> str:
+    """Documents in which every token is its own number."""
+    cuts = np.cumsum(np.random.default_rng(5).integers(0, 40, 200))
+    return str(write(FOLDER / "numbered", np.split(np.arange(cuts[-1] + 9), cuts), np.int32))
+
+
+def test_an_epoch_has_every_token_once_but_for_the_last_few(numbered: str) -> None:
+    loader = build({"path": numbered, "split": "1", "samples": "epoch", "vocab_size": 10**6})
+    tokens = (Path(f"{numbered}.bin").stat().st_size) // 4
+    for _ in range(3):
+        labels = taken(loader, loader.samples_per_epoch)["labels"].flatten().tolist()
+        assert len(labels) == len(set(labels)) == (tokens - 1) // S * S
+
+
+def test_splits_share_no_token_and_leave_none_out(numbered: str) -> None:
+    config = {"path": numbered, "split": "6,4", "samples": "epoch", "vocab_size": 10**6, "drop_last": False}
+    train, validation = (build(config, split) for split in ("train", "validation"))
+    seen = [taken(loader, loader.samples_per_epoch)["labels"].flatten().tolist() for loader in (train, validation)]
+    first, second = ({label for label in labels if label != IGNORED} for labels in seen)
+    assert max(first) < min(second)
+    tokens = Path(f"{numbered}.bin").stat().st_size // 4
+    assert tokens - S - 2 <= len(first) + len(second) < tokens
+
+
+def test_what_is_left_at_the_end_is_padded_and_has_no_target_there() -> None:
+    path = str(write(FOLDER / "short", [np.arange(1, 30)]))
+    batch = taken(build({"path": path, "split": "0,1", "drop_last": False}, "validation", eval_samples=1), 2)
+    assert sorted(batch["tokens"].tolist()) == sorted([[*range(1, 17)], [*range(17, 30), 0, 0, 0]])
+    assert sorted(batch["labels"].tolist()) == sorted([[*range(2, 18)], [*range(18, 30)] + [IGNORED] * 4])
+
+
+def test_without_the_extra_token_the_last_position_has_no_target() -> None:
+    path = str(write(FOLDER / "short", [np.arange(1, 33)]))
+    batch = taken(build({"path": path, "split": "1", "extra_token": False}), 2)
+    assert sorted(batch["tokens"].tolist()) == [[*range(1, 17)], [*range(17, 33)]]
+    assert sorted(batch["labels"].tolist()) == [[*range(2, 17), IGNORED], [*range(18, 33), IGNORED]]
+
+
+def test_a_padding_token_is_never_a_target_and_read_as_token_0() -> None:
+    path = str(write(FOLDER / "padded", [([1, 2, 9, 9, 3] * 7)[: S + 1]]))
+    batch = taken(build({"path": path, "split": "1", "samples": 1, "pad_token": 9}), 1)
+    assert batch["tokens"].tolist() == [([1, 2, 0, 0, 3] * 7)[:S]]
+    assert batch["labels"].tolist() == [([2, IGNORED, IGNORED, 3, 1] * 7)[:S]]
+
+
+# Documents in a sample.
+
+
+def test_positions_attention_and_loss_keep_to_documents() -> None:
+    path = str(write(FOLDER / "three", [[1, 2, 3, EOD, 4, EOD, EOD, *range(5, 15), EOD]]))
+    config = {"path": path, "split": "1", "samples": 1, "eod_token": EOD}
+    everything = {"eod_mask_loss": True, "reset_positions": True, "reset_attention": True, "max_documents": 6}
+    batch = taken(build({**config, **everything}), 1)
+    assert batch["tokens"].tolist() == [[1, 2, 3, 0, 4, 0, 0, *range(5, 14)]]
+    assert batch["labels"].tolist() == [[2, 3, 0, IGNORED, 0, IGNORED, IGNORED, *range(6, 15)]]
+    assert batch["positions"].tolist() == [[0, 1, 2, 3, 0, 1, 0, *range(9)]]
+    assert batch["document_lengths"].tolist() == [[4, 2, 1, 9, 0, 0]]
+    plain = taken(build(config), 1)
+    assert plain["labels"].tolist() == [[2, 3, 0, 4, 0, 0, *range(5, 15)]]
+    assert plain["positions"].tolist() == [[*range(S)]]
+    assert "document_lengths" not in plain
+
+
+def test_there_is_room_for_the_documents_of_every_sample() -> None:
+    config = {"path": [ONE, TWO], "split": "1", "eod_token": EOD, "reset_attention": True}
+    lengths = taken(build(config), 200)["document_lengths"]
+    assert (lengths.sum(dim=1) == S).all()
+    assert lengths.shape[1] == 1 << (lengths.shape[1] - 1).bit_length()
+
+
+def test_more_documents_than_there_is_room_for_are_refused_with_the_number() -> None:
+    path = str(write(FOLDER / "many", [[1, EOD] * 20]))
+    loader = build({"path": path, "split": "1", "samples": 1, "eod_token": EOD, "reset_attention": True})
+    with pytest.raises(UsageError, match=r"has 8 documents, and room is for 2; set data\.max_documents=8"):
+        taken(loader, 1)
+
+
+# Fill in the middle.
+
+PRE, MID, SUF = 251, 252, 253
+FIM = {"fim_prefix_token": PRE, "fim_middle_token": MID, "fim_suffix_token": SUF, "eod_token": EOD}
+
+
+def documents_of(row: list[int]) -> list[list[int]]:
+    """The documents of a sample, without their EODs."""
+    found: list[list[int]] = [[]]
+    for token in row:
+        if token == EOD:
+            found.append([])
+        else:
+            found[-1].append(token)
+    return found
+
+
+def put_together(document: list[int]) -> tuple[list[int], bool]:
+    """(prefix, middle and suffix in the text's order, whether the suffix came first) of a rearranged document."""
+    assert document[0] == PRE
+    suffix, middle = document.index(SUF), document.index(MID)
+    if suffix > 1 or middle < suffix:
+        return document[1:suffix] + document[middle + 1 :] + document[suffix + 1 : middle], False
+    return document[middle + 1 :] + document[2:middle], True
+
+
+def windows(loader: IndexedLoader, number: int) -> list[list[int]]:
+    batch = taken(loader, number)
+    return torch.cat((batch["tokens"], batch["labels"][:, -1:]), dim=1).tolist()
+
+
+@pytest.mark.parametrize("spm_rate", [0.0, 1.0])
+def test_rearranged_documents_hold_the_text_but_for_three_tokens(spm_rate: float) -> None:
+    config = {"path": ONE, "split": "1"}
+    plain = windows(build(config, seq_length=40), 60)
+    found = windows(build({**config, **FIM, "fim_rate": 1.0, "fim_spm_rate": spm_rate}, seq_length=40), 60)
+    rearranged = 0
+    for before, after in zip(plain, found, strict=True):
+        for old, new in zip(documents_of(before), documents_of(after), strict=True):
+            if PRE not in new:
+                assert new == old
+                continue
+            text, suffix_first = put_together(new)
+            assert text == old[:-3]
+            assert suffix_first or spm_rate == 0 or new.index(SUF) == 1
+            rearranged += 1
+    assert rearranged > 60
+
+
+def test_a_rate_is_the_share_of_rearranged_documents() -> None:
+    path = str(write(FOLDER / "long", [np.full(200, 7)] * 300))
+    config = {"path": path, "split": "1", "samples": "epoch", **FIM}
+    rows = windows(build({**config, "fim_rate": 0.3, "fim_spm_rate": 0.25}, seq_length=100), 590)
+    found = [row for row in rows if PRE in row]
+    assert 0.24 < len(found) / len(rows) < 0.36
+    assert 0.15 < sum(row[1] == SUF for row in found) / len(found) < 0.36
+
+
+def test_a_sample_is_rearranged_alike_whatever_it_is_read_with() -> None:
+    config = {"path": ONE, "split": "1", **FIM, "fim_rate": 0.5}
+    whole = windows(build(config), 24)
+    parts = build(config)
+    assert [row for number in (1, 7, 4, 12) for row in windows(parts, number)] == whole
+    assert windows(build(config, seed=2), 24) != whole
+
+
+# One order, wherever it is read.
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from([1, 2, 3, 4]),
+    st.sampled_from([1, 2, 4, 8]),
+    st.lists(st.integers(1, 90), min_size=1, max_size=4),
+    st.sampled_from(["mix", "blend", "repeated"]),
+)
+def test_a_run_resumes_exactly_under_another_data_parallel_size(
+    before: int, after: int, portions: list[int], kind: str
+) -> None:
+    """Over borders of rounds too: a round of the last has 97 samples."""
+    path: Any = {"mix": [ONE, TWO], "blend": {ONE: 1, TWO: 2}, "repeated": TWO}[kind]
+    config = {"path": path, "split": "1", "samples": 120 if kind != "mix" else "epoch"}
+    expected = windows(build(config), sum(portions) + 40)
+    ranks = [build(config, shard=(rank, before)) for rank in range(before)]
+    for portion in portions:
+        for loader in ranks:
+            list(loader.take(portion))
+    state = ranks[-1].state_dict()
+    assert state["samples"] == sum(portions)
+    resumed = [build(config, shard=(rank, after)) for rank in range(after)]
+    rows = []
+    for loader in resumed:
+        loader.load_state_dict(dict(state))
+        rows += windows(loader, 40)
+    assert rows == expected[-40:]
+
+
+def test_a_longer_run_goes_on_in_the_order_of_the_shorter_one_or_is_refused() -> None:
+    config = {"path": ONE, "split": "1"}
+    short = build(config, steps=10)  # within an epoch, whose order does not depend on the run's length
+    list(short.take(16))
+    longer = build(config, steps=20)
+    longer.load_state_dict(short.state_dict())
+    assert windows(longer, 8) == windows(short, 8)
+    much_longer = build(config, steps=200)
+    with pytest.raises(UsageError, match=r"was drawn for 80 samples, .* for 1600 samples.* set data\.samples=80 to"):
+        much_longer.load_state_dict(short.state_dict())
+    kept = build({**config, "samples": 80}, steps=200)
+    kept.load_state_dict(short.state_dict())
+    assert windows(kept, 8) == windows(short, 8)
+
+
+def test_data_sets_of_a_mix_come_by_their_sizes() -> None:
+    config = {"path": [ONE, TWO], "split": "1", "samples": "epoch"}
+    alone = [build({**config, "path": path}) for path in (ONE, TWO)]
+    rows = [tuple(row) for loader in alone for row in windows(loader, loader.samples_per_epoch)]
+    loader = build(config)
+    assert loader.samples_per_epoch == len(rows)
+    assert sorted(map(tuple, windows(loader, len(rows)))) == sorted(rows)
+
+
+# Bad inputs: one sentence each, before launch where it can be known.
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({"path": "nowhere/corpus"}, r"'nowhere/corpus\.idx' is not there; a data set is a pair"),
+        ({"path": ONE, "split": "0,1"}, r"data\.split '0,1' leaves nothing for train; give it a weight"),
+        ({"path": ONE, "split": "1,0"}, r"leaves nothing for validation; give it a weight; set trainer\.eval_every=0"),
+        ({"path": ONE, "split": "1,0.0001"}, r"has 300 sequences, of which .* leaves none for validation"),
+        ({"path": {ONE: 1, TWO: 2}, "samples": "epoch"}, r"data\.samples=epoch has no meaning for weighted data sets"),
+    ],
+)
+def test_what_is_wrong_is_said_before_launch(config: dict[str, Any], sentence: str) -> None:
+    trainer = SimpleNamespace(seed=1, eval_every=1)
+    with pytest.raises(UsageError, match=sentence) as refused:
+        Indexed(Indexed.Config(**config)).configure(SimpleNamespace(trainer=trainer))  # type: ignore[arg-type]
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({"path": ""}, "path names no data set"),
+        ({"path": []}, "path names no data set"),
+        ({"path": {"a": 0, "b": 1}}, "path gives 'a' the weight 0; weights are above 0"),
+        ({"path": {"a": -1.5}}, "path gives 'a' the weight -1.5"),
+        ({"path": {"a": float("nan")}}, "path gives 'a' the weight nan"),
+        ({"path": "a", "eod_mask_loss": True}, "eod_mask_loss needs eod_token"),
+        ({"path": "a", "reset_attention": True}, "reset_attention needs eod_token"),
+        ({"path": "a", "fim_rate": 0.5}, "fim_rate needs fim_prefix_token, fim_middle_token and fim_suffix_token"),
+    ],
+)
+def test_a_config_that_cannot_be_meant_is_refused(config: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        Indexed.Config(**config)
+
+
+def test_a_seed_beyond_32_bits_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"trainer\.seed=4294967296 is too great"):
+        build({"path": ONE, "split": "1"}, seed=2**32)
+
+
+def test_a_corpus_that_is_too_short_is_refused_with_the_numbers() -> None:
+    path = str(write(FOLDER / "short", [[1, 2, 3]]))
+    with pytest.raises(UsageError, match=r"short' has 3 tokens .* trainer\.seq_length=16, which takes 17"):
+        build({"path": path, "split": "1"})
+
+
+def test_numbers_that_are_no_tokens_are_refused() -> None:
+    path = str(write(FOLDER / "floats", [[0.5] * 50], np.float32))
+    with pytest.raises(UsageError, match="floats' holds float32 numbers; tokens are whole numbers"):
+        build({"path": path, "split": "1"})
+
+
+@pytest.mark.parametrize("token", [256, 60_000])
+def test_a_token_beyond_the_vocabulary_is_refused_by_its_sample(token: int) -> None:
+    path = str(write(FOLDER / "large", [[1] * 20 + [token] + [1] * 20]))
+    with pytest.raises(UsageError, match=rf"of '.*large' has token {token}, and the vocabulary has 256"):
+        taken(build({"path": path, "split": "1"}), 2)
+
+
+def test_a_damaged_index_is_refused_when_it_is_first_used_and_later() -> None:
+    path = write(FOLDER / "damaged", [np.arange(1, 60), np.arange(1, 60), [1]])
+    whole = idx_path(path).read_bytes()
+    damaged = bytearray(whole)
+    struct.pack_into("<q", damaged, 34 + 3 * 4 + 8, 10**9)
+    idx_path(path).write_bytes(damaged)
+    with pytest.raises(UsageError, match=r"damaged\.idx' is damaged: sequence 1 has 59 tokens at byte 1000000000"):
+        build({"path": str(path), "split": "1"})
+    idx_path(path).write_bytes(whole)
+    taken(build({"path": str(path), "split": "1"}), 4)  # now the cache has indices of these lengths
+    idx_path(path).write_bytes(damaged)
+    with pytest.raises(UsageError, match=r"sequence 1 of '.*damaged' points out of its '\.bin'"):
+        taken(build({"path": str(path), "split": "1"}), 6)
+
+
+def test_a_blend_of_too_few_samples_is_refused_by_their_number() -> None:
+    paths = {str(write(FOLDER / f"b{n}", [np.arange(1, 200)])): 0.9 if n == 0 else 0.001 for n in range(80)}
+    with pytest.raises(UsageError, match=r"the blend takes \d+ samples of '.*b0'.*: 10 samples are too few for its 80"):
+        build({"path": paths, "split": "1", "samples": 10})

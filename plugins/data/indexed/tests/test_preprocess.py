@@ -1,0 +1,462 @@
+"""Preprocessing: every format gives the same documents, no worker or kill changes a bit, bad input is named."""
+
+import errno
+import fcntl
+import gzip
+import json
+import os
+import random
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mplug_indexed.files as files
+import numpy as np
+import pytest
+import zstandard
+from mplug_indexed.preprocess.documents import Texts
+from mplug_indexed.preprocess.job import Job, Outcome, preprocess
+from mplug_indexed.preprocess.parts import Encoder
+from mplug_indexed.preprocess.sources import cut, find_sources
+
+from mplug import RunError, UsageError, describe_tokenizer
+
+EOD = 256
+BYTES = describe_tokenizer("bytes", {})
+DOCUMENTS = [f"document {number}: " + "Grüße 世界\n🌍 " * (number % 7) for number in range(120)]
+
+
+def lines_of(texts: list[str]) -> bytes:
+    return b"".join(json.dumps({"id": n, "text": text}).encode() + b"\n" for n, text in enumerate(texts))
+
+
+def written(path: Path, data: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return path
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    return written(tmp_path / "texts.jsonl", lines_of(DOCUMENTS))
+
+
+def job(prefix: Path, *inputs: Path, form: str | None = None, pattern: str | None = None, **changes: Any) -> Job:
+    wanted = {"tokenizer": BYTES, "append_eod": True, "chunk_size": 700, **changes}
+    return Job(prefix, find_sources(map(str, inputs), form, pattern), **wanted)
+
+
+def data_of(prefix: Path) -> tuple[bytes, bytes]:
+    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
+
+
+def expected(texts: list[str], eod: bool = True) -> tuple[bytes, bytes]:
+    """The files, written out by the format's own description."""
+    tokens = [[*text.encode(), *([EOD] if eod else [])] for text in texts]
+    lengths = [len(document) for document in tokens]
+    starts = np.concatenate(([0], np.cumsum(lengths)[:-1])) * 2
+    index = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, len(texts), len(texts) + 1)
+    index += np.array(lengths, "<i4").tobytes() + starts.astype("<i8").tobytes()
+    index += np.arange(len(texts) + 1, dtype="<i8").tobytes()
+    return np.array([token for document in tokens for token in document], "<u2").tobytes(), index
+
+
+def leftovers(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if "tmp" in path.name or "part" in path.name)
+
+
+# What is written.
+
+
+@pytest.mark.parametrize("eod", [True, False])
+def test_the_files_are_those_of_the_format(tmp_path: Path, texts: Path, eod: bool) -> None:
+    outcome = preprocess(job(tmp_path / "out", texts, append_eod=eod))
+    assert data_of(tmp_path / "out") == expected(DOCUMENTS, eod)
+    assert outcome.documents == len(DOCUMENTS)
+    assert outcome.tokens == sum(len(text.encode()) + eod for text in DOCUMENTS)
+    assert leftovers(tmp_path) == []
+
+
+def test_neither_chunks_nor_workers_change_a_bit(tmp_path: Path, texts: Path) -> None:
+    for number, (chunk_size, workers) in enumerate([(211, 1), (1 << 20, 1), (900, 3)]):
+        prefix = tmp_path / f"out{number}"
+        preprocess(job(prefix, texts, chunk_size=chunk_size, workers=workers))
+        assert data_of(prefix) == expected(DOCUMENTS), (chunk_size, workers)
+
+
+@pytest.mark.parametrize("end", [b"", b"\n", b"\n\n", b"\r\n"])
+def test_every_cut_of_a_file_gives_each_line_once_with_its_number(tmp_path: Path, end: bytes) -> None:
+    path = written(tmp_path / "t.jsonl", b'{"text": "a"}\n\n{"text": "bb"}\r\n{"no": 1}\n{"text": "c"}' + end)
+    sources = find_sources([str(path)], None, None)
+    for size in range(1, path.stat().st_size + 2):
+        found, bad, before = [], [], 0
+        for chunk in cut(sources, size):
+            reader = Texts(chunk, "text")
+            found += list(reader)
+            bad += [before + one.line for one in reader.bad]
+            before += reader.lines
+        assert (found, bad) == (["a", "bb", "c"], [4]), size
+
+
+def parquet(path: Path, texts: list[Any]) -> Path:
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow.parquet import write_table
+
+    write_table(arrow.table({"id": list(range(len(texts))), "text": texts}), path, row_group_size=17)
+    return path
+
+
+def test_every_format_gives_the_same_documents(tmp_path: Path) -> None:
+    half = len(DOCUMENTS) // 2
+    packed = zstandard.ZstdCompressor().compress
+    inputs = {
+        "plain": written(tmp_path / "a" / "texts.jsonl", lines_of(DOCUMENTS)),
+        "byte order mark": written(tmp_path / "b" / "texts.json", b"\xef\xbb\xbf" + lines_of(DOCUMENTS)),
+        "gz": written(tmp_path / "c" / "texts.jsonl.gz", gzip.compress(lines_of(DOCUMENTS))),
+        "zst of two frames": written(
+            tmp_path / "d" / "t.ndjson.zst", packed(lines_of(DOCUMENTS[:half])) + packed(lines_of(DOCUMENTS[half:]))
+        ),
+        "parquet": parquet(tmp_path / "texts.parquet", DOCUMENTS),
+    }
+    for name, path in inputs.items():
+        preprocess(job(tmp_path / name, path, workers=1))
+        assert data_of(tmp_path / name) == expected(DOCUMENTS), name
+
+
+def test_a_folder_is_its_files_in_order_and_of_text_each_is_a_document(tmp_path: Path) -> None:
+    for number, text in enumerate(DOCUMENTS[:30]):
+        written(tmp_path / "texts" / f"{number % 3}" / f"{number:03}.txt", text.encode())
+    in_order = [DOCUMENTS[number] for number in sorted(range(30), key=lambda number: (number % 3, number))]
+    preprocess(job(tmp_path / "out", tmp_path / "texts"))
+    assert data_of(tmp_path / "out") == expected(in_order)
+    preprocess(job(tmp_path / "some", tmp_path / "texts", pattern="0/*.txt"))
+    assert data_of(tmp_path / "some") == expected(DOCUMENTS[:30:3])
+
+
+def test_inputs_come_in_the_order_in_which_they_are_named(tmp_path: Path) -> None:
+    one = written(tmp_path / "z.jsonl", lines_of(["one"]))
+    two = written(tmp_path / "a.txt", b"two")
+    preprocess(job(tmp_path / "out", one, two))
+    assert data_of(tmp_path / "out") == expected(["one", "two"])
+
+
+def test_large_vocabularies_are_stored_as_i32(tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "SMALL_VOCABULARY", 257)
+    preprocess(job(tmp_path / "out", texts))
+    tokens = np.fromfile(tmp_path / "out.bin", "<i4")
+    assert tokens.tolist() == np.frombuffer(expected(DOCUMENTS)[0], "<u2").tolist()
+
+
+def test_numbers_that_json_lacks_do_not_make_a_document_bad(tmp_path: Path) -> None:
+    path = written(tmp_path / "t.jsonl", b'{"score": NaN, "text": "kept"}\n')
+    preprocess(job(tmp_path / "out", path))
+    assert data_of(tmp_path / "out") == expected(["kept"])
+
+
+def test_the_report_tells_what_the_data_was_made_of(tmp_path: Path, texts: Path) -> None:
+    preprocess(job(tmp_path / "out", texts))
+    told = json.loads((tmp_path / "out.preprocess.json").read_text())
+    assert (told["documents"], told["num_bad"], told["dtype"]) == (len(DOCUMENTS), 0, "uint16")
+    assert [source["path"] for source in told["inputs"]] == [str(texts)]
+    assert told["files"]["out.bin"]["bytes"] == len(expected(DOCUMENTS)[0])
+
+
+# Bad documents.
+
+BAD = {
+    b'{"text": "unfinished': "is not JSON: ",
+    b'{"text": "\xff"}': "is not UTF-8 at its byte 11",
+    b"[1, 2]": "holds a list, not an object with a field 'text'",
+    b'{"body": "b", "id": 1}': "has no field 'text' (it has body, id)",
+    b'{"text": 7}': "has a number in its field 'text', which must be text",
+    b'{"text": null}': "has null in its field 'text', which must be text",
+    b'{"text": "\\ud83c"}': "has half a surrogate pair in its field 'text'",
+}
+
+
+@pytest.mark.parametrize("line", BAD, ids=BAD.values())
+def test_a_bad_line_stops_the_work_or_is_left_out_by_its_file_and_number(tmp_path: Path, line: bytes) -> None:
+    good = lines_of(DOCUMENTS[:50])
+    place = good[: len(good) // 2].count(b"\n") + 1
+    lines = good.splitlines(keepends=True)
+    path = written(tmp_path / "t.jsonl", b"".join([*lines[: place - 1], line + b"\n", *lines[place - 1 :]]))
+    with pytest.raises(UsageError) as refused:
+        preprocess(job(tmp_path / "out", path))
+    assert str(refused.value).startswith(f"{path}:{place} {BAD[line]}")
+    assert not (tmp_path / "out.bin").exists()
+    outcome = preprocess(job(tmp_path / "out", path, bad_lines="skip"))
+    assert (outcome.num_bad, len(outcome.bad)) == (1, 1)
+    assert outcome.bad[0].startswith(f"{path}:{place} {BAD[line]}")
+    assert data_of(tmp_path / "out") == expected(DOCUMENTS[:50])
+
+
+def test_the_first_bad_line_is_the_one_that_is_named_whoever_finds_one_first(tmp_path: Path) -> None:
+    lines = [b"broken\n" if number in (40, 90) else b'{"text": "some text"}\n' for number in range(1, 101)]
+    path = written(tmp_path / "t.jsonl", b"".join(lines))
+    with pytest.raises(UsageError, match=r"t\.jsonl:40 is not JSON"):
+        preprocess(job(tmp_path / "out", path, workers=2, chunk_size=300))
+    outcome = preprocess(job(tmp_path / "out", path, bad_lines="skip", chunk_size=300))
+    assert [sentence.split(" ")[0] for sentence in outcome.bad] == [f"{path}:40", f"{path}:90"]
+
+
+def test_bad_rows_and_bad_files_are_named_too(tmp_path: Path) -> None:
+    table = parquet(tmp_path / "t.parquet", ["one", None, "two"])
+    broken = written(tmp_path / "broken.txt", b"half \xe4")
+    outcome = preprocess(job(tmp_path / "out", table, broken, bad_lines="skip"))
+    assert outcome.bad == [
+        f"{table}:2 has null in its column 'text', which must be text",
+        f"{broken} is not UTF-8 at its byte 6",
+    ]
+    assert data_of(tmp_path / "out") == expected(["one", "two"])
+
+
+def test_empty_documents_are_counted_and_left_out(tmp_path: Path) -> None:
+    path = written(tmp_path / "t.jsonl", lines_of(["", "one", "", "two"]))
+    assert preprocess(job(tmp_path / "out", path)).empty == 2
+    assert data_of(tmp_path / "out") == expected(["one", "two"])
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "said"),
+    [
+        ("t.jsonl", b"", "the inputs have no document: 0 are empty, 0 lines are bad"),
+        ("t.jsonl", b'{"text": ""}\n\n', "the inputs have no document: 1 are empty"),
+        ("t.jsonl", b"no\nno\n", r"2 lines are bad, the first of them .*t\.jsonl:1 is not JSON"),
+        ("t.jsonl.gz", gzip.compress(lines_of(DOCUMENTS))[:-30], r"t\.jsonl\.gz' is damaged or cut off"),
+        ("t.jsonl.gz", b"no gzip at all", r"t\.jsonl\.gz' is damaged or cut off"),
+        ("t.jsonl.zst", b"no zstandard", r"t\.jsonl\.zst' is damaged or cut off"),
+        ("t.parquet", b"no table", r"t\.parquet' is no Parquet file"),
+        ("t.csv", b"a,b", r"t\.csv' has no suffix of .*; say what it is by --format"),
+    ],
+)
+def test_inputs_without_documents_and_damaged_ones_are_refused(
+    tmp_path: Path, name: str, data: bytes, said: str
+) -> None:
+    path = written(tmp_path / name, data)
+    with pytest.raises(UsageError, match=said):
+        preprocess(job(tmp_path / "out", path, bad_lines="skip"))
+    assert not (tmp_path / "out.bin").exists()
+    assert not (tmp_path / "out.idx").exists()
+
+
+def test_inputs_that_are_not_there_or_twice_are_refused(tmp_path: Path, texts: Path) -> None:
+    with pytest.raises(UsageError, match=r"cannot read '.*nowhere\.jsonl': No such file"):
+        find_sources([str(tmp_path / "nowhere.jsonl")], None, None)
+    with pytest.raises(UsageError, match="is given twice"):
+        find_sources([str(texts), str(tmp_path)], None, None)
+    with pytest.raises(UsageError, match=r"has no file like '\*\.c'"):
+        find_sources([str(tmp_path)], None, "*.c")
+
+
+def test_a_column_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    table = parquet(tmp_path / "t.parquet", ["one"])
+    with pytest.raises(UsageError, match=r"has no column 'body' \(it has id, text\); set --key"):
+        preprocess(job(tmp_path / "out", table, key="body"))
+
+
+def test_an_end_that_the_tokenizer_lacks_is_refused(tmp_path: Path, texts: Path) -> None:
+    without = type(BYTES)(**{**BYTES.__dict__, "eod": None})
+    with pytest.raises(UsageError, match="--append-eod: tokenizer 'bytes' has no token that ends a document"):
+        preprocess(job(tmp_path / "out", texts, tokenizer=without))
+
+
+def test_tokens_beyond_the_vocabulary_are_refused(tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mplug_bytes.ByteTokenizer.encode_batch", lambda _, texts: [[300] for _ in texts])
+    with pytest.raises(UsageError, match="tokenizer 'bytes' gives token 300, and its vocabulary has 257"):
+        preprocess(job(tmp_path / "out", texts))
+    assert not (tmp_path / "out.bin").exists()
+
+
+@pytest.mark.parametrize("fails_at", [0, 7, 40])
+def test_a_full_disk_is_a_sentence_and_the_same_job_goes_on_once_there_is_room(
+    tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int
+) -> None:
+    calls: list[object] = []
+    before = files._to_disk
+
+    def full(file: Any) -> None:
+        calls.append(file)
+        if len(calls) > fails_at:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        before(file)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "_to_disk", full)
+        with pytest.raises(RunError, match=r"cannot write '.*': No space left on device; make room, then"):
+            preprocess(job(tmp_path / "out", texts))
+    assert not (tmp_path / "out.idx").exists()
+    outcome = preprocess(job(tmp_path / "out", texts))
+    assert outcome.resumed == min(fails_at // 2, len(list(cut(find_sources([str(texts)], None, None), 700))))
+    assert data_of(tmp_path / "out") == expected(DOCUMENTS)
+
+
+def test_data_that_is_there_is_replaced_only_when_told(tmp_path: Path, texts: Path) -> None:
+    written(tmp_path / "out.bin", b"precious")
+    with pytest.raises(UsageError, match=r"out\.bin' exists; choose another prefix, or replace it by --overwrite"):
+        preprocess(job(tmp_path / "out", texts))
+    assert (tmp_path / "out.bin").read_bytes() == b"precious"
+    preprocess(job(tmp_path / "out", texts, overwrite=True))
+    assert data_of(tmp_path / "out") == expected(DOCUMENTS)
+
+
+def test_two_processes_do_not_write_one_data_set(tmp_path: Path, texts: Path) -> None:
+    (tmp_path / "out.parts").mkdir()
+    with (tmp_path / "out.parts" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(UsageError, match="another process is writing"):
+            preprocess(job(tmp_path / "out", texts))
+
+
+# Going on.
+
+
+def stopped_after(parts: int) -> Callable[[Outcome, int], None]:
+    told: list[int] = []
+
+    def stop(outcome: Outcome, done: int) -> None:
+        told.append(done)
+        if len(told) == parts:
+            raise KeyboardInterrupt
+
+    return stop
+
+
+def test_parts_of_another_job_are_not_gone_on_with(tmp_path: Path, texts: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        preprocess(job(tmp_path / "out", texts), stopped_after(3))
+    other = written(tmp_path / "other.jsonl", lines_of(DOCUMENTS[:60]))
+    with pytest.raises(UsageError, match="unfinished job with other inputs and append_eod; finish that"):
+        preprocess(job(tmp_path / "out", other, append_eod=False))
+    assert preprocess(job(tmp_path / "out", other, append_eod=False, overwrite=True)).resumed == 0
+    assert data_of(tmp_path / "out") == expected(DOCUMENTS[:60], eod=False)
+
+
+def test_an_input_that_changes_meanwhile_is_refused(tmp_path: Path, texts: Path) -> None:
+    begun = job(tmp_path / "out", texts)
+    os.utime(texts, ns=(1, 1))
+    with pytest.raises(UsageError, match="has changed while it was read"):
+        preprocess(begun)
+    assert not (tmp_path / "out.bin").exists()
+
+
+KILLED = """
+import os, pathlib, signal, sys
+from mplug_indexed.preprocess.job import Job, preprocess
+from mplug_indexed.preprocess.sources import find_sources
+from mplug import describe_tokenizer
+point, before = int(sys.argv[3]), pathlib.Path.replace
+def replace(self, target):
+    global point
+    point -= 1
+    if point == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return before(self, target)
+pathlib.Path.replace = replace
+sources = find_sources([sys.argv[1]], None, None)
+preprocess(Job(pathlib.Path(sys.argv[2]), sources, describe_tokenizer("bytes", {}), append_eod=True, chunk_size=3300))
+"""
+POINTS = 1 + 3 * 6 + 2 + 1 + 2 + 1
+"""Renames of the whole job: the manifest, three files of each part, both files of the whole,
+the tokenizer's record, both files again into their place, the report."""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_kill_at_any_moment_leaves_nothing_that_looks_whole_and_costs_only_time(tmp_path: Path, seed: int) -> None:
+    path = written(tmp_path / "t.jsonl", lines_of(DOCUMENTS))
+    assert len(list(cut(find_sources([str(path)], None, None), 3300))) == 6
+    first = random.Random(seed).randrange(1, POINTS - 3)
+    for point in (first, POINTS - 1 - seed):  # and once while the parts are joined
+        words = [sys.executable, "-c", KILLED, str(path), str(tmp_path / "out"), str(point)]
+        finished = subprocess.run(words, capture_output=True, text=True)
+        if finished.returncode == 0:  # so few renames were left
+            break
+        assert finished.returncode == -signal.SIGKILL, finished.stderr
+        if (tmp_path / "out.idx").exists():
+            assert data_of(tmp_path / "out") == expected(DOCUMENTS)
+    preprocess(job(tmp_path / "out", path, chunk_size=3300, overwrite=finished.returncode == 0))
+    assert data_of(tmp_path / "out") == expected(DOCUMENTS)
+    assert leftovers(tmp_path) == []
+
+
+def descendants(pid: int) -> set[int]:
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if fields[0] != "Z":
+            parents[int(folder.name)] = int(fields[1])
+    found, new = set(), {pid}
+    while new:
+        new = {child for child, parent in parents.items() if parent in new} - found
+        found |= new
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_no_process_outlives_a_kill_and_the_rest_is_done_by_the_same_command(tmp_path: Path) -> None:
+    path = written(tmp_path / "t.jsonl", lines_of(DOCUMENTS * 20))
+    command = [sys.executable, "-m", "mplug", "data", "preprocess", str(path), "--output", str(tmp_path / "out")]
+    command += ["--tokenizer", "bytes", "--append-eod", "--chunk-mib", "0.002", "--workers", "2"]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("out.parts/*.json"))) < 10:
+        assert running.poll() is None, running.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    children = descendants(running.pid)
+    running.kill()
+    running.communicate()
+    assert len(children) >= 2
+    while any(map(alive, children)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert not (tmp_path / "out.idx").exists()
+    finished = subprocess.run(command, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    assert "went on from an earlier run" in finished.stdout
+    assert data_of(tmp_path / "out") == expected(DOCUMENTS * 20)
+
+
+def test_a_worker_that_dies_is_a_sentence_with_the_worlds_status(tmp_path: Path) -> None:
+    path = written(tmp_path / "t.jsonl", lines_of(DOCUMENTS))
+    code = (
+        "import os, mplug_bytes\n"
+        "mplug_bytes.ByteTokenizer.encode_batch = lambda self, texts: os._exit(9)\n"
+        "import multiprocessing\n"
+        "from mplug_indexed.preprocess import job\n"
+        "class Fork(type(multiprocessing.get_context('fork'))):\n"
+        "    def set_forkserver_preload(self, names): pass\n"
+        "job.get_context = lambda name: Fork()\n"
+        "from mplug.cli import main\n"
+        f"main(['data', 'preprocess', {str(path)!r}, '--output', {str(tmp_path / 'out')!r}, '--tokenizer', 'bytes',"
+        " '--chunk-mib', '0.002', '--workers', '2'])\n"
+    )
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert finished.returncode == 1, finished.stderr
+    assert finished.stderr.startswith("mplug: a process that encodes has died (killed, or out of memory)")
+    assert not (tmp_path / "out.bin").exists()
+
+
+def test_a_document_is_encoded_as_its_tokenizer_says(tmp_path: Path, texts: Path) -> None:
+    from mplug_indexed.preprocess.parts import Work
+
+    work = Work(str(tmp_path), "text", True, "<u2", BYTES)
+    tokens, lengths = Encoder(work)._tokens(["ab", "", "ü"])
+    assert tokens.tolist() == [97, 98, EOD, EOD, 0xC3, 0xBC, EOD]
+    assert lengths.tolist() == [3, 1, 3]

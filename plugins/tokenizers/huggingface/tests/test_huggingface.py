@@ -1,0 +1,92 @@
+"""Files tokenizer.json: mplug's suite on byte-level BPE and on word pieces, and which token ends a document."""
+
+from pathlib import Path
+
+import pytest
+from mplug_huggingface import HuggingFace
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from mplug import UsageError
+from mplug.testing import TokenizerSuite
+
+TEXTS = ["the quick brown fox", "jumps over the lazy dog", "Grüße, 世界 🌍", "long long text: 1 + 2 = 3"] * 3
+
+
+def trained(path: Path, *special: str, size: int = 400) -> Path:
+    """A byte-level BPE tokenizer, with a post-processor that would put special tokens around a text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    if special:
+        around = [(special[0], tokenizer.token_to_id(special[0]))]
+        tokenizer.post_processor = processors.TemplateProcessing(single=f"{special[0]} $A", special_tokens=around)
+    tokenizer.enable_truncation(5)
+    tokenizer.enable_padding(length=50)
+    tokenizer.save(str(path))
+    return path
+
+
+class TestHuggingFace(TokenizerSuite):
+    plugin = "huggingface"
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def _file(cls, tmp_path_factory: pytest.TempPathFactory) -> None:
+        cls.settings = {
+            "path": str(trained(tmp_path_factory.mktemp("bpe") / "tokenizer.json", "<|endoftext|>", "</s>"))
+        }
+
+
+class TestWordPieces(TokenizerSuite):
+    """A vocabulary that lower-cases and does not know every character: what comes back once comes back always."""
+
+    plugin = "huggingface"
+    lossless = False
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def _file(cls, tmp_path_factory: pytest.TempPathFactory) -> None:
+        tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+        tokenizer.decoder = decoders.WordPiece()
+        trainer = trainers.WordPieceTrainer(vocab_size=100, special_tokens=["[UNK]"], show_progress=False)
+        tokenizer.train_from_iterator(TEXTS, trainer)
+        path = tmp_path_factory.mktemp("pieces") / "tokenizer.json"
+        tokenizer.save(str(path))
+        cls.settings = {"path": str(path)}
+
+
+def built(path: Path, **options: str) -> tuple[int, int | None]:
+    tokenizer = HuggingFace(HuggingFace.Config(path=str(path), **options)).build_tokenizer()
+    return tokenizer.vocab_size, tokenizer.eod
+
+
+def test_the_end_of_a_document_is_the_one_named_or_the_first_known_special_token(tmp_path: Path) -> None:
+    path = trained(tmp_path / "a.json", "<pad>", "</s>", "<mine>")
+    assert built(path)[1] == 1
+    assert built(path, eod="<mine>")[1] == 2
+    assert built(trained(tmp_path / "b.json"))[1] is None
+
+
+def test_the_vocabulary_counts_added_tokens(tmp_path: Path) -> None:
+    path = trained(tmp_path / "a.json", "</s>")
+    tokenizer = Tokenizer.from_file(str(path))
+    before = built(path)[0]
+    tokenizer.add_special_tokens(["<late>"])
+    tokenizer.save(str(path))
+    assert built(path)[0] == before + 1
+
+
+def test_a_wrong_end_and_a_wrong_file_are_refused(tmp_path: Path) -> None:
+    path = trained(tmp_path / "a.json")
+    with pytest.raises(UsageError, match=r"a\.json' has no token '<end>' to be its eod"):
+        built(path, eod="<end>")
+    (tmp_path / "b.json").write_text('{"model": 1}')
+    for name in ("b.json", "nowhere.json"):
+        with pytest.raises(UsageError, match=rf"{name}' is no tokenizer\.json"):
+            built(tmp_path / name)

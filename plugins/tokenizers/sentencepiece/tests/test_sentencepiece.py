@@ -1,0 +1,66 @@
+"""SentencePiece models: mplug's suite on one that changes nothing and one that normalizes, and what ends a document."""
+
+import io
+from pathlib import Path
+
+import pytest
+import sentencepiece
+from mplug_sentencepiece import SentencePiece
+
+from mplug import UsageError
+from mplug.testing import TokenizerSuite
+
+TEXTS = ["the quick brown fox", "jumps over the lazy dog", "plain text: 1 + 2 = 3", "Grüße"] * 10
+
+
+def trained(path: Path, **options: object) -> Path:
+    model = io.BytesIO()
+    options = {"vocab_size": 330, "byte_fallback": True, "hard_vocab_limit": False, "minloglevel": 2, **options}
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(TEXTS), model_writer=model, **options)
+    path.write_bytes(model.getvalue())
+    return path
+
+
+class TestSentencePiece(TokenizerSuite):
+    """As llama's: bytes where no piece is, and no normalization."""
+
+    plugin = "sentencepiece"
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def _file(cls, tmp_path_factory: pytest.TempPathFactory) -> None:
+        same = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "add_dummy_prefix": True}
+        cls.settings = {"path": str(trained(tmp_path_factory.mktemp("pieces") / "same.model", **same))}
+
+
+class TestNormalizing(TokenizerSuite):
+    """With the library's defaults, which change spaces and characters."""
+
+    plugin = "sentencepiece"
+    lossless = False
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def _file(cls, tmp_path_factory: pytest.TempPathFactory) -> None:
+        path = trained(tmp_path_factory.mktemp("pieces") / "nfkc.model")
+        cls.settings = {"path": str(path)}
+
+
+def test_the_end_of_a_document_is_the_models_or_the_piece_that_is_named(tmp_path: Path) -> None:
+    path = trained(tmp_path / "a.model", user_defined_symbols=["<mine>"])
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    assert SentencePiece(SentencePiece.Config(path=str(path))).build_tokenizer().eod == processor.eos_id()
+    named = SentencePiece(SentencePiece.Config(path=str(path), eod="<mine>")).build_tokenizer()
+    assert named.eod == processor.piece_to_id("<mine>")
+    without = trained(tmp_path / "b.model", eos_id=-1)
+    assert SentencePiece(SentencePiece.Config(path=str(without))).build_tokenizer().eod is None
+
+
+def test_a_wrong_end_and_a_wrong_file_are_refused(tmp_path: Path) -> None:
+    path = trained(tmp_path / "a.model")
+    with pytest.raises(UsageError, match=r"a\.model' has no piece '<end>' to be its eod"):
+        SentencePiece(SentencePiece.Config(path=str(path), eod="<end>")).build_tokenizer()
+    (tmp_path / "b.model").write_text("no model")
+    for name in ("b.model", "nowhere.model"):
+        with pytest.raises(UsageError, match=rf"{name}' is no SentencePiece model"):
+            SentencePiece(SentencePiece.Config(path=str(tmp_path / name))).build_tokenizer()

@@ -1,0 +1,82 @@
+"""Byte-pair encoding by tiktoken, from a local file of ranks. Nothing is downloaded."""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from mplug import UsageError, hookimpl
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from tiktoken import Encoding
+
+END = "<|endoftext|>"
+
+
+class RanksTokenizer:
+    """A tiktoken encoding of which one special token ends a document."""
+
+    def __init__(self, encoding: "Encoding", eod: int | None) -> None:
+        self.encoding, self.eod = encoding, eod
+        self.vocab_size: int = encoding.max_token_value + 1
+        holes = set(range(self.vocab_size)).difference(encoding._mergeable_ranks.values())
+        self._silent = frozenset(holes)
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text."""
+        return self.encoding.encode_ordinary(text)
+
+    def encode_batch(self, texts: Sequence[str]) -> "Sequence[NDArray[Any]]":
+        """The tokens of each text, as arrays."""
+        return [self.encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of tokens; special ones, and numbers that no token has, are left out."""
+        return self.encoding.decode([token for token in tokens if token not in self._silent])
+
+
+class Tiktoken:
+    """A file of ranks, *.tiktoken, with the pattern that cuts a text before bytes are merged."""
+
+    files = ("path",)
+
+    class Config(BaseModel):
+        """The file, and what it does not say itself."""
+
+        model_config = ConfigDict(extra="forbid", frozen=True)
+
+        path: str = Field(description="the file of ranks, *.tiktoken: a token in base64 and its rank on each line")
+        pattern: str | None = Field(
+            None, description="regular expression that cuts a text into pieces; null: GPT-2's (r50k, p50k)"
+        )
+        eod: str | None = Field(END, description="the special token that ends a document; null: none")
+        eod_id: int | None = Field(
+            None, ge=0, description="its number; null: the first after the ranks, as 50256 and 100257 are"
+        )
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @hookimpl
+    def build_tokenizer(self) -> RanksTokenizer:
+        """Read the file; UsageError where it is none, or where its `eod` has another token's number."""
+        from tiktoken import Encoding
+        from tiktoken_ext.openai_public import r50k_pat_str
+
+        from mplug_tiktoken.ranks import read_ranks
+
+        config = self.config
+        ranks = read_ranks(config.path)
+        eod = None
+        if config.eod is not None:
+            eod = config.eod_id if config.eod_id is not None else max(ranks.values()) + 1
+            if eod in ranks.values():
+                raise UsageError(f"tokenizers/tiktoken: eod_id={eod} is a rank of '{config.path}'; give a free number")
+        special = {config.eod: eod} if config.eod is not None and eod is not None else {}
+        pattern = config.pattern or r50k_pat_str
+        try:
+            encoding = Encoding(config.path, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+        except ValueError as error:
+            raise UsageError(f"tokenizers/tiktoken: the pattern '{pattern}' does not work: {error}") from None
+        return RanksTokenizer(encoding, eod)

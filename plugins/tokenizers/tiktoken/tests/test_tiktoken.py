@@ -1,0 +1,83 @@
+"""Files of ranks: mplug's suite, and what is refused: names that would be downloaded, broken files, taken numbers."""
+
+import base64
+import socket
+from pathlib import Path
+
+import pytest
+from mplug_tiktoken import Tiktoken
+
+from mplug import UsageError
+from mplug.testing import TokenizerSuite
+
+MERGES = [b"th", b"the", b" the", b"in", b"er", b"  ", "ü".encode(), "世".encode(), b"lo", b"ng", b"long", b" long"]
+
+
+def write(path: Path, tokens: list[bytes]) -> Path:
+    lines = [f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(tokens)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+BYTES = [bytes([byte]) for byte in range(256)]
+
+
+class TestTiktoken(TokenizerSuite):
+    plugin = "tiktoken"
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def _file(cls, tmp_path_factory: pytest.TempPathFactory) -> None:
+        cls.settings = {"path": str(write(tmp_path_factory.mktemp("ranks") / "small.tiktoken", BYTES + MERGES))}
+
+
+def build(path: Path | str, **options: object) -> tuple[int, int | None, list[int]]:
+    tokenizer = Tiktoken(Tiktoken.Config(path=str(path), **options)).build_tokenizer()
+    return tokenizer.vocab_size, tokenizer.eod, tokenizer.encode("in the")
+
+
+def test_ranks_are_tokens_and_the_end_comes_after_them_or_where_it_is_said(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.tiktoken", BYTES + MERGES)
+    after = 256 + len(MERGES)
+    assert build(path) == (after + 1, after, [259, 258])
+    assert build(path, eod_id=300) == (301, 300, [259, 258])
+    assert build(path, eod=None) == (after, None, [259, 258])
+    assert build(path, pattern=".")[2] == list(b"in the")
+
+
+def test_a_file_that_changes_under_its_name_is_read_anew(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.tiktoken", BYTES)
+    assert build(path)[2] == list(b"in the")
+    write(path, BYTES + MERGES)
+    assert build(path)[2] == [259, 258]
+
+
+def test_a_named_encoding_is_refused_and_nothing_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "socket", lambda *_: pytest.fail("it opens a connection"))
+    with pytest.raises(UsageError, match=r"'cl100k_base' would be downloaded.*set path=cl100k_base\.tiktoken"):
+        build("cl100k_base")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        (BYTES[:200] + MERGES, "has no rank for the byte 200"),
+        (["x"], "line 1 is not a base64 token and a number"),
+        (["!!! 1"], "line 1 is not a base64 token and a number"),
+    ],
+)
+def test_a_broken_file_is_refused(tmp_path: Path, tokens: list, said: str) -> None:
+    path = tmp_path / "a.tiktoken"
+    write(path, tokens) if isinstance(tokens[0], bytes) else path.write_text("\n".join(tokens))
+    with pytest.raises(UsageError, match=said):
+        build(path)
+
+
+def test_wrong_options_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.tiktoken", BYTES)
+    with pytest.raises(UsageError, match="eod_id=5 is a rank"):
+        build(path, eod_id=5)
+    with pytest.raises(UsageError, match=r"pattern '\[' does not work"):
+        build(path, pattern="[")
+    with pytest.raises(UsageError, match=r"nowhere\.tiktoken' cannot be read"):
+        build(tmp_path / "nowhere.tiktoken")

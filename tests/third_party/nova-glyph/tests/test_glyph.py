@@ -1,0 +1,25 @@
+"""Glyph: mplug's suite for tokenizers, and what is glyph's own: words."""
+
+from pathlib import Path
+
+import pytest
+from nova_glyph import END, Glyph, Words
+
+from mplug import UsageError
+from mplug.testing import TokenizerSuite
+
+WORDS = Path(__file__).with_name("words.txt")
+
+
+class TestGlyph(TokenizerSuite):
+    plugin = "glyph"
+    settings = {"path": str(WORDS)}
+
+
+def test_the_longest_word_that_matches_is_a_token() -> None:
+    assert Words(["in", "inside", "out"]).encode("insideout!") == [END + 2, END + 3, ord("!")]
+
+
+def test_a_list_that_is_not_there_is_refused_by_its_name() -> None:
+    with pytest.raises(UsageError, match=r"nowhere\.txt"):
+        Glyph(Glyph.Config(path="nowhere.txt")).build_tokenizer()

@@ -68,13 +68,13 @@ class Cache:
         """The arrays of a description, memory-mapped; made, if this file system has none or what it has is damaged."""
         text = json.dumps(description, sort_keys=True)
         path = self.folder / blake2b(text.encode(), digest_size=16).hexdigest()
-        found = _load(path)
+        found = _load(path, text)
         if found is None:
             with self._locked():
-                found = _load(path)  # another process may have made it meanwhile
+                found = _load(path, text)  # another process may have made it meanwhile
                 if found is None:
                     self._store(path, text, make())
-                    found = _load(path)
+                    found = _load(path, text)
         if found is None:
             raise UsageError(f"'{path}' cannot be read back as it was written; set data.cache to another disk")
         return found
@@ -128,10 +128,13 @@ def _checksum(path: Path) -> int:
     return found
 
 
-def _load(path: Path) -> Arrays | None:
+def _load(path: Path, description: str) -> Arrays | None:
     """The arrays of an entry; None where it is not there, or not as it was written."""
     try:
-        checksums = json.loads((path / "entry.json").read_text())["checksums"]
+        entry = json.loads((path / "entry.json").read_text())
+        checksums = entry["checksums"]
+        if entry["description"] != json.loads(description) or not checksums:
+            return None
         if any(_checksum(path / f"{name}.npy") != expected for name, expected in checksums.items()):
             return None
         return {name: _map(path / f"{name}.npy") for name in checksums}

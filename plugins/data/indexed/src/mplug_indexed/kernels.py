@@ -96,9 +96,9 @@ def fill_samples(
             first = np.int64(begins[n, 1]) if document == begins[n, 0] else 0
             last = np.int64(ends[n, 1]) + extra if document == ends[n, 0] else np.int64(lengths[sequence])
             at = starts[sequence] // itemsize + first
-            count = len(row) - place
-            if last - first < count:
-                count = last - first
+            count = int(last - first)
+            if place + count > len(row):
+                count = len(row) - place
             if at < 0 or at + count > len(tokens):
                 return int(sequence)
             for k in range(count):

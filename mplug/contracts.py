@@ -34,9 +34,13 @@ class Stateful(Protocol):
 class Loader(Stateful, Protocol):
     """One split of a data set, in one global order of samples whatever the layout.
 
-    The state is of the global order, not of a rank: a checkpoint holds rank 0's, and any number of ranks loads it. A
-    loader of a finite set may state `samples_per_epoch`: from the first sample on, so many in a row are the whole set;
-    and `tokenizer`, the record of what made the data (`TokenizerRecord.as_mapping`), which the run's record keeps.
+    The state is of the global order, not of a rank: a checkpoint holds rank 0's, and any number of ranks loads it.
+    Where ranks know what others do not (buffers, worker processes), a loader has `merge_states(states)`: of the states
+    of all parts of the batch, in their order, it makes the one that a checkpoint holds. Such a loader loads either, the
+    merged state or its own, and raises UsageError for one that it cannot go on from, before anything is read or lost.
+
+    A loader of a finite set may state `samples_per_epoch`: from the first sample on, so many in a row are the whole
+    set; and `tokenizer`, the record of what made the data (`TokenizerRecord.as_mapping`), which the run's record keeps.
     """
 
     vocab_size: int
@@ -68,7 +72,9 @@ class Tokenizer(Protocol):
 class CorpusTokenizer(Tokenizer, Protocol):
     """What a plugin of the kind `tokenizers` builds: whole corpora go through it.
 
-    It is built once in every process that encodes, and used by one thread at a time.
+    It is built once in every process that encodes, and used by one thread at a time. One that has special tokens may
+    state `special_tokens`, a mapping from their texts to their numbers: whoever writes such a text on purpose, as chat
+    templates do, cuts it out and puts in the number.
     """
 
     vocab_size: int

@@ -36,12 +36,12 @@ class Position:
 
     def save(self) -> None:
         """Save the current step, at once or while training goes on: `saver` tells when it is visible."""
-        run, parts = self.run, self.parts
+        run = self.run
         states = {name: stateful.state_dict() for name, stateful in self.stateful.items()}
         plain = {
             "samples": self.samples,
             "tokens": self.tokens,
-            "loader": parts.train_loader.state_dict(),
+            "loader": self._loader_state(),
             "states": states,
         }
         if self.parts.loss_scale is not None:
@@ -95,6 +95,16 @@ class Position:
             parts.loss_scale.load_state_dict(plain[LOSS_SCALE])
         parts.train_loader.load_state_dict(plain["loader"])
         run.step, self.samples, self.tokens = manifest["step"], plain["samples"], plain["tokens"]
+
+    def _loader_state(self) -> dict[str, Any]:
+        """The training loader's state; where those of ranks differ, the one that the loader makes of all of them."""
+        loader, run = self.parts.train_loader.loader, self.run
+        state, merge = loader.state_dict(), getattr(loader, "merge_states", None)
+        if merge is None:
+            return state
+        parts = dict(run.gathered((run.mesh.batch_shard(run.rank)[0], state)))
+        merged: dict[str, Any] = merge([parts[part] for part in sorted(parts)])
+        return merged
 
     def _buffers(self, boxes_of: Callable[[Placement, Tensor, int], Boxed]) -> State:
         """The states of the model's modules."""

@@ -129,6 +129,17 @@ class DataSuite(PluginSuite):
         (loader,) = cls.loaders(cls.layout(1, **changes), split)
         return loader
 
+    @staticmethod
+    def state_of(loaders: "list[Loader]") -> Any:
+        """The state of all ranks' loaders that a checkpoint holds."""
+        with naming_failures("state_dict"):
+            states = [loader.state_dict() for loader in loaders]
+        merge = getattr(loaders[0], "merge_states", None)
+        if merge is None:
+            return states[0]
+        with naming_failures("merge_states"):
+            return merge(states)
+
     def _epoch(self, loader: "Loader") -> int | None:
         """The samples of an epoch, where the loader states them and they can be read here."""
         stated = getattr(loader, "samples_per_epoch", None)
@@ -231,12 +242,12 @@ class DataSuite(PluginSuite):
         places = (1, 21, *((epoch - 3, epoch, epoch + 5) if epoch and epoch > 3 else ()))
         expected = read(alone, max(places) + 16)
         for place in places:
-            first, *_ = loaders = self.loaders(before, split)
+            loaders = self.loaders(before, split)
             for loader in loaders:
                 read(loader, place)
             for start in (place, place + 8):
-                state = kept(first.state_dict())
-                first, *_ = loaders = self.loaders(after, split)
+                state = kept(self.state_of(loaders))
+                loaders = self.loaders(after, split)
                 for loader in loaders:
                     with naming_failures("load_state_dict"):
                         loader.load_state_dict(copy.deepcopy(state))

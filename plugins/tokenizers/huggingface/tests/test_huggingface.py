@@ -90,3 +90,12 @@ def test_a_wrong_end_and_a_wrong_file_are_refused(tmp_path: Path) -> None:
     for name in ("b.json", "nowhere.json"):
         with pytest.raises(UsageError, match=rf"{name}' is no tokenizer\.json"):
             built(tmp_path / name)
+
+
+def test_special_tokens_are_told_by_their_texts_and_no_text_has_them(tmp_path: Path) -> None:
+    path = trained(tmp_path / "tokenizer.json", "<|im_start|>", "</s>")
+    tokenizer = HuggingFace(HuggingFace.Config(path=str(path))).build_tokenizer()
+    assert set(tokenizer.special_tokens) == {"<|im_start|>", "</s>"}
+    for text, number in tokenizer.special_tokens.items():
+        assert tokenizer.tokenizer.token_to_id(text) == number
+        assert number not in tokenizer.encode(f"a {text} b")

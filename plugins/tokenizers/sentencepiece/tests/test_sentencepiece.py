@@ -64,3 +64,10 @@ def test_a_wrong_end_and_a_wrong_file_are_refused(tmp_path: Path) -> None:
     for name in ("b.model", "nowhere.model"):
         with pytest.raises(UsageError, match=rf"{name}' is no SentencePiece model"):
             SentencePiece(SentencePiece.Config(path=str(tmp_path / name))).build_tokenizer()
+
+
+def test_special_tokens_are_the_models_control_pieces(tmp_path: Path) -> None:
+    path = trained(tmp_path / "a.model", control_symbols=["<turn>"])
+    tokenizer = SentencePiece(SentencePiece.Config(path=str(path))).build_tokenizer()
+    assert tokenizer.special_tokens == {"<s>": 1, "</s>": 2, "<turn>": 3}
+    assert not set(tokenizer.special_tokens.values()) & set(tokenizer.encode("a <turn> b </s>"))

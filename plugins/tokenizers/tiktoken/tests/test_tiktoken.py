@@ -43,6 +43,7 @@ def test_ranks_are_tokens_and_the_end_comes_after_them_or_where_it_is_said(tmp_p
     assert build(path, eod_id=300) == (301, 300, [259, 258])
     assert build(path, eod=None) == (after, None, [259, 258])
     assert build(path, pattern=".")[2] == list(b"in the")
+    assert Tiktoken(Tiktoken.Config(path=str(path), eod="<end>")).build_tokenizer().special_tokens == {"<end>": after}
 
 
 def test_a_file_that_changes_under_its_name_is_read_anew(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ class FileTokenizer:
 
     def __init__(self, tokenizer: "tokenizers.Tokenizer", eod: int | None) -> None:
         self.tokenizer, self.eod = tokenizer, eod
+        self.special_tokens = _special_tokens(tokenizer)
         tokenizer.no_padding()
         tokenizer.no_truncation()
         tokenizer.encode_special_tokens = True  # what looks like a special token in a text is text
@@ -87,7 +88,10 @@ class HuggingFace:
             if found is None:
                 raise UsageError(f"tokenizers/huggingface: '{self.config.path}' has no token '{wanted}' to be its eod")
             return found
-        special = {
-            token.content: number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special
-        }
+        special = _special_tokens(tokenizer)
         return next((special[end] for end in ENDS if end in special), None)
+
+
+def _special_tokens(tokenizer: "tokenizers.Tokenizer") -> dict[str, int]:
+    """The texts of special tokens, and their numbers."""
+    return {token.content: number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}

@@ -16,6 +16,8 @@ class ModelTokenizer:
 
     def __init__(self, processor: "SentencePieceProcessor", eod: int | None) -> None:
         self.processor, self.eod = processor, eod
+        control = filter(processor.is_control, range(processor.get_piece_size()))
+        self.special_tokens: dict[str, int] = {processor.id_to_piece(number): number for number in control}
         self.vocab_size: int = processor.get_piece_size()
 
     def encode(self, text: str) -> list[int]:

@@ -19,6 +19,7 @@ class RanksTokenizer:
 
     def __init__(self, encoding: "Encoding", eod: int | None) -> None:
         self.encoding, self.eod = encoding, eod
+        self.special_tokens: dict[str, int] = dict(encoding._special_tokens)
         self.vocab_size: int = encoding.max_token_value + 1
         holes = set(range(self.vocab_size)).difference(encoding._mergeable_ranks.values())
         self._silent = frozenset(holes)

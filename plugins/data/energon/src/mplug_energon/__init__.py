@@ -1,0 +1,15 @@
+"""Text and images with text through Megatron-Energon: prepared data sets, blends of them, task encoders.
+
+The plugin and the command `contact-sheet` share this package, and a command's help imports no pydantic: so the plugin
+is imported when it is asked for.
+"""
+
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    if name != "Energon":
+        raise AttributeError(f"module 'mplug_energon' has no attribute '{name}'")
+    from mplug_energon.plugin import Energon
+
+    return Energon

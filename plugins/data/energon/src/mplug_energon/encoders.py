@@ -1,0 +1,148 @@
+"""Task encoders: from a sample of a data set to the tokens that a model learns.
+
+A task encoder is a class of Energon's `TaskEncoder`, named `module:Class`. It is made with `data.task_encoder_options`,
+and with `seq_length` and `tokenizer` where it takes them. Its encoded samples are mappings or dataclasses with `tokens`
+[S] and `labels` [S] (shifted; -100 where there is no target), `positions` [S] if they are not 0, 1, 2 ..., and whatever
+else `data.entries` names. It may state its `vocab_size`; else the tokenizer's holds.
+
+`S` sequence length, `P` pixels of an image's side.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.energon import Cooker, CrudeSample, DefaultTaskEncoder, SampleDecoder, basic_sample_keys, stateless
+from megatron.energon.edataclass import edataclass
+from megatron.energon.flavors.base_dataset import Sample
+from torch import Tensor
+
+from mplug import CorpusTokenizer, UsageError
+
+IGNORED = -100
+"""The label of a position without a target."""
+TEXTS = ("txt", "text", "caption")
+IMAGES = ("png", "jpg", "jpeg", "webp", "bmp", "image")
+
+
+@edataclass
+class Encoded(Sample):
+    """What a model reads of a sample: tokens [S] and labels [S]."""
+
+    tokens: Tensor
+    labels: Tensor
+
+
+@edataclass
+class EncodedImage(Encoded):
+    """Beside it the image [3, P, P], from 0 to 1."""
+
+    images: Tensor
+
+
+@edataclass
+class Raw(Sample):
+    """A sample whatever its type: its text, and its image if it has one."""
+
+    text: str
+    image: Tensor | None = None
+
+
+@stateless
+def cook(crude: CrudeSample) -> Raw:
+    """A sample of a data set without a type: by the extensions of its files, or the fields of its JSON."""
+    fields = {**crude, **crude["json"]} if isinstance(crude.get("json"), dict) else dict(crude)
+    text = next((fields[name] for name in TEXTS if isinstance(fields.get(name), str)), None)
+    image = next((fields[name] for name in IMAGES if isinstance(fields.get(name), Tensor)), None)
+    if text is None:
+        parts = ", ".join(sorted(name for name in fields if not name.startswith("__")))
+        raise UsageError(f"sample '{crude['__key__']}' has {parts}, and no text ({', '.join(TEXTS)})")
+    return Raw(**basic_sample_keys(crude), text=text, image=image)
+
+
+def text_and_image(sample: Any) -> tuple[str, Tensor | None]:
+    """What this house's encoders take of a sample: of its fields `text` or `caption`, and `image`."""
+    text = getattr(sample, "text", None) or getattr(sample, "caption", None)
+    if not isinstance(text, str):
+        raise UsageError(
+            f"sample '{sample.__key__}' is a {type(sample).__name__}, which has no text and no caption; "
+            f"name an encoder of your own in data.task_encoder"
+        )
+    return text, getattr(sample, "image", None)
+
+
+class Text(DefaultTaskEncoder):
+    """Every text in windows of S tokens, one after the other; the last is filled up, without targets."""
+
+    cookers = (Cooker(cook),)
+    decoder = SampleDecoder(image_decode="torchrgb8")
+
+    def __init__(self, seq_length: int, tokenizer: CorpusTokenizer) -> None:
+        super().__init__()
+        self.seq_length, self.tokenizer = seq_length, tokenizer
+        self.end = [] if tokenizer.eod is None else [tokenizer.eod]
+        self.filler = tokenizer.eod or 0
+
+    @stateless
+    def encode_sample(self, sample: Sample) -> Iterator[Encoded]:
+        """As many samples as its text has windows."""
+        tokens = [*self.tokenizer.encode(text_and_image(sample)[0]), *self.end]
+        for start in range(0, max(len(tokens) - 1, 0), self.seq_length):
+            window, labels = self.window(tokens[start : start + self.seq_length + 1])
+            yield Encoded.derive_from(sample, tokens=window, labels=labels)
+
+    def window(self, tokens: list[int], without_target: int = 0) -> tuple[Tensor, Tensor]:
+        """(tokens [S], labels [S]) of at most S + 1 tokens; the first `without_target` are no targets."""
+        filled = torch.full((self.seq_length + 1,), self.filler)
+        filled[: len(tokens)] = torch.tensor(tokens)
+        labels = filled[1:].clone()
+        labels[len(tokens) - 1 :] = IGNORED
+        labels[: max(without_target - 1, 0)] = IGNORED
+        return filled[:-1].clone(), labels
+
+
+class ImageText(Text):
+    """An image and its caption; the caption is what is learned.
+
+    With `pixels`, the image comes before the caption as `pixels` x `pixels` grey tokens, numbered after the
+    tokenizer's: any decoder can learn to tell what it sees. Without, it is the entry `images` [B, 3, P, P] of
+    `image_size` P, for a model that takes it (`data.entries=[images]`), and the token that ends a document comes before
+    the caption, so that its first token is learned too.
+    """
+
+    def __init__(
+        self, seq_length: int, tokenizer: CorpusTokenizer, image_size: int = 64, pixels: int | None = None
+    ) -> None:
+        super().__init__(seq_length, tokenizer)
+        self.image_size, self.pixels = image_size, pixels
+        self.first_grey = tokenizer.vocab_size
+        self.vocab_size = self.first_grey + (0 if pixels is None else 256)
+        if pixels is not None and pixels**2 >= seq_length:
+            raise UsageError(
+                f"an image of {pixels} x {pixels} tokens leaves no room for a caption in "
+                f"trainer.seq_length={seq_length}; set data.task_encoder_options.pixels to less"
+            )
+
+    @stateless
+    def encode_sample(self, sample: Sample) -> Iterator[Encoded]:
+        """One sample; a caption that is too long is cut."""
+        caption, image = text_and_image(sample)
+        if image is None:
+            raise UsageError(f"sample '{sample.__key__}' has no image; name an encoder for text in data.task_encoder")
+        tokens, seen = [*self.tokenizer.encode(caption), *self.end], self.end
+        if self.pixels is not None:
+            seen = (resized(image, self.pixels).mean(0) * 255).round().long().flatten().add(self.first_grey).tolist()
+        window, labels = self.window([*seen, *tokens][: self.seq_length + 1], without_target=len(seen))
+        if self.pixels is not None:
+            yield Encoded.derive_from(sample, tokens=window, labels=labels)
+        else:
+            scaled = resized(image, self.image_size)
+            yield EncodedImage.derive_from(sample, tokens=window, labels=labels, images=scaled)
+
+
+def resized(image: Tensor, size: int) -> Tensor:
+    """An image [3, height, width] of bytes, or of numbers from 0 to 1, as [3, size, size] of the latter."""
+    scaled = image.float() / 255 if image.dtype == torch.uint8 else image.float()
+    whole = F.interpolate(scaled[None], (size, size), mode="bilinear", antialias=True, align_corners=False)
+    return whole[0].clamp(0, 1)

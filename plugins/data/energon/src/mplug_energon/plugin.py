@@ -1,0 +1,120 @@
+"""The plugin: which data set, and its loaders."""
+
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from mplug import (
+    CorpusTokenizer,
+    Loader,
+    Tokenizer,
+    TokenizerRecord,
+    UsageError,
+    describe_tokenizer,
+    hookimpl,
+    load_tokenizer,
+)
+
+if TYPE_CHECKING:
+    from mplug import Run
+
+META = ".nv-meta"
+"""The folder that `energon prepare` writes into a data set."""
+
+
+class Energon:
+    """Samples of a data set that `energon prepare` has indexed, or of a blend, as a task encoder gives them."""
+
+    class Config(BaseModel):
+        """Which data set, how samples become tokens, and how the set is divided and shuffled."""
+
+        model_config = ConfigDict(extra="forbid", frozen=True)
+
+        path: str = Field(description="a folder that `energon prepare` has indexed, or a blend: a metadataset's YAML")
+        train_part: str = Field("train", description="the part of the data set for training")
+        validation_part: str = Field("val", description="the part of the data set for validation")
+        task_encoder: str = Field(
+            "mplug_energon.encoders:Text", pattern=r"^[\w.]+:\w+$", description="module:Class of the task encoder"
+        )
+        task_encoder_options: dict[str, Any] = Field(default_factory=dict, description="what it is made with")
+        entries: tuple[str, ...] = Field(
+            (), description="entries that it gives beside tokens, labels and positions, for models that take them"
+        )
+        tokenizer: str = Field("bytes", description="tokenizer, an installed plugin")
+        tokenizer_options: dict[str, Any] = Field(default_factory=dict, description="options of the tokenizer")
+        streams: int = Field(
+            8, ge=1, description="parts that are read side by side; data-parallel ranks must divide them"
+        )
+        num_workers: int = Field(0, ge=0, description="processes that read each stream; 0: the training process does")
+        shuffle_buffer_size: int | None = Field(
+            100, ge=2, description="samples of a stream of which the next is drawn; null: in the order of slices"
+        )
+        max_samples_per_sequence: int | None = Field(
+            100, ge=1, description="samples in a row that stay together when slices are shuffled; null: all of a slice"
+        )
+        packing_buffer_size: int | None = Field(
+            None, ge=2, description="samples of which an encoder with `select_samples_to_pack` packs; null: none"
+        )
+        on_error: Literal["stop", "skip"] = Field(
+            "stop", description="what a sample does that cannot be read or encoded; skip tells of it in the output"
+        )
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @hookimpl
+    def configure(self) -> None:
+        """The data set must be there and prepared, and the encoder's package installed."""
+        path = Path(self.config.path)
+        if not path.exists():
+            raise UsageError(f"data.path '{path}' does not exist; name a prepared data set, or a metadataset's YAML")
+        if path.is_dir() and not (path / META).is_dir():
+            raise UsageError(f"data.path '{path}' is not prepared; run 'energon prepare {path}' first")
+        if path.is_file() and path.suffix not in (".yaml", ".yml"):
+            raise UsageError(f"data.path '{path}' is a file, and no metadataset's YAML; name one, or a prepared folder")
+        assert self.described
+        package = self.config.task_encoder.partition(":")[0].partition(".")[0]
+        if find_spec(package) is None:
+            raise UsageError(
+                f"data.task_encoder '{self.config.task_encoder}': there is no module '{package}'; install it, or add "
+                f"its folder to PYTHONPATH"
+            )
+
+    @hookimpl
+    def batch_entries(self) -> tuple[str, ...]:
+        """What the encoder gives beside tokens, labels and positions."""
+        return self.config.entries
+
+    @cached_property
+    def described(self) -> TokenizerRecord:
+        """Which tokenizer the config names."""
+        return describe_tokenizer(self.config.tokenizer, self.config.tokenizer_options, "data.tokenizer")
+
+    @cached_property
+    def tokenizer(self) -> CorpusTokenizer:
+        """The tokenizer that the config names."""
+        return load_tokenizer(self.described)
+
+    @hookimpl
+    def build_tokenizer(self) -> Tokenizer:
+        """What the encoder is given."""
+        return self.tokenizer
+
+    @hookimpl
+    def build_loader(self, run: "Run", split: Literal["train", "validation"]) -> Loader:
+        """Open this rank's streams of a part."""
+        from mplug_energon.reading import make_loader
+
+        config, trainer = self.config, run.config.trainer
+        return make_loader(
+            config,
+            self.tokenizer,
+            part=config.train_part if split == "train" else config.validation_part,
+            seq_length=trainer.seq_length,
+            seed=trainer.seed,
+            shard=run.mesh.batch_shard(run.rank),
+            micro_batch_size=run.micro_batch_size,
+        )

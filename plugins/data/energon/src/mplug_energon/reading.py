@@ -1,0 +1,136 @@
+"""Streams of a prepared data set or a blend, and their samples as micro batches."""
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.energon import SavableDataLoader, TaskEncoder, WorkerConfig, get_savable_loader, get_train_dataset
+from megatron.energon.errors import log_exception
+
+from mplug import CorpusTokenizer, MicroBatch, RunError, UsageError
+from mplug_energon.streams import Collate, Shape, StreamLoader
+
+if TYPE_CHECKING:
+    from mplug_energon.plugin import Energon
+
+REQUIRED = ("tokens", "labels")
+
+
+def make_loader(
+    config: "Energon.Config",
+    tokenizer: CorpusTokenizer,
+    *,
+    part: str,
+    seq_length: int,
+    seed: int,
+    shard: tuple[int, int],
+    micro_batch_size: int,
+) -> StreamLoader:
+    """The streams of a part of the data set that the `shard`-th rank reads, through the config's task encoder."""
+    encoder = make_encoder(config.task_encoder, config.task_encoder_options, seq_length, tokenizer)
+    vocab_size: int = getattr(encoder, "vocab_size", None) or tokenizer.vocab_size
+    return StreamLoader(
+        lambda stream: open_stream(config, encoder, part, seed, stream),
+        Shape(config.streams, config.num_workers),
+        collate(config.entries, seq_length, config.task_encoder),
+        vocab_size=vocab_size,
+        shard=shard,
+        micro_batch_size=micro_batch_size,
+    )
+
+
+def make_encoder(named: str, options: Mapping[str, Any], seq_length: int, tokenizer: CorpusTokenizer) -> TaskEncoder:
+    """The task encoder of `module:Class`; UsageError where there is none, or where it takes other options."""
+    module, _, name = named.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"data.task_encoder '{named}' cannot be imported: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, TaskEncoder)):
+        raise UsageError(f"data.task_encoder '{named}' is no class of megatron.energon.TaskEncoder")
+    known, taken = {"seq_length": seq_length, "tokenizer": tokenizer}, inspect.signature(found).parameters
+    given = {**{name: value for name, value in known.items() if name in taken}, **options}
+    try:
+        inspect.signature(found).bind(**given)
+    except TypeError as error:
+        raise UsageError(f"data.task_encoder_options do not fit '{named}': {error}") from None
+    encoder: TaskEncoder = found(**given)
+    return encoder
+
+
+def open_stream(config: "Energon.Config", encoder: TaskEncoder, part: str, seed: int, stream: int) -> SavableDataLoader:
+    """A stream at its beginning: endless, shuffled, sample by sample, so that micro batches may have any size."""
+    worker = WorkerConfig(
+        rank=stream,
+        world_size=config.streams,
+        num_workers=config.num_workers,
+        seed_offset=seed,
+        global_error_handler=stop if config.on_error == "stop" else log_exception,
+    )
+    try:
+        dataset = get_train_dataset(
+            config.path,
+            split_part=part,
+            worker_config=worker,
+            batch_size=None,
+            packing_buffer_size=config.packing_buffer_size,
+            shuffle_buffer_size=config.shuffle_buffer_size,
+            max_samples_per_sequence=config.max_samples_per_sequence,
+            task_encoder=encoder,
+        )
+    except Exception as error:  # Energon raises what it likes where a data set is not what it says
+        raise UsageError(f"data.path '{config.path}', part '{part}': Energon cannot read it: {error}") from error
+    loader = get_savable_loader(
+        dataset,
+        gc_collect_every_n_steps=0 if config.num_workers == 0 else 100,  # it would freeze the training's own objects
+        watchdog_timeout_seconds=None,  # it would end processes; the host knows when data are late
+    )
+    loader.pin_memory = False  # the host pins
+    return loader
+
+
+def stop(error: Exception, sample: Any, sources: Any = None) -> None:
+    """End the run at a sample that cannot be read or encoded, naming it."""
+    if isinstance(error, UsageError | RunError):
+        raise error
+    where = [f"{one.shard_name}: {', '.join(one.file_names)}" for one in sources or ()]
+    key = getattr(sample, "__key__", None) or (sample.get("__key__") if isinstance(sample, dict) else None)
+    named = "; ".join(where) or f"'{key}'"
+    raise RunError(
+        f"a sample of the data set cannot be used ({named}): {type(error).__name__}: {error}; mend it, or set "
+        f"data.on_error=skip"
+    ) from error
+
+
+def collate(entries: tuple[str, ...], length: int, named: str) -> Collate:
+    """What makes a micro batch of encoded samples, with `entries` beside what each has."""
+
+    def make(samples: list[Any], numbers: list[int]) -> MicroBatch:
+        rows = [_fields(sample) for sample in samples]
+        wanted = [*REQUIRED, *(name for name in ("positions",) if name in rows[0]), *entries]
+        for name in wanted:
+            wrong = next((row for row in rows if not isinstance(row.get(name), torch.Tensor)), None)
+            if wrong is not None:
+                raise UsageError(f"data.task_encoder '{named}' gives no tensor '{name}' (it gives {', '.join(wrong)})")
+        for name in REQUIRED:
+            for row in rows:
+                if row[name].shape != (length,):
+                    raise UsageError(
+                        f"data.task_encoder '{named}' gives '{name}' of shape {tuple(row[name].shape)}; "
+                        f"it is ({length},), trainer.seq_length"
+                    )
+        batch = {name: torch.stack([row[name] for row in rows]) for name in wanted}
+        return {"positions": torch.arange(length)[None], **batch, "sample_ids": torch.tensor(numbers)}
+
+    return make
+
+
+def _fields(sample: Any) -> dict[str, Any]:
+    if is_dataclass(sample):
+        found = {one.name: getattr(sample, one.name) for one in fields(sample)}
+    else:
+        found = dict(sample) if isinstance(sample, Mapping) else {}
+    return {name: value for name, value in found.items() if not name.startswith("__")}

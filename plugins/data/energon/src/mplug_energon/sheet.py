@@ -1,0 +1,83 @@
+"""mplug contact-sheet: what a model sees of images with text, as a picture."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from PIL.ImageDraw import ImageDraw
+
+    from mplug import MicroBatch, Tokenizer
+
+MARGIN, LINE = 4, 12
+"""Pixels around an image, and of a line of its text."""
+
+
+@click.command()
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--output", default="batch.png", show_default=True, type=click.Path(path_type=Path), help="The PNG file.")
+@click.option("--part", default="train", show_default=True, help="Part of the data set.")
+@click.option("--samples", default=16, show_default=True, type=click.IntRange(1), help="Samples of the batch.")
+@click.option("--size", default=128, show_default=True, type=click.IntRange(1), help="Pixels of an image's side.")
+@click.option("--seed", default=1234, show_default=True, type=int, help="A seed gives one order.")
+def command(path: Path, output: Path, part: str, samples: int, size: int, seed: int) -> None:
+    """Draw the first batch of images with text of the data set PATH.
+
+    It goes the way of a run, through Energon, the task encoder and the loader, and comes out as a sheet of
+    what the model is given.
+
+    \b
+    mplug contact-sheet captions/ --samples 32 --output captions.png
+    """
+    from mplug import UsageError
+    from mplug_energon.plugin import Energon
+    from mplug_energon.reading import make_loader
+
+    config = Energon.Config(
+        path=str(path),
+        task_encoder="mplug_energon.encoders:ImageText",
+        task_encoder_options={"image_size": size},
+        entries=("images",),
+        streams=1,
+    )
+    plugin = Energon(config)
+    plugin.configure()
+    loader = make_loader(
+        config, plugin.tokenizer, part=part, seq_length=256, seed=seed, shard=(0, 1), micro_batch_size=samples
+    )
+    drawn = sheet(next(loader.take(samples)), plugin.tokenizer)
+    try:
+        drawn.save(output, "PNG")
+    except OSError as error:
+        raise UsageError(f"cannot write '{output}': {error.strerror}; choose another --output") from None
+    click.echo(f"wrote {output}: {samples} samples of '{part}', {drawn.width} x {drawn.height} pixels")
+
+
+def sheet(batch: "MicroBatch", tokenizer: "Tokenizer") -> "Image":
+    """A micro batch with `images` [B, 3, P, P] as one picture, each image over the text that is to be learned."""
+    from math import ceil, sqrt
+
+    from PIL import Image, ImageDraw
+
+    images, labels = batch["images"].clamp(0, 1).mul(255).round().byte(), batch["labels"]
+    count, _, _, size = images.shape
+    columns = ceil(sqrt(count))
+    width, height = size + 2 * MARGIN, size + 3 * MARGIN + LINE
+    drawn = Image.new("RGB", (columns * width, ceil(count / columns) * height), "white")
+    pen = ImageDraw.Draw(drawn)
+    for number in range(count):
+        left, top = number % columns * width + MARGIN, number // columns * height + MARGIN
+        drawn.paste(Image.fromarray(images[number].permute(1, 2, 0).contiguous().numpy()), (left, top))
+        text = tokenizer.decode([label for label in labels[number].tolist() if label >= 0])
+        pen.text((left, top + size + MARGIN), _fitting(text, pen, size), fill="black")
+    return drawn
+
+
+def _fitting(text: str, pen: "ImageDraw", width: int) -> str:
+    """As much of a text's first line as fits."""
+    line = " ".join(text.split())
+    while line and pen.textlength(line) > width:
+        line = line[:-1]
+    return line

@@ -1,0 +1,75 @@
+"""Energon's states as plain data and tensors, which a checkpoint holds, and back.
+
+Energon's states are its own classes, tuples and bytes; its command-line tools pickle them. A checkpoint of mplug is
+read without running any code from it, so each kind of value that occurs is written here by its name, and no other.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.energon.flavors.webdataset.sample_loader import SliceState
+from megatron.energon.rng import SystemRngState
+from megatron.energon.savable_loader import SavableDataLoaderState, SavableDatasetCheckpoint, SavableDatasetState
+from megatron.energon.state import FlexState
+
+KIND = "$"
+"""The key that says what a mapping stands for; a mapping of Energon's own never has it."""
+CLASSES: dict[str, type[Any]] = {
+    one.__name__: one
+    for one in (SavableDataLoaderState, SavableDatasetCheckpoint, SavableDatasetState, SystemRngState, SliceState)
+}
+
+
+def to_plain(value: Any) -> Any:
+    """A state as mappings, lists, numbers, strings, None and tensors. TypeError names what none of these can hold."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, bytes):
+        return {KIND: "bytes", "of": torch.frombuffer(bytearray(value or b"\0"), dtype=torch.uint8)[: len(value)]}
+    if isinstance(value, torch.Tensor):
+        return {KIND: "tensor", "of": value.detach().clone()}
+    if isinstance(value, np.ndarray):
+        return {KIND: "array", "of": torch.from_numpy(value.astype(np.int64)), "dtype": value.dtype.name}
+    if isinstance(value, tuple):
+        return {KIND: "tuple", "of": _plain_list(value)}
+    if isinstance(value, list):
+        return {KIND: "list", "of": _plain_list(value)}
+    if isinstance(value, Mapping):
+        kind = "state" if isinstance(value, FlexState) else "mapping"
+        return {KIND: kind, "of": [[to_plain(name), to_plain(inner)] for name, inner in value.items()]}
+    name = type(value).__name__
+    if is_dataclass(value) and CLASSES.get(name) is type(value):
+        return {KIND: name, "of": {one.name: to_plain(getattr(value, one.name)) for one in fields(value)}}
+    raise TypeError(f"a state of Energon holds a {name}, which a checkpoint cannot hold")
+
+
+def from_plain(value: Any) -> Any:
+    """The inverse of `to_plain`; KeyError, TypeError or AttributeError where it is none."""
+    if not isinstance(value, dict):
+        return value
+    kind, of = value[KIND], value["of"]
+    if kind in CLASSES:
+        return CLASSES[kind](**{name: from_plain(inner) for name, inner in of.items()})
+    if kind in ("state", "mapping"):
+        pairs = {from_plain(name): from_plain(inner) for name, inner in of}
+        return FlexState(pairs) if kind == "state" else pairs
+    if kind in ("tuple", "list"):
+        numbers = of.tolist() if isinstance(of, torch.Tensor) else [from_plain(inner) for inner in of]
+        return tuple(numbers) if kind == "tuple" else numbers
+    if kind == "bytes":
+        return bytes(of.tolist())
+    if kind == "array":
+        return of.numpy().astype(value["dtype"])
+    if kind == "tensor":
+        return of.clone()
+    raise TypeError(f"a state of Energon has no '{kind}'")
+
+
+def _plain_list(values: Any) -> Any:
+    """Many integers as one tensor (Python's random state has 625), anything else one by one."""
+    if len(values) > 16 and all(type(one) is int and abs(one) < 1 << 62 for one in values):
+        return torch.tensor(values, dtype=torch.int64)
+    return [to_plain(one) for one in values]

@@ -1,0 +1,129 @@
+"""A global order of samples out of Energon's data-parallel ranks, which stand for no rank of the run.
+
+Energon divides a data set among its ranks, and what each reads depends on how many there are. So the run is told that
+there is a fixed number of them, its *streams*: sample n of the global order is the next one of stream n modulo the
+number of streams, and every rank of the run reads the streams of its own samples. The order is then the same for every
+number of ranks that divides that of streams, and a stream goes on exactly wherever it is read.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.energon import SavableDataLoader
+
+from mplug import MicroBatch, UsageError
+from mplug_energon.states import from_plain, to_plain
+
+Collate = Callable[[list[Any], list[int]], MicroBatch]
+"""(encoded samples, their numbers) -> a micro batch."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How the data set is divided: what a state must agree with."""
+
+    streams: int
+    num_workers: int
+
+
+class StreamLoader:
+    """The streams of a rank. Its state is that of each of them; `merge_states` makes one of all ranks' states."""
+
+    def __init__(
+        self,
+        open_stream: Callable[[int], "SavableDataLoader[Any]"],
+        shape: Shape,
+        collate: Collate,
+        *,
+        vocab_size: int,
+        shard: tuple[int, int],
+        micro_batch_size: int,
+    ) -> None:
+        self.open_stream, self.shape, self.collate = open_stream, shape, collate
+        self.vocab_size, self.shard, self.micro_batch_size = vocab_size, shard, micro_batch_size
+        index, count = shard
+        if shape.streams % count:
+            raise UsageError(
+                f"data.streams={shape.streams} is no multiple of the {count} data-parallel ranks; a run's order of "
+                f"samples is that of its streams, so choose a number that every layout of it divides"
+            )
+        self.samples = 0
+        self._taken: Iterator[MicroBatch] = iter(())
+        self._loaders = {stream: open_stream(stream) for stream in range(index, shape.streams, count)}
+        self._samples: dict[int, Iterator[Any]] = {}
+
+    def take(self, num_samples: int) -> Iterator[MicroBatch]:
+        """This rank's part of the next `num_samples` global samples, in micro batches: every `count`-th of them."""
+        self._read_taken()
+        index, count = self.shard
+        first = self.samples
+        self.samples += num_samples
+        self._taken = self._micro_batches([n for n in range(first, self.samples) if n % count == index])
+        return self._taken
+
+    def _micro_batches(self, numbers: list[int]) -> Iterator[MicroBatch]:
+        for start in range(0, len(numbers), self.micro_batch_size):
+            part = numbers[start : start + self.micro_batch_size]
+            yield self.collate([self._next(number % self.shape.streams) for number in part], part)
+
+    def _next(self, stream: int) -> Any:
+        if stream not in self._samples:
+            self._samples[stream] = iter(self._loaders[stream])
+        try:
+            return next(self._samples[stream])
+        except (AssertionError, StopIteration) as error:  # of an endless data set: Energon's own words for an empty one
+            raise UsageError(
+                f"stream {stream} of data.streams={self.shape.streams} gives no sample "
+                f"({str(error).strip().rpartition(chr(10))[2]}); a part of the data set has at least as many as there "
+                f"are streams, so choose fewer"
+            ) from error
+
+    def _read_taken(self) -> None:
+        """Samples that were taken count as read, also where nobody has looked at them."""
+        for _ in self._taken:
+            pass
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many samples have been taken, and the state of each stream of this rank."""
+        self._read_taken()
+        streams = {str(stream): to_plain(loader.save_state_rank()) for stream, loader in self._loaders.items()}
+        return {
+            "samples": self.samples,
+            "num_streams": self.shape.streams,
+            "num_workers": self.shape.num_workers,
+            "streams": streams,
+        }
+
+    @staticmethod
+    def merge_states(states: Iterable[dict[str, Any]]) -> dict[str, Any]:
+        """The streams of all ranks."""
+        states = list(states)
+        return {**states[0], "streams": {name: one for state in states for name, one in state["streams"].items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Open this rank's streams where the state has them; UsageError where Energon cannot go on from it."""
+        self._refuse_other(state)
+        opened: dict[int, SavableDataLoader[Any]] = {}
+        for stream in self._loaders:
+            opened[stream] = self.open_stream(stream)
+            try:
+                opened[stream].restore_state_rank(from_plain(state["streams"][str(stream)]))
+            except (AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+                raise UsageError(
+                    f"Energon cannot go on from this checkpoint ({type(error).__name__}: {error}); resume with the "
+                    f"data set, the blend and the data section that it was saved with"
+                ) from error
+        self._taken, self._samples, self._loaders = iter(()), {}, opened
+        self.samples = int(state["samples"])
+
+    def _refuse_other(self, state: dict[str, Any]) -> None:
+        if "num_streams" not in state:
+            raise UsageError("this checkpoint's data position is not one of Energon's; resume with the data it had")
+        for name, own in (("streams", self.shape.streams), ("num_workers", self.shape.num_workers)):
+            saved = state["num_streams" if name == "streams" else name]
+            if saved != own:
+                raise UsageError(
+                    f"the checkpoint was saved with data.{name}={saved}, and this run has {own}; Energon divides the "
+                    f"data set by it, so resume with data.{name}={saved}"
+                )

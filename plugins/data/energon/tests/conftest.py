@@ -1,0 +1,89 @@
+"""Small data sets, made where a test wants them and prepared by Energon's own tool."""
+
+import io
+import json
+import tarfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+Samples = Mapping[str, Mapping[str, bytes]]
+"""Key -> extension -> content."""
+
+
+def write_tar(path: Path, samples: Samples) -> None:
+    with tarfile.open(path, "w") as tar:
+        for key, files in samples.items():
+            for extension, content in files.items():
+                info = tarfile.TarInfo(f"{key}.{extension}")
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+
+
+def prepared(folder: Path, parts: Mapping[str, list[Samples]], sample_type: str, **fields: str) -> Path:
+    """A data set of parts, a tar for each mapping of samples, as `energon prepare` leaves it."""
+    from megatron.energon.tools.prepare import command
+
+    folder.mkdir(parents=True)
+    for part, tars in parts.items():
+        for number, samples in enumerate(tars):
+            write_tar(folder / f"{part}-{number}.tar", samples)
+    told = [f"--split-parts={part}:{part}-.*" for part in parts]
+    named = [f"--sample-type={sample_type}", *([f"--field-map={json.dumps(fields)}"] if fields else [])]
+    command.main(
+        [str(folder), "--non-interactive", "--no-progress", "--num-workers=1", *told, *named], standalone_mode=False
+    )
+    return folder
+
+
+def texts(part: str, count: int, words: str) -> Samples:
+    return {f"{part}{n:03}": {"txt": f"{part} {n}: {words} {n * n}".encode()} for n in range(count)}
+
+
+def picture(number: int) -> bytes:
+    """A PNG of one colour on the left, its complement on the right."""
+    from PIL import Image
+
+    colour = (number * 37 % 256, number * 91 % 256, number * 53 % 256)
+    image = Image.new("RGB", (12, 8), colour)
+    image.paste(tuple(255 - channel for channel in colour), (6, 0, 12, 8))
+    held = io.BytesIO()
+    image.save(held, "PNG")
+    return held.getvalue()
+
+
+def pictures(part: str, count: int) -> Samples:
+    return {f"{part}{n:03}": {"png": picture(n), "txt": f"{part} picture {n}".encode()} for n in range(count)}
+
+
+@pytest.fixture(scope="session")
+def text_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sets") / "text"
+    parts = {
+        "train": [texts("alpha", 40, "over the hills"), texts("beta", 40, "and far away")],
+        "val": [texts("gamma", 40, "another tune")],
+    }
+    return prepared(folder, parts, "TextSample", text="txt")
+
+
+@pytest.fixture(scope="session")
+def picture_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sets") / "pictures"
+    parts = {"train": [pictures("alpha", 30), pictures("beta", 30)], "val": [pictures("gamma", 20)]}
+    return prepared(folder, parts, "CaptioningSample", image="png", caption="txt")
+
+
+@pytest.fixture
+def prepare() -> Callable[..., Path]:
+    return prepared
+
+
+@pytest.fixture
+def write_texts() -> Callable[[str, int, str], Samples]:
+    return texts
+
+
+@pytest.fixture
+def paint() -> Callable[[int], bytes]:
+    return picture

@@ -1,0 +1,332 @@
+"""Energon: real data sets, of text and of images with text, through the loader."""
+
+import io
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from mplug import Loader, MicroBatch, RunError, UsageError
+from mplug.build import build_loader, build_model
+from mplug.testing import DataSuite, run_workers
+from mplug.testing.harness import tiny_config, tiny_run
+from mplug.testing.runs import trained
+from mplug.testing.samples import malformed
+
+S = 32
+END = 256
+IGNORED = -100
+TINY: dict[str, Any] = {
+    "data.name": "energon",
+    "data.streams": 4,
+    "data.shuffle_buffer_size": 8,
+    "trainer.seq_length": S,
+}
+IMAGES = {"data.task_encoder": "mplug_energon.encoders:ImageText"}
+
+
+class TestEnergon(DataSuite):
+    plugin = "energon"
+    settings = TINY
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def of_text(cls, text_set: Path) -> None:
+        cls.settings = {**TINY, "data.path": str(text_set)}
+
+
+def loader(path: Path, split: str = "train", **changes: Any) -> Loader:
+    run = tiny_run({**TINY, "data.path": str(path), **changes})
+    run.device = "cpu"
+    return build_loader(run, split)
+
+
+def rows(found: Loader, count: int, entry: str = "tokens") -> list[list[Any]]:
+    return [row for batch in found.take(count) for row in batch[entry].tolist()]
+
+
+def said(tokens: Sequence[int]) -> str:
+    return bytes(token for token in tokens if token < 256).decode()
+
+
+# Text.
+
+
+def test_a_text_is_read_in_windows_whose_last_is_filled_up(tmp_path: Path, prepare: Callable[..., Path]) -> None:
+    text = "".join(map(chr, range(65, 65 + 40)))
+    path = prepare(tmp_path / "one", {"train": [{"only": {"txt": text.encode()}}]}, "TextSample", text="txt")
+    first, second = rows(found := loader(path, **{"data.streams": 1}), 2)
+    whole = [*text.encode(), END]
+    assert first == whole[:S]
+    assert second == [*whole[S:], *[END] * (2 * S - len(whole))]
+    targets = rows(found, 2, "labels")  # the next epoch: the same windows
+    assert targets == [whole[1 : S + 1], [*whole[S + 1 :], *[IGNORED] * (2 * S - len(whole) + 1)]]
+
+
+def test_an_epoch_of_the_streams_has_every_sample_once(text_set: Path) -> None:
+    for split, names in (("train", "alpha beta"), ("validation", "gamma")):
+        count = 40 * len(names.split())
+        found = rows(loader(text_set, split, **{"trainer.seq_length": 64, "data.shuffle_buffer_size": None}), count)
+        assert {said(row).partition(":")[0] for row in found} == {f"{p} {n}" for p in names.split() for n in range(40)}
+
+
+def test_a_data_set_without_a_type_is_read_by_its_files_names(tmp_path: Path, prepare: Callable[..., Path]) -> None:
+    sets = {"train": [{"a": {"txt": b"plain"}, "b": {"json": b'{"text": "inside", "other": 1}'}}]}
+    path = prepare(tmp_path / "crude", sets, "CrudeWebdataset")
+    found = rows(loader(path, **{"data.streams": 1}), 2)
+    assert {said(row) for row in found} == {"plain", "inside"}
+
+
+def test_a_blend_takes_its_sets_by_their_weights_and_resumes_exactly(
+    tmp_path: Path, text_set: Path, prepare: Callable[..., Path], write_texts: Any
+) -> None:
+    other = prepare(tmp_path / "other", {"train": [write_texts("delta", 30, "and away")]}, "TextSample", text="txt")
+    blend = tmp_path / "blend.yaml"
+    sets = [{"path": str(text_set), "weight": 3}, {"path": str(other), "weight": 1}]
+    blend.write_text(
+        yaml.safe_dump(
+            {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {"train": {"blend": sets}}}
+        )
+    )
+    found = loader(blend)
+    drawn = [said(row).split()[0] for row in rows(found, 240)]
+    assert 35 <= drawn.count("delta") <= 85  # a quarter of 240, within four standard deviations
+    state = found.state_dict()
+    expected = rows(found, 20)
+    again = loader(blend)
+    again.load_state_dict(state)
+    assert rows(again, 20) == expected
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")  # Energon forks, which Python 3.12 tells of
+def test_worker_processes_read_the_same_kind_of_order_and_resume_exactly(text_set: Path) -> None:
+    with_workers = {"data.streams": 2, "data.num_workers": 1}
+    found = loader(text_set, **with_workers)
+    begun = rows(found, 11)
+    assert len({tuple(row) for row in begun}) == 11
+    state = found.state_dict()
+    expected = rows(found, 9)
+    again = loader(text_set, **with_workers)
+    again.load_state_dict(state)
+    assert again.state_dict()["samples"] == 11
+    assert rows(again, 9) == expected
+
+
+# Images.
+
+
+def decoded(png: bytes, size: int) -> torch.Tensor:
+    """By the imaging library alone: a picture, scaled."""
+    import numpy as np
+    from PIL import Image
+
+    image = Image.open(io.BytesIO(png)).resize((size, size), Image.Resampling.BILINEAR)
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
+
+
+def first_images(path: Path, count: int, **changes: Any) -> MicroBatch:
+    found = loader(
+        path, **IMAGES, **{"data.entries": ["images"], "trainer.micro_batch_size": count, "data.streams": 2, **changes}
+    )
+    return next(found.take(count))
+
+
+def test_images_come_beside_the_tokens_of_their_captions(picture_set: Path, paint: Callable[[int], bytes]) -> None:
+    batch = first_images(picture_set, 4, **{"data.task_encoder_options": {"image_size": 20}})
+    assert batch["images"].shape == (4, 3, 20, 20)
+    for image, tokens, labels in zip(batch["images"], batch["tokens"].tolist(), batch["labels"].tolist(), strict=True):
+        caption = said(tokens)
+        assert (image - decoded(paint(int(caption.split()[-1])), 20)).abs().max() <= 2 / 255
+        assert tokens[0] == END
+        assert labels[: len(caption) + 1] == [*caption.encode(), END]
+        assert set(labels[len(caption) + 1 :]) == {IGNORED}
+
+
+def test_an_image_may_come_as_grey_tokens_before_its_caption(picture_set: Path, paint: Callable[[int], bytes]) -> None:
+    found = loader(picture_set, **IMAGES, **{"data.task_encoder_options": {"pixels": 3}, "model.vocab_size": 513})
+    assert found.vocab_size == 257 + 256
+    batch = next(found.take(2))
+    for tokens, labels in zip(batch["tokens"].tolist(), batch["labels"].tolist(), strict=True):
+        caption = said(tokens[9:])
+        grey = decoded(paint(int(caption.split()[-1])), 3).mean(0).flatten()
+        assert (torch.tensor(tokens[:9]) - 257 - grey * 255).abs().max() <= 2
+        assert labels[:8] == [IGNORED] * 8
+        assert labels[8 : 9 + len(caption)] == [*caption.encode(), END]
+
+
+def test_a_model_learns_captions_from_grey_tokens(picture_set: Path, tmp_path: Path) -> None:
+    own = {
+        "data.task_encoder_options": {"pixels": 3},
+        "model.vocab_size": 513,
+        "trainer.steps": 10,
+        "optimizer.lr": 0.01,
+    }
+    config = tiny_config({**TINY, **IMAGES, "data.path": str(picture_set), **own, "schedule.warmup_steps": 0})
+    losses = trained(config, tmp_path / "run").losses
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_a_model_that_takes_no_images_is_refused(picture_set: Path) -> None:
+    run = tiny_run({**TINY, **IMAGES, "data.path": str(picture_set), "data.entries": ["images"]})
+    with pytest.raises(UsageError, match="micro batches of data/energon have 'images', which no unit of models/gpt"):
+        build_model(run)
+
+
+# Runs.
+
+
+def run_of_two(settings: dict[str, Any], folder: Path, resume_from: Path | None) -> tuple[list[Path], dict]:
+    witness = trained(tiny_config(settings), folder, resume_from=resume_from)
+    return witness.saved, witness.figures
+
+
+def test_a_checkpoint_of_two_ranks_resumes_under_any_layout(text_set: Path, tmp_path: Path) -> None:
+    own = {"trainer.steps": 4, "checkpoint.every": 2, "checkpoint.keep": 9, "model.num_layers": 2}
+    settings = {**TINY, **own, "data.path": str(text_set), "trainer.eval_every": 2}
+    (saved, figures), _ = run_workers(2, run_of_two, {**settings, "parallel.layout": "dp2"}, tmp_path / "whole", None)
+    for layout in ("dp2", "tp2", ""):
+        changed = {**settings, "parallel.layout": layout}
+        folder = tmp_path / f"again{layout}"
+        (_, resumed), *_ = run_workers(2 if layout else 1, run_of_two, changed, folder, saved[0])
+        assert list(resumed) == [3, 4]
+        for step, found in resumed.items():
+            assert found == pytest.approx(figures[step], rel=1e-5)
+
+
+# What is refused, in a sentence each.
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"data.path": "nowhere"}, r"data\.path 'nowhere' does not exist"),
+        ({"data.path": "bare"}, r"data\.path 'bare' is not prepared; run 'energon prepare bare'"),
+        ({"data.path": "note.txt"}, r"data\.path 'note\.txt' is a file, and no metadataset's YAML"),
+        ({"data.task_encoder": "Encoder"}, r"data\.task_encoder"),
+        ({"data.task_encoder": "no_such_package.x:Encoder"}, r"there is no module 'no_such_package'"),
+        ({"data.tokenizer": "bites"}, r"did you mean 'bytes'"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_launch(
+    text_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], what: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "note.txt").touch()
+    with pytest.raises(UsageError, match=what):
+        tiny_run({**TINY, "data.path": str(text_set), **changes})
+
+
+@pytest.fixture
+def encoders(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    return "own_encoders"
+
+
+@pytest.mark.parametrize(
+    ("encoder", "options", "error", "what"),
+    [
+        ("Short", {}, UsageError, r"gives 'tokens' of shape \(31,\); it is \(32,\), trainer\.seq_length"),
+        ("Short", {"buy": 2}, UsageError, r"data\.task_encoder_options do not fit '.*Short'.*buy"),
+        ("Counting", {}, UsageError, r"data\.task_encoder_options do not fit '.*Counting'.*first"),
+        ("Silent", {}, UsageError, r"gives no tensor 'labels' \(it gives tokens\)"),
+        ("Other", {}, UsageError, r"is no class of megatron\.energon\.TaskEncoder"),
+        ("Nobody", {}, UsageError, r"Nobody' cannot be imported"),
+        (
+            "Broken",
+            {},
+            RunError,
+            r"a sample of the data set cannot be used \(.*\.tar.*ZeroDivisionError.*on_error=skip",
+        ),
+    ],
+)
+def test_an_encoder_that_does_not_do_is_named(
+    text_set: Path, encoders: str, encoder: str, options: dict[str, Any], error: type[Exception], what: str
+) -> None:
+    own = {"data.task_encoder": f"{encoders}:{encoder}", "data.task_encoder_options": options}
+    with pytest.raises(error, match=what):
+        list(loader(text_set, **own).take(4))
+
+
+def test_an_encoder_of_ones_own_gives_tokens_labels_positions_and_entries(text_set: Path, encoders: str) -> None:
+    own = {"data.task_encoder": f"{encoders}:Counting", "data.task_encoder_options": {"first": 0}}
+    found = loader(text_set, **own, **{"data.entries": ["extra"]})
+    assert found.vocab_size == 33
+    batch = next(found.take(2))
+    assert batch["tokens"].tolist() == batch["positions"].tolist() == [list(range(32))] * 2
+    assert batch["labels"].tolist() == [list(range(1, 33))] * 2
+    assert batch["extra"].tolist() == [[0, 1]] * 2
+
+
+def test_an_encoder_may_pack_documents_and_resumes_exactly(text_set: Path, encoders: str) -> None:
+    own = {
+        "data.task_encoder": f"{encoders}:Packing",
+        "data.packing_buffer_size": 12,
+        "data.entries": ["document_lengths"],
+        "kernels.default": None,
+        "data.streams": 2,
+    }
+    found = loader(text_set, **own)
+    batches = list(found.take(6))
+    for batch in batches:
+        assert malformed(batch, S) == ""
+        for tokens, lengths in zip(batch["tokens"], batch["document_lengths"].tolist(), strict=True):
+            for document in tokens.split([length for length in lengths if length]):
+                assert len(set(document.tolist())) == 1
+    state = found.state_dict()
+    expected = rows(found, 6)
+    again = loader(text_set, **own)
+    again.load_state_dict(state)
+    assert rows(again, 6) == expected
+
+
+def test_an_image_encoder_refuses_text_and_too_many_pixels(text_set: Path) -> None:
+    with pytest.raises(UsageError, match="has no image; name an encoder for text"):
+        list(loader(text_set, **IMAGES).take(4))
+    with pytest.raises(UsageError, match=r"an image of 6 x 6 tokens leaves no room .* trainer\.seq_length=32"):
+        loader(text_set, **IMAGES, **{"data.task_encoder_options": {"pixels": 6}})
+
+
+def test_a_part_that_the_data_set_lacks_is_named(text_set: Path) -> None:
+    with pytest.raises(UsageError, match=r"data\.path '.*text', part 'dev': Energon cannot read it"):
+        loader(text_set, **{"data.train_part": "dev"})
+
+
+def test_more_streams_than_samples_are_refused(tmp_path: Path, prepare: Callable[..., Path], write_texts: Any) -> None:
+    path = prepare(tmp_path / "few", {"train": [write_texts("alpha", 2, "few")]}, "TextSample", text="txt")
+    assert len(rows(loader(path, **{"data.streams": 2}), 6)) == 6
+    with pytest.raises(UsageError, match=r"stream \d of data\.streams=4 gives no sample .* choose fewer"):
+        list(loader(path).take(4))
+
+
+def test_streams_that_ranks_do_not_divide_are_refused(text_set: Path) -> None:
+    with pytest.raises(UsageError, match=r"data\.streams=3 is no multiple of the 2 data-parallel ranks"):
+        loader(text_set, **{"parallel.layout": "dp2", "data.streams": 3})
+
+
+def test_a_state_of_other_streams_or_another_data_set_is_refused_and_changes_nothing(
+    text_set: Path, tmp_path: Path
+) -> None:
+    found, expected = loader(text_set), rows(loader(text_set), 8)
+    other = loader(text_set, **{"data.streams": 2})
+    rows(other, 4)
+    blended = tmp_path / "blend.yaml"
+    sets = [{"path": str(text_set), "weight": 1}, {"path": str(text_set), "weight": 2}]
+    blended.write_text(
+        yaml.safe_dump(
+            {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {"train": {"blend": sets}}}
+        )
+    )
+    blend = loader(blended)
+    rows(blend, 4)
+    for state, what in (
+        (other.state_dict(), r"saved with data\.streams=2, and this run has 4; .* resume with data\.streams=2"),
+        ({"samples": 3}, "not one of Energon's"),
+        (blend.state_dict(), "Energon cannot go on from this checkpoint"),
+    ):
+        with pytest.raises(UsageError, match=what):
+            found.load_state_dict(state)
+    assert rows(found, 8) == expected

@@ -1,0 +1,42 @@
+"""mplug contact-sheet: a data set of images with text as a picture."""
+
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from mplug_energon.sheet import command
+
+from mplug import UsageError
+from mplug.testing import CommandSuite
+
+
+class TestContactSheet(CommandSuite):
+    plugin = "contact-sheet"
+    refused = (("nowhere",), ("nowhere", "--samples", "0"))
+
+
+def test_a_sheet_shows_every_image_of_the_batch(
+    picture_set: Path, tmp_path: Path, paint: Callable[[int], bytes]
+) -> None:
+    from PIL import Image
+
+    output = tmp_path / "batch.png"
+    told = CliRunner().invoke(command, [str(picture_set), "--samples=5", "--size=40", f"--output={output}"])
+    assert told.exit_code == 0, told.output
+    assert "5 samples of 'train'" in told.output
+    sheet = Image.open(output).convert("RGB")
+    assert sheet.size == (3 * 48, 2 * 64)
+    known = {Image.open(BytesIO(paint(n))).getpixel((0, 0)) for n in range(30)}
+    shown = [sheet.getpixel((column * 48 + 8, row * 64 + 24)) for row in range(2) for column in range(3)]
+    assert all(
+        any(max(abs(a - b) for a, b in zip(one, other, strict=True)) <= 1 for other in known) for one in shown[:5]
+    )
+    assert shown[5] == (255, 255, 255)
+
+
+def test_a_folder_that_cannot_be_written_is_named(picture_set: Path, tmp_path: Path) -> None:
+    output = tmp_path / "nowhere" / "batch.png"
+    with pytest.raises(UsageError, match=r"cannot write '.*batch\.png': No such file"):
+        command.main([str(picture_set), f"--output={output}"], standalone_mode=False)

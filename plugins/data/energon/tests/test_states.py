@@ -1,0 +1,58 @@
+"""Energon's states as plain data, and back."""
+
+import json
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.energon.rng import SystemRng
+from megatron.energon.savable_loader import SavableDataLoaderState, SavableDatasetCheckpoint, SavableDatasetState
+from megatron.energon.state import FlexState
+from mplug_energon.states import from_plain, to_plain
+
+from mplug.testing.samples import kept
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        (1, "a", (2.5, None)),
+        [True, [1, 2], b"", b"\0\xff"],
+        {"a": (1,), 3: "b", ("k", 0): [2]},
+        FlexState(rng=b"abc", inner=FlexState(n=1)),
+        tuple(range(100)),
+        [1 << 40, *range(40)],
+        [True] * 40,
+    ],
+)
+def test_a_value_comes_back_as_it_was_through_a_checkpoint(value: Any) -> None:
+    back = from_plain(kept(to_plain(value)))
+    assert back == value
+    assert type(back) is type(value)
+    assert repr(back) == repr(value)
+
+
+def test_random_states_come_back_exactly() -> None:
+    saved = SystemRng.save_state()
+    of = SavableDatasetState(rng=saved, dataset_state=FlexState(a=1), sample_index=7)
+    state = SavableDataLoaderState(
+        worker_states=[SavableDatasetCheckpoint(state=of, offset=3)],
+        next_worker_id=0,
+        micro_batch_size=None,
+    )
+    drawn = [random.random(), np.random.random(), float(torch.rand(()))]
+    back = from_plain(kept(to_plain(state)))
+    assert back.worker_states[0].offset == 3
+    SystemRng.restore_state(back.worker_states[0].state.rng)
+    assert [random.random(), np.random.random(), float(torch.rand(()))] == drawn
+
+
+def test_what_is_not_known_is_refused_and_nothing_is_made_of_a_name() -> None:
+    with pytest.raises(TypeError, match="holds a object"):
+        to_plain([object()])
+    with pytest.raises(TypeError, match="has no 'Popen'"):
+        from_plain({"$": "Popen", "of": {"args": "true"}})
+    json.dumps(to_plain(FlexState(a=(1, 2))))

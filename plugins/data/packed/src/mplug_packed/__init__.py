@@ -1,0 +1,142 @@
+"""Supervised fine-tuning: conversations by a chat template, loss on the answers, packed to the sequence length."""
+
+import logging
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from mplug import MapLoader, Tokenizer, TokenizerRecord, UsageError, describe_tokenizer, hookimpl, load_tokenizer
+
+if TYPE_CHECKING:
+    from mplug import Run, RunConfig
+    from mplug_packed.samples import Count, Documents
+    from mplug_packed.templates import Template
+    from mplug_packed.vocabulary import Vocabulary
+
+log = logging.getLogger("mplug.packed")
+Split = Literal["train", "validation"]
+
+
+class Packed:
+    """Conversations of JSON lines, several a sample, none of which attends to another."""
+
+    class Config(BaseModel):
+        """Which conversations, how they become text, and how they are packed."""
+
+        model_config = ConfigDict(extra="forbid", frozen=True)
+
+        path: str = Field(description="a file *.jsonl or *.jsonl.gz, a folder of them or a glob: a conversation a line")
+        validation_path: str | None = Field(
+            None, description="conversations for validation, named like those of `path`; null: a share of those"
+        )
+        validation_percent: float = Field(
+            5, gt=0, le=50, description="share of the conversations for validation, by a hash of their messages"
+        )
+        tokenizer: str = Field("bytes", description="tokenizer, an installed plugin")
+        tokenizer_options: dict[str, Any] = Field(default_factory=dict, description="options of the tokenizer")
+        template: str = Field(
+            "chatml", description="chatml, llama3, or a file: of Jinja, or a JSON file with 'chat_template'"
+        )
+        template_variables: dict[str, str] = Field(
+            default_factory=dict, description="what a template file sees beside messages, as bos_token: '<s>'"
+        )
+        special_tokens: list[str] | None = Field(
+            None, description="texts that are one token each; null: those of the named template, or of the JSON file"
+        )
+        too_long: Literal["truncate", "drop"] = Field(
+            "truncate", description="what becomes of a conversation that is longer than trainer.seq_length"
+        )
+        max_documents: int = Field(
+            32, ge=2, description="the most documents of a sample, of which one may be what fills it up"
+        )
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @hookimpl
+    def configure(self, config: "RunConfig") -> None:
+        """Files and the template must be there."""
+        from mplug_packed.conversations import find_files
+
+        if self.config.max_documents > config.trainer.seq_length:
+            raise UsageError(
+                f"data.max_documents={self.config.max_documents} is more than "
+                f"trainer.seq_length={config.trainer.seq_length} tokens can hold; set it to that at most"
+            )
+        find_files(self.config.path)
+        if self.config.validation_path is not None:
+            find_files(self.config.validation_path, "data.validation_path")
+        assert self.template
+        assert self.tokenizer
+
+    @hookimpl
+    def batch_entries(self) -> tuple[str, ...]:
+        """The lengths of documents, by which none attends to another."""
+        return ("document_lengths",)
+
+    @cached_property
+    def template(self) -> "Template":
+        """The chat template, read once."""
+        from mplug_packed.templates import read_template
+
+        return read_template(self.config.template, self.config.template_variables)
+
+    @cached_property
+    def tokenizer(self) -> TokenizerRecord:
+        """The tokenizer that the config names."""
+        return describe_tokenizer(self.config.tokenizer, self.config.tokenizer_options, "data.tokenizer")
+
+    @cached_property
+    def vocabulary(self) -> "Vocabulary":
+        """The tokenizer's tokens and the template's special ones."""
+        from mplug_packed.vocabulary import Vocabulary
+
+        given = self.config.special_tokens
+        return Vocabulary(load_tokenizer(self.tokenizer), self.template.special if given is None else given)
+
+    @hookimpl
+    def build_tokenizer(self) -> Tokenizer:
+        """Text in which special tokens may be written out."""
+        return self.vocabulary
+
+    @hookimpl
+    def build_loader(self, run: "Run", split: Split) -> MapLoader:
+        """Read, render, encode and pack the split's conversations in memory."""
+        from mplug_packed.samples import Count, PackedSamples
+
+        trainer, count = run.config.trainer, Count()
+        documents = self._documents(split, trainer.seq_length, count)
+        filler = self.vocabulary.tokenizer.eod or 0
+        samples = PackedSamples(documents, trainer.seq_length, self.config.max_documents, filler, trainer.seed)
+        log.info(
+            "%s: %d of %d conversations in %d samples, %.1f%% full (%d truncated; dropped: %d too long, "
+            "%d without an answer, %d with a special token in their text)",
+            split, count.kept, count.conversations, samples.count, 100 * samples.filled, count.truncated,
+            count.too_long, count.without_answer, count.with_special_tokens,
+        )  # fmt: skip
+        return MapLoader(
+            samples.read,
+            vocab_size=self.vocabulary.vocab_size,
+            shard=run.mesh.batch_shard(run.rank),
+            micro_batch_size=run.micro_batch_size,
+            samples_per_epoch=samples.count,
+        )
+
+    def _documents(self, split: Split, length: int, count: "Count") -> "Documents":
+        from mplug_packed.reading import encoded, of_split
+        from mplug_packed.samples import Documents, document
+
+        config = self.config
+        found = of_split(split, config.path, config.validation_path, config.validation_percent)
+        kept = encoded(found, self.template, self.vocabulary, length, config.too_long, count)
+        documents = Documents(document(one, length) for one in kept)
+        if not documents.lengths:
+            where = config.validation_path if split == "validation" and config.validation_path else config.path
+            remedy = " or set data.validation_path, or trainer.eval_every=0" if split == "validation" else ""
+            raise UsageError(
+                f"data.path '{where}': of {count.conversations} conversations of the {split} split none is left "
+                f"({count.too_long} too long, {count.without_answer} without an answer in the first {length} tokens, "
+                f"{count.with_special_tokens} with a special token in their text); name more conversations{remedy}"
+            )
+        return documents

@@ -1,0 +1,86 @@
+"""Conversations in JSON lines: a JSON object a line, with `messages`."""
+
+import glob
+import gzip
+import hashlib
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mplug import UsageError
+from mplug_packed.templates import ANSWERS
+
+PATTERNS = ("*.jsonl", "*.jsonl.gz")
+PARTS = 10_000
+"""Of how many parts a hash tells one."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """The messages of a line, and where it stands: 'chats.jsonl:12'."""
+
+    where: str
+    messages: list[dict[str, Any]]
+    tools: Any
+
+    def held_out(self, percent: float) -> bool:
+        """Whether it is for validation: by a hash of its messages, so that those who are alike are on one side."""
+        text = json.dumps(self.messages, sort_keys=True).encode()
+        return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") % PARTS < percent * PARTS / 100
+
+
+def find_files(path: str, field: str = "data.path") -> list[Path]:
+    """The files that a file's name, a folder or a glob names, sorted; UsageError where there is none."""
+    given = Path(path).expanduser()
+    if given.is_dir():
+        found = [file for pattern in PATTERNS for file in given.glob(pattern) if file.is_file()]
+        why = "has no file *.jsonl or *.jsonl.gz"
+    else:
+        found = [file for file in map(Path, glob.glob(str(given), recursive=True)) if file.is_file()]
+        found = [given] if given.is_file() else found
+        why = "does not exist, and as a glob it matches nothing"
+    if not found:
+        raise UsageError(f"{field} '{path}' {why}; name a file of JSON lines, a folder of them or a glob")
+    return sorted(found)
+
+
+def read_conversations(files: list[Path]) -> Iterator[Conversation]:
+    """Every conversation of the files, in their order; UsageError names the line that holds none."""
+    for file in files:
+        for number, line in _lines(file):
+            if line.strip():
+                yield _conversation(line, f"{file}:{number}")
+
+
+def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    try:
+        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as lines:
+            yield from enumerate(lines, start=1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise UsageError(f"cannot read '{file}': {error}") from None
+
+
+def _conversation(line: bytes, where: str) -> Conversation:
+    try:
+        held: Any = json.loads(line)
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise UsageError(f"{where} is not JSON: {error}") from None
+    messages = held.get("messages") if isinstance(held, dict) else None
+    if not isinstance(messages, list):
+        found = f"an object with {', '.join(held) or 'nothing'}" if isinstance(held, dict) else type(held).__name__
+        raise UsageError(f"{where} has no list 'messages' (it is {found}); a line is {{\"messages\": [...]}}")
+    for place, message in enumerate(messages, start=1):
+        _check(message, f"{where}, message {place},")
+    return Conversation(where, messages, held.get("tools"))
+
+
+def _check(message: Any, where: str) -> None:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise UsageError(f'{where} has no text \'role\'; a message is {{"role": "{ANSWERS}", "content": "..."}}')
+    content = message.get("content")
+    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        kind = "no 'content'" if content is None else f"a 'content' of type {type(content).__name__}"
+        raise UsageError(f"{where} has {kind}; it must be text")

@@ -1,0 +1,110 @@
+"""Samples of packed conversations. B samples of a micro batch, S sequence length, M documents of a sample."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mplug_packed.packing import best_fit_decreasing
+from mplug_packed.vocabulary import Encoded
+
+IGNORED = -100
+"""The label of a position without a target."""
+
+
+@dataclass
+class Count:
+    """What became of the conversations of a split."""
+
+    conversations: int = 0
+    truncated: int = 0
+    too_long: int = 0
+    without_answer: int = 0
+    with_special_tokens: int = 0
+
+    @property
+    def kept(self) -> int:
+        """Those that samples are packed of."""
+        return self.conversations - self.too_long - self.without_answer - self.with_special_tokens
+
+
+class Documents:
+    """Conversations as tokens and labels, one after the other in two arrays: 12 bytes a token in all."""
+
+    def __init__(self, documents: Iterable[tuple[NDArray[np.int32], NDArray[np.int64]]]) -> None:
+        pairs = list(documents)
+        self.lengths = [len(tokens) for tokens, _ in pairs]
+        self.ends = np.cumsum([0, *self.lengths])
+        self.tokens = np.concatenate([np.empty(0, np.int32), *(tokens for tokens, _ in pairs)])
+        self.labels = np.concatenate([np.empty(0, np.int64), *(labels for _, labels in pairs)])
+
+
+def document(encoded: Encoded, length: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """At most `length` tokens of a conversation, and the label of each: the next token, if that is an answer's."""
+    tokens = np.asarray(encoded.tokens, dtype=np.int32)
+    labels = np.full(len(tokens), IGNORED, dtype=np.int64)
+    labels[:-1] = np.where(encoded.answers[1:], tokens[1:], IGNORED)
+    return tokens[:length], labels[:length]
+
+
+class PackedSamples:
+    """Sample n of the global order: epoch by epoch, every packed sample once, in an order of the epoch's own.
+
+    What is packed with what does not change, so that an epoch has as many samples as any other, and any sample can be
+    read without those before it.
+    """
+
+    def __init__(self, documents: Documents, seq_length: int, most: int, filler: int, seed: int) -> None:
+        self.documents, self.seq_length, self.most, self.filler, self.seed = documents, seq_length, most, filler, seed
+        self.packed = best_fit_decreasing(documents.lengths, seq_length, most - 1)  # the last may have to fill up
+        self.count = len(self.packed)
+        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
+
+    @property
+    def filled(self) -> float:
+        """The share of all positions that conversations take."""
+        return len(self.documents.tokens) / (self.count * self.seq_length)
+
+    def read(self, sample_ids: range) -> dict[str, Tensor]:
+        """The micro batch of those samples. What no conversation takes is a document of its own, without targets."""
+        shape = (len(sample_ids), self.seq_length)
+        tokens, labels = np.full(shape, self.filler, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
+        positions = np.zeros(shape, dtype=np.int64)
+        lengths = np.zeros((len(sample_ids), self.most), dtype=np.int64)
+        for row, number in enumerate(sample_ids):
+            self._fill(
+                self._packed(*divmod(number, self.count)), tokens[row], labels[row], positions[row], lengths[row]
+            )
+        entries: dict[str, NDArray[Any]] = {"tokens": tokens, "labels": labels, "positions": positions}
+        batch = {name: torch.from_numpy(entry) for name, entry in entries.items()}
+        return {**batch, "sample_ids": torch.tensor(list(sample_ids)), "document_lengths": torch.from_numpy(lengths)}
+
+    def _fill(
+        self,
+        members: list[int],
+        tokens: NDArray[np.int64],
+        labels: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+    ) -> None:
+        place, documents = 0, self.documents
+        for number, member in enumerate(members):
+            source = slice(documents.ends[member], documents.ends[member + 1])
+            length = lengths[number] = documents.lengths[member]
+            tokens[place : place + length] = documents.tokens[source]
+            labels[place : place + length] = documents.labels[source]
+            positions[place : place + length] = np.arange(length)
+            place += length
+        if place < self.seq_length:
+            lengths[len(members)] = self.seq_length - place
+            positions[place:] = np.arange(self.seq_length - place)
+
+    def _packed(self, epoch: int, index: int) -> list[int]:
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._order = np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(self.count)
+        return self.packed[self._order[index]]

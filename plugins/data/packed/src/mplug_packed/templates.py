@@ -1,0 +1,188 @@
+"""Chat templates: messages to text, and which parts of the text are answers.
+
+A template is Jinja, as Hugging Face's tokenizers have them: it sees `messages`, `add_generation_prompt`, `tools` and
+the texts of special tokens (`bos_token` ...). It runs in Jinja's sandbox, and sees neither files nor the clock, so that
+a conversation always becomes the same text.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from mplug import UsageError
+
+NAMED = {
+    "chatml": (
+        "{% for message in messages %}"
+        "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+        "{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    ),
+    "llama3": (
+        "<|begin_of_text|>"
+        "{% for message in messages %}"
+        "<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n{{ message['content'] | trim }}<|eot_id|>"
+        "{% endfor %}"
+        "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+    ),
+}
+"""Templates that need no file, by what `data.template` calls them."""
+SPECIAL_TOKENS = {
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+    "llama3": ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+}
+"""The special tokens that a named template writes."""
+ANSWERS = "assistant"
+"""The role whose messages are answers."""
+
+Message = Mapping[str, Any]
+
+
+class _Generation(Extension):
+    """`{% generation %} ... {% endgeneration %}`, by which some templates mark answers: their text, no more."""
+
+    tags: ClassVar[set[str]] = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """What is between the tags. Answers are found by prefixes instead, which every template has."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _json(value: Any, indent: int | None = None, **named: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent, **named)
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """The text of a conversation, and where its answers begin and end, in characters."""
+
+    text: str
+    answers: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Template:
+    """A chat template by its Jinja source; `name` is what errors call it, `special` are its special tokens' texts."""
+
+    name: str
+    source: str
+    variables: Mapping[str, str] = field(default_factory=dict)
+    special: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, extensions=[_Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = _json
+        environment.globals["raise_exception"] = _raise
+        try:
+            compiled = environment.from_string(self.source)
+        except TemplateSyntaxError as error:
+            raise UsageError(
+                f"data.template '{self.name}', line {error.lineno}, is no Jinja: {error.message}"
+            ) from None
+        object.__setattr__(self, "_compiled", compiled)
+
+    def text(self, messages: Sequence[Message], tools: Any = None, prompt: bool = False) -> str:
+        """The text of messages; with `prompt`, what an answer then follows. ValueError where the template refuses."""
+        try:
+            rendered: str = self._compiled.render(  # type: ignore[attr-defined]
+                messages=messages, tools=tools, add_generation_prompt=prompt, **self.variables
+            )
+        except (TemplateError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
+            raise ValueError(f"data.template '{self.name}' does not take it: {error}") from None
+        return rendered
+
+    def render(self, messages: Sequence[Message], tools: Any = None) -> Rendered:
+        """The conversation up to its last answer. ValueError where answers cannot be told from the rest.
+
+        An answer is what its message adds to the text of what stands before it, which ends in the header of an answer:
+        its own text and what ends it. Space that follows the mark of an end is no part of it, for whoever generates
+        has stopped by then. All this holds of a template whose text of the first messages is the beginning of the text
+        of more; any other is refused.
+        """
+        answers = [number for number, message in enumerate(messages) if message["role"] == ANSWERS]
+        spans, before = [], ""
+        for number in answers:
+            prompt = self.text(messages[:number], tools, prompt=True)
+            after = self.text(messages[: number + 1], tools)
+            for shorter, longer, what in (
+                (before, prompt, f"{number} messages is not the beginning of their text with an answer's header"),
+                (prompt, after, f"{number} messages and an answer's header is not the beginning of that with message"),
+            ):
+                if not longer.startswith(shorter):
+                    ending = f" {number + 1}" if shorter is prompt else ""
+                    raise ValueError(
+                        f"data.template '{self.name}' changes earlier text as messages are added (the text of the "
+                        f"first {what}{ending}), so answers cannot be told from the rest; use a template that only "
+                        f"adds, or give every answer a conversation of its own"
+                    )
+            spans.append((len(prompt), len(prompt) + _answer_length(after[len(prompt) :], messages[number])))
+            before = after
+        return Rendered(before, tuple(spans))
+
+
+def _answer_length(added: str, message: Message) -> int:
+    """How much of what a message adds is the answer and the mark of its end."""
+    marked, content = added.rstrip(), message.get("content")
+    ends_in_content = isinstance(content, str) and marked.endswith(content.rstrip()) and bool(content.strip())
+    return len(added) if ends_in_content else len(marked)
+
+
+def read_template(named: str, variables: Mapping[str, str]) -> Template:
+    """The template of `data.template`: a name, a file of Jinja, or a JSON file that holds one as `chat_template`."""
+    if named in NAMED:
+        return Template(named, NAMED[named], variables, SPECIAL_TOKENS[named])
+    path = Path(named).expanduser()
+    if not path.is_file():
+        raise UsageError(
+            f"data.template '{named}' is neither a template's name ({', '.join(NAMED)}) nor a file; "
+            f"name one of them, or a file of Jinja"
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read data.template '{named}': {error}") from None
+    if path.suffix != ".json":
+        return Template(named, text, variables, _tokens_of(variables))
+    return _of_json(text, named, variables)
+
+
+def _tokens_of(variables: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(text for name, text in variables.items() if name.endswith("_token") and text)
+
+
+def _of_json(text: str, named: str, variables: Mapping[str, str]) -> Template:
+    """The template of a tokenizer's configuration, with the special tokens that stand there."""
+    try:
+        held = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"data.template '{named}' is not JSON: {error}") from None
+    source = held.get("chat_template") if isinstance(held, dict) else None
+    if isinstance(source, list):
+        source = next((one.get("template") for one in source if one.get("name") == "default"), None)
+    if not isinstance(source, str):
+        raise UsageError(f"data.template '{named}' has no 'chat_template'; name a file that has one")
+    tokens = {name: _content(value) for name, value in held.items() if name.endswith("_token")}
+    seen = {**{name: content for name, content in tokens.items() if content}, **variables}
+    added = [_content(one) for one in held.get("added_tokens_decoder", {}).values() if one.get("special")]
+    special = dict.fromkeys([*(content for content in added if content), *_tokens_of(seen)])
+    return Template(named, source, seen, tuple(special))
+
+
+def _content(token: Any) -> str:
+    """The text of a token that stands as a text, or as a mapping."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else ""

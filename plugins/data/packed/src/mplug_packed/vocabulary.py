@@ -1,0 +1,81 @@
+"""Text with special tokens in it to tokens, and where a stretch of the text is among them."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, takewhile
+
+from mplug import CorpusTokenizer
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The tokens of a conversation, and of each whether it belongs to an answer."""
+
+    tokens: list[int]
+    answers: list[bool]
+
+
+class Vocabulary:
+    """A tokenizer's tokens, and special ones that texts are split at.
+
+    A special token that the tokenizer knows (its `special_tokens`, text to token, if it has that) keeps its number; the
+    others are numbered from the tokenizer's `vocab_size` on, in their order.
+    """
+
+    def __init__(self, tokenizer: CorpusTokenizer, special: Sequence[str]) -> None:
+        known: Mapping[str, int] = getattr(tokenizer, "special_tokens", {})
+        first = tokenizer.vocab_size
+        added = [text for text in dict.fromkeys(special) if text not in known]
+        self.tokenizer = tokenizer
+        self.special = {**known, **{text: first + number for number, text in enumerate(added)}}
+        self.vocab_size = max([first, *(token + 1 for token in self.special.values())])
+        self.texts = {token: text for text, token in self.special.items()}
+        longest_first = sorted(self.special, key=len, reverse=True)
+        self._split = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text; the text of a special token is that token."""
+        return self.encode_answers(text, ()).tokens
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of tokens, special ones written out."""
+        runs = groupby(tokens, key=lambda token: token in self.texts)
+        return "".join(
+            "".join(self.texts[token] for token in run) if special else self.tokenizer.decode(run)
+            for special, run in runs
+        )
+
+    def has_special(self, text: str) -> bool:
+        """Whether a text holds that of a special token."""
+        return self._split is not None and self._split.search(text) is not None
+
+    def encode_answers(self, text: str, answers: Sequence[tuple[int, int]]) -> Encoded:
+        """The tokens of a text whose answers are at these places: (begin, end) in characters, in their order.
+
+        A token over a border of an answer belongs to it.
+        """
+        tokens: list[int] = []
+        borders = [(place, ends) for begin, end in answers for place, ends in ((begin, False), (end, True))]
+        at: list[int] = []
+        start = 0
+        for piece in self._split.split(text) if self._split else (text,):
+            here = []
+            while len(at) + len(here) < len(borders) and borders[len(at) + len(here)][0] < start + len(piece):
+                place, ends = borders[len(at) + len(here)]
+                here.append((place - start, ends))
+            inside = [self.special[piece]] if piece in self.special else list(self.tokenizer.encode(piece))
+            at += [len(tokens) + self._tokens_before(piece, inside, place, ends) for place, ends in here]
+            tokens += inside
+            start += len(piece)
+        at += [len(tokens)] * (len(borders) - len(at))
+        marks = [False] * len(tokens)
+        for begin, end in zip(at[::2], at[1::2], strict=True):
+            marks[begin:end] = [True] * (end - begin)
+        return Encoded(tokens, marks)
+
+    def _tokens_before(self, piece: str, tokens: list[int], place: int, ends: bool) -> int:
+        """How many tokens of a piece begin before a border of an answer, which takes a token that lies over it."""
+        alone = self.tokenizer.encode(piece[:place]) if place else []
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(alone, tokens, strict=False)))
+        return same + 1 if ends and same < len(alone) else same

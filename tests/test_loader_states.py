@@ -1,0 +1,53 @@
+"""What a checkpoint holds of loaders: rank 0's state, or one that the loader makes of all ranks'."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mplug.build import build
+from mplug.checkpoint import newest, read_manifest
+from mplug.position import Position
+from mplug.testing import run_workers
+from mplug.testing.harness import tiny_run
+
+
+class Plain:
+    """Wraps a loader; each rank has a state of its own."""
+
+    def __init__(self, loader: Any, rank: int) -> None:
+        self.loader, self.rank = loader, rank
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"of": self.rank}
+
+
+class Merging(Plain):
+    def merge_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"of": [state["of"] for state in states]}
+
+
+def saved(layout: str, wrap: type[Plain], folder: Path) -> Any:
+    """Be one rank that saves, and see what is there."""
+    run = tiny_run({"parallel.layout": layout, "model.num_layers": 1})
+    run.directory = folder
+    parts = build(run)
+    parts.train_loader.loader = wrap(parts.train_loader.loader, run.rank)  # type: ignore[assignment]
+    position = Position(run, parts)
+    position.save()
+    position.saver.wait()
+    return read_manifest(newest(run.checkpoints))["loader"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "wrap", "expected"),
+    [
+        ("dp2", Plain, {"of": 0}),
+        ("dp2", Merging, {"of": [0, 1]}),
+        ("tp2", Merging, {"of": [1]}),  # both read the same part, and either's will do
+    ],
+)
+def test_a_checkpoint_holds_the_state_of_the_global_order(
+    layout: str, wrap: type[Plain], expected: Any, tmp_path: Path
+) -> None:
+    assert run_workers(2, saved, layout, wrap, tmp_path) == [expected] * 2

@@ -140,7 +140,7 @@ CASES: list[dict[str, Any]] = [
     {"parallel.layout": "dp2zero2pp2", "model.tie_embeddings": True},
     {"parallel.layout": "zero4ep2", **EXPERTS},
     {"parallel.layout": "dp2zero2ep2etp2", **EXPERTS},
-    {"parallel.layout": "zero4", "optimizer.name": "muon", **EXPERTS},
+    {"parallel.layout": "zero4", "optimizer.name": "muon"},
     {"parallel.layout": "zero2pp2", "optimizer.name": "muon", "model.tie_embeddings": True},
 ]
 
@@ -218,6 +218,12 @@ def test_an_optimizer_with_other_needs_is_refused_before_launch() -> None:
     plugins = {label: plugin for label, plugin in run.hooks.plugins.items() if not label.startswith("optimizers/")}
     run.hooks = Hooks({**plugins, "optimizers/rows": Rows()})
     with pytest.raises(UsageError, match=r"optimizers/rows needs 'rows' of parameters, and zero=2 .* without zero"):
+        build_model(run)
+
+
+def test_stacks_of_matrices_under_an_optimizer_of_matrices_are_refused_before_launch() -> None:
+    run = prepare(tiny_config({"parallel.layout": "zero2", "optimizer.name": "muon", **EXPERTS}))
+    with pytest.raises(UsageError, match=r"needs whole matrices, and zero=2 does not divide .*stacks.*use dp=2"):
         build_model(run)
 
 

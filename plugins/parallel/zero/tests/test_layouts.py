@@ -38,7 +38,6 @@ WIDER = [
     *product(("zero2ep2", "zero4ep2", "zero4ep4", "zero4ep2etp2", "zero2pp2ep2", "dp2zero2ep2"), STAGES, (EXPERTS,)),
     *product(("tp2zero2ep2", "cp2zero2ep2"), STAGES, (EXPERTS,)),
     *product(("zero4", "zero2pp2", "dp2zero2", "cp2zero2"), STAGES, (MUON, {**MUON, **TIED})),
-    *product(("zero2ep2", "zero4ep2"), STAGES, ({**EXPERTS, **MUON},)),
     *product(("zero2",), STAGES, ({"optimizer.name": "lion"}, {"optimizer.name": "sgd"})),
     *product(("zero2",), STAGES, ({"trainer.compile": "aot_eager"},)),
 ]

@@ -44,8 +44,8 @@ class Position:
             "loader": self._loader_state(),
             "states": states,
         }
-        if self.parts.loss_scale is not None:
-            plain[LOSS_SCALE] = self.parts.loss_scale.state_dict()
+        if parts.loss_scale is not None:
+            plain[LOSS_SCALE] = parts.loss_scale.state_dict()
         tensors: dict[str, Tensor] = {}
         plain = lift(plain, tensors, "")
         facts = {
@@ -91,7 +91,7 @@ class Position:
             )
         for name, stateful in self.stateful.items():
             stateful.load_state_dict(plain["states"][name])
-        if self.parts.loss_scale is not None and LOSS_SCALE in plain:  # a run that goes on in fp16 begins with a new one
+        if parts.loss_scale is not None and LOSS_SCALE in plain:  # a run that goes on in fp16 begins with a new one
             parts.loss_scale.load_state_dict(plain[LOSS_SCALE])
         parts.train_loader.load_state_dict(plain["loader"])
         run.step, self.samples, self.tokens = manifest["step"], plain["samples"], plain["tokens"]

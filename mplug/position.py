@@ -44,8 +44,8 @@ class Position:
             "loader": self._loader_state(),
             "states": states,
         }
-        if parts.loss_scale is not None:
-            plain[LOSS_SCALE] = parts.loss_scale.state_dict()
+        if self.parts.loss_scale is not None:
+            plain[LOSS_SCALE] = self.parts.loss_scale.state_dict()
         tensors: dict[str, Tensor] = {}
         plain = lift(plain, tensors, "")
         facts = {

@@ -45,13 +45,10 @@ class Bucket:
     stretches: tuple[Stretch, ...]
     copied: tuple[str, ...] = ()
 
-    @cached_property
-    def is_even(self) -> bool:
-        """Whether the stretches are the bucket in equal parts, one for each owner in order."""
-        return all(
-            (stretch.start, stretch.stop, stretch.owner) == (each * stretch.length, (each + 1) * stretch.length, each)
-            for each, stretch in enumerate(self.stretches)
-        ) and (self.length == sum(stretch.length for stretch in self.stretches))
+    def is_even(self, num_owners: int) -> bool:
+        """Whether the stretches are the bucket in equal parts, one for each of so many owners, in order."""
+        each = self.length // num_owners
+        return self.stretches == tuple(Stretch(n * each, (n + 1) * each, n) for n in range(num_owners))
 
     def owned(self, owner: int) -> list[tuple[Stretch, int]]:
         """The stretches of an owner, and where each begins if they are laid end to end."""

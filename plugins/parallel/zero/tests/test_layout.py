@@ -18,7 +18,7 @@ from mplug.build import build_model
 from mplug.model import region
 from mplug.plan import Placement
 from mplug.run import prepare
-from mplug.sharding import ShardedPlacement
+from mplug.sharding import ShardedPlacement, Stretch
 from mplug.testing.harness import tiny_config
 from mplug.testing.layouts import require_exact_cover
 
@@ -42,7 +42,8 @@ def test_ranges_are_equal_cover_a_bucket_and_give_every_element_to_one_rank(
     buckets = [in_ranges(bucket, ranks) for bucket in in_buckets(items(sizes), numel)]
     assert [name for bucket in buckets for name in bucket.names] == [f"p{n}" for n in range(len(sizes))]
     for bucket in buckets:
-        assert bucket.is_even
+        assert bucket.is_even(ranks)
+        assert not bucket.is_even(ranks + 1)
         assert {stretch.length for stretch in bucket.stretches} == {bucket.length // ranks}
         assert bucket.length - sum(bucket.sizes) < ALIGNED * (ranks + len(bucket.sizes))
         assert all(start % ALIGNED == 0 for start in bucket.starts)
@@ -131,7 +132,15 @@ def _placements(changes: str) -> tuple[dict[str, Placement], dict[int, dict[str,
     return model.placements, found
 
 
-EXPERTS = {"model.name": "mixtral", "model.num_experts": 4, "model.ffn_hidden_size": 24}
+EXPERTS = {
+    "model.name": "mixtral",
+    "model.num_layers": 2,
+    "model.hidden_size": 32,
+    "model.num_attention_heads": 4,
+    "model.vocab_size": 320,
+    "model.num_experts": 4,
+    "model.ffn_hidden_size": 24,
+}
 CASES: list[dict[str, Any]] = [
     {"parallel.layout": "zero4"},
     {"parallel.layout": "zero3", "trainer.global_batch_size": 6},
@@ -221,10 +230,11 @@ def test_an_optimizer_with_other_needs_is_refused_before_launch() -> None:
         build_model(run)
 
 
-def test_stacks_of_matrices_under_an_optimizer_of_matrices_are_refused_before_launch() -> None:
-    run = prepare(tiny_config({"parallel.layout": "zero2", "optimizer.name": "muon", **EXPERTS}))
-    with pytest.raises(UsageError, match=r"needs whole matrices, and zero=2 does not divide .*stacks.*use dp=2"):
-        build_model(run)
+def test_what_one_rank_owns_alone_is_no_even_division() -> None:
+    (bucket,) = in_matrices(in_buckets([Item("p", (128,), ("zero",))], 1), {"p": (128,)}, ("zero",), 2)
+    assert bucket.stretches == (Stretch(0, 128, 0),)
+    assert not bucket.is_even(2)
+    assert bucket.is_even(1)
 
 
 class Other:

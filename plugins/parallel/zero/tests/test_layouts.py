@@ -14,6 +14,9 @@ MORE = os.environ.get("MPLUG_LAYOUTS") == "all"
 EXPERTS: dict[str, Any] = {
     "model.name": "mixtral",
     "model.num_layers": 2,
+    "model.hidden_size": 32,
+    "model.num_attention_heads": 4,
+    "model.vocab_size": 320,
     "model.num_experts": 4,
     "model.ffn_hidden_size": 24,
 }
@@ -27,7 +30,8 @@ DEFAULT: list[tuple[str, dict[str, Any]]] = [
     ("cp2zero2", {}),
     ("zero2ep2", EXPERTS),
     ("dp2zero2", {**STAGE2, "parallel.zero.overlap": False}),
-    ("zero2", MUON),
+    ("zero2", {**MUON, "model.vocab_size": 320}),  # the embedding fills its bucket, and the first rank owns it all
+    ("zero4ep2", {**EXPERTS, **MUON}),
 ]
 STAGES: tuple[dict[str, Any], ...] = ({}, STAGE2)
 ONE_KV_HEAD = {"model.num_kv_heads": 1}
@@ -38,6 +42,7 @@ WIDER = [
     *product(("zero2ep2", "zero4ep2", "zero4ep4", "zero4ep2etp2", "zero2pp2ep2", "dp2zero2ep2"), STAGES, (EXPERTS,)),
     *product(("tp2zero2ep2", "cp2zero2ep2"), STAGES, (EXPERTS,)),
     *product(("zero4", "zero2pp2", "dp2zero2", "cp2zero2"), STAGES, (MUON, {**MUON, **TIED})),
+    *product(("zero2ep2", "zero4ep2", "zero4ep4"), STAGES, ({**EXPERTS, **MUON},)),
     *product(("zero2",), STAGES, ({"optimizer.name": "lion"}, {"optimizer.name": "sgd"})),
     *product(("zero2",), STAGES, ({"trainer.compile": "aot_eager"},)),
 ]

@@ -48,13 +48,6 @@ def sharding_of(run: "Run", model: "Model", needs: str, config: "ZeRO.Config") -
             f"zero={run.mesh.axes['zero'].size} gives each rank elements or whole matrices; use a layout without zero, "
             f"or another optimizer"
         )
-    stacked = [name for name, placement in model.placements.items() if len(placement.shape) > 2]
-    if needs == "matrices" and stacked and run.mesh.axes["zero"].size > 1:
-        raise UsageError(
-            f"{''.join(run.hooks.implementers('build_optimizer'))} needs whole matrices, and "
-            f"zero={run.mesh.axes['zero'].size} does not divide models with stacks of them ('{stacked[0]}') yet; "
-            f"use dp={run.mesh.axes['zero'].size}, or another optimizer"
-        )
     names = [name for name, parameter in model.parameters().items() if parameter.requires_grad]
     items = [item for name in reversed(names) if (item := _item(run, model, model.placements[name], needs)) is not None]
     if run.mesh.axes["zero"].size == 1 or not items:

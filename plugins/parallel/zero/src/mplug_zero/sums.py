@@ -84,7 +84,7 @@ def _journey(lane: Lane, dtype: torch.dtype, last: bool) -> Iterator[list[Any]]:
     shard, group = lane.shard, lane.groups.owners
     assert group is not None
     flat = shard.gradients.to(dtype)  # itself, where that is its own
-    if shard.bucket.is_even:
+    if shard.bucket.is_even(group.size()):
         yield [summing_parts(flat, group)]
     else:
         yield [summing_onto(flat[one.start : one.stop], group, one.owner) for one in shard.bucket.stretches]

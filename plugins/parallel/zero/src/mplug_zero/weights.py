@@ -30,7 +30,7 @@ class Weights:
     def _begin(self, shard: Shard) -> list[Any]:
         bucket, group = shard.bucket, group_of(self.groups, shard.bucket).owners
         assert group is not None
-        if bucket.is_even:
+        if bucket.is_even(group.size()):
             return [joining_parts(shard.weights, group)]
         stretches = bucket.stretches
         return [copying_from(shard.weights[one.start : one.stop], group, one.owner) for one in stretches]

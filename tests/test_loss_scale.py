@@ -165,9 +165,9 @@ def _with_own(total: Tensor, own: Tensor) -> Tensor:
 MUTATIONS: dict[str, Callable[[], None]] = {"an overflow is known to its rank only": norm_of_own_gradients_only}
 
 
-LAYOUTS = [("pp2", 2)]
+LAYOUTS = [("pp2", 2), ("fsdp2", 2)]
 if os.environ.get("MPLUG_LAYOUTS") == "all":
-    LAYOUTS += [("tp2", 2), ("dp2", 2), ("cp2", 2), ("tp2pp2", 4), ("dp2tp2", 4)]
+    LAYOUTS += [("tp2", 2), ("dp2", 2), ("cp2", 2), ("tp2pp2", 4), ("dp2tp2", 4), ("zero2", 2), ("zero2pp2", 4)]
 
 
 @pytest.mark.parametrize(("layout", "ranks"), LAYOUTS)

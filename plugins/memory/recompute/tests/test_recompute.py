@@ -32,14 +32,15 @@ EXPERTS: dict[str, Any] = {
     "model.expert_bias_rate": 0.05,
 }
 MORE = os.environ.get("MPLUG_LAYOUTS") == "all"
-EVERY_LAYOUT = ("tp2", "tp2 parallel.tp.sequence_parallel=false", "pp2", "dp2", "cp2", "tp2pp2", "dp2tp2")
+DIVIDED = ("zero2 parallel.zero.stage=2", "fsdp2")
+EVERY_LAYOUT = ("tp2", "tp2 parallel.tp.sequence_parallel=false", "pp2", "dp2", "cp2", "tp2pp2", "dp2tp2", *DIVIDED)
 
 
 class TestFull(MemorySuite):
     plugin = "recompute"
     settings = DROPOUT
     models = {"experts": EXPERTS}
-    layouts = EVERY_LAYOUT if MORE else ("tp2", "pp2")
+    layouts = EVERY_LAYOUT if MORE else ("tp2", "pp2", *DIVIDED)
 
 
 class TestSelective(MemorySuite):

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from mplug import Model, Run
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)

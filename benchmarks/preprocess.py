@@ -1,8 +1,9 @@
 """Tokens per second and core: mplug data preprocess against what Megatron's tools/preprocess_data.py does.
 
 That tool is in no package, so its way is written out here over megatron-core's own builder: a pool whose processes
-parse and encode a line at a time, and a main process that adds each document. Tokenizer, documents and output are the
-same; that both write the same bytes is checked.
+parse and encode a line at a time, and a main process that adds each document. A tokenizer.json is read by
+megatron-core's own class, over transformers, where that is installed; else, and for other tokenizers, a line is encoded
+by the library that ours uses, too. Documents and output are the same; that both write the same bytes is checked.
 
     python benchmarks/preprocess.py texts.jsonl --tokenizer huggingface --tokenizer-file tokenizer.json
 
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 MEGATRON = "megatron.core"
 
@@ -50,16 +52,24 @@ def ours(arguments: argparse.Namespace, prefix: Path) -> None:
     preprocess(Job(prefix, sources, tokenizer, append_eod=True, workers=arguments.workers, chunk_size=4 << 20))
 
 
-def _build(record: object) -> None:
-    global tokenizer, eod
+def _build(record: Any, folder: str) -> None:
+    global encode, eod
     from mplug import load_tokenizer
 
     tokenizer = load_tokenizer(record)
-    eod = tokenizer.eod
+    encode, eod = tokenizer.encode, tokenizer.eod
+    if transformers_reads(record):
+        from megatron.core.tokenizers.text.libraries.huggingface_tokenizer import HuggingFaceTokenizer
+
+        encode = HuggingFaceTokenizer(folder, use_fast=True).text_to_ids
+
+
+def transformers_reads(record: Any) -> bool:
+    return record.name == "huggingface" and importlib.util.find_spec("transformers") is not None
 
 
 def _encode(line: str) -> tuple[dict, dict, int]:
-    tokens = tokenizer.encode(json.loads(line)["text"])
+    tokens = encode(json.loads(line)["text"])
     tokens.append(eod)
     return {"text": tokens}, {"text": [len(tokens)]}, len(line)
 
@@ -70,10 +80,14 @@ def theirs(arguments: argparse.Namespace, prefix: Path) -> None:
     from mplug import describe_tokenizer
 
     record = describe_tokenizer(arguments.tokenizer, options(arguments))
+    if transformers_reads(record):
+        from transformers import PreTrainedTokenizerFast
+
+        PreTrainedTokenizerFast(tokenizer_file=arguments.tokenizer_file).save_pretrained(f"{prefix}-tokenizer")
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(record.vocab_size))
     with (
         Path(arguments.texts).open(encoding="utf-8") as lines,
-        multiprocessing.get_context("fork").Pool(arguments.workers, _build, (record,)) as pool,
+        multiprocessing.get_context("fork").Pool(arguments.workers, _build, (record, f"{prefix}-tokenizer")) as pool,
     ):
         for documents, lengths, _ in pool.imap(_encode, lines, 32):
             builder.add_document(documents["text"], lengths["text"])
@@ -87,10 +101,13 @@ WAYS = {"mplug": ours, "megatron": theirs}
 
 def one(arguments: argparse.Namespace) -> None:
     """One way, in this process: prints its seconds and processor seconds."""
+    imported = ["mplug_indexed.preprocess.job"]
     if arguments.one == "megatron":
-        pass
-    else:
-        import mplug_indexed.preprocess.job  # noqa: F401
+        imported = ["megatron.core.datasets.indexed_dataset"]
+        if importlib.util.find_spec("transformers"):
+            imported.append("megatron.core.tokenizers.text.libraries.huggingface_tokenizer")
+    for module in imported:
+        importlib.import_module(module)
     import torch
 
     torch.set_num_threads(1)

@@ -1,0 +1,81 @@
+"""A loader under one layout, killed, and gone on with under another: what is read is what an undisturbed run reads."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from mplug.plain import lift, lower
+from mplug.run import prepare
+from mplug.testing.harness import TinySettings, tiny_config
+from mplug.testing.suite import require
+
+if TYPE_CHECKING:
+    from mplug.contracts import Loader
+
+Rows = dict[int, dict[str, Any]]
+"""Sample id -> its part of every entry that has samples."""
+
+
+def require_exact_resume(settings: TinySettings, before: str, portions: Sequence[int], after: str, count: int) -> None:
+    """Raise Fault unless a run goes on exactly: no sample lost, read twice, or another one.
+
+    Under the layout `before` the portions of global samples are read one after the other. Then the process is gone, and
+    what a checkpoint holds of its loaders is loaded under the layout `after`, where `count` more are read. All portions
+    must be numbers that both layouts' data-parallel ranks divide. Nothing of it needs several processes.
+    """
+    reference = _loaders(settings, "")
+    loaders = _loaders(settings, before)
+    where = f"under '{before or 'one process'}'"
+    for number, portion in enumerate(portions, 1):
+        _compare(_read(loaders, portion), _read(reference, portion), f"portion {number} {where}")
+    state = _through_a_checkpoint(_state(loaders))
+    resumed = _loaders(settings, after)
+    for loader in resumed.values():
+        loader.load_state_dict(state)
+    where = f"after {sum(portions)} samples {where}, resumed under '{after or 'one process'}'"
+    _compare(_read(resumed, count), _read(reference, count), where)
+
+
+def _loaders(settings: TinySettings, layout: str) -> "dict[int, Loader]":
+    """One training loader for each part of the batch, as the ranks of a layout build them."""
+    from mplug.build import build_loader
+
+    run, found = prepare(tiny_config({**settings, "parallel.layout": layout})), dict[int, "Loader"]()
+    run.device = "cpu"
+    for rank in range(run.mesh.world_size):
+        part, _ = run.mesh.batch_shard(rank)
+        if part not in found:
+            found[part] = build_loader(replace(run, rank=rank), "train")
+    return dict(sorted(found.items()))
+
+
+def _read(loaders: "dict[int, Loader]", count: int) -> Rows:
+    rows: Rows = {}
+    for loader in loaders.values():
+        for batch in loader.take(count):
+            names = batch["sample_ids"].tolist()
+            for row, name in enumerate(names):
+                require(name not in rows, f"sample {name} is read twice")
+                rows[name] = {key: entry[row].tolist() for key, entry in batch.items() if len(entry) == len(names)}
+    return rows
+
+
+def _state(loaders: "dict[int, Loader]") -> Any:
+    states = [loader.state_dict() for loader in loaders.values()]
+    merge = getattr(loaders[0], "merge_states", None)
+    return merge(states) if merge else states[0]
+
+
+def _through_a_checkpoint(state: Any) -> Any:
+    tensors: dict[str, Any] = {}
+    plain = json.loads(json.dumps(lift(state, tensors, "")))
+    return lower(plain, {name: tensor.clone() for name, tensor in tensors.items()})
+
+
+def _compare(found: Rows, expected: Rows, where: str) -> None:
+    lost, more = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    require(not lost and not more, f"{where}: lacks the samples {lost[:5]}, and has {more[:5]} instead")
+    for name, row in expected.items():
+        different = [key for key, values in row.items() if found[name].get(key) != values]
+        require(not different, f"{where}: sample {name} has other {different}")

@@ -94,7 +94,7 @@ FAULTS = {
         TABLE,
         f"{TABLE}\n        self.register_buffer('seen', torch.zeros(3))",
         COVERED,
-        "buffer '.seen' has no initial value",
+        "buffer 'seen' has no initial value",
     ),
     "a parameter that the plan does not know": Planted(
         'parameters["layers.*.attn.k_norm"]',

@@ -332,9 +332,6 @@ def test_a_schedule_that_splits_backward_is_refused_before_launch(monkeypatch: p
         build_model(tiny_run({"parallel.layout": "fsdp2pp2"}))
 
 
-def test_another_strategy_that_divides_the_state_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mplug_dp import DataParallel
-
-    monkeypatch.setattr(DataParallel, "shard_states", nothing, raising=False)
-    with pytest.raises(UsageError, match=r"parallel/fsdp divides .* and so does parallel/dp.* name one of them"):
-        tiny_run({"parallel.layout": "dp2fsdp2"})
+def test_another_strategy_that_divides_the_state_is_refused_by_its_name() -> None:
+    with pytest.raises(UsageError, match=r"parallel/fsdp divides .* and so does parallel/zero.* name one of them"):
+        tiny_run({"parallel.layout": "fsdp2zero2"})

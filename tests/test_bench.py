@@ -243,7 +243,7 @@ def same_names(name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("precision", "band"), [("fp32", 1e-5), ("bf16", 5e-3)], ids=lambda value: value if isinstance(value, str) else ""
+    ("precision", "band"), [("fp32", 2e-5), ("bf16", 5e-3)], ids=lambda value: value if isinstance(value, str) else ""
 )
 @pytest.mark.parametrize("changes", [*OPTIONS, {"trainer.max_grad_norm": 0.05}], ids=str)
 def test_the_yardstick_takes_the_steps_that_mplug_takes(
@@ -267,7 +267,10 @@ def test_the_yardstick_takes_the_steps_that_mplug_takes(
     for window in windows.unflatten(0, (4, task["micro_batches"])):
         run.step += 1
         result, _ = launch_step(run, parts, 8, run.config.optimizer.lr, run.config.optimizer.weight_decay)
-        assert trainer.step(window).item() == pytest.approx(result.loss.item(), rel=band)
+        own = (
+            band / 10 if run.step == 1 else band
+        )  # AdamW's first steps are signs, and those of tiny gradients rounding
+        assert trainer.step(window).item() == pytest.approx(result.loss.item(), rel=own)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, as it traces

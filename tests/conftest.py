@@ -51,7 +51,7 @@ def text_file(tmp_path: Path) -> Path:
 def cli(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run `mplug` as a user would, in a folder of its own; `path` goes in front of PYTHONPATH."""
 
-    def run(*arguments: str, path: Path | None = None, cwd: Path = tmp_path, timeout: float = 120):
+    def run(*arguments: str, path: Path | None = None, cwd: Path = tmp_path, timeout: float = 600):
         found_first = [str(path)] if path is not None else []
         searched = os.pathsep.join([*found_first, *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONPATH": searched}

@@ -450,7 +450,7 @@ def test_everyone_takes_turns_and_all_figures_are_kept(cli: Cli, tmp_path: Path)
     words = [word for value in small() for word in ("--set", value)]
     variants = ("--variant", "model.num_layers=1", "--variant", "parallel.layout=dp2")
     counts = ("--steps", "2", "--warmup", "1", "--rounds", "2", "--profile", "--limits", "--out", "bench.json")
-    result = cli("bench", *words, *variants, *counts, timeout=300)
+    result = cli("bench", *words, *variants, *counts)
     assert result.returncode == 0, result.stderr
     told = [line.partition(": ")[2] for line in result.stderr.splitlines() if line.startswith(("round ", "limits: "))]
     assert told == ["model.num_layers=1", "parallel.layout=dp2"] * 3
@@ -473,7 +473,7 @@ def test_everyone_takes_turns_and_all_figures_are_kept(cli: Cli, tmp_path: Path)
 def test_the_yardstick_takes_turns_with_the_variants(cli: Cli, tmp_path: Path) -> None:
     words = [word for value in small() for word in ("--set", value)]
     counts = ("--steps", "2", "--warmup", "1", "--rounds", "2", "--out", "bench.json")
-    result = cli("bench", *words, "--against", f"{YARDSTICK} trainer.seed=3", *counts, timeout=300)
+    result = cli("bench", *words, "--against", f"{YARDSTICK} trainer.seed=3", *counts)
     assert result.returncode == 0, result.stderr
     told = [line.partition(": ")[2] for line in result.stderr.splitlines() if line.startswith("round ")]
     assert told == ["as it is", "yardstick.py"] * 2

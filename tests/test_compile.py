@@ -32,7 +32,7 @@ def test_a_compiled_run_is_the_eager_run_of_one_process(
 ) -> None:
     """Three kinds of units (a stage of two has two), each traced for training and for evaluation, and never again."""
     settings = {"model.dropout": 0.1, "parallel.layout": layout, "trainer.compile": "aot_eager"}
-    found = run_workers(world_size, compiled, settings, timeout=180)
+    found = run_workers(world_size, compiled, settings)
     assert difference([trace for trace, _ in found], eager) == ""
     for _, counts in found:
         assert counts["unique_graphs"] == graphs
@@ -41,7 +41,7 @@ def test_a_compiled_run_is_the_eager_run_of_one_process(
 
 def test_blocks_of_one_kind_share_what_is_compiled() -> None:
     settings = {"model.num_layers": 8, "trainer.compile": "aot_eager"}
-    assert run_workers(1, compiled, settings, timeout=180)[0][1]["unique_graphs"] == 6
+    assert run_workers(1, compiled, settings)[0][1]["unique_graphs"] == 6
 
 
 def kept_by_a_block() -> float:
@@ -77,7 +77,7 @@ def kept_by_a_block() -> float:
 
 def test_a_compiled_block_keeps_no_norms_outputs_and_no_activations_that_it_can_compute_again() -> None:
     """The stream, q, k, v (in the packed projection), what attention gives, its projection, and the MLP's 4 wide."""
-    assert run_workers(1, kept_by_a_block, timeout=180)[0] < 13
+    assert run_workers(1, kept_by_a_block)[0] < 13
 
 
 def units_of_many_shapes() -> int:
@@ -100,7 +100,7 @@ def units_of_many_shapes() -> int:
 
 
 def test_more_sizes_of_micro_batch_than_torch_allows_by_itself_compile_and_hooks_stay_eager() -> None:
-    assert run_workers(1, units_of_many_shapes, timeout=300)[0] == 30, "three kinds of units, ten sizes each"
+    assert run_workers(1, units_of_many_shapes)[0] == 30, "three kinds of units, ten sizes each"
 
 
 def test_auto_leaves_units_eager_where_nothing_can_build_kernels(

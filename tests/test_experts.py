@@ -250,7 +250,7 @@ def test_the_comparison_catches(mutation: str, layout: str, settings: Settings) 
 
 def test_compiled_units_with_experts_give_the_eager_run_and_count_alike() -> None:
     compiled = {"trainer.compile": "aot_eager", "parallel.layout": "tp2"}
-    found = run_workers(2, watched, {**FINE, **compiled}, timeout=180)
+    found = run_workers(2, watched, {**FINE, **compiled})
     assert_equal(found, reference_of(FINE))
     assert {seen.graphs for seen in found} == {(8, 0)}, "four kinds of units, to train and to evaluate, without a break"
 

@@ -55,8 +55,8 @@ def trained(settings: dict[str, Any]) -> Trace:
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_two_gpus_give_the_run_of_one_process(stage: int, optimizer: str) -> None:
     settings = {**SMALL, "optimizer.name": optimizer, "parallel.zero.stage": stage}
-    reference = run_workers(1, trained, {**settings, "parallel.layout": ""}, timeout=300)[0]
-    found = run_workers(2, trained, {**settings, "parallel.layout": "zero2"}, timeout=300)
+    reference = run_workers(1, trained, {**settings, "parallel.layout": ""})[0]
+    found = run_workers(2, trained, {**settings, "parallel.layout": "zero2"})
     tolerance = 1e-5 if optimizer == "adamw" else 1e-2  # Muon orthogonalises in bf16 on a GPU
     assert difference(found, reference, tolerance) == ""
     assert weights_off(found, reference, max(tolerance, 1e-3)) == ""
@@ -69,7 +69,6 @@ def test_overlap_changes_no_bit(stage: int) -> None:
             2,
             trained,
             {**SMALL, "parallel.layout": "zero2", "parallel.zero.stage": stage, "parallel.zero.overlap": overlap},
-            timeout=300,
         )
         for overlap in (True, False)
     )
@@ -114,5 +113,5 @@ def covered(span: tuple[float, float], others: list[tuple[float, float]]) -> flo
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_most_of_the_time_of_collectives_is_hidden_behind_computation(stage: int) -> None:
-    for share in run_workers(2, overlapped, {**LARGE, "parallel.zero.stage": stage}, timeout=300):
+    for share in run_workers(2, overlapped, {**LARGE, "parallel.zero.stage": stage}):
         assert share > 0.6

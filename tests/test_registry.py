@@ -198,7 +198,7 @@ def complete(words: str, path: Path, cwd: Path) -> list[str]:
     script = Path(sys.executable).with_name("mplug")
     asked = {"_MPLUG_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
     environment = {**os.environ, **asked, "PYTHONPATH": str(path)}
-    result = subprocess.run([script], cwd=cwd, env=environment, capture_output=True, text=True, timeout=60)
+    result = subprocess.run([script], cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
     return [line.partition(",")[2] for line in result.stdout.splitlines()]
@@ -267,7 +267,7 @@ def test_check_shows_what_is_broken_with_its_reason(cli: Cli, installed: Path) -
 
 def test_check_tells_the_sound_from_the_broken_among_all_that_a_folder_has(cli: Cli, installed: Path) -> None:
     words = {f"{one.distribution}/{one.name}" for one in Registry(distributions(path=[str(installed)])).entries()}
-    result = cli("plugins", "check", *sorted(words), path=installed, timeout=600)
+    result = cli("plugins", "check", *sorted(words), path=installed)
     assert result.returncode == 1, result.stderr
     assert "Traceback" not in result.stderr
     ours = [line.split() for line in result.stdout.splitlines() if "(acme-" in line and not line.startswith(" ")]

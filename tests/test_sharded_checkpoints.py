@@ -64,12 +64,12 @@ def resaved(settings: dict[str, Any], directory: Path, resume_from: Path) -> Non
 
 def begin(settings: dict[str, Any], steps: int, directory: Path, resume_from: Path | None = None) -> list[float]:
     size = prepare(tiny_config({**SMALL, **settings})).mesh.world_size
-    return run_workers(size, trained, settings, steps, directory, resume_from, timeout=120)[0]
+    return run_workers(size, trained, settings, steps, directory, resume_from)[0]
 
 
 def save_again(settings: dict[str, Any], directory: Path, resume_from: Path) -> Path:
     size = prepare(tiny_config({**SMALL, **settings})).mesh.world_size
-    run_workers(size, resaved, settings, directory, resume_from, timeout=120)
+    run_workers(size, resaved, settings, directory, resume_from)
     return found(directory)
 
 

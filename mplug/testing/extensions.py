@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 STEPS = 4
 """Of the runs in these tests."""
-PATIENCE = 60.0
-"""Seconds for a run on two ranks."""
 
 
 class ExtensionSuite(PluginSuite):
@@ -179,7 +177,7 @@ class ExtensionSuite(PluginSuite):
         layout = {"parallel.layout": f"{self.config().parallel.data}{world_size}"} if world_size > 1 else {}
         settings, plain = {**self.tiny(), **layout}, {**self.without(), **layout}
         try:
-            return run_workers(world_size, be_rank, self.entry().label, settings, plain, str(folder), timeout=PATIENCE)
+            return run_workers(world_size, be_rank, self.entry().label, settings, plain, str(folder))
         except (WorkerFailed, TimeoutError) as error:
             raise Fault(f"a run with it on {counted(world_size, 'rank')} does not end well: {error}") from error
 

@@ -35,9 +35,6 @@ Portions = Callable[[Iterator["MicroBatch"]], Iterator["MicroBatch"]]
 
 STEPS = 5
 
-TIMEOUT = 120.0
-"""Seconds after which ranks that wait for each other are given up."""
-
 
 @dataclass
 class Trace:
@@ -144,7 +141,7 @@ def train_ranks(world_size: int, settings: TinySettings, portions: Portions = as
     UsageError where a rank refuses the run, WorkerFailed or TimeoutError where one fails.
     """
     try:
-        return run_workers(world_size, train_steps, dict(settings), None, portions, timeout=TIMEOUT)
+        return run_workers(world_size, train_steps, dict(settings), None, portions)
     except WorkerFailed as error:
         if error.refusal:
             raise UsageError(error.refusal) from None

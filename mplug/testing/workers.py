@@ -52,7 +52,7 @@ class WorkerFailed(Exception):
         self.rank, self.reason, self.refusal = rank, reason, refusal
 
 
-def run_workers(world_size: int, function: Callable[..., R], *args: Any, timeout: float = 60.0) -> list[R]:
+def run_workers(world_size: int, function: Callable[..., R], *args: Any, timeout: float = 300.0) -> list[R]:
     """Call `function(*args)` on every rank of a gloo world, and return the ranks' results in order.
 
     `function` must stand at the top level of its module; it finds its rank in `torch.distributed`. Arguments and

@@ -241,7 +241,5 @@ def trained(settings: dict[str, Any]) -> Trace:
 
 
 def test_a_compiled_run_with_it_is_the_run_in_plain_torch() -> None:
-    plain, ours = (
-        run_workers(1, trained, {**HERE, "kernels.activation": name}, timeout=180)[0] for name in (None, "triton")
-    )
+    plain, ours = (run_workers(1, trained, {**HERE, "kernels.activation": name})[0] for name in (None, "triton"))
     assert difference([ours], plain, 1e-2) == ""

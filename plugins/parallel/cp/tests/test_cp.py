@@ -80,7 +80,7 @@ def trained(settings: Settings, mutation: str | None = None) -> Trace:
 
 def ranks(layout: str, changes: Settings, mutation: str | None = None) -> list[Trace]:
     settings = {**changes, "parallel.layout": layout}
-    return run_workers(tiny_run(settings).mesh.world_size, trained, settings, mutation, timeout=240)
+    return run_workers(tiny_run(settings).mesh.world_size, trained, settings, mutation)
 
 
 @pytest.mark.parametrize("choice", LAYOUTS, ids=told)
@@ -91,7 +91,7 @@ def test_every_method_gives_the_run_of_one_process(choice: tuple[str, Settings])
 
 def test_units_are_one_graph_each_in_which_the_ring_is_one_operator() -> None:
     changes = {**DOCUMENTS, "trainer.compile": "aot_eager"}
-    found, graphs = zip(*run_workers(2, compiled, {**changes, "parallel.layout": "cp2"}, timeout=240), strict=True)
+    found, graphs = zip(*run_workers(2, compiled, {**changes, "parallel.layout": "cp2"}), strict=True)
     assert difference(list(found), alone(changes)) == ""
     assert graphs == ((6, 0), (6, 0)), "three kinds of units, for training and for evaluation, without a break"
 

@@ -214,7 +214,7 @@ def compiled(settings: dict[str, Any]) -> tuple[Trace, int, int]:
 @pytest.mark.parametrize("how", ["all_to_all", "all_gather"] if MORE else ["all_to_all"])
 def test_a_compiled_run_is_the_eager_run_of_one_process(how: str, alone: Trace) -> None:
     settings = {**EXPERTS, "parallel.layout": "ep2", "parallel.ep.dispatch": how, "trainer.compile": "aot_eager"}
-    found = run_workers(2, compiled, settings, timeout=240)
+    found = run_workers(2, compiled, settings)
     assert difference([trace for trace, _, _ in found], alone) == ""
     assert [(graphs, breaks) for _, graphs, breaks in found] == [(6, 0)] * 2
 

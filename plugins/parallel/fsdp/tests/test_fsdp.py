@@ -229,7 +229,7 @@ def compiled(settings: dict[str, Any]) -> tuple[Trace, int, int]:
 
 def test_weights_are_gathered_around_compiled_units_of_one_graph_each(alone: Trace) -> None:
     settings = {**SMALL, "parallel.layout": "fsdp2", "trainer.compile": "aot_eager"}
-    found = run_workers(2, compiled, settings, timeout=240)
+    found = run_workers(2, compiled, settings)
     assert difference([trace for trace, _, _ in found], alone) == ""
     assert [(graphs, breaks) for _, graphs, breaks in found] == [(6, 0)] * 2
 

@@ -1,5 +1,7 @@
 """Indices: nothing is lost or read twice, splits cut where they say, and the rules' corner cases."""
 
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 from mplug_indexed.indices import (
     Cut,
     Epochs,
+    Shuffle,
     build_blend,
     build_indices,
     normalize,
@@ -15,6 +18,7 @@ from mplug_indexed.indices import (
     sequences_of,
     total,
 )
+from mplug_indexed.kernels import swap_some
 
 from mplug import UsageError
 
@@ -40,6 +44,32 @@ def test_samples_cut_the_stream_of_documents_without_gap_or_overlap(
     starts = np.cumsum(array[document]) - array[document]
     assert (starts[sample[:, 0]] + sample[:, 1]).tolist() == [k * seq_length for k in range(len(sample))]
     assert (sample[:, 1] <= array[document][sample[:, 0]]).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.lists(st.integers(0, 9000) | st.sampled_from([65536, 65537]), max_size=6))
+def test_shuffles_are_those_of_numpy(seed: int, sizes: list[int]) -> None:
+    ours, numpys = Shuffle(seed), np.random.RandomState(seed)
+    ours.DRAWS = 5001  # an odd number, and most shuffles need more
+    for size in sizes:
+        shuffled, expected = np.arange(size, dtype=np.uint32), np.arange(size, dtype=np.uint32)
+        ours(shuffled)
+        numpys.shuffle(expected)
+        np.testing.assert_array_equal(shuffled, expected)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory that nobody touches costs nothing there")
+def test_more_than_four_billion_entries_take_two_draws_each() -> None:
+    size, marked = 2**32 + 300, 200
+    order = np.zeros(size, dtype=np.uint8)
+    order[-marked:] = np.arange(marked)[::-1]
+    generator, numpys = Shuffle(5).generator, np.random.RandomState(5)
+    left, used = swap_some(order, size, generator.random_raw(401))
+    assert used == 400
+    places = [numpys.randint(0, last + 1, dtype=np.int64) for last in range(size - 1, left - 1, -1)]
+    assert 80 < len(places) < 140, "some half of the draws are above the entry"
+    for k, place in enumerate(places):
+        assert order[place] == k
 
 
 @settings(max_examples=50, deadline=None)

@@ -104,13 +104,13 @@ def build_indices(lengths: NDArray[Any], sequences: range, cut: Cut, epochs: Epo
     """The indices of the sequences of one split, of lengths `lengths` (of all sequences)."""
     from mplug_indexed.kernels import fill_sample_index
 
-    random = np.random.RandomState(seed)
-    document = _documents(sequences, epochs, random)
+    shuffle = Shuffle(seed)
+    document = _documents(sequences, epochs, shuffle)
     count = cut.samples(epochs.number * total(lengths, sequences))
     wide = max(len(document), int(lengths.max(initial=0))) > np.iinfo(np.int32).max
     sample = np.empty((count + 1, 2), dtype=np.int64 if wide else np.int32)
     fill_sample_index(lengths, document, cut.seq_length, cut.extra, sample)
-    return Indices(document, sample, _shuffled(count, epochs.before_last, random))
+    return Indices(document, sample, _shuffled(count, epochs.before_last, shuffle))
 
 
 def total(lengths: NDArray[Any], sequences: range) -> int:
@@ -118,24 +118,49 @@ def total(lengths: NDArray[Any], sequences: range) -> int:
     return int(lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
 
 
-def _documents(sequences: range, epochs: Epochs, random: np.random.RandomState) -> NDArray[np.int32]:
+class Shuffle:
+    """`numpy.random.RandomState(seed).shuffle` of one array after the other: the same orders, sooner.
+
+    The random numbers are numpy's own.
+    """
+
+    DRAWS = 2**15
+
+    def __init__(self, seed: int) -> None:
+        self.generator = np.random.MT19937()
+        self.generator.state = np.random.RandomState(seed).get_state(legacy=False)
+        self.draws = np.empty(0, dtype=np.uint64)
+
+    def __call__(self, order: NDArray[Any]) -> None:
+        """Shuffle an array of one dimension in place."""
+        from mplug_indexed.kernels import swap_some
+
+        left = len(order)
+        while left > 1:
+            left, used = swap_some(order, left, self.draws)
+            self.draws = self.draws[used:]
+            if left > 1:
+                self.draws = np.concatenate([self.draws, self.generator.random_raw(self.DRAWS)])
+
+
+def _documents(sequences: range, epochs: Epochs, shuffle: Shuffle) -> NDArray[np.int32]:
     """Every sequence once an epoch, shuffled over all epochs but a separate last one."""
     document = np.tile(np.arange(sequences.start, sequences.stop, dtype=np.int32), epochs.number)
     if epochs.before_last is None:
-        random.shuffle(document)
+        shuffle(document)
     else:
         border = len(document) - len(sequences)
-        random.shuffle(document[:border])
-        random.shuffle(document[border:])
+        shuffle(document[:border])
+        shuffle(document[border:])
     return document
 
 
-def _shuffled(count: int, border: int | None, random: np.random.RandomState) -> NDArray[Any]:
+def _shuffled(count: int, border: int | None, shuffle: Shuffle) -> NDArray[Any]:
     """The numbers below `count`, shuffled; those from `border` on among themselves."""
     order = np.arange(count, dtype=np.int64 if count >= np.iinfo(np.uint32).max - 1 else np.uint32)
-    random.shuffle(order[:border])
+    shuffle(order[:border])
     if border is not None and border < count:
-        random.shuffle(order[border:])
+        shuffle(order[border:])
     return order
 
 

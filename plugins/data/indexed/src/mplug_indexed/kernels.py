@@ -25,6 +25,41 @@ def compiled(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @compiled
+def swap_some(order: NDArray[Any], left: int, draws: NDArray[np.uint64]) -> tuple[int, int]:
+    """Fisher and Yates' shuffle from the last entry down, as far as the draws reach.
+
+    `order` [N] is done from entry `left` on. Entry i changes places with one of 0 to i: the next draw below the least
+    power of two above i that is not above i; beyond 32 bits, two draws make one number. Returns the new `left` and how
+    many draws were used. Places are drawn before entries move, in blocks, so that the memory's latencies overlap.
+    """
+    places = np.empty(4096, dtype=np.int64)
+    used = 0
+    while left > 1:
+        last = left - 1
+        wide = last > 0xFFFFFFFF
+        mask = uint64(1)
+        while mask < uint64(last):
+            mask = mask << uint64(1) | uint64(1)
+        # This mask holds for entries down to `lowest`.
+        lowest = max(int(mask >> uint64(1)) + 1, 1)
+        number, most = 0, min(len(places), left - lowest)
+        while number < most and used + wide < len(draws):
+            draw = draws[used]
+            if wide:
+                draw = draw << uint64(32) | draws[used + 1]
+            used += 1 + wide
+            places[number] = np.int64(draw & mask)
+            number += places[number] <= last - number
+        for k in range(number):
+            i, j = last - k, places[k]
+            order[i], order[j] = order[j], order[i]
+        left -= number
+        if number < most:
+            break
+    return left, used
+
+
+@compiled
 def fill_sample_index(
     lengths: NDArray[Any], documents: NDArray[Any], seq_length: int, extra: int, index: NDArray[Any]
 ) -> None:

@@ -26,6 +26,7 @@ from mplug.registry import Registry
 from mplug.resolve import default_settings, resolve
 from mplug.run import prepare
 from mplug.settings import Settings, merge, read_assignments
+from mplug.testing.memory import kept_bytes
 
 CHOICES: dict[str, list[str]] = {
     "nothing": [],
@@ -59,7 +60,7 @@ def measure(choice: str, options: argparse.Namespace) -> dict[str, Any]:
     run.device = choose_device(config)
     parts = build(run)
     on_gpu, seconds, loss, samples = run.device == "cuda", list[float](), 0.0, config.trainer.global_batch_size
-    kept, before = _kept(run, parts), 0
+    kept, before = kept_bytes(run, parts), 0
     for run.step in range(1, options.warmup + options.steps + 1):
         if on_gpu and run.step == options.warmup + 1:
             torch.cuda.synchronize()
@@ -71,31 +72,6 @@ def measure(choice: str, options: argparse.Namespace) -> dict[str, Any]:
         seconds.append(time.perf_counter() - began)
     peak = torch.cuda.max_memory_allocated() - before if on_gpu else None
     return {"kept": kept, "peak": peak, "seconds": statistics.median(seconds[options.warmup :]), "loss": loss}
-
-
-def _kept(run: Any, parts: Any) -> int:
-    """Bytes of the storages that autograd keeps of one micro batch."""
-    import torch
-    from torch.autograd.graph import saved_tensors_hooks
-
-    sinks = parts.model.sinks.values()
-    lasting = {one.untyped_storage()._cdata for sink in sinks for one in (sink.parameter, sink.buffer)}
-    kept: dict[int, int] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in lasting:
-            kept[storage._cdata] = storage.nbytes()
-        return tensor
-
-    run.step = 1
-    parts.stepper.begin_step(1)
-    batch = next(iter(parts.train_loader.take(run.config.trainer.global_batch_size)))
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss, _ = parts.model.loss(parts.stepper.entries(batch, 1))
-    loss.backward()
-    parts.model.sinks.begin_step()
-    return sum(kept.values())
 
 
 def apart(choice: str) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from mplug.testing.samples import (
     kept,
     leaked,
     malformed,
+    merged_state,
     mislabelled,
     out_of_range,
     repeated,
@@ -128,17 +129,6 @@ class DataSuite(PluginSuite):
         """A fresh loader of one rank, which reads the whole global order."""
         (loader,) = cls.loaders(cls.layout(1, **changes), split)
         return loader
-
-    @staticmethod
-    def state_of(loaders: "list[Loader]") -> Any:
-        """The state of all ranks' loaders that a checkpoint holds."""
-        with naming_failures("state_dict"):
-            states = [loader.state_dict() for loader in loaders]
-        merge = getattr(loaders[0], "merge_states", None)
-        if merge is None:
-            return states[0]
-        with naming_failures("merge_states"):
-            return merge(states)
 
     def _epoch(self, loader: "Loader") -> int | None:
         """The samples of an epoch, where the loader states them and they can be read here."""
@@ -246,7 +236,7 @@ class DataSuite(PluginSuite):
             for loader in loaders:
                 read(loader, place)
             for start in (place, place + 8):
-                state = kept(self.state_of(loaders))
+                state = kept(merged_state(loaders))
                 loaders = self.loaders(after, split)
                 for loader in loaders:
                     with naming_failures("load_state_dict"):

@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from mplug.hooks import implemented
 from mplug.registry import Registry
-from mplug.testing.harness import STEPS, TinySettings, Trace, tiny_run, train_ranks, train_steps, with_ragged_labels
+from mplug.testing.harness import STEPS, TinySettings, Trace, tiny_run, train_ranks, train_steps
 from mplug.testing.suite import PluginSuite, require
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from mplug.build import Parts
+    from mplug.run import Run
 
 
 class MemorySuite(PluginSuite):
@@ -92,7 +95,10 @@ class MemorySuite(PluginSuite):
 
     def test_less_stays_on_the_device(self, model: str) -> None:
         """Of what autograd keeps of a forward pass."""
-        found, plain = (kept_bytes(one) for one in self.pair(model))
+        from mplug.build import build
+
+        runs = [tiny_run(one) for one in self.pair(model)]
+        found, plain = (kept_bytes(run, build(run)) for run in runs)
         require(found < plain, f"with it, {found} bytes stay on the device for backward, and without it {plain}")
 
 
@@ -146,30 +152,30 @@ def _compiling() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def kept_bytes(settings: TinySettings) -> int:
-    """Bytes of the storages that autograd keeps of one micro batch's forward pass, weights and sinks left out."""
-    import torch
+def kept_bytes(run: "Run", parts: "Parts") -> int:
+    """Bytes of the storages that autograd keeps of one micro batch's forward pass, weights and sinks left out.
+
+    The micro batch is the first one of step 1; gradients are left as after a step that was never taken.
+    """
     from torch.autograd.graph import saved_tensors_hooks
 
-    from mplug.build import build
-
-    run = tiny_run(settings)
-    parts = build(run)
-    run.step = 1
     sinks = parts.model.sinks.values()
     lasting = {one.untyped_storage()._cdata for sink in sinks for one in (sink.parameter, sink.buffer)}
     kept: dict[int, int] = {}
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
+    def keep(tensor: "Tensor") -> "Tensor":
         storage = tensor.untyped_storage()
         if storage._cdata not in lasting:
             kept[storage._cdata] = storage.nbytes()
         return tensor
 
-    batch = with_ragged_labels(next(iter(parts.train_loader.take(run.config.trainer.global_batch_size))))
-    parts.model.module.train()
+    run.step = 1
     stepper: Any = parts.stepper
+    stepper.begin_step(1)
+    parts.model.module.train()
+    batch = next(iter(parts.train_loader.take(run.config.trainer.global_batch_size)))
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         loss, _ = parts.model.loss(stepper.entries(batch, 1))
     loss.backward()
+    parts.model.sinks.begin_step()
     return sum(kept.values())

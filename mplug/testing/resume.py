@@ -1,13 +1,12 @@
 """A loader under one layout, killed, and gone on with under another: what is read is what an undisturbed run reads."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mplug.plain import lift, lower
 from mplug.run import prepare
 from mplug.testing.harness import TinySettings, tiny_config
+from mplug.testing.samples import kept, merged_state
 from mplug.testing.suite import require
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ def require_exact_resume(settings: TinySettings, before: str, portions: Sequence
     where = f"under '{before or 'one process'}'"
     for number, portion in enumerate(portions, 1):
         _compare(_read(loaders, portion), _read(reference, portion), f"portion {number} {where}")
-    state = _through_a_checkpoint(_state(loaders))
+    state = kept(merged_state(list(loaders.values())))
     resumed = _loaders(settings, after)
     for loader in resumed.values():
         loader.load_state_dict(state)
@@ -59,18 +58,6 @@ def _read(loaders: "dict[int, Loader]", count: int) -> Rows:
                 require(name not in rows, f"sample {name} is read twice")
                 rows[name] = {key: entry[row].tolist() for key, entry in batch.items() if len(entry) == len(names)}
     return rows
-
-
-def _state(loaders: "dict[int, Loader]") -> Any:
-    states = [loader.state_dict() for loader in loaders.values()]
-    merge = getattr(loaders[0], "merge_states", None)
-    return merge(states) if merge else states[0]
-
-
-def _through_a_checkpoint(state: Any) -> Any:
-    tensors: dict[str, Any] = {}
-    plain = json.loads(json.dumps(lift(state, tensors, "")))
-    return lower(plain, {name: tensor.clone() for name, tensor in tensors.items()})
 
 
 def _compare(found: Rows, expected: Rows, where: str) -> None:

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mplug.testing.suite import Fault
+from mplug.testing.suite import Fault, naming_failures
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mplug.contracts import MicroBatch
+    from mplug.contracts import Loader, MicroBatch
 
 IGNORED = -100
 """The label of a position without a target."""
@@ -186,6 +186,17 @@ def stored(state: Any) -> "tuple[str, dict[str, Tensor]]":
         return json.dumps(lift(state, tensors, "loader"), sort_keys=True), tensors
     except TypeError as error:
         raise Fault(str(error)) from error
+
+
+def merged_state(loaders: "Sequence[Loader]") -> Any:
+    """The state of all ranks' loaders that a checkpoint holds."""
+    with naming_failures("state_dict"):
+        states = [loader.state_dict() for loader in loaders]
+    merge = getattr(loaders[0], "merge_states", None)
+    if merge is None:
+        return states[0]
+    with naming_failures("merge_states"):
+        return merge(states)
 
 
 def kept(state: Any) -> Any:

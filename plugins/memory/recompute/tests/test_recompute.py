@@ -93,7 +93,7 @@ def test_units_are_chosen_by_every_and_first_and_never_the_last() -> None:
 
 def test_what_stays_on_the_device_is_in_the_order_of_what_is_run_again() -> None:
     kept = {
-        name: kept_bytes(settings)
+        name: kept_bytes(run := tiny_run(settings), build(run))
         for name, settings in {
             "nothing": {},
             "the attention core": {**settings_of(mode="selective"), "kernels.default": None},

@@ -60,7 +60,11 @@ class Loader(Stateful, Protocol):
 
 
 class Tokenizer(Protocol):
-    """Text to tokens and back."""
+    """Text to tokens and back.
+
+    One that states its `vocab_size` is never asked for the text of a token that is not below it, however many a model
+    has.
+    """
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, no special one added. What looks like a special token in a text is text."""

@@ -6,10 +6,16 @@ Run as `python -m mplug.inspection show|check KIND DISTRIBUTION/NAME`, it prints
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
 from mplug.errors import UsageError, listed
 from mplug.registry import Entry, Registry
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
 
 MARK = "mplug report: "
 """What the line of a report begins with: a plugin may print, too."""
@@ -66,7 +72,7 @@ def inspect_here(kind: str, word: str) -> Report:
     from mplug.hooks import implemented
 
     fields = [
-        (name, _type(described.annotation), str(described.get_default()), described.description or "")
+        (name, _type(described.annotation, described.metadata), _default(described), described.description or "")
         for name, described in plugin.Config.model_fields.items()
     ]
     presets = [str(name) for name in getattr(plugin, "presets", {})]
@@ -107,8 +113,30 @@ def _inspect_command(entry: Entry) -> Report:
     return Report("" if isinstance(command, click.Command) else f"'{entry.target}' is not a click command")
 
 
-def _type(annotation: object) -> str:
-    return annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("typing.", "")
+BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+
+
+def _type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    """A field's type as one writes it: int > 0 | None, 'run' | 'epoch'."""
+    bounds = ",".join(
+        f" {sign} {getattr(one, name)}" for one in metadata for name, sign in BOUNDS.items() if hasattr(one, name)
+    )
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type(inner[0], inner[1:]) + bounds
+    if origin in (Union, UnionType):
+        return " | ".join(_type(one, metadata if one is not NoneType else ()) for one in inner)
+    if origin is Literal:
+        return " | ".join(map(repr, inner))
+    if annotation is NoneType:
+        return "None"
+    plain = isinstance(annotation, type) and not inner
+    return (annotation.__name__ if plain else str(annotation).replace("typing.", "")) + bounds
+
+
+def _default(described: "FieldInfo") -> str:
+    """What a field is where nobody sets it; nothing where somebody must."""
+    return "" if described.is_required() else repr(described.get_default(call_default_factory=True))
 
 
 if __name__ == "__main__":

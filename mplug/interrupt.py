@@ -1,11 +1,16 @@
 """Ending a run between two steps when the user or the machine asks for it, or time runs out."""
 
+import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from mplug.run import Run
 from mplug.signals import Signals
+
+STDERR = 2
+HEARD = b"stopping: the step under way is finished and saved first; asked once more, it ends at once\n"
 
 
 class Interrupt(Signals):
@@ -17,6 +22,10 @@ class Interrupt(Signals):
     def first(self, number: int) -> None:
         """Ask the run to stop."""
         self.run.stop_requested = True
+        if number == signal.SIGINT and self.run.rank == 0:  # SIGTERM also comes to those whose neighbour has died
+            below = b"\n" if os.isatty(STDERR) else b""
+            with suppress(OSError):  # nobody hears
+                os.write(STDERR, below + HEARD)  # print() may be under way, and cannot be entered twice
 
     def later(self, number: int) -> None:
         """Do what the signal did before the run."""

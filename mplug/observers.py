@@ -10,6 +10,7 @@ from typing import IO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Column
 
 from mplug.contracts import Record
 from mplug.hookspecs import hookimpl
@@ -91,10 +92,11 @@ class ProgressLine:
     def __init__(self, console: Console, total_steps: int, log_every: int) -> None:
         self.console, self.total_steps, self.log_every = console, total_steps, log_every
         self.bar = Progress(
-            BarColumn(),
-            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.description}", table_column=Column(no_wrap=True)),
             console=console,
             transient=True,
+            expand=True,
             disable=not console.is_terminal,
         )
         self.task: TaskID | None = None
@@ -115,7 +117,7 @@ class ProgressLine:
         left = (time.monotonic() - self.mark) / (step - self.first_step) * (self.total_steps - step)
         line = step_line(record, self.total_steps, left)
         assert self.task is not None
-        self.bar.update(self.task, completed=step, description=line)
+        self.bar.update(self.task, completed=step, description=short_line(record, self.total_steps, left))
         if found or step % self.log_every == 0 or step in (1, self.total_steps):
             self.console.print(line, highlight=False, soft_wrap=True)
             log.info(line)
@@ -152,6 +154,18 @@ def step_line(record: Record, total_steps: int, seconds_left: float) -> str:
         f"{duration(seconds_left)} left",
     ]
     return "  ".join(part for part in parts if part)
+
+
+def short_line(record: Record, total_steps: int, seconds_left: float) -> str:
+    """What changes with each step, beside a bar: it leaves room for one on a terminal of 80 columns."""
+    return "  ".join(
+        (
+            f"{record['step']:>{len(str(total_steps))}}/{total_steps}",
+            f"loss {record['loss']:.4f}",
+            f"{record['tokens_per_s']:,.0f} tokens/s",
+            f"{duration(seconds_left)} left",
+        )
+    )
 
 
 def duration(seconds: float) -> str:

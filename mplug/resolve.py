@@ -218,7 +218,8 @@ def explained(problem: Any, model: type[BaseModel]) -> str:
         field, fields = str(problem["loc"][-1]), _fields(model, problem["loc"][:-1])
         return f"unknown field{suggest(field, fields)} (fields: {listed(sorted(fields))})"
     if problem["type"] == "missing":
-        return "is required"
+        missing = model.model_fields.get(str(problem["loc"][0])) if len(problem["loc"]) == 1 else None
+        return f"is required: {missing.description}" if missing and missing.description else "is required"
     message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     return message if problem["type"] == "value_error" else f"{message}, not {problem['input']!r}"
 

@@ -12,12 +12,16 @@ from mplug.nn.random import key_of, uniform
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn. `temperature` 0 takes the likeliest; `top_k` 0 and `top_p` 1 keep all."""
+    """How the next token is drawn. `temperature` 0 takes the likeliest; `top_k` 0 and `top_p` 1 keep all.
+
+    Tokens are below `vocab_size`, for a model may have more than its tokenizer can tell; None: all of the model's.
+    """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    vocab_size: int | None = None
 
 
 @torch.no_grad()
@@ -41,6 +45,7 @@ def sample(model: Model, prompt: list[int], num_tokens: int, context: int, sampl
 
 def choose(logits: Tensor, sampling: Sampling, draw: Tensor) -> int:
     """The token that a number in [0, 1) draws from logits [V]."""
+    logits = logits[: sampling.vocab_size]
     if sampling.temperature == 0:
         return int(logits.argmax())
     ordered, tokens = (logits / sampling.temperature).sort(descending=True, stable=True)

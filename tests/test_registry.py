@@ -107,6 +107,14 @@ def test_the_list_of_plugins_shows_who_claims_a_name_twice(cli: Cli, installed: 
     assert all(word in clash for word in ("acme-gpt/gpt-mini", "zenith-gpt/gpt-mini"))
 
 
+def test_the_fields_of_a_plugin_are_shown_as_one_writes_them(cli: Cli) -> None:
+    lines = cli("plugins", "show", "indexed").stdout.splitlines()
+    assert "  path: str | list[str] | dict[str, float], required" in lines
+    assert "  samples: 'run' | 'epoch' | int > 0 = 'run'" in lines
+    assert "  eod_token: int >= 0 | None = None" in lines
+    assert "  fim_rate: float >= 0, <= 1 = 0.0" in lines
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

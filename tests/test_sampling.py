@@ -176,3 +176,9 @@ def test_a_seed_gives_one_text_and_another_seed_another() -> None:
     hot = [list(sample(model, [5], 40, 8, Sampling(temperature=100.0, seed=seed))) for seed in (1, 1, 2)]
     assert hot[0] == hot[1] != hot[2]
     assert len(set(hot[0])) > 10
+
+
+def test_tokens_that_the_tokenizer_does_not_have_are_never_drawn() -> None:
+    assert drawn(Sampling(vocab_size=3)) == {0, 1, 2}
+    assert frequencies(Sampling(vocab_size=2))[:2] == pytest.approx([1 / 9, 8 / 9], abs=2 / GRID)
+    assert drawn(Sampling(temperature=0, vocab_size=1)) == {0}

@@ -1,7 +1,10 @@
 """The command line: a file a command. Importing this package imports no torch, no pydantic and no plugin."""
 
+import ast
 import sys
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import click
@@ -9,7 +12,7 @@ from click.shell_completion import CompletionItem
 
 import mplug
 from mplug.errors import RunError, UsageError, suggest
-from mplug.registry import Registry
+from mplug.registry import Entry, Registry
 
 COMMANDS = {
     "train": "Train a model, or continue a run.",
@@ -61,7 +64,7 @@ class Commands(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List commands without importing any."""
-        summaries = {entry.name: f"{entry.summary} ({entry.origin})" for entry in Registry().entries("commands")}
+        summaries = {entry.name: f"{_said_of(entry)} ({entry.origin})" for entry in Registry().entries("commands")}
         with formatter.section("Commands"):
             formatter.write_dl([(name, {**summaries, **COMMANDS}[name]) for name in self.list_commands(ctx)])
 
@@ -77,6 +80,23 @@ class Commands(click.Group):
             _fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", 1)
         except KeyboardInterrupt:
             sys.exit(130)
+
+
+def _said_of(entry: Entry) -> str:
+    """What a plugin's command says of itself, read in its source and not imported; else what its distribution says."""
+    module, _, attribute = entry.target.partition(":")
+    package, *inner = module.split(".")
+    try:
+        spec = find_spec(package)
+        found = Path(*(spec.submodule_search_locations or ()) if spec else (), *inner)
+        source = found.with_suffix(".py") if found.with_suffix(".py").is_file() else found / "__init__.py"
+        tree = ast.parse(source.read_text(encoding="utf-8"))
+    except (ImportError, OSError, ValueError, SyntaxError):
+        return entry.summary
+    written = (
+        ast.get_docstring(part) for part in tree.body if isinstance(part, ast.FunctionDef) and part.name == attribute
+    )
+    return next((" ".join(text.split("\n\n")[0].split()) for text in written if text), entry.summary)
 
 
 def _fail(message: str, status: int) -> None:

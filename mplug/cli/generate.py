@@ -63,7 +63,8 @@ def command(
     encoded = tokenizer.encode(prompt)
     if not encoded:
         raise UsageError("--prompt is empty; give at least one character to continue")
-    _print(run, checkpoint, tokenizer, encoded, tokens, Sampling(temperature, top_k, top_p, seed))
+    sampling = Sampling(temperature, top_k, top_p, seed, getattr(tokenizer, "vocab_size", None))
+    _print(run, checkpoint, tokenizer, encoded, tokens, sampling)
 
 
 def _print(

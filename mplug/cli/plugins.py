@@ -113,7 +113,9 @@ def show(plugin: str) -> None:
         if report.presets:
             click.echo(f"  presets  {', '.join(report.presets)}")
         for name, kind, default, description in report.fields:
-            click.echo(f"  {name}: {kind} = {default}\n      {description}")
+            click.echo(f"  {name}: {kind}{f' = {default}' if default else ', required'}")
+            if description:
+                click.echo(f"      {description}")
 
 
 @command.command()

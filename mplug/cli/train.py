@@ -138,7 +138,8 @@ def _announce(run: "Run", resume_from: "Path | None") -> None:
 
     where = f"from step {step_of(resume_from)}" if resume_from else "from scratch"
     layout = f", {run.config.parallel.layout} on {run.mesh.world_size} processes" if run.mesh.world_size > 1 else ""
-    click.echo(f"run {run.directory}: {run.config.trainer.steps} steps, {where}{layout}")
+    steps = run.config.trainer.steps
+    click.echo(f"run {run.directory}: {steps} step{'s' * (steps != 1)}, {where}{layout}")
     if run.config.trainer.device != "cpu":
         click.echo(_idle_gpus(run, torch.cuda.device_count()), nl=False)
 

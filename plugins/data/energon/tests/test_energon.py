@@ -1,6 +1,7 @@
 """Energon: real data sets, of text and of images with text, through the loader."""
 
 import io
+import tarfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -203,7 +204,8 @@ def test_a_checkpoint_of_two_ranks_resumes_under_any_layout(text_set: Path, tmp_
     ("changes", "what"),
     [
         ({"data.path": "nowhere"}, r"data\.path 'nowhere' does not exist"),
-        ({"data.path": "bare"}, r"data\.path 'bare' is not prepared; run 'energon prepare bare'"),
+        ({"data.path": "bare"}, r"data\.path 'bare' has no tars; pack its files into some, then run 'energon prepare'"),
+        ({"data.path": "raw"}, r"data\.path 'raw' is not prepared; run 'energon prepare raw'"),
         ({"data.path": "note.txt"}, r"data\.path 'note\.txt' is a file, and no metadataset's YAML"),
         ({"data.task_encoder": "Encoder"}, r"data\.task_encoder"),
         ({"data.task_encoder": "no_such_package.x:Encoder"}, r"there is no module 'no_such_package'"),
@@ -215,6 +217,8 @@ def test_what_cannot_be_is_refused_before_launch(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bare").mkdir()
+    (tmp_path / "raw").mkdir()
+    tarfile.open(tmp_path / "raw" / "0.tar", "w").close()
     (tmp_path / "note.txt").touch()
     with pytest.raises(UsageError, match=what):
         tiny_run({**TINY, "data.path": str(text_set), **changes})

@@ -22,6 +22,7 @@ class TestData(CommandSuite):
     refused = (
         ("preprocess", "nowhere.jsonl", "--tokenizer", "bytes"),
         ("preprocess", "nowhere.jsonl", "--tokenizer", "byte"),
+        ("preprocess", "nowhere.jsonl", "--tokenizer", __file__),
         ("preprocess", "nowhere.jsonl", "--tokenizer", "bytes", "--set", "eod"),
         ("inspect", "nowhere"),
         ("merge", "nowhere", "--output", "whole"),
@@ -55,6 +56,16 @@ def test_a_corpus_without_a_record_is_told_by_its_tokens(tmp_path: Path) -> None
     found = describe(tmp_path / "a")
     assert found.row[1:5] == ("1", "2", "3", "int32")
     assert list(sample(found, 0, 1, 10)) == [(0, "5 6 7")]
+
+
+def test_a_text_that_is_no_corpus_yet_and_a_misspelt_one_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    corpus(tmp_path / "a", "one")
+    with pytest.raises(
+        UsageError, match=r"a\.jsonl' is no data set yet: make one of it by 'mplug data preprocess .*a\."
+    ):
+        describe(tmp_path / "a.jsonl")
+    with pytest.raises(UsageError, match=r"is a pair 'b\.bin' and 'b\.idx' \(there are .*/a\)"):
+        describe(tmp_path / "b")
 
 
 def test_merged_corpora_are_all_documents_in_order_with_their_tokenizer(tmp_path: Path) -> None:
@@ -126,7 +137,10 @@ def test_a_blend_is_shares_of_tokens_and_epochs(tmp_path: Path) -> None:
     ]
     assert blend([f"{one}=1", f"{two}=1"], None, by_size=True).shares == [0.25, 0.75]
     mixed.write(tmp_path / "blend.yaml")
-    assert yaml.safe_load((tmp_path / "blend.yaml").read_text()) == mixed.as_mapping()
+    assert yaml.safe_load((tmp_path / "blend.yaml").read_text()) == {
+        "data": {"name": "indexed", "path": {str(one): 0.75, str(two): 0.25}},
+        "model": {"vocab_size": 257},
+    }
     for wrong in ("one", f"{one}=0", f"{one}=x", f"{one}=-1", f"{one}=nan"):
         with pytest.raises(UsageError, match="write it as PREFIX=WEIGHT"):
             blend([wrong], None, by_size=False)

@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from mplug_indexed import Indexed
 from mplug_indexed.files import Writer, idx_path
 from mplug_indexed.samples import IndexedLoader
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
-from mplug import UsageError
+from mplug import UsageError, describe_tokenizer, keep_tokenizer
 from mplug.testing import DataSuite
 
 S = 16
@@ -288,7 +290,7 @@ def test_a_longer_run_goes_on_in_the_order_of_the_shorter_one_or_is_refused() ->
     longer.load_state_dict(short.state_dict())
     assert windows(longer, 8) == windows(short, 8)
     much_longer = build(config, steps=200)
-    with pytest.raises(UsageError, match=r"was drawn for 80 samples, .* for 1600 samples.* set data\.samples=80 to"):
+    with pytest.raises(UsageError, match=r"in an order for 80 samples, and for 1600 samples.* set data\.samples=80 to"):
         much_longer.load_state_dict(short.state_dict())
     kept = build({**config, "samples": 80}, steps=200)
     kept.load_state_dict(short.state_dict())
@@ -315,12 +317,17 @@ def test_data_sets_of_a_mix_come_by_their_sizes() -> None:
         ({"path": ONE, "split": "1,0"}, r"leaves nothing for validation; give it a weight; set trainer\.eval_every=0"),
         ({"path": ONE, "split": "1,0.0001"}, r"has 300 sequences, of which .* leaves none for validation"),
         ({"path": {ONE: 1, TWO: 2}, "samples": "epoch"}, r"data\.samples=epoch has no meaning for weighted data sets"),
+        (
+            {"path": ONE, "eod_mask_loss": True},
+            r"data\.eod_mask_loss needs data\.eod_token: no tokenizer beside the data",
+        ),
+        ({"path": ONE, "reset_attention": True}, r"data\.reset_attention needs data\.eod_token"),
     ],
 )
 def test_what_is_wrong_is_said_before_launch(config: dict[str, Any], sentence: str) -> None:
-    trainer = SimpleNamespace(seed=1, eval_every=1)
+    run = SimpleNamespace(trainer=SimpleNamespace(seed=1, eval_every=1), model=SimpleNamespace(vocab_size=256))
     with pytest.raises(UsageError, match=sentence) as refused:
-        Indexed(Indexed.Config(**config)).configure(SimpleNamespace(trainer=trainer))  # type: ignore[arg-type]
+        Indexed(Indexed.Config(**config)).configure(run)  # type: ignore[arg-type]
     assert "\n" not in str(refused.value)
 
 
@@ -332,14 +339,37 @@ def test_what_is_wrong_is_said_before_launch(config: dict[str, Any], sentence: s
         ({"path": {"a": 0, "b": 1}}, "path gives 'a' the weight 0; weights are above 0"),
         ({"path": {"a": -1.5}}, "path gives 'a' the weight -1.5"),
         ({"path": {"a": float("nan")}}, "path gives 'a' the weight nan"),
-        ({"path": "a", "eod_mask_loss": True}, "eod_mask_loss needs eod_token"),
-        ({"path": "a", "reset_attention": True}, "reset_attention needs eod_token"),
         ({"path": "a", "fim_rate": 0.5}, "fim_rate needs fim_prefix_token, fim_middle_token and fim_suffix_token"),
     ],
 )
 def test_a_config_that_cannot_be_meant_is_refused(config: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         Indexed.Config(**config)
+
+
+def test_tokens_that_part_documents_are_those_of_the_tokenizer_beside_the_data(tmp_path: Path) -> None:
+    random = np.random.default_rng(7)
+    prefix = write(tmp_path / "corpus", [np.append(random.integers(10, 250, 30), 3) for _ in range(50)])
+    vocabulary = {"[UNK]": 0, "<PRE>": 4, "<MID>": 5, "<SUF>": 6, "</s>": 3}
+    made = Tokenizer(WordLevel({**vocabulary, **{f"w{n}": n for n in range(10, 250)}}, unk_token="[UNK]"))
+    made.add_special_tokens([*vocabulary])
+    made.save(str(tmp_path / "tokenizer.json"))
+    record = keep_tokenizer(describe_tokenizer("huggingface", {"path": str(tmp_path / "tokenizer.json")}), prefix)
+    texts = {f"fim_{part}_token": f"<{part[:3].upper()}>" for part in ("prefix", "middle", "suffix")}
+    numbers = {f"fim_{part}_token": number for part, number in (("prefix", 4), ("middle", 5), ("suffix", 6))}
+    section = {"path": str(prefix), "split": "1", "fim_rate": 1.0, "reset_attention": True}
+    assert record.eod == 3
+    named, numbered = build({**section, **texts}), build({**section, **numbers, "eod_token": 3})
+    for one, other in zip(named.take(8), numbered.take(8), strict=True):
+        assert {4, 5, 6} <= set(one["tokens"].unique().tolist())
+        for entry in ("tokens", "labels", "document_lengths"):
+            assert torch.equal(one[entry], other[entry])
+    with pytest.raises(
+        UsageError, match=r"data\.fim_prefix_token=<PER> is no special token of the data's tokenizer \(it"
+    ):
+        build({**section, **texts, "fim_prefix_token": "<PER>"})
+    with pytest.raises(UsageError, match=r"data\.fim_prefix_token=<PRE>: no tokenizer's record stands beside the data"):
+        build({**section, **texts, "path": ONE, "eod_token": EOD})
 
 
 def test_a_seed_beyond_32_bits_is_refused() -> None:

@@ -460,3 +460,12 @@ def test_a_document_is_encoded_as_its_tokenizer_says(tmp_path: Path, texts: Path
     tokens, lengths = Encoder(work)._tokens(["ab", "", "ü"])
     assert tokens.tolist() == [97, 98, EOD, EOD, 0xC3, 0xBC, EOD]
     assert lengths.tolist() == [3, 1, 3]
+
+
+def test_a_wrong_key_leaves_nothing_that_the_right_one_meets(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text('{"body": "one"}\n{"body": "two"}\n')
+    sources, record = find_sources([str(tmp_path / "t.jsonl")], None, None), describe_tokenizer("bytes", {})
+    with pytest.raises(UsageError, match=r"has no field 'text' \(it has body\); --key names the field"):
+        preprocess(Job(tmp_path / "t", sources, record))
+    assert not (tmp_path / "t.parts").exists()
+    assert preprocess(Job(tmp_path / "t", sources, record, key="body")).documents == 2

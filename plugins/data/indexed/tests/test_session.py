@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -26,22 +27,23 @@ def test_from_texts_to_a_trained_model_that_speaks(tmp_path: Path) -> None:
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     mplug("data", "train-tokenizer", "texts.jsonl", "--vocab-size", "384")
     tokenizer = ("--tokenizer", "huggingface", "--tokenizer-file", "tokenizer.json")
-    mplug("data", "preprocess", "texts.jsonl", *tokenizer, "--append-eod", "--workers", "2")
+    made = mplug("data", "preprocess", "texts.jsonl", *tokenizer, "--append-eod", "--workers", "2")
+    told = shlex.split(next(line for line in made.splitlines() if line.startswith("train on it: mplug ")))[4:]
+    assert told == ["train", "--data", "indexed", "--set", "data.path=texts", "--set", "model.vocab_size=384"]
     (tmp_path / "tokenizer.json").unlink()
     assert texts[0] in mplug("data", "inspect", "texts")
     assert "every token is below 384" in mplug("data", "verify", "texts")
     small = {
-        "data.path": "texts",
         "trainer.steps": 4,
         "trainer.seq_length": 32,
         "trainer.global_batch_size": 4,
         "trainer.eval_every": 0,
         "checkpoint.every": 2,
     }
-    words = ("train", "--data", "indexed", *(f"--set={name}={value}" for name, value in small.items()))
-    refused = mplug(*words, "--set=model.vocab_size=256", status=2)
+    words = tuple(f"--set={name}={value}" for name, value in small.items())
+    refused = mplug(*told[:-2], *words, "--set=model.vocab_size=256", status=2)
     assert "made with a tokenizer of 384 tokens, and model.vocab_size=256 holds fewer" in refused
-    mplug(*words, "--set=model.vocab_size=384", "--parallel", "dp2", "--name", "first")
+    mplug(*told, *words, "--parallel", "dp2", "--name", "first")
     mplug("train", "--resume", "--name", "first", "--set=trainer.steps=6")
     run = tmp_path / "runs" / "first"
     losses = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -52,6 +54,9 @@ def test_from_texts_to_a_trained_model_that_speaks(tmp_path: Path) -> None:
     assert (record["name"], record["vocab_size"], record["eod"]) == ("huggingface", 384, 0)
     assert record["fingerprint"] == beside["fingerprint"]
     assert mplug("generate", "--prompt", "2 times 3 is", "--tokens", "5").startswith("2 times 3 is")
+    mplug("data", "merge", "texts", "texts", "--output", "twice")
+    mplug("data", "blend", "texts=0.7", "twice=0.3", "--tokens", "1000", "--write", "blend.yaml")
+    mplug("train", "--config", "blend.yaml", *words, "--name", "blend", "--set=trainer.steps=1")
 
 
 def test_corpora_of_two_tokenizers_are_refused_before_launch(tmp_path: Path) -> None:

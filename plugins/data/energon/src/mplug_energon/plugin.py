@@ -72,6 +72,10 @@ class Energon:
         if not path.exists():
             raise UsageError(f"data.path '{path}' does not exist; name a prepared data set, or a metadataset's YAML")
         if path.is_dir() and not (path / META).is_dir():
+            if next(path.glob("**/*.tar"), None) is None:
+                raise UsageError(
+                    f"data.path '{path}' has no tars; pack its files into some, then run 'energon prepare'"
+                )
             raise UsageError(f"data.path '{path}' is not prepared; run 'energon prepare {path}' first")
         if path.is_file() and path.suffix not in (".yaml", ".yml"):
             raise UsageError(f"data.path '{path}' is a file, and no metadataset's YAML; name one, or a prepared folder")

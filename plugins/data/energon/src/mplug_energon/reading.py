@@ -82,7 +82,10 @@ def open_stream(config: "Energon.Config", encoder: TaskEncoder, part: str, seed:
             task_encoder=encoder,
         )
     except Exception as error:  # Energon raises what it likes where a data set is not what it says
-        raise UsageError(f"data.path '{config.path}', part '{part}': Energon cannot read it: {error}") from error
+        raise UsageError(
+            f"data.path '{config.path}', part '{part}': Energon cannot read it: {error}; name a part that it "
+            f"has, or give it more tars and prepare it again: a part is of whole tars"
+        ) from error
     loader = get_savable_loader(
         dataset,
         gc_collect_every_n_steps=0 if config.num_workers == 0 else 100,  # it would freeze the training's own objects

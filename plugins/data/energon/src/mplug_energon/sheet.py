@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 MARGIN, LINE = 4, 12
 """Pixels around an image, and of a line of its text."""
+LINES = 4
+"""The most lines of text under an image."""
 
 
 @click.command()
@@ -64,20 +66,37 @@ def sheet(batch: "MicroBatch", tokenizer: "Tokenizer") -> "Image":
     images, labels = batch["images"].clamp(0, 1).mul(255).round().byte(), batch["labels"]
     count, _, _, size = images.shape
     columns = ceil(sqrt(count))
-    width, height = size + 2 * MARGIN, size + 3 * MARGIN + LINE
+    measure = ImageDraw.Draw(Image.new("RGB", (1, 1)))
+    texts = [tokenizer.decode([label for label in row if label >= 0]) for row in labels.tolist()]
+    captions = [lines_of(text, measure, size) for text in texts]
+    width, height = size + 2 * MARGIN, size + 3 * MARGIN + LINE * max(map(len, captions))
     drawn = Image.new("RGB", (columns * width, ceil(count / columns) * height), "white")
     pen = ImageDraw.Draw(drawn)
-    for number in range(count):
+    for number, lines in enumerate(captions):
         left, top = number % columns * width + MARGIN, number // columns * height + MARGIN
+        pen.rectangle((left - 1, top - 1, left + size, top + size), outline="lightgrey")
         drawn.paste(Image.fromarray(images[number].permute(1, 2, 0).contiguous().numpy()), (left, top))
-        text = tokenizer.decode([label for label in labels[number].tolist() if label >= 0])
-        pen.text((left, top + size + MARGIN), _fitting(text, pen, size), fill="black")
+        for line, words in enumerate(lines):
+            pen.text((left, top + size + MARGIN + line * LINE), words, fill="black")
     return drawn
 
 
-def _fitting(text: str, pen: "ImageDraw", width: int) -> str:
-    """As much of a text's first line as fits."""
-    line = " ".join(text.split())
-    while line and pen.textlength(line) > width:
-        line = line[:-1]
-    return line
+def lines_of(text: str, pen: "ImageDraw", width: int) -> list[str]:
+    """A text in at most `LINES` lines of so many pixels, broken between words; dots stand for what is left out."""
+    lines, rest = list[str](), " ".join(text.split())
+    while rest and len(lines) < LINES:
+        fits = next((end for end in range(len(rest), 1, -1) if pen.textlength(rest[:end]) <= width), 1)
+        space = rest.rfind(" ", 0, fits + 1) if fits < len(rest) else -1
+        end = space if space > 0 else fits
+        lines.append(rest[:end])
+        rest = rest[end:].lstrip()
+    if rest:
+        lines[-1] = _dotted(lines[-1], pen, width)
+    return lines or [""]
+
+
+def _dotted(line: str, pen: "ImageDraw", width: int) -> str:
+    """As much of a line as fits beside the dots after it."""
+    while line and pen.textlength(f"{line} ...") > width:
+        line = line.rpartition(" ")[0] or line[:-1]
+    return f"{line} ..."

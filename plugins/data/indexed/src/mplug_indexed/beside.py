@@ -1,13 +1,15 @@
-"""The tokenizer whose record stands beside data sets."""
+"""The tokenizer whose record stands beside data sets, and the tokens that documents are told apart by."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mplug import UsageError, read_tokenizer
+from mplug import UsageError, load_tokenizer, read_tokenizer
 
 if TYPE_CHECKING:
     from mplug import TokenizerRecord
+    from mplug_indexed.plugin import Indexed
 
 
 def tokenizer_of(prefixes: Sequence[Path], vocab_size: int | None) -> "TokenizerRecord | None":
@@ -36,3 +38,43 @@ def tokenizer_of(prefixes: Sequence[Path], vocab_size: int | None) -> "Tokenizer
 
 def _named(record: "TokenizerRecord") -> str:
     return f"{record.name} ({record.fingerprint[:12]})"
+
+
+NEEDING_EOD = ("eod_mask_loss", "reset_positions", "reset_attention")
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Tokens that stand between documents, and between the three parts of one."""
+
+    eod: int | None
+    middle: tuple[int, ...]
+    """Before a prefix, a middle, a suffix; none where documents stay as they are."""
+
+
+def marks_of(config: "Indexed.Config", record: "TokenizerRecord | None") -> Marks:
+    """What the config names; what it does not, or names by its text, the tokenizer's record tells.
+
+    UsageError where a setting needs the end of a document and nothing tells it, or where a text is no special token.
+    """
+    eod = config.eod_token if config.eod_token is not None or record is None else record.eod
+    for name in NEEDING_EOD:
+        if getattr(config, name) and eod is None:
+            raise UsageError(f"data.{name} needs data.eod_token: no tokenizer beside the data tells how documents end")
+    if not config.fim_rate:
+        return Marks(eod, ())
+    names = ("fim_prefix_token", "fim_middle_token", "fim_suffix_token")
+    return Marks(eod, tuple(_number(f"data.{name}", getattr(config, name), record) for name in names))
+
+
+def _number(name: str, token: int | str, record: "TokenizerRecord | None") -> int:
+    """The number of a token that is named by it, or by its text."""
+    if isinstance(token, int):
+        return token
+    if record is None:
+        raise UsageError(f"{name}={token}: no tokenizer's record stands beside the data; name the token by its number")
+    special: dict[str, int] = getattr(load_tokenizer(record), "special_tokens", {})
+    if token not in special:
+        known = f"it has {', '.join(special)}" if special else "it has none"
+        raise UsageError(f"{name}={token} is no special token of the data's tokenizer ({known}); or give a number")
+    return special[token]

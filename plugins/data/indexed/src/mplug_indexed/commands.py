@@ -1,5 +1,6 @@
 """mplug data: corpora on the disk. Importing this imports neither numpy nor pydantic: help and completion are quick."""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 INPUTS = click.argument("inputs", nargs=-1, required=True, type=click.Path())
-PREFIX = click.argument("prefix", type=click.Path(path_type=Path))
 FORMAT = click.option(
     "--format",
     "form",
@@ -22,7 +22,11 @@ PATTERN = click.option("--pattern", help="Glob of the files to take from folders
 
 
 class Prefix(click.Path):
-    """The files PREFIX.bin and PREFIX.idx, by their common beginning."""
+    """The files PREFIX.bin and PREFIX.idx, by their common beginning; either file's own name means both."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Their common beginning."""
+        return str(value).removesuffix(".bin").removesuffix(".idx")
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """The data sets that begin so."""
@@ -49,13 +53,19 @@ def command() -> None:
     """
 
 
-@command.command()
+@command.command(short_help="Tokenize texts: JSON lines, Parquet, plain text.")
 @INPUTS
 @click.option(
     "--output", "prefix", type=click.Path(path_type=Path), help="PREFIX of the data; without it, INPUTS' name."
 )
-@click.option("--tokenizer", "name", required=True, help="The tokenizer, an installed plugin of the kind 'tokenizers'.")
-@click.option("--tokenizer-file", help="The tokenizer's file; short for --set path=FILE.")
+@click.option(
+    "--tokenizer",
+    "name",
+    required=True,
+    metavar="NAME",
+    help="The tokenizer, an installed plugin: see 'mplug plugins list --kind tokenizers'.",
+)
+@click.option("--tokenizer-file", metavar="FILE", help="The tokenizer's file; short for --set path=FILE.")
 @click.option("--set", "assignments", multiple=True, metavar="FIELD=VALUE", help="An option of the tokenizer.")
 @FORMAT
 @KEY
@@ -102,14 +112,16 @@ def preprocess(
     mplug data preprocess a.jsonl.zst b.parquet --output ab --tokenizer huggingface --tokenizer-file tokenizer.json
     mplug data preprocess src/ --format text --pattern '**/*.c' --output c --tokenizer bytes
     """
-    from mplug import describe_tokenizer
+    from mplug import UsageError, describe_tokenizer
     from mplug_indexed.preprocess.job import Job
     from mplug_indexed.preprocess.sources import find_sources
 
+    if Path(name).is_file():
+        raise UsageError(f"--tokenizer {name} is a file; name the plugin that reads it, and --tokenizer-file {name}")
     job = Job(
         prefix=prefix or _beside(inputs[0]),
         sources=find_sources(inputs, form, pattern),
-        tokenizer=describe_tokenizer(name, _options(tokenizer_file, assignments)),
+        tokenizer=describe_tokenizer(name, _options(tokenizer_file, assignments), "--tokenizer-file, --set"),
         key=key,
         append_eod=append_eod,
         bad_lines=bad_lines,
@@ -133,7 +145,7 @@ def _preprocess(job: Any) -> None:
         click.echo(line)
 
 
-@command.command()
+@command.command(short_help="Tell what corpora hold, and show documents.")
 @DATA_SETS
 @click.option("--samples", type=click.IntRange(0), default=1, show_default=True, help="Documents to show of each.")
 @click.option(
@@ -153,7 +165,7 @@ def inspect(prefixes: tuple[str, ...], samples: int, document: int | None, chara
             click.echo(f"\n{corpus.prefix}, document {number}:\n{text}")
 
 
-@command.command()
+@command.command(short_help="Join corpora of one tokenizer into one.")
 @DATA_SETS
 @click.option("--output", required=True, type=click.Path(path_type=Path), help="PREFIX of the whole.")
 @click.option("--overwrite", is_flag=True, help="Replace data of this prefix.")
@@ -167,7 +179,7 @@ def merge(prefixes: tuple[str, ...], output: Path, overwrite: bool) -> None:
     click.echo(f"wrote {output}.bin and {output}.idx: {corpus.documents:,} documents, {corpus.tokens:,} tokens")
 
 
-@command.command()
+@command.command(short_help="Look at every byte of corpora.")
 @DATA_SETS
 @click.option("--vocab-size", type=click.IntRange(1), help="Tokens are below it; without it, the tokenizer's.")
 def verify(prefixes: tuple[str, ...], vocab_size: int | None) -> None:
@@ -181,11 +193,11 @@ def verify(prefixes: tuple[str, ...], vocab_size: int | None) -> None:
         click.echo(f"{prefix}: {look(prefix, vocab_size)}")
 
 
-@command.command()
+@command.command(short_help="Show what weights mean, and write them as a config.")
 @click.argument("weighted", nargs=-1, required=True, metavar="PREFIX=WEIGHT...")
 @click.option("--tokens", type=click.IntRange(1), help="Tokens of the training; tells how often each corpus is read.")
 @click.option("--by-size", is_flag=True, help="Multiply each weight by its corpus's tokens: weights are then epochs.")
-@click.option("--write", type=click.Path(path_type=Path), help="Write the section 'data' of a config to this file.")
+@click.option("--write", type=click.Path(path_type=Path), help="Write a config for training to this file.")
 def blend(weighted: tuple[str, ...], tokens: int | None, by_size: bool, write: Path | None) -> None:
     """Show what weights mean: proportions, tokens and epochs of each corpus; and write them as a config.
 
@@ -204,7 +216,7 @@ def blend(weighted: tuple[str, ...], tokens: int | None, by_size: bool, write: P
         click.echo(f"\nwrote {write}: mplug train --config {write}")
 
 
-@command.command("train-tokenizer")
+@command.command("train-tokenizer", short_help="Learn a byte-level BPE tokenizer from texts.")
 @INPUTS
 @click.option(
     "--output", default="tokenizer.json", show_default=True, type=click.Path(path_type=Path), help="The file."
@@ -245,9 +257,14 @@ def train_tokenizer(
 
     trained = train(find_sources(inputs, form, pattern), output, vocab_size, special, key, mib, overwrite=overwrite)
     click.echo(f"wrote {output}: {trained.vocab_size:,} tokens, learnt from {trained.documents:,} documents")
-    click.echo(
-        f"mplug data preprocess {' '.join(inputs)} --tokenizer huggingface --tokenizer-file {output} --append-eod"
-    )
+    click.echo(f"special tokens: {', '.join(f'{text} is {number}' for text, number in trained.special.items())}")
+    if trained.vocab_size < vocab_size:
+        click.echo(f"these documents have no pairs left to join: {vocab_size:,} tokens would need more text")
+    said = ["--format", form] if form else []
+    said += ["--key", key] if key != "text" else []
+    said += ["--pattern", pattern] if pattern else []
+    words = [*inputs, *said, "--tokenizer", "huggingface", "--tokenizer-file", str(output), "--append-eod"]
+    click.echo(f"use it: mplug data preprocess {shlex.join(words)}")
 
 
 def _options(file: str | None, assignments: "Sequence[str]") -> dict[str, Any]:

@@ -185,12 +185,14 @@ class Blend:
         return rows
 
     def as_mapping(self) -> dict[str, Any]:
-        """The section `data` of a config."""
-        shares = zip(self.corpora, self.shares, strict=True)
-        return {"data": {"name": "indexed", "path": {str(corpus.prefix): round(share, 6) for corpus, share in shares}}}
+        """The section `data` of a config, and the model's vocabulary where a tokenizer's record tells it."""
+        shares, record = zip(self.corpora, self.shares, strict=True), self.corpora[0].tokenizer
+        paths = {str(corpus.prefix): round(share, 6) for corpus, share in shares}
+        model = {"model": {"vocab_size": record.vocab_size}} if record is not None else {}
+        return {"data": {"name": "indexed", "path": paths}, **model}
 
     def write(self, path: Path) -> None:
-        """Write the section to a file of settings."""
+        """Write them to a file of settings."""
         import yaml
 
         path.write_text(yaml.safe_dump(self.as_mapping(), sort_keys=False), encoding="utf-8")

@@ -3,6 +3,8 @@
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -50,8 +52,10 @@ def told(job: "Job", outcome: "Outcome", seconds: float) -> Iterator[str]:
         f"({dtype_for(record.vocab_size).name}), tokenizer {record.name} with {record.vocab_size:,} tokens, "
         f"in {seconds:,.1f} s"
     )
+    if record.eod is not None and not job.append_eod:
+        yield f"documents end without a token; --append-eod would end each with the tokenizer's, {record.eod}"
     if outcome.resumed:
-        yield f"went on from an earlier run, which had done {outcome.resumed} parts"
+        yield f"went on from an earlier run, which had done {outcome.resumed} part{'s' * (outcome.resumed != 1)}"
     if outcome.empty:
         yield f"left out {outcome.empty:,} empty documents"
     if outcome.num_bad:
@@ -59,6 +63,13 @@ def told(job: "Job", outcome: "Outcome", seconds: float) -> Iterator[str]:
         yield from (f"  {sentence}" for sentence in outcome.bad[:NAMED])
         if outcome.num_bad > NAMED:
             yield f"  ... (more in {job.prefix}.preprocess.json)"
+    yield f"look at it: mplug data inspect {quote(str(job.prefix))}"
+    yield f"train on it: {training(job.prefix, record.vocab_size)}"
+
+
+def training(prefix: Path, vocab_size: int) -> str:
+    """The command that trains on a corpus."""
+    return f"mplug train --data indexed --set {quote(f'data.path={prefix}')} --set model.vocab_size={vocab_size}"
 
 
 def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

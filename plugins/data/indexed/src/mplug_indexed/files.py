@@ -38,6 +38,8 @@ LONGEST = 2**31 - 1
 """Tokens of the longest sequence: lengths are i32."""
 CHUNK = 1 << 20
 """Sequences that are handled at once where temporary memory must stay small."""
+NAMED = 5
+"""Other data sets that are named where one is missing."""
 
 
 def bin_path(prefix: Path | str) -> Path:
@@ -172,10 +174,20 @@ class Reader:
 def _size(path: Path) -> int:
     try:
         if not path.is_file():
-            raise UsageError(f"'{path}' is not there; a data set is a pair '{path.stem}.bin' and '{path.stem}.idx'")
+            raise UsageError(f"'{path}' is not there; {_instead(path)}")
         return path.stat().st_size
     except OSError as error:
         raise UsageError(f"cannot read '{path}': {error.strerror}") from None
+
+
+def _instead(path: Path) -> str:
+    """What to do where a file of a data set is missing."""
+    prefix = path.with_suffix("")
+    if prefix.is_file():
+        return f"'{prefix}' is no data set yet: make one of it by 'mplug data preprocess {prefix} --tokenizer NAME'"
+    others = sorted({str(other.with_suffix("")) for other in path.parent.glob("*.idx")} - {str(prefix)})[:NAMED]
+    near = f" (there are {', '.join(others)})" if others else ""
+    return f"a data set is a pair '{prefix.name}.bin' and '{prefix.name}.idx'{near}"
 
 
 def _first_bytes(path: Path) -> bytes:

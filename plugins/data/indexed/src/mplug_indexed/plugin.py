@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
 
 from mplug import CorpusTokenizer, Loader, UsageError, hookimpl, load_tokenizer
-from mplug_indexed.beside import tokenizer_of
+from mplug_indexed.beside import Marks, marks_of, tokenizer_of
 
 if TYPE_CHECKING:
     from mplug import Run, RunConfig
@@ -46,7 +46,9 @@ class Indexed:
             None, description="folder for indices; null: 'index-cache' beside the data, else in the user's cache folder"
         )
         vocab_size: PositiveInt | None = Field(None, description="tokens are below it; null: the model's vocabulary")
-        eod_token: NonNegativeInt | None = Field(None, description="the token that ends a document")
+        eod_token: NonNegativeInt | None = Field(
+            None, description="the token that ends a document; null: the one of the tokenizer that made the data"
+        )
         pad_token: NonNegativeInt | None = Field(
             None, description="the token of padding, never a target, read as token 0; null: no token is"
         )
@@ -67,16 +69,15 @@ class Indexed:
             le=1,
             description="share of these in the order suffix, prefix, middle; else prefix, suffix, middle",
         )
-        fim_prefix_token: NonNegativeInt | None = Field(None, description="the token before a prefix")
-        fim_middle_token: NonNegativeInt | None = Field(None, description="the token before a middle")
-        fim_suffix_token: NonNegativeInt | None = Field(None, description="the token before a suffix")
+        fim_prefix_token: NonNegativeInt | str | None = Field(
+            None, description="the token before a prefix: its number, or the text of a special token of the tokenizer"
+        )
+        fim_middle_token: NonNegativeInt | str | None = Field(None, description="the token before a middle")
+        fim_suffix_token: NonNegativeInt | str | None = Field(None, description="the token before a suffix")
 
         @model_validator(mode="after")
         def _tokens_are_named(self) -> Self:
             """What a setting needs to know must be there."""
-            for name in ("eod_mask_loss", "reset_positions", "reset_attention"):
-                if getattr(self, name) and self.eod_token is None:
-                    raise ValueError(f"{name} needs eod_token: which token ends a document")
             if self.fim_rate and None in (self.fim_prefix_token, self.fim_middle_token, self.fim_suffix_token):
                 raise ValueError("fim_rate needs fim_prefix_token, fim_middle_token and fim_suffix_token")
             if not self.path:
@@ -123,6 +124,12 @@ class Indexed:
                 self._sequences(reader, split)
 
         tokenizer_of(self.prefixes, self.config.vocab_size or getattr(config.model, "vocab_size", None))
+        assert self.marks
+
+    @cached_property
+    def marks(self) -> Marks:
+        """The numbers of the tokens that end documents and cut them in three."""
+        return marks_of(self.config, tokenizer_of(self.prefixes, None))
 
     def _sequences(self, reader: "Reader", split: str) -> range:
         """The sequences of a data set that are of a split."""
@@ -191,13 +198,11 @@ class Indexed:
 
         config, middle = self.config, None
         if config.fim_rate:
-            sentinels = (config.fim_prefix_token, config.fim_middle_token, config.fim_suffix_token)
-            prefix, mid, suffix = (token for token in sentinels if token is not None)
             key = key_of(run.config.trainer.seed, "fill in the middle", split)
-            middle = Middle(config.fim_rate, config.fim_spm_rate, prefix, mid, suffix, key)
+            middle = Middle(config.fim_rate, config.fim_spm_rate, *self.marks.middle, key)
         return Treatment(
             vocab_size=config.vocab_size or run.config.model.vocab_size,
-            eod=config.eod_token,
+            eod=self.marks.eod,
             padding=config.pad_token,
             mask_eod=config.eod_mask_loss,
             reset_positions=config.reset_positions,

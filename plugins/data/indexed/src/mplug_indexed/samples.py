@@ -148,7 +148,7 @@ class IndexedLoader(MapLoader):
         ):
             told = [f"{count} samples" if count else "an epoch" for count in (before, now)]
             raise UsageError(
-                f"the order of the data was drawn for {told[0]}, and would now be for {told[1]}, which is another one; "
-                f"set data.samples={before or 'epoch'} to go on in the first"
+                f"this run's samples were put in an order for {told[0]}, and for {told[1]} it would be another one; "
+                f"set data.samples={before or 'epoch'} to go on in the order of before"
             )
         super().load_state_dict(state)

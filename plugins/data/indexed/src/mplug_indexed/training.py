@@ -1,7 +1,7 @@
 """Learning a byte-level BPE tokenizer from a corpus."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mplug import UsageError
@@ -17,6 +17,8 @@ class Trained:
 
     vocab_size: int = 0
     documents: int = 0
+    special: dict[str, int] = field(default_factory=dict)
+    """Special tokens and their numbers."""
 
 
 def train(
@@ -55,6 +57,7 @@ def train(
     if trained.documents == 0:
         raise UsageError(f"the inputs have no document with a text in '{key}'; there is nothing to learn from")
     trained.vocab_size = tokenizer.get_vocab_size()
+    trained.special = {token: tokenizer.token_to_id(token) for token in special}
     aside = output.with_name(f".{output.name}.tmp")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 class Bytes:
     """A token is a byte of UTF-8."""
 
+    vocab_size = 256
+
     def encode(self, text: str) -> list[int]:
         """The bytes of a text."""
         return list(text.encode())
@@ -60,7 +62,7 @@ class Text:
             raise UsageError(f"{where}: the {split} split {error}") from None
         return MapLoader(
             windows.read,
-            vocab_size=256,
+            vocab_size=Bytes.vocab_size,
             shard=run.mesh.batch_shard(run.rank),
             micro_batch_size=run.micro_batch_size,
             samples_per_epoch=windows.count,

@@ -77,7 +77,7 @@ class Texts:
             self._note(f"holds {_kind(found)}, not an object with a field '{self.key}'")
         elif self.key not in found:
             fields = [*map(str, found)][:SHOWN]
-            self._note(f"has no field '{self.key}' (it has {', '.join(fields) or 'none'})")
+            self._note(f"has no field '{self.key}' (it has {', '.join(fields) or 'none'}); --key names the field")
         else:
             text = found[self.key]
             if not isinstance(text, str):

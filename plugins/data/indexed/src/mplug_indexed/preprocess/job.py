@@ -100,27 +100,39 @@ def preprocess(job: Job, progress: Progress | None = None) -> Outcome:
     if job.append_eod and job.tokenizer.eod is None:
         raise UsageError(f"--append-eod: tokenizer '{job.tokenizer.name}' has no token that ends a document; name one")
     with _claimed(job):
-        outcome, chunks = Outcome(), list(cut(job.sources, job.chunk_size))
-        lines, done, finished = dict[str, int](), 0, list[Chunk]()
-        with ExitStack() as stack:
-            for chunk, part in stack.enter_context(_closing(_parts(job, chunks, outcome))):
-                _note_bad(job, outcome, chunk, part, lines)
-                outcome.documents += part.documents
-                outcome.tokens += part.tokens
-                outcome.empty += part.empty
-                done += chunk.size
-                finished.append(chunk)
-                if progress is not None:
-                    progress(outcome, done)
-        if outcome.documents == 0:
-            raise UsageError(
-                f"the inputs have no document: {outcome.empty} are empty, {outcome.num_bad} lines are bad"
-                f"{f', the first of them {outcome.bad[0]}' if outcome.bad else ''}"
-            )
+        try:
+            outcome, finished = _encoded(job, progress)
+        except UsageError:
+            parts = job.folder.glob("*.bin")
+            if all(part.stat().st_size == 0 for part in parts):  # a wrong --key, say: there is nothing to keep
+                shutil.rmtree(job.folder, ignore_errors=True)
+            raise
         _refuse_changed(job.sources)
         _join(job, finished, outcome)
     shutil.rmtree(job.folder, ignore_errors=True)
     return outcome
+
+
+def _encoded(job: Job, progress: Progress | None) -> tuple[Outcome, list[Chunk]]:
+    """Every chunk's part is whole: what they hold together, and the chunks in order."""
+    outcome, chunks = Outcome(), list(cut(job.sources, job.chunk_size))
+    lines, done, finished = dict[str, int](), 0, list[Chunk]()
+    with ExitStack() as stack:
+        for chunk, part in stack.enter_context(_closing(_parts(job, chunks, outcome))):
+            _note_bad(job, outcome, chunk, part, lines)
+            outcome.documents += part.documents
+            outcome.tokens += part.tokens
+            outcome.empty += part.empty
+            done += chunk.size
+            finished.append(chunk)
+            if progress is not None:
+                progress(outcome, done)
+    if outcome.documents == 0:
+        raise UsageError(
+            f"the inputs have no document: {outcome.empty} are empty, {outcome.num_bad} lines are bad"
+            f"{f', the first of them {outcome.bad[0]}' if outcome.bad else ''}"
+        )
+    return outcome, finished
 
 
 @contextmanager

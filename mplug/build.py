@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mplug.alternatives import kernels_that_would_do
 from mplug.checkpoint import read_manifest
-from mplug.checkpoint.boxes import held_boxes
+from mplug.checkpoint.boxes import buffer_boxes, held_boxes
 from mplug.checkpoint.saver import load
 from mplug.compilation import compile_units, compiler_of
 from mplug.config import RunConfig
@@ -239,9 +239,5 @@ def load_for_inference(run: Run, path: Path) -> Model:
         f"{name}/weight": held_boxes(model.placements[name], parameter.data, run.rank)
         for name, parameter in model.parameters().items()
     }
-    buffers = {
-        f"{name}/buffer": held_boxes(model.buffer_placements[name], state, run.rank)
-        for name, state in model.states().items()
-    }
-    load(run, path, read_manifest(path), weights | buffers)
+    load(run, path, read_manifest(path), weights | buffer_boxes(model, run.rank, held_boxes))
     return model

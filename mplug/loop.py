@@ -14,6 +14,7 @@ from mplug.entries import even_parts
 from mplug.errors import Diverged, UsageError
 from mplug.interrupt import Interrupt, TimeLeft
 from mplug.position import Position
+from mplug.pretrained import load_weights, pretrained_of
 from mplug.report import Figures, Report, Underway
 from mplug.run import Run, logging_to, make_directory, write_record
 from mplug.schedule import batch_size, learning_rate, weight_decay
@@ -39,12 +40,16 @@ def train(run: Run, resume_from: Path | None = None, deadline: float | None = No
     with logging_to(run), _telling_of_failure(run):
         parts = build(run)
         position = Position(run, parts)
+        pretrained = pretrained_of(run) if resume_from is None else None
         if resume_from is not None:
             position.load(resume_from)
+        elif pretrained is not None:
+            load_weights(run, parts, pretrained)
         make_directory(run)
         log.info("rank %d of %d, process %d on %s", run.rank, run.mesh.world_size, os.getpid(), socket.gethostname())
-        facts = {"parameters": parts.num_parameters, "resumed_from": resume_from and str(resume_from)}
-        write_record(run, {**facts, "tokenizer": getattr(parts.train_loader.loader, "tokenizer", None)})
+        sources = {"resumed_from": resume_from and str(resume_from), "pretrained": pretrained and str(pretrained)}
+        tokenizer = getattr(parts.train_loader.loader, "tokenizer", None)
+        write_record(run, {"parameters": parts.num_parameters, **sources, "tokenizer": tokenizer})
         with Interrupt(run) as interrupt, _letting_saves_finish(run, position):
             run.hooks.observe("run_started", run=run)
             time_left = TimeLeft(run, deadline, position.saver.expected_seconds)

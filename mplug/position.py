@@ -1,6 +1,5 @@
 """How far a run has come, and how that is saved and loaded."""
 
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -9,13 +8,13 @@ from torch import Tensor
 
 from mplug.build import Parts
 from mplug.checkpoint import read_manifest
-from mplug.checkpoint.boxes import Boxed, State, held_boxes, owned_boxes
+from mplug.checkpoint.boxes import Boxed, State, buffer_boxes, held_boxes, owned_boxes
 from mplug.checkpoint.saver import Saver, load
 from mplug.checkpoint.storage import FolderReader
 from mplug.contracts import Piece, Stateful
 from mplug.errors import UsageError
 from mplug.plain import lift, lower
-from mplug.plan import Placement
+from mplug.pretrained import weights_in
 from mplug.run import Run, provenance
 from mplug.stepper import write_weights
 
@@ -60,7 +59,7 @@ class Position:
             f"{piece.name}/{name}": owned_boxes(piece.placement, tensor, run.rank)
             for piece, name, tensor in self._tensors()
         }
-        state |= self._buffers(owned_boxes)
+        state |= buffer_boxes(self.parts.model, run.rank, owned_boxes)
         if run.rank == 0:
             state |= {name: Boxed(tuple(t.shape), {(0,) * t.dim(): t.clone()}) for name, t in tensors.items()}
         self.saver.save(state, {**facts, **plain})
@@ -78,7 +77,7 @@ class Position:
             f"{piece.name}/{name}": held_boxes(piece.placement, tensor, run.rank)
             for piece, name, tensor in self._tensors()
         }
-        state |= self._buffers(held_boxes)
+        state |= buffer_boxes(parts.model, run.rank, held_boxes)
         load(run, path, manifest, state)
         write_weights(parts.pieces)
         parts.model.weights_written()
@@ -106,14 +105,6 @@ class Position:
         merged: dict[str, Any] = merge([parts[part] for part in sorted(parts)])
         return merged
 
-    def _buffers(self, boxes_of: Callable[[Placement, Tensor, int], Boxed]) -> State:
-        """The states of the model's modules."""
-        model, rank = self.parts.model, self.run.rank
-        return {
-            f"{name}/buffer": boxes_of(model.buffer_placements[name], state, rank)
-            for name, state in model.states().items()
-        }
-
     def _tensors(self) -> list[tuple[Piece, str, Tensor]]:
         """Every tensor of every piece: its master, and what the optimizer keeps of it."""
         return [
@@ -136,10 +127,7 @@ def _stateful(run: Run) -> dict[str, Stateful]:
 
 
 def _refuse_larger(path: Path, manifest: dict[str, Any], parts: Parts) -> None:
-    saved = {
-        name.removesuffix("/weight") for name in manifest["tensors"] if name.endswith("/weight") and name[0] != "/"
-    }
-    for extra in sorted(saved - set(parts.model.placements)):
+    for extra in sorted(weights_in(manifest).keys() - parts.model.placements.keys()):
         raise UsageError(f"checkpoint '{path}' has a parameter '{extra}' that the model lacks; it is of another model")
 
 

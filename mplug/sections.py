@@ -107,6 +107,9 @@ class Checkpoint(Section):
     every: NonNegativeInt = Field(description="steps between two checkpoints; 0: only at the end of the run")
     keep: PositiveInt = Field(description="newest checkpoints to keep; older ones are removed after a save")
     asynchronous: bool = Field(description="write while training goes on, from a copy in the host's memory")
+    pretrained: str | None = Field(
+        description="a checkpoint, or a run's folder: a new run begins with its weights, and with nothing else of it"
+    )
 
 
 PluginName = Annotated[str, Field(min_length=1, description="name of an installed plugin")]

@@ -4,6 +4,7 @@ A `Boxed` is one logical tensor: its shape, and the parts of it that a rank writ
 tensors, DTensors and ShardedTensors; these know parts at any place, several a rank (a fused QKV is three).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from mplug.model import region
+from mplug.model import Model, region
 from mplug.plan import Placement
 
 Start = tuple[int, ...]
@@ -61,6 +62,12 @@ def owned_boxes(placement: Placement, tensor: Tensor, rank: int) -> Boxed:
         return Boxed((), {(): tensor} if rank == min(placement.holders) else {})
     boxes = (box for box in placement.boxes(rank) if min(box.copies) == rank)
     return Boxed(placement.shape, {box.start: region(tensor, box) for box in boxes})
+
+
+def buffer_boxes(model: Model, rank: int, boxes_of: Callable[[Placement, Tensor, int], Boxed]) -> State:
+    """The states of the model's modules, as a rank reads (`held_boxes`) or writes (`owned_boxes`) them."""
+    states = model.states().items()
+    return {f"{name}/buffer": boxes_of(model.buffer_placements[name], state, rank) for name, state in states}
 
 
 class BoxSavePlanner(DefaultSavePlanner):

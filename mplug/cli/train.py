@@ -55,6 +55,7 @@ def command(
     """
     from mplug.job import Job, settle
     from mplug.launch import launched, refuse_port_in_use
+    from mplug.pretrained import pretrained_of, refuse_another_model
     from mplug.resolve import default_settings, saved_settings
     from mplug.run import RUNS, find_directory, new_directory
     from mplug.settings import merge, read_assignments
@@ -77,9 +78,12 @@ def command(
 
     first = world is None or world.rank == 0
     run.directory = directory or new_directory(run.config, name, check=first)
-    build_model(run)  # refuses what cannot be built before any process starts
+    model = build_model(run)  # refuses what cannot be built before any process starts
+    pretrained = None if resume_from else pretrained_of(run)
+    if pretrained is not None:
+        refuse_another_model(pretrained, model)
     if first:
-        _announce(run, resume_from)
+        _announce(run, _beginning(resume_from, pretrained))
     deadline = began + 60 * max_minutes if max_minutes is not None else None
     job = Job(base, changes, run.directory, resume_from, deadline)
     outcome = _work(run, job, world is not None, master_port, restarts)
@@ -131,12 +135,18 @@ def _work(run: "Run", job: "Job", launched: bool, port: int | None, restarts: in
     raise AssertionError("the last attempt returns or raises")
 
 
-def _announce(run: "Run", resume_from: "Path | None") -> None:
-    import torch
-
+def _beginning(resume_from: "Path | None", pretrained: "Path | None") -> str:
+    """Where a run begins, in words."""
     from mplug.checkpoint import step_of
 
-    where = f"from step {step_of(resume_from)}" if resume_from else "from scratch"
+    if resume_from is not None:
+        return f"from step {step_of(resume_from)}"
+    return f"with the weights of '{pretrained}'" if pretrained is not None else "from scratch"
+
+
+def _announce(run: "Run", where: str) -> None:
+    import torch
+
     layout = f", {run.config.parallel.layout} on {run.mesh.world_size} processes" if run.mesh.world_size > 1 else ""
     steps = run.config.trainer.steps
     click.echo(f"run {run.directory}: {steps} step{'s' * (steps != 1)}, {where}{layout}")

@@ -1,0 +1,66 @@
+"""The weights that a run begins with: those of another run's checkpoint, whatever the layout of either."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mplug.checkpoint import MANIFEST, complete, read_manifest
+from mplug.errors import UsageError
+from mplug.run import Run
+
+if TYPE_CHECKING:
+    from mplug.build import Parts
+    from mplug.model import Model
+
+FIELD = "checkpoint.pretrained"
+
+
+def pretrained_of(run: Run) -> Path | None:
+    """The checkpoint that the config names, by its own folder or by its run's; UsageError where there is none."""
+    given = run.config.checkpoint.pretrained
+    if given is None:
+        return None
+    folder = Path(given).expanduser()
+    if (folder / MANIFEST).is_file():
+        return folder
+    found = complete(folder / "checkpoints")
+    if not found:
+        raise UsageError(f"{FIELD} '{given}' is no checkpoint, nor the folder of a run that has one; name either")
+    return found[-1]
+
+
+def refuse_another_model(path: Path, model: "Model") -> None:
+    """UsageError where the checkpoint's parameters are not the model's, by name and logical shape."""
+    saved = weights_in(read_manifest(path))
+    for name, placement in model.placements.items():
+        if name not in saved:
+            raise UsageError(f"{FIELD} '{path}' has no parameter '{name}'; it is of another model")
+        if saved[name] != placement.shape:
+            raise UsageError(
+                f"{FIELD} '{path}' holds '{name}' with shape {saved[name]}, and the model has {placement.shape}; "
+                f"give the model the config that it was saved under"
+            )
+    for name in saved.keys() - model.placements.keys():
+        raise UsageError(f"{FIELD} '{path}' has a parameter '{name}' that the model lacks; it is of another model")
+
+
+def weights_in(manifest: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The logical shape of every parameter in a checkpoint."""
+    return {
+        name.removesuffix("/weight"): tuple(saved["shape"])
+        for name, saved in manifest["tensors"].items()
+        if name.endswith("/weight") and name[0] != "/"
+    }
+
+
+def load_weights(run: Run, parts: "Parts", path: Path) -> None:
+    """Begin with a checkpoint's weights and the states of its modules; all else of the run is new."""
+    from mplug.checkpoint.boxes import State, buffer_boxes, held_boxes
+    from mplug.checkpoint.saver import load
+    from mplug.stepper import write_weights
+
+    state: State = {
+        f"{piece.name}/weight": held_boxes(piece.placement, piece.master, run.rank) for piece in parts.pieces
+    }
+    load(run, path, read_manifest(path), state | buffer_boxes(parts.model, run.rank, held_boxes))
+    write_weights(parts.pieces)
+    parts.model.weights_written()

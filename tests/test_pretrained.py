@@ -1,0 +1,85 @@
+"""A new run that begins with another run's weights, and with nothing else of it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+Cli = Callable[..., CompletedProcess[str]]
+SAVING = ("--set", "trainer.steps=2")
+
+
+def saved_weights(run: Path, step: int) -> dict[str, torch.Tensor]:
+    """The logical weights that one process has saved."""
+    (path,) = (run / "checkpoints" / f"step_{step:08d}").glob("*.safetensors")
+    return {name: tensor for name, tensor in load_file(path).items() if "/weight" in name}
+
+
+def first_loss(run: Path) -> float:
+    return float(json.loads((run / "metrics.jsonl").read_text().splitlines()[0])["loss"])
+
+
+def record(run: Path) -> dict[str, Any]:
+    return dict(json.loads((run / "record.json").read_text()))
+
+
+@pytest.fixture
+def runs(tmp_path: Path, tiny: list[str], text_file: Path, cli: Cli) -> Path:
+    """A folder with a run 'before' of two steps."""
+    result = cli("train", "--name", "before", *tiny, "--set", f"data.path={text_file}", *SAVING)
+    assert result.returncode == 0, result.stderr
+    return tmp_path / "runs"
+
+
+def test_a_run_begins_with_the_weights_of_another_under_any_layout(
+    runs: Path, tiny: list[str], text_file: Path, cli: Cli
+) -> None:
+    """With a learning rate of nearly 0 its own checkpoint has those weights still; its step and data are new."""
+    words = [*tiny, "--set", f"data.path={text_file}", *SAVING, "--set", "checkpoint.pretrained=runs/before"]
+    still = ("--set", "optimizer.lr=1e-30")
+    result = cli("train", "--name", "after", *words, *still)
+    assert result.returncode == 0, result.stderr
+    begun = runs / "before" / "checkpoints" / "step_00000002"
+    assert f"with the weights of 'runs/before/checkpoints/{begun.name}'" in result.stdout
+    found, expected = saved_weights(runs / "after", 2), saved_weights(runs / "before", 2)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert record(runs / "after")["pretrained"] == f"runs/before/checkpoints/{begun.name}"
+    cut = cli("train", "--name", "cut", "--parallel", "tp2", *words[:-1], f"checkpoint.pretrained={begun}")
+    assert cut.returncode == 0, cut.stderr
+    assert first_loss(runs / "cut") == pytest.approx(first_loss(runs / "after"), rel=1e-5)
+    assert first_loss(runs / "cut") != pytest.approx(first_loss(runs / "before"), rel=1e-3)
+
+
+def test_a_resumed_run_needs_them_no_more(runs: Path, tiny: list[str], text_file: Path, cli: Cli) -> None:
+    words = [*tiny, "--set", f"data.path={text_file}", *SAVING, "--set", "checkpoint.pretrained=runs/before"]
+    assert cli("train", "--name", "after", *words).returncode == 0
+    (runs / "before").rename(runs / "gone")
+    result = cli("train", "--resume", "--name", "after", "--set", "trainer.steps=3")
+    assert result.returncode == 0, result.stderr
+    assert "from step 2" in result.stdout
+
+
+def test_what_cannot_be_begun_with_is_refused_before_launch(
+    runs: Path, tiny: list[str], text_file: Path, cli: Cli
+) -> None:
+    words = [*tiny, "--set", f"data.path={text_file}", "--set", "checkpoint.pretrained=runs/before"]
+    (runs / "empty" / "checkpoints").mkdir(parents=True)
+    for changes, sentence in (
+        (("checkpoint.pretrained=runs/empty",), "'runs/empty' is no checkpoint, nor the folder of a run that has one"),
+        (("checkpoint.pretrained=runs/none",), "'runs/none' is no checkpoint"),
+        (("model.hidden_size=48",), "and the model has (256, 48); give the model the config that it was saved under"),
+        (("model.num_layers=3",), "has no parameter 'blocks.2."),
+        (("model.num_layers=1",), "that the model lacks; it is of another model"),
+    ):
+        given = [word for change in changes for word in ("--set", change)]
+        result = cli("train", "--name", "refused", *words, *given)
+        assert result.returncode == 2
+        assert len(result.stderr.splitlines()) == 1, result.stderr
+        assert sentence in result.stderr
+        assert not (runs / "refused").exists()

@@ -221,6 +221,7 @@ def explained(problem: Any, model: type[BaseModel]) -> str:
         missing = model.model_fields.get(str(problem["loc"][0])) if len(problem["loc"]) == 1 else None
         return f"is required: {missing.description}" if missing and missing.description else "is required"
     message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    message = message.replace("String should", "must")
     return message if problem["type"] == "value_error" else f"{message}, not {problem['input']!r}"
 
 

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from pydantic import ValidationError
 
@@ -73,7 +73,7 @@ def describe_tokenizer(name: str, options: Mapping[str, Any], source: str = "--t
     tokenizer = plugin(config).build_tokenizer()
     said = config.model_dump(mode="json")
     files = {
-        option: _file(entry, option, Path(said.pop(option)))
+        option: _file(entry.label, option, Path(said.pop(option)))
         for option in getattr(plugin, FILES, ())
         if said.get(option) is not None
     }
@@ -95,12 +95,7 @@ def load_tokenizer(record: TokenizerRecord | Mapping[str, Any]) -> CorpusTokeniz
         raise UsageError(f"the data was made with tokenizer {made}: {error}") from None
     plugin = _load(entry)
     for option, file in record.files.items():
-        found = _file(entry, option, Path(file.path))
-        if found.sha256 != file.sha256:
-            raise UsageError(
-                f"'{file.path}' has changed since the data was made with it (sha256 {found.sha256[:12]}, then "
-                f"{file.sha256[:12]}); put back the file '{file.name}' of then, or preprocess again"
-            )
+        _refuse_changed(file, _file(entry.label, option, Path(file.path)))
     options = {**record.options, **{option: file.path for option, file in record.files.items()}}
     tokenizer: CorpusTokenizer = plugin(_bind(entry, plugin, options, "recorded")).build_tokenizer()
     found_of, made_of = (tokenizer.vocab_size, tokenizer.eod), (record.vocab_size, record.eod)
@@ -112,19 +107,36 @@ def load_tokenizer(record: TokenizerRecord | Mapping[str, Any]) -> CorpusTokeniz
     return tokenizer
 
 
+def _refuse_changed(file: TokenizerFile, found: TokenizerFile) -> None:
+    if found.sha256 != file.sha256:
+        raise UsageError(
+            f"'{file.path}' has changed since the data was made with it (sha256 {found.sha256[:12]}, then "
+            f"{file.sha256[:12]}); put back the file '{file.name}' of then, or preprocess again"
+        )
+
+
 def record_path(prefix: Path | str) -> Path:
     """Where the record of the data `prefix.bin` stands."""
     return Path(f"{prefix}{SUFFIX}.json")
 
 
-def keep_tokenizer(record: TokenizerRecord, prefix: Path | str) -> TokenizerRecord:
+@overload
+def keep_tokenizer(record: TokenizerRecord, prefix: Path | str) -> TokenizerRecord: ...
+@overload
+def keep_tokenizer(record: None, prefix: Path | str) -> None: ...
+def keep_tokenizer(record: TokenizerRecord | None, prefix: Path | str) -> TokenizerRecord | None:
     """Write the record beside the data `prefix.bin`, and copies of the tokenizer's files; returns the record of these.
 
-    Each file is whole or not there; the record comes last.
+    Each file is whole or not there; the record comes last. None takes away the record of data that were there before.
+    UsageError where a file is not what it was.
     """
     target, copies = record_path(prefix), dict[str, TokenizerFile]()
+    if record is None:
+        target.unlink(missing_ok=True)
+        return None
     for option, file in record.files.items():
         copy = target.with_name(f"{Path(prefix).name}{SUFFIX}.{option}.{file.name}")
+        _refuse_changed(file, _file(f"{KIND}/{record.name}", option, Path(file.path)))
         if copy.resolve() != Path(file.path).resolve():
             _write(copy, Path(file.path).read_bytes())
             shutil.copystat(file.path, copy)
@@ -160,8 +172,10 @@ def _from_mapping(said: Any, where: str, folder: Path) -> TokenizerRecord:
             raise UsageError(
                 f"{where} was edited: its fingerprint is not that of its fields; put it back, or preprocess again"
             )
-    except (KeyError, TypeError, AttributeError) as error:
+    except KeyError as error:
         raise UsageError(f"{where} is not a tokenizer's record: it lacks {error}; preprocess again") from None
+    except (TypeError, AttributeError):
+        raise UsageError(f"{where} is not a tokenizer's record: it is damaged; preprocess again") from None
     return record
 
 
@@ -185,12 +199,14 @@ def _bind(entry: Entry, plugin: Any, options: Mapping[str, Any], source: str) ->
         raise UsageError("\n".join(lines)) from None
 
 
-def _file(entry: Entry, option: str, path: Path) -> TokenizerFile:
+def _file(label: str, option: str, path: Path) -> TokenizerFile:
     try:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise UsageError(f"{entry.label}: {option} '{path}' cannot be read: {error.strerror}") from None
+        raise UsageError(
+            f"{label}: {option} '{path}' cannot be read: {error.strerror}; put the file there, or name another"
+        ) from None
     return TokenizerFile(str(path.resolve()), path.name, digest)
 
 

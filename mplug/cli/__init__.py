@@ -1,6 +1,7 @@
 """The command line: a file a command. Importing this package imports no torch, no pydantic and no plugin."""
 
 import ast
+import errno
 import sys
 from importlib import import_module
 from importlib.util import find_spec
@@ -77,7 +78,8 @@ class Commands(click.Group):
         except RunError as error:
             _fail(str(error), 1)
         except OSError as error:
-            _fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", 1)
+            named = f": {error.filename}" if error.filename else ""
+            _fail(f"{error.strerror or error}{named}", 2 if error.errno == errno.ENAMETOOLONG else 1)
         except KeyboardInterrupt:
             sys.exit(130)
 

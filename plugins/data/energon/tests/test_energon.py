@@ -1,6 +1,7 @@
 """Energon: real data sets, of text and of images with text, through the loader."""
 
 import io
+import shutil
 import tarfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -199,6 +200,8 @@ def test_a_checkpoint_of_two_ranks_resumes_under_any_layout(text_set: Path, tmp_
 
 # What is refused, in a sentence each.
 
+WEIGHTS = ("0", "-1", ".nan", ".inf", "null", "much")
+
 
 @pytest.mark.parametrize(
     ("changes", "what"),
@@ -207,6 +210,12 @@ def test_a_checkpoint_of_two_ranks_resumes_under_any_layout(text_set: Path, tmp_
         ({"data.path": "bare"}, r"data\.path 'bare' has no tars; pack its files into some, then run 'energon prepare'"),
         ({"data.path": "raw"}, r"data\.path 'raw' is not prepared; run 'energon prepare raw'"),
         ({"data.path": "note.txt"}, r"data\.path 'note\.txt' is a file, and no metadataset's YAML"),
+        ({"data.path": "broken.yaml"}, r"data\.path 'broken\.yaml' is no YAML: .*; mend it"),
+        ({"data.path": "other.yaml"}, r"data\.path 'other\.yaml' is no metadataset: it has no 'splits'"),
+        *(
+            ({"data.path": f"weight{weight}.yaml"}, r"has the weight .*; weights are above 0, leave that part out")
+            for weight in WEIGHTS
+        ),
         ({"data.task_encoder": "Encoder"}, r"data\.task_encoder"),
         ({"data.task_encoder": "no_such_package.x:Encoder"}, r"there is no module 'no_such_package'"),
         ({"data.tokenizer": "bites"}, r"did you mean 'bytes'"),
@@ -220,6 +229,11 @@ def test_what_cannot_be_is_refused_before_launch(
     (tmp_path / "raw").mkdir()
     tarfile.open(tmp_path / "raw" / "0.tar", "w").close()
     (tmp_path / "note.txt").touch()
+    (tmp_path / "broken.yaml").write_text("{{")
+    (tmp_path / "other.yaml").write_text("data: {}")
+    for weight in WEIGHTS:
+        blend = f"splits: {{train: {{blend: [{{path: {text_set}, weight: {weight}}}]}}}}"
+        (tmp_path / f"weight{weight}.yaml").write_text(blend)
     with pytest.raises(UsageError, match=what):
         tiny_run({**TINY, "data.path": str(text_set), **changes})
 
@@ -297,6 +311,25 @@ def test_an_image_encoder_refuses_text_and_too_many_pixels(text_set: Path) -> No
 def test_a_part_that_the_data_set_lacks_is_named(text_set: Path) -> None:
     with pytest.raises(UsageError, match=r"data\.path '.*text', part 'dev': Energon cannot read it"):
         loader(text_set, **{"data.train_part": "dev"})
+
+
+@pytest.mark.parametrize("damage", ["cut off", "emptied", "other bytes", "gone"])
+def test_a_tar_file_that_is_damaged_is_refused(text_set: Path, tmp_path: Path, damage: str) -> None:
+    folder = shutil.copytree(text_set, tmp_path / "set")
+    for path in folder.glob("*.tar"):
+        size = path.stat().st_size
+        path.unlink()
+        if damage != "gone":
+            path.write_bytes({"cut off": b"\0" * 100, "emptied": b"", "other bytes": b"\xaa" * size}[damage])
+    with pytest.raises(UsageError, match=r"data\.path '.*set'.* cannot (be )?read"):
+        list(loader(folder).take(4))
+
+
+def test_a_text_that_is_empty_is_named(tmp_path: Path, prepare: Callable[..., Path]) -> None:
+    samples = {f"{n}": {"txt": b""} for n in range(4)}
+    folder = prepare(tmp_path / "empty", {"train": [samples]}, "TextSample", text="txt")
+    with pytest.raises(UsageError, match=r"sample '.*' has an empty text; take it out, or set data\.on_error=skip"):
+        list(loader(folder, **{"data.streams": 1}).take(1))
 
 
 def test_more_streams_than_samples_are_refused(tmp_path: Path, prepare: Callable[..., Path], write_texts: Any) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mplug_indexed.cache import Arrays, Cache, choose_folder, digest
 
-from mplug import UsageError
+from mplug import RunError, UsageError
 from mplug.testing import run_workers
 
 
@@ -112,9 +112,16 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path: Path, monkeypa
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(np, "save", full)
-    with pytest.raises(UsageError, match=r"cannot write indices to '.*': No space left on device; set data\.cache"):
+    with pytest.raises(RunError, match=r"cannot write '.*': No space left on device; make room.* set data\.cache"):
         Cache(tmp_path).get({"of": 1}, Making())
     assert not files(tmp_path)
+
+
+def test_a_disk_that_fills_while_an_entry_is_written_leaves_none(small_disk: Path) -> None:
+    large = {"large": np.zeros(1 << 20)}
+    with pytest.raises(RunError, match=r"cannot write '.*': No space left on device; make room.* set data\.cache"):
+        Cache(small_disk).get({"of": 1}, lambda: large)
+    assert not files(small_disk)
 
 
 def slowly(folder: str) -> bool:

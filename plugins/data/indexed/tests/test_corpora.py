@@ -1,12 +1,14 @@
 """mplug data as a command, and what it tells of corpora: inspect, merge, verify, blend; and learning a tokenizer."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import yaml
+from click.testing import CliRunner
 from mplug_indexed.corpora import blend, describe, merge, sample, verify
 from mplug_indexed.files import Writer
 from mplug_indexed.preprocess.job import Job, preprocess
@@ -14,6 +16,7 @@ from mplug_indexed.preprocess.sources import find_sources
 from mplug_indexed.training import train
 
 from mplug import RunError, UsageError, describe_tokenizer, load_tokenizer
+from mplug.cli import main
 from mplug.testing import CommandSuite
 
 
@@ -23,13 +26,20 @@ class TestData(CommandSuite):
         ("preprocess", "nowhere.jsonl", "--tokenizer", "bytes"),
         ("preprocess", "nowhere.jsonl", "--tokenizer", "byte"),
         ("preprocess", "nowhere.jsonl", "--tokenizer", __file__),
+        ("preprocess", f"{'n' * 300}.jsonl", "--tokenizer", "bytes"),
         ("preprocess", "nowhere.jsonl", "--tokenizer", "bytes", "--set", "eod"),
+        ("preprocess", "nowhere.jsonl", "--tokenizer", "bytes", "--output", ".."),
+        ("preprocess", "nowhere.jsonl", "--tokenizer", "bytes", "--chunk-mib", "nan"),
         ("inspect", "nowhere"),
+        ("inspect", ""),
         ("merge", "nowhere", "--output", "whole"),
         ("verify", "nowhere"),
         ("blend", "nowhere=1"),
         ("blend", "nowhere"),
+        ("blend", "nowhere=1", "--write", "."),
         ("train-tokenizer", "nowhere.jsonl", "--vocab-size", "300"),
+        ("train-tokenizer", "nowhere.jsonl", "--vocab-size", "300", "--output", ".", "--overwrite"),
+        ("train-tokenizer", "nowhere.jsonl", "--vocab-size", "100000000000"),
     )
 
 
@@ -64,7 +74,7 @@ def test_a_text_that_is_no_corpus_yet_and_a_misspelt_one_are_refused_with_what_t
         UsageError, match=r"a\.jsonl' is no data set yet: make one of it by 'mplug data preprocess .*a\."
     ):
         describe(tmp_path / "a.jsonl")
-    with pytest.raises(UsageError, match=r"is a pair 'b\.bin' and 'b\.idx' \(there are .*/a\)"):
+    with pytest.raises(UsageError, match=r"b\.idx' is not there; name a data set .* have both \(there are .*/a\)"):
         describe(tmp_path / "b")
 
 
@@ -78,6 +88,60 @@ def test_merged_corpora_are_all_documents_in_order_with_their_tokenizer(tmp_path
         merge([str(one)], tmp_path / "merged", overwrite=False)
     with pytest.raises(UsageError, match="is one of the corpora that are joined"):
         merge([str(one)], one, overwrite=True)
+
+
+@pytest.mark.parametrize("suffix", ["", ".bin", ".idx"])
+def test_a_corpus_may_be_named_by_either_of_its_files(tmp_path: Path, suffix: str) -> None:
+    prefix = corpus(tmp_path / "a", "one")
+    for command in ("inspect", "verify"):
+        result = CliRunner().invoke(main, ["data", command, f"{prefix}{suffix}"])
+        assert result.exit_code == 0, result.output
+        assert str(prefix) in result.output
+        assert ".bin" not in result.output
+
+
+def test_a_corpus_without_documents_has_none_to_show(tmp_path: Path) -> None:
+    with Writer(tmp_path / "none", np.uint16):
+        pass
+    assert list(sample(describe(tmp_path / "none"), 0, 1, 10)) == []
+
+
+def test_a_damaged_index_is_refused_by_whatever_reads_it(tmp_path: Path) -> None:
+    prefix = corpus(tmp_path / "a", "one", "two", "three")
+    with Path(f"{prefix}.idx").open("r+b") as file:
+        file.seek(34 + 4)
+        file.write((-5).to_bytes(4, "little", signed=True))
+    for act in (
+        lambda: describe(prefix),
+        lambda: merge([str(prefix)], tmp_path / "all", overwrite=False),
+        lambda: blend([f"{prefix}=1"], None, by_size=False),
+    ):
+        with pytest.raises(UsageError, match=r"a\.idx' is damaged: sequence 1 has -5 tokens"):
+            act()
+
+
+@pytest.mark.parametrize("report", ["[]", "{", '{"files": 3}', "{}"])
+def test_a_damaged_report_is_refused(tmp_path: Path, report: str) -> None:
+    prefix = corpus(tmp_path / "a", "one")
+    (tmp_path / "a.preprocess.json").write_text(report)
+    with pytest.raises(RunError, match=r"a\.preprocess\.json' is damaged: it has no checksums; copy it again"):
+        verify(str(prefix), None)
+
+
+def test_a_corpus_that_is_named_twice_is_refused(tmp_path: Path) -> None:
+    prefix = str(corpus(tmp_path / "a", "one"))
+    with pytest.raises(UsageError, match=r"a' is given twice; the whole would have its documents twice"):
+        merge([prefix, prefix], tmp_path / "all", overwrite=False)
+    with pytest.raises(UsageError, match=r"a' is given twice; give it the sum of its weights once"):
+        blend([f"{prefix}=1", f"{prefix}.bin=2"], None, by_size=False)
+
+
+def test_the_whole_of_corpora_without_a_tokenizers_record_has_none(tmp_path: Path) -> None:
+    whole = corpus(tmp_path / "whole", "one")
+    with Writer(tmp_path / "bare", np.uint16) as writer:
+        writer.add_documents(np.array([1]), [1])
+    merge([str(tmp_path / "bare")], whole, overwrite=True)
+    assert describe(whole).tokenizer is None
 
 
 def trained(tmp_path: Path, name: str, size: int) -> str:
@@ -107,8 +171,16 @@ def test_the_copy_beside_the_data_is_used_and_a_changed_one_is_refused(tmp_path:
     assert list(sample(describe(prefix), 0, 1, 99)) == [(0, "a word and a word")]
     (copy,) = tmp_path.glob("one.tokenizer.*.learnt.json")
     copy.write_text(copy.read_text() + " ")
-    with pytest.raises(UsageError, match=r"has changed since the data was made with it \(sha256"):
-        list(sample(describe(prefix), 0, 1, 99))
+    for act in (
+        lambda: list(sample(describe(prefix), 0, 1, 99)),
+        lambda: merge([str(prefix)], tmp_path / "all", overwrite=False),
+    ):
+        with pytest.raises(UsageError, match=r"has changed since the data was made with it \(sha256"):
+            act()
+    copy.unlink()
+    with pytest.raises(UsageError, match=r"learnt\.json' cannot be read: No such file"):
+        merge([str(prefix)], tmp_path / "all", overwrite=False)
+    assert not list(tmp_path.glob("all*"))
 
 
 def test_verify_finds_a_changed_byte_a_token_too_high_and_a_cut_file(tmp_path: Path) -> None:
@@ -141,9 +213,38 @@ def test_a_blend_is_shares_of_tokens_and_epochs(tmp_path: Path) -> None:
         "data": {"name": "indexed", "path": {str(one): 0.75, str(two): 0.25}},
         "model": {"vocab_size": 257},
     }
-    for wrong in ("one", f"{one}=0", f"{one}=x", f"{one}=-1", f"{one}=nan"):
+    for wrong in ("one", f"{one}=0", f"{one}=x", f"{one}=-1", f"{one}=nan", f"{one}=inf", f"{one}="):
         with pytest.raises(UsageError, match="write it as PREFIX=WEIGHT"):
             blend([wrong], None, by_size=False)
+    with pytest.raises(UsageError, match="the weights add up to more than a number can be"):
+        blend([f"{one}=1e308", f"{two}=1e308"], None, by_size=False)
+
+
+def test_a_small_share_stays_above_0_in_the_config_that_is_written(tmp_path: Path) -> None:
+    one, two = corpus(tmp_path / "one", "x"), corpus(tmp_path / "two", "x")
+    mixed = blend([f"{one}=1e-9", f"{two}=1"], None, by_size=False).as_mapping()
+    assert mixed["data"]["path"][str(one)] == pytest.approx(1e-9)
+
+
+def test_a_disk_that_fills_while_corpora_are_joined_has_nothing_of_the_whole(small_disk: Path, tmp_path: Path) -> None:
+    one, two = corpus(tmp_path / "one", "x" * 200_000), corpus(tmp_path / "two", "y" * 200_000)
+    (small_disk / "filler").write_bytes(bytes(400_000))
+    with pytest.raises(RunError, match=r"cannot write '.*whole\.bin': No space left on device; make room"):
+        merge([str(one), str(two)], small_disk / "whole", overwrite=False)
+    assert [path.name for path in small_disk.iterdir()] == ["filler"]
+
+
+def test_a_blend_that_cannot_be_written_leaves_the_one_before(small_disk: Path, tmp_path: Path) -> None:
+    mixed = blend([f"{corpus(tmp_path / 'one', 'x')}=1"], None, by_size=False)
+    mixed.write(small_disk / "blend.yaml")
+    before = (small_disk / "blend.yaml").read_bytes()
+    with suppress(OSError), (small_disk / "filler").open("wb", buffering=0) as filler:
+        while True:
+            filler.write(bytes(4096))
+    with pytest.raises(RunError, match=r"cannot write '.*blend\.yaml': No space left on device; make room"):
+        mixed.write(small_disk / "blend.yaml")
+    assert (small_disk / "blend.yaml").read_bytes() == before
+    assert {path.name for path in small_disk.iterdir()} == {"blend.yaml", "filler"}
 
 
 def test_a_learnt_tokenizer_knows_the_texts_words_and_any_other(tmp_path: Path) -> None:
@@ -158,5 +259,9 @@ def test_a_learnt_tokenizer_knows_the_texts_words_and_any_other(tmp_path: Path) 
     texts.write_text('{"text": ""}\n{"no": 1}\n')
     with pytest.raises(UsageError, match="there is nothing to learn from"):
         train(find_sources([str(texts)], None, None), tmp_path / "b", 300, ("<e>",), "text", None, overwrite=False)
+    with pytest.raises(UsageError, match="--special '' is too short to be told from text"):
+        train(find_sources([str(texts)], None, None), tmp_path / "b", 300, ("",), "text", None, overwrite=False)
+    with pytest.raises(UsageError, match=r"cannot write '.*empty\.jsonl/b': File exists"):
+        train(find_sources([path], "text", None), texts / "b", 300, ("<e>",), "text", None, overwrite=False)
     with pytest.raises(UsageError, match="--vocab-size 256 is too few"):
         train(find_sources([str(texts)], None, None), tmp_path / "b", 256, ("<e>",), "text", None, overwrite=False)

@@ -3,6 +3,7 @@
 import os
 import random
 import struct
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from mplug_indexed.files import CODES, HEADER, MAGIC, Reader, Writer, bin_path, dtype_for, idx_path, parse_header
 
-from mplug import UsageError
+from mplug import RunError, UsageError
 
 
 def write(prefix: Path, *documents: list[int], dtype: Any = np.uint16) -> Path:
@@ -158,9 +159,22 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path: Path, monkeypa
     writer = Writer(tmp_path / "c", np.uint16)
     writer.add_documents(np.array([1]), [1])
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UsageError, match=r"cannot write '.*c\.bin' and its index: No space left"):
+    with pytest.raises(RunError, match=r"cannot write '.*c\.bin': No space left on device; make room"):
         writer.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_fills_leaves_nothing_of_what_was_written(small_disk: Path) -> None:
+    """Also where closing the file fails once more."""
+    documents = np.ones(1 << 20)
+    with pytest.raises(RunError, match="No space left on device"), Writer(small_disk / "c", np.uint16) as writer:
+        writer.add_documents(documents, [len(documents)])
+    assert not list(small_disk.iterdir())
+
+
+def test_a_place_that_cannot_be_written_is_the_users_affair(pair: Path) -> None:
+    with pytest.raises(UsageError, match=r"cannot write '.*corpus\.bin/c\.bin': .*; choose another place"):
+        Writer(bin_path(pair) / "c", np.uint16)
 
 
 @pytest.mark.parametrize(("tokens", "dtype"), [([65_536], "u2"), ([-1], "u2"), ([2**31], "i4"), ([256, 1], "u1")])
@@ -197,7 +211,8 @@ def q(number: int) -> bytes:
     [
         (0, b"PARQUET", "is no index of this format"),
         (9, q(2), "has version 2 of the format; this reads version 1"),
-        (17, b"\x09", "tokens have type 9"),
+        (17, b"\x09", "tokens have type 9.*it is damaged, copy it again"),
+        (17, b"\x01", "has 12 bytes and 'corpus.idx' speaks of 11: the two are not one pair"),
         (17, b"\0", "tokens have type 0"),
         (18, q(5), "speaks of 5 sequences and 5 bounds"),
         (18, q(2**62), "speaks of 4611686018427387904 sequences"),
@@ -245,10 +260,17 @@ def test_a_cut_off_bin_is_refused(pair: Path, size: int, sentence: str) -> None:
         Reader(pair)
 
 
+def test_a_bin_of_more_bytes_than_the_index_speaks_of_belongs_to_another(pair: Path) -> None:
+    other = write(pair.with_name("other"), [1, 2, 3], [4] * 9)
+    bin_path(other).replace(bin_path(pair))
+    with pytest.raises(UsageError, match=r"has 24 bytes and 'corpus\.idx' speaks of 12: the two are not one pair"):
+        Reader(pair)
+
+
 @pytest.mark.parametrize("size", [0, 5, 20, 33, 34, 100, 121])
 def test_a_cut_off_index_is_refused(pair: Path, size: int) -> None:
     os.truncate(idx_path(pair), size)
-    with pytest.raises(UsageError, match=r"corpus\.idx' (has|is no index)"):
+    with pytest.raises(UsageError, match=r"corpus\.idx' has .*cut off"):
         Reader(pair)
 
 
@@ -257,6 +279,11 @@ def test_half_a_pair_is_refused_by_the_name_of_what_is_not_there(pair: Path, pat
     path(pair).unlink()
     with pytest.raises(UsageError, match=rf"{path(pair).name}' is not there"):
         Reader(pair)
+
+
+def test_a_folder_is_told_the_data_sets_in_it(pair: Path) -> None:
+    with pytest.raises(UsageError, match=rf"is a folder, name a data set in it, as '{pair}'"):
+        Reader(pair.parent)
 
 
 def garbled(true: bytes, draw: random.Random) -> bytes:
@@ -291,7 +318,9 @@ def test_of_ten_thousand_headers_each_fits_its_file_or_is_refused(pair: Path) ->
     assert min(outcomes.values()) > 500, outcomes
 
 
-def test_garbled_files_are_read_or_refused(pair: Path) -> None:
+def test_garbled_files_are_read_or_refused_within_a_mebibyte(pair: Path, request: pytest.FixtureRequest) -> None:
+    tracemalloc.start()
+    request.addfinalizer(tracemalloc.stop)
     draw, true = random.Random(1), idx_path(pair).read_bytes()
     outcomes = {"read": 0, "refused": 0}
     for _ in range(300):
@@ -303,3 +332,4 @@ def test_garbled_files_are_read_or_refused(pair: Path) -> None:
         else:
             outcomes["read"] += 1
     assert min(outcomes.values()) > 10, outcomes
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20

@@ -312,9 +312,9 @@ def test_data_sets_of_a_mix_come_by_their_sizes() -> None:
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        ({"path": "nowhere/corpus"}, r"'nowhere/corpus\.idx' is not there; a data set is a pair"),
+        ({"path": "nowhere/corpus"}, r"'nowhere/corpus\.idx' is not there; name a data set by what its"),
         ({"path": ONE, "split": "0,1"}, r"data\.split '0,1' leaves nothing for train; give it a weight"),
-        ({"path": ONE, "split": "1,0"}, r"leaves nothing for validation; give it a weight; set trainer\.eval_every=0"),
+        ({"path": ONE, "split": "1,0"}, r"leaves nothing for validation; give it a weight, or set trainer\.eval_every"),
         ({"path": ONE, "split": "1,0.0001"}, r"has 300 sequences, of which .* leaves none for validation"),
         ({"path": {ONE: 1, TWO: 2}, "samples": "epoch"}, r"data\.samples=epoch has no meaning for weighted data sets"),
         (
@@ -322,6 +322,17 @@ def test_data_sets_of_a_mix_come_by_their_sizes() -> None:
             r"data\.eod_mask_loss needs data\.eod_token: no tokenizer beside the data",
         ),
         ({"path": ONE, "reset_attention": True}, r"data\.reset_attention needs data\.eod_token"),
+        ({"path": [ONE, f"{ONE}.bin"]}, r"data\.path names '.*' twice; name it once$"),
+        (
+            {"path": {ONE: 1, f"{ONE}.idx": 2}},
+            r"data\.path names '.*' twice; name it once, with the sum of its weights",
+        ),
+        ({"path": {"": 1}}, r"'' names no data set; a name is what its \.bin and \.idx begin with"),
+        ({"path": ONE, "vocab_size": 300, "eod_token": 300}, r"data\.eod_token=300 is none of the vocabulary's 300"),
+        (
+            {"path": ONE, "vocab_size": 300, **FIM, "fim_rate": 0.5, "fim_suffix_token": 301},
+            r"data\.fim_suffix_token=301 is none of",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_before_launch(config: dict[str, Any], sentence: str) -> None:
@@ -339,6 +350,14 @@ def test_what_is_wrong_is_said_before_launch(config: dict[str, Any], sentence: s
         ({"path": {"a": 0, "b": 1}}, "path gives 'a' the weight 0; weights are above 0"),
         ({"path": {"a": -1.5}}, "path gives 'a' the weight -1.5"),
         ({"path": {"a": float("nan")}}, "path gives 'a' the weight nan"),
+        ({"path": {"a": float("inf")}}, "path gives 'a' the weight inf"),
+        ({"path": {"a": None, "b": 1}}, "gives 'a' the weight None; a weight is a number above 0"),
+        ({"path": {"a": "much"}}, "gives 'a' the weight 'much'; a weight is a number above 0"),
+        ({"path": {"a": 1e308, "b": 1e308}}, "weights of path add up to more than a number can be"),
+        ({"path": [0.3, "a", 0.7, "b"]}, "a list has paths alone; write weights as a mapping"),
+        ({"path": ["a", None]}, "must be a path, a list of paths or a mapping from paths to weights"),
+        ({"path": 3}, "must be a path, a list of paths or a mapping from paths to weights, not 3"),
+        ({"path": "a", "cache": ""}, "at least 1 character"),
         ({"path": "a", "fim_rate": 0.5}, "fim_rate needs fim_prefix_token, fim_middle_token and fim_suffix_token"),
     ],
 )
@@ -370,6 +389,24 @@ def test_tokens_that_part_documents_are_those_of_the_tokenizer_beside_the_data(t
         build({**section, **texts, "fim_prefix_token": "<PER>"})
     with pytest.raises(UsageError, match=r"data\.fim_prefix_token=<PRE>: no tokenizer's record stands beside the data"):
         build({**section, **texts, "path": ONE, "eod_token": EOD})
+
+
+def test_weights_may_be_written_as_yaml_reads_them() -> None:
+    """YAML takes 1e-3 for a text."""
+    assert Indexed(Indexed.Config(path={"a": "1e-3", "b": 2})).weights == [0.001, 2.0]  # type: ignore[dict-item]
+
+
+def test_an_order_beyond_the_machines_memory_is_refused_before_it_is_drawn() -> None:
+    for path, samples in ((ONE, 10**13), ({ONE: 1, TWO: 2}, 10**13)):
+        with pytest.raises(UsageError, match=r"the order of .* samples at once would take .* GiB.* set data\.samples"):
+            build({"path": path, "split": "1", "samples": samples})
+
+
+def test_a_corpus_without_documents_is_refused(tmp_path: Path) -> None:
+    with Writer(tmp_path / "none", np.uint16):
+        pass
+    with pytest.raises(UsageError, match=r"none' has no documents; leave it out, or preprocess its texts again"):
+        build({"path": str(tmp_path / "none"), "split": "1"})
 
 
 def test_a_seed_beyond_32_bits_is_refused() -> None:
@@ -407,7 +444,7 @@ def test_a_damaged_index_is_refused_when_it_is_first_used_and_later() -> None:
     idx_path(path).write_bytes(whole)
     taken(build({"path": str(path), "split": "1"}), 4)  # now the cache has indices of these lengths
     idx_path(path).write_bytes(damaged)
-    with pytest.raises(UsageError, match=r"sequence 1 of '.*damaged' points out of its '\.bin'"):
+    with pytest.raises(UsageError, match=r"damaged\.idx' is damaged: sequence 1 points out of its '\.bin'"):
         taken(build({"path": str(path), "split": "1"}), 6)
 
 

@@ -174,6 +174,8 @@ BAD = {
     b"[1, 2]": "holds a list, not an object with a field 'text'",
     b'{"body": "b", "id": 1}': "has no field 'text' (it has body, id)",
     b'{"text": 7}': "has a number in its field 'text', which must be text",
+    b'"text"': "holds text, not an object with a field 'text': a line is a document",
+    b'{"text": ' + b"[" * 100_000: "cannot be read as JSON: ",
     b'{"text": null}': "has null in its field 'text', which must be text",
     b'{"text": "\\ud83c"}': "has half a surrogate pair in its field 'text'",
 }
@@ -223,6 +225,8 @@ def test_empty_documents_are_counted_and_left_out(tmp_path: Path) -> None:
 
 # Bad input.
 
+PACKED = zstandard.ZstdCompressor().compress(lines_of(DOCUMENTS))
+
 
 @pytest.mark.parametrize(
     ("name", "data", "said"),
@@ -232,7 +236,13 @@ def test_empty_documents_are_counted_and_left_out(tmp_path: Path) -> None:
         ("t.jsonl", b"no\nno\n", r"2 lines are bad, the first of them .*t\.jsonl:1 is not JSON"),
         ("t.jsonl.gz", gzip.compress(lines_of(DOCUMENTS))[:-30], r"t\.jsonl\.gz' is damaged or cut off"),
         ("t.jsonl.gz", b"no gzip at all", r"t\.jsonl\.gz' is damaged or cut off"),
+        ("t.jsonl.gz", b"", r"t\.jsonl\.gz' is damaged or cut off: it is empty"),
         ("t.jsonl.zst", b"no zstandard", r"t\.jsonl\.zst' is damaged or cut off"),
+        ("t.jsonl.zst", b"", r"t\.jsonl\.zst' is damaged or cut off: it is empty"),
+        ("t.jsonl.zst", PACKED[:3], r"t\.jsonl\.zst' is damaged or cut off: its last frame has no end"),
+        ("t.jsonl.zst", PACKED[:-30], r"t\.jsonl\.zst' is damaged or cut off: its last frame has no end"),
+        ("t.jsonl.zst", PACKED * 2 + PACKED[:-1], r"t\.jsonl\.zst' is damaged or cut off: its last frame has no end"),
+        ("t.txt.zst", PACKED[:-30], r"t\.txt\.zst' is damaged or cut off: its last frame has no end"),
         ("t.parquet", b"no table", r"t\.parquet' is no Parquet file"),
         ("t.csv", b"a,b", r"t\.csv' has no suffix of .*; say what it is by --format"),
     ],
@@ -240,9 +250,12 @@ def test_empty_documents_are_counted_and_left_out(tmp_path: Path) -> None:
 def test_inputs_without_documents_and_damaged_ones_are_refused(
     tmp_path: Path, name: str, data: bytes, said: str
 ) -> None:
-    path = written(tmp_path / name, data)
+    good, path = written(tmp_path / "good.jsonl", lines_of(DOCUMENTS)), written(tmp_path / name, data)
     with pytest.raises(UsageError, match=said):
         preprocess(job(tmp_path / "out", path, bad_lines="skip"))
+    if "damaged" in said:  # nor does it pass where others are good
+        with pytest.raises(UsageError, match=said):
+            preprocess(job(tmp_path / "out", good, path, bad_lines="skip"))
     assert not (tmp_path / "out.bin").exists()
     assert not (tmp_path / "out.idx").exists()
 
@@ -254,12 +267,32 @@ def test_inputs_that_are_not_there_or_twice_are_refused(tmp_path: Path, texts: P
         find_sources([str(texts), str(tmp_path)], None, None)
     with pytest.raises(UsageError, match=r"has no file like '\*\.c'"):
         find_sources([str(tmp_path)], None, "*.c")
+    with pytest.raises(UsageError, match=r"--pattern '/\*' is no pattern of files in a folder"):
+        find_sources([str(tmp_path)], None, "/*")
 
 
 def test_a_column_that_is_not_there_is_refused(tmp_path: Path) -> None:
     table = parquet(tmp_path / "t.parquet", ["one"])
     with pytest.raises(UsageError, match=r"has no column 'body' \(it has id, text\); set --key"):
         preprocess(job(tmp_path / "out", table, key="body"))
+
+
+def test_what_a_damaged_table_holds_is_named(tmp_path: Path) -> None:
+    """Text that is none is a bad row; a page that does not unpack damages the file."""
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow.parquet import write_table
+
+    ends = arrow.py_buffer(np.array([0, 2, 3], "i4").tobytes())
+    no_text = arrow.Array.from_buffers(arrow.utf8(), 2, [None, ends, arrow.py_buffer(b"ok\xff")])
+    write_table(arrow.table({"text": no_text}), tmp_path / "a.parquet")
+    outcome = preprocess(job(tmp_path / "a", tmp_path / "a.parquet", bad_lines="skip"))
+    assert outcome.bad == [f"{tmp_path / 'a.parquet'}:2 is not UTF-8 at byte 1 of its column 'text'"]
+    assert data_of(tmp_path / "a") == expected(["ok"])
+    content = bytearray(parquet(tmp_path / "b.parquet", DOCUMENTS).read_bytes())
+    content[20:400] = b"\xaa" * 380
+    (tmp_path / "b.parquet").write_bytes(content)
+    with pytest.raises(UsageError, match=r"b\.parquet' is damaged or cut off: .*; fetch it again"):
+        preprocess(job(tmp_path / "b", tmp_path / "b.parquet"))
 
 
 def test_an_end_that_the_tokenizer_lacks_is_refused(tmp_path: Path, texts: Path) -> None:
@@ -294,7 +327,8 @@ def test_a_full_disk_is_a_sentence_and_the_same_job_goes_on_once_there_is_room(
             preprocess(job(tmp_path / "out", texts))
     assert not (tmp_path / "out.idx").exists()
     outcome = preprocess(job(tmp_path / "out", texts))
-    assert outcome.resumed == min(fails_at // 2, len(list(cut(find_sources([str(texts)], None, None), 700))))
+    made = max(fails_at - 1, 0) // 3  # files of a part; the manifest is first
+    assert outcome.resumed == min(made, len(list(cut(find_sources([str(texts)], None, None), 700))))
     assert data_of(tmp_path / "out") == expected(DOCUMENTS)
 
 
@@ -337,6 +371,39 @@ def test_parts_of_another_job_are_not_gone_on_with(tmp_path: Path, texts: Path) 
         preprocess(job(tmp_path / "out", other, append_eod=False))
     assert preprocess(job(tmp_path / "out", other, append_eod=False, overwrite=True)).resumed == 0
     assert data_of(tmp_path / "out") == expected(DOCUMENTS[:60], eod=False)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b"\xff"])
+def test_a_damaged_manifest_is_refused(tmp_path: Path, texts: Path, content: bytes) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        preprocess(job(tmp_path / "out", texts), stopped_after(3))
+    (tmp_path / "out.parts" / "manifest.json").write_bytes(content)
+    with pytest.raises(UsageError, match=r"unfinished job whose manifest is damaged; .* begin anew by --overwrite"):
+        preprocess(job(tmp_path / "out", texts))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *(("00000001.json", content) for content in (b"", b"{", b"[]", b"\xff", b'{"bad": [3]}', b'{"bad": []}')),
+        ("00000001.idx", b"MMIDIDX"),
+        ("00000001.bin", b"1"),
+    ],
+)
+def test_a_damaged_part_is_made_again(tmp_path: Path, texts: Path, name: str, content: bytes) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        preprocess(job(tmp_path / "out", texts), stopped_after(3))
+    (tmp_path / "out.parts" / name).write_bytes(content)
+    assert preprocess(job(tmp_path / "out", texts)).resumed == 2
+    assert data_of(tmp_path / "out") == expected(DOCUMENTS)
+
+
+def test_a_job_that_has_made_no_part_is_in_nobodys_way(tmp_path: Path) -> None:
+    table = parquet(tmp_path / "t.parquet", DOCUMENTS)
+    with pytest.raises(UsageError, match="has no column 'body'"):
+        preprocess(job(tmp_path / "out", table, key="body"))
+    preprocess(job(tmp_path / "out", table))
+    assert data_of(tmp_path / "out") == expected(DOCUMENTS)
 
 
 def test_an_input_that_changes_meanwhile_is_refused(tmp_path: Path, texts: Path) -> None:

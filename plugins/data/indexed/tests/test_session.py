@@ -30,6 +30,7 @@ def test_from_texts_to_a_trained_model_that_speaks(tmp_path: Path) -> None:
     made = mplug("data", "preprocess", "texts.jsonl", *tokenizer, "--append-eod", "--workers", "2")
     told = shlex.split(next(line for line in made.splitlines() if line.startswith("train on it: mplug ")))[4:]
     assert told == ["train", "--data", "indexed", "--set", "data.path=texts", "--set", "model.vocab_size=384"]
+    mplug("data", "preprocess", "texts.jsonl", *tokenizer, "--append-eod", "--output", "again")
     (tmp_path / "tokenizer.json").unlink()
     assert texts[0] in mplug("data", "inspect", "texts")
     assert "every token is below 384" in mplug("data", "verify", "texts")
@@ -54,7 +55,7 @@ def test_from_texts_to_a_trained_model_that_speaks(tmp_path: Path) -> None:
     assert (record["name"], record["vocab_size"], record["eod"]) == ("huggingface", 384, 0)
     assert record["fingerprint"] == beside["fingerprint"]
     assert mplug("generate", "--prompt", "2 times 3 is", "--tokens", "5").startswith("2 times 3 is")
-    mplug("data", "merge", "texts", "texts", "--output", "twice")
+    mplug("data", "merge", "texts", "again", "--output", "twice")
     mplug("data", "blend", "texts=0.7", "twice=0.3", "--tokens", "1000", "--write", "blend.yaml")
     mplug("train", "--config", "blend.yaml", *words, "--name", "blend", "--set=trainer.steps=1")
 

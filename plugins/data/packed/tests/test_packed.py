@@ -241,7 +241,13 @@ GOOD = '{"messages": [{"role": "user", "content": "A?"}, {"role": "assistant", "
         ('{"messages": [{"from": "human", "value": "A?"}]}', r"chats\.jsonl:3, message 1, has no text 'role'"),
         ('{"messages": [{"role": "user"}]}', r"chats\.jsonl:3, message 1, has no 'content'"),
         ('{"messages": [{"role": "user", "content": [1]}]}', r"message 1, has a 'content' of type list"),
-        (b"\xff\xfe", r"chats\.jsonl:3 is not JSON"),
+        (b"\xff\xfe", r"chats\.jsonl:3 is not UTF-8 at its byte 1; mend the line, or take it out"),
+        ("[" * 100_000, r"chats\.jsonl:3 cannot be read as JSON: .*recursion"),
+        (GOOD.replace("B.", "\\ud800"), r"chats\.jsonl:3 has half a surrogate pair, which is no character"),
+        (
+            '{"messages": [{"role": "assistant", "content": null, "tool_calls": [{}]}]}',
+            r"chats\.jsonl:3: data\.template 'chatml' does not take it: it has no form for a message without content",
+        ),
     ],
 )
 def test_a_line_that_is_no_conversation_is_named(tmp_path: Path, line: str | bytes, said: str) -> None:
@@ -264,6 +270,7 @@ def test_a_compressed_file_that_is_not_is_named(tmp_path: Path) -> None:
     [
         ({"data.path": "nowhere.jsonl"}, r"data\.path 'nowhere\.jsonl' does not exist"),
         ({"data.path": "."}, r"data\.path '\.' has no file"),
+        ({"data.path": ""}, r"data\.path .*at least 1 character"),
         ({"data.validation_path": "nowhere"}, r"data\.validation_path 'nowhere' does not exist"),
         ({"data.tokenizer": "bites"}, "'bites'.*did you mean 'bytes'"),
         ({"data.tokenizer_options": {"path": "x"}}, r"tokenizers/bytes: path \(data\.tokenizer\): unknown field"),

@@ -135,6 +135,8 @@ def test_a_template_whose_header_is_no_beginning_of_the_answer_is_refused() -> N
         ("{{ messages.__class__.__mro__ }}", "unsafe"),
         ("{{ strftime_now('%d') }}", "'strftime_now' is undefined"),
         ("{{ messages[0].content + 1 }}", "concatenate"),
+        ("{{ messages[0].content.split('') }}", "empty separator"),
+        ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "recursion"),
     ],
 )
 def test_what_a_template_does_not_take_is_told_in_its_words(source: str, said: str) -> None:
@@ -148,6 +150,13 @@ def test_what_a_template_does_not_take_is_told_in_its_words(source: str, said: s
         ("bad.jinja", "one\n{% for %}", r"bad\.jinja', line 2, is no Jinja"),
         ("bad.json", "{", r"bad\.json' is not JSON"),
         ("none.json", "{}", r"none\.json' has no 'chat_template'"),
+        ("list.json", '{"chat_template": ["x"]}', r"list\.json' has no 'chat_template'"),
+        ("odd.json", '{"chat_template": "x", "added_tokens_decoder": [1]}', r"odd\.json' is damaged: .*; fetch it"),
+        (
+            "odd.json",
+            '{"chat_template": "x", "added_tokens_decoder": {"1": 2}}',
+            r"odd\.json' is damaged: .*; fetch it",
+        ),
     ],
 )
 def test_a_file_that_is_no_template_is_named(tmp_path: Path, name: str, content: str, said: str) -> None:

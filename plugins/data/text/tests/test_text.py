@@ -1,5 +1,6 @@
 """Text: which files make a corpus, how it is split, and the order of its windows."""
 
+import re
 import sysconfig
 from pathlib import Path
 from types import SimpleNamespace
@@ -87,6 +88,12 @@ def test_a_glob_is_the_files_that_match_it_sorted(tmp_path: Path) -> None:
 def test_the_home_folder_may_be_written_as_a_tilde(book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(book.parent))
     assert names(find_files("~/book.txt", "**/*")) == ["book.txt"]
+
+
+@pytest.mark.parametrize("pattern", ["", "/x/*"])
+def test_a_pattern_that_is_none_is_refused(tmp_path: Path, pattern: str) -> None:
+    with pytest.raises(UsageError, match=rf"data\.pattern '{re.escape(pattern)}' is no pattern of files"):
+        find_files(str(tmp_path), pattern)
 
 
 @pytest.mark.parametrize(("path", "pattern"), [("nowhere.txt", "**/*"), ("*.nowhere", "**/*"), (".", "*.nowhere")])

@@ -92,6 +92,18 @@ def test_a_wrong_end_and_a_wrong_file_are_refused(tmp_path: Path) -> None:
             built(tmp_path / name)
 
 
+def test_a_tokenizer_that_cannot_encode_is_refused(tmp_path: Path) -> None:
+    words = Tokenizer(models.WordLevel({"a": 0}, unk_token="<unk>"))
+    words.save(str(tmp_path / "words.json"))
+    tokenizer = HuggingFace(HuggingFace.Config(path=str(tmp_path / "words.json"))).build_tokenizer()
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text])):
+        with pytest.raises(UsageError, match=r"the tokenizer cannot encode a text: .*mend its tokenizer\.json"):
+            encode("b")
+    Tokenizer(models.BPE()).save(str(tmp_path / "empty.json"))
+    with pytest.raises(UsageError, match=r"empty\.json' has no tokens"):
+        HuggingFace(HuggingFace.Config(path=str(tmp_path / "empty.json"))).build_tokenizer()
+
+
 def test_special_tokens_are_told_by_their_texts_and_no_text_has_them(tmp_path: Path) -> None:
     path = trained(tmp_path / "tokenizer.json", "<|im_start|>", "</s>")
     tokenizer = HuggingFace(HuggingFace.Config(path=str(path))).build_tokenizer()

@@ -42,7 +42,7 @@ def test_ranks_are_tokens_and_the_end_comes_after_them_or_where_it_is_said(tmp_p
     assert build(path) == (after + 1, after, [259, 258])
     assert build(path, eod_id=300) == (301, 300, [259, 258])
     assert build(path, eod=None) == (after, None, [259, 258])
-    assert build(path, pattern=".")[2] == list(b"in the")
+    assert build(path, pattern="(?s:.)")[2] == list(b"in the")
     assert Tiktoken(Tiktoken.Config(path=str(path), eod="<end>")).build_tokenizer().special_tokens == {"<end>": after}
 
 
@@ -65,6 +65,10 @@ def test_a_named_encoding_is_refused_and_nothing_is_fetched(monkeypatch: pytest.
         (BYTES[:200] + MERGES, "has no rank for the byte 200"),
         (["x"], "line 1 is not a base64 token and a number"),
         (["!!! 1"], "line 1 is not a base64 token and a number"),
+        (["YQ== -1"], "line 1 is not a base64 token and a number from 0 to"),
+        ([f"YQ== {2**31}"], "line 1 is not a base64 token and a number from 0 to"),
+        (["YQ== 1", "YQ== 2"], "line 2, has a token that has been"),
+        ([""], "is no file of ranks: it is empty; fetch the file again"),
     ],
 )
 def test_a_broken_file_is_refused(tmp_path: Path, tokens: list, said: str) -> None:
@@ -78,6 +82,8 @@ def test_wrong_options_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.tiktoken", BYTES)
     with pytest.raises(UsageError, match="eod_id=5 is a rank"):
         build(path, eod_id=5)
+    with pytest.raises(UsageError, match=r"pattern 'q\+' leaves out text that it does not match"):
+        build(path, pattern="q+")
     with pytest.raises(UsageError, match=r"pattern '\[' does not work"):
         build(path, pattern="[")
     with pytest.raises(UsageError, match=r"nowhere\.tiktoken' cannot be read"):

@@ -57,13 +57,18 @@ def cook(crude: CrudeSample) -> Raw:
     image = next((fields[name] for name in IMAGES if isinstance(fields.get(name), Tensor)), None)
     if text is None:
         parts = ", ".join(sorted(name for name in fields if not name.startswith("__")))
-        raise UsageError(f"sample '{crude['__key__']}' has {parts}, and no text ({', '.join(TEXTS)})")
+        raise UsageError(
+            f"sample '{crude['__key__']}' has {parts}, and no text ({', '.join(TEXTS)}); name an "
+            f"encoder of your own in data.task_encoder"
+        )
     return Raw(**basic_sample_keys(crude), text=text, image=image)
 
 
 def text_and_image(sample: Any) -> tuple[str, Tensor | None]:
     """What this house's encoders take of a sample: of its fields `text` or `caption`, and `image`."""
-    text = getattr(sample, "text", None) or getattr(sample, "caption", None)
+    text = getattr(sample, "text", getattr(sample, "caption", None))
+    if text == "":
+        raise UsageError(f"sample '{sample.__key__}' has an empty text; take it out, or set data.on_error=skip")
     if not isinstance(text, str):
         raise UsageError(
             f"sample '{sample.__key__}' is a {type(sample).__name__}, which has no text and no caption; "

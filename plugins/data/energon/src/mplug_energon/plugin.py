@@ -1,5 +1,6 @@
 """The plugin: which data set, and its loaders."""
 
+from collections.abc import Iterator
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +26,31 @@ META = ".nv-meta"
 """The folder that `energon prepare` writes into a data set."""
 
 
+def refuse_wrong_blend(path: Path) -> None:
+    """UsageError where a metadataset is none, or has a weight that is not above 0: Energon's words are of its code."""
+    import yaml
+
+    try:
+        held = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UsageError(f"data.path '{path}' is no YAML: {' '.join(str(error).split())}; mend it") from None
+    if not isinstance(held, dict) or "splits" not in held:
+        raise UsageError(f"data.path '{path}' is no metadataset: it has no 'splits'; write one, or name a folder")
+    for weight in _weights(held["splits"]):
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
+            raise UsageError(f"data.path '{path}' has the weight {weight!r}; weights are above 0, leave that part out")
+
+
+def _weights(held: Any) -> Iterator[Any]:
+    """What stands as `weight` in a metadataset, at any depth."""
+    parts = held.items() if isinstance(held, dict) else enumerate(held) if isinstance(held, list) else ()
+    for name, part in parts:
+        if name == "weight":
+            yield part
+        else:
+            yield from _weights(part)
+
+
 class Energon:
     """Samples of a data set that `energon prepare` has indexed, or of a blend, as a task encoder gives them."""
 
@@ -33,7 +59,9 @@ class Energon:
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
-        path: str = Field(description="a folder that `energon prepare` has indexed, or a blend: a metadataset's YAML")
+        path: str = Field(
+            min_length=1, description="a folder that `energon prepare` has indexed, or a blend: a metadataset's YAML"
+        )
         train_part: str = Field("train", description="the part of the data set for training")
         validation_part: str = Field("val", description="the part of the data set for validation")
         task_encoder: str = Field(
@@ -79,6 +107,8 @@ class Energon:
             raise UsageError(f"data.path '{path}' is not prepared; run 'energon prepare {path}' first")
         if path.is_file() and path.suffix not in (".yaml", ".yml"):
             raise UsageError(f"data.path '{path}' is a file, and no metadataset's YAML; name one, or a prepared folder")
+        if path.is_file():
+            refuse_wrong_blend(path)
         assert self.described
         package = self.config.task_encoder.partition(":")[0].partition(".")[0]
         if find_spec(package) is None:

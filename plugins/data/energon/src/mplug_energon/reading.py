@@ -11,7 +11,7 @@ from megatron.energon import SavableDataLoader, TaskEncoder, WorkerConfig, get_s
 from megatron.energon.errors import log_exception
 
 from mplug import CorpusTokenizer, MicroBatch, RunError, UsageError
-from mplug_energon.streams import Collate, Shape, StreamLoader
+from mplug_energon.streams import Collate, Shape, StreamLoader, told
 
 if TYPE_CHECKING:
     from mplug_energon.plugin import Energon
@@ -34,6 +34,7 @@ def make_loader(
     vocab_size: int = getattr(encoder, "vocab_size", None) or tokenizer.vocab_size
     return StreamLoader(
         lambda stream: open_stream(config, encoder, part, seed, stream),
+        config.path,
         Shape(config.streams, config.num_workers),
         collate(config.entries, seq_length, config.task_encoder),
         vocab_size=vocab_size,
@@ -83,8 +84,8 @@ def open_stream(config: "Energon.Config", encoder: TaskEncoder, part: str, seed:
         )
     except Exception as error:  # Energon raises what it likes where a data set is not what it says
         raise UsageError(
-            f"data.path '{config.path}', part '{part}': Energon cannot read it: {error}; name a part that it "
-            f"has, or give it more tars and prepare it again: a part is of whole tars"
+            f"data.path '{config.path}', part '{part}': Energon cannot read it: {told(error)}; name a part that it "
+            f"has, or prepare it again by 'energon prepare', with more tars where a part has none: it is of whole tars"
         ) from error
     loader = get_savable_loader(
         dataset,
@@ -101,9 +102,9 @@ def stop(error: Exception, sample: Any, sources: Any = None) -> None:
         raise error
     where = [f"{one.shard_name}: {', '.join(one.file_names)}" for one in sources or ()]
     key = getattr(sample, "__key__", None) or (sample.get("__key__") if isinstance(sample, dict) else None)
-    named = "; ".join(where) or f"'{key}'"
+    named = "; ".join(where) or (f"'{key}'" if key is not None else "")
     raise RunError(
-        f"a sample of the data set cannot be used ({named}): {type(error).__name__}: {error}; mend it, or set "
+        f"a sample of the data set cannot be used{named and f' ({named})'}: {told(error)}; mend it, or set "
         f"data.on_error=skip"
     ) from error
 

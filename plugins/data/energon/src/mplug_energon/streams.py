@@ -12,11 +12,24 @@ from typing import Any
 
 from megatron.energon import SavableDataLoader
 
-from mplug import MicroBatch, UsageError
+from mplug import MicroBatch, RunError, UsageError
 from mplug_energon.states import from_plain, to_plain
 
 Collate = Callable[[list[Any], list[int]], MicroBatch]
 """(encoded samples, their numbers) -> a micro batch."""
+
+
+SHOWN = 300
+"""Characters of another's exception."""
+
+
+def told(error: BaseException) -> str:
+    """An exception of a library on one line; where it has no words, that of which it comes."""
+    cause = error.__cause__ or error.__context__
+    words = " ".join(str(error).split())
+    if not words and cause is not None:
+        return told(cause)
+    return f"{type(error).__name__}: {words}"[:SHOWN].removesuffix(": ")
 
 
 @dataclass(frozen=True)
@@ -33,6 +46,7 @@ class StreamLoader:
     def __init__(
         self,
         open_stream: Callable[[int], "SavableDataLoader[Any]"],
+        path: str,
         shape: Shape,
         collate: Collate,
         *,
@@ -40,7 +54,7 @@ class StreamLoader:
         shard: tuple[int, int],
         micro_batch_size: int,
     ) -> None:
-        self.open_stream, self.shape, self.collate = open_stream, shape, collate
+        self.open_stream, self.path, self.shape, self.collate = open_stream, path, shape, collate
         self.vocab_size, self.shard, self.micro_batch_size = vocab_size, shard, micro_batch_size
         index, count = shard
         if shape.streams % count:
@@ -77,6 +91,13 @@ class StreamLoader:
                 f"stream {stream} of data.streams={self.shape.streams} gives no sample "
                 f"({str(error).strip().rpartition(chr(10))[2]}); a part of the data set has at least as many as there "
                 f"are streams, so choose fewer"
+            ) from error
+        except (UsageError, RunError):
+            raise
+        except Exception as error:  # what Energon's readers of tar files raise; no handler of its own gets that
+            raise UsageError(
+                f"data.path '{self.path}' cannot be read: {told(error)}; it is damaged, or not what was prepared; "
+                f"fetch it again, or run 'energon prepare' again"
             ) from error
 
     def _read_taken(self) -> None:

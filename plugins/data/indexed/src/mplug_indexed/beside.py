@@ -1,5 +1,6 @@
-"""The tokenizer whose record stands beside data sets, and the tokens that documents are told apart by."""
+"""Data sets by their names, the tokenizer whose record stands beside them, and the tokens that part documents."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,14 @@ from mplug import UsageError, load_tokenizer, read_tokenizer
 if TYPE_CHECKING:
     from mplug import TokenizerRecord
     from mplug_indexed.plugin import Indexed
+
+
+def prefix_of(given: Path | str) -> Path:
+    """What the names of a data set's files begin with, also where one of them is given; UsageError where nothing is."""
+    path = Path(os.path.expanduser(str(given).removesuffix(".bin").removesuffix(".idx")))
+    if path.name in ("", ".."):
+        raise UsageError(f"'{given}' names no data set; a name is what its .bin and .idx begin with, as in data/corpus")
+    return path
 
 
 def tokenizer_of(prefixes: Sequence[Path], vocab_size: int | None) -> "TokenizerRecord | None":
@@ -40,6 +49,7 @@ def _named(record: "TokenizerRecord") -> str:
     return f"{record.name} ({record.fingerprint[:12]})"
 
 
+MIDDLE = ("fim_prefix_token", "fim_middle_token", "fim_suffix_token")
 NEEDING_EOD = ("eod_mask_loss", "reset_positions", "reset_attention")
 
 
@@ -50,6 +60,12 @@ class Marks:
     eod: int | None
     middle: tuple[int, ...]
     """Before a prefix, a middle, a suffix; none where documents stay as they are."""
+
+    @property
+    def named(self) -> list[tuple[str, int]]:
+        """Each token with the name of its option."""
+        eod = [] if self.eod is None else [("eod_token", self.eod)]
+        return [*eod, *zip(MIDDLE, self.middle, strict=False)]
 
 
 def marks_of(config: "Indexed.Config", record: "TokenizerRecord | None") -> Marks:
@@ -63,8 +79,7 @@ def marks_of(config: "Indexed.Config", record: "TokenizerRecord | None") -> Mark
             raise UsageError(f"data.{name} needs data.eod_token: no tokenizer beside the data tells how documents end")
     if not config.fim_rate:
         return Marks(eod, ())
-    names = ("fim_prefix_token", "fim_middle_token", "fim_suffix_token")
-    return Marks(eod, tuple(_number(f"data.{name}", getattr(config, name), record) for name in names))
+    return Marks(eod, tuple(_number(f"data.{name}", getattr(config, name), record) for name in MIDDLE))
 
 
 def _number(name: str, token: int | str, record: "TokenizerRecord | None") -> int:

@@ -5,6 +5,7 @@ description and each file's checksum. It gets its name when it is whole. Of the 
 system, the first to take the lock makes it; where files cannot be locked, each makes it, and the first one stays.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -20,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mplug import UsageError
+from mplug_indexed.files import cannot_write
 
 Arrays = dict[str, NDArray[Any]]
 BLOCK = 1 << 24
@@ -109,7 +111,9 @@ class Cache:
             unfinished.rename(path)
         except OSError as error:
             if not path.exists():  # otherwise another process has been quicker, where there are no locks
-                raise UsageError(f"cannot write indices to '{self.folder}': {error.strerror}; set data.cache") from None
+                if error.errno is None:  # numpy tells of a short write without a number
+                    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                raise cannot_write(self.folder, error, "set data.cache to a folder on another disk") from None
         finally:
             for rest in (unfinished, damaged):
                 shutil.rmtree(rest, ignore_errors=True)

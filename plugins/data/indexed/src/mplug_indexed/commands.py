@@ -21,12 +21,25 @@ KEY = click.option("--key", default="text", show_default=True, help="The field, 
 PATTERN = click.option("--pattern", help="Glob of the files to take from folders: '**/*.py'.")
 
 
-class Prefix(click.Path):
-    """The files PREFIX.bin and PREFIX.idx, by their common beginning; either file's own name means both."""
+class Mebibytes(click.FloatRange):
+    """An amount of data; what is no number ('nan') is in no range."""
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Their common beginning."""
-        return str(value).removesuffix(".bin").removesuffix(".idx")
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """A number of the range."""
+        number: float = super().convert(value, param, ctx)
+        if number != number:
+            self.fail(f"{value} is not in the range {self._describe_range()}.", param, ctx)
+        return number
+
+
+class Prefix(click.Path):
+    """The files PREFIX.bin and PREFIX.idx, by their common beginning, or by the name of one of them."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Without '.bin' and '.idx'; UsageError where nothing is named."""
+        from mplug_indexed.beside import prefix_of
+
+        return super().convert(str(prefix_of(value)), param, ctx)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """The data sets that begin so."""
@@ -55,9 +68,7 @@ def command() -> None:
 
 @command.command(short_help="Tokenize texts: JSON lines, Parquet, plain text.")
 @INPUTS
-@click.option(
-    "--output", "prefix", type=click.Path(path_type=Path), help="PREFIX of the data; without it, INPUTS' name."
-)
+@click.option("--output", "prefix", type=Prefix(path_type=Path), help="PREFIX of the data; without it, INPUTS' name.")
 @click.option(
     "--tokenizer",
     "name",
@@ -81,7 +92,7 @@ def command() -> None:
 )
 @click.option(
     "--chunk-mib",
-    type=click.FloatRange(0, min_open=True),
+    type=Mebibytes(0.001, 1 << 20),
     default=16.0,
     show_default=True,
     help="Input that one process takes at once, and that a kill may cost each of them.",
@@ -125,7 +136,7 @@ def preprocess(
         key=key,
         append_eod=append_eod,
         bad_lines=bad_lines,
-        chunk_size=max(int(chunk_mib * (1 << 20)), 1),
+        chunk_size=int(chunk_mib * (1 << 20)),
         workers=workers or _cores(),
         overwrite=overwrite,
     )
@@ -167,7 +178,7 @@ def inspect(prefixes: tuple[str, ...], samples: int, document: int | None, chara
 
 @command.command(short_help="Join corpora of one tokenizer into one.")
 @DATA_SETS
-@click.option("--output", required=True, type=click.Path(path_type=Path), help="PREFIX of the whole.")
+@click.option("--output", required=True, type=Prefix(path_type=Path), help="PREFIX of the whole.")
 @click.option("--overwrite", is_flag=True, help="Replace data of this prefix.")
 def merge(prefixes: tuple[str, ...], output: Path, overwrite: bool) -> None:
     """Join corpora of one tokenizer into one, document after document."""
@@ -197,7 +208,9 @@ def verify(prefixes: tuple[str, ...], vocab_size: int | None) -> None:
 @click.argument("weighted", nargs=-1, required=True, metavar="PREFIX=WEIGHT...")
 @click.option("--tokens", type=click.IntRange(1), help="Tokens of the training; tells how often each corpus is read.")
 @click.option("--by-size", is_flag=True, help="Multiply each weight by its corpus's tokens: weights are then epochs.")
-@click.option("--write", type=click.Path(path_type=Path), help="Write a config for training to this file.")
+@click.option(
+    "--write", type=click.Path(dir_okay=False, path_type=Path), help="Write a config for training to this file."
+)
 def blend(weighted: tuple[str, ...], tokens: int | None, by_size: bool, write: Path | None) -> None:
     """Show what weights mean: proportions, tokens and epochs of each corpus; and write them as a config.
 
@@ -219,9 +232,15 @@ def blend(weighted: tuple[str, ...], tokens: int | None, by_size: bool, write: P
 @command.command("train-tokenizer", short_help="Learn a byte-level BPE tokenizer from texts.")
 @INPUTS
 @click.option(
-    "--output", default="tokenizer.json", show_default=True, type=click.Path(path_type=Path), help="The file."
+    "--output",
+    default="tokenizer.json",
+    show_default=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The file.",
 )
-@click.option("--vocab-size", required=True, type=click.IntRange(257), help="Tokens, bytes and special ones included.")
+@click.option(
+    "--vocab-size", required=True, type=click.IntRange(257, 1 << 24), help="Tokens, bytes and special ones included."
+)
 @click.option(
     "--special",
     multiple=True,
@@ -232,9 +251,7 @@ def blend(weighted: tuple[str, ...], tokens: int | None, by_size: bool, write: P
 @FORMAT
 @KEY
 @PATTERN
-@click.option(
-    "--mib", type=click.FloatRange(0, min_open=True), help="Read so much text only, from all over the inputs."
-)
+@click.option("--mib", type=Mebibytes(0.001, 1 << 20), help="Read so much text only, from all over the inputs.")
 @click.option("--overwrite", is_flag=True, help="Replace the file.")
 def train_tokenizer(
     inputs: tuple[str, ...],

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from mplug import RunError, TokenizerRecord, UsageError, keep_tokenizer, load_tokenizer, read_tokenizer
-from mplug_indexed.files import CHUNK, Reader, Writer, bin_path, idx_path
+from mplug_indexed.beside import prefix_of
+from mplug_indexed.files import CHUNK, Reader, Writer, bin_path, cannot_write, idx_path, write_text
 from mplug_indexed.preprocess.job import checksum, report_path
-from mplug_indexed.preprocess.parts import world_or_input
 
 UNKNOWN = "-"
 
@@ -52,13 +52,15 @@ class Corpus:
 
 
 def describe(prefix: Path | str) -> Corpus:
-    """A corpus by its prefix. UsageError where there is none, or only a part of one."""
-    return Corpus(Path(prefix), Reader(prefix), read_tokenizer(prefix))
+    """A corpus by its prefix. UsageError where there is none, only a part of one, or where its index is damaged."""
+    reader = Reader(prefix)
+    reader.verify()
+    return Corpus(Path(prefix), reader, read_tokenizer(prefix))
 
 
 def sample(corpus: Corpus, first: int, count: int, characters: int) -> Iterator[tuple[int, str]]:
     """Documents as text: (number, its beginning). Without a tokenizer, they are their tokens' numbers."""
-    if first >= corpus.documents and count:
+    if first >= max(corpus.documents, 1) and count:
         raise UsageError(f"'{corpus.prefix}' has {corpus.documents} documents; --document {first} is beyond them")
     tokenizer = load_tokenizer(corpus.tokenizer) if corpus.tokenizer is not None and count else None
     reader, bounds = corpus.reader, corpus.reader.document_indices
@@ -79,6 +81,7 @@ def merge(prefixes: Sequence[str], output: Path, *, overwrite: bool) -> None:
         raise UsageError(f"'{output}' exists; choose another --output, or replace it by --overwrite")
     if output.resolve() in {Path(prefix).resolve() for prefix in prefixes}:
         raise UsageError(f"--output '{output}' is one of the corpora that are joined; choose another")
+    _refuse_twice(prefixes, "the whole would have its documents twice, name it once")
     corpora = [describe(prefix) for prefix in prefixes]
     first, record = corpora[0], _one_tokenizer(corpora)
     for corpus in corpora:
@@ -93,10 +96,19 @@ def merge(prefixes: Sequence[str], output: Path, *, overwrite: bool) -> None:
                 writer.append(prefix)
             idx_path(output).unlink(missing_ok=True)  # an earlier corpus is not this tokenizer's
             report_path(output).unlink(missing_ok=True)
-            if record is not None:
-                keep_tokenizer(record, output)
-    except (UsageError, OSError) as error:
-        raise world_or_input(error, output) from error
+            keep_tokenizer(record, output)
+    except (OSError, RunError) as error:
+        if not idx_path(output).exists():
+            keep_tokenizer(None, output)  # that of no data
+        raise (cannot_write(bin_path(output), error) if isinstance(error, OSError) else error) from None
+
+
+def _refuse_twice(prefixes: Sequence[str], why: str) -> None:
+    seen = set[Path]()
+    for prefix in prefixes:
+        if (path := Path(prefix).resolve()) in seen:
+            raise UsageError(f"'{prefix}' is given twice; {why}")
+        seen.add(path)
 
 
 def _one_tokenizer(corpora: Sequence[Corpus]) -> TokenizerRecord | None:
@@ -119,10 +131,9 @@ def verify(prefix: str, vocab_size: int | None) -> str:
     """Look at all of a corpus; returns what was looked at. RunError says what is damaged."""
     for path in (bin_path(prefix), idx_path(prefix)):
         if not path.is_file():
-            raise UsageError(f"'{path}' is not there; name a corpus by what its .bin and .idx have in common")
+            Reader(prefix)  # says what is not there
     try:
         corpus = describe(prefix)
-        corpus.reader.verify()
     except UsageError as error:
         raise RunError(str(error)) from None
     record, looked = corpus.tokenizer, [f"{corpus.documents:,} documents and {corpus.tokens:,} tokens are in place"]
@@ -155,11 +166,13 @@ def _look_at_tokens(corpus: Corpus, vocab_size: int) -> None:
 
 def _compare_checksums(prefix: str) -> None:
     try:
-        kept = json.loads(report_path(prefix).read_text(encoding="utf-8"))["files"]
-    except (ValueError, KeyError) as error:
-        raise RunError(f"'{report_path(prefix)}' is damaged: {error!r}") from None
+        kept = dict(json.loads(report_path(prefix).read_text(encoding="utf-8"))["files"])
+    except (ValueError, KeyError, TypeError):
+        raise RunError(
+            f"'{report_path(prefix)}' is damaged: it has no checksums; copy it again, or remove it to do without"
+        ) from None
     for path in (bin_path(prefix), idx_path(prefix)):
-        if kept.get(path.name, checksum(path)) != checksum(path):
+        if path.name in kept and kept[path.name] != checksum(path):
             raise RunError(f"'{path}' is not what was written: its sha256 differs; copy it again, or preprocess again")
 
 
@@ -187,7 +200,7 @@ class Blend:
     def as_mapping(self) -> dict[str, Any]:
         """The section `data` of a config, and the model's vocabulary where a tokenizer's record tells it."""
         shares, record = zip(self.corpora, self.shares, strict=True), self.corpora[0].tokenizer
-        paths = {str(corpus.prefix): round(share, 6) for corpus, share in shares}
+        paths = {str(corpus.prefix): float(f"{share:.6g}") for corpus, share in shares}
         model = {"model": {"vocab_size": record.vocab_size}} if record is not None else {}
         return {"data": {"name": "indexed", "path": paths}, **model}
 
@@ -195,7 +208,7 @@ class Blend:
         """Write them to a file of settings."""
         import yaml
 
-        path.write_text(yaml.safe_dump(self.as_mapping(), sort_keys=False), encoding="utf-8")
+        write_text(path, yaml.safe_dump(self.as_mapping(), sort_keys=False))
 
 
 def blend(weighted: Sequence[str], tokens: int | None, *, by_size: bool) -> Blend:
@@ -209,10 +222,13 @@ def blend(weighted: Sequence[str], tokens: int | None, *, by_size: bool) -> Blen
             weight = 0.0
         if not equals or not 0 < weight < float("inf"):
             raise UsageError(f"'{word}': write it as PREFIX=WEIGHT with a weight above 0, as in web=0.7")
-        corpora.append(describe(prefix))
+        corpora.append(describe(prefix_of(prefix)))
         if corpora[-1].tokens == 0:
-            raise UsageError(f"'{prefix}' has no tokens, so no share of the training can be its")
+            raise UsageError(f"'{prefix}' has no tokens, so no share of the training can be its; leave it out")
         weights.append(weight)
+    _refuse_twice([str(corpus.prefix) for corpus in corpora], "give it the sum of its weights once")
     _one_tokenizer(corpora)
     sizes = [weight * corpus.tokens if by_size else weight for weight, corpus in zip(weights, corpora, strict=True)]
+    if not sum(sizes) < float("inf"):
+        raise UsageError("the weights add up to more than a number can be; only their proportions count, take less")
     return Blend(corpora, weights, [size / sum(sizes) for size in sizes], tokens)

@@ -5,10 +5,12 @@ i64[S] offsets of their first bytes in the `.bin`, i64[D] bounds of the document
 for multimodal data sets i8[S] modes.
 """
 
+import errno
 import os
 import struct
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,7 +18,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from mplug import UsageError
+from mplug import RunError, UsageError
 
 MAGIC = b"MMIDIDX\0\0"
 VERSION = 1
@@ -40,6 +42,9 @@ CHUNK = 1 << 20
 """Sequences that are handled at once where temporary memory must stay small."""
 NAMED = 5
 """Other data sets that are named where one is missing."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
+BROKEN = (errno.EIO, errno.EROFS, errno.EFBIG)
+"""What a disk answers where it is the world that failed, and not the user's input."""
 
 
 def bin_path(prefix: Path | str) -> Path:
@@ -55,6 +60,14 @@ def idx_path(prefix: Path | str) -> Path:
 def dtype_for(vocab_size: int) -> "np.dtype[Any]":
     """The type in which the tokens of a vocabulary are stored: u16, or i32 from 65,500 on."""
     return CODES[8] if vocab_size < SMALL_VOCABULARY else CODES[4]
+
+
+def cannot_write(path: Path | str, error: OSError, instead: str = "choose another place") -> UsageError | RunError:
+    """What to raise where a file cannot be written: a RunError where the disk is full or broken."""
+    said = f"cannot write '{path}': {error.strerror or error}"
+    if error.errno in FULL:
+        return RunError(f"{said}; make room, then run the same command again, or {instead}")
+    return (RunError if error.errno in BROKEN else UsageError)(f"{said}; {instead}")
 
 
 class Reader:
@@ -88,24 +101,31 @@ class Reader:
         self._check_ends()
 
     def _check_ends(self) -> None:
-        """What a mismatched pair would show first: the bounds of documents, and where the last sequence ends."""
+        """What a mismatched pair would show first: the bounds of documents, and where the last of its bytes is."""
         first, last = int(self.document_indices[0]), int(self.document_indices[-1])
         if (first, last) != (0, len(self)):
             raise UsageError(
                 f"'{idx_path(self.prefix)}' is damaged: its documents are sequences {first} to {last} of {len(self)}; "
-                f"write it again from its source"
+                f"copy both files again, or preprocess again"
             )
-        if len(self):
-            end = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
-            self._check_size(end)
-
-    def _check_size(self, end: int) -> None:
-        data = bin_path(self.prefix)
-        if end > self.tokens.nbytes:
+        size, end, index = self.tokens.nbytes, self._end(), idx_path(self.prefix).name
+        if end != size:
+            needs = f"'{index}' needs {end}: it is cut off, or" if end > size else f"'{index}' speaks of {end}:"
             raise UsageError(
-                f"'{data}' has {self.tokens.nbytes} bytes and '{idx_path(self.prefix).name}' needs {end}: it is cut "
-                f"off, or the two are not one pair; copy both files again"
+                f"'{bin_path(self.prefix)}' has {size} bytes and {needs} the two are not one pair; copy both files "
+                f"again, or preprocess again"
             )
+
+    def _end(self) -> int:
+        """Bytes up to the end of that sequence which is the last in the file: as a rule, the last of the index."""
+        if not len(self):
+            return 0
+        itemsize = self.dtype.itemsize
+        last = int(self.pointers[-1]) + int(self.lengths[-1]) * itemsize
+        if last >= self.tokens.nbytes:
+            return last
+        parts = (slice(start, start + CHUNK) for start in range(0, len(self), CHUNK))
+        return max(int((self.pointers[part] + self.lengths[part].astype(np.int64) * itemsize).max()) for part in parts)
 
     def __len__(self) -> int:
         """The number of sequences."""
@@ -122,11 +142,11 @@ class Reader:
                 found = start + int(wrong.argmax())
                 raise UsageError(
                     f"'{idx_path(self.prefix)}' is damaged: sequence {found} has {self.lengths[found]} tokens at byte "
-                    f"{self.pointers[found]} of {limit}; write it again from its source"
+                    f"{self.pointers[found]} of {limit}; copy both files again, or preprocess again"
                 )
         for start in range(0, len(self.document_indices) - 1, CHUNK):
             if (np.diff(self.document_indices[start : start + CHUNK + 1]) < 0).any():
-                raise UsageError(f"'{idx_path(self.prefix)}' is damaged: its documents overlap; write it again")
+                raise UsageError(f"'{idx_path(self.prefix)}' is damaged: its documents overlap; copy it again")
 
     def read(self, sequence: int, offset: int = 0, count: int | None = None) -> NDArray[Any]:
         """Tokens of a sequence from `offset` on (all, or `count`), without a copy; IndexError beyond its end."""
@@ -181,13 +201,15 @@ def _size(path: Path) -> int:
 
 
 def _instead(path: Path) -> str:
-    """What to do where a file of a data set is missing."""
+    """What to name in place of a file that is not there."""
     prefix = path.with_suffix("")
     if prefix.is_file():
         return f"'{prefix}' is no data set yet: make one of it by 'mplug data preprocess {prefix} --tokenizer NAME'"
+    if prefix.is_dir() and (inside := sorted(prefix.glob("*.idx"))):
+        return f"'{prefix}' is a folder, name a data set in it, as '{inside[0].with_suffix('')}'"
     others = sorted({str(other.with_suffix("")) for other in path.parent.glob("*.idx")} - {str(prefix)})[:NAMED]
     near = f" (there are {', '.join(others)})" if others else ""
-    return f"a data set is a pair '{prefix.name}.bin' and '{prefix.name}.idx'{near}"
+    return f"name a data set by what its .bin and .idx begin with, and have both{near}"
 
 
 def _first_bytes(path: Path) -> bytes:
@@ -203,15 +225,22 @@ def parse_header(found: bytes, size: int, path: Path) -> tuple["np.dtype[Any]", 
 
     UsageError where they do not fit the file: what is returned may be allocated.
     """
-    if not found.startswith(MAGIC):
-        raise UsageError(f"'{path}' is no index of this format: it does not begin with 'MMIDIDX'; write it again")
+    if not found.startswith(MAGIC[: len(found)]):
+        raise UsageError(
+            f"'{path}' is no index of this format: it does not begin with 'MMIDIDX'; preprocess the texts again"
+        )
     if len(found) < HEADER.size:
         raise UsageError(f"'{path}' has {size} bytes, less than a header; it is cut off, copy it again")
     _, version, code, num_sequences, num_bounds = HEADER.unpack(found)
     if version != VERSION:
-        raise UsageError(f"'{path}' has version {version} of the format; this reads version {VERSION}, write it again")
+        raise UsageError(
+            f"'{path}' has version {version} of the format; this reads version {VERSION}, preprocess the texts again"
+        )
     if code not in CODES:
-        raise UsageError(f"'{path}' says that tokens have type {code}; the format has types 1 to {len(CODES)}")
+        raise UsageError(
+            f"'{path}' says that tokens have type {code}, and the format has types 1 to {len(CODES)}; it is damaged, "
+            f"copy it again"
+        )
     expected = HEADER.size + 12 * num_sequences + 8 * num_bounds
     has_modes = size == expected + num_sequences and num_sequences > 0
     if num_bounds < 1 or not (size == expected or has_modes):
@@ -233,6 +262,7 @@ class Writer:
 
     As a context manager it closes, or after an exception removes what it has written. An earlier data set of the same
     prefix stays until `close`, which takes its `.idx` away first: never does an index stand beside other tokens.
+    Raises RunError where the disk is full or broken, UsageError where the place cannot be written.
     """
 
     def __init__(self, prefix: Path | str, dtype: DTypeLike) -> None:
@@ -246,7 +276,7 @@ class Writer:
             self._bin, self._idx = (Path(f"{path}{mark}") for path in (bin_path(prefix), idx_path(prefix)))
             self._file = self._bin.open("xb", buffering=1 << 20)
         except OSError as error:
-            raise UsageError(f"cannot write '{bin_path(prefix)}': {error.strerror}") from None
+            raise cannot_write(bin_path(prefix), error) from None
 
     def add_documents(self, tokens: NDArray[Any], lengths: "Sequence[int] | NDArray[Any]") -> None:
         """Documents of one sequence each: `tokens` are all of them in a row, `lengths` say how long each is."""
@@ -273,7 +303,7 @@ class Writer:
         try:
             self._file.write(data)
         except OSError as error:
-            raise UsageError(f"cannot write '{bin_path(self.prefix)}': {error.strerror}") from None
+            raise cannot_write(bin_path(self.prefix), error) from None
 
     def append(self, other_prefix: Path | str) -> None:
         """All documents of another data set, behind those that are there; its tokens must be of the same type."""
@@ -306,11 +336,12 @@ class Writer:
             _folder_to_disk(self.prefix.parent)
         except OSError as error:
             self.discard()
-            raise UsageError(f"cannot write '{bin_path(self.prefix)}' and its index: {error.strerror}") from None
+            raise cannot_write(bin_path(self.prefix), error) from None
 
     def discard(self) -> None:
         """Remove what has been written; an earlier data set of the same prefix stays."""
-        self._file.close()
+        with suppress(OSError):  # of a full disk: what could not be written goes anyway
+            self._file.close()
         for path in (self._bin, self._idx):
             path.unlink(missing_ok=True)
 
@@ -338,6 +369,20 @@ class Writer:
             self.close()
         else:
             self.discard()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file so that it is either whole or not there."""
+    aside = path.with_name(f".{path.name}.{os.getpid():x}.tmp")
+    try:
+        with aside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            _to_disk(file)
+        aside.replace(path)
+    except OSError as error:
+        with suppress(OSError):  # where not even its name could be written
+            aside.unlink(missing_ok=True)
+        raise cannot_write(path, error) from None
 
 
 def _cast(tokens: NDArray[Any], dtype: "np.dtype[Any]") -> NDArray[Any]:

@@ -1,5 +1,6 @@
 """The global order of a split's samples: one data set or a blend, round after round without end."""
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -84,10 +85,24 @@ class Order:
             if not self.cut.samples(part.tokens) > 0:
                 raise UsageError(
                     f"'{part.reader.prefix}' has {part.tokens} tokens in this part of data.split, too few for a sample "
-                    f"of trainer.seq_length={self.cut.seq_length}, which takes {self.cut.seq_length + self.cut.extra}"
+                    f"of trainer.seq_length={self.cut.seq_length}, which takes {self.cut.seq_length + self.cut.extra}; "
+                    f"give this part more, or shorten trainer.seq_length"
                 )
         if self.weights is not None and self.samples is None:
             raise UsageError("data.samples=epoch has no meaning for weighted data sets; name a number, or 'run'")
+        self._refuse_too_many()
+
+    def _refuse_too_many(self) -> None:
+        """Indices are as long as the order: a slip in a number must not ask for more than the machine has."""
+        size = 10 * self.size if self.is_blend else 0
+        for part, epochs in zip(self.parts, self.epochs(self.samples), strict=True):
+            size += 4 * epochs.number * len(part.sequences) + 12 * self.cut.samples(epochs.number * part.tokens)
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if size > memory:
+            raise UsageError(
+                f"the order of {self.size:,} samples at once would take {size >> 30:,} GiB, and this machine has "
+                f"{memory >> 30:,} GiB of memory; set data.samples to less, after which another order begins"
+            )
 
     @property
     def is_blend(self) -> bool:

@@ -2,12 +2,12 @@
 
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from mplug import CorpusTokenizer, Loader, UsageError, hookimpl, load_tokenizer
-from mplug_indexed.beside import Marks, marks_of, tokenizer_of
+from mplug_indexed.beside import Marks, marks_of, prefix_of, tokenizer_of
 
 if TYPE_CHECKING:
     from mplug import Run, RunConfig
@@ -17,6 +17,15 @@ if TYPE_CHECKING:
 
 SPLITS = ("train", "validation")
 LARGEST_SEED = 2**32 - 1
+
+
+def _is_number(value: Any) -> bool:
+    """Also as text: YAML takes '1e-3' for one."""
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return not isinstance(value, bool)
 
 
 class Indexed:
@@ -43,7 +52,9 @@ class Indexed:
         )
         drop_last: bool = Field(True, description="leave out what is left of the validation tokens; false: pad it")
         cache: str | None = Field(
-            None, description="folder for indices; null: 'index-cache' beside the data, else in the user's cache folder"
+            None,
+            min_length=1,
+            description="folder for indices; null: 'index-cache' beside the data, else in the user's cache folder",
         )
         vocab_size: PositiveInt | None = Field(None, description="tokens are below it; null: the model's vocabulary")
         eod_token: NonNegativeInt | None = Field(
@@ -75,6 +86,20 @@ class Indexed:
         fim_middle_token: NonNegativeInt | str | None = Field(None, description="the token before a middle")
         fim_suffix_token: NonNegativeInt | str | None = Field(None, description="the token before a suffix")
 
+        @field_validator("path", mode="before")
+        @classmethod
+        def _is_paths(cls, path: Any) -> Any:
+            """One sentence on the whole, in place of one for each type that it may be of."""
+            if isinstance(path, list) and any(isinstance(part, int | float) for part in path):
+                raise ValueError("a list has paths alone; write weights as a mapping, {first: 0.7, second: 0.3}")
+            names = [path] if isinstance(path, str) else [*path] if isinstance(path, list | dict) else [None]
+            if not all(isinstance(name, str) for name in names):
+                raise ValueError(f"must be a path, a list of paths or a mapping from paths to weights, not {path!r}")
+            for name, weight in path.items() if isinstance(path, dict) else ():
+                if not _is_number(weight):
+                    raise ValueError(f"gives '{name}' the weight {weight!r}; a weight is a number above 0")
+            return path
+
         @model_validator(mode="after")
         def _tokens_are_named(self) -> Self:
             """What a setting needs to know must be there."""
@@ -85,6 +110,8 @@ class Indexed:
             for path, weight in self.path.items() if isinstance(self.path, dict) else ():
                 if not 0 < weight < float("inf"):
                     raise ValueError(f"path gives '{path}' the weight {weight:g}; weights are above 0, leave it out")
+            if isinstance(self.path, dict) and not sum(self.path.values()) < float("inf"):
+                raise ValueError("the weights of path add up to more than a number can be; take less, in proportion")
             return self
 
     def __init__(self, config: Config) -> None:
@@ -94,7 +121,7 @@ class Indexed:
     def prefixes(self) -> list[Path]:
         """The data sets' paths, without the ends of their files' names."""
         paths = [self.config.path] if isinstance(self.config.path, str) else [*self.config.path]
-        return [Path(str(path).removesuffix(".bin").removesuffix(".idx")).expanduser() for path in paths]
+        return [prefix_of(path) for path in paths]
 
     @cached_property
     def weights(self) -> list[float] | None:
@@ -119,31 +146,47 @@ class Indexed:
             raise UsageError(f"trainer.seed={config.trainer.seed} is too great for data's order; take one below 2^32")
         if self.config.samples == "epoch" and self.weights is not None:
             raise UsageError("data.samples=epoch has no meaning for weighted data sets; name a number, or 'run'")
+        self._refuse_twice()
         for split in SPLITS if config.trainer.eval_every else SPLITS[:1]:
             for reader in self.readers:
                 self._sequences(reader, split)
-
-        tokenizer_of(self.prefixes, self.config.vocab_size or getattr(config.model, "vocab_size", None))
-        assert self.marks
+        vocab_size = self.config.vocab_size or getattr(config.model, "vocab_size", None)
+        tokenizer_of(self.prefixes, vocab_size)
+        for name, token in self.marks.named:
+            if vocab_size is not None and token >= vocab_size:
+                raise UsageError(
+                    f"data.{name}={token} is none of the vocabulary's {vocab_size} tokens; name that of the data's "
+                    f"tokenizer ('mplug data inspect' tells the end of a document)"
+                )
 
     @cached_property
     def marks(self) -> Marks:
         """The numbers of the tokens that end documents and cut them in three."""
         return marks_of(self.config, tokenizer_of(self.prefixes, None))
 
+    def _refuse_twice(self) -> None:
+        seen = set[Path]()
+        for prefix in self.prefixes:
+            if (path := prefix.resolve()) in seen:
+                weights = "" if self.weights is None else ", with the sum of its weights"
+                raise UsageError(f"data.path names '{prefix}' twice; name it once{weights}")
+            seen.add(path)
+
     def _sequences(self, reader: "Reader", split: str) -> range:
         """The sequences of a data set that are of a split."""
         from mplug_indexed.indices import parse_split, sequences_of
 
         part = parse_split(self.config.split)[SPLITS.index(split)]
+        remedy = ", or set trainer.eval_every=0" if split == "validation" else ""
         if part is None:
-            remedy = "; set trainer.eval_every=0" if split == "validation" else ""
             raise UsageError(f"data.split '{self.config.split}' leaves nothing for {split}; give it a weight{remedy}")
+        if not len(reader):
+            raise UsageError(f"'{reader.prefix}' has no documents; leave it out, or preprocess its texts again")
         found = sequences_of(part, len(reader))
         if not found:
             raise UsageError(
                 f"'{reader.prefix}' has {len(reader)} sequences, of which data.split '{self.config.split}' leaves none "
-                f"for {split}; give it a greater weight"
+                f"for {split}; give it a greater weight{remedy}"
             )
         return found
 

@@ -89,7 +89,10 @@ class Samples:
             where = (place.documents, place.begins, place.ends, extra, padding, place.rows)
             wrong = fill_samples(reader.tokens, reader.pointers, reader.lengths, *where, window)
             if wrong >= 0:
-                raise UsageError(f"sequence {wrong} of '{reader.prefix}' points out of its '.bin'; write both again")
+                raise UsageError(
+                    f"'{reader.prefix}.idx' is damaged: sequence {wrong} points out of its '.bin'; copy both files "
+                    f"again, or preprocess again"
+                )
         if (m := self.treatment.middle) is not None:
             numbers = np.arange(sample_ids.start, sample_ids.stop)
             rates, sentinels = (m.rate, m.spm_rate), (m.prefix, m.middle, m.suffix)

@@ -1,10 +1,14 @@
 """Learning a byte-level BPE tokenizer from a corpus."""
 
+import os
+import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mplug import UsageError
+from mplug_indexed.files import cannot_write
 from mplug_indexed.preprocess.documents import Texts
 from mplug_indexed.preprocess.sources import Source, cut
 
@@ -52,10 +56,18 @@ def train(
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False
     )
+    for token in special:
+        if len(token) < 2:  # a token of one character may stand for a byte
+            raise UsageError(
+                f"--special '{token}' is too short to be told from text; take a word such as <|endoftext|>"
+            )
     trained = Trained()
     tokenizer.train_from_iterator(_texts(sources, key, mib, trained), trainer)
     if trained.documents == 0:
-        raise UsageError(f"the inputs have no document with a text in '{key}'; there is nothing to learn from")
+        raise UsageError(
+            f"the inputs have no document with a text in '{key}': there is nothing to learn from; name others, or look "
+            f"at --key and --format"
+        )
     trained.vocab_size = tokenizer.get_vocab_size()
     trained.special = {token: tokenizer.token_to_id(token) for token in special}
     aside = output.with_name(f".{output.name}.tmp")
@@ -64,9 +76,17 @@ def train(
         tokenizer.save(str(aside))
         aside.replace(output)
     except Exception as error:  # the library raises Exception itself
-        aside.unlink(missing_ok=True)
-        raise UsageError(f"cannot write '{output}': {error}") from None
+        with suppress(OSError):  # where not even its name could be written
+            aside.unlink(missing_ok=True)
+        raise _unwritten(output, error) from None
     return trained
+
+
+def _unwritten(output: Path, error: Exception) -> Exception:
+    """What to raise. The library tells the system's error in words alone: '... (os error 28)'."""
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    number = getattr(error, "errno", None) or (int(found[1]) if found else None)
+    return cannot_write(output, OSError(number, os.strerror(number)) if number else OSError(str(error)))
 
 
 def _texts(sources: Sequence[Source], key: str, mib: float | None, trained: Trained) -> Iterator[str]:

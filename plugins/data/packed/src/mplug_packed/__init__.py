@@ -26,9 +26,14 @@ class Packed:
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
-        path: str = Field(description="a file *.jsonl or *.jsonl.gz, a folder of them or a glob: a conversation a line")
+        path: str = Field(
+            min_length=1,
+            description="a file *.jsonl or *.jsonl.gz, a folder of them or a glob: a conversation a line",
+        )
         validation_path: str | None = Field(
-            None, description="conversations for validation, named like those of `path`; null: a share of those"
+            None,
+            min_length=1,
+            description="conversations for validation, named like those of `path`; null: a share of those",
         )
         validation_percent: float = Field(
             5, gt=0, le=50, description="share of the conversations for validation, by a hash of their messages"
@@ -126,6 +131,7 @@ class Packed:
     def _documents(self, split: Split, length: int, count: "Count") -> "Documents":
         from mplug_packed.reading import encoded, of_split
         from mplug_packed.samples import Documents, document
+        from mplug_packed.templates import ANSWERS
 
         config = self.config
         found = of_split(split, config.path, config.validation_path, config.validation_percent)
@@ -136,7 +142,8 @@ class Packed:
             remedy = " or set data.validation_path, or trainer.eval_every=0" if split == "validation" else ""
             raise UsageError(
                 f"data.path '{where}': of {count.conversations} conversations of the {split} split none is left "
-                f"({count.too_long} too long, {count.without_answer} without an answer in the first {length} tokens, "
-                f"{count.with_special_tokens} with a special token in their text); name more conversations{remedy}"
+                f"({count.too_long} too long, {count.without_answer} without an answer, a message of the role "
+                f"'{ANSWERS}', in the first {length} tokens, {count.with_special_tokens} with a special token in their "
+                f"text); name other conversations{remedy}"
             )
         return documents

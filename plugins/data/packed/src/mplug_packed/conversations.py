@@ -14,6 +14,7 @@ from mplug import UsageError
 from mplug_packed.templates import ANSWERS
 
 PATTERNS = ("*.jsonl", "*.jsonl.gz")
+MEND = "mend the line, or take it out"
 PARTS = 10_000
 """Of how many parts a hash tells one."""
 
@@ -60,14 +61,19 @@ def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
         with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as lines:
             yield from enumerate(lines, start=1)
     except (OSError, EOFError, zlib.error) as error:
-        raise UsageError(f"cannot read '{file}': {error}") from None
+        told = getattr(error, "strerror", None) or error
+        raise UsageError(f"cannot read '{file}': {told}; mend it, or fetch it again") from None
 
 
 def _conversation(line: bytes, where: str) -> Conversation:
     try:
-        held: Any = json.loads(line)
-    except ValueError as error:  # not JSON, or not UTF-8
-        raise UsageError(f"{where} is not JSON: {error}") from None
+        held: Any = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{where} is not UTF-8 at its byte {error.start + 1}; {MEND}") from None
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{where} is not JSON: {error.msg} at its character {error.pos + 1}; {MEND}") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{where} cannot be read as JSON: {error}; {MEND}") from None
     messages = held.get("messages") if isinstance(held, dict) else None
     if not isinstance(messages, list):
         found = f"an object with {', '.join(held) or 'nothing'}" if isinstance(held, dict) else type(held).__name__

@@ -18,17 +18,24 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mplug import UsageError
 
+WITHOUT_CONTENT = (
+    "{% if message['content'] is none %}"
+    "{{ raise_exception('it has no form for a message without content, as of tool calls') }}"
+    "{% endif %}"
+)
 NAMED = {
     "chatml": (
         "{% for message in messages %}"
-        "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+        + WITHOUT_CONTENT
+        + "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
         "{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     ),
     "llama3": (
         "<|begin_of_text|>"
         "{% for message in messages %}"
-        "<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n{{ message['content'] | trim }}<|eot_id|>"
+        + WITHOUT_CONTENT
+        + "<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n{{ message['content'] | trim }}<|eot_id|>"
         "{% endfor %}"
         "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
     ),
@@ -39,6 +46,10 @@ SPECIAL_TOKENS = {
     "llama3": ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
 }
 """The special tokens that a named template writes."""
+UNTAKEN = (
+    TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError, MemoryError
+)  # fmt: skip
+"""What a template raises that a conversation is nothing for, or that is wrong itself."""
 ANSWERS = "assistant"
 """The role whose messages are answers."""
 
@@ -101,8 +112,11 @@ class Template:
             rendered: str = self._compiled.render(  # type: ignore[attr-defined]
                 messages=messages, tools=tools, add_generation_prompt=prompt, **self.variables
             )
-        except (TemplateError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
-            raise ValueError(f"data.template '{self.name}' does not take it: {error}") from None
+        except UNTAKEN as error:
+            told = f"{error}" or type(error).__name__
+            raise ValueError(
+                f"data.template '{self.name}' does not take it: {told}; mend the conversation, or name another template"
+            ) from None
         return rendered
 
     def render(self, messages: Sequence[Message], tools: Any = None) -> Rendered:
@@ -154,7 +168,7 @@ def read_template(named: str, variables: Mapping[str, str]) -> Template:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read data.template '{named}': {error}") from None
+        raise UsageError(f"cannot read data.template '{named}': {error}; name a file of text") from None
     if path.suffix != ".json":
         return Template(named, text, variables, _tokens_of(variables))
     return _of_json(text, named, variables)
@@ -169,15 +183,21 @@ def _of_json(text: str, named: str, variables: Mapping[str, str]) -> Template:
     try:
         held = json.loads(text)
     except ValueError as error:
-        raise UsageError(f"data.template '{named}' is not JSON: {error}") from None
+        raise UsageError(f"data.template '{named}' is not JSON: {error}; fetch it again") from None
     source = held.get("chat_template") if isinstance(held, dict) else None
     if isinstance(source, list):
-        source = next((one.get("template") for one in source if one.get("name") == "default"), None)
+        named_ones = [one for one in source if isinstance(one, dict)]
+        source = next((one.get("template") for one in named_ones if one.get("name") == "default"), None)
     if not isinstance(source, str):
         raise UsageError(f"data.template '{named}' has no 'chat_template'; name a file that has one")
     tokens = {name: _content(value) for name, value in held.items() if name.endswith("_token")}
     seen = {**{name: content for name, content in tokens.items() if content}, **variables}
-    added = [_content(one) for one in held.get("added_tokens_decoder", {}).values() if one.get("special")]
+    decoder = held.get("added_tokens_decoder", {})
+    if not isinstance(decoder, dict) or not all(isinstance(one, dict) for one in decoder.values()):
+        raise UsageError(
+            f"data.template '{named}' is damaged: its 'added_tokens_decoder' holds no tokens; fetch it again"
+        )
+    added = [_content(one) for one in decoder.values() if one.get("special")]
     special = dict.fromkeys([*(content for content in added if content), *_tokens_of(seen)])
     return Template(named, source, seen, tuple(special))
 

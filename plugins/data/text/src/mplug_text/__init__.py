@@ -32,7 +32,9 @@ class Text:
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
-        path: str | None = Field(None, description="a file, a folder or a glob; null: Python's standard library")
+        path: str | None = Field(
+            None, min_length=1, description="a file, a folder or a glob; null: Python's standard library"
+        )
         pattern: str = Field("**/*", description="glob of the files to read in a folder that `path` names")
         validation_percent: int = Field(
             5, ge=1, le=50, description="share of the files for validation; of every file's end where files are few"

@@ -22,7 +22,7 @@ def find_files(path: str | None, pattern: str) -> tuple[Path, list[Path]]:
         return _standard_library()
     given = Path(path).expanduser()
     if given.is_dir():
-        root, files = given, [found for found in given.glob(pattern) if found.is_file()]
+        root, files = given, _matching(given, pattern)
     elif given.is_file():
         root, files = given.parent, [given]
     else:
@@ -32,6 +32,13 @@ def find_files(path: str | None, pattern: str) -> tuple[Path, list[Path]]:
         why = f"has no file like '{pattern}'" if given.is_dir() else "does not exist, and as a glob it matches nothing"
         raise UsageError(f"data.path '{path}' {why}; name a text file, a folder or a glob")
     return root, sorted(files)
+
+
+def _matching(folder: Path, pattern: str) -> list[Path]:
+    try:
+        return [found for found in folder.glob(pattern) if found.is_file()]
+    except (ValueError, NotImplementedError) as error:
+        raise UsageError(f"data.pattern '{pattern}' is no pattern of files: {error}; one is '**/*.txt'") from None
 
 
 def _common_folder(files: list[Path]) -> Path:

@@ -33,12 +33,19 @@ class FileTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text."""
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of each text; offsets into the texts, which would cost a fifth of the time, are left out."""
-        found = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        """The tokens of each text; offsets into the texts, which would cost a fifth of the time, are left out.
+
+        UsageError where the tokenizer has no token for some of it, not even an unknown one.
+        """
+        try:
+            found = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # the library raises Exception itself
+            raise UsageError(
+                f"tokenizers/huggingface: the tokenizer cannot encode a text: {_words(error)}; mend its tokenizer.json"
+            ) from None
         return [encoding.ids for encoding in found]
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -77,8 +84,11 @@ class HuggingFace:
             tokenizer = Tokenizer.from_file(self.config.path)
         except Exception as error:  # the library raises Exception itself
             raise UsageError(
-                f"tokenizers/huggingface: '{self.config.path}' is no tokenizer.json that tokenizers reads: {error}"
+                f"tokenizers/huggingface: '{self.config.path}' is no tokenizer.json that tokenizers reads: "
+                f"{_words(error)}; name the file tokenizer.json that a model comes with"
             ) from None
+        if not tokenizer.get_vocab_size(with_added_tokens=True):
+            raise UsageError(f"tokenizers/huggingface: '{self.config.path}' has no tokens; name another tokenizer.json")
         return FileTokenizer(tokenizer, self._eod(tokenizer))
 
     def _eod(self, tokenizer: Any) -> int | None:
@@ -90,6 +100,11 @@ class HuggingFace:
             return found
         special = _special_tokens(tokenizer)
         return next((special[end] for end in ENDS if end in special), None)
+
+
+def _words(error: Exception) -> str:
+    """What the library says, on one line."""
+    return " ".join(str(error).split())
 
 
 def _special_tokens(tokenizer: "tokenizers.Tokenizer") -> dict[str, int]:

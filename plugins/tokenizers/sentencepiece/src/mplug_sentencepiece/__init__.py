@@ -61,7 +61,8 @@ class SentencePiece:
             processor = SentencePieceProcessor(model_file=self.config.path)
         except (RuntimeError, OSError) as error:
             raise UsageError(
-                f"tokenizers/sentencepiece: '{self.config.path}' is no SentencePiece model: {error}"
+                f"tokenizers/sentencepiece: '{self.config.path}' is no SentencePiece model: {error}; name the file "
+                f"*.model that a model comes with"
             ) from None
         return ModelTokenizer(processor, self._eod(processor))
 

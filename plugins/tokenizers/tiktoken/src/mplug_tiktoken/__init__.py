@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from tiktoken import Encoding
 
 END = "<|endoftext|>"
+PROBE = "A word, 12 numbers;\n\tline's end? \u4e16\u754c \U0001f30d\r\n  _"
+"""Text with something of each kind that a pattern matches."""
 
 
 class RanksTokenizer:
@@ -21,8 +23,7 @@ class RanksTokenizer:
         self.encoding, self.eod = encoding, eod
         self.special_tokens: dict[str, int] = dict(encoding._special_tokens)
         self.vocab_size: int = encoding.max_token_value + 1
-        holes = set(range(self.vocab_size)).difference(encoding._mergeable_ranks.values())
-        self._silent = frozenset(holes)
+        self._heard = frozenset(encoding._mergeable_ranks.values())
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text."""
@@ -34,7 +35,7 @@ class RanksTokenizer:
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of tokens; special ones, and numbers that no token has, are left out."""
-        return self.encoding.decode([token for token in tokens if token not in self._silent])
+        return self.encoding.decode([token for token in tokens if token in self._heard])
 
 
 class Tiktoken:
@@ -51,9 +52,9 @@ class Tiktoken:
         pattern: str | None = Field(
             None, description="regular expression that cuts a text into pieces; null: GPT-2's (r50k, p50k)"
         )
-        eod: str | None = Field(END, description="the special token that ends a document; null: none")
+        eod: str | None = Field(END, min_length=1, description="the special token that ends a document; null: none")
         eod_id: int | None = Field(
-            None, ge=0, description="its number; null: the first after the ranks, as 50256 and 100257 are"
+            None, ge=0, lt=2**31 - 1, description="its number; null: the first after the ranks, as 50256 and 100257 are"
         )
 
     def __init__(self, config: Config) -> None:
@@ -79,5 +80,12 @@ class Tiktoken:
         try:
             encoding = Encoding(config.path, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
         except ValueError as error:
-            raise UsageError(f"tokenizers/tiktoken: the pattern '{pattern}' does not work: {error}") from None
+            raise UsageError(
+                f"tokenizers/tiktoken: the pattern '{pattern}' does not work: {error}; take that of the file's model"
+            ) from None
+        if encoding.decode_bytes(encoding.encode_ordinary(PROBE)) != PROBE.encode():
+            raise UsageError(
+                f"tokenizers/tiktoken: the pattern '{pattern}' leaves out text that it does not match; take that "
+                f"of the file's model"
+            )
         return RanksTokenizer(encoding, eod)

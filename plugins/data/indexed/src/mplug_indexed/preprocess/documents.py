@@ -1,6 +1,7 @@
 """Reading the texts of a chunk, and what is wrong with those lines that have none."""
 
 import gzip
+import io
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mplug import UsageError
+from mplug import RunError, UsageError
 from mplug_indexed.preprocess.sources import Chunk, Source
 
 BOM = b"\xef\xbb\xbf"
 MOST_BAD = 1000
 """Bad lines of a chunk that are told of; those after them are only counted."""
+PACKED = 1 << 14
+"""Bytes that are unpacked at once: what comes of them is held in memory, and may be many times as many."""
 SHOWN = 6
 """Fields that an error names, where the one that is wanted is not there."""
 
@@ -70,11 +73,14 @@ class Texts:
         except UnicodeDecodeError as error:
             self._note(f"is not UTF-8 at its byte {error.start + 1}")
             return None
+        except json.JSONDecodeError as error:
+            self._note(f"is not JSON: {error.msg} at its character {error.pos + 1}")
+            return None
         except (ValueError, RecursionError) as error:
-            self._note(f"is not JSON: {error}")
+            self._note(f"cannot be read as JSON: {error}")
             return None
         if not isinstance(found, dict):
-            self._note(f"holds {_kind(found)}, not an object with a field '{self.key}'")
+            self._note(f"holds {_kind(found)}, not an object with a field '{self.key}': a line is a document")
         elif self.key not in found:
             fields = [*map(str, found)][:SHOWN]
             self._note(f"has no field '{self.key}' (it has {', '.join(fields) or 'none'}); --key names the field")
@@ -97,10 +103,12 @@ class Texts:
                     f"'{chunk.source.path}' has no column '{self.key}' (it has {', '.join(names)}); set --key"
                 )
             for batch in table.iter_batches(1024, row_groups=range(chunk.start, chunk.stop), columns=[self.key]):
-                for text in batch.column(0).to_pylist():
+                for text in _values(batch.column(0)):
                     self.lines += 1
                     if isinstance(text, str):
                         yield text
+                    elif isinstance(text, UnicodeDecodeError):
+                        self._note(f"is not UTF-8 at byte {text.start + 1} of its column '{self.key}'")
                     else:
                         self._note(f"has {_kind(text)} in its column '{self.key}', which must be text")
 
@@ -114,6 +122,21 @@ class Texts:
                 self._note(f"is not UTF-8 at its byte {error.start + 1}", source.path)
             else:
                 yield text
+
+
+def _values(column: Any) -> "list[Any]":
+    """The values of a column; what is no text though the table says so is the error of reading it."""
+    try:
+        return column.to_pylist()  # type: ignore[no-any-return]
+    except UnicodeDecodeError:
+        return [_value(one) for one in column]
+
+
+def _value(scalar: Any) -> Any:
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError as error:
+        return error
 
 
 def _lines(chunk: Chunk) -> Iterator[bytes]:
@@ -139,24 +162,55 @@ def _lines(chunk: Chunk) -> Iterator[bytes]:
 
 @contextmanager
 def _opened(source: Source) -> Iterator[BinaryIO]:
+    if source.compression and not source.size:
+        raise UsageError(f"'{source.path}' is damaged or cut off: it is empty, and so not even packed; fetch it again")
     try:
         if source.compression == ".gz":
             with gzip.open(source.path, "rb") as unpacked:
                 yield unpacked  # type: ignore[misc]
         elif source.compression == ".zst":
-            import io
-
-            from zstandard import ZstdDecompressor
-
-            with Path(source.path).open("rb") as packed:
-                reader = ZstdDecompressor().stream_reader(packed, read_across_frames=True)
-                with io.BufferedReader(reader, 1 << 20) as unpacked:
-                    yield unpacked
+            with Path(source.path).open("rb") as packed, io.BufferedReader(_Frames(packed), 1 << 20) as unpacked:
+                yield unpacked
         else:
             with Path(source.path).open("rb") as file:
                 yield file
     except FileNotFoundError:
         raise UsageError(f"'{source.path}' is gone since the work began") from None
+
+
+class _Frames(io.RawIOBase):
+    """The content of Zstandard frames, one after the other. EOFError where the last one is cut off.
+
+    zstandard's own `stream_reader` takes a cut for the end.
+    """
+
+    def __init__(self, packed: BinaryIO) -> None:
+        from zstandard import ZstdDecompressor
+
+        self._packed, self._unpacked = packed, memoryview(b"")
+        self._begin = ZstdDecompressor().decompressobj
+        self._frame: Any = None
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def readinto(self, target: Any) -> int:
+        """Fill some of the target; 0 at the end."""
+        while not self._unpacked:
+            left = self._frame.unused_data if self._frame is not None and self._frame.eof else b""
+            data = left or self._packed.read(PACKED)
+            if not data:
+                if self._frame is not None and not self._frame.eof:
+                    raise EOFError("its last frame has no end")
+                return 0
+            if self._frame is None or self._frame.eof:
+                self._frame = self._begin()
+            self._unpacked = memoryview(self._frame.decompress(data))
+        count = min(len(target), len(self._unpacked))
+        target[:count] = self._unpacked[:count]
+        self._unpacked = self._unpacked[count:]
+        return count
 
 
 @contextmanager
@@ -178,7 +232,11 @@ def _readable(source: Source) -> Iterator[None]:
     try:
         yield
     except damage as error:
-        raise UsageError(f"'{source.path}' is damaged or cut off: {error}; fetch it again") from None
+        raise UsageError(f"'{source.path}' is damaged or cut off: {_words(error)}; fetch it again") from None
+    except OSError as error:
+        if error.errno is None:  # pyarrow's, of what does not unpack
+            raise UsageError(f"'{source.path}' is damaged or cut off: {_words(error)}; fetch it again") from None
+        raise RunError(f"cannot read '{source.path}': {error.strerror}; run the same command again") from None
 
 
 @contextmanager
@@ -192,9 +250,14 @@ def open_parquet(path: str) -> Iterator[Any]:
     try:
         table = ParquetFile(path)
     except (ArrowException, OSError) as error:
-        raise UsageError(f"'{path}' is no Parquet file that can be read: {error}") from None
+        raise UsageError(f"'{path}' is no Parquet file that can be read ({_words(error)}); fetch it again") from None
     with table:
         yield table
+
+
+def _words(error: Exception) -> str:
+    """What a library says, on one line."""
+    return " ".join(str(error).split())
 
 
 def _is_unicode(text: str) -> bool:
@@ -206,5 +269,6 @@ def _is_unicode(text: str) -> bool:
 
 
 def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", bool: "true or false", int: "a number", float: "a number", str: "text"}
+    names = {dict: "an object", list: "a list", bool: "true or false", int: "a number", float: "a number"}
+    names |= {str: "text", bytes: "bytes"}
     return "null" if value is None else names.get(type(value), f"a {type(value).__name__}")

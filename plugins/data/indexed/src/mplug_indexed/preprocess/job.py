@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from mplug import RunError, TokenizerRecord, UsageError, keep_tokenizer
-from mplug_indexed.files import Writer, bin_path, dtype_for, idx_path
+from mplug_indexed.files import Writer, bin_path, cannot_write, dtype_for, idx_path
 from mplug_indexed.preprocess.parts import (
     Encoder,
     Part,
@@ -31,7 +31,6 @@ from mplug_indexed.preprocess.parts import (
     part_prefix,
     read_part,
     start_worker,
-    world_or_input,
     write_json,
 )
 from mplug_indexed.preprocess.sources import Chunk, Source, cut
@@ -130,7 +129,8 @@ def _encoded(job: Job, progress: Progress | None) -> tuple[Outcome, list[Chunk]]
     if outcome.documents == 0:
         raise UsageError(
             f"the inputs have no document: {outcome.empty} are empty, {outcome.num_bad} lines are bad"
-            f"{f', the first of them {outcome.bad[0]}' if outcome.bad else ''}"
+            f"{f', the first of them {outcome.bad[0]}' if outcome.bad else ''}; name others, or look at --key and "
+            f"--format"
         )
     return outcome, finished
 
@@ -147,10 +147,10 @@ def _closing(parts: Iterator[tuple[Chunk, Part]]) -> Iterator[Iterator[tuple[Chu
 def _claimed(job: Job) -> Iterator[None]:
     """The folder of parts is this process's, and holds parts of this job only."""
     manifest = job.folder / "manifest.json"
-    existing = [path for path in (bin_path(job.prefix), idx_path(job.prefix)) if path.exists()]
-    if existing and not job.overwrite and not manifest.exists():
-        raise UsageError(f"'{existing[0]}' exists; choose another prefix, or replace it by --overwrite")
     try:
+        existing = [path for path in (bin_path(job.prefix), idx_path(job.prefix)) if path.exists()]
+        if existing and not job.overwrite and not manifest.exists():
+            raise UsageError(f"'{existing[0]}' exists; choose another prefix, or replace it by --overwrite")
         job.folder.mkdir(parents=True, exist_ok=True)
         with (job.folder / "lock").open("w") as lock:
             try:
@@ -160,10 +160,7 @@ def _claimed(job: Job) -> Iterator[None]:
             _begin(job, manifest)
             yield
     except OSError as error:
-        raised = world_or_input(error, job.prefix)
-        if raised is error:
-            raise UsageError(f"cannot write '{job.prefix}': {error.strerror or error}") from None
-        raise raised from None
+        raise cannot_write(job.prefix, error) from None
 
 
 def _begin(job: Job, manifest: Path) -> None:
@@ -174,12 +171,14 @@ def _begin(job: Job, manifest: Path) -> None:
         found = None
     except ValueError:
         found = {}
+    found = found if isinstance(found, dict) or found is None else {}
     if found is not None and found != identity:
-        if not job.overwrite:
+        if not job.overwrite and any(path.suffix == ".json" and path != manifest for path in job.folder.iterdir()):
             other = [name for name in identity if found.get(name) != identity[name]]
+            which = f"with other {' and '.join(other)}" if found else "whose manifest is damaged"
             raise UsageError(
-                f"'{job.folder}' has parts of an unfinished job with other {' and '.join(other)}; finish that, choose "
-                f"another prefix, or begin anew by --overwrite"
+                f"'{job.folder}' has parts of an unfinished job {which}; finish that, choose another prefix, or begin "
+                f"anew by --overwrite"
             )
         manifest.unlink()
         found = None
@@ -271,20 +270,17 @@ def _join(job: Job, chunks: list[Chunk], outcome: Outcome) -> None:
     It is made beside the parts, where a kill leaves nothing that stays, and moved.
     """
     dtype, whole = dtype_for(job.tokenizer.vocab_size), job.folder / "whole"
-    try:
-        with Writer(whole, dtype) as writer:
-            for chunk in chunks:
-                writer.append(part_prefix(job.folder, chunk.number))
-        idx_path(job.prefix).unlink(missing_ok=True)  # an earlier data set is not this tokenizer's
-        keep_tokenizer(job.tokenizer, job.prefix)
-        for path in (bin_path, idx_path):
-            path(whole).replace(path(job.prefix))
-        files = {path.name: checksum(path) for path in (bin_path(job.prefix), idx_path(job.prefix))}
-        told = {**asdict(outcome), **job.identity, "dtype": np.dtype(dtype).name, "files": files}
-        told.pop("resumed")
-        write_json(report_path(job.prefix), told)
-    except (UsageError, OSError) as error:
-        raise world_or_input(error, job.prefix) from error
+    with Writer(whole, dtype) as writer:
+        for chunk in chunks:
+            writer.append(part_prefix(job.folder, chunk.number))
+    idx_path(job.prefix).unlink(missing_ok=True)  # an earlier data set is not this tokenizer's
+    keep_tokenizer(job.tokenizer, job.prefix)
+    for path in (bin_path, idx_path):
+        path(whole).replace(path(job.prefix))
+    files = {path.name: checksum(path) for path in (bin_path(job.prefix), idx_path(job.prefix))}
+    told = {**asdict(outcome), **job.identity, "dtype": np.dtype(dtype).name, "files": files}
+    told.pop("resumed")
+    write_json(report_path(job.prefix), told)
 
 
 def checksum(path: Path) -> dict[str, Any]:

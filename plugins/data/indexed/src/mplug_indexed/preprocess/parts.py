@@ -1,6 +1,5 @@
 """What one process does: the texts of a chunk become a part, which is whole on the disk or not there."""
 
-import errno
 import json
 import os
 from dataclasses import asdict, dataclass, field
@@ -11,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mplug import RunError, TokenizerRecord, UsageError, load_tokenizer
-from mplug_indexed.files import Writer
+from mplug import TokenizerRecord, UsageError, load_tokenizer
+from mplug_indexed.files import Reader, Writer, write_text
 from mplug_indexed.preprocess.documents import Bad, Texts
 from mplug_indexed.preprocess.sources import Chunk
 
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 
 BATCH = 1 << 18
 """Characters that are encoded at once: enough for a library to be quick, little enough to stay in a cache."""
-WORLD = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)
-"""What the disk answers where it is the world that failed, and not the user's input."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +51,15 @@ def part_prefix(folder: str | Path, number: int) -> Path:
 
 
 def read_part(folder: str | Path, number: int) -> Part | None:
-    """What is known of a part that is whole; None where it is not."""
+    """What is known of a part that is whole; None where it is not, or not any more."""
+    prefix = part_prefix(folder, number)
     try:
-        said = json.loads(Path(f"{part_prefix(folder, number)}.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        said = json.loads(Path(f"{prefix}.json").read_text(encoding="utf-8"))
+        part = Part(**{**said, "bad": [Bad(**bad) for bad in said["bad"]]})
+        reader = Reader(prefix)
+    except (OSError, ValueError, KeyError, TypeError, UsageError):  # whatever a damaged part holds
         return None
-    return Part(**{**said, "bad": [Bad(**bad) for bad in said["bad"]]})
+    return part if (len(reader), len(reader.tokens)) == (part.documents, part.tokens) else None
 
 
 class Encoder:
@@ -74,17 +74,14 @@ class Encoder:
         """Make the part of a chunk. UsageError and RunError say what is wrong with the input, or with the disk."""
         texts, part = Texts(chunk, self.work.key), Part()
         prefix = part_prefix(self.work.folder, chunk.number)
-        try:
-            with Writer(prefix, np.dtype(self.work.dtype)) as writer:
-                for batch in _batches(texts, part):
-                    tokens, lengths = self._tokens(batch)
-                    writer.add_documents(tokens, lengths)
-                    part.documents += len(lengths)
-                    part.tokens += len(tokens)
-            part.lines, part.num_bad, part.bad = texts.lines, texts.num_bad, texts.bad
-            write_json(Path(f"{prefix}.json"), asdict(part))
-        except (UsageError, OSError) as error:
-            raise world_or_input(error, prefix) from error
+        with Writer(prefix, np.dtype(self.work.dtype)) as writer:
+            for batch in _batches(texts, part):
+                tokens, lengths = self._tokens(batch)
+                writer.add_documents(tokens, lengths)
+                part.documents += len(lengths)
+                part.tokens += len(tokens)
+        part.lines, part.num_bad, part.bad = texts.lines, texts.num_bad, texts.bad
+        write_json(Path(f"{prefix}.json"), asdict(part))
         return part
 
     def _tokens(self, texts: list[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
@@ -131,26 +128,9 @@ def _batches(texts: Texts, part: Part) -> "Any":
         yield batch
 
 
-def world_or_input(error: Exception, prefix: Path) -> Exception:
-    """A RunError where the disk is full or broken, which is not the user's input; else the error itself."""
-    cause = error if isinstance(error, OSError) else error.__context__
-    if isinstance(cause, OSError) and cause.errno in WORLD:
-        return RunError(f"cannot write '{prefix}': {cause.strerror}; make room, then run the same command to go on")
-    return error
-
-
 def write_json(path: Path, data: Any) -> None:
     """Write a small file so that it is either whole or not there."""
-    aside = path.with_name(f".{path.name}.{os.getpid():x}.tmp")
-    try:
-        with aside.open("w", encoding="utf-8") as file:
-            json.dump(data, file, indent=1, ensure_ascii=False)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    except OSError:
-        aside.unlink(missing_ok=True)
-        raise
+    write_text(path, json.dumps(data, indent=1, ensure_ascii=False))
 
 
 # In a process of a pool.

@@ -83,7 +83,10 @@ def find_sources(inputs: Iterable[str], form: str | None, pattern: str | None) -
 
 
 def _files_of(folder: Path, form: str | None, pattern: str | None) -> list[Path]:
-    files = sorted(path for path in folder.glob(pattern or "**/*") if path.is_file())
+    try:
+        files = sorted(path for path in folder.glob(pattern or "**/*") if path.is_file())
+    except (ValueError, NotImplementedError) as error:
+        raise UsageError(f"--pattern '{pattern}' is no pattern of files in a folder: {error}; try '**/*.txt'") from None
     if pattern or form == "text":
         return files
     return [path for path in files if _format_of(path) is not None]

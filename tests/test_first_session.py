@@ -3,6 +3,7 @@
 import builtins
 import json
 import keyword
+import os
 import re
 import shlex
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent
+SLEEPING = {"OMP_WAIT_POLICY": "passive"}
 WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -28,13 +30,19 @@ def quoted(command: str) -> tuple[list[str], str]:
     return shlex.split(block[1]), printed
 
 
+def newcomers() -> dict[str, str]:
+    """The environment of somebody who has set nothing; threads that wait sleep, as other tests need the cores."""
+    return {**{name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}, **SLEEPING}
+
+
 def machine() -> dict[str, object]:
     """What decides the last bit of a training run."""
+    asked = [sys.executable, "-c", "import torch; print(torch.get_num_threads())"]
     return {
         "python": sys.version.split()[0],
         "torch": torch.__version__,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
+        "threads": int(subprocess.run(asked, env=newcomers(), check=True, capture_output=True, text=True).stdout),
     }
 
 
@@ -43,7 +51,8 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which the default model was trained: minutes, once."""
     folder = tmp_path_factory.mktemp("session")
     command, _ = quoted("mplug train")
-    subprocess.run([sys.executable, "-m", *command], cwd=folder, check=True, capture_output=True, timeout=1800)
+    process = [sys.executable, "-m", *command]
+    subprocess.run(process, cwd=folder, env=newcomers(), check=True, capture_output=True, timeout=1800)
     return folder
 
 

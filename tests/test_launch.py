@@ -19,6 +19,7 @@ import pytest
 from torch import Tensor
 
 from mplug.checkpoint import path_of
+from mplug.interrupt import HEARD
 from mplug.launch import TERMINATED, Handler, Lines
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked for in /proc")
@@ -552,7 +553,7 @@ def stopped(folder: Path, options: list[str], name: str, stop: Callable[[Command
     stop(command)
     result = command.ended()
     assert result.returncode == 128 + number, result.stdout + result.stderr
-    assert result.stderr == ""
+    assert result.stderr == (HEARD.decode() if number == signal.SIGINT else "")
     command.assert_nothing_is_left()
     last = metrics(run)[-1]["step"]
     assert 3 <= last < 20

@@ -297,7 +297,7 @@ def test_a_run_that_failed_after_its_checkpoint_repeats_the_steps_since_and_thei
 
 
 def wait_for_lines(path: Path, number: int, process: subprocess.Popen[str]) -> None:
-    for _ in range(6000):
+    for _ in range(24000):
         if path.exists() and len(path.read_text().splitlines()) >= number:
             return
         assert process.poll() is None, process.communicate()

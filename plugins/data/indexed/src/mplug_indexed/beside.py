@@ -21,6 +21,16 @@ def prefix_of(given: Path | str) -> Path:
     return path
 
 
+def named_twice(prefixes: Sequence[Path | str]) -> Path | str | None:
+    """The first data set that is named again, also by another way to its files; None where none is."""
+    seen = set[Path]()
+    for prefix in prefixes:
+        if (path := Path(prefix).resolve()) in seen:
+            return prefix
+        seen.add(path)
+    return None
+
+
 def tokenizer_of(prefixes: Sequence[Path], vocab_size: int | None) -> "TokenizerRecord | None":
     """The record beside all of the data sets that have one; None where none has.
 

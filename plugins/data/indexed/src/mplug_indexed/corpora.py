@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mplug import RunError, TokenizerRecord, UsageError, keep_tokenizer, load_tokenizer, read_tokenizer
-from mplug_indexed.beside import prefix_of
+from mplug_indexed.beside import named_twice, prefix_of
 from mplug_indexed.files import CHUNK, Reader, Writer, bin_path, cannot_write, idx_path, write_text
 from mplug_indexed.preprocess.job import checksum, report_path
 
@@ -104,11 +104,8 @@ def merge(prefixes: Sequence[str], output: Path, *, overwrite: bool) -> None:
 
 
 def _refuse_twice(prefixes: Sequence[str], why: str) -> None:
-    seen = set[Path]()
-    for prefix in prefixes:
-        if (path := Path(prefix).resolve()) in seen:
-            raise UsageError(f"'{prefix}' is given twice; {why}")
-        seen.add(path)
+    if (prefix := named_twice(prefixes)) is not None:
+        raise UsageError(f"'{prefix}' is given twice; {why}")
 
 
 def _one_tokenizer(corpora: Sequence[Corpus]) -> TokenizerRecord | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from mplug import CorpusTokenizer, Loader, UsageError, hookimpl, load_tokenizer
-from mplug_indexed.beside import Marks, marks_of, prefix_of, tokenizer_of
+from mplug_indexed.beside import Marks, marks_of, named_twice, prefix_of, tokenizer_of
 
 if TYPE_CHECKING:
     from mplug import Run, RunConfig
@@ -165,12 +165,9 @@ class Indexed:
         return marks_of(self.config, tokenizer_of(self.prefixes, None))
 
     def _refuse_twice(self) -> None:
-        seen = set[Path]()
-        for prefix in self.prefixes:
-            if (path := prefix.resolve()) in seen:
-                weights = "" if self.weights is None else ", with the sum of its weights"
-                raise UsageError(f"data.path names '{prefix}' twice; name it once{weights}")
-            seen.add(path)
+        if (prefix := named_twice(self.prefixes)) is not None:
+            weights = "" if self.weights is None else ", with the sum of its weights"
+            raise UsageError(f"data.path names '{prefix}' twice; name it once{weights}")
 
     def _sequences(self, reader: "Reader", split: str) -> range:
         """The sequences of a data set that are of a split."""

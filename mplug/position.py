@@ -14,7 +14,7 @@ from mplug.checkpoint.storage import FolderReader
 from mplug.contracts import Piece, Stateful
 from mplug.errors import UsageError
 from mplug.plain import lift, lower
-from mplug.pretrained import weights_in
+from mplug.pretrained import refuse_larger
 from mplug.run import Run, provenance
 from mplug.stepper import write_weights
 
@@ -72,7 +72,7 @@ class Position:
                 f"checkpoint '{path}' has done all {run.config.trainer.steps} steps of its run; "
                 f"to go on, set trainer.steps to more"
             )
-        _refuse_larger(path, manifest, parts)
+        refuse_larger(f"checkpoint '{path}'", manifest, parts.model)
         state: State = {
             f"{piece.name}/{name}": held_boxes(piece.placement, tensor, run.rank)
             for piece, name, tensor in self._tensors()
@@ -124,11 +124,6 @@ def _stateful(run: Run) -> dict[str, Stateful]:
                 raise UsageError(f"{owners[name]} and {label} both save a state named '{name}'; use one of them")
             found[name], owners[name] = stateful, label
     return found
-
-
-def _refuse_larger(path: Path, manifest: dict[str, Any], parts: Parts) -> None:
-    for extra in sorted(weights_in(manifest).keys() - parts.model.placements.keys()):
-        raise UsageError(f"checkpoint '{path}' has a parameter '{extra}' that the model lacks; it is of another model")
 
 
 def _plain_of(path: Path, manifest: dict[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,8 @@ def pretrained_of(run: Run) -> Path | None:
 
 def refuse_another_model(path: Path, model: "Model") -> None:
     """UsageError where the checkpoint's parameters are not the model's, by name and logical shape."""
-    saved = weights_in(read_manifest(path))
+    manifest = read_manifest(path)
+    saved = weights_in(manifest)
     for name, placement in model.placements.items():
         if name not in saved:
             raise UsageError(f"{FIELD} '{path}' has no parameter '{name}'; it is of another model")
@@ -39,8 +40,13 @@ def refuse_another_model(path: Path, model: "Model") -> None:
                 f"{FIELD} '{path}' holds '{name}' with shape {saved[name]}, and the model has {placement.shape}; "
                 f"give the model the config that it was saved under"
             )
-    for name in saved.keys() - model.placements.keys():
-        raise UsageError(f"{FIELD} '{path}' has a parameter '{name}' that the model lacks; it is of another model")
+    refuse_larger(f"{FIELD} '{path}'", manifest, model)
+
+
+def refuse_larger(named: str, manifest: dict[str, Any], model: "Model") -> None:
+    """UsageError where a checkpoint, in the sentence's words for it, has a parameter that the model lacks."""
+    for extra in sorted(weights_in(manifest).keys() - model.placements.keys()):
+        raise UsageError(f"{named} has a parameter '{extra}' that the model lacks; it is of another model")
 
 
 def weights_in(manifest: dict[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -158,7 +158,8 @@ def profiled(step: Callable[[], None], device: str) -> Profile:
     from torch.profiler import ProfilerActivity, profile
 
     on_gpu = device.startswith("cuda")
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as recorder:
+    activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+    with profile(activities=[activity], acc_events=True) as recorder:  # of one cycle: torch warns of several
         if on_gpu:
             torch.cuda._sleep(HEAD_START)
         for _ in range(RECORDED):

@@ -1,7 +1,5 @@
 """What only a GPU can show of experts: torch's grouped products, that nothing waits for them, compiled units."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +14,11 @@ from mplug.nn import Choice, MixtureOfExperts, Router, Weights, grouped_linear
 from mplug.nn.grouped import _has_kernel
 from mplug.run import prepare
 from mplug.testing.harness import tiny_config
+from mplug.testing.waiting import never_waiting
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here"),
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning"),
 ]
 
 D, F, E = 64, 96, 4
@@ -30,16 +28,6 @@ LOADS = [[5, 3, 7, 9], [0, 24, 0, 0], [1, 0, 0, 2], [0, 0, 0, 0], [3, 0, 21, 0]]
 def drawn(*shape: int, seed: int = 0) -> Tensor:
     values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     return values.to("cuda", torch.bfloat16)
-
-
-@contextmanager
-def refusing_to_wait() -> Iterator[None]:
-    """In the block, whatever makes the host wait for the device raises."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("counts", LOADS, ids=str)
@@ -88,7 +76,7 @@ def passes(moe: nn.Module, x: Tensor) -> Tensor:
 def test_no_pass_through_experts_waits_for_the_device(named: dict[str, Any]) -> None:
     moe, x = mixture(**named), drawn(2, 32, D)
     passes(moe, x)  # what is found out once
-    with refusing_to_wait():
+    with never_waiting():
         passes(moe, x)
         moe.router.step_ended(torch.zeros((), device="cuda"))
 
@@ -136,6 +124,7 @@ def trained(directory: Path, **changes: Any) -> Losses:
     return watch
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
 def test_compiled_experts_train_as_eager_ones_do(tmp_path: Path) -> None:
     eager = trained(tmp_path / "eager", **{"trainer.compile": "never"})
     compiled = trained(tmp_path / "compiled", **{"trainer.compile": "inductor"})

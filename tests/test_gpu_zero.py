@@ -1,13 +1,16 @@
 """ZeRO on two GPUs: the run of one process, and gradients that travel under backward."""
 
+from itertools import count
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from mplug.build import build
+from mplug.profiling import COLLECTIVES, profiled
 from mplug.testing import run_workers
-from mplug.testing.harness import Trace, difference, train_steps, weights_off
+from mplug.testing.harness import Trace, difference, tiny_run, train_steps, weights_off
 
 pytestmark = [
     pytest.mark.gpu,
@@ -57,9 +60,9 @@ def test_two_gpus_give_the_run_of_one_process(stage: int, optimizer: str) -> Non
     settings = {**SMALL, "optimizer.name": optimizer, "parallel.zero.stage": stage}
     reference = run_workers(1, trained, {**settings, "parallel.layout": ""})[0]
     found = run_workers(2, trained, {**settings, "parallel.layout": "zero2"})
-    tolerance = 1e-5 if optimizer == "adamw" else 1e-2  # Muon orthogonalises in bf16 on a GPU
-    assert difference(found, reference, tolerance) == ""
-    assert weights_off(found, reference, max(tolerance, 1e-3)) == ""
+    in_fp32 = optimizer == "adamw"  # Muon orthogonalises in bf16 on a GPU, whose step is 8e-3
+    assert difference(found, reference, 1e-5 if in_fp32 else 1e-2) == ""
+    assert weights_off(found, reference, 1e-3 if in_fp32 else 3e-2) == ""
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -76,42 +79,24 @@ def test_overlap_changes_no_bit(stage: int) -> None:
     assert [trace.norms for trace in one] == [trace.norms for trace in other]
 
 
-def overlapped(settings: dict[str, Any]) -> float:
-    """Be one rank: the share of the collectives' time in which another kernel runs, in the third step."""
-    from torch.profiler import ProfilerActivity, profile
-
-    from mplug.build import build
-    from mplug.testing.harness import tiny_run
-
+def hidden(settings: dict[str, Any]) -> float:
+    """Be one rank: the share of the time of collectives in which something else runs too."""
     with_nccl()
     run = tiny_run(settings)
     parts = build(run)
-    for step in (1, 2):
-        parts.stepper.forward_backward(parts.train_loader.take(8), step)
-        parts.stepper.update(1e-4, 0.0)
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as traced:
-        parts.stepper.forward_backward(parts.train_loader.take(8), 3)
-        torch.cuda.synchronize()
-    kernels = [event for event in traced.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    times = [(one.time_range.start, one.time_range.end, "nccl" in one.name.lower()) for one in kernels]
-    own = [(start, end) for start, end, is_sent in times if is_sent]
-    others = sorted((start, end) for start, end, is_sent in times if not is_sent)
-    assert own, "no collective was traced"
-    return sum(covered(span, others) for span in own) / sum(end - start for start, end in own)
+    steps = count(1)
 
+    def step() -> None:
+        parts.stepper.forward_backward(parts.train_loader.take(8), next(steps))
 
-def covered(span: tuple[float, float], others: list[tuple[float, float]]) -> float:
-    """How much of a span of time the others' spans, sorted by their beginnings, cover."""
-    at, total = span[0], 0.0
-    for start, end in others:
-        start, end = max(start, at), min(end, span[1])
-        if start < end:
-            total, at = total + end - start, end
-    return total
+    step()
+    parts.stepper.update(1e-4, 0.0)
+    profile = profiled(step, "cuda")
+    assert profile.collectives > 0, "no collective was traced"
+    return 1 - profile.classes[COLLECTIVES] / profile.collectives
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_most_of_the_time_of_collectives_is_hidden_behind_computation(stage: int) -> None:
-    for share in run_workers(2, overlapped, {**LARGE, "parallel.zero.stage": stage}):
+    for share in run_workers(2, hidden, {**LARGE, "parallel.zero.stage": stage}):
         assert share > 0.6

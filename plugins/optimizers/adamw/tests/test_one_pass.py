@@ -17,6 +17,7 @@ from mplug_adamw.fused import FusedAdamW
 from torch import Tensor
 
 from mplug import Init, Mesh, Optimizer, Parameter, Piece, Placement, StepScalars
+from mplug.testing.waiting import never_waiting
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 ON_GPU = torch.cuda.is_available()
@@ -263,7 +264,6 @@ def test_bias_corrections_are_exact_to_fp32_over_a_hundred_thousand_steps() -> N
 
 
 @on_gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")  # it does not see all; it sees reading
 def test_steps_neither_compile_again_nor_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     import triton
 
@@ -272,10 +272,7 @@ def test_steps_neither_compile_again_nor_wait_for_the_device(monkeypatch: pytest
     step(held, of, 0, scalars(1e-2, 0.1, 1.0))
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **told: compiled.append(told))
     given = [scalars(lr, decay, scale, skip) for lr, decay, scale, skip in ((0.0, 0, 1.0, False), (1.0, 1, 2.0, True))]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waiting():
         for one in given:
             of.step(one)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert compiled == []

@@ -30,6 +30,7 @@ SETTINGS = {
     "schedule.warmup_steps": 4,
     "optimizer.lr": 1e-3,
 }
+EAGER: dict[str, object] = {"trainer__precision": "fp32", "trainer__compile": "never"}
 
 
 def losses(folder: Path, name: str, layout: str, **changes: object) -> list[float]:
@@ -43,25 +44,34 @@ def losses(folder: Path, name: str, layout: str, **changes: object) -> list[floa
     return [json.loads(line)["loss"] for line in lines]
 
 
+@pytest.fixture(scope="module")
+def in_fp32(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of one GPU, eager."""
+    return losses(tmp_path_factory.mktemp("fp32"), "one", "", **EAGER)
+
+
+@pytest.fixture(scope="module")
+def in_bf16(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of one GPU, its units compiled."""
+    return losses(tmp_path_factory.mktemp("bf16"), "one", "", trainer__precision="bf16")
+
+
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("keep", [False, True])
-def test_two_gpus_give_the_losses_of_one_in_fp32(tmp_path: Path, offload: bool, keep: bool) -> None:
-    changes = {"trainer__precision": "fp32", "trainer__compile": "never"}
-    one = losses(tmp_path, "one", "", **changes)
+def test_two_gpus_give_the_losses_of_one_in_fp32(
+    tmp_path: Path, in_fp32: list[float], offload: bool, keep: bool
+) -> None:
     options = {"parallel__fsdp__cpu_offload": offload, "parallel__fsdp__reshard_after_forward": not keep}
-    assert losses(tmp_path, "two", "fsdp2", **changes, **options) == pytest.approx(one, rel=1e-4)
+    assert losses(tmp_path, "two", "fsdp2", **EAGER, **options) == pytest.approx(in_fp32, rel=1e-4)
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
-def test_compiled_units_in_bf16_learn_as_on_one_gpu(tmp_path: Path, prefetch: int) -> None:
-    one = losses(tmp_path, "one", "", trainer__precision="bf16")
+def test_compiled_units_in_bf16_learn_as_on_one_gpu(tmp_path: Path, in_bf16: list[float], prefetch: int) -> None:
     two = losses(tmp_path, "two", "fsdp2", trainer__precision="bf16", parallel__fsdp__prefetch=prefetch)
-    assert two == pytest.approx(one, rel=5e-3)
+    assert two == pytest.approx(in_bf16, rel=5e-3)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="there are no four CUDA GPUs here")
 @pytest.mark.parametrize("layout", ["dp2fsdp2", "fsdp2tp2", "fsdp2pp2"])
-def test_four_gpus_give_the_losses_of_one(tmp_path: Path, layout: str) -> None:
-    changes = {"trainer__precision": "fp32", "trainer__compile": "never"}
-    one = losses(tmp_path, "one", "", **changes)
-    assert losses(tmp_path, "four", layout, **changes) == pytest.approx(one, rel=1e-4)
+def test_four_gpus_give_the_losses_of_one(tmp_path: Path, in_fp32: list[float], layout: str) -> None:
+    assert losses(tmp_path, "four", layout, **EAGER) == pytest.approx(in_fp32, rel=1e-4)

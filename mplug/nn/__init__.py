@@ -8,6 +8,7 @@ from mplug.nn.attention import Attention, DotProductAttention
 from mplug.nn.embedding import Embedding
 from mplug.nn.experts import Experts, Route, within_capacity
 from mplug.nn.grouped import Weights, grouped_linear
+from mplug.nn.head import Head
 from mplug.nn.linear import Gemm, Linear
 from mplug.nn.loss import Loss
 from mplug.nn.mlp import MLP, Activation
@@ -29,6 +30,7 @@ __all__ = [
     "Embedding",
     "Experts",
     "Gemm",
+    "Head",
     "Jitter",
     "Linear",
     "Loss",

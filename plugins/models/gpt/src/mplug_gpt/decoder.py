@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from mplug.nn import MLP, Attention, Dropout, Embedding, Linear, Loss, Norm
+from mplug.nn import MLP, Attention, Dropout, Embedding, Head, Norm
 
 if TYPE_CHECKING:
     from mplug_gpt import GPT
@@ -59,27 +59,6 @@ class Block(nn.Module):
         return x + self.dropout2(self.mlp(h), keys, positions)
 
 
-class Head(nn.Module):
-    """The last norm, the projection to the vocabulary, the loss."""
-
-    def __init__(self, config: "GPT.Config") -> None:
-        super().__init__()
-        self.norm = Norm(config.hidden_size, config.norm, config.norm_eps, config.bias and config.norm == "layernorm")
-        self.project = Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.loss = Loss()
-
-    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """x [B, S, D], labels [B, S] -> (sum of the losses, number of targets)."""
-        h, _ = self.norm(x)
-        loss: tuple[Tensor, Tensor] = self.loss(h, self.project, labels)
-        return loss
-
-    def logits(self, x: Tensor) -> Tensor:
-        """[B, S, D] -> [B, S, V]."""
-        h, _ = self.norm(x)
-        return self.project(h)
-
-
 class Decoder(nn.Module):
     """The units of a GPT; the host runs them in the plan's order."""
 
@@ -87,6 +66,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.embedding = TokenEmbedding(config)
         self.blocks = nn.ModuleDict({str(number): Block(config) for number in range(config.num_layers)})
-        self.head = Head(config)
+        norm = Norm(config.hidden_size, config.norm, config.norm_eps, config.bias and config.norm == "layernorm")
+        self.head = Head(norm, config.hidden_size, config.vocab_size)
         if config.tie_embeddings:
             self.head.project.weight = self.embedding.token.weight

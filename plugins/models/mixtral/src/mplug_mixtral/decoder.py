@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from mplug.nn import MLP, Attention, Choice, Embedding, Linear, Loss, MixtureOfExperts, Norm, Router
+from mplug.nn import MLP, Attention, Choice, Embedding, Head, MixtureOfExperts, Norm, Router
 
 if TYPE_CHECKING:
     from mplug_mixtral import Mixtral
@@ -107,27 +107,6 @@ def make_router(config: "Mixtral.Config") -> Router:
     )
 
 
-class Head(nn.Module):
-    """The last norm, the projection to the vocabulary, the loss."""
-
-    def __init__(self, config: "Mixtral.Config") -> None:
-        super().__init__()
-        self.norm = Norm(config.hidden_size, "rmsnorm", config.norm_eps)
-        self.project = Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.loss = Loss()
-
-    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """x [B, S, D], labels [B, S] -> (sum of the losses, number of targets)."""
-        h, _ = self.norm(x)
-        loss: tuple[Tensor, Tensor] = self.loss(h, self.project, labels)
-        return loss
-
-    def logits(self, x: Tensor) -> Tensor:
-        """[B, S, D] -> [B, S, V]."""
-        h, _ = self.norm(x)
-        return self.project(h)
-
-
 class Decoder(nn.Module):
     """The units of a decoder; the host runs them in the plan's order."""
 
@@ -136,4 +115,5 @@ class Decoder(nn.Module):
         kinds = [DenseBlock if n < config.num_dense_layers else SparseBlock for n in range(config.num_layers)]
         self.embedding = TokenEmbedding(config)
         self.blocks = nn.ModuleDict({str(number): kind(config) for number, kind in enumerate(kinds)})
-        self.head = Head(config)
+        norm = Norm(config.hidden_size, "rmsnorm", config.norm_eps)
+        self.head = Head(norm, config.hidden_size, config.vocab_size)

@@ -1,0 +1,29 @@
+"""The end of a language model. B batch, S sequence, D embed, V vocabulary."""
+
+from torch import Tensor, nn
+
+from mplug.nn.linear import Linear
+from mplug.nn.loss import Loss
+from mplug.nn.norm import Norm
+
+
+class Head(nn.Module):
+    """The last norm, the projection to the vocabulary, the loss."""
+
+    def __init__(self, norm: Norm, hidden_size: int, vocab_size: int) -> None:
+        super().__init__()
+        self.norm = norm
+        self.project = Linear(hidden_size, vocab_size, bias=False)
+        self.loss = Loss()
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """x [B, S, D], labels [B, S] -> (sum of the losses in nats, number of targets)."""
+        h, _ = self.norm(x)
+        loss: tuple[Tensor, Tensor] = self.loss(h, self.project, labels)
+        return loss
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x [B, S, D] -> [B, S, V]."""
+        h, _ = self.norm(x)
+        logits: Tensor = self.project(h)
+        return logits

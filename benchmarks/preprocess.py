@@ -3,7 +3,7 @@
 That tool is in no package, so its way is written out here over megatron-core's own builder: a pool whose processes
 parse and encode a line at a time, and a main process that adds each document. A tokenizer.json is read by
 megatron-core's own class, over transformers, where that is installed; else, and for other tokenizers, a line is encoded
-by the library that ours uses, too. Documents and output are the same; that both write the same bytes is checked.
+by the tokenizer that ours uses, too. Documents and output are the same; that both write the same bytes is checked.
 
     python benchmarks/preprocess.py texts.jsonl --tokenizer huggingface --tokenizer-file tokenizer.json
 

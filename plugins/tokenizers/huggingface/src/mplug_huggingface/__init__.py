@@ -9,6 +9,7 @@ from mplug import UsageError, hookimpl
 
 if TYPE_CHECKING:
     import tokenizers
+    from numpy.typing import NDArray
 
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "<eod>", "</s>", "<eos>")
 """What families call the token that ends a document; the first that a file has as a special token is taken."""
@@ -29,23 +30,31 @@ class FileTokenizer:
         resize = getattr(tokenizer.model, "_resize_cache", None)
         if resize is not None:  # words of a corpus are more than the 10,000 that are remembered by default
             resize(REMEMBERED)
+        from mplug_huggingface.words import words_of  # numpy is for encoding, not for a list of plugins
+
+        self.words = words_of(tokenizer)
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text."""
-        return self.encode_batch([text])[0]
+        (tokens,) = self.encode_batch([text])
+        return tokens if isinstance(tokens, list) else tokens.tolist()
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of each text; offsets into the texts, which would cost a fifth of the time, are left out.
+    def encode_batch(self, texts: Sequence[str]) -> "list[list[int]] | list[NDArray[Any]]":
+        """The tokens of each text: word by word where that is the same (`words`), else by the library.
 
         UsageError where the tokenizer has no token for some of it, not even an unknown one.
         """
         try:
-            found = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+            return self._by_library(texts) if self.words is None else self.words.encode_batch(texts, self._by_library)
         except Exception as error:  # the library raises Exception itself
             raise UsageError(
                 f"tokenizers/huggingface: the tokenizer cannot encode a text: {_words(error)}; mend its tokenizer.json"
             ) from None
+
+    def _by_library(self, texts: Sequence[str]) -> list[list[int]]:
+        """Offsets into the texts, which would cost a fifth of the time, are left out."""
+        found = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in found]
 
     def decode(self, tokens: Iterable[int]) -> str:

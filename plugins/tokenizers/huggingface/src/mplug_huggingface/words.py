@@ -1,0 +1,201 @@
+"""Byte-level BPE, word by word: a text is cut by Python's own `re`, and the model is asked once for each word.
+
+The library keeps the alignment of every byte of every word, also of those that it has had before, and that is most of
+its time. The tokens are the same: BPE merges within a word, and what a word becomes depends on nothing around it.
+"""
+
+import json
+import re
+from array import array
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Regex, Tokenizer, models
+from tokenizers.pre_tokenizers import Split
+
+REMEMBERED = 1 << 17
+"""Words after which the older ones are on their way out: with those, 60 MB at most."""
+LONGEST = 16
+"""Tokens of the longest word that is remembered: longer ones hardly come again."""
+TOKEN = np.dtype("i4")
+
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+"""How the pre-tokenizer ByteLevel cuts, with `use_regex`."""
+QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA3 = QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+KNOWN = (GPT2, QWEN2, LLAMA3)
+"""Patterns that are known to give every character to a word, with Python's `re` as with the library's Oniguruma."""
+
+ASCII = {"L": "A-Za-z", "N": "0-9", "s": "\t-\r "}
+"""Letters, numbers and white space below U+0080, as ranges; Python's own `\\s` has U+001C to U+001F, too."""
+UNICODE_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
+PROBE = "".join(map(chr, range(128))) + " it's I'LL 'tis x1 12345 \t\n  a  \r\n\r\n -- \n;\n\n  \x1c b  "
+BEYOND_ASCII = "¿Qué? 世界,½²³ \u2028\u00a0 \u3000e\u0301 it'ſ ʼſ\u0085"
+"""What patterns and classes tell apart: a release of the library is held to it."""
+
+Cut = Callable[[str], Sequence[str]]
+Library = Callable[[Sequence[str]], Sequence[Sequence[int]]]
+
+BEYOND = re.compile("[\U00010000-\U0010ffff]")
+
+
+def _printable() -> tuple[str, ...]:
+    """How byte-level BPE spells each byte: printable ones as they are, the others from U+0100 on."""
+    kept = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return tuple(chr(byte if byte in kept else next(others)) for byte in range(0x100))
+
+
+PRINTABLE = _printable()
+
+
+def _spelt(word: str) -> str:
+    return "".join(map(PRINTABLE.__getitem__, word.encode()))
+
+
+class Words:
+    """Encodes texts as a tokenizer that cuts them by `pattern`, one of those known."""
+
+    def __init__(self, tokenizer: Tokenizer, pattern: str) -> None:
+        names = _added_to_texts(tokenizer)
+        self._added = re.compile("|".join(map(re.escape, names))) if names else None
+        self._pattern, self._pre_tokenizer = pattern, tokenizer.pre_tokenizer
+        self._normalizes = tokenizer.normalizer is not None
+        self._memory = Memory(tokenizer.model)
+        self.cut_ascii = self._checked(ASCII, PROBE)
+
+    def encode_batch(self, texts: Sequence[str], library: Library) -> list[NDArray[Any]]:
+        """The tokens of each text: by the library where a text has what is not cut here (`_cut_for`)."""
+        found = [self._encode(text) for text in texts]
+        left = [number for number, tokens in enumerate(found) if tokens is None]
+        if left:
+            for number, tokens in zip(left, library([texts[number] for number in left]), strict=True):
+                found[number] = np.array(tokens, dtype=TOKEN)
+        return found
+
+    def _encode(self, text: str) -> NDArray[Any] | None:
+        cut = self._cut_for(text)
+        if cut is None:
+            return None
+        tokens = b"".join(map(self._memory.__getitem__, cut(text)))
+        self._memory.fade()
+        return np.frombuffer(tokens, dtype=TOKEN)
+
+    def _cut_for(self, text: str) -> Cut | None:
+        """None for texts with a token that was added, with characters beyond U+FFFF, and those to be normalized."""
+        if self._added is not None and self._added.search(text):
+            return None
+        if text.isascii():
+            return self.cut_ascii
+        return None if self._normalizes or BEYOND.search(text) else self.cut
+
+    @cached_property
+    def cut(self) -> Cut | None:
+        """Cuts texts of characters up to U+FFFF; made where the first such text comes, for it takes 0.1 s."""
+        return self._checked(_classes(), PROBE + BEYOND_ASCII)
+
+    def _checked(self, classes: dict[str, str], probe: str) -> Cut | None:
+        """What cuts with these classes; None where this release of the library cuts or spells otherwise."""
+        cut = _cutter(self._pattern, classes)
+        found = [spelt for spelt, _ in self._pre_tokenizer.pre_tokenize_str(probe)]
+        return cut if found == [*map(_spelt, cut(probe))] else None
+
+
+class Memory(dict[str, bytes]):
+    """Tokens of words, as i32: asks the model for those that it has not. Those not asked for lately are forgotten."""
+
+    def __init__(self, model: Any) -> None:
+        self._tokenize = model.tokenize
+        self._before: dict[str, bytes] = {}
+
+    def __missing__(self, word: str) -> bytes:
+        tokens = self._before.get(word)
+        if tokens is None:
+            tokens = array(TOKEN.char, [token.id for token in self._tokenize(_spelt(word))]).tobytes()
+        if len(tokens) <= LONGEST * TOKEN.itemsize:
+            self[word] = tokens
+        return tokens
+
+    def fade(self) -> None:
+        """Where there are too many, begin anew, and keep what there is until then."""
+        if len(self) > REMEMBERED:
+            self._before = dict(self)
+            self.clear()
+
+
+def words_of(tokenizer: Tokenizer) -> Words | None:
+    """What gives the same tokens as the tokenizer, with `encode_special_tokens`; None where that is not known."""
+    pattern = _pattern(_state(tokenizer.pre_tokenizer))
+    same = (
+        pattern in KNOWN
+        and isinstance(tokenizer.model, models.BPE)
+        and not tokenizer.model.dropout
+        and all(name and name.isascii() for name in _added_to_texts(tokenizer))
+        and _state(tokenizer.normalizer).get("type") in (None, *UNICODE_FORMS)
+        and _leaves_tokens(_state(tokenizer.post_processor))
+    )
+    if not same or pattern is None:
+        return None
+    words = Words(tokenizer, pattern)
+    return words if words.cut_ascii is not None else None
+
+
+def _added_to_texts(tokenizer: Tokenizer) -> list[str]:
+    """Added tokens that a text may have: special ones are not looked for."""
+    return [token.content for token in tokenizer.get_added_tokens_decoder().values() if not token.special]
+
+
+def _state(component: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {} if component is None else json.loads(component.__getstate__())
+    return found
+
+
+def _pattern(pre_tokenizer: dict[str, Any]) -> str | None:
+    """How it cuts, where byte-level spelling is all that it does besides."""
+    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    *before, last = steps or [{}]
+    if last.get("type") != "ByteLevel" or last.get("add_prefix_space") or len(before) > 1:
+        return None
+    if not before:
+        return GPT2 if last.get("use_regex") else None
+    split = before[0]
+    told = (split.get("type"), split.get("behavior"), split.get("invert"), last.get("use_regex"))
+    return split["pattern"].get("Regex") if told == ("Split", "Isolated", False, False) else None
+
+
+def _leaves_tokens(post_processor: dict[str, Any]) -> bool:
+    """Whether it does no more than adding special tokens and correcting offsets."""
+    kind = post_processor.get("type")
+    if kind == "Sequence":
+        return all(map(_leaves_tokens, post_processor["processors"]))
+    if kind == "TemplateProcessing":
+        return sum("Sequence" in piece for piece in post_processor["single"]) == 1
+    return kind in (None, "ByteLevel")
+
+
+def _cutter(pattern: str, classes: dict[str, str]) -> Cut:
+    r"""Cuts as `pattern`, one of those known, whose \p{L}, \p{N} and \s are these ranges."""
+
+    def ranges(found: re.Match[str]) -> str:
+        part = re.sub(r"\\p\{(\w)\}|\\(s)", lambda name: classes[name[1] or name[2]], found[0])
+        if part == r"\S":
+            return f"[^{classes['s']}]"
+        return part if part.startswith("[") else f"[{part}]"
+
+    return re.compile(re.sub(r"\[[^\]]*\]|\\p\{\w\}|\\[sS]", ranges, pattern)).findall
+
+
+def _classes() -> dict[str, str]:
+    """Letters, numbers and white space up to U+FFFF, as ranges: what the library takes for such."""
+    beyond_ascii = "".join(map(chr, (*range(0x80, 0xD800), *range(0xE000, 0x10000))))
+    runs = [run for run, _ in Split(Regex(r"\p{L}+|\p{N}+|\s+"), "isolated").pre_tokenize_str(beyond_ascii)]
+    firsts, classes = "".join(run[0] for run in runs), dict(ASCII)
+    for name, one in (("L", r"\p{L}"), ("N", r"\p{N}"), ("s", r"\s")):
+        kept = {char for some, _ in Split(Regex(f"[^{one}]+"), "removed").pre_tokenize_str(firsts) for char in some}
+        classes[name] += "".join(f"{run[0]}-{run[-1]}" for run in runs if run[0] in kept)
+    return classes

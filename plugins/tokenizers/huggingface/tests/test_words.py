@@ -1,0 +1,213 @@
+"""Word by word, texts have the library's tokens; where that is not known, the library itself is asked."""
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from mplug_huggingface import FileTokenizer, HuggingFace, words
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from mplug import UsageError
+
+LEARNT = [
+    "the quick brown fox jumps over the lazy dog's back; it's 1234 or 56,789",
+    "def f(x):\n    return x\n\n\n    if x:  # I'LL\r\n\t\tpass",
+    "Grüße, 世界 — ﬁ ½ e\u0301\u2028 «ça»  Ελληνικά русский язык हिन्दी 한국어 ٣٤٥",
+] * 3
+ALPHABET = [
+    *"aZé世ñ1²٣ \t\n\r\x0b\x1c\x1f\x85\xa0\u2028\u3000'’.,;-_\u0301\u200d\x00sStTdDmMſK",
+    "'s",
+    "'LL",
+    "  ",
+    "\r\n",
+]
+BMP = [chr(code) for code in range(0x10000) if not 0xD800 <= code < 0xE000]
+BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False)
+
+
+def split(pattern: str) -> pre_tokenizers.PreTokenizer:
+    """As in the files of Llama 3 and Qwen 2."""
+    spelling = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), spelling])
+
+
+CUTS = {
+    "byte level": BYTE_LEVEL,
+    "sequence of one": pre_tokenizers.Sequence([BYTE_LEVEL]),
+    "gpt2": split(words.GPT2),
+    "qwen2": split(words.QWEN2),
+    "llama3": split(words.LLAMA3),
+}
+
+
+def trained(cut: pre_tokenizers.PreTokenizer) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = cut, decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=700,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(LEARNT, trainer)
+    return tokenizer
+
+
+def both(tokenizer: Tokenizer, folder: Path) -> tuple[FileTokenizer, Callable[[Sequence[str]], list[list[int]]]]:
+    """Ours of the tokenizer's file, and what the library itself makes of texts by that file."""
+    path = folder / "tokenizer.json"
+    tokenizer.save(str(path))
+    library = Tokenizer.from_file(str(path))
+    library.encode_special_tokens = True
+    ours = HuggingFace(HuggingFace.Config(path=str(path))).build_tokenizer()
+    return ours, lambda texts: [library.encode(text, add_special_tokens=False).ids for text in texts]
+
+
+def tokens(tokenizer: FileTokenizer, texts: Sequence[str]) -> list[list[int]]:
+    return [list(map(int, found)) for found in tokenizer.encode_batch(texts)]
+
+
+@pytest.fixture(params=CUTS)
+def cut(request: pytest.FixtureRequest) -> pre_tokenizers.PreTokenizer:
+    return CUTS[request.param]
+
+
+@pytest.mark.parametrize("name", ["byte level", "qwen2", "llama3"])
+def test_every_character_has_the_librarys_tokens_beside_every_kind_of_character(name: str, tmp_path: Path) -> None:
+    ours, library = both(trained(CUTS[name]), tmp_path)
+    neighbours = ("a{}b", " {}", "1{}1", "'{}", "{0}{0}", "\n{}\n", ".{} .")
+    texts = ["".join(map(around.format, BMP)) for around in neighbours]
+    for text in (*texts, *(text.encode("ascii", "ignore").decode() for text in texts)):
+        assert ours.words is not None
+        assert ours.words._cut_for(text) is not None
+        assert tokens(ours, [text]) == library([text])
+
+
+def test_random_texts_have_the_librarys_tokens(cut: pre_tokenizers.PreTokenizer, tmp_path: Path) -> None:
+    ours, library = both(trained(cut), tmp_path)
+    generator = random.Random(0)
+    ascii_only = [piece for piece in ALPHABET if piece.isascii()]
+    for alphabet in (ascii_only, ALPHABET, [*ALPHABET, "🌍", "𝒳"]):
+        texts = ["".join(generator.choices(alphabet, k=generator.randrange(30))) for _ in range(4000)]
+        assert tokens(ours, texts) == library(texts)
+        assert [ours.encode(text) for text in texts[:50]] == library(texts[:50])
+    assert tokens(ours, LEARNT) == library(LEARNT)
+
+
+def test_a_text_with_an_added_token_that_is_not_special_has_it(tmp_path: Path) -> None:
+    tokenizer = trained(BYTE_LEVEL)
+    tokenizer.add_tokens([AddedToken("<tool (a)>", normalized=False), AddedToken("zz", lstrip=True)])
+    ours, library = both(tokenizer, tmp_path)
+    texts = ["fox <tool (a)> dog", "fox <tool> dog", "fizz  zz fox", "<|endoftext|> fox"]
+    assert tokens(ours, texts) == library(texts)
+    assert ours.words is not None
+    assert [ours.words._cut_for(text) is None for text in texts] == [True, False, True, False]
+    assert library(texts)[0].count(tokenizer.token_to_id("<tool (a)>")) == 1
+
+
+def test_what_is_normalized_has_the_librarys_tokens(tmp_path: Path) -> None:
+    for form in (normalizers.NFC(), normalizers.NFKD()):
+        tokenizer = trained(BYTE_LEVEL)
+        tokenizer.normalizer = form
+        ours, library = both(tokenizer, tmp_path)
+        texts = ["e\u0301 é ﬁ", "plain", "".join(map(chr, range(128))), "\uff07s"]
+        assert tokens(ours, texts) == library(texts)
+        assert ours.words is not None
+
+
+def variant(change: Callable[[Tokenizer], None], cut: pre_tokenizers.PreTokenizer = BYTE_LEVEL) -> Tokenizer:
+    tokenizer = trained(cut)
+    change(tokenizer)
+    return tokenizer
+
+
+def twice(tokenizer: Tokenizer) -> None:
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A $A", special_tokens=[])
+
+
+def lower(tokenizer: Tokenizer) -> None:
+    tokenizer.normalizer = normalizers.Lowercase()
+
+
+def nothing(_: Tokenizer) -> None:
+    pass
+
+
+OTHERS = {
+    "a space before the text": lambda: trained(pre_tokenizers.ByteLevel(add_prefix_space=True)),
+    "digits one by one": lambda: trained(
+        pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), BYTE_LEVEL])
+    ),
+    "another pattern": lambda: trained(split(r"\p{L}+|\s|[^\p{L}]")),
+    "cut twice": lambda: trained(pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(words.LLAMA3), "isolated")] * 3)),
+    "no cut": lambda: trained(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)),
+    "a normalizer that changes ASCII": lambda: variant(lower),
+    "a template that doubles": lambda: variant(twice),
+    "an added token beyond ASCII": lambda: variant(lambda tokenizer: tokenizer.add_tokens(["ﬁ"])),
+}
+
+
+@pytest.mark.parametrize("which", OTHERS)
+def test_what_is_not_known_to_be_the_same_is_left_to_the_library(which: str, tmp_path: Path) -> None:
+    ours, library = both(OTHERS[which](), tmp_path)
+    assert ours.words is None
+    texts = ["Fox 12 ﬁ it's", "the quick  brown", ""]
+    assert tokens(ours, texts) == library(texts)
+
+
+def test_dropout_is_left_to_the_library(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    trained(BYTE_LEVEL).save(str(path))
+    said = json.loads(path.read_text())
+    said["model"]["dropout"] = 0.5
+    path.write_text(json.dumps(said))
+    assert HuggingFace(HuggingFace.Config(path=str(path))).build_tokenizer().words is None
+
+
+@pytest.mark.parametrize("name", ["s", "L"])
+def test_a_library_that_cuts_otherwise_than_is_written_here_is_asked_itself(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(words.ASCII, name, "a-y")
+    ours, library = both(trained(BYTE_LEVEL), tmp_path)
+    assert ours.words is None
+    assert tokens(ours, LEARNT) == library(LEARNT)
+
+
+def test_a_library_with_other_letters_beyond_ascii_is_asked_for_such_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(words, "_classes", lambda: words.ASCII)
+    ours, library = both(trained(BYTE_LEVEL), tmp_path)
+    assert ours.words is not None
+    assert [ours.words._cut_for(text) is None for text in ("plain", "Grüße")] == [False, True]
+    assert tokens(ours, LEARNT) == library(LEARNT)
+
+
+def test_words_are_forgotten_and_have_the_same_tokens_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(words, "REMEMBERED", 20)
+    ours, library = both(trained(BYTE_LEVEL), tmp_path)
+    assert ours.words is not None
+    generator, memory = random.Random(0), ours.words._memory
+    for _ in range(200):
+        text = " ".join("".join(generator.choices("ab1", k=3)) for _ in range(10))
+        assert tokens(ours, [text]) == library([text])
+        assert len(memory) <= 20
+        assert len(memory._before) <= 20 + 11
+    assert memory._before
+
+
+def test_long_words_are_not_remembered(tmp_path: Path) -> None:
+    ours, library = both(trained(BYTE_LEVEL), tmp_path)
+    texts = ["xqzj" * 1000, "fox"]
+    assert tokens(ours, texts) == library(texts)
+    assert ours.words is not None
+    assert list(ours.words._memory) == ["fox"]
+
+
+def test_half_a_surrogate_pair_is_refused(tmp_path: Path) -> None:
+    ours, _ = both(trained(BYTE_LEVEL), tmp_path)
+    with pytest.raises(UsageError, match="the tokenizer cannot encode a text: "):
+        ours.encode("fox \ud800")

@@ -428,6 +428,21 @@ def test_a_deterministic_backward_gives_the_same_bits(version: int) -> None:
 @pytest.mark.gpu
 @on_a_gpu
 @quiet
+@pytest.mark.parametrize("heads", [(8, 8, 64), (8, 2, 128)], ids=["64 wide", "grouped"])
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+def test_parts_and_documents_on_a_gpu_are_those_of_the_composition_in_fp64(
+    heads: tuple[int, int, int], deterministic: bool
+) -> None:
+    served(4, heads[2])
+    setting, call = Setting(*heads, torch.bfloat16, "cuda"), core(4, deterministic)
+    assert full_fault(call, setting) == ""
+    assert documents_fault(call, setting) == ""
+    assert parts_fault(parts_of(call), setting, packed=True) == ""
+
+
+@pytest.mark.gpu
+@on_a_gpu
+@quiet
 @pytest.mark.parametrize("compiler", ["never", "inductor"])
 def test_a_run_by_it_has_the_losses_of_plain_torch(compiler: str) -> None:
     settings = {**TestFlash.settings, "trainer.precision": "bf16", "trainer.compile": compiler}

@@ -19,7 +19,7 @@ CLASSES = {
     r"send_rows|rows_back",
     "loss": r"cross_?entropy|log_?softmax|softmax_online|nll_?loss|logsumexp",
     "attention": r"flash|fmha|attention|sdpa|softmax|compute_dot_do_o|convert_dq",
-    "optimizer": r"adam|multi_tensor|foreach|\blamb\b|\bsgd|muon",
+    "optimizer": r"adam|(multi_tensor|foreach)(?!.*copy)|\blamb\b|\bsgd|muon",
     "GEMM": r"gemm|gemv|cutlass|nvjet|xmma|cublas|splitk|\bmm\b|addmm|bmm|linear|mkldnn|matmul|grouped_(mm|product)",
     "sort and gather": r"sort|topk|searchsorted|devicescan|scan_innermost|index_?select|index_elementwise|"
     r"gather_kernel|scatter_gather|repeat_interleave|compute_cuda_kernel|\bmeet\b|"

@@ -89,7 +89,7 @@ def test_timed_gives_the_seconds_of_every_call() -> None:
         ("ncclSymDevKernel_ReduceScatter_LD", "collectives"),
         ("c10d::allreduce_", "collectives"),
         ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
-        ("void at::native::multi_tensor_apply_kernel<TensorListMetadata<2>, CopyFunctor<float>>", "optimizer"),
+        ("void at::native::multi_tensor_apply_kernel<TensorListMetadata<2>, CopyFunctor<float>>", "copies and fills"),
         ("adamw_kernel", "optimizer"),
         ("triton_red_fused__log_softmax__to_copy__unsafe_view_1", "loss"),
         ("triton_red_fused__to_copy_prepare_softmax_online_view_2", "loss"),

@@ -263,6 +263,18 @@ def test_a_corpus_that_is_too_short_is_refused_by_path_and_split(tmp_path: Path)
         loader(path, "validation")
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".bin"])
+def test_files_whose_bytes_are_more_than_text_are_read_and_told_of(
+    book: Path, suffix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader(book)
+    assert caplog.text == ""
+    loader(book.rename(book.with_suffix(suffix)))
+    (told,) = caplog.messages
+    assert suffix in told
+    assert "mplug data preprocess" in told
+
+
 # Bytes and text.
 
 

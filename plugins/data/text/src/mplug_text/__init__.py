@@ -1,5 +1,6 @@
 """Byte-level text: any file, folder or glob, or the Python standard library's own source."""
 
+import logging
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -7,7 +8,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from mplug import MapLoader, UsageError, hookimpl
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from mplug import Run
+
+log = logging.getLogger("mplug.text")
+
+NO_TEXT = {".jsonl", ".parquet", ".gz", ".zst", ".bin", ".idx"}
+"""Suffixes of files whose bytes are more than their text, or other."""
 
 
 class Bytes:
@@ -56,6 +64,8 @@ class Text:
 
         trainer = run.config.trainer
         root, files = find_files(self.config.path, self.config.pattern)
+        if split == "train" and run.rank == 0:
+            _warn_of(files)
         stream = read_split(root, files, split, self.config.validation_percent)
         try:
             windows = Windows(stream, trainer.seq_length, trainer.seed)
@@ -68,4 +78,15 @@ class Text:
             shard=run.mesh.batch_shard(run.rank),
             micro_batch_size=run.micro_batch_size,
             samples_per_epoch=windows.count,
+        )
+
+
+def _warn_of(files: "list[Path]") -> None:
+    """Of files that are read as they are, though documents in them may have been meant."""
+    found = sorted({file.suffix for file in files} & NO_TEXT)
+    if found:
+        log.warning(
+            "data/text reads every byte of a file as text, of %s too; where documents in it are meant, make a "
+            "corpus of them (mplug data preprocess) and train with --data indexed",
+            ", ".join(found),
         )

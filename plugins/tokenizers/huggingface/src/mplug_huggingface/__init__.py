@@ -35,6 +35,10 @@ class FileTokenizer:
         self.words = words_of(tokenizer)
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Made anew where it is unpickled: the library forgets `encode_special_tokens`."""
+        return FileTokenizer, (self.tokenizer, self.eod)
+
     def encode(self, text: str) -> list[int]:
         """The tokens of a text."""
         (tokens,) = self.encode_batch([text])

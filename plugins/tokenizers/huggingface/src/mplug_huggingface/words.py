@@ -17,9 +17,9 @@ from tokenizers import Regex, Tokenizer, models
 from tokenizers.pre_tokenizers import Split
 
 REMEMBERED = 1 << 17
-"""Words after which the older ones are on their way out: with those, 60 MB at most."""
-LONGEST = 16
-"""Tokens of the longest word that is remembered: longer ones hardly come again."""
+"""Words after which the older ones are on their way out: with those, 60 MB of ordinary words."""
+MOST_TOKENS, MOST_CHARACTERS = 16, 128
+"""Of a word that is remembered: longer ones hardly come again."""
 TOKEN = np.dtype("i4")
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -82,9 +82,7 @@ class Words:
         cut = self._cut_for(text)
         if cut is None:
             return None
-        tokens = b"".join(map(self._memory.__getitem__, cut(text)))
-        self._memory.fade()
-        return np.frombuffer(tokens, dtype=TOKEN)
+        return np.frombuffer(b"".join(map(self._memory.__getitem__, cut(text))), dtype=TOKEN)
 
     def _cut_for(self, text: str) -> Cut | None:
         """None for texts with a token that was added, with characters beyond U+FFFF, and those to be normalized."""
@@ -117,29 +115,28 @@ class Memory(dict[str, bytes]):
         tokens = self._before.get(word)
         if tokens is None:
             tokens = array(TOKEN.char, [token.id for token in self._tokenize(_spelt(word))]).tobytes()
-        if len(tokens) <= LONGEST * TOKEN.itemsize:
+        if len(tokens) <= MOST_TOKENS * TOKEN.itemsize and len(word) <= MOST_CHARACTERS:
+            if len(self) >= REMEMBERED:  # begin anew, and keep what there is until then
+                self._before = dict(self)
+                self.clear()
             self[word] = tokens
         return tokens
-
-    def fade(self) -> None:
-        """Where there are too many, begin anew, and keep what there is until then."""
-        if len(self) > REMEMBERED:
-            self._before = dict(self)
-            self.clear()
 
 
 def words_of(tokenizer: Tokenizer) -> Words | None:
     """What gives the same tokens as the tokenizer, with `encode_special_tokens`; None where that is not known."""
     pattern = _pattern(_state(tokenizer.pre_tokenizer))
+    if pattern is None or pattern not in KNOWN:
+        return None
     same = (
-        pattern in KNOWN
-        and isinstance(tokenizer.model, models.BPE)
+        isinstance(tokenizer.model, models.BPE)
         and not tokenizer.model.dropout
         and all(name and name.isascii() for name in _added_to_texts(tokenizer))
+        and _numbers_are_unique(tokenizer)
         and _state(tokenizer.normalizer).get("type") in (None, *UNICODE_FORMS)
         and _leaves_tokens(_state(tokenizer.post_processor))
     )
-    if not same or pattern is None:
+    if not same:
         return None
     words = Words(tokenizer, pattern)
     return words if words.cut_ascii is not None else None
@@ -148,6 +145,12 @@ def words_of(tokenizer: Tokenizer) -> Words | None:
 def _added_to_texts(tokenizer: Tokenizer) -> list[str]:
     """Added tokens that a text may have: special ones are not looked for."""
     return [token.content for token in tokenizer.get_added_tokens_decoder().values() if not token.special]
+
+
+def _numbers_are_unique(tokenizer: Tokenizer) -> bool:
+    """Of added tokens with one number, releases before 0.23 look for all in a text, but tell of the last only."""
+    numbers = tokenizer.get_vocab(with_added_tokens=True).values()
+    return len(set(numbers)) == len(numbers)
 
 
 def _state(component: Any) -> dict[str, Any]:
@@ -174,7 +177,7 @@ def _leaves_tokens(post_processor: dict[str, Any]) -> bool:
     if kind == "Sequence":
         return all(map(_leaves_tokens, post_processor["processors"]))
     if kind == "TemplateProcessing":
-        return sum("Sequence" in piece for piece in post_processor["single"]) == 1
+        return [piece["Sequence"]["id"] for piece in post_processor["single"] if "Sequence" in piece] == ["A"]
     return kind in (None, "ByteLevel")
 
 

@@ -50,6 +50,8 @@ ALL = [*DEFAULT, *((layout, {**stage, **more}) for layout, stage, more in WIDER)
 SMALL = {"parallel.zero.bucket_mib": 0.02}
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize(("layout", "changes"), ALL, ids=str)
 def test_zero_beside_others_gives_the_run_of_one_process(layout: str, changes: dict[str, Any]) -> None:
     require_parity({**SMALL, **changes}, layout)

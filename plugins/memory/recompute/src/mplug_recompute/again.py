@@ -39,9 +39,9 @@ def _policy(ctx: Any, op: Any, *arguments: Any, **named: Any) -> CheckpointPolic
 TRACED = partial(create_selective_checkpoint_contexts, _policy)
 
 
-def _asks_about_changes_in_place(record: logging.LogRecord) -> bool:
-    return "context_fn is passed to torch.utils.checkpoint" in record.getMessage()
+def _is_no_question(record: logging.LogRecord) -> bool:
+    """Torch asks whoever has a policy whether anything is changed in place. What fills a slot changes nothing."""
+    return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
 
 
-# Whoever has a policy is asked to be sure that nothing is changed in place. What fills a slot changes nothing.
-logging.getLogger("torch._higher_order_ops.wrap").addFilter(lambda record: not _asks_about_changes_in_place(record))
+logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_no_question)

@@ -104,13 +104,20 @@ def _measured(
         for variant, task in tasks.items():
             click.echo(f"round {number + 1} of {rounds}: {shown(variant)}", err=True)
             found = turn(replace(task, profile=profiling), sizes[variant])
+            _tell(found)
             measured[variant] = measured[variant].joined(found) if variant in measured else found
         if opponent is not None:
             click.echo(f"round {number + 1} of {rounds}: {opponent.name}", err=True)
             first = next(iter(tasks.values()))
             found = opponent.turn(replace(first, profile=profiling), next(iter(measured.values())).peak_tflops)
+            _tell(found)
             opposed = opposed.joined(found) if opposed else found
     return measured, opposed
+
+
+def _tell(found: "Measured") -> None:
+    """What a turn found, for whoever waits for the others, or ends it here."""
+    click.echo(f"    {found.step * 1e3:,.1f} ms a step, {found.tokens_per_s:,.0f} tokens/s/GPU", err=True)
 
 
 def _limits(tasks: "dict[str, Task]", sizes: dict[str, int]) -> "dict[str, Limits]":

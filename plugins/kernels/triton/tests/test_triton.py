@@ -81,9 +81,13 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_it_supplies_packed_heads_and_the_activation_apart_from_each_other() -> None:
+def test_it_supplies_norms_packed_heads_and_the_activation_apart_from_each_other() -> None:
     offers = Triton(Triton.Config()).offer()
-    assert [set(offer.suppliers) for offer in offers] == [{"Attention.prepare_qkv"}, {"MLP.activation"}]
+    assert [set(offer.suppliers) for offer in offers] == [
+        {"Norm.norm_residual"},
+        {"Attention.prepare_qkv"},
+        {"MLP.activation"},
+    ]
 
 
 @pytest.mark.usefixtures("installed")

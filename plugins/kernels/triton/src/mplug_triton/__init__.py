@@ -14,6 +14,9 @@ from mplug import Offer, Site, hookimpl
 if TYPE_CHECKING:
     from mplug import Run
 
+WIDEST = 16384
+"""Numbers of the widest row that a norm's program holds in registers."""
+
 
 class Triton:
     """QK-norm and rotary positions, fused with splitting the packed projection; GELU with a quick erf."""
@@ -30,9 +33,11 @@ class Triton:
     def offer(self) -> list[Offer]:
         """Queries, keys and values from packed heads; the activation."""
         from mplug_triton.gelu import activation
+        from mplug_triton.norm import norm_residual
         from mplug_triton.qkv import prepare_qkv
 
         return [
+            Offer({"Norm.norm_residual": norm_residual}, supports_norm),
             Offer({"Attention.prepare_qkv": prepare_qkv}, supports_qkv),
             Offer({"MLP.activation": activation}, supports_activation),
         ]
@@ -40,14 +45,26 @@ class Triton:
 
 def supports_qkv(site: Site, run: "Run") -> bool | str:
     """Heads of an even width, where there is Triton and a GPU that it compiles for, or its interpreter."""
+    if site.module.head_dim % 2:
+        return f"it pairs the halves of a head, and this site's head dim is {site.module.head_dim}"
+    return _runs(site, run)
+
+
+def supports_norm(site: Site, run: "Run") -> bool | str:
+    """Rows that fit a program, where there is Triton and a GPU that it compiles for, or its interpreter."""
+    width = len(site.module.weight)
+    if width > WIDEST:
+        return f"it holds a row in registers, of up to {WIDEST} numbers, and this site's has {width}"
+    return _runs(site, run)
+
+
+def _runs(site: Site, run: "Run") -> bool | str:
     if site.needs:
         return site.not_offered
     if find_spec("triton") is None:
         return "triton is not installed; install 'mplug-triton[triton]'"
     if run.device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return "it needs a CUDA GPU, and this run is on the CPU"
-    if site.module.head_dim % 2:
-        return f"it pairs the halves of a head, and this site's head dim is {site.module.head_dim}"
     return True
 
 

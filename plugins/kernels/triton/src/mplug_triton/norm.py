@@ -1,0 +1,89 @@
+"""The supplier of `Norm.norm_residual`. N rows of D numbers."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mplug.nn import fake, operator
+from mplug.nn.norm import Kind
+
+
+def norm_residual(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, kind: Kind
+) -> tuple[Tensor, Tensor]:
+    """(norm(x + residual), x + residual), both [..., D], computed in fp32 whatever the type of x."""
+    arguments = (x, residual, weight, bias, eps, kind == "layernorm")
+    normed: tuple[Tensor, Tensor] = _Normed.apply(*arguments)  # type: ignore[no-untyped-call]
+    return normed
+
+
+class _Normed(torch.autograd.Function):
+    """s = x + residual; y = (s - mean) / deviation * weight + bias (RMSNorm: without the mean), a kernel each way.
+
+    s is kept, and a mean and a scale for each row; y too where a product needs it, for no compiler sees into the
+    kernel to compute it again. (arXiv 1607.06450, arXiv 1910.07467.)
+    """
+
+    @staticmethod
+    def forward(ctx, x, residual, weight, bias, eps, centred):  # type: ignore[no-untyped-def]
+        y, summed, means, scales = norm(x, residual, weight, bias, eps, centred)
+        summed = x if residual is None else summed
+        ctx.save_for_backward(summed, weight, means, scales)
+        ctx.bias, ctx.residual = bias is not None, residual is not None
+        return y, summed
+
+    @staticmethod
+    def backward(ctx, grad_y, grad_summed):  # type: ignore[no-untyped-def]
+        summed, weight, means, scales = ctx.saved_tensors
+        grad_x, grads = norm_gradient(grad_y, grad_summed, summed, weight, means, scales, ctx.bias)
+        return grad_x, grad_x if ctx.residual else None, grads[0], grads[1] if ctx.bias else None, None, None
+
+
+# The operators, opaque to a compiler: Triton is imported where they run, not where they are declared.
+
+
+@operator("mplug_triton::norm")
+def norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x [..., D] -> y and s, like x (s is [0] without a residual), means and scales [N] (means [0] if not centred)."""
+    from mplug_triton.norm_launch import forward
+
+    outputs = _empty(x, residual, centred)
+    forward(x.contiguous(), None if residual is None else residual.contiguous(), weight, bias, eps, *outputs)
+    return outputs
+
+
+@fake("mplug_triton::norm")
+def _(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Any, eps: float, centred: bool) -> Any:
+    return _empty(x, residual, centred)
+
+
+def _empty(x: Tensor, residual: Tensor | None, centred: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows = x.numel() // x.shape[-1]
+    summed = x.new_empty(0 if residual is None else x.shape)
+    means = x.new_empty(rows if centred else 0, dtype=torch.float32)
+    return x.new_empty(x.shape), summed, means, x.new_empty(rows, dtype=torch.float32)
+
+
+@operator("mplug_triton::norm_gradient")
+def norm_gradient(
+    grad_y: Tensor, grad_summed: Tensor, summed: Tensor, weight: Tensor, means: Tensor, scales: Tensor, bias: bool
+) -> tuple[Tensor, Tensor]:
+    """The gradient of s [..., D]; those of the weight and, where there is one, the bias: [1 or 2, D]."""
+    from mplug_triton.norm_launch import backward
+
+    grad_s, grads = _empty_gradients(summed, weight, bias)
+    upstream = grad_y.contiguous(), grad_summed.contiguous()
+    backward(*upstream, summed.contiguous(), weight, means, scales, grad_s, grads)
+    return grad_s, grads
+
+
+@fake("mplug_triton::norm_gradient")
+def _(grad_y: Any, grad_summed: Any, summed: Tensor, weight: Tensor, means: Any, scales: Any, bias: bool) -> Any:
+    return _empty_gradients(summed, weight, bias)
+
+
+def _empty_gradients(summed: Tensor, weight: Tensor, bias: bool) -> tuple[Tensor, Tensor]:
+    return summed.new_empty(summed.shape), weight.new_empty(2 if bias else 1, len(weight))

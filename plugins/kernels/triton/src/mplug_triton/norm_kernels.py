@@ -1,0 +1,118 @@
+"""The kernels of norms. N rows of D numbers, which lie in one piece of memory each.
+
+A program has a tile [ROWS, WIDTH] of whole rows in fp32, WIDTH being D rounded up to a power of two: a row is read once,
+and its mean and its deviation are taken from registers.
+"""
+# ruff: noqa: N803 (what is known when a kernel is compiled is in capitals, as everywhere in Triton)
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def triton_norm(
+    x,
+    residual,
+    weight,
+    bias,
+    summed,
+    y,
+    means,
+    scales,
+    num_rows,
+    eps,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    CENTRED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    """y = (s - mean) * scale * weight + bias of s = x + residual, and what backward needs: s, its means and scales."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    i = tl.arange(0, WIDTH)[None, :]
+    inside = (row < num_rows) & (i < D)
+    at = row * D + i
+    s = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        s += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        rounded = s.to(summed.dtype.element_ty)  # what the block goes on with, and backward reads
+        tl.store(summed + at, rounded, mask=inside)
+        s = rounded.to(tl.float32)
+    if CENTRED:
+        mean = tl.sum(s, axis=1, keep_dims=True) / D
+        tl.store(means + row, mean, mask=row < num_rows)
+        s = tl.where(i < D, s - mean, 0.0)
+    scale = tl.rsqrt(tl.sum(s * s, axis=1, keep_dims=True) / D + eps)
+    tl.store(scales + row, scale, mask=row < num_rows)
+    normed = s * scale * tl.load(weight + i, mask=i < D, other=0.0).to(tl.float32)
+    if BIAS:
+        normed += tl.load(bias + i, mask=i < D, other=0.0).to(tl.float32)
+    tl.store(y + at, normed.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def triton_norm_backward(
+    grad_y,
+    grad_summed,
+    summed,
+    weight,
+    means,
+    scales,
+    grad_s,
+    weight_sums,
+    bias_sums,
+    num_rows,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    CENTRED: tl.constexpr,
+    BIAS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The gradient of s [N, D], and each program's share of the gradients of weight and bias [programs, D], in fp32.
+
+    With n the normed s and g = grad_y * weight: scale * (g - mean(g) - n * mean(g * n)), without mean(g) where
+    nothing is centred, plus grad_summed. Programs take tiles in turn, and read STAGES of them ahead.
+    """
+    i = tl.arange(0, WIDTH)[None, :]
+    w = tl.load(weight + i, mask=i < D, other=0.0).to(tl.float32)
+    weight_sum = tl.zeros([1, WIDTH], tl.float32)
+    bias_sum = tl.zeros([1, WIDTH], tl.float32)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+        row = (tile * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
+        inside = (row < num_rows) & (i < D)
+        at = row * D + i
+        upstream = tl.load(grad_y + at, mask=inside, other=0.0).to(tl.float32)
+        n = tl.load(summed + at, mask=inside, other=0.0).to(tl.float32)
+        beside = tl.load(grad_summed + at, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.load(scales + row, mask=row < num_rows, other=0.0)
+        if CENTRED:
+            n -= tl.load(means + row, mask=row < num_rows, other=0.0)
+        n = tl.where(inside, n * scale, 0.0)
+        weight_sum += tl.sum(upstream * n, axis=0, keep_dims=True)
+        if BIAS:
+            bias_sum += tl.sum(upstream, axis=0, keep_dims=True)
+        g = upstream * w
+        grad = g - n * (tl.sum(g * n, axis=1, keep_dims=True) / D)
+        if CENTRED:
+            grad -= tl.sum(g, axis=1, keep_dims=True) / D
+        tl.store(grad_s + at, (grad * scale + beside).to(grad_s.dtype.element_ty), mask=inside)
+    share = tl.program_id(0) * D + i
+    tl.store(weight_sums + share, weight_sum, mask=i < D)
+    if BIAS:
+        tl.store(bias_sums + share, bias_sum, mask=i < D)
+
+
+@triton.jit
+def triton_add_shares(shares, total, num_shares, D: tl.constexpr, WIDTH: tl.constexpr, SHARES: tl.constexpr):
+    """total [parts, D] from shares [parts, num_shares, D] in fp32; always added up in the same order."""
+    part = tl.program_id(1)
+    i = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)[None, :]
+    sums = tl.zeros([SHARES, WIDTH], tl.float32)
+    for first in range(0, num_shares, SHARES):
+        share = first + tl.arange(0, SHARES)[:, None]
+        at = (part * num_shares + share) * D + i
+        sums += tl.load(shares + at, mask=(share < num_shares) & (i < D), other=0.0)
+    whole = tl.sum(sums, axis=0, keep_dims=True)
+    tl.store(total + part * D + i, whole.to(total.dtype.element_ty), mask=i < D)

@@ -4,7 +4,7 @@ A slot is a callable attribute of an `mplug.nn` module, such as `Attention.core`
 a model. Plugins offer suppliers or wraps; selecting is pure: collect, select by config, refuse conflicts.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ SLOT_KINDS: dict[str, tuple[str, ...]] = {
     "linear": ("Linear.gemm", "Linear.gather", "Linear.scatter"),
     "norm": ("Norm.norm_residual",),
     "activation": ("MLP.activation",),
+    "mlp": ("MLP.core",),
     "embedding": ("Embedding.lookup",),
     "dropout": ("Dropout.rows",),
     "loss": ("Loss.cross_entropy",),
@@ -29,8 +30,16 @@ SLOT_KINDS: dict[str, tuple[str, ...]] = {
 }
 """Kinds of slots, the words of the config's `kernels` section -> the slots themselves."""
 
-CALLED_BY = {"Attention.prepare_qk": "Attention.prepare_qkv", "MLP.activation": "Experts.compute"}
-"""Slots that the default of a wider one calls -> the wider one, whose other suppliers do without them."""
+CALLED_BY: dict[tuple[str, str], tuple[str, ...]] = {
+    ("", "Attention.prepare_qk"): ("Attention.prepare_qkv",),
+    ("", "MLP.activation"): ("Experts.compute", "MLP.core"),
+    ("up", "Linear.gemm"): ("MLP.core",),
+    ("up", "Linear.scatter"): ("MLP.core",),
+    ("down", "Linear.gather"): ("MLP.core",),
+    ("down", "Linear.gemm"): ("MLP.core",),
+}
+"""Slots that the default of a wider one calls, each in a part of that one's module ('' is the module itself) -> the
+wider ones, whose other suppliers do without them."""
 
 KIND_OF = {slot: kind for kind, slots in SLOT_KINDS.items() for slot in slots}
 
@@ -247,17 +256,25 @@ def _refuse_uncalled(filled: list[Filled], kernels: "Kernels") -> None:
     """
     suppliers = {(one.site.name, one.site.slot): one.supplier for one in filled if one.offer}
     for one in filled:
-        wider = CALLED_BY.get(one.site.slot, "")
-        fused = suppliers.get((one.site.name, wider))
         uncalled = [wrap.plugin for wrap in one.wraps if not wrap.dispensable]
         if one.offer and one.supplier != kernels.default:
             uncalled.append(one.supplier)
-        lost = [plugin for plugin in uncalled if plugin != fused]
-        if fused and lost:
-            raise UsageError(
-                f"{fused} fills {wider} of '{one.site.role}', and would not call what {lost[0]} puts into "
-                f"{one.site.slot}; set kernels.{KIND_OF[wider]}=null, or use a layout without {lost[0]}"
-            )
+        for fused, wider in _around(one.site, suppliers):
+            lost = [plugin for plugin in uncalled if plugin != fused]
+            if lost:
+                raise UsageError(
+                    f"{fused} fills {wider} of '{one.site.role}', and would not call what {lost[0]} puts into "
+                    f"{one.site.slot}; set kernels.{KIND_OF[wider]}=null, or use a layout without {lost[0]}"
+                )
+
+
+def _around(site: Site, suppliers: Mapping[tuple[str, str], str]) -> Iterator[tuple[str, str]]:
+    """(supplier, slot) of the wider slots around a site that somebody fills."""
+    parent, _, child = site.name.rpartition(".")
+    for name, part in ((site.name, ""), (parent, child)):
+        for wider in CALLED_BY.get((part, site.slot), ()):
+            if (name, wider) in suppliers:
+                yield suppliers[name, wider], wider
 
 
 def _named(offer: Offer, kernels: "Kernels") -> bool:

@@ -278,6 +278,7 @@ def test_every_slot_of_every_module_is_a_site() -> None:
         *(("attn.qkv", "attn.qkv", slot) for slot in linear),
         *(("attn.out", "attn.out", slot) for slot in linear),
         ("mlp", "mlp", "MLP.activation"),
+        ("mlp", "mlp", "MLP.core"),
         *(("mlp.up", "mlp.up", slot) for slot in linear),
         *(("mlp.down", "mlp.down", slot) for slot in linear),
         ("dropout", "dropout", "Dropout.rows"),
@@ -507,6 +508,31 @@ def test_a_kernel_may_fill_a_slot_and_the_wider_one_around_it_and_the_default_on
     assert suppliers(select(there, both, chosen("kernels/all"), RUN)) == ["kernels/all"] * 2
     fused = offer("parallel/x", WIDE)
     assert suppliers(select(there, [both[0], fused], chosen("kernels/all"), RUN)) == ["kernels/all", "parallel/x"]
+
+
+@pytest.mark.parametrize("slot", ["up.Linear.gemm", "up.Linear.scatter", "down.Linear.gather", "down.Linear.gemm"])
+@pytest.mark.parametrize("put", [wrap, offer], ids=["wrap", "supplier"])
+def test_what_is_put_into_a_part_of_a_module_is_not_lost_in_the_slot_around_it(
+    put: Callable[..., Any], slot: str
+) -> None:
+    part, _, slot = slot.partition(".")
+    there, fused = (
+        [site("MLP.core", "blocks.0.mlp"), site(slot, f"blocks.0.mlp.{part}")],
+        offer("kernels/f", "MLP.core"),
+    )
+    message = rf"kernels/f fills MLP\.core of .*, and would not call what parallel/x puts into {slot}; set kernels\.mlp"
+    with pytest.raises(UsageError, match=message):
+        select(there, [put("parallel/x", slot), fused], chosen(mlp="kernels/f"), RUN)
+
+
+@pytest.mark.parametrize(
+    "at", ["mlp.up Linear.gather", "mlp.down Linear.scatter", "attn.up Linear.gemm", "up Linear.gemm"]
+)
+def test_a_wider_slot_leaves_what_is_around_it_and_what_is_elsewhere(at: str) -> None:
+    name, _, slot = at.partition(" ")
+    there, fused = [site("MLP.core", "blocks.0.mlp"), site(slot, f"blocks.0.{name}")], offer("kernels/f", "MLP.core")
+    selection = select(there, [offer("parallel/x", slot), fused], chosen(mlp="kernels/f"), RUN)
+    assert suppliers(selection) == ["kernels/f", "parallel/x"]
 
 
 # Slots: applying.

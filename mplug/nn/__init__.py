@@ -7,9 +7,9 @@ composition in plain torch until the host puts a plugin's supplier there. Strate
 from mplug.nn.attention import Attention, DotProductAttention
 from mplug.nn.embedding import Embedding
 from mplug.nn.experts import Experts, Route, within_capacity
-from mplug.nn.grouped import Weights, grouped_linear
+from mplug.nn.grouped import grouped_linear
 from mplug.nn.head import Head
-from mplug.nn.linear import Gemm, Linear
+from mplug.nn.linear import Gemm, Linear, weight_gradient
 from mplug.nn.loss import Loss
 from mplug.nn.mlp import MLP, Activation
 from mplug.nn.moe import MixtureOfExperts
@@ -17,7 +17,7 @@ from mplug.nn.norm import Norm
 from mplug.nn.operator import fake, operator
 from mplug.nn.random import Dropout, Jitter
 from mplug.nn.router import Choice, Router
-from mplug.nn.sink import add_product, add_rows, zero_if_stale
+from mplug.nn.sink import Weights, add_product, add_rows, zero_if_stale
 from mplug.nn.statistics import add_auxiliary, count
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "fake",
     "grouped_linear",
     "operator",
+    "weight_gradient",
     "within_capacity",
     "zero_if_stale",
 ]

@@ -11,8 +11,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from mplug.nn.grouped import Weights, grouped_linear
+from mplug.nn.grouped import grouped_linear
 from mplug.nn.mlp import Activation, Kind
+from mplug.nn.sink import Weights
 
 Route = tuple[Tensor, ...]
 """What whoever has dispatched rows wants to know when it combines them."""

@@ -5,30 +5,14 @@ after those of the last group are padding: what comes out for them is anything a
 """
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from mplug.nn.operator import fake, operator
-from mplug.nn.sink import add_product
-
-
-class Weights(NamedTuple):
-    """The matrices of this rank's groups, `values` [e, O, I], and the gradient sink that they have while training.
-
-    `main_grad` [e, O, I] (fp32) and `stale` are the sink's; both are None where autograd keeps the gradient.
-    """
-
-    values: Tensor
-    main_grad: Tensor | None
-    stale: Tensor | None
-
-    @classmethod
-    def of(cls, parameter: nn.Parameter) -> "Weights":
-        """A parameter and its sink."""
-        return cls(parameter, getattr(parameter, "main_grad", None), getattr(parameter, "main_grad_stale", None))
+from mplug.nn.sink import Weights, add_product
 
 
 def grouped_linear(rows: Tensor, counts: Tensor, weights: Weights) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mplug.nn.sink import add_product, zero_if_stale
+from mplug.nn.sink import Weights, add_product, zero_if_stale
 
 
 def _forward(x: Tensor, weight: Tensor) -> Tensor:
@@ -53,32 +53,39 @@ class _Product(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, main_grad, stale, gemm):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(x, weight)
+    def forward(ctx, x, value, main_grad, stale, gemm):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x, value)
         ctx.main_grad, ctx.stale, ctx.gemm = main_grad, stale, gemm
-        return gemm.forward(x, weight)
+        return gemm.forward(x, value)
 
     @staticmethod
     def backward(ctx, grad_y):  # type: ignore[no-untyped-def]
-        x, weight = ctx.saved_tensors
-        grad_x = ctx.gemm.dgrad(grad_y, weight) if ctx.needs_input_grad[0] else None
-        grad_weight = _wgrad_of(ctx.gemm, grad_y, x, ctx.main_grad, ctx.stale) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight, None, None, None
+        x, value = ctx.saved_tensors
+        grad_x = ctx.gemm.dgrad(grad_y, value) if ctx.needs_input_grad[0] else None
+        weight = Weights(value, ctx.main_grad, ctx.stale)
+        return (
+            grad_x,
+            weight_gradient(grad_y, x, weight, ctx.gemm) if ctx.needs_input_grad[1] else None,
+            None,
+            None,
+            None,
+        )
 
 
-def _wgrad_of(gemm: Gemm, grad_y: Tensor, x: Tensor, main_grad: Tensor | None, stale: Tensor | None) -> Tensor | None:
-    if main_grad is None or stale is None:
-        return gemm.wgrad(grad_y, x, main_grad)
+def weight_gradient(grad_y: Tensor, x: Tensor, weight: Weights, gemm: Gemm = PLAIN) -> Tensor | None:
+    """grad_yᵀ x [O, I] of grad_y [..., O] and x [..., I]: added to the weight's sink, or returned where it has none."""
+    if weight.main_grad is None or weight.stale is None:
+        return gemm.wgrad(grad_y, x, weight.main_grad)
     if gemm.wgrad is _wgrad:
-        add_product(main_grad, stale, _rows(grad_y).t(), _rows(x))
+        add_product(weight.main_grad, weight.stale, _rows(grad_y).t(), _rows(x))
         return None
-    zero_if_stale(main_grad, stale)
-    return gemm.wgrad(grad_y, x, main_grad)
+    zero_if_stale(weight.main_grad, weight.stale)
+    return gemm.wgrad(grad_y, x, weight.main_grad)
 
 
-def multiply(x: Tensor, weight: Tensor, main_grad: Tensor | None, stale: Tensor | None, gemm: Gemm) -> Tensor:
-    """x [..., I], weight [O, I] and, if there is one, its sink's -> x weightᵀ [..., O], by the products of `gemm`."""
-    y: Tensor = _Product.apply(x, weight, main_grad, stale, gemm)  # type: ignore[no-untyped-call]
+def multiply(x: Tensor, weight: Weights, gemm: Gemm) -> Tensor:
+    """x [..., I] -> x weightᵀ [..., O], by the products of `gemm`; the weight's gradient goes to its sink."""
+    y: Tensor = _Product.apply(x, *weight, gemm)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -107,8 +114,7 @@ class Linear(nn.Module):
 
     def product(self, x: Tensor) -> Tensor:
         """x [..., in] -> x Wᵀ [..., out], without the bias (for those who fuse it)."""
-        main_grad, stale = getattr(self.weight, "main_grad", None), getattr(self.weight, "main_grad_stale", None)
-        return self.scatter(multiply(self.gather(x), self.weight, main_grad, stale, self.gemm))
+        return self.scatter(multiply(self.gather(x), Weights.of(self.weight), self.gemm))
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""

@@ -1,11 +1,13 @@
 """The feed-forward part of a transformer block."""
 
+from collections.abc import Callable
 from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mplug.nn.linear import Linear
+from mplug.nn.linear import Linear, multiply
+from mplug.nn.sink import Weights
 
 Kind = Literal["gelu", "gelu_tanh", "swiglu"]
 
@@ -36,6 +38,18 @@ class Activation(nn.Module):
         return self.activation(x, bias, self.kind)
 
 
+def core(
+    x: Tensor, up: Weights, bias: Tensor | None, down: Weights, kind: Kind, composed: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """The default of the slot `MLP.core`: act(x upᵀ + bias) downᵀ, [..., D] -> [..., D].
+
+    up [F, D] (swiglu: [2F, D], gate first), bias [F], down [D, F] are this rank's, x is what `Linear.gather` made of
+    the block's, and `Linear.scatter` gets what comes out. `composed`, of x, is all that by the narrower slots; a
+    supplier that fuses the products with the activation between them need not call it.
+    """
+    return composed(x)
+
+
 class MLP(Activation):
     """Up, activation, down.
 
@@ -43,12 +57,22 @@ class MLP(Activation):
     gate and up are one fused matrix.
     """
 
+    SLOTS = (*Activation.SLOTS, "MLP.core")
+
     def __init__(self, dim: int, ffn_dim: int, kind: Kind, bias: bool) -> None:
         super().__init__(kind)
         self.up = Linear(dim, ffn_dim * (2 if kind == "swiglu" else 1), bias)
         self.down = Linear(ffn_dim, dim, bias)
+        self.core = core
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, D] -> [B, S, D]."""
-        y: Tensor = self.down(self.activate(self.up.product(x), self.up.bias))
-        return y
+        up, down = self.up, self.down
+        weights = Weights.of(up.weight), up.bias, Weights.of(down.weight)
+        y = down.scatter(self.core(up.gather(x), *weights, self.kind, self._composed))
+        return y if down.bias is None else y + down.bias
+
+    def _composed(self, x: Tensor) -> Tensor:
+        up, down = self.up, self.down
+        h = self.activate(up.scatter(multiply(x, Weights.of(up.weight), up.gemm)), up.bias)
+        return multiply(down.gather(h), Weights.of(down.weight), down.gemm)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from mplug.nn.linear import Gemm, multiply
 from mplug.nn.random import Jitter
-from mplug.nn.sink import add_product
+from mplug.nn.sink import Weights, add_product
 from mplug.nn.statistics import add_auxiliary, count
 
 Score = Literal["softmax", "sigmoid"]
@@ -151,8 +151,7 @@ class Router(nn.Module):
     def forward(self, x: Tensor, positions: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         """x [B, S, D], positions [1 or B, S], the samples' keys [B] -> chosen [B, S, k] int64, gates [B, S, k] fp32."""
         x = self.jitter(x, keys, positions)
-        main_grad, stale = getattr(self.weight, "main_grad", None), getattr(self.weight, "main_grad_stale", None)
-        logits = multiply(x, self.weight, main_grad, stale, WIDE)  # [B, S, E]
+        logits = multiply(x, Weights.of(self.weight), WIDE)  # [B, S, E]
         scores = self.choice.scores(logits)
         judged = scores.detach() if self.bias is None else scores.detach() + self.bias
         chosen = self.choice.chosen(judged)

@@ -4,10 +4,28 @@
 it, and makes `stale` false.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from mplug.nn.operator import operator
+
+
+class Weights(NamedTuple):
+    """A weight [O, I], or the matrices of this rank's experts [e, O, I], and the gradient sink it has while training.
+
+    `main_grad`, of the shape of `values`, and `stale` are the sink's; both are None where autograd keeps the gradient.
+    """
+
+    values: Tensor
+    main_grad: Tensor | None = None
+    stale: Tensor | None = None
+
+    @classmethod
+    def of(cls, parameter: Tensor) -> "Weights":
+        """A parameter and its sink."""
+        return cls(parameter, getattr(parameter, "main_grad", None), getattr(parameter, "main_grad_stale", None))
 
 
 @operator("mplug::zero_if_stale", mutates_args=("total", "stale"))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from mplug.nn import MLP, Attention, Choice, Dropout, Embedding, Experts, Linear, Loss, Norm, Router, Weights
 from mplug.nn.attention import prepare_qk
+from mplug.nn.linear import PLAIN, multiply
 from mplug.nn.loss import IGNORED
 from mplug.nn.mlp import Kind as Activation
 from mplug.nn.mlp import activation
@@ -65,6 +66,7 @@ def _all() -> Iterator[Case]:
     yield from _linears()
     yield from _norms()
     yield from _activations()
+    yield from _mlps()
     yield from _lookups()
     yield from _rows()
     yield from _losses()
@@ -325,6 +327,38 @@ def _activation(name: str, kind: Activation, rows: tuple[int, ...], f: int, bias
         return lambda: {"output": activate(x["x"], bias, kind)}
 
     return Case(("MLP.activation",), name, MLP(16, f, kind, bias), inputs, bind)
+
+
+def _mlps() -> Iterator[Case]:
+    for kind in get_args(Activation):
+        yield _mlp(kind, kind, (2, 16), 32, 64)
+        yield _mlp(f"{kind} with a bias", kind, (2, 16), 32, 64, bias=True)
+    yield _mlp("several tiles", "gelu", (2, 131), 192, 320)
+    yield _mlp("odd widths", "gelu", (2, 7), 19, 33)
+    yield _mlp("batch 1 and length 1", "gelu", (1, 1), 32, 64)
+    yield _mlp("a gradient sink that holds something", "gelu", (2, 16), 32, 64, sink=True)
+
+
+def _mlp(
+    name: str, kind: Activation, rows: tuple[int, ...], d: int, f: int, bias: bool = False, sink: bool = False
+) -> Case:
+    wide, drawn = f * (2 if kind == "swiglu" else 1), _Drawn(d + f)
+    inputs = {"x": drawn.normal(*rows, d), "up": d**-0.5 * drawn.normal(wide, d), "down": drawn.normal(d, f)}
+    if bias:
+        inputs["bias"] = drawn.normal(wide)
+    if sink:
+        inputs[SINK] = drawn.normal(wide, d)
+
+    def bind(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:
+        stale = torch.zeros((), dtype=torch.bool, device="cpu") if sink else None
+        up, bias, down = Weights(x["up"], x.get(SINK), stale), x.get("bias"), Weights(x["down"])
+
+        def composed(x: Tensor) -> Tensor:
+            return multiply(activation(multiply(x, up, PLAIN), bias, kind), down, PLAIN)
+
+        return lambda: {"output": suppliers["MLP.core"](x["x"], up, bias, down, kind, composed)}
+
+    return Case(("MLP.core",), name, MLP(d, f, kind, bias), inputs, bind)
 
 
 # Embedding, dropout, loss.

@@ -1,0 +1,48 @@
+"""The MLP with its activation inside of the matrix products, by QuACK: kernels for Hopper in CuTe DSL."""
+
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ConfigDict
+
+from mplug import Offer, Site, hookimpl
+
+if TYPE_CHECKING:
+    from mplug import Run
+
+
+class Quack:
+    """GELU within the products of an MLP, in bf16 on Hopper GPUs."""
+
+    class Config(BaseModel):
+        """It has nothing to set."""
+
+        model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @hookimpl
+    def offer(self) -> list[Offer]:
+        """The MLP between its collectives."""
+        from mplug_quack.mlp import core
+
+        return [Offer({"MLP.core": core}, supports)]
+
+
+def supports(site: Site, run: "Run") -> bool | str:
+    """GELU, exact or by tanh, in bf16 on a Hopper GPU, where QuACK is installed."""
+    from mplug_quack.mlp import ALIGNED, KINDS
+    from mplug_quack.needs import missing
+
+    if site.needs:
+        return site.not_offered
+    if site.module.kind not in KINDS:
+        return f"it computes {' and '.join(KINDS)}, and this site's activation is {site.module.kind}"
+    if run.device != "cuda":
+        return "it needs a Hopper GPU, and this run is on the CPU"
+    if run.config.trainer.precision != "bf16":
+        return f"it computes in bf16, and trainer.precision is {run.config.trainer.precision}"
+    widths = tuple(site.module.up.weight.shape)
+    if any(width % ALIGNED for width in widths):
+        return f"it takes widths that are multiples of {ALIGNED}, and this MLP's are {widths[1]} and {widths[0]}"
+    return missing() or True

@@ -1,0 +1,96 @@
+"""What is done to a product's tile before it leaves the registers, in QuACK's terms.
+
+In fp32: `acc` is the product, `c` what is read beside it; "D" is written in the product's place and "y" besides. These
+functions are traced into the kernel: they are plain arithmetic on one number.
+
+GELU(x) = x Phi(x), by the tail of the normal distribution beyond |x|, for which `NORMAL_TAIL` has a polynomial: one
+exponential is the only transcendental function, forward and backward, because the derivative is that of the polynomial.
+"""
+
+from typing import Any
+
+from cutlass import cute
+from quack.activation import dgelu_tanh_approx, gelu_tanh_approx
+from quack.epilogue import gemm_epilogue
+from quack.epilogue.ops import RowVecLoad
+
+from mplug_quack.tail import SLOPE, TAIL
+
+HUGE = 1e30
+"""Times any x that counts, further from 0 than a slope."""
+
+
+def polynomial(coefficients: tuple[float, ...], x: Any) -> Any:
+    """Its value at x; of the lowest power first."""
+    value = coefficients[-1]
+    for coefficient in coefficients[-2::-1]:
+        value = x * value + coefficient
+    return value
+
+
+def tail(x: Any) -> Any:
+    """The probability of more than |x|."""
+    return cute.math.exp2(polynomial(TAIL, abs(x)), fastmath=True)
+
+
+def gelu(x: Any) -> Any:
+    """x Phi(x): x less |x| times the tail where x > 0, and minus that elsewhere."""
+    return cute.arch.fmax(x, 0.0) - abs(x) * tail(x)
+
+
+def gelu_gradient(x: Any, grad_y: Any) -> tuple[Any, Any]:
+    """(grad_y times the slope at x, GELU(x)). The slope is h left of 0 and 1 - h right of it."""
+    beyond = tail(x)
+    from_half = 0.5 - beyond * polynomial(SLOPE, abs(x))  # 0.5 - h, never below 0
+    slope = cute.arch.fmin(from_half, x * HUGE, abs=True) + 0.5  # `abs`: the smaller size, with x's sign
+    return grad_y * slope, cute.arch.fmax(x, 0.0) - abs(x) * beyond
+
+
+@gemm_epilogue(outputs=("y",))
+def up_gelu(acc):  # type: ignore[no-untyped-def]
+    """The product, and its GELU."""
+    return {"D": acc, "y": gelu(acc)}
+
+
+@gemm_epilogue(outputs=("y",), ops={"bias": RowVecLoad("bias")})
+def up_gelu_bias(acc, bias):  # type: ignore[no-untyped-def]
+    """The product with a bias, and the GELU of that."""
+    x = acc + bias
+    return {"D": x, "y": gelu(x)}
+
+
+@gemm_epilogue(outputs=("y",))
+def down_gelu(acc, c):  # type: ignore[no-untyped-def]
+    """From the gradient of y and c, which y is the GELU of: the gradient of c, and y again."""
+    grad, y = gelu_gradient(c, acc)
+    return {"D": grad, "y": y}
+
+
+@gemm_epilogue(outputs=("y",))
+def up_gelu_tanh(acc):  # type: ignore[no-untyped-def]
+    """As `up_gelu`."""
+    return {"D": acc, "y": gelu_tanh_approx(acc)}
+
+
+@gemm_epilogue(outputs=("y",), ops={"bias": RowVecLoad("bias")})
+def up_gelu_tanh_bias(acc, bias):  # type: ignore[no-untyped-def]
+    """As `up_gelu_bias`."""
+    x = acc + bias
+    return {"D": x, "y": gelu_tanh_approx(x)}
+
+
+@gemm_epilogue(outputs=("y",))
+def down_gelu_tanh(acc, c):  # type: ignore[no-untyped-def]
+    """As `down_gelu`."""
+    grad, y = dgelu_tanh_approx(c, acc)
+    return {"D": grad, "y": y}
+
+
+UP = {
+    ("gelu", False): up_gelu,
+    ("gelu", True): up_gelu_bias,
+    ("gelu_tanh", False): up_gelu_tanh,
+    ("gelu_tanh", True): up_gelu_tanh_bias,
+}
+"""By the activation, and whether there is a bias."""
+DOWN = {"gelu": down_gelu, "gelu_tanh": down_gelu_tanh}

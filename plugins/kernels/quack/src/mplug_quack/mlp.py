@@ -1,0 +1,98 @@
+"""The supplier of `MLP.core`. T tokens, D embed, F mlp."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mplug.nn import Weights, fake, operator, weight_gradient
+
+KINDS = ("gelu", "gelu_tanh")
+ALIGNED = 8
+"""Numbers of 16 bytes, in which rows are read."""
+
+
+def core(
+    x: Tensor, up: Weights, bias: Tensor | None, down: Weights, kind: str, composed: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """act(x upᵀ + bias) downᵀ, [..., D] -> [..., D]; up [F, D], bias [F], down [D, F].
+
+    Where a rank has a part of the MLP whose width is no multiple of ALIGNED, by the narrower slots.
+    """
+    if up.values.shape[0] % ALIGNED:
+        return composed(x)
+    y: Tensor = _MLP.apply(x, bias, kind, *up, *down)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _MLP(torch.autograd.Function):
+    """h = x upᵀ + bias, a = act(h), y = a downᵀ. Kept are x and h.
+
+    Backward: grad_h = act'(h) (grad_y down) and a again in one kernel; then the weights' gradients, into their sinks,
+    and grad_x = grad_h up.
+    """
+
+    @staticmethod
+    def forward(ctx, x, bias, kind, *weights):  # type: ignore[no-untyped-def]
+        up, down = Weights(*weights[:3]), Weights(*weights[3:])
+        h, a = activated(x.flatten(0, -2), up.values, bias, kind)
+        ctx.save_for_backward(x, h, up.values, down.values)
+        ctx.kind, ctx.bias, ctx.sinks = kind, None if bias is None else bias.dtype, (up[1:], down[1:])
+        return (a @ down.values.t()).view(x.shape)
+
+    @staticmethod
+    def backward(ctx, grad_y):  # type: ignore[no-untyped-def]
+        x, h, *values = ctx.saved_tensors
+        up, down = (Weights(one, *sink) for one, sink in zip(values, ctx.sinks, strict=True))
+        grad_y = grad_y.flatten(0, -2)
+        grad_h, a = gradient(grad_y, down.values, h, ctx.kind)
+        grad_down = weight_gradient(grad_y, a, down)
+        grad_up = weight_gradient(grad_h, x, up)
+        grad_x = (grad_h @ up.values).view(x.shape) if ctx.needs_input_grad[0] else None
+        grad_bias = None if ctx.bias is None else grad_h.sum(0, dtype=torch.float32).to(ctx.bias)
+        return grad_x, grad_bias, None, grad_up, None, None, grad_down, None, None
+
+
+# The operators, opaque to a compiler: QuACK is imported where they run, not where they are declared.
+
+
+@operator("mplug_quack::activated")
+def activated(x: Tensor, up: Tensor, bias: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
+    """x [T, D], up [F, D], bias [F] -> h = x upᵀ + bias and act(h), both [T, F]."""
+    from mplug_quack.epilogues import UP
+
+    h, a = _like(x, up.shape[0])
+    beside = {} if bias is None else {"bias": bias[None]}
+    UP[kind, bias is not None](_rows(x), _rows(up).t(), out={"D": h, "y": a}, tuned=False, **beside)
+    return h, a
+
+
+@fake("mplug_quack::activated")
+def _(x: Tensor, up: Tensor, bias: Any, kind: str) -> tuple[Tensor, Tensor]:
+    return _like(x, up.shape[0])
+
+
+@operator("mplug_quack::gradient")
+def gradient(grad_y: Tensor, down: Tensor, h: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """grad_y [T, D], down [D, F], h [T, F] -> the gradient of h, and act(h), both [T, F]."""
+    from mplug_quack.epilogues import DOWN
+
+    grad_h, a = _like(grad_y, down.shape[1])
+    DOWN[kind](_rows(grad_y), _rows(down), _rows(h), out={"D": grad_h, "y": a}, tuned=False)
+    return grad_h, a
+
+
+@fake("mplug_quack::gradient")
+def _(grad_y: Tensor, down: Tensor, h: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    return _like(grad_y, down.shape[1])
+
+
+def _like(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    return x.new_empty(len(x), width), x.new_empty(len(x), width)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """The tensor with each row in one piece of memory that begins at a multiple of 16 bytes."""
+    plain = x.stride(1) == 1 and x.stride(0) % ALIGNED == 0 and x.data_ptr() % 16 == 0
+    return x if plain else x.clone(memory_format=torch.contiguous_format)

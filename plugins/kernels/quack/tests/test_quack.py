@@ -1,0 +1,243 @@
+"""QuACK: what it claims, and what is done with its kernels. Their numbers are a GPU's to show.
+
+On a CPU stand-ins in plain torch take the kernels' place. T tokens, D embed, F mlp.
+"""
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import mplug_quack.needs
+import pytest
+import torch
+from mplug_quack import supports
+from mplug_quack.mlp import ALIGNED, KINDS, core
+from mplug_quack.needs import missing
+from torch import Tensor
+from torch.nn import functional as F
+
+from mplug import Site
+from mplug.build import build_model
+from mplug.errors import UsageError
+from mplug.nn import MLP, Weights
+from mplug.nn.linear import PLAIN, multiply
+from mplug.nn.mlp import activation
+from mplug.testing import KernelSuite
+from mplug.testing.harness import tiny_run
+from mplug.testing.kernel_cases import Case, cases
+from mplug.testing.trials import Trial
+
+on_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here"),
+    pytest.mark.filterwarnings("ignore"),  # those of QuACK and of torch's tracer are not the supplier's
+]
+
+
+class TestQuack(KernelSuite):
+    plugin = "quack"
+    dtypes = ("bf16",)
+    settings = {"trainer.device": "cuda"}
+    pytestmark = on_gpu
+
+
+# What it claims.
+
+
+def site(kind: str = "gelu", d: int = 32, f: int = 128, bias: bool = False, *needs: str) -> Site:
+    with torch.device("meta"):
+        return Site("blocks.*.mlp", "MLP.core", MLP(d, f, kind, bias), "blocks.0.mlp", frozenset(needs))  # type: ignore[arg-type]
+
+
+def run(device: str = "cuda", precision: str = "bf16") -> Any:
+    return SimpleNamespace(device=device, config=SimpleNamespace(trainer=SimpleNamespace(precision=precision)))
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Makes the machine one with, or without, QuACK, and such a GPU."""
+
+    def become(installed: bool = True, capability: tuple[int, int] = (9, 0), broken: str = "") -> None:
+        def version(name: str) -> str:
+            if not installed:
+                raise mplug_quack.needs.PackageNotFoundError(name)
+            return "0.6.5"
+
+        def import_module(name: str) -> None:
+            if broken:
+                raise ImportError(broken)
+
+        missing.cache_clear()
+        monkeypatch.setattr(mplug_quack.needs, "version", version)
+        monkeypatch.setattr(mplug_quack.needs, "import_module", import_module)
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
+
+    yield become
+    missing.cache_clear()
+
+
+def test_it_serves_gelu_in_bf16_on_hopper_with_a_bias_and_without(machine: Callable[..., None]) -> None:
+    machine()
+    assert [supports(site(kind, bias=bias), run()) for kind in KINDS for bias in (False, True)] == [True] * 4
+
+
+@pytest.mark.parametrize(
+    ("at", "during", "words"),
+    [
+        (site("swiglu"), run(), "it computes gelu and gelu_tanh, and this site's activation is swiglu"),
+        (site(), run("cpu"), "it needs a Hopper GPU, and this run is on the CPU"),
+        (site(), run(precision="fp32"), "it computes in bf16, and trainer.precision is fp32"),
+        (site(d=36), run(), f"multiples of {ALIGNED}, and this MLP's are 36 and 128"),
+        (site(f=100), run(), f"multiples of {ALIGNED}, and this MLP's are 32 and 100"),
+        (site("gelu", 32, 128, False, "ringo"), run(), "it does not offer ringo"),
+    ],
+)
+def test_what_it_cannot_serve_is_refused_with_the_reason(
+    machine: Callable[..., None], at: Site, during: Any, words: str
+) -> None:
+    machine()
+    assert words in str(supports(at, during))
+
+
+def test_what_a_machine_lacks_is_said(machine: Callable[..., None]) -> None:
+    machine(installed=False)
+    assert supports(site(), run()) == "QuACK is not installed; install 'mplug-quack[quack]'"
+    machine(capability=(8, 0))
+    assert supports(site(), run()) == "it is for compute capability 9.0, and this GPU has 8.0"
+    machine(broken="no cutlass\nat all")
+    assert supports(site(), run()) == "QuACK is installed and cannot be used: no cutlass"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it is for machines that cannot run it")
+def test_a_run_that_names_it_without_a_gpu_is_refused_with_the_reason() -> None:
+    with pytest.raises(UsageError, match=r"kernels/quack cannot serve MLP\.core of 'blocks\.\*\.mlp': it needs a Hop"):
+        build_model(tiny_run({"kernels.mlp": "quack"}))
+
+
+# What is done with the kernels.
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    return a.float() @ b.float()
+
+
+def up(kind: str) -> Callable[..., None]:
+    def write(x: Tensor, weight: Tensor, out: dict[str, Tensor], tuned: bool, bias: Tensor | None = None) -> None:
+        h = product(x, weight) if bias is None else product(x, weight) + bias.float()
+        out["D"].copy_(h)
+        out["y"].copy_(activation(h, None, kind))  # type: ignore[arg-type]
+
+    return write
+
+
+def down(kind: str) -> Callable[..., None]:
+    def write(grad_y: Tensor, weight: Tensor, h: Tensor, out: dict[str, Tensor], tuned: bool) -> None:
+        with torch.enable_grad():
+            leaf = h.float().detach().requires_grad_()
+            y = activation(leaf, None, kind)  # type: ignore[arg-type]
+            (grad,) = torch.autograd.grad(y, leaf, product(grad_y, weight))
+        out["D"].copy_(grad)
+        out["y"].copy_(y.detach())
+
+    return write
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels' module, in plain torch."""
+    module = ModuleType("mplug_quack.epilogues")
+    module.UP = {(kind, bias): up(kind) for kind in KINDS for bias in (False, True)}  # type: ignore[attr-defined]
+    module.DOWN = {kind: down(kind) for kind in KINDS}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mplug_quack.epilogues", module)
+
+
+def served() -> list[Case]:
+    """The cases of the slot that it says it can serve, on a machine that can run it."""
+    found = [case for case in cases() if case.slots == ("MLP.core",)]
+    return [
+        one
+        for one in found
+        if one.module.kind in KINDS and not any(width % ALIGNED for width in one.module.up.weight.shape)
+    ]
+
+
+@pytest.mark.parametrize("case", served(), ids=lambda case: case.name)
+@pytest.mark.usefixtures("stand_ins")
+def test_values_gradients_and_sinks_are_those_of_plain_torch(case: Case) -> None:
+    trial = Trial(case, {"MLP.core": core}, torch.bfloat16, "cpu", case.name)
+    assert trial.values_fault(4.0) == ""
+    assert trial.strided_fault(4.0) == ""
+    assert trial.in_place_fault() == ""
+    assert trial.repeated_fault() == ""
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_it_traces_into_one_graph() -> None:
+    for case in served()[:3]:
+        assert Trial(case, {"MLP.core": core}, torch.bfloat16, "cpu", case.name).compiled_fault(4.0) == ""
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).bfloat16()
+
+
+def unused(x: Tensor) -> Tensor:
+    raise AssertionError("the narrower slots are called")
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_a_part_of_an_mlp_of_an_odd_width_goes_by_the_narrower_slots() -> None:
+    x, wide, narrow = drawn(2, 5, 32), 64, 12
+
+    def weights(width: int) -> tuple[Weights, None, Weights]:
+        return Weights(drawn(width, 32)), None, Weights(drawn(32, width))
+
+    assert core(x, *weights(wide), "gelu", unused).shape == x.shape
+    up, _, down = weights(narrow)
+
+    def composed(x: Tensor) -> Tensor:
+        return multiply(F.gelu(multiply(x, up, PLAIN)), down, PLAIN)
+
+    assert torch.equal(core(x, up, None, down, "gelu", composed), composed(x))
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_backward_keeps_the_input_and_what_the_activation_was_of_and_nothing_else() -> None:
+    x, up, down = (drawn(*shape).requires_grad_() for shape in ((3, 32), (64, 32), (32, 64)))
+    kept: list[tuple[int, ...]] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        core(x, Weights(up), None, Weights(down), "gelu", unused)
+    assert sorted(kept) == [(3, 32), (3, 64), (32, 64), (64, 32)]
+
+
+def test_neither_importing_it_nor_asking_it_imports_quack() -> None:
+    code = (
+        "import sys; sys.modules['quack'] = sys.modules['cutlass'] = None; "
+        "from mplug_quack import Quack; Quack(Quack.Config()).offer()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# The tail of the normal distribution.
+
+
+def test_gelu_and_its_slope_by_the_polynomial_are_right_to_1e5() -> None:
+    from mplug_quack.tail import SLOPE, TAIL
+
+    x = torch.linspace(-30, 30, 60001, dtype=torch.float64)
+    a = x.abs()
+    beyond = torch.exp2(sum(c * a**power for power, c in enumerate(TAIL)))
+    h = beyond * sum(c * a**power for power, c in enumerate(SLOPE))
+    leaf = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(F.gelu(leaf).sum(), leaf)
+    assert torch.allclose(x.clamp(min=0) - a * beyond, F.gelu(x), rtol=0, atol=1e-6)
+    assert torch.allclose(torch.where(x < 0, h, 1 - h), slope, rtol=0, atol=3e-6)
+    assert math.isclose(SLOPE[0], 1.0)

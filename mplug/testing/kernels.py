@@ -8,7 +8,7 @@ A kernel's author subclasses it in a test module:
         plugin = "ringo"
         settings = {"kernels.ringo.block": 16}
 
-The cases are in `kernel_cases.py`, and what is checked in each of them is in `trials.py`.
+The cases are in `kernel_cases`, and what is checked in each of them is in `trials.py`.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,0 +1,147 @@
+"""Linear layers, norms, and the MLP with its activation. B batch, S sequence, D embed, I in, O out, F mlp, N tokens."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from mplug.nn import MLP, Linear, Norm, Weights
+from mplug.nn.linear import PLAIN, multiply
+from mplug.nn.mlp import Kind as Activation
+from mplug.nn.mlp import activation
+from mplug.nn.norm import Kind
+from mplug.testing.kernel_cases.case import SINK, Case, Drawn, Suppliers, Tensors
+
+
+def dense_cases() -> Iterator[Case]:
+    """Of the slots of `Linear`, `Norm` and `MLP`."""
+    yield from _linears()
+    yield from _norms()
+    yield from _activations()
+    yield from _mlps()
+
+
+def _linears() -> Iterator[Case]:
+    yield _linear("activations [B, S, I]", (2, 16), 32, 48)
+    yield _linear("rows [N, I]", (24,), 32, 48)
+    yield _linear("batch 1 and length 1", (1, 1), 32, 48)
+    yield _linear("odd widths", (2, 7), 19, 23)
+    yield _linear("a gradient sink that holds something", (2, 16), 32, 48, sink=True)
+
+
+def _linear(name: str, rows: tuple[int, ...], i: int, o: int, sink: bool = False) -> Case:
+    drawn = Drawn(i + o)
+    inputs = {"x": drawn.normal(*rows, i), "weight": drawn.normal(o, i)}
+    if sink:
+        inputs[SINK] = drawn.normal(o, i)
+
+    def bind(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:
+        linear = with_weight(i, o, x["weight"], x.get(SINK))
+        linear.gemm, linear.gather = suppliers["Linear.gemm"], suppliers["Linear.gather"]
+        linear.scatter = suppliers["Linear.scatter"]
+        return lambda: {"output": linear.product(x["x"])}
+
+    return Case(("Linear.gemm", "Linear.gather", "Linear.scatter"), name, Linear(i, o, bias=False), inputs, bind)
+
+
+def with_weight(i: int, o: int, weight: Tensor, sink: Tensor | None = None) -> Any:
+    """A linear layer with a tensor in its weight's place, whose gradient goes to a sink if there is one."""
+    linear = Linear(i, o, bias=False)
+    del linear.weight
+    linear.weight = weight  # type: ignore[assignment]
+    if sink is not None:
+        weight.main_grad = sink  # type: ignore[attr-defined]
+    return linear
+
+
+def _norms() -> Iterator[Case]:
+    for kind in get_args(Kind):
+        yield _norm(kind, kind, 24)
+        yield _norm(f"{kind} with a residual", kind, 24, residual=True)
+        yield _norm(f"{kind} with a bias", kind, 24, bias=True)
+        yield _norm(f"{kind} with a residual and a bias", kind, 24, residual=True, bias=True)
+        yield _norm(f"{kind} of an odd width", kind, 33, residual=True)
+        yield _norm(f"{kind} with an eps that counts", kind, 24, eps=1.0)
+        yield _norm(f"{kind} of batch 1 and length 1", kind, 24, rows=(1, 1), residual=True)
+
+
+def _norm(
+    name: str,
+    kind: Kind,
+    d: int,
+    rows: tuple[int, ...] = (2, 16),
+    residual: bool = False,
+    bias: bool = False,
+    eps: float = 1e-5,
+) -> Case:
+    drawn = Drawn(d)
+    inputs = {"x": 0.5 + drawn.normal(*rows, d), "weight": 1 + 0.2 * drawn.normal(d)}
+    if residual:
+        inputs["residual"] = drawn.normal(*rows, d)
+    if bias:
+        inputs["bias"] = drawn.normal(d)
+
+    def bind(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:
+        norm, residual, bias = suppliers["Norm.norm_residual"], x.get("residual"), x.get("bias")
+
+        def call() -> dict[str, Tensor]:
+            normed, summed = norm(x["x"], residual, x["weight"], bias, eps, kind)
+            return {"normed sum": normed, "sum": summed}
+
+        return call
+
+    return Case(("Norm.norm_residual",), name, Norm(d, kind, eps, bias), inputs, bind)
+
+
+def _activations() -> Iterator[Case]:
+    for kind in get_args(Activation):
+        yield _activation(kind, kind, (2, 16), 24)
+        yield _activation(f"{kind} with a bias", kind, (2, 16), 24, bias=True)
+        yield _activation(f"{kind} of an odd width", kind, (2, 7), 33, bias=True)
+        yield _activation(f"{kind} of batch 1 and length 1", kind, (1, 1), 24)
+
+
+def _activation(name: str, kind: Activation, rows: tuple[int, ...], f: int, bias: bool = False) -> Case:
+    width, drawn = f * (2 if kind == "swiglu" else 1), Drawn(f)
+    inputs = {"x": 2 * drawn.normal(*rows, width)}
+    if bias:
+        inputs["bias"] = drawn.normal(width)
+
+    def bind(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:
+        activate, bias = suppliers["MLP.activation"], x.get("bias")
+        return lambda: {"output": activate(x["x"], bias, kind)}
+
+    return Case(("MLP.activation",), name, MLP(16, f, kind, bias), inputs, bind)
+
+
+def _mlps() -> Iterator[Case]:
+    for kind in get_args(Activation):
+        yield _mlp(kind, kind, (2, 16), 32, 64)
+        yield _mlp(f"{kind} with a bias", kind, (2, 16), 32, 64, bias=True)
+    yield _mlp("several tiles", "gelu", (2, 131), 192, 320)
+    yield _mlp("odd widths", "gelu", (2, 7), 19, 33)
+    yield _mlp("batch 1 and length 1", "gelu", (1, 1), 32, 64)
+    yield _mlp("a gradient sink that holds something", "gelu", (2, 16), 32, 64, sink=True)
+
+
+def _mlp(
+    name: str, kind: Activation, rows: tuple[int, ...], d: int, f: int, bias: bool = False, sink: bool = False
+) -> Case:
+    wide, drawn = f * (2 if kind == "swiglu" else 1), Drawn(d + f)
+    inputs = {"x": drawn.normal(*rows, d), "up": d**-0.5 * drawn.normal(wide, d), "down": drawn.normal(d, f)}
+    if bias:
+        inputs["bias"] = drawn.normal(wide)
+    if sink:
+        inputs[SINK] = drawn.normal(wide, d)
+
+    def bind(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:
+        stale = torch.zeros((), dtype=torch.bool, device="cpu") if sink else None
+        up, bias, down = Weights(x["up"], x.get(SINK), stale), x.get("bias"), Weights(x["down"])
+
+        def composed(x: Tensor) -> Tensor:
+            return multiply(activation(multiply(x, up, PLAIN), bias, kind), down, PLAIN)
+
+        return lambda: {"output": suppliers["MLP.core"](x["x"], up, bias, down, kind, composed)}
+
+    return Case(("MLP.core",), name, MLP(d, f, kind, bias), inputs, bind)

@@ -1,6 +1,7 @@
 """Whether layouts on GPUs give the losses of one process on a CPU: to be run before GPU work is called done.
 
     python benchmarks/gpu_smoke.py [--steps 20] [--layouts tp2 pp2 dp2] [--precisions fp32 bf16] [--compile inductor]
+                                   [--set kernels.mlp=quack ...]
 
 Trains the same small model by `mplug train` on the CPU in one process, and on GPUs under each layout, in fp32 and bf16.
 Prints the largest relative difference of the losses and of the gradient norms from the CPU's fp32 run. Exit status 1 if
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 BANDS = {"fp32": 1e-4, "bf16": 1e-2}
@@ -34,13 +36,19 @@ SETTINGS = {
 
 
 def metrics(
-    folder: Path, device: str, precision: str, layout: str, steps: int, compiler: str = "never"
+    folder: Path,
+    device: str,
+    precision: str,
+    layout: str,
+    steps: int,
+    compiler: str = "never",
+    more: Sequence[str] = (),
 ) -> list[dict[str, float]]:
     """A run's line of metrics for each step."""
     name = f"{device}-{precision}-{layout or 'one'}"
     command = [sys.executable, "-m", "mplug", "train", "--name", name, "--precision", precision, "--parallel", layout]
     fields = {**SETTINGS, "trainer.device": device, "trainer.steps": steps, "trainer.compile": compiler}
-    command += [word for field, value in fields.items() for word in ("--set", f"{field}={value}")]
+    command += [word for said in (*(f"{f}={v}" for f, v in fields.items()), *more) for word in ("--set", said)]
     subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
     return [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
 
@@ -57,6 +65,7 @@ def main() -> int:
     parser.add_argument("--layouts", nargs="*", default=["tp2", "pp2", "dp2"])
     parser.add_argument("--precisions", nargs="+", choices=BANDS, default=list(BANDS))
     parser.add_argument("--compile", default="never", help="trainer.compile of the runs on GPUs")
+    parser.add_argument("--set", action="append", default=[], dest="more", help="FIELD=VALUE of the runs on GPUs")
     options = parser.parse_args()
     failed = False
     with tempfile.TemporaryDirectory() as folder:
@@ -68,7 +77,7 @@ def main() -> int:
             band = BANDS[precision]
             for layout in ["", *options.layouts]:
                 began = time.monotonic()
-                found = metrics(Path(folder), "cuda", precision, layout, options.steps, options.compile)
+                found = metrics(Path(folder), "cuda", precision, layout, options.steps, options.compile, options.more)
                 loss, norm = worst(found, reference, "loss"), worst(found, reference, "grad_norm")
                 failed = failed or not loss <= band
                 differs, speed, took = (

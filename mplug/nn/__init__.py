@@ -14,6 +14,7 @@ from mplug.nn.loss import Loss
 from mplug.nn.mlp import MLP, Activation
 from mplug.nn.moe import MixtureOfExperts
 from mplug.nn.norm import Norm
+from mplug.nn.normal import NORMAL_TAIL, NORMAL_TAIL_END, NORMAL_TAIL_SLOPE
 from mplug.nn.operator import fake, operator
 from mplug.nn.random import Dropout, Jitter
 from mplug.nn.router import Choice, Router
@@ -22,6 +23,9 @@ from mplug.nn.statistics import add_auxiliary, count
 
 __all__ = [
     "MLP",
+    "NORMAL_TAIL",
+    "NORMAL_TAIL_END",
+    "NORMAL_TAIL_SLOPE",
     "Activation",
     "Attention",
     "Choice",

@@ -1,4 +1,4 @@
-"""GELU with a polynomial for erf: how far off it is, what a compiler makes of it, and where it is offered."""
+"""GELU from a fitted power of two: how far off it is, what a compiler makes of it, and where it is offered."""
 
 import re
 import warnings
@@ -34,15 +34,15 @@ DEVICES = [
 Activate = Callable[[Tensor], Tensor]
 
 
-def polynomial(x: Tensor) -> Tensor:
+def fitted(x: Tensor) -> Tensor:
     return activation(x, None, "gelu")
 
 
 def as_it_runs_on(device: str) -> Activate:
     """Compiled on a GPU, where a compiler's arithmetic is its own."""
     torch.compiler.reset()
-    compiled: Activate = torch.compile(polynomial, backend="inductor", fullgraph=True, dynamic=False)
-    return compiled if device == "cuda" else polynomial
+    compiled: Activate = torch.compile(fitted, backend="inductor", fullgraph=True, dynamic=False)
+    return compiled if device == "cuda" else fitted
 
 
 def value_and_slope(activate: Activate, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -57,12 +57,13 @@ def value_and_slope(activate: Activate, x: Tensor, dtype: torch.dtype) -> tuple[
 # What it computes.
 
 
-def test_value_and_slope_are_within_6e_7_of_fp64_before_they_are_rounded() -> None:
-    x = torch.linspace(-12, 12, 500_001)
-    ours = value_and_slope(polynomial, x, torch.float32)
+@pytest.mark.parametrize("end", [12.0, 1e4])
+def test_values_are_within_1e_6_of_fp64_and_slopes_within_2_8e_6_before_they_are_rounded(end: float) -> None:
+    x = torch.linspace(-end, end, 1_000_001)
+    ours = value_and_slope(fitted, x, torch.float32)
     exact = value_and_slope(F.gelu, x, torch.float64)
-    errors = [float((found - right).abs().max()) for found, right in zip(ours, exact, strict=True)]
-    assert max(errors) < 6e-7
+    for found, right, allowed in zip(ours, exact, (1e-6, 2.8e-6), strict=True):
+        assert float((found - right).abs().max()) < allowed
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
@@ -76,25 +77,25 @@ def test_in_half_precision_it_is_as_near_to_fp64_as_torchs_own(dtype: torch.dtyp
     plain, exact = (value_and_slope(F.gelu, x, kind) for kind in (dtype, torch.float64))
     for ours, usual, right in zip(found, plain, exact, strict=True):
         error, allowed = (float((one - right).norm() / right.norm()) for one in (ours, usual))
-        assert error <= 1.0001 * allowed
+        assert error <= 1.001 * allowed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_beyond_all_tails_it_is_x_or_zero_and_nothing_overflows(dtype: torch.dtype) -> None:
     largest = torch.finfo(dtype).max
     x = torch.tensor([-largest, -1e4, -30.0, 30.0, 1e4, largest])
-    value, slope = value_and_slope(polynomial, x, dtype)
+    value, slope = value_and_slope(fitted, x, dtype)
     assert torch.equal(value, x.to(dtype).double().clamp(min=0))
     assert slope.tolist() == [0, 0, 0, 1, 1, 1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_at_zero_infinity_and_nan_it_is_what_torch_gives_in_fp64(dtype: torch.dtype) -> None:
-    x = torch.tensor([0.0, float("inf"), float("-inf"), float("nan")])
-    for ours, right in zip(
-        value_and_slope(polynomial, x, dtype), value_and_slope(F.gelu, x, torch.float64), strict=True
-    ):
-        torch.testing.assert_close(ours, right, rtol=0, atol=1e-7, equal_nan=True)
+def test_infinities_give_what_it_tends_to_and_nan_gives_nan(dtype: torch.dtype) -> None:
+    value, slope = value_and_slope(fitted, torch.tensor([0.0, float("inf"), float("-inf"), float("nan")]), dtype)
+    assert value[:3].tolist() == [0, float("inf"), 0]
+    assert slope[:3].tolist() == pytest.approx([0.5, 1, 0], abs=2.8e-6)
+    assert value[3].isnan()
+    assert slope[3].isnan()
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -188,7 +189,7 @@ def test_it_serves_exact_gelu_in_compiled_units_of_half_precision(named: bool) -
     [
         ({"kind": "swiglu"}, r"nothing but plain torch \(kernels\.activation=null\) for 'swiglu'"),
         ({"kind": "gelu_tanh"}, r"nothing but plain torch \(kernels\.activation=null\) for 'gelu_tanh'"),
-        ({"precision": "fp32"}, r"off by up to 1\.5e-7, which bf16 rounds away and fp32 does not"),
+        ({"precision": "fp32"}, r"off by up to 2\.8e-6, which bf16 rounds away and fp32 does not"),
         ({"compiler": None}, r"units are eager \(trainer\.compile=never on 'cuda'\)"),
         ({"needs": frozenset({"log-sum-exp"})}, r"it does not offer log-sum-exp"),
     ],
@@ -232,7 +233,8 @@ def test_a_run_that_names_it_where_it_cannot_serve_is_refused_with_the_reason() 
 def test_as_the_default_kernel_it_serves_where_it_can_and_leaves_the_rest_to_plain_torch(
     otherwise: dict[str, Any], supplier: str
 ) -> None:
-    assert suppliers(**{"kernels.default": "triton", "kernels.qk": None, **otherwise}) == {supplier}
+    elsewhere = {"kernels.qk": None, "kernels.norm": None}  # which want a GPU
+    assert suppliers(**{"kernels.default": "triton", **elsewhere, **otherwise}) == {supplier}
 
 
 def trained(settings: dict[str, Any]) -> Trace:
@@ -242,4 +244,4 @@ def trained(settings: dict[str, Any]) -> Trace:
 
 def test_a_compiled_run_with_it_is_the_run_in_plain_torch() -> None:
     plain, ours = (run_workers(1, trained, {**HERE, "kernels.activation": name})[0] for name in (None, "triton"))
-    assert difference([ours], plain, 1e-2) == ""
+    assert difference([ours], plain, 5e-2) == ""  # each is as far as that from the run in fp32

@@ -1,61 +1,53 @@
-"""The Triton kernels: what they claim, that they are right, and that the packed gradient is written in one pass.
+"""The Triton kernels: that they pass the suite, and where they are offered.
 
-They run on a GPU, or on a CPU in Triton's interpreter (TRITON_INTERPRET=1). B batch, S sequence, H query heads, G KV
-heads, K head dim.
+They run on a GPU, or on a CPU in Triton's interpreter (TRITON_INTERPRET=1).
 """
 
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import mplug_triton
 import pytest
 import torch
-from functorch.compile import make_boxed_func
-from mplug_triton import Triton
-from mplug_triton.qkv import prepare_qkv
-from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
-from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
+from mplug_triton import WIDEST, Triton
 
-from mplug import Offer, Site
+from mplug import Site
 from mplug.errors import UsageError
-from mplug.nn import Linear
-from mplug.nn.attention import prepare_qk
-from mplug.nn.attention import prepare_qkv as composition
 from mplug.testing import KernelSuite
 from mplug.testing.harness import tiny_run
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-on_device = pytest.mark.skipif(
-    find_spec("triton") is None or not (INTERPRETED or torch.cuda.is_available()),
-    reason="it needs Triton, and a GPU or TRITON_INTERPRET=1",
-)
-on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")]
-
+HERE = Path(__file__).parent
 
 # The interpreter takes milliseconds a program, so there the tiny run is tinier.
 SMALLER = {"model.num_layers": 1, "trainer.seq_length": 12, "trainer.global_batch_size": 2, "trainer.eval_samples": 2}
 
 
-@on_device
+@pytest.mark.usefixtures("kernels_run")
 @pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
 class TestTriton(KernelSuite):
     plugin = "triton"
-    settings = {"trainer.device": DEVICE, "trainer.compile": "aot_eager", **(SMALLER if INTERPRETED else {})}
+    settings = {
+        "trainer.device": "cpu" if INTERPRETED else "cuda",
+        "trainer.compile": "aot_eager",
+        **(SMALLER if INTERPRETED else {}),
+    }
 
 
 @pytest.mark.skipif(find_spec("triton") is None or INTERPRETED, reason="it needs Triton, outside of its interpreter")
 def test_what_runs_on_a_device_runs_in_tritons_interpreter_too() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", __file__]
+    files = [str(HERE / f"test_{subject}.py") for subject in ("triton", "norm", "qkv")]
     finished = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=900
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", *files],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=900,
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert "passed" in finished.stdout
@@ -63,14 +55,15 @@ def test_what_runs_on_a_device_runs_in_tritons_interpreter_too() -> None:
 
 # What it claims.
 
-
-def offered() -> Offer:
-    return next(one for one in Triton(Triton.Config()).offer() if "Attention.prepare_qkv" in one.suppliers)
+NORM, QKV = "Norm.norm_residual", "Attention.prepare_qkv"
 
 
-def answer(device: str, head_dim: int = 64, *needs: str) -> bool | str:
-    site = Site("blocks.*.attn", "Attention.prepare_qkv", SimpleNamespace(head_dim=head_dim), "", frozenset(needs))
-    return offered().supports(site, SimpleNamespace(device=device))  # type: ignore[arg-type]
+def answer(slot: str, size: int = 64, device: str = "cuda", *needs: str) -> bool | str:
+    """To a norm of a width, or to attention of a head dim."""
+    module = SimpleNamespace(weight=torch.empty(size, device="meta"), head_dim=size)
+    offered = next(one for one in Triton(Triton.Config()).offer() if slot in one.suppliers)
+    run: Any = SimpleNamespace(device=device)
+    return offered.supports(Site("blocks.*", slot, module, "", frozenset(needs)), run)
 
 
 @pytest.fixture
@@ -83,29 +76,40 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_it_supplies_norms_packed_heads_and_the_activation_apart_from_each_other() -> None:
     offers = Triton(Triton.Config()).offer()
-    assert [set(offer.suppliers) for offer in offers] == [
-        {"Norm.norm_residual"},
-        {"Attention.prepare_qkv"},
-        {"MLP.activation"},
-    ]
+    assert [set(offer.suppliers) for offer in offers] == [{NORM}, {QKV}, {"MLP.activation"}]
 
 
 @pytest.mark.usefixtures("installed")
 def test_it_serves_even_head_dims_on_a_gpu() -> None:
-    assert [answer("cuda", head_dim) for head_dim in (16, 24, 128, 256)] == [True] * 4
-    assert "head dim is 33" in str(answer("cuda", 33))
-    assert "log-sum-exp" in str(answer("cuda", 64, "log-sum-exp"))
+    assert [answer(QKV, head_dim) for head_dim in (16, 24, 128, 256)] == [True] * 4
+    assert "head dim is 33" in str(answer(QKV, 33))
 
 
-def test_on_a_cpu_it_says_that_it_needs_a_gpu_unless_it_is_interpreted(installed: pytest.MonkeyPatch) -> None:
-    assert "needs a CUDA GPU" in str(answer("cpu"))
+@pytest.mark.usefixtures("installed")
+def test_it_serves_norms_of_rows_that_registers_hold() -> None:
+    assert [answer(NORM, width) for width in (1, 33, 2048, WIDEST)] == [True] * 4
+    assert f"of up to {WIDEST} numbers, and this site's has {WIDEST + 1}" in str(answer(NORM, WIDEST + 1))
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("slot", [NORM, QKV])
+def test_what_a_site_needs_beyond_the_plain_case_it_does_not_offer(slot: str) -> None:
+    assert "does not offer log-sum-exp" in str(answer(slot, 64, "cuda", "log-sum-exp"))
+
+
+@pytest.mark.parametrize("slot", [NORM, QKV])
+def test_on_a_cpu_it_says_that_it_needs_a_gpu_unless_it_is_interpreted(
+    slot: str, installed: pytest.MonkeyPatch
+) -> None:
+    assert "needs a CUDA GPU" in str(answer(slot, 64, "cpu"))
     installed.setenv("TRITON_INTERPRET", "1")
-    assert answer("cpu") is True
+    assert answer(slot, 64, "cpu") is True
 
 
-def test_without_triton_it_can_be_asked_and_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("slot", [NORM, QKV])
+def test_without_triton_it_can_be_asked_and_says_what_to_install(slot: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mplug_triton, "find_spec", lambda _: None)
-    assert "triton is not installed; install 'mplug-triton[triton]'" in str(answer("cuda"))
+    assert "triton is not installed; install 'mplug-triton[triton]'" in str(answer(slot))
 
 
 def test_neither_importing_it_nor_asking_it_imports_triton() -> None:
@@ -114,231 +118,9 @@ def test_neither_importing_it_nor_asking_it_imports_triton() -> None:
 
 
 @pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="it is for machines that cannot run it")
-def test_a_run_that_names_it_without_a_gpu_is_refused_with_the_reason() -> None:
+@pytest.mark.parametrize(("kind", "slot", "role"), [("qk", QKV, r"blocks\.\*\.attn"), ("norm", NORM, r".*norm.*")])
+def test_a_run_that_names_it_without_a_gpu_is_refused_with_the_reason(kind: str, slot: str, role: str) -> None:
     from mplug.build import build_model
 
-    with pytest.raises(UsageError, match=r"kernels/triton cannot serve Attention\.prepare_qkv of 'blocks\.\*\.attn': "):
-        build_model(tiny_run({"kernels.qk": "triton"}))
-
-
-# What it computes, in small.
-
-B, S, H, G, K = 2, 5, 4, 2, 16
-PrepareQKV = Callable[..., tuple[Tensor, Tensor, Tensor]]
-
-
-def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = DEVICE) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
-
-
-class Recorded(TorchDispatchMode):
-    """The names of all operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def operators_of_backward(prepare: PrepareQKV) -> list[str]:
-    heads = drawn(B, S, H + 2 * G, K).requires_grad_()
-    prepared = prepare(heads, H, G, torch.arange(S, device=DEVICE)[None], None, None, 1e-5, 1e4, prepare_qk)
-    upstream = [drawn(*x.shape, seed=1) for x in prepared]
-    with Recorded() as recorded:
-        torch.autograd.grad(prepared, heads, upstream)
-    return recorded.names
-
-
-@on_device
-def test_one_operator_writes_the_packed_gradient_and_nothing_concatenates_or_pads() -> None:
-    assert "aten.cat.default" in operators_of_backward(composition), "there is something to save"
-    assert operators_of_backward(prepare_qkv) == ["mplug_triton.packed_gradient.default"]
-
-
-@on_device
-def test_values_are_a_view_of_the_packed_heads_and_queries_and_keys_are_contiguous() -> None:
-    heads = drawn(B, S, H + 2 * G, K)
-    q, k, v = prepare_qkv(heads, H, G, torch.arange(S, device=DEVICE)[None], None, None, 1e-5, 1e4, prepare_qk)
-    assert v.data_ptr() == heads[:, :, H + G :].data_ptr()
-    assert torch.equal(v, heads[:, :, H + G :])
-    assert q.is_contiguous()
-    assert k.is_contiguous()
-
-
-def test_with_neither_norm_nor_positions_it_splits() -> None:
-    heads = drawn(B, S, H + 2 * G, K, device="cpu")
-    parts = prepare_qkv(heads, H, G, torch.arange(S)[None], None, None, 1e-5, None, prepare_qk)
-    assert [part.data_ptr() for part in parts] == [heads[:, :, n].data_ptr() for n in (0, H, H + G)]
-    assert [part.shape[2] for part in parts] == [H, G, G]
-
-
-ARRANGED: dict[str, Callable[[Tensor], Tensor]] = {
-    "heads before positions": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    "one number for all": lambda x: x.flatten()[0].expand_as(x),
-    "rows that are not in one piece": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
-}
-
-
-@on_device
-@pytest.mark.parametrize("arranged", ARRANGED.values(), ids=ARRANGED)
-def test_upstream_gradients_may_have_any_strides(arranged: Callable[[Tensor], Tensor]) -> None:
-    weights = drawn(2, K, seed=3)
-
-    def gradients(prepare: PrepareQKV) -> tuple[Tensor, ...]:
-        leaves = [x.clone().requires_grad_() for x in (drawn(B, S, H + 2 * G, K), *weights)]
-        positions = torch.arange(S, device=DEVICE)[None]
-        prepared = prepare(leaves[0], H, G, positions, *leaves[1:], 1e-5, 1e4, prepare_qk)
-        return torch.autograd.grad(prepared, leaves, [arranged(drawn(*x.shape, seed=5)) for x in prepared])
-
-    for ours, expected in zip(gradients(prepare_qkv), gradients(composition), strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
-
-
-@on_device
-@pytest.mark.parametrize("needed", [("heads",), ("weights",)], ids=lambda needed: needed[0])
-def test_what_needs_no_gradient_gets_none_and_the_rest_its_own(needed: tuple[str, ...]) -> None:
-    def gradients(prepare: PrepareQKV) -> list[Tensor | None]:
-        heads = drawn(B, S, H + 2 * G, K).requires_grad_("heads" in needed)
-        weights = [x.clone().requires_grad_("weights" in needed) for x in drawn(2, K, seed=3)]
-        q, *_ = prepare(heads, H, G, torch.arange(S, device=DEVICE)[None], *weights, 1e-5, 1e4, prepare_qk)
-        q.square().sum().backward()
-        return [heads.grad, *(weight.grad for weight in weights)]
-
-    for ours, expected in zip(gradients(prepare_qkv), gradients(composition), strict=True):
-        assert (ours is None or not ours.any()) == (expected is None)
-        if ours is not None and expected is not None:
-            torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
-
-
-def unit(prepare: PrepareQKV, project: Linear, h: int, groups: int, k: int) -> Callable[..., Tensor]:
-    """A projection, prepared heads, causal attention."""
-
-    def run(x: Tensor, positions: Tensor, q_weight: Tensor | None, k_weight: Tensor | None) -> Tensor:
-        heads = project(x).unflatten(-1, (-1, k))
-        q, key, v = prepare(heads, h, groups, positions, q_weight, k_weight, 1e-5, 1e4, prepare_qk)
-        key, v = (one.repeat_interleave(h // groups, dim=2) for one in (key, v))
-        return F.scaled_dot_product_attention(*(one.transpose(1, 2) for one in (q, key, v)), is_causal=True)
-
-    return run
-
-
-def backward_compiled_of(prepare: PrepareQKV, norm: bool) -> list[str]:
-    """The operators of the backward graph that a compiler gets of a small unit."""
-    names: list[str] = []
-
-    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
-        names.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
-        return make_boxed_func(graph.forward)
-
-    backend = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=keep)
-    project = Linear(24, (H + 2 * G) * K, bias=False).to(DEVICE)
-    project.weight.data = drawn(*project.weight.shape, seed=9)
-    torch.compiler.reset()
-    run = torch.compile(unit(prepare, project, H, G, K), backend=backend, fullgraph=True)
-    weights = [one.requires_grad_() if norm else None for one in drawn(2, K, seed=3).unbind()]
-    run(drawn(B, S, 24).requires_grad_(), torch.arange(S, device=DEVICE)[None], *weights).sum().backward()
-    return names
-
-
-@on_device
-@pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
-@pytest.mark.parametrize("norm", [False, True], ids=["rope", "norm and rope"])
-def test_a_compiled_backward_has_no_concatenation_either(norm: bool) -> None:
-    assert "aten.cat.default" in backward_compiled_of(composition, norm), "there is something to save"
-    names = backward_compiled_of(prepare_qkv, norm)
-    assert not {"aten.cat.default", "aten.slice_scatter.default", "aten.constant_pad_nd.default"} & set(names)
-    assert names.count("mplug_triton.packed_gradient.default") == 1
-
-
-# At the size of a large model, on a GPU.
-
-WIDE = {"batch": 4, "length": 4096, "heads": 16, "head_dim": 128}
-
-
-def wide_inputs(groups: int, norm: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """Packed heads in bf16 with the weights of QK-norm, if any; and upstream gradients of q, k, v."""
-    b, s, h, k = WIDE.values()
-    inputs = [drawn(b, s, h + 2 * groups, k, dtype=torch.bfloat16, device="cuda")]
-    if norm:
-        inputs += [1 + 0.2 * drawn(k, seed=seed, dtype=torch.bfloat16, device="cuda") for seed in (1, 2)]
-    upstream = [
-        drawn(b, s, n, k, seed=5 + i, dtype=torch.bfloat16, device="cuda") for i, n in enumerate((h, groups, groups))
-    ]
-    return inputs, upstream
-
-
-def outcome(prepare: PrepareQKV, inputs: list[Tensor], upstream: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """q, k, v, the packed gradient and those of the weights."""
-    leaves = [x.to(dtype, copy=True).requires_grad_() for x in inputs]
-    groups, weights = upstream[1].shape[2], leaves[1:] or [None, None]
-    positions = torch.arange(WIDE["length"], device="cuda")[None]
-    prepared = prepare(leaves[0], WIDE["heads"], groups, positions, *weights, 1e-5, 1e4, prepare_qk)
-    gradients = torch.autograd.grad(prepared, leaves, [g.to(dtype) for g in upstream])
-    return [*(x.detach() for x in prepared), *gradients]
-
-
-def compiled_by_inductor(function: Callable[..., Any]) -> Callable[..., Any]:
-    torch.compiler.reset()
-    return torch.compile(function, backend="inductor", fullgraph=True, dynamic=False)
-
-
-HOW: dict[str, Callable[[Any], Any]] = {"eager": lambda function: function, "inductor": compiled_by_inductor}
-
-
-@pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
-class TestOnGPU:
-    pytestmark = on_gpu
-
-    @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
-    @pytest.mark.parametrize("norm", [False, True], ids=["rope", "norm and rope"])
-    @pytest.mark.parametrize("groups", [16, 4])
-    def test_it_is_closer_to_fp64_than_the_composition(
-        self, groups: int, norm: bool, how: Callable[[Any], Any]
-    ) -> None:
-        inputs, upstream = wide_inputs(groups, norm)
-        exact = outcome(composition, inputs, upstream, torch.float64)
-        plain = outcome(composition, inputs, upstream, torch.bfloat16)
-        ours = outcome(how(prepare_qkv), inputs, upstream, torch.bfloat16)
-        names = ("q", "k", "v", "packed gradient", "gradient of q_weight", "gradient of k_weight")
-        for name, x, usual, right in zip(names, ours, plain, exact, strict=False):
-            assert x.dtype is torch.bfloat16
-            error, allowed = ((found.double() - right).norm() / right.norm() for found in (x, usual))
-            assert error <= max(float(allowed), 2**-9), (
-                f"{name} is off by {error:.2e}, the composition by {allowed:.2e}"
-            )
-
-    @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
-    @pytest.mark.parametrize("norm", [False, True], ids=["rope", "norm and rope"])
-    @pytest.mark.parametrize("groups", [16, 4])
-    def test_between_projection_and_attention_it_is_the_composition(
-        self, groups: int, norm: bool, how: Callable[[Any], Any]
-    ) -> None:
-        ours = between(how, prepare_qkv, groups, norm, torch.bfloat16)
-        plain = between(how, composition, groups, norm, torch.bfloat16)
-        exact = between(HOW["eager"], composition, groups, norm, torch.float32)
-        assert ours.keys() == exact.keys()
-        for name, right in exact.items():
-            error, usual = (float((found[name].float() - right).norm() / right.norm()) for found in (ours, plain))
-            assert error <= 1.1 * usual, f"{name} is off by {error:.2e}, with the composition by {usual:.2e}"
-
-
-def between(
-    how: Callable[[Any], Any], prepare: PrepareQKV, groups: int, norm: bool, dtype: torch.dtype
-) -> dict[str, Tensor]:
-    """What a unit gives, and its gradients."""
-    b, s, h, k = WIDE.values()
-    project = Linear(h * k, (h + 2 * groups) * k, bias=False).to("cuda", dtype)
-    project.weight.data = (drawn(*project.weight.shape, seed=9, device="cuda") * (h * k) ** -0.5).bfloat16().to(dtype)
-    leaves = {"x": drawn(b, s, h * k, dtype=torch.bfloat16, device="cuda").to(dtype).requires_grad_()}
-    if norm:
-        for seed, name in enumerate(("q_weight", "k_weight")):
-            leaves[name] = (1 + 0.2 * drawn(k, seed=seed)).bfloat16().to("cuda", dtype).requires_grad_()
-    run, positions = how(unit(prepare, project, h, groups, k)), torch.arange(s, device="cuda")[None]
-    y = run(leaves["x"], positions, leaves.get("q_weight"), leaves.get("k_weight"))
-    leaves["weight"] = project.weight
-    upstream = drawn(*y.shape, seed=7, dtype=torch.bfloat16, device="cuda").to(dtype)
-    gradients = torch.autograd.grad(y, list(leaves.values()), upstream)
-    return {"y": y.detach(), **dict(zip(leaves, gradients, strict=True))}
+    with pytest.raises(UsageError, match=rf"kernels/triton cannot serve {slot} of '{role}': "):
+        build_model(tiny_run({f"kernels.{kind}": "triton"}))

@@ -3,8 +3,7 @@
 In fp32: `acc` is the product, `c` what is read beside it; "D" is written in the product's place and "y" besides. These
 functions are traced into the kernel: they are plain arithmetic on one number.
 
-GELU(x) = x Phi(x), by the tail of the normal distribution beyond |x|, for which `NORMAL_TAIL` has a polynomial: one
-exponential is the only transcendental function, forward and backward, because the derivative is that of the polynomial.
+GELU is a fitted power of two (`mplug.nn.normal`): the only transcendental function, forward and backward.
 """
 
 from typing import Any
@@ -14,7 +13,7 @@ from quack.activation import dgelu_tanh_approx, gelu_tanh_approx
 from quack.epilogue import gemm_epilogue
 from quack.epilogue.ops import RowVecLoad
 
-from mplug_quack.tail import SLOPE, TAIL
+from mplug.nn import NORMAL_TAIL, NORMAL_TAIL_END, NORMAL_TAIL_SLOPE
 
 HUGE = 1e30
 """Times any x that counts, further from 0 than a slope."""
@@ -28,22 +27,24 @@ def polynomial(coefficients: tuple[float, ...], x: Any) -> Any:
     return value
 
 
-def tail(x: Any) -> Any:
-    """The probability of more than |x|."""
-    return cute.math.exp2(polynomial(TAIL, abs(x)), fastmath=True)
+def tail(x: Any) -> tuple[Any, Any]:
+    """|x|, but no more than where the tail ends; and the tail of the normal distribution beyond it."""
+    distance = cute.arch.fmin(abs(x), NORMAL_TAIL_END)
+    return distance, cute.math.exp2(polynomial(NORMAL_TAIL, distance), fastmath=True)
 
 
 def gelu(x: Any) -> Any:
-    """x Phi(x): x less |x| times the tail where x > 0, and minus that elsewhere."""
-    return cute.arch.fmax(x, 0.0) - abs(x) * tail(x)
+    """The activation of x."""
+    distance, beyond = tail(x)
+    return cute.arch.fmax(x, 0.0) - distance * beyond
 
 
 def gelu_gradient(x: Any, grad_y: Any) -> tuple[Any, Any]:
     """(grad_y times the slope at x, GELU(x)). The slope is h left of 0 and 1 - h right of it."""
-    beyond = tail(x)
-    from_half = 0.5 - beyond * polynomial(SLOPE, abs(x))  # 0.5 - h, never below 0
+    distance, beyond = tail(x)
+    from_half = 0.5 - beyond * polynomial(NORMAL_TAIL_SLOPE, distance)  # 0.5 - h, never below 0
     slope = cute.arch.fmin(from_half, x * HUGE, abs=True) + 0.5  # `abs`: the smaller size, with x's sign
-    return grad_y * slope, cute.arch.fmax(x, 0.0) - abs(x) * beyond
+    return grad_y * slope, cute.arch.fmax(x, 0.0) - distance * beyond
 
 
 @gemm_epilogue(outputs=("y",))

@@ -12,7 +12,10 @@ from mplug.nn.norm import Kind
 def norm_residual(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, kind: Kind
 ) -> tuple[Tensor, Tensor]:
-    """(norm(x + residual), x + residual), both [..., D], computed in fp32 whatever the type of x."""
+    """(norm(x + residual), x + residual), both [..., D]; the norm is computed in fp32 whatever the types are.
+
+    Without a residual the sum is x: nothing is copied. Weight and bias [D] may have another type than x.
+    """
     arguments = (x, residual, weight, bias, eps, kind == "layernorm")
     normed: tuple[Tensor, Tensor] = _Normed.apply(*arguments)  # type: ignore[no-untyped-call]
     return normed
@@ -22,7 +25,8 @@ class _Normed(torch.autograd.Function):
     """s = x + residual; y = (s - mean) / deviation * weight + bias (RMSNorm: without the mean), a kernel each way.
 
     s is kept, and a mean and a scale for each row; y too where a product needs it, for no compiler sees into the
-    kernel to compute it again. (arXiv 1607.06450, arXiv 1910.07467.)
+    kernel to compute it again. Without a residual s is x, of which autograd hands out a view: who writes into x or s
+    afterwards gets its error. (arXiv 1607.06450, arXiv 1910.07467.)
     """
 
     @staticmethod
@@ -30,14 +34,15 @@ class _Normed(torch.autograd.Function):
         y, summed, means, scales = norm(x, residual, weight, bias, eps, centred)
         summed = x if residual is None else summed
         ctx.save_for_backward(summed, weight, means, scales)
-        ctx.bias, ctx.residual = bias is not None, residual is not None
+        ctx.bias, ctx.types = bias is not None, (x.dtype, None if residual is None else residual.dtype)
         return y, summed
 
     @staticmethod
     def backward(ctx, grad_y, grad_summed):  # type: ignore[no-untyped-def]
         summed, weight, means, scales = ctx.saved_tensors
-        grad_x, grads = norm_gradient(grad_y, grad_summed, summed, weight, means, scales, ctx.bias)
-        return grad_x, grad_x if ctx.residual else None, grads[0], grads[1] if ctx.bias else None, None, None
+        grad_s, grads = norm_gradient(grad_y, grad_summed, summed, weight, means, scales, ctx.bias)
+        grad_x, grad_residual = (None if dtype is None else grad_s.to(dtype) for dtype in ctx.types)
+        return grad_x, grad_residual, grads[0], grads[1] if ctx.bias else None, None, None
 
 
 # The operators, opaque to a compiler: Triton is imported where they run, not where they are declared.
@@ -47,7 +52,10 @@ class _Normed(torch.autograd.Function):
 def norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x [..., D] -> y and s, like x (s is [0] without a residual), means and scales [N] (means [0] if not centred)."""
+    """x [..., D] -> y and s [..., D] in the type of the sum, means and scales [N] in fp32.
+
+    s is [0] without a residual, and means are if nothing is centred.
+    """
     from mplug_triton.norm_launch import forward
 
     outputs = _empty(x, residual, centred)
@@ -61,10 +69,10 @@ def _(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Any, eps: float,
 
 
 def _empty(x: Tensor, residual: Tensor | None, centred: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows = x.numel() // x.shape[-1]
-    summed = x.new_empty(0 if residual is None else x.shape)
+    rows, dtype = x.numel() // x.shape[-1], x.dtype if residual is None else torch.result_type(x, residual)
+    summed = x.new_empty(0 if residual is None else x.shape, dtype=dtype)
     means = x.new_empty(rows if centred else 0, dtype=torch.float32)
-    return x.new_empty(x.shape), summed, means, x.new_empty(rows, dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=dtype), summed, means, x.new_empty(rows, dtype=torch.float32)
 
 
 @operator("mplug_triton::norm_gradient")

@@ -1,7 +1,7 @@
 """The kernels of norms. N rows of D numbers, which lie in one piece of memory each.
 
-A program has a tile [ROWS, WIDTH] of whole rows in fp32, WIDTH being D rounded up to a power of two: a row is read once,
-and its mean and its deviation are taken from registers.
+A program has a tile [ROWS, WIDTH] of whole rows in fp32, WIDTH being D rounded up to a power of two: a row is read
+once, and its mean and its deviation are taken from registers.
 """
 # ruff: noqa: N803 (what is known when a kernel is compiled is in capitals, as everywhere in Triton)
 
@@ -105,7 +105,7 @@ def triton_norm_backward(
 
 
 @triton.jit
-def triton_add_shares(shares, total, num_shares, D: tl.constexpr, WIDTH: tl.constexpr, SHARES: tl.constexpr):
+def triton_norm_add_shares(shares, total, num_shares, D: tl.constexpr, WIDTH: tl.constexpr, SHARES: tl.constexpr):
     """total [parts, D] from shares [parts, num_shares, D] in fp32; always added up in the same order."""
     part = tl.program_id(1)
     i = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)[None, :]

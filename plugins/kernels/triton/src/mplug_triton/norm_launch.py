@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from mplug_triton.norm_kernels import triton_add_shares, triton_norm, triton_norm_backward
+from mplug_triton.norm_kernels import triton_norm_add_shares, triton_norm, triton_norm_backward
 
 TILE = 2048
 """Numbers of a tile, where a row has no more; 8 a thread."""
@@ -40,6 +40,8 @@ def forward(
     scales: Tensor,
 ) -> None:
     """Write y and, where there is a residual, s [..., D]; means, unless they are [0], and scales [N]."""
+    if not len(scales):
+        return
     width, rows, num_warps = _shape(x.shape[-1])
     with torch.cuda.device_of(x):
         triton_norm[(triton.cdiv(len(scales), rows),)](
@@ -74,6 +76,9 @@ def backward(
     grads: Tensor,
 ) -> None:
     """Write grad_s [..., D], and the gradients of weight and, where they have room for two, bias: [1 or 2, D]."""
+    if not len(scales):
+        grads.zero_()
+        return
     (parts, d), (width, rows, num_warps) = grads.shape, _shape(summed.shape[-1])
     programs = min(triton.cdiv(len(scales), rows), PROGRAMS * _multiprocessors(summed.device))
     shares = scales.new_empty(parts, programs, d)
@@ -97,4 +102,4 @@ def backward(
             STAGES=max(1, min(3, AHEAD // (3 * rows * width * summed.element_size()))),
             num_warps=num_warps,
         )
-        triton_add_shares[(triton.cdiv(d, 32), parts)](shares, grads, programs, D=d, WIDTH=32, SHARES=128)
+        triton_norm_add_shares[(triton.cdiv(d, 32), parts)](shares, grads, programs, D=d, WIDTH=32, SHARES=128)

@@ -72,7 +72,7 @@ def prepare_qk(
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     """heads [B, S, H + 2G, K], cosines and sines [2, 1 or B, S, K/2], weights [K] -> q [B, S, H, K], k [B, S, G, K]."""
-    from mplug_triton.launch import forward
+    from mplug_triton.qkv_launch import forward
 
     q, k = _empty_qk(heads, num_heads, num_kv_heads)
     forward(_rows(heads), q, k, turns, q_weight, k_weight, eps)
@@ -99,7 +99,7 @@ def packed_gradient(
 
     grad_q [B, S, H, K], grad_k and grad_v [B, S, G, K] have any strides; `heads` is there where weights are.
     """
-    from mplug_triton.launch import backward
+    from mplug_triton.qkv_launch import backward
 
     packed = _empty_packed(grad_q, grad_k)
     upstream = (_rows(grad_q), _rows(grad_k), _rows(grad_v))

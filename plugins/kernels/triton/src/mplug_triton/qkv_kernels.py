@@ -1,4 +1,4 @@
-"""The kernels. S sequence, H query heads, G KV heads, K head dim; a row is one head of one token.
+"""The kernels of packed projections. S sequence, H query heads, G KV heads, K head dim; a row is one head of one token.
 
 A program has up to ROWS rows of a token, all of queries, of keys or of values. The halves of a row, which RoPE pairs,
 are two tiles [ROWS, HALF], x and y, in fp32; HALF is K/2 rounded up to a power of two. Neighbouring programs have the

@@ -1,4 +1,4 @@
-"""Launching the kernels on tensors. B batch, S sequence, H query heads, G KV heads, K head dim."""
+"""Launching the kernels of packed projections. B batch, S sequence, H query heads, G KV heads, K head dim."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from mplug_triton.kernels import triton_prepare_qkv, triton_prepare_qkv_backward
+from mplug_triton.qkv_kernels import triton_prepare_qkv, triton_prepare_qkv_backward
 
 TILE = 1024
 """Elements of a program's tile: half of each of its rows, 16 bytes a thread in bf16."""

@@ -1,0 +1,98 @@
+"""`benchmarks/norms.py`: what it counts and compares, and what it refuses."""
+
+import importlib.util
+import os
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[4]
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+
+
+@pytest.fixture(scope="module")
+def norms() -> Any:
+    spec = importlib.util.spec_from_file_location("norms", ROOT / "benchmarks" / "norms.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def options(**changes: Any) -> Namespace:
+    return Namespace(**{"rows": 70, "width": 24, "kind": "layernorm", "bias": True, "dtype": "fp32", **changes})
+
+
+@pytest.mark.parametrize(("residual", "forward"), [(False, 2), (True, 4)])
+def test_the_bytes_are_those_of_the_rows_that_must_move(norms: Any, residual: bool, forward: int) -> None:
+    problem = norms.Problem(options(dtype="bf16"), residual, "cpu")
+    assert problem.bytes == (forward * 70 * 24 * 2, 4 * 70 * 24 * 2)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_a_pass_is_timed_forward_and_backward(norms: Any, residual: bool) -> None:
+    problem = norms.Problem(options(), residual, "cpu")
+    assert min(problem.times(norms.norm_residual)) > 0
+
+
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("residual", [False, True])
+def test_a_supplier_that_is_wrong_differs(norms: Any, residual: bool, kind: str) -> None:
+    problem = norms.Problem(options(kind=kind), residual, "cpu")
+
+    def doubled(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        y, summed = norms.norm_residual(*arguments)
+        return 2 * y, summed
+
+    assert norms.difference(problem, norms.norm_residual) == 0
+    assert norms.difference(problem, doubled) >= 1
+
+
+@pytest.mark.usefixtures("kernels_run")
+@pytest.mark.parametrize("residual", [False, True])
+def test_the_kernel_that_it_measures_does_not_differ(norms: Any, residual: bool) -> None:
+    (kernel,) = norms.named([norms.TRITON]).values()
+    assert norms.difference(norms.Problem(options(), residual, DEVICE), kernel) < 1e-5
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it is for machines without a GPU")
+def test_without_a_gpu_it_says_that_it_needs_one(norms: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        norms.main([])
+    assert refused.value.code == 2
+    assert "torch sees no GPU here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        (["--rows", "0"], "--rows is 0; it must be at least 1"),
+        (["--supplier", "mplug.nn.norm"], "--supplier must be MODULE:FUNCTION"),
+        (["--supplier", "mplug_nobody:norm"], "No module named 'mplug_nobody'"),
+        (["--supplier", "mplug.nn.norm:norm_residul"], "no attribute 'norm_residul'"),
+    ],
+)
+def test_what_it_cannot_measure_is_refused_with_the_reason(
+    norms: Any, wrong: list[str], reason: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(SystemExit) as refused:
+        norms.main(wrong)
+    assert refused.value.code == 2
+    assert reason in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
+@pytest.mark.filterwarnings("ignore")  # torch's own, as it compiles
+def test_on_a_gpu_it_prints_a_line_for_each_way_with_and_without_a_residual(
+    norms: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    norms.main(["--rows", "4096", "--width", "1024", "--repeats", "3"])
+    told = capsys.readouterr().out
+    assert "4,096 rows of 1,024 in bf16" in told
+    assert told.count("plain torch") == told.count(norms.TRITON) == 2

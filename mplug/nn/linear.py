@@ -63,13 +63,8 @@ class _Product(torch.autograd.Function):
         x, value = ctx.saved_tensors
         grad_x = ctx.gemm.dgrad(grad_y, value) if ctx.needs_input_grad[0] else None
         weight = Weights(value, ctx.main_grad, ctx.stale)
-        return (
-            grad_x,
-            weight_gradient(grad_y, x, weight, ctx.gemm) if ctx.needs_input_grad[1] else None,
-            None,
-            None,
-            None,
-        )
+        grad_weight = weight_gradient(grad_y, x, weight, ctx.gemm) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, None, None, None
 
 
 def weight_gradient(grad_y: Tensor, x: Tensor, weight: Weights, gemm: Gemm = PLAIN) -> Tensor | None:

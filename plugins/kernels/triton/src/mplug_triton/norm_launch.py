@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from mplug_triton.norm_kernels import triton_norm_add_shares, triton_norm, triton_norm_backward
+from mplug_triton.norm_kernels import triton_norm, triton_norm_add_shares, triton_norm_backward
 
 TILE = 2048
 """Numbers of a tile, where a row has no more; 8 a thread."""

@@ -217,6 +217,17 @@ def test_backward_keeps_the_input_and_what_the_activation_was_of_and_nothing_els
     assert sorted(kept) == [(3, 32), (3, 64), (32, 64), (64, 32)]
 
 
+@pytest.mark.usefixtures("stand_ins")
+def test_a_weight_that_does_not_learn_gets_no_gradient_and_its_sink_stays() -> None:
+    x, bias, up, down = (drawn(*shape).requires_grad_() for shape in ((3, 32), (64,), (64, 32), (32, 64)))
+    sink, stale = torch.ones(64, 32), torch.zeros((), dtype=torch.bool)
+    up.requires_grad_(False)
+    core(x, Weights(up, sink, stale), bias, Weights(down), "gelu", unused).sum().backward()
+    assert up.grad is None
+    assert torch.equal(sink, torch.ones(64, 32))
+    assert all(one.grad is not None and bool(one.grad.any()) for one in (x, bias, down))
+
+
 def test_neither_importing_it_nor_asking_it_imports_quack() -> None:
     code = (
         "import sys; sys.modules['quack'] = sys.modules['cutlass'] = None; "

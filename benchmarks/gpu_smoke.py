@@ -36,19 +36,14 @@ SETTINGS = {
 
 
 def metrics(
-    folder: Path,
-    device: str,
-    precision: str,
-    layout: str,
-    steps: int,
-    compiler: str = "never",
-    more: Sequence[str] = (),
+    folder: Path, device: str, precision: str, layout: str, steps: int, more: Sequence[str]
 ) -> list[dict[str, float]]:
-    """A run's line of metrics for each step."""
+    """A run's line of metrics for each step; `more` are FIELD=VALUE."""
     name = f"{device}-{precision}-{layout or 'one'}"
     command = [sys.executable, "-m", "mplug", "train", "--name", name, "--precision", precision, "--parallel", layout]
-    fields = {**SETTINGS, "trainer.device": device, "trainer.steps": steps, "trainer.compile": compiler}
-    command += [word for said in (*(f"{f}={v}" for f, v in fields.items()), *more) for word in ("--set", said)]
+    fields = {**SETTINGS, "trainer.device": device, "trainer.steps": steps}
+    said = [*(f"{field}={value}" for field, value in fields.items()), *more]
+    command += [word for assignment in said for word in ("--set", assignment)]
     subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
     return [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
 
@@ -67,9 +62,9 @@ def main() -> int:
     parser.add_argument("--compile", default="never", help="trainer.compile of the runs on GPUs")
     parser.add_argument("--set", action="append", default=[], dest="more", help="FIELD=VALUE of the runs on GPUs")
     options = parser.parse_args()
-    failed = False
+    failed, on_gpus = False, [f"trainer.compile={options.compile}", *options.more]
     with tempfile.TemporaryDirectory() as folder:
-        reference = metrics(Path(folder), "cpu", "fp32", "", options.steps)
+        reference = metrics(Path(folder), "cpu", "fp32", "", options.steps, ["trainer.compile=never"])
         print(
             f"{'layout':<8}{'precision':<11}{'loss differs':>13}{'band':>7}{'norm differs':>14}{'tokens/s':>12}{'s':>7}"
         )
@@ -77,7 +72,7 @@ def main() -> int:
             band = BANDS[precision]
             for layout in ["", *options.layouts]:
                 began = time.monotonic()
-                found = metrics(Path(folder), "cuda", precision, layout, options.steps, options.compile, options.more)
+                found = metrics(Path(folder), "cuda", precision, layout, options.steps, on_gpus)
                 loss, norm = worst(found, reference, "loss"), worst(found, reference, "grad_norm")
                 failed = failed or not loss <= band
                 differs, speed, took = (

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mplug.nn.sink import add_rows
+from mplug.nn.sink import Weights, add_rows
 
 
 def lookup(indices: Tensor, weight: Tensor) -> Tensor:
@@ -12,10 +12,10 @@ def lookup(indices: Tensor, weight: Tensor) -> Tensor:
 
     The rows' gradients are added to the weight's gradient sink, if it has one: a table of zeros never exists.
     """
-    main_grad, stale = getattr(weight, "main_grad", None), getattr(weight, "main_grad_stale", None)
-    if main_grad is None or stale is None:
+    table = Weights.of(weight)
+    if table.main_grad is None or table.stale is None:
         return F.embedding(indices, weight)
-    rows: Tensor = _Lookup.apply(indices, weight, main_grad, stale)  # type: ignore[no-untyped-call]
+    rows: Tensor = _Lookup.apply(indices, *table)  # type: ignore[no-untyped-call]
     return rows
 
 

@@ -109,7 +109,11 @@ class Linear(nn.Module):
 
     def product(self, x: Tensor) -> Tensor:
         """x [..., in] -> x Wᵀ [..., out], without the bias (for those who fuse it)."""
-        return self.scatter(multiply(self.gather(x), Weights.of(self.weight), self.gemm))
+        return self.scatter(self.multiply(self.gather(x)))
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """What `gather` made of x [..., in] -> x Wᵀ [..., out], which `scatter` takes."""
+        return multiply(x, Weights.of(self.weight), self.gemm)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mplug.nn.linear import Linear, multiply
+from mplug.nn.linear import Linear
 from mplug.nn.sink import Weights
 
 Kind = Literal["gelu", "gelu_tanh", "swiglu"]
@@ -74,5 +74,4 @@ class MLP(Activation):
 
     def _composed(self, x: Tensor) -> Tensor:
         up, down = self.up, self.down
-        h = self.activate(up.scatter(multiply(x, Weights.of(up.weight), up.gemm)), up.bias)
-        return multiply(down.gather(h), Weights.of(down.weight), down.gemm)
+        return down.multiply(down.gather(self.activate(up.scatter(up.multiply(x)), up.bias)))

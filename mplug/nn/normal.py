@@ -9,6 +9,7 @@ h is the derivative of a 2^p(a) itself, so that value and slope fit each other, 
 """
 
 from math import log
+from typing import Any
 
 NORMAL_TAIL = (
     -1.0000077244106982,
@@ -31,3 +32,11 @@ NORMAL_TAIL_SLOPE = (1.0, *(log(2) * power * c for power, c in enumerate(NORMAL_
 
 NORMAL_TAIL_END = 16.0
 """From here on 2^p(a) is 0 in fp32. Who takes the lesser of a and this for a gets 0 where a or its powers overflow."""
+
+
+def polynomial(coefficients: tuple[float, ...], a: Any) -> Any:
+    """Its value at a, whatever a can be multiplied with and added to, by Horner's rule; the constant comes first."""
+    value: Any = coefficients[-1]
+    for coefficient in coefficients[-2::-1]:
+        value = a * value + coefficient
+    return value

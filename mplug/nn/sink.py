@@ -13,7 +13,7 @@ from mplug.nn.operator import operator
 
 
 class Weights(NamedTuple):
-    """A weight [O, I], or the matrices of this rank's experts [e, O, I], and the gradient sink it has while training.
+    """A weight [O, I], a table [V, D] or this rank's experts [e, O, I], and the gradient sink it has while training.
 
     `main_grad`, of the shape of `values`, and `stale` are the sink's; both are None where autograd keeps the gradient.
     """

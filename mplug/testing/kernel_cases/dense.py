@@ -6,10 +6,8 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from mplug.nn import MLP, Linear, Norm, Weights
-from mplug.nn.linear import PLAIN, multiply
+from mplug.nn import MLP, Linear, Norm
 from mplug.nn.mlp import Kind as Activation
-from mplug.nn.mlp import activation
 from mplug.nn.norm import Kind
 from mplug.testing.kernel_cases.case import SINK, Case, Drawn, Suppliers, Tensors
 
@@ -136,12 +134,11 @@ def _mlp(
         inputs[SINK] = drawn.normal(wide, d)
 
     def bind(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:
-        stale = torch.zeros((), dtype=torch.bool, device="cpu") if sink else None
-        up, bias, down = Weights(x["up"], x.get(SINK), stale), x.get("bias"), Weights(x["down"])
-
-        def composed(x: Tensor) -> Tensor:
-            return multiply(activation(multiply(x, up, PLAIN), bias, kind), down, PLAIN)
-
-        return lambda: {"output": suppliers["MLP.core"](x["x"], up, bias, down, kind, composed)}
+        mlp = MLP(d, f, kind, bias=False)
+        mlp.up, mlp.down = with_weight(d, wide, x["up"], x.get(SINK)), with_weight(f, d, x["down"])
+        mlp.up.bias, mlp.core = x.get("bias"), suppliers["MLP.core"]  # type: ignore[assignment]
+        if sink:
+            x["up"].main_grad_stale = torch.zeros((), dtype=torch.bool, device="cpu")  # type: ignore[attr-defined]
+        return lambda: {"output": mlp(x["x"])}
 
     return Case(("MLP.core",), name, MLP(d, f, kind, bias), inputs, bind)

@@ -14,17 +14,10 @@ from quack.epilogue import gemm_epilogue
 from quack.epilogue.ops import RowVecLoad
 
 from mplug.nn import NORMAL_TAIL, NORMAL_TAIL_END, NORMAL_TAIL_SLOPE
+from mplug.nn.normal import polynomial
 
 HUGE = 1e30
 """Times any x that counts, further from 0 than a slope."""
-
-
-def polynomial(coefficients: tuple[float, ...], x: Any) -> Any:
-    """Its value at x; of the lowest power first."""
-    value = coefficients[-1]
-    for coefficient in coefficients[-2::-1]:
-        value = x * value + coefficient
-    return value
 
 
 def tail(x: Any) -> tuple[Any, Any]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from mplug.nn import NORMAL_TAIL, NORMAL_TAIL_END, NORMAL_TAIL_SLOPE
 from mplug.nn.mlp import Kind
 from mplug.nn.mlp import activation as composition
+from mplug.nn.normal import polynomial
 
 
 def activation(x: Tensor, bias: Tensor | None, kind: Kind) -> Tensor:
@@ -43,19 +44,11 @@ class _GELU(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         distance, tail = _tail(x.float())
-        below = tail * _polynomial(NORMAL_TAIL_SLOPE, distance)  # the slope at -|x|; that at |x| is 1 less it
+        below = tail * polynomial(NORMAL_TAIL_SLOPE, distance)  # the slope at -|x|; that at |x| is 1 less it
         return (grad_y.float() * torch.where(x < 0, below, 1 - below)).to(x.dtype)
 
 
 def _tail(x: Tensor) -> tuple[Tensor, Tensor]:
     """|x|, but no more than where the tail ends; and the tail of the normal distribution beyond it, in fp32."""
     distance = x.abs().clamp(max=NORMAL_TAIL_END)
-    return distance, torch.exp2(_polynomial(NORMAL_TAIL, distance))
-
-
-def _polynomial(coefficients: tuple[float, ...], a: Tensor) -> Tensor:
-    """By Horner's rule; the constant comes first."""
-    value = coefficients[-1] * a + coefficients[-2]
-    for coefficient in coefficients[-3::-1]:
-        value = value * a + coefficient
-    return value
+    return distance, torch.exp2(polynomial(NORMAL_TAIL, distance))

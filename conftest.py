@@ -11,7 +11,27 @@ from pathlib import Path
 
 import pytest
 
+from mplug.testing.workers import PRELOAD
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports torch
+
+HEAVY = {"energon", "flash", "huggingface", "quack", "sentencepiece", "tiktoken", "triton"}
+"""Plugins whose libraries take long to import."""
+
+
+def modules_of_plugins() -> list[str]:
+    """Every module of the bundled plugins but the heavy ones: workers of `mplug.testing` start with them imported."""
+    packages = sorted(Path(__file__).parent.glob("plugins/*/*/src/*"))
+    files = [file for one in packages if one.parent.parent.name not in HEAVY for file in one.rglob("*.py")]
+    names = (".".join(file.relative_to(_source_of(file)).with_suffix("").parts) for file in files)
+    return sorted({name.removesuffix(".__init__") for name in names if not name.endswith("__main__")})
+
+
+def _source_of(file: Path) -> Path:
+    return next(folder for folder in file.parents if folder.name == "src")
+
+
+PRELOAD.extend(modules_of_plugins())
 
 
 @pytest.fixture

@@ -45,24 +45,24 @@ def _continues(last: Tensor, view: Tensor) -> bool:
 
 
 class GlobalNorm:
-    """The 2-norm of all of a rank's gradients together, whose memory stays where it is.
+    """The 2-norm of all of a rank's gradients together, in `dtype`; their memory stays where it is.
 
     On a GPU neighbours are measured as one stretch, whose reduction is a tree. A CPU adds up a stretch in fp32 from one
     end to the other, which is off by 1% over 10^8 elements: there every gradient stays by itself.
     """
 
-    def __init__(self, owned: list[Tensor], device: str) -> None:
+    def __init__(self, owned: list[Tensor], device: str, dtype: torch.dtype = torch.float32) -> None:
         stretches = merged(owned) if device == "cuda" else []
-        self.device = device
+        self.device, self.dtype = device, dtype
         self.long = [stretch for stretch in stretches if stretch.numel() >= LONG]
         self.short = [stretch for stretch in stretches if stretch.numel() < LONG] if stretches else owned
 
     def __call__(self) -> Tensor:
         """The norm [] of what the gradients are now; 0 where the rank has none."""
-        norms = [torch.linalg.vector_norm(stretch, dtype=torch.float32) for stretch in self.long]
+        norms = [torch.linalg.vector_norm(stretch, dtype=self.dtype) for stretch in self.long]
         if self.short:
-            norms += torch._foreach_norm(self.short, dtype=torch.float32)
+            norms += torch._foreach_norm(self.short, dtype=self.dtype)
         if not norms:
-            return torch.zeros((), device=self.device)
+            return torch.zeros((), dtype=self.dtype, device=self.device)
         norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
         return norm

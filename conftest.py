@@ -1,6 +1,8 @@
-"""What the tests of the host and of all bundled plugins share.
+"""Fixtures and the option `--wide` for the tests of the host and of all bundled plugins.
 
-Two files are tested at a time, so whoever computes does it with one thread: more than there are cores only wait.
+`pytest` runs the quick tests. `pytest --wide SET` runs only the tests that carry the mark `wide("SET")`.
+
+Two files are tested at a time, so each process computes with one thread: more threads than cores only wait.
 """
 
 import os
@@ -32,6 +34,48 @@ def _source_of(file: Path) -> Path:
 
 
 PRELOAD.extend(modules_of_plugins())
+
+WIDE = {
+    "experts": "every way of routing, balancing and dispatching experts under every layout",
+    "kills": "more points at which workers are killed",
+    "layouts": "more layouts, and products of strategies, methods and options",
+    "precision": "more layouts and methods in bf16 and fp16",
+    "reshard": "more pairs of layouts between which checkpoints go",
+    "scaffold": "every kind of package that `plugins new` writes: installed, tested and used",
+    "session": "the first training run of README.md with all its steps",
+    "suites": "every planted mistake that a suite of mplug.testing must catch",
+}
+"""The sets of tests that `pytest` runs only on request, and what each set holds."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option `--wide`."""
+    sets = "\n".join(f"{name}: {content}" for name, content in WIDE.items())
+    parser.getgroup("mplug").addoption(
+        "--wide",
+        action="append",
+        choices=[*WIDE, "all"],
+        default=[],
+        metavar="SET",
+        help=f"run only the wide tests of this set instead of the quick tests; may be repeated. Sets:\n{sets}\nall",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the tests of the wide sets that the command line names, or the tests of no wide set."""
+    requested: set[str] = set(config.getoption("--wide"))
+    if "all" in requested:
+        requested = set(WIDE)
+    selected, deselected = [], []
+    for item in items:
+        wide = {name for mark in item.iter_markers("wide") for name in mark.args}
+        if unknown := wide - set(WIDE):
+            raise pytest.UsageError(f"{item.nodeid}: no wide set {sorted(unknown)}; conftest.py lists {sorted(WIDE)}")
+        keep = bool(wide & requested) if requested else not wide
+        (selected if keep else deselected).append(item)
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = selected
 
 
 @pytest.fixture

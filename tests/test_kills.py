@@ -15,8 +15,8 @@ import torch.distributed as dist
 from mplug.checkpoint import complete, newest, path_of, step_of
 from mplug.testing import WorkerFailed, run_workers
 
-NUMBER = int(os.environ.get("MPLUG_KILLS", "12"))
-"""How many points are tried: MPLUG_KILLS=50 tries more."""
+QUICK, NUMBER = 4, 50
+"""How many points the quick tests try, and how many they try together with `pytest --wide kills`."""
 STEPS, EVERY = 6, 2
 SETTINGS = {
     "model.num_layers": 2,
@@ -178,7 +178,13 @@ def assert_nothing_lost(directory: Path, reference: Whole, assert_bitwise: Same)
     return found[-1] if found else None
 
 
-@pytest.mark.parametrize(("index", "point"), list(enumerate(points(NUMBER))), ids=str)
+CASES = [
+    pytest.param(index, point, marks=[pytest.mark.wide("kills")] if index >= QUICK else [], id=f"{index}-{point}")
+    for index, point in enumerate(points(NUMBER))
+]
+
+
+@pytest.mark.parametrize(("index", "point"), CASES)
 def test_a_run_that_dies_goes_on_from_its_newest_checkpoint_as_if_nothing_had_happened(
     tmp_path: Path, undisturbed: Callable[[str], Whole], assert_bitwise: Same, index: int, point: Point
 ) -> None:

@@ -1,0 +1,73 @@
+"""`pytest --wide SET` runs the tests of that set and no other; without the option, those of no set run."""
+
+from pathlib import Path
+
+import pytest
+
+pytest_plugins = ["pytester"]
+TESTS = """
+import pytest
+
+def test_quick(): pass
+
+@pytest.mark.wide("layouts")
+def test_more_layouts(): pass
+
+@pytest.mark.parametrize("kills", [1, pytest.param(50, marks=pytest.mark.wide("kills"))])
+def test_kills(kills): pass
+"""
+
+
+@pytest.fixture
+def project(pytester: pytest.Pytester) -> pytest.Pytester:
+    """A folder of three tests under the conftest.py of this repository."""
+    root = Path(__file__).parent.parent
+    pytester.makeconftest((root / "conftest.py").read_text())
+    pytester.makepyprojecttoml((root / "pyproject.toml").read_text().replace('testpaths = ["tests", "plugins"]', ""))
+    pytester.makepyfile(test_sets=TESTS)
+    return pytester
+
+
+def run_tests(project: pytest.Pytester, *options: str) -> set[str]:
+    """Run pytest in the folder; returns the tests that ran."""
+    result = project.inline_run("-p", "no:cacheprovider", "-p", "no:hypothesispytest", *options)
+    assert result.ret == 0
+    return {report.nodeid.partition("::")[2] for report in result.getreports("pytest_runtest_logreport")}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], {"test_quick", "test_kills[1]"}),
+        (["--wide", "layouts"], {"test_more_layouts"}),
+        (["--wide", "kills", "--wide", "layouts"], {"test_more_layouts", "test_kills[50]"}),
+        (["--wide", "all"], {"test_more_layouts", "test_kills[50]"}),
+    ],
+    ids=["quick", "one set", "two sets", "all"],
+)
+def test_a_test_of_a_set_runs_under_that_set_and_only_there(
+    project: pytest.Pytester, options: list[str], expected: set[str]
+) -> None:
+    assert run_tests(project, *options) == expected
+
+
+def test_the_workers_of_xdist_select_the_same_tests(project: pytest.Pytester) -> None:
+    assert run_tests(project, "-n", "1", "--wide", "kills") == {"test_kills[50]"}
+
+
+def test_an_unknown_set_is_refused_with_the_list_of_sets(project: pytest.Pytester) -> None:
+    result = project.runpytest_inprocess("-p", "no:hypothesispytest", "--wide", "layuots")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*--wide: invalid choice: 'layuots'*kills*layouts*"])
+
+
+def test_a_mark_with_an_unknown_set_is_an_error(project: pytest.Pytester) -> None:
+    project.makepyfile(test_mistake='import pytest\n\n@pytest.mark.wide("layuots")\ndef test_it(): pass\n')
+    result = project.runpytest_inprocess("-p", "no:hypothesispytest")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*test_mistake.py::test_it: no wide set*layuots*"])
+
+
+def test_help_describes_every_set(project: pytest.Pytester) -> None:
+    result = project.runpytest_inprocess("-p", "no:hypothesispytest", "--help")
+    result.stdout.fnmatch_lines(["*layouts: more layouts*", "*suites: every planted mistake*"])

@@ -25,6 +25,7 @@ from mplug.slots import Offer, Selection, Unmet, Wrap
 from mplug.stepper import DefaultStepper, make_pieces, write_weights
 from mplug.sums import token_sums
 
+
 @dataclass
 class Parts:
     """What a training process holds."""
@@ -122,7 +123,7 @@ def _optimizer_without_memory(run: Run, model: Model) -> Optimizer:
 
 
 def _gradient_dtype(run: Run, model: Model) -> torch.dtype:
-    """The masters'; bf16 where weights are, a gradient is one product's, rounded once, and the optimizer takes it so."""
+    """That of masters; bf16 where weights are, a gradient is one product's, and the optimizer takes it so."""
     trainer = run.config.trainer
     weights = DTYPES[trainer.precision]
     _, shards = run.mesh.batch_shard(run.rank)

@@ -1,7 +1,6 @@
 """A checkpoint of a run with divided states is a checkpoint like any other."""
 
 import hashlib
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ from mplug.run import prepare
 from mplug.testing import run_workers
 from mplug.testing.harness import as_rank, tiny_config
 
-PAIRS = int(os.environ.get("MPLUG_PAIRS", "4"))
-"""MPLUG_PAIRS=40 resumes under so many pairs of layouts."""
+QUICK, ALL = 3, 40
+"""Pairs of layouts in the quick set, and with `pytest --wide reshard` in all."""
 
 SMALL = {
     "model.num_layers": 2,
@@ -110,12 +109,13 @@ def test_zero_then_one_process_then_zero_keeps_weights_and_moments_to_the_bit(
     assert told == pytest.approx(losses, rel=1e-5)
 
 
-def pairs() -> list[tuple[str, int, str, int]]:
+def pairs() -> list[Any]:
     """Different layouts, one of them at least divided, with their stages."""
     drawn = random.Random(SEED)
     chosen = [(one, other) for one in LAYOUTS for other in LAYOUTS if one != other and "zero" in one + other]
     drawn.shuffle(chosen)
-    return [(one, drawn.choice([1, 2]), other, drawn.choice([1, 2])) for one, other in chosen[:PAIRS]]
+    found = [(one, drawn.choice([1, 2]), other, drawn.choice([1, 2])) for one, other in chosen[:ALL]]
+    return [*found[:QUICK], *(pytest.param(*pair, marks=pytest.mark.wide("reshard")) for pair in found[QUICK:])]
 
 
 @pytest.mark.parametrize(("one", "stage", "other", "other_stage"), pairs())

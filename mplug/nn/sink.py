@@ -66,7 +66,7 @@ def add_rows(total: Tensor, stale: Tensor, indices: Tensor, rows: Tensor) -> Non
 
 
 def _unique(indices: Tensor, rows: Tensor, below: int) -> tuple[Tensor, Tensor]:
-    """(indices, rows [N, D] in fp32 at least) with each index `below` once; what is left over is zero rows for any index.
+    """(indices, rows [N, D] in fp32 at least) with each index `below` once; what is left over is zero rows.
 
     Adding to a table in parallel adds in any order; so what has the same index is summed before, over sorted indices.
     Nothing here has a size that depends on the indices, which would make the host wait.

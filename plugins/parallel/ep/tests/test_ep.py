@@ -1,6 +1,8 @@
-"""Expert parallelism passes the suite of strategies, with experts of every kind, and the suite has teeth."""
+"""Expert parallelism passes the suite of strategies, with experts of every kind, and the suite has teeth.
 
-import os
+`pytest --wide experts` runs every layout with both ways of dispatch and both models.
+"""
+
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,14 +50,12 @@ EVERYTHING = {
     "model.z_loss_coefficient": 0.01,
     "model.expert_bias_rate": 0.05,
 }
-MORE = bool(os.environ.get("MPLUG_EXPERTS"))
-"""MPLUG_EXPERTS=all runs every layout with both ways of dispatch and both models."""
 
 
 class TestExpertParallel(ParallelSuite):
     plugin = "ep"
     settings = EXPERTS
-    layouts = ("ep2", "ep4", "pp2ep2")
+    layouts = ("ep2", "ep4")
     variants = {
         "all-gather": GATHERED,
         "everything": EVERYTHING,
@@ -78,7 +78,6 @@ WHOLE_STREAM = "parallel.tp.sequence_parallel=false"
 LAYOUTS = (
     "tp2ep4",
     f"tp2ep2etp2 {WHOLE_STREAM}",
-    "cp2ep2",
     "dp4ep2 parallel.ep.dispatch=all_gather",
 )
 MORE_LAYOUTS = (
@@ -87,12 +86,12 @@ MORE_LAYOUTS = (
 )
 
 
-def layouts() -> list[tuple[str, dict[str, Any]]]:
-    if not MORE:
-        return [(layout, {}) for layout in LAYOUTS]
+def layouts() -> list[Any]:
     words = [f"{word} parallel.ep.dispatch={how}" for word in MORE_LAYOUTS for how in ("all_to_all", "all_gather")]
     words += [f"{word} {WHOLE_STREAM}" for word in words if "tp2" in word.replace("etp2", "")]
-    return [(word, model) for word in words for model in ({}, EVERYTHING)]
+    products = [(word, model) for word in words for model in ({}, EVERYTHING)]
+    wide = [pytest.param(word, model, marks=pytest.mark.wide("experts")) for word, model in products]
+    return [*((layout, {}) for layout in LAYOUTS), *wide]
 
 
 @pytest.mark.parametrize(("layout", "model"), layouts(), ids=str)
@@ -211,7 +210,7 @@ def compiled(settings: dict[str, Any]) -> tuple[Trace, int, int]:
     return train_steps(settings), counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
-@pytest.mark.parametrize("how", ["all_to_all", "all_gather"] if MORE else ["all_to_all"])
+@pytest.mark.parametrize("how", ["all_to_all", pytest.param("all_gather", marks=pytest.mark.wide("experts"))])
 def test_a_compiled_run_is_the_eager_run_of_one_process(how: str, alone: Trace) -> None:
     settings = {**EXPERTS, "parallel.layout": "ep2", "parallel.ep.dispatch": how, "trainer.compile": "aot_eager"}
     found = run_workers(2, compiled, settings)

@@ -1,9 +1,8 @@
 """Fully sharded data parallelism passes the suite of strategies; and the comparison catches what could go wrong.
 
-MPLUG_LAYOUTS=all adds the layouts of more strategies and ranks, and compiled units.
+`pytest --wide layouts` adds the layouts of more strategies and ranks.
 """
 
-import os
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,21 +22,26 @@ from mplug.testing.harness import Trace, difference, tiny_config, tiny_run, trai
 from mplug.testing.parity import require_parity
 from mplug.testing.runs import trained as run_of
 
-ALL = os.environ.get("MPLUG_LAYOUTS") == "all"
-MORE = ("fsdp4", "cp2fsdp2", "dp2fsdp2tp2", "dp2fsdp2pp2", "fsdp2tp2pp2")
 KEPT = {"parallel.fsdp.reshard_after_forward": False}
 UNEVEN = {"model.vocab_size": 257, "data.vocab_size": 257, "model.hidden_size": 24, "model.ffn_hidden_size": 50}
 
 
 class TestFullyShardedDataParallel(ParallelSuite):
     plugin = "fsdp"
-    layouts = ("fsdp2", "dp2fsdp2", "fsdp2tp2", "fsdp2pp2", *(MORE if ALL else ()))
+    layouts = ("fsdp2", "dp2fsdp2")
     variants = {
         "everything": {**ParallelSuite.variants["another-model"], **ParallelSuite.variants["dropout"]},
         "weights-kept-after-forward": {**KEPT, "parallel.fsdp.prefetch": 2},
         "offloaded": {"parallel.fsdp.cpu_offload": True, "parallel.fsdp.prefetch": 0},
     }
     refused = {"fsdp8": ("trainer.global_batch_size", "8", "2", "8 data-parallel ranks", "a multiple of 16")}
+
+
+@pytest.mark.wide("layouts")
+class TestFullyShardedDataParallelBesideOthers(TestFullyShardedDataParallel):
+    layouts = ("fsdp4", "fsdp2tp2", "fsdp2pp2", "cp2fsdp2", "dp2fsdp2tp2", "dp2fsdp2pp2", "fsdp2tp2pp2")
+    variants = {}
+    refused = {}
 
 
 EXPERTS = {
@@ -51,22 +55,19 @@ EXPERTS = {
     "model.ffn_hidden_size": 24,
     "model.num_experts": 4,
 }
-CHOSEN: dict[str, dict[str, Any]] = {
+QUICK: dict[str, dict[str, Any]] = {"fsdp4": {**UNEVEN, "model.tie_embeddings": True}}
+WIDE: dict[str, dict[str, Any]] = {
     "ep2fsdp2": EXPERTS,
-    "fsdp4": {**UNEVEN, "model.tie_embeddings": True},
-}
-RARER: dict[str, dict[str, Any]] = {
     "ep2fsdp4": EXPERTS,
     "cp2fsdp2": {"data.documents": 5},
     "fsdp2pp2": {**KEPT, "parallel.pp.schedule": "gpipe", "model.tie_embeddings": True},
     "fsdp2tp2": {"parallel.tp.sequence_parallel": False, "model.num_kv_heads": 1},
 }
-MODELS = {**CHOSEN, **RARER} if ALL else CHOSEN
 
 
-@pytest.mark.parametrize("layout", MODELS)
+@pytest.mark.parametrize("layout", [*QUICK, *(pytest.param(word, marks=pytest.mark.wide("layouts")) for word in WIDE)])
 def test_other_models_give_the_run_of_one_process(layout: str) -> None:
-    require_parity(MODELS[layout], layout)
+    require_parity((QUICK | WIDE)[layout], layout)
 
 
 def by_another_method() -> None:

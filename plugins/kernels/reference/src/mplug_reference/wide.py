@@ -10,7 +10,7 @@ from mplug.nn.parts import PLAIN_PARTS, with_parts
 
 
 def in_fp32_at_least(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function computed in fp32, or in fp64 where its inputs are; its results have the first argument's type."""
+    """The same function computed in fp32, or in fp64 for fp64 inputs; its results have the first argument's type."""
 
     def computed(first: torch.Tensor, *rest: Any, **named: Any) -> Any:
         result = function(_widened(first), *map(_widened, rest), **{name: _widened(v) for name, v in named.items()})

@@ -13,6 +13,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+pytest.importorskip("numba")
+pytest.importorskip("tokenizers")
+
 from mplug_indexed import Indexed
 from mplug_indexed.files import Writer, idx_path
 from mplug_indexed.samples import IndexedLoader

@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+pytest.importorskip("numba")
+
 from mplug_indexed.indices import (
     Cut,
     Epochs,

@@ -1,6 +1,7 @@
 """What the tests of the host and of all bundled plugins share.
 
 Two files are tested at a time, so whoever computes does it with one thread: more than there are cores only wait.
+No example of hypothesis fails because it is slow: how long it takes depends on the processor and its other work.
 """
 
 import os
@@ -10,8 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports torch
+settings.register_profile("any processor", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any processor")
 
 
 @pytest.fixture

@@ -41,6 +41,9 @@ R = TypeVar("R")
 PRELOAD = ("torch.distributed", "mplug.ops", "mplug.job", "mplug.loop", "pytest", "hypothesis")
 """What the server imports once for all workers; what is not installed it leaves out."""
 
+STACKS = 5.0
+"""Seconds that ranks have to write their stacks; a stopped process never does."""
+
 _LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 
 
@@ -192,15 +195,24 @@ def _how(process: BaseProcess) -> str:
 
 def _explained(late: list[_Worker], task: _Task) -> str:
     """What the ranks without a result are doing."""
-    for worker in late:
-        if worker.process.pid is not None and task.stack_of(worker.rank).exists():
-            os.kill(worker.process.pid, signal.SIGUSR1)
-    time.sleep(0.2)
+    writing = [worker for worker in late if task.stack_of(worker.rank).exists()]
+    for worker in writing:
+        assert worker.process.pid is not None
+        os.kill(worker.process.pid, signal.SIGUSR1)
+    deadline = time.monotonic() + STACKS
+    while writing and time.monotonic() < deadline:
+        time.sleep(0.01)
+        writing = [w for w in writing if w.process.is_alive() and not _is_whole(task.stack_of(w.rank))]
     lines = [f"no result after {task.timeout:g} s"]
     for worker in late:
         path = task.stack_of(worker.rank)
         lines.append(f"rank {worker.rank}: {path.read_text() if path.exists() else 'not started'}")
     return "\n".join(lines)
+
+
+def _is_whole(stack: Path) -> bool:
+    """Whether faulthandler has written the outermost frame, or the mark that it leaves frames out."""
+    return any(line.endswith("in <module>") or line == "  ..." for line in stack.read_text().splitlines())
 
 
 # The worker's side.

@@ -47,6 +47,9 @@ PRELOAD = [
 Append the modules of your plugins before the first call: a worker starts with all of them, at no cost.
 """
 
+STACKS = 5.0
+"""Seconds that ranks have to write their stacks; a stopped process never does."""
+
 _LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 
 
@@ -198,15 +201,24 @@ def _how(process: BaseProcess) -> str:
 
 def _explained(late: list[_Worker], task: _Task) -> str:
     """What the ranks without a result are doing."""
-    for worker in late:
-        if worker.process.pid is not None and task.stack_of(worker.rank).exists():
-            os.kill(worker.process.pid, signal.SIGUSR1)
-    time.sleep(0.2)
+    writing = [worker for worker in late if task.stack_of(worker.rank).exists()]
+    for worker in writing:
+        assert worker.process.pid is not None
+        os.kill(worker.process.pid, signal.SIGUSR1)
+    deadline = time.monotonic() + STACKS
+    while writing and time.monotonic() < deadline:
+        time.sleep(0.01)
+        writing = [w for w in writing if w.process.is_alive() and not _is_whole(task.stack_of(w.rank))]
     lines = [f"no result after {task.timeout:g} s"]
     for worker in late:
         path = task.stack_of(worker.rank)
         lines.append(f"rank {worker.rank}: {path.read_text() if path.exists() else 'not started'}")
     return "\n".join(lines)
+
+
+def _is_whole(stack: Path) -> bool:
+    """Whether faulthandler has written the outermost frame, or the mark that it leaves frames out."""
+    return any(line.endswith("in <module>") or line == "  ..." for line in stack.read_text().splitlines())
 
 
 # The worker's side.

@@ -14,7 +14,7 @@ from mplug.checkpoint import newest
 from mplug.loop import train
 from mplug.run import prepare
 from mplug.testing import run_workers
-from mplug.testing.harness import as_rank, tiny_config
+from mplug.testing.harness import EXACT, as_rank, tiny_config
 
 QUICK, ALL = 3, 40
 """Pairs of layouts in the quick set, and with `pytest --wide reshard` in all."""
@@ -23,6 +23,7 @@ SMALL = {
     "model.num_layers": 2,
     "model.tie_embeddings": True,
     "trainer.eval_every": 0,
+    "trainer.precision": "fp64",
     "checkpoint.asynchronous": False,
     "parallel.zero.bucket_mib": 0.02,
 }
@@ -106,7 +107,7 @@ def test_zero_then_one_process_then_zero_keeps_weights_and_moments_to_the_bit(
     assert hashes(logical(second)) == wanted
     assert hashes(logical(third)) == wanted
     told += begin(settings_of("zero4", 1, optimizer), 3, tmp_path / "d", third)
-    assert told == pytest.approx(losses, rel=1e-5)
+    assert told == pytest.approx(losses, rel=EXACT)
 
 
 def pairs() -> list[Any]:
@@ -127,7 +128,7 @@ def test_a_run_goes_on_under_any_other_layout(
     again = save_again(settings_of(other, other_stage), tmp_path / "b", saved)
     assert hashes(logical(again)) == hashes(logical(saved))
     told += begin(settings_of(other, other_stage), 3, tmp_path / "c", saved)
-    assert told == pytest.approx(reference, rel=1e-5)
+    assert told == pytest.approx(reference, rel=EXACT)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from mplug.resolve import default_settings
 from mplug.run import prepare
 from mplug.settings import from_mapping
 from mplug.testing import ParallelSuite, run_workers
-from mplug.testing.harness import Trace, as_rank, difference, tiny_config, train_steps
+from mplug.testing.harness import EXACT, Trace, as_rank, difference, tiny_config, train_steps
 from mplug.testing.parity import require_parity
 
 EXPERTS: dict[str, Any] = {
@@ -235,6 +235,7 @@ class Losses:
 def trained(layout: str, steps: int, directory: Path, resume_from: Path | None = None) -> list[float]:
     """Be one rank of a run that is saved at its end: its losses."""
     settings = {**EXPERTS, "parallel.layout": layout, "trainer.steps": steps, "trainer.eval_every": 0}
+    settings |= {"trainer.precision": "fp64"}
     losses = Losses()
     run: Run = as_rank(prepare(tiny_config(settings), {"host/losses": losses}, directory))
     train(run, resume_from)
@@ -246,7 +247,7 @@ def test_a_run_with_divided_experts_goes_on_under_another_layout(tmp_path: Path)
     begun = run_workers(4, trained, "ep2etp2", 2, tmp_path / "begun")[0]
     saved = newest(tmp_path / "begun" / "checkpoints")
     ended = run_workers(4, trained, "tp2ep4", 4, tmp_path / "ended", saved)[0]
-    assert [*begun, *ended] == pytest.approx(whole, rel=1e-5)
+    assert [*begun, *ended] == pytest.approx(whole, rel=EXACT)
 
 
 # What does not fit.

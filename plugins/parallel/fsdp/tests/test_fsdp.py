@@ -18,7 +18,7 @@ from mplug import UsageError
 from mplug.build import build, build_model
 from mplug.checkpoint import newest, read_manifest
 from mplug.testing import ParallelSuite, run_workers
-from mplug.testing.harness import Trace, difference, tiny_config, tiny_run, train_steps
+from mplug.testing.harness import EXACT, Trace, difference, tiny_config, tiny_run, train_steps
 from mplug.testing.parity import require_parity
 from mplug.testing.runs import trained as run_of
 
@@ -241,6 +241,7 @@ def test_weights_are_gathered_around_compiled_units_of_one_graph_each(alone: Tra
 def saved_run(layout: str, steps: int, directory: Path, resume_from: Path | None = None) -> list[float]:
     """Be one rank of a run that is saved at its end: its losses."""
     settings = {"parallel.layout": layout, "trainer.steps": steps, "trainer.eval_every": 0, **UNEVEN}
+    settings |= {"trainer.precision": "fp64"}
     return run_of(tiny_config(settings), directory, resume_from=resume_from).losses
 
 
@@ -250,10 +251,10 @@ def test_a_checkpoint_of_divided_weights_goes_on_under_any_layout_and_comes_back
     first = newest(tmp_path / "begun" / "checkpoints")
     for layout, ranks in (("", 1), ("tp2", 2), ("fsdp2", 2)):
         ended = run_workers(ranks, saved_run, layout, 3, tmp_path / f"then-{layout}", first)[0]
-        assert [*begun, *ended] == pytest.approx(whole[:3], rel=1e-5), layout
+        assert [*begun, *ended] == pytest.approx(whole[:3], rel=EXACT), layout
     second = newest(tmp_path / "then-" / "checkpoints")
     ended = run_workers(2, saved_run, "fsdp2", 4, tmp_path / "back", second)[0]
-    assert ended == pytest.approx(whole[3:], rel=1e-5)
+    assert ended == pytest.approx(whole[3:], rel=EXACT)
     run_workers(2, resaved, first, tmp_path / "one")
     run_workers(1, resaved, newest(tmp_path / "one" / "checkpoints"), tmp_path / "other")
     assert_same_tensors(first, newest(tmp_path / "one" / "checkpoints"))
@@ -267,7 +268,8 @@ def resaved(path: Path, folder: Path) -> None:
     from mplug.position import Position
 
     layout = "fsdp2" if dist.get_world_size() == 2 else ""
-    run = tiny_run({"parallel.layout": layout, "trainer.eval_every": 0, **UNEVEN})
+    settings = {"parallel.layout": layout, "trainer.eval_every": 0, "trainer.precision": "fp64"}
+    run = tiny_run({**settings, **UNEVEN})
     run.directory = folder
     position = Position(run, build(run))
     position.load(path)
@@ -281,7 +283,7 @@ def tensors_of(path: Path) -> dict[str, Tensor]:
     files = {name: load_file(path / name) for name in manifest["files"]}
     found = {}
     for name, saved in manifest["tensors"].items():
-        found[name] = torch.full(saved["shape"], float("nan"))
+        found[name] = torch.full(saved["shape"], float("nan"), dtype=torch.float64)
         for file, start, shape in saved["chunks"]:
             box = tuple(slice(first, first + length) for first, length in zip(start, shape, strict=True))
             assert bool(found[name][box].isnan().all()), f"'{name}' has an element twice"

@@ -43,6 +43,7 @@ def main() -> None:
             losses, norms = (off(found[name], alone[name]) for name in ("loss", "grad_norm"))
             first = f"{found['loss'][0]:.9g}", f"{found['grad_norm'][0]:.9g}"
             figures = (f"{value:.1e}" for value in (max(losses), norms[0], max(norms)))
+            print(f"{layout or 'one process'} in {precision}: {max(losses):.1e} {max(norms):.1e}", flush=True)
             table.add_row(layout or "one process", precision, *first, *figures)
     console = Console(width=140)
     console.print(table)

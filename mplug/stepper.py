@@ -116,7 +116,7 @@ class DefaultStepper:
             scale = scale * (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
         skip, failed, figures = self._judged(loss, norm)
         where = self.updated_on
-        rate = torch.tensor(lr, dtype=torch.float32, device=where)
+        rate = torch.full((), lr, dtype=torch.float32, device=where)  # no copy from the host, which would wait
         scalars = StepScalars(rate, scale.to(where, torch.float32), skip.to(where), weight_decay)
         self.optimizer.step(scalars)
         if not self.one_pass:

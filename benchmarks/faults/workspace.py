@@ -2,7 +2,8 @@
 
 The copy's environment takes no space: it links to the packages of the tree's `.venv`, and only what names the tree (the
 `.pth` files and metadata of editable installs, the scripts' first lines) is rewritten. Every process that the copy's
-interpreter starts therefore imports the copy's sources. The tree itself is never written to.
+interpreter starts therefore imports the copy's sources. The tree's own files are never written to; Python may cache
+compiled modules of other packages in its environment.
 """
 
 import ast
@@ -32,18 +33,16 @@ MARK = "MPLUG_FAULTS_PROCESS"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a pytest session has shown: its exit status (None: it was ended), outcomes of tests, and its output."""
+    """What a pytest session has shown: its exit status (None: it was ended), and its output.
+
+    `failed` are tests that failed, `unfinished` those that began and did not end, `seconds` the durations of tests.
+    """
 
     status: int | None
     failed: tuple[str, ...]
-    started: tuple[str, ...]
+    unfinished: tuple[str, ...]
     seconds: dict[str, float]
     output: str
-
-    @property
-    def unfinished(self) -> tuple[str, ...]:
-        """Tests that began and did not end."""
-        return tuple(test for test in self.started if test not in self.seconds)
 
 
 class Workspace:
@@ -236,16 +235,24 @@ def _own_lines(node: ast.stmt) -> set[int]:
 
 
 def _outcome(status: int | None, report: Path, output: str) -> Outcome:
-    facts = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
+    facts = list(whole_lines(report)) if report.exists() else []
     seconds = dict[str, float]()
     for fact in facts:
-        if fact["outcome"] != "started":
+        if fact["outcome"] not in ("started", "finished"):
             seconds[fact["test"]] = seconds.get(fact["test"], 0.0) + fact["seconds"]
     by = {
         outcome: tuple(dict.fromkeys(fact["test"] for fact in facts if fact["outcome"] == outcome))
-        for outcome in ("failed", "started")
+        for outcome in ("failed", "started", "finished")
     }
-    return Outcome(status, by["failed"], by["started"], seconds, output)
+    unfinished = tuple(test for test in by["started"] if test not in by["finished"])
+    return Outcome(status, by["failed"], unfinished, seconds, output)
+
+
+def whole_lines(path: Path) -> Iterator[Any]:
+    """What the lines of a file say in JSON. A line that a killed process has begun is left out."""
+    for line in path.read_text().splitlines():
+        with suppress(json.JSONDecodeError):
+            yield json.loads(line)
 
 
 def _link(path: Path, target: Path) -> None:

@@ -35,9 +35,7 @@ from workspace import HERE, Outcome, Place, Workspace, digest, function_lines, p
 BATCHES = (20.0, 60.0, 240.0, 960.0)
 """Predicted seconds of tests in the first pytest sessions of a fault; further sessions are like the last of these."""
 PATIENCE = 4.0
-"""A session that takes this many times its predicted seconds, and `--grace` seconds more, hangs."""
-COLLECTION = 600.0
-"""Seconds that collecting tests may take."""
+"""A test that takes this many times its recorded seconds, and `--grace` seconds more, hangs."""
 UNKNOWN_SECONDS = 0.05
 """The prediction for a test whose duration was not recorded."""
 BETWEEN = "collection"
@@ -90,7 +88,7 @@ class Coverage:
         return any(lines.get(str(line)) for line in place.lines)
 
     def batches(self, tests: Iterable[str]) -> Iterator[tuple[list[str], float]]:
-        """(tests, their predicted seconds) of each pytest session."""
+        """(tests, the recorded seconds of the slowest) of each pytest session."""
         known = dict(zip(self.tests, self.seconds, strict=True))
         bounds, batch, total = iter(BATCHES), list[str](), 0.0
         bound = next(bounds)
@@ -98,10 +96,10 @@ class Coverage:
             batch.append(test)
             total += known[test]
             if total >= bound:
-                yield batch, total
+                yield batch, known[test]
                 batch, total, bound = [], 0.0, next(bounds, bound)
         if batch:
-            yield batch, total
+            yield batch, known[batch[-1]]
 
 
 def read_faults(path: Path, only: list[str]) -> list[Fault]:
@@ -255,12 +253,12 @@ def _tried(
     if not tests:
         return result("not executed")
     num_run = 0
-    for number, (batch, predicted) in enumerate(coverage.batches(tests)):
+    for number, (batch, slowest) in enumerate(coverage.batches(tests)):
         if time.monotonic() - began > options.limit:
             return result("unfinished", num_tests=len(tests), num_run=num_run)
         with work.planted(fault.file, fault.old, fault.new):
             # Workers cost the start of two more processes, which is more than the first, short batch takes.
-            outcome = _session(work, batch, predicted, options.workers if number else 0, options)
+            outcome = _session(work, batch, slowest, options.workers if number else 0, options)
         how, by = _catch(outcome)
         if how == "error":
             _refuse_what_cannot_be_collected(work, batch, options)
@@ -297,9 +295,9 @@ SESSION = "the session"
 """What catches a fault with which pytest ends before any test does."""
 
 
-def _session(work: Workspace, tests: list[str], predicted: float, workers: int, options: argparse.Namespace) -> Outcome:
+def _session(work: Workspace, tests: list[str], slowest: float, workers: int, options: argparse.Namespace) -> Outcome:
     arguments = ("-x", "-q", "-n", str(workers), *options.pytest, f"@{_listed(work, tests)}")
-    return work.pytest(*arguments, timeout=options.grace + PATIENCE * predicted)
+    return work.pytest(*arguments, patience=options.grace + PATIENCE * slowest)
 
 
 def _listed(work: Workspace, tests: list[str]) -> Path:
@@ -321,7 +319,7 @@ def _catch(outcome: Outcome) -> tuple[str, str | None]:
 def _refuse_what_cannot_be_collected(work: Workspace, tests: list[str], options: argparse.Namespace) -> None:
     """A session that ends before its tests says nothing of a fault if it does so without one, too."""
     arguments = ("-q", "--collect-only", *options.pytest, f"@{_listed(work, tests)}")
-    collected = work.pytest(*arguments, timeout=COLLECTION)
+    collected = work.pytest(*arguments)
     if collected.status != 0:
         sys.exit(f"tests of the map cannot be collected; record again\n{collected.output[-3000:]}")
 
@@ -416,7 +414,7 @@ def _parser() -> argparse.ArgumentParser:
         "--grace",
         type=float,
         default=180.0,
-        help=f"a session hangs after {PATIENCE:g} times its predicted seconds and this",
+        help=f"seconds without progress, beyond {PATIENCE:g} times the slowest test, after which a session hangs",
     )
     added = command(table)
     added.add_argument("old", type=Path)

@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import itertools
 import json
+import math
 import os
 import secrets
 import shutil
@@ -145,10 +146,11 @@ class Workspace:
         moment = next(self._clock)
         os.utime(path, (moment, moment))
 
-    def pytest(
-        self, *arguments: str, timeout: float | None = None, environment: dict[str, str] | None = None
-    ) -> Outcome:
-        """Run pytest in the copy; after `timeout` seconds it is ended. No process of it outlives the call."""
+    def pytest(self, *arguments: str, patience: float = math.inf, environment: dict[str, str] | None = None) -> Outcome:
+        """Run pytest in the copy; it is ended if no test begins or ends for `patience` seconds.
+
+        No process of it outlives the call.
+        """
         report, output = self.folder / "report.jsonl", self.folder / "output.txt"
         report.unlink(missing_ok=True)
         fixed = ("-p", "mplug_faults_plugin", "-p", "no:cacheprovider")
@@ -160,9 +162,7 @@ class Workspace:
                 command, cwd=self.copy, env=variables, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
             )
             try:
-                status: int | None = process.wait(timeout)
-            except subprocess.TimeoutExpired:
-                status = None
+                status = _waited(process, report, patience)
             finally:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
@@ -209,7 +209,7 @@ def place_of(source: str, text: str) -> Place:
         nonlocal at_import
         for child in ast.iter_child_nodes(node):
             visit(child, inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
-        if isinstance(node, ast.stmt):
+        if isinstance(node, ast.stmt | ast.ExceptHandler):
             own = _own_lines(node)
             if own.intersection(range(first, last + 1)):
                 lines.update(own)
@@ -227,11 +227,22 @@ def function_lines(source: str) -> frozenset[int]:
     return frozenset(line for one in bodies for line in range(one.lineno, (one.end_lineno or one.lineno) + 1))
 
 
-def _own_lines(node: ast.stmt) -> set[int]:
+def _own_lines(node: ast.stmt | ast.ExceptHandler) -> set[int]:
     """The lines of a statement; of a compound one, its header's."""
     body: Any = getattr(node, "body", None)
     end = (node.end_lineno or node.lineno) if not body else max(node.lineno, body[0].lineno - 1)
     return set(range(node.lineno, end + 1))
+
+
+def _waited(process: "subprocess.Popen[bytes]", report: Path, patience: float) -> int | None:
+    """The exit status of a process; None if its report does not grow for `patience` seconds."""
+    size, since = 0, time.monotonic()
+    while time.monotonic() - since < patience:
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(0.2)
+        if report.exists() and report.stat().st_size > size:
+            size, since = report.stat().st_size, time.monotonic()
+    return None
 
 
 def _outcome(status: int | None, report: Path, output: str) -> Outcome:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from warm import STRICT, run_module
 
 from mplug.checkpoint import read_manifest, verify
 
@@ -55,8 +56,7 @@ def cli(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         found_first = [str(path)] if path is not None else []
         searched = os.pathsep.join([*found_first, *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONPATH": searched}
-        command = [sys.executable, "-m", "mplug", *arguments]
-        return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
+        return run_module("mplug", *arguments, cwd=cwd, environment=environment, timeout=timeout)
 
     return run
 
@@ -154,9 +154,9 @@ def own_tests(plant: Callable[..., None], tmp_path: Path) -> Callable[..., str]:
     def run(distribution: str, *options: str) -> str:
         plant(distribution)
         tests = shutil.copytree(THIRD_PARTY / distribution / "tests", tmp_path / f"{distribution}-tests")
-        command = [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", *options, str(tests)]
+        words = ["-q", *STRICT, "-p", "no:cacheprovider", *options, str(tests)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        finished = subprocess.run(command, cwd=tests, env=environment, capture_output=True, text=True)
+        finished = run_module("pytest", *words, cwd=tests, environment=environment)
         assert finished.returncode == 0, finished.stdout + finished.stderr
         return finished.stdout
 

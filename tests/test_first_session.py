@@ -1,6 +1,6 @@
 """The README's first session, as a newcomer would have it: train the default model, sample from it.
 
-The quick tests train the default model for 40 shorter steps. `pytest --wide session` runs the README's command as it is.
+The quick tests train the default model for 40 shorter steps. `pytest --wide session` runs the command of the README.
 """
 
 import builtins

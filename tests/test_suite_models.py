@@ -25,6 +25,7 @@ def suite() -> Any:
     return module.TestPeregrine()
 
 
+@pytest.mark.wide("suites")
 def test_the_package_as_it_is_passes_its_own_tests(own_tests: Callable[..., str]) -> None:
     told = own_tests("nova-peregrine", "-rA").splitlines()
     for layout in ("tp2", "pp2", "dp2", "pp2tp2", "dp2tp2", "dp2pp2"):

@@ -11,6 +11,7 @@ import io
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,64 @@ STRICT = ("-W", "error", "-W", "ignore::pytest.PytestAssertRewriteWarning")
 """Options of pytest: a warning is an error, except that a fork has imported pytest's plugins already."""
 
 
+class Forked:
+    """A running module, with the methods of `subprocess.Popen` that the tests use.
+
+    `text` is its standard input. With `session` it leads a session of its own.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        *arguments: str,
+        cwd: Path,
+        environment: Mapping[str, str],
+        text: str | None = None,
+        session: bool = False,
+    ) -> None:
+        multiprocessing.set_forkserver_preload(list(PRELOAD))
+        self.args = [module, *arguments]
+        self.returncode: int | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="mplug-warm-")
+        self._written = [Path(self._folder.name, name) for name in ("out", "err")]
+        out, err = map(str, self._written)
+        task = {"words": self.args, "cwd": str(cwd), "environment": dict(environment), "searched": SEARCHED}
+        here = {"TASK": {**task, "text": text, "session": session, "out": out, "err": err}}
+        context = multiprocessing.get_context("forkserver")
+        self._process = context.Process(target=runpy.run_path, args=(__file__, here, "mplug_warm"))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        """Its exit status, or None while it runs. A negative status is the number of a signal."""
+        if self.returncode is None:
+            self.returncode = self._process.exitcode
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Send it SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send it SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Its output and its errors, once it has ended."""
+        self._process.join(timeout)
+        if self.poll() is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        out, err = (path.read_text() if path.exists() else "" for path in self._written)
+        self._folder.cleanup()
+        return out, err
+
+
 def run_module(
     module: str,
     *arguments: str,
@@ -37,31 +96,21 @@ def run_module(
     timeout: float | None = 600,
     text: str | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a module as `__main__` in a process of its own, and return its exit status, its output and its errors.
-
-    `text` is its standard input.
-    """
-    multiprocessing.set_forkserver_preload(list(PRELOAD))
-    words = [module, *arguments]
-    with tempfile.TemporaryDirectory() as folder:
-        out, err = Path(folder, "out"), Path(folder, "err")
-        task = {"words": words, "cwd": str(cwd), "environment": dict(environment), "searched": SEARCHED}
-        here = {"TASK": {**task, "text": text, "out": str(out), "err": str(err)}}
-        context = multiprocessing.get_context("forkserver")
-        process = context.Process(target=runpy.run_path, args=(__file__, here, "mplug_warm"))
-        process.start()
-        process.join(timeout)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-            raise subprocess.TimeoutExpired(words, timeout or 0.0, out.read_bytes(), err.read_bytes())
-        status = process.exitcode
-        process.close()
-        return subprocess.CompletedProcess(words, status, out.read_text(), err.read_text())
+    """Run a module as `__main__` in a process of its own, and return its exit status, its output and its errors."""
+    process = Forked(module, *arguments, cwd=cwd, environment=environment, text=text)
+    try:
+        out, err = process.communicate(timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode or 0, out, err)
 
 
 def become(task: Mapping[str, Any]) -> None:
     """Be the process of a task, from its working directory to its exit status."""
+    if task["session"]:
+        os.setsid()
     for number, path in ((1, task["out"]), (2, task["err"])):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
         os.dup2(file, number)

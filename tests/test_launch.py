@@ -98,11 +98,11 @@ def poll(condition: Callable[[], Any], what: str) -> Any:
 
 
 def begin(folder: Path, *words: str, **environment: str) -> Command:
-    """Start a command in a folder and in a session of its own: mplug in a fork, others in an interpreter."""
+    """Start a command in a folder and in a session of its own: a module in a fork, others in an interpreter."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **environment}
-    if words[: len(MPLUG)] != MPLUG:
+    if words[0] != "-m":
         return begin_anew(folder, *words, **environment)
-    process = Forked("mplug", *words[len(MPLUG) :], cwd=folder, environment=environment, session=True)
+    process = Forked(*words[1:], cwd=folder, environment=environment, session=True)
     BEGUN.append(Command(process))
     return BEGUN[-1]
 
@@ -295,7 +295,10 @@ def test_the_processes_may_meet_at_a_port_that_is_named(folder: Path, options: l
     command.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize(("layout", "becomes"), [("tp2", "tp2"), ("pp2", "pp2"), ("", "dp2")])
+@pytest.mark.parametrize(
+    ("layout", "becomes"),
+    [("tp2", "tp2"), pytest.param("pp2", "pp2", marks=pytest.mark.wide("layouts")), ("", "dp2")],
+)
 def test_processes_of_torchrun_join_and_those_that_are_left_are_data_parallel(
     layout: str, becomes: str, folder: Path, options: list[str], whole: Whole
 ) -> None:

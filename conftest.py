@@ -2,7 +2,8 @@
 
 `pytest` runs the quick tests. `pytest --wide SET` runs only the tests that carry the mark `wide("SET")`.
 
-Two files are tested at a time, so each process computes with one thread: more threads than cores only wait.
+Two files are tested at a time, so each process computes with one thread: more threads than cores only wait. No example
+of hypothesis fails because it is slow: its duration depends on the processor and on other work.
 """
 
 import os
@@ -12,8 +13,31 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+from mplug.testing.workers import PRELOAD
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports torch
+settings.register_profile("any processor", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any processor")
+
+HEAVY = {"energon", "flash", "huggingface", "quack", "sentencepiece", "tiktoken", "triton"}
+"""Plugins whose libraries take long to import."""
+
+
+def modules_of_plugins() -> list[str]:
+    """Every module of the bundled plugins but the heavy ones: workers of `mplug.testing` start with them imported."""
+    packages = sorted(Path(__file__).parent.glob("plugins/*/*/src/*"))
+    files = [file for one in packages if one.parent.parent.name not in HEAVY for file in one.rglob("*.py")]
+    names = (".".join(file.relative_to(_source_of(file)).with_suffix("").parts) for file in files)
+    return sorted({name.removesuffix(".__init__") for name in names if not name.endswith("__main__")})
+
+
+def _source_of(file: Path) -> Path:
+    return next(folder for folder in file.parents if folder.name == "src")
+
+
+PRELOAD.extend(modules_of_plugins())
 
 WIDE = {
     "experts": "every way of routing, balancing and dispatching experts under every layout",

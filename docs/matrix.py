@@ -1,6 +1,6 @@
 """Write docs/layouts.md: every parallel strategy alone and beside every other, against one process.
 
-python docs/matrix.py          every pair, some 10 minutes on 2 cores
+python docs/matrix.py          every pair, in fp64 and fp32: some 5 minutes on 2 cores
 python docs/matrix.py tp cp    these strategies only, printed and not written
 """
 
@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import track
 
 from mplug.registry import Registry
+from mplug.testing.harness import EXACT, STEPS, largest_error, train_steps
 from mplug.testing.parity import error_of
 
 PAGE = Path(__file__).parent / "layouts.md"
@@ -32,14 +33,19 @@ TEXT = """# Layouts
 
 <!-- Written by `python docs/matrix.py`: do not edit. -->
 
-Each strategy by itself, of 2 ranks and of 4, and 2 ranks of it beside 2 of each other one, against the same run in one
-process, in fp32 on CPUs: 5 steps of a tiny decoder (4 blocks; with 4 experts and a shared one where the layout divides
-experts), 2 micro batches of a data-parallel rank or more, ragged labels. A figure is the largest relative error of all
-losses, gradient norms and gradients, of every step; of a gradient that is less than a thousandth of the whole, relative
-to that thousandth. Above 1e-5 a layout would be wrong. A number in brackets is a layout that is refused before any
-process starts, and why is told below.
+The table compares each strategy with one process: alone on 2 and on 4 ranks, and on 2 ranks beside 2 ranks of every
+other strategy. The runs are {steps} steps of a tiny decoder on CPUs: 4 blocks, ragged labels, at least 2 micro batches
+on each data-parallel rank; 4 experts and a shared expert where the layout shards experts.
 
-How the degrees of the expert strategies (ep, etp) fold over the ranks of the others, [plugins.md](plugins.md) tells.
+A cell has two figures: the largest relative difference in fp64, and the same in fp32. The difference covers the loss,
+the gradient norm and every gradient of every step. A gradient smaller than a thousandth of the global norm is compared
+relative to that thousandth. In fp64 a layout above 1e-10 is wrong: rounding is some 1e-15 there. The fp32 figures show
+what the same layout rounds. One process in fp32 differs from one process in fp64 by {dense:.1e}, and with experts by
+{experts:.1e}.
+
+A number in brackets is a layout that is refused before any process starts. The reasons are below the table.
+
+[plugins.md](plugins.md) explains how the degrees of the expert strategies (ep, etp) fold over the ranks of the others.
 
 """
 
@@ -51,7 +57,8 @@ def main(chosen: list[str]) -> None:
     if unknown:
         sys.exit(f"no strategy '{unknown[0]}' is installed; there are {', '.join(names)}")
     began, refused = monotonic(), {}
-    page = TEXT + table(chosen or names, refused)
+    rounding = {name: distance(settings) for name, settings in (("dense", DENSE), ("experts", EXPERTS))}
+    page = TEXT.format(steps=STEPS, **rounding) + table(chosen or names, refused)
     page += "".join(f"\n{number}. `{layout}`: {reason}" for number, (layout, reason) in enumerate(refused.items(), 1))
     page = f"{page.rstrip()}\n"
     if chosen:
@@ -59,6 +66,12 @@ def main(chosen: list[str]) -> None:
     else:
         PAGE.write_text(page)
         print(f"{PAGE} written in {(monotonic() - began) / 60:.1f} minutes")
+
+
+def distance(settings: dict[str, object]) -> float:
+    """The largest relative difference of one process in fp32 from one process in fp64."""
+    alone, exact = (train_steps({**settings, "trainer.precision": precision}) for precision in ("fp32", "fp64"))
+    return largest_error([alone], exact)
 
 
 def table(names: list[str], refused: dict[str, str]) -> str:
@@ -77,13 +90,14 @@ def table(names: list[str], refused: dict[str, str]) -> str:
 
 
 def cell(word: str, divides_experts: bool, refused: dict[str, str]) -> str:
-    """The figure of a layout, or the number of its refusal."""
+    """The figures of a layout in fp64 and fp32, or the number of its refusal."""
+    settings = EXPERTS if divides_experts else DENSE
     try:
-        error = error_of(EXPERTS if divides_experts else DENSE, word)
+        exact, rounded = (error_of({**settings, "trainer.precision": one}, word) for one in ("fp64", "fp32"))
     except SkipTest as reason:
         refused[word] = str(reason).partition("is refused: ")[2]
         return f"({len(refused)})"
-    return f"{error:.1e}" if error <= 1e-5 else f"**{error:.1e}**"
+    return f"{exact:.1e} / {rounded:.1e}" if exact <= EXACT else f"**{exact:.1e} / {rounded:.1e}**"
 
 
 if __name__ == "__main__":

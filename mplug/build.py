@@ -18,14 +18,12 @@ from mplug.contracts import Loader, Optimizer, Piece, Stepper
 from mplug.errors import UsageError, listed
 from mplug.feed import Feed
 from mplug.model import Model, allocate, fill_slots, initialize, wrap_units
+from mplug.precision import DTYPES, wide
 from mplug.run import Run
 from mplug.scaling import LossScale
 from mplug.slots import Offer, Selection, Unmet, Wrap
 from mplug.stepper import DefaultStepper, make_pieces, write_weights
 from mplug.sums import token_sums
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""The config's `trainer.precision` -> the type of weights and activations."""
 
 
 @dataclass
@@ -112,19 +110,20 @@ def _refuse_cut_matrices(run: Run, model: Model) -> None:
 
 def _optimizer_without_memory(run: Run, model: Model) -> Optimizer:
     """The optimizer, built of tensors without memory, for what it says of itself."""
-    pieces = []
+    pieces, masters = [], wide(DTYPES[run.config.trainer.precision])
     with FakeTensorMode():
         for name, parameter in model.parameters().items():
             if parameter.requires_grad:
                 placement = model.placements[name]
-                master, gradient = torch.zeros((2, *placement.local_shape(run.rank)), device=run.device).unbind()
+                shape = (2, *placement.local_shape(run.rank))
+                master, gradient = torch.zeros(shape, dtype=masters, device=run.device).unbind()
                 pieces.append(Piece(name, master, gradient, None, placement.parameter, placement))
         optimizer: Optimizer = run.hooks.call.build_optimizer(run=run, pieces=pieces)
     return optimizer
 
 
 def _gradient_dtype(run: Run, model: Model) -> torch.dtype:
-    """fp32; bf16 where weights are, a gradient is one product's, rounded once, and the optimizer takes it so."""
+    """That of masters; bf16 where weights are, a gradient is one product's, and the optimizer takes it so."""
     trainer = run.config.trainer
     weights = DTYPES[trainer.precision]
     _, shards = run.mesh.batch_shard(run.rank)
@@ -134,9 +133,9 @@ def _gradient_dtype(run: Run, model: Model) -> torch.dtype:
         or bool(model.plan.tied)
     )
     if trainer.gradients == "fp32" or weights != torch.bfloat16 or is_summed:
-        return torch.float32
+        return wide(weights)
     taken = getattr(_optimizer_without_memory(run, model), "low_precision_gradients", False)
-    return weights if taken else torch.float32
+    return weights if taken else wide(weights)
 
 
 def collect_offers(run: Run, model: Model) -> list[Offer | Wrap]:

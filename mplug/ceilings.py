@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mplug.build import DTYPES, build_model, measure_bytes
+from mplug.build import build_model, measure_bytes
 from mplug.hardware import timed
 from mplug.model import Model
 from mplug.nn.linear import Linear
 from mplug.ops import all_gather
+from mplug.precision import DTYPES
 from mplug.run import Run
 
 REPEATS, WARMUP = 20, 3

@@ -13,6 +13,7 @@ from mplug.nn.linear import Linear
 from mplug.nn.moe import MixtureOfExperts
 from mplug.nn.random import key_of, normal
 from mplug.plan import Box, Init, Parameter, Placement, Plan, Stages, Unit
+from mplug.precision import wide
 from mplug.sharding import FlatBox, Sharding
 from mplug.shards import Shards
 from mplug.slots import UNIT, Filled, Selection, Site, select
@@ -233,13 +234,13 @@ def wrap_units(model: Model) -> None:
 def allocate(model: Model, rank: int, device: torch.device, dtype: torch.dtype, seed: int) -> None:
     """Give this rank's parameters (zeros of `dtype`) and buffers their memory.
 
-    Of a parameter that is gathered to compute with, that is its rows of the fp32 master.
+    Of a parameter that is gathered to compute with, that is its rows of the master.
     """
     replaced: dict[int, nn.Parameter] = {}
     model.shards = Shards(model.sharding, model.placements, rank, device, dtype) if model.sharding else None
     for name, old in model.parameters().items():
         placement = model.placements[name]
-        kept = torch.float32 if placement.gathered_along else dtype
+        kept = wide(dtype) if placement.gathered_along else dtype
         where = torch.device("cpu") if placement.offloaded else device
         local = model.shards.weight(name) if model.shards else None
         if local is None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from mplug.contracts import Piece
 from mplug.model import Model, region
 from mplug.plan import Box, Placement
+from mplug.precision import wide
 from mplug.run import Run
 
 IN_PLACE = 1 << 18
@@ -66,12 +67,13 @@ class Reduction:
                 work.wait()
 
     def _goes_in_place(self, view: Tensor) -> bool:
-        suits = view.is_contiguous() and view.dtype == torch.float32 and view.device.type == self.run.device
+        suits = view.is_contiguous() and view.dtype == wide(view.dtype) and view.device.type == self.run.device
         return view.numel() >= IN_PLACE and suits
 
     def _sum_as_one(self, views: list[Tensor], group: dist.ProcessGroup | None) -> None:
         """On the run's device, which may not be where offloaded gradients are kept."""
-        flat = torch.cat([view.flatten() for view in views]).to(self.run.device, torch.float32)
+        flat = torch.cat([view.flatten() for view in views])
+        flat = flat.to(self.run.device, wide(flat.dtype))
         dist.all_reduce(flat, group=group)
         for view, total in zip(views, flat.split([view.numel() for view in views]), strict=True):
             view.copy_(total.view_as(view))

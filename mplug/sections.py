@@ -40,9 +40,10 @@ class Trainer(Section):
         description="samples of one forward and backward pass on a rank; null: all of the global batch that it reads"
     )
     global_batch_size: PositiveInt = Field(description="samples of one optimizer step, over all ranks")
-    precision: Literal["fp32", "bf16", "fp16"] = Field(
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
         description="number format of weights and activations; masters and moments are fp32. "
-        "Products of fp32 matrices are fp32's own, as torch has it by default, not TF32's"
+        "Products of fp32 matrices are fp32's own, as torch has it by default, not TF32's. "
+        "fp64, masters and moments included, is for tests: it tells a wrong sum from rounding"
     )
     loss_scale: LossScale = Field(description="dynamic loss scaling, in fp16")
     gradients: Literal["auto", "fp32"] = Field(

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from mplug.contracts import Piece
 from mplug.plan import Placement
+from mplug.precision import wide
 from mplug.sharding import Bucket, Sharding, Stretch, owner_of
 
 
@@ -72,10 +73,11 @@ class Shard:
         within = slice(first - stretch.start, first - stretch.start + stop - start)
         weight = self.weights[first : first + stop - start].view(shape)
         gradient = self.owned_gradient(stretch, at)[within].view(shape)
-        if weight.dtype == torch.float32:
+        masters = wide(weight.dtype)
+        if weight.dtype == masters:
             return Piece(name, weight, gradient, None, placement.parameter, placement)
         if self._masters is None:
-            self._masters = self.weights.new_zeros(self.num_owned, dtype=torch.float32)
+            self._masters = self.weights.new_zeros(self.num_owned, dtype=masters)
         master = self._masters[at : at + stretch.length][within].view(shape)
         return Piece(name, master, gradient, weight, placement.parameter, placement)
 

@@ -10,6 +10,7 @@ from mplug.entries import own_entries
 from mplug.model import Model
 from mplug.nn.random import key_of, sample_keys
 from mplug.norm import GlobalNorm, owned_gradients
+from mplug.precision import DTYPES, wide
 from mplug.reduction import Reduction
 from mplug.run import Run
 from mplug.scaling import LossScale
@@ -19,7 +20,7 @@ from mplug.statistics import Statistics
 def make_pieces(model: Model) -> list[Piece]:
     """What the optimizer updates: each parameter whole, its gradient in its sink's buffer; or what the rank owns of it.
 
-    A parameter in fp32 is its own master; another has a master beside it.
+    A parameter in fp32 or fp64 is its own master; another has a master beside it.
     """
     pieces, owned = [], model.shards.pieces() if model.shards else {}
     for name, sink in model.sinks.items():
@@ -27,8 +28,8 @@ def make_pieces(model: Model) -> list[Piece]:
             pieces += [piece for piece in [owned[name]] if piece is not None]
             continue
         weight, placement = sink.parameter.data, model.placements[name]
-        own = weight.dtype == torch.float32
-        master = weight if own else weight.float()
+        own = weight.dtype == wide(weight.dtype)
+        master = weight if own else weight.to(wide(weight.dtype))
         pieces.append(Piece(name, master, sink.buffer, None if own else weight, placement.parameter, placement))
     return pieces
 
@@ -53,11 +54,12 @@ class DefaultStepper:
         self.seed, self.max_norm = run.config.trainer.seed, run.config.trainer.max_grad_norm
         self.one_pass: bool = getattr(optimizer, "one_pass", False)
         self.updated_on = pieces[0].master.device if pieces else torch.device(run.device)  # the host's, if offloaded
-        self.norm = GlobalNorm(owned_gradients(pieces, run.rank), self.updated_on.type)
+        self.wide = wide(DTYPES[run.config.trainer.precision])
+        self.norm = GlobalNorm(owned_gradients(pieces, run.rank), self.updated_on.type, self.wide)
         self.reduction = Reduction(run, model, pieces)
         self.statistics = Statistics(run, model)
         self.loss_scale = LossScale.of(run, model)
-        self.sums = torch.zeros(2, device=run.device)
+        self.sums = torch.zeros(2, dtype=self.wide, device=run.device)
         self.stop_at_nonfinite = run.config.trainer.nonfinite == "stop"
         self.halted = torch.zeros((), device=run.device)
 
@@ -98,8 +100,9 @@ class DefaultStepper:
     def _own_sums(self, losses: list[tuple[Tensor, Tensor]]) -> Tensor:
         """[sum of losses, number of targets] of this rank; zeros where another rank counts the same ones."""
         if not losses or not self.run.counts_losses:
-            return torch.zeros(2, device=self.run.device)
-        return torch.stack([torch.stack([loss.float(), count.float()]) for loss, count in losses]).sum(dim=0)
+            return torch.zeros(2, dtype=self.wide, device=self.run.device)
+        sums = [torch.stack([loss.to(self.wide), count.to(self.wide)]) for loss, count in losses]
+        return torch.stack(sums).sum(dim=0)
 
     def update(self, lr: float, weight_decay: float) -> StepResult:
         """Clip, check that all is finite, and let the optimizer update its pieces."""
@@ -113,7 +116,8 @@ class DefaultStepper:
             scale = scale * (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
         skip, failed, figures = self._judged(loss, norm)
         where = self.updated_on
-        scalars = StepScalars(torch.full_like(norm, lr, device=where), scale.to(where), skip.to(where), weight_decay)
+        rate = torch.full((), lr, dtype=torch.float32, device=where)  # no copy from the host, which would wait
+        scalars = StepScalars(rate, scale.to(where, torch.float32), skip.to(where), weight_decay)
         self.optimizer.step(scalars)
         if not self.one_pass:
             write_weights(self.pieces)

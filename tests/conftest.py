@@ -100,7 +100,10 @@ def logical() -> Callable[[Path], dict[str, Tensor]]:
         files = {name: load_file(path / name) for name in manifest["files"]}
         found = {}
         for name, saved in manifest["tensors"].items():
-            found[name], written = torch.zeros(saved["shape"]), torch.zeros(saved["shape"], dtype=torch.int64)
+            found[name], written = (
+                torch.zeros(saved["shape"], dtype=getattr(torch, saved["dtype"])),
+                torch.zeros(saved["shape"], dtype=torch.int64),
+            )
             for file, start, shape in saved["chunks"]:
                 box = tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))
                 found[name][box] = files[file][f"{name}@{','.join(map(str, start))}"]

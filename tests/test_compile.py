@@ -26,7 +26,11 @@ def eager() -> Trace:
     return run_workers(1, train_steps, {"model.dropout": 0.1})[0]
 
 
-@pytest.mark.parametrize(("layout", "world_size", "graphs"), [("", 1, 6), ("tp2", 2, 6), ("pp2", 2, 4), ("dp2", 2, 6)])
+WIDE = pytest.mark.wide("layouts")
+LAYOUTS = [("", 1, 6), ("tp2", 2, 6), pytest.param("pp2", 2, 4, marks=WIDE), pytest.param("dp2", 2, 6, marks=WIDE)]
+
+
+@pytest.mark.parametrize(("layout", "world_size", "graphs"), LAYOUTS)
 def test_a_compiled_run_is_the_eager_run_of_one_process(
     eager: Trace, layout: str, world_size: int, graphs: int
 ) -> None:

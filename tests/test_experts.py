@@ -1,10 +1,9 @@
 """Mixtures of experts under layouts: their runs, their balance and what they count are those of one process.
 
-MPLUG_EXPERTS=all runs every layout with every way of routing and balancing.
+`pytest --wide experts` runs every layout with every way of routing and balancing.
 """
 
 import json
-import os
 import subprocess
 import warnings
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from mplug.build import load_for_inference
 from mplug.cli import main
 from mplug.statistics import Statistics
 from mplug.testing import run_workers
-from mplug.testing.harness import Trace, difference, tiny_run, train_steps
+from mplug.testing.harness import EXACT, Trace, difference, tiny_run, train_steps
 from mplug.testing.layouts import ranks_of
 
 Settings = dict[str, Any]
@@ -172,14 +171,14 @@ def reference_of(settings: Settings) -> Seen:
 
 
 def assert_equal(found: list[Seen], expected: Seen) -> None:
-    """The run within 1e-5 (see `difference`), counts exactly, and on every rank the states of its own routers."""
+    """The run (see `difference`), counts exactly, and on every rank the states of its own routers."""
     assert difference([one.trace for one in found], expected.trace) == ""
     for seen in found:
         for counted, right in zip(seen.counted, expected.counted, strict=True):
             assert counted.keys() == right.keys()
             for name, value in counted.items():
                 exact = name.endswith("load")
-                torch.testing.assert_close(value, right[name], rtol=0 if exact else 1e-5, atol=0, msg=name)
+                torch.testing.assert_close(value, right[name], rtol=0 if exact else EXACT, atol=0, msg=name)
 
 
 def assert_same_states(found: list[Seen], expected: Seen) -> None:
@@ -189,7 +188,7 @@ def assert_same_states(found: list[Seen], expected: Seen) -> None:
             assert torch.equal(state, expected.states[name]), name
 
 
-CASES: list[tuple[str, str, int, Settings, Settings]] = [
+QUICK: list[tuple[str, str, int, Settings, Settings]] = [
     ("plain", "tp2", 2, PLAIN, {}),
     ("fine", "pp2", 2, FINE, {}),
     ("fine", "tp2", 2, FINE, WHOLE_STREAM),
@@ -205,14 +204,20 @@ LAYOUTS = [
     ("tp2pp2", 4, {}),
     ("dp2tp2", 4, {}),
 ]
-if os.environ.get("MPLUG_EXPERTS") == "all":
-    CASES = [(kind, *layout[:2], own, layout[2]) for kind, own in KINDS.items() for layout in LAYOUTS]
+WIDE = [(kind, *layout[:2], own, layout[2]) for kind, own in KINDS.items() for layout in LAYOUTS]
+
+
+def case_of(kind: str, layout: str, ranks: int, own: Settings, changes: Settings, *marks: Any) -> Any:
+    name = f"{kind}-{layout}{'-whole-stream' if changes else ''}"
+    return pytest.param(layout, ranks, own, changes, id=name, marks=marks)
 
 
 @pytest.mark.parametrize(
     ("layout", "world_size", "settings", "changes"),
-    [case[1:] for case in CASES],
-    ids=[f"{kind}-{layout}{'-whole-stream' if changes else ''}" for kind, layout, _, _, changes in CASES],
+    [
+        *(case_of(*case) for case in QUICK),
+        *(case_of(*case, pytest.mark.wide("experts")) for case in WIDE if case not in QUICK),
+    ],
 )
 def test_routing_and_every_invariant_balance_give_the_run_and_the_counts_of_one_process(
     layout: str, world_size: int, settings: Settings, changes: Settings

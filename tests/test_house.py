@@ -4,10 +4,12 @@ import ast
 import builtins
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -115,6 +117,81 @@ def test_the_building_blocks_know_nothing_distributed(path: Path) -> None:
 )
 def test_no_spelling_of_an_import_escapes_the_rules(spelling: str, module: str) -> None:
     assert module in set(imports(spelling))
+
+
+# What importing a test needs.
+
+
+def imported_with(source: str) -> Iterator[str]:
+    """Every module that importing a text imports, until a `pytest.importorskip` may have ended it."""
+    pending: list[ast.AST] = [ast.parse(source)]
+    while pending:
+        node = pending.pop(0)
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "importorskip":
+            return
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield from imports(ast.unparse(node))
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            pending = [*node.orelse, *pending]
+        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            pending = [*ast.iter_child_nodes(node), *pending]
+
+
+def files_of(module: str) -> set[Path]:
+    """The files of a bundled plugin that importing its module runs."""
+    names = module.split(".")
+    stems = [PACKAGES[names[0]].joinpath("src", *names[:length]) for length in range(1, len(names) + 1)]
+    return {path for stem in stems for path in (stem / "__init__.py", stem.with_suffix(".py")) if path.is_file()}
+
+
+def unmet(source: str, installed: set[str]) -> set[str]:
+    """What importing a text needs beyond what is installed; the modules of bundled plugins that it imports count."""
+    pending, seen, found = [source], set[Path](), set[str]()
+    while pending:
+        for module in imported_with(pending.pop()):
+            package = module.partition(".")[0]
+            if package in PACKAGES:
+                new = files_of(module) - seen
+                seen |= new
+                pending += [path.read_text() for path in new]
+            elif package not in installed:
+                found.add(package)
+    return found
+
+
+@pytest.fixture(scope="module")
+def installed() -> set[str]:
+    """What every machine has that runs tests: Python, the host, what the host requires, pytest and hypothesis."""
+    required = {re.split("[<>=]", requirement)[0].lower() for requirement in project(ROOT)["dependencies"]}
+    modules = packages_distributions().items()
+    own = {module for module, names in modules if not required.isdisjoint(name.lower() for name in names)}
+    assert {"torch", "yaml"} <= own
+    return {*sys.stdlib_module_names, *own, "mplug", "pytest", "hypothesis"}
+
+
+def test_every_test_can_be_collected_with_the_hosts_requirements_only(installed: set[str]) -> None:
+    """`pytest -m gpu` imports every test file, on machines that lack what some plugins require."""
+    folders = [ROOT, ROOT / "tests", *(plugin / "tests" for plugin in PLUGINS)]
+    collected = [path for folder in folders for name in ("conftest.py", "test_*.py") for path in folder.glob(name)]
+    files = [*HOST.rglob("*.py"), *collected]
+    found = {str(path.relative_to(ROOT)): unmet(path.read_text(), installed) for path in files}
+    assert {path: packages for path, packages in found.items() if packages} == {}, "write pytest.importorskip above"
+
+
+@pytest.mark.parametrize(
+    ("source", "packages"),
+    [
+        ("import numba", {"numba"}),
+        ("class Late:\n    from PIL import Image", {"PIL"}),
+        ("from mplug_indexed.samples import IndexedLoader", {"numba"}),
+        ("def late():\n    import numba", set()),
+        ("if TYPE_CHECKING:\n    import numba", set()),
+        ("pytest.importorskip('numba')\nimport numba", set()),
+        ("import zstandard\npytest.importorskip('numba')", {"zstandard"}),
+    ],
+)
+def test_what_importing_a_file_needs_is_found(source: str, packages: set[str], installed: set[str]) -> None:
+    assert unmet(source, installed) == packages
 
 
 # Start-up.

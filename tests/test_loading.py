@@ -42,7 +42,7 @@ def test_each_rank_reads_its_part_of_every_batch() -> None:
     ]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(1, 24), min_size=1, max_size=5), st.integers(1, 6), st.integers(1, 5))
 def test_the_ranks_together_take_what_one_rank_takes_without_overlap(
     batches: list[int], count: int, micro_batch_size: int
@@ -55,7 +55,7 @@ def test_the_ranks_together_take_what_one_rank_takes_without_overlap(
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(1, 9), max_size=4), st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(1, 3))
 def test_a_loader_continues_where_its_state_was_taken_under_any_number_of_ranks(
     before: list[int], after: list[int], count: int

@@ -1,10 +1,9 @@
 """fp16 with dynamic loss scaling: its runs are those of fp32 to rounding, and an overflow leaves a step out everywhere.
 
-MPLUG_LAYOUTS=all compares every layout.
+`pytest --wide precision` compares every layout.
 """
 
 import json
-import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -168,11 +167,12 @@ MUTATIONS: dict[str, Callable[[], None]] = {"an overflow is known to its rank on
 
 
 LAYOUTS = [("pp2", 2), ("fsdp2", 2)]
-if os.environ.get("MPLUG_LAYOUTS") == "all":
-    LAYOUTS += [("tp2", 2), ("dp2", 2), ("cp2", 2), ("tp2pp2", 4), ("dp2tp2", 4), ("zero2", 2), ("zero2pp2", 4)]
+MORE = [("tp2", 2), ("dp2", 2), ("cp2", 2), ("tp2pp2", 4), ("dp2tp2", 4), ("zero2", 2), ("zero2pp2", 4)]
 
 
-@pytest.mark.parametrize(("layout", "ranks"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "ranks"), [*LAYOUTS, *(pytest.param(*one, marks=pytest.mark.wide("precision")) for one in MORE)]
+)
 def test_a_layout_gives_the_run_and_the_scales_of_one_process(layout: str, ranks: int) -> None:
     settings = {**FP16, **loss_scale(initial=2.0**20, growth_interval=1)}
     alone = stepped(settings)

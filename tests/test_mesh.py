@@ -212,7 +212,7 @@ def grid(mesh: Mesh, view: str) -> np.ndarray:
     return np.arange(mesh.world_size).reshape([axis.size for axis in mesh.views[view]])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(meshes())
 def test_every_view_covers_the_world_and_is_sorted_from_far_to_near(mesh: Mesh) -> None:
     for axes in mesh.views.values():
@@ -221,7 +221,7 @@ def test_every_view_covers_the_world_and_is_sorted_from_far_to_near(mesh: Mesh) 
         assert distances == sorted(distances, reverse=True)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(meshes())
 def test_coordinates_invert(mesh: Mesh) -> None:
     for view, axes in mesh.views.items():
@@ -231,7 +231,7 @@ def test_coordinates_invert(mesh: Mesh) -> None:
             assert ranks[tuple(own[axis.name] for axis in axes)] == rank
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(meshes(), st.data())
 def test_groups_partition_the_ranks(mesh: Mesh, data: st.DataObject) -> None:
     view = data.draw(st.sampled_from(sorted(mesh.views)))
@@ -245,7 +245,7 @@ def test_groups_partition_the_ranks(mesh: Mesh, data: st.DataObject) -> None:
     assert all(rank in mesh.group(rank, *chosen) for rank in range(mesh.world_size))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(meshes())
 def test_views_agree_on_the_stages_that_they_share(mesh: Mesh) -> None:
     for rank in range(mesh.world_size):
@@ -263,7 +263,7 @@ def test_views_agree_on_a_shared_axis_that_is_near_or_refuse_it(world_size: int)
         assert mesh.coordinates(rank, "attention")["tp"] == mesh.coordinates(rank, "expert")["tp"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(meshes())
 def test_batch_shards_have_the_same_number_of_ranks_each(mesh: Mesh) -> None:
     shards = [mesh.batch_shard(rank) for rank in range(mesh.world_size)]

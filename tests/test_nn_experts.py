@@ -44,7 +44,7 @@ def choices(num_experts: int) -> st.SearchStrategy[list[list[int]]]:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(choices(5), st.data())
 def test_combining_what_was_dispatched_weighs_each_token_by_its_gates(chosen: list[list[int]], data: st.DataObject):
     number = torch.tensor(chosen)
@@ -184,7 +184,7 @@ def test_a_full_expert_keeps_the_first_tokens_or_those_with_the_highest_gates(dr
     torch.testing.assert_close(weights, gates * (left == 0))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(choices(5), st.sampled_from(["position", "probability"]), st.sampled_from([0.3, 1.0, 1.25, 5.0]))
 def test_no_expert_takes_more_than_its_room_and_none_drops_with_room_left(
     chosen: list[list[int]], dropping: Any, factor: float

@@ -384,7 +384,7 @@ def cells(start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(placements())
 def test_the_boxes_of_the_owners_cover_every_element_exactly_once(placement: Placement) -> None:
     owned = np.zeros(placement.shape, dtype=int)
@@ -396,7 +396,7 @@ def test_the_boxes_of_the_owners_cover_every_element_exactly_once(placement: Pla
     assert (owned == 1).all()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(placements())
 def test_local_regions_fit_the_local_tensor_and_never_overlap(placement: Placement) -> None:
     for rank in placement.holders:
@@ -407,7 +407,7 @@ def test_local_regions_fit_the_local_tensor_and_never_overlap(placement: Placeme
         assert local.max(initial=0) <= 1
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(placements())
 def test_copies_are_exactly_the_ranks_that_hold_the_same_box(placement: Placement) -> None:
     held = {rank: {(box.start, box.shape) for box in placement.boxes(rank)} for rank in placement.holders}
@@ -416,7 +416,7 @@ def test_copies_are_exactly_the_ranks_that_hold_the_same_box(placement: Placemen
             assert box.copies == tuple(r for r in placement.holders if (box.start, box.shape) in held[r])
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(placements())
 def test_ranks_whose_gradients_add_up_agree_on_each_other_and_hold_copies(placement: Placement) -> None:
     partial = {(rank, box.start): box.partial for rank in placement.holders for box in placement.boxes(rank)}

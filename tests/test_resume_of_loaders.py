@@ -58,7 +58,7 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 
 
 @given(st.sampled_from(["mock", "text", "indexed", "blend", "packed"]), LAYOUTS, PORTIONS, LAYOUTS)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_a_loader_goes_on_exactly_where_it_was_killed(
     corpora: dict[str, dict[str, Any]], loader: str, before: str, portions: list[int], after: str
 ) -> None:

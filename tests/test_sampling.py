@@ -116,7 +116,7 @@ def test_a_token_owns_its_share_of_the_draws_without_the_upper_end() -> None:
     assert chosen == [0, 1, 2, 3]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.floats(-30, 30), min_size=1, max_size=12),
     st.floats(0, 1, exclude_max=True),

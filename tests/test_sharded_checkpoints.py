@@ -1,7 +1,6 @@
 """A checkpoint of a run with divided states is a checkpoint like any other."""
 
 import hashlib
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,16 @@ from mplug.checkpoint import newest
 from mplug.loop import train
 from mplug.run import prepare
 from mplug.testing import run_workers
-from mplug.testing.harness import as_rank, tiny_config
+from mplug.testing.harness import EXACT, as_rank, tiny_config
 
-PAIRS = int(os.environ.get("MPLUG_PAIRS", "4"))
-"""MPLUG_PAIRS=40 resumes under so many pairs of layouts."""
+QUICK, ALL = 3, 40
+"""Pairs of layouts in the quick set, and with `pytest --wide reshard` in all."""
 
 SMALL = {
     "model.num_layers": 2,
     "model.tie_embeddings": True,
     "trainer.eval_every": 0,
+    "trainer.precision": "fp64",
     "checkpoint.asynchronous": False,
     "parallel.zero.bucket_mib": 0.02,
 }
@@ -107,15 +107,16 @@ def test_zero_then_one_process_then_zero_keeps_weights_and_moments_to_the_bit(
     assert hashes(logical(second)) == wanted
     assert hashes(logical(third)) == wanted
     told += begin(settings_of("zero4", 1, optimizer), 3, tmp_path / "d", third)
-    assert told == pytest.approx(losses, rel=1e-5)
+    assert told == pytest.approx(losses, rel=EXACT)
 
 
-def pairs() -> list[tuple[str, int, str, int]]:
+def pairs() -> list[Any]:
     """Different layouts, one of them at least divided, with their stages."""
     drawn = random.Random(SEED)
     chosen = [(one, other) for one in LAYOUTS for other in LAYOUTS if one != other and "zero" in one + other]
     drawn.shuffle(chosen)
-    return [(one, drawn.choice([1, 2]), other, drawn.choice([1, 2])) for one, other in chosen[:PAIRS]]
+    found = [(one, drawn.choice([1, 2]), other, drawn.choice([1, 2])) for one, other in chosen[:ALL]]
+    return [*found[:QUICK], *(pytest.param(*pair, marks=pytest.mark.wide("reshard")) for pair in found[QUICK:])]
 
 
 @pytest.mark.parametrize(("one", "stage", "other", "other_stage"), pairs())
@@ -127,7 +128,7 @@ def test_a_run_goes_on_under_any_other_layout(
     again = save_again(settings_of(other, other_stage), tmp_path / "b", saved)
     assert hashes(logical(again)) == hashes(logical(saved))
     told += begin(settings_of(other, other_stage), 3, tmp_path / "c", saved)
-    assert told == pytest.approx(reference, rel=1e-5)
+    assert told == pytest.approx(reference, rel=EXACT)
 
 
 @pytest.fixture(scope="module")

@@ -587,7 +587,7 @@ def test_every_step_has_a_line_with_the_documented_fields(tmp_path: Path, fields
         assert line["tokens"] == line["step"] * 4 * 32
         assert all(math.isfinite(line[name]) and line[name] > 0 for name in ("loss", "grad_norm", "tokens_per_s"))
         assert 0.01 < line["memory_gib"] < 64
-        assert 0 <= line["data_wait_s"] < 60
+        assert line["data_wait_s"] >= 0
         assert line["skipped"] is False
         assert line["mfu"] is None  # the peak of this processor is not known
         seconds = 4 * 32 / line["tokens_per_s"]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mplug import UsageError
-from mplug.testing import WorkerFailed, run_workers
+from mplug.testing import WorkerFailed, run_workers, workers
 
 
 @dataclass
@@ -83,10 +84,11 @@ def hang(folder: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     (folder / f"child{dist.get_rank()}").write_text(str(child.pid))
     if dist.get_rank() == 1:
-        wait_for_ever()
+        wait_for_ever(folder)
 
 
-def wait_for_ever() -> None:
+def wait_for_ever(folder: Path) -> None:
+    (folder / "waiting").write_text("1")
     while True:
         time.sleep(0.1)
 
@@ -108,13 +110,18 @@ def alive(pid: int) -> bool:
     return not (stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z")
 
 
-def gone(pids: list[int]) -> bool:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        if not any(map(alive, pids)):
-            return True
+def within(seconds: float, condition: Callable[[], bool]) -> bool:
+    """Wait until a condition is true; False if it is not in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
         time.sleep(0.01)
-    return False
+    return True
+
+
+def gone(pids: list[int]) -> bool:
+    return within(120, lambda: not any(map(alive, pids)))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -160,11 +167,20 @@ def test_a_rank_that_dies_is_named_with_how(function: object, reason: str) -> No
         run_workers(2, function, 1)
 
 
-def test_a_timeout_shows_where_the_ranks_stand_and_leaves_neither_them_nor_their_children(tmp_path: Path) -> None:
-    with pytest.raises(TimeoutError, match=r"(?s)no result after 5 s\n.*in wait_for_ever"):
-        run_workers(2, hang, tmp_path, timeout=5.0)
-    names = ["0", "1", "child0", "child1"]
-    assert gone([int((tmp_path / name).read_text()) for name in names])
+def test_a_timeout_shows_where_the_ranks_stand_and_leaves_neither_them_nor_their_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths, ready = [tmp_path / name for name in ("0", "1", "child0", "child1", "waiting")], workers._ready
+
+    def once_begun(missing: list[Any], seconds: float) -> list[Any]:
+        """The timeout begins when all processes have started, however long that takes."""
+        assert within(240, lambda: all(path.exists() and path.read_text() for path in paths))
+        return ready(missing, seconds)
+
+    monkeypatch.setattr(workers, "_ready", once_begun)
+    with pytest.raises(TimeoutError, match=r"(?s)no result after 0\.1 s\n.*rank 1: .*in wait_for_ever"):
+        run_workers(2, hang, tmp_path, timeout=0.1)
+    assert gone([int(path.read_text()) for path in paths[:4]])
 
 
 def test_no_worker_outlives_a_call(tmp_path: Path) -> None:
@@ -187,11 +203,10 @@ def test_no_worker_outlives_its_caller(tmp_path: Path) -> None:
     )
     caller = subprocess.Popen([sys.executable, str(script), str(tmp_path)], start_new_session=True)
     paths = [tmp_path / f"{rank}.pid" for rank in range(2)]
-    deadline = time.monotonic() + 240
-    while not all(path.exists() and path.read_text() for path in paths) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    begun = within(240, lambda: all(path.exists() and path.read_text() for path in paths))
     caller.kill()
     caller.wait()
+    assert begun
     assert gone([int(path.read_text()) for path in paths])
 
 

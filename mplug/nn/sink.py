@@ -57,7 +57,7 @@ def add_product(total: Tensor, stale: Tensor, a: Tensor, b: Tensor) -> None:
 def add_rows(total: Tensor, stale: Tensor, indices: Tensor, rows: Tensor) -> None:
     """total [V, D] [indices [N]] += rows [N, D], of which several may be meant for one row; the same bits every time.
 
-    Rows that are meant for one are summed in fp32 first, and rounded to total's precision once.
+    Rows that are meant for one are summed in fp32 at least first, and rounded to total's precision once.
     """
     zero_if_stale(total, stale)
     if total.is_cuda:
@@ -66,7 +66,7 @@ def add_rows(total: Tensor, stale: Tensor, indices: Tensor, rows: Tensor) -> Non
 
 
 def _unique(indices: Tensor, rows: Tensor, below: int) -> tuple[Tensor, Tensor]:
-    """(indices, rows [N, D] in fp32) with each index `below` once; what is left over is zero rows for any index.
+    """(indices, rows [N, D] in fp32 at least) with each index `below` once; what is left over is zero rows.
 
     Adding to a table in parallel adds in any order; so what has the same index is summed before, over sorted indices.
     Nothing here has a size that depends on the indices, which would make the host wait.
@@ -76,6 +76,7 @@ def _unique(indices: Tensor, rows: Tensor, below: int) -> tuple[Tensor, Tensor]:
     begins[1:] = ordered[1:] != ordered[:-1]
     number = begins.cumsum(0) - 1  # of the distinct index that a sorted one is
     which = torch.empty_like(number).scatter_(0, order, number)
-    sums = torch.ops.aten.embedding_dense_backward(rows.float(), which, len(indices), -1, False)
+    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    sums = torch.ops.aten.embedding_dense_backward(wide, which, len(indices), -1, False)
     anywhere = torch.arange(len(indices), device=indices.device) % below
     return anywhere.scatter_(0, number, ordered), sums

@@ -2,6 +2,9 @@
 
 Settings are a mapping, flat as {"model.num_layers": 2, "parallel.layout": "dp2"} or nested as a config file, that goes
 over the tiny run of `tiny.yaml`, which goes over the default run.
+
+Training runs in fp64 unless the settings name another precision. In fp64 a wrong sum and a rounding error differ by
+orders of magnitude: two correct runs differ by some 1e-15, and `EXACT` is the bound.
 """
 
 import math
@@ -33,7 +36,13 @@ Boxes = list[tuple[tuple[int, ...], "Tensor"]]
 Portions = Callable[[Iterator["MicroBatch"]], Iterator["MicroBatch"]]
 """Cuts a loader's micro batches in another way."""
 
-STEPS = 5
+STEPS = 3
+EXACT = 1e-10
+"""The largest relative difference between two runs in fp64 that compute the same. Rounding makes it about 4e-15."""
+EXACT_MOVEMENT = 1e-6
+"""The same of the weights after the last step: Adam divides a gradient by its own size, and with it its rounding."""
+ROUNDING = 4.0
+"""How many times as far from fp64 as one process in fp32 another layout in fp32 may be: it sums in another order."""
 
 
 @dataclass
@@ -62,6 +71,11 @@ def tiny_config(settings: TinySettings) -> "RunConfig":
         own = merge(own, from_mapping(value, "the suite's settings", tuple(name.split("."))))
     tiny = read_file(Path(__file__).with_name("tiny.yaml"), "tiny.yaml")
     return resolve(Registry(), merge(default_settings(), tiny), own)
+
+
+def in_fp64(settings: TinySettings) -> TinySettings:
+    """The same settings, in fp64 unless they name a precision."""
+    return {"trainer.precision": "fp64", **settings}
 
 
 def tiny_run(settings: TinySettings) -> Run:
@@ -101,7 +115,7 @@ def train_steps(
     before: Callable[[], None] | None = None,
     portions: Portions = as_they_come,
 ) -> Trace:
-    """Train `STEPS` steps in this process, one rank of the run, after calling `before`.
+    """Train `STEPS` steps in this process, one rank of the run, after calling `before`; in fp64 by default.
 
     Labels are ignored at random, so that micro batches differ in their number of targets; `portions` may cut them in
     another way.
@@ -110,7 +124,7 @@ def train_steps(
     from mplug.loop import evaluate
     from mplug.schedule import learning_rate
 
-    run = tiny_run(settings)
+    run = tiny_run(in_fp64(settings))
     if before is not None:
         before()
     config, parts, trace = run.config, build(run), Trace()
@@ -136,7 +150,7 @@ def train_steps(
 
 
 def train_ranks(world_size: int, settings: TinySettings, portions: Portions = as_they_come) -> list[Trace]:
-    """Train on all ranks of a run, each a process: what `train_steps` sees on each.
+    """Train on all ranks of a run, each a process, in fp64 by default: what `train_steps` sees on each.
 
     UsageError where a rank refuses the run, WorkerFailed or TimeoutError where one fails.
     """
@@ -183,17 +197,17 @@ def owned(run: Run, parts: "Parts", tensor_of: Callable[[Any], "Tensor"]) -> dic
 
 
 def logical(parts: Iterable[Mapping[str, Boxes]], name: str, shape: tuple[int, ...]) -> "Tensor":
-    """A tensor of the whole model, put together from all ranks' boxes; an element that nobody owns is NaN."""
+    """A tensor of the whole model in fp64, from all ranks' boxes; an element that no rank owns is NaN."""
     import torch
 
-    whole = torch.full(shape, float("nan"))
+    whole = torch.full(shape, float("nan"), dtype=torch.float64)
     for boxes in parts:
         for start, values in boxes.get(name, []):
             whole[tuple(slice(s, s + n) for s, n in zip(start, values.shape, strict=True))] = values
     return whole
 
 
-def difference(traces: list[Trace], reference: Trace, tolerance: float = 1e-5) -> str:
+def difference(traces: list[Trace], reference: Trace, tolerance: float = EXACT) -> str:
     """The first thing in which a run differs from one process, as a sentence; the empty string where nothing does.
 
     Losses and norms must be within `tolerance`, relative, and for every parameter
@@ -217,12 +231,19 @@ def _errors(traces: list[Trace], reference: Trace) -> Iterator[tuple[float, str]
     yield from _of_numbers("validation loss", [trace.val_loss for trace in traces], reference.val_loss)
 
 
-def weights_off(traces: list[Trace], reference: Trace, tolerance: float = 1e-3) -> str:
+def rounding_bound(alone: Trace, exact: Trace) -> float:
+    """The tolerance of runs in low precision against the run `exact` of one process in fp64.
+
+    It follows from how far the run `alone` of one process in that low precision is from `exact`.
+    """
+    return ROUNDING * largest_error([alone], exact)
+
+
+def weights_off(traces: list[Trace], reference: Trace, tolerance: float = EXACT_MOVEMENT) -> str:
     """The first parameter whose values differ from those of one process; the empty string where none does.
 
     Initial values must be equal. After the last step, |w - w_ref| <= tolerance * max(|moved|, 1e-3 of all parameters'
-    movement): Adam divides a gradient by its own size, so that where it is little more than rounding, two sound runs
-    part by as much as they move.
+    movement).
     """
     names = reference.shapes
     first = {name: logical([reference.initial], name, shape) for name, shape in names.items()}

@@ -95,7 +95,7 @@ class KernelSuite(PluginSuite):
         return parts_fault(parts, self._setting(site), packed)
 
     def _setting(self, site: Site) -> "Setting":
-        from mplug.build import DTYPES
+        from mplug.precision import DTYPES
         from mplug.testing.capabilities import Setting
 
         run, _ = self._offered()
@@ -270,7 +270,7 @@ class KernelSuite(PluginSuite):
 
     def _asked(self, dtype: str, only: str | None) -> "tuple[dict[str, list[Trial]], dict[str, list[str]]]":
         """What is left to check of every slot, or of one, and the answers to the cases that are not."""
-        from mplug.build import DTYPES
+        from mplug.precision import DTYPES
         from mplug.testing.trials import Trial
 
         run, offers = self._offered(dtype)

@@ -139,7 +139,7 @@ class ModelSuite(PluginSuite):
     # Under layouts.
 
     def test_a_layout_gives_the_run_of_one_process(self, layout: str) -> None:
-        """Losses, every gradient and the gradient norm of five steps are those of one process."""
+        """Losses, every gradient and the gradient norm of every step are those of one process."""
         from mplug.testing.parity import require_parity
 
         require_parity(self.tiny(), layout)

@@ -20,6 +20,8 @@ from mplug.testing.harness import (
     Trace,
     as_they_come,
     difference,
+    in_fp64,
+    rounding_bound,
     tiny_config,
     train_ranks,
     unevenly,
@@ -213,6 +215,16 @@ class ParallelSuite(PluginSuite):
         self._skip_if_refused(self.tried()[0], self.variants[variant])
         self._require_parity(self.tried()[0], self.variants[variant], told=f"with '{variant}'")
 
+    def test_a_run_in_fp32_rounds_as_one_process_does(self) -> None:
+        """In fp32 it is about as far from the run of one process in fp64 as one process in fp32 is."""
+        layout = self.tried()[0]
+        self._skip_if_refused(layout)
+        where, in_fp32 = f"under layout '{layout}' in fp32", {"trainer.precision": "fp32"}
+        exact = self._trained(where, self.at(layout))[1]
+        traces, alone = self._trained(where, self.at(layout, in_fp32))
+        off = difference(traces, exact, rounding_bound(alone, exact))
+        require(not off, f"{where}: {off}")
+
     def test_micro_batches_may_differ_in_size(self) -> None:
         """As the last ones of an epoch do."""
         if not self.uneven_micro_batches:
@@ -303,6 +315,7 @@ def _not_refused(words: Iterable[str], build: Callable[[str], T]) -> dict[str, T
 
 def _traces_of(settings: TinySettings, portions: Portions = as_they_come) -> list[Trace]:
     """What the ranks of a run see, trained once for all tests that ask."""
+    settings = in_fp64(settings)
     config = tiny_config(settings)
     sources = [(chosen.label, chosen.entry.source) for chosen in config.chosen]
     key = json.dumps([config.resolved(), sources, portions.__name__])

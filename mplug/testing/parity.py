@@ -10,7 +10,7 @@ from mplug.testing.workers import WorkerFailed
 
 
 def require_parity(settings: TinySettings, layout: str) -> None:
-    """Raise Fault unless the run under a layout is that of one process; SkipTest where the run refuses the layout.
+    """Raise Fault unless the run under a layout, in fp64, is that of one process; SkipTest where it refuses the layout.
 
     After the layout's word there may be settings: 'tp2 parallel.tp.sequence_parallel=false'.
     """

@@ -26,6 +26,20 @@ from mplug.testing.harness import tiny_config
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_IMPORTED, _CONFIGURED = 77, 78
+_WITHOUT_TORCH = f"""
+import importlib, sys
+sys.path[:] = {{path!r}}
+importlib.import_module({{module!r}})
+if "torch" in sys.modules:
+    sys.exit({_IMPORTED})
+from mplug.run import prepare
+from mplug.testing.harness import tiny_config
+prepare(tiny_config({{settings!r}}))
+sys.exit({_CONFIGURED} if "torch" in sys.modules else 0)
+"""
+"""A process of its own: what it imports tells by its exit status which step has imported torch."""
+
 
 class Fault(AssertionError):
     """A plugin does not keep its contract. The message names the fault."""
@@ -119,18 +133,13 @@ class PluginSuite:
     @smoke
     def test_neither_importing_nor_configuring_it_imports_torch(self) -> None:
         """So that help, completion and validation stay quick."""
-        for what, code in (
-            ("importing", f"import importlib; importlib.import_module({self.entry().target.partition(':')[0]!r})"),
-            (
-                "configuring",
-                f"from mplug.run import prepare\nfrom mplug.testing.harness import tiny_config\n"
-                f"prepare(tiny_config({self.tiny()!r}))",
-            ),
-        ):
-            command = f"import sys\nsys.path[:] = {sys.path!r}\n{code}\nsys.exit(77 if 'torch' in sys.modules else 0)"
-            finished = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
-            require(finished.returncode != 77, f"{what} '{self.plugin}' imports torch; import it inside hooks")
-            require(finished.returncode == 0, f"{what} '{self.plugin}' fails:\n{finished.stderr}")
+        script = _WITHOUT_TORCH.format(
+            path=sys.path, module=self.entry().target.partition(":")[0], settings=dict(self.tiny())
+        )
+        finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        what = {_IMPORTED: "importing", _CONFIGURED: "configuring"}.get(finished.returncode, "")
+        require(not what, f"{what} '{self.plugin}' imports torch; import it inside hooks")
+        require(finished.returncode == 0, f"importing or configuring '{self.plugin}' fails:\n{finished.stderr}")
 
     @smoke
     def test_its_config_survives_being_saved_and_read_again(self) -> None:

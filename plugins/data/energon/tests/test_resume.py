@@ -14,7 +14,7 @@ ALIKE = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 
 
 @given(LAYOUTS, PORTIONS, LAYOUTS)
-@settings(max_examples=10, deadline=None, suppress_health_check=ALIKE)
+@settings(max_examples=10, suppress_health_check=ALIKE)
 def test_streams_go_on_exactly_where_they_were_killed(
     text_set: Path, before: str, portions: list[int], after: str
 ) -> None:

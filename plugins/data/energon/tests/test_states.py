@@ -7,6 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+pytest.importorskip("megatron.energon")
+
 from megatron.energon.rng import SystemRng
 from megatron.energon.savable_loader import SavableDataLoaderState, SavableDatasetCheckpoint, SavableDatasetState
 from megatron.energon.state import FlexState

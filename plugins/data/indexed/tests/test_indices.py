@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+pytest.importorskip("numba")
+
 from mplug_indexed.indices import (
     Cut,
     Epochs,
@@ -23,7 +26,7 @@ from mplug_indexed.kernels import swap_some
 from mplug import UsageError
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.integers(0, 30), min_size=1, max_size=30).filter(lambda lengths: sum(lengths) > 20),
     st.integers(1, 9),
@@ -46,7 +49,7 @@ def test_samples_cut_the_stream_of_documents_without_gap_or_overlap(
     assert (sample[:, 1] <= array[document][sample[:, 0]]).all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 2**32 - 1), st.lists(st.integers(0, 9000) | st.sampled_from([65536, 65537]), max_size=6))
 def test_shuffles_are_those_of_numpy(seed: int, sizes: list[int]) -> None:
     ours, numpys = Shuffle(seed), np.random.RandomState(seed)
@@ -72,7 +75,7 @@ def test_more_than_four_billion_entries_take_two_draws_each() -> None:
         assert order[place] == k
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(2, 400), st.integers(1, 9), st.integers(0, 1), st.integers(1, 300))
 def test_epochs_are_as_few_as_do(tokens: int, seq_length: int, extra: int, samples: int) -> None:
     number = Cut(seq_length, extra).epochs(tokens, samples).number
@@ -114,7 +117,7 @@ def test_a_split_that_is_no_weights_is_refused(split: str) -> None:
         parse_split(split)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.floats(0.001, 10), min_size=1, max_size=12), st.integers(1, 500))
 def test_every_prefix_of_a_blend_has_its_weights(weights: list[float], size: int) -> None:
     """No data set is ever more than one sample per other data set away from its share."""
@@ -128,7 +131,7 @@ def test_every_prefix_of_a_blend_has_its_weights(weights: list[float], size: int
         assert blend.sample[blend.which == n].tolist() == list(range(taken[n]))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=8))
 def test_a_mix_by_size_has_every_sample_once(sizes: list[int]) -> None:
     blend, taken = build_blend(normalize(sizes), sum(sizes), sizes)

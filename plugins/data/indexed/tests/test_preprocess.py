@@ -18,6 +18,9 @@ from typing import Any
 import mplug_indexed.files as files
 import numpy as np
 import pytest
+
+pytest.importorskip("zstandard")
+
 import zstandard
 from mplug_indexed.preprocess.documents import Texts
 from mplug_indexed.preprocess.job import Job, Outcome, preprocess

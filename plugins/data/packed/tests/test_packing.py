@@ -12,7 +12,7 @@ from mplug_packed.vocabulary import Vocabulary
 # Packing.
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.integers(1, 30), max_size=60), st.integers(30, 50), st.integers(1, 6))
 def test_every_item_is_in_one_bin_and_no_bin_is_too_full(lengths: list[int], capacity: int, most: int) -> None:
     bins = best_fit_decreasing(lengths, capacity, most)
@@ -31,7 +31,7 @@ def fewest_bins(lengths: list[int], capacity: int) -> int:
     raise AssertionError
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 10), max_size=6))
 def test_it_needs_few_more_bins_than_the_best_packing(lengths: list[int]) -> None:
     assert len(best_fit_decreasing(lengths, 10, 99)) <= 11 / 9 * fewest_bins(lengths, 10) + 1

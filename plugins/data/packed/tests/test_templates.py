@@ -5,6 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("jinja2")
+
 from mplug_packed.templates import Template, read_template
 
 from mplug import UsageError

@@ -1,9 +1,8 @@
 """Recomputation and offload pass the suite, run what they should run again, and their tests have teeth.
 
-MPLUG_LAYOUTS=all compares runs under every layout.
+`pytest --wide layouts` compares runs under every layout.
 """
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +30,6 @@ EXPERTS: dict[str, Any] = {
     "model.moe_router_jitter": 0.1,
     "model.expert_bias_rate": 0.05,
 }
-MORE = os.environ.get("MPLUG_LAYOUTS") == "all"
 DIVIDED = ("zero2 parallel.zero.stage=2", "fsdp2")
 EVERY_LAYOUT = ("tp2", "tp2 parallel.tp.sequence_parallel=false", "pp2", "dp2", "cp2", "tp2pp2", "dp2tp2", *DIVIDED)
 
@@ -40,35 +38,63 @@ class TestFull(MemorySuite):
     plugin = "recompute"
     settings = DROPOUT
     models = {"experts": EXPERTS}
-    layouts = EVERY_LAYOUT if MORE else ("tp2", "pp2", *DIVIDED)
+    layouts = ("tp2", "pp2", *DIVIDED)
+
+
+@pytest.mark.wide("layouts")
+class TestFullUnderEveryLayout(TestFull):
+    layouts = EVERY_LAYOUT
 
 
 class TestSelective(MemorySuite):
     plugin = "recompute"
     settings = {**DROPOUT, "memory.recompute.mode": "selective", "memory.recompute.slots": ["attention", "activation"]}
-    layouts = EVERY_LAYOUT if MORE else ()
+    layouts = ()
+
+
+@pytest.mark.wide("layouts")
+class TestSelectiveUnderEveryLayout(TestSelective):
+    layouts = EVERY_LAYOUT
 
 
 class TestSelectiveOfExperts(MemorySuite):
     plugin = "recompute"
-    compilers = ("aot_eager",) if MORE else ()
+    compilers = ()
     settings = {**EXPERTS, "memory.recompute.mode": "selective", "memory.recompute.slots": ["norm", "experts"]}
-    layouts = ("ep2", "ep2 parallel.ep.dispatch=all_gather", "tp2") if MORE else ("ep2",)
+    layouts = ("ep2",)
+
+
+@pytest.mark.wide("layouts")
+class TestSelectiveOfExpertsUnderMoreLayouts(TestSelectiveOfExperts):
+    compilers = ("aot_eager",)
+    layouts = ("ep2", "ep2 parallel.ep.dispatch=all_gather", "tp2")
 
 
 class TestOffload(MemorySuite):
     plugin = "recompute"
     settings = {**DROPOUT, "memory.recompute.mode": "none", "memory.recompute.offload": True}
     settings |= {"memory.recompute.offload_from": 0}
-    layouts = EVERY_LAYOUT if MORE else ()
+    layouts = ()
+
+
+@pytest.mark.wide("layouts")
+class TestOffloadUnderEveryLayout(TestOffload):
+    layouts = EVERY_LAYOUT
 
 
 class TestOffloadOfInputs(MemorySuite):
     plugin = "recompute"
-    compilers = ("aot_eager",) if MORE else ()
-    precisions = ("fp32", "bf16") if MORE else ("bf16",)
+    compilers = ()
+    precisions = ("bf16",)
     settings = {**EXPERTS, "memory.recompute.offload": True, "memory.recompute.offload_from": 0}
-    layouts = ("ep2", *EVERY_LAYOUT) if MORE else ()
+    layouts = ()
+
+
+@pytest.mark.wide("layouts")
+class TestOffloadOfInputsUnderEveryLayout(TestOffloadOfInputs):
+    compilers = ("aot_eager",)
+    precisions = ("fp32", "bf16")
+    layouts = ("ep2", *EVERY_LAYOUT)
 
 
 # What is run again, and what stays.

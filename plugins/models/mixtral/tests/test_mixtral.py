@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from mplug import Axis, Mesh, Model
 from mplug.model import allocate, initialize
 from mplug.nn.random import sample_keys
+from mplug.registry import Registry
 from mplug.testing import ModelSuite
 
 B, S, V = 2, 6, 13
@@ -101,10 +102,16 @@ TINY = {
 }
 
 
+DIVIDE_EXPERTS = ("ep", "etp")
+OTHERS = [name for name in Registry().names("parallel") if name not in DIVIDE_EXPERTS]
+
+
 class TestMixtral(ModelSuite):
+    """Under every pair that divides experts; gpt's suite has the pairs that do not."""
+
     plugin = "mixtral"
     settings = {**TINY, "model.moe_router_jitter": 0.1, "model.z_loss_coefficient": 1e-3}
-    layouts = ("dp2",)
+    layouts = ("dp2", "ep2etp2", *(f"{other}2{own}2" for other in OTHERS for own in DIVIDE_EXPERTS))
 
 
 class TestMixtralOfFineGrainedExperts(ModelSuite):

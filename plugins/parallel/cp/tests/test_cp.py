@@ -1,9 +1,8 @@
-"""Context parallelism passes the suite of strategies, by a ring; the other methods have the layouts that tell most.
+"""Context parallelism passes the suite of strategies, by a ring; each other method has one layout.
 
-MPLUG_LAYOUTS=all tries every method under every layout, eager and compiled.
+`pytest --wide layouts` tries every method under every layout, eager and compiled.
 """
 
-import os
 import warnings
 from collections.abc import Callable
 from itertools import product
@@ -26,7 +25,7 @@ DROPOUT = ParallelSuite.variants["dropout"]
 
 class TestContextParallel(ParallelSuite):
     plugin = "cp"
-    layouts = ("cp2", "cp4", "cp2tp2", "cp2pp2", "dp2cp2")
+    layouts = ("cp2", "cp4")
     variants = {
         "documents": {**DOCUMENTS, "model.num_kv_heads": 1},
         "another-model": {**EVERYTHING, **DOCUMENTS, "model.dropout": 0.1},
@@ -54,7 +53,7 @@ MATRIX = [
         WORDS, METHODS, ({}, DOCUMENTS), ({}, {"trainer.compile": "aot_eager"})
     )
 ]
-LAYOUTS = MATRIX if os.environ.get("MPLUG_LAYOUTS") == "all" else CHOSEN
+LAYOUTS = [*CHOSEN, *(pytest.param(choice, marks=pytest.mark.wide("layouts")) for choice in MATRIX)]
 
 
 def told(choice: tuple[str, Settings]) -> str:

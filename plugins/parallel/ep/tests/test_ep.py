@@ -1,6 +1,8 @@
-"""Expert parallelism passes the suite of strategies, with experts of every kind, and the suite has teeth."""
+"""Expert parallelism passes the suite of strategies, with experts of every kind, and the suite has teeth.
 
-import os
+`pytest --wide experts` runs every layout with both ways of dispatch and both models.
+"""
+
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from mplug.resolve import default_settings
 from mplug.run import prepare
 from mplug.settings import from_mapping
 from mplug.testing import ParallelSuite, run_workers
-from mplug.testing.harness import Trace, as_rank, difference, tiny_config, train_steps
+from mplug.testing.harness import EXACT, Trace, as_rank, difference, tiny_config, train_steps
 from mplug.testing.parity import require_parity
 
 EXPERTS: dict[str, Any] = {
@@ -48,14 +50,12 @@ EVERYTHING = {
     "model.z_loss_coefficient": 0.01,
     "model.expert_bias_rate": 0.05,
 }
-MORE = bool(os.environ.get("MPLUG_EXPERTS"))
-"""MPLUG_EXPERTS=all runs every layout with both ways of dispatch and both models."""
 
 
 class TestExpertParallel(ParallelSuite):
     plugin = "ep"
     settings = EXPERTS
-    layouts = ("ep2", "ep4", "pp2ep2")
+    layouts = ("ep2", "ep4")
     variants = {
         "all-gather": GATHERED,
         "everything": EVERYTHING,
@@ -78,7 +78,6 @@ WHOLE_STREAM = "parallel.tp.sequence_parallel=false"
 LAYOUTS = (
     "tp2ep4",
     f"tp2ep2etp2 {WHOLE_STREAM}",
-    "cp2ep2",
     "dp4ep2 parallel.ep.dispatch=all_gather",
 )
 MORE_LAYOUTS = (
@@ -87,12 +86,12 @@ MORE_LAYOUTS = (
 )
 
 
-def layouts() -> list[tuple[str, dict[str, Any]]]:
-    if not MORE:
-        return [(layout, {}) for layout in LAYOUTS]
+def layouts() -> list[Any]:
     words = [f"{word} parallel.ep.dispatch={how}" for word in MORE_LAYOUTS for how in ("all_to_all", "all_gather")]
     words += [f"{word} {WHOLE_STREAM}" for word in words if "tp2" in word.replace("etp2", "")]
-    return [(word, model) for word in words for model in ({}, EVERYTHING)]
+    products = [(word, model) for word in words for model in ({}, EVERYTHING)]
+    wide = [pytest.param(word, model, marks=pytest.mark.wide("experts")) for word, model in products]
+    return [*((layout, {}) for layout in LAYOUTS), *wide]
 
 
 @pytest.mark.parametrize(("layout", "model"), layouts(), ids=str)
@@ -211,7 +210,7 @@ def compiled(settings: dict[str, Any]) -> tuple[Trace, int, int]:
     return train_steps(settings), counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
-@pytest.mark.parametrize("how", ["all_to_all", "all_gather"] if MORE else ["all_to_all"])
+@pytest.mark.parametrize("how", ["all_to_all", pytest.param("all_gather", marks=pytest.mark.wide("experts"))])
 def test_a_compiled_run_is_the_eager_run_of_one_process(how: str, alone: Trace) -> None:
     settings = {**EXPERTS, "parallel.layout": "ep2", "parallel.ep.dispatch": how, "trainer.compile": "aot_eager"}
     found = run_workers(2, compiled, settings)
@@ -236,6 +235,7 @@ class Losses:
 def trained(layout: str, steps: int, directory: Path, resume_from: Path | None = None) -> list[float]:
     """Be one rank of a run that is saved at its end: its losses."""
     settings = {**EXPERTS, "parallel.layout": layout, "trainer.steps": steps, "trainer.eval_every": 0}
+    settings |= {"trainer.precision": "fp64"}
     losses = Losses()
     run: Run = as_rank(prepare(tiny_config(settings), {"host/losses": losses}, directory))
     train(run, resume_from)
@@ -247,7 +247,7 @@ def test_a_run_with_divided_experts_goes_on_under_another_layout(tmp_path: Path)
     begun = run_workers(4, trained, "ep2etp2", 2, tmp_path / "begun")[0]
     saved = newest(tmp_path / "begun" / "checkpoints")
     ended = run_workers(4, trained, "tp2ep4", 4, tmp_path / "ended", saved)[0]
-    assert [*begun, *ended] == pytest.approx(whole, rel=1e-5)
+    assert [*begun, *ended] == pytest.approx(whole, rel=EXACT)
 
 
 # What does not fit.

@@ -144,7 +144,7 @@ def require_routed(layouts: list[tuple[str, str]], cases: list[Case]) -> None:
             assert sum(rows[name, how][number] for rows in found) == kept * copies
 
 
-@settings(max_examples=2, deadline=None, derandomize=True)
+@settings(max_examples=2, derandomize=True)
 @given(cases=st.lists(case(), min_size=4, max_size=4))
 def test_a_token_gets_what_its_experts_make_of_it_weighted_by_its_gates(cases: list[Case]) -> None:
     divided = [name for name in MESHES if "ep" in name.replace("etp", "")]

@@ -1,9 +1,8 @@
 """Fully sharded data parallelism passes the suite of strategies; and the comparison catches what could go wrong.
 
-MPLUG_LAYOUTS=all adds the layouts of more strategies and ranks, and compiled units.
+`pytest --wide layouts` adds the layouts of more strategies and ranks.
 """
 
-import os
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,25 +18,30 @@ from mplug import UsageError
 from mplug.build import build, build_model
 from mplug.checkpoint import newest, read_manifest
 from mplug.testing import ParallelSuite, run_workers
-from mplug.testing.harness import Trace, difference, tiny_config, tiny_run, train_steps
+from mplug.testing.harness import EXACT, Trace, difference, tiny_config, tiny_run, train_steps
 from mplug.testing.parity import require_parity
 from mplug.testing.runs import trained as run_of
 
-ALL = os.environ.get("MPLUG_LAYOUTS") == "all"
-MORE = ("fsdp4", "cp2fsdp2", "dp2fsdp2tp2", "dp2fsdp2pp2", "fsdp2tp2pp2")
 KEPT = {"parallel.fsdp.reshard_after_forward": False}
 UNEVEN = {"model.vocab_size": 257, "data.vocab_size": 257, "model.hidden_size": 24, "model.ffn_hidden_size": 50}
 
 
 class TestFullyShardedDataParallel(ParallelSuite):
     plugin = "fsdp"
-    layouts = ("fsdp2", "dp2fsdp2", "fsdp2tp2", "fsdp2pp2", *(MORE if ALL else ()))
+    layouts = ("fsdp2", "dp2fsdp2")
     variants = {
         "everything": {**ParallelSuite.variants["another-model"], **ParallelSuite.variants["dropout"]},
         "weights-kept-after-forward": {**KEPT, "parallel.fsdp.prefetch": 2},
         "offloaded": {"parallel.fsdp.cpu_offload": True, "parallel.fsdp.prefetch": 0},
     }
     refused = {"fsdp8": ("trainer.global_batch_size", "8", "2", "8 data-parallel ranks", "a multiple of 16")}
+
+
+@pytest.mark.wide("layouts")
+class TestFullyShardedDataParallelBesideOthers(TestFullyShardedDataParallel):
+    layouts = ("fsdp4", "fsdp2tp2", "fsdp2pp2", "cp2fsdp2", "dp2fsdp2tp2", "dp2fsdp2pp2", "fsdp2tp2pp2")
+    variants = {}
+    refused = {}
 
 
 EXPERTS = {
@@ -51,22 +55,19 @@ EXPERTS = {
     "model.ffn_hidden_size": 24,
     "model.num_experts": 4,
 }
-CHOSEN: dict[str, dict[str, Any]] = {
+QUICK: dict[str, dict[str, Any]] = {"fsdp4": {**UNEVEN, "model.tie_embeddings": True}}
+WIDE: dict[str, dict[str, Any]] = {
     "ep2fsdp2": EXPERTS,
-    "fsdp4": {**UNEVEN, "model.tie_embeddings": True},
-}
-RARER: dict[str, dict[str, Any]] = {
     "ep2fsdp4": EXPERTS,
     "cp2fsdp2": {"data.documents": 5},
     "fsdp2pp2": {**KEPT, "parallel.pp.schedule": "gpipe", "model.tie_embeddings": True},
     "fsdp2tp2": {"parallel.tp.sequence_parallel": False, "model.num_kv_heads": 1},
 }
-MODELS = {**CHOSEN, **RARER} if ALL else CHOSEN
 
 
-@pytest.mark.parametrize("layout", MODELS)
+@pytest.mark.parametrize("layout", [*QUICK, *(pytest.param(word, marks=pytest.mark.wide("layouts")) for word in WIDE)])
 def test_other_models_give_the_run_of_one_process(layout: str) -> None:
-    require_parity(MODELS[layout], layout)
+    require_parity((QUICK | WIDE)[layout], layout)
 
 
 def by_another_method() -> None:
@@ -240,6 +241,7 @@ def test_weights_are_gathered_around_compiled_units_of_one_graph_each(alone: Tra
 def saved_run(layout: str, steps: int, directory: Path, resume_from: Path | None = None) -> list[float]:
     """Be one rank of a run that is saved at its end: its losses."""
     settings = {"parallel.layout": layout, "trainer.steps": steps, "trainer.eval_every": 0, **UNEVEN}
+    settings |= {"trainer.precision": "fp64"}
     return run_of(tiny_config(settings), directory, resume_from=resume_from).losses
 
 
@@ -249,10 +251,10 @@ def test_a_checkpoint_of_divided_weights_goes_on_under_any_layout_and_comes_back
     first = newest(tmp_path / "begun" / "checkpoints")
     for layout, ranks in (("", 1), ("tp2", 2), ("fsdp2", 2)):
         ended = run_workers(ranks, saved_run, layout, 3, tmp_path / f"then-{layout}", first)[0]
-        assert [*begun, *ended] == pytest.approx(whole[:3], rel=1e-5), layout
+        assert [*begun, *ended] == pytest.approx(whole[:3], rel=EXACT), layout
     second = newest(tmp_path / "then-" / "checkpoints")
     ended = run_workers(2, saved_run, "fsdp2", 4, tmp_path / "back", second)[0]
-    assert ended == pytest.approx(whole[3:], rel=1e-5)
+    assert ended == pytest.approx(whole[3:], rel=EXACT)
     run_workers(2, resaved, first, tmp_path / "one")
     run_workers(1, resaved, newest(tmp_path / "one" / "checkpoints"), tmp_path / "other")
     assert_same_tensors(first, newest(tmp_path / "one" / "checkpoints"))
@@ -266,7 +268,8 @@ def resaved(path: Path, folder: Path) -> None:
     from mplug.position import Position
 
     layout = "fsdp2" if dist.get_world_size() == 2 else ""
-    run = tiny_run({"parallel.layout": layout, "trainer.eval_every": 0, **UNEVEN})
+    settings = {"parallel.layout": layout, "trainer.eval_every": 0, "trainer.precision": "fp64"}
+    run = tiny_run({**settings, **UNEVEN})
     run.directory = folder
     position = Position(run, build(run))
     position.load(path)
@@ -280,7 +283,7 @@ def tensors_of(path: Path) -> dict[str, Tensor]:
     files = {name: load_file(path / name) for name in manifest["files"]}
     found = {}
     for name, saved in manifest["tensors"].items():
-        found[name] = torch.full(saved["shape"], float("nan"))
+        found[name] = torch.full(saved["shape"], float("nan"), dtype=torch.float64)
         for file, start, shape in saved["chunks"]:
             box = tuple(slice(first, first + length) for first, length in zip(start, shape, strict=True))
             assert bool(found[name][box].isnan().all()), f"'{name}' has an element twice"

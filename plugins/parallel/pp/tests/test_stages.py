@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mplug_gpt import GPT
 from mplug_pp import PipelineParallel
@@ -42,7 +42,6 @@ def working(weights: list[int], parts: int) -> list[tuple[int, ...]]:
 # Lightest.
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.integers(1, 5))
 def test_no_division_is_lighter_than_the_one_found(weights: list[int], parts: int) -> None:
     possible = working(weights, parts)
@@ -53,7 +52,6 @@ def test_no_division_is_lighter_than_the_one_found(weights: list[int], parts: in
     assert max(sums(weights, found)) == min(max(sums(weights, lengths)) for lengths in possible)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=8), st.integers(1, 4))
 def test_among_equally_light_divisions_the_evenest_is_found(weights: list[int], parts: int) -> None:
     possible = working(weights, parts)

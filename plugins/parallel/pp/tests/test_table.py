@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mplug_pp.schedules import SCHEDULES, gpipe, one_f_one_b
 from mplug_pp.table import COMPUTE, Action, Kind, Table, check, with_transfers
@@ -161,7 +161,6 @@ def test_weight_gradients_are_optional_but_come_once() -> None:
         check(table("F0 B0 W0 W0"), 1)
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_a_good_table_that_loses_or_repeats_any_action_is_refused(data: st.DataObject) -> None:
     rows, number = drawn_table(data)
@@ -174,7 +173,6 @@ def test_a_good_table_that_loses_or_repeats_any_action_is_refused(data: st.DataO
             check((*rows[:stage], actions, *rows[stage + 1 :]), number)
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_the_checker_accepts_exactly_the_orders_that_blocking_processes_could_finish(data: st.DataObject) -> None:
     """Two neighbouring actions of a good table change places: an event-driven simulation says if that may be."""

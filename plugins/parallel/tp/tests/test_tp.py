@@ -8,7 +8,7 @@ WHOLE_STREAM = {"parallel.tp.sequence_parallel": False}
 
 class TestTensorParallel(ParallelSuite):
     plugin = "tp"
-    layouts = ("tp2", "tp4", "dp2tp2", "tp2pp2")
+    layouts = ("tp2", "tp4")
     variants = {
         **ParallelSuite.variants,
         "all-kv-heads": {"model.num_kv_heads": 4},

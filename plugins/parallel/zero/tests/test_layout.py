@@ -35,7 +35,7 @@ def items(sizes: list[int]) -> list[Item]:
 
 
 @given(SIZES, RANKS, st.integers(1, 20_000))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_ranges_are_equal_cover_a_bucket_and_give_every_element_to_one_rank(
     sizes: list[int], ranks: int, numel: int
 ) -> None:
@@ -53,7 +53,7 @@ def test_ranges_are_equal_cover_a_bucket_and_give_every_element_to_one_rank(
 
 
 @given(SIZES, st.integers(1, 20_000))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_bucket_is_as_small_as_its_size_allows(sizes: list[int], numel: int) -> None:
     buckets = list(in_buckets(items(sizes), numel))
     for bucket in buckets[:-1]:
@@ -70,7 +70,7 @@ def test_what_is_alone_and_what_other_ranks_share_lies_in_buckets_of_its_own() -
 
 
 @given(PARTS, RANKS)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_matrices_stay_whole_in_one_stretch_a_rank_and_are_balanced(parts: list[list[int]], ranks: int) -> None:
     named = {f"p{number}": tuple(one) for number, one in enumerate(parts)}
     given_to = owners(named, ranks)

@@ -1,15 +1,14 @@
-"""ZeRO beside other strategies, with every optimizer: the run of one process."""
+"""ZeRO beside other strategies, with every optimizer: the run of one process.
 
-import os
+`pytest --wide layouts` runs the products.
+"""
+
 from itertools import product
 from typing import Any
 
 import pytest
 
 from mplug.testing.parity import require_parity
-
-MORE = os.environ.get("MPLUG_LAYOUTS") == "all"
-"""MPLUG_LAYOUTS=all runs the wider sets."""
 
 EXPERTS: dict[str, Any] = {
     "model.name": "mixtral",
@@ -24,18 +23,16 @@ TIED = {"model.tie_embeddings": True}
 STAGE2 = {"parallel.zero.stage": 2}
 MUON = {"optimizer.name": "muon"}
 
-DEFAULT: list[tuple[str, dict[str, Any]]] = [
+QUICK: list[tuple[str, dict[str, Any]]] = [
     ("tp2zero2", STAGE2),
     ("zero2pp2", {**STAGE2, **TIED}),
-    ("cp2zero2", {}),
-    ("zero2ep2", EXPERTS),
     ("dp2zero2", {**STAGE2, "parallel.zero.overlap": False}),
     ("zero2", {**MUON, "model.vocab_size": 320}),  # the embedding fills its bucket, and the first rank owns it all
     ("zero4ep2", {**EXPERTS, **MUON}),
 ]
 STAGES: tuple[dict[str, Any], ...] = ({}, STAGE2)
 ONE_KV_HEAD = {"model.num_kv_heads": 1}
-WIDER = [
+PRODUCTS = [
     *product(("zero4", "zero2pp2", "zero4pp2", "zero2pp4", "dp2zero2", "dp2zero4", "dp4zero2"), STAGES, ({}, TIED)),
     *product(("tp2zero2", "tp2zero4", "tp4zero2", "tp2zero2pp2", "dp2tp2zero2"), STAGES, (ONE_KV_HEAD, TIED)),
     *product(("cp2zero2", "cp2zero2pp2", "cp2tp2zero2", "dp2zero2pp2"), STAGES, ({}, TIED)),
@@ -46,7 +43,8 @@ WIDER = [
     *product(("zero2",), STAGES, ({"optimizer.name": "lion"}, {"optimizer.name": "sgd"})),
     *product(("zero2",), STAGES, ({"trainer.compile": "aot_eager"},)),
 ]
-ALL = [*DEFAULT, *((layout, {**stage, **more}) for layout, stage, more in WIDER)] if MORE else DEFAULT
+WIDE = pytest.mark.wide("layouts")
+ALL = [*QUICK, *(pytest.param(layout, {**stage, **more}, marks=WIDE) for layout, stage, more in PRODUCTS)]
 SMALL = {"parallel.zero.bucket_mib": 0.02}
 
 

@@ -3,6 +3,9 @@
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("tokenizers")
+
 from mplug_huggingface import HuggingFace
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 

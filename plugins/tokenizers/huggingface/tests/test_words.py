@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("tokenizers")
+
 from mplug_huggingface import FileTokenizer, HuggingFace, words
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 

@@ -4,6 +4,9 @@ import io
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("sentencepiece")
+
 import sentencepiece
 from mplug_sentencepiece import SentencePiece
 

@@ -95,7 +95,8 @@ def _unfit(site: Site, run: "Run") -> str:
     if run.device != "cuda":
         return "flash-attn is for CUDA GPUs, and this run is on the CPU"
     precision = run.config.trainer.precision
-    return "flash-attn computes in bf16, and trainer.precision is fp32" if precision == "fp32" else ""
+    wider = precision in ("fp32", "fp64")
+    return f"flash-attn computes in bf16, and trainer.precision is {precision}" if wider else ""
 
 
 def _limit(one: Version, site: Site, run: "Run", capability: tuple[int, int]) -> str:

@@ -1,4 +1,4 @@
-"""The compositions of `mplug.nn` with floating-point inputs widened to fp32 and results narrowed back."""
+"""The compositions of `mplug.nn` with floating-point inputs widened to fp32 (fp64 stays) and results narrowed back."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +9,8 @@ from mplug.nn import attention, loss, mlp, norm
 from mplug.nn.parts import PLAIN_PARTS, with_parts
 
 
-def in_fp32(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function computed in fp32; its results have the first argument's type."""
+def in_fp32_at_least(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function computed in fp32, or in fp64 for fp64 inputs; its results have the first argument's type."""
 
     def computed(first: torch.Tensor, *rest: Any, **named: Any) -> Any:
         result = function(_widened(first), *map(_widened, rest), **{name: _widened(v) for name, v in named.items()})
@@ -20,7 +20,9 @@ def in_fp32(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _widened(value: Any) -> Any:
-    return value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value.to(torch.promote_types(value.dtype, torch.float32))
+    return value
 
 
 def _narrowed(value: Any, dtype: torch.dtype) -> Any:
@@ -30,10 +32,10 @@ def _narrowed(value: Any, dtype: torch.dtype) -> Any:
 
 
 SUPPLIERS: dict[str, Callable[..., Any]] = {
-    "Attention.core": with_parts(in_fp32(attention.attention), PLAIN_PARTS),
-    "Attention.prepare_qk": in_fp32(attention.prepare_qk),
-    "Norm.norm_residual": in_fp32(norm.norm_residual),
-    "MLP.activation": in_fp32(mlp.activation),
+    "Attention.core": with_parts(in_fp32_at_least(attention.attention), PLAIN_PARTS),
+    "Attention.prepare_qk": in_fp32_at_least(attention.prepare_qk),
+    "Norm.norm_residual": in_fp32_at_least(norm.norm_residual),
+    "MLP.activation": in_fp32_at_least(mlp.activation),
     "Loss.cross_entropy": loss.cross_entropy,
 }
 """Slots -> suppliers. The loss sums in fp32 as it is, and so do the parts of attention."""

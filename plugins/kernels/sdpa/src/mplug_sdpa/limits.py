@@ -59,6 +59,8 @@ def limit(backend: str, site: Site, run: "Run") -> str:
     if run.device != "cuda":
         return "is for CUDA GPUs, and this run is on the CPU"
     capability, precision = torch.cuda.get_device_capability(), run.config.trainer.precision
+    if precision == "fp64":
+        return "computes in fp32 at most, and trainer.precision is fp64"
     if precision != "fp32" and capability < AMPERE:
         return (
             f"computes in {precision} on GPUs of compute capability 8.0 and newer; this one has {_dotted(capability)}"

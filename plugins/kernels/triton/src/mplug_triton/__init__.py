@@ -66,6 +66,8 @@ def _runs(site: Site, run: "Run") -> bool | str:
         return "triton is not installed; install 'mplug-triton[triton]'"
     if run.device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return "it needs a CUDA GPU, and this run is on the CPU"
+    if run.config.trainer.precision == "fp64":
+        return "it computes in fp32, and trainer.precision is fp64"
     return True
 
 
@@ -82,8 +84,9 @@ def _reason_against_activation(site: Site, run: "Run") -> str:
         return site.not_offered
     if site.module.kind != "gelu":
         return f"it computes 'gelu', and has nothing but plain torch (kernels.activation=null) for '{site.module.kind}'"
-    if run.config.trainer.precision == "fp32":
-        return "its slopes are off by up to 2.8e-6, which bf16 rounds away and fp32 does not"
+    precision = run.config.trainer.precision
+    if precision in ("fp32", "fp64"):
+        return f"its slopes are off by up to 2.8e-6, which bf16 rounds away and {precision} does not"
     if run.compiler is None:
         return (
             f"only a compiler makes one pass of it, and this run's units are eager "

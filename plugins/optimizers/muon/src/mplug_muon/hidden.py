@@ -59,7 +59,8 @@ class HiddenMatrices:
             torch._foreach_mul_(self._decayed, factor)
         for batch in self._batches:
             update = orthogonalized(torch.stack(batch.ahead), self._config.num_iterations)  # [N, O, I]
-            update = update.to(torch.float32, memory_format=torch.contiguous_format)  # as masters lie in memory
+            masters = batch.masters[0].dtype
+            update = update.to(masters, memory_format=torch.contiguous_format)  # as masters lie in memory
             update *= scalars.lr * batch.factor(self._config.scale)
             torch._foreach_sub_(batch.masters, update.masked_fill_(skipped, 0.0).unbind())
 

@@ -15,13 +15,14 @@ def orthogonalized(x: Tensor, num_iterations: int) -> Tensor:
     a, b, c = COEFFICIENTS
     tall = x.shape[-2] > x.shape[-1]
     y = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=EPS)  # no singular value above 1
-    y = (y.mT if tall else y).to(precision(x.device))  # [N, K, max(O, I)], for the smaller Gram matrix is cheaper
+    y = (y.mT if tall else y).to(precision(x))  # [N, K, max(O, I)], for the smaller Gram matrix is cheaper
     for _ in range(num_iterations):
         gram = y @ y.mT  # [N, K, K]
         y = torch.baddbmm(y, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
     return y.mT if tall else y
 
 
-def precision(device: torch.device) -> torch.dtype:
-    """bf16, which the iteration bears (its fixed points need no accuracy), but on CPUs, where fp32 is no slower."""
-    return torch.float32 if device.type == "cpu" else torch.bfloat16
+def precision(x: Tensor) -> torch.dtype:
+    """bf16 on GPUs, as the iteration's fixed points need no accuracy; fp32 on CPUs; fp64 for matrices in fp64."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return wide if wide is torch.float64 or x.device.type == "cpu" else torch.bfloat16

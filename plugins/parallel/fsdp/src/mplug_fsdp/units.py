@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from mplug import Model, Run
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def shard_units(run: "Run", model: "Model", group: "ProcessGroup", options: Opti
         "mesh": mesh,
         "reshard_after_forward": options.reshard_after_forward,
         "mp_policy": MixedPrecisionPolicy(
-            param_dtype=DTYPES[options.compute], reduce_dtype=DTYPES[options.reduce_dtype], cast_forward_inputs=False
+            param_dtype=DTYPES[options.compute], reduce_dtype=_reduce_dtype(options), cast_forward_inputs=False
         ),
         "offload_policy": CPUOffloadPolicy(pin_memory=run.device == "cuda") if options.cpu_offload else OffloadPolicy(),
         "ignored_params": {one for one in model.module.parameters() if not one.is_meta},
@@ -75,6 +75,12 @@ def shard_units(run: "Run", model: "Model", group: "ProcessGroup", options: Opti
     _bring_gradients(model, run.device)
     _prefetch([parts[0] for parts in units], options.prefetch)
     _run_as_root(model)
+
+
+def _reduce_dtype(options: Options) -> torch.dtype:
+    """The dtype in which gradients are summed over ranks: fp64 in a run in fp64, unless the user chose bf16."""
+    chosen = DTYPES[options.reduce_dtype]
+    return chosen if chosen is torch.bfloat16 else torch.promote_types(chosen, DTYPES[options.compute])
 
 
 def _take_rows(run: "Run", model: "Model") -> dict[str, nn.Parameter]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from mplug import MicroBatch, Run
 
 MAX_DIMS = 6
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.float64)
 """What may travel; a header names a type by its place here."""
 
 

@@ -17,7 +17,6 @@ from mplug_zero.sums import Lane, Sums
 if TYPE_CHECKING:
     from mplug_zero import ZeRO
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 IN_FLIGHT = 2
 """Transient buckets that may be on their way while backward fills the next: more would hide no more and cost memory."""
 
@@ -143,7 +142,9 @@ def sum_onto_owners(
     for bucket in shards.sharding.buckets:
         sinks.reduced_over.update(bucket.axes, bucket.copied)
     lanes = [Lane(one, group_of(groups, one.bucket), [sinks[name] for name in one.bucket.names]) for one in shards.all]
-    sums = Sums(DTYPES[config.reduce_dtype], shards.all[0].weights.device)
+    one = shards.all[0]
+    dtype = torch.bfloat16 if config.reduce_dtype == "bf16" else one.gradients.dtype
+    sums = Sums(dtype, one.weights.device)
     summing: WholeGradients | TransientGradients
     if shards.sharding.transient:
         summing = TransientGradients(model, lanes, sums, config.overlap)

@@ -1,0 +1,407 @@
+"""What test sets catch: plants faults one by one, and runs the tests that execute the faulty line.
+
+    python benchmarks/faults/run.py check --tree OLD --tree NEW
+    python benchmarks/faults/run.py record --tree OLD --out old.json -- -n 2
+    python benchmarks/faults/run.py record --tree NEW --out quick.json -- -n 2 -m quick
+    python benchmarks/faults/run.py run --tree OLD --map old.json --out old.jsonl
+    python benchmarks/faults/run.py run --tree NEW --map quick.json --out quick.jsonl -- -m quick
+    python benchmarks/faults/run.py table old.jsonl quick.jsonl
+
+`record` runs the tests once under coverage.py and writes which tests execute which lines. It needs `pip install
+coverage` in the environment of this script; the tree's environment stays as it is. `fold` makes the same file of lines
+that were recorded in another way. `run` plants each fault of `faults.yaml` in a copy of the tree, runs the tests that
+execute the faulty statement with `-x`, the quickest first, and appends one line of JSON a fault. Faults that the file
+holds already are skipped, so an interrupted run goes on. `table` compares two such files; its exit status is 1 if the
+second set misses a fault that the first one caught.
+
+A tree is a checkout with its own `.venv`, in which mplug and its plugins are installed editable. Linux only.
+"""
+
+import argparse
+import json
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import yaml
+from workspace import HERE, Outcome, Place, Workspace, digest, function_lines, place_of, workspace
+
+BATCHES = (20.0, 60.0, 240.0, 960.0)
+"""Predicted seconds of tests in the first pytest sessions of a fault; further sessions are like the last of these."""
+PATIENCE = 4.0
+"""A session that takes this many times its predicted seconds, and `--grace` seconds more, hangs."""
+COLLECTION = 600.0
+"""Seconds that collecting tests may take."""
+UNKNOWN_SECONDS = 0.05
+"""The prediction for a test whose duration was not recorded."""
+BETWEEN = "collection"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A mistake: `new` in place of `old`, which occurs once in `file`."""
+
+    name: str
+    area: str
+    file: str
+    old: str
+    new: str
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Which tests execute which lines of the faulty files, as `record` has written it."""
+
+    tests: list[str]
+    seconds: list[float]
+    failed: frozenset[str]
+    files: dict[str, Any]
+
+    @classmethod
+    def read(cls, path: Path) -> "Coverage":
+        """From a file."""
+        held = json.loads(path.read_text())
+        return cls(held["tests"], held["seconds"], frozenset(held["failed"]), held["files"])
+
+    def executing(self, fault: Fault, source: str) -> list[str]:
+        """The tests that execute the faulty statement, the quickest first.
+
+        A statement that runs at import has effects on tests that do not execute it: then, the tests that execute any
+        function of the file. The same where no test executes the statement by itself.
+        """
+        place, lines = place_of(source, fault.old), self.files.get(fault.file, {"lines": {}})["lines"]
+        found = set[int]() if place.at_import else self._of(lines, place)
+        if not found and (place.at_import or self._between(lines, place)):
+            found = self._of(lines, Place(function_lines(source), False))
+        kept = (number for number in found if self.tests[number] not in self.failed)
+        return [self.tests[number] for number in sorted(kept, key=lambda number: (self.seconds[number], number))]
+
+    def _of(self, lines: dict[str, list[int]], place: Place) -> set[int]:
+        executed = {number for line in place.lines for number in lines.get(str(line), ())}
+        return {number for number in executed if self.tests[number] != BETWEEN}
+
+    def _between(self, lines: dict[str, list[int]], place: Place) -> bool:
+        return any(lines.get(str(line)) for line in place.lines)
+
+    def batches(self, tests: Iterable[str]) -> Iterator[tuple[list[str], float]]:
+        """(tests, their predicted seconds) of each pytest session."""
+        known = dict(zip(self.tests, self.seconds, strict=True))
+        bounds, batch, total = iter(BATCHES), list[str](), 0.0
+        bound = next(bounds)
+        for test in tests:
+            batch.append(test)
+            total += known[test]
+            if total >= bound:
+                yield batch, total
+                batch, total, bound = [], 0.0, next(bounds, bound)
+        if batch:
+            yield batch, total
+
+
+def read_faults(path: Path, only: list[str]) -> list[Fault]:
+    """The faults of a file, or those whose names hold one of the words."""
+    faults = [Fault(**entry) for entry in yaml.safe_load(path.read_text(encoding="utf-8"))]
+    names = [fault.name for fault in faults]
+    if len(set(names)) < len(names):
+        sys.exit(f"'{path}' has a name twice: {next(name for name in names if names.count(name) > 1)}")
+    return [fault for fault in faults if not only or any(word in fault.name for word in only)]
+
+
+# check
+
+
+def check(options: argparse.Namespace) -> None:
+    """Prove that every fault can be planted in every tree, and leaves valid Python."""
+    wrong = 0
+    faults = read_faults(options.faults, [])
+    for tree in options.tree:
+        for fault in faults:
+            path = tree / fault.file
+            text = path.read_text() if path.is_file() else ""
+            reason = "" if text.count(fault.old) == 1 else f"its text occurs {text.count(fault.old)} times"
+            reason = reason or _syntax_error(text.replace(fault.old, fault.new))
+            if reason:
+                wrong += 1
+                print(f"{path}: {fault.name}: {reason}")
+    print(f"{len(faults)} faults in {len({fault.file for fault in faults})} files, {wrong} of them wrong")
+    sys.exit(1 if wrong else 0)
+
+
+def _syntax_error(source: str) -> str:
+    try:
+        compile(source, "fault", "exec")
+    except SyntaxError as error:
+        return f"it is no Python: {error}"
+    return ""
+
+
+# record
+
+
+def record(options: argparse.Namespace) -> None:
+    """Run the tests of a tree once under the recorder."""
+    with workspace(options.tree, recorded=True) as work:
+        lines = work.folder / "lines"
+        lines.mkdir()
+        variables = {"MPLUG_RECORD": str(lines), "MPLUG_RECORD_TREE": str(work.copy)}
+        outcome = work.pytest("-q", *options.pytest, environment=variables)
+        print(outcome.output[-2000:])
+        files = sorted({fault.file for fault in read_faults(options.faults, [])})
+        _write_map(options, lines, work.copy, work.copy, files, outcome.seconds, outcome.failed)
+
+
+def fold(options: argparse.Namespace) -> None:
+    """Make a map of recorded lines, and of pytest's output with `--durations=0` and a short summary."""
+    text = options.log.read_text(errors="replace")
+    seconds = dict[str, float]()
+    for number, test in re.findall(r"^ *([\d.]+)s (?:setup|call|teardown) +(.*)$", text, re.MULTILINE):
+        seconds[test] = seconds.get(test, 0.0) + float(number)
+    said = re.findall(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", text, re.MULTILINE)
+    files = sorted({fault.file for fault in read_faults(options.faults, [])})
+    _write_map(options, options.lines, options.recorded_tree or options.tree, options.tree, files, seconds, said)
+
+
+def _write_map(
+    options: argparse.Namespace,
+    folder: Path,
+    recorded_tree: Path,
+    sources: Path,
+    files: list[str],
+    seconds: dict[str, float],
+    failed: Iterable[str],
+) -> None:
+    names = {str(recorded_tree / file): file for file in files}
+    tests, found = dict[str, int](), dict[str, dict[int, set[int]]]()
+    for path in sorted(folder.glob("*.jsonl")):
+        for entry in map(json.loads, path.open()):
+            test = tests.setdefault(entry["test"] or BETWEEN, len(tests))
+            for name, lines in entry["lines"].items():
+                if name in names:
+                    of_file = found.setdefault(names[name], {})
+                    for line in lines:
+                        of_file.setdefault(line, set()).add(test)
+    held = {
+        "tests": list(tests),
+        "seconds": [round(seconds.get(test, UNKNOWN_SECONDS), 3) for test in tests],
+        "failed": sorted(set(failed)),
+        "files": {
+            file: {
+                "digest": digest(sources / file),
+                "lines": {line: sorted(numbers) for line, numbers in sorted(found.get(file, {}).items())},
+            }
+            for file in files
+            if (sources / file).is_file()
+        },
+    }
+    options.out.write_text(json.dumps(held, separators=(",", ":")) + "\n")
+    print(f"{len(tests)} tests execute {sum(map(len, found.values()))} lines of {len(found)} files -> {options.out}")
+
+
+# run
+
+
+def run(options: argparse.Namespace) -> None:
+    """Plant each fault in turn, and write which test catches it."""
+    coverage, faults = Coverage.read(options.map), read_faults(options.faults, options.only)
+    for fault in faults:
+        recorded = coverage.files.get(fault.file)
+        if recorded is not None and recorded["digest"] != digest(options.tree / fault.file):
+            sys.exit(f"'{fault.file}' has changed since '{options.map}' was recorded; record again")
+    done = {json.loads(line)["fault"] for line in options.out.open()} if options.out.exists() else set()
+    left = [fault for fault in faults if fault.name not in done]
+    print(f"{len(faults)} faults, {len(faults) - len(left)} of them done", flush=True)
+    if not left:
+        return
+    with workspace(options.tree) as work:
+        for fault in left:
+            result = {"fault": fault.name, "area": fault.area, **_tried(work, fault, coverage, options)}
+            with options.out.open("a") as out:
+                out.write(json.dumps(result) + "\n")
+            print(f"{result['outcome']:13} {result['seconds']:6.1f} s  {fault.name}", flush=True)
+            if result.get("by"):
+                print(f"{'':24}by {result['by']}", flush=True)
+
+
+def _tried(work: Workspace, fault: Fault, coverage: Coverage, options: argparse.Namespace) -> dict[str, Any]:
+    """What becomes of a fault: outcome, seconds, and the test that caught it."""
+    began, source = time.monotonic(), (options.tree / fault.file).read_text()
+
+    def result(outcome: str, **facts: Any) -> dict[str, Any]:
+        return {"outcome": outcome, "seconds": round(time.monotonic() - began, 1), **facts}
+
+    if _syntax_error(source.replace(fault.old, fault.new)):
+        return result("syntax error")
+    tests = coverage.executing(fault, source)
+    if not tests:
+        return result("not executed")
+    unsound, num_run = set[str](), 0
+    for batch, predicted in coverage.batches(tests):
+        wanted = [test for test in batch if test not in unsound]
+        while wanted:
+            if time.monotonic() - began > options.limit:
+                return result("unfinished", num_tests=len(tests), num_run=num_run)
+            with work.planted(fault.file, fault.old, fault.new):
+                outcome = _session(work, wanted, predicted, options)
+            how, by = _catch(outcome)
+            if by is None:
+                num_run += len(wanted)
+                break
+            if how == "time-out" or not options.confirm or _passes_without(work, by, wanted, options):
+                facts = {"num_tests": len(tests), "num_run": num_run + len(outcome.seconds)}
+                return result("caught", how=how, by=by, **facts, said=_last_words(outcome))
+            unsound.add(by)  # it fails without the fault, too
+            print(f"{'':24}fails without the fault: {by}", flush=True)
+            wanted = [test for test in wanted if test not in unsound]
+    return result("missed", num_tests=len(tests), num_run=num_run, unsound=sorted(unsound))
+
+
+SESSION = "the session"
+"""What catches a fault with which pytest ends before any test does."""
+
+
+def _session(work: Workspace, tests: list[str], predicted: float, options: argparse.Namespace) -> Outcome:
+    arguments = work.folder / "arguments.txt"
+    arguments.write_text("".join(f"{test}\n" for test in tests))
+    workers = options.workers if len(tests) > 3 else 0
+    timeout = options.grace + PATIENCE * predicted
+    return work.pytest("-x", "-q", "-n", str(workers), *options.pytest, f"@{arguments}", timeout=timeout)
+
+
+def _catch(outcome: Outcome) -> tuple[str, str | None]:
+    """(how, the test) of a session that catches the fault; the test is None where it does not."""
+    if outcome.failed:
+        return "failure", outcome.failed[0]
+    if outcome.status is None:
+        return "time-out", next(iter(outcome.unfinished), SESSION)
+    return ("", None) if outcome.status in (0, 5) else ("error", SESSION)
+
+
+def _passes_without(work: Workspace, test: str, batch: list[str], options: argparse.Namespace) -> bool:
+    """Whether a test, or the collection of a batch, succeeds where nothing is planted."""
+    if test == SESSION or "::" not in test:
+        arguments = work.folder / "arguments.txt"
+        arguments.write_text("".join(f"{one}\n" for one in batch))
+        collected = work.pytest("-q", "--collect-only", *options.pytest, f"@{arguments}", timeout=COLLECTION)
+        if collected.status != 0:
+            sys.exit(f"tests of the map cannot be collected; record again\n{collected.output[-3000:]}")
+        return True
+    return not _session(work, [test], 60.0, options).failed
+
+
+def _last_words(outcome: Outcome) -> str:
+    """The line in which pytest says what failed."""
+    said = [line for line in outcome.output.splitlines() if line.startswith(("E  ", "FAILED ", "ERROR "))]
+    return said[-1][:300] if said else outcome.output[-300:]
+
+
+# table
+
+
+def table(options: argparse.Namespace) -> None:
+    """Two results beside each other, in Markdown."""
+    old, new = ({one["fault"]: one for one in map(json.loads, path.open())} for path in (options.old, options.new))
+    names = [*old, *(name for name in new if name not in old)]
+    print("| fault | area | old set | quick set |\n|---|---|---|---|")
+    for name in names:
+        area = (old.get(name) or new[name])["area"]
+        print(f"| {name} | {area} | {_cell(old.get(name))} | {_cell(new.get(name))} |")
+    totals = [f"{_count(results, 'caught')} of {len(results)} caught" for results in (old, new)]
+    print(f"| **{len(names)} faults** | | **{totals[0]}** | **{totals[1]}** |")
+    lost = [name for name in names if _caught(old.get(name)) and not _caught(new.get(name))]
+    print(f"\nCaught by the old set and not by the quick set: {len(lost)}")
+    for name in lost:
+        print(f"- {name}")
+    sys.exit(1 if lost else 0)
+
+
+def _caught(result: dict[str, Any] | None) -> bool:
+    return result is not None and result["outcome"] == "caught"
+
+
+def _count(results: dict[str, dict[str, Any]], outcome: str) -> int:
+    return sum(one["outcome"] == outcome for one in results.values())
+
+
+def _cell(result: dict[str, Any] | None) -> str:
+    if result is None:
+        return "not run"
+    if result["outcome"] == "caught":
+        test = result["by"].rpartition("/")[2].replace("|", "\\|")
+        how = "" if result["how"] == "failure" else f" ({result['how']})"
+        return f"caught by `{test}`{how}, {result['seconds']:.0f} s"
+    if result["outcome"] in ("missed", "unfinished"):
+        return f"{result['outcome']} ({result['num_run']} of {result['num_tests']} tests)"
+    return str(result["outcome"])
+
+
+# The command line.
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)  # blocks are left, and with them the copy
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(function: Any) -> argparse.ArgumentParser:
+        added = commands.add_parser(function.__name__, help=function.__doc__, description=function.__doc__)
+        added.set_defaults(function=function)
+        if function is not table:
+            added.add_argument("--faults", type=Path, default=HERE / "faults.yaml", help="the file of faults")
+        return added
+
+    of_tree = {"type": lambda text: Path(text).resolve(), "required": True, "metavar": "DIR"}
+    added = command(check)
+    added.add_argument("--tree", action="append", help="a checkout; may be given more than once", **of_tree)
+    added = command(record)
+    added.add_argument("--tree", help="a checkout with a .venv", **of_tree)
+    added.add_argument("--out", type=Path, required=True, metavar="MAP", help="the file to write")
+    added = command(fold)
+    added.add_argument("--tree", help="the checkout whose tests were recorded", **of_tree)
+    added.add_argument("--lines", type=Path, required=True, metavar="DIR", help="the folder of recorded *.jsonl")
+    added.add_argument("--log", type=Path, required=True, help="pytest's output with --durations=0 and -rfE")
+    added.add_argument("--recorded-tree", type=Path, metavar="DIR", help="the folder in the recorded names, if another")
+    added.add_argument("--out", type=Path, required=True, metavar="MAP", help="the file to write")
+    added = command(run)
+    added.add_argument("--tree", help="a checkout with a .venv", **of_tree)
+    added.add_argument("--map", type=Path, required=True, help="what 'record' or 'fold' has written for the tree")
+    added.add_argument("--out", type=Path, required=True, metavar="RESULTS", help="results, a line of JSON a fault")
+    added.add_argument("--only", action="append", default=[], metavar="WORDS", help="faults whose names hold the words")
+    added.add_argument("--workers", type=int, default=2, help="pytest's processes (default: 2)")
+    added.add_argument(
+        "--limit", type=float, default=3600.0, help="seconds for a fault, after which no further session begins"
+    )
+    added.add_argument(
+        "--grace",
+        type=float,
+        default=180.0,
+        help=f"a session hangs after {PATIENCE:g} times its predicted seconds and this",
+    )
+    added.add_argument(
+        "--no-confirm", dest="confirm", action="store_false", help="do not run a failed test without the fault"
+    )
+    added = command(table)
+    added.add_argument("old", type=Path)
+    added.add_argument("new", type=Path)
+    return parser
+
+
+def main() -> None:
+    words = sys.argv[1:]
+    border = words.index("--") if "--" in words else len(words)
+    options = _parser().parse_args(words[:border])
+    options.pytest = words[border + 1 :]
+    signal.signal(signal.SIGTERM, _end)
+    options.function(options)
+
+
+if __name__ == "__main__":
+    main()

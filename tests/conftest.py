@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from warm import STRICT, run_module
 
 from mplug.checkpoint import read_manifest, verify
 
@@ -47,15 +48,29 @@ def text_file(tmp_path: Path) -> Path:
     return path
 
 
+def surroundings(path: Path | None) -> dict[str, str]:
+    """The environment of a command; `path` goes in front of PYTHONPATH."""
+    found_first = [str(path)] if path is not None else []
+    searched = os.pathsep.join([*found_first, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONPATH": searched}
+
+
 @pytest.fixture
 def cli(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run `mplug` as a user would, in a folder of its own; `path` goes in front of PYTHONPATH."""
+    """Run `mplug` as a user would, in a folder of its own, in a process that has imported torch already."""
 
     def run(*arguments: str, path: Path | None = None, cwd: Path = tmp_path, timeout: float = 600):
-        found_first = [str(path)] if path is not None else []
-        searched = os.pathsep.join([*found_first, *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONPATH": searched}
-        command = [sys.executable, "-m", "mplug", *arguments]
+        return run_module("mplug", *arguments, cwd=cwd, environment=surroundings(path), timeout=timeout)
+
+    return run
+
+
+@pytest.fixture
+def new_interpreter_cli(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run `mplug` as `cli` does, in a process that has imported nothing."""
+
+    def run(*arguments: str, path: Path | None = None, cwd: Path = tmp_path, timeout: float = 600):
+        command, environment = [sys.executable, "-m", "mplug", *arguments], surroundings(path)
         return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
 
     return run
@@ -157,9 +172,9 @@ def own_tests(plant: Callable[..., None], tmp_path: Path) -> Callable[..., str]:
     def run(distribution: str, *options: str) -> str:
         plant(distribution)
         tests = shutil.copytree(THIRD_PARTY / distribution / "tests", tmp_path / f"{distribution}-tests")
-        command = [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", *options, str(tests)]
+        words = ["-q", *STRICT, "-p", "no:cacheprovider", *options, str(tests)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        finished = subprocess.run(command, cwd=tests, env=environment, capture_output=True, text=True)
+        finished = run_module("pytest", *words, cwd=tests, environment=environment)
         assert finished.returncode == 0, finished.stdout + finished.stderr
         return finished.stdout
 

@@ -258,14 +258,16 @@ def no_torch(tmp_path: Path) -> Path:
     ],
     ids=["misspelt field", "unknown plugin", "refused by the model"],
 )
-def test_a_config_is_refused_without_torch(cli: Cli, no_torch: Path, fields: list[str], word: str) -> None:
-    result = cli("train", *(word for field in fields for word in ("--set", field)), path=no_torch)
+def test_a_config_is_refused_without_torch(
+    new_interpreter_cli: Cli, no_torch: Path, fields: list[str], word: str
+) -> None:
+    result = new_interpreter_cli("train", *(word for field in fields for word in ("--set", field)), path=no_torch)
     assert_refused(result, word)
 
 
 @pytest.mark.parametrize("command", ["--help", "train --help", "plugins list", "config show", "config schema"])
-def test_what_only_tells_runs_without_torch(cli: Cli, no_torch: Path, command: str) -> None:
-    result = cli(*command.split(), path=no_torch)
+def test_what_only_tells_runs_without_torch(new_interpreter_cli: Cli, no_torch: Path, command: str) -> None:
+    result = new_interpreter_cli(*command.split(), path=no_torch)
     assert result.returncode == 0, result.stderr
 
 

@@ -2,14 +2,13 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch._inductor import config as inductor
+from warm import run_module
 
 from mplug.job import Job, work
 from mplug.loop import Ending
@@ -108,8 +107,8 @@ def test_the_workspace_that_the_user_chose_is_kept(
 def trained(folder: Path, name: str, *options: str) -> tuple[list[float], dict[str, bytes]]:
     """The losses of a run in a process of its own, and the files of its last checkpoint that hold tensors."""
     changes = [word for change in SMALL for word in ("--set", change)]
-    command = [sys.executable, "-m", "mplug", "train", "--name", name, "--deterministic", *changes, *options]
-    subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    words = ["train", "--name", name, "--deterministic", *changes, *options]
+    run_module("mplug", *words, cwd=folder, environment=os.environ).check_returncode()
     run = folder / "runs" / name
     losses = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     (checkpoint,) = (run / "checkpoints").iterdir()

@@ -1,8 +1,12 @@
-"""The README's first session, as a newcomer would have it: train the default model, sample from it."""
+"""The README's first session, as a newcomer would have it: train the default model, sample from it.
+
+The quick tests train the default model for 40 shorter steps. `pytest --wide session` runs the command of the README.
+"""
 
 import builtins
 import json
 import keyword
+import math
 import os
 import re
 import shlex
@@ -14,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 ROOT = Path(__file__).parent.parent
 SLEEPING = {"OMP_WAIT_POLICY": "passive"}
@@ -46,13 +51,38 @@ def machine() -> dict[str, object]:
     }
 
 
+SHORTER = {
+    "trainer.steps": 40,
+    "trainer.seq_length": 128,
+    "trainer.eval_every": 20,
+    "trainer.eval_samples": 8,
+    "schedule.warmup_steps": 5,
+}
+
+
+def train(folder: Path, *changes: str) -> str:
+    """Run the README's command in a folder; returns what it prints."""
+    command, _ = quoted("mplug train")
+    process = [sys.executable, "-m", *command, *changes]
+    environment = {**newcomers(), "COLUMNS": "200"}
+    finished = subprocess.run(
+        process, cwd=folder, env=environment, check=True, capture_output=True, text=True, timeout=1800
+    )
+    return finished.stdout
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder in which the default model was trained for a few seconds, and what the command printed."""
+    folder = tmp_path_factory.mktemp("short")
+    return folder, train(folder, *(word for name, value in SHORTER.items() for word in ("--set", f"{name}={value}")))
+
+
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which the default model was trained: minutes, once."""
     folder = tmp_path_factory.mktemp("session")
-    command, _ = quoted("mplug train")
-    process = [sys.executable, "-m", *command]
-    subprocess.run(process, cwd=folder, env=newcomers(), check=True, capture_output=True, timeout=1800)
+    train(folder)
     return folder
 
 
@@ -60,10 +90,45 @@ def metrics(session: Path) -> list[dict]:
     return [json.loads(line) for line in next(session.glob("runs/*/metrics.jsonl")).read_text().splitlines()]
 
 
+def shapes(text: str) -> set[str]:
+    """The lines of a text with `#` for every number, and one space between words."""
+    return {re.sub(r"\d[\d.,:]*(e[+-]\d+)?", "#", " ".join(line.split())) for line in text.splitlines()}
+
+
+def test_the_default_model_learns_within_seconds(short: tuple[Path, str]) -> None:
+    steps = metrics(short[0])
+    assert len(steps) == 40
+    assert steps[0]["loss"] == pytest.approx(math.log(256), abs=0.2)
+    assert steps[-1]["val_loss"] < 3.5
+
+
+def test_the_readme_quotes_the_lines_of_a_run(short: tuple[Path, str]) -> None:
+    _, printed = quoted("mplug train")
+    steps = yaml.safe_load((ROOT / "mplug" / "default.yaml").read_text())["trainer"]["steps"]
+    assert f"{steps} steps, from scratch" in printed
+    assert len(printed.splitlines()) > 5
+    assert shapes(printed) - shapes(short[1]) == set()
+
+
+def test_a_seed_gives_one_sample_and_another_seed_another(short: tuple[Path, str], cli: Cli) -> None:
+    command, _ = quoted("mplug generate")
+    short_command = [*command[1:], "--tokens", "60"]
+    sample = cli(*short_command, cwd=short[0])
+    assert sample.returncode == 0, sample.stderr
+    assert sample.stdout.startswith(command[command.index("--prompt") + 1])
+    assert cli(*short_command, cwd=short[0]).stdout == sample.stdout
+    assert cli(*short_command, "--seed", "1", cwd=short[0]).stdout != sample.stdout
+
+
+# The whole session.
+
+
+@pytest.mark.wide("session")
 def test_the_default_run_reaches_one_and_a_half_nats_a_byte(session: Path) -> None:
     assert metrics(session)[-1]["val_loss"] <= 1.5
 
 
+@pytest.mark.wide("session")
 def test_most_words_of_the_sample_are_words_of_python_or_of_its_library(session: Path, cli: Cli) -> None:
     command, _ = quoted("mplug generate")
     sample = cli(*command[1:], cwd=session)
@@ -75,6 +140,7 @@ def test_most_words_of_the_sample_are_words_of_python_or_of_its_library(session:
     assert sum(word in known for word in words) >= 0.6 * len(words)
 
 
+@pytest.mark.wide("session")
 def test_the_readme_quotes_the_sample_of_its_seed(session: Path, cli: Cli) -> None:
     command, printed = quoted("mplug generate")
     sample = cli(*command[1:], cwd=session)

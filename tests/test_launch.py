@@ -13,10 +13,10 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import pytest
 from torch import Tensor
+from warm import Forked
 
 from mplug.checkpoint import path_of
 from mplug.interrupt import HEARD
@@ -35,7 +35,6 @@ SHAPE = {
     "checkpoint.keep": 2,
     "data.path": "text.txt",
 }
-MARK = "MPLUG_TEST_COMMAND"
 MPLUG = ("-m", "mplug")
 BEGUN: list["Command"] = []
 PATIENCE = 240.0
@@ -47,18 +46,19 @@ PATIENCE = 240.0
 
 @dataclass
 class Command:
-    """A command that runs, and the mark by which its processes and their children are known."""
+    """A command that runs, in a session of its own."""
 
-    process: subprocess.Popen[str]
-    mark: str
+    process: subprocess.Popen[str] | Forked
 
     def pids(self) -> list[int]:
-        """Its living processes."""
+        """Its living processes and their children: those of its session."""
         found = []
         for folder in Path("/proc").iterdir():
             with suppress(OSError):
-                if folder.name.isdigit() and f"{MARK}={self.mark}".encode() in (folder / "environ").read_bytes():
-                    found.append(int(folder.name))
+                if folder.name.isdigit():
+                    state, _, _, session, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
+                    if int(session) == self.process.pid and state != "Z":
+                        found.append(int(folder.name))
         return found
 
     def worker(self, rank: int) -> int | None:
@@ -98,9 +98,18 @@ def poll(condition: Callable[[], Any], what: str) -> Any:
 
 
 def begin(folder: Path, *words: str, **environment: str) -> Command:
-    """Start a command of Python in a folder and in a session of its own."""
-    mark = uuid4().hex
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", MARK: mark, **environment}
+    """Start a command in a folder and in a session of its own: a module in a fork, others in an interpreter."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **environment}
+    if words[0] != "-m":
+        return begin_anew(folder, *words, **environment)
+    process = Forked(*words[1:], cwd=folder, environment=environment, session=True)
+    BEGUN.append(Command(process))
+    return BEGUN[-1]
+
+
+def begin_anew(folder: Path, *words: str, **environment: str) -> Command:
+    """The same in an interpreter that has imported nothing."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **environment}
     program = () if words[0] == "mpirun" else (sys.executable,)
     process = subprocess.Popen(
         [*program, *words],
@@ -111,7 +120,7 @@ def begin(folder: Path, *words: str, **environment: str) -> Command:
         text=True,
         start_new_session=True,
     )
-    BEGUN.append(Command(process, mark))
+    BEGUN.append(Command(process))
     return BEGUN[-1]
 
 
@@ -286,7 +295,10 @@ def test_the_processes_may_meet_at_a_port_that_is_named(folder: Path, options: l
     command.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize(("layout", "becomes"), [("tp2", "tp2"), ("pp2", "pp2"), ("", "dp2")])
+@pytest.mark.parametrize(
+    ("layout", "becomes"),
+    [("tp2", "tp2"), pytest.param("pp2", "pp2", marks=pytest.mark.wide("layouts")), ("", "dp2")],
+)
 def test_processes_of_torchrun_join_and_those_that_are_left_are_data_parallel(
     layout: str, becomes: str, folder: Path, options: list[str], whole: Whole
 ) -> None:
@@ -401,16 +413,6 @@ def test_a_run_that_torchrun_may_restart_needs_a_name(folder: Path, options: lis
     assert "give --name" in result.stderr
 
 
-def test_time_ends_a_run_before_it_is_over_and_what_was_done_is_saved(folder: Path, options: list[str]) -> None:
-    command = endless(folder, options, "timed", "--max-minutes", "0.4")
-    result = command.ended()
-    assert result.returncode == 0, result.stderr
-    run = folder / "runs" / "timed"
-    (step,) = steps_saved(run)
-    assert f"out of time after step {step}, which is saved" in result.stdout
-    assert metrics(run)[-1]["step"] == step
-
-
 def test_workers_do_not_outlive_the_command_that_is_killed(folder: Path, options: list[str]) -> None:
     command = endless(folder, options, "orphans")
     assert command.worker(0)
@@ -439,18 +441,51 @@ class Falls:
 """
 
 
+def installed(site: Path, name: str, target: str, source: str) -> str:
+    """A folder for PYTHONPATH in which an extension is installed."""
+    information = site / f"acme_{name}-1.0.dist-info"
+    information.mkdir(parents=True)
+    (site / f"acme_{name}.py").write_text(source)
+    facts = f"Metadata-Version: 2.1\nName: acme-{name}\nVersion: 1.0\nSummary: {target}\nRequires-Dist: mplug>=0.1\n"
+    (information / "METADATA").write_text(facts)
+    (information / "entry_points.txt").write_text(f"[mplug.extensions]\n{name} = acme_{name}:{target}\n")
+    return str(site)
+
+
 @pytest.fixture(scope="module")
 def falls(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder for PYTHONPATH in which an extension is installed that fails on rank 1."""
-    site = tmp_path_factory.mktemp("falls")
-    (site / "acme_falls.py").write_text(FALLS)
-    (site / "acme_falls-1.0.dist-info").mkdir()
-    facts = "Metadata-Version: 2.1\nName: acme-falls\nVersion: 1.0\nSummary: Falls\nRequires-Dist: mplug>=0.1\n"
-    (site / "acme_falls-1.0.dist-info" / "METADATA").write_text(facts)
-    (site / "acme_falls-1.0.dist-info" / "entry_points.txt").write_text(
-        "[mplug.extensions]\nfalls = acme_falls:Falls\n"
-    )
-    return str(site)
+    return installed(tmp_path_factory.mktemp("falls"), "falls", "Falls", FALLS)
+
+
+HURRIES = """
+import time
+from pydantic import BaseModel, ConfigDict
+from mplug import hookimpl
+
+class Hurries:
+    class Config(BaseModel):
+        model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @hookimpl
+    def step_started(self, run):
+        if run.step == 3:
+            now = time.time
+            time.time = lambda: now() + 3600
+"""
+
+
+def test_time_ends_a_run_before_it_is_over_and_what_was_done_is_saved(folder: Path, options: list[str]) -> None:
+    """An extension puts the clock forward by an hour in the third step or the one after it."""
+    site = installed(folder / "hurries", "hurries", "Hurries", HURRIES)
+    words = ("--max-minutes", "30", "--set", "extensions.hurries={}")
+    result = endless(folder, options, "timed", *words, PYTHONPATH=site).ended()
+    assert result.returncode == 0, result.stderr
+    run = folder / "runs" / "timed"
+    (step,) = steps_saved(run)
+    assert 3 <= step <= 4
+    assert f"out of time after step {step}, which is saved" in result.stdout
+    assert metrics(run)[-1]["step"] == step
 
 
 @pytest.mark.parametrize(("error", "status"), [("ValueError", 1), ("RunError", 1), ("UsageError", 2)])

@@ -2,11 +2,11 @@
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from warm import STRICT, run_module
 
 from mplug.registry import KINDS
 
@@ -25,26 +25,50 @@ USE = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_new_plugin_installs_passes_its_suite_and_runs(
-    cli: Cli, install: Callable[..., Path], tmp_path: Path, kind: str
-) -> None:
-    made = cli("plugins", "new", "--kind", kind, "acme-ringo")
-    assert made.returncode == 0, made.stderr
-    assert " ".join(("mplug", *USE[kind][:3])) in made.stdout
-    site = install(tmp_path / "site", tmp_path / "acme-ringo")
-    checked = cli("plugins", "check", "ringo", path=site)
+QUICK = {"data", "extensions", "commands", "tokenizers"}
+"""The kinds whose suites take seconds; `pytest --wide scaffold` runs those of the others."""
+SUITES = [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.wide("scaffold")) for kind in KINDS]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a new package of each kind."""
+    folder = tmp_path_factory.mktemp("written")
+    for kind in KINDS:
+        words = ("plugins", "new", "--kind", kind, f"{kind}-ringo")
+        made = run_module("mplug", *words, cwd=folder, environment=os.environ)
+        assert made.returncode == 0, made.stderr
+        assert " ".join(("mplug", *USE[kind][:3])) in made.stdout
+    return folder
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory, install: Callable[..., Path], written: Path) -> Path:
+    """The folder in which pip has installed all of them."""
+    return install(tmp_path_factory.mktemp("site"), *sorted(written.iterdir()))
+
+
+def test_new_plugins_of_all_kinds_install_and_pass_the_checks(cli: Cli, site: Path) -> None:
+    checked = cli("plugins", "check", *(f"{kind}/ringo" for kind in KINDS), path=site)
     assert checked.returncode == 0, checked.stdout + checked.stderr
-    path = os.pathsep.join((str(site), os.environ.get("PYTHONPATH", "")))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error", "acme-ringo"]
-    suite = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
-    )
-    assert suite.returncode == 0, suite.stdout[-5000:] + suite.stderr
+    assert f"{len(KINDS)} of {len(KINDS)} plugins pass" in checked.stdout
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_plugin_runs(cli: Cli, site: Path, tmp_path: Path, kind: str) -> None:
     (tmp_path / "texts.jsonl").write_text('{"text": "some"}\n')
     small = [word for name, value in SMALL.items() for word in ("--set", f"{name}={value}")]
     used = cli(*USE[kind], *(small if USE[kind][0] == "train" else ()), path=site)
     assert used.returncode == 0, used.stderr
+
+
+@pytest.mark.parametrize("kind", SUITES)
+def test_a_new_plugin_passes_its_suite(site: Path, written: Path, kind: str) -> None:
+    path = os.pathsep.join((str(site), os.environ.get("PYTHONPATH", "")))
+    words = ("-q", "-p", "no:cacheprovider", *STRICT, f"{kind}-ringo")
+    suite = run_module("pytest", *words, cwd=written, environment={**os.environ, "PYTHONPATH": path})
+    assert suite.returncode == 0, suite.stdout[-5000:] + suite.stderr
+    assert " passed" in suite.stdout
 
 
 def test_what_is_written_is_neither_over_another_nor_named_like_one(cli: Cli, tmp_path: Path) -> None:

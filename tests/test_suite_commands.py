@@ -12,6 +12,7 @@ class Tally(CommandSuite):
     refused = (("--runs", "nowhere"),)
 
 
+@pytest.mark.wide("suites")
 def test_a_sound_command_passes(own_tests: Callable[..., str]) -> None:
     assert "failed" not in own_tests("nova-tally")
 

@@ -19,6 +19,7 @@ class Buffered(Jotter):
     settings = {**Jotter.settings, "data.shuffle_buffer": 30}
 
 
+@pytest.mark.wide("suites")
 def test_a_sound_loader_passes(own_tests: Callable[..., str]) -> None:
     assert "failed" not in own_tests("nova-jotter")
 

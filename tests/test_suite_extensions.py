@@ -13,6 +13,7 @@ class Plotter(ExtensionSuite):
     files = ("loss.svg",)
 
 
+@pytest.mark.wide("suites")
 def test_a_sound_observer_passes(own_tests: Callable[..., str]) -> None:
     assert "failed" not in own_tests("nova-plotter")
 

@@ -25,6 +25,7 @@ def suite() -> Any:
     return module.TestPeregrine()
 
 
+@pytest.mark.wide("suites")
 def test_the_package_as_it_is_passes_its_own_tests(own_tests: Callable[..., str]) -> None:
     told = own_tests("nova-peregrine", "-rA").splitlines()
     for layout in ("tp2", "pp2", "dp2", "pp2tp2", "dp2tp2", "dp2pp2"):
@@ -34,9 +35,12 @@ def test_the_package_as_it_is_passes_its_own_tests(own_tests: Callable[..., str]
     assert all("is refused" in line for line in skipped), skipped
 
 
-def test_it_trains_by_its_name(plant: Callable[..., None], cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_it_trains_by_its_name(
+    plant: Callable[..., None], cli: Callable[..., Any], tmp_path: Path, text_file: Path
+) -> None:
     plant("nova-peregrine")
     settings = ("trainer.steps=2", "trainer.seq_length=32", "trainer.eval_every=0", "trainer.device=cpu")
+    settings += ("trainer.global_batch_size=2", f"data.path={text_file}")
     options = [word for setting in settings for word in ("--set", setting)]
     finished = cli("train", "--model", "peregrine", "--preset", "nano", "--parallel", "tp2", *options, path=sys.path[0])
     assert finished.returncode == 0, finished.stderr

@@ -19,6 +19,8 @@ Suite: type[OptimizerSuite] = runpy.run_path(str(PACKAGE / "tests" / "test_ortho
 class TestOrthon(Suite):  # type: ignore[misc, valid-type]
     """The package as it is passes the whole suite."""
 
+    layouts = ("pp2", "zero2")
+
     @pytest.fixture(autouse=True)
     def planted(self, plant: Callable[..., None]) -> None:
         plant("nova-orthon")
@@ -55,9 +57,21 @@ ONE_PASS = """    one_pass = True
 class TestOrthonInOnePass(Suite):  # type: ignore[misc, valid-type]
     """The same package passes the whole suite where it does what the host did, and says so."""
 
+    layouts = ("fsdp2",)
+
     @pytest.fixture(autouse=True)
     def planted(self, plant: Callable[..., None]) -> None:
         plant("nova-orthon", STEP, ONE_PASS)
+
+
+@pytest.mark.wide("suites")
+class TestOrthonUnderEveryStrategy(TestOrthon):
+    layouts = None
+
+
+@pytest.mark.wide("suites")
+class TestOrthonInOnePassUnderEveryStrategy(TestOrthonInOnePass):
+    layouts = None
 
 
 REFERENCE = "test_updates_are_those_of_the_reference"

@@ -255,5 +255,6 @@ def test_a_strategys_reason_names_no_kernel_as_the_remedy(plant: Callable[..., N
     assert str(caught.value).endswith("ulys=8 does not divide the 4 query heads of a rank; use ulys=1 or 2 or 4")
 
 
+@pytest.mark.wide("suites")
 def test_the_package_as_it_is_passes_the_whole_suite(own_tests: Callable[..., str]) -> None:
     assert "failed" not in own_tests("nova-ulys")

@@ -15,6 +15,7 @@ class Glyph(TokenizerSuite):
     settings = {"path": str(GLYPH / "tests" / "words.txt")}
 
 
+@pytest.mark.wide("suites")
 def test_a_sound_tokenizer_passes(own_tests: Callable[..., str]) -> None:
     assert "failed" not in own_tests("nova-glyph")
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from warm import run_module
 
 HERE = Path(__file__).parent
 SOURCES = sorted(path.parent for path in HERE.glob("third_party/*/pyproject.toml"))
@@ -38,8 +39,11 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return sorted(folder.glob("*.whl"))
 
 
-def scratch(folder: Path, wheels: list[Path]) -> Mplug:
-    """An environment with these wheels, which sees what this one has; returns its `mplug`."""
+def scratch(folder: Path, wheels: list[Path]) -> tuple[Mplug, Mplug]:
+    """An environment with these wheels, which sees what this one has.
+
+    Returns its `mplug` in a new interpreter, and the same in a fork of a process that has imported torch.
+    """
     made = called(sys.executable, "-m", "venv", "--without-pip", folder / "env", cwd=folder)
     assert made.returncode == 0, made.stderr
     python = folder / "env" / "bin" / "python"
@@ -53,7 +57,11 @@ def scratch(folder: Path, wheels: list[Path]) -> Mplug:
     def mplug(*words: str) -> subprocess.CompletedProcess[str]:
         return called(python, "-m", "mplug", *words, cwd=folder)
 
-    return mplug
+    def forked(*words: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONPATH": str(site)}
+        return run_module("mplug", *words, cwd=folder, environment=environment)
+
+    return mplug, forked
 
 
 def write_texts(path: Path) -> None:
@@ -78,23 +86,23 @@ SMALL = {
 NAMED = ("--model", "peregrine", "--attention", "ringo", "--optimizer", "orthon", "--data", "jotter")
 
 
-def assert_they_train_together(mplug: Mplug, folder: Path) -> None:
+def assert_they_train_together(mplug: Mplug, forked: Mplug, folder: Path) -> None:
     """A run of all of them, alone, divided, and resumed: the same losses; and its record names their distributions."""
     write_texts(folder / "texts.jsonl")
     small = [word for name, value in SMALL.items() for word in ("--set", f"{name}={value}")]
     runs = {"one": (), "ulys2": ("--parallel", "ulys2"), "pp2": ("--parallel", "pp2")}
     losses = {}
     for name, words in runs.items():
-        result = mplug("train", "--name", name, *NAMED, *small, *words)
+        result = (mplug if name == "one" else forked)("train", "--name", name, *NAMED, *small, *words)
         assert result.returncode == 0, result.stdout + result.stderr
         lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
         losses[name] = [json.loads(line)["loss"] for line in lines]
     assert losses["ulys2"] == pytest.approx(losses["one"], rel=1e-5)
     assert losses["pp2"] == pytest.approx(losses["one"], rel=1e-5)
-    resumed = mplug("train", "--resume", "--name", "one", "--set", "trainer.steps=8")
+    resumed = forked("train", "--resume", "--name", "one", "--set", "trainer.steps=8")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert list((folder / "runs" / "one").glob("*.svg"))
-    told = mplug("tally")
+    told = forked("tally")
     assert told.returncode == 0, told.stderr
     assert "one" in told.stdout
     record = json.loads((folder / "runs" / "one" / "record.json").read_text())
@@ -103,12 +111,12 @@ def assert_they_train_together(mplug: Mplug, folder: Path) -> None:
 
 
 def test_packages_of_strangers_train_together_by_name(tmp_path: Path, wheels: list[Path]) -> None:
-    mplug = scratch(tmp_path, wheels)
+    mplug, forked = scratch(tmp_path, wheels)
     listed = mplug("plugins", "list")
     assert [source.name for source in SOURCES if f"{source.name} 1.0.0" not in listed.stdout] == [], listed.stdout
-    assert_they_train_together(mplug, tmp_path)
+    assert_they_train_together(mplug, forked, tmp_path)
 
 
 def test_wheels_that_were_frozen_for_an_earlier_host_train_together(tmp_path: Path) -> None:
     assert {wheel.name.split("-")[0] for wheel in FROZEN} == {source.name.replace("-", "_") for source in SOURCES}
-    assert_they_train_together(scratch(tmp_path, FROZEN), tmp_path)
+    assert_they_train_together(*scratch(tmp_path, FROZEN), tmp_path)

@@ -3,8 +3,6 @@
 import json
 import os
 import shlex
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,14 +10,14 @@ import pytest
 from mplug_indexed.beside import tokenizer_of
 from mplug_indexed.preprocess.job import Job, preprocess
 from mplug_indexed.preprocess.sources import find_sources
+from warm import run_module
 
 from mplug import UsageError, describe_tokenizer, keep_tokenizer
 
 
 def test_from_texts_to_a_trained_model_that_speaks(tmp_path: Path) -> None:
     def mplug(*words: str, status: int = 0) -> str:
-        command, environment = [sys.executable, "-m", "mplug", *words], {**os.environ, "OMP_NUM_THREADS": "1"}
-        finished = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        finished = run_module("mplug", *words, cwd=tmp_path, environment={**os.environ, "OMP_NUM_THREADS": "1"})
         assert finished.returncode == status, finished.stdout + finished.stderr
         return finished.stdout + finished.stderr
 

@@ -15,6 +15,7 @@ from mplug.testing.harness import tiny_run
 
 class TestLion(OptimizerSuite):
     plugin = "lion"
+    layouts = ("tp2", "zero2")
 
     def reference(self, weight: Tensor, steps: list[DenseStep], parameter: Parameter, config: Lion.Config) -> Tensor:
         """Algorithm 2 of arXiv 2302.06675."""
@@ -24,6 +25,11 @@ class TestLion(OptimizerSuite):
             weight = weight - lr * (direction + decay * weight)
             momentum = config.beta2 * momentum + (1 - config.beta2) * gradient
         return weight
+
+
+@pytest.mark.wide("layouts")
+class TestLionUnderEveryStrategy(TestLion):
+    layouts = None
 
 
 class TestWithOtherRates(TestLion):

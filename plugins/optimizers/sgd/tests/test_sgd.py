@@ -15,6 +15,7 @@ from mplug.testing.harness import tiny_run
 
 class TestSGD(OptimizerSuite):
     plugin = "sgd"
+    layouts = ("pp2", "fsdp2")
 
     def reference(self, weight: Tensor, steps: list[DenseStep], parameter: Parameter, config: SGD.Config) -> Tensor:
         dense = torch.nn.Parameter(weight.clone())
@@ -26,6 +27,11 @@ class TestSGD(OptimizerSuite):
             torchs.param_groups[0].update(lr=lr, weight_decay=0.0 if config.decoupled_weight_decay else decay)
             torchs.step()
         return dense.detach()
+
+
+@pytest.mark.wide("layouts")
+class TestSGDUnderEveryStrategy(TestSGD):
+    layouts = None
 
 
 class TestWithNesterov(TestSGD):

@@ -88,10 +88,10 @@ class ParallelSuite(PluginSuite):
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
         """One test for each layout, each variant, each layout that is refused."""
-        choices = {"layout": self.tried(), "variant": tuple(self.variants), "unfit": tuple(self.refused)}
+        choices = {"layout": self.tried, "variant": lambda: tuple(self.variants), "unfit": lambda: tuple(self.refused)}
         for argument, values in choices.items():
             if argument in metafunc.fixturenames:
-                metafunc.parametrize(argument, values)
+                metafunc.parametrize(argument, values())
 
     # Axes.
 

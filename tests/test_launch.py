@@ -46,19 +46,18 @@ PATIENCE = 240.0
 
 @dataclass
 class Command:
-    """A command that runs, in a session of its own."""
+    """A command that runs, and where it writes, by which its processes and their children are known."""
 
     process: subprocess.Popen[str] | Forked
+    output: str
 
     def pids(self) -> list[int]:
-        """Its living processes and their children: those of its session."""
+        """Its living processes and their children: those that write where it does."""
         found = []
         for folder in Path("/proc").iterdir():
             with suppress(OSError):
-                if folder.name.isdigit():
-                    state, _, _, session, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
-                    if int(session) == self.process.pid and state != "Z":
-                        found.append(int(folder.name))
+                if folder.name.isdigit() and os.readlink(folder / "fd" / "1") == self.output:
+                    found.append(int(folder.name))
         return found
 
     def worker(self, rank: int) -> int | None:
@@ -103,7 +102,7 @@ def begin(folder: Path, *words: str, **environment: str) -> Command:
     if words[0] != "-m":
         return begin_anew(folder, *words, **environment)
     process = Forked(*words[1:], cwd=folder, environment=environment, session=True)
-    BEGUN.append(Command(process))
+    BEGUN.append(Command(process, process.output))
     return BEGUN[-1]
 
 
@@ -120,7 +119,8 @@ def begin_anew(folder: Path, *words: str, **environment: str) -> Command:
         text=True,
         start_new_session=True,
     )
-    BEGUN.append(Command(process))
+    assert process.stdout is not None
+    BEGUN.append(Command(process, os.readlink(f"/proc/self/fd/{process.stdout.fileno()}")))
     return BEGUN[-1]
 
 
@@ -467,6 +467,9 @@ class Hurries:
     class Config(BaseModel):
         model_config = ConfigDict(extra="forbid", frozen=True)
 
+    def __init__(self, config):
+        pass
+
     @hookimpl
     def step_started(self, run):
         if run.step == 3:
@@ -478,8 +481,8 @@ class Hurries:
 def test_time_ends_a_run_before_it_is_over_and_what_was_done_is_saved(folder: Path, options: list[str]) -> None:
     """An extension puts the clock forward by an hour in the third step or the one after it."""
     site = installed(folder / "hurries", "hurries", "Hurries", HURRIES)
-    words = ("--max-minutes", "30", "--set", "extensions.hurries={}")
-    result = endless(folder, options, "timed", *words, PYTHONPATH=site).ended()
+    words = ("--name", "timed", "--parallel", "tp2", "--max-minutes", "30", "--set", "extensions.hurries={}")
+    result = begin(folder, *MPLUG, "train", *options, *words, PYTHONPATH=site).ended()
     assert result.returncode == 0, result.stderr
     run = folder / "runs" / "timed"
     (step,) = steps_saved(run)

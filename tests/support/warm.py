@@ -51,6 +51,7 @@ class Forked:
         self._folder = tempfile.TemporaryDirectory(prefix="mplug-warm-")
         self._written = [Path(self._folder.name, name) for name in ("out", "err")]
         out, err = map(str, self._written)
+        self.output = out
         task = {"words": self.args, "cwd": str(cwd), "environment": dict(environment), "searched": SEARCHED}
         here = {"TASK": {**task, "text": text, "session": session, "out": out, "err": err}}
         context = multiprocessing.get_context("forkserver")

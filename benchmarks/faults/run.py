@@ -2,9 +2,9 @@
 
     python benchmarks/faults/run.py check --tree OLD --tree NEW
     python benchmarks/faults/run.py record --tree OLD --out old.json -- -n 2
-    python benchmarks/faults/run.py record --tree NEW --out quick.json -- -n 2 -m quick
+    python benchmarks/faults/run.py record --tree NEW --out quick.json -- -n 2
     python benchmarks/faults/run.py run --tree OLD --map old.json --out old.jsonl
-    python benchmarks/faults/run.py run --tree NEW --map quick.json --out quick.jsonl -- -m quick
+    python benchmarks/faults/run.py run --tree NEW --map quick.json --out quick.jsonl
     python benchmarks/faults/run.py table old.jsonl quick.jsonl
 
 `record` runs the tests once under coverage.py and writes which tests execute which lines. It needs `pip install

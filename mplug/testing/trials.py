@@ -14,6 +14,7 @@ from warnings import catch_warnings
 import torch
 from torch import Tensor, nn
 
+from mplug.testing.harness import EXACT
 from mplug.testing.kernel_cases import SINK, Case, Suppliers, Tensors
 
 Outcome = Mapping[str, Tensor | None]
@@ -176,7 +177,8 @@ def _fault_of(ours: Tensor | None, plain: Tensor | None, exact: Tensor | None, f
     if not ours.is_floating_point():
         return "" if torch.equal(ours, plain) else "is wrong"
     error, usual = _error(ours, exact), _error(plain, exact)
-    allowed = factor * usual + torch.finfo(plain.dtype).eps * size
+    in_fp64 = plain.dtype is torch.float64  # the precision of `exact`, which is then no better than either
+    allowed = EXACT * size if in_fp64 else factor * (usual + torch.finfo(plain.dtype).eps * size)
     if error <= allowed:  # NaN is not
         return ""
     return f"is off by {error:.3g} (allowed: {allowed:.3g}; plain torch is off by {usual:.3g})"

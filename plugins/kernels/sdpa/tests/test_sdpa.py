@@ -24,6 +24,7 @@ BACKENDS = ("cudnn", "flash", "efficient", "math")
 
 class TestSDPA(KernelSuite):
     plugin = "sdpa"
+    dtypes = ("fp32", "bf16", "fp64")
 
 
 class TestSDPAByMatrixProducts(KernelSuite):
@@ -71,9 +72,21 @@ def test_it_supplies_the_attention_core_and_nothing_else() -> None:
         assert all(set(offer.suppliers) == {"Attention.core"} for offer in offers(backend))
 
 
-def test_it_supports_any_site_that_needs_no_more_than_the_values() -> None:
-    assert chosen(site(), run("cpu")) == "torch's choice"
-    assert chosen(site(dropout=0.1), run("cpu")) == "torch's choice"
+@pytest.mark.parametrize(
+    ("lowered", "precision", "expected"),
+    [
+        (False, "bf16", "torch's choice"),
+        (True, "fp32", "torch's choice"),
+        (True, "bf16", "torch's matrix products"),
+    ],
+)
+def test_it_supports_any_site_that_needs_no_more_than_the_values(
+    monkeypatch: pytest.MonkeyPatch, lowered: bool, precision: str, expected: str
+) -> None:
+    """On a CPU whose AVX-512 is hidden from torch, torch's own choice would fail in half precision."""
+    monkeypatch.setattr("mplug_sdpa.limits.capability_is_lowered", lambda: lowered)
+    for dropout in (0.0, 0.1):
+        assert chosen(site(dropout=dropout), run("cpu", precision=precision)) == expected
 
 
 @pytest.mark.parametrize("backend", ["auto", "math"])

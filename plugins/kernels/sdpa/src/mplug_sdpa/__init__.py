@@ -43,7 +43,7 @@ class SDPA:
         """The attention core: of each backend that may be chosen, an offer."""
         from mplug_sdpa.attention import CORES
 
-        candidates = ("cudnn", "flash", "torch") if self.config.backend == "auto" else (self.config.backend,)
+        candidates = ("cudnn", "flash", "torch", "math") if self.config.backend == "auto" else (self.config.backend,)
         supports = self._chosen if self.config.backend == "auto" else self._named
         return [
             Offer({"Attention.core": CORES[name]}, partial(supports, name), varies, note=partial(_note, name))

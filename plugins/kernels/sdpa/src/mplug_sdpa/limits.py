@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 HOPPER = (9, 0)
 AMPERE = (8, 0)
+LOWERED = "fails in half precision on a CPU whose AVX-512 is hidden by ATEN_CPU_CAPABILITY"
+"""torch's attention on CPUs chooses a layout by the processor, and the code for it by the capability."""
 FIRST_SOUND_CUDNN = 91501
 """Older ones are not sound where 128 does not divide the length of the sequence (pytorch #169849)."""
 
@@ -28,9 +30,10 @@ OFFERED = {
 def auto(site: Site, run: "Run") -> str:
     """The supplier that serves a site best; the empty string where none of them offers what it needs.
 
-    It is 'cudnn', 'flash' where that must give more than the values, or 'torch' for what torch takes by itself.
+    It is 'cudnn', 'flash' where that must give more than the values, 'torch' for what torch takes by itself, or 'math'
+    where torch's own choice would fail.
     """
-    candidates = ["torch"]
+    candidates = ["torch", "math"] if run.device == "cpu" else ["torch"]
     if run.device == "cuda" and site.needs:
         candidates.insert(0, "flash")
     if run.device == "cuda" and torch.cuda.get_device_capability() >= HOPPER:
@@ -54,8 +57,11 @@ def nothing_offers(site: Site, run: "Run") -> str:
 
 def limit(backend: str, site: Site, run: "Run") -> str:
     """Why a backend cannot serve a site of a run; the empty string where it can."""
-    if backend in ("torch", "math"):
+    if backend == "math":
         return ""
+    if backend == "torch":
+        lowered = run.device == "cpu" and run.config.trainer.precision in ("bf16", "fp16") and capability_is_lowered()
+        return LOWERED if lowered else ""
     if run.device != "cuda":
         return "is for CUDA GPUs, and this run is on the CPU"
     capability, precision = torch.cuda.get_device_capability(), run.config.trainer.precision
@@ -71,6 +77,11 @@ def limit(backend: str, site: Site, run: "Run") -> str:
     if precision == "fp32":
         return "computes in bf16, and trainer.precision is fp32"
     return _flash_limit(site, capability) if backend == "flash" else _cudnn_limit(site, run)
+
+
+def capability_is_lowered() -> bool:
+    """Whether ATEN_CPU_CAPABILITY hides AVX-512 from torch on a processor that has it."""
+    return torch.cpu._is_avx512_supported() and "AVX512" not in torch.backends.cpu.get_cpu_capability()
 
 
 def _flash_limit(site: Site, capability: tuple[int, int]) -> str:

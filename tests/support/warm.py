@@ -129,7 +129,11 @@ def become(task: Mapping[str, Any]) -> None:
     module, *arguments = task["words"]
     sys.argv[1:] = arguments
     sys.modules.pop(module if "." in module else f"{module}.__main__", None)  # it runs as `__main__` instead
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    finally:
+        util._exit_function()
+        forkserver._forkserver._stop()  # returns when it has ended: nothing outlives this process unseen
 
 
 def start_server() -> None:

@@ -133,7 +133,8 @@ def become(task: Mapping[str, Any]) -> None:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     finally:
         util._exit_function()
-        forkserver._forkserver._stop()  # returns when it has ended: nothing outlives this process unseen
+        os.close(forkserver._forkserver._forkserver_alive_fd)
+        os.waitpid(forkserver._forkserver._forkserver_pid, 0)  # nothing of this process outlives it unseen
 
 
 def start_server() -> None:

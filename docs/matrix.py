@@ -45,7 +45,8 @@ what the same layout rounds. One process in fp32 differs from one process in fp6
 
 A number in brackets is a layout that is refused before any process starts. The reasons are below the table.
 
-[plugins.md](plugins.md) explains how the degrees of the expert strategies (ep, etp) fold over the ranks of the others.
+[parity.md](parity.md) explains the comparison. [plugins.md](plugins.md) explains how the degrees of the strategies for
+experts (ep, etp) fold over the ranks of the others.
 
 """
 

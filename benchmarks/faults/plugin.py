@@ -45,6 +45,10 @@ if WORKER is None and REPORT in os.environ:
         """A phase of a test has ended."""
         _report(test=report.nodeid, outcome=report.outcome, seconds=report.duration)
 
+    def pytest_runtest_logfinish(nodeid: str) -> None:
+        """All phases of a test have ended."""
+        _report(test=nodeid, outcome="finished", seconds=0.0)
+
     def pytest_collectreport(report: pytest.CollectReport) -> None:
         """A file that cannot be collected is reported like a test that fails."""
         if report.outcome == "failed":

@@ -2,9 +2,9 @@
 
     python benchmarks/faults/run.py check --tree OLD --tree NEW
     python benchmarks/faults/run.py record --tree OLD --out old.json -- -n 2
-    python benchmarks/faults/run.py record --tree NEW --out quick.json -- -n 2 -m quick
+    python benchmarks/faults/run.py record --tree NEW --out quick.json -- -n 2
     python benchmarks/faults/run.py run --tree OLD --map old.json --out old.jsonl
-    python benchmarks/faults/run.py run --tree NEW --map quick.json --out quick.jsonl -- -m quick
+    python benchmarks/faults/run.py run --tree NEW --map quick.json --out quick.jsonl
     python benchmarks/faults/run.py table old.jsonl quick.jsonl
 
 `record` runs the tests once under coverage.py and writes which tests execute which lines. It needs `pip install
@@ -30,14 +30,12 @@ from types import FrameType
 from typing import Any
 
 import yaml
-from workspace import HERE, Outcome, Place, Workspace, digest, function_lines, place_of, workspace
+from workspace import HERE, Outcome, Place, Workspace, digest, function_lines, place_of, whole_lines, workspace
 
 BATCHES = (20.0, 60.0, 240.0, 960.0)
 """Predicted seconds of tests in the first pytest sessions of a fault; further sessions are like the last of these."""
 PATIENCE = 4.0
-"""A session that takes this many times its predicted seconds, and `--grace` seconds more, hangs."""
-COLLECTION = 600.0
-"""Seconds that collecting tests may take."""
+"""A test that takes this many times its recorded seconds, and `--grace` seconds more, hangs."""
 UNKNOWN_SECONDS = 0.05
 """The prediction for a test whose duration was not recorded."""
 BETWEEN = "collection"
@@ -90,7 +88,7 @@ class Coverage:
         return any(lines.get(str(line)) for line in place.lines)
 
     def batches(self, tests: Iterable[str]) -> Iterator[tuple[list[str], float]]:
-        """(tests, their predicted seconds) of each pytest session."""
+        """(tests, the recorded seconds of the slowest) of each pytest session."""
         known = dict(zip(self.tests, self.seconds, strict=True))
         bounds, batch, total = iter(BATCHES), list[str](), 0.0
         bound = next(bounds)
@@ -98,10 +96,10 @@ class Coverage:
             batch.append(test)
             total += known[test]
             if total >= bound:
-                yield batch, total
+                yield batch, known[test]
                 batch, total, bound = [], 0.0, next(bounds, bound)
         if batch:
-            yield batch, total
+            yield batch, known[batch[-1]]
 
 
 def read_faults(path: Path, only: list[str]) -> list[Fault]:
@@ -179,7 +177,7 @@ def _write_map(
     names = {str(recorded_tree / file): file for file in files}
     tests, found = dict[str, int](), dict[str, dict[int, set[int]]]()
     for path in sorted(folder.glob("*.jsonl")):
-        for entry in map(json.loads, path.open()):
+        for entry in whole_lines(path):
             test = tests.setdefault(entry["test"] or BETWEEN, len(tests))
             for name, lines in entry["lines"].items():
                 if name in names:
@@ -207,70 +205,106 @@ def _write_map(
 
 
 def run(options: argparse.Namespace) -> None:
-    """Plant each fault in turn, and write which test catches it."""
+    """Plant each fault in turn, and write which test catches it; then confirm that these tests pass without a fault."""
     coverage, faults = Coverage.read(options.map), read_faults(options.faults, options.only)
     for fault in faults:
         recorded = coverage.files.get(fault.file)
         if recorded is not None and recorded["digest"] != digest(options.tree / fault.file):
             sys.exit(f"'{fault.file}' has changed since '{options.map}' was recorded; record again")
-    done = {json.loads(line)["fault"] for line in options.out.open()} if options.out.exists() else set()
-    left = [fault for fault in faults if fault.name not in done]
-    print(f"{len(faults)} faults, {len(faults) - len(left)} of them done", flush=True)
-    if not left:
-        return
+    unsound = set[str]()
     with workspace(options.tree) as work:
-        for fault in left:
-            result = {"fault": fault.name, "area": fault.area, **_tried(work, fault, coverage, options)}
-            with options.out.open("a") as out:
-                out.write(json.dumps(result) + "\n")
-            print(f"{result['outcome']:13} {result['seconds']:6.1f} s  {fault.name}", flush=True)
-            if result.get("by"):
-                print(f"{'':24}by {result['by']}", flush=True)
+        while True:
+            done = {result["fault"] for result in read_results(options.out)}
+            left = [fault for fault in faults if fault.name not in done]
+            print(f"{len(faults)} faults, {len(faults) - len(left)} of them done", flush=True)
+            for fault in left:
+                _append(options.out, _tried(work, fault, coverage, unsound, options))
+            unsound |= _confirm(work, options)
+            if not left:
+                return
 
 
-def _tried(work: Workspace, fault: Fault, coverage: Coverage, options: argparse.Namespace) -> dict[str, Any]:
-    """What becomes of a fault: outcome, seconds, and the test that caught it."""
+def read_results(path: Path) -> list[dict[str, Any]]:
+    """The results that a file holds so far."""
+    return list(whole_lines(path)) if path.exists() else []
+
+
+def _append(path: Path, result: dict[str, Any]) -> None:
+    with path.open("a") as out:
+        out.write(json.dumps(result) + "\n")
+    print(f"{result['outcome']:13} {result['seconds']:6.1f} s  {result['fault']}", flush=True)
+    if "by" in result:
+        print(f"{'':24}by {result['by']}", flush=True)
+
+
+def _tried(
+    work: Workspace, fault: Fault, coverage: Coverage, unsound: set[str], options: argparse.Namespace
+) -> dict[str, Any]:
+    """What becomes of a fault: outcome, seconds, and the test that caught it. `unsound` tests are left out."""
     began, source = time.monotonic(), (options.tree / fault.file).read_text()
 
     def result(outcome: str, **facts: Any) -> dict[str, Any]:
-        return {"outcome": outcome, "seconds": round(time.monotonic() - began, 1), **facts}
+        seconds = round(time.monotonic() - began, 1)
+        return {"fault": fault.name, "area": fault.area, "outcome": outcome, "seconds": seconds, **facts}
 
     if _syntax_error(source.replace(fault.old, fault.new)):
         return result("syntax error")
-    tests = coverage.executing(fault, source)
+    tests = [test for test in coverage.executing(fault, source) if test not in unsound]
     if not tests:
         return result("not executed")
-    unsound, num_run = set[str](), 0
-    for batch, predicted in coverage.batches(tests):
-        wanted = [test for test in batch if test not in unsound]
-        while wanted:
-            if time.monotonic() - began > options.limit:
-                return result("unfinished", num_tests=len(tests), num_run=num_run)
-            with work.planted(fault.file, fault.old, fault.new):
-                outcome = _session(work, wanted, predicted, options)
-            how, by = _catch(outcome)
-            if by is None:
-                num_run += len(wanted)
-                break
-            if how == "time-out" or not options.confirm or _passes_without(work, by, wanted, options):
-                facts = {"num_tests": len(tests), "num_run": num_run + len(outcome.seconds)}
-                return result("caught", how=how, by=by, **facts, said=_last_words(outcome))
-            unsound.add(by)  # it fails without the fault, too
-            print(f"{'':24}fails without the fault: {by}", flush=True)
-            wanted = [test for test in wanted if test not in unsound]
-    return result("missed", num_tests=len(tests), num_run=num_run, unsound=sorted(unsound))
+    num_run = 0
+    for number, (batch, slowest) in enumerate(coverage.batches(tests)):
+        if time.monotonic() - began > options.limit:
+            return result("unfinished", num_tests=len(tests), num_run=num_run)
+        with work.planted(fault.file, fault.old, fault.new):
+            # Workers cost the start of two more processes, which is more than the first, short batch takes.
+            outcome = _session(work, batch, slowest, options.workers if number else 0, options)
+        how, by = _catch(outcome)
+        if how == "error":
+            _refuse_what_cannot_be_collected(work, batch, options)
+        if by is not None:
+            facts = {"num_tests": len(tests), "num_run": num_run + len(outcome.seconds)}
+            return result("caught", how=how, by=by, **facts, said=_last_words(outcome))
+        num_run += len(batch)
+    return result("missed", num_tests=len(tests), num_run=num_run)
+
+
+def _confirm(work: Workspace, options: argparse.Namespace) -> set[str]:
+    """Run all tests that have caught a fault where nothing is planted; drop the results of those that fail."""
+    results = read_results(options.out)
+    wanted = {one["by"] for one in results if one.get("how") == "failure" and "::" in one["by"] and "sound" not in one}
+    if not wanted:
+        return set()
+    arguments = [*options.pytest, f"@{_listed(work, sorted(wanted))}"]
+    outcome = work.pytest("-q", "-n", str(options.workers), *arguments)
+    if not wanted <= outcome.seconds.keys():
+        sys.exit(f"tests that caught faults cannot be run without them\n{outcome.output[-3000:]}")
+    failed = wanted.intersection(outcome.failed)
+    for test in sorted(failed):
+        print(f"{'':24}fails without a fault, too: {test}", flush=True)
+    kept = [
+        one | ({"sound": True} if one.get("by") in wanted else {}) for one in results if one.get("by") not in failed
+    ]
+    aside = options.out.with_name(f"{options.out.name}.tmp")
+    aside.write_text("".join(json.dumps(one) + "\n" for one in kept))
+    aside.replace(options.out)
+    return failed
 
 
 SESSION = "the session"
 """What catches a fault with which pytest ends before any test does."""
 
 
-def _session(work: Workspace, tests: list[str], predicted: float, options: argparse.Namespace) -> Outcome:
-    arguments = work.folder / "arguments.txt"
-    arguments.write_text("".join(f"{test}\n" for test in tests))
-    workers = options.workers if len(tests) > 3 else 0
-    timeout = options.grace + PATIENCE * predicted
-    return work.pytest("-x", "-q", "-n", str(workers), *options.pytest, f"@{arguments}", timeout=timeout)
+def _session(work: Workspace, tests: list[str], slowest: float, workers: int, options: argparse.Namespace) -> Outcome:
+    arguments = ("-x", "-q", "-n", str(workers), *options.pytest, f"@{_listed(work, tests)}")
+    return work.pytest(*arguments, patience=options.grace + PATIENCE * slowest)
+
+
+def _listed(work: Workspace, tests: list[str]) -> Path:
+    """A file of arguments for pytest: a command line is too short for thousands of tests."""
+    path = work.folder / "arguments.txt"
+    path.write_text("".join(f"{test}\n" for test in tests))
+    return path
 
 
 def _catch(outcome: Outcome) -> tuple[str, str | None]:
@@ -282,22 +316,18 @@ def _catch(outcome: Outcome) -> tuple[str, str | None]:
     return ("", None) if outcome.status in (0, 5) else ("error", SESSION)
 
 
-def _passes_without(work: Workspace, test: str, batch: list[str], options: argparse.Namespace) -> bool:
-    """Whether a test, or the collection of a batch, succeeds where nothing is planted."""
-    if test == SESSION or "::" not in test:
-        arguments = work.folder / "arguments.txt"
-        arguments.write_text("".join(f"{one}\n" for one in batch))
-        collected = work.pytest("-q", "--collect-only", *options.pytest, f"@{arguments}", timeout=COLLECTION)
-        if collected.status != 0:
-            sys.exit(f"tests of the map cannot be collected; record again\n{collected.output[-3000:]}")
-        return True
-    return not _session(work, [test], 60.0, options).failed
+def _refuse_what_cannot_be_collected(work: Workspace, tests: list[str], options: argparse.Namespace) -> None:
+    """A session that ends before its tests says nothing of a fault if it does so without one, too."""
+    arguments = ("-q", "--collect-only", *options.pytest, f"@{_listed(work, tests)}")
+    collected = work.pytest(*arguments)
+    if collected.status != 0:
+        sys.exit(f"tests of the map cannot be collected; record again\n{collected.output[-3000:]}")
 
 
 def _last_words(outcome: Outcome) -> str:
-    """The line in which pytest says what failed."""
-    said = [line for line in outcome.output.splitlines() if line.startswith(("E  ", "FAILED ", "ERROR "))]
-    return said[-1][:300] if said else outcome.output[-300:]
+    """The first line in which pytest says what is wrong."""
+    said = [line[1:].strip() for line in outcome.output.splitlines() if line.startswith("E  ")]
+    return said[0][:300] if said else outcome.output[-300:]
 
 
 # table
@@ -305,7 +335,7 @@ def _last_words(outcome: Outcome) -> str:
 
 def table(options: argparse.Namespace) -> None:
     """Two results beside each other, in Markdown."""
-    old, new = ({one["fault"]: one for one in map(json.loads, path.open())} for path in (options.old, options.new))
+    old, new = ({one["fault"]: one for one in read_results(path)} for path in (options.old, options.new))
     names = [*old, *(name for name in new if name not in old)]
     print("| fault | area | old set | quick set |\n|---|---|---|---|")
     for name in names:
@@ -332,7 +362,8 @@ def _cell(result: dict[str, Any] | None) -> str:
     if result is None:
         return "not run"
     if result["outcome"] == "caught":
-        test = result["by"].rpartition("/")[2].replace("|", "\\|")
+        file, _, name = result["by"].partition("::")
+        test = "::".join(filter(None, (Path(file).name, name))).replace("|", "\\|")
         how = "" if result["how"] == "failure" else f" ({result['how']})"
         return f"caught by `{test}`{how}, {result['seconds']:.0f} s"
     if result["outcome"] in ("missed", "unfinished"):
@@ -383,10 +414,7 @@ def _parser() -> argparse.ArgumentParser:
         "--grace",
         type=float,
         default=180.0,
-        help=f"a session hangs after {PATIENCE:g} times its predicted seconds and this",
-    )
-    added.add_argument(
-        "--no-confirm", dest="confirm", action="store_false", help="do not run a failed test without the fault"
+        help=f"seconds without progress, beyond {PATIENCE:g} times the slowest test, after which a session hangs",
     )
     added = command(table)
     added.add_argument("old", type=Path)

@@ -2,7 +2,8 @@
 
 The copy's environment takes no space: it links to the packages of the tree's `.venv`, and only what names the tree (the
 `.pth` files and metadata of editable installs, the scripts' first lines) is rewritten. Every process that the copy's
-interpreter starts therefore imports the copy's sources. The tree itself is never written to.
+interpreter starts therefore imports the copy's sources. The tree's own files are never written to; Python may cache
+compiled modules of other packages in its environment.
 """
 
 import ast
@@ -10,6 +11,7 @@ import hashlib
 import importlib.util
 import itertools
 import json
+import math
 import os
 import secrets
 import shutil
@@ -32,18 +34,16 @@ MARK = "MPLUG_FAULTS_PROCESS"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a pytest session has shown: its exit status (None: it was ended), outcomes of tests, and its output."""
+    """What a pytest session has shown: its exit status (None: it was ended), and its output.
+
+    `failed` are tests that failed, `unfinished` those that began and did not end, `seconds` the durations of tests.
+    """
 
     status: int | None
     failed: tuple[str, ...]
-    started: tuple[str, ...]
+    unfinished: tuple[str, ...]
     seconds: dict[str, float]
     output: str
-
-    @property
-    def unfinished(self) -> tuple[str, ...]:
-        """Tests that began and did not end."""
-        return tuple(test for test in self.started if test not in self.seconds)
 
 
 class Workspace:
@@ -146,10 +146,11 @@ class Workspace:
         moment = next(self._clock)
         os.utime(path, (moment, moment))
 
-    def pytest(
-        self, *arguments: str, timeout: float | None = None, environment: dict[str, str] | None = None
-    ) -> Outcome:
-        """Run pytest in the copy; after `timeout` seconds it is ended. No process of it outlives the call."""
+    def pytest(self, *arguments: str, patience: float = math.inf, environment: dict[str, str] | None = None) -> Outcome:
+        """Run pytest in the copy; it is ended if no test begins or ends for `patience` seconds.
+
+        No process of it outlives the call.
+        """
         report, output = self.folder / "report.jsonl", self.folder / "output.txt"
         report.unlink(missing_ok=True)
         fixed = ("-p", "mplug_faults_plugin", "-p", "no:cacheprovider")
@@ -161,9 +162,7 @@ class Workspace:
                 command, cwd=self.copy, env=variables, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
             )
             try:
-                status: int | None = process.wait(timeout)
-            except subprocess.TimeoutExpired:
-                status = None
+                status = _waited(process, report, patience)
             finally:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
@@ -210,7 +209,7 @@ def place_of(source: str, text: str) -> Place:
         nonlocal at_import
         for child in ast.iter_child_nodes(node):
             visit(child, inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
-        if isinstance(node, ast.stmt):
+        if isinstance(node, ast.stmt | ast.ExceptHandler):
             own = _own_lines(node)
             if own.intersection(range(first, last + 1)):
                 lines.update(own)
@@ -228,24 +227,43 @@ def function_lines(source: str) -> frozenset[int]:
     return frozenset(line for one in bodies for line in range(one.lineno, (one.end_lineno or one.lineno) + 1))
 
 
-def _own_lines(node: ast.stmt) -> set[int]:
+def _own_lines(node: ast.stmt | ast.ExceptHandler) -> set[int]:
     """The lines of a statement; of a compound one, its header's."""
     body: Any = getattr(node, "body", None)
     end = (node.end_lineno or node.lineno) if not body else max(node.lineno, body[0].lineno - 1)
     return set(range(node.lineno, end + 1))
 
 
+def _waited(process: "subprocess.Popen[bytes]", report: Path, patience: float) -> int | None:
+    """The exit status of a process; None if its report does not grow for `patience` seconds."""
+    size, since = 0, time.monotonic()
+    while time.monotonic() - since < patience:
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(0.2)
+        if report.exists() and report.stat().st_size > size:
+            size, since = report.stat().st_size, time.monotonic()
+    return None
+
+
 def _outcome(status: int | None, report: Path, output: str) -> Outcome:
-    facts = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
+    facts = list(whole_lines(report)) if report.exists() else []
     seconds = dict[str, float]()
     for fact in facts:
-        if fact["outcome"] != "started":
+        if fact["outcome"] not in ("started", "finished"):
             seconds[fact["test"]] = seconds.get(fact["test"], 0.0) + fact["seconds"]
     by = {
         outcome: tuple(dict.fromkeys(fact["test"] for fact in facts if fact["outcome"] == outcome))
-        for outcome in ("failed", "started")
+        for outcome in ("failed", "started", "finished")
     }
-    return Outcome(status, by["failed"], by["started"], seconds, output)
+    unfinished = tuple(test for test in by["started"] if test not in by["finished"])
+    return Outcome(status, by["failed"], unfinished, seconds, output)
+
+
+def whole_lines(path: Path) -> Iterator[Any]:
+    """What the lines of a file say in JSON. A line that a killed process has begun is left out."""
+    for line in path.read_text().splitlines():
+        with suppress(json.JSONDecodeError):
+            yield json.loads(line)
 
 
 def _link(path: Path, target: Path) -> None:

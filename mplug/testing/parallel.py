@@ -1,6 +1,5 @@
 """The suite of parallel strategies."""
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -20,14 +19,12 @@ from mplug.testing.harness import (
     Trace,
     as_they_come,
     difference,
-    in_fp64,
     rounding_bound,
-    tiny_config,
-    train_ranks,
     unevenly,
     weights_off,
 )
 from mplug.testing.layouts import Ranks
+from mplug.testing.parity import trained_once
 from mplug.testing.suite import Fault, PluginSuite, require, smoke
 from mplug.testing.workers import WorkerFailed
 
@@ -35,9 +32,6 @@ T = TypeVar("T")
 
 ODD = 3
 """A degree that divides neither the heads of the tiny run nor its batch, sequence, layers or widths."""
-
-_TRACES: dict[str, list[Trace]] = {}
-"""Runs that several tests look at."""
 
 
 class ParallelSuite(PluginSuite):
@@ -88,10 +82,14 @@ class ParallelSuite(PluginSuite):
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
         """One test for each layout, each variant, each layout that is refused."""
-        choices = {"layout": self.tried(), "variant": tuple(self.variants), "unfit": tuple(self.refused)}
+        choices: dict[str, Callable[[], Iterable[str]]] = {
+            "layout": self.tried,
+            "variant": lambda: self.variants,
+            "unfit": lambda: self.refused,
+        }
         for argument, values in choices.items():
             if argument in metafunc.fixturenames:
-                metafunc.parametrize(argument, values)
+                metafunc.parametrize(argument, list(values()))
 
     # Axes.
 
@@ -293,7 +291,7 @@ class ParallelSuite(PluginSuite):
         """What the ranks of a run and one process see; Fault where a rank fails, SkipTest where it refuses."""
         alone = {name: value for name, value in settings.items() if not name.startswith("parallel.")}
         try:
-            return _traces_of(settings, portions), _traces_of(alone)[0]
+            return trained_once(settings, portions), trained_once(alone)[0]
         except UsageError as error:
             raise SkipTest(f"{where} the run is refused: {error}") from None
         except (WorkerFailed, TimeoutError) as error:
@@ -311,15 +309,3 @@ def _not_refused(words: Iterable[str], build: Callable[[str], T]) -> dict[str, T
     if not found:
         raise SkipTest("; ".join(reasons))
     return found
-
-
-def _traces_of(settings: TinySettings, portions: Portions = as_they_come) -> list[Trace]:
-    """What the ranks of a run see, trained once for all tests that ask."""
-    settings = in_fp64(settings)
-    config = tiny_config(settings)
-    sources = [(chosen.label, chosen.entry.source) for chosen in config.chosen]
-    key = json.dumps([config.resolved(), sources, portions.__name__])
-    if key not in _TRACES:
-        size = layouts.prepared(settings).mesh.world_size
-        _TRACES[key] = train_ranks(size, settings, portions)
-    return _TRACES[key]

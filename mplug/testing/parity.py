@@ -1,12 +1,36 @@
 """A run under a layout against the same run in one process."""
 
+import json
 from unittest import SkipTest
 
 from mplug.errors import UsageError
 from mplug.settings import read_assignments
-from mplug.testing.harness import TinySettings, Trace, difference, largest_error, tiny_run, train_ranks, train_steps
+from mplug.testing.harness import (
+    Portions,
+    TinySettings,
+    Trace,
+    as_they_come,
+    difference,
+    in_fp64,
+    largest_error,
+    tiny_config,
+    tiny_run,
+    train_ranks,
+)
 from mplug.testing.suite import Fault, require
 from mplug.testing.workers import WorkerFailed
+
+_TRAINED: dict[str, list[Trace]] = {}
+
+
+def trained_once(settings: TinySettings, portions: Portions = as_they_come) -> list[Trace]:
+    """What the ranks of a run see, as `train_ranks` gives it: the run is made once for all tests of a process."""
+    config = tiny_config(in_fp64(settings))
+    sources = [(chosen.label, chosen.entry.source) for chosen in config.chosen]
+    key = json.dumps([config.resolved(), sources, portions.__name__])
+    if key not in _TRAINED:
+        _TRAINED[key] = train_ranks(tiny_run(settings).mesh.world_size, settings, portions)
+    return _TRAINED[key]
 
 
 def require_parity(settings: TinySettings, layout: str) -> None:
@@ -28,8 +52,6 @@ def error_of(settings: TinySettings, layout: str) -> float:
 
 def _traces(settings: TinySettings, layout: str) -> tuple[list[Trace], Trace]:
     """What all ranks see under a layout, and what one process sees."""
-    import torch
-
     word, *assignments = layout.split() or [""]
     options = {".".join(key): setting.value for key, setting in read_assignments(assignments).items()}
     alone, divided = ({**settings, **options, "parallel.layout": one} for one in ("", word))
@@ -40,8 +62,7 @@ def _traces(settings: TinySettings, layout: str) -> tuple[list[Trace], Trace]:
         raise SkipTest(f"layout '{layout}' is refused: {error}") from None
     except (WorkerFailed, TimeoutError) as error:
         raise Fault(f"the run fails under the layout '{layout}': {error}") from None
-    with torch.random.fork_rng(devices=[]):
-        return traces, train_steps(alone)
+    return traces, trained_once(alone)[0]
 
 
 def _world_size(settings: TinySettings) -> int:

@@ -6,6 +6,7 @@ On a CPU stand-ins in plain torch take the kernels' place. T tokens, D embed, F 
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -33,6 +34,7 @@ from mplug.testing.trials import Trial
 on_gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here"),
+    pytest.mark.skipif(find_spec("quack") is None, reason="QuACK is not installed; install 'mplug-quack[quack]'"),
     pytest.mark.filterwarnings("ignore"),  # those of QuACK and of torch's tracer are not the supplier's
 ]
 

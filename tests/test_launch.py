@@ -297,7 +297,11 @@ def test_the_processes_may_meet_at_a_port_that_is_named(folder: Path, options: l
 
 @pytest.mark.parametrize(
     ("layout", "becomes"),
-    [("tp2", "tp2"), pytest.param("pp2", "pp2", marks=pytest.mark.wide("layouts")), ("", "dp2")],
+    [
+        pytest.param("tp2", "tp2", marks=pytest.mark.wide("layouts")),
+        pytest.param("pp2", "pp2", marks=pytest.mark.wide("layouts")),
+        ("", "dp2"),
+    ],
 )
 def test_processes_of_torchrun_join_and_those_that_are_left_are_data_parallel(
     layout: str, becomes: str, folder: Path, options: list[str], whole: Whole
@@ -562,7 +566,7 @@ if __name__ == "__main__":
 
 def test_an_error_is_told_though_elastic_ends_the_others_at_once(tmp_path: Path) -> None:
     (tmp_path / "terminates.py").write_text(TERMINATES)
-    result = begin(tmp_path, "terminates.py").ended()
+    result = begin(tmp_path, "-m", "terminates").ended()
     assert "rank 1 on" in result.stderr
     assert "failed with ValueError: first" in result.stderr
 

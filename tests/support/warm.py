@@ -129,7 +129,12 @@ def become(task: Mapping[str, Any]) -> None:
     module, *arguments = task["words"]
     sys.argv[1:] = arguments
     sys.modules.pop(module if "." in module else f"{module}.__main__", None)  # it runs as `__main__` instead
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    finally:
+        util._exit_function()
+        os.close(forkserver._forkserver._forkserver_alive_fd)
+        os.waitpid(forkserver._forkserver._forkserver_pid, 0)  # nothing of this process outlives it unseen
 
 
 def start_server() -> None:

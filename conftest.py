@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from warm import forking_modules
 
 from mplug.testing.workers import PRELOAD
 
@@ -80,6 +81,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if deselected:
         config.hook.pytest_deselected(items=deselected)
         items[:] = selected
+
+
+@pytest.fixture(autouse=True, scope="session")
+def modules_in_forks() -> Iterator[None]:
+    """The host's own subprocesses, such as `python -m mplug.alternatives`, are forks that have torch imported."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "run", forking_modules(subprocess.run))
+        yield
 
 
 @pytest.fixture

@@ -166,7 +166,8 @@ def installed() -> set[str]:
     modules = packages_distributions().items()
     own = {module for module, names in modules if not required.isdisjoint(name.lower() for name in names)}
     assert {"torch", "yaml"} <= own
-    return {*sys.stdlib_module_names, *own, "mplug", "pytest", "hypothesis"}
+    support = {path.stem for path in (ROOT / "tests" / "support").glob("*.py")}
+    return {*sys.stdlib_module_names, *own, *support, "mplug", "pytest", "hypothesis"}
 
 
 def test_every_test_can_be_collected_with_the_hosts_requirements_only(installed: set[str]) -> None:

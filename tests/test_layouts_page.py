@@ -10,7 +10,7 @@ import pytest
 from mplug.registry import Registry
 
 DOCS = Path(__file__).parent.parent / "docs"
-FIGURE = re.compile(r"(\d\.\de-\d\d) / \d\.\de-\d\d")
+FIGURE = re.compile(r"(\d\.\de-\d\d) / \d\.\de[-+]\d\d")
 """The largest difference in fp64, and in fp32."""
 
 

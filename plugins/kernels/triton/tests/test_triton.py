@@ -58,11 +58,12 @@ def test_what_runs_on_a_device_runs_in_tritons_interpreter_too() -> None:
 NORM, QKV = "Norm.norm_residual", "Attention.prepare_qkv"
 
 
-def answer(slot: str, size: int = 64, device: str = "cuda", *needs: str) -> bool | str:
+def answer(slot: str, size: int = 64, device: str = "cuda", *needs: str, precision: str = "bf16") -> bool | str:
     """To a norm of a width, or to attention of a head dim."""
     module = SimpleNamespace(weight=torch.empty(size, device="meta"), head_dim=size)
     offered = next(one for one in Triton(Triton.Config()).offer() if slot in one.suppliers)
-    run: Any = SimpleNamespace(device=device)
+    config = SimpleNamespace(trainer=SimpleNamespace(precision=precision))
+    run: Any = SimpleNamespace(device=device, config=config)
     return offered.supports(Site("blocks.*", slot, module, "", frozenset(needs)), run)
 
 
@@ -104,6 +105,12 @@ def test_on_a_cpu_it_says_that_it_needs_a_gpu_unless_it_is_interpreted(
     assert "needs a CUDA GPU" in str(answer(slot, 64, "cpu"))
     installed.setenv("TRITON_INTERPRET", "1")
     assert answer(slot, 64, "cpu") is True
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("slot", [NORM, QKV])
+def test_what_would_be_rounded_to_fp32_it_does_not_serve(slot: str) -> None:
+    assert answer(slot, precision="fp64") == "it computes in fp32, and trainer.precision is fp64"
 
 
 @pytest.mark.parametrize("slot", [NORM, QKV])

@@ -21,6 +21,7 @@ from warm import Forked
 from mplug.checkpoint import path_of
 from mplug.interrupt import HEARD
 from mplug.launch import TERMINATED, Handler, Lines
+from mplug.testing.harness import EXACT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked for in /proc")
 
@@ -142,8 +143,9 @@ def free_port() -> str:
 
 @pytest.fixture(scope="module")
 def options(tiny: list[str]) -> list[str]:
-    """A run that every layout of up to four ranks can do."""
-    return [*tiny, *(word for name, value in SHAPE.items() for word in ("--set", f"{name}={value}"))]
+    """A run that every layout of up to four ranks can do; in fp64, so that a wrong sum is told from rounding."""
+    fields = {**SHAPE, "trainer.precision": "fp64"}
+    return [*tiny, *(word for name, value in fields.items() for word in ("--set", f"{name}={value}"))]
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +194,7 @@ def assert_same_losses(run: Path, reference: Path) -> None:
     assert [line["step"] for line in metrics(run)] == [line["step"] for line in metrics(reference)]
     for name in ("loss", "grad_norm"):
         found, wanted = ([line[name] for line in metrics(path)] for path in (run, reference))
-        assert found == pytest.approx(wanted, rel=1e-5), name
+        assert found == pytest.approx(wanted, rel=EXACT), name
 
 
 def steps_saved(run: Path) -> list[int]:
@@ -204,11 +206,10 @@ def saved_at(run: Path, step: int) -> Path:
 
 
 def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    """Equal logical tensors: weights differ by at most 1e-5 of their norm, optimizer state by 1e-4."""
+    """Equal logical tensors: each differs by at most 1e-9 of its norm."""
     assert found.keys() == wanted.keys()
     off = {name: float((found[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted}
-    bounds = {name: 1e-5 if name.endswith("/weight") else 1e-4 for name in off}
-    assert {name: error for name, error in off.items() if not error <= bounds[name]} == {}
+    assert {name: error for name, error in off.items() if not error <= 1e-9} == {}
 
 
 def assert_one_sentence(result: subprocess.CompletedProcess[str], status: int, *words: str) -> None:

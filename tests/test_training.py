@@ -123,9 +123,10 @@ def test_accumulating_micro_batches_gives_the_numbers_of_one_batch(
     tmp_path: Path, fields: list[str], dropout: list[str]
 ) -> None:
     for size in (1, 2, 4):
-        trained(tmp_path / str(size), [*fields, *dropout, "trainer.steps=20", f"trainer.micro_batch_size={size}"])
-    assert_close(tmp_path / "1", tmp_path / "4", 1e-6)
-    assert_close(tmp_path / "2", tmp_path / "4", 1e-6)
+        own = ["trainer.steps=20", "trainer.precision=fp64", f"trainer.micro_batch_size={size}"]
+        trained(tmp_path / str(size), [*fields, *dropout, *own])
+    assert_close(tmp_path / "1", tmp_path / "4", 1e-10)
+    assert_close(tmp_path / "2", tmp_path / "4", 1e-10)
 
 
 def test_accumulation_divides_by_all_targets_once_however_they_are_spread(tmp_path: Path, fields: list[str]) -> None:
@@ -147,11 +148,12 @@ def test_accumulation_divides_by_all_targets_once_however_they_are_spread(tmp_pa
 
 
 def test_the_reference_attention_gives_the_numbers_of_sdpa(tmp_path: Path, fields: list[str]) -> None:
+    fields = [*fields, "trainer.steps=20", "trainer.precision=fp64"]
     for name in ("reference", "sdpa", "null"):
-        trained(tmp_path / name, [*fields, "trainer.steps=20", f"kernels.attention={name}"])
-    trained(tmp_path / "all", [*fields, "trainer.steps=20", "kernels.attention=null", "kernels.default=reference"])
+        trained(tmp_path / name, [*fields, f"kernels.attention={name}"])
+    trained(tmp_path / "all", [*fields, "kernels.attention=null", "kernels.default=reference"])
     for name in ("sdpa", "null", "all"):
-        assert_close(tmp_path / "reference", tmp_path / name, 1e-5)
+        assert_close(tmp_path / "reference", tmp_path / name, 1e-10)
 
 
 def test_a_run_gives_the_same_bits_twice_and_others_under_another_seed(tmp_path: Path, fields: list[str]) -> None:

@@ -49,11 +49,13 @@ class TestFullUnderEveryLayout(TestFull):
 class TestSelective(MemorySuite):
     plugin = "recompute"
     settings = {**DROPOUT, "memory.recompute.mode": "selective", "memory.recompute.slots": ["attention", "activation"]}
+    compilers = ()
     layouts = ()
 
 
 @pytest.mark.wide("layouts")
 class TestSelectiveUnderEveryLayout(TestSelective):
+    compilers = ("aot_eager",)
     layouts = EVERY_LAYOUT
 
 
@@ -74,11 +76,13 @@ class TestOffload(MemorySuite):
     plugin = "recompute"
     settings = {**DROPOUT, "memory.recompute.mode": "none", "memory.recompute.offload": True}
     settings |= {"memory.recompute.offload_from": 0}
+    compilers = ()
     layouts = ()
 
 
 @pytest.mark.wide("layouts")
 class TestOffloadUnderEveryLayout(TestOffload):
+    compilers = ("aot_eager",)
     layouts = EVERY_LAYOUT
 
 

@@ -74,7 +74,7 @@ def test_every_weight_with_a_gradient_moves_by_the_learning_rate() -> None:
 
 
 def test_it_learns_a_batch() -> None:
-    run = tiny_run({"optimizer.name": "lion"})
+    run = tiny_run({"optimizer.name": "lion", "trainer.micro_batch_size": 8})
     parts = build(run)
     batches, losses = list(parts.train_loader.take(8)), []
     for step in range(1, 41):

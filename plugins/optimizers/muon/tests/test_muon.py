@@ -169,7 +169,7 @@ def test_a_matrix_without_a_gradient_stays() -> None:
 @pytest.mark.parametrize(("scale", "lr"), [("original", 0.02), ("match_rms_adamw", 5e-3)])
 def test_it_learns_a_batch(scale: str, lr: float) -> None:
     settings = {"optimizer.scale": scale, "optimizer.lr": lr, "optimizer.adamw_lr": 5e-3}
-    run = tiny_run({"optimizer.name": "muon", **settings})
+    run = tiny_run({"optimizer.name": "muon", "trainer.micro_batch_size": 8, **settings})
     parts = build(run)
     batches, losses = list(parts.train_loader.take(8)), []
     for step in range(1, 41):

@@ -66,7 +66,8 @@ def test_nesterov_without_momentum_is_refused() -> None:
 
 @pytest.mark.parametrize("fields", [{}, {"nesterov": True}, {"momentum": 0.0}])
 def test_it_learns_a_batch(fields: dict[str, Any]) -> None:
-    run = tiny_run({"optimizer.name": "sgd", **{f"optimizer.{name}": value for name, value in fields.items()}})
+    own = {f"optimizer.{name}": value for name, value in fields.items()}
+    run = tiny_run({"optimizer.name": "sgd", "trainer.micro_batch_size": 8, **own})
     parts = build(run)
     batches, losses = list(parts.train_loader.take(8)), []
     for step in range(1, 41):

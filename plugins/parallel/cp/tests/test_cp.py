@@ -52,6 +52,7 @@ MATRIX = [
     for word, method, packed, compiled in product(
         WORDS, METHODS, ({}, DOCUMENTS), ({}, {"trainer.compile": "aot_eager"})
     )
+    if (word, method) != ("cp4tp2", ULYSSES)  # it is refused: 4 does not divide the 2 query heads of a rank
 ]
 LAYOUTS = [*CHOSEN, *(pytest.param(choice, marks=pytest.mark.wide("layouts")) for choice in MATRIX)]
 

@@ -38,7 +38,7 @@ SHAPE = {
 }
 MPLUG = ("-m", "mplug")
 BEGUN: list["Command"] = []
-PATIENCE = 240.0
+PATIENCE = 900.0
 """Seconds until what waits is taken to wait for ever; a busy machine needs many more than a quiet one."""
 
 

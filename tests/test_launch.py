@@ -704,7 +704,8 @@ def test_a_disk_that_is_full_ends_all_ranks_and_leaves_the_earlier_checkpoint(
 ) -> None:
     shutil.copy(folder / "text.txt", small_disk)
     words = ("--set", "checkpoint.every=1", "--set", "checkpoint.keep=9", "--name", "full", "--parallel", "tp2")
-    command = begin(small_disk, *MPLUG, "train", *options, *words)
+    small = ("--set", "trainer.precision=fp32")  # the first checkpoint must fit
+    command = begin(small_disk, *MPLUG, "train", *options, *words, *small)
     result = command.ended()
     saved = steps_saved(small_disk / "runs" / "full")
     following = f"step_{saved[-1] + 1:08d}"

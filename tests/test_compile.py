@@ -85,7 +85,10 @@ def test_a_compiled_block_keeps_no_norms_outputs_and_no_activations_that_it_can_
 
 
 def units_of_many_shapes() -> int:
-    """How many graphs a model has that saw four sizes of micro batch where torch allows two, with a hook that no compiler could trace."""
+    """The graphs of a model that saw four sizes of micro batch, where torch by itself allows two.
+
+    A hook of the model opens a file, which no compiler can trace.
+    """
     from mplug.build import build
     from mplug.compilation import compiled_graphs
     from mplug.testing.harness import tiny_run

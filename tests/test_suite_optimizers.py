@@ -19,7 +19,7 @@ Suite: type[OptimizerSuite] = runpy.run_path(str(PACKAGE / "tests" / "test_ortho
 class TestOrthon(Suite):  # type: ignore[misc, valid-type]
     """The package as it is passes the whole suite."""
 
-    layouts = ("pp2", "zero2")
+    layouts = ("dp2", "pp2")
 
     @pytest.fixture(autouse=True)
     def planted(self, plant: Callable[..., None]) -> None:
@@ -57,7 +57,7 @@ ONE_PASS = """    one_pass = True
 class TestOrthonInOnePass(Suite):  # type: ignore[misc, valid-type]
     """The same package passes the whole suite where it does what the host did, and says so."""
 
-    layouts = ("fsdp2",)
+    layouts = ("zero2",)
 
     @pytest.fixture(autouse=True)
     def planted(self, plant: Callable[..., None]) -> None:

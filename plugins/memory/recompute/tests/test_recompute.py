@@ -118,6 +118,7 @@ def test_units_are_chosen_by_every_and_first_and_never_the_last() -> None:
     assert wrapped(settings_of(every=2)) == ["embedding", "blocks.1", "blocks.3"]
     assert wrapped(settings_of(first=2)) == ["embedding", "blocks.0"]
     assert wrapped(settings_of(first=4, every=3)) == ["embedding", "blocks.2"]
+    assert wrapped(settings_of(first=2, every=2)) == ["embedding"]
     assert wrapped(settings_of(mode="none")) == []
 
 

@@ -12,6 +12,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 
@@ -145,4 +146,6 @@ def _lasting(module: nn.Module) -> list[int]:
     """The storages of what lives longer than a step."""
     parameters = list(module.parameters())
     sinks = [parameter.main_grad for parameter in parameters if hasattr(parameter, "main_grad")]
-    return [tensor.untyped_storage().data_ptr() for tensor in (*parameters, *sinks, *module.buffers())]
+    tensors = (*parameters, *sinks, *module.buffers())
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)  # FSDP's, at rest
+    return [tensor.untyped_storage().data_ptr() for tensor in local]

@@ -38,7 +38,10 @@ Portions = Callable[[Iterator["MicroBatch"]], Iterator["MicroBatch"]]
 
 STEPS = 3
 EXACT = 1e-10
-"""The largest relative difference between two runs in fp64 that compute the same. Rounding makes it at most 1.3e-14 (docs/layouts.md)."""
+"""The largest relative difference between two runs in fp64 that compute the same.
+
+Rounding made at most 1.3e-14 of it in docs/layouts.md.
+"""
 EXACT_MOVEMENT = 1e-6
 """The same of the weights after the last step: Adam divides a gradient by its own size, and with it its rounding."""
 ROUNDING = 4.0

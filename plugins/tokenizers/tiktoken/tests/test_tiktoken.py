@@ -46,6 +46,12 @@ def test_ranks_are_tokens_and_the_end_comes_after_them_or_where_it_is_said(tmp_p
     assert Tiktoken(Tiktoken.Config(path=str(path), eod="<end>")).build_tokenizer().special_tokens == {"<end>": after}
 
 
+def test_the_end_comes_after_the_largest_rank_where_ranks_have_gaps(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.tiktoken", BYTES + MERGES)
+    path.write_text(path.read_text() + f"{base64.b64encode(b'in the').decode()} 400\n")
+    assert build(path, pattern="(?s:.+)") == (402, 401, [400])
+
+
 def test_a_file_that_changes_under_its_name_is_read_anew(tmp_path: Path) -> None:
     path = write(tmp_path / "a.tiktoken", BYTES)
     assert build(path)[2] == list(b"in the")

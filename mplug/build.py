@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -63,10 +64,14 @@ def build_model(run: Run) -> Model:
         remedies = {(u.plugin, u.kind): u for u in different.values()}  # asking other kernels costs a process each
         told = {key: _remedy(run.config, unmet) for key, unmet in remedies.items()}
         raise UsageError("\n".join(f"{text}{told[u.plugin, u.kind]}" for text, u in different.items()))
-    _refuse_cut_matrices(run, model)
-    if run.hooks.implementers("shard_states"):
+    cut = [(axis, name) for name, placement in model.placements.items() for axis in placement.cut_by]
+    shards = bool(run.hooks.implementers("shard_states"))
+    if cut or shards:  # building the optimizer for its word costs more than all else here
         needs = _optimizer_without_memory(run, model).needs
-        model.sharding = run.hooks.call.shard_states(run=run, model=model, needs=needs)
+        if cut and needs == "matrices":
+            _refuse_cut_matrices(run, cut)
+        if shards:
+            model.sharding = run.hooks.call.shard_states(run=run, model=model, needs=needs)
     return model
 
 
@@ -98,14 +103,13 @@ def _refuse_untaken_entries(run: Run, model: Model) -> None:
         )
 
 
-def _refuse_cut_matrices(run: Run, model: Model) -> None:
-    cut = [(axis, name) for name, placement in model.placements.items() for axis in placement.cut_by]
-    if cut and _optimizer_without_memory(run, model).needs == "matrices":
-        (axis, name), (optimizer,) = cut[0], run.hooks.implementers("build_optimizer")
-        raise UsageError(
-            f"{optimizer} needs whole matrices, and {axis}={run.mesh.axes[axis].size} cuts '{name}'; "
-            f"use a layout without {listed(dict.fromkeys(axis for axis, _ in cut))}, or another optimizer"
-        )
+def _refuse_cut_matrices(run: Run, cut: list[tuple[str, str]]) -> NoReturn:
+    """Of (axis, parameter) pairs in which an axis cuts a matrix."""
+    (axis, name), (optimizer,) = cut[0], run.hooks.implementers("build_optimizer")
+    raise UsageError(
+        f"{optimizer} needs whole matrices, and {axis}={run.mesh.axes[axis].size} cuts '{name}'; "
+        f"use a layout without {listed(dict.fromkeys(axis for axis, _ in cut))}, or another optimizer"
+    )
 
 
 def _optimizer_without_memory(run: Run, model: Model) -> Optimizer:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
-from importlib.metadata import Distribution, distributions
+from importlib.metadata import Distribution, PackageMetadata, distributions
 from typing import Any
 from urllib.parse import unquote
 
@@ -72,13 +72,14 @@ class Registry:
             text = distribution.read_text("entry_points.txt") or ""
             if "[mplug." not in text:
                 continue
-            name, source = distribution.metadata["Name"], _source(distribution)
+            metadata, source = distribution.metadata, _source(distribution)  # each access reads and parses it anew
+            name = metadata["Name"]
             normalized = re.sub(r"[-_.]+", "-", name).lower()
             if normalized in seen:
-                shadowed.append(Shadowed(name, distribution.version, source))
+                shadowed.append(Shadowed(name, metadata["Version"], source))
                 continue
             seen.add(normalized)
-            entries += _entries(distribution, name, source)
+            entries += _entries(distribution, metadata, source)
         return sorted(entries, key=lambda entry: (entry.kind, entry.name, entry.distribution)), shadowed
 
     def entries(self, kind: str | None = None) -> list[Entry]:
@@ -148,10 +149,9 @@ def refuse_other_versions(entry: Entry) -> None:
         )
 
 
-def _entries(distribution: Distribution, name: str, source: str) -> list[Entry]:
-    metadata = distribution.metadata
-    summary, version = metadata["Summary"] or "", distribution.version
-    speaks = _requirement_on_host(distribution.requires or [])
+def _entries(distribution: Distribution, metadata: PackageMetadata, source: str) -> list[Entry]:
+    name, summary, version = metadata["Name"], metadata["Summary"] or "", metadata["Version"]
+    speaks = _requirement_on_host(metadata.get_all("Requires-Dist") or distribution.requires or [])
     return [
         Entry(point.group.removeprefix("mplug."), point.name, point.value, name, version, summary, speaks, source)
         for point in distribution.entry_points

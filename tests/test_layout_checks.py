@@ -127,7 +127,7 @@ ONE_PROCESS = trace([1.0, 2.0], [1.1, 2.1])
         ([1.0, 2.0], [1.1, 2.1], ""),
         ([1.0, 2.0], [1.1, 2.1 + 5e-8], ""),
         ([1.0, 2.0000002], [1.1, 2.1], "the initial values of 'w' are not those of one process"),
-        ([1.0, 2.0], [1.1, 2.1 + 5e-7], "'w' is off by 5e-07 after 3 steps"),
+        ([1.0, 2.0], [1.1, 2.1 + 5e-7], "'w' is off by 5e-07 after 2 steps"),
         ([1.0, 2.0], [1.1, float("nan")], "'w' is off by nan"),
     ],
 )

@@ -36,7 +36,8 @@ Boxes = list[tuple[tuple[int, ...], "Tensor"]]
 Portions = Callable[[Iterator["MicroBatch"]], Iterator["MicroBatch"]]
 """Cuts a loader's micro batches in another way."""
 
-STEPS = 3
+STEPS = 2
+"""The second step's gradients show what the first one's update has made of the weights."""
 EXACT = 1e-10
 """The largest relative difference between two runs in fp64 that compute the same.
 

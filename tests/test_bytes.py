@@ -75,9 +75,14 @@ CASES: list[tuple[str, str, dict[str, object]]] = [
     ("zero4", "bf16", STAGE2),
     ("zero2", "bf16", {**STAGE2, "optimizer.name": "muon"}),
 ]
+QUICK = [case for case in CASES if case[0] not in ("dp2", "zero4") and case[:2] != ("tp2pp2", "fp32")]
 
 
-@pytest.mark.parametrize(("layout", "precision", "changes"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("layout", "precision", "changes"),
+    [case if case in QUICK else pytest.param(*case, marks=pytest.mark.wide("layouts")) for case in CASES],
+    ids=str,
+)
 def test_the_bytes_that_explain_predicts_are_those_that_a_rank_holds(
     layout: str, precision: str, changes: dict[str, object]
 ) -> None:

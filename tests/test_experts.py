@@ -253,6 +253,7 @@ def test_the_comparison_catches(mutation: str, layout: str, settings: Settings) 
 # Compiled.
 
 
+@pytest.mark.wide("experts")
 def test_compiled_units_with_experts_give_the_eager_run_and_count_alike() -> None:
     compiled = {"trainer.compile": "aot_eager", "parallel.layout": "tp2"}
     found = run_workers(2, watched, {**FINE, **compiled})

@@ -16,7 +16,12 @@ def losses_of(run: Path) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "layout", "rate"), [("lion", "tp2", 1e-3), ("muon", "pp2", 5e-3), ("sgd", "tp2", 0.1)]
+    ("optimizer", "layout", "rate"),
+    [
+        ("lion", "tp2", 1e-3),
+        ("muon", "pp2", 5e-3),
+        pytest.param("sgd", "tp2", 0.1, marks=pytest.mark.wide("reshard")),
+    ],
 )
 def test_a_run_that_goes_on_under_another_layout_ends_as_one_process_does(
     cli: Cli,

@@ -37,12 +37,19 @@ EVERY_LAYOUT = ("tp2", "tp2 parallel.tp.sequence_parallel=false", "pp2", "dp2", 
 class TestFull(MemorySuite):
     plugin = "recompute"
     settings = DROPOUT
-    models = {"experts": EXPERTS}
     layouts = ("tp2", "pp2", *DIVIDED)
+
+
+class TestFullOfExperts(MemorySuite):
+    plugin = "recompute"
+    settings = EXPERTS
+    compilers = ()
+    layouts = ()
 
 
 @pytest.mark.wide("layouts")
 class TestFullUnderEveryLayout(TestFull):
+    models = {"experts": EXPERTS}
     layouts = EVERY_LAYOUT
 
 
@@ -220,7 +227,7 @@ def _keeps_everything(patch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_suite_catches(mutation: Callable[[pytest.MonkeyPatch], None], said: str) -> None:
-    suite = TestFull()
+    suite = TestFullUnderEveryLayout()
     with pytest.MonkeyPatch.context() as patch:
         mutation(patch)
         with pytest.raises(Fault, match=said):

@@ -12,7 +12,7 @@ Any script can take part that reads one JSON object from stdin:
     precision          "fp32" or "bf16"
     device             "cpu" or "cuda"
     attention          the kernel that attends, here "sdpa" or "flash"
-    attention_by       what that kernel uses: "cuDNN" or "torch's choice", "flash-attn-4"
+    attention_by       what that kernel uses: "cuDNN", "torch's choice" or "torch's matrix products", "flash-attn-4"
     deterministic      false: there is no other way here
     compile            torch.compile's backend, or "never"; "auto" is inductor on a GPU
     warmup, steps, profile   how many steps of each; where all are 0, it only counts
@@ -28,7 +28,7 @@ import json
 import resource
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
@@ -39,6 +39,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
+MATRIX_PRODUCTS = "torch's matrix products"
 KNOWN: dict[str, tuple[Any, ...]] = {
     "position": ("learned", "rotary"),
     "activation": ("gelu", "gelu_tanh", "swiglu"),
@@ -49,7 +50,7 @@ KNOWN: dict[str, tuple[Any, ...]] = {
     "precision": ("fp32", "bf16"),
     "device": ("cpu", "cuda"),
     "attention": ("sdpa", "flash"),
-    "attention_by": ("cuDNN", "torch's choice", "flash-attn-4"),
+    "attention_by": ("cuDNN", "torch's choice", MATRIX_PRODUCTS, "flash-attn-4"),
     "deterministic": (False,),
 }
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -334,6 +335,13 @@ def kernels(trainer: Trainer, windows: Tensor) -> list[tuple[str, float, float]]
     return [(event.name, event.time_range.start / 1e6, event.time_range.end / 1e6) for event in events]
 
 
+def backends_of(task: dict[str, Any]) -> AbstractContextManager[None]:
+    """Where F.scaled_dot_product_attention uses what the task names."""
+    if task["attention_by"] == MATRIX_PRODUCTS:
+        return sdpa_kernel(SDPBackend.MATH)
+    return sdpa_kernel(BACKENDS, set_priority=True) if task["device"] == "cuda" else nullcontext()
+
+
 def main() -> None:
     task = json.load(sys.stdin)
     shape = shape_of(task)
@@ -341,7 +349,7 @@ def main() -> None:
         define_flash()
     found = count(task, shape)
     if task["warmup"] + task["steps"]:
-        with sdpa_kernel(BACKENDS, set_priority=True) if task["device"] == "cuda" else nullcontext():
+        with backends_of(task):
             found |= measure(task, shape)
     print(json.dumps(found))
 

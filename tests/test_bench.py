@@ -377,11 +377,6 @@ def test_a_script_is_told_what_the_run_is_made_of() -> None:
     ("changes", "sentence"),
     [
         ({"kernels.attention": "reference"}, "it does not know attention 'reference', only 'sdpa', 'flash'"),
-        (
-            {"kernels.sdpa.backend": "math"},
-            "it does not know attention_by \"torch's matrix products\", only 'cuDNN', \"torch's choice\", "
-            "'flash-attn-4'",
-        ),
         ({"trainer.deterministic": "true"}, "it does not know deterministic True, only False"),
         ({"model.dropout": 0.5}, "it does not know dropout 0.5, only 0"),
     ],
@@ -392,6 +387,15 @@ def test_the_yardstick_says_what_it_does_not_know(
     with pytest.raises(SystemExit) as refused:
         yardstick.shape_of(task_of(*checked(read_assignments(small(**changes)))))
     assert refused.value.code == sentence
+
+
+def test_the_yardstick_uses_the_backend_that_is_named_or_says_that_it_does_not_know_it(yardstick: ModuleType) -> None:
+    task = task_of(*checked(read_assignments(small(**{"kernels.sdpa.backend": "math"}))))
+    with yardstick.backends_of(task):
+        assert torch.backends.cuda.math_sdp_enabled()
+        assert not torch.backends.cuda.flash_sdp_enabled()
+    with pytest.raises(SystemExit, match="it does not know attention_by 'other', only 'cuDNN', \"torch's choice\", "):
+        yardstick.shape_of({**task, "attention_by": "other"})
 
 
 def test_the_yardstick_refuses_a_model_with_other_fields(yardstick: ModuleType) -> None:

@@ -248,7 +248,7 @@ def test_a_layout_that_does_not_fit_is_refused_in_a_sentence_before_anything_is_
     command.assert_nothing_is_left()
 
 
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", *MPLUG)
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *MPLUG)
 
 
 def test_nobody_trains_where_torchrun_has_started_too_few_processes(

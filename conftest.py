@@ -2,13 +2,15 @@
 
 `pytest` runs the quick tests. `pytest --wide SET` runs only the tests that carry the mark `wide("SET")`.
 
-Two files are tested at a time, so each process computes with one thread: more threads than cores only wait. No example
-of hypothesis fails because it is slow: its duration depends on the processor and on other work.
+Two files are tested at a time, so each process computes with one thread: more threads than cores only wait. Many
+processes import the same modules, so Python keeps what it has compiled, whatever the environment says. No example of
+hypothesis fails because it is slow: its duration depends on the processor and on other work.
 """
 
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +21,8 @@ from warm import forking_modules
 from mplug.testing.workers import PRELOAD
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports torch
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 settings.register_profile("any processor", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any processor")
 

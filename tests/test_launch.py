@@ -377,23 +377,24 @@ def test_a_worker_that_is_killed_ends_the_run_in_a_sentence_that_names_its_rank(
     command.assert_nothing_is_left()
 
 
+@pytest.mark.parametrize(("layout", "rank"), [("tp2", 1), pytest.param("dp2tp2", 2, marks=pytest.mark.wide("kills"))])
 def test_with_a_restart_a_run_of_which_a_worker_is_killed_ends_as_if_nothing_had_happened(
-    folder: Path, options: list[str], whole: Whole, assert_bitwise: Same
+    folder: Path, options: list[str], whole: Whole, assert_bitwise: Same, layout: str, rank: int
 ) -> None:
-    words = ("--name", "restarted", "--parallel", "dp2tp2", "--restarts", "1")
-    command, run = begin(folder, *MPLUG, "train", *words, *options), folder / "runs" / "restarted"
+    words = ("--name", f"restarted-{layout}", "--parallel", layout, "--restarts", "1")
+    command, run = begin(folder, *MPLUG, "train", *words, *options), folder / "runs" / f"restarted-{layout}"
     wait_for_steps(command, run, 7)
-    worker = command.worker(2)
+    worker = command.worker(rank)
     assert worker is not None
     os.kill(worker, signal.SIGKILL)
     result = command.ended()
     assert result.returncode == 0, result.stderr
     assert len(result.stderr.splitlines()) == 1, result.stderr
-    assert "rank 2" in result.stderr
+    assert f"rank {rank}" in result.stderr
     assert "going on from step" in result.stderr
     assert "restart 1 of 1" in result.stderr
-    assert figures(run) == figures(whole("dp2tp2"))
-    assert_bitwise(saved_at(run, 20), saved_at(whole("dp2tp2"), 20))
+    assert figures(run) == figures(whole(layout))
+    assert_bitwise(saved_at(run, 20), saved_at(whole(layout), 20))
     command.assert_nothing_is_left()
 
 

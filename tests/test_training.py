@@ -310,7 +310,7 @@ def wait_for_lines(path: Path, number: int, process: subprocess.Popen[str]) -> N
 def test_sigterm_saves_and_exits_with_143_and_resuming_is_bitwise_the_uninterrupted_run(
     tmp_path: Path, tiny: list[str], text_file: Path, cli: Cli
 ) -> None:
-    options = [*tiny, "--set", f"data.path={text_file}", "--set", "trainer.steps=200", "--set", "trainer.log_every=200"]
+    options = [*tiny, "--set", f"data.path={text_file}", "--set", "trainer.steps=100", "--set", "trainer.log_every=100"]
     options += [word for field in NOISY for word in ("--set", field)]
     command = [sys.executable, "-m", "mplug", "train", "--name", "stopped", *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -324,14 +324,14 @@ def test_sigterm_saves_and_exits_with_143_and_resuming_is_bitwise_the_uninterrup
     assert process.returncode == 128 + signal.SIGTERM, err
     assert "Traceback" not in err
     done = len(metrics(stopped))
-    assert 10 <= done < 200
+    assert 10 <= done < 100
     assert checkpoints(stopped) == [f"step_{done:08d}"]
     assert f"step {done}" in out
     assert "--resume" in out
     assert cli("train", "--resume", "--name", "stopped").returncode == 0
     assert cli("train", "--name", "whole", *options).returncode == 0
     assert figures(stopped) == figures(whole)
-    assert_bitwise(saved(stopped, 200), saved(whole, 200))
+    assert_bitwise(saved(stopped, 100), saved(whole, 100))
 
 
 # The update.

@@ -71,14 +71,14 @@ class Coverage:
         """The tests that execute the faulty statement, the quickest first.
 
         A statement that runs at import has effects on tests that do not execute it: then, the tests that execute any
-        function of the file. The same where no test executes the statement by itself. Nothing is recorded of functions
-        that Numba has compiled: then, all tests of the file's package.
+        function of the file. The same where no test executes the statement by itself. Nothing is recorded of what
+        Numba has compiled: where no test is found, all tests of the file's package.
         """
         place, lines = place_of(source, fault.old), self.files.get(fault.file, {"lines": {}})["lines"]
         found = set[int]() if place.at_import else self._of(lines, place)
         if not found and (place.at_import or self._between(lines, place)):
             found = self._of(lines, Place(function_lines(source), False))
-        if not self._of(lines, Place(function_lines(source), False)):
+        if not found:
             package = fault.file.partition("src/")[0]
             found = {number for number, test in enumerate(self.tests) if package and test.startswith(package)}
         kept = (number for number in found if self.tests[number] not in self.failed)

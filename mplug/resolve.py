@@ -166,10 +166,12 @@ class _Resolver:
         except UsageError as error:
             self._problem(("parallel", "layout"), str(error))
         rest = self._plugin("parallel", data, ("parallel", "data")) if data is not None else None
-        self._sub_sections("parallel", list(degrees), said)
-        if rest is None or data in degrees:
-            return Parallel(word, degrees, data)
-        return Parallel(word, degrees, data, self._bound(rest, *self._sub_section("parallel", rest, data, said)))
+        replicated = None
+        if rest is not None and data not in degrees:
+            key, own = self._sub_section("parallel", rest, data, said)
+            replicated = self._bound(rest, key, own)
+        self._sub_sections("parallel", list(degrees), said, met=[replicated.section] if replicated else ())
+        return Parallel(word, degrees, data, replicated)
 
     def _kernels(self) -> Kernels:
         said = self._said("kernels")
@@ -183,17 +185,30 @@ class _Resolver:
         return Kernels(labels, default)
 
     def _sub_sections(
-        self, section: str, words: Iterable[str], said: dict[str, Any], fields: Iterable[str] = ()
+        self,
+        section: str,
+        words: Iterable[str],
+        said: dict[str, Any],
+        fields: Iterable[str] = (),
+        met: Iterable[Key] = (),
     ) -> None:
-        """Bind `section.NAME` for every chosen plugin; other installed plugins' sub-sections are left alone."""
+        """Bind `section.NAME` for every chosen plugin, and hold what is said to plugins that are not chosen to theirs.
+
+        `met` are keys that are bound already.
+        """
         for word in words:
             entry = self._plugin(section, word, (section, word))
             if entry and not self._met(entry, (section, word)):
                 self._choose(entry, *self._sub_section(section, entry, word, said))
         known = {name for e in self.registry.entries(section) for name in (e.name, f"{e.distribution}/{e.name}")}
+        bound = {*met, *(chosen.section for chosen in self.chosen)}
         for name in said:
             if name not in known and section not in FREE_SECTIONS:
                 self._problem((section, name), f"no such field or plugin{suggest(name, [*fields, *known])}")
+            elif name in known and (section, name) not in bound:
+                entry = self._plugin(section, name, (section, name))
+                if entry:
+                    self._bound(entry, *self._sub_section(section, entry, name, said))
 
     def _sub_section(self, section: str, entry: Entry, word: str, said: dict[str, Any]) -> tuple[Key, dict[str, Any]]:
         """Where a plugin that the config names by `word` finds its fields, and what is said there."""
@@ -201,8 +216,17 @@ class _Resolver:
         own = said.get(name) or {}
         if isinstance(own, dict):
             return (section, name), dict(own)
-        self._problem((section, name), f"must be a section with fields of its own, not {own!r}")
+        self._problem(
+            (section, name), f"must be a section with fields of its own, not {own!r}{self._remedy(section, name, own)}"
+        )
         return (section, name), {}
+
+    def _remedy(self, section: str, name: str, own: Any) -> str:
+        """What to write instead of a degree in the place of a strategy's section."""
+        if section != "parallel" or isinstance(own, bool) or not isinstance(own, int) or own < 1:
+            return ""
+        layout = str(self._said("parallel").get("layout") or "")
+        return "" if name in layout else f"; a degree belongs to the layout: --parallel {layout}{name}{own}"
 
     def _met(self, entry: Entry, key: Key) -> bool:
         """Whether a plugin of this label is chosen already; another distribution's is a problem."""

@@ -89,6 +89,11 @@ def test_a_preset_that_the_model_does_not_have_is_refused_with_those_that_it_has
         ("schedule.weight_decay=3", ("not 3",)),
         ("checkpoint.keep=0", ("greater than 0",)),
         ("kernels.sdpa=3", ("not 3",)),
+        # of plugins that the run does not use
+        ("kernels.flash.fast=true", ("unknown field",)),
+        ("parallel.tp.sequence=maybe", ("unknown field", "did you mean 'sequence_parallel'?")),
+        ("parallel.tp.sequence_parallel=perhaps", ("boolean", "'perhaps'")),
+        ("parallel.tp=2", ("not 2", "--parallel tp2")),
     ],
 )
 def test_a_misspelt_or_mistyped_field_is_refused_with_its_path_and_source(
@@ -96,6 +101,20 @@ def test_a_misspelt_or_mistyped_field_is_refused_with_its_path_and_source(
 ) -> None:
     field = assignment.partition("=")[0].removesuffix(".x")
     assert_refused(cli("config", "show", "--set", assignment), f"{field} (--set): ", *words)
+
+
+@pytest.mark.parametrize(
+    ("layout", "end"), [("pp2", "a degree belongs to the layout: --parallel pp2tp2"), ("tp4", "not 2")]
+)
+def test_a_degree_in_the_place_of_a_section_is_refused_beside_a_layout(cli: Cli, layout: str, end: str) -> None:
+    result = cli("config", "show", "--parallel", layout, "--set", "parallel.tp=2")
+    assert_refused(result, "parallel.tp (--set): ")
+    assert result.stderr.rstrip().endswith(end)
+
+
+def test_what_an_unused_plugin_can_read_is_accepted(cli: Cli) -> None:
+    result = cli("config", "show", "--set", "parallel.tp.sequence_parallel=false")
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_all_problems_are_told_at_once_each_with_its_source_and_did_you_mean(cli: Cli, tmp_path: Path) -> None:

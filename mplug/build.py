@@ -123,7 +123,27 @@ def _optimizer_without_memory(run: Run, model: Model) -> Optimizer:
                 master, gradient = torch.zeros(shape, dtype=masters, device=run.device).unbind()
                 pieces.append(Piece(name, master, gradient, None, placement.parameter, placement))
         optimizer: Optimizer = run.hooks.call.build_optimizer(run=run, pieces=pieces)
+        _refuse_unsavable_states(run, optimizer, pieces)
     return optimizer
+
+
+def refuse_unsavable_states(run: Run, model: Model) -> None:
+    """Raise UsageError where the optimizer keeps what a checkpoint cannot hold; nothing is allocated."""
+    _optimizer_without_memory(run, model)
+
+
+def _refuse_unsavable_states(run: Run, optimizer: Optimizer, pieces: list[Piece]) -> None:
+    (label,) = run.hooks.implementers("build_optimizer")
+    for piece in pieces:
+        for name, tensor in optimizer.state(piece).items():
+            what = f"{label} keeps a state '{name}' of '{piece.name}'"
+            if name == "weight":
+                raise UsageError(f"{what}: in a checkpoint this is the name of the weight itself; rename the state")
+            if tensor.shape not in ((), piece.master.shape):
+                raise UsageError(
+                    f"{what} of shape {tuple(tensor.shape)}, where the weight has {tuple(piece.master.shape)}: "
+                    f"checkpoints hold states of the weight's shape and scalars; use another optimizer"
+                )
 
 
 def _gradient_dtype(run: Run, model: Model) -> torch.dtype:
@@ -171,6 +191,7 @@ def build(run: Run) -> Parts:
     write_weights(pieces)
     model.weights_written()
     optimizer: Optimizer = run.hooks.call.build_optimizer(run=run, pieces=pieces)
+    _refuse_unsavable_states(run, optimizer, pieces)
     default = DefaultStepper(run, model, pieces, optimizer)
     stepper: Stepper | None = run.hooks.call.build_stepper(run=run, model=model, default=default)
     return Parts(model, pieces, optimizer, stepper or default, train_loader, validation_loader, default.loss_scale)

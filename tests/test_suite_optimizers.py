@@ -1,14 +1,15 @@
 """The suite of optimizers has teeth: a sound third-party one passes it, and every planted fault is caught by name."""
 
+import re
 import runpy
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 from mplug import UsageError
-from mplug.build import build_model
+from mplug.build import build, build_model
 from mplug.testing import Fault, OptimizerSuite
 from mplug.testing.harness import tiny_run
 
@@ -307,3 +308,26 @@ def test_a_layout_that_cuts_matrices_is_refused_before_a_process_starts(
         run = tiny_run({"optimizer.name": "orthon", "parallel.layout": layout, **settings})
         with pytest.raises(UsageError, match=r"optimizers/orthon needs whole matrices, and tp=2 cuts '.*without tp"):
             build_model(run)
+
+
+@pytest.mark.parametrize(
+    ("states", "said"),
+    [
+        (
+            '{"rows": piece.master.sum(dim=-1)}',
+            r"keeps a state 'rows' of '.*' of shape \(\d+,\), where the weight has \(\d+, \d+\)",
+        ),
+        ('{"weight": piece.master}', "keeps a state 'weight' of '.*': .*rename the state"),
+    ],
+    ids=["factored", "weight"],
+)
+def test_a_state_that_a_checkpoint_cannot_hold_is_refused_before_a_process_starts(
+    plant: Callable[..., None], cli: Callable[..., Any], tmp_path: Path, tiny: list[str], states: str, said: str
+) -> None:
+    plant("nova-orthon", "return self.rules[piece.name].state", f"return {states}")
+    result = cli("train", "--optimizer", "orthon", "--parallel", "dp2", *tiny, path=tmp_path / "planted-0")
+    assert result.returncode == 2, result.stderr
+    assert re.search(f"^mplug: optimizers/orthon {said}", result.stderr)
+    assert not (tmp_path / "runs").exists()
+    with pytest.raises(UsageError, match=said):  # whoever started the processes
+        build(tiny_run({"optimizer.name": "orthon"}))

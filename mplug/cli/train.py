@@ -74,11 +74,12 @@ def command(
     if master_port is not None:
         refuse_port_in_use(master_port)
     resume_from = _checkpoint_of(directory, restarted) if directory else None
-    from mplug.build import build_model  # imports torch, which a refused config never waits for
+    from mplug.build import build_model, refuse_unsavable_states  # import torch, which a refused config never waits for
 
     first = world is None or world.rank == 0
     run.directory = directory or new_directory(run.config, name, check=first)
     model = build_model(run)  # refuses what cannot be built before any process starts
+    refuse_unsavable_states(run, model)
     pretrained = None if resume_from else pretrained_of(run)
     if pretrained is not None:
         refuse_another_model(pretrained, model)

@@ -25,7 +25,7 @@ USE = {
 }
 
 
-QUICK = {"data", "extensions", "commands", "tokenizers"}
+QUICK = {"commands", "tokenizers"}
 """The kinds whose suites take seconds; `pytest --wide scaffold` runs those of the others."""
 SUITES = [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.wide("scaffold")) for kind in KINDS]
 

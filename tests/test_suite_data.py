@@ -35,6 +35,12 @@ START = "self.samples = self.next = 0"
 THREAD = "import threading as t; t.Thread(target=t.Event().wait, name='read-ahead', daemon=True).start()"
 
 FAULTS = {
+    "the order depends on the length of the run": (
+        "Permutations(windows.count, trainer.seed)",
+        "Permutations(windows.count, trainer.seed + trainer.steps)",
+        lambda: Jotter().test_a_run_of_another_length_has_the_same_order_or_is_refused_the_state("train"),
+        "when trainer.steps is 1 instead of 100; make the order independent of the run's length",
+    ),
     "an entry is missing": (
         '"positions": torch.arange(self.seq_length)[None],',
         "",

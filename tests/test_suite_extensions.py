@@ -38,6 +38,12 @@ CHILD = "import subprocess as s; self.viewer = s.Popen(['cat'], stdin=s.PIPE)"
 THREAD = "import threading as t; t.Thread(target=t.Event().wait, name='drawing', daemon=True).start()"
 
 FAULTS = {
+    "the file begins anew at a resume": (
+        'records(run.directory / "metrics.jsonl")',
+        "()",
+        lambda: Plotter().test_its_files_tell_of_the_whole_run_after_a_resume(),
+        "after a resume 'loss.svg' lacks ",
+    ),
     "its hooks are not marked": (
         "from mplug import Record, hookimpl",
         "from mplug import Record\n\n\ndef hookimpl(function):\n    function.__name__ += '_'\n    return function",

@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import SkipTest
 
-from mplug.errors import counted
+from mplug.errors import UsageError, counted
 from mplug.registry import Registry
 from mplug.run import prepare
 from mplug.testing.leftovers import nothing_left
@@ -183,6 +183,23 @@ class DataSuite(PluginSuite):
         loader = self.alone(split)
         portions = [sample for portion in PORTIONS for sample in read(loader, portion)]
         refuse(difference(portions, expected), f"when samples are taken in portions {PORTIONS}")
+
+    def test_a_run_of_another_length_has_the_same_order_or_is_refused_the_state(self, split: str) -> None:
+        """A run may be made longer when it resumes: it must not go on in another order without a word."""
+        loader, steps = self.alone(split), self.config().trainer.steps
+        expected = read(loader, LOOK)
+        for others in (1, 5 * steps):
+            other = self.alone(split, trainer__steps=others)
+            fault = difference(read(other, LOOK), expected)
+            if fault:
+                try:
+                    other.load_state_dict(copy.deepcopy(loader.state_dict()))
+                except UsageError:
+                    continue
+                raise Fault(
+                    f"{fault} when trainer.steps is {others} instead of {steps}; make the order independent of the "
+                    f"run's length, or refuse the state of a run of another length by a UsageError"
+                )
 
     def test_a_seed_gives_one_order_in_every_process(self) -> None:
         """Ranks are processes: what each of them draws or hashes on its own must not decide."""

@@ -11,12 +11,14 @@ Its tests train a tiny model for a few steps in a temporary folder, through the 
 """
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar
+from unittest import SkipTest
 
 from mplug.errors import counted
 from mplug.hooks import implemented
@@ -40,6 +42,8 @@ class ExtensionSuite(PluginSuite):
     kind = "extensions"
     files: ClassVar[tuple[str, ...]] = ()
     """Globs of the files that a run with it leaves, in the run's directory; an absolute glob allows files elsewhere."""
+    keeps_history: ClassVar[bool] = True
+    """Its files tell of the whole run, also where that was resumed. False: they tell of what one start has done."""
 
     @classmethod
     def naming(cls) -> dict[str, Any]:
@@ -138,6 +142,21 @@ class ExtensionSuite(PluginSuite):
         refuse(*(f"{sentence} in a run that resumes" for sentence in watch.raised))
         plain.figures = {step: figures for step, figures in plain.figures.items() if step > 2}
         refuse(departure(resumed, plain))
+
+    def test_its_files_tell_of_the_whole_run_after_a_resume(self) -> None:
+        """What two runs without a stop both write, a run that was resumed has too."""
+        if not self.keeps_history:
+            raise SkipTest("the author says that its files tell of one start only")
+        with TemporaryDirectory(prefix="mplug-run-") as folder:
+            one, other, resumed = (Path(folder) / name / "run" for name in ("one", "other", "resumed"))
+            for directory in (one, other):
+                self.watched(directory, STEPS + 2)
+            first, _ = self.watched(resumed)
+            self.watched(resumed, STEPS + 2, resume_from=first.saved[0])
+            told = [path for path in sorted(files_of(one)) if self._says_that_it_writes(path)]
+            if not told:
+                raise SkipTest("it writes no file in the run's directory")
+            refuse(*(forgotten(path, (one, other), resumed) for path in told))
 
     def test_it_leaves_nothing_open_or_running(self, fails_at: int | None) -> None:
         """No thread, process or open file outlives the run, however that ends."""
@@ -270,6 +289,26 @@ def departure(found: "Witness", plain: "Witness") -> str:
         if not bool((found.weights[name] == weight).all()):
             return f"with it, the run ends with other values of '{name}'"
     return ""
+
+
+def forgotten(path: Path, wholes: tuple[Path, Path], resumed: Path) -> str:
+    """What a file of two runs without a stop says in both, and after a resume no longer."""
+    one, other = (words_of(whole / path) for whole in wholes)
+    lost = (one & other) - words_of(resumed / path)
+    return (
+        f"after a resume '{path}' lacks {min(lost)!r}, which runs without a stop write there; "
+        f"go on with the file that is there, up to run.step, or set keeps_history = False"
+        if lost
+        else ""
+    )
+
+
+def words_of(path: Path) -> set[str]:
+    """The words and numbers of a text; none where there is no such file, or where it is no text."""
+    try:
+        return set(re.findall(r"[\w.+-]+", path.read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError):
+        return set()
 
 
 def files_of(directory: Path) -> set[Path]:

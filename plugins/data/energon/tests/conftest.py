@@ -57,6 +57,12 @@ def pictures(part: str, count: int) -> Samples:
     return {f"{part}{n:03}": {"png": picture(n), "txt": f"{part} picture {n}".encode()} for n in range(count)}
 
 
+@pytest.fixture(autouse=True, scope="session")
+def no_wait_for_worker_processes() -> None:
+    """Energon's do not end when they are told to, and torch waits 5 s for each, also when this process ends."""
+    pytest.MonkeyPatch().setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)
+
+
 @pytest.fixture(scope="session")
 def text_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sets") / "text"

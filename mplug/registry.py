@@ -57,6 +57,23 @@ class Shadowed:
     source: str
 
 
+@dataclass(frozen=True)
+class Misplaced:
+    """An entry point of a group that is the host's to name, and that no kind of plugin has: nobody finds it."""
+
+    group: str
+    name: str
+    distribution: str
+    version: str
+
+    def __str__(self) -> str:
+        groups = [f"mplug.{kind}" for kind in (*KINDS, FLAGS)]
+        return (
+            f"the entry point '{self.name}' of {self.distribution} {self.version} is in the group '{self.group}', "
+            f"which mplug {mplug.__version__} does not have{suggest(self.group, groups)}"
+        )
+
+
 class Registry:
     """The plugins installed for this interpreter."""
 
@@ -64,9 +81,10 @@ class Registry:
         self._installed = distributions() if installed is None else installed
 
     @cached_property
-    def _scan(self) -> tuple[list[Entry], list[Shadowed]]:
+    def _scan(self) -> tuple[list[Entry], list[Shadowed], list[Misplaced]]:
         entries: list[Entry] = []
         shadowed: list[Shadowed] = []
+        misplaced: list[Misplaced] = []
         seen: set[str] = set()
         for distribution in self._installed:
             text = distribution.read_text("entry_points.txt") or ""
@@ -80,7 +98,12 @@ class Registry:
                 continue
             seen.add(normalized)
             entries += _entries(distribution, metadata, source)
-        return sorted(entries, key=lambda entry: (entry.kind, entry.name, entry.distribution)), shadowed
+            misplaced += [
+                Misplaced(point.group, point.name, name, metadata["Version"])
+                for point in distribution.entry_points
+                if point.group.startswith("mplug.") and point.group.removeprefix("mplug.") not in (*KINDS, FLAGS)
+            ]
+        return sorted(entries, key=lambda entry: (entry.kind, entry.name, entry.distribution)), shadowed, misplaced
 
     def entries(self, kind: str | None = None) -> list[Entry]:
         """Installed plugins of a kind (of all kinds if None), sorted by kind and name."""
@@ -93,6 +116,10 @@ class Registry:
     def shadowed(self) -> list[Shadowed]:
         """Copies of plugins' metadata that never take effect."""
         return self._scan[1]
+
+    def misplaced(self) -> list[Misplaced]:
+        """Entry points in groups that mplug does not have."""
+        return self._scan[2]
 
     def names(self, kind: str) -> list[str]:
         """The words that a user can type for a kind; a name that several distributions claim is prefixed by each."""
@@ -115,6 +142,8 @@ class Registry:
             )
         if not claims:
             names = self.names(kind)
+            if lost := [one for one in self.misplaced() if one.name == name]:
+                raise UsageError(f"no plugin '{word}' among {kind} is installed: {lost[0]}")
             raise UsageError(
                 f"no plugin '{word}' among {kind} is installed{suggest(word, names)} (installed: {listed(names)})"
             )

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from click.testing import CliRunner
 
 from mplug import alternatives
+from mplug.cli.plugins import command as plugins_command
 from mplug.registry import Registry
 from mplug.slots import Site, Unmet
 from mplug.testing.harness import tiny_config
@@ -438,3 +440,23 @@ def test_an_observer_that_fails_is_logged_and_does_not_end_the_run(
     log = (run / "logs" / "rank0.log").read_text()
     assert "observer 'extensions/stumble' failed in step_finished" in log
     assert [step for step in range(1, 5) if f"ValueError: stumbled over step {step}" not in log] == []
+
+
+def test_an_entry_point_of_a_group_that_there_is_not_is_told(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    information = tmp_path / "site" / "acme_lost-1.0.dist-info"
+    information.mkdir(parents=True)
+    information.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: acme-lost\nVersion: 1.0\n")
+    information.joinpath("entry_points.txt").write_text("[mplug.extension]\nlost = acme_lost:Lost\n")
+    told = "the entry point 'lost' of acme-lost 1.0 is in the group 'mplug.extension', which mplug "
+    meant = "did you mean 'mplug.extensions'?"
+    assert_refused(cli("plugins", "check", "lost", path=tmp_path / "site"), told, meant)
+    assert_refused(cli("train", "--set", "extensions.lost.every=1", path=tmp_path / "site"), told, meant)
+    listed = cli("plugins", "list", path=tmp_path / "site")
+    assert (listed.returncode, told in listed.stdout) == (0, True)
+    monkeypatch.setattr("mplug.cli.plugins.Registry", lambda: Registry(distributions(path=[str(tmp_path / "site")])))
+    checked = CliRunner().invoke(plugins_command, ["check"])
+    assert checked.exit_code == 1
+    assert checked.output.startswith(f"broken  {told}")
+    assert "0 of 1 plugins pass" in checked.output

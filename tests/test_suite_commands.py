@@ -12,6 +12,10 @@ class Tally(CommandSuite):
     refused = (("--runs", "nowhere"),)
 
 
+class Untried(CommandSuite):
+    plugin = "tally"
+
+
 @pytest.mark.wide("suites")
 def test_a_sound_command_passes(own_tests: Callable[..., str]) -> None:
     assert "failed" not in own_tests("nova-tally")
@@ -26,6 +30,12 @@ EXPLAINED = '''"""Tell what runs have had: steps, tokens, hours.
     """'''
 
 FAULTS = {
+    "nobody has tried wrong arguments": (
+        COMMAND,
+        COMMAND,
+        lambda: Untried().test_wrong_arguments_are_known_of_every_command(),
+        "`refused` has no wrong arguments for 'mplug tally', which takes 'names'; name some",
+    ),
     "it does not import": (
         IMPORTS,
         f"import clack\n{IMPORTS}",

@@ -36,6 +36,8 @@ def list_(kind: str | None) -> None:
         click.echo(f"\n{clash}")
     for flag in _lost_flags(registry):
         click.echo(f"\n{flag}")
+    for misplaced in registry.misplaced():
+        click.echo(f"\n{misplaced}")
     for copy in registry.shadowed():
         click.echo(f"\nmetadata of {copy.distribution} {copy.version} in {copy.source} is hidden by another copy of it")
 
@@ -79,9 +81,12 @@ def _named(word: str) -> list[Entry]:
     """The installed plugins that go by a word."""
     from mplug.errors import UsageError, suggest
 
-    entries = Registry().entries()
+    registry = Registry()
+    entries = registry.entries()
     found = [e for e in entries if word in (e.label, e.name, f"{e.distribution}/{e.name}")]
     if not found:
+        if lost := [one for one in registry.misplaced() if word in (one.name, f"{one.distribution}/{one.name}")]:
+            raise UsageError(f"no plugin '{word}' is installed: {lost[0]}")
         known = [w for e in entries for w in (e.name, e.label)]
         raise UsageError(f"no plugin '{word}' is installed{suggest(word, known)} (see mplug plugins list)")
     return found
@@ -127,8 +132,12 @@ def check(plugins: tuple[str, ...]) -> None:
     """
     from mplug.inspection import check_apart
 
-    entries = [entry for word in plugins for entry in _named(word)] if plugins else Registry().entries()
-    broken = 0
+    registry = Registry()
+    entries = [entry for word in plugins for entry in _named(word)] if plugins else registry.entries()
+    lost = [] if plugins else registry.misplaced()
+    broken = len(lost)
+    for misplaced in lost:
+        click.echo(f"broken  {misplaced}")
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         for entry, report in zip(entries, pool.map(check_apart, entries), strict=True):
             broken += bool(report.fault)
@@ -137,7 +146,8 @@ def check(plugins: tuple[str, ...]) -> None:
             if report.fault:
                 click.echo("\n".join(f"          {line}" for line in report.fault.splitlines()))
     click.echo(
-        f"{len(entries) - broken} of {len(entries)} plugins pass the quick checks; pytest runs their whole suites"
+        f"{len(entries) + len(lost) - broken} of {len(entries) + len(lost)} plugins pass the quick checks; "
+        f"pytest runs their whole suites"
     )
     raise SystemExit(1 if broken else 0)
 

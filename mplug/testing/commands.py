@@ -54,7 +54,10 @@ class CommandSuite(PluginSuite):
 
     kind = "commands"
     refused: ClassVar[tuple[tuple[str, ...], ...]] = ()
-    """Wrong arguments, each as the shell would split them, which it refuses by a sentence and exit status 2."""
+    """Wrong arguments, each as the shell would split them, which it refuses by a sentence and exit status 2.
+
+    Some for every subcommand that takes a value; a subcommand's own words come first.
+    """
 
     @classmethod
     def fields(cls) -> dict[str, Any]:
@@ -121,6 +124,17 @@ class CommandSuite(PluginSuite):
                 said.status == 2, f"'{name} {NO_SUCH_OPTION}' ends with status {said.status}, not 2: {_end_of(said)}"
             )
             require(NO_SUCH_OPTION in said.err, f"the error of '{name} {NO_SUCH_OPTION}' does not name the option")
+
+    def test_wrong_arguments_are_known_of_every_command(self) -> None:
+        """Where nobody tries wrong ones, the first user finds the traceback."""
+        for name, command in self._commands():
+            words = tuple(name.split()[2:])
+            takes = [parameter for parameter in command.params if not getattr(parameter, "is_flag", False)]
+            if takes and not hasattr(command, "commands"):
+                require(
+                    any(arguments[: len(words)] == words for arguments in self.refused),
+                    f"`refused` has no wrong arguments for '{name}', which takes '{takes[0].name}'; name some",
+                )
 
     def test_wrong_arguments_are_refused_in_a_sentence(self) -> None:
         """Those of `refused`: raise `mplug.UsageError`, which says what, where and the remedy."""

@@ -121,6 +121,8 @@ class PluginSuite:
         require(
             entry.speaks, f"{entry.distribution} does not say which mplug it speaks; add 'mplug>=0.1,<0.2' to its needs"
         )
+        for misplaced in Registry().misplaced():
+            require(misplaced.distribution != entry.distribution, str(misplaced))
 
     @smoke
     def test_it_keeps_the_contract(self) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mplug_zero.layout import ALIGNED, Item, in_buckets, in_matrices, in_ranges, owners
 
-from mplug import UsageError, hookimpl
+from mplug import Piece, UsageError, hookimpl
 from mplug.build import build_model
 from mplug.model import region
 from mplug.plan import Placement
@@ -218,6 +218,9 @@ class Rows:
     @hookimpl
     def build_optimizer(self) -> "Rows":
         return self
+
+    def state(self, piece: Piece) -> dict[str, torch.Tensor]:
+        return {}
 
 
 def test_an_optimizer_with_other_needs_is_refused_before_launch() -> None:

@@ -213,9 +213,9 @@ class _Resolver:
     def _sub_section(self, section: str, entry: Entry, word: str, said: dict[str, Any]) -> tuple[Key, dict[str, Any]]:
         """Where a plugin that the config names by `word` finds its fields, and what is said there."""
         name = word if word in said else entry.name
-        own = said.get(name) or {}
-        if isinstance(own, dict):
-            return (section, name), dict(own)
+        own = said.get(name)
+        if isinstance(own, dict | None):
+            return (section, name), dict(own or {})
         self._problem(
             (section, name), f"must be a section with fields of its own, not {own!r}{self._remedy(section, name, own)}"
         )

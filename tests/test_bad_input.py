@@ -94,6 +94,7 @@ def test_a_preset_that_the_model_does_not_have_is_refused_with_those_that_it_has
         ("parallel.tp.sequence=maybe", ("unknown field", "did you mean 'sequence_parallel'?")),
         ("parallel.tp.sequence_parallel=perhaps", ("boolean", "'perhaps'")),
         ("parallel.tp=2", ("not 2", "--parallel tp2")),
+        ("parallel.tp=0", ("not 0",)),
     ],
 )
 def test_a_misspelt_or_mistyped_field_is_refused_with_its_path_and_source(

@@ -66,7 +66,7 @@ def build_model(run: Run) -> Model:
         raise UsageError("\n".join(f"{text}{told[u.plugin, u.kind]}" for text, u in different.items()))
     cut = [(axis, name) for name, placement in model.placements.items() for axis in placement.cut_by]
     shards = bool(run.hooks.implementers("shard_states"))
-    if cut or shards:  # building the optimizer for its word costs more than all else here
+    if cut or shards:  # building an optimizer takes longer than the rest of this function
         needs = _optimizer_without_memory(run, model).needs
         if cut and needs == "matrices":
             _refuse_cut_matrices(run, cut)

@@ -59,7 +59,7 @@ class Shadowed:
 
 @dataclass(frozen=True)
 class Misplaced:
-    """An entry point of a group that is the host's to name, and that no kind of plugin has: nobody finds it."""
+    """An entry point in a group that begins with 'mplug.' and that mplug does not have: it has no effect."""
 
     group: str
     name: str

@@ -192,9 +192,9 @@ class _Resolver:
         fields: Iterable[str] = (),
         met: Iterable[Key] = (),
     ) -> None:
-        """Bind `section.NAME` for every chosen plugin, and hold what is said to plugins that are not chosen to theirs.
+        """Bind `section.NAME` for every chosen plugin, and check those of installed plugins that are not chosen.
 
-        `met` are keys that are bound already.
+        `met` are the keys of sections that are bound already.
         """
         for word in words:
             entry = self._plugin(section, word, (section, word))

@@ -59,7 +59,7 @@ def pictures(part: str, count: int) -> Samples:
 
 @pytest.fixture(autouse=True, scope="session")
 def no_wait_for_worker_processes() -> None:
-    """Energon's do not end when they are told to, and torch waits 5 s for each, also when this process ends."""
+    """Energon's worker processes ignore the request to stop. torch waits 5 s for each, at the end of pytest too."""
     pytest.MonkeyPatch().setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)
 
 

@@ -23,8 +23,10 @@ from mplug.testing.workers import PRELOAD
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports torch
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-settings.register_profile("any processor", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any processor")
+settings.register_profile(
+    "same everywhere", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("same everywhere")  # --hypothesis-profile default draws new examples
 
 HEAVY = {"energon", "flash", "huggingface", "quack", "sentencepiece", "tiktoken", "triton"}
 """Plugins whose libraries take long to import."""

@@ -26,6 +26,7 @@ import torch
 from mplug.build import build_model, unmet_reasons
 from mplug.errors import UsageError
 from mplug.hardware import Moment
+from mplug.nn import AttentionInputs, AttentionSpec
 from mplug.testing.harness import tiny_run
 from mplug.testing.precision import Heads, attention_errors
 
@@ -109,9 +110,10 @@ def seconds(core: Core, heads: Heads, device: str, calls: int) -> float:
     """The median forward and backward pass."""
     packed, gradient = heads.drawn(device, torch.bfloat16)
     leaves = [x.contiguous().requires_grad_() for x in packed.split((heads.h, heads.g, heads.g), dim=2)]
+    spec = AttentionSpec(heads.k**-0.5, heads.k, heads.k)
 
     def once() -> None:
-        torch.autograd.grad(core(*leaves, scale=heads.k**-0.5), leaves, gradient)
+        torch.autograd.grad(core(*leaves, spec, AttentionInputs()), leaves, gradient)
 
     for _ in range(3):
         once()

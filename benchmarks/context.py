@@ -13,7 +13,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from mplug.errors import UsageError
 from mplug.hardware import timed
 from mplug.job import among
 from mplug.launch import launch, launched
+from mplug.nn import AttentionInputs
 from mplug.profiling import COLLECTIVES, profiled
 from mplug.run import prepare
 from mplug.testing.harness import tiny_config
@@ -72,13 +73,14 @@ def _pass(run: Any) -> tuple[Callable[[], None], str]:
     dtype = torch.bfloat16 if run.config.trainer.precision == "bf16" else torch.float32
     heads = (module.num_heads, module.num_kv_heads, module.num_kv_heads, module.num_heads)
     *qkv, gradient = (torch.randn(1, own, n, module.head_dim, device=run.device).to(dtype) for n in heads)
-    leaves, named = [x.requires_grad_() for x in qkv], {}
+    leaves, spec, inputs = [x.requires_grad_() for x in qkv], module.spec, AttentionInputs()
     if run.entries:
         (batch,) = build_loader(run, "train").take(1)
-        named["document_lengths"] = batch["document_lengths"].to(run.device)
+        spec = replace(spec, documents=True)
+        inputs = AttentionInputs(document_lengths=batch["document_lengths"].to(run.device))
 
     def once() -> None:
-        torch.autograd.grad(module.core(*leaves, scale=module.scale, **named), leaves, gradient)
+        torch.autograd.grad(module.core(*leaves, spec, inputs), leaves, gradient)
 
     return once, " in ".join([filled.told(run), *(wrap.told for wrap in filled.wraps)])
 

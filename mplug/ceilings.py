@@ -18,6 +18,7 @@ from torch import Tensor
 from mplug.build import build_model, measure_bytes
 from mplug.hardware import timed
 from mplug.model import Model
+from mplug.nn import AttentionInputs, AttentionSpec
 from mplug.nn.linear import Linear
 from mplug.ops import all_gather
 from mplug.precision import DTYPES
@@ -161,7 +162,8 @@ def _attend(run: Run, core: Callable[..., Tensor], heads: int, groups: int, widt
         for number in (heads, groups, groups)
     )  # [B, S, H, K], [B, S, G, K]
     grad = torch.randn_like(q)
-    return lambda: torch.autograd.grad(core(q, k, v, scale=width**-0.5), (q, k, v), grad)
+    spec = AttentionSpec(width**-0.5, width, width)
+    return lambda: torch.autograd.grad(core(q, k, v, spec, AttentionInputs()), (q, k, v), grad)
 
 
 def _own_heads(run: Run, part: Any) -> tuple[int, int]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mplug.gradients import Sinks
+from mplug.nn import arguments
 from mplug.nn.linear import Linear
 from mplug.nn.moe import MixtureOfExperts
 from mplug.nn.random import key_of, normal
@@ -211,12 +212,22 @@ def fill_slots(model: Model, run: "Run", offers: Iterable[Any]) -> Selection:
         supplier = filled.offer.suppliers[filled.site.slot] if filled.offer else default
         key = (filled.site.role, supplier, *filled.wraps)
         if key not in built:  # one callable a role: a closure a site would recompile every block
-            for wrap in filled.wraps:
-                supplier = wrap.wrap(supplier)
-            built[key] = supplier
+            built[key] = _wrapped(filled, supplier)
         setattr(filled.site.module, attribute, built[key])
     model.slots, model.unit_wraps = selection.filled, selection.units
     return selection
+
+
+def _wrapped(filled: Filled, supplier: Callable[..., Any]) -> Callable[..., Any]:
+    """A supplier in its wraps; attention cores, suppliers and wraps that version 0.1 calls are called as it did."""
+    if filled.site.slot != "Attention.core":
+        for wrap in filled.wraps:
+            supplier = wrap.wrap(supplier)
+        return supplier
+    supplier = arguments.by_specification(supplier)
+    for wrap in filled.wraps:
+        supplier = arguments.wrapped(wrap.wrap, supplier)
+    return supplier if hasattr(filled.site.module, "spec") else arguments.by_arguments(supplier)
 
 
 def wrap_units(model: Model) -> None:

@@ -47,6 +47,12 @@ KIND_OF = {slot: kind for kind, slots in SLOT_KINDS.items() for slot in slots}
 UNIT = "Unit.call"
 """What a `Wrap` names as its slot to go around the call of a unit of the plan: nobody supplies that but the model."""
 
+INVENTED = "what no site needs"
+"""A need that no supplier knows."""
+
+AGAIN = 1000
+"""The layer from which on wraps call again what is inside, with the arguments as they came."""
+
 PLAIN = "plain torch"
 """The label of the default compositions of `mplug.nn`."""
 
@@ -71,7 +77,7 @@ class Site:
 
     `role` is the module's name with indices starred ('blocks.*.attn'): the sites of a role share one supplier.
     `module` is the `mplug.nn` module, on the meta device. `needs` are what a supplier must offer beyond the plain case:
-    for the module's sake ('document_lengths', where micro batches have them; 'full attention') and for that of the
+    for the module's sake (those of an attention's specification: 'document_lengths', 'window') and for that of the
     selected wraps ('log-sum-exp').
     """
 
@@ -114,10 +120,11 @@ def _never(site: Site, run: "Run") -> str:
 class Offer:
     """Suppliers for one slot, or for several of one module at once (a fused norm and gemm).
 
-    `supports` is truthful: capabilities live there and nowhere else. `varies(site, run)` says what about the supplier
-    depends on the layout, or nothing; `note(site, run)` what it will use where it could use several things ('cuDNN'),
-    or nothing. Each supplier is one callable for all sites of a role; it owns no parameter. A plugin that chooses
-    between suppliers makes an offer of each, of which one supports a site. A slot that does not exist is a ValueError.
+    `supports` is truthful: capabilities live there and nowhere else, and it refuses every need of a site that it does
+    not know. `varies(site, run)` says what about the supplier depends on the layout, or nothing; `note(site, run)` what
+    it will use where it could use several things ('cuDNN'), or nothing. Each supplier is one callable for all sites of
+    a role; it owns no parameter. A plugin that chooses between suppliers makes an offer of each, of which one supports
+    a site. A slot that does not exist is a ValueError.
     """
 
     suppliers: Mapping[str, Callable[..., Any]]
@@ -129,15 +136,26 @@ class Offer:
     def __post_init__(self) -> None:
         _refuse_unknown(self.suppliers)
 
+    def answer(self, site: Site, run: "Run") -> bool | str:
+        """What `supports` says of a site: a True of who says it to needs that do not exist means nothing."""
+        answer = self.supports(site, run)
+        if answer is True and site.needs:
+            invented = replace(site, needs=site.needs | {INVENTED})
+            if self.supports(invented, run) is True:
+                return f"the site needs {listed(sorted(site.needs))}, and its 'supports' does not look at site.needs"
+        return answer
+
 
 @dataclass(frozen=True)
 class Wrap:
     """What a plugin puts around whatever fills a slot: `wrap(inner)` returns the wrapped callable.
 
-    `needs` are capabilities that the inner supplier must have (its `supports` is asked, as `site.needs`). Wraps of one
-    slot are applied from the smallest `layer` outwards: 100 is for who divides weights, and so sees a slot's tensors
-    as the weights make them; 50 for who moves them between ranks whole; 0 for who calls the supplier part by part.
-    Layers from 1000 on are for who calls again what is inside (recomputation), whatever that is.
+    `needs` are capabilities that the inner supplier must have (its `supports` is asked, as `site.needs`). `serves` are
+    the needs of a site with which the wrapped callable still computes what the site asks for; a site that needs more is
+    refused. Wraps of one slot are applied from the smallest `layer` outwards: 100 is for who divides weights, and so
+    sees a slot's tensors as the weights make them; 50 for who moves them between ranks whole; 0 for who calls the
+    supplier part by part. Layers from `AGAIN` on are for who calls again what is inside (recomputation), whatever that
+    is, with the arguments as they came: these serve everything.
     `note` says in a word how it goes about it, where it could in several ways. A wrap that is `dispensable` changes no
     result: where the supplier of a wider slot does not call what it wraps, the run does without. A slot that does not
     exist is a ValueError.
@@ -154,6 +172,7 @@ class Wrap:
     plugin: str = ""
     note: str = ""
     dispensable: bool = False
+    serves: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         if self.slot != UNIT:
@@ -163,6 +182,14 @@ class Wrap:
     def told(self) -> str:
         """The plugin's label and the note: 'parallel/NAME (ring)'."""
         return f"{self.plugin} ({self.note})" if self.note else self.plugin
+
+    def answer(self, site: Site, run: "Run") -> bool | str:
+        """What `supports` says of a site, or that the wrap would not serve what the site needs."""
+        answer = self.supports(site, run)
+        lost = sorted(site.needs - self.serves) if self.layer < AGAIN else []
+        if answer is True and lost:
+            return f"the site needs {listed(lost)}, and its wrap does not say that it serves that (Wrap.serves)"
+        return answer
 
 
 @dataclass(frozen=True)
@@ -283,7 +310,7 @@ def _named(offer: Offer, kernels: "Kernels") -> bool:
 
 
 def _wraps_of(site: Site, wraps: list[Wrap], run: "Run") -> tuple[tuple[Wrap, ...], list[Unmet]]:
-    answers = [(wrap, wrap.supports(site, run)) for wrap in wraps if wrap.slot == site.slot]
+    answers = [(wrap, wrap.answer(site, run)) for wrap in wraps if wrap.slot == site.slot]
     around = sorted((wrap for wrap, answer in answers if answer is True), key=lambda wrap: wrap.layer)
     for inner, outer in pairwise(around):
         if inner.layer == outer.layer and inner.plugin != outer.plugin:
@@ -297,7 +324,7 @@ def _wraps_of(site: Site, wraps: list[Wrap], run: "Run") -> tuple[tuple[Wrap, ..
 def _supplier_of(
     site: Site, suppliers: list[Offer], kernels: "Kernels", run: "Run"
 ) -> tuple[Offer | None, list[Unmet]]:
-    answers = [(offer, offer.supports(site, run)) for offer in suppliers if site.slot in offer.suppliers]
+    answers = [(offer, offer.answer(site, run)) for offer in suppliers if site.slot in offer.suppliers]
     able, kind = [offer for offer, answer in answers if answer is True], KIND_OF[site.slot]
     if kind not in kernels.kinds:  # the default kernel fills what nobody else does
         able = [offer for offer in able if offer.plugin != kernels.default] or able

@@ -136,7 +136,7 @@ def test_what_plain_torch_offers_counts_where_no_plugin_does() -> None:
         module = Attention(8, 2, 2, 4, bias=False, qk_norm=False, theta=None)
     site = Site("attn", "Attention.core", module, "attn", frozenset({"document_lengths"}))
     for need, reason in (("log-sum-exp", []), ("biases", ["it does not offer biases"])):
-        wrap = Wrap("Attention.core", lambda inner: inner, 0, frozenset({need}))
+        wrap = Wrap("Attention.core", lambda inner: inner, 0, frozenset({need}), serves=site.needs)
         selection = select([site], [wrap], Kernels(), None)  # type: ignore[arg-type]
         assert [(unmet.plugin, unmet.reason) for unmet in selection.unmet] == [(PLAIN, one) for one in reason]
         assert selection.filled[0].site.needs == {"document_lengths", need}
@@ -147,7 +147,7 @@ def test_a_kernel_hears_what_the_module_needs_beside_what_wraps_need() -> None:
 
     def supports(site: Site, run: object) -> bool:
         asked.append(site.needs)
-        return True
+        return not site.needs - {"document_lengths", "full attention"}
 
     class Kernels:
         kinds: dict[str, str | None] = {}
@@ -159,8 +159,9 @@ def test_a_kernel_hears_what_the_module_needs_beside_what_wraps_need() -> None:
     with torch.device("meta"):
         module = Attention(8, 2, 2, 4, bias=False, qk_norm=False, theta=None, causal=False)
     site = Site("attn", "Attention.core", module, "attn", module.needs("Attention.core", ("document_lengths",)))
-    select([site], [Offer({"Attention.core": attention}, supports, plugin="kernels/fast")], Kernels(), None)  # type: ignore[arg-type]
-    assert asked == [{"document_lengths", "full attention"}]
+    offer = Offer({"Attention.core": attention}, supports, plugin="kernels/fast")
+    assert select([site], [offer], Kernels(), None).filled[0].offer is offer  # type: ignore[arg-type]
+    assert asked[0] == {"document_lengths", "full attention"}
     assert module.needs("Attention.prepare_qk", ("document_lengths",)) == frozenset()
 
 

@@ -2,6 +2,7 @@
 
 import runpy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mplug.nn import Gemm
-from mplug.nn.attention import attention, prepare_qk, prepare_qkv
+from mplug.nn import AttentionInputs, AttentionSpec, Gemm
+from mplug.nn.attention import attention, prepare_qk, prepare_qkv, scaled_dot_product
 from mplug.nn.experts import combine, compute, dispatch
 from mplug.nn.loss import cross_entropy
 from mplug.nn.mlp import activation
@@ -208,7 +209,7 @@ FAULTS = {
         "site.module.scale = site.module.scale * 2\n    if site.needs:",
         "test_supports_is_a_pure_function_with_three_answers",
         (),
-        ("supports is not pure", "scale"),
+        ("supports is not pure", "changes spec"),
     ),
     "a slot is misspelt": Planted(
         '{"Attention.core": partial',
@@ -402,7 +403,38 @@ def first_expert_for_all(rows: Tensor, counts: Tensor, *rest: Any) -> Tensor:
     return compute(rows, torch.zeros_like(counts).index_fill(0, torch.tensor([0]), int(counts.sum())), *rest)
 
 
+def slopes_of_local_heads(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
+    local = inputs._replace(first_head=0, num_heads=q.shape[2])
+    return scaled_dot_product(q, k, v, spec, local if spec.bias else inputs)
+
+
+def sinks_without_gradient(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
+    sinks = None if inputs.sinks is None else inputs.sinks.detach()
+    return scaled_dot_product(q, k, v, spec, inputs._replace(sinks=sinks))
+
+
+def window_of_one_more(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
+    wider = None if spec.window is None else spec.window + 1
+    return scaled_dot_product(q, k, v, replace(spec, window=wider), inputs)
+
+
+def without_a_cap(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
+    return scaled_dot_product(q, k, v, replace(spec, soft_cap=None), inputs)
+
+
 SLOT_FAULTS = {
+    "ALiBi's slopes are those of local heads": (
+        "Attention.core",
+        slopes_of_local_heads,
+        "with ALiBi: the output is off",
+    ),
+    "attention sinks are not trained": (
+        "Attention.core",
+        sinks_without_gradient,
+        "with attention sinks: the gradient of sinks is missing",
+    ),
+    "a window has one position more": ("Attention.core", window_of_one_more, "with a window: the output is off"),
+    "scores are not capped": ("Attention.core", without_a_cap, "with a soft cap: the output is off"),
     "dropped choices are counted": (
         "Experts.dispatch",
         counting_dropped_choices,

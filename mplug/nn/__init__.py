@@ -19,6 +19,7 @@ from mplug.nn.operator import fake, operator
 from mplug.nn.random import Dropout, Jitter
 from mplug.nn.router import Choice, Router
 from mplug.nn.sink import Weights, add_product, add_rows, zero_if_stale
+from mplug.nn.specification import AttentionInputs, AttentionSpec
 from mplug.nn.statistics import add_auxiliary, count
 
 __all__ = [
@@ -28,6 +29,8 @@ __all__ = [
     "NORMAL_TAIL_SLOPE",
     "Activation",
     "Attention",
+    "AttentionInputs",
+    "AttentionSpec",
     "Choice",
     "DotProductAttention",
     "Dropout",

@@ -4,6 +4,7 @@ B batch, S query length, T key length, D embed, H query heads, G KV heads, K hea
 """
 
 from collections.abc import Callable, Container
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -12,11 +13,60 @@ from torch.nn import functional as F
 
 from mplug.nn.linear import Linear
 from mplug.nn.operator import fake, operator
-from mplug.nn.parts import PLAIN_PARTS, numbered, with_parts
+from mplug.nn.parts import PLAIN_PARTS, with_parts
 from mplug.nn.random import mix, uniform
+from mplug.nn.specification import (
+    DOCUMENTS,
+    FULL,
+    KNOWN,
+    LOG_SUM_EXP,
+    NO_INPUTS,
+    AttentionInputs,
+    AttentionSpec,
+    bias_of,
+    unseen,
+)
 
-DOCUMENTS, FULL = "document_lengths", "full attention"
-"""What a site may need of its attention core, beside 'log-sum-exp'."""
+
+def scaled_dot_product(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs = NO_INPUTS
+) -> Tensor:
+    """Attention as `spec` says: the default of the slot `Attention.core`, which serves whatever has a name in it.
+
+    q [B, S, H, K], k [B, T, G, K] and v [B, T, G, V] with G dividing H -> [B, S, H, V]. `mplug.nn.AttentionSpec` says
+    what may be asked for, and `mplug.nn.AttentionInputs` which tensors come with it. A site's needs are `spec.needs`,
+    and a supplier's `supports` refuses every need that it does not know.
+
+    A supplier that offers 'log-sum-exp' has an attribute `parts` (`mplug.nn.parts.AttentionParts`), for who calls it
+    part by part.
+    """
+    heads, groups, length = q.shape[2], k.shape[2], (q.shape[1], k.shape[1])
+    k, v = (x.repeat_interleave(heads // groups, dim=2) for x in (k, v))
+    scores = torch.einsum("bshk,bthk->bhst", q, k) * spec.scale
+    if spec.soft_cap is not None:
+        scores = spec.soft_cap * (scores / spec.soft_cap).tanh()
+    bias = bias_of(spec, inputs, heads, *length, q.device)
+    if bias is not None:
+        scores = scores + bias.to(scores.dtype)
+    for mask in unseen(spec, inputs, *length, q.device):
+        scores = scores.masked_fill(mask, float("-inf"))
+    weights = scores.softmax(dim=-1) if inputs.sinks is None else _softmax_with_sinks(scores, inputs.sinks)
+    if spec.dropout > 0 and inputs.keys is not None:
+        first = inputs.first_head
+        rows = mix(inputs.keys[:, None] + torch.arange(first, first + heads, device=q.device))  # [B, H]
+        rows = mix(rows[..., None] + torch.arange(length[0], device=q.device))  # [B, H, S]
+        kept = uniform(rows[..., None], torch.arange(length[1], device=q.device)) >= spec.dropout
+        weights = weights * kept / (1 - spec.dropout)
+    return torch.einsum("bhst,bthk->bshk", weights, v)
+
+
+with_parts(scaled_dot_product, PLAIN_PARTS).offers = KNOWN | {LOG_SUM_EXP}  # type: ignore[attr-defined]
+
+
+def _softmax_with_sinks(scores: Tensor, sinks: Tensor) -> Tensor:
+    """Scores [B, H, S, T] and each head's score for nothing [H] -> weights [B, H, S, T], whose sums are below 1."""
+    nothing = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+    return torch.cat((scores, nothing), dim=-1).softmax(dim=-1)[..., :-1]
 
 
 def attention(
@@ -31,40 +81,16 @@ def attention(
     document_lengths: Tensor | None = None,
     causal: bool = True,
 ) -> Tensor:
-    """softmax(scale q kᵀ) v under a causal mask: the default of the slot `Attention.core`.
+    """Attention by keyword arguments, as version 0.1 called it; for what these cannot say: `scaled_dot_product`.
 
-    q [B, S, H, K], k and v [B, T, G, K] with G dividing H -> [B, S, H, K]. `dropout` is the probability with which a
-    weight is dropped, by a mask that is a function of `keys` [B], head (the first is `first_head`) and positions.
-
-    Two arguments come only to who says that it offers them, where the site needs them: 'document_lengths' [B, M],
-    int64, of samples that are packed: they add up to S in the order of the documents, zeros fill up, and no query sees
-    another document's keys; and `causal` False ('full attention'). A supplier that offers 'log-sum-exp' has an
-    attribute `parts` (`mplug.nn.parts.AttentionParts`), for who calls it part by part.
+    q [B, S, H, K], k and v [B, T, G, K] with G dividing H -> [B, S, H, K].
     """
-    heads, groups = q.shape[2], k.shape[2]
-    k, v = (x.repeat_interleave(heads // groups, dim=2) for x in (k, v))
-    scores = torch.einsum("bshk,bthk->bhst", q, k) * scale
-    if causal:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(future, float("-inf"))
-    if document_lengths is not None:
-        scores = scores.masked_fill(~same_document(document_lengths, q.shape[1]), float("-inf"))
-    weights = scores.softmax(dim=-1)
-    if dropout > 0 and keys is not None:
-        rows = mix(keys[:, None] + torch.arange(first_head, first_head + heads, device=q.device))  # [B, H]
-        rows = mix(rows[..., None] + torch.arange(q.shape[1], device=q.device))  # [B, H, S]
-        kept = uniform(rows[..., None], torch.arange(k.shape[1], device=q.device)) >= dropout
-        weights = weights * kept / (1 - dropout)
-    return torch.einsum("bhst,bthk->bshk", weights, v)
+    named: dict[str, Any] = {"causal": causal, "documents": document_lengths is not None, "dropout": dropout}
+    spec = AttentionSpec(scale, q.shape[3], v.shape[3], **named)
+    return scaled_dot_product(q, k, v, spec, AttentionInputs(keys, document_lengths, first_head=first_head))
 
 
-with_parts(attention, PLAIN_PARTS).offers = frozenset({"log-sum-exp", DOCUMENTS, FULL})  # type: ignore[attr-defined]
-
-
-def same_document(document_lengths: Tensor, length: int) -> Tensor:
-    """Which positions are in one document: lengths [B, M] -> [B, 1, S, S], made for one call and kept nowhere."""
-    numbers = numbered(document_lengths, length)  # [B, S]
-    return (numbers[:, :, None] == numbers[:, None, :])[:, None]
+with_parts(attention, PLAIN_PARTS).offers = frozenset({LOG_SUM_EXP, DOCUMENTS, FULL})  # type: ignore[attr-defined]
 
 
 @operator("mplug::rotations")
@@ -150,9 +176,10 @@ def prepare_qkv(
 class DotProductAttention(nn.Module):
     """Attention between its projections, for blocks that fuse these with others. `theta` None: no rotary positions.
 
-    `causal` False lets queries see later keys.
+    `causal` False lets queries see later keys; `window`, `soft_cap` and `bias` are as in `AttentionSpec`. With `sinks`,
+    every head has a parameter `sinks`.
     `num_heads`, `num_kv_heads` and `head_dim` are the whole model's, whatever a rank has of it: what whoever would fill
-    or wrap a slot may ask of a site.
+    or wrap a slot may ask of a site, beside `spec`.
     """
 
     SLOTS: ClassVar[tuple[str, ...]] = ("Attention.core", "Attention.prepare_qk")
@@ -169,23 +196,53 @@ class DotProductAttention(nn.Module):
         dropout: float = 0.0,
         eps: float = 1e-5,
         causal: bool = True,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: bool = False,
+        bias: str = "",
     ) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.theta, self.dropout, self.eps, self.scale = theta, dropout, eps, head_dim**-0.5
-        self.causal = causal
+        self.theta, self.eps = theta, eps
+        masks: dict[str, Any] = {"causal": causal, "window": window}
+        self.spec = AttentionSpec(
+            head_dim**-0.5, head_dim, head_dim, **masks, soft_cap=soft_cap, sinks=sinks, bias=bias, dropout=dropout
+        )
         self.q_norm = nn.Parameter(torch.empty(head_dim)) if qk_norm else None
         self.k_norm = nn.Parameter(torch.empty(head_dim)) if qk_norm else None
+        self.sinks = nn.Parameter(torch.empty(num_heads)) if sinks else None
         self.register_buffer("site", torch.zeros((), dtype=torch.int64), persistent=False)
-        self.core = attention
+        self.core = scaled_dot_product
         self.prepare_qk = prepare_qk
+
+    @property
+    def scale(self) -> float:
+        """What scores are multiplied by."""
+        return self.spec.scale
+
+    @scale.setter
+    def scale(self, scale: float) -> None:
+        self.spec = replace(self.spec, scale=scale)
+
+    @property
+    def dropout(self) -> float:
+        """The probability with which a weight is dropped in training."""
+        return self.spec.dropout
+
+    @dropout.setter
+    def dropout(self, dropout: float) -> None:
+        self.spec = replace(self.spec, dropout=dropout)
+
+    @property
+    def causal(self) -> bool:
+        """Whether no query sees a later key."""
+        return self.spec.causal
 
     def needs(self, slot: str, entries: Container[str]) -> frozenset[str]:
         """What a supplier of a slot must offer here, where micro batches have these optional entries."""
         if slot != "Attention.core":
             return frozenset()
-        wanted = {DOCUMENTS: DOCUMENTS in entries, FULL: not self.causal}
-        return frozenset(need for need, is_wanted in wanted.items() if is_wanted)
+        return replace(self.spec, documents=DOCUMENTS in entries).needs
 
     def attend(
         self,
@@ -201,13 +258,11 @@ class DotProductAttention(nn.Module):
         return self._mixed(q, k, v, keys, document_lengths)
 
     def _mixed(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, document_lengths: Tensor | None) -> Tensor:
-        dropout = self.dropout if self.training else 0.0
-        named: dict[str, Any] = {} if document_lengths is None else {DOCUMENTS: document_lengths}
-        if not self.causal:
-            named["causal"] = False
-        return self.core(
-            q, k, v, scale=self.scale, dropout=dropout, keys=mix(keys ^ self.site) if dropout else None, **named
-        )
+        dropout = self.spec.dropout if self.training else 0.0
+        spec = replace(self.spec, documents=document_lengths is not None, dropout=dropout)
+        drawn = mix(keys ^ self.site) if dropout else None
+        inputs = AttentionInputs(drawn, document_lengths, self.sinks, num_heads=self.num_heads)
+        return self.core(q, k, v, spec, inputs)
 
 
 class Attention(DotProductAttention):
@@ -228,8 +283,13 @@ class Attention(DotProductAttention):
         dropout: float = 0.0,
         eps: float = 1e-5,
         causal: bool = True,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: bool = False,
+        attention_bias: str = "",
     ) -> None:
-        named: dict[str, Any] = {"theta": theta, "dropout": dropout, "eps": eps, "causal": causal}
+        named: dict[str, Any] = {"theta": theta, "dropout": dropout, "eps": eps, "causal": causal, "window": window}
+        named |= {"soft_cap": soft_cap, "sinks": sinks, "bias": attention_bias}
         super().__init__(num_heads, num_kv_heads, head_dim, qk_norm=qk_norm, **named)
         self.qkv = Linear(dim, (num_heads + 2 * num_kv_heads) * head_dim, bias)
         self.out = Linear(num_heads * head_dim, dim, bias)

@@ -1,4 +1,4 @@
-"""What an attention core offers beyond the plain case, checked against the plain composition in fp64.
+"""Attention cores and their parts, checked against those of the plain composition in fp64.
 
 Functions return what is wrong as a sentence, the empty string where nothing is. B batch, S queries, T keys, H query
 heads, G KV heads, K head dim.
@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mplug.nn.attention import attention
+from mplug.nn import AttentionInputs, AttentionSpec
+from mplug.nn.attention import scaled_dot_product
 from mplug.nn.parts import PLAIN_PARTS, AttentionParts, Lengths
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -55,25 +56,18 @@ class Setting:
         return not bool(far <= TOLERANCE[self.dtype] * exact[finite].abs().max().clamp(min=1))
 
 
-def documents_fault(core: Callable[..., Tensor], setting: Setting) -> str:
-    """A core that does not keep to documents, forward or backward."""
-    return _core_fault(core, setting, "with documents", document_lengths=setting.lengths(*LENGTHS))
-
-
-def full_fault(core: Callable[..., Tensor], setting: Setting) -> str:
-    """A core that cannot do without a causal mask."""
-    return _core_fault(core, setting, "without a causal mask", causal=False)
-
-
-def _core_fault(core: Callable[..., Tensor], setting: Setting, how: str, **named: Any) -> str:
-    inputs, gradient = setting.qkv(), setting.drawn(4, LENGTH, setting.num_heads)
+def core_fault(core: Callable[..., Tensor], setting: Setting, **asked: Any) -> str:
+    """A core that does not compute what a specification asks for: `causal`, `documents`."""
+    spec = AttentionSpec(0.4, setting.head_dim, setting.head_dim, **asked)
+    inputs = AttentionInputs(document_lengths=setting.lengths(*LENGTHS) if spec.documents else None)
+    qkv, gradient = setting.qkv(), setting.drawn(4, LENGTH, setting.num_heads)
     outcomes = []
-    for call, dtype in ((core, setting.dtype), (attention, torch.float64)):
-        leaves = [x.to(dtype).requires_grad_() for x in inputs]
-        output = call(*leaves, scale=0.4, **named)
+    for call, dtype in ((core, setting.dtype), (scaled_dot_product, torch.float64)):
+        q, k, v = leaves = [x.to(dtype).requires_grad_() for x in qkv]
+        output = call(q, k, v, spec, inputs)
         outcomes.append((output.detach(), *torch.autograd.grad(output, leaves, gradient.to(dtype))))
     found, exact = outcomes
-    return _first_off(setting, ("the output", "dq", "dk", "dv"), found, exact, how)
+    return _first_off(setting, ("the output", "dq", "dk", "dv"), found, exact)
 
 
 def parts_fault(parts: AttentionParts, setting: Setting, packed: bool) -> str:

@@ -45,6 +45,9 @@ class KernelSuite(PluginSuite):
     that of plain torch in the same type. `deterministic` and `compiles` say whether the same call gives the same bits,
     and whether it traces into one graph; False skips those tests. `capabilities` are what wraps may ask for: where
     `supports` grants one, override `check_capability`.
+
+    A kernel whose attention core is another function than softmax attention names, in `computes`, the need by which
+    sites ask for it, and overrides `reference`; `settings` then name a model that has such sites.
     """
 
     kind = "kernels"
@@ -52,7 +55,15 @@ class KernelSuite(PluginSuite):
     error_factor: ClassVar[float] = 4.0
     deterministic: ClassVar[bool] = True
     compiles: ClassVar[bool] = True
-    capabilities: ClassVar[tuple[str, ...]] = ("log-sum-exp", "document_lengths", "full attention")
+    capabilities: ClassVar[tuple[str, ...]] = ("log-sum-exp",)
+    computes: ClassVar[str] = ""
+
+    def reference(self, q: Any, k: Any, v: Any, spec: Any, inputs: Any) -> Any:
+        """What the core is compared with, in fp64, where it is not softmax attention; differentiable, in plain torch.
+
+        q [B, S, H, K], k [B, T, G, K], v [B, T, G, V], an `AttentionSpec` and `AttentionInputs` -> [B, S, H, V].
+        """
+        raise NotImplementedError(f"'{self.plugin}' computes '{self.computes}'; override 'reference'")
 
     @classmethod
     def naming(cls) -> dict[str, Any]:
@@ -72,17 +83,11 @@ class KernelSuite(PluginSuite):
     def check_capability(self, need: str, site: Site, offer: Offer) -> None:
         """Raise Fault unless the offer has a capability that it grants to a site.
 
-        Those of attention are checked here; others are the author's to write.
+        The log-sum-exp of attention is checked here; others are the author's to write.
         """
-        from mplug.testing.capabilities import documents_fault, full_fault
-
-        core = offer.suppliers[site.slot]
+        core, found = offer.suppliers[site.slot], ""
         if need == "log-sum-exp" and hasattr(core, "parts"):
             found = self._parts_fault(core.parts, site, offer)
-        elif need == "document_lengths":
-            found = documents_fault(core, self._setting(site))
-        elif need == "full attention":
-            found = full_fault(core, self._setting(site))
         else:
             found = "nothing shows that it has that; let it say otherwise, or override check_capability"
         require(not found, f"its supports says True to a site that needs '{need}', and {found}")
@@ -131,11 +136,24 @@ class KernelSuite(PluginSuite):
         """A wrap that needs what nobody has must not get a supplier that ignores it."""
         run, offers = self._offered()
         for offer, case, site in self._sites(offers):
-            wanting = replace(site, needs=frozenset({UNKNOWN}))
+            wanting = replace(site, needs=site.needs | {UNKNOWN})
             require(
                 _answer(offer, wanting, run) is not True,
                 f"supports says True to {_named(case, site)} with an unknown need, '{UNKNOWN}'; "
                 f"refuse every need in site.needs that you do not offer",
+            )
+
+    @smoke
+    def test_it_refuses_sites_that_ask_for_another_function(self) -> None:
+        """A core that is no softmax attention must not fill a site that does not ask for what it computes."""
+        if not self.computes:
+            raise SkipTest(f"'{self.plugin}' computes softmax attention, or none")
+        run, offers = self._offered()
+        for offer, case, site in self._sites(offers):
+            plain = replace(site, needs=case.needs - {self.computes})
+            require(
+                site.slot != "Attention.core" or _answer(offer, plain, run) is not True,
+                f"supports says True to {_named(case, site)}, which does not need '{self.computes}'",
             )
 
     @smoke
@@ -215,9 +233,9 @@ class KernelSuite(PluginSuite):
     def test_it_has_the_capabilities_that_it_grants(self) -> None:
         """Those that `supports` says True to."""
         run, offers = self._offered()
-        for offer, _, site in self._sites(offers):
-            for need in self.capabilities:
-                wanting = replace(site, needs=frozenset({need}))
+        for offer, case, site in self._sites(offers):
+            for need in () if case.needs - {self.computes} else self.capabilities:
+                wanting = replace(site, needs=site.needs | {need})
                 if _answer(offer, wanting, run) is True:
                     self.check_capability(need, wanting, offer)
 
@@ -254,10 +272,12 @@ class KernelSuite(PluginSuite):
         from mplug.testing.kernel_cases import cases
 
         for case in cases():
+            if self.computes and "Attention.core" in case.slots:
+                case = replace(case, needs=case.needs | {self.computes}, truth={"Attention.core": self.reference})
             for offer in offers:
                 for slot in case.slots:
                     if slot in offer.suppliers:
-                        yield offer, case, Site("blocks.*.part", slot, case.module, "blocks.0.part")
+                        yield offer, case, Site("blocks.*.part", slot, case.module, "blocks.0.part", case.needs)
 
     def _trials(self, dtype: str, only: str | None = None) -> "list[Trial]":
         """What it says that it can do in a type; a slot of which nothing is left in any of `dtypes` is a Fault."""

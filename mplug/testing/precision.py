@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mplug.nn.attention import attention
+from mplug.nn import AttentionInputs, AttentionSpec
+from mplug.nn.attention import scaled_dot_product
 
 Core = Callable[..., Tensor]
 
@@ -38,8 +39,8 @@ def attention_errors(
     The inputs are parts of one tensor, as a packed projection gives them, and new at every call.
     """
     packed, gradient = heads.drawn(device, dtype)
-    exact = _given(attention, heads, packed.double(), gradient.double())
-    found, plain = (_given(one, heads, packed, gradient) for one in (core, attention))
+    exact = _given(scaled_dot_product, heads, packed.double(), gradient.double())
+    found, plain = (_given(one, heads, packed, gradient) for one in (core, scaled_dot_product))
     return {name: (_relative(found[name], right), _relative(plain[name], right)) for name, right in exact.items()}
 
 
@@ -47,7 +48,8 @@ def _given(core: Core, heads: Heads, packed: Tensor, gradient: Tensor) -> dict[s
     """The output, and the gradients of q, k and v."""
     leaf = packed.clone().requires_grad_()
     widths = (heads.h, heads.g, heads.g)
-    output = core(*leaf.split(widths, dim=2), scale=heads.k**-0.5)
+    spec = AttentionSpec(heads.k**-0.5, heads.k, heads.k)
+    output = core(*leaf.split(widths, dim=2), spec, AttentionInputs())
     output.backward(gradient)
     assert leaf.grad is not None
     return {"output": output.detach(), **dict(zip(("dq", "dk", "dv"), leaf.grad.split(widths, dim=2), strict=True))}

@@ -270,7 +270,7 @@ class Trial:
         """
         products: list[int] = []
 
-        def nothing(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+        def nothing(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
             products.append(q.shape[2] * (q.shape[3] + v.shape[3]))
             return q.new_zeros(*q.shape[:3], v.shape[3])
 

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mplug.nn import Attention
+from mplug.nn import Attention, AttentionInputs, AttentionSpec
+from mplug.nn.arguments import by_specification
 from mplug.nn.attention import prepare_qk
+from mplug.nn.specification import ALIBI, RELATIVE
 from mplug.testing.kernel_cases.case import Case, Drawn, Suppliers, Tensors
 
 
@@ -36,6 +38,41 @@ def _attention_cores() -> Iterator[Case]:
     yield _core("first_head and no dropout", 2, 16, 4, 4, 8, first_head=4)
     yield _core("dropout by the samples' keys", 2, 16, 4, 2, 8, dropout=0.25)
     yield _core("dropout with heads numbered from first_head", 2, 16, 4, 2, 8, dropout=0.25, first_head=4)
+    yield from _specified()
+
+
+def _specified() -> Iterator[Case]:
+    """What more a specification may ask for, each alone and some together, of the second half of the model's heads."""
+    half = {"first_head": 4}
+    yield _core("no causal mask", 2, 13, 4, 2, 8, causal=False, **half)
+    yield _core("documents", 2, 13, 4, 2, 8, documents=True, **half)
+    yield _core("documents and no causal mask", 2, 13, 4, 2, 8, documents=True, causal=False, **half)
+    yield _core("no causal mask and heads of 64", 2, 13, 4, 2, 64, causal=False, **half)
+    yield _core("documents and heads of 64", 2, 13, 4, 2, 64, documents=True, **half)
+    yield _core("a window", 2, 13, 4, 2, 8, window=4, **half)
+    yield _core("a window and no causal mask", 2, 13, 4, 2, 8, window=4, causal=False, **half)
+    yield _core("a window in documents", 2, 13, 4, 2, 8, window=3, documents=True, **half)
+    yield _core("a window of one position", 2, 13, 4, 2, 8, window=1, **half)
+    yield _core("a soft cap", 2, 13, 4, 2, 8, scale=1.0, soft_cap=2.0, **half)
+    yield _core("a soft cap and a window", 2, 13, 4, 2, 8, scale=1.0, soft_cap=2.0, window=4, **half)
+    yield _core("attention sinks", 2, 13, 4, 2, 8, sinks=True, **half)
+    yield _core("attention sinks and a window", 2, 13, 4, 2, 8, sinks=True, window=4, **half)
+    yield _core("ALiBi", 2, 13, 4, 2, 8, bias=ALIBI, **half)
+    yield _core("ALiBi of six heads", 2, 13, 3, 3, 8, bias=ALIBI, first_head=3)
+    yield _core("ALiBi and no causal mask", 2, 13, 4, 2, 8, bias=ALIBI, causal=False, **half)
+    yield _core("a relative bias", 2, 13, 4, 2, 8, bias=RELATIVE, **half)
+    yield _core(
+        "a relative bias, documents and no causal mask", 2, 13, 4, 2, 8, bias=RELATIVE, documents=True, causal=False
+    )
+    yield _core("values wider than keys", 2, 13, 4, 2, 8, value_width=16, **half)
+    yield _core("keys wider than values", 2, 13, 4, 2, 24, value_width=8, **half)
+    yield _core("more keys than queries", 2, 5, 4, 2, 8, more_keys=4, **half)
+    yield _core("more keys than queries and no causal mask", 2, 5, 4, 2, 8, more_keys=4, causal=False, **half)
+
+
+DOCUMENTS_OF_13 = ((5, 1, 7, 0), (13, 0, 0, 0))
+"""Documents of two samples; a zero fills up."""
+REACH = 3
 
 
 def _core(
@@ -46,24 +83,39 @@ def _core(
     g: int,
     k: int,
     scale: float | None = None,
-    dropout: float = 0.0,
     offset: float = 0.0,
-    **named: Any,
+    first_head: int = 0,
+    value_width: int | None = None,
+    more_keys: int = 0,
+    **asked: Any,
 ) -> Case:
-    drawn = Drawn(s + h + g + k)
-    inputs = {"q": drawn.normal(b, s, h, k), "k": drawn.normal(b, s, g, k), "v": drawn.normal(b, s, g, k)}
+    spec = AttentionSpec(scale or k**-0.5, k, value_width or k, own_key_length=more_keys > 0, **asked)
+    drawn, t = Drawn(s + h + g + k), s + more_keys
+    inputs = {
+        "q": drawn.normal(b, s, h, k),
+        "k": drawn.normal(b, t, g, k),
+        "v": drawn.normal(b, t, g, spec.value_width),
+    }
     if offset:  # every score is about `offset` K, and their differences are small
         inputs |= {"q": 1 + 0.1 * inputs["q"], "k": offset + 0.3 * inputs["k"]}
-    if dropout:
+    if spec.dropout:
         inputs["keys"] = drawn.integers(1 << 60, b)
-    named |= {"scale": k**-0.5 if scale is None else scale, "dropout": dropout}
+    if spec.documents:
+        inputs["document_lengths"] = torch.tensor(DOCUMENTS_OF_13, device="cpu")
+    if spec.sinks:
+        inputs["sinks"] = drawn.normal(h)
+    if spec.bias == RELATIVE:
+        inputs["bias_table"] = drawn.normal(h, 2 * REACH + 1)
 
     def bind(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:
-        core = suppliers["Attention.core"]
-        return lambda: {"output": core(x["q"], x["k"], x["v"], keys=x.get("keys"), **named)}
+        core = by_specification(suppliers["Attention.core"])
+        keys, lengths, sinks, table = map(x.get, ("keys", "document_lengths", "sinks", "bias_table"))
+        given = AttentionInputs(keys, lengths, sinks, table, first_head, h + first_head)
+        return lambda: {"output": core(x["q"], x["k"], x["v"], spec, given)}
 
-    module = Attention(h * k, h, g, k, bias=False, qk_norm=False, theta=None, dropout=dropout)
-    return Case(("Attention.core",), name, module, inputs, bind)
+    module = Attention(h * k, h, g, k, bias=False, qk_norm=False, theta=None)
+    module.spec = spec
+    return Case(("Attention.core",), name, module, inputs, bind, spec.needs)
 
 
 def _prepared_qk() -> Iterator[Case]:

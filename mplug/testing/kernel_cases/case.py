@@ -1,13 +1,14 @@
 """What a case is, and the numbers that its inputs are drawn from."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mplug.nn import Attention
+from mplug.nn.specification import FULL, KEY_LENGTH
 
 Suppliers = Mapping[str, Callable[..., Any]]
 Tensors = Mapping[str, Tensor]
@@ -21,7 +22,8 @@ class Case:
     """One call of a slot.
 
     `module` is the module of the site, on the meta device. `inputs` are integers, and fp64 numbers that are rounded to
-    the type that is tried. `bind(suppliers, inputs)` returns the call: a function that gives outputs by name.
+    the type that is tried. `bind(suppliers, inputs)` returns the call: a function that gives outputs by name. `needs`
+    are the site's; `truth` is what a supplier is compared with, where that is not what `mplug.nn` has in the slots.
     """
 
     slots: tuple[str, ...]
@@ -29,11 +31,18 @@ class Case:
     module: nn.Module
     inputs: Tensors
     bind: Callable[[Suppliers, Tensors], Callable[[], dict[str, Tensor]]]
+    needs: frozenset[str] = frozenset()
+    truth: Suppliers = field(default_factory=dict)
 
     @property
     def plain(self) -> Suppliers:
-        """What `mplug.nn` has in the slots."""
-        return {slot: getattr(self.module, slot.rpartition(".")[2]) for slot in self.slots}
+        """What a supplier is compared with, by slot."""
+        return {slot: getattr(self.module, slot.rpartition(".")[2]) for slot in self.slots} | dict(self.truth)
+
+    @property
+    def causal(self) -> bool:
+        """Whether it is attention in which query n sees the first n keys at most."""
+        return isinstance(self.module, Attention) and not self.needs & {FULL, KEY_LENGTH}
 
     @property
     def dropout(self) -> float:

@@ -1,6 +1,7 @@
 """Flash: which version it chooses, what it refuses, and what it calls. Its numbers are a GPU's to show."""
 
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,15 +18,17 @@ from torch import Tensor
 
 from mplug import Offer, Site
 from mplug.cli import main
-from mplug.nn.attention import attention
+from mplug.nn import AttentionInputs, AttentionSpec
+from mplug.nn.attention import scaled_dot_product
 from mplug.nn.parts import PLAIN_PARTS, parts_of
 from mplug.testing import KernelSuite
-from mplug.testing.capabilities import Setting, documents_fault, full_fault, parts_fault
+from mplug.testing.capabilities import Setting, core_fault, parts_fault
 from mplug.testing.harness import train_steps
 from mplug.testing.precision import Heads, attention_errors
 
 quiet = pytest.mark.filterwarnings("ignore")
 """What flash-attn and compilers warn of is not the supplier's to answer for."""
+SPEC = AttentionSpec(0.3, 8, 8)
 HEADS_OF_64 = {"model.hidden_size": 128, "model.num_attention_heads": 2, "model.num_kv_heads": 1}
 
 
@@ -219,13 +222,13 @@ def test_the_fourth_version_is_called_with_a_causal_mask_and_no_window(
         torch.compiler.reset()
         call = torch.compile(call, backend="aot_eager", fullgraph=True)
     with catch_warnings(action="ignore"):
-        output = call(*leaf.split((4, 2, 2), dim=2), scale=0.3)
+        output = call(*leaf.split((4, 2, 2), dim=2), SPEC, AttentionInputs())
         (found,) = torch.autograd.grad(output, leaf, gradient)
     assert [name for name, _ in fake.calls] == ["forward", "backward"]
     assert fake.calls[0][1] == {"softmax_scale": 0.3, "causal": True, "return_lse": True}
     assert fake.calls[1][1] == {"softmax_scale": 0.3, "causal": True, "deterministic": deterministic}
     assert output.is_contiguous()
-    exact = attention(*leaf.split((4, 2, 2), dim=2), scale=0.3)
+    exact = scaled_dot_product(*leaf.split((4, 2, 2), dim=2), SPEC)
     torch.testing.assert_close(output, exact)
     right = torch.autograd.grad(exact, leaf, gradient)[0]
     torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)  # the sums between them are fp32
@@ -288,8 +291,8 @@ def fake_of_stretches(monkeypatch: pytest.MonkeyPatch) -> FakeOfStretches:
 def test_the_fourth_version_keeps_to_documents_and_computes_parts(heads: tuple[int, int, int]) -> None:
     setting, call = Setting(*heads, torch.float32, "cpu"), core(4, False)
     with catch_warnings(action="ignore"):
-        assert full_fault(call, setting) == ""
-        assert documents_fault(call, setting) == ""
+        assert core_fault(call, setting, causal=False) == ""
+        assert core_fault(call, setting, documents=True) == ""
     assert parts_fault(parts_of(call), setting, packed=True) == ""
 
 
@@ -315,7 +318,7 @@ def test_older_versions_are_told_where_documents_begin(
     monkeypatch.setitem(sys.modules, module, SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
     packed, lengths = drawn(2, 5, 8, 8), torch.tensor([[2, 3, 0], [1, 1, 3]])
     q, k, v = packed.split((4, 2, 2), dim=2)
-    assert torch.equal(core(version, False)(q, k, v, scale=0.3, document_lengths=lengths), q)
+    assert torch.equal(core(version, False)(q, k, v, replace(SPEC, documents=True), AttentionInputs(None, lengths)), q)
     of_q, of_k, begins, same, *longest = heard[0]
     assert (of_q, of_k, longest) == ((10, 4, 8), (10, 2, 8), [5, 5, True])
     assert begins is same
@@ -335,15 +338,9 @@ def test_older_versions_are_called_with_a_causal_mask_and_no_window(
 
     monkeypatch.setitem(sys.modules, module, SimpleNamespace(flash_attn_func=flash_attn_func))
     q = drawn(2, 5, 4, 8)
-    assert core(version, True)(q, q, q, scale=0.3, dropout=0.25) is q
+    assert core(version, True)(q, q, q, replace(SPEC, dropout=0.25), AttentionInputs()) is q
     dropout = {"dropout_p": 0.25} if version == 2 else {}
     assert heard == [{"softmax_scale": 0.3, "causal": True, "deterministic": True, **dropout}]
-
-
-@pytest.mark.usefixtures("fake")
-def test_other_lengths_of_keys_are_refused_whose_mask_would_be_another() -> None:
-    with pytest.raises(ValueError, match="5 queries and 7 keys"):
-        core(4, False)(drawn(2, 5, 4, 8), drawn(2, 7, 4, 8), drawn(2, 7, 4, 8), scale=0.3)
 
 
 def test_all_sites_share_one_callable_of_a_version() -> None:
@@ -420,7 +417,8 @@ def test_a_deterministic_backward_gives_the_same_bits(version: int) -> None:
     found = []
     for _ in range(3):
         leaf = packed.clone().requires_grad_()
-        core(version, True)(*leaf.split((8, 2, 2), dim=2), scale=0.1).backward(gradient)
+        spec = AttentionSpec(0.1, heads.k, heads.k)
+        core(version, True)(*leaf.split((8, 2, 2), dim=2), spec, AttentionInputs()).backward(gradient)
         found.append(leaf.grad)
     assert all(torch.equal(one, found[0]) for one in found[1:])
 
@@ -435,8 +433,8 @@ def test_parts_and_documents_on_a_gpu_are_those_of_the_composition_in_fp64(
 ) -> None:
     served(4, heads[2])
     setting, call = Setting(*heads, torch.bfloat16, "cuda"), core(4, deterministic)
-    assert full_fault(call, setting) == ""
-    assert documents_fault(call, setting) == ""
+    assert core_fault(call, setting, causal=False) == ""
+    assert core_fault(call, setting, documents=True) == ""
     assert parts_fault(parts_of(call), setting, packed=True) == ""
 
 

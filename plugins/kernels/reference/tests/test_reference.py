@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mplug import Offer, Site
+from mplug.nn import AttentionInputs, AttentionSpec
 from mplug.testing import KernelSuite
 
 B, S, H, K, D, V = 2, 6, 2, 8, 16, 11
@@ -62,7 +63,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_attention_is_computed_in_fp32_and_returned_in_the_dtype_that_came_in(dtype: torch.dtype) -> None:
     q, k, v = (drawn(B, S, H, K, seed=seed, dtype=dtype) for seed in range(3))
-    y = call("Attention.core", q, k, v, scale=0.3, dropout=0.0, keys=None)
+    y = call("Attention.core", q, k, v, AttentionSpec(0.3, K, K), AttentionInputs())
     assert y.dtype is dtype
     exact = attend(q.double(), k.double(), v.double(), 0.3)
     # Computed in fp32, then rounded once: half a unit in the last place of the result.
@@ -73,7 +74,7 @@ def test_gradients_are_computed_in_fp32_too() -> None:
     q, k, v = (drawn(B, S, H, K, seed=seed).requires_grad_() for seed in range(3))
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
     grad = drawn(B, S, H, K, seed=5)
-    call("Attention.core", q, k, v, scale=0.3).backward(grad)
+    call("Attention.core", q, k, v, AttentionSpec(0.3, K, K), AttentionInputs()).backward(grad)
     attend(*exact, 0.3).backward(grad.double())
     for ours, right in zip((q, k, v), exact, strict=True):
         assert ours.grad.dtype is torch.bfloat16

@@ -1,6 +1,7 @@
 """SDPA: what it claims, what it chooses, and what it says about itself. Its numbers are the suite's to judge."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from warnings import catch_warnings
@@ -14,11 +15,12 @@ from mplug_sdpa.limits import OFFERED
 
 from mplug import Offer, Site
 from mplug.cli import main
-from mplug.nn.attention import attention
+from mplug.nn import AttentionInputs, AttentionSpec
 from mplug.testing import KernelSuite
-from mplug.testing.capabilities import Setting, documents_fault, full_fault, parts_fault
+from mplug.testing.capabilities import Setting, core_fault, parts_fault
 from mplug.testing.precision import Heads, attention_errors
 
+SPEC = AttentionSpec(0.5, 8, 8)
 BACKENDS = ("cudnn", "flash", "efficient", "math")
 
 
@@ -259,7 +261,7 @@ def test_parts_of_one_tensor_reach_an_operator_without_a_copy_and_what_it_gives_
 ) -> None:
     packed = torch.randn(2, 16, 12, 8)
     q, k, v = packed.split((4, 4, 4), dim=2)
-    output = CORES[backend](q, k, v, scale=0.5)
+    output = CORES[backend](q, k, v, SPEC, AttentionInputs())
     given = operators[backend]
     assert [x.data_ptr() for x in given[:3]] == [q.data_ptr(), k.data_ptr(), v.data_ptr()]
     assert [x.shape for x in given[:3]] == [(2, 4, 16, 8)] * 3
@@ -273,7 +275,7 @@ def test_operators_are_asked_for_a_causal_mask_and_for_the_dropout(
     backend: str, operators: dict[str, tuple[Any, ...]]
 ) -> None:
     x = torch.randn(2, 16, 4, 8)
-    CORES[backend](x, x, x, scale=0.5, dropout=0.25)
+    CORES[backend](x, x, x, replace(SPEC, dropout=0.25), AttentionInputs())
     positional = operators[backend][3:-1]
     assert (
         positional
@@ -284,13 +286,7 @@ def test_operators_are_asked_for_a_causal_mask_and_for_the_dropout(
 @pytest.mark.usefixtures("operators")
 def test_a_single_key_which_cudnn_does_not_take_is_left_to_torch() -> None:
     q, k, v = torch.randn(3, 2, 1, 4, 8).unbind()
-    torch.testing.assert_close(CORES["cudnn"](q, k, v, scale=0.5), v)
-
-
-@pytest.mark.parametrize("backend", ["torch", "math", "flash"])
-def test_later_keys_than_queries_are_never_seen(backend: str) -> None:
-    q, k, v = torch.randn(2, 6, 4, 8), torch.randn(2, 9, 4, 8), torch.randn(2, 9, 4, 8)
-    torch.testing.assert_close(CORES[backend](q, k, v, scale=0.5), attention(q, k, v, scale=0.5))
+    torch.testing.assert_close(CORES["cudnn"](q, k, v, SPEC, AttentionInputs()), v)
 
 
 def test_every_choice_has_an_operator() -> None:
@@ -336,7 +332,7 @@ def test_parts_and_documents_on_a_gpu_are_those_of_the_composition_in_fp64(
     if supports is not True:
         pytest.skip(str(supports))
     setting, offered, core = Setting(*heads, torch.bfloat16, "cuda"), OFFERED[backend], CORES[backend]
-    assert full_fault(core, setting) == ""
+    assert core_fault(core, setting, causal=False) == ""
     assert parts_fault(core.parts, setting, packed="document_lengths" in offered) == ""  # type: ignore[attr-defined]
     if "document_lengths" in offered:
-        assert documents_fault(core, setting) == ""
+        assert core_fault(core, setting, documents=True) == ""

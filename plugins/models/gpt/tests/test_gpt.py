@@ -38,6 +38,7 @@ SHAPES = [
     {**SMALL, **{field: value for choice in combination for field, value in choice.items()}}
     for combination in product(*CHOICES.values())
 ]
+SHAPES += [{**SMALL, **heads, "position": "alibi"} for heads in CHOICES["heads"]]
 
 
 @pytest.fixture(autouse=True)
@@ -151,6 +152,10 @@ def attention(x: Tensor, w: Weights, name: str, c: Any, positions: Tensor) -> Te
         q, k = turned(q, positions, c.rope_theta), turned(k, positions, c.rope_theta)
     q = q.reshape(B, S, groups, heads // groups, width)
     scores = torch.einsum("bsgjk,btgk->bgjst", q, k) / math.sqrt(width)
+    if c.position == "alibi":  # arXiv 2108.12409: head n of 4 has the slope 4^-n
+        distances = (torch.arange(S)[:, None] - torch.arange(S)).abs().double()
+        slopes = 4.0 ** -torch.arange(1, heads + 1).double()
+        scores = scores - slopes.reshape(groups, heads // groups, 1, 1) * distances
     scores = scores - 1e30 * torch.ones(S, S).double().triu(1)
     mixed = torch.einsum("bgjst,btgk->bsgjk", torch.softmax(scores, -1), v)
     return affine(mixed.reshape(B, S, heads * width), w, f"{name}.out")

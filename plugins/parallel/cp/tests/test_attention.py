@@ -3,6 +3,7 @@
 B batch, S sequence, H query heads, G KV heads, K head dim.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 
@@ -17,7 +18,8 @@ from mplug_cp.zigzag import zigzag
 from torch import Tensor
 
 from mplug import contiguous
-from mplug.nn.attention import attention
+from mplug.nn import AttentionInputs, AttentionSpec
+from mplug.nn.attention import scaled_dot_product
 from mplug.testing import run_workers
 
 B, S, H, K = 2, 48, 4, 6
@@ -47,26 +49,28 @@ def inputs(case: Case) -> tuple[list[Tensor], Tensor]:
     return qkv, gradient
 
 
-def options(case: Case) -> dict[str, object]:
+def options(case: Case) -> tuple[AttentionSpec, AttentionInputs]:
     documents = torch.tensor(LENGTHS) if case.packed else None
-    return {"scale": 0.7, "causal": case.causal, "document_lengths": documents}
+    return AttentionSpec(0.7, K, K, causal=case.causal, documents=case.packed), AttentionInputs(None, documents)
 
 
 def distributed(case: Case, size: int, rank: int) -> tuple[object, list[int]]:
     """A rank's core, and the positions that it holds."""
     if case.method == "ulysses":
         held = [p for part in contiguous(S, size, rank) for p in part]
-        return exchanged(dist.group.WORLD, size, rank, attention), held
+        return exchanged(dist.group.WORLD, size, rank, scaled_dot_product), held
     if case.method == "hierarchical":  # two neighbours exchange heads, the pairs make a ring
         rings, pairs = (
             [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])],
             [dist.new_group(r) for r in ([0, 1], [2, 3])],
         )
         held = [p for part in zigzag(S, 2, rank // 2) for p in part]
-        ring = by_parts(ring_of, rings[rank % 2], attention)
+        ring = by_parts(ring_of, rings[rank % 2], scaled_dot_product)
         return exchanged(pairs[rank // 2], 2, rank % 2, ring), held[rank % 2 * len(held) // 2 :][: len(held) // 2]
     operator_of = {"ring": ring_of, "all_gather": gathered_of}[case.method]
-    return by_parts(operator_of, dist.group.WORLD, attention), [p for part in zigzag(S, size, rank) for p in part]
+    return by_parts(operator_of, dist.group.WORLD, scaled_dot_product), [
+        p for part in zigzag(S, size, rank) for p in part
+    ]
 
 
 def parts_of_a_rank(tried: list[Case]) -> list[tuple[list[int], list[Tensor]]]:
@@ -76,7 +80,7 @@ def parts_of_a_rank(tried: list[Case]) -> list[tuple[list[int], list[Tensor]]]:
         core, held = distributed(case, dist.get_world_size(), dist.get_rank())
         qkv, gradient = inputs(case)
         leaves = [x[:, held].clone().requires_grad_() for x in qkv]
-        output = core(*leaves, **options(case))  # type: ignore[operator]
+        output = core(*leaves, *options(case))  # type: ignore[operator]
         gradients = torch.autograd.grad(output, leaves, gradient[:, held])
         found.append((held, [output.detach(), *gradients]))
     return found
@@ -91,7 +95,7 @@ def test_ranks_together_compute_the_attention_of_one(size: int, methods: tuple[s
     for case, *ranks in zip(tried, *run_workers(size, parts_of_a_rank, tried), strict=True):
         qkv, gradient = inputs(case)
         leaves = [x.requires_grad_() for x in qkv]
-        output = attention(*leaves, **options(case))  # type: ignore[arg-type]
+        output = scaled_dot_product(*leaves, *options(case))
         exact = [output.detach(), *torch.autograd.grad(output, leaves, gradient)]
         for name, right, number in zip(("output", "dq", "dk", "dv"), exact, range(4), strict=True):
             whole = torch.full_like(right, torch.nan)
@@ -99,6 +103,54 @@ def test_ranks_together_compute_the_attention_of_one(size: int, methods: tuple[s
                 whole[:, held] = found[number]
             error = float((whole - right).abs().max())
             assert error < 1e-12, f"{case}: {name} is off by {error:.3g}"
+
+
+SPECIFIED = [
+    AttentionSpec(0.7, K, K, window=3, soft_cap=2.0, sinks=True, bias="alibi"),
+    AttentionSpec(0.7, K, K, causal=False, documents=True, bias="relative"),
+]
+
+
+def tables(spec: AttentionSpec) -> AttentionInputs:
+    """What comes with a specification, of the whole model's heads."""
+    generator = torch.Generator().manual_seed(7)
+    sinks, table = (torch.randn(H, *more, dtype=torch.float64, generator=generator) for more in ((), (5,)))
+    documents = torch.tensor(LENGTHS) if spec.documents else None
+    trained = (sinks if spec.sinks else None, table if spec.bias == "relative" else None)
+    return AttentionInputs(None, documents, *(x if x is None else x.requires_grad_() for x in trained), num_heads=H)
+
+
+def differentiated(
+    core: Callable[..., Tensor], spec: AttentionSpec, held: list[int]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The outputs and gradients by position, and the gradients by head, of the positions that are held."""
+    qkv, gradient = inputs(Case("", True, False, 2))
+    leaves, given = [x[:, held].clone().requires_grad_() for x in qkv], tables(spec)
+    output = core(*leaves, spec, given)
+    trained = {name: x for name, x in given._asdict().items() if isinstance(x, Tensor) and x.requires_grad}
+    found = torch.autograd.grad(output, [*leaves, *trained.values()], gradient[:, held])
+    by_position = dict(zip(("output", "dq", "dk", "dv"), (output.detach(), *found), strict=False))
+    return by_position, dict(zip(trained, found[3:], strict=True))
+
+
+def specified_of_a_rank() -> list[tuple[list[int], dict[str, Tensor], dict[str, Tensor]]]:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    held = [p for part in contiguous(S, size, rank) for p in part]
+    core = exchanged(dist.group.WORLD, size, rank, scaled_dot_product)
+    return [(held, *differentiated(core, spec, held)) for spec in SPECIFIED]
+
+
+def test_heads_that_travel_take_their_sinks_biases_and_windows_along() -> None:
+    for spec, *ranks in zip(SPECIFIED, *run_workers(2, specified_of_a_rank), strict=True):
+        by_position, by_head = differentiated(scaled_dot_product, spec, list(range(S)))
+        for name, right in by_position.items():
+            whole = torch.full_like(right, torch.nan)
+            for held, found, _ in ranks:
+                whole[:, held] = found[name]
+            assert float((whole - right).abs().max()) < 1e-12, f"{spec}: {name}"
+        assert by_head, spec
+        for name, right in by_head.items():
+            assert float((sum(one[name] for _, _, one in ranks) - right).abs().max()) < 1e-12, f"{spec}: {name}"
 
 
 def test_the_cases_have_documents_over_borders_of_every_kind() -> None:

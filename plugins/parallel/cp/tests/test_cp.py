@@ -30,7 +30,7 @@ class TestContextParallel(ParallelSuite):
         "documents": {**DOCUMENTS, "model.num_kv_heads": 1},
         "another-model": {**EVERYTHING, **DOCUMENTS, "model.dropout": 0.1},
         "all-gather": {**ALL_GATHER, **DOCUMENTS},
-        "ulysses": {**ULYSSES, **DOCUMENTS, **DROPOUT, "model.num_kv_heads": 1},
+        "ulysses": {**ULYSSES, **DOCUMENTS, **DROPOUT, "model.num_kv_heads": 1, "model.position": "alibi"},
     }
     refused = {
         "cp3": ("cp=3", "16", "6 chunks"),
@@ -198,6 +198,13 @@ def test_attention_dropout_is_refused_where_attention_is_computed_in_parts(metho
     degree = {"parallel__cp__ulysses_degree": 2} if method == "hierarchical" else {}
     said = refusal(parallel__cp__method=method, model__attention_dropout=0.1, **degree)
     assert "parallel/cp cannot serve Attention.core of 'blocks.*.attn': attention dropout is 0.1" in said
+    assert "parallel.cp.method=ulysses" in said
+
+
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
+def test_what_parts_of_attention_cannot_say_is_refused(method: str) -> None:
+    said = refusal(parallel__cp__method=method, model__position="alibi")
+    assert "parallel/cp cannot serve Attention.core of 'blocks.*.attn': parts of attention have no alibi bias" in said
     assert "parallel.cp.method=ulysses" in said
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from mplug import Model, Run, UsageError
 from mplug.build import build_model
 from mplug.groups import Groups
-from mplug.nn import Dropout
+from mplug.nn import AttentionInputs, AttentionSpec, Dropout
 from mplug.nn.attention import attention
 from mplug.nn.random import sample_keys
 from mplug.registry import Registry
@@ -196,7 +196,8 @@ def dropped(choice: str) -> tuple[Tensor, Tensor]:
     stream, keys, positions = drawn(B, S, D, seed=1), sample_keys(1, 1, torch.arange(B)), torch.arange(S)[None]
     q, k, v = (own(drawn(B, S, HEADS, D // HEADS, seed=seed), rank, dim=2) for seed in (5, 6, 7))
     left = embedding.dropout(own(stream, rank) if choice == WITH else stream, keys, positions)
-    return left, core(q, k, v, scale=0.5, dropout=0.5, keys=keys)
+    spec = AttentionSpec(0.5, D // HEADS, D // HEADS, dropout=0.5)
+    return left, core(q, k, v, spec, AttentionInputs(keys))
 
 
 @pytest.mark.parametrize("choice", [WITH, WITHOUT])

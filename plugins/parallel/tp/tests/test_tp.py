@@ -11,7 +11,7 @@ class TestTensorParallel(ParallelSuite):
     layouts = ("tp2", "tp4")
     variants = {
         **ParallelSuite.variants,
-        "all-kv-heads": {"model.num_kv_heads": 4},
+        "all-kv-heads-and-alibi": {"model.num_kv_heads": 4, "model.position": "alibi"},
         "whole-stream": WHOLE_STREAM,
         "everything-whole-stream": {**EVERYTHING, **WHOLE_STREAM},
     }

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mplug.nn import AttentionInputs, AttentionSpec
 from mplug.nn.parts import with_parts
 from mplug_flash import fourth
 from mplug_flash.fourth import FourthParts, begins
@@ -32,26 +33,13 @@ def core(version: int, deterministic: bool) -> Callable[..., Tensor]:
     """The supplier of a version; with `deterministic`, its backward gives the same bits for the same call."""
     compute = COMPUTES[version]
 
-    def attention(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        dropout: float = 0.0,
-        keys: Tensor | None = None,
-        first_head: int = 0,
-        document_lengths: Tensor | None = None,
-        causal: bool = True,
-    ) -> Tensor:
+    def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
         """Attention: q [B, S, H, K], k and v [B, S, G, K] -> [B, S, H, K], contiguous.
 
-        Dropout draws from torch's own generator, not from `keys` and `first_head`. Other lengths of keys than of
-        queries are a ValueError: flash-attn's mask would end with the last key, not begin with the first.
+        Dropout draws from torch's own generator, not from `inputs`.
         """
-        if q.shape[1] != k.shape[1]:
-            raise ValueError(f"{q.shape[1]} queries and {k.shape[1]} keys: flash-attn's causal mask needs as many")
-        return compute(q, k, v, How(scale, dropout, deterministic, causal, document_lengths))
+        how = How(spec.scale, spec.dropout, deterministic, spec.causal, inputs.document_lengths)
+        return compute(q, k, v, how)
 
     return with_parts(attention, FourthParts(deterministic)) if version == 4 else attention
 

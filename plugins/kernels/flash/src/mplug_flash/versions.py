@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mplug import Site
+from mplug.nn.specification import DOCUMENTS, FULL, LOG_SUM_EXP
 
 if TYPE_CHECKING:
     from mplug import Run
@@ -64,7 +65,7 @@ VERSIONS = {
 }
 
 
-ALWAYS_OFFERED = ("document_lengths", "full attention")
+ALWAYS_OFFERED = (DOCUMENTS, FULL)
 """What every version offers beyond the plain case."""
 
 
@@ -90,7 +91,7 @@ def choose(candidates: Iterable[int], site: Site, run: "Run") -> tuple[int | Non
 
 def _unfit(site: Site, run: "Run") -> str:
     """What no version can do."""
-    if reason := site.lacking((*ALWAYS_OFFERED, "log-sum-exp")):
+    if reason := site.lacking((*ALWAYS_OFFERED, LOG_SUM_EXP)):
         return reason
     if run.device != "cuda":
         return "flash-attn is for CUDA GPUs, and this run is on the CPU"
@@ -101,7 +102,7 @@ def _unfit(site: Site, run: "Run") -> str:
 
 def _limit(one: Version, site: Site, run: "Run", capability: tuple[int, int]) -> str:
     narrow, wide = one.head_dims
-    if reason := site.lacking((*ALWAYS_OFFERED, "log-sum-exp") if one.parts else ALWAYS_OFFERED):
+    if reason := site.lacking((*ALWAYS_OFFERED, LOG_SUM_EXP) if one.parts else ALWAYS_OFFERED):
         return f"cannot serve: {reason}"
     if capability[0] not in one.chips:
         chip, most = ".".join(map(str, capability)), max(one.chips)

@@ -30,5 +30,6 @@ class Reference:
 
 
 def _supports(site: Site, run: "Run") -> bool | str:
-    attends = site.slot == "Attention.core"
-    return site.lacking(("log-sum-exp", "document_lengths", "full attention") if attends else ()) or True
+    from mplug_reference.wide import OFFERED
+
+    return site.lacking(OFFERED if site.slot == "Attention.core" else ()) or True

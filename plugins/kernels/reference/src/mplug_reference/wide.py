@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
-from mplug.nn import attention, loss, mlp, norm
+from mplug.nn import AttentionInputs, attention, loss, mlp, norm
 from mplug.nn.parts import PLAIN_PARTS, with_parts
+from mplug.nn.specification import KNOWN, LOG_SUM_EXP
 
 
 def in_fp32_at_least(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -20,6 +21,8 @@ def in_fp32_at_least(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _widened(value: Any) -> Any:
+    if isinstance(value, AttentionInputs):
+        return AttentionInputs(*map(_widened, value))
     if isinstance(value, torch.Tensor) and value.is_floating_point():
         return value.to(torch.promote_types(value.dtype, torch.float32))
     return value
@@ -31,8 +34,10 @@ def _narrowed(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if value.is_floating_point() else value
 
 
+OFFERED = KNOWN | {LOG_SUM_EXP}
+"""What its attention offers: all that a specification can ask for."""
 SUPPLIERS: dict[str, Callable[..., Any]] = {
-    "Attention.core": with_parts(in_fp32_at_least(attention.attention), PLAIN_PARTS),
+    "Attention.core": with_parts(in_fp32_at_least(attention.scaled_dot_product), PLAIN_PARTS),
     "Attention.prepare_qk": in_fp32_at_least(attention.prepare_qk),
     "Norm.norm_residual": in_fp32_at_least(norm.norm_residual),
     "MLP.activation": in_fp32_at_least(mlp.activation),

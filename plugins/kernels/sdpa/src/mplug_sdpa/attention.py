@@ -6,49 +6,42 @@ copied; what comes out is contiguous.
 """
 
 from collections.abc import Callable
+from functools import reduce
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from mplug.nn.attention import same_document
+from mplug.nn import AttentionInputs, AttentionSpec
 from mplug.nn.parts import PLAIN_PARTS, with_parts
+from mplug.nn.specification import FULL, VALUE_WIDTH, bias_of, unseen
 from mplug_sdpa.parts import CUDNN_PARTS, FLASH_PARTS, packed_by_flash
 
 aten = torch.ops.aten
+UNMASKED = frozenset({FULL, VALUE_WIDTH})
+"""Needs that an operator meets without a mask."""
 Heads = tuple[Tensor, Tensor, Tensor]
 Operator = Callable[[Heads, float, float, bool], Tensor]
 """((q [B, H, S, K], k and v [B, G, T, K]), scale, dropout, causal) -> [B, H, S, K]."""
-Packed = Callable[[Tensor, Tensor, Tensor, Tensor, float, float, bool], Tensor]
-"""(q [B, S, H, K], k and v [B, S, G, K], lengths [B, M], scale, dropout, causal) -> [B, S, H, K]."""
+Masked = Callable[[Tensor, Tensor, Tensor, AttentionSpec, AttentionInputs], Tensor]
+"""(q [B, S, H, K], k [B, T, G, K], v [B, T, G, V], what more is asked for) -> [B, S, H, V]."""
 
 
-def attention_by(operator: Operator, packed: Packed | None = None) -> Callable[..., Tensor]:
+def attention_by(operator: Operator, masked: Masked | None = None) -> Callable[..., Tensor]:
     """The slot's supplier: it turns heads and sequence around for an operator, as views.
 
-    `packed` serves samples that documents are packed into; without it, a site that needs this is refused before a run.
+    `masked` serves what asks for more than a causal mask; without it, a site that needs this is refused before a run.
     """
 
-    def attention(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        dropout: float = 0.0,
-        keys: Tensor | None = None,
-        first_head: int = 0,
-        document_lengths: Tensor | None = None,
-        causal: bool = True,
-    ) -> Tensor:
-        """Attention: q [B, S, H, K], k and v [B, T, G, K] -> [B, S, H, K].
+    def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
+        """Attention: q [B, S, H, K], k [B, T, G, K] and v [B, T, G, V] -> [B, S, H, V].
 
-        Dropout draws from torch's own generator, not from `keys` and `first_head`.
+        Dropout draws from torch's own generator, not from `inputs`.
         """
-        if document_lengths is not None and packed is not None:
-            return packed(q, k, v, document_lengths, scale, dropout, causal)
+        if masked is not None and not spec.needs <= UNMASKED:
+            return masked(q, k, v, spec, inputs)
         heads = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-        return operator(heads, scale, dropout, causal).transpose(1, 2)
+        return operator(heads, spec.scale, spec.dropout, spec.causal).transpose(1, 2)
 
     return attention
 
@@ -72,8 +65,6 @@ def _cudnn(heads: Heads, scale: float, dropout: float, causal: bool) -> Tensor:
 
 
 def _flash(heads: Heads, scale: float, dropout: float, causal: bool) -> Tensor:
-    if heads[0].shape[2] != heads[1].shape[2]:  # its mask would end with the last key, not with the first
-        return _torch(heads, scale, dropout, causal)
     mixed: Tensor = aten._scaled_dot_product_flash_attention(*heads, dropout, causal, scale=scale)[0]
     return mixed
 
@@ -94,29 +85,39 @@ def _math(heads: Heads, scale: float, dropout: float, causal: bool, mask: Tensor
     return mixed.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-# Documents, by a mask [B, 1, S, S] that is made for a call.
+# Documents, windows and biases, by a mask [B or 1, H or 1, S, T] that is made for a call.
 
 
-def _mask(lengths: Tensor, length: int, causal: bool) -> Tensor:
-    same = same_document(lengths, length)
-    return same.tril() if causal else same
-
-
-def _packed_by_torch(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, dropout: float, causal: bool
-) -> Tensor:
+def _masked_by_torch(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
     heads = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-    named = {"attn_mask": _mask(lengths, q.shape[1], causal), "dropout_p": dropout, "scale": scale}
+    mask = _added(q, k, spec, inputs) if spec.bias else ~_unseen(q, k, spec, inputs)
+    named = {"attn_mask": mask, "dropout_p": spec.dropout, "scale": spec.scale}
     return scaled_dot_product_attention(*heads, **named, enable_gqa=_grouped(heads)).transpose(1, 2)
 
 
-def _packed_by_math(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, dropout: float, causal: bool
-) -> Tensor:
+def _masked_by_math(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
     heads = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-    unseen = ~_mask(lengths, q.shape[1], causal)
-    added = torch.zeros_like(unseen, dtype=q.dtype).masked_fill(unseen, float("-inf"))  # the operator only adds
-    return _math(heads, scale, dropout, causal=False, mask=added).transpose(1, 2)
+    added = _added(q, k, spec, inputs)  # the operator only adds
+    return _math(heads, spec.scale, spec.dropout, causal=False, mask=added).transpose(1, 2)
+
+
+def _unseen(q: Tensor, k: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
+    return reduce(torch.logical_or, unseen(spec, inputs, q.shape[1], k.shape[1], q.device))
+
+
+def _added(q: Tensor, k: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
+    """What is added to scores, in q's type: minus infinity where a query does not see a key."""
+    size = (q.shape[1], k.shape[1])
+    bias = bias_of(spec, inputs, q.shape[2], *size, q.device)
+    added = torch.zeros(size, dtype=q.dtype, device=q.device) if bias is None else bias.to(q.dtype)
+    for mask in unseen(spec, inputs, *size, q.device):
+        added = added.masked_fill(mask, float("-inf"))
+    return added
+
+
+def _documents_by_flash(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
+    assert inputs.document_lengths is not None
+    return packed_by_flash(q, k, v, inputs.document_lengths, spec.scale, spec.dropout, spec.causal)
 
 
 OPERATORS: dict[str, Operator] = {
@@ -127,10 +128,10 @@ OPERATORS: dict[str, Operator] = {
     "math": _math,
 }
 CORES = {
-    "torch": with_parts(attention_by(_torch, _packed_by_torch), PLAIN_PARTS),
+    "torch": with_parts(attention_by(_torch, _masked_by_torch), PLAIN_PARTS),
     "cudnn": with_parts(attention_by(_cudnn), CUDNN_PARTS),
-    "flash": with_parts(attention_by(_flash, packed_by_flash), FLASH_PARTS),
+    "flash": with_parts(attention_by(_flash, _documents_by_flash), FLASH_PARTS),
     "efficient": attention_by(_efficient),
-    "math": with_parts(attention_by(_math, _packed_by_math), PLAIN_PARTS),
+    "math": with_parts(attention_by(_math, _masked_by_math), PLAIN_PARTS),
 }
 """What the config's `backend` may come to -> suppliers."""

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mplug import Site
+from mplug.nn.specification import BIASES, DOCUMENTS, FULL, LOG_SUM_EXP, VALUE_WIDTH, WINDOW
 
 if TYPE_CHECKING:
     from mplug import Run
@@ -17,23 +18,26 @@ FIRST_SOUND_CUDNN = 91501
 """Older ones are not sound where 128 does not divide the length of the sequence (pytorch #169849)."""
 
 
+MASKED = {DOCUMENTS, WINDOW, *BIASES}
+"""What a mask in memory says."""
 OFFERED = {
-    "torch": {"log-sum-exp", "full attention"},
-    "cudnn": {"log-sum-exp", "full attention"},
-    "flash": {"log-sum-exp", "full attention", "document_lengths"},
-    "efficient": {"full attention"},
-    "math": {"log-sum-exp", "full attention", "document_lengths"},
+    "torch": {LOG_SUM_EXP, FULL, VALUE_WIDTH},
+    "cudnn": {LOG_SUM_EXP, FULL},
+    "flash": {LOG_SUM_EXP, FULL, DOCUMENTS},
+    "efficient": {FULL},
+    "math": {LOG_SUM_EXP, FULL, VALUE_WIDTH, *MASKED},
 }
-"""Suppliers -> what they offer beyond the plain case; what torch takes by itself masks documents on a CPU, too."""
+"""Suppliers -> what they offer beyond the plain case; what torch takes by itself masks on a CPU, too."""
 
 
 def auto(site: Site, run: "Run") -> str:
     """The supplier that serves a site best; the empty string where none of them offers what it needs.
 
     It is 'cudnn', 'flash' where that must give more than the values, 'torch' for what torch takes by itself, or 'math'
-    where torch's own choice would fail.
+    where torch's own choice would fail, or on a GPU a mask in memory must say what no kernel of torch's knows.
     """
-    candidates = ["torch", "math"] if run.device == "cpu" else ["torch"]
+    by_mask = site.needs & (MASKED - {DOCUMENTS})
+    candidates = ["torch", "math"] if run.device == "cpu" or by_mask else ["torch"]
     if run.device == "cuda" and site.needs:
         candidates.insert(0, "flash")
     if run.device == "cuda" and torch.cuda.get_device_capability() >= HOPPER:
@@ -43,7 +47,7 @@ def auto(site: Site, run: "Run") -> str:
 
 def lacking(backend: str, site: Site, run: "Run") -> str:
     """What a site needs and a backend does not offer, in words; the empty string where there is nothing."""
-    masked = {"document_lengths"} if backend == "torch" and run.device == "cpu" else set()
+    masked = MASKED if backend == "torch" and run.device == "cpu" else set()
     return site.lacking(OFFERED[backend] | masked)
 
 
@@ -93,7 +97,7 @@ def _flash_limit(site: Site, capability: tuple[int, int]) -> str:
 
 def _cudnn_limit(site: Site, run: "Run") -> str:
     version, dropout = torch.backends.cudnn.version() or 0, site.module.dropout
-    uneven = run.config.trainer.seq_length % 128 != 0 or "log-sum-exp" in site.needs  # parts are as long as they are
+    uneven = run.config.trainer.seq_length % 128 != 0 or LOG_SUM_EXP in site.needs  # parts are as long as they are
     if run.config.trainer.deterministic:
         return "has a backward that does not give the same bits twice, and trainer.deterministic is set"
     if not version:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class GPT:
-    """A decoder with learned or rotary positions, grouped heads, and the usual choices of norm and activation."""
+    """A decoder with learned, rotary or ALiBi positions, grouped heads, and a choice of norms and activations."""
 
     presets = PRESETS
 
@@ -33,7 +33,11 @@ class GPT:
             description="width of the MLP; null: 4 hidden_size, with swiglu 8/3 of it rounded up to a multiple of 64",
         )
         vocab_size: PositiveInt = Field(50257, description="tokens that the model knows")
-        position: Literal["learned", "rotary"] = Field("rotary", description="how the model knows positions")
+        position: Literal["learned", "rotary", "alibi"] = Field(
+            "rotary",
+            description="how the model knows positions; alibi: attention scores fall with the distance, by a slope of "
+            "each head's own",
+        )
         max_position_embeddings: PositiveInt = Field(2048, description="longest sequence, where positions are learned")
         rope_theta: PositiveFloat = Field(10000.0, description="base of the rotary frequencies")
         qk_norm: bool = Field(False, description="RMSNorm on the queries and keys of each head")

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from mplug.nn import MLP, Attention, Dropout, Embedding, Head, Norm
+from mplug.nn.specification import ALIBI
 
 if TYPE_CHECKING:
     from mplug_gpt import GPT
@@ -45,6 +46,7 @@ class Block(nn.Module):
             theta=config.rope_theta if config.position == "rotary" else None,
             dropout=config.attention_dropout,
             eps=config.norm_eps,
+            attention_bias=ALIBI if config.position == "alibi" else "",
         )
         self.dropout1 = Dropout(config.dropout)
         self.norm2 = Norm(config.hidden_size, config.norm, config.norm_eps, norm_bias)

@@ -8,11 +8,11 @@ as the core computes                 [B, S, H/R, K]      [B, S, G'/R, K]
 
 from collections.abc import Callable
 from math import gcd
-from typing import Any
 
 from torch import Tensor
 
 from mplug import ops
+from mplug.nn import AttentionInputs, AttentionSpec
 
 SEQUENCE, HEADS = 1, 2
 """Dimensions of the core's tensors."""
@@ -21,13 +21,18 @@ SEQUENCE, HEADS = 1, 2
 def exchanged(group: ops.Group, size: int, index: int, inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """An attention core of a divided sequence, from one of the whole sequence and a part of the heads."""
 
-    def core(q: Tensor, k: Tensor, v: Tensor, *, first_head: int = 0, **named: Any) -> Tensor:
-        """q [B, S/R, H, K], k and v [B, S/R, G, K] -> [B, S/R, H, K]."""
+    def core(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
+        """q [B, S/R, H, K], k [B, S/R, G, K] and v [B, S/R, G, V] -> [B, S/R, H, V]."""
         copies = copies_of_kv(q.shape[HEADS], k.shape[HEADS], size)
         k, v = (x.repeat_interleave(copies, dim=HEADS) if copies > 1 else x for x in (k, v))
         q, k, v = (ops.exchange(x, group, HEADS, SEQUENCE) for x in (q, k, v))
-        mixed = inner(q, k, v, first_head=first_head + index * q.shape[HEADS], **named)
-        return ops.exchange(mixed, group, SEQUENCE, HEADS)
+        first, heads = index * q.shape[HEADS], q.shape[HEADS]
+        own = inputs._replace(
+            sinks=None if inputs.sinks is None else inputs.sinks[first : first + heads],
+            bias_table=None if inputs.bias_table is None else inputs.bias_table[first : first + heads],
+            first_head=inputs.first_head + first,
+        )
+        return ops.exchange(inner(q, k, v, spec, own), group, SEQUENCE, HEADS)
 
     return core
 

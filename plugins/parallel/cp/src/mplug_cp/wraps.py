@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from mplug import Site, Wrap, ops
+from mplug.nn import AttentionInputs, AttentionSpec
 from mplug.nn.parts import AttentionParts, parts_of
+from mplug.nn.specification import DOCUMENTS, FULL, KEY_LENGTH, KNOWN, LOG_SUM_EXP
 from mplug_cp.exchange import exchanged
 from mplug_cp.gathered import gathered_of
 from mplug_cp.ring import ring_of
@@ -18,6 +20,10 @@ if TYPE_CHECKING:
     from mplug_cp import Method
 
 Operator = Callable[..., tuple[Tensor, ...]]
+BY_PARTS = frozenset({DOCUMENTS, FULL})
+"""What attention by parts serves: parts have no window, cap, sink or bias, and keys travel with values as wide."""
+BY_HEADS = KNOWN - {KEY_LENGTH}
+"""What the exchange of heads serves: every rank computes whole heads, with as many keys as queries."""
 
 
 def around_attention(run: "Run", method: "Method") -> "list[Wrap]":
@@ -26,15 +32,14 @@ def around_attention(run: "Run", method: "Method") -> "list[Wrap]":
     if method != "ulysses" and run.mesh.axes["cp"].size > 1:
         operator_of = gathered_of if method == "all_gather" else ring_of
         wrap = partial(by_parts, operator_of, run.group("cp"))
-        note, needs = "all-gather" if method == "all_gather" else "ring", frozenset({"log-sum-exp"})
-        found.append(Wrap("Attention.core", wrap, layer=0, needs=needs, supports=_has_no_dropout, note=note))
+        needs, note = frozenset({LOG_SUM_EXP}), "all-gather" if method == "all_gather" else "ring"
+        found.append(Wrap("Attention.core", wrap, 0, needs, _has_parts, note=note, serves=BY_PARTS))
     axis = "cp" if method == "ulysses" else "cp_heads"
     if method in ("ulysses", "hierarchical") and run.mesh.axes[axis].size > 1:
         size, index = run.mesh.axes[axis].size, run.mesh.index(run.rank, axis)
         wrap = partial(exchanged, run.group(axis), size, index)
-        found.append(
-            Wrap("Attention.core", wrap, layer=50, supports=partial(_has_heads, axis), note="exchange of heads")
-        )
+        supports, note = partial(_has_heads, axis), "exchange of heads"
+        found.append(Wrap("Attention.core", wrap, layer=50, supports=supports, note=note, serves=BY_HEADS))
     return found
 
 
@@ -46,24 +51,17 @@ def by_parts(
         return inner
     operator, name = operator_of(parts_of(inner)), group.group_name
 
-    def core(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        document_lengths: Tensor | None = None,
-        causal: bool = True,
-        **_: Any,
-    ) -> Tensor:
+    def core(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
         """q [B, S/R, H, K], k and v [B, S/R, G, K] -> [B, S/R, H, K]; where there is dropout the run is refused."""
-        return operator(q, k, v, document_lengths, scale, causal, name)[0]
+        return operator(q, k, v, inputs.document_lengths, spec.scale, spec.causal, name)[0]
 
     return core
 
 
-def _has_no_dropout(site: Site, run: "Run") -> bool | str:
-    """A mask would have to be drawn part by part, which no supplier offers."""
+def _has_parts(site: Site, run: "Run") -> bool | str:
+    """Whether attention comes in parts; dropout masks would have to be drawn part by part, which nobody offers."""
+    if more := site.needs - BY_PARTS:
+        return f"parts of attention have no {', '.join(sorted(more))}; use parallel.cp.method=ulysses"
     dropout = site.module.dropout
     return (
         f"attention dropout is {dropout:g}, and parts of attention drop nothing; set it to 0, "

@@ -10,12 +10,13 @@ dropout in the residual stream         the rows of this rank             -
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
 from mplug import Model, Offer, Run, Site, Wrap, ops
+from mplug.nn import AttentionInputs, AttentionSpec
 from mplug.nn.embedding import lookup
+from mplug.nn.specification import KNOWN
 from mplug_tp.vocabulary import VocabularyParallel
 
 SEQUENCE = 1
@@ -49,7 +50,7 @@ def offers(run: Run, model: Model, sequence_parallel: bool) -> list[Offer | Wrap
         Offer({"Linear.gather": enter}, weight_split_along(0)),
         Offer({"Linear.scatter": leave}, weight_split_along(1)),
         Offer({"Embedding.lookup": look_up_tokens}, weight_split_along(0)),
-        Wrap("Attention.core", partial(_with_global_heads, run.mesh.index(run.rank, "tp")), layer=100),
+        Wrap("Attention.core", partial(_with_global_heads, run.mesh.index(run.rank, "tp")), layer=100, serves=KNOWN),
     ]
     if vocabulary.size is not None:
         found.append(Offer({"Loss.cross_entropy": vocabulary.cross_entropy}))
@@ -78,9 +79,16 @@ def _vocab_size(model: Model) -> int | None:
 
 
 def _with_global_heads(index: int, inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Dropout masks are functions of a head's number in the whole model."""
+    """Dropout masks and biases are functions of a head's number in the whole model.
 
-    def core(q: Tensor, k: Tensor, v: Tensor, **named: Any) -> Tensor:
-        return inner(q, k, v, **named, first_head=index * q.shape[2])
+    Whatever else is by head is a parameter that the plan has cut.
+    """
+
+    def core(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
+        if inputs.first_head:
+            raise ValueError(
+                "a wrap of Attention.core has numbered the heads before tensor parallelism; give it a layer below 100"
+            )
+        return inner(q, k, v, spec, inputs._replace(first_head=index * q.shape[2]))
 
     return core

@@ -1,0 +1,73 @@
+"""Attention cores as version 0.1 called them: by keyword arguments instead of a specification.
+
+Suppliers, wraps and blocks that were written for it stay as they are: where one meets another that takes a
+specification, one of these functions stands between them. B batch, S queries, T keys, H query heads, G KV heads.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from torch import Tensor
+
+from mplug.nn.specification import DOCUMENTS, AttentionInputs, AttentionSpec
+
+Core = Callable[..., Tensor]
+
+
+def takes_specification(core: Core) -> bool:
+    """Whether a core is called `core(q, k, v, spec, inputs)`; a function of any arguments hands them on as they are."""
+    parameters = inspect.signature(core).parameters.values()
+    return any(one.name == "spec" or one.kind is inspect.Parameter.VAR_POSITIONAL for one in parameters)
+
+
+def by_specification(core: Core) -> Core:
+    """A core that takes a specification, from either."""
+    if takes_specification(core):
+        return core
+
+    @wraps(core)
+    def called(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
+        named: dict[str, Any] = {"scale": spec.scale, "dropout": spec.dropout, "keys": inputs.keys}
+        if inputs.first_head:
+            named["first_head"] = inputs.first_head
+        if inputs.document_lengths is not None:
+            named[DOCUMENTS] = inputs.document_lengths
+        if not spec.causal:
+            named["causal"] = False
+        return core(q, k, v, **named)
+
+    del called.__wrapped__  # whose signature is another one
+    return called
+
+
+def by_arguments(core: Core) -> Core:
+    """A core that takes keyword arguments, from one that takes a specification."""
+
+    @wraps(core)
+    def called(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        dropout: float = 0.0,
+        keys: Tensor | None = None,
+        first_head: int = 0,
+        document_lengths: Tensor | None = None,
+        causal: bool = True,
+    ) -> Tensor:
+        spec = AttentionSpec(
+            scale, q.shape[3], v.shape[3], causal=causal, documents=document_lengths is not None, dropout=dropout
+        )
+        return core(q, k, v, spec, AttentionInputs(keys, document_lengths, first_head=first_head))
+
+    del called.__wrapped__
+    return called
+
+
+def wrapped(wrap: Callable[[Core], Core], inner: Core) -> Core:
+    """What a wrap makes of a core that takes a specification: a core that takes one, too."""
+    core = wrap(inner)
+    return core if takes_specification(core) else by_specification(wrap(by_arguments(inner)))

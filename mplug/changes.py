@@ -6,6 +6,7 @@ annotation does (`MAY_CHANGE`, `MAY_MOVE`). Every other change is refused unless
 of a plugin's field on training is unknown until the plugin states it.
 """
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,11 @@ FINGERPRINT = "data_fingerprint"
 """Where a checkpoint holds what the loader states of its data."""
 
 
+def shown(value: Any) -> str:
+    """A value as a config file writes it."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+
+
 @dataclass(frozen=True)
 class Change:
     """A setting that is not the checkpoint's. `refusal` says why it needs permission; it is empty where it needs none.
@@ -52,8 +58,7 @@ class Change:
         return ".".join(self.key)
 
     def __str__(self) -> str:
-        old, new = ("null" if value is None else value for value in (self.old, self.new))
-        return f"{self.field}: {old} -> {new}"
+        return f"{self.field}: {shown(self.old)} -> {shown(self.new)}"
 
 
 @dataclass(frozen=True)
@@ -119,7 +124,7 @@ def _refusal(path: Path, refused: list[Change]) -> str:
         f"  {one}{f' ({one.source})' if one.source else ''}{'' if one.refusal == COURSE else f': {one.refusal}'}"
         for one in refused
     ]
-    sections = {one.key[0] for one in refused if one.key[1:] == ("name",)}
+    sections = {one.key[0] for one in refused if one.key[0] in NAMED_SECTIONS and one.key[1:] == ("name",)}
     names = dict.fromkeys(one.key[0] if one.key[0] in sections else one.field for one in refused)
     return (
         f"checkpoint '{path}' was trained with other settings, and these decide how training goes on:\n"
@@ -245,7 +250,7 @@ def _of_plugins(
             said = old.get(chosen.section[1], old.get(chosen.entry.name)) or {}
             judge = _free if section == OBSERVING else _by_mark(chosen, manifest)
             yield from compared(
-                chosen.section, chosen.plugin.Config, _bound(chosen, said), new[section][chosen.section[1]], judge
+                chosen.section, chosen.plugin.Config, _bound(chosen, said), new[chosen.section[1]], judge
             )
 
 

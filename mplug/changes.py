@@ -26,6 +26,7 @@ from mplug.settings import NAMED_SECTIONS, Key, nested, source_of
 
 OPTION = "--allow-change"
 ABSENT = "(not set)"
+MICRO_BATCH = "trainer.micro_batch_size"
 OBSERVING = "extensions"
 """The section whose plugins only observe: all their fields may change."""
 FINGERPRINT = "data_fingerprint"
@@ -73,6 +74,11 @@ class Changes:
     def allows(self, change: Change) -> bool:
         """Whether the user has named the field, or a section that it is in."""
         return any(change.field == name or change.field.startswith(f"{name}.") for name in self.allowed)
+
+    @property
+    def moves_work(self) -> bool:
+        """Whether the layout, the micro batches or the kernels change, and so what depends on the layout."""
+        return any(one.key[0] in ("parallel", "kernels") or one.field == MICRO_BATCH for one in self.settings)
 
     def lines(self) -> list[str]:
         """What a log says of them, a line each."""

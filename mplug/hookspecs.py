@@ -121,7 +121,8 @@ def wrap_model(run: "Run", model: "Model") -> None:
 
     Called in the order of the plugins' `layer` attributes (an integer, 0 if absent), the innermost first. Whoever sums
     gradients does so over each parameter's `Placement.data_axes`, whose groups `model.data_groups(run)` makes. Whoever
-    gathers parameters brings each sink what it has reduced (`GradientSink.contribute`). `model.run` may be wrapped.
+    gathers parameters brings each sink what it has reduced (`GradientSink.contribute`). `model.run` may be wrapped. An
+    axis that another plugin has declared by `varies` is that plugin's to sum over: the host refuses any other sum.
     """
 
 

@@ -11,8 +11,10 @@ from mplug.cli.options import RunName, config_options, overrides
 from mplug.errors import Diverged, RunError, UsageError
 
 if TYPE_CHECKING:
+    from mplug.changes import Changes
     from mplug.job import Job, Outcome
     from mplug.launch import World
+    from mplug.model import Model
     from mplug.run import Run
 
 
@@ -90,7 +92,7 @@ def command(
     if master_port is not None:
         refuse_port_in_use(master_port)
     resume_from = _checkpoint_of(directory, restarted) if directory else None
-    changes_since = _changes(run, resume_from, names)
+    since = _changes(run, resume_from, names)
     from mplug.build import build_model, refuse_unsavable_states  # import torch, which a refused config never waits for
 
     first = world is None or world.rank == 0
@@ -101,7 +103,7 @@ def command(
     if pretrained is not None:
         refuse_another_model(pretrained, model)
     if first:
-        _announce(run, _beginning(resume_from, pretrained), changes_since)
+        _announce(run, _beginning(resume_from, pretrained), [*since.lines(), *_follows(run, model, since)])
     deadline = began + 60 * max_minutes if max_minutes is not None else None
     job = Job(base, changes, run.directory, resume_from, deadline, names)
     outcome = _work(run, job, world is not None, master_port, restarts)
@@ -127,16 +129,24 @@ def _checkpoint_of(directory: "Path", restarted: bool) -> "Path | None":
     return None if restarted and not complete(folder) else newest(folder)
 
 
-def _changes(run: "Run", resume_from: "Path | None", allowed: tuple[str, ...]) -> list[str]:
-    """What the run changes since its checkpoint, a line each; UsageError for what the user has not allowed."""
+def _changes(run: "Run", resume_from: "Path | None", allowed: tuple[str, ...]) -> "Changes":
+    """What the run changes since its checkpoint; UsageError for what the user has not allowed."""
+    from mplug.changes import Changes, changes_on_resume, refuse_unknown_fields
+
     if resume_from is None:
-        return []
-    from mplug.changes import changes_on_resume, refuse_unknown_fields
+        return Changes()
     from mplug.checkpoint import read_manifest
 
     manifest = read_manifest(resume_from)
     refuse_unknown_fields(manifest, run.config, allowed)
-    return changes_on_resume(resume_from, manifest, run, allowed).lines()
+    return changes_on_resume(resume_from, manifest, run, allowed)
+
+
+def _follows(run: "Run", model: "Model", changes: "Changes") -> list[str]:
+    """What depends on the layout, the micro batches or the kernels, where one of these changes."""
+    from mplug.variance import layout_dependence
+
+    return layout_dependence(run, model) if changes.moves_work else []
 
 
 def _work(run: "Run", job: "Job", launched: bool, port: int | None, restarts: int) -> "Outcome":

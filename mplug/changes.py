@@ -82,13 +82,13 @@ class Changes:
 
     def lines(self) -> list[str]:
         """What a log says of them, a line each."""
-        settings = [f"{one} ({OPTION})" if one.refusal and self.allows(one) else str(one) for one in self.settings]
+        settings = [f"{one} ({OPTION})" if self.allows(one) else str(one) for one in self.settings]
         return [*settings, *self.versions, *self.effects]
 
     def record(self, step: int) -> list[dict[str, Any]]:
         """What records and checkpoints hold of them: plain data."""
         settings = [
-            {"step": step, "field": one.field, "old": one.old, "new": one.new, "allowed_by_user": bool(one.refusal)}
+            {"step": step, "field": one.field, "old": one.old, "new": one.new, "allowed_by_user": self.allows(one)}
             for one in self.settings
         ]
         return [*settings, *({"step": step, "version": version} for version in self.versions)]

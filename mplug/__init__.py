@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 from mplug.contracts import (
+    MAY_CHANGE,
+    MAY_MOVE,
     CorpusTokenizer,
     Loader,
     MicroBatch,
@@ -19,6 +21,7 @@ from mplug.contracts import (
     StepResult,
     StepScalars,
     Tokenizer,
+    Variance,
 )
 from mplug.errors import RunError, UsageError
 from mplug.gathering import GatheredPlacement
@@ -72,6 +75,8 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "MAY_CHANGE",
+    "MAY_MOVE",
     "UNIT",
     "Axis",
     "Box",
@@ -115,6 +120,7 @@ __all__ = [
     "TokenizerRecord",
     "Unit",
     "UsageError",
+    "Variance",
     "Wrap",
     "contiguous",
     "describe_tokenizer",

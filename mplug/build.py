@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mplug.alternatives import kernels_that_would_do
 from mplug.checkpoint import read_manifest
-from mplug.checkpoint.boxes import buffer_boxes, held_boxes
-from mplug.checkpoint.saver import load
+from mplug.checkpoint.boxes import Boxed, buffer_boxes, held_boxes
+from mplug.checkpoint.saver import load, refuse_another
 from mplug.compilation import compile_units, compiler_of
 from mplug.config import RunConfig
 from mplug.contracts import Loader, Optimizer, Piece, Stepper
@@ -25,6 +25,7 @@ from mplug.scaling import LossScale
 from mplug.slots import Offer, Selection, Unmet, Wrap
 from mplug.stepper import DefaultStepper, make_pieces, write_weights
 from mplug.sums import token_sums
+from mplug.variance import refuse_bypassing, refuse_bypassing_layout
 
 
 @dataclass
@@ -72,6 +73,7 @@ def build_model(run: Run) -> Model:
             _refuse_cut_matrices(run, cut)
         if shards:
             model.sharding = run.hooks.call.shard_states(run=run, model=model, needs=needs)
+    refuse_bypassing_layout(run, model)
     return model
 
 
@@ -114,6 +116,11 @@ def _refuse_cut_matrices(run: Run, cut: list[tuple[str, str]]) -> NoReturn:
 
 def _optimizer_without_memory(run: Run, model: Model) -> Optimizer:
     """The optimizer, built of tensors without memory, for what it says of itself."""
+    return _states_without_memory(run, model)[0]
+
+
+def _states_without_memory(run: Run, model: Model) -> tuple[Optimizer, list[Piece]]:
+    """The optimizer and its pieces, of tensors without memory."""
     pieces, masters = [], wide(DTYPES[run.config.trainer.precision])
     with FakeTensorMode():
         for name, parameter in model.parameters().items():
@@ -124,12 +131,22 @@ def _optimizer_without_memory(run: Run, model: Model) -> Optimizer:
                 pieces.append(Piece(name, master, gradient, None, placement.parameter, placement))
         optimizer: Optimizer = run.hooks.call.build_optimizer(run=run, pieces=pieces)
         _refuse_unsavable_states(run, optimizer, pieces)
-    return optimizer
+    return optimizer, pieces
 
 
-def refuse_unsavable_states(run: Run, model: Model) -> None:
-    """Raise UsageError where the optimizer keeps what a checkpoint cannot hold; nothing is allocated."""
-    _optimizer_without_memory(run, model)
+def refuse_unsavable_states(run: Run, model: Model, resume_from: Path | None = None) -> None:
+    """Raise UsageError where the optimizer keeps what a checkpoint cannot hold; nothing is allocated.
+
+    Also where the checkpoint to resume from does not have what the optimizer keeps of this rank's parameters.
+    """
+    optimizer, pieces = _states_without_memory(run, model)
+    if resume_from is not None:
+        state = {
+            f"{piece.name}/{name}": Boxed(piece.placement.shape if tensor.dim() else (), {})
+            for piece in pieces
+            for name, tensor in {"weight": piece.master, **optimizer.state(piece)}.items()
+        }
+        refuse_another(resume_from, read_manifest(resume_from)["tensors"], state)
 
 
 def _refuse_unsavable_states(run: Run, optimizer: Optimizer, pieces: list[Piece]) -> None:
@@ -200,10 +217,12 @@ def build(run: Run) -> Parts:
 def _wrap(run: Run, model: Model) -> None:
     """Let plugins wrap units and listen to sinks; two that sum the same buffers at once would race."""
     summing: list[tuple[str, set[str]]] = []
-    for wrap in run.hooks.layered("wrap_model"):
+    summers: dict[str, str] = {}
+    for label, wrap in run.hooks.layered("wrap_model"):
         known = set(model.sinks.reduced_over)
         wrap(run=run, model=model)
         named = model.sinks.reduced_over - known
+        summers |= dict.fromkeys(named, label)
         if named:
             summed = {name for name, one in model.placements.items() if named.intersection(one.partial_axes)}
             summing.append((listed(sorted(named)), summed or set(model.placements)))
@@ -213,6 +232,7 @@ def _wrap(run: Run, model: Model) -> None:
                 f"strategies of the axes {axes} and {others} both sum gradients while backward runs, in the same "
                 f"buffers; use one of them"
             )
+    refuse_bypassing(run, model, summers)
 
 
 def build_loader(run: Run, split: str) -> Loader:

@@ -21,6 +21,42 @@ skipped; in fp16 loss_scale and overflows, the steps that it has cost so far; st
 their names; val_loss where the run was evaluated after the step."""
 
 
+@dataclass(frozen=True)
+class Mark:
+    """What a field of a plugin's Config says to the host, in its annotation: `Annotated[int, MAY_CHANGE]`."""
+
+    words: str
+
+
+MAY_CHANGE = Mark("may change")
+"""The field may be another one when a run resumes: no loss, gradient or sample depends on it beyond rounding."""
+MAY_MOVE = Mark("may change while the data stays the same")
+"""The field of a data plugin may be another one when a run resumes if the loader's `fingerprint` is the same."""
+
+
+@dataclass(frozen=True)
+class Variance:
+    """In what a run with a plugin differs from the run of one process by more than rounding, and by how much at most.
+
+    `reason` is a clause for `mplug explain`: 'gradients are rounded to bf16 before they are summed'. `tolerance` bounds
+    the relative error of losses, gradients and norms in the tiny run of `mplug.testing`, in fp64: its suites hold runs
+    with the plugin to it instead of to 1e-10.
+
+    `sums` are the mesh axes over which the plugin sums gradients in this way, by listening to sinks: the host refuses
+    a run in which anything else sums gradients over one of them. It is empty where the variance is not in such a sum.
+    """
+
+    reason: str
+    tolerance: float
+    sums: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not self.reason:
+            raise ValueError("a variance needs a reason")
+        if not 0 < self.tolerance < 1:
+            raise ValueError(f"the tolerance of a variance is between 0 and 1, not {self.tolerance}")
+
+
 class Stateful(Protocol):
     """Anything whose state a checkpoint holds: tensors and plain data only."""
 
@@ -41,6 +77,9 @@ class Loader(Stateful, Protocol):
 
     A loader of a finite set may state `samples_per_epoch`: from the first sample on, so many in a row are the whole
     set; and `tokenizer`, the record of what made the data (`TokenizerRecord.as_mapping`), which the run's record keeps.
+
+    A loader may state `fingerprint`: a short text that is the same for the same samples, wherever their files are, and
+    another for others. Checkpoints hold it, and a run whose data has another fingerprint does not resume.
     """
 
     vocab_size: int

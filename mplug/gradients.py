@@ -96,6 +96,10 @@ class Sinks(Mapping[str, GradientSink]):
     must be waited for before gradients are read. Buffers are summed in place, so only one strategy of a run may sum a
     parameter's: whoever comes later leaves those alone of whose data axes one is named. What no one sums so, the host
     does by placement.
+
+    A strategy whose sum is not the plain one (it rounds or compresses) declares its axes by the hook `varies`: no one
+    else may then sum over them. A listener changes a buffer by such a sum and in no other way, because gradients that
+    are gathered or divided have been summed over some ranks before they are final.
     """
 
     def __init__(

@@ -72,11 +72,11 @@ class Hooks:
         answers = [(one.plugin_name, _bound(one)(**arguments)) for one in reversed(self._implementations(hook))]
         return [(label, answer) for label, answer in answers if answer is not None]
 
-    def layered(self, hook: str) -> list[Callable[..., Any]]:
-        """The implementations of a hook by their plugins' declared `layer`, the innermost first."""
+    def layered(self, hook: str) -> list[tuple[str, Callable[..., Any]]]:
+        """The implementations of a hook, with labels, by their plugins' declared `layer`: the innermost first."""
         called = list(reversed(self._implementations(hook)))
         called.sort(key=lambda implementation: getattr(implementation.plugin, "layer", 0))
-        return [_bound(implementation) for implementation in called]
+        return [(implementation.plugin_name, _bound(implementation)) for implementation in called]
 
     def observe(self, hook: str, **arguments: Any) -> None:
         """Tell observers; one that raises is reported in the log and does not end the run, unless it is the host's."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mplug.config import RunConfig
-    from mplug.contracts import Loader, Optimizer, Piece, Record, Stateful, Stepper, Tokenizer
+    from mplug.contracts import Loader, Optimizer, Piece, Record, Stateful, Stepper, Tokenizer, Variance
     from mplug.mesh import Axis
     from mplug.model import Model
     from mplug.plan import Stages
@@ -60,6 +60,16 @@ def mesh_axes(config: "RunConfig") -> "list[Axis]":
 
     Where the views of the mesh need more ranks than the layout's strategies fill in the attention view, all are asked
     again, with a config whose layout names the strategy of `parallel.data` too.
+    """
+
+
+@all_plugins
+def varies(config: "RunConfig") -> "Variance | None":
+    """In what a run of this config differs, because of this plugin, from the run of one process by more than rounding.
+
+    A strategy that answers None, or has no such hook, claims that losses and gradients are those of one process.
+    `mplug explain` shows the reason, the suites use the tolerance, and the host refuses what would bypass the plugin.
+    Pure, and called before torch is imported.
     """
 
 
@@ -111,7 +121,8 @@ def wrap_model(run: "Run", model: "Model") -> None:
 
     Called in the order of the plugins' `layer` attributes (an integer, 0 if absent), the innermost first. Whoever sums
     gradients does so over each parameter's `Placement.data_axes`, whose groups `model.data_groups(run)` makes. Whoever
-    gathers parameters brings each sink what it has reduced (`GradientSink.contribute`). `model.run` may be wrapped.
+    gathers parameters brings each sink what it has reduced (`GradientSink.contribute`). `model.run` may be wrapped. An
+    axis that another plugin has declared by `varies` is that plugin's to sum over: the host refuses any other sum.
     """
 
 

@@ -26,6 +26,8 @@ class Job:
     resume_from: Path | None
     deadline: float | None = None
     """When the run must have ended, in seconds since the epoch."""
+    allowed: tuple[str, ...] = ()
+    """The fields and sections that the user lets change on resume."""
 
 
 def settle(base: Settings, overrides: Settings, world: World | None) -> tuple[Run, Settings]:
@@ -109,7 +111,7 @@ def _trained(run: Run, job: Job) -> Outcome:
     from mplug.loop import train
 
     assert run.directory is not None
-    ending = train(run, job.resume_from, job.deadline)
+    ending = train(run, job.resume_from, job.deadline, job.allowed)
     return Outcome(run.directory, run.step, ending.val_loss, ending.signal, ending.out_of_time)
 
 

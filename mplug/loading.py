@@ -11,7 +11,7 @@ class MapLoader:
 
     `read(sample_ids)` returns the micro batch of those samples of the global order, which has no end; on the CPU.
     `shard` is (index, count): this rank reads the `index`-th of `count` equal parts of every global batch.
-    `samples_per_epoch` is stated by who knows it.
+    `samples_per_epoch` and `fingerprint` (see `Loader`) are stated by who knows them.
     """
 
     def __init__(
@@ -22,9 +22,10 @@ class MapLoader:
         shard: tuple[int, int],
         micro_batch_size: int,
         samples_per_epoch: int | None = None,
+        fingerprint: str | None = None,
     ) -> None:
         self.read, self.vocab_size, self.shard, self.micro_batch_size = read, vocab_size, shard, micro_batch_size
-        self.samples_per_epoch = samples_per_epoch
+        self.samples_per_epoch, self.fingerprint = samples_per_epoch, fingerprint
         self.tokenizer: Mapping[str, Any] | None = None
         """The record of the tokenizer that made the data, for who knows it."""
         self.samples = 0

@@ -31,8 +31,12 @@ class Ending:
     out_of_time: bool = False
 
 
-def train(run: Run, resume_from: Path | None = None, deadline: float | None = None) -> Ending:
+def train(
+    run: Run, resume_from: Path | None = None, deadline: float | None = None, allowed: tuple[str, ...] = ()
+) -> Ending:
     """Train to the config's last step, evaluating and saving on the way; continue from a checkpoint if one is given.
+
+    `allowed` are the fields and sections whose change since that checkpoint the user lets happen.
 
     SIGTERM and SIGINT, on any rank, finish the step, save, and end the run; so does time, before `deadline` (seconds
     since the epoch). What else ends it is told in the log of the rank and to observers.
@@ -42,14 +46,17 @@ def train(run: Run, resume_from: Path | None = None, deadline: float | None = No
         position = Position(run, parts)
         pretrained = pretrained_of(run) if resume_from is None else None
         if resume_from is not None:
-            position.load(resume_from)
+            position.load(resume_from, allowed)
         elif pretrained is not None:
             load_weights(run, parts, pretrained)
         make_directory(run)
         log.info("rank %d of %d, process %d on %s", run.rank, run.mesh.world_size, os.getpid(), socket.gethostname())
         sources = {"resumed_from": resume_from and str(resume_from), "pretrained": pretrained and str(pretrained)}
         tokenizer = getattr(parts.train_loader.loader, "tokenizer", None)
-        write_record(run, {"parameters": parts.num_parameters, **sources, "tokenizer": tokenizer})
+        for line in position.changes.lines():
+            log.info("changed since %s: %s", resume_from, line)
+        facts = {"parameters": parts.num_parameters, **sources, "tokenizer": tokenizer, "changes": position.history}
+        write_record(run, facts)
         with Interrupt(run) as interrupt, _letting_saves_finish(run, position):
             run.hooks.observe("run_started", run=run)
             time_left = TimeLeft(run, deadline, position.saver.expected_seconds)

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from mplug.build import Parts
+from mplug.changes import FINGERPRINT, Changes, changes_on_resume, same_data
 from mplug.checkpoint import read_manifest
 from mplug.checkpoint.boxes import Boxed, State, buffer_boxes, held_boxes, owned_boxes
 from mplug.checkpoint.saver import Saver, load
@@ -24,11 +25,16 @@ PLAIN = ("samples", "tokens", "loader", "states")
 
 
 class Position:
-    """The samples and tokens that a run has consumed; with the run's parts, all that a checkpoint holds."""
+    """The samples and tokens that a run has consumed; with the run's parts, all that a checkpoint holds.
+
+    `changes` are what the run changes of the checkpoint's settings, `history` those of this and every earlier resume.
+    """
 
     def __init__(self, run: Run, parts: Parts) -> None:
         self.run, self.parts = run, parts
         self.samples = self.tokens = 0
+        self.changes = Changes()
+        self.history: list[dict[str, Any]] = []
         self.saver = Saver(run)
         self.saver.expect(sum(tensor.nbytes for _, _, tensor in self._tensors()))
         self.stateful = _stateful(run)
@@ -54,6 +60,9 @@ class Position:
             "world_size": run.mesh.world_size,
             "provenance": provenance(run),
             "config": run.config.resolved(),
+            "changes": self.history,
+            "varies": {label: variance.reason for label, variance in run.variances.items()},
+            FINGERPRINT: self._fingerprint(),
         }
         state = {
             f"{piece.name}/{name}": owned_boxes(piece.placement, tensor, run.rank)
@@ -64,14 +73,17 @@ class Position:
             state |= {name: Boxed(tuple(t.shape), {(0,) * t.dim(): t.clone()}) for name, t in tensors.items()}
         self.saver.save(state, {**facts, **plain})
 
-    def load(self, path: Path) -> None:
-        """Continue exactly where a checkpoint was taken."""
+    def load(self, path: Path, allowed: tuple[str, ...] = ()) -> None:
+        """Continue exactly where a checkpoint was taken; `allowed` are the fields that the user lets change."""
         manifest, run, parts = read_manifest(path), self.run, self.parts
         if manifest["step"] >= run.config.trainer.steps:
             raise UsageError(
                 f"checkpoint '{path}' has done all {run.config.trainer.steps} steps of its run; "
                 f"to go on, set trainer.steps to more"
             )
+        self.changes = changes_on_resume(path, manifest, run, allowed)
+        self.history = [*manifest.get("changes", []), *self.changes.record(manifest["step"])]
+        same_data(path, manifest, self._fingerprint(), self.changes)
         refuse_larger(f"checkpoint '{path}'", manifest, parts.model)
         state: State = {
             f"{piece.name}/{name}": held_boxes(piece.placement, tensor, run.rank)
@@ -94,6 +106,9 @@ class Position:
             parts.loss_scale.load_state_dict(plain[LOSS_SCALE])
         parts.train_loader.load_state_dict(plain["loader"])
         run.step, self.samples, self.tokens = manifest["step"], plain["samples"], plain["tokens"]
+
+    def _fingerprint(self) -> str | None:
+        return getattr(self.parts.train_loader.loader, "fingerprint", None)
 
     def _loader_state(self) -> dict[str, Any]:
         """The training loader's state; where those of ranks differ, the one that the loader makes of all of them."""

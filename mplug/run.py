@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from importlib.metadata import version
 from io import TextIOWrapper
 from pathlib import Path
@@ -20,7 +21,8 @@ import yaml
 
 import mplug
 from mplug.config import RunConfig
-from mplug.errors import UsageError, listed
+from mplug.contracts import Variance
+from mplug.errors import UsageError, listed, suggest
 from mplug.hooks import Hooks
 from mplug.mesh import Axis, Mesh, contiguous, view_sizes
 from mplug.settings import source_of
@@ -50,6 +52,11 @@ class Run:
     groups: "Groups | None" = None
     entries: frozenset[str] = frozenset()
     """The optional entries of the loader's micro batches."""
+
+    @cached_property
+    def variances(self) -> dict[str, Variance]:
+        """What plugins declare (`varies`) of how this run differs from one process, by the plugins' labels."""
+        return dict(self.hooks.each("varies", config=self.config))
 
     def group(self, *axes: str, use: str = "") -> "ProcessGroup | None":
         """The process group of this rank along mesh axes; None where it is alone or no processes run yet.
@@ -129,7 +136,7 @@ def prepare(
     plugins = {chosen.label: chosen.plugin(chosen.config) for chosen in config.chosen}
     hooks = Hooks(plugins | (host_plugins or {}))
     problems = []
-    for check in hooks.layered("configure"):
+    for _, check in hooks.layered("configure"):
         try:
             check(config=config)
         except UsageError as error:
@@ -147,7 +154,22 @@ def prepare(
     _refuse_uneven_batch(config, mesh)
     _refuse_uneven_sequence(config, mesh)
     entries = frozenset(hooks.call.batch_entries(config=config) or ())
-    return Run(config, hooks, mesh, device=config.trainer.device, directory=directory, entries=entries)
+    run = Run(config, hooks, mesh, device=config.trainer.device, directory=directory, entries=entries)
+    _refuse_wrong_variances(run)
+    return run
+
+
+def _refuse_wrong_variances(run: Run) -> None:
+    for label, variance in run.variances.items():
+        if not isinstance(variance, Variance):
+            raise UsageError(f"{label} answers 'varies' with {variance!r}; the answer is a mplug.Variance or None")
+        for axis in variance.sums:
+            if axis not in run.mesh.axes:
+                known = list(run.mesh.axes)
+                raise UsageError(
+                    f"{label} declares that it sums gradients over the axis '{axis}', which the mesh does not "
+                    f"have{suggest(axis, known)} (axes: {listed(known)})"
+                )
 
 
 def _with_rest(config: RunConfig, axes: list[Axis], ranks: int) -> RunConfig:

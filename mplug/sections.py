@@ -1,9 +1,14 @@
-"""The config's sections that are the host's own. Their defaults stand in `default.yaml` and nowhere else."""
+"""The config's sections that are the host's own. Their defaults stand in `default.yaml` and nowhere else.
+
+A field with the mark `MAY_CHANGE` may be another one when a run resumes. The others decide the course of training.
+"""
 
 import math
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from mplug.contracts import MAY_CHANGE
 
 
 class Section(BaseModel):
@@ -34,9 +39,9 @@ class LossScale(Section):
 class Trainer(Section):
     """How long, on what, and in which portions to train."""
 
-    steps: PositiveInt = Field(description="optimizer steps of the whole run")
+    steps: Annotated[PositiveInt, MAY_CHANGE] = Field(description="optimizer steps of the whole run")
     seq_length: PositiveInt = Field(description="tokens of a sample")
-    micro_batch_size: PositiveInt | None = Field(
+    micro_batch_size: Annotated[PositiveInt | None, MAY_CHANGE] = Field(
         description="samples of one forward and backward pass on a rank; null: all of the global batch that it reads"
     )
     global_batch_size: PositiveInt = Field(description="samples of one optimizer step, over all ranks")
@@ -50,26 +55,30 @@ class Trainer(Section):
         description="number format of gradients; 'auto' is the weights' where nothing is added to a gradient (one "
         "micro batch a step, no data parallelism) and the optimizer takes it, else fp32; in fp16 always fp32"
     )
-    compile: Literal["auto", "never", "inductor", "aot_eager"] = Field(
+    compile: Annotated[Literal["auto", "never", "inductor", "aot_eager"], MAY_CHANGE] = Field(
         description="torch.compile's backend for each unit of the model; 'auto' is inductor on a GPU, never on a CPU; "
         "aot_eager is for tests"
     )
-    tune_kernels: bool = Field(
+    tune_kernels: Annotated[bool, MAY_CHANGE] = Field(
         description="let inductor time launch shapes of the kernels that it builds: a longer start, faster steps"
     )
-    deterministic: bool = Field(
+    deterministic: Annotated[bool, MAY_CHANGE] = Field(
         description="the same run twice gives the same bits: only kernels that promise that, some of them slower"
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(description="where to train; 'auto' takes a GPU if there is one")
+    device: Annotated[Literal["auto", "cpu", "cuda"], MAY_CHANGE] = Field(
+        description="where to train; 'auto' takes a GPU if there is one"
+    )
     seed: NonNegativeInt = Field(description="decides initial weights, data order and dropout, under any layout")
     max_grad_norm: NonNegativeFloat = Field(description="gradients are scaled down to this global norm; 0: never")
-    nonfinite: Literal["stop", "skip"] = Field(
+    nonfinite: Annotated[Literal["stop", "skip"], MAY_CHANGE] = Field(
         description="what a loss or gradient norm that is not finite does: end the run, or leave the step out; "
         "either way no weight changes"
     )
-    log_every: PositiveInt = Field(description="steps between two progress lines")
-    eval_every: NonNegativeInt = Field(description="steps between two evaluations; 0: none, not even at the end")
-    eval_samples: PositiveInt = Field(description="validation samples of one evaluation")
+    log_every: Annotated[PositiveInt, MAY_CHANGE] = Field(description="steps between two progress lines")
+    eval_every: Annotated[NonNegativeInt, MAY_CHANGE] = Field(
+        description="steps between two evaluations; 0: none, not even at the end"
+    )
+    eval_samples: Annotated[PositiveInt, MAY_CHANGE] = Field(description="validation samples of one evaluation")
 
 
 class WeightDecay(Section):
@@ -105,10 +114,16 @@ class Schedule(Section):
 class Checkpoint(Section):
     """When to save, and how many checkpoints to keep."""
 
-    every: NonNegativeInt = Field(description="steps between two checkpoints; 0: only at the end of the run")
-    keep: PositiveInt = Field(description="newest checkpoints to keep; older ones are removed after a save")
-    asynchronous: bool = Field(description="write while training goes on, from a copy in the host's memory")
-    pretrained: str | None = Field(
+    every: Annotated[NonNegativeInt, MAY_CHANGE] = Field(
+        description="steps between two checkpoints; 0: only at the end of the run"
+    )
+    keep: Annotated[PositiveInt, MAY_CHANGE] = Field(
+        description="newest checkpoints to keep; older ones are removed after a save"
+    )
+    asynchronous: Annotated[bool, MAY_CHANGE] = Field(
+        description="write while training goes on, from a copy in the host's memory"
+    )
+    pretrained: Annotated[str | None, MAY_CHANGE] = Field(
         description="a checkpoint, or a run's folder: a new run begins with its weights, and with nothing else of it"
     )
 

@@ -127,19 +127,20 @@ def assert_bitwise(logical: Callable[[Path], dict[str, Tensor]]) -> Callable[[Pa
     return check
 
 
-THIRD_PARTY = Path(__file__).parent / "third_party"
+THIRD_PARTY, PACKAGES = (Path(__file__).parent / name for name in ("third_party", "packages"))
 
 
 @pytest.fixture
 def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Make a package of `third_party/` importable and its plugins nameable, with one piece of its source changed.
+    """Make a package of `third_party/` or `packages/` importable and its plugins nameable, one piece of it changed.
 
     `plant("nova-ringo")` is the package as it is; `plant("nova-ringo", old, new)` has `old`, which must stand in its
     source exactly once, replaced: a planted fault.
     """
 
     def install(distribution: str, old: str = "", new: str = "") -> None:
-        source, package = THIRD_PARTY / distribution, distribution.replace("-", "_")
+        package = distribution.replace("-", "_")
+        source = next(folder for folder in (THIRD_PARTY / distribution, PACKAGES / distribution) if folder.is_dir())
         copied = tmp_path / f"planted-{len(list(tmp_path.glob('planted-*')))}"
         shutil.copytree(source / "src", copied)
         if old:

@@ -294,6 +294,7 @@ def test_check_tells_the_sound_from_the_broken_among_all_that_a_folder_has(cli: 
         "kernels/picky",
         "kernels/verbose",
         "parallel/slab",
+        "parallel/squeeze",
     }
     assert broken == {
         "commands/limp",

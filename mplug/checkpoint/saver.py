@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from mplug.checkpoint import aside_of, complete, crc32_of, path_of, verify
 from mplug.checkpoint.boxes import Boxed, BoxLoadPlanner, BoxSavePlanner, Start, State
 from mplug.checkpoint.storage import FolderReader, FolderWriter
-from mplug.errors import RunError, UsageError
+from mplug.errors import RunError, UsageError, listed
 from mplug.run import Run
 
 
@@ -150,14 +150,15 @@ def load(run: Run, path: Path, manifest: Mapping[str, Any], state: State) -> Non
 def _fault(run: Run, path: Path, manifest: Mapping[str, Any], state: State) -> str:
     """Why this rank cannot load a checkpoint; of the files, each rank reads its share."""
     try:
-        _refuse_another(path, manifest["tensors"], state)
+        refuse_another(path, manifest["tensors"], state)
         verify(path, manifest, sorted(manifest["files"])[run.rank :: run.mesh.world_size])
     except UsageError as error:
         return str(error)
     return ""
 
 
-def _refuse_another(path: Path, saved: Mapping[str, Any], state: State) -> None:
+def refuse_another(path: Path, saved: Mapping[str, Any], state: State) -> None:
+    """Raise UsageError where a checkpoint lacks a tensor of `state`, or has it in another shape; reads no tensor."""
     for name, boxed in state.items():
         parameter, _, tensor = name.rpartition("/")
         if tensor == "buffer" and name not in saved:
@@ -165,7 +166,12 @@ def _refuse_another(path: Path, saved: Mapping[str, Any], state: State) -> None:
         if tensor != "buffer" and f"{parameter}/weight" not in saved:
             raise UsageError(f"checkpoint '{path}' has no parameter '{parameter}'; it is of another model")
         if name not in saved:
-            raise UsageError(f"checkpoint '{path}' has no '{tensor}' of '{parameter}'; it is of another optimizer")
+            kept = sorted({one.rpartition("/")[2] for one in saved if one.startswith(f"{parameter}/")} - {"weight"})
+            raise UsageError(
+                f"checkpoint '{path}' has no optimizer state '{tensor}' of '{parameter}' (it has {listed(kept)}): its "
+                f"optimizer was another one; resume with that, or begin a new run with its weights: "
+                f"mplug train --set checkpoint.pretrained={path}"
+            )
         if tuple(saved[name]["shape"]) != boxed.shape:
             raise UsageError(
                 f"checkpoint '{path}' holds '{parameter}' with shape {tuple(saved[name]['shape'])}, and the model has "

@@ -48,6 +48,7 @@ def list_(name: str | None) -> None:
 @click.option("--tensors", is_flag=True, help="Every tensor: its shape, type and boxes.")
 def show(name: str | None, step: int | None, tensors: bool) -> None:
     """Show what a checkpoint holds: position, layout, provenance, files, tensors."""
+    from mplug.changes import shown
     from mplug.checkpoint import read_manifest
 
     path = _path(name, step)
@@ -59,6 +60,9 @@ def show(name: str | None, step: int | None, tensors: bool) -> None:
     click.echo(f"  layout   {_layout(manifest)}, {manifest['world_size']} processes")
     for plugin in made["plugins"]:
         click.echo(f"  plugin   {plugin['plugin']} ({plugin['distribution']} {plugin['version']})")
+    for change in manifest.get("changes", []):
+        what = change.get("version") or f"{change['field']}: {shown(change['old'])} -> {shown(change['new'])}"
+        click.echo(f"  changed  {what}, from step {change['step'] + 1} on")
     weights = [saved for key, saved in manifest["tensors"].items() if key.endswith("/weight") and key[0] != "/"]
     click.echo(f"  weights  {sum(_numel(saved) for saved in weights):,} in {len(weights)} parameters")
     click.echo(f"  files    {len(manifest['files'])}, {human_bytes(_bytes(manifest))}")

@@ -11,8 +11,10 @@ from mplug.cli.options import RunName, config_options, overrides
 from mplug.errors import Diverged, RunError, UsageError
 
 if TYPE_CHECKING:
+    from mplug.changes import Changes
     from mplug.job import Job, Outcome
     from mplug.launch import World
+    from mplug.model import Model
     from mplug.run import Run
 
 
@@ -21,6 +23,13 @@ if TYPE_CHECKING:
 @click.option("--name", type=RunName(), help="Name of the run; its folder is runs/NAME.")
 @click.option("--master-port", type=int, help="Port at which processes started here meet; without it, a free one.")
 @click.option("--resume", is_flag=True, help="Continue the newest checkpoint of --name, or of the newest run.")
+@click.option(
+    "--allow-change",
+    "allowed",
+    metavar="FIELDS",
+    multiple=True,
+    help="With --resume: fields or sections that may differ from the checkpoint's: optimizer.lr,schedule.",
+)
 @click.option(
     "--restarts",
     type=click.IntRange(min=0),
@@ -32,6 +41,7 @@ if TYPE_CHECKING:
 def command(
     name: str | None,
     resume: bool,
+    allowed: tuple[str, ...],
     master_port: int | None,
     restarts: int,
     max_minutes: float | None,
@@ -47,11 +57,16 @@ def command(
     With --deterministic (trainer.deterministic), kernels that do not give the same bits twice are left out, or refused
     if they are named; what depends on the layout still does, and 'mplug explain' lists it.
 
+    A resumed run keeps the settings of its checkpoint. It may have more steps, another layout and other kernels, save,
+    evaluate and report in another way, and it logs every change. Any other change, such as another learning rate,
+    optimizer, seed or data, is refused unless --allow-change names it.
+
     \b
     mplug train --set data.path=book.txt --set trainer.steps=500
     mplug train --model gpt --preset 125m --attention reference
     mplug train --parallel tp2pp2 --restarts 3
     mplug train --resume --set trainer.steps=3000
+    mplug train --resume --set optimizer.lr=1e-3 --allow-change optimizer.lr
     """
     from mplug.job import Job, settle
     from mplug.launch import launched, refuse_port_in_use
@@ -65,6 +80,9 @@ def command(
     restarted = world is not None and world.restart > 0
     if world is not None:
         _refuse_restarts(world, restarts, name, resume)
+    names = tuple(name.strip() for words in allowed for name in words.split(","))
+    if names and not resume:
+        raise UsageError("--allow-change is for a run that goes on from a checkpoint; add --resume, or leave it out")
     resume = resume or (restarted and (RUNS / str(name) / "config.yaml").is_file())
     directory = find_directory(name) if resume else None
     base, changes = saved_settings(directory) if directory else default_settings(), overrides(**options)
@@ -74,19 +92,20 @@ def command(
     if master_port is not None:
         refuse_port_in_use(master_port)
     resume_from = _checkpoint_of(directory, restarted) if directory else None
+    since = _changes(run, resume_from, names)
     from mplug.build import build_model, refuse_unsavable_states  # import torch, which a refused config never waits for
 
     first = world is None or world.rank == 0
     run.directory = directory or new_directory(run.config, name, check=first)
     model = build_model(run)  # refuses what cannot be built before any process starts
-    refuse_unsavable_states(run, model)
+    refuse_unsavable_states(run, model, resume_from)
     pretrained = None if resume_from else pretrained_of(run)
     if pretrained is not None:
         refuse_another_model(pretrained, model)
     if first:
-        _announce(run, _beginning(resume_from, pretrained))
+        _announce(run, _beginning(resume_from, pretrained), [*since.lines(), *_follows(run, model, since)])
     deadline = began + 60 * max_minutes if max_minutes is not None else None
-    job = Job(base, changes, run.directory, resume_from, deadline)
+    job = Job(base, changes, run.directory, resume_from, deadline, names)
     outcome = _work(run, job, world is not None, master_port, restarts)
     if first:
         _report(outcome, time.time() - began, speaks=bool(run.hooks.implementers("build_tokenizer")))
@@ -108,6 +127,26 @@ def _checkpoint_of(directory: "Path", restarted: bool) -> "Path | None":
 
     folder = directory / "checkpoints"
     return None if restarted and not complete(folder) else newest(folder)
+
+
+def _changes(run: "Run", resume_from: "Path | None", allowed: tuple[str, ...]) -> "Changes":
+    """What the run changes since its checkpoint; UsageError for what the user has not allowed."""
+    from mplug.changes import Changes, changes_on_resume, refuse_unknown_fields
+
+    if resume_from is None:
+        return Changes()
+    from mplug.checkpoint import read_manifest
+
+    manifest = read_manifest(resume_from)
+    refuse_unknown_fields(manifest, run.config, allowed)
+    return changes_on_resume(resume_from, manifest, run, allowed)
+
+
+def _follows(run: "Run", model: "Model", changes: "Changes") -> list[str]:
+    """What depends on the layout, the micro batches or the kernels, where one of these changes."""
+    from mplug.variance import layout_dependence
+
+    return layout_dependence(run, model) if changes.moves_work else []
 
 
 def _work(run: "Run", job: "Job", launched: bool, port: int | None, restarts: int) -> "Outcome":
@@ -145,12 +184,14 @@ def _beginning(resume_from: "Path | None", pretrained: "Path | None") -> str:
     return f"with the weights of '{pretrained}'" if pretrained is not None else "from scratch"
 
 
-def _announce(run: "Run", where: str) -> None:
+def _announce(run: "Run", where: str, changes: list[str]) -> None:
     import torch
 
     layout = f", {run.config.parallel.layout} on {run.mesh.world_size} processes" if run.mesh.world_size > 1 else ""
     steps = run.config.trainer.steps
     click.echo(f"run {run.directory}: {steps} step{'s' * (steps != 1)}, {where}{layout}")
+    for line in changes:
+        click.echo(f"  changed since the checkpoint: {line}")
     if run.config.trainer.device != "cpu":
         click.echo(_idle_gpus(run, torch.cuda.device_count()), nl=False)
 

@@ -218,6 +218,19 @@ class DataSuite(PluginSuite):
 
     # Over ranks.
 
+    def test_its_fingerprint_is_one_text_on_every_rank(self) -> None:
+        """It is the data's alone: of the same data it is the same under another seed, so that data may move."""
+        loaders = [
+            self.alone(),
+            self.alone(trainer__seed=self.config().trainer.seed + 1),
+            *self.loaders(self.layout(2)),
+        ]
+        found = [getattr(loader, "fingerprint", None) for loader in loaders]
+        require(
+            found == [None] * len(found) or (isinstance(found[0], str) and len(set(found)) == 1),
+            f"the fingerprints of loaders of the same data are {found}; state one text, made of the samples alone",
+        )
+
     def test_ranks_together_read_what_one_rank_reads(self, world_size: int, split: str) -> None:
         """No overlap, no gap, the same contents."""
         alone, loaders = self.alone(split), self.loaders(self.layout(world_size), split)

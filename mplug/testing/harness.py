@@ -235,6 +235,16 @@ def _errors(traces: list[Trace], reference: Trace) -> Iterator[tuple[float, str]
     yield from _of_numbers("validation loss", [trace.val_loss for trace in traces], reference.val_loss)
 
 
+def tolerance_of(settings: TinySettings) -> float:
+    """The bound of errors of a run in fp64 against one process: `EXACT`, and what its plugins declare (`varies`)."""
+    return EXACT + sum(variance.tolerance for variance in prepare(tiny_config(settings)).variances.values())
+
+
+def movement_of(tolerance: float) -> float:
+    """The bound of the weights after the last step that goes with a bound of gradients; at most all of the movement."""
+    return min(1.0, EXACT_MOVEMENT * (tolerance / EXACT))
+
+
 def rounding_bound(alone: Trace, exact: Trace) -> float:
     """The tolerance of runs in low precision against the run `exact` of one process in fp64.
 

@@ -14,12 +14,16 @@ from mplug.registry import Registry
 from mplug.run import Run
 from mplug.testing import layouts
 from mplug.testing.harness import (
+    EXACT,
     Portions,
     TinySettings,
     Trace,
     as_they_come,
     difference,
+    largest_error,
+    movement_of,
     rounding_bound,
+    tolerance_of,
     unevenly,
     weights_off,
 )
@@ -41,6 +45,9 @@ class ParallelSuite(PluginSuite):
     installed one at 2. The first is run again under each of `variants` (what a variant sets, by its name), and with
     micro batches of different sizes, unless `uneven_micro_batches` is False. `refused` maps layouts that the tiny run
     does not bear to words that the refusal must have: the numbers, and what to do.
+
+    In fp64 a run is held to 1e-10; with a strategy that declares a `Variance` (hook `varies`), to its tolerance. Such a
+    run must differ from one process by more than rounding, or something has bypassed the strategy.
     """
 
     kind = "parallel"
@@ -220,7 +227,7 @@ class ParallelSuite(PluginSuite):
         where, in_fp32 = f"under layout '{layout}' in fp32", {"trainer.precision": "fp32"}
         exact = self._trained(where, self.at(layout))[1]
         traces, alone = self._trained(where, self.at(layout, in_fp32))
-        off = difference(traces, exact, rounding_bound(alone, exact))
+        off = difference(traces, exact, rounding_bound(alone, exact) + tolerance_of(self.at(layout)))
         require(not off, f"{where}: {off}")
 
     def test_micro_batches_may_differ_in_size(self) -> None:
@@ -282,8 +289,20 @@ class ParallelSuite(PluginSuite):
     ) -> None:
         where = f"under layout '{layout}'{told and f' {told}'}"
         traces, reference = self._trained(where, self.at(layout, changes), portions)
-        off = difference(traces, reference) or weights_off(traces, reference)
+        tolerance = tolerance_of(self.at(layout, changes))
+        off = difference(traces, reference, tolerance) or weights_off(traces, reference, movement_of(tolerance))
         require(not off, f"{where}: {off}")
+        self._require_declared_variance(layout, changes, where, largest_error(traces, reference))
+
+    def _require_declared_variance(self, layout: str, changes: TinySettings | None, where: str, error: float) -> None:
+        """A run that is exact, though the strategy declares that it is not: something has bypassed the strategy."""
+        declared = layouts.prepared(self.at(layout, changes)).variances.get(self.entry().label)
+        require(
+            declared is None or error > EXACT,
+            f"{where} the run is that of one process but for rounding ({error:.1e}), and the strategy declares that it "
+            f"varies ({declared and declared.reason}): another part of the layout has bypassed it, so name the axes "
+            f"over which it sums in the variance's `sums`; or the declaration is wrong here",
+        )
 
     def _trained(
         self, where: str, settings: TinySettings, portions: Portions = as_they_come

@@ -15,6 +15,7 @@ from mplug.testing.harness import (
     largest_error,
     tiny_config,
     tiny_run,
+    tolerance_of,
     train_ranks,
 )
 from mplug.testing.suite import Fault, require
@@ -36,9 +37,10 @@ def trained_once(settings: TinySettings, portions: Portions = as_they_come) -> l
 def require_parity(settings: TinySettings, layout: str) -> None:
     """Raise Fault unless the run under a layout, in fp64, is that of one process; SkipTest where it refuses the layout.
 
+    It is held to 1e-10, and to what its plugins declare (`varies`).
     After the layout's word there may be settings: 'tp2 parallel.tp.sequence_parallel=false'.
     """
-    found = difference(*_traces(settings, layout))
+    found = difference(*_traces(settings, layout), tolerance_of(_under(settings, layout)))
     require(not found, f"the run under the layout '{layout}' is not that of one process: {found}")
 
 
@@ -52,9 +54,8 @@ def error_of(settings: TinySettings, layout: str) -> float:
 
 def _traces(settings: TinySettings, layout: str) -> tuple[list[Trace], Trace]:
     """What all ranks see under a layout, and what one process sees."""
-    word, *assignments = layout.split() or [""]
-    options = {".".join(key): setting.value for key, setting in read_assignments(assignments).items()}
-    alone, divided = ({**settings, **options, "parallel.layout": one} for one in ("", word))
+    divided = _under(settings, layout)
+    alone = {**divided, "parallel.layout": ""}
     world_size = _world_size(divided)
     try:
         traces = train_ranks(world_size, divided)
@@ -63,6 +64,13 @@ def _traces(settings: TinySettings, layout: str) -> tuple[list[Trace], Trace]:
     except (WorkerFailed, TimeoutError) as error:
         raise Fault(f"the run fails under the layout '{layout}': {error}") from None
     return traces, trained_once(alone)[0]
+
+
+def _under(settings: TinySettings, layout: str) -> TinySettings:
+    """The settings of the run under a layout, whose word may have settings behind it."""
+    word, *assignments = layout.split() or [""]
+    options = {".".join(key): setting.value for key, setting in read_assignments(assignments).items()}
+    return {**settings, **options, "parallel.layout": word}
 
 
 def _world_size(settings: TinySettings) -> int:

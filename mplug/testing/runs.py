@@ -71,10 +71,16 @@ class Witness:
 
 
 def trained(
-    config: "RunConfig", directory: Path, *, resume_from: Path | None = None, fails_at: int | None = None
+    config: "RunConfig",
+    directory: Path,
+    *,
+    resume_from: Path | None = None,
+    allowed: tuple[str, ...] = (),
+    fails_at: int | None = None,
 ) -> Witness:
     """Train to the config's last step, or until step `fails_at` (0: while the run is built).
 
+    `allowed` are fields that may differ from those of the checkpoint to resume from.
     This process is a rank of torch's default process group, if there is one. The host's own metrics are written too, as
     in a run that a user starts.
     """
@@ -88,5 +94,5 @@ def trained(
     run = as_rank(prepare(config, {f"{HOST}metrics": MetricsFile(), f"{HOST}witness": witness}, directory))
     run.device = choose_device(config)
     with suppress(PlannedFailure):
-        train(run, resume_from)
+        train(run, resume_from, allowed=allowed)
     return witness

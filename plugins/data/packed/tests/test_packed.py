@@ -325,3 +325,12 @@ def test_a_layout_gives_the_run_of_one_process(layout: str) -> None:
         del settings["parallel.pp.schedule"]
     alone = train_steps(settings)
     assert difference(train_ranks(2, {**settings, "parallel.layout": layout}), alone) == ""
+
+
+def test_the_fingerprint_is_of_the_conversations_wherever_they_are(tmp_path: Path) -> None:
+    chats = [asked("Hi", "Ho"), asked("What?", "That.")]
+    one, moved = (written(tmp_path / f"{name}.jsonl", *chats) for name in ("one", "moved"))
+    other = written(tmp_path / "other.jsonl", asked("Hi", "Hu"), chats[1])
+    own, elsewhere, changed = (loader(path).fingerprint for path in (one, moved, other))
+    assert own == elsewhere != changed
+    assert loader(one, data__max_documents=6).fingerprint != own, "what is packed with what may be another"

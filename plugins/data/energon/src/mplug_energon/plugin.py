@@ -4,11 +4,12 @@ from collections.abc import Iterator
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from mplug import (
+    MAY_CHANGE,
     CorpusTokenizer,
     Loader,
     Tokenizer,
@@ -86,7 +87,7 @@ class Energon:
         packing_buffer_size: int | None = Field(
             None, ge=2, description="samples of which an encoder with `select_samples_to_pack` packs; null: none"
         )
-        on_error: Literal["stop", "skip"] = Field(
+        on_error: Annotated[Literal["stop", "skip"], MAY_CHANGE] = Field(
             "stop", description="what a sample does that cannot be read or encoded; skip tells of it in the output"
         )
 

@@ -29,6 +29,10 @@ FORMAT = 1
 """Of what the cache holds: counts up when indices of the same description would be others."""
 
 
+NUM_LOOKS, LOOK = 64, 1024
+"""Places of a data set at which its fingerprint reads tokens, and how many at each."""
+
+
 @dataclass(frozen=True)
 class Part:
     """The sequences of a data set that are of one split."""
@@ -45,6 +49,14 @@ class Part:
     def digest(self) -> str:
         """A hash of all lengths of the data set."""
         return digest(self.reader.lengths)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of all lengths and of tokens from all over the data set, which is too large to be read as a whole."""
+        tokens = self.reader.tokens
+        starts = range(0, len(tokens), max(len(tokens) // NUM_LOOKS, 1))
+        looks = [np.empty(0, tokens.dtype), *(tokens[start : start + LOOK] for start in starts)]
+        return f"{self.digest} {tokens.nbytes} {digest(np.concatenate(looks))}"
 
 
 class Round(NamedTuple):
@@ -103,6 +115,12 @@ class Order:
                 f"the order of {self.size:,} samples at once would take {size >> 30:,} GiB, and this machine has "
                 f"{memory >> 30:,} GiB of memory; set data.samples to less, after which another order begins"
             )
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the data sets, in their order, and of their weights; not of where they are."""
+        text = repr(([part.fingerprint for part in self.parts], self.weights))
+        return digest(np.frombuffer(text.encode(), np.uint8))
 
     @property
     def is_blend(self) -> bool:

@@ -2,11 +2,11 @@
 
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
-from mplug import CorpusTokenizer, Loader, UsageError, hookimpl, load_tokenizer
+from mplug import MAY_CHANGE, MAY_MOVE, CorpusTokenizer, Loader, UsageError, hookimpl, load_tokenizer
 from mplug_indexed.beside import Marks, marks_of, named_twice, prefix_of, tokenizer_of
 
 if TYPE_CHECKING:
@@ -36,12 +36,12 @@ class Indexed:
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
-        path: str | list[str] | dict[str, float] = Field(
+        path: Annotated[str | list[str] | dict[str, float], MAY_MOVE] = Field(
             description="a data set: the path of its two files without '.bin' and '.idx'; or several: a list mixes "
             "them by their sizes, each sample once an epoch, a mapping from paths to weights (above 0) by these"
         )
         split: str = Field("969,30,1", description="weights of training, validation and test among the sequences")
-        samples: Literal["run", "epoch"] | PositiveInt = Field(
+        samples: Annotated[Literal["run", "epoch"] | PositiveInt, MAY_CHANGE] = Field(
             "run",
             description="samples that the training order is drawn for. 'run': those of this run (trainer.steps times "
             "trainer.global_batch_size), which is Megatron's order; 'epoch': every epoch in an order of its own, "
@@ -51,7 +51,7 @@ class Indexed:
             True, description="the last label of a sample is the token behind it; false: it has no target"
         )
         drop_last: bool = Field(True, description="leave out what is left of the validation tokens; false: pad it")
-        cache: str | None = Field(
+        cache: Annotated[str | None, MAY_CHANGE] = Field(
             None,
             min_length=1,
             description="folder for indices; null: 'index-cache' beside the data, else in the user's cache folder",
@@ -66,7 +66,7 @@ class Indexed:
         eod_mask_loss: bool = Field(False, description="no loss for what follows the end of a document")
         reset_positions: bool = Field(False, description="positions begin at 0 in every document")
         reset_attention: bool = Field(False, description="tokens attend within their own document only")
-        max_documents: PositiveInt | None = Field(
+        max_documents: Annotated[PositiveInt | None, MAY_CHANGE] = Field(
             None,
             description="room for documents of a sample, with `reset_attention`; null: as many as sequences meet in "
             "one sample, up to the next power of two",

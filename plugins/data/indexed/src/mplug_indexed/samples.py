@@ -136,6 +136,7 @@ class IndexedLoader(MapLoader):
             shard=shard,
             micro_batch_size=micro_batch_size,
             samples_per_epoch=samples.order.samples_per_epoch,
+            fingerprint=samples.order.fingerprint,
         )
         self.order = samples.order
 

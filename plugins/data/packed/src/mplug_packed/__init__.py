@@ -2,11 +2,20 @@
 
 import logging
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from mplug import MapLoader, Tokenizer, TokenizerRecord, UsageError, describe_tokenizer, hookimpl, load_tokenizer
+from mplug import (
+    MAY_MOVE,
+    MapLoader,
+    Tokenizer,
+    TokenizerRecord,
+    UsageError,
+    describe_tokenizer,
+    hookimpl,
+    load_tokenizer,
+)
 
 if TYPE_CHECKING:
     from mplug import Run, RunConfig
@@ -26,16 +35,16 @@ class Packed:
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
-        path: str = Field(
+        path: Annotated[str, MAY_MOVE] = Field(
             min_length=1,
             description="a file *.jsonl or *.jsonl.gz, a folder of them or a glob: a conversation a line",
         )
-        validation_path: str | None = Field(
+        validation_path: Annotated[str | None, MAY_MOVE] = Field(
             None,
             min_length=1,
             description="conversations for validation, named like those of `path`; null: a share of those",
         )
-        validation_percent: float = Field(
+        validation_percent: Annotated[float, MAY_MOVE] = Field(
             5, gt=0, le=50, description="share of the conversations for validation, by a hash of their messages"
         )
         tokenizer: str = Field("bytes", description="tokenizer, an installed plugin")
@@ -126,6 +135,7 @@ class Packed:
             shard=run.mesh.batch_shard(run.rank),
             micro_batch_size=run.micro_batch_size,
             samples_per_epoch=samples.count,
+            fingerprint=samples.fingerprint,
         )
 
     def _documents(self, split: Split, length: int, count: "Count") -> "Documents":

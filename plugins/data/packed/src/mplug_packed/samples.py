@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,14 @@ class PackedSamples:
         self.packed = best_fit_decreasing(documents.lengths, seq_length, most - 1)  # the last may have to fill up
         self.count = len(self.packed)
         self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the conversations as tokens and labels, and of what decides how they are packed."""
+        found = blake2b(repr((self.seq_length, self.most, self.filler)).encode(), digest_size=16)
+        for array in (self.documents.ends, self.documents.tokens, self.documents.labels):
+            found.update(array.data)
+        return found.hexdigest()
 
     @property
     def filled(self) -> float:

@@ -1,11 +1,11 @@
 """Byte-level text: any file, folder or glob, or the Python standard library's own source."""
 
 import logging
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from mplug import MapLoader, UsageError, hookimpl
+from mplug import MAY_MOVE, MapLoader, UsageError, hookimpl
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,11 +40,13 @@ class Text:
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
-        path: str | None = Field(
+        path: Annotated[str | None, MAY_MOVE] = Field(
             None, min_length=1, description="a file, a folder or a glob; null: Python's standard library"
         )
-        pattern: str = Field("**/*", description="glob of the files to read in a folder that `path` names")
-        validation_percent: int = Field(
+        pattern: Annotated[str, MAY_MOVE] = Field(
+            "**/*", description="glob of the files to read in a folder that `path` names"
+        )
+        validation_percent: Annotated[int, MAY_MOVE] = Field(
             5, ge=1, le=50, description="share of the files for validation; of every file's end where files are few"
         )
 
@@ -59,7 +61,7 @@ class Text:
     @hookimpl
     def build_loader(self, run: "Run", split: Literal["train", "validation"]) -> MapLoader:
         """Read the split's files into memory."""
-        from mplug_text.corpus import find_files, read_split
+        from mplug_text.corpus import find_files, fingerprint_of, read_split
         from mplug_text.windows import Windows
 
         trainer = run.config.trainer
@@ -78,6 +80,7 @@ class Text:
             shard=run.mesh.batch_shard(run.rank),
             micro_batch_size=run.micro_batch_size,
             samples_per_epoch=windows.count,
+            fingerprint=fingerprint_of(stream),
         )
 
 

@@ -1,11 +1,11 @@
 """Attention by flash-attn: version 4, 3 or 2, whichever is installed."""
 
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from mplug import Offer, Site, hookimpl
+from mplug import MAY_CHANGE, Offer, Site, hookimpl
 
 if TYPE_CHECKING:
     from mplug import Run
@@ -19,7 +19,7 @@ class Flash:
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
-        version: Literal["auto", 4, 3, 2] = Field(
+        version: Annotated[Literal["auto", 4, 3, 2], MAY_CHANGE] = Field(
             "auto", description="auto: the newest flash-attn that is installed and can serve; 4, 3, 2: this one"
         )
 

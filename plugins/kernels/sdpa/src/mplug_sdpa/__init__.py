@@ -1,11 +1,11 @@
 """Attention by torch's scaled_dot_product_attention, or by one of its backends."""
 
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from mplug import Offer, Site, hookimpl
+from mplug import MAY_CHANGE, Offer, Site, hookimpl
 
 if TYPE_CHECKING:
     from mplug import Run
@@ -29,7 +29,7 @@ class SDPA:
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
-        backend: Backend = Field(
+        backend: Annotated[Backend, MAY_CHANGE] = Field(
             "auto",
             description="auto: cuDNN on Hopper and newer where it can serve, else torch's choice; "
             "cudnn, flash, efficient, math: this one, or the run is refused",

@@ -1,11 +1,11 @@
 """Activation recomputation and offload: less is kept for the backward pass than units make for it."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
-from mplug import UNIT, Site, UsageError, Wrap, hookimpl, slots_named
+from mplug import MAY_CHANGE, UNIT, Site, UsageError, Wrap, hookimpl, slots_named
 
 if TYPE_CHECKING:
     from mplug import Model, Run, RunConfig
@@ -24,20 +24,24 @@ class Recompute:
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
-        mode: Literal["none", "full", "selective"] = Field(
+        mode: Annotated[Literal["none", "full", "selective"], MAY_CHANGE] = Field(
             "full",
             description="full: of each chosen unit only the inputs are kept, and backward runs it again; selective: "
             "only what fills some slots is run again (arXiv 2205.05198, section 5); none: nothing is",
         )
-        every: PositiveInt = Field(1, description="choose every so-manieth unit of a stage, beginning with the first")
-        first: PositiveInt | None = Field(None, description="choose among the first so many units of a stage only")
-        slots: tuple[str, ...] = Field(
+        every: Annotated[PositiveInt, MAY_CHANGE] = Field(
+            1, description="choose every so-manieth unit of a stage, beginning with the first"
+        )
+        first: Annotated[PositiveInt | None, MAY_CHANGE] = Field(
+            None, description="choose among the first so many units of a stage only"
+        )
+        slots: Annotated[tuple[str, ...], MAY_CHANGE] = Field(
             ("attention",), description="kinds of slots, or slots, that 'selective' runs again: [attention, activation]"
         )
-        offload: bool = Field(
+        offload: Annotated[bool, MAY_CHANGE] = Field(
             False, description="keep what chosen units keep for backward in the host's memory, moved while others run"
         )
-        offload_from: NonNegativeInt = Field(
+        offload_from: Annotated[NonNegativeInt, MAY_CHANGE] = Field(
             1 << 20, description="bytes of a tensor from which on it is worth the way to the host and back"
         )
 

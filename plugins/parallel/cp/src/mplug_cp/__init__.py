@@ -4,11 +4,11 @@ Only attention looks from one position to another; so this wraps whatever holds 
 plan and its kernels know nothing of it.
 """
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
-from mplug import Axis, UsageError, contiguous, hookimpl
+from mplug import MAY_CHANGE, Axis, UsageError, contiguous, hookimpl
 from mplug_cp.zigzag import zigzag
 
 if TYPE_CHECKING:
@@ -25,13 +25,13 @@ class ContextParallel:
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
-        method: Method = Field(
+        method: Annotated[Method, MAY_CHANGE] = Field(
             "ring",
             description="ring: keys and values go round, rank by rank, under attention; all_gather: every rank gets "
             "all of them; ulysses: every rank gets the whole sequence of a part of the heads; hierarchical: ulysses "
             "inside groups of neighbours, a ring between the groups",
         )
-        ulysses_degree: PositiveInt | None = Field(
+        ulysses_degree: Annotated[PositiveInt | None, MAY_CHANGE] = Field(
             None, description="ranks of a group inside which heads are divided; only, and always, with hierarchical"
         )
 

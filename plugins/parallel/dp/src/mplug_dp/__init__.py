@@ -1,10 +1,10 @@
 """Replicated data parallelism: every rank holds the model and reads its part of the batch."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from mplug import Axis, contiguous, hookimpl
+from mplug import MAY_CHANGE, Axis, contiguous, hookimpl
 
 if TYPE_CHECKING:
     from mplug import Model, Run, RunConfig
@@ -18,7 +18,7 @@ class DataParallel:
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
-        bucket_mib: float = Field(32.0, gt=0, description="size of a bucket of fp32 gradients")
+        bucket_mib: Annotated[float, MAY_CHANGE] = Field(32.0, gt=0, description="size of a bucket of fp32 gradients")
 
     def __init__(self, config: Config) -> None:
         self.config = config

@@ -4,11 +4,11 @@ Experts are divided over `ep` ranks, and each one's width over `etp` ranks. The 
 other parallelism, so that neither degree multiplies the world.
 """
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from mplug import Axis, hookimpl
+from mplug import MAY_CHANGE, Axis, hookimpl
 
 if TYPE_CHECKING:
     from mplug import Model, Run, RunConfig, Wrap
@@ -25,7 +25,7 @@ class ExpertParallel:
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
-        dispatch: Literal["all_to_all", "all_gather"] = Field(
+        dispatch: Annotated[Literal["all_to_all", "all_gather"], MAY_CHANGE] = Field(
             "all_to_all",
             description="each token to the ranks of its experts, whose numbers the host waits for; "
             "or all tokens to all ranks, in shapes that are known, which waits for nothing",

@@ -4,15 +4,19 @@ Each rank keeps a stretch of every parameter's rows, of its gradient and of the 
 are gathered before it computes, and freed after; gradients are summed to the rank that keeps their rows.
 """
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from mplug import Axis, UsageError, contiguous, hookimpl
+from mplug import MAY_CHANGE, Axis, UsageError, Variance, contiguous, hookimpl
 from mplug_fsdp.fit import AXIS, divide_rows
 
 if TYPE_CHECKING:
     from mplug import Model, Run, RunConfig
+
+
+TOLERANCE = 2.0**-6
+"""Of gradients that are summed in bf16: they are rounded to 8 bits, and the sums of a few ranks again."""
 
 
 class FullyShardedDataParallel:
@@ -23,14 +27,16 @@ class FullyShardedDataParallel:
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
-        reshard_after_forward: bool = Field(
+        reshard_after_forward: Annotated[bool, MAY_CHANGE] = Field(
             True, description="free a unit's weights after its forward pass, and gather them again for its backward"
         )
-        prefetch: int = Field(1, ge=0, description="units whose weights are gathered ahead of the one that computes")
+        prefetch: Annotated[int, MAY_CHANGE] = Field(
+            1, ge=0, description="units whose weights are gathered ahead of the one that computes"
+        )
         reduce_dtype: Literal["fp32", "bf16"] = Field(
             "fp32", description="precision in which a micro batch's gradients are summed over ranks"
         )
-        cpu_offload: bool = Field(
+        cpu_offload: Annotated[bool, MAY_CHANGE] = Field(
             False, description="keep the divided weights, gradients and optimizer state in the host's memory"
         )
 
@@ -51,6 +57,13 @@ class FullyShardedDataParallel:
     def mesh_axes(self, config: "RunConfig") -> list[Axis]:
         """One axis that divides the batch, nearer than replicas: its ranks exchange every weight in every pass."""
         return [Axis(AXIS, config.parallel.degrees[AXIS], entries={"batch": contiguous}, distance=15)]
+
+    @hookimpl
+    def varies(self, config: "RunConfig") -> Variance | None:
+        """Sums in bf16. They come before the sinks, so no other strategy can sum the same gradients."""
+        if self.config.reduce_dtype == "fp32" or config.parallel.degrees[AXIS] == 1:
+            return None
+        return Variance("gradients are rounded to bf16 and summed over ranks in it", TOLERANCE, sums=())
 
     @hookimpl
     def shard_model(self, run: "Run", model: "Model") -> None:

@@ -1,10 +1,10 @@
 """Pipeline parallelism: a model's units divided into stages, run by a table of actions."""
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
-from mplug import Axis, Stages, UsageError, hookimpl
+from mplug import MAY_CHANGE, Axis, Stages, UsageError, hookimpl
 from mplug_pp.stages import divide
 
 if TYPE_CHECKING:
@@ -19,8 +19,10 @@ class PipelineParallel:
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
-        schedule: Literal["1f1b", "gpipe"] = Field("1f1b", description="order of forward and backward passes")
-        units_per_stage: tuple[PositiveInt, ...] | None = Field(
+        schedule: Annotated[Literal["1f1b", "gpipe"], MAY_CHANGE] = Field(
+            "1f1b", description="order of forward and backward passes"
+        )
+        units_per_stage: Annotated[tuple[PositiveInt, ...] | None, MAY_CHANGE] = Field(
             None, description="how many units each stage has, in order; null: stages of about equal work"
         )
 

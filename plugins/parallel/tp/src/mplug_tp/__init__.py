@@ -4,11 +4,11 @@ A linear whose output axis is split over tp is column-parallel, one whose input 
 embedding or projection whose vocabulary is split is vocabulary-parallel: nothing else decides it.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from mplug import Axis, UsageError, hookimpl
+from mplug import MAY_CHANGE, Axis, UsageError, hookimpl
 
 if TYPE_CHECKING:
     from mplug import Model, Offer, Run, RunConfig, Wrap
@@ -22,7 +22,9 @@ class TensorParallel:
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
-        sequence_parallel: bool = Field(True, description="divide the residual stream's sequence over the same ranks")
+        sequence_parallel: Annotated[bool, MAY_CHANGE] = Field(
+            True, description="divide the residual stream's sequence over the same ranks"
+        )
 
     def __init__(self, config: Config) -> None:
         self.config = config

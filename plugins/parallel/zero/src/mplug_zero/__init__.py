@@ -1,14 +1,18 @@
 """ZeRO (arXiv 1910.02054): data-parallel ranks that each keep a part of the optimizer state, and of the gradients."""
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from mplug import Axis, Sharding, contiguous, hookimpl
+from mplug import MAY_CHANGE, Axis, Sharding, Variance, contiguous, hookimpl
 
 if TYPE_CHECKING:
     from mplug import Model, Run, RunConfig
     from mplug_zero.weights import Weights
+
+
+TOLERANCE = 2.0**-6
+"""Of gradients that are summed in bf16: they are rounded to 8 bits, and the sums of a few ranks again."""
 
 
 class ZeRO:
@@ -22,12 +26,14 @@ class ZeRO:
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
-        stage: Literal[1, 2] = Field(1, description="1 divides masters and optimizer state, 2 gradients too")
-        bucket_mib: float = Field(32.0, gt=0, description="size of a bucket of fp32 gradients")
+        stage: Annotated[Literal[1, 2], MAY_CHANGE] = Field(
+            1, description="1 divides masters and optimizer state, 2 gradients too"
+        )
+        bucket_mib: Annotated[float, MAY_CHANGE] = Field(32.0, gt=0, description="size of a bucket of fp32 gradients")
         reduce_dtype: Literal["fp32", "bf16"] = Field(
             "fp32", description="the precision in which gradients travel and are summed over ranks"
         )
-        overlap: bool = Field(
+        overlap: Annotated[bool, MAY_CHANGE] = Field(
             True, description="sum gradients while backward runs, and gather weights while the next forward does"
         )
 
@@ -39,6 +45,13 @@ class ZeRO:
     def mesh_axes(self, config: "RunConfig") -> list[Axis]:
         """One axis that divides the batch, nearer than that of replicas: these may be whole nodes."""
         return [Axis("zero", config.parallel.degrees["zero"], entries={"batch": contiguous}, distance=15)]
+
+    @hookimpl
+    def varies(self) -> Variance | None:
+        """Sums in bf16."""
+        if self.config.reduce_dtype == "fp32":
+            return None
+        return Variance("gradients are rounded to bf16 and summed over ranks in it", TOLERANCE, sums=("zero",))
 
     @hookimpl
     def shard_states(self, run: "Run", model: "Model", needs: str) -> Sharding | None:

@@ -1,0 +1,85 @@
+"""What in a run depends on its layout, and that a declared way of summing gradients is not bypassed.
+
+A strategy that sums gradients in another way than as they are (compressed to bf16, for example) says so by the hook
+`varies`, with the mesh axes over which it sums. No other strategy, and not the host, may then sum over one of them: the
+sum would be another one than `mplug explain` and the suites say.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from mplug.errors import UsageError
+from mplug.model import Model, role_of
+from mplug.run import Run
+
+
+def layout_dependence(run: Run, model: Model) -> list[str]:
+    """What makes losses and gradients depend on the layout beyond rounding: a sentence for each supplier and module."""
+    plugins = {
+        f"{label}: {variance.reason} (relative error up to {variance.tolerance:.2g})"
+        for label, variance in run.variances.items()
+    }
+    suppliers = {
+        f"{filled.site.slot} of {filled.site.role} ({filled.supplier}): {reason}"
+        for filled in model.slots
+        if filled.offer and (reason := filled.offer.varies(filled.site, run))
+    }
+    modules = {
+        f"{role_of(name)}: {reason}"
+        for name, module in model.module.named_modules()
+        if (reason := getattr(module, "varies", ""))
+    }
+    return sorted(plugins | suppliers | modules)
+
+
+def refuse_bypassing_layout(run: Run, model: Model) -> None:
+    """Raise UsageError where the layout alone says that a declared sum is bypassed: before any process starts.
+
+    The plugin that divides states sums over all axes of its buckets. A parameter that is gathered along an axis is
+    summed over it before its sink has the gradient.
+    """
+    buckets = model.sharding.buckets if model.sharding is not None else ()
+    summed = {axis for bucket in buckets for axis in (*bucket.axes, *bucket.copied)}
+    for owner, axis in _declared(run):
+        for label in run.hooks.implementers("shard_states") if axis in summed else ():
+            if label != owner:
+                raise _bypassed(run, owner, axis, label)
+        gathered = [name for name, placement in model.placements.items() if placement.gathered_along == axis]
+        if gathered:
+            raise UsageError(
+                f"{owner} declares that it sums gradients over '{axis}' by listening to sinks, and '{gathered[0]}' is "
+                f"gathered along '{axis}': its gradient is summed before its sink has it; the strategy that gathers "
+                f"must leave '{axis}' to {owner}, or {owner} leave it out of its variance's sums"
+            )
+
+
+def refuse_bypassing(run: Run, model: Model, summers: Mapping[str, str]) -> None:
+    """Raise UsageError where gradients are summed over a declared axis by another than the plugin that declares it.
+
+    `summers` are the labels of the plugins that sum over the axes in `sinks.reduced_over`; over all others, the host
+    sums.
+    """
+    for owner, axis in _declared(run):
+        partial = [name for name in model.sinks if axis in model.placements[name].partial_axes]
+        label = summers.get(axis)
+        if label not in (None, owner):
+            raise _bypassed(run, owner, axis, str(label))
+        if partial and label is None and run.groups is not None:
+            raise UsageError(
+                f"{owner} declares that it sums gradients over '{axis}' ({run.variances[owner].reason}), and does not "
+                f"name the axis in sinks.reduced_over: the host would sum '{partial[0]}' as it is; name it there, or "
+                f"leave it out of the variance's sums"
+            )
+
+
+def _declared(run: Run) -> Iterator[tuple[str, str]]:
+    """(plugin, axis) of every axis of more than one rank over which a plugin declares to sum in its own way."""
+    for owner, variance in run.variances.items():
+        yield from ((owner, axis) for axis in variance.sums if run.mesh.axes[axis].size > 1)
+
+
+def _bypassed(run: Run, owner: str, axis: str, label: str) -> UsageError:
+    return UsageError(
+        f"layout '{run.config.parallel.layout}': {label} would sum gradients over the axis '{axis}', and so bypass "
+        f"{owner}, which declares that it sums over this axis in its own way ({run.variances[owner].reason}); use a "
+        f"layout without '{label.rpartition('/')[2]}' or without '{owner.rpartition('/')[2]}'"
+    )

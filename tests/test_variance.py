@@ -1,0 +1,138 @@
+"""Strategies that change numerics: what they declare, how far suites let them go, and that nothing bypasses them.
+
+`acme-squeeze` sums gradients in bf16, as a third party would write it.
+"""
+
+from collections.abc import Callable
+
+import pytest
+from click.testing import CliRunner
+
+from mplug import UsageError, Variance
+from mplug.build import build_model
+from mplug.cli import main
+from mplug.testing import Fault, ParallelSuite
+from mplug.testing.harness import tiny_run, train_ranks
+
+Plant = Callable[..., None]
+DECLARED = 'return Variance(REASON, tolerance=2.0**-6, sums=("squeeze",))'
+BEFORE_OTHERS = "layer = -1"
+
+
+class Squeezed(ParallelSuite):
+    plugin = "squeeze"
+    layouts = ("squeeze2",)
+
+
+def require_parity(layout: str) -> None:
+    Squeezed().test_a_layout_gives_the_run_of_one_process(layout)
+
+
+# The suite.
+
+
+def test_the_suite_holds_a_strategy_to_the_tolerance_that_it_declares(plant: Plant) -> None:
+    plant("acme-squeeze")
+    require_parity("squeeze2")
+
+
+@pytest.mark.parametrize(
+    ("declared", "said"),
+    [
+        ("return None", "gradient of .* is off"),
+        (DECLARED.replace("2.0**-6", "1e-6"), "gradient of .* is off"),
+    ],
+    ids=["nothing", "too little"],
+)
+def test_the_suite_fails_a_strategy_that_varies_by_more_than_it_declares(
+    plant: Plant, declared: str, said: str
+) -> None:
+    plant("acme-squeeze", DECLARED, declared)
+    with pytest.raises(Fault, match=said):
+        require_parity("squeeze2")
+
+
+def test_the_suite_fails_a_strategy_that_another_one_bypasses(plant: Plant) -> None:
+    """Without the axes in its declaration, the host cannot know that the optimizer's sharding sums in its stead."""
+    plant("acme-squeeze", DECLARED, DECLARED.replace('("squeeze",)', "()"))
+    with pytest.raises(Fault, match=r"that of one process but for rounding .*, and the strategy declares .* bypassed"):
+        require_parity("squeeze2zero2")
+
+
+# Together with strategies that sum gradients themselves.
+
+
+@pytest.mark.parametrize("layout", ["squeeze2zero2", "zero2squeeze2"])
+def test_a_sharded_optimizer_that_would_sum_in_its_stead_is_refused_before_launch(plant: Plant, layout: str) -> None:
+    plant("acme-squeeze")
+    with pytest.raises(UsageError) as caught:
+        build_model(tiny_run({"parallel.layout": layout}))
+    for words in (f"layout '{layout}'", "parallel/zero", "axis 'squeeze'", "bypass parallel/squeeze", "without 'zero'"):
+        assert words in str(caught.value)
+
+
+def test_replicas_that_would_sum_in_its_stead_are_refused(plant: Plant) -> None:
+    plant("acme-squeeze", BEFORE_OTHERS, "layer = 1")
+    with pytest.raises(UsageError, match="parallel/dp would sum gradients over the axis 'squeeze', and so bypass"):
+        train_ranks(4, Squeezed.at("squeeze2dp2"))
+
+
+def test_a_sum_that_is_left_to_the_host_is_refused(plant: Plant) -> None:
+    plant("acme-squeeze", "if run.groups is not None:", "if not run.groups:")
+    with pytest.raises(UsageError, match=r"parallel/squeeze declares .* does not name the axis in sinks.reduced_over"):
+        train_ranks(2, Squeezed.at("squeeze2"))
+
+
+@pytest.mark.parametrize(
+    "layout", ["squeeze2fsdp2", *(pytest.param(one, marks=pytest.mark.wide("layouts")) for one in ("squeeze2dp2",))]
+)
+def test_with_strategies_that_leave_it_its_axis_gradients_are_compressed(plant: Plant, layout: str) -> None:
+    """The suite compares with the declared tolerance, and requires an error above that of rounding."""
+    plant("acme-squeeze")
+    require_parity(layout)
+
+
+# What users and authors see.
+
+
+def test_explain_shows_what_varies_and_by_how_much(plant: Plant) -> None:
+    plant("acme-squeeze")
+    shown = CliRunner().invoke(main, ["explain", "--parallel", "squeeze2", "--set", "trainer.device=cpu"])
+    said = shown.output.partition("Depends on the layout\n")[2]
+    assert "parallel/squeeze: gradients are rounded to bf16 before they are summed" in said
+    assert "(relative error up to 0.016)" in said
+
+
+@pytest.mark.parametrize("strategy", ["zero", "fsdp"])
+def test_bundled_strategies_declare_sums_in_bf16(strategy: str) -> None:
+    settings = {"parallel.layout": f"{strategy}2"}
+    assert tiny_run(settings).variances == {}
+    (variance,) = tiny_run({**settings, f"parallel.{strategy}.reduce_dtype": "bf16"}).variances.values()
+    assert "bf16" in variance.reason
+
+
+@pytest.mark.wide("layouts")
+@pytest.mark.parametrize("strategy", ["zero", "fsdp"])
+def test_sums_in_bf16_are_within_the_declared_tolerance(strategy: str) -> None:
+    suite = type("Suite", (ParallelSuite,), {"plugin": strategy, "layouts": (f"{strategy}2", f"{strategy}4")})()
+    in_bf16 = {f"parallel.{strategy}.reduce_dtype": "bf16"}
+    for layout in suite.layouts:
+        suite._require_parity(layout, in_bf16)
+
+
+def test_an_axis_that_the_mesh_does_not_have_is_refused_with_did_you_mean(plant: Plant) -> None:
+    plant("acme-squeeze", DECLARED, DECLARED.replace('("squeeze",)', '("squeze",)'))
+    with pytest.raises(UsageError, match=r"axis 'squeze', which the mesh does not have; did you mean 'squeeze'\?"):
+        tiny_run({"parallel.layout": "squeeze2"})
+
+
+def test_an_answer_that_is_no_variance_is_refused(plant: Plant) -> None:
+    plant("acme-squeeze", DECLARED, "return REASON")
+    with pytest.raises(UsageError, match="parallel/squeeze answers 'varies' with 'gradients are rounded"):
+        tiny_run({"parallel.layout": "squeeze2"})
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 1.0, -1e-3, float("nan")])
+def test_a_tolerance_that_is_none_is_an_error(tolerance: float) -> None:
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        Variance("rounded", tolerance, sums=())

@@ -45,6 +45,11 @@ class MixtureOfExperts(nn.Module):
         )
 
     @property
+    def mixes(self) -> frozenset[str]:
+        """Where experts have a capacity, the tokens of a micro batch compete for it."""
+        return frozenset() if self.capacity_factor is None else frozenset({"batch", "sequence"})
+
+    @property
     def varies(self) -> str:
         """What of it depends on the layout."""
         if self.capacity_factor is None:

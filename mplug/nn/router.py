@@ -142,6 +142,11 @@ class Router(nn.Module):
         self.register_buffer("last_load", last_load)
 
     @property
+    def mixes(self) -> frozenset[str]:
+        """A loss over a micro batch depends on all its samples; over positions it sums in a slot."""
+        return frozenset({"batch"} if self.balance == "micro_batch" else ())
+
+    @property
     def varies(self) -> str:
         """What of it depends on the layout."""
         if self.balance == "micro_batch":

@@ -99,9 +99,10 @@ def named_axes(model: Model) -> frozenset[str]:
 def _modules_of(model: Model, unit: str) -> Iterator[tuple[str, nn.Module]]:
     """The modules of a unit, itself among them; none where another stage has it."""
     try:
-        return model.module.get_submodule(unit).named_modules(prefix=unit)
+        part = model.module.get_submodule(unit)
     except AttributeError:
-        return iter(())
+        return
+    yield from part.named_modules(prefix=unit)
 
 
 def _of_plan(model: Model) -> dict[str, frozenset[str]]:

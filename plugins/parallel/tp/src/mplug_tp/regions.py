@@ -98,7 +98,7 @@ def _one_rank(run: Run, model: Model, divided: _Divided) -> Iterator[None]:
     stand_ins: dict[str, Callable[..., Any]] = {
         "Embedding.lookup": look_up,
         "Dropout.rows": scatter,
-        "Attention.core": lambda q, k, v, *_, **__: q.new_empty(*q.shape[:-1], v.shape[-1]),
+        "Attention.core": lambda q, _, v, *__, **___: q.new_empty(*q.shape[:-1], v.shape[-1]),
         "Experts.compute": lambda rows, *_: rows.clone(),
         "Loss.cross_entropy": lambda hidden, *_: (hidden.new_zeros(()), hidden.new_zeros((), dtype=torch.int64)),
     }

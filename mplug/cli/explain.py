@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 def command(rank: int, **options: Any) -> None:
     """Show what a run would be, without starting it: nothing is allocated, read or trained.
 
-    Prints the mesh, the units, who fills each slot and by what, where each parameter lives, the bytes that a rank
-    holds, and what in this run would depend on the layout.
+    Prints the mesh, the units, who fills each slot and by what, which modules mix tokens outside of slots, where each
+    parameter lives, the bytes that a rank holds, and what in this run would depend on the layout. What no module says is
+    not known.
     """
     from mplug.build import build_model
     from mplug.errors import UsageError
@@ -36,6 +37,7 @@ def command(rank: int, **options: Any) -> None:
         ("Plugins", _plugins(run)),
         ("Units", _units(run, model)),
         ("Slots", _slots(run, model)),
+        ("Mixed outside of slots", _mixing(model)),
         (f"Parameters of rank {rank}", _placements(model, rank)),
         *([(f"Divided over ranks, and rank {rank}'s part", _shards(run, model))] if model.sharding else []),
         (f"Bytes of rank {rank}", _bytes(run, model)),
@@ -104,6 +106,22 @@ def _slots(run: "Run", model: "Model") -> str:
     return table(("SITE", "COUNT", "SLOT", "SUPPLIER", "WRAPS"), [(key[0], n, *key[1:]) for key, n in groups.items()])
 
 
+def _mixing(model: "Model") -> str:
+    """Of the modules that mix tokens or do not say whether they do: what they mix."""
+    from mplug.mixing import statements
+    from mplug.model import role_of
+
+    groups: dict[tuple[str, ...], int] = {}
+    for one in statements(model):
+        if one.axes is None or one.axes:
+            mixed = "not known" if one.axes is None else ", ".join(sorted(one.axes))
+            key = (role_of(one.name), one.kind, mixed)
+            groups[key] = groups.get(key, 0) + 1
+    if not groups:
+        return "nothing: every module computes each position of each sample by itself"
+    return table(("MODULE", "COUNT", "CLASS", "MIXES"), [(key[0], n, *key[1:]) for key, n in groups.items()])
+
+
 def _placements(model: "Model", rank: int) -> str:
     rows = []
     for role, names in _grouped(list(model.placements)).items():
@@ -154,15 +172,17 @@ def _bytes(run: "Run", model: "Model") -> str:
 
 
 def _variance(run: "Run", model: "Model") -> str:
+    from mplug.mixing import NAME, statements
     from mplug.model import role_of
 
     reasons = {
         f"{filled.site.slot} of {filled.site.role} ({filled.supplier}): {reason}"
         for filled in model.slots
         if filled.offer and (reason := filled.offer.varies(filled.site, run))
-    } | {
-        f"{role_of(name)}: {reason}"
-        for name, module in model.module.named_modules()
-        if (reason := getattr(module, "varies", ""))
     }
+    for one in statements(model):
+        if reason := getattr(one.module, "varies", ""):
+            reasons.add(f"{role_of(one.name)}: {reason}")
+        if one.axes is None:
+            reasons.add(f"{role_of(one.name)}: not known, because {one.kind} does not declare what it mixes (`{NAME}`)")
     return "\n".join(sorted(reasons)) or "nothing: the same losses to rounding under any layout"

@@ -150,7 +150,7 @@ class Router(nn.Module):
     def varies(self) -> str:
         """What of it depends on the layout."""
         if self.balance == "micro_batch":
-            return "the balancing loss covers a micro batch, so it depends on how the global batch is cut into these"
+            return "the balancing loss covers a micro batch, and trainer.micro_batch_size says what is in one"
         return ""
 
     def forward(self, x: Tensor, positions: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:

@@ -118,19 +118,17 @@ def _of_plan(model: Model) -> dict[str, frozenset[str]]:
 
 
 def _axes_of(name: str, module: nn.Module, outside: Mapping[str, frozenset[str]]) -> frozenset[str] | None:
-    own = declared(name, module)
-    if own is not None:
-        if name in outside:
+    if name in outside:
+        if hasattr(type(module), NAME):
             raise UsageError(
                 f"both the plan's mixing and the class {type(module).__qualname__} say what '{name}' mixes; leave it "
                 f"to the class"
             )
-        return own
-    if name in outside:
         return outside[name]
-    if any(name.startswith(f"{above}.") for above in outside):
+    own = declared(name, module)
+    if own is None and any(name.startswith(f"{above}.") for above in outside):
         return frozenset()  # what the plan says of the module around it covers it
-    return None
+    return own
 
 
 def declared(name: str, module: nn.Module) -> frozenset[str] | None:

@@ -20,8 +20,8 @@ def command(rank: int, **options: Any) -> None:
     """Show what a run would be, without starting it: nothing is allocated, read or trained.
 
     Prints the mesh, the units, who fills each slot and by what, which modules mix tokens outside of slots, where each
-    parameter lives, the bytes that a rank holds, and what in this run would depend on the layout. What no module says is
-    not known.
+    parameter lives, the bytes that a rank holds, and what in this run would depend on the layout. Where a module does
+    not say what it mixes, it prints "not known".
     """
     from mplug.build import build_model
     from mplug.errors import UsageError

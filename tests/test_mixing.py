@@ -1,20 +1,17 @@
 """Mixing of tokens is declared: layouts that divide what a module mixes are refused, all others are right."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any
 from unittest import SkipTest
 
 import pytest
 import torch
 from click.testing import CliRunner
-from torch import Tensor, nn
 
-from mplug import Flops, Model, Plan, Unit, UsageError
+from mplug import UsageError
 from mplug.build import build_model
 from mplug.cli import main
-from mplug.mixing import statements
-from mplug.nn import MLP, MixtureOfExperts, Router
+from mplug.nn import MixtureOfExperts, Router
 from mplug.testing import Fault, ModelSuite
 from mplug.testing.harness import EXACT, tiny_run
 from mplug.testing.parity import error_of
@@ -138,6 +135,11 @@ def test_a_recurrence_on_the_divided_residual_stream_is_refused(plant: Plant) ->
 def test_a_recurrence_that_gets_the_whole_sequence_and_a_part_of_it_is_refused(plant: Plant) -> None:
     plant("nova-lento", SCAN, f"{SCAN}        y = y + self.scan(y, y)\n")
     assert "tp divides the sequence" in refusal(SQUARE, "tp2")
+
+
+def test_a_recurrence_whose_call_is_not_seen_is_refused(plant: Plant) -> None:
+    plant("nova-lento", SCAN, SCAN.replace("self.scan(", "self.scan.forward("))
+    assert "tp divides the sequence" in refusal(LENTO, "tp2")
 
 
 def test_where_it_cannot_be_told_what_is_divided_the_reason_is_given(plant: Plant) -> None:
@@ -279,119 +281,6 @@ def test_explain_says_what_is_mixed_and_what_is_not_known(plant: Plant) -> None:
 def flat(settings: Settings) -> list[tuple[str, Any]]:
     nested = {f"model.{name}": value for name, value in settings["model"].items()}
     return [*nested.items(), *((name, value) for name, value in settings.items() if name != "model")]
-
-
-# Declarations.
-
-
-class Silent(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
-class Declared(Silent):
-    mixes: ClassVar[frozenset[str]] = frozenset({"sequence"})
-
-
-class Smaller(Declared):
-    def __init__(self) -> None:
-        super().__init__()
-        self.extra = nn.Linear(2, 2)
-
-
-class Other(Declared):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.flip(1)
-
-
-class Wider(MLP):
-    def activate(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return x.roll(1, 1)
-
-
-class Configured(Silent):
-    def __init__(self, axes: Any) -> None:
-        super().__init__()
-        self.axes = axes
-
-    @property
-    def mixes(self) -> Any:
-        return self.axes
-
-
-def model_of(**modules: nn.Module) -> Model:
-    """A model whose units are these modules."""
-    units = tuple(Unit(name, ("hidden",), ("hidden",)) for name in modules)
-    tokens = ("batch", "sequence")
-    plan = Plan(units, {}, {"tokens": tokens}, {"hidden": (*tokens, "embed")}, Flops(0, 0))
-    return Model(nn.ModuleDict(modules), plan)
-
-
-def known_of(module: nn.Module) -> frozenset[str] | None:
-    return statements(model_of(unit=module))[0].axes
-
-
-@pytest.mark.parametrize(
-    ("module", "axes"),
-    [
-        (Silent(), None),
-        (Declared(), {"sequence"}),
-        (Smaller(), {"sequence"}),  # the code that was declared
-        (Other(), None),  # other code than the one that was declared
-        (Wider(4, 8, "gelu", False), None),
-        (Configured({"batch", "sequence"}), {"batch", "sequence"}),
-        (Configured(()), set()),
-        (nn.LayerNorm(4), set()),
-        (nn.LayerNorm((3, 4)), None),
-        (nn.Conv1d(2, 2, 3), None),
-        (nn.BatchNorm1d(2), None),
-        (nn.Sequential(), set()),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_a_declaration_covers_the_code_of_the_class_that_makes_it(module: nn.Module, axes: set[str] | None) -> None:
-    assert known_of(module) == axes
-
-
-def test_each_module_inside_a_declared_one_needs_a_declaration_of_its_own() -> None:
-    block = Declared()
-    block.inner = nn.ModuleList([Silent(), Declared()])
-    found = {one.name: one.axes for one in statements(model_of(unit=block))}
-    assert found == {"unit": {"sequence"}, "unit.inner": set(), "unit.inner.0": None, "unit.inner.1": {"sequence"}}
-
-
-@pytest.mark.parametrize("value", ["sequence", 3, [3]])
-def test_a_declaration_that_is_no_set_of_names_is_refused(value: Any) -> None:
-    with pytest.raises(UsageError, match=r"`mixes` of Configured is .*; it must be a set of named axes"):
-        known_of(Configured(value))
-
-
-def test_a_declaration_of_one_object_is_refused() -> None:
-    module = Silent()
-    module.mixes = frozenset()
-    with pytest.raises(UsageError, match="'unit' sets `mixes` as it is made; make it an attribute or a property"):
-        known_of(module)
-
-
-def test_a_declared_axis_that_the_plan_does_not_have_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"mixes 'sequnce', which is an axis of no .*; did you mean 'sequence'\?"):
-        known_of(Configured({"sequnce"}))
-
-
-def test_the_plan_declares_for_classes_of_other_packages_with_all_that_is_in_them() -> None:
-    def found(**mixing: tuple[str, ...]) -> Mapping[str, frozenset[str] | None]:
-        block = Declared()
-        block.conv = nn.Sequential(nn.Conv1d(2, 2, 3))
-        model = model_of(unit=block)
-        patterns = {f"unit.{name}": axes for name, axes in mixing.items()}
-        model.plan = replace(model.plan, mixing=patterns)
-        return {one.name: one.axes for one in statements(model)}
-
-    assert found()["unit.conv.0"] is None
-    of_conv = {"unit.conv": frozenset({"sequence"}), "unit.conv.0": frozenset()}
-    assert found(conv=("sequence",)) == {"unit": frozenset({"sequence"}), **of_conv}
-    with pytest.raises(UsageError, match=r"no module matches 'unit\.cnov' of the plan's mixing; did you mean"):
-        found(cnov=("sequence",))
 
 
 def test_the_error_names_the_plan_for_classes_of_other_packages(plant: Plant) -> None:

@@ -54,7 +54,7 @@ class MixtureOfExperts(nn.Module):
         """What of it depends on the layout."""
         if self.capacity_factor is None:
             return ""
-        return "experts have room for so many tokens of a micro batch, and trainer.micro_batch_size says what is in one"
+        return "experts have room for some tokens of a micro batch; trainer.micro_batch_size decides which are dropped"
 
     def forward(self, x: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
         """x [B, S, D], positions [1 or B, S], the samples' random keys [B] -> [B, S, D]."""

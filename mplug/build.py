@@ -18,6 +18,7 @@ from mplug.config import RunConfig
 from mplug.contracts import Loader, Optimizer, Piece, Stepper
 from mplug.errors import UsageError, listed
 from mplug.feed import Feed
+from mplug.mixing import refuse_mixing
 from mplug.model import Model, allocate, fill_slots, initialize, wrap_units
 from mplug.precision import DTYPES, wide
 from mplug.run import Run
@@ -88,6 +89,7 @@ def _build_model(run: Run) -> tuple[Model, Selection]:
         model: Model = run.hooks.call.build_model(run=run)
     _refuse_untaken_entries(run, model)
     model.place(run.mesh, run.hooks.call.split_model(run=run, model=model))
+    refuse_mixing(run, model)
     model.keep_stage(run.mesh.index(run.rank, model.stages.axis))
     run.hooks.call.shard_model(run=run, model=model)
     return model, fill_slots(model, run, collect_offers(run, model))

@@ -7,7 +7,7 @@ in the same order on every rank. An exception in a hook ends the run on every ra
 Each hook says how many of the plugins that a run names may answer it: all, at most one, or exactly one.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import pluggy
@@ -90,6 +90,20 @@ def build_model(run: "Run") -> "Model":
 @at_most_one
 def split_model(run: "Run", model: "Model") -> "Stages":
     """Which units make up each pipeline stage. Pure: the host keeps this rank's, and names stay global."""
+
+
+@all_plugins
+def support_mixing(
+    run: "Run", model: "Model", mixing: "Mapping[str, frozenset[str]]"
+) -> "Mapping[str, bool | str] | None":
+    """Which modules that mix what your mesh axes divide compute under them what one process computes. Pure.
+
+    `mixing` has the names of the modules in question, and the named axes that each mixes, or may mix, and that the
+    layout divides. The answer gives, by name, True where the strategy supports whatever of these its own axes divide
+    (it passes a scan's state on, or the module's input is whole there), or what the user can set so that it does
+    ("set parallel.NAME.option=false"). What the answer lacks is refused. Called before the model is split, and only
+    where there is such a module.
+    """
 
 
 @all_plugins

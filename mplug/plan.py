@@ -61,6 +61,12 @@ class Init:
     value: float = 0.0
 
 
+def axes_of(dims: Iterable[str | Segment | tuple[Segment, ...]]) -> frozenset[str]:
+    """The named axes of a tensor's dimensions."""
+    parts = [dim if isinstance(dim, tuple) else (dim,) for dim in dims]
+    return frozenset(part if isinstance(part, str) else part.axis for dim in parts for part in dim)
+
+
 @dataclass(frozen=True)
 class Parameter:
     """What the dimensions of a parameter mean.
@@ -78,8 +84,7 @@ class Parameter:
     @property
     def axes(self) -> frozenset[str]:
         """The named axes of all dimensions."""
-        dims = [dim if isinstance(dim, tuple) else (dim,) for dim in self.dims]
-        return frozenset(part if isinstance(part, str) else part.axis for dim in dims for part in dim)
+        return axes_of(self.dims)
 
     @property
     def decays(self) -> bool:
@@ -101,6 +106,11 @@ class Buffer:
     value: float = 0.0
     over: tuple[str, ...] = ()
     per_target: bool = False
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """The named axes of all dimensions."""
+        return axes_of(self.dims)
 
     @property
     def is_statistic(self) -> bool:
@@ -143,7 +153,8 @@ class Plan:
     fully qualified names ('*' stands for one dotted component) to the meaning of their dimensions. `context` and
     `activations` name the axes of every batch entry and of everything that travels between units. `tied` are groups
     of names of one and the same parameter, which the pattern of the first describes. `buffers` map patterns to the
-    modules' buffers, but for those that the host sets itself.
+    modules' buffers, but for those that the host sets itself. `mixing` maps patterns of modules to the named axes that
+    they mix, with all that is in them: of classes that another package has, and that cannot declare it (`mixes`).
     """
 
     units: tuple[Unit, ...]
@@ -154,6 +165,7 @@ class Plan:
     inference: tuple[Unit, ...] = ()
     tied: tuple[tuple[str, ...], ...] = ()
     buffers: Mapping[str, Buffer] = field(default_factory=dict)
+    mixing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def match_buffers(self, names: Iterable[str]) -> dict[str, Buffer]:
         """The entries of the buffers that have one; a pattern without a buffer, or two of one, is a ValueError."""
@@ -186,6 +198,12 @@ class Plan:
                 )
             raise ValueError(f"no parameter matches the plan's pattern '{min(unused)}'")
         return found
+
+
+def matching(pattern: str, names: Iterable[str]) -> list[str]:
+    """The names that a pattern of a plan matches: '*' stands for one dotted component."""
+    compiled = _compile(pattern)
+    return [name for name in names if compiled.fullmatch(name)]
 
 
 def _compile(pattern: str) -> re.Pattern[str]:
@@ -378,30 +396,4 @@ def _cut(segment: Segment, axis: str, size: int, index: int) -> _Part:
     divisors = [str(number) for number in range(1, count + 1) if count % number == 0]
     raise UsageError(
         f"{axis}={size} does not divide the {count} {segment.axis.replace('_', ' ')}; use {' or '.join(divisors)}"
-    )
-
-
-def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...]:
-    """The boxes that cover elements `start` to `stop` of a row-major tensor: at most three in two dimensions.
-
-    `offset` counts elements from `start`: the boxes of a rank that holds a flat range (ZeRO, arXiv 1910.02054).
-    """
-    if start >= stop:
-        return ()
-    if len(shape) <= 1:
-        return (Box((start,)[: len(shape)], (stop - start,)[: len(shape)], (0,)),)
-    inner = math.prod(shape[1:])
-    first, last = -(-start // inner), stop // inner
-    if first > last:  # inside one row
-        return _rows(shape, first - 1, start - (first - 1) * inner, stop - (first - 1) * inner, 0)
-    boxes = _rows(shape, first - 1, start - (first - 1) * inner, inner, 0) if start < first * inner else ()
-    if first < last:
-        middle = Box((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:]), (first * inner - start,))
-        boxes += (middle,)
-    return boxes + _rows(shape, last, 0, stop - last * inner, last * inner - start)
-
-
-def _rows(shape: tuple[int, ...], row: int, start: int, stop: int, offset: int) -> tuple[Box, ...]:
-    return tuple(
-        Box((row, *box.start), (1, *box.shape), (box.offset[0] + offset,)) for box in flat_boxes(shape[1:], start, stop)
     )

@@ -8,12 +8,16 @@ sum would be another one than `mplug explain` and the suites say.
 from collections.abc import Iterator, Mapping
 
 from mplug.errors import UsageError
+from mplug.mixing import NAME, statements
 from mplug.model import Model, role_of
 from mplug.run import Run
 
 
 def layout_dependence(run: Run, model: Model) -> list[str]:
-    """What makes losses and gradients depend on the layout beyond rounding: a sentence for each supplier and module."""
+    """What makes losses and gradients depend on the layout beyond rounding: a sentence for each supplier and module.
+
+    Of a module that does not say what it mixes, that is not known.
+    """
     plugins = {
         f"{label}: {variance.reason} (relative error up to {variance.tolerance:.2g})"
         for label, variance in run.variances.items()
@@ -23,12 +27,14 @@ def layout_dependence(run: Run, model: Model) -> list[str]:
         for filled in model.slots
         if filled.offer and (reason := filled.offer.varies(filled.site, run))
     }
-    modules = {
-        f"{role_of(name)}: {reason}"
-        for name, module in model.module.named_modules()
-        if (reason := getattr(module, "varies", ""))
+    said = statements(model)
+    modules = {f"{role_of(one.name)}: {reason}" for one in said if (reason := getattr(one.module, "varies", ""))}
+    unknown = {
+        f"{role_of(one.name)}: not known, because {one.kind} does not declare what it mixes (`{NAME}`)"
+        for one in said
+        if one.axes is None
     }
-    return sorted(plugins | suppliers | modules)
+    return sorted(plugins | suppliers | modules | unknown)
 
 
 def refuse_bypassing_layout(run: Run, model: Model) -> None:

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 def command(rank: int, **options: Any) -> None:
     """Show what a run would be, without starting it: nothing is allocated, read or trained.
 
-    Prints the mesh, the units, who fills each slot and by what, where each parameter lives, the bytes that a rank
-    holds, and what in this run would depend on the layout.
+    Prints the mesh, the units, who fills each slot and by what, which modules mix tokens outside of slots, where each
+    parameter lives, the bytes that a rank holds, and what in this run would depend on the layout. Where a module does
+    not say what it mixes, it prints "not known".
     """
     from mplug.build import build_model
     from mplug.errors import UsageError
@@ -36,6 +37,7 @@ def command(rank: int, **options: Any) -> None:
         ("Plugins", _plugins(run)),
         ("Units", _units(run, model)),
         ("Slots", _slots(run, model)),
+        ("Mixed outside of slots", _mixing(model)),
         (f"Parameters of rank {rank}", _placements(model, rank)),
         *([(f"Divided over ranks, and rank {rank}'s part", _shards(run, model))] if model.sharding else []),
         (f"Bytes of rank {rank}", _bytes(run, model)),
@@ -102,6 +104,22 @@ def _slots(run: "Run", model: "Model") -> str:
         key = (filled.site.role, filled.site.slot, filled.told(run), wraps)
         groups[key] = groups.get(key, 0) + 1
     return table(("SITE", "COUNT", "SLOT", "SUPPLIER", "WRAPS"), [(key[0], n, *key[1:]) for key, n in groups.items()])
+
+
+def _mixing(model: "Model") -> str:
+    """Of the modules that mix tokens or do not say whether they do: what they mix."""
+    from mplug.mixing import statements
+    from mplug.model import role_of
+
+    groups: dict[tuple[str, ...], int] = {}
+    for one in statements(model):
+        if one.axes is None or one.axes:
+            mixed = "not known" if one.axes is None else ", ".join(sorted(one.axes))
+            key = (role_of(one.name), one.kind, mixed)
+            groups[key] = groups.get(key, 0) + 1
+    if not groups:
+        return "nothing: every module computes each position of each sample by itself"
+    return table(("MODULE", "COUNT", "CLASS", "MIXES"), [(key[0], n, *key[1:]) for key, n in groups.items()])
 
 
 def _placements(model: "Model", rank: int) -> str:

@@ -183,6 +183,7 @@ class DotProductAttention(nn.Module):
     """
 
     SLOTS: ClassVar[tuple[str, ...]] = ("Attention.core", "Attention.prepare_qk")
+    mixes: ClassVar[frozenset[str]] = frozenset()  # but in a slot
     site: Tensor
 
     def __init__(
@@ -269,6 +270,7 @@ class Attention(DotProductAttention):
     """Projections around an attention core: one for queries, keys and values, one for what they give."""
 
     SLOTS: ClassVar[tuple[str, ...]] = (*DotProductAttention.SLOTS, "Attention.prepare_qkv")
+    mixes: ClassVar[frozenset[str]] = frozenset()  # but in a slot
 
     def __init__(
         self,

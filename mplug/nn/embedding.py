@@ -1,5 +1,7 @@
 """Look-up tables of vectors: tokens, and learned positions."""
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -40,6 +42,7 @@ class Embedding(nn.Module):
     """A table [V, D]."""
 
     SLOTS = ("Embedding.lookup",)
+    mixes: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, num_embeddings: int, dim: int) -> None:
         super().__init__()

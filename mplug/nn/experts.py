@@ -107,6 +107,7 @@ class Experts(Activation):
         "Experts.compute",
         "Experts.combine",
     )
+    mixes: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, dim: int, ffn_dim: int, num_experts: int, kind: Kind) -> None:
         super().__init__(kind)

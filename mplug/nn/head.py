@@ -1,5 +1,7 @@
 """The end of a language model. B batch, S sequence, D embed, V vocabulary."""
 
+from typing import ClassVar
+
 from torch import Tensor, nn
 
 from mplug.nn.linear import Linear
@@ -9,6 +11,8 @@ from mplug.nn.norm import Norm
 
 class Head(nn.Module):
     """The last norm, the projection to the vocabulary, the loss."""
+
+    mixes: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, norm: Norm, hidden_size: int, vocab_size: int) -> None:
         super().__init__()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -99,6 +100,7 @@ class Linear(nn.Module):
     """
 
     SLOTS = ("Linear.gemm", "Linear.gather", "Linear.scatter")
+    mixes: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
         super().__init__()

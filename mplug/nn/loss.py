@@ -4,7 +4,7 @@ N tokens, v the part of the vocabulary that this process has: all of it, or a ra
 """
 
 from collections.abc import Callable
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -84,6 +84,7 @@ class Loss(nn.Module):
     """Next-token cross-entropy."""
 
     SLOTS = ("Loss.cross_entropy",)
+    mixes: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self) -> None:
         super().__init__()

@@ -27,6 +27,7 @@ class Activation(nn.Module):
     """The activation between an MLP's projections, for blocks that fuse these with others."""
 
     SLOTS: ClassVar[tuple[str, ...]] = ("MLP.activation",)
+    mixes: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, kind: Kind) -> None:
         super().__init__()
@@ -58,6 +59,7 @@ class MLP(Activation):
     """
 
     SLOTS = (*Activation.SLOTS, "MLP.core")
+    mixes: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, dim: int, ffn_dim: int, kind: Kind, bias: bool) -> None:
         super().__init__(kind)

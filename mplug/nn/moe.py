@@ -45,11 +45,16 @@ class MixtureOfExperts(nn.Module):
         )
 
     @property
+    def mixes(self) -> frozenset[str]:
+        """Where experts have a capacity, the tokens of a micro batch compete for it."""
+        return frozenset() if self.capacity_factor is None else frozenset({"batch", "sequence"})
+
+    @property
     def varies(self) -> str:
         """What of it depends on the layout."""
         if self.capacity_factor is None:
             return ""
-        return "experts have room for so many tokens of a rank's micro batch, and which are dropped depends on its size"
+        return "experts have room for some tokens of a micro batch; trainer.micro_batch_size decides which are dropped"
 
     def forward(self, x: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
         """x [B, S, D], positions [1 or B, S], the samples' random keys [B] -> [B, S, D]."""

@@ -1,6 +1,6 @@
 """Normalisation, with the residual addition before it."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ class Norm(nn.Module):
     """LayerNorm (arXiv 1607.06450) or RMSNorm (arXiv 1910.07467) over the last dimension."""
 
     SLOTS = ("Norm.norm_residual",)
+    mixes: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, dim: int, kind: Kind, eps: float = 1e-5, bias: bool = False) -> None:
         super().__init__()

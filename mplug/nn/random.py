@@ -7,6 +7,7 @@ weights and dropout masks are the same under any layout, and no generator's stat
 import math
 from collections.abc import Callable
 from hashlib import blake2b
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +66,7 @@ class Dropout(nn.Module):
     """
 
     SLOTS = ("Dropout.rows",)
+    mixes: ClassVar[frozenset[str]] = frozenset()
     site: Tensor
 
     def __init__(self, probability: float) -> None:
@@ -89,6 +91,7 @@ class Jitter(nn.Module):
     """
 
     SLOTS = ("Dropout.rows",)
+    mixes: ClassVar[frozenset[str]] = frozenset()
     site: Tensor
 
     def __init__(self, epsilon: float) -> None:

@@ -142,10 +142,15 @@ class Router(nn.Module):
         self.register_buffer("last_load", last_load)
 
     @property
+    def mixes(self) -> frozenset[str]:
+        """A loss over a micro batch depends on all its samples; over positions it sums in a slot."""
+        return frozenset({"batch"} if self.balance == "micro_batch" else ())
+
+    @property
     def varies(self) -> str:
         """What of it depends on the layout."""
         if self.balance == "micro_batch":
-            return "the balancing loss covers a micro batch, so it depends on how the global batch is cut into these"
+            return "the balancing loss covers a micro batch, and trainer.micro_batch_size says what is in one"
         return ""
 
     def forward(self, x: Tensor, positions: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:

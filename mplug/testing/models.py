@@ -136,6 +136,12 @@ class ModelSuite(PluginSuite):
         """What the plan states is what a forward pass multiplies, three times."""
         self.trial().require_flops()
 
+    def test_what_its_modules_mix_is_declared(self) -> None:
+        """Where one token of one sample changes, nothing else does but by attention and what `mixes` names."""
+        from mplug.testing.mixing import require_declared_mixing
+
+        require_declared_mixing(self.trial(trainer__precision="fp64"))
+
     # Under layouts.
 
     def test_a_layout_gives_the_run_of_one_process(self, layout: str) -> None:

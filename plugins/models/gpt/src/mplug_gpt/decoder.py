@@ -1,6 +1,6 @@
 """The decoder: embedding, blocks, head. B batch, S sequence, D embed, V vocabulary."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor, nn
 
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 class TokenEmbedding(nn.Module):
     """Tokens, and learned positions where there are any."""
+
+    mixes: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, config: "GPT.Config") -> None:
         super().__init__()
@@ -31,6 +33,8 @@ class TokenEmbedding(nn.Module):
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    mixes: ClassVar[frozenset[str]] = frozenset()  # attention does, in a slot
 
     def __init__(self, config: "GPT.Config") -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """The decoder: embedding, blocks, head. B batch, S sequence, D embed, V vocabulary."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor, nn
 
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 class TokenEmbedding(nn.Module):
     """Tokens."""
+
+    mixes: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, config: "Mixtral.Config") -> None:
         super().__init__()
@@ -51,6 +53,8 @@ class Block(nn.Module):
 class DenseBlock(Block):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
+    mixes: ClassVar[frozenset[str]] = frozenset()  # attention does, in a slot
+
     def __init__(self, config: "Mixtral.Config") -> None:
         super().__init__(config)
         self.mlp = MLP(config.hidden_size, config.ffn_hidden_size, "swiglu", bias=False)
@@ -64,6 +68,8 @@ class DenseBlock(Block):
 
 class SparseBlock(Block):
     """x + attention(norm(x)), then x + experts(norm(x))."""
+
+    mixes: ClassVar[frozenset[str]] = frozenset()  # attention does, in a slot; experts say it themselves
 
     def __init__(self, config: "Mixtral.Config") -> None:
         super().__init__(config)

@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from mplug import MAY_CHANGE, Axis, UsageError, hookimpl
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from mplug import Model, Offer, Run, RunConfig, Wrap
 
 
@@ -45,6 +47,17 @@ class TensorParallel:
         stream = ("sequence",) if self.config.sequence_parallel else ()
         splits = ("heads", "kv_heads", "mlp", "vocab")
         return [Axis("tp", config.parallel.degrees["tp"], splits=splits, activations=stream, distance=0)]
+
+    @hookimpl
+    def support_mixing(
+        self, run: "Run", model: "Model", mixing: "Mapping[str, frozenset[str]]"
+    ) -> "dict[str, bool | str]":
+        """Between a column- and a row-parallel linear the sequence is whole: modules there may mix it."""
+        from mplug_tp.regions import whole_sequences
+
+        if run.mesh.axes["tp"].size == 1 or not self.config.sequence_parallel:
+            return {}
+        return whole_sequences(run, model, {name for name, axes in mixing.items() if axes == {"sequence"}})
 
     @hookimpl
     def offer(self, run: "Run", model: "Model") -> "list[Offer | Wrap]":

@@ -29,7 +29,7 @@ def offers(run: Run, model: Model, sequence_parallel: bool) -> list[Offer | Wrap
     vocabulary = VocabularyParallel(group, _vocab_size(model))
 
     def weight_split_along(dim: int | None) -> Callable[[Site, Run], bool]:
-        return lambda site, _: _split_dim(model, site) == dim
+        return lambda site, _: dim_of_tp(model, f"{site.name}.weight") == dim
 
     def enter(x: Tensor) -> Tensor:
         return ops.gather(x, group, SEQUENCE) if sequence_parallel else ops.copy(x, group)
@@ -60,9 +60,9 @@ def offers(run: Run, model: Model, sequence_parallel: bool) -> list[Offer | Wrap
     return found
 
 
-def _split_dim(model: Model, site: Site) -> int | None:
-    """The dimension of the site's weight that tp splits."""
-    placement = model.placement_of(f"{site.name}.weight")
+def dim_of_tp(model: Model, name: str) -> int | None:
+    """The dimension of a parameter that tp splits."""
+    placement = model.placement_of(name)
     for dim, segments in enumerate(placement.dims):
         if any(placement.splits.get(segment.axis) == "tp" for segment in segments):
             return dim

@@ -18,6 +18,7 @@ from mplug.pretrained import load_weights, pretrained_of
 from mplug.report import Figures, Report, Underway
 from mplug.run import Run, logging_to, make_directory, write_record
 from mplug.schedule import batch_size, learning_rate, weight_decay
+from mplug.variance import variance_of_all
 
 log = logging.getLogger("mplug")
 
@@ -39,6 +40,7 @@ def train(run: Run, resume_from: Path | None = None, deadline: float | None = No
     """
     with logging_to(run), _telling_of_failure(run):
         parts = build(run)
+        run.varies = variance_of_all(run, parts.model)
         position = Position(run, parts)
         pretrained = pretrained_of(run) if resume_from is None else None
         if resume_from is not None:
@@ -49,7 +51,8 @@ def train(run: Run, resume_from: Path | None = None, deadline: float | None = No
         log.info("rank %d of %d, process %d on %s", run.rank, run.mesh.world_size, os.getpid(), socket.gethostname())
         sources = {"resumed_from": resume_from and str(resume_from), "pretrained": pretrained and str(pretrained)}
         tokenizer = getattr(parts.train_loader.loader, "tokenizer", None)
-        write_record(run, {"parameters": parts.num_parameters, **sources, "tokenizer": tokenizer})
+        facts = {"parameters": parts.num_parameters, "depends_on_layout": run.varies}
+        write_record(run, {**facts, **sources, "tokenizer": tokenizer})
         with Interrupt(run) as interrupt, _letting_saves_finish(run, position):
             run.hooks.observe("run_started", run=run)
             time_left = TimeLeft(run, deadline, position.saver.expected_seconds)

@@ -5,7 +5,7 @@ Nothing here starts a process or imports torch: a layout of a thousand ranks is 
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise, product
@@ -153,6 +153,18 @@ class Mesh:
             if "batch" in axis.entries:
                 index, count = index * axis.size + own[axis.name], count * axis.size
         return index, count
+
+    def place(self, rank: int, flowing: Collection[str], weights: str) -> int:
+        """Where `rank` is among those that compute different parts of something, the slowest axis counting most.
+
+        These differ along axes that divide one of the named axes `flowing` of what goes in, or the named axis `weights`
+        of what it is computed with. Ranks that differ along other axes compute the same, and have one place.
+        """
+        place, own = 0, self.coordinates(rank)
+        for axis in self.views["attention"]:
+            if axis.divides(weights) or not {*axis.entries, *axis.activations}.isdisjoint(flowing):
+                place = place * axis.size + own[axis.name]
+        return place
 
     def _view_of(self, *axes: str) -> str:
         for view, members in self.views.items():

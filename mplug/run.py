@@ -50,6 +50,8 @@ class Run:
     groups: "Groups | None" = None
     entries: frozenset[str] = frozenset()
     """The optional entries of the loader's micro batches."""
+    varies: tuple[str, ...] = ()
+    """What of the run depends on the layout, in words; known once a training process is built."""
 
     def group(self, *axes: str, use: str = "") -> "ProcessGroup | None":
         """The process group of this rank along mesh axes; None where it is alone or no processes run yet.

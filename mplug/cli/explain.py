@@ -154,15 +154,6 @@ def _bytes(run: "Run", model: "Model") -> str:
 
 
 def _variance(run: "Run", model: "Model") -> str:
-    from mplug.model import role_of
+    from mplug.variance import variance
 
-    reasons = {
-        f"{filled.site.slot} of {filled.site.role} ({filled.supplier}): {reason}"
-        for filled in model.slots
-        if filled.offer and (reason := filled.offer.varies(filled.site, run))
-    } | {
-        f"{role_of(name)}: {reason}"
-        for name, module in model.module.named_modules()
-        if (reason := getattr(module, "varies", ""))
-    }
-    return "\n".join(sorted(reasons)) or "nothing: the same losses to rounding under any layout"
+    return "\n".join(variance(run, model)) or "nothing: the same losses to rounding under any layout"

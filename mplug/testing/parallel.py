@@ -13,6 +13,7 @@ from mplug.mesh import Axis, parse_layout
 from mplug.registry import Registry
 from mplug.run import Run
 from mplug.testing import layouts
+from mplug.testing.draws import draws_fault
 from mplug.testing.harness import (
     Portions,
     TinySettings,
@@ -250,6 +251,14 @@ class ParallelSuite(PluginSuite):
                         f"the gradient of '{name}' is announced as final {times} times in step {step} on rank {rank}"
                     )
                     require(times == 1, f"{where} {heard}; it must be once, in the last micro batch or after it")
+
+    def test_what_kernels_draw_is_other_wherever_work_is(self) -> None:
+        """Masks of fused dropout: the same for copies, and whatever the order of execution; others everywhere else."""
+        layout = self.tried()[0]
+        self._skip_if_refused(layout)
+        where = f"under layout '{layout}'"
+        found = draws_fault(*self._trained(where, self.at(layout)))
+        require(not found, f"{where} kernels that draw by themselves draw {found}")
 
     # What the tests share.
 

@@ -1,9 +1,7 @@
 """A run under a layout against the same run in one process."""
 
 import json
-from unittest import SkipTest
 
-from mplug.errors import UsageError
 from mplug.settings import read_assignments
 from mplug.testing.harness import (
     Portions,
@@ -17,7 +15,7 @@ from mplug.testing.harness import (
     tiny_run,
     train_ranks,
 )
-from mplug.testing.suite import Fault, require
+from mplug.testing.suite import Fault, refusals, require
 from mplug.testing.workers import WorkerFailed
 
 _TRAINED: dict[str, list[Trace]] = {}
@@ -33,47 +31,43 @@ def trained_once(settings: TinySettings, portions: Portions = as_they_come) -> l
     return _TRAINED[key]
 
 
-def require_parity(settings: TinySettings, layout: str) -> None:
-    """Raise Fault unless the run under a layout, in fp64, is that of one process; SkipTest where it refuses the layout.
+def require_parity(settings: TinySettings, layout: str, named_by_author: bool = True) -> None:
+    """Raise Fault unless the run under a layout, in fp64, is that of one process.
 
-    After the layout's word there may be settings: 'tp2 parallel.tp.sequence_parallel=false'.
+    A layout that is refused is a Fault, too; SkipTest where nobody asked for it by name. After the layout's word there
+    may be settings: 'tp2 parallel.tp.sequence_parallel=false'.
     """
-    found = difference(*_traces(settings, layout))
+    found = difference(*_traces(settings, layout, named_by_author))
     require(not found, f"the run under the layout '{layout}' is not that of one process: {found}")
 
 
 def error_of(settings: TinySettings, layout: str) -> float:
     """How far the run under a layout is from that of one process: the largest relative error of what is compared.
 
-    Raises as `require_parity` does, but where the error is too large.
+    SkipTest where the layout is refused, Fault where its run fails.
     """
-    return largest_error(*_traces(settings, layout))
+    return largest_error(*_traces(settings, layout, named_by_author=False))
 
 
-def _traces(settings: TinySettings, layout: str) -> tuple[list[Trace], Trace]:
+def _traces(settings: TinySettings, layout: str, named_by_author: bool) -> tuple[list[Trace], Trace]:
     """What all ranks see under a layout, and what one process sees."""
     word, *assignments = layout.split() or [""]
     options = {".".join(key): setting.value for key, setting in read_assignments(assignments).items()}
     alone, divided = ({**settings, **options, "parallel.layout": one} for one in ("", word))
-    world_size = _world_size(divided)
-    try:
-        traces = train_ranks(world_size, divided)
-    except UsageError as error:
-        raise SkipTest(f"layout '{layout}' is refused: {error}") from None
-    except (WorkerFailed, TimeoutError) as error:
-        raise Fault(f"the run fails under the layout '{layout}': {error}") from None
-    return traces, trained_once(alone)[0]
+    with refusals(f"layout '{layout}'", named_by_author):
+        try:
+            return train_ranks(_world_size(divided), divided), trained_once(alone)[0]
+        except (WorkerFailed, TimeoutError) as error:
+            raise Fault(f"the run fails under the layout '{layout}': {error}") from None
 
 
 def _world_size(settings: TinySettings) -> int:
-    """How many ranks a run has; SkipTest where it is refused before any process starts."""
+    """How many ranks a run has; UsageError where it is refused before any process starts."""
     from mplug.build import build_model
 
     try:
         run = tiny_run(settings)
         build_model(run)
-    except UsageError as error:
-        raise SkipTest(f"layout '{settings['parallel.layout']}' is refused: {error}") from None
     except ValueError as error:
         raise Fault(str(error)) from error
     return run.mesh.world_size

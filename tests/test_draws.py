@@ -162,15 +162,15 @@ def test_under_a_layout_generators_are_where_the_contract_says(layout: str) -> N
     assert draws_fault(traces, train_steps(settings)) == ""
 
 
-@pytest.mark.parametrize(
-    ("layout", "compiler"),
-    [("", "aot_eager"), *(pytest.param(one, "aot_eager", marks=WIDE) for one in ("dp2", "tp2", "pp2", "fsdp2"))],
-)
-def test_a_compiled_run_draws_what_the_eager_run_draws(layout: str, compiler: str) -> None:
-    """Forward, and again in backward: losses and gradients show it."""
-    settings = {**DROPS, "parallel.layout": layout, "model.num_layers": 1}
+@WIDE
+@pytest.mark.parametrize("recomputes", [{}, RECOMPUTES], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("layout", ["dp2", "tp2", "pp2", "fsdp2"])
+def test_a_compiled_run_draws_what_the_eager_run_draws(layout: str, recomputes: dict[str, str]) -> None:
+    """Forward, and again in backward: losses and gradients show it. One process is in `test_compile.py`."""
+    settings = {**DROPS, **recomputes, "parallel.layout": layout, "model.num_layers": 2}
     ranks = tiny_run(settings).mesh.world_size
-    eager, compiled = (run_workers(ranks, quietly, {**settings, "trainer.compile": one}) for one in ("never", compiler))
+    eager = run_workers(ranks, quietly, settings)
+    compiled = run_workers(ranks, quietly, {**settings, "trainer.compile": "aot_eager"})
     for own, other in zip(compiled, eager, strict=True):
         assert own.losses == pytest.approx(other.losses, rel=1e-10)
         assert own.norms == pytest.approx(other.norms, rel=1e-10)

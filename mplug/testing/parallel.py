@@ -151,8 +151,9 @@ class ParallelSuite(PluginSuite):
 
     def test_a_layout_is_data(self, layout: str) -> None:
         """The same with others beside it."""
-        self._judge_refusal(layout)
-        layouts.require_sound_placements(layouts.ranks_of(self.at(layout)))
+        with refusals(f"layout '{layout}'", self._named_by_author(layout)):
+            ranks = layouts.ranks_of(self.at(layout))
+        layouts.require_sound_placements(ranks)
 
     @smoke
     def test_all_ranks_together_read_every_token_once(self) -> None:
@@ -293,10 +294,6 @@ class ParallelSuite(PluginSuite):
             return str(error)
         return ""
 
-    def _judge_refusal(self, layout: str, changes: TinySettings | None = None) -> None:
-        with refusals(f"layout '{layout}'", self._named_by_author(layout, changes)):
-            layouts.ranks_of(self.at(layout, changes))
-
     def _require_parity(
         self, layout: str, changes: TinySettings | None = None, portions: Portions = as_they_come, told: str = ""
     ) -> None:
@@ -318,8 +315,8 @@ class ParallelSuite(PluginSuite):
         """
         where, settings = where or f"under layout '{layout}'", self.at(layout, changes)
         alone = {name: value for name, value in settings.items() if not name.startswith("parallel.")}
-        self._judge_refusal(layout, changes)
         with refusals(f"{where} the run", self._named_by_author(layout, changes)):
+            layouts.ranks_of(settings)  # a refusal of another rank than 0 comes too late, and is a Fault
             try:
                 return trained_once(settings, portions), trained_once(alone)[0]
             except (WorkerFailed, TimeoutError) as error:

@@ -30,8 +30,9 @@ class Axis:
 
     `splits` are the named axes of *parameters* that it divides, `entries` those of *batch entries*, each with the map
     that says which indices a rank gets, and `activations` those of activations inside the model (the residual stream's
-    sequence, under sequence parallelism; heads, where attention is divided by them and its weights are not). Samples are divided by the loader, into equal, contiguous parts; every other
-    axis of an entry is cut by the host, before the first unit sees it.
+    sequence, under sequence parallelism; heads, where attention is divided by them and its weights are not). Samples
+    are divided by the loader, into equal, contiguous parts; every other axis of an entry is cut by the host, before the
+    first unit sees it.
 
     `distance` says how near its ranks must sit: the axis with the smallest distance varies fastest over ranks (tensor
     parallelism inside a node), the largest slowest (pipeline stages). `views` are the views of the mesh that it belongs

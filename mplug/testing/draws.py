@@ -58,7 +58,8 @@ def draws_fault(traces: "list[Trace]", reference: "Trace") -> str:
     """
     first: dict[str, tuple[int, Call, int]] = {}
     states: dict[tuple[Call, int], tuple[int, str]] = {}
-    for rank, call, state in ((rank, *one) for rank, trace in enumerate(traces) for one in _states(trace)):
+    drawn = [(rank, *one) for rank, trace in enumerate(traces) for one in _states(trace)]
+    for rank, call, state in drawn:
         place = traces[rank].places[call[2]]
         what = f"{_named(call)} on rank {rank}"
         other, again, its_place = first.setdefault(state, (rank, call, place))
@@ -67,7 +68,9 @@ def draws_fault(traces: "list[Trace]", reference: "Trace") -> str:
         other, expected = states.setdefault((call, place), (rank, state))
         if state != expected:
             return f"other numbers {what} than on rank {other}, which computes the same; {REMEDY}"
-        if place == 0 and state not in reference.drawn.get(call, {state}):
+    for rank, call, state in drawn:
+        if traces[rank].places[call[2]] == 0 and state not in reference.drawn.get(call, {state}):
+            what = f"{_named(call)} on rank {rank}"
             return f"other numbers {what} than in one process: the order of execution decides; {REMEDY}"
     return ""
 

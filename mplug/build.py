@@ -16,6 +16,7 @@ from mplug.checkpoint.saver import load, refuse_another
 from mplug.compilation import compile_units, compiler_of
 from mplug.config import RunConfig
 from mplug.contracts import Loader, Optimizer, Piece, Stepper
+from mplug.draws import Draws, drawing_plugin
 from mplug.errors import UsageError, listed
 from mplug.feed import Feed
 from mplug.mixing import refuse_mixing
@@ -92,7 +93,10 @@ def _build_model(run: Run) -> tuple[Model, Selection]:
     refuse_mixing(run, model)
     model.keep_stage(run.mesh.index(run.rank, model.stages.axis))
     run.hooks.call.shard_model(run=run, model=model)
-    return model, fill_slots(model, run, collect_offers(run, model))
+    selection = fill_slots(model, run, collect_offers(run, model))
+    drawing = drawing_plugin(run, model.slots)
+    model.draws = Draws(model.plan, run.mesh, run.rank, run.device, drawing)
+    return model, selection
 
 
 def _refuse_untaken_entries(run: Run, model: Model) -> None:

@@ -75,11 +75,6 @@ class Changes:
         """Whether the user has named the field, or a section that it is in."""
         return any(change.field == name or change.field.startswith(f"{name}.") for name in self.allowed)
 
-    @property
-    def moves_work(self) -> bool:
-        """Whether the layout, the micro batches or the kernels change, and so what depends on the layout."""
-        return any(one.key[0] in ("parallel", "kernels") or one.field == MICRO_BATCH for one in self.settings)
-
     def lines(self) -> list[str]:
         """What a log says of them, a line each."""
         settings = [f"{one} ({OPTION})" if self.allows(one) else str(one) for one in self.settings]

@@ -18,6 +18,7 @@ from mplug.pretrained import load_weights, pretrained_of
 from mplug.report import Figures, Report, Underway
 from mplug.run import Run, logging_to, make_directory, write_record
 from mplug.schedule import batch_size, learning_rate, weight_decay
+from mplug.variance import layout_dependence_of_all
 
 log = logging.getLogger("mplug")
 
@@ -43,6 +44,7 @@ def train(
     """
     with logging_to(run), _telling_of_failure(run):
         parts = build(run)
+        run.depends_on_layout = layout_dependence_of_all(run, parts.model)
         position = Position(run, parts)
         pretrained = pretrained_of(run) if resume_from is None else None
         if resume_from is not None:
@@ -55,8 +57,12 @@ def train(
         tokenizer = getattr(parts.train_loader.loader, "tokenizer", None)
         for line in position.changes.lines():
             log.info("changed since %s: %s", resume_from, line)
-        facts = {"parameters": parts.num_parameters, **sources, "tokenizer": tokenizer, "changes": position.history}
-        write_record(run, facts)
+        facts = {
+            "parameters": parts.num_parameters,
+            "depends_on_layout": run.depends_on_layout,
+            "changes": position.history,
+        }
+        write_record(run, {**facts, **sources, "tokenizer": tokenizer})
         with Interrupt(run) as interrupt, _letting_saves_finish(run, position):
             run.hooks.observe("run_started", run=run)
             time_left = TimeLeft(run, deadline, position.saver.expected_seconds)

@@ -5,7 +5,7 @@ Nothing here starts a process or imports torch: a layout of a thousand ranks is 
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise, product
@@ -30,8 +30,9 @@ class Axis:
 
     `splits` are the named axes of *parameters* that it divides, `entries` those of *batch entries*, each with the map
     that says which indices a rank gets, and `activations` those of activations inside the model (the residual stream's
-    sequence, under sequence parallelism). Samples are divided by the loader, into equal, contiguous parts; every other
-    axis of an entry is cut by the host, before the first unit sees it.
+    sequence, under sequence parallelism; heads, where attention is divided by them and its weights are not). Samples
+    are divided by the loader, into equal, contiguous parts; every other axis of an entry is cut by the host, before the
+    first unit sees it.
 
     `distance` says how near its ranks must sit: the axis with the smallest distance varies fastest over ranks (tensor
     parallelism inside a node), the largest slowest (pipeline stages). `views` are the views of the mesh that it belongs
@@ -153,6 +154,18 @@ class Mesh:
             if "batch" in axis.entries:
                 index, count = index * axis.size + own[axis.name], count * axis.size
         return index, count
+
+    def place(self, rank: int, flowing: Collection[str], weights: str) -> int:
+        """Where `rank` is among those that compute different parts of something, the slowest axis counting most.
+
+        These differ along axes that divide one of the named axes `flowing` of what goes in, or the named axis `weights`
+        of what it is computed with. Ranks that differ along other axes compute the same, and have one place.
+        """
+        place, own = 0, self.coordinates(rank)
+        for axis in self.views["attention"]:
+            if axis.divides(weights) or not {*axis.entries, *axis.activations}.isdisjoint(flowing):
+                place = place * axis.size + own[axis.name]
+        return place
 
     def _view_of(self, *axes: str) -> str:
         for view, members in self.views.items():

@@ -3,11 +3,13 @@
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from mplug.draws import Draws
 from mplug.gradients import Sinks
 from mplug.nn import arguments
 from mplug.nn.linear import Linear
@@ -48,6 +50,7 @@ class Model:
     sharding: Sharding | None = None
     shards: Shards | None = None
     when_written: list[Callable[[], None]] = field(default_factory=list)
+    draws: Draws | None = None
     _sinks: Sinks | None = None
 
     @property
@@ -146,7 +149,11 @@ class Model:
 
     def run(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Run this rank's units on a micro batch's entries and whatever activations came before."""
-        return run_units(self.module, self.own_units, batch)
+        if self.draws is None or not self.module.training:
+            return run_units(self.module, self.own_units, batch)
+        key = self.draws.key_in(batch)
+        begin = None if key is None else partial(self.draws.begin, key=key)
+        return run_units(self.module, self.own_units, batch, begin)
 
     def loss(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Run all units on a micro batch: (sum of the losses, number of targets)."""
@@ -168,10 +175,20 @@ def _refuse_other_shape(name: str, described: Parameter, shape: tuple[int, ...])
                 raise ValueError(f"the plan's segments of parameter '{name}' do not add up to its shape {shape}")
 
 
-def run_units(module: nn.Module, units: Iterable[Unit], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Run units in order on a micro batch's entries; returns the entries and all activations that are still alive."""
+def run_units(
+    module: nn.Module,
+    units: Iterable[Unit],
+    batch: Mapping[str, Tensor],
+    before: Callable[[Unit], None] | None = None,
+) -> dict[str, Tensor]:
+    """Run units in order on a micro batch's entries; returns the entries and all activations that are still alive.
+
+    `before` is called before each unit.
+    """
     values = dict(batch)
     for unit in units:
+        if before is not None:
+            before(unit)
         part = module.get_submodule(unit.name)
         run = part if unit.method == "forward" else getattr(part, unit.method)  # a call, for the sake of forward hooks
         optional = {name: values[name] for name in unit.optional if name in values}

@@ -105,7 +105,11 @@ class ProgressLine:
 
     @hookimpl
     def run_started(self, run: Run) -> None:
-        """Show the bar."""
+        """Tell what depends on the layout, if something does, and show the bar."""
+        if run.depends_on_layout:
+            line = f"depends on the layout: {'; '.join(run.depends_on_layout)}"
+            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+            log.info(line)
         self.first_step, self.mark = run.step, time.monotonic()
         self.task = self.bar.add_task("", total=self.total_steps, completed=run.step)
         self.bar.start()

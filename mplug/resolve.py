@@ -22,7 +22,7 @@ from mplug.config import (
 )
 from mplug.errors import UsageError, listed, suggest
 from mplug.mesh import parse_layout
-from mplug.registry import Entry, Registry
+from mplug.registry import BrokenPlugin, Entry, Registry
 from mplug.settings import NAMED_SECTIONS, Key, Settings, from_mapping, merge, nested, read_file, source_of
 from mplug.slots import SLOT_KINDS
 
@@ -41,7 +41,7 @@ def saved_settings(directory: Path) -> Settings:
 def resolve(registry: Registry, base: Settings, overrides: Settings) -> RunConfig:
     """The config of a run: `overrides` (a file, the command line) over the model's preset over `base`.
 
-    Raises UsageError that lists every problem, each with its path and source.
+    Raises UsageError that lists every problem, each with its path and source: BrokenPlugin where one is such a plugin.
     """
     return _Resolver(registry, base, overrides).run()
 
@@ -50,6 +50,7 @@ class _Resolver:
     def __init__(self, registry: Registry, base: Settings, overrides: Settings) -> None:
         self.registry = registry
         self.problems: dict[str, None] = {}  # a set in order: one mistake met twice is one problem
+        self.error: type[UsageError] = UsageError
         self.chosen: list[Chosen] = []
         self.loaded: dict[Entry, type[Any]] = {}
         self.settings = merge(base, overrides)
@@ -77,7 +78,7 @@ class _Resolver:
             said = self._said(section)
             self._sub_sections(section, list(said), said)
         if self.problems:
-            raise UsageError("\n".join(self.problems))
+            raise self.error("\n".join(self.problems))
         return RunConfig(
             **named, **hosts, parallel=parallel, kernels=kernels, chosen=tuple(self.chosen), settings=self.settings
         )
@@ -97,6 +98,8 @@ class _Resolver:
                 self.loaded[entry] = self.registry.load(entry)
             return entry
         except UsageError as error:
+            if isinstance(error, BrokenPlugin):
+                self.error = BrokenPlugin
             self._problem(key, str(error))
             return None
 

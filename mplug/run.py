@@ -52,6 +52,8 @@ class Run:
     groups: "Groups | None" = None
     entries: frozenset[str] = frozenset()
     """The optional entries of the loader's micro batches."""
+    depends_on_layout: tuple[str, ...] = ()
+    """What of the run depends on the layout, in words; known once a training process is built."""
 
     @cached_property
     def variances(self) -> dict[str, Variance]:

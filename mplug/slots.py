@@ -121,10 +121,11 @@ class Offer:
     """Suppliers for one slot, or for several of one module at once (a fused norm and gemm).
 
     `supports` is truthful: capabilities live there and nowhere else, and it refuses every need of a site that it does
-    not know. `varies(site, run)` says what about the supplier depends on the layout, or nothing; `note(site, run)` what
-    it will use where it could use several things ('cuDNN'), or nothing. Each supplier is one callable for all sites of
-    a role; it owns no parameter. A plugin that chooses between suppliers makes an offer of each, of which one supports
-    a site. A slot that does not exist is a ValueError.
+    not know. `varies(site, run)` says what about the supplier depends on the layout, or nothing (attention whose
+    dropout draws from torch's generators must say so); `note(site, run)` what it will use where it could use several
+    things ('cuDNN'), or nothing. Each supplier is one callable for all sites of a role; it owns no parameter. A plugin
+    that chooses between suppliers makes an offer of each, of which one supports a site. A slot that does not exist is a
+    ValueError.
     """
 
     suppliers: Mapping[str, Callable[..., Any]]

@@ -1,14 +1,16 @@
 """The default step: accumulate micro batches, then update. Nothing here waits for the device."""
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mplug.contracts import MicroBatch, Optimizer, Piece, StepResult, StepScalars
+from mplug.draws import ENTRY, micro_batch_key
 from mplug.entries import own_entries
 from mplug.model import Model
-from mplug.nn.random import key_of, sample_keys
+from mplug.nn.random import sample_keys
 from mplug.norm import GlobalNorm, owned_gradients
 from mplug.precision import DTYPES, wide
 from mplug.reduction import Reduction
@@ -62,18 +64,25 @@ class DefaultStepper:
         self.sums = torch.zeros(2, dtype=self.wide, device=run.device)
         self.stop_at_nonfinite = run.config.trainer.nonfinite == "stop"
         self.halted = torch.zeros((), device=run.device)
+        self.micro_batches = 0
 
     def begin_step(self, step: int) -> None:
         """Forget the last step's gradients."""
-        torch.manual_seed(key_of(self.seed, "step", step))  # for kernels that draw their own numbers
         self.model.module.train()
+        self.micro_batches = 0
         self.sinks.begin_step()
         self.statistics.begin_step()
 
     def entries(self, batch: MicroBatch, step: int) -> MicroBatch:
-        """What this rank's units get of a micro batch: its part of each entry, and the samples' keys of this step."""
+        """What this rank's units get of a micro batch: its part of each entry, and the samples' keys of this step.
+
+        It is called once for each micro batch of a step, in the loader's order: with them goes the key of what kernels
+        draw by themselves (`mplug.draws`), by the number of the micro batch.
+        """
         own = own_entries(batch, self.model.plan.context, self.run.mesh, self.run.rank)
-        return {**own, "keys": sample_keys(self.seed, step, batch["sample_ids"])}
+        draws: Any = micro_batch_key(self.seed, step, self.micro_batches)
+        self.micro_batches += 1
+        return {**own, "keys": sample_keys(self.seed, step, batch["sample_ids"]), ENTRY: draws}
 
     def forward_backward(self, micro_batches: Iterable[MicroBatch], step: int) -> None:
         """Sum the gradients of a step's micro batches into the sinks, and losses and token counts beside them."""

@@ -37,6 +37,11 @@ def layout_dependence(run: Run, model: Model) -> list[str]:
     return sorted(plugins | suppliers | modules | unknown)
 
 
+def layout_dependence_of_all(run: Run, model: Model) -> tuple[str, ...]:
+    """The same of all ranks' parts of a model; all ranks must ask."""
+    return tuple(sorted({one for told in run.gathered(layout_dependence(run, model)) for one in told}))
+
+
 def refuse_bypassing_layout(run: Run, model: Model) -> None:
     """Raise UsageError where the layout alone says that a declared sum is bypassed: before any process starts.
 

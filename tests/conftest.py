@@ -135,15 +135,15 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
     """Make a package of `third_party/` or `packages/` importable and its plugins nameable, one piece of it changed.
 
     `plant("nova-ringo")` is the package as it is; `plant("nova-ringo", old, new)` has `old`, which must stand in its
-    source exactly once, replaced: a planted fault.
+    source exactly once, replaced: a planted fault. More pairs may follow.
     """
 
-    def install(distribution: str, old: str = "", new: str = "") -> None:
+    def install(distribution: str, *changes: str) -> None:
         package = distribution.replace("-", "_")
         source = next(folder for folder in (THIRD_PARTY / distribution, PACKAGES / distribution) if folder.is_dir())
         copied = tmp_path / f"planted-{len(list(tmp_path.glob('planted-*')))}"
         shutil.copytree(source / "src", copied)
-        if old:
+        for old, new in filter(any, zip(changes[::2], changes[1::2], strict=True)):
             files = [path for path in copied.rglob("*.py") if old in path.read_text()]
             assert sum(path.read_text().count(old) for path in files) == 1, f"{old!r} must stand there exactly once"
             files[0].write_text(files[0].read_text().replace(old, new))

@@ -104,6 +104,28 @@ def test_a_signal_saves_the_step_after_the_one_that_it_came_in(tmp_path: Path) -
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_00000004"]
 
 
+# Masks that a kernel draws.
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.parametrize(
+    ("backend", "compiler"), [("auto", "never"), ("flash", "never"), ("efficient", "never"), ("auto", "inductor")]
+)
+def test_masks_of_fused_dropout_are_a_function_of_the_run_alone(tmp_path: Path, backend: str, compiler: str) -> None:
+    """Not of what was drawn before, nor of whether backward computes again, nor of a resume."""
+    drops = {"model.attention_dropout": 0.125, "trainer.precision": "bf16", "trainer.compile": compiler}
+    drops |= {"kernels.sdpa.backend": backend}
+    one, other, resumed, none = Watch(), Watch(), Watch(), Watch()
+    trained(tmp_path / "one", drops, one)
+    torch.cuda.manual_seed(17)
+    trained(tmp_path / "other", {**drops, "memory.recompute.mode": "full"}, other)
+    trained(tmp_path / "resumed", drops, resumed, tmp_path / "one" / "checkpoints" / "step_00000004")
+    trained(tmp_path / "none", {**drops, "model.attention_dropout": 0.0}, none)
+    assert other.losses == pytest.approx(one.losses, rel=1e-4)
+    assert resumed.losses == pytest.approx(one.losses[4:], rel=1e-4)
+    assert none.losses != pytest.approx(one.losses, rel=1e-4)
+
+
 # Nobody waits.
 
 
@@ -139,12 +161,13 @@ def strictly_trained(directory: Path, text: Path, changes: dict[str, Any]) -> St
 @pytest.mark.filterwarnings("ignore")  # of the mode itself, and the compiler's own
 @pytest.mark.parametrize(
     ("precision", "dropout", "compiler"),
-    [("fp32", 0.0, "never"), ("fp32", 0.1, "never"), ("bf16", 0.1, "never"), ("bf16", 0.0, "inductor")],
+    [("fp32", 0.0, "never"), ("fp32", 0.125, "never"), ("bf16", 0.125, "never"), ("bf16", 0.0, "inductor")],
 )
 def test_a_step_never_makes_the_host_wait_for_the_gpu(
     tmp_path: Path, text_file: Path, precision: str, dropout: float, compiler: str
 ) -> None:
-    changes = {"trainer.precision": precision, "model.dropout": dropout, "trainer.compile": compiler}
+    changes = {"trainer.precision": precision, "trainer.compile": compiler}
+    changes |= {"model.dropout": dropout, "model.attention_dropout": dropout}
     watch = strictly_trained(tmp_path, text_file, changes)
     assert watch.modes == [0, 0, 2, 2, 2, 2, 2, 2]
     assert len(watch.losses) == 8

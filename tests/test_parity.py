@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mplug.testing import ParallelSuite, run_workers
+from mplug.testing import Fault, ParallelSuite, run_workers
 from mplug.testing.harness import Trace, difference, train_steps
 from mplug.testing.parity import require_parity
 
@@ -218,15 +218,20 @@ def test_an_error_of_1e_7_in_the_gradient_of_any_parameter_is_seen() -> None:
         assert f"gradient of '{name}'" in difference([replace(reference, gradients=gradients)], reference)
 
 
-def test_a_suite_skips_a_run_that_its_ranks_refuse(text_file: Path) -> None:
+def test_a_suite_skips_a_run_that_its_ranks_refuse_where_it_is_tried_unasked(text_file: Path) -> None:
+    """One that the author asks for is a fault."""
     small = {"data.name": "text", "data.path": str(text_file), "model.vocab_size": 100}
-    reason = "is refused: the data has tokens up to 255"
+    reason, asked = (f"is refused{asked}: the data has tokens up to 255" for asked in ("", "; give .* that are not"))
 
     class DataParallel(ParallelSuite):
         plugin = "dp"
         settings = small
 
     with pytest.raises(SkipTest, match=f"^layout 'dp2' {reason}"):
+        require_parity(small, "dp2", named_by_author=False)
+    with pytest.raises(Fault, match=f"^layout 'dp2' {asked}"):
         require_parity(small, "dp2")
-    with pytest.raises(SkipTest, match=f"^under layout 'dp2' the run {reason}"):
+    with pytest.raises(Fault, match=f"^under layout 'dp2' the run {asked}"):
         DataParallel().test_a_layout_gives_the_run_of_one_process("dp2")
+    with pytest.raises(SkipTest, match=f"^under layout 'dp2pp2' the run {reason}"):
+        DataParallel().test_a_layout_gives_the_run_of_one_process("dp2pp2")

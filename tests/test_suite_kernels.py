@@ -148,6 +148,13 @@ FAULTS = {
         ("fp32",),
         ("changes its input 'q' in place",),
     ),
+    "it draws though nothing drops": Planted(
+        "    groups = k.shape[2]\n",
+        "    groups = k.shape[2]\n    torch.rand(())\n",
+        "test_inputs_are_left_as_they_were",
+        ("fp32",),
+        ("draws from torch's generator", "ranks that hold copies would not draw the same"),
+    ),
     "its bits change from call to call": Planted(
         "ctx.scale, ctx.block = scale, block",
         "ctx.scale, ctx.block = scale, int(torch.randint(1, 6, ()))",
@@ -515,13 +522,64 @@ def test_the_cases_of_a_slot_catch(slot: str, supplier: Any, words: str) -> None
     ],
 )
 def test_a_dropout_of_its_own_is_judged_by_how_often_it_drops(kept: float, scaled_by: float, words: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-
-    def core(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float, keys: Tensor | None) -> Tensor:
-        weights = attention(q, k, v, scale=scale)
-        drawn = torch.rand(weights.shape, generator=generator)
-        return weights * (drawn < kept) * scaled_by if dropout else weights
-
-    found = own_dropout_fault(core, 0.25, "cpu")
+    torch.manual_seed(0)
+    found = own_dropout_fault(dropping(lambda shape: torch.rand(shape) < kept, scaled_by), 0.25, "cpu")
     assert words in found
     assert bool(words) == bool(found)
+
+
+def dropping(drawn: Callable[[torch.Size], Tensor], scaled_by: float, again: bool = False) -> Callable[..., Tensor]:
+    """Attention that drops by a mask of its own; with `again`, backward draws another."""
+
+    class Mix(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, weights: Tensor, v: Tensor) -> Tensor:
+            ctx.save_for_backward(weights, v)
+            return mixed(weights * drawn(weights.shape) * scaled_by, v)
+
+        @staticmethod
+        def backward(ctx: Any, upstream: Tensor) -> Any:
+            weights, v = ctx.saved_tensors
+            with torch.enable_grad():
+                leaf = v.detach().requires_grad_()
+                mixed(weights * drawn(weights.shape) * scaled_by, leaf).backward(upstream)
+            return None, leaf.grad
+
+    def core(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float, keys: Tensor | None) -> Tensor:
+        weights = attention(q, k, torch.eye(k.shape[1])[None, :, None].expand(*k.shape[:3], -1), scale=scale)
+        if not dropout:
+            return mixed(weights, v)
+        if again:
+            output: Tensor = Mix.apply(weights, v)
+            return output
+        return mixed(weights * drawn(weights.shape) * scaled_by, v)
+
+    return core
+
+
+def mixed(weights: Tensor, v: Tensor) -> Tensor:
+    """Weights [B, S, H, T], values [B, T, H, K] -> [B, S, H, K]."""
+    return torch.einsum("bsht,bthk->bshk", weights, v)
+
+
+OWN_GENERATOR = torch.Generator().manual_seed(0)
+
+
+@pytest.mark.parametrize(
+    ("drawn", "again", "words"),
+    [
+        (lambda shape: torch.rand(shape, generator=OWN_GENERATOR), False, "draw from torch's default generators"),
+        (
+            lambda shape: torch.rand(shape, generator=torch.Generator().manual_seed(0)),
+            False,
+            "its mask is the same whatever torch's generators are seeded with",
+        ),
+        (torch.rand, True, "backward drops other weights than forward did"),
+    ],
+    ids=["another generator", "one mask for ever", "another mask in backward"],
+)
+def test_a_dropout_of_its_own_is_judged_by_where_it_comes_from(drawn: Any, again: bool, words: str) -> None:
+    """The host seeds torch's generators before every unit, and nothing else."""
+    torch.manual_seed(0)
+    core = dropping(lambda shape: drawn(shape) < 0.75, 1 / 0.75, again)
+    assert words in own_dropout_fault(core, 0.25, "cpu")

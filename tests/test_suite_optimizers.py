@@ -5,6 +5,7 @@ import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import SkipTest
 
 import pytest
 
@@ -297,6 +298,18 @@ def test_the_suite_catches_updates_that_depend_on_the_layout(plant: Callable[...
     )
     with pytest.raises(Fault, match=r"under dp2 the weight '.*' is off by .* after 2 steps"):
         Suite().test_a_layout_gives_the_weights_of_one_process("dp2")
+
+
+def test_a_layout_that_the_author_names_may_not_be_refused(
+    plant: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant("nova-orthon")
+    monkeypatch.setattr(Suite, "layouts", None)
+    with pytest.raises(SkipTest, match=r"^layout 'tp2' is refused: .* needs whole matrices"):
+        Suite().test_a_layout_gives_the_weights_of_one_process("tp2")
+    monkeypatch.setattr(Suite, "layouts", ("tp2",))
+    with pytest.raises(Fault, match=r"^layout 'tp2' is refused; give 'settings' or 'layouts' .* needs whole matrices"):
+        Suite().test_a_layout_gives_the_weights_of_one_process("tp2")
 
 
 @pytest.mark.parametrize("settings", [{}, {"model.tie_embeddings": True}])

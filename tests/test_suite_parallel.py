@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from unittest import SkipTest
 
 import pytest
 
@@ -172,6 +173,18 @@ FAULTS = {
         "test_each_gradient_is_final_once_a_step",
         "is announced as final 4 times in step 1 on rank 0",
     ),
+    "a stepper that makes up what units get": Planted(
+        CONFIGURED,
+        hook(
+            'def build_stepper(self, run: "Run", model: "Model", default: object) -> object:',
+            "    whole = default.entries",
+            "    default.entries = lambda batch, step: {n: x for n, x in whole(batch, step).items() if n != 'draws'}",
+            "    return default",
+        ),
+        "test_what_kernels_draw_is_other_wherever_work_is",
+        "under layout 'ulys2' kernels that draw by themselves draw the same numbers in unit 'blocks.0', samples 0, 1 "
+        "of step 1, on rank 0 as in unit 'embedding', samples 0, 1 of step 1, on rank 0; give units what Default",
+    ),
     "dropout that forgets which heads these are": Planted(
         "first_head + index * q.shape[HEADS]",
         "first_head",
@@ -219,9 +232,33 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+IN_ANOTHER_ORDER = Planted(
+    CONFIGURED,
+    hook(
+        'def build_stepper(self, run: "Run", model: "Model", default: object) -> object:',
+        "    whole = default.forward_backward",
+        "    default.forward_backward = lambda batches, step: whole(list(batches)[::-1], step)",
+        "    return default",
+    ),
+    "test_what_kernels_draw_is_other_wherever_work_is",
+    "than in one process: the order of execution decides",
+)
+ON_RANKS_ALONE = Planted(
+    "from pydantic import BaseModel, ConfigDict\n",
+    "import multiprocessing\n\nfrom pydantic import BaseModel, ConfigDict\n\n"
+    "if multiprocessing.parent_process() is not None:\n    import no_such_module\n",
+    "test_a_layout_gives_the_run_of_one_process",
+    "No module named 'no_such_module'",
+    "ulys2",
+)
+FAULTS["a plugin that does not import on a rank"] = ON_RANKS_ALONE
+MORE_FAULTS = {"micro batches in another order": IN_ANOTHER_ORDER}
+EVERY_FAULT = [*FAULTS, *(pytest.param(fault, marks=pytest.mark.wide("suites")) for fault in MORE_FAULTS)]
+
+
+@pytest.mark.parametrize("fault", EVERY_FAULT)
 def test_the_suite_catches(fault: str, plant: Callable[..., None]) -> None:
-    planted = FAULTS[fault]
+    planted = {**FAULTS, **MORE_FAULTS}[fault]
     plant("nova-ulys", planted.old, planted.new)
     arguments = [] if planted.argument is None else [planted.argument]
     with pytest.raises(Fault) as caught:
@@ -258,3 +295,32 @@ def test_a_strategys_reason_names_no_kernel_as_the_remedy(plant: Callable[..., N
 @pytest.mark.wide("suites")
 def test_the_package_as_it_is_passes_the_whole_suite(own_tests: Callable[..., str]) -> None:
     assert "failed" not in own_tests("nova-ulys")
+
+
+# Refusals.
+
+
+class NamingLayouts(ParallelSuite):
+    plugin = "ulys"
+    layouts = ("ulys2", "ulys8")
+    variants = {
+        **ParallelSuite.variants,
+        "own": {"model.num_attention_heads": 1, "model.num_kv_heads": 1},
+    }
+
+
+def test_what_the_author_names_may_not_be_refused(plant: Callable[..., None]) -> None:
+    """Neither a layout nor a variant; what the suite tries on its own account may."""
+    plant("nova-ulys")
+    suite = NamingLayouts()
+    for test in (suite.test_a_layout_gives_the_run_of_one_process, suite.test_a_layout_is_data):
+        with pytest.raises(Fault, match=r"layout 'ulys8' .*is refused; give 'settings' or 'layouts' .*ulys=8"):
+            test("ulys8")
+        with pytest.raises(SkipTest, match=r"layout 'ulys8dp2' .*is refused: .*ulys=8"):
+            test("ulys8dp2")
+    with pytest.raises(Fault, match=r"^layout 'ulys8' is refused"):
+        suite.test_its_layouts_are_data()
+    with pytest.raises(
+        Fault, match=r"^under layout 'ulys2' with 'own' the run is refused; .*ulys=2 does not divide the 1 query heads"
+    ):
+        suite.test_a_variant_gives_the_run_of_one_process("own")

@@ -328,6 +328,11 @@ def test_sigterm_saves_and_exits_with_143_and_resuming_is_bitwise_the_uninterrup
     assert checkpoints(stopped) == [f"step_{done:08d}"]
     assert f"step {done}" in out
     assert "--resume" in out
+    told = "depends on the layout: Attention.core of blocks.*.attn (kernels/sdpa): its dropout mask is drawn"
+    assert [line for line in out.splitlines() if line.startswith("depends")] == [out.splitlines()[1]]
+    assert out.splitlines()[1].startswith(told), "the second line, before the first step's"
+    (reason,) = json.loads((stopped / "record.json").read_text())["depends_on_layout"]
+    assert out.splitlines()[1].endswith(reason)
     assert cli("train", "--resume", "--name", "stopped").returncode == 0
     assert cli("train", "--name", "whole", *options).returncode == 0
     assert figures(stopped) == figures(whole)

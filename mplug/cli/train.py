@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from mplug.changes import Changes
     from mplug.job import Job, Outcome
     from mplug.launch import World
-    from mplug.model import Model
     from mplug.run import Run
 
 
@@ -103,7 +102,7 @@ def command(
     if pretrained is not None:
         refuse_another_model(pretrained, model)
     if first:
-        _announce(run, _beginning(resume_from, pretrained), [*since.lines(), *_follows(run, model, since)])
+        _announce(run, _beginning(resume_from, pretrained), since.lines())
     deadline = began + 60 * max_minutes if max_minutes is not None else None
     job = Job(base, changes, run.directory, resume_from, deadline, names)
     outcome = _work(run, job, world is not None, master_port, restarts)
@@ -140,13 +139,6 @@ def _changes(run: "Run", resume_from: "Path | None", allowed: tuple[str, ...]) -
     manifest = read_manifest(resume_from)
     refuse_unknown_fields(manifest, run.config, allowed)
     return changes_on_resume(resume_from, manifest, run, allowed)
-
-
-def _follows(run: "Run", model: "Model", changes: "Changes") -> list[str]:
-    """What depends on the layout, the micro batches or the kernels, where one of these changes."""
-    from mplug.variance import layout_dependence
-
-    return layout_dependence(run, model) if changes.moves_work else []
 
 
 def _work(run: "Run", job: "Job", launched: bool, port: int | None, restarts: int) -> "Outcome":

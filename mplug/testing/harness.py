@@ -19,6 +19,7 @@ from mplug.registry import Registry
 from mplug.resolve import default_settings, resolve
 from mplug.run import Run, prepare
 from mplug.settings import Settings, from_mapping, merge, read_file
+from mplug.testing.draws import Call, generator_state, watch_units
 from mplug.testing.workers import WorkerFailed, run_workers
 
 if TYPE_CHECKING:
@@ -54,7 +55,9 @@ class Trace:
     """What a rank saw: losses and norms of every step, and the boxes that it owns of gradients and of weights.
 
     `initial` are the weights before the first step, `weights` those after the last. `announced` says of every step how
-    often each of the rank's gradients was announced as final. `statistics` are each step's, of all ranks.
+    often each of the rank's gradients was announced as final. `statistics` are each step's, of all ranks. `drawn` says
+    where torch's generator stood when a unit began to compute, and `places` where this rank is among those that compute
+    different parts of a unit (`mplug.draws`).
     """
 
     losses: list[float] = field(default_factory=list)
@@ -66,6 +69,8 @@ class Trace:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     statistics: "list[dict[str, Tensor]]" = field(default_factory=list)
     val_loss: float = 0.0
+    drawn: dict[Call, set[str]] = field(default_factory=dict)
+    places: dict[str, int] = field(default_factory=dict)
 
 
 def tiny_config(settings: TinySettings) -> "RunConfig":
@@ -134,6 +139,8 @@ def train_steps(
     config, parts, trace = run.config, build(run), Trace()
     trace.initial = owned(run, parts, lambda piece: piece.master)
     announced = listen(parts)
+    watch_units(run, parts, lambda call: trace.drawn.setdefault(call, set()).add(generator_state()))
+    trace.places = dict(parts.model.draws.places) if parts.model.draws else {}
     for step in range(1, STEPS + 1):
         run.step = step
         batches = map(with_ragged_labels, portions(parts.train_loader.take(config.trainer.global_batch_size)))

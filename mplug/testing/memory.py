@@ -10,9 +10,11 @@ class TestRingo(MemorySuite):
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
+from unittest import SkipTest
 
 from mplug.hooks import implemented
 from mplug.registry import Registry
+from mplug.testing.draws import drawing_attention, first_gradients
 from mplug.testing.harness import STEPS, TinySettings, Trace, tiny_run, train_ranks, train_steps
 from mplug.testing.suite import PluginSuite, require
 
@@ -92,6 +94,20 @@ class MemorySuite(PluginSuite):
         found, plain = ({**one, "parallel.layout": word, **more} for one in self.pair())
         ranks = tiny_run(found).mesh.world_size
         require_same(train_ranks(ranks, found), train_ranks(ranks, plain))
+
+    def test_what_a_kernel_draws_is_drawn_again(self, model: str) -> None:
+        """By attention that drops by torch's own generator: what backward runs again drops the same."""
+        calls = list[None]()
+        with drawing_attention(calls):
+            found, plain = (first_gradients(one) for one in self.pair(model, kernels__default=None))
+        if not calls:
+            raise SkipTest("no attention in plain torch runs in this model")
+        name = _first_other(found, plain)
+        require(
+            not name,
+            f"with it, the gradient of '{name}' is another where a kernel draws from torch's generator: what runs "
+            f"again must find the generator as it was",
+        )
 
     def test_less_stays_on_the_device(self, model: str) -> None:
         """Of what autograd keeps of a forward pass."""

@@ -23,8 +23,9 @@ class ModelSuite(PluginSuite):
 
     `settings` must make the model tiny (a few layers, a width of 32, a vocabulary of a few hundred); what they turn on
     (dropout, tied embeddings) is what is tested. `layouts` are the layouts whose runs must equal that of one process;
-    None stands for one rank, every installed strategy alone at degree 2, and every pair of them at 2 x 2. Settings may
-    follow a layout, as on the command line: "tp2 parallel.tp.sequence_parallel=false".
+    none of them may be refused. None stands for one rank, and for what is not refused of every installed strategy alone
+    at degree 2 and every pair of them at 2 x 2. Settings may follow a layout, as on the command line:
+    "tp2 parallel.tp.sequence_parallel=false".
     """
 
     kind = "models"
@@ -148,7 +149,7 @@ class ModelSuite(PluginSuite):
         """Losses, every gradient and the gradient norm of every step are those of one process."""
         from mplug.testing.parity import require_parity
 
-        require_parity(self.tiny(), layout)
+        require_parity(self.tiny(), layout, named_by_author=self.layouts is not None or not layout)
 
 
 def layouts_of_installed_strategies() -> Iterator[str]:

@@ -18,10 +18,9 @@ The pieces that are updated are in `dense.py`; who writes low-precision weights 
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from unittest import SkipTest
 
-from mplug.errors import UsageError
 from mplug.registry import Registry
 from mplug.testing.harness import STEPS, Trace, difference, logical, tiny_run, train_steps
-from mplug.testing.suite import Fault, naming_failures, require, smoke
+from mplug.testing.suite import Fault, naming_failures, refusals, require, smoke
 from mplug.testing.waiting import never_waiting
 from mplug.testing.weights import WeightSuite
 from mplug.testing.workers import run_workers
@@ -48,7 +47,8 @@ class OptimizerSuite(WeightSuite):
     """Update by update against a reference that the author writes, and in runs under layouts against one process.
 
     Weights may differ from the reference's by `tolerance` of the largest change, and under a layout by as much of the
-    weight. `layouts` are those that are tried; None: every installed strategy over two ranks.
+    weight. `layouts` are those that are tried, none of which may be refused; None: every installed strategy over two
+    ranks, but for those that refuse it.
     """
 
     kind = "optimizers"
@@ -314,15 +314,13 @@ class OptimizerSuite(WeightSuite):
             require(bool(piece.master.isfinite().all()), "padding, whose gradient is 0, does not stay finite")
 
     def test_a_layout_gives_the_weights_of_one_process(self, layout: str) -> None:
-        """Losses, gradients and norms too; a layout that the host refuses is skipped, with its reason."""
+        """Losses, gradients and norms too; a layout that the host refuses is skipped, unless `layouts` names it."""
         from mplug.build import build_model
 
         settings = self.tiny(parallel__layout=layout)
-        try:
+        with refusals(f"layout '{layout}'", named_by_author=self.layouts is not None):
             run = tiny_run(settings)
             build_model(run)
-        except UsageError as error:
-            raise SkipTest(f"{layout} is refused: {error}") from None
         with naming_failures(f"a run under {layout}"):
             traces = run_workers(run.mesh.world_size, train_steps, settings)
         reference = train_steps(self.tiny())

@@ -10,9 +10,10 @@ import yaml
 
 from mplug.errors import UsageError, listed
 from mplug.mesh import Axis, parse_layout
-from mplug.registry import Registry
+from mplug.registry import BrokenPlugin, Registry
 from mplug.run import Run
 from mplug.testing import layouts
+from mplug.testing.draws import draws_fault
 from mplug.testing.harness import (
     EXACT,
     Portions,
@@ -29,7 +30,7 @@ from mplug.testing.harness import (
 )
 from mplug.testing.layouts import Ranks
 from mplug.testing.parity import trained_once
-from mplug.testing.suite import Fault, PluginSuite, require, smoke
+from mplug.testing.suite import Fault, PluginSuite, refusals, require, smoke
 from mplug.testing.workers import WorkerFailed
 
 T = TypeVar("T")
@@ -42,7 +43,8 @@ class ParallelSuite(PluginSuite):
     """What every strategy must keep: a layout is data, and a run under it is the run of one process.
 
     `layouts` are the layouts that are run; None: the strategy alone at degrees 2 and 4, and at 2 with every other
-    installed one at 2. The first is run again under each of `variants` (what a variant sets, by its name), and with
+    installed one at 2, but for those that refuse it; none of those that are named may be refused. The first is run
+    again under each of `variants` (what a variant sets, by its name; none but the host's own may be refused), and with
     micro batches of different sizes, unless `uneven_micro_batches` is False. `refused` maps layouts that the tiny run
     does not bear to words that the refusal must have: the numbers, and what to do.
 
@@ -156,8 +158,9 @@ class ParallelSuite(PluginSuite):
 
     def test_a_layout_is_data(self, layout: str) -> None:
         """The same with others beside it."""
-        self._skip_if_refused(layout)
-        layouts.require_sound_placements(layouts.ranks_of(self.at(layout)))
+        with refusals(f"layout '{layout}'", self._named_by_author(layout)):
+            ranks = layouts.ranks_of(self.at(layout))
+        layouts.require_sound_placements(ranks)
 
     @smoke
     def test_all_ranks_together_read_every_token_once(self) -> None:
@@ -209,24 +212,18 @@ class ParallelSuite(PluginSuite):
 
     def test_a_layout_gives_the_run_of_one_process(self, layout: str) -> None:
         """Initial values, losses, gradients, norms, the evaluation and the last weights."""
-        if layout in self.alone():
-            reason = self._refusal(layout)
-            require(not reason, f"layout '{layout}' is refused; give 'settings' or 'layouts' that go: {reason}")
-        self._skip_if_refused(layout)
         self._require_parity(layout)
 
     def test_a_variant_gives_the_run_of_one_process(self, variant: str) -> None:
         """Another model, or other options of the strategy."""
-        self._skip_if_refused(self.tried()[0], self.variants[variant])
         self._require_parity(self.tried()[0], self.variants[variant], told=f"with '{variant}'")
 
     def test_a_run_in_fp32_rounds_as_one_process_does(self) -> None:
         """In fp32 it is about as far from the run of one process in fp64 as one process in fp32 is."""
         layout = self.tried()[0]
-        self._skip_if_refused(layout)
         where, in_fp32 = f"under layout '{layout}' in fp32", {"trainer.precision": "fp32"}
-        exact = self._trained(where, self.at(layout))[1]
-        traces, alone = self._trained(where, self.at(layout, in_fp32))
+        exact = self._trained(layout)[1]
+        traces, alone = self._trained(layout, in_fp32, where)
         off = difference(traces, exact, rounding_bound(alone, exact) + tolerance_of(self.at(layout)))
         require(not off, f"{where}: {off}")
 
@@ -234,23 +231,20 @@ class ParallelSuite(PluginSuite):
         """As the last ones of an epoch do."""
         if not self.uneven_micro_batches:
             raise SkipTest(f"'{self.plugin}' claims nothing about micro batches of different sizes")
-        self._skip_if_refused(self.tried()[0])
         self._require_parity(self.tried()[0], portions=unevenly, told="with micro batches of different sizes")
 
     def test_a_degree_of_one_changes_nothing(self) -> None:
         """Not a bit."""
         layout = f"{self.plugin}1"
-        self._skip_if_refused(layout)
-        traces, reference = self._trained(f"under layout '{layout}'", self.at(layout))
+        traces, reference = self._trained(layout)
         off = difference(traces, reference, tolerance=0.0) or weights_off(traces, reference, tolerance=0.0)
         require(not off, f"layout '{layout}' is not, bit by bit, one process: {off}")
 
     def test_each_gradient_is_final_once_a_step(self) -> None:
         """Whoever listens to a gradient sink hears exactly once a step that the gradient is final."""
         layout = self.tried()[0]
-        self._skip_if_refused(layout)
         where = f"under layout '{layout}'"
-        for rank, trace in enumerate(self._trained(where, self.at(layout))[0]):
+        for rank, trace in enumerate(self._trained(layout)[0]):
             for step, announced in enumerate(trace.announced, 1):
                 for name, times in announced.items():
                     heard = (
@@ -258,37 +252,60 @@ class ParallelSuite(PluginSuite):
                     )
                     require(times == 1, f"{where} {heard}; it must be once, in the last micro batch or after it")
 
+    def test_what_kernels_draw_is_other_wherever_work_is(self) -> None:
+        """Masks of fused dropout: the same for copies, and whatever the order of execution; others everywhere else."""
+        layout = self.tried()[0]
+        where = f"under layout '{layout}'"
+        found = draws_fault(*self._trained(layout))
+        require(not found, f"{where} kernels that draw by themselves draw {found}")
+
     # What the tests share.
 
     def _meshes(self) -> dict[str, Run]:
         """The strategy alone: its layouts, prepared."""
-        return _not_refused(self.alone(), lambda layout: layouts.prepared(self.at(layout)))
+        return self._not_refused(lambda layout: layouts.prepared(self.at(layout)))
 
     def _ranks(self) -> dict[str, Ranks]:
         """The strategy alone: its layouts, each with all ranks."""
-        return _not_refused(self.alone(), lambda layout: layouts.ranks_of(self.at(layout)))
+        return self._not_refused(lambda layout: layouts.ranks_of(self.at(layout)))
+
+    def _not_refused(self, build: Callable[[str], T]) -> dict[str, T]:
+        """What is built of each layout of the strategy alone that is not refused; SkipTest where all are."""
+        found, reasons = dict[str, T](), list[str]()
+        for layout in self.alone():
+            try:
+                with refusals(f"layout '{layout}'", layout in (self.layouts or ())):
+                    found[layout] = build(layout)
+            except SkipTest as reason:
+                reasons.append(str(reason))
+        if not found:
+            raise SkipTest("; ".join(reasons))
+        return found
+
+    def _named_by_author(self, layout: str, changes: TinySettings | None = None) -> bool:
+        """Whether the suite's author means a layout, or what is set beside it, to be tested: it may not be refused."""
+        if changes is None:
+            return layout in (*(self.layouts or ()), *self.alone())
+        return changes in self.variants.values() and changes not in ParallelSuite.variants.values()
 
     def _axes(self, run: Run) -> list[Axis]:
         return layouts.axes_of(run, self.entry().label)
 
-    def _refusal(self, layout: str, changes: TinySettings | None = None) -> str:
+    def _refusal(self, layout: str) -> str:
         """Why a run is refused before launch; the empty string where it is not."""
         try:
-            layouts.ranks_of(self.at(layout, changes))
+            layouts.ranks_of(self.at(layout))
+        except BrokenPlugin as error:
+            raise Fault(f"layout '{layout}': {error}") from error
         except UsageError as error:
             return str(error)
         return ""
-
-    def _skip_if_refused(self, layout: str, changes: TinySettings | None = None) -> None:
-        reason = self._refusal(layout, changes)
-        if reason:
-            raise SkipTest(f"layout '{layout}' is refused: {reason}")
 
     def _require_parity(
         self, layout: str, changes: TinySettings | None = None, portions: Portions = as_they_come, told: str = ""
     ) -> None:
         where = f"under layout '{layout}'{told and f' {told}'}"
-        traces, reference = self._trained(where, self.at(layout, changes), portions)
+        traces, reference = self._trained(layout, changes, where, portions)
         tolerance = tolerance_of(self.at(layout, changes))
         off = difference(traces, reference, tolerance) or weights_off(traces, reference, movement_of(tolerance))
         require(not off, f"{where}: {off}")
@@ -305,26 +322,21 @@ class ParallelSuite(PluginSuite):
         )
 
     def _trained(
-        self, where: str, settings: TinySettings, portions: Portions = as_they_come
+        self,
+        layout: str,
+        changes: TinySettings | None = None,
+        where: str = "",
+        portions: Portions = as_they_come,
     ) -> tuple[list[Trace], Trace]:
-        """What the ranks of a run and one process see; Fault where a rank fails, SkipTest where it refuses."""
+        """What the ranks of a run and one process see; Fault where a rank fails.
+
+        A run that is refused, before launch or by a rank, is a Fault or a SkipTest, as `refusals` says.
+        """
+        where, settings = where or f"under layout '{layout}'", self.at(layout, changes)
         alone = {name: value for name, value in settings.items() if not name.startswith("parallel.")}
-        try:
-            return trained_once(settings, portions), trained_once(alone)[0]
-        except UsageError as error:
-            raise SkipTest(f"{where} the run is refused: {error}") from None
-        except (WorkerFailed, TimeoutError) as error:
-            raise Fault(f"{where}: {error}") from None
-
-
-def _not_refused(words: Iterable[str], build: Callable[[str], T]) -> dict[str, T]:
-    """What is built of each layout that is not refused; SkipTest with the reasons where all are."""
-    found, reasons = dict[str, T](), []
-    for layout in words:
-        try:
-            found[layout] = build(layout)
-        except UsageError as error:
-            reasons.append(f"layout '{layout}' is refused: {error}")
-    if not found:
-        raise SkipTest("; ".join(reasons))
-    return found
+        with refusals(f"{where} the run", self._named_by_author(layout, changes)):
+            layouts.ranks_of(settings)  # a refusal of another rank than 0 comes too late, and is a Fault
+            try:
+                return trained_once(settings, portions), trained_once(alone)[0]
+            except (WorkerFailed, TimeoutError) as error:
+                raise Fault(f"{where}: {error}") from None

@@ -1,9 +1,7 @@
 """A run under a layout against the same run in one process."""
 
 import json
-from unittest import SkipTest
 
-from mplug.errors import UsageError
 from mplug.settings import read_assignments
 from mplug.testing.harness import (
     Portions,
@@ -18,7 +16,7 @@ from mplug.testing.harness import (
     tolerance_of,
     train_ranks,
 )
-from mplug.testing.suite import Fault, require
+from mplug.testing.suite import Fault, refusals, require
 from mplug.testing.workers import WorkerFailed
 
 _TRAINED: dict[str, list[Trace]] = {}
@@ -34,36 +32,35 @@ def trained_once(settings: TinySettings, portions: Portions = as_they_come) -> l
     return _TRAINED[key]
 
 
-def require_parity(settings: TinySettings, layout: str) -> None:
-    """Raise Fault unless the run under a layout, in fp64, is that of one process; SkipTest where it refuses the layout.
+def require_parity(settings: TinySettings, layout: str, named_by_author: bool = True) -> None:
+    """Raise Fault unless the run under a layout, in fp64, is that of one process.
 
-    It is held to 1e-10, and to what its plugins declare (`varies`).
-    After the layout's word there may be settings: 'tp2 parallel.tp.sequence_parallel=false'.
+    It is held to 1e-10, and to what its plugins declare (`varies`). A layout that is refused is a Fault, too; SkipTest
+    where nobody asked for it by name. After the layout's word there may be settings:
+    'tp2 parallel.tp.sequence_parallel=false'.
     """
-    found = difference(*_traces(settings, layout), tolerance_of(_under(settings, layout)))
+    traces = _traces(settings, layout, named_by_author)
+    found = difference(*traces, tolerance_of(_under(settings, layout)))
     require(not found, f"the run under the layout '{layout}' is not that of one process: {found}")
 
 
 def error_of(settings: TinySettings, layout: str) -> float:
     """How far the run under a layout is from that of one process: the largest relative error of what is compared.
 
-    Raises as `require_parity` does, but where the error is too large.
+    SkipTest where the layout is refused, Fault where its run fails.
     """
-    return largest_error(*_traces(settings, layout))
+    return largest_error(*_traces(settings, layout, named_by_author=False))
 
 
-def _traces(settings: TinySettings, layout: str) -> tuple[list[Trace], Trace]:
+def _traces(settings: TinySettings, layout: str, named_by_author: bool) -> tuple[list[Trace], Trace]:
     """What all ranks see under a layout, and what one process sees."""
     divided = _under(settings, layout)
     alone = {**divided, "parallel.layout": ""}
-    world_size = _world_size(divided)
-    try:
-        traces = train_ranks(world_size, divided)
-    except UsageError as error:
-        raise SkipTest(f"layout '{layout}' is refused: {error}") from None
-    except (WorkerFailed, TimeoutError) as error:
-        raise Fault(f"the run fails under the layout '{layout}': {error}") from None
-    return traces, trained_once(alone)[0]
+    with refusals(f"layout '{layout}'", named_by_author):
+        try:
+            return train_ranks(_world_size(divided), divided), trained_once(alone)[0]
+        except (WorkerFailed, TimeoutError) as error:
+            raise Fault(f"the run fails under the layout '{layout}': {error}") from None
 
 
 def _under(settings: TinySettings, layout: str) -> TinySettings:
@@ -74,14 +71,12 @@ def _under(settings: TinySettings, layout: str) -> TinySettings:
 
 
 def _world_size(settings: TinySettings) -> int:
-    """How many ranks a run has; SkipTest where it is refused before any process starts."""
+    """How many ranks a run has; UsageError where it is refused before any process starts."""
     from mplug.build import build_model
 
     try:
         run = tiny_run(settings)
         build_model(run)
-    except UsageError as error:
-        raise SkipTest(f"layout '{settings['parallel.layout']}' is refused: {error}") from None
     except ValueError as error:
         raise Fault(str(error)) from error
     return run.mesh.world_size

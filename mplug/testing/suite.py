@@ -62,6 +62,23 @@ def naming_failures(where: str) -> Iterator[None]:
         raise Fault(f"{where}: it raises {type(error).__name__}: {error}") from error
 
 
+@contextmanager
+def refusals(what: str, named_by_author: bool) -> Iterator[None]:
+    """Judge a refusal (UsageError) in the block, of `what`: a layout, or a device.
+
+    A suite skips what it tries on its own account, where that is refused. What the suite's author named explicitly is
+    meant to be tested: its refusal is a Fault. So is a plugin that does not import, or that breaks the contract.
+    """
+    try:
+        yield
+    except BrokenPlugin as error:
+        raise Fault(f"{what}: {error}") from error
+    except UsageError as error:
+        if named_by_author:
+            raise Fault(f"{what} is refused; give 'settings' or 'layouts' that are not: {error}") from error
+        raise SkipTest(f"{what} is refused: {error}") from None
+
+
 def smoke(test: F) -> F:
     """Mark a test that takes neither arguments nor processes: 'mplug plugins check' runs it."""
     test.smoke = True  # type: ignore[attr-defined]

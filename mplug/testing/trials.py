@@ -45,12 +45,19 @@ class Trial:
         return self._off(self._given(strided), factor)
 
     def in_place_fault(self) -> str:
-        """An input that is changed."""
+        """An input that is changed, or torch's generator."""
         leaves = self.leaves()
-        given = copied(leaves)
+        given, before = copied(leaves), _generator_states(self.device)
         outcome(self.case.bind(self.suppliers, given)(), leaves, given)
         changed = [name for name, x in given.items() if name != SINK and not torch.equal(x, leaves[name])]
-        return f"{self.where}: it changes its input '{changed[0]}' in place" if changed else ""
+        if changed:
+            return f"{self.where}: it changes its input '{changed[0]}' in place"
+        if all(map(torch.equal, before, _generator_states(self.device))):
+            return ""
+        return (
+            f"{self.where}: it draws from torch's generator; only attention with dropout may, where `varies` says so: "
+            f"ranks that hold copies would not draw the same"
+        )
 
     def repeated_fault(self) -> str:
         """Bits that differ when the call is made again."""
@@ -213,7 +220,38 @@ def own_dropout_fault(core: Callable[..., Tensor], probability: float, device: s
     share, spread = float(kept.double().mean()), (probability * (1 - probability) / ratio.numel()) ** 0.5
     if abs(share - (1 - probability)) > 6 * spread:
         return f"with dropout {probability}, it keeps {share:.1%} of the weights"
+
+    def drop(values: Tensor) -> Tensor:
+        return core(q, k, values, scale=s**-0.5, dropout=probability, keys=keys)
+
+    found = _drawn_fault(drop, v)
+    return f"with dropout {probability}, {found}" if found else ""
+
+
+def _drawn_fault(drop: Callable[[Tensor], Tensor], v: Tensor) -> str:
+    """What is wrong with where a mask comes from. `v` holds unit vectors, so that outputs are weights [b, s, h, t]."""
+
+    def drawn(seed: int, values: Tensor) -> Tensor:
+        torch.manual_seed(seed)
+        return drop(values)
+
+    leaf, upstream = v.clone().requires_grad_(), _drawn_like(v)
+    with torch.random.fork_rng():
+        weights, same, other = drawn(1, v), drawn(1, v), drawn(2, v)
+        (gradient,) = torch.autograd.grad(drawn(1, leaf), leaf, upstream)
+    if not torch.equal(weights != 0, same != 0):
+        return "its mask is another after torch.manual_seed of the same seed: draw from torch's default generators"
+    if torch.equal(weights != 0, other != 0):
+        return "its mask is the same whatever torch's generators are seeded with: every layer and step would drop alike"
+    expected = torch.einsum("bsht,bshk->bthk", weights, upstream)
+    if not torch.allclose(gradient, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max())):
+        return "backward drops other weights than forward did"
     return ""
+
+
+def _generator_states(device: str) -> list[Tensor]:
+    """Where the generators stand that a supplier may draw from by mistake."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if device.startswith("cuda") else [])]
 
 
 def owned_by(supplier: Any) -> str:

@@ -35,6 +35,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from mplug.errors import UsageError
+from mplug.registry import BrokenPlugin
 
 R = TypeVar("R")
 
@@ -54,7 +55,10 @@ _LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 
 
 class WorkerFailed(Exception):
-    """A rank has raised, or died. The message holds its traceback; `refusal` is what its UsageError said, if any."""
+    """A rank has raised, or died. The message holds its traceback; `refusal` is what its UsageError said, if any.
+
+    A plugin that is broken on a rank is no refusal.
+    """
 
     def __init__(self, rank: int, reason: str, refusal: str = "") -> None:
         super().__init__(f"rank {rank} {reason}")
@@ -233,7 +237,8 @@ def _work(rank: int, task: _Task, connection: Connection) -> None:
         try:
             message = pickle.dumps((True, _called(rank, task)))
         except BaseException as error:  # it is told, whatever it is
-            refusal = str(error) if isinstance(error, UsageError) else ""
+            refused = isinstance(error, UsageError) and not isinstance(error, BrokenPlugin)
+            refusal = str(error) if refused else ""
             connection.send_bytes(pickle.dumps((False, (traceback.format_exc(), refusal))))
             connection.poll(None)  # its end would make other ranks fail too: the caller ends all of them
             raise

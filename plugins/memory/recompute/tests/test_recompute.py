@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from mplug.testing import Fault, MemorySuite
 from mplug.testing.harness import tiny_config, tiny_run, train_steps
 from mplug.testing.memory import kept_bytes, require_same
 
-DROPOUT = {"model.dropout": 0.1}
+DROPOUT = {"model.dropout": 0.1, "model.attention_dropout": 0.1}
 EXPERTS: dict[str, Any] = {
     "model.name": "mixtral",
     "model.num_layers": 2,
@@ -31,7 +32,8 @@ EXPERTS: dict[str, Any] = {
     "model.expert_bias_rate": 0.05,
 }
 DIVIDED = ("zero2 parallel.zero.stage=2", "fsdp2")
-EVERY_LAYOUT = ("tp2", "tp2 parallel.tp.sequence_parallel=false", "pp2", "dp2", "cp2", "tp2pp2", "dp2tp2", *DIVIDED)
+EVERY_LAYOUT = ("tp2", "tp2 parallel.tp.sequence_parallel=false", "pp2", "dp2", "tp2pp2", "dp2tp2", *DIVIDED)
+CP = "cp2 model.attention_dropout=0"  # it refuses dropout of attention
 
 
 class TestFull(MemorySuite):
@@ -50,7 +52,7 @@ class TestFullOfExperts(MemorySuite):
 @pytest.mark.wide("layouts")
 class TestFullUnderEveryLayout(TestFull):
     models = {"experts": EXPERTS}
-    layouts = EVERY_LAYOUT
+    layouts = (CP, *EVERY_LAYOUT)
 
 
 class TestSelective(MemorySuite):
@@ -63,7 +65,7 @@ class TestSelective(MemorySuite):
 @pytest.mark.wide("layouts")
 class TestSelectiveUnderEveryLayout(TestSelective):
     compilers = ("aot_eager",)
-    layouts = EVERY_LAYOUT
+    layouts = (CP, *EVERY_LAYOUT)
 
 
 class TestSelectiveOfExperts(MemorySuite):
@@ -90,7 +92,7 @@ class TestOffload(MemorySuite):
 @pytest.mark.wide("layouts")
 class TestOffloadUnderEveryLayout(TestOffload):
     compilers = ("aot_eager",)
-    layouts = EVERY_LAYOUT
+    layouts = (CP, *EVERY_LAYOUT)
 
 
 class TestOffloadOfInputs(MemorySuite):
@@ -105,7 +107,7 @@ class TestOffloadOfInputs(MemorySuite):
 class TestOffloadOfInputsUnderEveryLayout(TestOffloadOfInputs):
     compilers = ("aot_eager",)
     precisions = ("fp32", "bf16")
-    layouts = ("ep2", *EVERY_LAYOUT)
+    layouts = ("ep2", "cp2", *EVERY_LAYOUT)
 
 
 # What is run again, and what stays.
@@ -214,6 +216,12 @@ def _runs_another_forward(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(again, "checkpoint", checkpoint)
 
 
+def _draws_other_numbers(patch: pytest.MonkeyPatch) -> None:
+    import mplug_recompute.again as again
+
+    patch.setattr(again, "checkpoint", partial(again.checkpoint, preserve_rng_state=False))
+
+
 def _keeps_everything(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("mplug_recompute.again.recomputed", lambda inner: inner)
 
@@ -223,6 +231,7 @@ def _keeps_everything(patch: pytest.MonkeyPatch) -> None:
     [
         (_counted_twice, "is what runs again counted again"),
         (_runs_another_forward, "has other bits|the norm of step"),
+        (_draws_other_numbers, "is another where a kernel draws from torch's generator"),
         (_keeps_everything, "bytes stay on the device"),
     ],
 )
@@ -236,6 +245,7 @@ def test_the_suite_catches(mutation: Callable[[pytest.MonkeyPatch], None], said:
 
 def compared(suite: MemorySuite) -> None:
     suite.test_a_run_with_it_is_the_run_without_it("experts", "fp32")
+    suite.test_what_a_kernel_draws_is_drawn_again("experts")
     suite.test_less_stays_on_the_device("experts")
 
 

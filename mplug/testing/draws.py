@@ -1,0 +1,124 @@
+"""What kernels draw by themselves, watched: where torch's generators stand when a unit begins to compute.
+
+A kernel without keys (fused dropout) draws from them, so equal states are equal masks.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mplug.build import Parts
+    from mplug.run import Run
+    from mplug.testing.harness import TinySettings, Trace
+
+Call = tuple[int, tuple[int, ...], str]
+"""(step, samples of the micro batch, unit) of a call in training."""
+
+REMEDY = "give units what DefaultStepper.entries returns, called once for each micro batch, in the loader's order"
+
+
+def watch_units(run: "Run", parts: "Parts", begins: Callable[[Call], None]) -> None:
+    """Have `begins` called before each call of a unit in training; what backward runs again is no such call."""
+    model, samples = parts.model, list[tuple[int, ...]]()
+    through_all = model.run
+
+    def through(batch: Mapping[str, "Tensor"]) -> dict[str, "Tensor"]:
+        samples[:] = [tuple(batch["sample_ids"].tolist())]
+        return through_all(batch)
+
+    model.run = through  # type: ignore[method-assign]
+    for unit in model.own_units:
+        module = model.module.get_submodule(unit.name)
+
+        def call(*arguments: Any, inner: Callable[..., Any], name: str, **named: Any) -> Any:
+            if model.module.training:
+                begins((run.step, samples[0], name))
+            return inner(*arguments, **named)
+
+        setattr(module, unit.method, partial(call, inner=getattr(module, unit.method), name=unit.name))
+
+
+def generator_state() -> str:
+    """Where the CPU's generator stands; on a GPU the host seeds its generator alike."""
+    import torch
+
+    return blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=16).hexdigest()
+
+
+def draws_fault(traces: "list[Trace]", reference: "Trace") -> str:
+    """What is wrong with what kernels draw in a run; the empty string where it is right.
+
+    It is a function of step, micro batch, unit and place: another wherever one of these is another, the same where
+    ranks hold copies, and for the first place what one process draws.
+    """
+    first: dict[str, tuple[int, Call, int]] = {}
+    states: dict[tuple[Call, int], tuple[int, str]] = {}
+    drawn = [(rank, *one) for rank, trace in enumerate(traces) for one in _states(trace)]
+    for rank, call, state in drawn:
+        place = traces[rank].places[call[2]]
+        what = f"{_named(call)} on rank {rank}"
+        other, again, its_place = first.setdefault(state, (rank, call, place))
+        if (again, its_place) != (call, place):
+            return f"the same numbers {what} as {_named(again)} on rank {other}; {REMEDY}"
+        other, expected = states.setdefault((call, place), (rank, state))
+        if state != expected:
+            return f"other numbers {what} than on rank {other}, which computes the same; {REMEDY}"
+    for rank, call, state in drawn:
+        if traces[rank].places[call[2]] == 0 and state not in reference.drawn.get(call, {state}):
+            what = f"{_named(call)} on rank {rank}"
+            return f"other numbers {what} than in one process: the order of execution decides; {REMEDY}"
+    return ""
+
+
+def _states(trace: "Trace") -> Iterator[tuple[Call, str]]:
+    return ((call, state) for call, found in trace.drawn.items() for state in sorted(found))
+
+
+def _named(call: Call) -> str:
+    step, samples, unit = call
+    return f"in unit '{unit}', samples {', '.join(map(str, samples))} of step {step},"
+
+
+# A kernel that draws, for whoever runs units again.
+
+
+@contextmanager
+def drawing_attention(calls: list[None]) -> Iterator[None]:
+    """In the block, attention of new models in plain torch drops some of its outputs, by torch's own generator.
+
+    Every call appends to `calls`.
+    """
+    from torch.nn.functional import dropout
+
+    from mplug.nn import attention
+
+    plain = attention.attention
+
+    def drawing(*arguments: Any, **named: Any) -> "Tensor":
+        calls.append(None)
+        return dropout(plain(*arguments, **named), 0.3)
+
+    drawing.__dict__.update(vars(plain))
+    attention.attention = drawing
+    try:
+        yield
+    finally:
+        attention.attention = plain
+
+
+def first_gradients(settings: "TinySettings") -> "dict[str, Tensor]":
+    """The gradients that the first micro batch of a tiny run leaves in the sinks."""
+    from mplug.build import build
+    from mplug.testing.harness import in_fp64, tiny_run
+
+    run = tiny_run(in_fp64(settings))
+    parts = build(run)
+    run.step = 1
+    batches = list(parts.train_loader.take(run.config.trainer.global_batch_size))
+    parts.stepper.forward_backward(batches[:1], 1)
+    return {name: sink.buffer.clone() for name, sink in parts.model.sinks.items()}

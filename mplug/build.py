@@ -18,12 +18,13 @@ from mplug.config import RunConfig
 from mplug.contracts import Loader, Optimizer, Piece, Stepper
 from mplug.errors import UsageError, listed
 from mplug.feed import Feed
+from mplug.freezing import freeze
 from mplug.model import Model, allocate, fill_slots, initialize, wrap_units
 from mplug.precision import DTYPES, wide
 from mplug.run import Run
 from mplug.scaling import LossScale
 from mplug.slots import Offer, Selection, Unmet, Wrap
-from mplug.stepper import DefaultStepper, make_pieces, write_weights
+from mplug.stepper import DefaultStepper, Held, held_values, make_pieces, write_weights
 from mplug.sums import token_sums
 
 
@@ -38,6 +39,10 @@ class Parts:
     train_loader: Feed
     validation_loader: Feed | None
     loss_scale: LossScale | None = None
+
+    def held(self) -> list[Held]:
+        """The values of all parameters of this rank, trained or not: what begins, and what checkpoints hold."""
+        return held_values(self.model, self.pieces)
 
     @property
     def num_parameters(self) -> int:
@@ -64,7 +69,8 @@ def build_model(run: Run) -> Model:
         remedies = {(u.plugin, u.kind): u for u in different.values()}  # asking other kernels costs a process each
         told = {key: _remedy(run.config, unmet) for key, unmet in remedies.items()}
         raise UsageError("\n".join(f"{text}{told[u.plugin, u.kind]}" for text, u in different.items()))
-    cut = [(axis, name) for name, placement in model.placements.items() for axis in placement.cut_by]
+    trained = {name: placement for name, placement in model.placements.items() if placement.parameter.trainable}
+    cut = [(axis, name) for name, placement in trained.items() for axis in placement.cut_by]
     shards = bool(run.hooks.implementers("shard_states"))
     if cut or shards:  # building an optimizer takes longer than the rest of this function
         needs = _optimizer_without_memory(run, model).needs
@@ -72,7 +78,19 @@ def build_model(run: Run) -> Model:
             _refuse_cut_matrices(run, cut)
         if shards:
             model.sharding = run.hooks.call.shard_states(run=run, model=model, needs=needs)
+            _refuse_states_of_frozen(run, model)
     return model
+
+
+def _refuse_states_of_frozen(run: Run, model: Model) -> None:
+    """Who divides optimizer state divides that of trained parameters: no other has any, nor a gradient to sum."""
+    for name in model.sharding.of if model.sharding else ():
+        if not model.placements[name].parameter.trainable:
+            (label,) = run.hooks.implementers("shard_states")
+            raise UsageError(
+                f"{label} divides the optimizer's state of '{name}', which is frozen and has none: it ignores "
+                f"Parameter.trainable of the placements; use a layout without it, or freeze nothing"
+            )
 
 
 def _remedy(config: RunConfig, unmet: Unmet) -> str:
@@ -85,6 +103,7 @@ def _build_model(run: Run) -> tuple[Model, Selection]:
     with torch.device("meta"):
         model: Model = run.hooks.call.build_model(run=run)
     _refuse_untaken_entries(run, model)
+    freeze(model, run.config)
     model.place(run.mesh, run.hooks.call.split_model(run=run, model=model))
     model.keep_stage(run.mesh.index(run.rank, model.stages.axis))
     run.hooks.call.shard_model(run=run, model=model)
@@ -186,8 +205,9 @@ def build(run: Run) -> Parts:
     model.listen(gradients)
     _wrap(run, model)
     pieces = make_pieces(model)
-    placements = {piece.name: piece.placement for piece in pieces}
-    initialize({piece.name: piece.master for piece in pieces}, placements, run.rank, trainer.seed)
+    held = held_values(model, pieces)
+    placements = {one.name: one.placement for one in held}
+    initialize({one.name: one.values for one in held}, placements, run.rank, trainer.seed)
     write_weights(pieces)
     model.weights_written()
     optimizer: Optimizer = run.hooks.call.build_optimizer(run=run, pieces=pieces)
@@ -205,8 +225,9 @@ def _wrap(run: Run, model: Model) -> None:
         wrap(run=run, model=model)
         named = model.sinks.reduced_over - known
         if named:
-            summed = {name for name, one in model.placements.items() if named.intersection(one.partial_axes)}
-            summing.append((listed(sorted(named)), summed or set(model.placements)))
+            trained = {name: one for name, one in model.placements.items() if one.parameter.trainable}
+            summed = {name for name, one in trained.items() if named.intersection(one.partial_axes)}
+            summing.append((listed(sorted(named)), summed or set(trained)))
     for (axes, summed), (others, theirs) in combinations(summing, 2):
         if summed & theirs:
             raise UsageError(
@@ -242,7 +263,8 @@ def measure_bytes(run: Run, model: Model) -> dict[str, int]:
         optimizer: Optimizer = run.hooks.call.build_optimizer(run=run, pieces=pieces)
         states = [tensor for piece in pieces for tensor in optimizer.state(piece).values()]
         kinds: dict[str, list[torch.Tensor]] = {
-            "weights": list(model.parameters().values()),
+            "weights": [parameter for parameter in model.parameters().values() if parameter.requires_grad],
+            "frozen weights": list(model.frozen.values()),
             "masters": [piece.master for piece in pieces if piece.weight is not None],
             "gradients": [*(sink.buffer for sink in model.sinks.values()), *(piece.gradient for piece in pieces)],
             "optimizer state": states,

@@ -195,6 +195,6 @@ def _bytes_of_an_update(run: Run, model: Model) -> int:
     Counting replaces the model's parameters by ones without memory.
     """
     held = measure_bytes(run, model)
-    weights, state = held["weights"], held.get("optimizer state", 0)
+    weights, state = held.get("weights", 0), held.get("optimizer state", 0)
     masters = 2 * held["masters"] + weights if "masters" in held else 2 * weights
-    return masters + 2 * state + held["gradients"]
+    return masters + 2 * state + held.get("gradients", 0)

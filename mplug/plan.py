@@ -6,15 +6,15 @@ processes: gradient reduction, clipping, optimizers and checkpoints read only th
 """
 
 import math
-import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from typing import Literal
 
 from mplug.errors import UsageError, listed, suggest
 from mplug.mesh import Axis, Mesh
+from mplug.patterns import compiled, within
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,15 @@ class Parameter:
     `dims` has one entry a dimension: a named axis, one segment, or several where weights are fused (QKV is three).
     `over` are the activation axes that the parameter is broadcast over: its gradient is partial over exactly the mesh
     axes that divide those. `decay` says whether weight decay applies (by default: to two dimensions and more).
+    A parameter that is not `trainable` is frozen: it has values, a placement and a place in checkpoints, and no
+    gradient, master or optimizer state.
     """
 
     dims: tuple[str | Segment | tuple[Segment, ...], ...]
     init: Init
     over: tuple[str, ...] = ("batch", "sequence")
     decay: bool | None = None
+    trainable: bool = True
 
     @property
     def axes(self) -> frozenset[str]:
@@ -143,7 +146,8 @@ class Plan:
     fully qualified names ('*' stands for one dotted component) to the meaning of their dimensions. `context` and
     `activations` name the axes of every batch entry and of everything that travels between units. `tied` are groups
     of names of one and the same parameter, which the pattern of the first describes. `buffers` map patterns to the
-    modules' buffers, but for those that the host sets itself.
+    modules' buffers, but for those that the host sets itself. `frozen` are patterns of parameters and of modules that
+    are not trained, whatever `parameters` says of them; the host adds those of the config (`model.frozen`).
     """
 
     units: tuple[Unit, ...]
@@ -154,26 +158,27 @@ class Plan:
     inference: tuple[Unit, ...] = ()
     tied: tuple[tuple[str, ...], ...] = ()
     buffers: Mapping[str, Buffer] = field(default_factory=dict)
+    frozen: tuple[str, ...] = ()
 
     def match_buffers(self, names: Iterable[str]) -> dict[str, Buffer]:
         """The entries of the buffers that have one; a pattern without a buffer, or two of one, is a ValueError."""
-        compiled = {pattern: _compile(pattern) for pattern in self.buffers}
-        hits = [(name, pattern) for name in names for pattern, regex in compiled.items() if regex.fullmatch(name)]
+        regexes = {pattern: compiled(pattern) for pattern in self.buffers}
+        hits = [(name, pattern) for name in names for pattern, regex in regexes.items() if regex.fullmatch(name)]
         found = {name: self.buffers[pattern] for name, pattern in hits}
         if len(found) < len(hits):
             raise ValueError(f"two patterns of the plan's buffers describe one of {listed(sorted(found))}")
-        if unused := set(compiled) - {pattern for _, pattern in hits}:
+        if unused := set(regexes) - {pattern for _, pattern in hits}:
             raise ValueError(f"no buffer matches the plan's pattern '{min(unused)}'")
         return found
 
     def match(self, names: Iterable[str]) -> dict[str, Parameter]:
         """Each parameter's entry; a name without a pattern, or a pattern without a name, is a ValueError."""
-        compiled = {pattern: _compile(pattern) for pattern in self.parameters}
-        unused, found = set(compiled), dict[str, Parameter]()
+        regexes = {pattern: compiled(pattern) for pattern in self.parameters}
+        unused, found = set(regexes), dict[str, Parameter]()
         for name in names:
-            hits = [pattern for pattern, regex in compiled.items() if regex.fullmatch(name)]
+            hits = [pattern for pattern, regex in regexes.items() if regex.fullmatch(name)]
             if not hits:
-                raise ValueError(f"no pattern of the plan describes parameter '{name}'{suggest(name, compiled)}")
+                raise ValueError(f"no pattern of the plan describes parameter '{name}'{suggest(name, regexes)}")
             if len(hits) > 1:
                 raise ValueError(f"patterns {listed(hits)} of the plan both describe parameter '{name}'")
             unused.discard(hits[0])
@@ -185,11 +190,20 @@ class Plan:
                     f"{listed(tied)} are one parameter, which the pattern of the first describes; keep that"
                 )
             raise ValueError(f"no parameter matches the plan's pattern '{min(unused)}'")
-        return found
+        frozen = self._frozen_among(found)
+        return {name: replace(one, trainable=False) if name in frozen else one for name, one in found.items()}
 
+    def names_of(self, name: str) -> tuple[str, ...]:
+        """All names of a parameter: one, or those of a tied group."""
+        return next((names for names in self.tied if name in names), (name,))
 
-def _compile(pattern: str) -> re.Pattern[str]:
-    return re.compile(r"\.".join("[^.]+" if part == "*" else re.escape(part) for part in pattern.split(".")))
+    def _frozen_among(self, names: Iterable[str]) -> set[str]:
+        """The parameters that a pattern of `frozen` names, a tied one by any of its names."""
+        aliases = [(name, alias) for name in names for alias in self.names_of(name)]
+        hits = {pattern: {n for n, alias in aliases if within(pattern).fullmatch(alias)} for pattern in self.frozen}
+        if unused := [pattern for pattern, found in hits.items() if not found]:
+            raise ValueError(f"no parameter or module matches the pattern '{unused[0]}' that the plan freezes")
+        return set().union(*hits.values())
 
 
 @dataclass(frozen=True)
@@ -232,7 +246,10 @@ class Placement:
 
     @property
     def gathered_along(self) -> str | None:
-        """The mesh axis whose ranks divide the rows at rest: the local tensor is then the fp32 master of its rows."""
+        """The mesh axis whose ranks divide the rows at rest: the local tensor is then the fp32 master of its rows.
+
+        Of a frozen parameter, which has no master, it has the precision of the run.
+        """
         return None
 
     @property
@@ -378,30 +395,4 @@ def _cut(segment: Segment, axis: str, size: int, index: int) -> _Part:
     divisors = [str(number) for number in range(1, count + 1) if count % number == 0]
     raise UsageError(
         f"{axis}={size} does not divide the {count} {segment.axis.replace('_', ' ')}; use {' or '.join(divisors)}"
-    )
-
-
-def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...]:
-    """The boxes that cover elements `start` to `stop` of a row-major tensor: at most three in two dimensions.
-
-    `offset` counts elements from `start`: the boxes of a rank that holds a flat range (ZeRO, arXiv 1910.02054).
-    """
-    if start >= stop:
-        return ()
-    if len(shape) <= 1:
-        return (Box((start,)[: len(shape)], (stop - start,)[: len(shape)], (0,)),)
-    inner = math.prod(shape[1:])
-    first, last = -(-start // inner), stop // inner
-    if first > last:  # inside one row
-        return _rows(shape, first - 1, start - (first - 1) * inner, stop - (first - 1) * inner, 0)
-    boxes = _rows(shape, first - 1, start - (first - 1) * inner, inner, 0) if start < first * inner else ()
-    if first < last:
-        middle = Box((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:]), (first * inner - start,))
-        boxes += (middle,)
-    return boxes + _rows(shape, last, 0, stop - last * inner, last * inner - start)
-
-
-def _rows(shape: tuple[int, ...], row: int, start: int, stop: int, offset: int) -> tuple[Box, ...]:
-    return tuple(
-        Box((row, *box.start), (1, *box.shape), (box.offset[0] + offset,)) for box in flat_boxes(shape[1:], start, stop)
     )

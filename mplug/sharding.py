@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mplug.mesh import Mesh
-from mplug.plan import Box, Placement, flat_boxes
+from mplug.plan import Box, Placement
 
 
 @dataclass(frozen=True)
@@ -172,3 +172,29 @@ def _overlap(box: Box, part: Box) -> tuple[tuple[int, ...], tuple[int, ...]] | N
     stop = tuple(min(o + n, s + m) for o, n, s, m in zip(box.offset, box.shape, part.start, part.shape, strict=True))
     shape = tuple(b - a for a, b in zip(start, stop, strict=True))
     return None if any(length <= 0 for length in shape) else (start, shape)
+
+
+def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...]:
+    """The boxes that cover elements `start` to `stop` of a row-major tensor: at most three in two dimensions.
+
+    `offset` counts elements from `start`: the boxes of a rank that holds a flat range (ZeRO, arXiv 1910.02054).
+    """
+    if start >= stop:
+        return ()
+    if len(shape) <= 1:
+        return (Box((start,)[: len(shape)], (stop - start,)[: len(shape)], (0,)),)
+    inner = math.prod(shape[1:])
+    first, last = -(-start // inner), stop // inner
+    if first > last:  # inside one row
+        return _rows(shape, first - 1, start - (first - 1) * inner, stop - (first - 1) * inner, 0)
+    boxes = _rows(shape, first - 1, start - (first - 1) * inner, inner, 0) if start < first * inner else ()
+    if first < last:
+        middle = Box((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:]), (first * inner - start,))
+        boxes += (middle,)
+    return boxes + _rows(shape, last, 0, stop - last * inner, last * inner - start)
+
+
+def _rows(shape: tuple[int, ...], row: int, start: int, stop: int, offset: int) -> tuple[Box, ...]:
+    return tuple(
+        Box((row, *box.start), (1, *box.shape), (box.offset[0] + offset,)) for box in flat_boxes(shape[1:], start, stop)
+    )

@@ -164,6 +164,11 @@ def _refuse_another(path: Path, saved: Mapping[str, Any], state: State) -> None:
             raise UsageError(f"checkpoint '{path}' has no state '{parameter}'; it is of a model without it")
         if tensor != "buffer" and f"{parameter}/weight" not in saved:
             raise UsageError(f"checkpoint '{path}' has no parameter '{parameter}'; it is of another model")
+        if name not in saved and any(other.endswith(f"/{tensor}") and other[0] != "/" for other in saved):
+            raise UsageError(
+                f"checkpoint '{path}' has no '{tensor}' of '{parameter}', which was frozen when it was saved; freeze "
+                f"it (model.frozen), or begin a new run with the checkpoint's weights (checkpoint.pretrained)"
+            )
         if name not in saved:
             raise UsageError(f"checkpoint '{path}' has no '{tensor}' of '{parameter}'; it is of another optimizer")
         if tuple(saved[name]["shape"]) != boxed.shape:

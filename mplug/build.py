@@ -20,6 +20,7 @@ from mplug.errors import UsageError, listed
 from mplug.feed import Feed
 from mplug.freezing import freeze
 from mplug.model import Model, allocate, fill_slots, initialize, wrap_units
+from mplug.passes import passes_of
 from mplug.precision import DTYPES, wide
 from mplug.run import Run
 from mplug.scaling import LossScale
@@ -105,6 +106,7 @@ def _build_model(run: Run) -> tuple[Model, Selection]:
     _refuse_untaken_entries(run, model)
     freeze(model, run.config)
     model.place(run.mesh, run.hooks.call.split_model(run=run, model=model))
+    model.passes = passes_of(model)
     model.keep_stage(run.mesh.index(run.rank, model.stages.axis))
     run.hooks.call.shard_model(run=run, model=model)
     return model, fill_slots(model, run, collect_offers(run, model))

@@ -110,7 +110,9 @@ class RunConfig:
 
     def sources(self) -> dict[str, str]:
         """Where every value of `resolved()` was written; a plugin's own default names the plugin."""
-        owners = {("model", "frozen"): "default of mplug"} if "frozen" not in type(self.model).model_fields else {}
+        owners: dict[Key, str] = {}
+        if "frozen" not in type(self.model).model_fields:
+            owners["model", "frozen"] = "default of mplug"
         owners |= {chosen.section: f"default of {chosen.label}" for chosen in self.chosen}
         return {
             ".".join(key): source_of({key: self.settings[key]}, key) or ""

@@ -14,7 +14,7 @@ from mplug.gradients import Sinks
 from mplug.nn.linear import Linear
 from mplug.nn.moe import MixtureOfExperts
 from mplug.nn.random import key_of, normal
-from mplug.plan import Box, Init, Parameter, Placement, Plan, Stages, Unit
+from mplug.plan import Box, Flops, Init, Parameter, Placement, Plan, Stages, Unit
 from mplug.precision import wide
 from mplug.sharding import FlatBox, Sharding
 from mplug.shards import Shards
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from mplug.mesh import Mesh
+    from mplug.passes import Passes
     from mplug.run import Run
 
 CHUNK = 1 << 22
@@ -35,9 +36,9 @@ class Model:
     """A module on the meta device, and the plan that says what it means. The host fills in the rest.
 
     `frozen` are this rank's parameters that are not trained, as they are held at rest: who moves one's memory, or puts
-    something else in its place in the module, keeps its `data` where the values are.
-    `sharding` says what ranks own of parameters whose optimizer state is divided, and `shards` is its memory here. Who
-    lets ranks have each other's weights appends to `when_written` what begins that.
+    something else in its place in the module, keeps its `data` where the values are. `sharding` says what ranks own of
+    parameters whose optimizer state is divided, and `shards` is its memory here. Who lets ranks have each other's
+    weights appends to `when_written` what begins that. `passes` are what a step computes of the whole model.
     """
 
     module: nn.Module
@@ -52,6 +53,7 @@ class Model:
     sharding: Sharding | None = None
     shards: Shards | None = None
     when_written: list[Callable[[], None]] = field(default_factory=list)
+    passes: "Passes | None" = None
     _sinks: Sinks | None = None
 
     @property
@@ -59,6 +61,11 @@ class Model:
         """The gradient sinks of this rank's parameters, once they have memory."""
         assert self._sinks is not None, "the model has no memory yet"
         return self._sinks
+
+    @property
+    def flops(self) -> Flops:
+        """The FLOPs of the passes of this run: the plan's, less what is not computed because parameters are frozen."""
+        return self.plan.flops if self.passes is None else self.passes.flops
 
     def listen(self, dtype: torch.dtype = torch.float32) -> None:
         """Give every parameter of this rank its gradient sink, of that precision."""

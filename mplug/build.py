@@ -50,6 +50,11 @@ class Parts:
         """Elements of all parameters, each counted once whatever the layout."""
         return sum(placement.numel for placement in self.model.placements.values())
 
+    @property
+    def num_frozen(self) -> int:
+        """Those of them that are not trained."""
+        return sum(one.numel for one in self.model.placements.values() if not one.parameter.trainable)
+
 
 def choose_device(config: RunConfig) -> str:
     """'cpu' or 'cuda', as the config says or as the machine has it."""

@@ -49,7 +49,8 @@ def train(run: Run, resume_from: Path | None = None, deadline: float | None = No
         log.info("rank %d of %d, process %d on %s", run.rank, run.mesh.world_size, os.getpid(), socket.gethostname())
         sources = {"resumed_from": resume_from and str(resume_from), "pretrained": pretrained and str(pretrained)}
         tokenizer = getattr(parts.train_loader.loader, "tokenizer", None)
-        write_record(run, {"parameters": parts.num_parameters, **sources, "tokenizer": tokenizer})
+        sizes = {"parameters": parts.num_parameters, "frozen": parts.num_frozen}
+        write_record(run, {**sizes, **sources, "tokenizer": tokenizer})
         with Interrupt(run) as interrupt, _letting_saves_finish(run, position):
             run.hooks.observe("run_started", run=run)
             time_left = TimeLeft(run, deadline, position.saver.expected_seconds)

@@ -28,6 +28,13 @@ def on_meta(run: Run) -> Model:
     return model
 
 
+def units_with_parameters(model: Model) -> list[str]:
+    """The names of the units that have parameters, in order: what a config can freeze."""
+    names = [name for name, _ in model.module.named_parameters(remove_duplicate=False)]
+    units = [unit.name for unit in model.plan.units]
+    return [unit for unit in units if any(name.startswith(f"{unit}.") for name in names)]
+
+
 class _Memory(TorchDispatchMode):
     """Counts the bytes of the tensors made in the block, but for those on the meta device."""
 

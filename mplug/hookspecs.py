@@ -101,7 +101,8 @@ def shard_states(run: "Run", model: "Model", needs: "Literal['elements', 'matric
 
     `needs` is the optimizer's: a range of elements may be cut anywhere, or matrices must stay whole. Pure, and called
     before launch too: the host gives memory and makes pieces accordingly. In `wrap_model` the same plugin sums
-    gradients onto their owners, and appends to `model.when_written` what sends weights from them.
+    gradients onto their owners, and appends to `model.when_written` what sends weights from them. Frozen parameters
+    (`placement.parameter.trainable` is False) have no such states: a sharding that has one is refused.
     """
 
 
@@ -112,6 +113,7 @@ def wrap_model(run: "Run", model: "Model") -> None:
     Called in the order of the plugins' `layer` attributes (an integer, 0 if absent), the innermost first. Whoever sums
     gradients does so over each parameter's `Placement.data_axes`, whose groups `model.data_groups(run)` makes. Whoever
     gathers parameters brings each sink what it has reduced (`GradientSink.contribute`). `model.run` may be wrapped.
+    Frozen parameters have no sinks, and a stage may have none but them; all ranks ask for the same groups all the same.
     """
 
 

@@ -296,6 +296,25 @@ def test_a_stage_sends_gradients_only_to_where_something_is_trained(
     assert run_workers(2, sent_back, {**case, "parallel.layout": "pp2"}) == expected
 
 
+def noted_by_fsdp(settings: dict[str, Any]) -> int:
+    """Be one rank for a step and an evaluation: the forward passes that FSDP still remembers."""
+    from mplug.loop import evaluate
+
+    run = tiny_run(settings)
+    parts = build(run)
+    parts.stepper.forward_backward(parts.train_loader.take(8), 1)
+    noted: int = 0
+    for part in parts.model.module.modules():
+        if hasattr(part, "_get_fsdp_state") and (group := part._get_fsdp_state()._fsdp_param_group) is not None:
+            noted += len(group._post_forward_indices)
+    assert evaluate(run, parts) > 0
+    return noted
+
+
+def test_a_stage_without_backward_remembers_no_forward_pass() -> None:
+    assert run_workers(4, noted_by_fsdp, {**ALL_BUT_LAST, "parallel.layout": "fsdp2pp2"}) == [0] * 4
+
+
 # Checkpoints.
 
 SMALL = {"trainer.eval_every": 0, "checkpoint.asynchronous": False, "trainer.precision": "fp64"}

@@ -113,7 +113,7 @@ def checked(changes: Settings) -> "tuple[Run, Model]":
 
 def facts_of(run: Run, model: "Model") -> Facts:
     """What a step of a run computes."""
-    samples, length, flops = run.config.trainer.global_batch_size, run.config.trainer.seq_length, model.plan.flops
+    samples, length, flops = run.config.trainer.global_batch_size, run.config.trainer.seq_length, model.flops
     return Facts(
         tokens=samples * length,
         flops=flops.of(samples * length, samples * length**2),

@@ -19,13 +19,15 @@ from mplug.contracts import Loader, Optimizer, Piece, Stepper
 from mplug.draws import Draws, drawing_plugin
 from mplug.errors import UsageError, listed
 from mplug.feed import Feed
+from mplug.freezing import freeze
 from mplug.mixing import refuse_mixing
 from mplug.model import Model, allocate, fill_slots, initialize, wrap_units
+from mplug.passes import passes_of
 from mplug.precision import DTYPES, wide
 from mplug.run import Run
 from mplug.scaling import LossScale
 from mplug.slots import Offer, Selection, Unmet, Wrap
-from mplug.stepper import DefaultStepper, make_pieces, write_weights
+from mplug.stepper import DefaultStepper, Held, held_values, make_pieces, write_weights
 from mplug.sums import token_sums
 from mplug.variance import refuse_bypassing, refuse_bypassing_layout
 
@@ -42,10 +44,19 @@ class Parts:
     validation_loader: Feed | None
     loss_scale: LossScale | None = None
 
+    def held(self) -> list[Held]:
+        """The values of all parameters of this rank, trained or not: what begins, and what checkpoints hold."""
+        return held_values(self.model, self.pieces)
+
     @property
     def num_parameters(self) -> int:
         """Elements of all parameters, each counted once whatever the layout."""
         return sum(placement.numel for placement in self.model.placements.values())
+
+    @property
+    def num_frozen(self) -> int:
+        """Those of them that are not trained."""
+        return sum(one.numel for one in self.model.placements.values() if not one.parameter.trainable)
 
 
 def choose_device(config: RunConfig) -> str:
@@ -67,7 +78,8 @@ def build_model(run: Run) -> Model:
         remedies = {(u.plugin, u.kind): u for u in different.values()}  # asking other kernels costs a process each
         told = {key: _remedy(run.config, unmet) for key, unmet in remedies.items()}
         raise UsageError("\n".join(f"{text}{told[u.plugin, u.kind]}" for text, u in different.items()))
-    cut = [(axis, name) for name, placement in model.placements.items() for axis in placement.cut_by]
+    trained = {name: placement for name, placement in model.placements.items() if placement.parameter.trainable}
+    cut = [(axis, name) for name, placement in trained.items() for axis in placement.cut_by]
     shards = bool(run.hooks.implementers("shard_states"))
     if cut or shards:  # building an optimizer takes longer than the rest of this function
         needs = _optimizer_without_memory(run, model).needs
@@ -75,8 +87,20 @@ def build_model(run: Run) -> Model:
             _refuse_cut_matrices(run, cut)
         if shards:
             model.sharding = run.hooks.call.shard_states(run=run, model=model, needs=needs)
+            _refuse_states_of_frozen(run, model)
     refuse_bypassing_layout(run, model)
     return model
+
+
+def _refuse_states_of_frozen(run: Run, model: Model) -> None:
+    """Who divides optimizer state divides that of trained parameters: no other has any, nor a gradient to sum."""
+    for name in model.sharding.of if model.sharding else ():
+        if not model.placements[name].parameter.trainable:
+            (label,) = run.hooks.implementers("shard_states")
+            raise UsageError(
+                f"{label} divides the optimizer's state of '{name}', which is frozen and has none: it ignores "
+                f"Parameter.trainable of the placements; use a layout without it, or freeze nothing"
+            )
 
 
 def _remedy(config: RunConfig, unmet: Unmet) -> str:
@@ -89,8 +113,10 @@ def _build_model(run: Run) -> tuple[Model, Selection]:
     with torch.device("meta"):
         model: Model = run.hooks.call.build_model(run=run)
     _refuse_untaken_entries(run, model)
+    freeze(model, run.config)
     model.place(run.mesh, run.hooks.call.split_model(run=run, model=model))
     refuse_mixing(run, model)
+    model.passes = passes_of(model)
     model.keep_stage(run.mesh.index(run.rank, model.stages.axis))
     run.hooks.call.shard_model(run=run, model=model)
     selection = fill_slots(model, run, collect_offers(run, model))
@@ -209,8 +235,9 @@ def build(run: Run) -> Parts:
     model.listen(gradients)
     _wrap(run, model)
     pieces = make_pieces(model)
-    placements = {piece.name: piece.placement for piece in pieces}
-    initialize({piece.name: piece.master for piece in pieces}, placements, run.rank, trainer.seed)
+    held = held_values(model, pieces)
+    placements = {one.name: one.placement for one in held}
+    initialize({one.name: one.values for one in held}, placements, run.rank, trainer.seed)
     write_weights(pieces)
     model.weights_written()
     optimizer: Optimizer = run.hooks.call.build_optimizer(run=run, pieces=pieces)
@@ -230,8 +257,9 @@ def _wrap(run: Run, model: Model) -> None:
         named = model.sinks.reduced_over - known
         summers |= dict.fromkeys(named, label)
         if named:
-            summed = {name for name, one in model.placements.items() if named.intersection(one.partial_axes)}
-            summing.append((listed(sorted(named)), summed or set(model.placements)))
+            trained = {name: one for name, one in model.placements.items() if one.parameter.trainable}
+            summed = {name for name, one in trained.items() if named.intersection(one.partial_axes)}
+            summing.append((listed(sorted(named)), summed or set(trained)))
     for (axes, summed), (others, theirs) in combinations(summing, 2):
         if summed & theirs:
             raise UsageError(
@@ -268,7 +296,8 @@ def measure_bytes(run: Run, model: Model) -> dict[str, int]:
         optimizer: Optimizer = run.hooks.call.build_optimizer(run=run, pieces=pieces)
         states = [tensor for piece in pieces for tensor in optimizer.state(piece).values()]
         kinds: dict[str, list[torch.Tensor]] = {
-            "weights": list(model.parameters().values()),
+            "weights": [parameter for parameter in model.parameters().values() if parameter.requires_grad],
+            "frozen weights": list(model.frozen.values()),
             "masters": [piece.master for piece in pieces if piece.weight is not None],
             "gradients": [*(sink.buffer for sink in model.sinks.values()), *(piece.gradient for piece in pieces)],
             "optimizer state": states,

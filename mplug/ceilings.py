@@ -118,25 +118,41 @@ def _bus_rates(run: Run) -> dict[str, float]:
 
 
 def products(run: Run, model: Model) -> list[Work]:
-    """Forward, dgrad and wgrad of every linear layer of this rank, as plain products; layers of one shape together."""
-    tokens = run.micro_batch_size * _own_length(run)
+    """Forward, dgrad and wgrad of every linear layer of this rank, as plain products; layers of one shape together.
+
+    Where parameters are frozen, those of the gradients that are computed.
+    """
+    tokens, passes = run.micro_batch_size * _own_length(run), model.passes
+    assert passes is not None, "the model is not built"
     names = [name for name, part in model.module.named_modules() if isinstance(part, Linear)]
-    shapes = Counter(model.placement_of(f"{name}.weight").local_shape(run.rank) for name in names)
-    prepare = partial(_three_products, run, tokens)
+    alike = Counter(
+        (
+            model.placement_of(f"{name}.weight").local_shape(run.rank),
+            name not in passes.no_dgrad,
+            name not in passes.no_wgrad,
+        )
+        for name in names
+    )
     return [
-        Work(6 * tokens * out * wide, layers * _micro_batches(run), partial(prepare, out, wide))
-        for (out, wide), layers in shapes.items()
+        Work(
+            2 * tokens * out * wide * (1 + dgrad + wgrad),
+            layers * _micro_batches(run),
+            partial(_products, run, tokens, out, wide, dgrad, wgrad),
+        )
+        for ((out, wide), dgrad, wgrad), layers in alike.items()
     ]
 
 
-def _three_products(run: Run, tokens: int, out: int, wide: int) -> Callable[[], object]:
+def _products(run: Run, tokens: int, out: int, wide: int, dgrad: bool, wgrad: bool) -> Callable[[], object]:
     of = partial(torch.randn, device=run.device, dtype=DTYPES[run.config.trainer.precision])
     x, weight, grad_y = of(tokens, wide), of(out, wide), of(tokens, out)
 
     def call() -> None:
         torch.mm(x, weight.t())  # [M, O]
-        torch.mm(grad_y, weight)  # [M, I]
-        torch.mm(grad_y.t(), x)  # [O, I]
+        if dgrad:
+            torch.mm(grad_y, weight)  # [M, I]
+        if wgrad:
+            torch.mm(grad_y.t(), x)  # [O, I]
 
     return call
 
@@ -146,21 +162,33 @@ def attentions(run: Run, model: Model) -> list[Work]:
 
     Backward counts 2.5 times the forward pass, whose scores it computes again (FlashAttention-2, arXiv 2307.08691).
     """
-    modules = [filled.site.module for filled in model.slots if filled.site.slot == "Attention.core"]
-    sites = Counter((part.core, *_own_heads(run, part), part.head_dim) for part in modules)
+    assert model.passes is not None, "the model is not built"
+    filled = {one.site.name: one.site.module for one in model.slots if one.site.slot == "Attention.core"}
+    alike = Counter(
+        (part.core, *_own_heads(run, part), part.head_dim, name not in model.passes.no_backward)
+        for name, part in filled.items()
+    )
     pairs = run.micro_batch_size * _own_length(run) * run.config.trainer.seq_length  # half of them causal
     return [
-        Work(7 * pairs * heads * width, layers * _micro_batches(run), partial(_attend, run, core, heads, groups, width))
-        for (core, heads, groups, width), layers in sites.items()
+        Work(
+            (7 if backward else 2) * pairs * heads * width,
+            layers * _micro_batches(run),
+            partial(_attend, run, core, heads, groups, width, backward),
+        )
+        for (core, heads, groups, width, backward), layers in alike.items()
     ]
 
 
-def _attend(run: Run, core: Callable[..., Tensor], heads: int, groups: int, width: int) -> Callable[[], object]:
+def _attend(
+    run: Run, core: Callable[..., Tensor], heads: int, groups: int, width: int, backward: bool
+) -> Callable[[], object]:
     shape, dtype = (run.micro_batch_size, _own_length(run)), DTYPES[run.config.trainer.precision]
     q, k, v = (
-        torch.randn(*shape, number, width, device=run.device, dtype=dtype, requires_grad=True)
+        torch.randn(*shape, number, width, device=run.device, dtype=dtype, requires_grad=backward)
         for number in (heads, groups, groups)
     )  # [B, S, H, K], [B, S, G, K]
+    if not backward:
+        return lambda: core(q, k, v, scale=width**-0.5)
     grad = torch.randn_like(q)
     spec = AttentionSpec(width**-0.5, width, width)
     return lambda: torch.autograd.grad(core(q, k, v, spec, AttentionInputs()), (q, k, v), grad)
@@ -197,6 +225,6 @@ def _bytes_of_an_update(run: Run, model: Model) -> int:
     Counting replaces the model's parameters by ones without memory.
     """
     held = measure_bytes(run, model)
-    weights, state = held["weights"], held.get("optimizer state", 0)
+    weights, state = held.get("weights", 0), held.get("optimizer state", 0)
     masters = 2 * held["masters"] + weights if "masters" in held else 2 * weights
-    return masters + 2 * state + held["gradients"]
+    return masters + 2 * state + held.get("gradients", 0)

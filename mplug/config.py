@@ -80,6 +80,8 @@ class RunConfig:
     kernels: Kernels
     chosen: tuple[Chosen, ...]
     settings: Settings
+    frozen: tuple[str, ...] = ()
+    """Patterns of parameters that are not trained: the field `frozen` of the section 'model'."""
 
     def with_rest(self, degree: int, source: str) -> "RunConfig":
         """The config whose layout names the strategy of `parallel.data` too, with a degree that `source` asks for."""
@@ -96,6 +98,7 @@ class RunConfig:
         tree: dict[str, Any] = {}
         for section in NAMED_SECTIONS:
             tree[section] = {"name": self.settings[section, "name"].value, **_plain(getattr(self, section))}
+        tree["model"].setdefault("frozen", list(self.frozen))
         said = nested(self.settings)
         for section in PLUGIN_SECTIONS:
             tree[section] = dict(said.get(section, {}))
@@ -107,7 +110,10 @@ class RunConfig:
 
     def sources(self) -> dict[str, str]:
         """Where every value of `resolved()` was written; a plugin's own default names the plugin."""
-        owners = {chosen.section: f"default of {chosen.label}" for chosen in self.chosen}
+        owners: dict[Key, str] = {}
+        if "frozen" not in type(self.model).model_fields:
+            owners["model", "frozen"] = "default of mplug"
+        owners |= {chosen.section: f"default of {chosen.label}" for chosen in self.chosen}
         return {
             ".".join(key): source_of({key: self.settings[key]}, key) or ""
             if key in self.settings

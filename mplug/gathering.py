@@ -2,6 +2,8 @@
 
 Its local tensor is the fp32 master that the optimizer updates. The rank computes with the whole of what the plan gives
 it, and brings this part of the gradient, summed over the same ranks already, to the gradient sink.
+
+A frozen parameter is divided in the same way. Its local tensor has the precision of the run, and it has no gradient.
 """
 
 from dataclasses import dataclass, replace

@@ -125,7 +125,8 @@ def shard_states(run: "Run", model: "Model", needs: "Literal['elements', 'matric
 
     `needs` is the optimizer's: a range of elements may be cut anywhere, or matrices must stay whole. Pure, and called
     before launch too: the host gives memory and makes pieces accordingly. In `wrap_model` the same plugin sums
-    gradients onto their owners, and appends to `model.when_written` what sends weights from them.
+    gradients onto their owners, and appends to `model.when_written` what sends weights from them. Frozen parameters
+    (`placement.parameter.trainable` is False) have no such states: a sharding that has one is refused.
     """
 
 
@@ -137,6 +138,7 @@ def wrap_model(run: "Run", model: "Model") -> None:
     gradients does so over each parameter's `Placement.data_axes`, whose groups `model.data_groups(run)` makes. Whoever
     gathers parameters brings each sink what it has reduced (`GradientSink.contribute`). `model.run` may be wrapped. An
     axis that another plugin has declared by `varies` is that plugin's to sum over: the host refuses any other sum.
+    Frozen parameters have no sinks, and a stage may have none but them; all ranks ask for the same groups all the same.
     """
 
 

@@ -57,12 +57,9 @@ def train(
         tokenizer = getattr(parts.train_loader.loader, "tokenizer", None)
         for line in position.changes.lines():
             log.info("changed since %s: %s", resume_from, line)
-        facts = {
-            "parameters": parts.num_parameters,
-            "depends_on_layout": run.depends_on_layout,
-            "changes": position.history,
-        }
-        write_record(run, {**facts, **sources, "tokenizer": tokenizer})
+        sizes = {"parameters": parts.num_parameters, "frozen": parts.num_frozen}
+        facts = {"depends_on_layout": run.depends_on_layout, "changes": position.history, "tokenizer": tokenizer}
+        write_record(run, {**sizes, **sources, **facts})
         with Interrupt(run) as interrupt, _letting_saves_finish(run, position):
             run.hooks.observe("run_started", run=run)
             time_left = TimeLeft(run, deadline, position.saver.expected_seconds)

@@ -20,7 +20,7 @@ from torch import nn
 from mplug.errors import UsageError, listed, suggest
 from mplug.mesh import Axis
 from mplug.model import Model, role_of
-from mplug.plan import matching
+from mplug.patterns import matching
 from mplug.run import Run
 
 NAME = "mixes"

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from mplug.draws import Draws
+from mplug.errors import UsageError
+from mplug.freezing import carrying
 from mplug.gradients import Sinks
 from mplug.nn import arguments
 from mplug.nn.linear import Linear
 from mplug.nn.moe import MixtureOfExperts
 from mplug.nn.random import key_of, normal
-from mplug.plan import Box, Init, Parameter, Placement, Plan, Stages, Unit
+from mplug.plan import Box, Flops, Init, Parameter, Placement, Plan, Stages, Unit
 from mplug.precision import wide
 from mplug.sharding import FlatBox, Sharding
 from mplug.shards import Shards
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from mplug.mesh import Mesh
+    from mplug.passes import Passes
     from mplug.run import Run
 
 CHUNK = 1 << 22
@@ -35,8 +38,10 @@ CHUNK = 1 << 22
 class Model:
     """A module on the meta device, and the plan that says what it means. The host fills in the rest.
 
-    `sharding` says what ranks own of parameters whose optimizer state is divided, and `shards` is its memory here. Who
-    lets ranks have each other's weights appends to `when_written` what begins that.
+    `frozen` are this rank's parameters that are not trained, as they are held at rest: who moves one's memory, or puts
+    something else in its place in the module, keeps its `data` where the values are. `sharding` says what ranks own of
+    parameters whose optimizer state is divided, and `shards` is its memory here. Who lets ranks have each other's
+    weights appends to `when_written` what begins that. `passes` are what a step computes of the whole model.
     """
 
     module: nn.Module
@@ -45,12 +50,14 @@ class Model:
     buffer_placements: dict[str, Placement] = field(default_factory=dict)
     slots: list[Filled] = field(default_factory=list)
     unit_wraps: list[Filled] = field(default_factory=list)
+    frozen: dict[str, nn.Parameter] = field(default_factory=dict)
     stages: Stages = field(default=Stages("", ()))
     own_units: tuple[Unit, ...] = ()
     sharding: Sharding | None = None
     shards: Shards | None = None
     when_written: list[Callable[[], None]] = field(default_factory=list)
     draws: Draws | None = None
+    passes: "Passes | None" = None
     _sinks: Sinks | None = None
 
     @property
@@ -58,6 +65,11 @@ class Model:
         """The gradient sinks of this rank's parameters, once they have memory."""
         assert self._sinks is not None, "the model has no memory yet"
         return self._sinks
+
+    @property
+    def flops(self) -> Flops:
+        """The FLOPs of the passes of this run: the plan's, less what is not computed because parameters are frozen."""
+        return self.plan.flops if self.passes is None else self.passes.flops
 
     def listen(self, dtype: torch.dtype = torch.float32) -> None:
         """Give every parameter of this rank its gradient sink, of that precision."""
@@ -95,6 +107,7 @@ class Model:
         self.stages = stages or Stages("", (tuple(unit.name for unit in self.plan.units),))
         parameters = self.parameters()
         for name, described in self.plan.match(parameters).items():
+            _freeze_as_planned(name, parameters[name], described)
             self.placements[name] = self._placed(name, described, tuple(parameters[name].shape), mesh)
         buffers = dict(self.module.named_buffers())
         for name, buffer in self.plan.match_buffers(buffers).items():
@@ -113,12 +126,27 @@ class Model:
         return placement
 
     def _stages_of(self, name: str) -> set[int]:
-        names = next((names for names in self.plan.tied if name in names), (name,))
+        names = self.plan.names_of(name)
         return {
             stage
             for stage, units in enumerate(self.stages.units)
             if any(one.startswith(f"{unit}.") for one in names for unit in units)
         }
+
+    def trained_units(self) -> set[str]:
+        """The names of the units, of all stages, that have a parameter that is trained."""
+        trained = [name for name, placement in self.placements.items() if placement.parameter.trainable]
+        names = [alias for name in trained for alias in self.plan.names_of(name)]
+        return {unit.name for unit in self.plan.units if any(name.startswith(f"{unit.name}.") for name in names)}
+
+    def learning(self, stage: int) -> frozenset[str]:
+        """The activations before a stage that carry a gradient, because something before it is trained.
+
+        Backward brings gradients of those to the stage before, and of no other; after the last stage, it begins with
+        them.
+        """
+        before = sum(len(units) for units in self.stages.units[:stage])
+        return carrying(self.plan.units, self.trained_units())[before]
 
     def keep_stage(self, stage: int) -> None:
         """Drop the units of all other stages from the module; `own_units` are those that stay."""
@@ -144,8 +172,7 @@ class Model:
 
     def placement_of(self, name: str) -> Placement:
         """The placement of a parameter by any of its names."""
-        first = next((names[0] for names in self.plan.tied if name in names), name)
-        return self.placements[first]
+        return self.placements[self.plan.names_of(name)[0]]
 
     def run(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Run this rank's units on a micro batch's entries and whatever activations came before."""
@@ -163,6 +190,17 @@ class Model:
     def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
         """The logits [B, S, V] that the plan's inference units give."""
         return run_units(self.module, self.plan.inference, batch)["logits"]
+
+
+def _freeze_as_planned(name: str, parameter: nn.Parameter, described: Parameter) -> None:
+    """What the plan freezes requires no gradient; a module that freezes what the plan does not is a UsageError."""
+    if described.trainable and not parameter.requires_grad:
+        raise UsageError(
+            f"the model's module sets requires_grad of parameter '{name}' to False, and its plan says that it is "
+            f"trained; freeze it in the plan (Parameter.trainable=False, or Plan.frozen) or by model.frozen, and leave "
+            f"requires_grad alone"
+        )
+    parameter.requires_grad_(described.trainable)
 
 
 def _refuse_other_shape(name: str, described: Parameter, shape: tuple[int, ...]) -> None:
@@ -262,18 +300,21 @@ def wrap_units(model: Model) -> None:
 def allocate(model: Model, rank: int, device: torch.device, dtype: torch.dtype, seed: int) -> None:
     """Give this rank's parameters (zeros of `dtype`) and buffers their memory.
 
-    Of a parameter that is gathered to compute with, that is its rows of the master.
+    Of a parameter that is gathered to compute with, that is its rows: of the master, if it is trained.
     """
     replaced: dict[int, nn.Parameter] = {}
     model.shards = Shards(model.sharding, model.placements, rank, device, dtype) if model.sharding else None
     for name, old in model.parameters().items():
         placement = model.placements[name]
-        kept = wide(dtype) if placement.gathered_along else dtype
+        trained = placement.parameter.trainable
+        kept = wide(dtype) if placement.gathered_along and trained else dtype
         where = torch.device("cpu") if placement.offloaded else device
         local = model.shards.weight(name) if model.shards else None
         if local is None:
             local = torch.zeros(placement.local_shape(rank), device=where, dtype=kept)
-        replaced[id(old)] = nn.Parameter(local, requires_grad=old.requires_grad)
+        replaced[id(old)] = nn.Parameter(local, requires_grad=trained)
+        if not trained:
+            model.frozen[name] = replaced[id(old)]
     for name, module in model.module.named_modules():
         for attribute, parameter in module._parameters.items():
             if parameter is not None:

@@ -6,15 +6,15 @@ processes: gradient reduction, clipping, optimizers and checkpoints read only th
 """
 
 import math
-import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from typing import Literal
 
 from mplug.errors import UsageError, listed, suggest
 from mplug.mesh import Axis, Mesh
+from mplug.patterns import compiled, within
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,15 @@ class Parameter:
     `dims` has one entry a dimension: a named axis, one segment, or several where weights are fused (QKV is three).
     `over` are the activation axes that the parameter is broadcast over: its gradient is partial over exactly the mesh
     axes that divide those. `decay` says whether weight decay applies (by default: to two dimensions and more).
+    A parameter that is not `trainable` is frozen: it has values, a placement and a place in checkpoints, and no
+    gradient, master or optimizer state.
     """
 
     dims: tuple[str | Segment | tuple[Segment, ...], ...]
     init: Init
     over: tuple[str, ...] = ("batch", "sequence")
     decay: bool | None = None
+    trainable: bool = True
 
     @property
     def axes(self) -> frozenset[str]:
@@ -155,6 +158,8 @@ class Plan:
     of names of one and the same parameter, which the pattern of the first describes. `buffers` map patterns to the
     modules' buffers, but for those that the host sets itself. `mixing` maps patterns of modules to the named axes that
     they mix, with all that is in them: of classes that another package has, and that cannot declare it (`mixes`).
+    `frozen` are patterns of parameters and of modules that are not trained, whatever `parameters` says of them; the
+    host adds those of the config (`model.frozen`).
     """
 
     units: tuple[Unit, ...]
@@ -166,26 +171,27 @@ class Plan:
     tied: tuple[tuple[str, ...], ...] = ()
     buffers: Mapping[str, Buffer] = field(default_factory=dict)
     mixing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    frozen: tuple[str, ...] = ()
 
     def match_buffers(self, names: Iterable[str]) -> dict[str, Buffer]:
         """The entries of the buffers that have one; a pattern without a buffer, or two of one, is a ValueError."""
-        compiled = {pattern: _compile(pattern) for pattern in self.buffers}
-        hits = [(name, pattern) for name in names for pattern, regex in compiled.items() if regex.fullmatch(name)]
+        regexes = {pattern: compiled(pattern) for pattern in self.buffers}
+        hits = [(name, pattern) for name in names for pattern, regex in regexes.items() if regex.fullmatch(name)]
         found = {name: self.buffers[pattern] for name, pattern in hits}
         if len(found) < len(hits):
             raise ValueError(f"two patterns of the plan's buffers describe one of {listed(sorted(found))}")
-        if unused := set(compiled) - {pattern for _, pattern in hits}:
+        if unused := set(regexes) - {pattern for _, pattern in hits}:
             raise ValueError(f"no buffer matches the plan's pattern '{min(unused)}'")
         return found
 
     def match(self, names: Iterable[str]) -> dict[str, Parameter]:
         """Each parameter's entry; a name without a pattern, or a pattern without a name, is a ValueError."""
-        compiled = {pattern: _compile(pattern) for pattern in self.parameters}
-        unused, found = set(compiled), dict[str, Parameter]()
+        regexes = {pattern: compiled(pattern) for pattern in self.parameters}
+        unused, found = set(regexes), dict[str, Parameter]()
         for name in names:
-            hits = [pattern for pattern, regex in compiled.items() if regex.fullmatch(name)]
+            hits = [pattern for pattern, regex in regexes.items() if regex.fullmatch(name)]
             if not hits:
-                raise ValueError(f"no pattern of the plan describes parameter '{name}'{suggest(name, compiled)}")
+                raise ValueError(f"no pattern of the plan describes parameter '{name}'{suggest(name, regexes)}")
             if len(hits) > 1:
                 raise ValueError(f"patterns {listed(hits)} of the plan both describe parameter '{name}'")
             unused.discard(hits[0])
@@ -197,17 +203,20 @@ class Plan:
                     f"{listed(tied)} are one parameter, which the pattern of the first describes; keep that"
                 )
             raise ValueError(f"no parameter matches the plan's pattern '{min(unused)}'")
-        return found
+        frozen = self._frozen_among(found)
+        return {name: replace(one, trainable=False) if name in frozen else one for name, one in found.items()}
 
+    def names_of(self, name: str) -> tuple[str, ...]:
+        """All names of a parameter: one, or those of a tied group."""
+        return next((names for names in self.tied if name in names), (name,))
 
-def matching(pattern: str, names: Iterable[str]) -> list[str]:
-    """The names that a pattern of a plan matches: '*' stands for one dotted component."""
-    compiled = _compile(pattern)
-    return [name for name in names if compiled.fullmatch(name)]
-
-
-def _compile(pattern: str) -> re.Pattern[str]:
-    return re.compile(r"\.".join("[^.]+" if part == "*" else re.escape(part) for part in pattern.split(".")))
+    def _frozen_among(self, names: Iterable[str]) -> set[str]:
+        """The parameters that a pattern of `frozen` names, a tied one by any of its names."""
+        aliases = [(name, alias) for name in names for alias in self.names_of(name)]
+        hits = {pattern: {n for n, alias in aliases if within(pattern).fullmatch(alias)} for pattern in self.frozen}
+        if unused := [pattern for pattern, found in hits.items() if not found]:
+            raise ValueError(f"no parameter or module matches the pattern '{unused[0]}' that the plan freezes")
+        return set().union(*hits.values())
 
 
 @dataclass(frozen=True)
@@ -250,7 +259,10 @@ class Placement:
 
     @property
     def gathered_along(self) -> str | None:
-        """The mesh axis whose ranks divide the rows at rest: the local tensor is then the fp32 master of its rows."""
+        """The mesh axis whose ranks divide the rows at rest: the local tensor is then the fp32 master of its rows.
+
+        Of a frozen parameter, which has no master, it has the precision of the run.
+        """
         return None
 
     @property

@@ -12,9 +12,10 @@ from mplug.checkpoint import read_manifest
 from mplug.checkpoint.boxes import Boxed, State, buffer_boxes, held_boxes, owned_boxes
 from mplug.checkpoint.saver import Saver, load
 from mplug.checkpoint.storage import FolderReader
-from mplug.contracts import Piece, Stateful
+from mplug.contracts import Stateful
 from mplug.errors import UsageError
 from mplug.plain import lift, lower
+from mplug.plan import Placement
 from mplug.pretrained import refuse_larger
 from mplug.run import Run, provenance
 from mplug.stepper import write_weights
@@ -64,10 +65,7 @@ class Position:
             "varies": {label: variance.reason for label, variance in run.variances.items()},
             FINGERPRINT: self._fingerprint(),
         }
-        state = {
-            f"{piece.name}/{name}": owned_boxes(piece.placement, tensor, run.rank)
-            for piece, name, tensor in self._tensors()
-        }
+        state = {name: owned_boxes(placement, tensor, run.rank) for name, placement, tensor in self._tensors()}
         state |= buffer_boxes(self.parts.model, run.rank, owned_boxes)
         if run.rank == 0:
             state |= {name: Boxed(tuple(t.shape), {(0,) * t.dim(): t.clone()}) for name, t in tensors.items()}
@@ -85,10 +83,7 @@ class Position:
         self.history = [*manifest.get("changes", []), *self.changes.record(manifest["step"])]
         same_data(path, manifest, self._fingerprint(), self.changes)
         refuse_larger(f"checkpoint '{path}'", manifest, parts.model)
-        state: State = {
-            f"{piece.name}/{name}": held_boxes(piece.placement, tensor, run.rank)
-            for piece, name, tensor in self._tensors()
-        }
+        state: State = {name: held_boxes(placement, tensor, run.rank) for name, placement, tensor in self._tensors()}
         state |= buffer_boxes(parts.model, run.rank, held_boxes)
         load(run, path, manifest, state)
         write_weights(parts.pieces)
@@ -120,12 +115,13 @@ class Position:
         merged: dict[str, Any] = merge([parts[part] for part in sorted(parts)])
         return merged
 
-    def _tensors(self) -> list[tuple[Piece, str, Tensor]]:
-        """Every tensor of every piece: its master, and what the optimizer keeps of it."""
-        return [
-            (piece, name, tensor)
+    def _tensors(self) -> list[tuple[str, Placement, Tensor]]:
+        """By its name in a checkpoint: the values of every parameter, and what the optimizer keeps of every piece."""
+        values = [(f"{one.name}/weight", one.placement, one.values) for one in self.parts.held()]
+        return values + [
+            (f"{piece.name}/{name}", piece.placement, tensor)
             for piece in self.parts.pieces
-            for name, tensor in {"weight": piece.master, **self.parts.optimizer.state(piece)}.items()
+            for name, tensor in self.parts.optimizer.state(piece).items()
         ]
 
 

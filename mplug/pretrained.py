@@ -64,9 +64,7 @@ def load_weights(run: Run, parts: "Parts", path: Path) -> None:
     from mplug.checkpoint.saver import load
     from mplug.stepper import write_weights
 
-    state: State = {
-        f"{piece.name}/weight": held_boxes(piece.placement, piece.master, run.rank) for piece in parts.pieces
-    }
+    state: State = {f"{one.name}/weight": held_boxes(one.placement, one.values, run.rank) for one in parts.held()}
     load(run, path, read_manifest(path), state | buffer_boxes(parts.model, run.rank, held_boxes))
     write_weights(parts.pieces)
     parts.model.weights_written()

@@ -27,7 +27,8 @@ class Reduction:
         self.sums: list[tuple[dist.ProcessGroup | None, list[Tensor]]] = []
         if run.groups is None:
             return
-        different = {(p.parameter, p.shape, p.holders): p for p in model.placements.values()}  # blocks are alike
+        trained = [placement for placement in model.placements.values() if placement.parameter.trainable]
+        different = {(p.parameter, p.shape, p.holders): p for p in trained}  # blocks are alike
         families = {
             self._left(placement, box, rank)
             for placement in different.values()

@@ -136,6 +136,6 @@ class Report:
 
     def _speed(self, samples: int, seconds: float) -> Record:
         length, world_size = self.run.config.trainer.seq_length, self.run.mesh.world_size
-        flops = self.parts.model.plan.flops.of(samples * length, samples * length**2)
+        flops = self.parts.model.flops.of(samples * length, samples * length**2)
         tflops, peak = flops / seconds / 1e12 / world_size, peak_tflops(self.run.device)
         return {"tokens_per_s": samples * length / seconds, "tflops": tflops, "mfu": tflops / peak if peak else None}

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from mplug import sections
 from mplug.config import (
     FREE_SECTIONS,
     HOST_SECTIONS,
@@ -73,14 +74,20 @@ class _Resolver:
             for section, model in HOST_SECTIONS.items()
             if section in readable
         }
-        parallel, kernels = self._parallel(), self._kernels()
+        parallel, kernels, frozen = self._parallel(), self._kernels(), self._frozen()
         for section in FREE_SECTIONS:
             said = self._said(section)
             self._sub_sections(section, list(said), said)
         if self.problems:
             raise self.error("\n".join(self.problems))
         return RunConfig(
-            **named, **hosts, parallel=parallel, kernels=kernels, chosen=tuple(self.chosen), settings=self.settings
+            **named,
+            **hosts,
+            parallel=parallel,
+            kernels=kernels,
+            chosen=tuple(self.chosen),
+            settings=self.settings,
+            frozen=frozen,
         )
 
     def _said(self, section: str) -> dict[str, Any]:
@@ -128,7 +135,22 @@ class _Resolver:
             self._problem((section, "name"), f"name the plugin to use ({listed(self.registry.names(kind))})")
             return None
         entry = self._plugin(kind, word, (section, "name"))
+        if entry and section == "model" and not self._freezes_itself(entry):
+            said.pop("frozen", None)  # it is the host's
         return self._choose(entry, (section,), said) if entry else None
+
+    def _freezes_itself(self, entry: Entry) -> bool:
+        """Whether a model family has a field `frozen` of its own, which then has its own meaning."""
+        return "frozen" in self.loaded[entry].Config.model_fields
+
+    def _frozen(self) -> tuple[str, ...]:
+        """The host's own field of the section 'model'."""
+        said = self._said("model")
+        entry = self._plugin("models", said["name"], ("model", "name")) if said.get("name") else None
+        if "frozen" not in said or entry is None or self._freezes_itself(entry):
+            return ()
+        bound = self._bind(("model",), sections.Model, {"frozen": said["frozen"]})
+        return bound.frozen if bound else ()
 
     def _choose(self, entry: Entry, key: Key, said: dict[str, Any]) -> Any:
         chosen = self._bound(entry, key, said)

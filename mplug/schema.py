@@ -21,6 +21,9 @@ def config_schema(registry: Registry, names: Mapping[str, str]) -> dict[str, Any
         extra: dict[str, Any] = {"name": (sections.PluginName, ...)}
         if section == "model":
             extra["preset"] = (str | None, None)
+            if "frozen" not in plugin.Config.model_fields:
+                frozen = sections.Model.model_fields["frozen"]
+                extra["frozen"] = (frozen.annotation, frozen)
         fields[section] = (_partial(create_model(section, __base__=plugin.Config, **extra)), None)
     for section, model in HOST_SECTIONS.items():
         fields[section] = (_partial(model), None)

@@ -128,4 +128,14 @@ class Checkpoint(Section):
     )
 
 
+class Model(Section):
+    """What the host reads of the section 'model', whichever family it names; all other fields are the family's."""
+
+    frozen: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        (),
+        description="parameters that are not trained: patterns of their names or of modules that they lie in, as "
+        "'embedding', 'blocks.0' or 'blocks.*.attn.qkv.weight' ('*' stands for one part of a name)",
+    )
+
+
 PluginName = Annotated[str, Field(min_length=1, description="name of an installed plugin")]

@@ -1,7 +1,7 @@
 """The default step: accumulate micro batches, then update. Nothing here waits for the device."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from mplug.entries import own_entries
 from mplug.model import Model
 from mplug.nn.random import sample_keys
 from mplug.norm import GlobalNorm, owned_gradients
+from mplug.plan import Placement
 from mplug.precision import DTYPES, wide
 from mplug.reduction import Reduction
 from mplug.run import Run
@@ -34,6 +35,20 @@ def make_pieces(model: Model) -> list[Piece]:
         master = weight if own else weight.to(wide(weight.dtype))
         pieces.append(Piece(name, master, sink.buffer, None if own else weight, placement.parameter, placement))
     return pieces
+
+
+class Held(NamedTuple):
+    """A parameter's values on this rank, at rest."""
+
+    name: str
+    values: Tensor
+    placement: Placement
+
+
+def held_values(model: Model, pieces: Iterable[Piece]) -> list[Held]:
+    """The values of all parameters of this rank: pieces' masters, and those of what is frozen, which has none."""
+    frozen = [Held(name, parameter.data, model.placements[name]) for name, parameter in model.frozen.items()]
+    return [Held(piece.name, piece.master, piece.placement) for piece in pieces] + frozen
 
 
 @torch.no_grad()

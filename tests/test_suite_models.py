@@ -112,6 +112,18 @@ FAULTS = {
         COVERED,
         "buffer 'seen' has no initial value",
     ),
+    "a parameter that is frozen in secret": Planted(
+        TABLE,
+        f"{TABLE}\n        self.embedding.requires_grad_(False)",
+        COVERED,
+        "sets requires_grad of parameter 'embedding.weight' to False, and its plan says that it is trained",
+    ),
+    "a frozen layer that keeps its input's gradient": Planted(
+        "*qkv, gate_up = self.enter(h)",
+        "h = h if self.enter.weight.requires_grad else h.detach()\n        *qkv, gate_up = self.enter(h)",
+        "test_what_is_frozen_changes_no_other_gradient",
+        "gradients must flow through frozen parameters to trained ones",
+    ),
     "a parameter that the plan does not know": Planted(
         'parameters["layers.*.attn.k_norm"]',
         'parameters["layers.*.attn.q_norm"]',

@@ -78,6 +78,19 @@ FAULTS = {
         "test_its_index_maps_give_every_index_to_one_rank",
         "the index map of axis 'ulys' along 'sequence' gives index 4 of 5 to 0 of 2 ranks",
     ),
+    "frozen parameters that are copied before they have values": Planted(
+        CONFIGURED,
+        hook(
+            'def wrap_model(self, model: "Model") -> None:',
+            "    import torch",
+            "    for part in model.module.modules():",
+            "        for name, held in part._parameters.items():",
+            "            if held is not None and not held.requires_grad:",
+            "                part._parameters[name] = torch.nn.Parameter(held.detach().clone(), requires_grad=False)",
+        ),
+        "test_frozen_parameters_stay_and_the_others_train_as_in_one_process",
+        "the loss of step 1 on rank 0 is",
+    ),
     "parts of the sequence that overlap": Planted(
         '"sequence": contiguous',
         '"sequence": lambda n, size, index: (range(max(0, index * (n // size) - 1), (index + 1) * (n // size)),)',

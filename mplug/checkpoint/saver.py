@@ -165,6 +165,11 @@ def refuse_another(path: Path, saved: Mapping[str, Any], state: State) -> None:
             raise UsageError(f"checkpoint '{path}' has no state '{parameter}'; it is of a model without it")
         if tensor != "buffer" and f"{parameter}/weight" not in saved:
             raise UsageError(f"checkpoint '{path}' has no parameter '{parameter}'; it is of another model")
+        if name not in saved and tensor != "buffer" and _was_frozen(parameter, tensor, saved):
+            raise UsageError(
+                f"checkpoint '{path}' has no '{tensor}' of '{parameter}', which was frozen when it was saved; freeze "
+                f"it (model.frozen), or begin a new run with the checkpoint's weights (checkpoint.pretrained)"
+            )
         if name not in saved:
             kept = sorted({one.rpartition("/")[2] for one in saved if one.startswith(f"{parameter}/")} - {"weight"})
             raise UsageError(
@@ -177,6 +182,12 @@ def refuse_another(path: Path, saved: Mapping[str, Any], state: State) -> None:
                 f"checkpoint '{path}' holds '{parameter}' with shape {tuple(saved[name]['shape'])}, and the model has "
                 f"{boxed.shape}; resume with the config that it was saved under"
             )
+
+
+def _was_frozen(parameter: str, state: str, saved: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint has a state of other parameters, and of this one nothing but the weight."""
+    own = {name for name in saved if name.startswith(f"{parameter}/")}
+    return own == {f"{parameter}/weight"} and any(name.endswith(f"/{state}") and name[0] != "/" for name in saved)
 
 
 def _together(run: Run) -> dict[str, Any]:

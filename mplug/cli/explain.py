@@ -8,8 +8,11 @@ from mplug.cli.options import config_options, resolved
 from mplug.cli.tables import human_bytes, table
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from mplug.mesh import Axis
     from mplug.model import Model
+    from mplug.plan import Placement
     from mplug.run import Run
 
 
@@ -20,8 +23,8 @@ def command(rank: int, **options: Any) -> None:
     """Show what a run would be, without starting it: nothing is allocated, read or trained.
 
     Prints the mesh, the units, who fills each slot and by what, which modules mix tokens outside of slots, where each
-    parameter lives, the bytes that a rank holds, and what in this run would depend on the layout. Where a module does
-    not say what it mixes, it prints "not known".
+    parameter lives and which are frozen, what a step computes, the bytes that a rank holds, and what in this run would
+    depend on the layout. Where a module does not say what it mixes, it prints "not known".
     """
     from mplug.build import build_model
     from mplug.errors import UsageError
@@ -40,6 +43,7 @@ def command(rank: int, **options: Any) -> None:
         ("Mixed outside of slots", _mixing(model)),
         (f"Parameters of rank {rank}", _placements(model, rank)),
         *([(f"Divided over ranks, and rank {rank}'s part", _shards(run, model))] if model.sharding else []),
+        ("A step", _step(run, model)),
         (f"Bytes of rank {rank}", _bytes(run, model)),
         ("Depends on the layout", _variance(run, model)),
     ):
@@ -83,18 +87,48 @@ def _grouped(names: list[str]) -> dict[str, list[str]]:
 
 def _units(run: "Run", model: "Model") -> str:
     rows = []
+    frozen = any(not placement.parameter.trainable for placement in model.placements.values())
     for stage, names in enumerate(model.stages.units):
         for members in _grouped(list(names)).values():
             unit = next(unit for unit in model.plan.units if unit.name == members[0])
-            parameters = sum(
-                placement.numel
+            own = [
+                placement
                 for name, placement in model.placements.items()
                 if any(name.startswith(f"{member}.") for member in members)
-            )
+            ]
             which = members[0] if len(members) == 1 else f"{members[0]} to {members[-1].rpartition('.')[2]}"
             takes = (*unit.inputs, *(name for name in unit.optional if name in run.entries))
-            rows.append((stage, which, len(members), ", ".join(takes), ", ".join(unit.outputs), f"{parameters:,}"))
-    return table(("STAGE", "UNITS", "COUNT", "TAKES", "GIVES", "PARAMETERS"), rows)
+            counts = (f"{_elements(own):,}", f"{_frozen_elements(own):,}")[: 1 + frozen]
+            rows.append((stage, which, len(members), ", ".join(takes), ", ".join(unit.outputs), *counts))
+    return table(("STAGE", "UNITS", "COUNT", "TAKES", "GIVES", "PARAMETERS", "FROZEN")[: 6 + frozen], rows)
+
+
+def _elements(placements: "Iterable[Placement]") -> int:
+    return sum(placement.numel for placement in placements)
+
+
+def _frozen_elements(placements: "Iterable[Placement]") -> int:
+    return _elements(placement for placement in placements if not placement.parameter.trainable)
+
+
+def _step(run: "Run", model: "Model") -> str:
+    """What is trained, and the FLOPs of a step of the whole run."""
+    trainer, passes = run.config.trainer, model.passes
+    assert passes is not None
+    everything = model.placements.values()
+    all_elements, frozen = _elements(everything), _frozen_elements(everything)
+    samples, length = trainer.global_batch_size, trainer.seq_length
+    rows = [
+        (what, f"{flops.of(samples * length, samples * length**2):,}")
+        for what, flops in (
+            ("forward", passes.forward),
+            ("gradients of activations", passes.activations),
+            ("gradients of weights", passes.weights),
+            ("all", passes.flops),
+        )
+    ]
+    trained = f"{all_elements:,} parameters, {f'{frozen:,} of them frozen' if frozen else 'all of them trained'}"
+    return f"{trained}\n{table(('COMPUTES', 'FLOPS'), rows)}"
 
 
 def _slots(run: "Run", model: "Model") -> str:
@@ -124,7 +158,15 @@ def _mixing(model: "Model") -> str:
 
 def _placements(model: "Model", rank: int) -> str:
     rows = []
-    for role, names in _grouped(list(model.placements)).items():
+    trained = {name: placement.parameter.trainable for name, placement in model.placements.items()}
+    groups = [
+        (role, [n for n in names if trained[n] is kept])
+        for role, names in _grouped(list(trained)).items()
+        for kept in (True, False)
+    ]
+    for role, names in groups:
+        if not names:
+            continue
         held = [name for name in names if model.placements[name].boxes(rank)]
         placement = model.placements[held[0] if held else names[0]]
         boxes = placement.boxes(rank)
@@ -138,7 +180,7 @@ def _placements(model: "Model", rank: int) -> str:
                 _by(placement.local_shape(rank)) if boxes else "-",
                 len(boxes),
                 len(boxes[0].copies) if boxes else 0,
-                len(boxes[0].partial) if boxes else 0,
+                "frozen" if not placement.parameter.trainable else len(boxes[0].partial) if boxes else 0,
             )
         )
     return table(("PARAMETER", "COUNT", "SHAPE", "AXES", "HERE", "BOXES", "COPIES", "PARTIAL OVER"), rows)

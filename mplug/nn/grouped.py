@@ -115,6 +115,12 @@ def _widens(device: torch.device, dtype: torch.dtype) -> bool:
     return True
 
 
+@register_flop_formula(torch.ops.mplug.add_grouped_product)
+def _flops_of_sum(total: tuple[int, ...], stale: Any, a: tuple[int, ...], *_: Any, **__: Any) -> int:
+    """The same, where the weights' gradients are summed."""
+    return 2 * a[0] * total[1] * total[2]
+
+
 @register_flop_formula(torch.ops.mplug.grouped_product)
 def _flops(rows: tuple[int, ...], weight: tuple[int, ...], *_: Any, **__: Any) -> int:
     """Two a multiply-add of every row."""

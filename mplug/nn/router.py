@@ -102,7 +102,8 @@ class Router(nn.Module):
 
     The z-loss (arXiv 2202.08906), `z_coefficient` * sum_n (log sum_i exp z_ni)², depends on nothing but the token.
     Balancing without a loss (arXiv 2408.15664): `bias` [E] is added to the scores when experts are chosen, not to the
-    gates, and after each step moves by `bias_rate` towards those whose load in the global batch was below the mean.
+    gates, and after each step moves by `bias_rate` towards those whose load in the global batch was below the mean. It
+    stays as it is where the router is frozen.
 
     Buffers, which a model's plan describes: `load` [E], how often each expert was chosen in a step, and `losses` [2],
     the step's sums of E sum_i f_i p_ni and of the z-loss, both without their coefficients, are statistics; `bias` [E]
@@ -199,7 +200,7 @@ class Router(nn.Module):
     def step_ended(self, skip: Tensor) -> None:
         """Learn from `load`, the whole step's on all ranks. Where `skip` [] is 1, the step left no trace."""
         kept = skip == 0
-        if self.bias is not None:
+        if self.bias is not None and self.weight.requires_grad:
             lacking = self.load.double().mean() - self.load
             self.bias.add_(lacking.sign().to(self.bias.dtype) * self.bias_rate * kept)
         if self.last_load is not None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mplug.errors import listed, suggest
+from mplug.errors import UsageError, listed, suggest
 from mplug.mesh import Mesh
 from mplug.model import Model, allocate
 from mplug.nn import DotProductAttention
@@ -26,6 +26,13 @@ def on_meta(run: Run) -> Model:
     with torch.device("meta"):
         model: Model = run.hooks.call.build_model(run=run)
     return model
+
+
+def units_with_parameters(model: Model) -> list[str]:
+    """The names of the units that have parameters, in order: what a config can freeze."""
+    names = [name for name, _ in model.module.named_parameters(remove_duplicate=False)]
+    units = [unit.name for unit in model.plan.units]
+    return [unit for unit in units if any(name.startswith(f"{unit}.") for name in names)]
 
 
 class _Memory(TorchDispatchMode):
@@ -77,7 +84,7 @@ def require_covered(model: Model) -> None:
     try:
         model.place(Mesh.of([], 1), None)
         allocate(model, 0, torch.device("meta"), torch.float32, seed=0)
-    except ValueError as error:
+    except (ValueError, UsageError) as error:
         raise Fault(str(error)) from None
     _require_known_axes(model.plan)
     _require_norms_over_heads(model)

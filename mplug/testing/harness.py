@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mplug.config import RunConfig
     from mplug.contracts import MicroBatch
     from mplug.gradients import GradientSink
+    from mplug.plan import Placement
 
 TinySettings = Mapping[str, Any]
 Boxes = list[tuple[tuple[int, ...], "Tensor"]]
@@ -54,10 +55,10 @@ ROUNDING = 4.0
 class Trace:
     """What a rank saw: losses and norms of every step, and the boxes that it owns of gradients and of weights.
 
-    `initial` are the weights before the first step, `weights` those after the last. `announced` says of every step how
-    often each of the rank's gradients was announced as final. `statistics` are each step's, of all ranks. `drawn` says
-    where torch's generator stood when a unit began to compute, and `places` where this rank is among those that compute
-    different parts of a unit (`mplug.draws`).
+    Gradients are those of trained parameters, weights those of all. `initial` are the weights before the first step,
+    `weights` those after the last. `announced` says of every step how often each of the rank's gradients was announced
+    as final. `statistics` are each step's, of all ranks. `drawn` says where torch's generator stood when a unit began
+    to compute, and `places` where this rank is among those that compute different parts of a unit (`mplug.draws`).
     """
 
     losses: list[float] = field(default_factory=list)
@@ -137,7 +138,7 @@ def train_steps(
     if before is not None:
         before()
     config, parts, trace = run.config, build(run), Trace()
-    trace.initial = owned(run, parts, lambda piece: piece.master)
+    trace.initial = owned_values(run, parts)
     announced = listen(parts)
     watch_units(run, parts, lambda call: trace.drawn.setdefault(call, set()).add(generator_state()))
     trace.places = dict(parts.model.draws.places) if parts.model.draws else {}
@@ -147,14 +148,14 @@ def train_steps(
         parts.stepper.forward_backward(batches, step)
         trace.announced.append(dict(announced))
         announced.update(dict.fromkeys(announced, 0))
-        trace.gradients.append(owned(run, parts, lambda piece: piece.gradient))
+        trace.gradients.append(_owned(run, [(p.name, p.gradient, p.placement) for p in parts.pieces]))
         lr = learning_rate(step, config.optimizer.lr, config.schedule, config.trainer.steps)
         result = parts.stepper.update(lr, config.optimizer.weight_decay)
         run.hooks.call.parameters_updated(run=run)
         trace.losses.append(float(result.loss))
         trace.norms.append(float(result.grad_norm))
         trace.statistics.append({name: value.clone() for name, value in result.statistics.items()})
-    trace.weights = owned(run, parts, lambda piece: piece.master)
+    trace.weights = owned_values(run, parts)
     trace.shapes = {name: placement.shape for name, placement in parts.model.placements.items()}
     trace.val_loss = evaluate(run, parts)
     return trace
@@ -193,17 +194,19 @@ def listen(parts: "Parts") -> dict[str, int]:
     return announced
 
 
-def owned(run: Run, parts: "Parts", tensor_of: Callable[[Any], "Tensor"]) -> dict[str, Boxes]:
-    """A copy of the boxes of one of the pieces' tensors, each on the first rank that holds it."""
+def owned_values(run: Run, parts: "Parts") -> dict[str, Boxes]:
+    """A copy of the boxes of all parameters, trained or not, each on the first rank that holds it."""
+    return _owned(run, parts.held())
+
+
+def _owned(run: Run, tensors: "Iterable[tuple[str, Tensor, Placement]]") -> dict[str, Boxes]:
     from mplug.model import region
 
     return {
-        piece.name: [
-            (box.start, region(tensor_of(piece), box).clone())
-            for box in piece.placement.boxes(run.rank)
-            if min(box.copies) == run.rank
+        name: [
+            (box.start, region(tensor, box).clone()) for box in placement.boxes(run.rank) if min(box.copies) == run.rank
         ]
-        for piece in parts.pieces
+        for name, tensor, placement in tensors
     }
 
 
@@ -264,7 +267,7 @@ def weights_off(traces: list[Trace], reference: Trace, tolerance: float = EXACT_
     """The first parameter whose values differ from those of one process; the empty string where none does.
 
     Initial values must be equal. After the last step, |w - w_ref| <= tolerance * max(|moved|, 1e-3 of all parameters'
-    movement).
+    movement); a parameter that has no gradient in one process must have its initial values still.
     """
     names = reference.shapes
     first = {name: logical([reference.initial], name, shape) for name, shape in names.items()}
@@ -275,7 +278,10 @@ def weights_off(traces: list[Trace], reference: Trace, tolerance: float = EXACT_
         if not bool((found == first[name]).all()):
             return f"the initial values of '{name}' are not those of one process"
     for name, shape in names.items():
-        error = float((logical([trace.weights for trace in traces], name, shape) - last[name]).norm())
+        found = logical([trace.weights for trace in traces], name, shape)
+        if name not in reference.gradients[0] and not bool((found == first[name]).all()):
+            return f"'{name}' is frozen, and has other values after {STEPS} steps"
+        error = float((found - last[name]).norm())
         allowed = tolerance * max(float((last[name] - first[name]).norm()), 1e-3 * whole)
         if not error <= allowed:
             return f"'{name}' is off by {error:.3g} after {STEPS} steps (allowed: {allowed:.3g})"
@@ -291,7 +297,9 @@ def _of_numbers(what: str, found: list[float], expected: float) -> Iterator[tupl
 
 
 def _of_gradients(step: int, traces: list[Trace], reference: Trace) -> Iterator[tuple[float, str]]:
-    expected = {n: logical([reference.gradients[step]], n, shape) for n, shape in reference.shapes.items()}
+    expected = {n: logical([reference.gradients[step]], n, reference.shapes[n]) for n in reference.gradients[step]}
+    for name in sorted({name for trace in traces for name in trace.gradients[step]} - expected.keys()):
+        yield math.inf, f"'{name}' is frozen, and has a gradient at step {step + 1}"
     whole = math.sqrt(sum(float(gradient.norm()) ** 2 for gradient in expected.values()))
     for name, gradient in expected.items():
         error = float((logical([t.gradients[step] for t in traces], name, reference.shapes[name]) - gradient).norm())

@@ -175,8 +175,8 @@ def kept_bytes(run: "Run", parts: "Parts") -> int:
     """
     from torch.autograd.graph import saved_tensors_hooks
 
-    sinks = parts.model.sinks.values()
-    lasting = {one.untyped_storage()._cdata for sink in sinks for one in (sink.parameter, sink.buffer)}
+    tensors = [*parts.model.parameters().values(), *(sink.buffer for sink in parts.model.sinks.values())]
+    lasting = {one.untyped_storage()._cdata for one in tensors}
     kept: dict[int, int] = {}
 
     def keep(tensor: "Tensor") -> "Tensor":

@@ -117,6 +117,19 @@ class ModelSuite(PluginSuite):
         """That is finite and not zero."""
         self.trial().require_gradients()
 
+    def test_what_is_frozen_changes_no_other_gradient(self) -> None:
+        """The gradients of trained parameters flow through frozen ones."""
+        from mplug.testing.blueprint import units_with_parameters
+
+        whole = self.trial()
+        names = units_with_parameters(whole.model)
+        if len(names) < 2:
+            raise SkipTest("the plan has one unit with parameters, so that freezing it leaves nothing to train")
+        whole.shake()
+        expected = whole.gradients(whole.batches[:1])
+        for frozen in (names[::2], names[1::2]):
+            self.trial(model__frozen=frozen).require_gradients_of(expected, frozen)
+
     def test_gradients_of_two_micro_batches_add_up_in_the_sinks(self) -> None:
         """Nothing of a micro batch is kept for the next."""
         self.trial().require_accumulation()

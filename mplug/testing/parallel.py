@@ -233,6 +233,19 @@ class ParallelSuite(PluginSuite):
             raise SkipTest(f"'{self.plugin}' claims nothing about micro batches of different sizes")
         self._require_parity(self.tried()[0], portions=unevenly, told="with micro batches of different sizes")
 
+    def test_frozen_parameters_stay_and_the_others_train_as_in_one_process(self) -> None:
+        """Every second unit is frozen, the first among them: nothing before what is trained has a gradient."""
+        layout = self.tried()[0]
+        frozen = self._every_second_unit()
+        self._require_parity(layout, {"model.frozen": frozen}, told=f"with {listed(frozen)} frozen")
+
+    def _every_second_unit(self) -> list[str]:
+        """The names of units of the suite's model that a config can freeze."""
+        from mplug.testing.blueprint import on_meta, units_with_parameters
+
+        run = layouts.prepared(self.at(""))
+        return units_with_parameters(on_meta(run))[::2]
+
     def test_a_degree_of_one_changes_nothing(self) -> None:
         """Not a bit."""
         layout = f"{self.plugin}1"

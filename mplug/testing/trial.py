@@ -203,6 +203,21 @@ class Trial:
                 f"parameter '{name}' gets no gradient: nothing uses it, or it is detached on the way to the loss",
             )
 
+    def require_gradients_of(self, expected: Gradients, frozen: list[str]) -> None:
+        """Each gradient that is left where units are frozen is that of the model that trains all, once it is shaken."""
+        if self.run.config.frozen != tuple(frozen):
+            raise SkipTest("the model family has a field 'frozen' of its own, whose meaning is its own")
+        self.shake()
+        found = self.gradients(self.batches[:1])
+        total = math.sqrt(sum(float(gradient.norm()) ** 2 for gradient in expected.values()))
+        for name, gradient in found.items():
+            error = float((gradient - expected[name]).norm())
+            require(
+                error <= 1e-5 * max(float(expected[name].norm()), 1e-3 * total),
+                f"where {listed(frozen)} are frozen, the gradient of '{name}' is another (off by {error:.3g}): "
+                f"gradients must flow through frozen parameters to trained ones",
+            )
+
     def require_accumulation(self) -> None:
         """A step over two micro batches has the sum of their gradients, and nothing of one remains for the other."""
         first, second = self.batches

@@ -222,7 +222,7 @@ def own_dropout_fault(core: Callable[..., Tensor], probability: float, device: s
         return f"with dropout {probability}, it keeps {share:.1%} of the weights"
 
     def drop(values: Tensor) -> Tensor:
-        return core(q, k, values, scale=s**-0.5, dropout=probability, keys=keys)
+        return call(q, k, values, replace(spec, dropout=probability), inputs)
 
     found = _drawn_fault(drop, v)
     return f"with dropout {probability}, {found}" if found else ""

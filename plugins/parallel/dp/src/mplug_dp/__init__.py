@@ -33,11 +33,12 @@ class DataParallel:
         """Listen to the gradient sinks of every parameter that no other strategy sums already."""
         from mplug_dp.buckets import reduce_in_buckets
 
-        axes = {name: placement.data_axes for name, placement in model.placements.items()}
+        trained = {name: one for name, one in model.placements.items() if one.parameter.trainable}
+        axes = {name: placement.data_axes for name, placement in trained.items()}
         groups = {
             name: group
             for name, group in model.data_groups(run).items()
-            if group is not None and model.sinks.reduced_over.isdisjoint(axes[name])
+            if group is not None and name in axes and model.sinks.reduced_over.isdisjoint(axes[name])
         }
         if groups:
             model.sinks.reduced_over.update(*(axes[name] for name in groups))

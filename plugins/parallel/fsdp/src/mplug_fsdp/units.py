@@ -75,6 +75,8 @@ def shard_units(run: "Run", model: "Model", group: "ProcessGroup", options: Opti
     _bring_gradients(model, run.device)
     _prefetch([parts[0] for parts in units], options.prefetch)
     _run_as_root(model)
+    if not model.learning(run.mesh.index(run.rank, model.stages.axis) + 1):
+        _forget_the_order_of_passes(model)
 
 
 def _reduce_dtype(options: Options) -> torch.dtype:
@@ -175,3 +177,22 @@ def _run_as_root(model: "Model") -> None:
     module.run_units = model.run
     register_fsdp_forward_method(module, "run_units")
     model.run = module.run_units  # type: ignore[method-assign]
+
+
+def _forget_the_order_of_passes(model: "Model") -> None:
+    """Keep nothing of forward passes, for a stage that has no backward pass because nothing before its end is trained.
+
+    Torch notes the order of all units' forward passes until backward has followed it: here, until memory is full.
+    """
+    run = model.run
+    units: list[Any] = [part for part in model.module.modules() if isinstance(part, FSDPModule)]
+    groups = [group for part in units if (group := part._get_fsdp_state()._fsdp_param_group) is not None]
+
+    def run_and_forget(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        values = run(batch)
+        for group in groups:
+            group._post_forward_indices.clear()
+            group.comm_ctx.post_forward_order.clear()
+        return values
+
+    model.run = run_and_forget  # type: ignore[method-assign]

@@ -1,6 +1,7 @@
 """The runtime: a rank does its stage's row of a table."""
 
 from collections.abc import Callable, Iterable
+from itertools import compress
 from typing import Any
 
 import torch
@@ -12,13 +13,21 @@ from mplug_pp.wire import Wire
 
 
 class PipelineStepper:
-    """Runs this rank's stage. What a step is, beyond the passes of its micro batches, is the default stepper's."""
+    """Runs this rank's stage. What a step is, beyond the passes of its micro batches, is the default stepper's.
+
+    Gradients travel for activations in which something trained takes part: `returned` to the stage before, `awaited`
+    from the one after. A stage that awaits none runs forward only.
+    """
 
     def __init__(self, run: Run, model: Model, default: DefaultStepper, schedule: Callable[[int, int], Table]) -> None:
         self.model, self.default, self.schedule = model, default, schedule
         ranks = run.mesh.group(run.rank, "pp")
         self.stage, self.num_stages = ranks.index(run.rank), len(ranks)
         self.takes, self.gives = model.crossing(self.stage), model.crossing(self.stage + 1)
+        self.returned = [name in model.learning(self.stage) for name in self.takes]
+        learning = model.learning(self.stage + 1)
+        ends = self.gives if self.stage + 1 < self.num_stages else ("loss",)
+        self.awaited = [name in learning for name in ends]
         self.previous = Wire(run, ranks[self.stage - 1]) if self.stage > 0 else None
         self.next = Wire(run, ranks[self.stage + 1]) if self.stage + 1 < self.num_stages else None
         self.do: dict[Kind, Callable[[int], None]] = {
@@ -45,7 +54,8 @@ class PipelineStepper:
         self.default.finish_step(self.losses)
 
     def _forward(self, number: int) -> None:
-        values = self._run(self.batches[number], self.taken.setdefault(number, []))
+        with torch.set_grad_enabled(any(self.awaited)):
+            values = self._run(self.batches[number], self.taken.setdefault(number, []))
         if self.next is None:
             self.losses.append((values["loss"].detach(), values["num_targets"]))
         self.given[number] = [values[name] for name in self.gives] if self.next else [values["loss"]]
@@ -54,10 +64,11 @@ class PipelineStepper:
         self.backwards_left -= 1
         if self.backwards_left == 0:
             self.default.sinks.expect_last()
-        given = self.given.pop(number)
-        gradients: Any = self.gradients.pop(number) if self.next else [self.default.loss_gradient(given[0])]
-        torch.autograd.backward(given, gradients)
-        taken = self.taken.pop(number)
+        given = list(compress(self.given.pop(number), self.awaited))
+        taken = list(compress(self.taken.pop(number), self.returned))
+        if given:
+            gradients: Any = self.gradients.pop(number) if self.next else [self.default.loss_gradient(given[0])]
+            torch.autograd.backward(given, gradients)
         self.gradients[number] = [torch.zeros_like(x) if x.grad is None else x.grad for x in taken]
 
     def _send_forward(self, number: int) -> None:
@@ -67,7 +78,7 @@ class PipelineStepper:
     def _receive_forward(self, number: int) -> None:
         assert self.previous is not None
         received = self.previous.receive(len(self.takes), self.batches[number])
-        self.taken[number] = [tensor.requires_grad_() for tensor in received]
+        self.taken[number] = [x.requires_grad_(goes) for x, goes in zip(received, self.returned, strict=True)]
 
     def _send_backward(self, number: int) -> None:
         assert self.previous is not None
@@ -75,7 +86,7 @@ class PipelineStepper:
 
     def _receive_backward(self, number: int) -> None:
         assert self.next is not None
-        self.gradients[number] = self.next.receive_like(self.given[number])
+        self.gradients[number] = self.next.receive_like(list(compress(self.given[number], self.awaited)))
 
     def update(self, lr: float, weight_decay: float) -> StepResult:
         """The default update."""

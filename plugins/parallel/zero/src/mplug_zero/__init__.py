@@ -63,13 +63,16 @@ class ZeRO:
     @hookimpl
     def wrap_model(self, run: "Run", model: "Model") -> None:
         """Sum every bucket's gradients onto their owners, and let every unit wait for its weights."""
-        if model.shards is None or run.groups is None:
+        if run.mesh.axes["zero"].size == 1 or run.groups is None:
             return
         from mplug_zero.gradients import sum_onto_owners
         from mplug_zero.groups import groups_of
         from mplug_zero.weights import Weights
 
-        groups = groups_of(run, model)
+        groups = groups_of(run, model)  # made by all ranks together, also by those of a stage that is frozen
+        model.sinks.reduced_over.update(axis for family in groups for axes in family for axis in axes)
+        if model.shards is None:
+            return
         sum_onto_owners(model, groups, self.config)
         self._weights = Weights(model, groups, overlap=self.config.overlap)
 

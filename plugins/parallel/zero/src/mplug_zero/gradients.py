@@ -139,8 +139,6 @@ def sum_onto_owners(
     """Sum the gradients of every bucket of the model onto those who own them, as the config says."""
     assert model.shards is not None
     sinks, shards = model.sinks, model.shards
-    for bucket in shards.sharding.buckets:
-        sinks.reduced_over.update(bucket.axes, bucket.copied)
     lanes = [Lane(one, group_of(groups, one.bucket), [sinks[name] for name in one.bucket.names]) for one in shards.all]
     one = shards.all[0]
     dtype = torch.bfloat16 if config.reduce_dtype == "bf16" else one.gradients.dtype

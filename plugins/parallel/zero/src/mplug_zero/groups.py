@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from mplug import Bucket, Model, Run, ops
+from mplug_zero.layout import owning_axes
 
 Axes = tuple[str, ...]
 
@@ -17,11 +18,9 @@ class Pair(NamedTuple):
 
 def groups_of(run: Run, model: Model) -> dict[tuple[Axes, Axes], Pair]:
     """The groups of every (`axes`, `copied`) that a bucket of any rank may have: made by all ranks together."""
-    assert model.sharding is not None
-    families = dict.fromkeys(placement.data_axes for placement in model.placements.values())
-    divided = [((("zero",) if "zero" in axes else axes), axes) for axes in families]
-    keys = [(own, tuple(axis for axis in axes if axis not in own)) for own, axes in divided]
-    return {(own, copied): Pair(run.group(*own), run.group(*copied)) for own, copied in keys}
+    trained = [placement for placement in model.placements.values() if placement.parameter.trainable]
+    families = dict.fromkeys(axes for placement in trained if (axes := owning_axes(run.mesh, placement)) is not None)
+    return {(own, copied): Pair(run.group(*own), run.group(*copied)) for own, copied in families}
 
 
 def group_of(groups: Mapping[tuple[Axes, Axes], Pair], bucket: Bucket) -> Pair:

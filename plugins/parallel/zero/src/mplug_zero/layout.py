@@ -10,7 +10,7 @@ from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING
 
-from mplug import Bucket, Placement, Sharding, Stretch, UsageError
+from mplug import Bucket, Mesh, Placement, Sharding, Stretch, UsageError
 
 if TYPE_CHECKING:
     from mplug import Model, Run
@@ -66,15 +66,25 @@ def sharding_of(run: "Run", model: "Model", needs: str, config: "ZeRO.Config") -
 
 def _item(run: "Run", model: "Model", placement: Placement, needs: str) -> Item | None:
     """A parameter as the layout sees it; None where no other rank's gradient is added to its own."""
-    axes = placement.data_axes
-    shared = ("zero",) if "zero" in axes else axes
-    if prod(run.mesh.axes[axis].size for axis in shared) == 1:
+    axes = owning_axes(run.mesh, placement)
+    if axes is None:
         return None
-    copied = tuple(axis for axis in axes if axis not in shared)
     shape = placement.local_shape(run.rank)
     parts = (prod(shape),) if needs == "elements" else matrices(placement, shape)
     stages = {run.mesh.index(rank, model.stages.axis) for rank in placement.holders}
-    return Item(placement.name, parts, shared, copied, alone=len(stages) > 1)  # ranks of both stages cut it alike
+    return Item(placement.name, parts, *axes, alone=len(stages) > 1)  # ranks of both stages cut it alike
+
+
+def owning_axes(mesh: Mesh, placement: Placement) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """(the axes whose ranks own parts of a parameter's state, the others over which its gradient is partial).
+
+    None where no other rank's gradient is added to a rank's own.
+    """
+    axes = placement.data_axes
+    own = ("zero",) if "zero" in axes else axes
+    if prod(mesh.axes[axis].size for axis in own) == 1:
+        return None
+    return own, tuple(axis for axis in axes if axis not in own)
 
 
 def matrices(placement: Placement, shape: tuple[int, ...]) -> tuple[int, ...]:

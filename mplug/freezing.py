@@ -1,0 +1,55 @@
+"""Which parameters are trained, and where gradients therefore go: data, from the plan and the config alone.
+
+The plan says what is frozen, and the config adds to it (`model.frozen`). An activation carries a gradient if something
+that is trained takes part in it; nothing else needs a backward pass.
+"""
+
+from collections.abc import Container, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from mplug.errors import UsageError, suggest
+from mplug.patterns import within
+from mplug.settings import source_of
+
+if TYPE_CHECKING:
+    from mplug.config import RunConfig
+    from mplug.model import Model
+    from mplug.plan import Unit
+
+FIELD = "model.frozen"
+
+
+def freeze(model: "Model", config: "RunConfig") -> None:
+    """Add what the config freezes to the model's plan; UsageError where that names nothing, or leaves nothing."""
+    source = source_of(config.settings, tuple(FIELD.split(".")))
+    names = [name for name, _ in model.module.named_parameters(remove_duplicate=False)]
+    for pattern in config.frozen:
+        if not any(within(pattern).fullmatch(name) for name in names):
+            raise UsageError(
+                f"{FIELD} ({source}): '{pattern}' matches no parameter and no module of the model"
+                f"{suggest(pattern, _nameable(names))}; 'mplug explain' lists the parameters"
+            )
+    model.plan = replace(model.plan, frozen=(*model.plan.frozen, *config.frozen))
+    if not any(described.trainable for described in model.plan.match(model.parameters()).values()):
+        by = f"{FIELD} ({source}) freezes" if config.frozen else "the plan of the model freezes"
+        raise UsageError(f"{by} every parameter of the model, so that nothing is trained; leave some out")
+
+
+def _nameable(names: Iterable[str]) -> list[str]:
+    """Every name that a pattern may have: those of parameters, and of the modules around them."""
+    parts = [name.split(".") for name in names]
+    return list(dict.fromkeys(".".join(one[:end]) for one in parts for end in range(1, len(one) + 1)))
+
+
+def carrying(units: Iterable["Unit"], trained: Container[str]) -> list[frozenset[str]]:
+    """Before each unit, and after the last: the activations that carry a gradient there.
+
+    They come out of a unit that has trained parameters (its name is in `trained`) or takes such an activation.
+    """
+    carried, found = frozenset[str](), list[frozenset[str]]()
+    for unit in units:
+        found.append(carried)
+        learns = unit.name in trained or not carried.isdisjoint(unit.inputs)
+        carried = carried.union(unit.outputs) if learns else carried.difference(unit.outputs)
+    return [*found, carried]

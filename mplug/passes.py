@@ -1,0 +1,146 @@
+"""What a step computes of a model of which a part is frozen: forward everything, backward what training needs.
+
+The gradient of a product's input is computed where something before it is trained, the gradient of its weight where
+the weight is trained. Units follow each other as the plan says, and the modules of a unit in the order in which it has
+them. What a model multiplies outside of the layers of `mplug.nn` is counted as if it were all trained.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import nn
+
+from mplug.freezing import carrying
+from mplug.nn.attention import Attention, DotProductAttention
+from mplug.nn.linear import Linear
+from mplug.nn.moe import MixtureOfExperts
+from mplug.plan import Flops
+
+if TYPE_CHECKING:
+    from mplug.model import Model
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The FLOPs of a step's passes, and by name the layers that take no part in the backward ones.
+
+    `forward` computes the loss, `activations` the gradients of activations (of attention, all of backward), `weights`
+    those of weights. The linear layers in `no_dgrad` compute no gradient of their input, those in `no_wgrad` none of
+    their weight, and the attentions in `no_backward` have no backward pass.
+    """
+
+    forward: Flops
+    activations: Flops
+    weights: Flops
+    no_dgrad: frozenset[str] = frozenset()
+    no_wgrad: frozenset[str] = frozenset()
+    no_backward: frozenset[str] = frozenset()
+
+    @property
+    def flops(self) -> Flops:
+        """Of all passes together."""
+        parts = (self.forward, self.activations, self.weights)
+        return Flops(sum(one.per_token for one in parts), sum(one.per_squared_length for one in parts))
+
+
+class _Product(NamedTuple):
+    """A product of every token with `elements` of a weight: which of its gradients are computed."""
+
+    name: str
+    elements: int
+    dgrad: bool
+    wgrad: bool
+
+
+class _Core(NamedTuple):
+    """An attention core: its share of all attention, and whether it has a backward pass."""
+
+    name: str
+    width: int
+    backward: bool
+
+
+def passes_of(model: "Model") -> Passes:
+    """The passes of a whole model that is placed: before a stage's rank drops the units of others."""
+    found = list(_walk(model))
+    products = [one for one in found if isinstance(one, _Product)]
+    cores = [one for one in found if isinstance(one, _Core)]
+    no_dgrad, no_wgrad = [one for one in products if not one.dgrad], [one for one in products if not one.wgrad]
+    no_backward = [core for core in cores if not core.backward]
+    per_token, pairs = model.plan.flops.per_token, model.plan.flops.per_squared_length
+    third, backward = per_token // 3, pairs - pairs // 3
+    if no_backward:
+        backward -= backward * sum(core.width for core in no_backward) // sum(core.width for core in cores)
+    return Passes(
+        Flops(third, pairs // 3),
+        Flops(third - 2 * sum(one.elements for one in no_dgrad), backward),
+        Flops(per_token - 2 * third - 2 * sum(one.elements for one in no_wgrad), 0),
+        *(frozenset(one.name for one in found) for found in (no_dgrad, no_wgrad, no_backward)),
+    )
+
+
+def _walk(model: "Model") -> Iterator[_Product | _Core]:
+    """The products and attention cores of all units, in order."""
+    trained = model.trained_units()
+    all_trained = all(placement.parameter.trainable for placement in model.placements.values())
+    for unit, carried in zip(model.plan.units, carrying(model.plan.units, trained), strict=False):
+        walk = _Walk(model, unit.name in trained)
+        # A plan counts all three passes of every product, also of the first; so a model of which nothing is frozen has
+        # exactly what its plan states.
+        walk.visit(model.module.get_submodule(unit.name), unit.name, all_trained or not carried.isdisjoint(unit.inputs))
+        yield from walk.found
+
+
+class _Walk:
+    """Goes through the modules of a unit. A method's `learns` says whether what comes in carries a gradient.
+
+    It returns whether what goes out does.
+    """
+
+    def __init__(self, model: "Model", unit_is_trained: bool) -> None:
+        self.model, self.unit_is_trained = model, unit_is_trained
+        self.found: list[_Product | _Core] = []
+
+    def visit(self, part: nn.Module, name: str, learns: bool) -> bool:
+        """A module and all inside it."""
+        if isinstance(part, Linear):
+            self._product(f"{name}.weight", part.weight.numel(), learns, name)
+            return learns or self._trains(part, name)
+        if isinstance(part, MixtureOfExperts):
+            return self._experts(part, name, learns)
+        if isinstance(part, Attention):
+            learns = self.visit(part.qkv, f"{name}.qkv", learns) or self._trains_own(part, name)
+            self.found.append(_Core(name, part.num_heads * part.head_dim, learns))
+            return self.visit(part.out, f"{name}.out", learns)
+        if isinstance(part, DotProductAttention):  # its projections are elsewhere in the unit
+            self.found.append(_Core(name, part.num_heads * part.head_dim, learns or self.unit_is_trained))
+        learns = learns or self._trains_own(part, name)
+        for attribute, child in part.named_children():
+            learns = self.visit(child, f"{name}.{attribute}", learns)
+        return learns
+
+    def _experts(self, part: MixtureOfExperts, name: str, learns: bool) -> bool:
+        """Router, experts and what is shared all take the same input."""
+        experts, choice = part.experts, part.router.choice
+        used = [one.numel() * choice.top_k // choice.num_experts for one in (experts.up, experts.down)]
+        self._product(f"{name}.router.weight", part.router.weight.numel(), learns)
+        self._product(f"{name}.experts.up", used[0], learns)
+        self._product(f"{name}.experts.down", used[1], learns or self._trained(f"{name}.experts.up"))
+        for attribute in ("shared", "shared_gate"):
+            child = getattr(part, attribute)
+            if child is not None:
+                self.visit(child, f"{name}.{attribute}", learns)
+        return learns or self._trains(part, name)
+
+    def _product(self, weight: str, elements: int, learns: bool, name: str = "") -> None:
+        self.found.append(_Product(name or weight, elements, learns, self._trained(weight)))
+
+    def _trained(self, name: str) -> bool:
+        return self.model.placement_of(name).parameter.trainable
+
+    def _trains(self, part: nn.Module, name: str) -> bool:
+        return any(self._trained(f"{name}.{own}") for own, _ in part.named_parameters())
+
+    def _trains_own(self, part: nn.Module, name: str) -> bool:
+        return any(self._trained(f"{name}.{own}") for own, _ in part.named_parameters(recurse=False))

@@ -1,0 +1,493 @@
+"""Frozen parameters: they have values, placements and checkpoints as all others, and nothing that training needs.
+
+`pytest --wide layouts` adds layouts, `--wide reshard` pairs of them, `--wide precision` runs in bf16 and fp16.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mplug import UsageError
+from mplug.build import Parts, build, build_model, load_for_inference, measure_bytes
+from mplug.checkpoint import newest, read_manifest
+from mplug.position import Position
+from mplug.run import prepare
+from mplug.testing import run_workers
+from mplug.testing.harness import (
+    EXACT,
+    as_rank,
+    difference,
+    logical,
+    rounding_bound,
+    tiny_config,
+    tiny_run,
+    weights_off,
+)
+from mplug.testing.parity import trained_once
+from mplug.testing.runs import Witness
+from mplug.testing.runs import trained as run_of
+
+FIRST: dict[str, Any] = {"model.frozen": ["embedding", "blocks.0"]}
+ALL_BUT_LAST: dict[str, Any] = {"model.frozen": ["embedding", "blocks.0", "blocks.1", "blocks.2", "head"]}
+ONLY_EMBEDDING: dict[str, Any] = {"model.frozen": ["blocks", "head"]}
+ONLY_NORMS: dict[str, Any] = {
+    "model.frozen": ["embedding", "head", "blocks.*.attn.qkv", "blocks.*.attn.out", "blocks.*.mlp", "blocks.*.norm1"]
+}
+TIED: dict[str, Any] = {**FIRST, "model.tie_embeddings": True}
+EXPERTS: dict[str, Any] = {
+    "model.name": "mixtral",
+    "model.num_layers": 2,
+    "model.hidden_size": 32,
+    "model.num_attention_heads": 4,
+    "model.num_kv_heads": 2,
+    "model.vocab_size": 259,
+    "model.init_std": 0.06,
+    "model.ffn_hidden_size": 24,
+    "model.num_experts": 4,
+    "model.expert_bias_rate": 0.05,
+}
+STAGE_2 = {"parallel.zero.stage": 2}
+
+
+def is_frozen(name: str, settings: dict[str, Any]) -> bool:
+    """Of patterns without a star."""
+    return any(name.startswith(f"{part}.") for part in settings["model.frozen"])
+
+
+def refusal(settings: dict[str, Any]) -> str:
+    with pytest.raises(UsageError) as caught:
+        build_model(tiny_run(settings))
+    return str(caught.value)
+
+
+# What is frozen.
+
+
+def frozen_in(settings: dict[str, Any]) -> set[str]:
+    placements = build_model(tiny_run(settings)).placements
+    return {name for name, placement in placements.items() if not placement.parameter.trainable}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("embedding", {"embedding.token.weight"}),
+        ("embedding.token.weight", {"embedding.token.weight"}),
+        ("blocks.*.norm2", {f"blocks.{n}.norm2.weight" for n in range(4)}),
+        ("blocks.2.mlp.*.weight", {"blocks.2.mlp.up.weight", "blocks.2.mlp.down.weight"}),
+        ("*.norm", {"head.norm.weight"}),
+    ],
+)
+def test_a_pattern_names_parameters_or_the_modules_that_they_lie_in(pattern: str, expected: set[str]) -> None:
+    assert frozen_in({"model.frozen": [pattern]}) == expected
+
+
+@pytest.mark.parametrize("name", ["embedding", "head.project"])
+def test_a_tied_parameter_is_frozen_by_any_of_its_names(name: str) -> None:
+    assert frozen_in({"model.frozen": [name], "model.tie_embeddings": True}) == {"embedding.token.weight"}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["block.0"], "model.frozen (the suite's settings): 'block.0' matches no parameter and no module of the model"),
+        (["embeding"], "; did you mean 'embedding'?"),
+        (["blocks.9"], "'blocks.9' matches no parameter"),
+        (["bloc"], "'bloc' matches no parameter"),
+        (["embedding", "blocks", "head"], "model.frozen (the suite's settings) freezes every parameter of the model"),
+        ("embedding", "model.frozen (the suite's settings): must be a valid tuple"),
+        ([3], "model.frozen.0 (the suite's settings): must be a valid string"),
+        ([""], "model.frozen.0 (the suite's settings): must have at least 1 character"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_frozen_is_refused_with_its_source(given: Any, said: str) -> None:
+    assert said in refusal({"model.frozen": given})
+
+
+def test_a_module_that_freezes_what_its_plan_trains_is_refused() -> None:
+    run = tiny_run({})
+    original = run.hooks.call
+
+    class Calls:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(original, name)
+
+        def build_model(self, **named: Any) -> Any:
+            model = original.build_model(**named)
+            model.module.head.norm.weight.requires_grad_(False)
+            return model
+
+    run.hooks.call = Calls()  # type: ignore[misc, assignment]
+    with pytest.raises(
+        UsageError, match=r"sets requires_grad of parameter 'head\.norm\.weight' to False, and its plan"
+    ):
+        build_model(run)
+
+
+def test_a_family_with_a_field_of_that_name_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mplug_gpt import GPT
+    from pydantic import Field
+
+    class Config(GPT.Config):
+        frozen: int = Field(3, description="something else")
+
+    monkeypatch.setattr(GPT, "Config", Config)
+    config = tiny_config({"model.frozen": 4})
+    assert (config.model.frozen, config.frozen, config.resolved()["model"]["frozen"]) == (4, (), 4)
+
+
+def test_the_resolved_config_and_its_sources_have_the_field() -> None:
+    config, plain = tiny_config(FIRST), tiny_config({})
+    assert config.resolved()["model"]["frozen"] == ["embedding", "blocks.0"]
+    assert config.sources()["model.frozen"] == "the suite's settings"
+    assert (plain.resolved()["model"]["frozen"], plain.sources()["model.frozen"]) == ([], "default of mplug")
+
+
+# One process.
+
+
+@pytest.mark.parametrize("settings", [FIRST, ALL_BUT_LAST], ids=["first", "all but the last"])
+def test_initial_values_and_gradients_are_those_of_the_model_that_trains_everything(settings: dict[str, Any]) -> None:
+    found, whole = trained_once(settings)[0], trained_once({})[0]
+    assert found.losses[0] == whole.losses[0]
+    squares = 0.0
+    for name, shape in whole.shapes.items():
+        initial = logical([found.initial], name, shape)
+        assert torch.equal(initial, logical([whole.initial], name, shape)), name
+        last = logical([found.weights], name, shape)
+        assert torch.equal(last, initial) == is_frozen(name, settings), name
+        assert (name in found.gradients[0]) != is_frozen(name, settings), name
+        if name in found.gradients[0]:
+            expected = logical([whole.gradients[0]], name, shape)
+            torch.testing.assert_close(logical([found.gradients[0]], name, shape), expected, rtol=EXACT, atol=0)
+            squares += float(expected.square().sum())
+    targets = found.norms[0] / squares**0.5
+    assert targets == pytest.approx(whole.norms[0] / norm_of(whole), rel=EXACT)
+
+
+def norm_of(trace: Any) -> float:
+    shapes = trace.shapes.items()
+    return sum(float(logical([trace.gradients[0]], name, shape).square().sum()) for name, shape in shapes) ** 0.5
+
+
+def test_a_frozen_parameter_has_the_precision_of_the_run_and_nothing_beside_its_values() -> None:
+    parts = build(tiny_run({**FIRST, "trainer.precision": "bf16"}))
+    frozen = {name for name in parts.model.placements if is_frozen(name, FIRST)}
+    assert set(parts.model.frozen) == frozen
+    assert {parameter.dtype for parameter in parts.model.frozen.values()} == {torch.bfloat16}
+    assert frozen.isdisjoint(parts.model.sinks)
+    assert frozen.isdisjoint(piece.name for piece in parts.pieces)
+    assert {one.name for one in parts.held()} == set(parts.model.placements)
+    for name, parameter in parts.model.parameters().items():
+        assert parameter.requires_grad != (name in frozen)
+        assert hasattr(parameter, "main_grad") != (name in frozen)
+
+
+def test_a_frozen_router_keeps_its_balancing_bias() -> None:
+    parts = build(tiny_run({**EXPERTS, "model.frozen": ["blocks.0.moe.router"]}))
+    parts.stepper.forward_backward(parts.train_loader.take(8), 1)
+    parts.stepper.update(1e-3, 0.0)
+    biases = [parts.model.buffers()[f"blocks.{n}.moe.router.bias"] for n in (0, 1)]
+    assert [bool(bias.any()) for bias in biases] == [False, True]
+
+
+# Layouts.
+
+WIDE, RESHARD, PRECISION = (pytest.mark.wide(name) for name in ("layouts", "reshard", "precision"))
+RECOMPUTE = {"memory.recompute.mode": "full"}
+QUICK = [
+    (layout, case, options)
+    for layout, options in (("tp2pp2", {}), ("zero2pp2", STAGE_2), ("fsdp2tp2", {}))
+    for case in (FIRST, ALL_BUT_LAST)
+]
+MORE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    (layout, case, options)
+    for layout, options in [
+        *((layout, {}) for layout in ("dp2", "tp2", "pp2", "pp4", "cp2", "fsdp2", "fsdp2pp2", "dp2tp2pp2", "cp2fsdp2")),
+        *((layout, options) for layout in ("zero2", "zero4", "zero2tp2", "dp2zero2") for options in ({}, STAGE_2)),
+        ("zero2pp2", {}),
+        ("zero2", {**STAGE_2, "parallel.zero.bucket_mib": 0.01}),
+        ("zero2", {"optimizer.name": "muon"}),
+        ("cp2", {"parallel.cp.method": "all_gather"}),
+        ("cp2", {"parallel.cp.method": "ulysses"}),
+        ("tp2", {"parallel.tp.sequence_parallel": False}),
+        ("pp2", {"parallel.pp.schedule": "gpipe"}),
+        ("fsdp2", {"parallel.fsdp.reshard_after_forward": False}),
+        ("fsdp2pp2", {"parallel.fsdp.reshard_after_forward": False}),
+        ("fsdp2", {"parallel.fsdp.cpu_offload": True}),
+        *((layout, RECOMPUTE) for layout in ("", "zero2", "fsdp2", "tp2pp2")),
+        ("fsdp2", {**RECOMPUTE, "memory.recompute.offload": True, "memory.recompute.offload_from": 1}),
+        *((layout, {"trainer.compile": "aot_eager"}) for layout in ("dp2", "fsdp2", "tp2pp2")),
+    ]
+    for case in (FIRST, ALL_BUT_LAST, ONLY_EMBEDDING, ONLY_NORMS)
+]
+MORE += [(layout, case, options) for layout, case, options in QUICK for case in (ONLY_EMBEDDING, ONLY_NORMS)]
+MORE += [(layout, TIED, {}) for layout in ("pp2", "tp2pp2", "zero2pp2", "fsdp2pp2", "pp4")]
+MORE += [
+    (layout, {**EXPERTS, "model.frozen": frozen}, options)
+    for layout, options in (("ep2", {}), ("ep2fsdp4", {}), ("ep2zero4", STAGE_2), ("ep2pp2dp2", {}), ("tp2ep2", {}))
+    for frozen in (["embedding", "blocks.0"], ["embedding", "blocks.*.moe.experts"], ["blocks.*.moe.router", "head"])
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "case", "options"), [*QUICK, *(pytest.param(*one, marks=WIDE) for one in MORE)], ids=str
+)
+def test_a_layout_gives_the_run_of_one_process(layout: str, case: dict[str, Any], options: dict[str, Any]) -> None:
+    alone = {name: value for name, value in options.items() if name.startswith("optimizer")}
+    traces, reference = trained_once({**case, **options, "parallel.layout": layout}), trained_once({**case, **alone})[0]
+    assert difference(traces, reference) == ""
+    assert weights_off(traces, reference) == ""
+
+
+@pytest.mark.parametrize("case", [FIRST, ALL_BUT_LAST], ids=["first", "all but the last"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("layout", ["dp2", "zero2", "fsdp2", "tp2", "pp2", "cp2"])
+@PRECISION
+def test_in_low_precision_a_layout_rounds_as_one_process_does(
+    layout: str, precision: str, case: dict[str, Any]
+) -> None:
+    low = {**case, "trainer.precision": precision}
+    exact, alone = trained_once(case)[0], trained_once(low)[0]
+    assert difference(trained_once({**low, "parallel.layout": layout}), exact, rounding_bound(alone, exact)) == ""
+
+
+# Pipelines.
+
+
+def sent_back(settings: dict[str, Any]) -> dict[str, Any]:
+    """Be one stage for a step: how many gradients it sends, and whether its forward passes prepare a backward one."""
+    parts = build(tiny_run(settings))
+    stepper: Any = parts.stepper
+    sent, needed = list[int](), list[bool]()
+    if stepper.previous is not None:
+        send = stepper.previous.send
+        stepper.previous.send = lambda tensors: (sent.append(len(tensors)), send(tensors))
+    run = stepper.model.run
+
+    def watched(batch: Any) -> dict[str, Tensor]:
+        values: dict[str, Tensor] = run(batch)
+        last = values["hidden"] if "loss" not in values else values["loss"]
+        needed.append(last.requires_grad)
+        return values
+
+    stepper.model.run = watched
+    stepper.forward_backward(parts.train_loader.take(8), 1)
+    return {"sent": sum(sent), "needed": any(needed)}
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        (FIRST, [{"sent": 0, "needed": True}, {"sent": 4, "needed": True}]),
+        (ALL_BUT_LAST, [{"sent": 0, "needed": False}, {"sent": 0, "needed": True}]),
+        (ONLY_EMBEDDING, [{"sent": 0, "needed": True}, {"sent": 4, "needed": True}]),
+    ],
+    ids=["first", "all but the last", "only the first"],
+)
+def test_a_stage_sends_gradients_only_to_where_something_is_trained(
+    case: dict[str, Any], expected: list[dict[str, Any]]
+) -> None:
+    assert run_workers(2, sent_back, {**case, "parallel.layout": "pp2"}) == expected
+
+
+def noted_by_fsdp(settings: dict[str, Any]) -> int:
+    """Be one rank for a step and an evaluation: the forward passes that FSDP still remembers."""
+    from mplug.loop import evaluate
+
+    run = tiny_run(settings)
+    parts = build(run)
+    parts.stepper.forward_backward(parts.train_loader.take(8), 1)
+    noted: int = 0
+    for part in parts.model.module.modules():
+        if hasattr(part, "_get_fsdp_state") and (group := part._get_fsdp_state()._fsdp_param_group) is not None:
+            noted += len(group._post_forward_indices)
+    assert evaluate(run, parts) > 0
+    return noted
+
+
+def test_a_stage_without_backward_remembers_no_forward_pass() -> None:
+    assert run_workers(4, noted_by_fsdp, {**ALL_BUT_LAST, "parallel.layout": "fsdp2pp2"}) == [0] * 4
+
+
+# Checkpoints.
+
+SMALL = {"trainer.eval_every": 0, "checkpoint.asynchronous": False, "trainer.precision": "fp64"}
+
+
+def rank_of_a_run(settings: dict[str, Any], steps: int, directory: Path, resume_from: Path | None) -> Witness:
+    """Be one rank of a run that is saved at its end."""
+    config = tiny_config({**SMALL, **settings, "trainer.steps": steps})
+    witness = run_of(config, directory, resume_from=resume_from)
+    witness.weights = {}
+    return witness
+
+
+def losses_of(settings: dict[str, Any], steps: int, directory: Path, resume_from: Path | None = None) -> list[float]:
+    size = prepare(tiny_config({**SMALL, **settings})).mesh.world_size
+    ranks: list[Witness] = run_workers(size, rank_of_a_run, settings, steps, directory, resume_from)
+    return ranks[0].losses
+
+
+def saved(directory: Path) -> Path:
+    return newest(directory / "checkpoints")
+
+
+PAIRS = [
+    ("fsdp2tp2", {}, "zero2pp2", STAGE_2),
+    *(
+        pytest.param(one, STAGE_2 if "zero" in one else {}, other, {}, marks=RESHARD)
+        for one, other in (
+            ("", "fsdp2"),
+            ("tp2pp2", ""),
+            ("zero2pp2", "fsdp2tp2"),
+            ("fsdp2", "zero2"),
+            ("dp2", "tp2"),
+            ("cp2", "fsdp2pp2"),
+            ("pp2", "zero2"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("case", [FIRST, ALL_BUT_LAST], ids=["first", "all but the last"])
+@pytest.mark.parametrize(("one", "options", "other", "other_options"), PAIRS)
+def test_a_checkpoint_holds_all_parameters_and_goes_on_under_another_layout(
+    one: str,
+    options: dict[str, Any],
+    other: str,
+    other_options: dict[str, Any],
+    case: dict[str, Any],
+    tmp_path: Path,
+    logical: Callable[[Path], dict[str, Tensor]],
+) -> None:
+    told = losses_of({**case, **options, "parallel.layout": one}, 2, tmp_path / "a")
+    before = logical(saved(tmp_path / "a"))
+    told += losses_of({**case, **other_options, "parallel.layout": other}, 3, tmp_path / "b", saved(tmp_path / "a"))
+    after = logical(saved(tmp_path / "b"))
+    assert told == pytest.approx(losses_of(case, 3, tmp_path / "whole"), rel=EXACT)
+    reference = trained_once(case)[0]
+    for name, shape in reference.shapes.items():
+        states = {key.rpartition("/")[2] for key in before if key.startswith(f"{name}/")}
+        assert (states == {"weight"}) == is_frozen(name, case), (name, states)
+        if is_frozen(name, case):
+            begun = torch.full(shape, float("nan"), dtype=torch.float64)
+            for start, values in reference.initial[name]:
+                begun[tuple(slice(s, s + n) for s, n in zip(start, values.shape, strict=True))] = values
+            assert torch.equal(before[f"{name}/weight"], begun)
+            assert torch.equal(after[f"{name}/weight"], begun)
+
+
+def position_of(settings: dict[str, Any], directory: Path) -> Position:
+    run = as_rank(prepare(tiny_config({**SMALL, "trainer.precision": "fp32", **settings}), directory=directory))
+    run.device = "cpu"
+    return Position(run, build(run))
+
+
+def stepped(position: Position) -> Position:
+    """After a step, saved."""
+    parts: Parts = position.parts
+    position.run.step = 1
+    parts.stepper.forward_backward(parts.train_loader.take(8), 1)
+    parts.stepper.update(1e-2, 0.1)
+    position.save()
+    return position
+
+
+def values_of(position: Position) -> dict[str, Tensor]:
+    return {one.name: one.values.clone() for one in position.parts.held()}
+
+
+def test_what_was_trained_may_be_frozen_from_a_checkpoint_on(tmp_path: Path) -> None:
+    wanted = values_of(stepped(position_of({}, tmp_path)))
+    resumed = position_of({**FIRST, "trainer.precision": "bf16"}, tmp_path)
+    resumed.load(saved(tmp_path))
+    for name, values in values_of(resumed).items():
+        kept = wanted[name].bfloat16() if is_frozen(name, FIRST) else wanted[name]
+        assert torch.equal(values, kept), name
+
+
+def test_what_was_frozen_cannot_be_trained_from_a_checkpoint_on_and_the_error_says_what_can(tmp_path: Path) -> None:
+    stepped(position_of(FIRST, tmp_path))
+    resumed = position_of({"model.frozen": ["embedding"]}, tmp_path)
+    with pytest.raises(UsageError) as caught:
+        resumed.load(saved(tmp_path))
+    assert (
+        "of 'blocks.0.norm1.weight', which was frozen when it was saved; freeze it (model.frozen), or begin a new "
+        in (str(caught.value))
+    )
+    assert "run with the checkpoint's weights (checkpoint.pretrained)" in str(caught.value)
+
+
+def test_a_checkpoint_without_states_of_another_optimizer_is_told_apart(tmp_path: Path) -> None:
+    stepped(position_of({**FIRST, "optimizer.name": "muon"}, tmp_path))
+    resumed = position_of(FIRST, tmp_path)
+    names = [name for name in read_manifest(saved(tmp_path))["tensors"] if name.startswith("blocks.1.mlp.up.weight/")]
+    assert not any(name.endswith("exp_avg") for name in names)
+    with pytest.raises(UsageError, match="it is of another optimizer"):
+        resumed.load(saved(tmp_path))
+
+
+@pytest.mark.parametrize("case", [FIRST, {}], ids=["frozen", "trained"])
+def test_a_new_run_begins_with_the_weights_of_a_run_that_froze_others(case: dict[str, Any], tmp_path: Path) -> None:
+    from mplug.pretrained import load_weights
+
+    wanted = values_of(stepped(position_of(ALL_BUT_LAST, tmp_path)))
+    begun = position_of({**case, "trainer.seed": 77}, tmp_path / "new")
+    load_weights(begun.run, begun.parts, saved(tmp_path))
+    assert all(torch.equal(values, wanted[name]) for name, values in values_of(begun).items())
+
+
+def test_inference_has_the_frozen_weights_too(tmp_path: Path) -> None:
+    wanted = values_of(stepped(position_of(FIRST, tmp_path)))
+    model = load_for_inference(prepare(tiny_config({**SMALL, **FIRST, "trainer.precision": "fp32"})), saved(tmp_path))
+    assert all(torch.equal(parameter, wanted[name]) for name, parameter in model.parameters().items())
+
+
+# What is told.
+
+
+def test_bytes_count_frozen_weights_apart_and_give_them_no_master_and_no_state() -> None:
+    low = {"trainer.precision": "bf16"}
+    whole, part = (measured({**low, **case}) for case in ({}, FIRST))
+    frozen = sum(p.numel for name, p in build_model(tiny_run({})).placements.items() if is_frozen(name, FIRST))
+    assert part["frozen weights"] == 2 * frozen
+    assert "frozen weights" not in whole
+    each = {"weights": 2, "masters": 4, "gradients": 4, "optimizer state": 8}
+    for what, size in each.items():
+        assert whole[what] - part[what] == pytest.approx(size * frozen, abs=200), what
+
+
+def test_fsdp_divides_frozen_weights_and_keeps_them_in_the_precision_of_the_run() -> None:
+    settings = {**FIRST, "trainer.precision": "bf16"}
+    assert 2 * measured({**settings, "parallel.layout": "fsdp2"})["frozen weights"] == pytest.approx(
+        measured(settings)["frozen weights"], abs=300
+    )
+
+
+def measured(settings: dict[str, Any]) -> dict[str, int]:
+    run = tiny_run(settings)
+    return measure_bytes(run, build_model(run))
+
+
+def test_explain_tells_frozen_parameters_apart(cli: Callable[..., Any]) -> None:
+    told = cli("explain", "--set", "model.frozen=[embedding, blocks.0]").stdout
+    sizes = {name: p.numel for name, p in build_model(prepare(default_config())).placements.items()}
+    frozen = sum(size for name, size in sizes.items() if is_frozen(name, FIRST))
+    assert f"{sum(sizes.values()):,} parameters, {frozen:,} of them frozen" in told
+    lines = {line.split()[0]: line.split()[-1] for line in told.splitlines() if line.strip()}
+    assert lines["embedding.token.weight"] == "frozen"
+    assert any(line.split()[:4] == ["blocks.*.mlp.up.weight", "1", "512x128", "mlp"] for line in told.splitlines())
+    assert "frozen weights" in told
+
+
+def default_config() -> Any:
+    from mplug.registry import Registry
+    from mplug.resolve import default_settings, resolve
+
+    return resolve(Registry(), default_settings(), {})

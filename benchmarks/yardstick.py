@@ -7,7 +7,8 @@ of one micro batch's gradients.
 
 Any script can take part that reads one JSON object from stdin:
 
-    model, optimizer   the fields of these sections of the config; null where a field follows from others
+    model, optimizer   the fields of these sections of the config; null where a field follows from others; `frozen` is
+                       there only if something is
     seq_length, micro_batch_size, micro_batches (of a step), max_grad_norm (0: no clipping), seed
     precision          "fp32" or "bf16"
     device             "cpu" or "cuda"

@@ -67,11 +67,14 @@ class Script:
 
 
 def task_of(run: Run, model: "Model") -> dict[str, Any]:
-    """What a script is told of a run of one process, whose model is on the meta device."""
+    """What a script is told of a run of one process, whose model is on the meta device.
+
+    It hears of frozen parameters where there are some, so that one that knows only of trained ones can say so.
+    """
     trainer, resolved = run.config.trainer, run.config.resolved()
     core = next((filled for filled in model.slots if filled.site.slot == "Attention.core"), None)
     return {
-        "model": resolved["model"],
+        "model": {name: value for name, value in resolved["model"].items() if name != "frozen" or value},
         "optimizer": resolved["optimizer"],
         "seq_length": trainer.seq_length,
         "micro_batch_size": run.micro_batch_size,

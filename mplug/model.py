@@ -50,14 +50,14 @@ class Model:
     buffer_placements: dict[str, Placement] = field(default_factory=dict)
     slots: list[Filled] = field(default_factory=list)
     unit_wraps: list[Filled] = field(default_factory=list)
-    frozen: dict[str, nn.Parameter] = field(default_factory=dict)
     stages: Stages = field(default=Stages("", ()))
     own_units: tuple[Unit, ...] = ()
     sharding: Sharding | None = None
     shards: Shards | None = None
     when_written: list[Callable[[], None]] = field(default_factory=list)
-    draws: Draws | None = None
+    frozen: dict[str, nn.Parameter] = field(default_factory=dict)
     passes: "Passes | None" = None
+    draws: Draws | None = None
     _sinks: Sinks | None = None
 
     @property

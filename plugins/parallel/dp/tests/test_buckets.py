@@ -144,7 +144,7 @@ def wrapped(chain: Chain, group: Any, axes: tuple[str, ...], bucket_mib: float =
     """The sinks of a model all of whose gradients are data-parallel over some axes, after the plugin has seen them."""
     sinks = Sinks(dict(chain.named_parameters()))
     sinks.reduced_over |= {taken} - {""}
-    placements = dict.fromkeys(sinks, SimpleNamespace(data_axes=axes))
+    placements = dict.fromkeys(sinks, SimpleNamespace(data_axes=axes, parameter=SimpleNamespace(trainable=True)))
     groups = dict.fromkeys(sinks, group)
     model = SimpleNamespace(sinks=sinks, placements=placements, data_groups=lambda _: groups)
     DataParallel(DataParallel.Config(bucket_mib=bucket_mib)).wrap_model(run=None, model=model)

@@ -91,8 +91,8 @@ class DefaultStepper:
     def entries(self, batch: MicroBatch, step: int) -> MicroBatch:
         """What this rank's units get of a micro batch: its part of each entry, and the samples' keys of this step.
 
-        It is called once for each micro batch of a step, in the loader's order: with them goes the key of what kernels
-        draw by themselves (`mplug.draws`), by the number of the micro batch.
+        It is called once for each micro batch of a step, in the loader's order, after `begin_step`: among them is the
+        key of what kernels draw by themselves (`mplug.draws`), which is a function of the micro batch's number.
         """
         own = own_entries(batch, self.model.plan.context, self.run.mesh, self.run.rank)
         draws: Any = micro_batch_key(self.seed, step, self.micro_batches)

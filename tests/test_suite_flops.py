@@ -1,0 +1,83 @@
+"""The suite of models judges FLOPs of a model whose attention fills no slot, where no stand-in can tell it apart."""
+
+from collections.abc import Callable
+
+import pytest
+
+from mplug.testing import Fault, ModelSuite
+
+
+class OwnAttention(ModelSuite):
+    plugin = "peregrine"
+    settings = {
+        "model.num_layers": 3,
+        "model.hidden_size": 32,
+        "model.num_attention_heads": 4,
+        "model.num_kv_heads": 2,
+        "model.head_dim": 8,
+        "model.ffn_hidden_size": 24,
+        "model.vocab_size": 259,
+        "model.tie_embeddings": False,
+    }
+
+
+ATTEND = "        mixed = self.attn.attend(q, k, v, positions, keys).flatten(-2)  # [B, S, HK]\n"
+GROUPS = "        k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))\n"
+DENSE = f"""{GROUPS}
+        scores = torch.einsum("bshk,bthk->bhst", q, k).tril() - torch.full((k.shape[1],) * 2, torch.inf).triu(1)
+        mixed = torch.einsum("bhst,bthk->bshk", scores.softmax(dim=-1), v).flatten(-2)
+"""
+FUSED = f"""{GROUPS}
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+"""
+ROW_BY_ROW = f"""{GROUPS}
+        rows = [
+            torch.einsum("bht,bthk->bhk", torch.einsum("bhk,bthk->bht", q[:, n - 1], k[:, :n]).softmax(-1), v[:, :n])
+            for n in range(1, q.shape[1] + 1)
+        ]
+        mixed = torch.stack(rows, dim=1).flatten(-2)
+"""
+LINEAR = f"""{GROUPS}
+        mixed = torch.einsum("bshk,bhkj->bshj", q, torch.einsum("bthk,bthj->bhkj", k, v)).flatten(-2)
+"""
+STATED = "Flops(per_token, 6 * config.num_layers * queries)"
+NO_ATTENTION = (STATED, "Flops(per_token, 0)")
+NO_READOUT = ("(config.num_layers * (enter + leave) + config.vocab_size)", "config.num_layers * (enter + leave)")
+MIXES_LINEARLY = (STATED, "Flops(per_token + 12 * config.num_layers * queries * config.head_dim, 0)")
+WIDE = pytest.mark.wide("suites")
+
+
+@pytest.mark.parametrize(
+    ("attention", "stated"),
+    [
+        pytest.param(DENSE, ("", ""), id="dense"),
+        pytest.param(FUSED, ("", ""), id="fused", marks=WIDE),
+        pytest.param(ROW_BY_ROW, ("", ""), id="row by row", marks=WIDE),
+        pytest.param(LINEAR, MIXES_LINEARLY, id="linear", marks=WIDE),
+    ],
+)
+def test_true_flops_of_attention_without_the_slot_pass(
+    attention: str, stated: tuple[str, str], plant: Callable[..., None]
+) -> None:
+    plant("nova-peregrine", ATTEND, attention, *stated)
+    OwnAttention().test_its_flops_are_those_of_its_matrix_products()
+
+
+@pytest.mark.parametrize(
+    ("attention", "stated", "words"),
+    [
+        pytest.param(DENSE, NO_ATTENTION, "states 0 FLOPs a squared length; in forward passes of 8 and 16", id="dense"),
+        pytest.param(DENSE, NO_READOUT, "states 96,768 FLOPs a token; in forward passes of 8 and 16", id="readout"),
+        pytest.param(FUSED, NO_ATTENTION, "torch counts 1,152 with backward", id="fused", marks=WIDE),
+        pytest.param(ROW_BY_ROW, NO_ATTENTION, "states 0 FLOPs a squared length", id="row by row", marks=WIDE),
+        pytest.param(LINEAR, NO_ATTENTION, "FLOPs a token; in forward passes of", id="linear", marks=WIDE),
+    ],
+)
+def test_flops_that_are_too_low_fail_without_the_slot_too(
+    attention: str, stated: tuple[str, str], words: str, plant: Callable[..., None]
+) -> None:
+    plant("nova-peregrine", ATTEND, attention, *stated)
+    with pytest.raises(Fault) as caught:
+        OwnAttention().test_its_flops_are_those_of_its_matrix_products()
+    assert words in str(caught.value)

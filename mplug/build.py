@@ -22,7 +22,7 @@ from mplug.model import Model, allocate, fill_slots, initialize, wrap_units
 from mplug.precision import DTYPES, wide
 from mplug.run import Run
 from mplug.scaling import LossScale
-from mplug.slots import Offer, Selection, Unmet, Wrap
+from mplug.slots import PLAIN, Offer, Selection, Unmet, Wrap
 from mplug.stepper import DefaultStepper, make_pieces, write_weights
 from mplug.sums import token_sums
 
@@ -76,8 +76,9 @@ def build_model(run: Run) -> Model:
 
 
 def _remedy(config: RunConfig, unmet: Unmet) -> str:
-    """The end of an unmet need's sentence; who wraps says itself what to do."""
-    return "" if unmet.plugin.startswith(("parallel/", "memory/")) else kernels_that_would_do(config, unmet)
+    """The end of the sentence of a kernel, or of plain torch; another plugin's need is met by no other kernel."""
+    is_kernel = unmet.plugin == PLAIN or unmet.plugin.startswith("kernels/")
+    return kernels_that_would_do(config, unmet) if is_kernel else ""
 
 
 def _build_model(run: Run) -> tuple[Model, Selection]:

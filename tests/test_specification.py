@@ -193,7 +193,7 @@ def test_a_supplier_that_says_yes_to_needs_that_do_not_exist_is_not_believed() -
     assert selection.filled[0].offer is offer
     selection = selected([offer], "kernels/x", attention_bias="alibi")
     assert [one.reason for one in selection.unmet] == [
-        "the site needs alibi bias, and its 'supports' does not look at site.needs"
+        "the site needs alibi bias, and its 'supports' grants needs that do not exist as well"
     ]
 
 

@@ -66,14 +66,17 @@ def _traces(settings: TinySettings, layout: str) -> tuple[list[Trace], Trace]:
 
 
 def _world_size(settings: TinySettings) -> int:
-    """How many ranks a run has; SkipTest where it is refused before any process starts."""
+    """How many ranks a run has; SkipTest where its layout is refused before any process starts."""
     from mplug.build import build_model
 
+    layout = settings["parallel.layout"]
     try:
         run = tiny_run(settings)
         build_model(run)
     except UsageError as error:
-        raise SkipTest(f"layout '{settings['parallel.layout']}' is refused: {error}") from None
+        require(layout, f"the run is refused in one process, so that no layout can be compared with it: {error}")
+        _world_size({**settings, "parallel.layout": ""})
+        raise SkipTest(f"layout '{layout}' is refused: {error}") from None
     except ValueError as error:
         raise Fault(str(error)) from error
     return run.mesh.world_size

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mplug.testing import ParallelSuite, run_workers
+from mplug.testing import Fault, ParallelSuite, run_workers
 from mplug.testing.harness import Trace, difference, train_steps
 from mplug.testing.parity import require_parity
 
@@ -216,6 +216,12 @@ def test_an_error_of_1e_7_in_the_gradient_of_any_parameter_is_seen() -> None:
         wrong = [(start, values * (1 + 1e-7)) for start, values in reference.gradients[0][name]]
         gradients = [{**reference.gradients[0], name: wrong}, *reference.gradients[1:]]
         assert f"gradient of '{name}'" in difference([replace(reference, gradients=gradients)], reference)
+
+
+def test_a_run_that_one_process_refuses_is_a_fault_and_no_layout_to_skip() -> None:
+    for layout in ("", "dp2"):
+        with pytest.raises(Fault, match=r"the run is refused in one process.*num_attention_heads=3 does not divide"):
+            require_parity({"model.num_attention_heads": 3}, layout)
 
 
 def test_a_suite_skips_a_run_that_its_ranks_refuse(text_file: Path) -> None:

@@ -229,6 +229,17 @@ def test_cores_and_wraps_of_version_0_1_are_called_as_they_were() -> None:
     )
 
 
+def test_a_core_may_call_its_arguments_what_it_likes() -> None:
+    def ignoring(q: Tensor, k: Tensor, v: Tensor, _spec: AttentionSpec, _inputs: AttentionInputs) -> Tensor:
+        return v
+
+    def positional(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float = 0.0, keys: Any = None) -> Tensor:
+        return v
+
+    assert takes_specification(ignoring)
+    assert not takes_specification(positional), "version 0.1 named these arguments, wherever they stand"
+
+
 def test_documents_and_full_attention_reach_a_core_of_version_0_1() -> None:
     spec = replace(SPEC, documents=True, causal=False)
     qkv, inputs = given(spec)

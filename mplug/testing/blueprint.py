@@ -162,9 +162,9 @@ def require_own_cores(model: Model) -> None:
                 is_sound = is_specified(by_specification(core), site.module)
             require(
                 is_sound,
-                f"the attention core of '{site.name}' does not compute what its specification says, and the site needs "
-                f"{listed(sorted(site.needs)) or 'nothing'}, so that a kernel would put another function in its place; "
-                f"override 'needs' so that it names the function that the core computes",
+                f"the attention core of '{site.name}' does not compute what its specification says, and the site asks "
+                f"for nothing else, so that a kernel would put another function in its place; override 'needs' so that "
+                f"it names the function that the core computes",
             )
 
 

@@ -38,14 +38,12 @@ class TestChunked(KernelSuite):
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
         """Every pair's weight by the definition, written apart from the package."""
-        s, h = q.shape[1:3]
-        k, v = (x.repeat_interleave(h // k.shape[2], dim=2) for x in (k, v))
+        length, shared = q.shape[1], q.shape[2] // k.shape[2]
+        k, v = (x.repeat_interleave(shared, dim=2) for x in (k, v))
         q, k = (x.clamp(min=0) + x.clamp(max=0).exp() for x in (q, k))
-        rows = []
-        for i in range(s):
-            weights = (q[:, i, None] * k[:, : i + 1]).sum(-1, keepdim=True)  # [B, i + 1, H, 1]
-            rows.append((weights * v[:, : i + 1]).sum(1) / weights.sum(1))
-        return torch.stack(rows, dim=1)
+        past = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()[:, :, None]  # [S, S, 1]
+        weights = (q[:, :, None] * k[:, None]).sum(-1).where(past, 0.0)[..., None]  # [B, S, S, H, 1]
+        return (weights * v[:, None]).sum(2) / weights.sum(2)
 
 
 def drawn(length: int, heads: int, width: int, seed: int) -> Tensor:

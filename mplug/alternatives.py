@@ -8,13 +8,14 @@ import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from mplug.config import RunConfig
 from mplug.errors import UsageError, listed
 from mplug.registry import Registry
 from mplug.resolve import resolve
 from mplug.settings import from_mapping
-from mplug.slots import Unmet
+from mplug.slots import PLAIN, Unmet
 
 YES = "it would do"
 """What a subprocess prints last where a plugin would do: a plugin that exits when it is imported prints nothing."""
@@ -23,7 +24,7 @@ TIMEOUT = 60
 
 
 def kernels_that_would_do(config: RunConfig, unmet: Unmet) -> str:
-    """The end of the error's sentence: which installed plugins can supply the slot instead."""
+    """The end of the error's sentence: which installed plugins can supply the slot instead, or else plain torch."""
     chosen = unmet.plugin.partition("/")[2]
     others = [name for name in Registry().names("kernels") if name != chosen]
     with ThreadPoolExecutor() as pool:
@@ -31,12 +32,18 @@ def kernels_that_would_do(config: RunConfig, unmet: Unmet) -> str:
     able = [name for name, would_do in zip(others, answers, strict=True) if would_do]
     if able:
         return f"; {listed(able)} would do: set kernels.{unmet.kind}={able[0]}"
-    return f"; no other installed kernel would do; set kernels.{unmet.kind}=null for the composition in plain torch"
+    if unmet.plugin != PLAIN and _can_be_built(_with_kernel(config, unmet.kind, None)):  # imports no other plugin
+        return f"; no other installed kernel would do; set kernels.{unmet.kind}=null for the composition in plain torch"
+    return "; no other installed kernel would do, nor would the composition in plain torch"
+
+
+def _with_kernel(config: RunConfig, kind: str, name: str | None) -> dict[str, Any]:
+    settings = config.resolved()
+    return {**settings, "kernels": {**settings["kernels"], kind: name}}
 
 
 def _would_do(config: RunConfig, kind: str, name: str) -> bool:
-    settings = config.resolved()
-    settings["kernels"] = {**settings["kernels"], kind: name}
+    settings = _with_kernel(config, kind, name)
     command = [sys.executable, "-m", "mplug.alternatives"]
     try:
         finished = subprocess.run(command, input=json.dumps(settings), capture_output=True, text=True, timeout=TIMEOUT)
@@ -45,17 +52,20 @@ def _would_do(config: RunConfig, kind: str, name: str) -> bool:
     return finished.stdout.endswith(f"{YES}\n")
 
 
-def main() -> None:
-    """Print whether the config on standard input can be built."""
+def _can_be_built(settings: dict[str, Any]) -> bool:
+    """Whether the chosen kernels can serve the run of a whole config."""
     from mplug.build import unmet_reasons  # imports torch
     from mplug.run import prepare
 
     try:
-        config = resolve(Registry(), from_mapping(json.load(sys.stdin), "standard input"), {})
-        able = not unmet_reasons(prepare(config))
+        return not unmet_reasons(prepare(resolve(Registry(), from_mapping(settings, "the run's config"), {})))
     except UsageError:
-        able = False
-    print(YES if able else "no")
+        return False
+
+
+def main() -> None:
+    """Print whether the config on standard input can be built."""
+    print(YES if _can_be_built(json.load(sys.stdin)) else "no")
 
 
 if __name__ == "__main__":

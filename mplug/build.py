@@ -26,7 +26,7 @@ from mplug.passes import passes_of
 from mplug.precision import DTYPES, wide
 from mplug.run import Run
 from mplug.scaling import LossScale
-from mplug.slots import Offer, Selection, Unmet, Wrap
+from mplug.slots import PLAIN, Offer, Selection, Unmet, Wrap
 from mplug.stepper import DefaultStepper, Held, held_values, make_pieces, write_weights
 from mplug.sums import token_sums
 from mplug.variance import refuse_bypassing, refuse_bypassing_layout
@@ -104,8 +104,9 @@ def _refuse_states_of_frozen(run: Run, model: Model) -> None:
 
 
 def _remedy(config: RunConfig, unmet: Unmet) -> str:
-    """The end of an unmet need's sentence; who wraps says itself what to do."""
-    return "" if unmet.plugin.startswith(("parallel/", "memory/")) else kernels_that_would_do(config, unmet)
+    """The end of the sentence of a kernel, or of plain torch; another plugin's need is met by no other kernel."""
+    is_kernel = unmet.plugin == PLAIN or unmet.plugin.startswith("kernels/")
+    return kernels_that_would_do(config, unmet) if is_kernel else ""
 
 
 def _build_model(run: Run) -> tuple[Model, Selection]:

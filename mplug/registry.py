@@ -13,11 +13,14 @@ from urllib.parse import unquote
 
 import mplug
 from mplug.errors import UsageError, listed, suggest
+from mplug.slots import SLOT_KINDS
 
 KINDS = ("models", "parallel", "kernels", "optimizers", "data", "tokenizers", "memory", "extensions", "commands")
 FLAGS = "flags"
 """Entry points of the group 'mplug.flags' are no plugins: a flag's name -> the field of a config that it sets."""
 RESERVED_FIELDS = ("name", "preset")
+RESERVED_NAMES = {"kernels": (*SLOT_KINDS, "default"), "parallel": ("layout", "data")}
+"""The host's own fields of the sections in which plugins have theirs, by kind: none is a plugin's name."""
 
 
 class BrokenPlugin(UsageError):
@@ -161,10 +164,17 @@ class Registry:
             raise BrokenPlugin(f"{entry.label} ({entry.origin}) does not import:\n{_trace(error)}") from error
         if not isinstance(plugin, type):
             raise BrokenPlugin(f"{entry.label} ({entry.origin}): '{entry.target}' is not a class")
-        found = [*faults(plugin), *_config_faults(plugin)]
+        found = [*filter(None, [name_fault(entry.kind, entry.name)]), *faults(plugin), *_config_faults(plugin)]
         if found:
             raise BrokenPlugin(f"{entry.label} ({entry.origin}) breaks the plugin contract: {'; '.join(found)}")
         return plugin
+
+
+def name_fault(kind: str, name: str) -> str:
+    """Why a plugin of a kind cannot have a name; the empty string where it can."""
+    if name not in RESERVED_NAMES.get(kind, ()):
+        return ""
+    return f"'{kind}.{name}' is the host's own field, where the fields of a plugin '{name}' would be; rename the plugin"
 
 
 def refuse_other_versions(entry: Entry) -> None:

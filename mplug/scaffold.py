@@ -9,7 +9,7 @@ from pathlib import Path
 from string import Template
 
 from mplug.errors import UsageError
-from mplug.registry import Registry
+from mplug.registry import Registry, name_fault
 
 TEMPLATES = Path(__file__).with_name("templates")
 SPEAKS = "mplug>=0.1,<0.2"
@@ -89,6 +89,8 @@ def describe(kind: str, distribution: str) -> Package:
     package = distribution.replace("-", "_")
     if find_spec(package) is not None and distribution not in {entry.distribution for entry in Registry().entries()}:
         raise UsageError(f"there is a module '{package}' already; choose another name, as in 'acme-{package}'")
+    if fault := name_fault(kind, name):
+        raise UsageError(fault)
     if kind == "parallel" and not name.isalpha():
         raise UsageError(f"a strategy's name stands before its degree, so '{name}' must be letters only")
     for entry in Registry().entries(kind):

@@ -143,7 +143,8 @@ class Offer:
         if answer is True and site.needs:
             invented = replace(site, needs=site.needs | {INVENTED})
             if self.supports(invented, run) is True:
-                return f"the site needs {listed(sorted(site.needs))}, and its 'supports' does not look at site.needs"
+                needs = listed(sorted(site.needs))
+                return f"the site needs {needs}, and its 'supports' grants needs that do not exist as well"
         return answer
 
 

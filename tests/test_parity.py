@@ -218,6 +218,12 @@ def test_an_error_of_1e_7_in_the_gradient_of_any_parameter_is_seen() -> None:
         assert f"gradient of '{name}'" in difference([replace(reference, gradients=gradients)], reference)
 
 
+def test_a_run_that_one_process_refuses_is_a_fault_and_no_layout_to_skip() -> None:
+    for layout in ("", "dp2"):
+        with pytest.raises(Fault, match=r"the run is refused in one process.*num_attention_heads=3 does not divide"):
+            require_parity({"model.num_attention_heads": 3}, layout)
+
+
 def test_a_suite_skips_a_run_that_its_ranks_refuse_where_it_is_tried_unasked(text_file: Path) -> None:
     """One that the author asks for is a fault."""
     small = {"data.name": "text", "data.path": str(text_file), "model.vocab_size": 100}

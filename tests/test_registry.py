@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import distributions, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +17,9 @@ from click.testing import CliRunner
 
 from mplug import alternatives
 from mplug.cli.plugins import command as plugins_command
-from mplug.registry import Registry
+from mplug.errors import UsageError
+from mplug.registry import BrokenPlugin, Registry
+from mplug.scaffold import describe
 from mplug.slots import Site, Unmet
 from mplug.testing.harness import tiny_config
 
@@ -332,6 +335,16 @@ def test_a_plugin_that_breaks_the_contract_is_refused_when_it_is_loaded(
     assert result.returncode == 2, result.stdout + result.stderr
     wanted = (f"extensions.{name} (--set)", f"extensions/{name}", "acme-faulty 1.1.0", *words)
     assert [word for word in wanted if word not in result.stderr] == [], result.stderr
+
+
+@pytest.mark.parametrize(("kind", "name"), [("kernels", "linear"), ("kernels", "default"), ("parallel", "data")])
+def test_a_plugin_that_is_named_as_a_field_of_its_section_is_refused(kind: str, name: str) -> None:
+    """`kernels.linear` is the plugin for linear layers: that of the fields of a plugin 'linear' would overwrite it."""
+    entry = replace(next(one for one in Registry().entries(kind)), name=name)
+    with pytest.raises(BrokenPlugin, match=f"'{kind}.{name}' is the host's own field"):
+        Registry().load(entry)
+    with pytest.raises(UsageError, match=f"'{kind}.{name}' is the host's own field"):
+        describe(kind, f"acme-{name}")
 
 
 def test_a_plugin_for_another_host_is_refused_with_both_versions_and_the_remedy(cli: Cli, installed: Path) -> None:

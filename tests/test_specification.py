@@ -193,7 +193,7 @@ def test_a_supplier_that_says_yes_to_needs_that_do_not_exist_is_not_believed() -
     assert selection.filled[0].offer is offer
     selection = selected([offer], "kernels/x", attention_bias="alibi")
     assert [one.reason for one in selection.unmet] == [
-        "the site needs alibi bias, and its 'supports' does not look at site.needs"
+        "the site needs alibi bias, and its 'supports' grants needs that do not exist as well"
     ]
 
 
@@ -227,6 +227,17 @@ def test_cores_and_wraps_of_version_0_1_are_called_as_they_were() -> None:
     torch.testing.assert_close(
         by_arguments(scaled_dot_product)(*qkv, scale=0.7, dropout=0.5, keys=keys, first_head=1), expected
     )
+
+
+def test_a_core_may_call_its_arguments_what_it_likes() -> None:
+    def ignoring(q: Tensor, k: Tensor, v: Tensor, _spec: AttentionSpec, _inputs: AttentionInputs) -> Tensor:
+        return v
+
+    def positional(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float = 0.0, keys: Any = None) -> Tensor:
+        return v
+
+    assert takes_specification(ignoring)
+    assert not takes_specification(positional), "version 0.1 named these arguments, wherever they stand"
 
 
 def test_documents_and_full_attention_reach_a_core_of_version_0_1() -> None:

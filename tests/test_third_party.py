@@ -17,8 +17,8 @@ from warm import run_module
 HERE = Path(__file__).parent
 SOURCES = sorted(path.parent for path in HERE.glob("third_party/*/pyproject.toml"))
 FROZEN = sorted(HERE.glob("frozen/*.whl"))
-LATER = {"nova-lento"}
-"""Packages that declare what an earlier host did not ask for, and were never built for it."""
+LATER = {"nova-lento", "nova-linear"}
+"""Packages that use what an earlier host did not have, and were never built for it."""
 
 Mplug = Callable[..., subprocess.CompletedProcess[str]]
 

@@ -17,9 +17,15 @@ Core = Callable[..., Tensor]
 
 
 def takes_specification(core: Core) -> bool:
-    """Whether a core is called `core(q, k, v, spec, inputs)`; a function of any arguments hands them on as they are."""
+    """Whether a core is called `core(q, k, v, spec, inputs)`, whatever it calls these.
+
+    A function of any arguments hands them on as they are. One that takes a `scale` is called as version 0.1 did.
+    """
     parameters = inspect.signature(core).parameters.values()
-    return any(one.name == "spec" or one.kind is inspect.Parameter.VAR_POSITIONAL for one in parameters)
+    if any(one.name == "spec" or one.kind is one.VAR_POSITIONAL for one in parameters):
+        return True
+    positional = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    return len(positional) >= 5 and "scale" not in positional
 
 
 def by_specification(core: Core) -> Core:

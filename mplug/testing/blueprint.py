@@ -1,6 +1,6 @@
 """What can be told of a model without giving it memory: how it is built, and whether its plan describes it."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
@@ -11,11 +11,16 @@ from torch.utils._pytree import tree_leaves
 
 from mplug.errors import UsageError, listed, suggest
 from mplug.mesh import Mesh
-from mplug.model import Model, allocate
+from mplug.model import Model, allocate, sites
 from mplug.nn import DotProductAttention
+from mplug.nn.arguments import by_specification
+from mplug.nn.attention import attention, scaled_dot_product
+from mplug.nn.specification import KNOWN
 from mplug.plan import Plan, Segment, Unit
 from mplug.run import Run
-from mplug.testing.suite import Fault, require
+from mplug.slots import Site
+from mplug.testing.capabilities import is_specified
+from mplug.testing.suite import Fault, naming_failures, require
 
 FREE_BYTES = 1 << 20
 """What a constructor may compute with on the way: constants, never weights."""
@@ -142,6 +147,32 @@ def _axes(dims: Iterable[str | Segment | tuple[Segment, ...]]) -> Iterable[str]:
             yield dim
         else:
             yield from (segment.axis for segment in (dim if isinstance(dim, tuple) else (dim,)))
+
+
+def other_functions(site: Site) -> str:
+    """What a site needs of its core that `mplug.nn` has no meaning for: the name of another function, or nothing."""
+    of_its_specification: frozenset[str] = getattr(getattr(site.module, "spec", None), "needs", frozenset())
+    return ", ".join(sorted(site.needs - KNOWN - of_its_specification))
+
+
+def require_own_cores(model: Model) -> None:
+    """A core that a module brings along computes what its specification says, or its sites need it by name.
+
+    If they need nothing beyond the specification, every kernel may take its place, and the model becomes another one.
+    """
+    for site in sites(model.module):
+        if site.slot != "Attention.core" or not hasattr(site.module, "spec") or other_functions(site):
+            continue
+        core: Callable[..., Tensor] = site.module.core
+        if core not in (scaled_dot_product, attention):
+            with naming_failures(f"the attention core of '{site.name}'"):
+                is_sound = is_specified(by_specification(core), site.module)
+            require(
+                is_sound,
+                f"the attention core of '{site.name}' does not compute what its specification says, and the site asks "
+                f"for nothing else, so that a kernel would put another function in its place; override 'needs' so that "
+                f"it names the function that the core computes",
+            )
 
 
 def require_fitting_units(model: Model) -> None:

@@ -5,7 +5,7 @@ heads, G KV heads, K head dim.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from mplug.nn import AttentionInputs, AttentionSpec
 from mplug.nn.attention import scaled_dot_product
 from mplug.nn.parts import PLAIN_PARTS, AttentionParts, Lengths
+from mplug.nn.specification import RELATIVE
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 """How far the largest number may be from the truth, relative to the largest of the true ones (or to 1)."""
@@ -68,6 +69,23 @@ def core_fault(core: Callable[..., Tensor], setting: Setting, **asked: Any) -> s
         outcomes.append((output.detach(), *torch.autograd.grad(output, leaves, gradient.to(dtype))))
     found, exact = outcomes
     return _first_off(setting, ("the output", "dq", "dk", "dv"), found, exact)
+
+
+def is_specified(core: Callable[..., Tensor], module: Any) -> bool:
+    """Whether a core computes what the specification of its attention module says; without dropout, in fp64."""
+    spec: AttentionSpec = replace(module.spec, dropout=0.0)
+    setting = Setting(module.num_heads, module.num_kv_heads, spec.key_width, torch.float64, "cpu")
+    more = 3 if spec.own_key_length else 0
+    q, k, _ = setting.qkv(LENGTH, LENGTH + more)
+    v = replace(setting, head_dim=spec.value_width).drawn(3, LENGTH + more, module.num_kv_heads)
+    inputs = AttentionInputs(
+        document_lengths=setting.lengths(*LENGTHS) if spec.documents else None,
+        sinks=setting.drawn(4, 1, module.num_heads)[0, 0, :, 0] if spec.sinks else None,
+        bias_table=replace(setting, head_dim=5).drawn(5, 1, module.num_heads)[0, 0] if spec.bias == RELATIVE else None,
+        num_heads=module.num_heads,
+    )
+    found, right = (call(q, k, v, spec, inputs) for call in (core, scaled_dot_product))
+    return found.shape == right.shape and torch.allclose(found.double(), right, rtol=1e-6, atol=1e-6)
 
 
 def parts_fault(parts: AttentionParts, setting: Setting, packed: bool) -> str:

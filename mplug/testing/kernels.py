@@ -47,7 +47,8 @@ class KernelSuite(PluginSuite):
     `supports` grants one, override `check_capability`.
 
     A kernel whose attention core is another function than softmax attention names, in `computes`, the need by which
-    sites ask for it, and overrides `reference`; `settings` then name a model that has such sites.
+    sites ask for it, and overrides `reference`. `settings` then name a model that has such sites, whose own core is
+    that function: the run with the kernel must be the run with that core.
     """
 
     kind = "kernels"
@@ -59,9 +60,10 @@ class KernelSuite(PluginSuite):
     computes: ClassVar[str] = ""
 
     def reference(self, q: Any, k: Any, v: Any, spec: Any, inputs: Any) -> Any:
-        """What the core is compared with, in fp64, where it is not softmax attention; differentiable, in plain torch.
+        """What the core is compared with where it is not softmax attention; differentiable, in plain torch.
 
-        q [B, S, H, K], k [B, T, G, K], v [B, T, G, V], an `AttentionSpec` and `AttentionInputs` -> [B, S, H, V].
+        q [B, S, H, K], k [B, T, G, K], v [B, T, G, V], an `AttentionSpec` and `AttentionInputs` -> [B, S, H, V]. In
+        fp64 it is the truth. In the type of a trial it shows how much rounding costs, so it must be finite there, too.
         """
         raise NotImplementedError(f"'{self.plugin}' computes '{self.computes}'; override 'reference'")
 
@@ -144,6 +146,13 @@ class KernelSuite(PluginSuite):
             )
 
     @smoke
+    def test_another_function_has_a_name_and_a_reference(self) -> None:
+        """A core that is no softmax attention is compared with what its author says, and with nothing else."""
+        if not self.computes and not self._has_reference():
+            raise SkipTest(f"'{self.plugin}' computes softmax attention, or none")
+        self._require_named_function()
+
+    @smoke
     def test_it_refuses_sites_that_ask_for_another_function(self) -> None:
         """A core that is no softmax attention must not fill a site that does not ask for what it computes."""
         if not self.computes:
@@ -153,7 +162,8 @@ class KernelSuite(PluginSuite):
             plain = replace(site, needs=case.needs - {self.computes})
             require(
                 site.slot != "Attention.core" or _answer(offer, plain, run) is not True,
-                f"supports says True to {_named(case, site)}, which does not need '{self.computes}'",
+                f"supports says True to {_named(case, site)}, which does not need '{self.computes}': a model that "
+                f"asks for softmax attention would get another function; require '{self.computes}' in site.needs",
             )
 
     @smoke
@@ -183,6 +193,12 @@ class KernelSuite(PluginSuite):
     def test_values_and_gradients_are_those_of_plain_torch(self, dtype: str) -> None:
         """On every case that it supports; shapes and types too."""
         self._try(dtype, lambda trial: trial.values_fault(self.error_factor))
+
+    def test_its_reference_is_a_core(self) -> None:
+        """What the author compares with: of the right shape, finite, differentiable, causal."""
+        if not self.computes:
+            raise SkipTest(f"'{self.plugin}' is compared with plain torch")
+        self._try(self.dtypes[0], lambda trial: trial.reference_fault(), only="Attention.core")
 
     def test_tensors_that_are_not_contiguous_give_the_same(self, dtype: str) -> None:
         """Activations are often parts of wider tensors, and gradients have any strides."""
@@ -269,6 +285,7 @@ class KernelSuite(PluginSuite):
         """Every case of every slot that is offered."""
         from mplug.testing.kernel_cases import cases
 
+        self._require_named_function()
         for case in cases():
             if self.computes and "Attention.core" in case.slots:
                 case = replace(case, needs=case.needs | {self.computes}, truth={"Attention.core": self.reference})
@@ -283,7 +300,8 @@ class KernelSuite(PluginSuite):
         for slot, reasons in refusals.items():
             left = slot in trials or any(slot in self._asked(other, slot)[0] for other in self.dtypes if other != dtype)
             said = listed(reasons)
-            require(left, f"nothing is left to check: of every case of {slot} its supports says {said}")
+            hint = self._about_computes() if slot == "Attention.core" else ""
+            require(left, f"nothing is left to check: of every case of {slot} its supports says {said}{hint}")
         return [*chain.from_iterable(trials.values())]
 
     def _asked(self, dtype: str, only: str | None) -> "tuple[dict[str, list[Trial]], dict[str, list[str]]]":
@@ -329,8 +347,34 @@ class KernelSuite(PluginSuite):
             raise Fault(f"a tiny run that names it is refused: {error}") from None
         filled = [one for one in slots if one.supplier == label]
         suppliers = listed(sorted({one.supplier for one in slots}))
-        require(filled, f"'{label}' fills no slot of a run that names it; they are filled by {suppliers}")
+        hint = f"; do the suite's settings name a model whose sites need '{self.computes}'?" if self.computes else ""
+        require(filled, f"'{label}' fills no slot of a run that names it; they are filled by {suppliers}{hint}")
         return filled
+
+    # Another function than softmax attention.
+
+    def _has_reference(self) -> bool:
+        return type(self).reference is not KernelSuite.reference
+
+    def _require_named_function(self) -> None:
+        """`computes` and `reference` go together, and the name is of nothing that `mplug.nn` computes itself."""
+        from mplug.nn.specification import KNOWN, LOG_SUM_EXP
+
+        named, stated = f"the suite says that '{self.plugin}' computes '{self.computes}'", self._has_reference()
+        require(stated or not self.computes, f"{named}, and not what that is; override 'reference'")
+        require(
+            self.computes or not stated,
+            "the suite overrides 'reference', and does not say which sites ask for that function; set 'computes'",
+        )
+        require(
+            self.computes not in KNOWN | {LOG_SUM_EXP},
+            f"{named}, which mplug.nn computes, too: it is compared with that; leave 'computes' and 'reference' out",
+        )
+
+    def _about_computes(self) -> str:
+        if self.computes:
+            return f" (all of them need '{self.computes}', as the suite's 'computes' says)"
+        return "; if the core is no softmax attention, name the need of its sites in the suite's 'computes'"
 
 
 def _answer(offer: Offer, site: Site, run: "Run") -> bool | str:

@@ -14,6 +14,7 @@ from mplug.testing.harness import tiny_run
 from mplug.testing.suite import Fault, PluginSuite, smoke
 
 if TYPE_CHECKING:
+    from mplug import Flops
     from mplug.model import Model
     from mplug.testing.trial import Trial
 
@@ -89,6 +90,13 @@ class ModelSuite(PluginSuite):
             except UsageError as error:
                 raise Fault(f"a run with the preset '{name}' is refused: {error}") from None
 
+    @smoke
+    def test_an_attention_core_of_its_own_is_asked_for(self) -> None:
+        """Where a module's own core is another function than its specification says, its sites need that by name."""
+        from mplug.testing import blueprint
+
+        blueprint.require_own_cores(self.on_meta())
+
     # With memory, in one process.
 
     def trial(self, **changes: Any) -> "Trial":
@@ -148,7 +156,15 @@ class ModelSuite(PluginSuite):
 
     def test_its_flops_are_those_of_its_matrix_products(self) -> None:
         """What the plan states is what a forward pass multiplies, three times."""
-        self.trial().require_flops()
+        self.trial().require_flops(self.core_flops)
+
+    def core_flops(self, q: Any, k: Any, v: Any, spec: Any) -> "Flops":
+        """The FLOPs of one call of an attention core, forward and backward, by the token and by the squared length.
+
+        q [B, S, H, K], k [B, T, G, K], v [B, T, G, V] and an `AttentionSpec`. Override it where sites need a function
+        that is no softmax attention; of the ways to compute that, it counts the one that costs least in long sequences.
+        """
+        raise NotImplementedError("override 'core_flops' of the suite, which says what one call of the core costs")
 
     def test_what_its_modules_mix_is_declared(self) -> None:
         """Where one token of one sample changes, nothing else does but by attention and what `mixes` names."""

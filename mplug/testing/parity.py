@@ -59,6 +59,9 @@ def _traces(settings: TinySettings, layout: str, named_by_author: bool) -> tuple
     with refusals(f"layout '{layout}'", named_by_author):
         try:
             return train_ranks(_world_size(divided), divided), trained_once(alone)[0]
+        except UsageError:
+            _require_one_process(alone)
+            raise
         except (WorkerFailed, TimeoutError) as error:
             raise Fault(f"the run fails under the layout '{layout}': {error}") from None
 
@@ -68,6 +71,14 @@ def _under(settings: TinySettings, layout: str) -> TinySettings:
     word, *assignments = layout.split() or [""]
     options = {".".join(key): setting.value for key, setting in read_assignments(assignments).items()}
     return {**settings, **options, "parallel.layout": word}
+
+
+def _require_one_process(alone: TinySettings) -> None:
+    """Raise Fault where it is not for its layout that a run is refused."""
+    try:
+        _world_size(alone)
+    except UsageError as error:
+        raise Fault(f"the run is refused in one process, so that no layout can be compared with it: {error}") from None
 
 
 def _world_size(settings: TinySettings) -> int:

@@ -1,7 +1,7 @@
 """A tiny model with initial values, and what must hold when it computes. B samples, S sequence length, V vocabulary."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -18,8 +18,9 @@ from mplug.errors import listed
 from mplug.model import Model, run_units, sites
 from mplug.nn.loss import IGNORED
 from mplug.nn.random import sample_keys
-from mplug.plan import Unit
+from mplug.plan import Flops, Unit
 from mplug.run import Run
+from mplug.testing.blueprint import other_functions
 from mplug.testing.harness import TinySettings, tiny_run, with_ragged_labels
 from mplug.testing.suite import Fault, require
 
@@ -286,36 +287,36 @@ class Trial:
             require(position < at or moved, f"the tokens do not change the logits of position {position}, their own")
 
     @torch.no_grad()
-    def require_flops(self) -> None:
+    def require_flops(self, core_flops: Callable[..., Flops]) -> None:
         """The plan's FLOPs are three times those of a forward pass, as torch counts matrix products.
 
         Attention is told apart by its slot, where a stand-in multiplies nothing and notes H K multiply-adds with keys
-        and as many with values, for each of the S² / 2 pairs that a causal mask leaves: 6 FLOPs each with backward.
-        Without the slot it is told apart by how the count grows with the length, and the plan must not state less.
+        and as many with values, for each of the S² / 2 pairs that a causal mask leaves: 6 FLOPs each with backward. A
+        core that is no softmax attention has the FLOPs that `core_flops` says. Without the slot attention is told apart
+        by how the count grows with the length, and the plan must not state less.
         """
-        products: list[int] = []
-
-        def nothing(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
-            products.append(q.shape[2] * (q.shape[3] + v.shape[3]))
-            return q.new_zeros(*q.shape[:3], v.shape[3])
-
+        calls: list[tuple[str, tuple[Any, ...]]] = []
         for site in sites(self.model.module):
             if site.slot == "Attention.core":
-                site.module.core = nothing
+                site.module.core = _noting(calls, other_functions(site))
         batch = self.batches[0]
         counted = self._products(batch)
-        if not products:
+        if not calls:
             self._require_no_fewer_flops(counted)
             return
-        stated, per_token = self.model.plan.flops, 3 * counted // batch["tokens"].numel()
+        stated, weights = self.model.plan.flops, 3 * counted // batch["tokens"].numel()
+        cores = [_flops_of(call, other, core_flops) for other, call in calls]
+        per_token, squared = sum(one.per_token for one in cores), sum(one.per_squared_length for one in cores)
+        more = f", and its attention cores {per_token:,}" if per_token else ""
         require(
-            stated.per_token == per_token,
-            f"the plan states {stated.per_token:,} FLOPs a token, and the products with weights have {per_token:,}",
+            stated.per_token == weights + per_token,
+            f"the plan states {stated.per_token:,} FLOPs a token, and the products with weights have {weights:,}{more}",
         )
+        others = listed(sorted({other for other, _ in calls if other}))
+        what = f"attention cores with '{others}' have" if others else "causal attention counted once has"
         require(
-            stated.per_squared_length == 3 * sum(products),
-            f"the plan states {stated.per_squared_length:,} FLOPs a squared length, and causal attention counted once "
-            f"has {3 * sum(products):,}",
+            stated.per_squared_length == squared,
+            f"the plan states {stated.per_squared_length:,} FLOPs a squared length, and {what} {squared:,}",
         )
 
     def _products(self, batch: MicroBatch) -> int:
@@ -355,6 +356,27 @@ class Trial:
         _, sequence = context["tokens"]
         cut = {name: axes.index(sequence) for name, axes in context.items() if sequence in axes}
         return {name: x.narrow(cut[name], 0, length) if name in cut else x for name, x in self.batches[0].items()}
+
+
+def _noting(calls: list[tuple[str, tuple[Any, ...]]], other: str) -> Callable[..., Tensor]:
+    """A core that multiplies nothing, and notes its function and what it is called with."""
+
+    def nothing(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **_: Any) -> Tensor:
+        calls.append((other, (q, k, v, *rest[:1])))
+        return q.new_zeros(*q.shape[:3], v.shape[3])
+
+    return nothing
+
+
+def _flops_of(call: tuple[Any, ...], other: str, core_flops: Callable[..., Flops]) -> Flops:
+    """Of a call of a core: of causal softmax attention, or of the other function that is named."""
+    if not other:
+        q, _, v = call[:3]
+        return Flops(0, 3 * q.shape[2] * (q.shape[3] + v.shape[3]))
+    try:
+        return core_flops(*call)
+    except NotImplementedError as error:
+        raise Fault(f"its sites need '{other}', and nothing says what that costs: {error}") from None
 
 
 def _close(one: float, other: float) -> bool:

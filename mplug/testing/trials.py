@@ -5,6 +5,7 @@ composition errs by in the type of the trial, and by one rounding of the largest
 """
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -97,6 +98,24 @@ class Trial:
                     return f"{self.where}: backward is not causal: outputs before {seen} give later {name} a gradient"
         return ""
 
+    def reference_fault(self) -> str:
+        """What is wrong with the core that the case's supplier is compared with, in fp64."""
+        where = f"the reference of {self.where}"
+        plain = replace(self, suppliers=self.case.plain, dtype=torch.float64, where=where)
+        leaves = plain.leaves()
+        q, k, v = (leaves[name] for name in "qkv")
+        output, shape = plain._core(leaves), (*q.shape[:3], v.shape[3])
+        if output.shape != shape or output.dtype != q.dtype:
+            return f"{where} gives {tuple(output.shape)} in {output.dtype}; it must be {shape} in {q.dtype}"
+        needs_gradient = [output.sum()] if output.requires_grad else []
+        gradients = torch.autograd.grad(needs_gradient, (q, k, v), allow_unused=True) if needs_gradient else [None] * 3
+        for name, gradient in zip("qkv", gradients, strict=True):
+            if gradient is None:
+                return f"{where} gives {name} no gradient; compute it with differentiable operations of its arguments"
+        if not all(bool(x.isfinite().all()) for x in (output, *gradients) if x is not None):
+            return f"{where} is not finite, or its gradient is not"
+        return plain.acausal_fault()
+
     def _core(self, leaves: Tensors) -> Tensor:
         return self.case.bind(self.suppliers, leaves)()["output"]
 
@@ -123,7 +142,7 @@ class Trial:
         usual, exact = plain._given(copied), plain._exact()
         size = max((float(x.abs().max()) for x in exact.values() if x is not None and x.is_floating_point()), default=0)
         for name in exact:
-            found = _fault_of(ours.get(name), usual[name], exact[name], factor, size)
+            found = _fault_of(ours.get(name), usual[name], exact[name], factor, size, SINK in self.case.inputs)
             if found:
                 return f"{self.where}{how}: {name} {found}"
         return ""
@@ -175,10 +194,13 @@ def _drawn_like(y: Tensor) -> Tensor:
     return drawn.to(torch.bfloat16).to(y.device, y.dtype)
 
 
-def _fault_of(ours: Tensor | None, plain: Tensor | None, exact: Tensor | None, factor: float, size: float) -> str:
+def _fault_of(
+    ours: Tensor | None, plain: Tensor | None, exact: Tensor | None, factor: float, size: float, has_sink: bool
+) -> str:
     """`size` is the largest value of the whole trial: what cancels to nothing is rounded as that is."""
     if plain is None or exact is None:
-        return "" if ours is None else "comes back although the gradient sink has it: it would count twice"
+        why = "the gradient sink has it: it would count twice" if has_sink else "what it is compared with has none"
+        return "" if ours is None else f"comes back although {why}"
     if ours is None:
         return "is missing"
     if ours.shape != plain.shape:
@@ -188,6 +210,8 @@ def _fault_of(ours: Tensor | None, plain: Tensor | None, exact: Tensor | None, f
     if not ours.is_floating_point():
         return "" if torch.equal(ours, plain) else "is wrong"
     error, usual = _error(ours, exact), _error(plain, exact)
+    if not math.isfinite(usual):
+        return f"cannot be judged: in {plain.dtype} what it is compared with is off by {usual}"
     in_fp64 = plain.dtype is torch.float64  # the precision of `exact`, which is then no better than either
     allowed = EXACT * size if in_fp64 else factor * (usual + torch.finfo(plain.dtype).eps * size)
     if error <= allowed:  # NaN is not

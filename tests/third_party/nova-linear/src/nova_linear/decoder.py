@@ -1,0 +1,69 @@
+"""The decoder: embedding, blocks, head. B batch, S sequence, D embed, V vocabulary."""
+
+from collections.abc import Container
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from mplug.nn import MLP, Attention, Embedding, Head, Norm
+from nova_linear import LINEAR
+from nova_linear.weights import linear_attention
+
+if TYPE_CHECKING:
+    from nova_linear import LinearTransformer
+
+
+class LinearAttention(Attention):
+    """Projections around linear attention: a supplier of its core must offer that, too."""
+
+    def __init__(self, dim: int, num_heads: int, head_dim: int) -> None:
+        super().__init__(dim, num_heads, num_heads, head_dim, bias=False, qk_norm=False, theta=None)
+        self.core = linear_attention
+
+    def needs(self, slot: str, entries: Container[str]) -> frozenset[str]:
+        """Of the core, linear attention."""
+        needs = super().needs(slot, entries)
+        return needs | {LINEAR} if slot == "Attention.core" else needs
+
+
+class TokenEmbedding(nn.Module):
+    """Tokens and learned positions."""
+
+    def __init__(self, config: "LinearTransformer.Config") -> None:
+        super().__init__()
+        self.token = Embedding(config.vocab_size, config.hidden_size)
+        self.position = Embedding(config.max_position_embeddings, config.hidden_size)
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """tokens [B, S], positions [1 or B, S] -> [B, S, D]."""
+        x: Tensor = self.token(tokens) + self.position(positions)
+        return x
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: "LinearTransformer.Config") -> None:
+        super().__init__()
+        self.norm1 = Norm(config.hidden_size, "layernorm", config.norm_eps)
+        self.attn = LinearAttention(config.hidden_size, config.num_attention_heads, config.head_dim)
+        self.norm2 = Norm(config.hidden_size, "layernorm", config.norm_eps)
+        self.mlp = MLP(config.hidden_size, 4 * config.hidden_size, "gelu", bias=False)
+
+    def forward(self, x: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
+        """x [B, S, D], positions [1 or B, S], keys [B] -> [B, S, D]."""
+        h, x = self.norm1(x)
+        h, x = self.norm2(self.attn(h, positions, keys), x)
+        y: Tensor = x + self.mlp(h)
+        return y
+
+
+class Decoder(nn.Module):
+    """The units of a linear transformer; the host runs them in the plan's order."""
+
+    def __init__(self, config: "LinearTransformer.Config") -> None:
+        super().__init__()
+        self.embedding = TokenEmbedding(config)
+        self.blocks = nn.ModuleDict({str(number): Block(config) for number in range(config.num_layers)})
+        norm = Norm(config.hidden_size, "layernorm", config.norm_eps)
+        self.head = Head(norm, config.hidden_size, config.vocab_size)

@@ -2,6 +2,7 @@
 
 import json
 
+from mplug.errors import UsageError
 from mplug.settings import read_assignments
 from mplug.testing.harness import (
     Portions,

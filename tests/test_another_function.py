@@ -119,7 +119,7 @@ FAULTS = {
         "core.per_token, 0)",
         "core.per_token, 6 * config.num_layers * hidden)",
         FLOPS,
-        ("states 576 FLOPs a squared length, and attention cores with 'linear attention' have 0",),
+        ("states 576 FLOPs a squared length, and cores of linear attention have 0",),
         suite=ModelsSuite,
     ),
 }

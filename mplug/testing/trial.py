@@ -312,8 +312,8 @@ class Trial:
             stated.per_token == weights + per_token,
             f"the plan states {stated.per_token:,} FLOPs a token, and the products with weights have {weights:,}{more}",
         )
-        others = listed(sorted({other for other, _ in calls if other}))
-        what = f"attention cores with '{others}' have" if others else "causal attention counted once has"
+        others = {other for other, _ in calls} - {""}
+        what = f"cores of {listed(sorted(others))} have" if others else "causal attention counted once has"
         require(
             stated.per_squared_length == squared,
             f"the plan states {stated.per_squared_length:,} FLOPs a squared length, and {what} {squared:,}",

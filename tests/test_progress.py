@@ -29,7 +29,7 @@ def shown(width: int) -> str:
     """What a terminal of so many columns gets at one step of a long run."""
     console = Console(file=StringIO(), force_terminal=True, width=width)
     line = ProgressLine(console, total_steps=100_000, log_every=1000)
-    line.run_started(SimpleNamespace(step=12_344, varies=()))  # type: ignore[arg-type]
+    line.run_started(SimpleNamespace(step=12_344, depends_on_layout=()))  # type: ignore[arg-type]
     line.step_finished(RECORD)  # type: ignore[arg-type]
     line.bar.refresh()
     line.run_finished()

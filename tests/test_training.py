@@ -540,7 +540,11 @@ def test_two_strategies_may_sum_the_gradients_of_different_parameters(tmp_path: 
     model._sinks = SimpleNamespace(reduced_over=set())  # type: ignore[assignment]
     names = list(model.placements)
     partial_axes = {name: ("near",) if "mlp" in name else ("far",) for name in names}
-    model.placements = {name: SimpleNamespace(partial_axes=partial_axes[name]) for name in names}  # type: ignore[misc]
+    trained = SimpleNamespace(trainable=True)
+    model.placements = {
+        name: SimpleNamespace(partial_axes=partial_axes[name], parameter=trained)  # type: ignore[misc]
+        for name in names
+    }
     run.hooks = Hooks({**run.hooks.plugins, "test/one": Sums("near"), "test/other": Sums("far")})
     _wrap(run, model)
     assert model.sinks.reduced_over == {"near", "far"}

@@ -3,6 +3,7 @@
 import json
 
 from mplug.errors import UsageError
+from mplug.registry import BrokenPlugin
 from mplug.settings import read_assignments
 from mplug.testing.harness import (
     Portions,
@@ -60,8 +61,9 @@ def _traces(settings: TinySettings, layout: str, named_by_author: bool) -> tuple
     with refusals(f"layout '{layout}'", named_by_author):
         try:
             return train_ranks(_world_size(divided), divided), trained_once(alone)[0]
-        except UsageError:
-            _require_one_process(alone)
+        except UsageError as error:
+            if not isinstance(error, BrokenPlugin):
+                _require_one_process(alone)
             raise
         except (WorkerFailed, TimeoutError) as error:
             raise Fault(f"the run fails under the layout '{layout}': {error}") from None

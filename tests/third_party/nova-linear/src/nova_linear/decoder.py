@@ -1,7 +1,7 @@
 """The decoder: embedding, blocks, head. B batch, S sequence, D embed, V vocabulary."""
 
 from collections.abc import Container
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor, nn
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 class LinearAttention(Attention):
     """Projections around linear attention: a supplier of its core must offer that, too."""
 
+    mixes: ClassVar[frozenset[str]] = frozenset()  # its core does, in a slot
+
     def __init__(self, dim: int, num_heads: int, head_dim: int) -> None:
         super().__init__(dim, num_heads, num_heads, head_dim, bias=False, qk_norm=False, theta=None)
         self.core = linear_attention
@@ -28,6 +30,8 @@ class LinearAttention(Attention):
 
 class TokenEmbedding(nn.Module):
     """Tokens and learned positions."""
+
+    mixes: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, config: "LinearTransformer.Config") -> None:
         super().__init__()
@@ -42,6 +46,8 @@ class TokenEmbedding(nn.Module):
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    mixes: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, config: "LinearTransformer.Config") -> None:
         super().__init__()

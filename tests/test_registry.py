@@ -72,7 +72,7 @@ def test_the_distribution_before_the_name_chooses(cli: Cli, installed: Path, dis
     result = cli("config", "show", "--model", f"{distribution}/gpt-mini", path=installed)
     assert result.returncode == 0, result.stderr
     model = yaml.safe_load(result.stdout)["model"]
-    assert set(model) == {"name", field}
+    assert set(model) == {"name", "frozen", field}
     assert model["name"] == f"{distribution}/gpt-mini"
 
 

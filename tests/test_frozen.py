@@ -235,6 +235,8 @@ MORE += [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize(
     ("layout", "case", "options"), [*QUICK, *(pytest.param(*one, marks=WIDE) for one in MORE)], ids=str
 )

@@ -32,8 +32,11 @@ QUICK: list[tuple[str, dict[str, Any]]] = [
 ]
 STAGES: tuple[dict[str, Any], ...] = ({}, STAGE2)
 ONE_KV_HEAD = {"model.num_kv_heads": 1}
+ONE_SAMPLE = {"trainer.micro_batch_size": 1}
+"""Of a global batch of 8, each of 8 ranks has one."""
 PRODUCTS = [
-    *product(("zero4", "zero2pp2", "zero4pp2", "zero2pp4", "dp2zero2", "dp2zero4", "dp4zero2"), STAGES, ({}, TIED)),
+    *product(("zero4", "zero2pp2", "zero4pp2", "zero2pp4", "dp2zero2"), STAGES, ({}, TIED)),
+    *product(("dp2zero4", "dp4zero2"), STAGES, (ONE_SAMPLE, {**ONE_SAMPLE, **TIED})),
     *product(("tp2zero2", "tp2zero4", "tp4zero2", "tp2zero2pp2", "dp2tp2zero2"), STAGES, (ONE_KV_HEAD, TIED)),
     *product(("cp2zero2", "cp2zero2pp2", "cp2tp2zero2", "dp2zero2pp2"), STAGES, ({}, TIED)),
     *product(("zero2ep2", "zero4ep2", "zero4ep4", "zero4ep2etp2", "zero2pp2ep2", "dp2zero2ep2"), STAGES, (EXPERTS,)),

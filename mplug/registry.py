@@ -190,7 +190,7 @@ def refuse_other_versions(entry: Entry) -> None:
 
 def _entries(distribution: Distribution, metadata: PackageMetadata, source: str) -> list[Entry]:
     name, version = metadata["Name"], metadata["Version"]
-    summary = metadata["Summary"] if "Summary" in metadata else ""
+    summary = next(iter(metadata.get_all("Summary") or []), "")
     speaks = _requirement_on_host(metadata.get_all("Requires-Dist") or distribution.requires or [])
     return [
         Entry(point.group.removeprefix("mplug."), point.name, point.value, name, version, summary, speaks, source)

@@ -630,7 +630,9 @@ STOPS = {
 }
 
 
-@pytest.mark.parametrize("how", STOPS)
+@pytest.mark.parametrize(
+    "how", [pytest.param("sigterm", marks=pytest.mark.wide("kills")), "ctrl-c", "sigterm-to-rank-1"]
+)
 def test_a_signal_ends_the_run_after_a_step_that_all_ranks_save_and_resuming_is_bitwise_the_uninterrupted_run(
     how: str, folder: Path, options: list[str], whole: Whole, assert_bitwise: Same
 ) -> None:

@@ -187,10 +187,10 @@ def _attend(
         torch.randn(*shape, number, width, device=run.device, dtype=dtype, requires_grad=backward)
         for number in (heads, groups, groups)
     )  # [B, S, H, K], [B, S, G, K]
-    if not backward:
-        return lambda: core(q, k, v, scale=width**-0.5)
-    grad = torch.randn_like(q)
     spec = AttentionSpec(width**-0.5, width, width)
+    if not backward:
+        return lambda: core(q, k, v, spec, AttentionInputs())
+    grad = torch.randn_like(q)
     return lambda: torch.autograd.grad(core(q, k, v, spec, AttentionInputs()), (q, k, v), grad)
 
 

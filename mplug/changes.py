@@ -26,7 +26,6 @@ from mplug.settings import NAMED_SECTIONS, Key, nested, source_of
 
 OPTION = "--allow-change"
 ABSENT = "(not set)"
-MICRO_BATCH = "trainer.micro_batch_size"
 OBSERVING = "extensions"
 """The section whose plugins only observe: all their fields may change."""
 FINGERPRINT = "data_fingerprint"
@@ -181,7 +180,9 @@ def _settings(manifest: Mapping[str, Any], run: Run) -> Iterator[Change]:
         chosen = by_section[section,]
         one, other = dict(old.get(section) or {}), new[section]
         if _is_same(chosen, one.get("name"), before):
-            one = {**_bound(chosen, {**one, "name": None}), "name": other["name"]}
+            hosts = {} if "frozen" in chosen.plugin.Config.model_fields else _OF_HOST.get(section, {})
+            own = {name: value for name, value in one.items() if name not in hosts}
+            one = {**hosts, **one, **_bound(chosen, own), "name": other["name"]}
             yield from compared((section,), chosen.plugin.Config, one, other, _by_mark(chosen, manifest))
         else:  # the fields that only one of two plugins has are no settings of the other
             one["name"] = _named(one.get("name"), before.get(_label(section, one.get("name"))), chosen)
@@ -199,6 +200,8 @@ def _settings(manifest: Mapping[str, Any], run: Run) -> Iterator[Change]:
         yield from compared((section,), model, one, new[section], _by_mark(None, manifest))
 
 
+_OF_HOST: dict[str, dict[str, Any]] = {"model": {"frozen": []}}
+"""Fields of named sections that are the host's, and no plugin's, with their defaults."""
 _Judge = Callable[[Key, Any, Any, Mark | None, str], Change]
 
 

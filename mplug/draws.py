@@ -4,7 +4,8 @@ Such a kernel takes no keys, so its mask cannot be that of one process under eve
 step, micro batch, unit, place) all the same: in training, the host seeds the generators before every unit by a key of
 these. So nothing depends on the order in which a pipeline runs its micro batches, on what was drawn before, or on a
 resume, and no generator's state needs saving. The place is that of the rank among those that compute different parts of
-the unit: ranks that hold copies draw the same numbers, and all others draw numbers of their own.
+the unit, or different heads: ranks that hold copies of attention draw the same numbers, and all others draw numbers of
+their own. So nothing but attention may draw by itself: a mask of anything else that ranks hold copies of would differ.
 """
 
 from collections.abc import Iterable, Mapping

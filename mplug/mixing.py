@@ -13,7 +13,7 @@ have declarations of their own. A module without a declaration is unknown, and i
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from inspect import isfunction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -23,10 +23,15 @@ from mplug.model import Model, role_of
 from mplug.patterns import matching
 from mplug.run import Run
 
+if TYPE_CHECKING:
+    from mplug.changes import Changes
+
 NAME = "mixes"
 """The attribute by which a class says what its modules mix."""
 SAMPLES, UNITS = "batch", "units"
 """The named axes that data parallelism and a pipeline divide."""
+
+MICRO_BATCH = "trainer.micro_batch_size"
 
 INDEX_OF = {"sequence": "position", "batch": "sample"}
 """What an index of a named axis is called."""
@@ -119,7 +124,7 @@ def _of_plan(model: Model) -> dict[str, frozenset[str]]:
 
 def _axes_of(name: str, module: nn.Module, outside: Mapping[str, frozenset[str]]) -> frozenset[str] | None:
     if name in outside:
-        if hasattr(type(module), NAME):
+        if declared(name, module) is not None and not type(module).__module__.startswith("torch.nn.modules"):
             raise UsageError(
                 f"both the plan's mixing and the class {type(module).__qualname__} say what '{name}' mixes; leave it "
                 f"to the class"
@@ -178,12 +183,24 @@ class _Case:
     statement: Statement
 
 
+def refuse_other_micro_batches(model: Model, changes: "Changes") -> None:
+    """Raise UsageError where a resumed run has other micro batches, whose samples a module mixes."""
+    mixing = [one for one in model.mixing if SAMPLES in (one.axes or ())]
+    for change in changes.settings if mixing else ():
+        if change.field == MICRO_BATCH and not changes.allows(change):
+            raise UsageError(
+                f"{mixing[0].told} mixes the samples of a micro batch, and the checkpoint was trained with others "
+                f"({change}): training would go on differently; leave the change out, or add: --allow-change "
+                f"{MICRO_BATCH}"
+            )
+
+
 def refuse_mixing(run: Run, model: Model) -> None:
     """Raise UsageError where the layout divides what a module mixes, or may mix, and no strategy supports that.
 
-    Called with all units of the model, whatever this rank's stage is.
+    Called with all units of the model, whatever this rank's stage is; the model keeps what is known of their modules.
     """
-    found = statements(model)
+    model.mixing = found = tuple(statements(model))
     refuse_unknown_axes(run, model)
     owners = {axis.name: label for label, axes in run.hooks.each("mesh_axes", config=run.config) for axis in axes}
     cases = [

@@ -13,10 +13,11 @@ from mplug.draws import Draws
 from mplug.errors import UsageError
 from mplug.freezing import carrying
 from mplug.gradients import Sinks
-from mplug.nn import arguments
+from mplug.nn import Attention, AttentionSpec, DotProductAttention, arguments
 from mplug.nn.linear import Linear
 from mplug.nn.moe import MixtureOfExperts
 from mplug.nn.random import key_of, normal
+from mplug.nn.specification import DOCUMENTS
 from mplug.plan import Box, Flops, Init, Parameter, Placement, Plan, Stages, Unit
 from mplug.precision import wide
 from mplug.sharding import FlatBox, Sharding
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from mplug.mesh import Mesh
+    from mplug.mixing import Statement
     from mplug.passes import Passes
     from mplug.run import Run
 
@@ -57,6 +59,7 @@ class Model:
     when_written: list[Callable[[], None]] = field(default_factory=list)
     frozen: dict[str, nn.Parameter] = field(default_factory=dict)
     passes: "Passes | None" = None
+    mixing: "tuple[Statement, ...]" = ()
     draws: Draws | None = None
     _sinks: Sinks | None = None
 
@@ -243,7 +246,14 @@ def sites(module: nn.Module, entries: Container[str] = ()) -> Iterator[Site]:
     for name, part in module.named_modules():
         needs = getattr(part, "needs", _needs_nothing)
         for slot in getattr(type(part), "SLOTS", ()):
-            yield Site(role_of(name), slot, part, name, needs(slot, entries))
+            said = _needs_of_spec(part, entries) if slot == "Attention.core" else frozenset()
+            yield Site(role_of(name), slot, part, name, needs(slot, entries) | said)
+
+
+def _needs_of_spec(part: nn.Module, entries: Container[str]) -> frozenset[str]:
+    """What a module's specification asks of its attention core, whatever its `needs` says."""
+    spec = getattr(part, "spec", None)
+    return replace(spec, documents=DOCUMENTS in entries).needs if isinstance(spec, AttentionSpec) else frozenset()
 
 
 def _needs_nothing(slot: str, entries: Container[str]) -> frozenset[str]:
@@ -279,10 +289,17 @@ def _wrapped(filled: Filled, supplier: Callable[..., Any]) -> Callable[..., Any]
         for wrap in filled.wraps:
             supplier = wrap.wrap(supplier)
         return supplier
-    supplier = arguments.by_specification(supplier)
-    for wrap in filled.wraps:
-        supplier = arguments.wrapped(wrap.wrap, supplier)
-    return supplier if hasattr(filled.site.module, "spec") else arguments.by_arguments(supplier)
+    module, needs, plugin = filled.site.module, filled.site.needs, filled.supplier
+    try:
+        supplier = arguments.by_specification(supplier, needs)
+        for wrap in filled.wraps:
+            plugin = wrap.plugin
+            supplier = arguments.wrapped(wrap.wrap, supplier, needs)
+    except ValueError as error:
+        raise UsageError(f"{plugin} cannot serve {filled.site.slot} of '{filled.site.role}': {error}") from None
+    if not hasattr(module, "spec"):
+        return arguments.by_arguments(supplier)
+    return supplier if type(module) in (Attention, DotProductAttention) else arguments.by_either(supplier)
 
 
 def wrap_units(model: Model) -> None:

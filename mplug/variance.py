@@ -8,7 +8,7 @@ sum would be another one than `mplug explain` and the suites say.
 from collections.abc import Iterator, Mapping
 
 from mplug.errors import UsageError
-from mplug.mixing import NAME, statements
+from mplug.mixing import NAME
 from mplug.model import Model, role_of
 from mplug.run import Run
 
@@ -27,11 +27,12 @@ def layout_dependence(run: Run, model: Model) -> list[str]:
         for filled in model.slots
         if filled.offer and (reason := filled.offer.varies(filled.site, run))
     }
-    said = statements(model)
-    modules = {f"{role_of(one.name)}: {reason}" for one in said if (reason := getattr(one.module, "varies", ""))}
+    modules = {
+        f"{role_of(one.name)}: {reason}" for one in model.mixing if (reason := getattr(one.module, "varies", ""))
+    }
     unknown = {
         f"{role_of(one.name)}: not known, because {one.kind} does not declare what it mixes (`{NAME}`)"
-        for one in said
+        for one in model.mixing
         if one.axes is None
     }
     return sorted(plugins | suppliers | modules | unknown)

@@ -3,6 +3,7 @@
 B batch, S queries, T keys, H query heads, G KV heads, K head dim.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mplug import Offer, Site, Wrap
+from mplug.model import sites
 from mplug.nn import Attention, AttentionInputs, AttentionSpec
-from mplug.nn.arguments import by_arguments, by_specification, takes_specification, wrapped
+from mplug.nn.arguments import by_arguments, by_either, by_specification, takes_specification, wrapped
 from mplug.nn.attention import attention, scaled_dot_product
 from mplug.nn.parts import PLAIN_PARTS, parts_of
 from mplug.slots import Selection, select
@@ -250,6 +252,44 @@ def test_documents_and_full_attention_reach_a_core_of_version_0_1() -> None:
 def test_what_stands_between_has_the_parts_of_the_core() -> None:
     assert parts_of(by_specification(attention)) is PLAIN_PARTS
     assert parts_of(by_arguments(scaled_dot_product)) is PLAIN_PARTS
+
+
+def test_what_keyword_arguments_cannot_say_is_refused_and_never_dropped() -> None:
+    needs = replace(SPEC, window=4, documents=True).needs
+    for make in (lambda: by_specification(old_core, needs), lambda: wrapped(old_wrap, scaled_dot_product, needs)):
+        with pytest.raises(ValueError, match=r"takes keyword arguments, which cannot say window$"):
+            make()
+    qkv = given(SPEC)[0]
+    with pytest.raises(ValueError, match="cannot say attention sinks"):
+        by_specification(old_core)(*qkv, replace(SPEC, sinks=True), AttentionInputs())
+
+
+def test_a_wrap_that_wears_the_name_of_what_it_wraps_is_known_by_its_own_signature() -> None:
+    def around(inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return functools.wraps(inner)(old_wrap(inner))
+
+    qkv = given(SPEC)[0]
+    found = wrapped(around, scaled_dot_product)(*qkv, SPEC, AttentionInputs())
+    torch.testing.assert_close(found, 2 * scaled_dot_product(*qkv, SPEC, AttentionInputs(first_head=1)))
+
+
+def test_a_block_that_calls_its_core_as_version_0_1_did_may_go_on() -> None:
+    qkv = given(SPEC)[0]
+    either = by_either(scaled_dot_product)
+    for found in (either(*qkv, SPEC, AttentionInputs()), either(*qkv, scale=0.7)):
+        torch.testing.assert_close(found, scaled_dot_product(*qkv, SPEC))
+
+
+def test_a_module_that_states_a_specification_need_not_repeat_it_as_needs() -> None:
+    class Forgetful(Attention):
+        def needs(self, slot: str, entries: Any) -> frozenset[str]:
+            return frozenset()
+
+    with torch.device("meta"):
+        module = nn.Sequential(Forgetful(8, 2, 2, 4, bias=False, qk_norm=False, theta=None, window=4))
+    found = {site.slot: site.needs for site in sites(module, ("document_lengths",))}
+    assert found["Attention.core"] == {"window", "document_lengths"}
+    assert found["Attention.prepare_qk"] == frozenset()
 
 
 def test_a_core_that_takes_a_specification_is_left_as_it_is() -> None:

@@ -142,11 +142,10 @@ def _slots(run: "Run", model: "Model") -> str:
 
 def _mixing(model: "Model") -> str:
     """Of the modules that mix tokens or do not say whether they do: what they mix."""
-    from mplug.mixing import statements
     from mplug.model import role_of
 
     groups: dict[tuple[str, ...], int] = {}
-    for one in statements(model):
+    for one in model.mixing:
         if one.axes is None or one.axes:
             mixed = "not known" if one.axes is None else ", ".join(sorted(one.axes))
             key = (role_of(one.name), one.kind, mixed)

@@ -93,10 +93,12 @@ def command(
     resume_from = _checkpoint_of(directory, restarted) if directory else None
     since = _changes(run, resume_from, names)
     from mplug.build import build_model, refuse_unsavable_states  # import torch, which a refused config never waits for
+    from mplug.mixing import refuse_other_micro_batches
 
     first = world is None or world.rank == 0
     run.directory = directory or new_directory(run.config, name, check=first)
     model = build_model(run)  # refuses what cannot be built before any process starts
+    refuse_other_micro_batches(model, since)
     refuse_unsavable_states(run, model, resume_from)
     pretrained = None if resume_from else pretrained_of(run)
     if pretrained is not None:

@@ -11,9 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
-from mplug.nn.specification import DOCUMENTS, AttentionInputs, AttentionSpec
+from mplug.nn.specification import DOCUMENTS, FULL, KNOWN, AttentionInputs, AttentionSpec
 
 Core = Callable[..., Tensor]
+SAID = frozenset({DOCUMENTS, FULL})
+"""The needs of a site that keyword arguments can say."""
 
 
 def takes_specification(core: Core) -> bool:
@@ -21,20 +23,24 @@ def takes_specification(core: Core) -> bool:
 
     A function of any arguments hands them on as they are. One that takes a `scale` is called as version 0.1 did.
     """
-    parameters = inspect.signature(core).parameters.values()
+    parameters = inspect.signature(core, follow_wrapped=False).parameters.values()
     if any(one.name == "spec" or one.kind is one.VAR_POSITIONAL for one in parameters):
         return True
     positional = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     return len(positional) >= 5 and "scale" not in positional
 
 
-def by_specification(core: Core) -> Core:
-    """A core that takes a specification, from either."""
+def by_specification(core: Core, needs: frozenset[str] = frozenset()) -> Core:
+    """A core that takes a specification, from either; ValueError where keyword arguments cannot say `needs`."""
     if takes_specification(core):
         return core
+    if unsaid := (needs & KNOWN) - SAID:
+        raise ValueError(f"its core takes keyword arguments, which cannot say {', '.join(sorted(unsaid))}")
 
     @wraps(core)
     def called(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
+        if unsaid := spec.needs - SAID:
+            raise ValueError(f"{core!r} takes keyword arguments, which cannot say {', '.join(sorted(unsaid))}")
         named: dict[str, Any] = {"scale": spec.scale, "dropout": spec.dropout, "keys": inputs.keys}
         if inputs.first_head:
             named["first_head"] = inputs.first_head
@@ -44,7 +50,6 @@ def by_specification(core: Core) -> Core:
             named["causal"] = False
         return core(q, k, v, **named)
 
-    del called.__wrapped__  # whose signature is another one
     return called
 
 
@@ -69,11 +74,21 @@ def by_arguments(core: Core) -> Core:
         )
         return core(q, k, v, spec, AttentionInputs(keys, document_lengths, first_head=first_head))
 
-    del called.__wrapped__
     return called
 
 
-def wrapped(wrap: Callable[[Core], Core], inner: Core) -> Core:
-    """What a wrap makes of a core that takes a specification: a core that takes one, too."""
+def by_either(core: Core) -> Core:
+    """A core that takes keyword arguments, too, from one that takes a specification."""
+    by_name = by_arguments(core)
+
+    @wraps(core)
+    def called(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -> Tensor:
+        return core(q, k, v, *rest) if rest else by_name(q, k, v, **named)
+
+    return called
+
+
+def wrapped(wrap: Callable[[Core], Core], inner: Core, needs: frozenset[str] = frozenset()) -> Core:
+    """What a wrap makes of a core that takes a specification: a core that takes one, too; ValueError as above."""
     core = wrap(inner)
-    return core if takes_specification(core) else by_specification(wrap(by_arguments(inner)))
+    return core if takes_specification(core) else by_specification(wrap(by_arguments(inner)), needs)

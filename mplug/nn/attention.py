@@ -21,6 +21,7 @@ from mplug.nn.specification import (
     KNOWN,
     LOG_SUM_EXP,
     NO_INPUTS,
+    RELATIVE,
     AttentionInputs,
     AttentionSpec,
     bias_of,
@@ -203,6 +204,8 @@ class DotProductAttention(nn.Module):
         bias: str = "",
     ) -> None:
         super().__init__()
+        if bias == RELATIVE:
+            raise ValueError("this block has no table of a relative bias; a block of your own hands one to its core")
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.theta, self.eps = theta, eps
         masks: dict[str, Any] = {"causal": causal, "window": window}
@@ -238,6 +241,10 @@ class DotProductAttention(nn.Module):
     def causal(self) -> bool:
         """Whether no query sees a later key."""
         return self.spec.causal
+
+    @causal.setter
+    def causal(self, causal: bool) -> None:
+        self.spec = replace(self.spec, causal=causal)
 
     def needs(self, slot: str, entries: Container[str]) -> frozenset[str]:
         """What a supplier of a slot must offer here, where micro batches have these optional entries."""

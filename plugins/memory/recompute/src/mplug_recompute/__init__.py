@@ -30,7 +30,7 @@ class Recompute:
             "only what fills some slots is run again (arXiv 2205.05198, section 5); none: nothing is",
         )
         every: Annotated[PositiveInt, MAY_CHANGE] = Field(
-            1, description="choose every so-manieth unit of a stage, beginning with the first"
+            1, description="n chooses every n-th unit of a stage, beginning with the first"
         )
         first: Annotated[PositiveInt | None, MAY_CHANGE] = Field(
             None, description="choose among the first so many units of a stage only"

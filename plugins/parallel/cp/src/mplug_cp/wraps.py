@@ -61,7 +61,8 @@ def by_parts(
 def _has_parts(site: Site, run: "Run") -> bool | str:
     """Whether attention comes in parts; dropout masks would have to be drawn part by part, which nobody offers."""
     if more := site.needs - BY_PARTS:
-        return f"parts of attention have no {', '.join(sorted(more))}; use parallel.cp.method=ulysses"
+        remedy = "use parallel.cp.method=ulysses" if more <= BY_HEADS else "use a layout without cp"
+        return f"parts of attention have no {', '.join(sorted(more))}; {remedy}"
     dropout = site.module.dropout
     return (
         f"attention dropout is {dropout:g}, and parts of attention drop nothing; set it to 0, "

@@ -68,7 +68,10 @@ class PipelineStepper:
         taken = list(compress(self.taken.pop(number), self.returned))
         if given:
             gradients: Any = self.gradients.pop(number) if self.next else [self.default.loss_gradient(given[0])]
-            torch.autograd.backward(given, gradients)
+            # An activation of a unit that learns may come from frozen parameters alone, as a residual before any block.
+            learning = [(one, grad) for one, grad in zip(given, gradients, strict=True) if one.requires_grad]
+            if learning:
+                torch.autograd.backward(*zip(*learning, strict=True))
         self.gradients[number] = [torch.zeros_like(x) if x.grad is None else x.grad for x in taken]
 
     def _send_forward(self, number: int) -> None:

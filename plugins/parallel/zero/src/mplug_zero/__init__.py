@@ -47,9 +47,9 @@ class ZeRO:
         return [Axis("zero", config.parallel.degrees["zero"], entries={"batch": contiguous}, distance=15)]
 
     @hookimpl
-    def varies(self) -> Variance | None:
-        """Sums in bf16."""
-        if self.config.reduce_dtype == "fp32":
+    def varies(self, config: "RunConfig") -> Variance | None:
+        """Sums in bf16, where there are several ranks."""
+        if self.config.reduce_dtype == "fp32" or config.parallel.degrees["zero"] == 1:
             return None
         return Variance("gradients are rounded to bf16 and summed over ranks in it", TOLERANCE, sums=("zero",))
 

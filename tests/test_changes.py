@@ -176,7 +176,7 @@ def test_fields_that_are_newer_than_the_checkpoint_have_their_defaults() -> None
     manifest = manifest_of({})
     del manifest["config"]["trainer"]["deterministic"]
     del manifest["config"]["optimizer"]["beta2"]
-    del manifest["config"]["model"]["qk_norm"]
+    del manifest["config"]["model"]["rope_theta"]
     del manifest["config"]["model"]["frozen"]
     assert changes_on_resume(PATH, manifest, prepare(tiny_config({})), ()).lines() == []
     with pytest.raises(UsageError, match=r"optimizer.beta2: 0.95 -> 0.9 "):

@@ -34,7 +34,7 @@ FINGERPRINT = "data_fingerprint"
 
 def shown(value: Any) -> str:
     """A value as a config file writes it."""
-    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+    return json.dumps(value) if value in (None, "") or isinstance(value, bool) else str(value)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class TestPeregrine(ModelSuite):
 class TestPeregrineWithTiedEmbeddingsAndOneKVHead(ModelSuite):
     plugin = "peregrine"
     settings = {**TINY, "model.num_kv_heads": 1}
-    layouts = ("tp2 parallel.tp.sequence_parallel=false", "tp4", "pp2tp2")
+    layouts = tuple(f"{word} parallel.tp.sequence_parallel=false" for word in ("tp2", "tp4", "pp2tp2"))
 
 
 def on_meta(**fields: Any) -> Model:

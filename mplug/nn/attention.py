@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mplug.nn.arguments import by_arguments
 from mplug.nn.linear import Linear
 from mplug.nn.operator import fake, operator
 from mplug.nn.parts import PLAIN_PARTS, with_parts
@@ -70,28 +71,9 @@ def _softmax_with_sinks(scores: Tensor, sinks: Tensor) -> Tensor:
     return torch.cat((scores, nothing), dim=-1).softmax(dim=-1)[..., :-1]
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    dropout: float = 0.0,
-    keys: Tensor | None = None,
-    first_head: int = 0,
-    document_lengths: Tensor | None = None,
-    causal: bool = True,
-) -> Tensor:
-    """Attention by keyword arguments, as version 0.1 called it; for what these cannot say: `scaled_dot_product`.
-
-    q [B, S, H, K], k and v [B, T, G, K] with G dividing H -> [B, S, H, K].
-    """
-    named: dict[str, Any] = {"causal": causal, "documents": document_lengths is not None, "dropout": dropout}
-    spec = AttentionSpec(scale, q.shape[3], v.shape[3], **named)
-    return scaled_dot_product(q, k, v, spec, AttentionInputs(keys, document_lengths, first_head=first_head))
-
-
-with_parts(attention, PLAIN_PARTS).offers = frozenset({LOG_SUM_EXP, DOCUMENTS, FULL})  # type: ignore[attr-defined]
+attention = by_arguments(scaled_dot_product)
+"""Attention by keyword arguments, as version 0.1 called it; for what these cannot say: `scaled_dot_product`."""
+attention.offers = frozenset({LOG_SUM_EXP, DOCUMENTS, FULL})  # type: ignore[attr-defined]
 
 
 @operator("mplug::rotations")

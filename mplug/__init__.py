@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
+from mplug import hookspecs as _hookspecs  # fills the table of specifications
 from mplug.contracts import (
     MAY_CHANGE,
     MAY_MOVE,
@@ -25,12 +26,12 @@ from mplug.contracts import (
 )
 from mplug.errors import RunError, UsageError
 from mplug.gathering import GatheredPlacement
-from mplug.hookspecs import hookimpl
 from mplug.loading import MapLoader
 from mplug.mesh import Axis, IndexMap, Mesh, contiguous
 from mplug.plan import Box, Buffer, Flops, Init, Parameter, Placement, Plan, Segment, Stages, Unit
 from mplug.sharding import Bucket, Sharding, Stretch
 from mplug.slots import UNIT, Offer, Site, Wrap, slots_named
+from mplug.specification import hookimpl
 from mplug.toolchain import triton_builds
 
 if TYPE_CHECKING:

@@ -4,12 +4,13 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pluggy
 
-from mplug import hookspecs
 from mplug.errors import UsageError, listed, suggest
+from mplug.specification import SPECIFICATIONS, hooks_answered_by
 
 log = logging.getLogger("mplug")
 
@@ -24,16 +25,15 @@ def implemented(plugin: type) -> list[str]:
 
 def faults(plugin: type) -> list[str]:
     """What is wrong with a plugin class, one sentence each: pluggy alone stays silent on most of these."""
-    specs = hookspecs.specifications()
     found = []
     for name, function in _methods(plugin):
         marked = hasattr(function, "mplug_impl")
-        if marked and name not in specs:
-            found.append(f"'{name}' is not a hook{suggest(name, specs)}")
-        elif name in specs and not marked:
+        if marked and name not in SPECIFICATIONS:
+            found.append(f"'{name}' is not a hook{suggest(name, SPECIFICATIONS)}")
+        elif name in SPECIFICATIONS and not marked:
             found.append(f"'{name}' has a hook's name but no @hookimpl; mark it, or rename it")
         elif marked:
-            known = list(inspect.signature(specs[name]).parameters)
+            known = list(inspect.signature(SPECIFICATIONS[name]).parameters)
             given = list(inspect.signature(function).parameters)[1:]
             found += [
                 f"hook '{name}' has no argument '{argument}'{suggest(argument, known)} (it has {listed(known)})"
@@ -56,7 +56,7 @@ class Hooks:
     def __init__(self, plugins: dict[str, object]) -> None:
         self.plugins = dict(sorted(plugins.items()))
         self._manager = pluggy.PluginManager("mplug")
-        self._manager.add_hookspecs(hookspecs)
+        self._manager.add_hookspecs(SimpleNamespace(**SPECIFICATIONS))
         for label, plugin in reversed(self.plugins.items()):
             self._manager.register(plugin, label)
         self.call = self._manager.hook
@@ -101,11 +101,11 @@ class Hooks:
         return caller.get_hookimpls()
 
     def _refuse_rivals(self) -> None:
-        for hook in (*hookspecs.hooks_answered_by("exactly one"), *hookspecs.hooks_answered_by("at most one")):
+        for hook in (*hooks_answered_by("exactly one"), *hooks_answered_by("at most one")):
             rivals = self.implementers(hook)
             if len(rivals) > 1:
                 raise UsageError(f"{listed(rivals)} all answer '{hook}', which takes one answer; name only one of them")
-        for hook in hookspecs.hooks_answered_by("exactly one"):
+        for hook in hooks_answered_by("exactly one"):
             if not self.implementers(hook):
                 raise UsageError(f"none of the chosen plugins ({listed(self.plugins)}) implements '{hook}'")
 

@@ -7,10 +7,10 @@ in the same order on every rank. An exception in a hook ends the run on every ra
 Each hook says how many of the plugins that a run names may answer it: all, at most one, or exactly one.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
 
-import pluggy
+from mplug.specification import all_plugins, at_most_one, exactly_one
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,27 +24,6 @@ if TYPE_CHECKING:
     from mplug.sharding import Sharding
     from mplug.slots import Offer, Wrap
     from mplug.stepper import DefaultStepper
-
-F = TypeVar("F", bound=Callable[..., Any])
-Answers = Literal["all", "at most one", "exactly one"]
-
-hookimpl = pluggy.HookimplMarker("mplug")
-_spec = pluggy.HookspecMarker("mplug")
-
-
-def _answered_by(answers: Answers) -> Callable[[F], F]:
-    def mark(function: F) -> F:
-        marked = _spec(firstresult=answers != "all")(function)
-        marked.answers = answers  # type: ignore[attr-defined]
-        return marked
-
-    return mark
-
-
-all_plugins = _answered_by("all")
-at_most_one = _answered_by("at most one")
-exactly_one = _answered_by("exactly one")
-
 
 # Build: before any process starts, then again on every rank.
 
@@ -222,13 +201,3 @@ def run_failed(run: "Run", error: BaseException) -> None:
 @all_plugins
 def run_finished(run: "Run") -> None:
     """The run has done its last step."""
-
-
-def specifications() -> dict[str, Callable[..., Any]]:
-    """Every hook by name, in the order of a run."""
-    return {name: value for name, value in globals().items() if hasattr(value, "answers")}
-
-
-def hooks_answered_by(answers: Answers) -> Iterable[str]:
-    """The names of the hooks that so many plugins may answer."""
-    return [name for name, function in specifications().items() if getattr(function, "answers") == answers]  # noqa: B009

@@ -13,8 +13,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 
 from mplug.contracts import Record
-from mplug.hookspecs import hookimpl
 from mplug.run import Run, write_text
+from mplug.specification import hookimpl
 
 log = logging.getLogger("mplug")
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from mplug.checkpoint import complete, newest_sound, read_manifest, storage
 from mplug.errors import RunError, UsageError
-from mplug.hookspecs import hookimpl
+from mplug import hookimpl
 from mplug.loop import train
 from mplug.plain import lift
 from mplug.run import Run, prepare

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from mplug.errors import Diverged
 from mplug.feed import Copies, Feed
-from mplug.hookspecs import hookimpl
+from mplug import hookimpl
 from mplug.loop import Ending, train
 from mplug.run import Run, prepare
 from mplug.stepper import DefaultStepper

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mplug.determinism import deterministic
-from mplug.hookspecs import hookimpl
+from mplug import hookimpl
 from mplug.loop import train
 from mplug.nn import Choice, MixtureOfExperts, Router, Weights, grouped_linear
 from mplug.nn.grouped import _has_kernel

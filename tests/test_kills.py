@@ -69,7 +69,7 @@ def train(layout: str, directory: Path, resume: bool, point: Point | None, async
     """Be a rank of a run, and die at a point. Returns the losses of the steps that it did."""
     from mplug import loop
     from mplug.groups import Groups
-    from mplug.hookspecs import hookimpl
+    from mplug import hookimpl
     from mplug.run import Run, prepare
     from mplug.testing.harness import tiny_config
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mplug.hooks import HOST
-from mplug.hookspecs import hookimpl
 from mplug.run import prepare
+from mplug.specification import hookimpl
 from mplug.testing.harness import as_rank
 
 if TYPE_CHECKING:

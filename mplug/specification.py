@@ -1,0 +1,39 @@
+"""How a hook is specified: markers for specifications and implementations, and the table of all specifications.
+
+`mplug.hookspecs` fills the table when the package `mplug` is imported.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+import pluggy
+
+F = TypeVar("F", bound=Callable[..., Any])
+Answers = Literal["all", "at most one", "exactly one"]
+
+hookimpl = pluggy.HookimplMarker("mplug")
+"""Marks a method of a plugin as the implementation of the hook with its name."""
+_spec = pluggy.HookspecMarker("mplug")
+
+SPECIFICATIONS: dict[str, Callable[..., Any]] = {}
+"""Every hook by name, in the order of a run."""
+
+
+def _answered_by(answers: Answers) -> Callable[[F], F]:
+    def mark(function: F) -> F:
+        marked = _spec(firstresult=answers != "all")(function)
+        marked.answers = answers  # type: ignore[attr-defined]
+        SPECIFICATIONS[function.__name__] = marked
+        return marked
+
+    return mark
+
+
+all_plugins = _answered_by("all")
+at_most_one = _answered_by("at most one")
+exactly_one = _answered_by("exactly one")
+
+
+def hooks_answered_by(answers: Answers) -> list[str]:
+    """The names of the hooks that take this many answers."""
+    return [name for name, function in SPECIFICATIONS.items() if getattr(function, "answers") == answers]  # noqa: B009

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-from mplug import hookspecs as _hookspecs  # fills the table of specifications
+from mplug import hookspecs as _hookspecs  # noqa: F401 (fills the table of specifications)
 from mplug.contracts import (
     MAY_CHANGE,
     MAY_MOVE,

@@ -1,30 +1,35 @@
-"""Which installed kernel plugins would do where the chosen one cannot: asked only on the way to an error.
+"""Which installed kernel plugins can replace one that cannot serve a slot. Used only to complete an error message.
 
-Each plugin is tried in a subprocess of its own (`python -m mplug.alternatives`), so that one that does not import,
-or hangs, disturbs nothing.
+Each plugin is tried in a process of its own (`python -m mplug.kernel_trial`), so that a plugin that fails to import or
+hangs has no effect on this one.
 """
 
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from mplug.config import RunConfig
-from mplug.errors import UsageError, listed
+from mplug.errors import listed
 from mplug.registry import Registry
-from mplug.resolve import resolve
-from mplug.settings import from_mapping
 from mplug.slots import PLAIN, Unmet
 
-YES = "it would do"
-"""What a subprocess prints last where a plugin would do: a plugin that exits when it is imported prints nothing."""
+TRIAL = "mplug.kernel_trial"
+"""The module that a trial's process runs; it imports torch and the plugins that the config names."""
 TIMEOUT = 60
 """Seconds that a plugin may take to answer."""
+YES = "the kernel can serve the model"
+"""The last line of the output if the kernels can serve the model. A plugin that exits at import never prints it."""
 
 
-def kernels_that_would_do(config: RunConfig, unmet: Unmet) -> str:
-    """The end of the error's sentence: which installed plugins can supply the slot instead, or else plain torch."""
+def kernels_that_would_do(config: RunConfig, unmet: Unmet, can_be_built: Callable[[Mapping[str, Any]], bool]) -> str:
+    """The end of an error message: which installed plugins can supply the slot instead, or whether plain torch can.
+
+    `can_be_built` says whether the kernels of a whole config can serve its model. It is called in this process, for
+    plain torch only, because a kernel plugin may fail to import.
+    """
     chosen = unmet.plugin.partition("/")[2]
     others = [name for name in Registry().names("kernels") if name != chosen]
     with ThreadPoolExecutor() as pool:
@@ -32,7 +37,7 @@ def kernels_that_would_do(config: RunConfig, unmet: Unmet) -> str:
     able = [name for name, would_do in zip(others, answers, strict=True) if would_do]
     if able:
         return f"; {listed(able)} would do: set kernels.{unmet.kind}={able[0]}"
-    if unmet.plugin != PLAIN and _can_be_built(_with_kernel(config, unmet.kind, None)):  # imports no other plugin
+    if unmet.plugin != PLAIN and can_be_built(_with_kernel(config, unmet.kind, None)):
         return f"; no other installed kernel would do; set kernels.{unmet.kind}=null for the composition in plain torch"
     return "; no other installed kernel would do, nor would the composition in plain torch"
 
@@ -44,29 +49,9 @@ def _with_kernel(config: RunConfig, kind: str, name: str | None) -> dict[str, An
 
 def _would_do(config: RunConfig, kind: str, name: str) -> bool:
     settings = _with_kernel(config, kind, name)
-    command = [sys.executable, "-m", "mplug.alternatives"]
+    command = [sys.executable, "-m", TRIAL]
     try:
         finished = subprocess.run(command, input=json.dumps(settings), capture_output=True, text=True, timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
         return False
     return finished.stdout.endswith(f"{YES}\n")
-
-
-def _can_be_built(settings: dict[str, Any]) -> bool:
-    """Whether the chosen kernels can serve the run of a whole config."""
-    from mplug.build import unmet_reasons  # imports torch
-    from mplug.run import prepare
-
-    try:
-        return not unmet_reasons(prepare(resolve(Registry(), from_mapping(settings, "the run's config"), {})))
-    except UsageError:
-        return False
-
-
-def main() -> None:
-    """Print whether the config on standard input can be built."""
-    print(YES if _can_be_built(json.load(sys.stdin)) else "no")
-
-
-if __name__ == "__main__":
-    main()

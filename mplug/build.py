@@ -1,10 +1,10 @@
 """From a prepared run to the objects that train: every build hook, in order."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -24,8 +24,11 @@ from mplug.mixing import refuse_mixing
 from mplug.model import Model, allocate, fill_slots, initialize, wrap_units
 from mplug.passes import passes_of
 from mplug.precision import DTYPES, wide
-from mplug.run import Run
+from mplug.registry import Registry
+from mplug.resolve import resolve
+from mplug.run import Run, prepare
 from mplug.scaling import LossScale
+from mplug.settings import from_mapping
 from mplug.slots import PLAIN, Offer, Selection, Unmet, Wrap
 from mplug.stepper import DefaultStepper, Held, held_values, make_pieces, write_weights
 from mplug.sums import token_sums
@@ -106,7 +109,7 @@ def _refuse_states_of_frozen(run: Run, model: Model) -> None:
 def _remedy(config: RunConfig, unmet: Unmet) -> str:
     """The end of the sentence of a kernel, or of plain torch; another plugin's need is met by no other kernel."""
     is_kernel = unmet.plugin == PLAIN or unmet.plugin.startswith("kernels/")
-    return kernels_that_would_do(config, unmet) if is_kernel else ""
+    return kernels_that_would_do(config, unmet, can_be_built) if is_kernel else ""
 
 
 def _build_model(run: Run) -> tuple[Model, Selection]:
@@ -149,10 +152,10 @@ def _refuse_cut_matrices(run: Run, cut: list[tuple[str, str]]) -> NoReturn:
 
 def _optimizer_without_memory(run: Run, model: Model) -> Optimizer:
     """The optimizer, built of tensors without memory, for what it says of itself."""
-    return _states_without_memory(run, model)[0]
+    return states_without_memory(run, model)[0]
 
 
-def _states_without_memory(run: Run, model: Model) -> tuple[Optimizer, list[Piece]]:
+def states_without_memory(run: Run, model: Model) -> tuple[Optimizer, list[Piece]]:
     """The optimizer and its pieces, of tensors without memory."""
     pieces, masters = [], wide(DTYPES[run.config.trainer.precision])
     with FakeTensorMode():
@@ -163,7 +166,7 @@ def _states_without_memory(run: Run, model: Model) -> tuple[Optimizer, list[Piec
                 master, gradient = torch.zeros(shape, dtype=masters, device=run.device).unbind()
                 pieces.append(Piece(name, master, gradient, None, placement.parameter, placement))
         optimizer: Optimizer = run.hooks.call.build_optimizer(run=run, pieces=pieces)
-        _refuse_unsavable_states(run, optimizer, pieces)
+        refuse_unsavable(run, optimizer, pieces)
     return optimizer, pieces
 
 
@@ -172,7 +175,7 @@ def refuse_unsavable_states(run: Run, model: Model, resume_from: Path | None = N
 
     Also where the checkpoint to resume from does not have what the optimizer keeps of this rank's parameters.
     """
-    optimizer, pieces = _states_without_memory(run, model)
+    optimizer, pieces = states_without_memory(run, model)
     if resume_from is not None:
         state = {
             f"{piece.name}/{name}": Boxed(piece.placement.shape if tensor.dim() else (), {})
@@ -182,7 +185,8 @@ def refuse_unsavable_states(run: Run, model: Model, resume_from: Path | None = N
         refuse_another(resume_from, read_manifest(resume_from)["tensors"], state)
 
 
-def _refuse_unsavable_states(run: Run, optimizer: Optimizer, pieces: list[Piece]) -> None:
+def refuse_unsavable(run: Run, optimizer: Optimizer, pieces: list[Piece]) -> None:
+    """Raise UsageError if the optimizer keeps a state that no checkpoint can hold."""
     (label,) = run.hooks.implementers("build_optimizer")
     for piece in pieces:
         for name, tensor in optimizer.state(piece).items():
@@ -196,8 +200,12 @@ def _refuse_unsavable_states(run: Run, optimizer: Optimizer, pieces: list[Piece]
                 )
 
 
-def _gradient_dtype(run: Run, model: Model) -> torch.dtype:
-    """That of masters; bf16 where weights are, a gradient is one product's, and the optimizer takes it so."""
+def gradient_dtype(run: Run, model: Model) -> torch.dtype:
+    """The dtype of the gradients that sinks hold.
+
+    It is bf16 if weights are bf16, every gradient is one product that is never added to, and the optimizer accepts it;
+    otherwise it is the dtype of the masters.
+    """
     trainer = run.config.trainer
     weights = DTYPES[trainer.precision]
     _, shards = run.mesh.batch_shard(run.rank)
@@ -224,6 +232,14 @@ def unmet_reasons(run: Run) -> list[str]:
     return [str(unmet) for unmet in _build_model(run)[1].unmet]
 
 
+def can_be_built(settings: Mapping[str, Any]) -> bool:
+    """Whether the kernels of a whole config can serve its model."""
+    try:
+        return not unmet_reasons(prepare(resolve(Registry(), from_mapping(settings, "the run's config"), {})))
+    except UsageError:
+        return False
+
+
 def build(run: Run) -> Parts:
     """Everything that a training process needs; what is cheap to refuse comes first."""
     trainer, model = run.config.trainer, build_model(run)
@@ -231,8 +247,8 @@ def build(run: Run) -> Parts:
     validation_loader = Feed(build_loader(run, "validation"), run.device) if trainer.eval_every else None
     compile_units(model, compiler_of(run), tune_kernels=trainer.tune_kernels)
     wrap_units(model)
-    gradients = _gradient_dtype(run, model)
-    _allocate(run, model)
+    gradients = gradient_dtype(run, model)
+    allocate_parts(run, model)
     model.listen(gradients)
     _wrap(run, model)
     pieces = make_pieces(model)
@@ -242,7 +258,7 @@ def build(run: Run) -> Parts:
     write_weights(pieces)
     model.weights_written()
     optimizer: Optimizer = run.hooks.call.build_optimizer(run=run, pieces=pieces)
-    _refuse_unsavable_states(run, optimizer, pieces)
+    refuse_unsavable(run, optimizer, pieces)
     default = DefaultStepper(run, model, pieces, optimizer)
     stepper: Stepper | None = run.hooks.call.build_stepper(run=run, model=model, default=default)
     return Parts(model, pieces, optimizer, stepper or default, train_loader, validation_loader, default.loss_scale)
@@ -282,16 +298,17 @@ def build_loader(run: Run, split: str) -> Loader:
     return loader
 
 
-def _allocate(run: Run, model: Model) -> None:
+def allocate_parts(run: Run, model: Model) -> None:
+    """Allocate the parameters and buffers of this rank in the run's precision."""
     trainer = run.config.trainer
     allocate(model, run.rank, torch.device(run.device), DTYPES[trainer.precision], trainer.seed)
 
 
 def measure_bytes(run: Run, model: Model) -> dict[str, int]:
     """Bytes that a rank will hold: the storages of a real build, made of tensors without memory."""
-    gradients = _gradient_dtype(run, model)
+    gradients = gradient_dtype(run, model)
     with FakeTensorMode():
-        _allocate(run, model)
+        allocate_parts(run, model)
         model.listen(gradients)
         pieces = make_pieces(model)
         optimizer: Optimizer = run.hooks.call.build_optimizer(run=run, pieces=pieces)
@@ -314,7 +331,7 @@ def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
 def load_for_inference(run: Run, path: Path) -> Model:
     """The model of a run with a checkpoint's weights, without gradients or optimizer."""
     model = build_model(run)
-    _allocate(run, model)
+    allocate_parts(run, model)
     weights = {
         f"{name}/weight": held_boxes(model.placements[name], parameter.data, run.rank)
         for name, parameter in model.parameters().items()

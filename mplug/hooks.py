@@ -4,7 +4,6 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pluggy
@@ -56,7 +55,7 @@ class Hooks:
     def __init__(self, plugins: dict[str, object]) -> None:
         self.plugins = dict(sorted(plugins.items()))
         self._manager = pluggy.PluginManager("mplug")
-        self._manager.add_hookspecs(SimpleNamespace(**SPECIFICATIONS))
+        self._manager.add_hookspecs(type("Specifications", (), dict(SPECIFICATIONS)))
         for label, plugin in reversed(self.plugins.items()):
             self._manager.register(plugin, label)
         self.call = self._manager.hook

@@ -1,6 +1,6 @@
-"""Looking at a plugin in a process of its own, so that one that does not import disturbs nothing.
+"""What a plugin says of itself, found in a process of its own, so that a plugin that fails to import is harmless.
 
-Run as `python -m mplug.inspection show|check KIND DISTRIBUTION/NAME`, it prints a report as JSON.
+`python -m mplug.inspection KIND DISTRIBUTION/NAME` prints a report as JSON.
 """
 
 import json
@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
-from mplug.errors import UsageError, listed
+from mplug.errors import UsageError
 from mplug.registry import Entry, Registry
 
 if TYPE_CHECKING:
@@ -36,16 +36,12 @@ class Report:
 
 def inspect_apart(entry: Entry) -> Report:
     """What a plugin says of itself, found in a subprocess."""
-    return _apart("show", entry)
+    return report_apart("mplug.inspection", entry)
 
 
-def check_apart(entry: Entry) -> Report:
-    """The same, and what the quick part of its kind's suite finds wrong."""
-    return _apart("check", entry)
-
-
-def _apart(task: str, entry: Entry) -> Report:
-    command = [sys.executable, "-m", "mplug.inspection", task, entry.kind, f"{entry.distribution}/{entry.name}"]
+def report_apart(module: str, entry: Entry) -> Report:
+    """The report that a module of the host prints about a plugin, as `python -m MODULE KIND DISTRIBUTION/NAME`."""
+    command = [sys.executable, "-m", module, entry.kind, f"{entry.distribution}/{entry.name}"]
     try:
         finished = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
@@ -77,27 +73,6 @@ def inspect_here(kind: str, word: str) -> Report:
     ]
     presets = [str(name) for name in getattr(plugin, "presets", {})]
     return Report(hooks=implemented(plugin), presets=presets, fields=fields)
-
-
-def check_here(kind: str, word: str) -> Report:
-    """The report of a plugin, made in this process, with what the quick part of its kind's suite finds wrong."""
-    report = inspect_here(kind, word)
-    if report.fault:
-        return report
-    from mplug.testing import suite_of
-    from mplug.testing.suite import smoke_faults, unset_fields
-
-    suite = type("Check", (suite_of(kind),), {"plugin": word if _is_ambiguous(kind, word) else word.rpartition("/")[2]})
-    unset = unset_fields(suite)
-    if unset:
-        report.note = f"imported, and not run: its Config's {listed(unset)} must be set"
-    else:
-        report.fault = "\n".join(smoke_faults(suite))
-    return report
-
-
-def _is_ambiguous(kind: str, word: str) -> bool:
-    return word in Registry().names(kind)
 
 
 def _inspect_command(entry: Entry) -> Report:
@@ -139,9 +114,10 @@ def _default(described: "FieldInfo") -> str:
     return "" if described.is_required() else repr(described.get_default(call_default_factory=True))
 
 
+def print_report(report: Report) -> None:
+    """Print a report for `report_apart`."""
+    print(f"\n{MARK}{json.dumps(asdict(report))}")
+
+
 if __name__ == "__main__":
-    print(
-        "\n"
-        + MARK
-        + json.dumps(asdict({"show": inspect_here, "check": check_here}[sys.argv[1]](sys.argv[2], sys.argv[3])))
-    )
+    print_report(inspect_here(sys.argv[1], sys.argv[2]))

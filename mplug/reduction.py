@@ -5,12 +5,14 @@ over which a placement says that a gradient is partial is summed here: norms und
 KV heads that several ranks hold, tied embeddings on two stages.
 """
 
+from collections.abc import Collection, Mapping
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mplug.contracts import Piece
-from mplug.model import Model, region
+from mplug.model import region
 from mplug.plan import Box, Placement
 from mplug.precision import wide
 from mplug.run import Run
@@ -22,12 +24,14 @@ IN_PLACE = 1 << 18
 class Reduction:
     """Sums over groups of ranks; large gradients in place, the small ones of a group as one flat tensor."""
 
-    def __init__(self, run: Run, model: Model, pieces: list[Piece]) -> None:
-        self.run, self.done = run, model.sinks.reduced_over
+    def __init__(
+        self, run: Run, placements: Mapping[str, Placement], reduced_over: Collection[str], pieces: list[Piece]
+    ) -> None:
+        self.run, self.done = run, reduced_over
         self.sums: list[tuple[dist.ProcessGroup | None, list[Tensor]]] = []
         if run.groups is None:
             return
-        trained = [placement for placement in model.placements.values() if placement.parameter.trainable]
+        trained = [placement for placement in placements.values() if placement.parameter.trainable]
         different = {(p.parameter, p.shape, p.holders): p for p in trained}  # blocks are alike
         families = {
             self._left(placement, box, rank)

@@ -7,9 +7,8 @@ step is left out and the scale falls; after many steps without that it rises. Al
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from mplug.model import Model
 from mplug.run import Run
 
 BUFFER = "loss_scale"
@@ -23,18 +22,18 @@ class LossScale:
     many steps have been left out so far.
     """
 
-    def __init__(self, run: Run, model: Model) -> None:
+    def __init__(self, run: Run, module: nn.Module) -> None:
         self.config, device = run.config.trainer.loss_scale, run.device
         self.scale = torch.full((), self.config.initial, device=device)
         self.good, self.overflows = torch.zeros((2,), device=device).unbind()
-        for part in model.module.modules():
+        for part in module.modules():
             if BUFFER in part._buffers:
                 part._buffers[BUFFER] = self.scale  # the one tensor, so that nothing has to be copied into it
 
     @classmethod
-    def of(cls, run: Run, model: Model) -> "LossScale | None":
+    def of(cls, run: Run, module: nn.Module) -> "LossScale | None":
         """The loss scale of a run in fp16; None in every other precision, whose exponents are fp32's."""
-        return cls(run, model) if run.config.trainer.precision == "fp16" else None
+        return cls(run, module) if run.config.trainer.precision == "fp16" else None
 
     def gradient_of(self, loss: Tensor) -> Tensor:
         """What backward begins with: the scale, in the loss's precision."""

@@ -1,12 +1,13 @@
 """What modules count in a step: summed over all ranks when the step ends, and told to the modules that learn by it."""
 
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from mplug.model import Model
+from mplug.plan import Placement, Plan
 from mplug.run import Run
 
 
@@ -17,14 +18,14 @@ class Statistics:
     activation axes that the statistic is taken over.
     """
 
-    def __init__(self, run: Run, model: Model) -> None:
+    def __init__(self, run: Run, module: nn.Module, plan: Plan, placements: Mapping[str, Placement]) -> None:
         self.run = run
-        described = model.plan.match_buffers(model.buffer_placements)
+        described = plan.match_buffers(placements)
         self.described = {name: one for name, one in described.items() if one.is_statistic}
-        self.shapes = {name: model.buffer_placements[name].shape for name in self.described}
-        self.own = {name: buffer for name, buffer in model.buffers().items() if name in self.described}
+        self.shapes = {name: placements[name].shape for name in self.described}
+        self.own = {name: buffer for name, buffer in module.named_buffers() if name in self.described}
         self.counted = {name for name in self.own if self._counts(name)}
-        self.learners: list[Any] = [part for part in model.module.modules() if hasattr(part, "step_ended")]
+        self.learners: list[Any] = [part for part in module.modules() if hasattr(part, "step_ended")]
 
     def _counts(self, name: str) -> bool:
         own, over = self.run.mesh.coordinates(self.run.rank), self.described[name].over

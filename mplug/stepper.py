@@ -73,9 +73,9 @@ class DefaultStepper:
         self.updated_on = pieces[0].master.device if pieces else torch.device(run.device)  # the host's, if offloaded
         self.wide = wide(DTYPES[run.config.trainer.precision])
         self.norm = GlobalNorm(owned_gradients(pieces, run.rank), self.updated_on.type, self.wide)
-        self.reduction = Reduction(run, model, pieces)
-        self.statistics = Statistics(run, model)
-        self.loss_scale = LossScale.of(run, model)
+        self.reduction = Reduction(run, model.placements, model.sinks.reduced_over, pieces)
+        self.statistics = Statistics(run, model.module, model.plan, model.buffer_placements)
+        self.loss_scale = LossScale.of(run, model.module)
         self.sums = torch.zeros(2, dtype=self.wide, device=run.device)
         self.stop_at_nonfinite = run.config.trainer.nonfinite == "stop"
         self.halted = torch.zeros((), device=run.device)

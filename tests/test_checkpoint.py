@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mplug import hookimpl
 from mplug.checkpoint import complete, newest_sound, read_manifest, storage
 from mplug.errors import RunError, UsageError
-from mplug import hookimpl
 from mplug.loop import train
 from mplug.plain import lift
 from mplug.run import Run, prepare

@@ -21,8 +21,9 @@ from mplug.mesh import Mesh, contiguous
 from mplug.plan import Plan, Unit
 from mplug.registry import Registry
 from mplug.testing import run_workers
-from mplug.testing.draws import Call, draws_fault, watch_units
+from mplug.testing.draws import draws_fault
 from mplug.testing.harness import STEPS, Trace, in_fp64, tiny_run, train_ranks, train_steps
+from mplug.testing.unit_calls import Call, watch_units
 
 DROPS = {"model.attention_dropout": 0.2}
 RECOMPUTES = {"memory.recompute.mode": "full"}

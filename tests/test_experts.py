@@ -312,7 +312,9 @@ def test_tokens_that_several_ranks_see_are_counted_by_one_of_them(
     stream = WHOLE_STREAM if whole_stream else {}
     given = {"parallel.pp.units_per_stage": [2, 2]} if layout == "pp2" else {}  # the last block is the sparse one
     ranks = ranks_of({**FINE, **stream, **given, "parallel.layout": layout})
-    assert {run.rank for run, model in ranks if Statistics(run, model).counted} == counting
+    assert {
+        run.rank for run, model in ranks if Statistics(run, model.module, model.plan, model.buffer_placements).counted
+    } == counting
 
 
 def test_explain_says_what_of_the_balance_depends_on_the_layout(small: list[str]) -> None:

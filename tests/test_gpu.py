@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mplug import hookimpl
 from mplug.errors import Diverged
 from mplug.feed import Copies, Feed
-from mplug import hookimpl
 from mplug.loop import Ending, train
 from mplug.run import Run, prepare
 from mplug.stepper import DefaultStepper

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mplug.determinism import deterministic
 from mplug import hookimpl
+from mplug.determinism import deterministic
 from mplug.loop import train
 from mplug.nn import Choice, MixtureOfExperts, Router, Weights, grouped_linear
 from mplug.nn.grouped import _has_kernel

@@ -67,9 +67,8 @@ def points(number: int) -> list[Point]:
 
 def train(layout: str, directory: Path, resume: bool, point: Point | None, asynchronous: bool) -> list[float]:
     """Be a rank of a run, and die at a point. Returns the losses of the steps that it did."""
-    from mplug import loop
+    from mplug import hookimpl, loop
     from mplug.groups import Groups
-    from mplug import hookimpl
     from mplug.run import Run, prepare
     from mplug.testing.harness import tiny_config
 

@@ -16,6 +16,7 @@ import yaml
 from click.testing import CliRunner
 
 from mplug import alternatives
+from mplug.build import can_be_built
 from mplug.cli.plugins import command as plugins_command
 from mplug.errors import UsageError
 from mplug.registry import BrokenPlugin, Registry
@@ -396,7 +397,7 @@ def test_what_a_wrap_needs_is_asked_of_every_kernel(cli: Cli, installed: Path, t
 def test_a_kernel_that_does_not_answer_in_time_is_none_that_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(alternatives, "TIMEOUT", 0.0)
     site = Site("blocks.*.attn", "Attention.core", None, "blocks.0.attn")
-    told = alternatives.kernels_that_would_do(tiny_config({}), Unmet("kernels/sdpa", site, "it may not"))
+    told = alternatives.kernels_that_would_do(tiny_config({}), Unmet("kernels/sdpa", site, "it may not"), can_be_built)
     assert told.startswith("; no other installed kernel would do; set kernels.attention=null")
 
 

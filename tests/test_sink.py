@@ -113,10 +113,10 @@ def test_gradients_that_are_added_to_are_in_fp32(changes: dict[str, object]) -> 
 
 @pytest.mark.usefixtures("takes_bf16")
 def test_gradients_that_are_summed_over_replicas_are_in_fp32() -> None:
-    from mplug.build import _gradient_dtype
+    from mplug.build import gradient_dtype
 
     run = tiny_run({**ONE_BATCH, "parallel.layout": "dp2"})
-    assert _gradient_dtype(run, model_of(run)) is torch.float32
+    assert gradient_dtype(run, model_of(run)) is torch.float32
 
 
 def test_an_optimizer_that_does_not_say_so_gets_fp32(plant: Callable[..., None]) -> None:

@@ -19,7 +19,7 @@ from mplug.registry import Registry
 from mplug.resolve import default_settings, resolve
 from mplug.run import Run, prepare
 from mplug.settings import Settings, from_mapping, merge, read_file
-from mplug.testing.draws import Call, generator_state, watch_units
+from mplug.testing.unit_calls import Call, generator_state, watch_units
 from mplug.testing.workers import WorkerFailed, run_workers
 
 if TYPE_CHECKING:

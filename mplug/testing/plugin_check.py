@@ -1,0 +1,39 @@
+"""The quick part of a plugin's suite, run in a process of its own: `mplug plugins check`.
+
+`python -m mplug.testing.plugin_check KIND DISTRIBUTION/NAME` prints a report as JSON.
+"""
+
+import sys
+
+from mplug.errors import listed
+from mplug.inspection import Report, inspect_here, print_report, report_apart
+from mplug.registry import Entry, Registry
+from mplug.testing import suite_of
+from mplug.testing.suite import smoke_faults, unset_fields
+
+
+def check_apart(entry: Entry) -> Report:
+    """What a plugin says of itself, and what the quick part of its kind's suite finds wrong; found in a subprocess."""
+    return report_apart("mplug.testing.plugin_check", entry)
+
+
+def check_here(kind: str, word: str) -> Report:
+    """The report of a plugin, made in this process, with what the quick part of its kind's suite finds wrong."""
+    report = inspect_here(kind, word)
+    if report.fault:
+        return report
+    suite = type("Check", (suite_of(kind),), {"plugin": word if _is_ambiguous(kind, word) else word.rpartition("/")[2]})
+    unset = unset_fields(suite)
+    if unset:
+        report.note = f"imported, and not run: its Config's {listed(unset)} must be set"
+    else:
+        report.fault = "\n".join(smoke_faults(suite))
+    return report
+
+
+def _is_ambiguous(kind: str, word: str) -> bool:
+    return word in Registry().names(kind)
+
+
+if __name__ == "__main__":
+    print_report(check_here(sys.argv[1], sys.argv[2]))

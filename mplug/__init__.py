@@ -5,8 +5,6 @@ This module is what a plugin author imports, beside `mplug.nn`, `mplug.ops` and 
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
-
 from mplug import hookspecs as _hookspecs  # noqa: F401 (fills the table of specifications)
 from mplug.contracts import (
     MAY_CHANGE,
@@ -33,6 +31,7 @@ from mplug.sharding import Bucket, Sharding, Stretch
 from mplug.slots import UNIT, Offer, Site, Wrap, slots_named
 from mplug.specification import hookimpl
 from mplug.toolchain import triton_builds
+from mplug.version import __version__  # noqa: F401
 
 if TYPE_CHECKING:
     from mplug.config import RunConfig

@@ -39,6 +39,11 @@ def inspect_apart(entry: Entry) -> Report:
     return report_apart("mplug.inspection", entry)
 
 
+def check_apart(entry: Entry) -> Report:
+    """What a plugin says of itself, and what the quick part of its kind's suite finds wrong; found in a subprocess."""
+    return report_apart("mplug.testing.plugin_check", entry)
+
+
 def report_apart(module: str, entry: Entry) -> Report:
     """The report that a module of the host prints about a plugin, as `python -m MODULE KIND DISTRIBUTION/NAME`."""
     command = [sys.executable, "-m", module, entry.kind, f"{entry.distribution}/{entry.name}"]

@@ -50,7 +50,7 @@ def train(
         if resume_from is not None:
             position.load(resume_from, allowed)
         elif pretrained is not None:
-            load_weights(run, parts, pretrained)
+            load_weights(run, parts.model, parts.pieces, pretrained)
         make_directory(run)
         log.info("rank %d of %d, process %d on %s", run.rank, run.mesh.world_size, os.getpid(), socket.gethostname())
         sources = {"resumed_from": resume_from and str(resume_from), "pretrained": pretrained and str(pretrained)}

@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mplug.checkpoint import MANIFEST, complete, read_manifest
+from mplug.contracts import Piece
 from mplug.errors import UsageError
 from mplug.run import Run
 
 if TYPE_CHECKING:
-    from mplug.build import Parts
     from mplug.model import Model
 
 FIELD = "checkpoint.pretrained"
@@ -58,13 +58,15 @@ def weights_in(manifest: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     }
 
 
-def load_weights(run: Run, parts: "Parts", path: Path) -> None:
+def load_weights(run: Run, model: "Model", pieces: list[Piece], path: Path) -> None:
     """Begin with a checkpoint's weights and the states of its modules; all else of the run is new."""
     from mplug.checkpoint.boxes import State, buffer_boxes, held_boxes
     from mplug.checkpoint.saver import load
-    from mplug.stepper import write_weights
+    from mplug.stepper import held_values, write_weights
 
-    state: State = {f"{one.name}/weight": held_boxes(one.placement, one.values, run.rank) for one in parts.held()}
-    load(run, path, read_manifest(path), state | buffer_boxes(parts.model, run.rank, held_boxes))
-    write_weights(parts.pieces)
-    parts.model.weights_written()
+    state: State = {
+        f"{one.name}/weight": held_boxes(one.placement, one.values, run.rank) for one in held_values(model, pieces)
+    }
+    load(run, path, read_manifest(path), state | buffer_boxes(model, run.rank, held_boxes))
+    write_weights(pieces)
+    model.weights_written()

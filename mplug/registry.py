@@ -11,9 +11,9 @@ from importlib.metadata import Distribution, PackageMetadata, distributions
 from typing import Any
 from urllib.parse import unquote
 
-import mplug
 from mplug.errors import UsageError, listed, suggest
 from mplug.slots import SLOT_KINDS
+from mplug.version import __version__
 
 KINDS = ("models", "parallel", "kernels", "optimizers", "data", "tokenizers", "memory", "extensions", "commands")
 FLAGS = "flags"
@@ -73,7 +73,7 @@ class Misplaced:
         groups = [f"mplug.{kind}" for kind in (*KINDS, FLAGS)]
         return (
             f"the entry point '{self.name}' of {self.distribution} {self.version} is in the group '{self.group}', "
-            f"which mplug {mplug.__version__} does not have{suggest(self.group, groups)}"
+            f"which mplug {__version__} does not have{suggest(self.group, groups)}"
         )
 
 
@@ -181,9 +181,9 @@ def refuse_other_versions(entry: Entry) -> None:
     """Raise BrokenPlugin where the plugin's 'Requires-Dist: mplug' does not admit this host."""
     from packaging.specifiers import SpecifierSet  # costs start-up time, and listing does without
 
-    if entry.speaks is not None and mplug.__version__ not in SpecifierSet(entry.speaks, prereleases=True):
+    if entry.speaks is not None and __version__ not in SpecifierSet(entry.speaks, prereleases=True):
         raise BrokenPlugin(
-            f"{entry.label} ({entry.origin}) speaks mplug {entry.speaks}, and this is mplug {mplug.__version__}; "
+            f"{entry.label} ({entry.origin}) speaks mplug {entry.speaks}, and this is mplug {__version__}; "
             f"install a release of {entry.distribution} for it, or another mplug"
         )
 

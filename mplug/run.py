@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-import mplug
 from mplug.config import RunConfig
 from mplug.contracts import Variance
 from mplug.errors import UsageError, listed, suggest
@@ -27,6 +26,7 @@ from mplug.hooks import Hooks
 from mplug.mesh import Axis, Mesh, contiguous, view_sizes
 from mplug.settings import source_of
 from mplug.toolchain import triton_builds
+from mplug.version import __version__
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -328,7 +328,7 @@ def provenance(run: Run) -> dict[str, Any]:
     ]
     order = [[plugin["plugin"], plugin["distribution"], plugin["version"]] for plugin in plugins]
     digest = hashlib.sha256(json.dumps(order).encode()).hexdigest()
-    return {"mplug": mplug.__version__, "torch": version("torch"), "plugins": plugins, "plugins_hash": digest}
+    return {"mplug": __version__, "torch": version("torch"), "plugins": plugins, "plugins_hash": digest}
 
 
 def write_record(run: Run, facts: dict[str, Any]) -> None:

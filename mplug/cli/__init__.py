@@ -11,9 +11,9 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-import mplug
 from mplug.errors import RunError, UsageError, suggest
 from mplug.registry import Entry, Registry
+from mplug.version import __version__
 
 COMMANDS = {
     "train": "Train a model, or continue a run.",
@@ -110,7 +110,7 @@ def _fail(message: str, status: int) -> None:
 
 
 @click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(mplug.__version__, prog_name="mplug")
+@click.version_option(__version__, prog_name="mplug")
 def main() -> None:
     """Train large transformers; every part is a plugin.
 

@@ -130,7 +130,7 @@ def check(plugins: tuple[str, ...]) -> None:
 
     With names, only those. Exit status 1 if any is broken.
     """
-    from mplug.testing.plugin_check import check_apart
+    from mplug.inspection import check_apart
 
     registry = Registry()
     entries = [entry for word in plugins for entry in _named(word)] if plugins else registry.entries()

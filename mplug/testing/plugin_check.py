@@ -6,15 +6,10 @@
 import sys
 
 from mplug.errors import listed
-from mplug.inspection import Report, inspect_here, print_report, report_apart
-from mplug.registry import Entry, Registry
+from mplug.inspection import Report, inspect_here, print_report
+from mplug.registry import Registry
 from mplug.testing import suite_of
 from mplug.testing.suite import smoke_faults, unset_fields
-
-
-def check_apart(entry: Entry) -> Report:
-    """What a plugin says of itself, and what the quick part of its kind's suite finds wrong; found in a subprocess."""
-    return report_apart("mplug.testing.plugin_check", entry)
 
 
 def check_here(kind: str, word: str) -> Report:

@@ -1,0 +1,3 @@
+"""The version of the host; plugins have the same one."""
+
+__version__ = "0.1.0"

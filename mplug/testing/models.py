@@ -14,7 +14,7 @@ from mplug.testing.harness import tiny_run
 from mplug.testing.suite import Fault, PluginSuite, smoke
 
 if TYPE_CHECKING:
-    from mplug import Flops
+    from mplug.plan import Flops
     from mplug.model import Model
     from mplug.testing.trial import Trial
 

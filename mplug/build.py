@@ -26,6 +26,7 @@ from mplug.passes import passes_of
 from mplug.precision import DTYPES, wide
 from mplug.run import Run
 from mplug.scaling import LossScale
+from mplug.sizes import within_reason
 from mplug.slots import PLAIN, Offer, Selection, Unmet, Wrap
 from mplug.stepper import DefaultStepper, Held, held_values, make_pieces, write_weights
 from mplug.sums import token_sums
@@ -111,7 +112,8 @@ def _remedy(config: RunConfig, unmet: Unmet) -> str:
 
 def _build_model(run: Run) -> tuple[Model, Selection]:
     run.device = choose_device(run.config)
-    with torch.device("meta"):
+    (label,) = run.hooks.implementers("build_model")
+    with torch.device("meta"), within_reason(run.config, label):
         model: Model = run.hooks.call.build_model(run=run)
     _refuse_untaken_entries(run, model)
     freeze(model, run.config)

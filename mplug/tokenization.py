@@ -13,12 +13,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, overload
 
-from pydantic import ValidationError
-
+from mplug.binding import bind
 from mplug.contracts import CorpusTokenizer
 from mplug.errors import UsageError
 from mplug.registry import Entry, Registry
-from mplug.resolve import explained
 
 KIND = "tokenizers"
 SUFFIX = ".tokenizer"
@@ -155,7 +153,7 @@ def read_tokenizer(prefix: Path | str) -> TokenizerRecord | None:
         return None
     try:
         said = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"'{path}' is not a tokenizer's record: {error}; remove it, or preprocess again") from None
     return _from_mapping(said, f"'{path}'", path.parent)
 
@@ -187,16 +185,13 @@ def _load(entry: Entry) -> Any:
 
 
 def _bind(entry: Entry, plugin: Any, options: Mapping[str, Any], source: str) -> Any:
-    try:
-        return plugin.Config.model_validate(dict(options))
-    except ValidationError as error:
-        lines = []
-        for problem in error.errors():
-            field = ".".join(map(str, problem["loc"]))
-            lines.append(
-                f"{entry.label}{f': {field}' if field else ''} ({source}): {explained(problem, plugin.Config)}"
-            )
-        raise UsageError("\n".join(lines)) from None
+    config, problems = bind(plugin.Config, options)
+    if problems:
+        named = [(".".join(problem.path), problem.message) for problem in problems]
+        raise UsageError(
+            "\n".join(f"{entry.label}{f': {field}' if field else ''} ({source}): {message}" for field, message in named)
+        )
+    return config
 
 
 def _file(label: str, option: str, path: Path) -> TokenizerFile:

@@ -94,10 +94,12 @@ def command(
     since = _changes(run, resume_from, names)
     from mplug.build import build_model, refuse_unsavable_states  # import torch, which a refused config never waits for
     from mplug.mixing import refuse_other_micro_batches
+    from mplug.sizes import refuse_beyond_memory
 
     first = world is None or world.rank == 0
     run.directory = directory or new_directory(run.config, name, check=first)
     model = build_model(run)  # refuses what cannot be built before any process starts
+    refuse_beyond_memory(run, model, world)
     refuse_other_micro_batches(model, since)
     refuse_unsavable_states(run, model, resume_from)
     pretrained = None if resume_from else pretrained_of(run)

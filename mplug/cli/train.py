@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mplug.cli.options import RunName, config_options, overrides
+from mplug.cli.options import Finite, RunName, config_options, overrides
 from mplug.errors import Diverged, RunError, UsageError
 
 if TYPE_CHECKING:
@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 @click.command()
 @config_options
 @click.option("--name", type=RunName(), help="Name of the run; its folder is runs/NAME.")
-@click.option("--master-port", type=int, help="Port at which processes started here meet; without it, a free one.")
+@click.option(
+    "--master-port",
+    type=click.IntRange(1, 65535),
+    help="Port at which processes started here meet; without it, a free one.",
+)
 @click.option("--resume", is_flag=True, help="Continue the newest checkpoint of --name, or of the newest run.")
 @click.option(
     "--allow-change",
@@ -31,12 +35,12 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--restarts",
-    type=click.IntRange(min=0),
+    type=click.IntRange(0, 10**6),
     default=0,
     help="How often to go on from the newest checkpoint when a process dies.",
 )
 @click.option("--deterministic", is_flag=True, help="The same run twice gives the same bits, on the same machines.")
-@click.option("--max-minutes", type=click.FloatRange(min=0, min_open=True), help="Save and end before so much time.")
+@click.option("--max-minutes", type=Finite(0, 1e9, min_open=True), help="Save and end before so much time.")
 def command(
     name: str | None,
     resume: bool,
@@ -69,6 +73,7 @@ def command(
     """
     from mplug.job import Job, settle
     from mplug.launch import launched, refuse_port_in_use
+    from mplug.metrics import METRICS, read_lines
     from mplug.pretrained import pretrained_of, refuse_another_model
     from mplug.resolve import default_settings, saved_settings
     from mplug.run import RUNS, find_directory, new_directory
@@ -91,6 +96,8 @@ def command(
     if master_port is not None:
         refuse_port_in_use(master_port)
     resume_from = _checkpoint_of(directory, restarted) if directory else None
+    if directory is not None:
+        read_lines(directory / METRICS)  # refuses a damaged file
     since = _changes(run, resume_from, names)
     from mplug.build import build_model, refuse_unsavable_states  # import torch, which a refused config never waits for
     from mplug.mixing import refuse_other_micro_batches

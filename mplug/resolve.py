@@ -37,7 +37,8 @@ def default_settings() -> Settings:
 def saved_settings(directory: Path) -> Settings:
     """The config that a run's directory holds; fields of the host's that are newer than the run have their defaults."""
     ours = {key: setting for key, setting in default_settings().items() if key[0] in HOST_SECTIONS}
-    return merge(ours, read_file(directory / "config.yaml"))
+    needed = [section for section in SECTIONS if section not in FREE_SECTIONS]
+    return merge(ours, read_file(directory / "config.yaml", needed=needed))
 
 
 def resolve(registry: Registry, base: Settings, overrides: Settings) -> RunConfig:

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from mplug.errors import UsageError, brief
+from mplug.errors import UsageError, brief, counted, listed
 from mplug.nodes import DEEPEST, NotYaml, compose, construct, name_of, read_text
 
 NAMED_SECTIONS = ("model", "optimizer", "data")
@@ -36,15 +36,18 @@ class Setting:
 Settings = dict[Key, Setting]
 
 
-def read_file(path: Path, label: str | None = None) -> Settings:
-    """The settings of a YAML file; each source is the file's name and line."""
-    return read_yaml(read_text(path), label or str(path))
+def read_file(path: Path, label: str | None = None, needed: Iterable[str] = ()) -> Settings:
+    """The settings of a YAML file; each source is the file's name and line. It must have the sections `needed`."""
+    return read_yaml(read_text(path), label or str(path), needed)
 
 
-def read_yaml(text: str, label: str) -> Settings:
+def read_yaml(text: str, label: str, needed: Iterable[str] = ()) -> Settings:
     """The settings of a YAML text, each with the source 'label:line'."""
     root = compose(text, partial("{}:{}".format, label))
     settings: Settings = {}
+    held = {name_of(name, label) for name, _ in root.value} if isinstance(root, yaml.MappingNode) else set()
+    if missing := [section for section in needed if section not in held]:
+        raise UsageError(f"{label} lacks {counted(len(missing), 'section')} that every run has: {listed(missing)}")
     if root is not None:
         if not isinstance(root, yaml.MappingNode):
             raise UsageError(f"{label} must hold a mapping of sections ('model:', 'trainer:', ...), not a single value")

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from mplug.run import Run
     from mplug.sampling import Sampling
 
+SEED = click.IntRange(-(2**63), 2**63 - 1)
+
 
 @click.command()
 @click.option("--name", type=RunName(), help="The run to sample from; without it, the newest.")
@@ -20,9 +22,7 @@ if TYPE_CHECKING:
 @click.option("--prompt", default="def ", show_default=True, help="Text that the sample continues.")
 @click.option("--tokens", default=300, show_default=True, type=click.IntRange(1, 10**9), help="Tokens to add.")
 @click.option("--temperature", default=0.8, show_default=True, type=Finite(0), help="0 takes the likeliest.")
-@click.option(
-    "--top-k", default=0, type=click.IntRange(0, 2**31), help="Draw from the k likeliest tokens; 0 keeps all."
-)
+@click.option("--top-k", default=0, type=click.IntRange(0, 2**31), help="Draw from the k likeliest; 0 keeps all.")
 @click.option(
     "--top-p",
     default=1.0,

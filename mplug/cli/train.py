@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from mplug.launch import World
     from mplug.run import Run
 
+PORT = click.IntRange(1, 65535)
+
 
 @click.command()
 @config_options

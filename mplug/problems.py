@@ -87,11 +87,16 @@ def booleans_as_numbers(said: Any, bound: Any) -> Iterator[tuple[tuple[str, ...]
 def _steps(error: Any, values: Any) -> tuple[tuple[Any, bool], ...]:
     """The error's steps, each with whether the user wrote it: those that lead to the value that is wrong."""
     location, missing = tuple(error["loc"]), error["type"] == "missing"
-    inner, tail = (location[:-1], location[-1:]) if missing or location[-1:] == (KEY,) else (location, ())
-    chosen = _leading(inner, values, error["input"]) if location[-1:] != (KEY,) else None
+    inner, tail = (location[:-1], location[-1:]) if missing or _is_of_key(error) else (location, ())
+    chosen = None if _is_of_key(error) else _leading(inner, values, error["input"])
     if chosen is None:
         chosen = _greedy(inner, values)
     return (*zip(inner, chosen, strict=True), *((step, missing) for step in tail))
+
+
+def _is_of_key(error: Any) -> bool:
+    """Whether the error is about a mapping's key; a user may call a field '[key]', too."""
+    return error["loc"][-1:] == (KEY,) and len(error["loc"]) > 1 and bool(error["input"] == error["loc"][-2])
 
 
 def _leading(location: tuple[Any, ...], value: Any, target: Any) -> tuple[bool, ...] | None:
@@ -135,17 +140,16 @@ def _without_unions(found: list[_Found], depth: int) -> list[_Found]:
         groups.setdefault(one.steps[depth] if depth < len(one.steps) else None, []).append(one)
     kept = {key: _without_unions(group, depth + 1) if key is not None else group for key, group in groups.items()}
     members = [group for key, group in kept.items() if key is not None and not key[1]]
-    chosen = _chosen_member(members) if len(members) > 1 else None
+    chosen = _chosen_member(members, depth) if len(members) > 1 else None
     if chosen is None:
         return [one for group in kept.values() for one in group]
     return [one for key, group in kept.items() if key is None or key[1] for one in group] + chosen
 
 
-def _chosen_member(members: list[list[_Found]]) -> list[_Found]:
+def _chosen_member(members: list[list[_Found]], depth: int) -> list[_Found]:
     """The problems of the union's member that the value nearly is; where it is none, one problem that names all."""
-    places = [{one.path for one in member} for member in members]
-    outer = min((path for member in places for path in member), key=len)
-    near = [member for member, paths in zip(members, places, strict=True) if outer not in paths]
+    outer = tuple(str(step) for step, is_own in members[0][0].steps[:depth] if is_own)
+    near = [member for member in members if all(one.path != outer for one in member)]
     if near:
         return min(near, key=len)
     first = members[0][0]
@@ -190,7 +194,7 @@ def _sentence(one: _Found, model: type[BaseModel]) -> str:
         return f"must be {_alternatives(error['ctx']['expected_tags'])}, not {quoted(error['ctx']['tag'])}"
     if kind == "union":
         return str(error["msg"])
-    if error["loc"][-1:] == (KEY,):
+    if _is_of_key(error):
         return f"has the key {quoted(error['input'])}, and a key {_words(one)}"
     if kind in OWN_WORDS:
         return " ".join(_words(one).split())

@@ -29,13 +29,13 @@ def command() -> None:
 @run_option
 def list_(name: str | None) -> None:
     """List the complete checkpoints of a run, the oldest first."""
-    from mplug.checkpoint import complete, read_manifest, step_of
+    from mplug.checkpoint import complete, read_described, step_of
 
     folder = _folder(name)
     rows = []
     for path in complete(folder):
         try:
-            manifest = read_manifest(path)
+            manifest = read_described(path)
         except (UsageError, RunError) as error:
             rows.append((step_of(path), "-", "-", "-", str(error)))
             continue
@@ -52,10 +52,10 @@ def list_(name: str | None) -> None:
 def show(name: str | None, step: int | None, tensors: bool) -> None:
     """Show what a checkpoint holds: position, layout, provenance, files, tensors."""
     from mplug.changes import shown
-    from mplug.checkpoint import read_manifest
+    from mplug.checkpoint import read_described
 
     path = _path(name, step)
-    manifest = read_manifest(path)
+    manifest = read_described(path)
     made = manifest["provenance"]
     click.echo(f"{path}")
     click.echo(f"  step     {manifest['step']}, {manifest['samples']:,} samples, {manifest['tokens']:,} tokens")

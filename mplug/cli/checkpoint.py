@@ -80,9 +80,9 @@ def show(name: str | None, step: int | None, tensors: bool) -> None:
 @run_option
 @step_option
 def verify_(name: str | None, step: int | None) -> None:
-    """Read checkpoints whole and compare every checksum: all of a run's, or that of --step.
+    """Read checkpoints whole and compare every checksum and header: all of a run's, or that of --step.
 
-    Exit status 2 if one is damaged.
+    Exit status 2 if one is not valid.
     """
     from rich.console import Console
     from rich.progress import track

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @config_options
 @click.option("--name", type=RunName(), help="Name of the run; its folder is runs/NAME.")
 @click.option("--master-port", type=int, help="Port at which processes started here meet; without it, a free one.")
-@click.option("--resume", is_flag=True, help="Continue the newest checkpoint of --name, or of the newest run.")
+@click.option("--resume", is_flag=True, help="Continue the newest valid checkpoint of --name, or of the newest run.")
 @click.option(
     "--allow-change",
     "allowed",
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     "--restarts",
     type=click.IntRange(min=0),
     default=0,
-    help="How often to go on from the newest checkpoint when a process dies.",
+    help="How often to go on from the newest valid checkpoint when a process dies.",
 )
 @click.option("--deterministic", is_flag=True, help="The same run twice gives the same bits, on the same machines.")
 @click.option("--max-minutes", type=click.FloatRange(min=0, min_open=True), help="Save and end before so much time.")

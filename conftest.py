@@ -49,7 +49,7 @@ PRELOAD.extend(modules_of_plugins())
 WIDE = {
     "experts": "every way of routing, balancing and dispatching experts under every layout",
     "fuzz": "broken configs, checkpoints, files of runs and indices: 10,000 in one process, 50 in processes",
-    "kills": "more points at which workers are killed",
+    "kills": "more points at which workers are killed, damaged and crafted checkpoints",
     "layouts": "more layouts, and products of strategies, methods and options",
     "precision": "more layouts and methods in bf16 and fp16",
     "reshard": "more pairs of layouts between which checkpoints go",

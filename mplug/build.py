@@ -315,11 +315,13 @@ def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
 
 def load_for_inference(run: Run, path: Path) -> Model:
     """The model of a run with a checkpoint's weights, without gradients or optimizer."""
-    model = build_model(run)
+    manifest, model = read_manifest(path), build_model(run)
+    described = {f"{name}/weight": Boxed(placement.shape, {}) for name, placement in model.placements.items()}
+    refuse_another(path, manifest["tensors"], described)  # before anything is allocated
     _allocate(run, model)
     weights = {
         f"{name}/weight": held_boxes(model.placements[name], parameter.data, run.rank)
         for name, parameter in model.parameters().items()
     }
-    load(run, path, read_manifest(path), weights | buffer_boxes(model, run.rank, held_boxes))
+    load(run, path, manifest, weights | buffer_boxes(model, run.rank, held_boxes))
     return model

@@ -3,12 +3,14 @@
 import logging
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from mplug.build import Parts, build
+from mplug.checkpoint.choice import Choice
 from mplug.contracts import StepResult
 from mplug.entries import even_parts
 from mplug.errors import Diverged, UsageError
@@ -37,7 +39,8 @@ def train(
 ) -> Ending:
     """Train to the config's last step, evaluating and saving on the way; continue from a checkpoint if one is given.
 
-    `allowed` are the fields and sections whose change since that checkpoint the user lets happen.
+    Where that checkpoint is not valid, the run continues from the newest valid one before it, and says so. `allowed`
+    are the fields and sections whose change since the checkpoint the user lets happen.
 
     SIGTERM and SIGINT, on any rank, finish the step, save, and end the run; so does time, before `deadline` (seconds
     since the epoch). What else ends it is told in the log of the rank and to observers.
@@ -48,7 +51,9 @@ def train(
         position = Position(run, parts)
         pretrained = pretrained_of(run) if resume_from is None else None
         if resume_from is not None:
-            position.load(resume_from, allowed)
+            choice = position.load(resume_from, allowed)
+            resume_from = choice.path
+            _report_skipped(run, choice)
         elif pretrained is not None:
             load_weights(run, parts, pretrained)
         make_directory(run)
@@ -70,6 +75,14 @@ def train(
             reasons = run.gathered((interrupt.signal, time_left.asked))  # any rank's, told alike by all
     stopped_by = next((number for number, _ in reasons if number is not None), None)
     return Ending(val_loss, stopped_by, out_of_time=stopped_by is None)
+
+
+def _report_skipped(run: Run, choice: Choice) -> None:
+    """Say which checkpoints the run does not continue from, because they are not valid, and from which it does."""
+    for line in choice.lines():
+        log.warning("%s", line)
+        if run.rank == 0:
+            print(f"mplug: {line}", file=sys.stderr, flush=True)
 
 
 @contextmanager

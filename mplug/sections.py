@@ -131,7 +131,7 @@ class Checkpoint(Section):
         description="steps between two checkpoints; 0: only at the end of the run"
     )
     keep: Annotated[PositiveInt, MAY_CHANGE] = Field(
-        description="newest checkpoints to keep; older ones are removed after a save"
+        description="newest valid checkpoints to keep; older ones are removed after a save"
     )
     asynchronous: Annotated[bool, MAY_CHANGE] = Field(
         description="write while training goes on, from a copy in the host's memory"

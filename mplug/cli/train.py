@@ -12,6 +12,7 @@ from mplug.errors import Diverged, RunError, UsageError
 
 if TYPE_CHECKING:
     from mplug.changes import Changes
+    from mplug.checkpoint.choice import Choice
     from mplug.job import Job, Outcome
     from mplug.launch import World
     from mplug.run import Run
@@ -22,12 +23,8 @@ PORT = click.IntRange(1, 65535)
 @click.command()
 @config_options
 @click.option("--name", type=RunName(), help="Name of the run; its folder is runs/NAME.")
-@click.option(
-    "--master-port",
-    type=click.IntRange(1, 65535),
-    help="Port at which processes started here meet; without it, a free one.",
-)
-@click.option("--resume", is_flag=True, help="Continue the newest checkpoint of --name, or of the newest run.")
+@click.option("--master-port", type=PORT, help="Port at which processes started here meet; without it, a free one.")
+@click.option("--resume", is_flag=True, help="Continue the newest valid checkpoint of --name, or of the newest run.")
 @click.option(
     "--allow-change",
     "allowed",
@@ -39,7 +36,7 @@ PORT = click.IntRange(1, 65535)
     "--restarts",
     type=click.IntRange(0, 10**6),
     default=0,
-    help="How often to go on from the newest checkpoint when a process dies.",
+    help="How often to go on from the newest valid checkpoint when a process dies.",
 )
 @click.option("--deterministic", is_flag=True, help="The same run twice gives the same bits, on the same machines.")
 @click.option("--max-minutes", type=Finite(0, 1e9, min_open=True), help="Save and end before so much time.")
@@ -100,7 +97,8 @@ def command(
     resume_from = _checkpoint_of(directory, restarted) if directory else None
     if directory is not None:
         read_lines(directory / METRICS)  # refuses a damaged file
-    since = _changes(run, resume_from, names)
+    readable = _readable(resume_from)
+    since = _changes(run, readable, names)
     from mplug.build import build_model, refuse_unsavable_states  # import torch, which a refused config never waits for
     from mplug.mixing import refuse_other_micro_batches
     from mplug.sizes import refuse_beyond_memory
@@ -110,15 +108,15 @@ def command(
     model = build_model(run)  # refuses what cannot be built before any process starts
     refuse_beyond_memory(run, model, world)
     refuse_other_micro_batches(model, since)
-    refuse_unsavable_states(run, model, resume_from)
+    refuse_unsavable_states(run, model, readable.path if readable else None)
     pretrained = None if resume_from else pretrained_of(run)
     if pretrained is not None:
         refuse_another_model(pretrained, model)
     if first:
-        _announce(run, _beginning(resume_from, pretrained), since.lines())
+        _announce(run, _beginning(readable, pretrained), since.lines())
     deadline = began + 60 * max_minutes if max_minutes is not None else None
     job = Job(base, changes, run.directory, resume_from, deadline, names)
-    outcome = _work(run, job, world is not None, master_port, restarts)
+    outcome = _work(run, job, readable, world is not None, master_port, restarts)
     if first:
         _report(outcome, time.time() - began, speaks=bool(run.hooks.implementers("build_tokenizer")))
     if outcome.signal is not None:
@@ -141,21 +139,29 @@ def _checkpoint_of(directory: "Path", restarted: bool) -> "Path | None":
     return None if restarted and not complete(folder) else newest(folder)
 
 
-def _changes(run: "Run", resume_from: "Path | None", allowed: tuple[str, ...]) -> "Changes":
+def _readable(resume_from: "Path | None") -> "Choice | None":
+    """The newest checkpoint by its manifest, before any process starts; the ranks then read the files together."""
+    if resume_from is None:
+        return None
+    from mplug.checkpoint.choice import newest_readable  # imports pydantic
+
+    return newest_readable(resume_from.parent)
+
+
+def _changes(run: "Run", readable: "Choice | None", allowed: tuple[str, ...]) -> "Changes":
     """What the run changes since its checkpoint; UsageError for what the user has not allowed."""
     from mplug.changes import Changes, changes_on_resume, refuse_unknown_fields
 
-    if resume_from is None:
+    if readable is None:
         return Changes()
-    from mplug.checkpoint import read_manifest
-
-    manifest = read_manifest(resume_from)
-    refuse_unknown_fields(manifest, run.config, allowed)
-    return changes_on_resume(resume_from, manifest, run, allowed)
+    refuse_unknown_fields(readable.manifest, run.config, allowed)
+    return changes_on_resume(readable.path, readable.manifest, run, allowed)
 
 
-def _work(run: "Run", job: "Job", launched: bool, port: int | None, restarts: int) -> "Outcome":
-    from mplug.checkpoint import complete, newest_sound, step_of
+def _work(
+    run: "Run", job: "Job", readable: "Choice | None", launched: bool, port: int | None, restarts: int
+) -> "Outcome":
+    from mplug.checkpoint import complete
     from mplug.job import Outcome, work
     from mplug.launch import Stopped, launch
 
@@ -166,26 +172,38 @@ def _work(run: "Run", job: "Job", launched: bool, port: int | None, restarts: in
             outcome: Outcome = launch(run.mesh.world_size, work, job, port=port)
             return outcome
         except Stopped as stop:
-            saved = [path for path in complete(run.checkpoints) if path != job.resume_from]
-            return Outcome(job.directory, step_of(saved[-1]) if saved else 0, signal=stop.signal)
+            return Outcome(job.directory, _saved_since(run, readable), signal=stop.signal)
         except Diverged:
             raise
         except RunError as error:
             if restart > restarts:
                 raise
-            sound = newest_sound(run.checkpoints)
-            job = replace(job, resume_from=sound)
-            where = f"from step {step_of(sound)}" if sound else "from scratch"
+            found = complete(run.checkpoints)
+            job = replace(job, resume_from=found[-1] if found else None)
+            try:
+                readable = _readable(job.resume_from)
+            except UsageError as none:
+                raise UsageError(f"{error}; {none}") from error
+            where = _beginning(readable, None)
             click.echo(f"mplug: {error}; going on {where} (restart {restart} of {restarts})", err=True)
     raise AssertionError("the last attempt returns or raises")
 
 
-def _beginning(resume_from: "Path | None", pretrained: "Path | None") -> str:
-    """Where a run begins, in words."""
-    from mplug.checkpoint import step_of
+def _saved_since(run: "Run", before: "Choice | None") -> int:
+    """The step of the newest checkpoint, if it is not the one from which the run has continued; else 0."""
+    from mplug.checkpoint import complete
 
-    if resume_from is not None:
-        return f"from step {step_of(resume_from)}"
+    found = complete(run.checkpoints)
+    now = _readable(found[-1]) if found else None
+    if now is None or (before is not None and now.manifest == before.manifest):
+        return 0
+    return now.manifest["step"]
+
+
+def _beginning(readable: "Choice | None", pretrained: "Path | None") -> str:
+    """Where a run begins, in words."""
+    if readable is not None:
+        return f"from step {readable.manifest['step']}"
     return f"with the weights of '{pretrained}'" if pretrained is not None else "from scratch"
 
 

@@ -51,7 +51,10 @@ exactly_one = _answered_by("exactly one")
 
 @all_plugins
 def configure(config: "RunConfig") -> None:
-    """Check your own section against the whole config; raise UsageError. Called before torch is imported."""
+    """Check your own section against the whole config; raise UsageError or ValueError. Called before torch is imported.
+
+    Any other exception is reported as a fault of the plugin.
+    """
 
 
 @all_plugins

@@ -72,7 +72,7 @@ def within_reason(config: RunConfig, label: str) -> Iterator[None]:
         if not _is_about_size(error):
             raise
         raise UsageError(
-            f"the model of {label} is too large: a tensor's size is none that torch can count; {_suspect(config)}"
+            f"the model of {label} is too large: torch cannot count the elements of a tensor; {_suspect(config)}"
         ) from error
     finally:
         for handle in handles:
@@ -85,8 +85,8 @@ class _TooLargeError(Exception):
 
 def _is_about_size(error: Exception) -> bool:
     """Whether torch or Python says that a size overflows."""
-    words = ("overflow", "out of range", "too large", "too big", "can't allocate", "Cannot allocate")
-    return isinstance(error, OverflowError | MemoryError) or any(word in str(error) for word in words)
+    words = ("overflow", "out of range", "too large", "too big", "can't allocate", "cannot allocate")
+    return isinstance(error, OverflowError | MemoryError) or any(word in str(error).lower() for word in words)
 
 
 def _suspect(config: RunConfig) -> str:

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from mplug import UsageError
 from mplug.build import build_model
-from mplug.checkpoint import crc32_of
+from mplug.checkpoint.manifest import checksum
 from mplug.cli import main
 from mplug.config import RunConfig
 from mplug.metrics import read_lines
@@ -181,18 +181,18 @@ def copied(saved: Path) -> Path:
 
 @few(25, 2500)
 def test_a_checkpoint_is_used_or_refused(saved: Path, monkeypatch: pytest.MonkeyPatch, cases: int) -> None:
-    """Every case is listed, shown and verified; one of five is sampled from, one of twenty resumed."""
+    """Every case is listed, shown and verified; one of ten is sampled from, one of fifty resumed."""
     monkeypatch.chdir(saved)
 
     def case(random: Random) -> None:
         run = copied(saved)
-        damage_checkpoint(random, run / "checkpoints" / "step_00000004", crc32_of)
+        damage_checkpoint(random, run / "checkpoints" / "step_00000004", checksum)
         in_process("checkpoint", "list", "--name", "case")
         in_process("checkpoint", "show", "--name", "case", "--tensors")
         in_process("checkpoint", "verify", "--name", "case")
-        if random.random() < 0.2:
+        if random.random() < 0.1:
             in_process("generate", "--name", "case", "--tokens", "1", "--device", "cpu")
-        if random.random() < 0.05:
+        if random.random() < 0.02:
             in_process("train", "--resume", "--name", "case", "--set", "trainer.steps=5")
 
     fuzz(cases, case)
@@ -266,7 +266,7 @@ def test_fifty_broken_inputs_through_real_processes(saved: Path, tmp_path: Path)
         else:
             run, cwd = copied(saved), saved
             if number < 40:
-                damage_checkpoint(random, run / "checkpoints" / "step_00000004", crc32_of)
+                damage_checkpoint(random, run / "checkpoints" / "step_00000004", checksum)
             else:
                 config = run / "config.yaml"
                 config.write_bytes(damaged(random, config.read_bytes()))

@@ -51,6 +51,8 @@ def train(
             position.load(resume_from, allowed)
         elif pretrained is not None:
             load_weights(run, parts, pretrained)
+        if run.claim is not None:
+            run.claim.confirm()
         make_directory(run)
         log.info("rank %d of %d, process %d on %s", run.rank, run.mesh.world_size, os.getpid(), socket.gethostname())
         sources = {"resumed_from": resume_from and str(resume_from), "pretrained": pretrained and str(pretrained)}

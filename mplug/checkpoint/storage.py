@@ -5,7 +5,7 @@ import logging
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,10 +43,19 @@ class Written:
 class FolderWriter(StorageWriter):
     """Writes a file a rank aside; the coordinator adds the manifest, renames the folder, and removes old ones.
 
-    `manifest` is the plain data to keep beside the tensors.
+    `manifest` is the plain data to keep beside the tensors. `confirm` raises if another process has taken the run over:
+    the coordinator calls it before it changes anything.
     """
 
-    def __init__(self, final: Path, rank: int, manifest: Mapping[str, Any], keep: int) -> None:
+    def __init__(
+        self,
+        final: Path,
+        rank: int,
+        manifest: Mapping[str, Any],
+        keep: int,
+        confirm: Callable[[], None] | None = None,
+    ) -> None:
+        self.confirm = confirm
         self.final, self.aside, self.rank, self.manifest, self.keep = final, aside_of(final), rank, manifest, keep
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -55,6 +64,7 @@ class FolderWriter(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Make the folder aside, and remove what a killed run has left there."""
         if is_coordinator:
+            self._refuse_if_taken_over()
             _sweep(self.final.parent)
             shutil.rmtree(self.aside, ignore_errors=True)
             self.aside.mkdir(parents=True)
@@ -97,6 +107,7 @@ class FolderWriter(StorageWriter):
         manifest = json.loads(json.dumps(manifest))  # as it will be read
         write_text(self.aside / MANIFEST, json.dumps({**manifest, "crc32": crc32_of(manifest)}) + "\n")
         _sync(self.aside)
+        self._refuse_if_taken_over()
         if self.final.exists():  # of a run that has gone back to an earlier step
             self.final.rename(aside_of(self.final).with_suffix(".replaced.partial"))
         self.aside.rename(self.final)
@@ -104,6 +115,10 @@ class FolderWriter(StorageWriter):
         for old in complete(self.final.parent)[: -self.keep]:
             old.rename(aside_of(old))  # a checkpoint that is half removed is not to be seen
         _sweep(self.final.parent)
+
+    def _refuse_if_taken_over(self) -> None:
+        if self.confirm is not None:
+            self.confirm()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003

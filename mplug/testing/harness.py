@@ -131,7 +131,7 @@ def train_steps(
     another way.
     """
     from mplug.build import build
-    from mplug.loop import evaluate
+    from mplug.evaluation import evaluate
     from mplug.schedule import learning_rate
 
     run = tiny_run(in_fp64(settings))

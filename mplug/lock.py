@@ -23,6 +23,7 @@ import json
 import os
 import re
 import secrets
+import select
 import shlex
 import shutil
 import signal
@@ -47,6 +48,8 @@ BEAT = 5.0
 """Seconds between two renames of the baton by its holder."""
 LEASE = 45.0
 """Seconds for which a baton must not move until a process of another machine may take it."""
+STUCK = 3.0
+"""Seconds that the main thread has to hear a signal."""
 POLL = 0.5
 TRIES = 200
 """How often the state of a lock may change under a process that looks at it, before the process gives up."""
@@ -183,42 +186,70 @@ class Lock:
     """Holds the lock of at most one run for a block, and keeps it by a thread. SIGTERM in the block releases it."""
 
     claim: Claim | None = None
+    _heard = False
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self.tell = tell
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._beat, daemon=True, name="lock")
-        self._before: Any = None
+        self._restore: list[Callable[[], object]] = []
 
     def take(self, directory: Path) -> Claim:
         """Take the lock of a run's folder; UsageError if another process holds it."""
         self.claim = take(directory, self.tell)
+        self._hear_sigterm()
         self._thread.start()
         return self.claim
 
     def __enter__(self) -> Self:
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            self._before = signal.signal(signal.SIGTERM, _leave)
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self.claim is None:
+            return
+        if signal.getsignal(signal.SIGTERM) == self._leave:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the block ends anyway, and releasing takes a moment
         self._over.set()
-        if self.claim is not None:
-            self._thread.join()
-            self.claim.release()
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
+        os.write(self._wake, b"\0")
+        self._thread.join()
+        self.claim.release()
+        for restore in self._restore:
+            restore()
+
+    def _hear_sigterm(self) -> None:
+        """End by an exception instead of at once; a C function that does not return must not keep it from happening."""
+        self._signals, self._wake = os.pipe()
+        os.set_blocking(self._wake, False)
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._leave)
+            before = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+            self._restore = [
+                lambda: signal.set_wakeup_fd(before),
+                lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL),
+            ]
+        self._restore += [lambda: os.close(self._signals), lambda: os.close(self._wake)]
+
+    def _leave(self, number: int, frame: FrameType | None) -> None:
+        """End this process, so that what it holds is released; asked once more, it ends at once."""
+        self._heard = True
+        signal.signal(number, signal.SIG_DFL)
+        raise SystemExit(128 + number)
 
     def _beat(self) -> None:
         assert self.claim is not None
-        while not self._over.wait(BEAT):
-            self.claim.held()  # if it is lost, the process that trains finds out by itself, before it writes
+        while not self._over.is_set():
+            waiting, _, _ = select.select([self._signals], [], [], BEAT)
+            if waiting and signal.SIGTERM in os.read(self._signals, 512):
+                self._end_if_stuck()
+            elif not waiting:
+                self.claim.held()  # if it is lost, the process that trains finds out by itself, before it writes
 
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    """End this process, so that what it holds is released; asked once more, it ends at once."""
-    signal.signal(number, signal.SIG_DFL)
-    raise SystemExit(128 + number)
+    def _end_if_stuck(self) -> None:
+        """The main thread does not run `_leave` while it waits in C, as for processes that never come."""
+        assert self.claim is not None
+        if signal.getsignal(signal.SIGTERM) == self._leave and not self._over.wait(STUCK) and not self._heard:
+            self.claim.release()
+            os._exit(128 + signal.SIGTERM)
 
 
 def _clock() -> float:

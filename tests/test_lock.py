@@ -276,6 +276,27 @@ def test_sigterm_in_a_block_releases_the_lock(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+STUCK = """
+import hashlib, pathlib
+from mplug import lock
+lock.STUCK = 0.1
+with lock.Lock(print) as held:
+    held.take(pathlib.Path("run"))
+    print("held", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # many minutes, without a look at signals
+"""
+
+
+def test_sigterm_releases_the_lock_of_a_process_that_waits_in_c(tmp_path: Path) -> None:
+    stuck = subprocess.Popen([sys.executable, "-c", STUCK], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    assert stuck.stdout is not None
+    assert stuck.stdout.readline() == "held\n"
+    stuck.terminate()
+    assert stuck.wait(300) == 128 + signal.SIGTERM
+    stuck.stdout.close()
+    assert list(tmp_path.iterdir()) == []
+
+
 # Runs.
 
 

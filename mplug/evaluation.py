@@ -19,11 +19,17 @@ PAUSE = 0.25
 """Seconds between votes, where micro batches are shorter than that."""
 
 
-def evaluate(run: Run, parts: Parts) -> float:
-    """The mean validation loss in nats a token, over the same `trainer.eval_samples` samples every time."""
+Watch = Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]]
+
+
+def evaluate(run: Run, parts: Parts, watch: Watch = iter) -> float:
+    """The mean validation loss in nats a token, over the same `trainer.eval_samples` samples every time.
+
+    `watch` gets the micro batches before the stepper does.
+    """
     assert parts.validation_loader is not None
     beginning = parts.validation_loader.state_dict()
-    loss = float(parts.stepper.evaluate(_micro_batches(run, parts.validation_loader)))
+    loss = float(parts.stepper.evaluate(watch(_micro_batches(run, parts.validation_loader))))
     parts.validation_loader.load_state_dict(beginning)
     return loss
 

@@ -99,6 +99,26 @@ class Claim:
 
     def confirm(self) -> None:
         """Move the baton; RunError if another process has taken the lock over, or the file system does not answer."""
+        try:
+            self._move()
+        except OSError as error:
+            raise RunError(f"cannot confirm the lock of the run '{self.directory}': {error}") from error
+
+    def keep(self) -> None:
+        """Confirm, unless that was done a short time ago: no other process can have taken the lock since.
+
+        A file system that does not answer is no error for half of the lease.
+        """
+        silent = _clock() - self.confirmed
+        if silent <= BEAT:
+            return
+        try:
+            self._move()
+        except OSError as error:
+            if silent > LEASE / 2:
+                raise RunError(f"cannot confirm the lock of the run '{self.directory}': {error}") from error
+
+    def _move(self) -> None:
         folder, began = self.directory / FOLDER, _clock()
         for _ in range(TRIES):
             seen = self.baton
@@ -109,8 +129,6 @@ class Claim:
                 return
             except FileNotFoundError:  # moved by the other process that confirms, or by another holder
                 found = _baton_in(folder)
-            except OSError as error:
-                raise RunError(f"cannot confirm the lock of the run '{self.directory}': {error}") from error
             if found is None and folder.is_dir():
                 time.sleep(0.01)  # a list that is read during a rename may have neither name
             elif found is None or found.token != seen.token:
@@ -118,11 +136,6 @@ class Claim:
             else:
                 self.baton = found
         raise RunError(self._lost(found))
-
-    def keep(self) -> None:
-        """Confirm, unless that was done a short time ago: no other process can have taken the lock since."""
-        if _clock() - self.confirmed > BEAT:
-            self.confirm()
 
     def held(self) -> bool:
         """Whether the lock is still held."""
@@ -144,10 +157,12 @@ class Claim:
             self.directory.rmdir()  # fails if the run has begun
 
     def _lost(self, found: Baton | None) -> str:
-        now = f"{_named(self.directory, found)} holds it now" if found is not None else "its lock is gone"
+        if found is None:
+            moved = "as if its folder was moved or removed"
+            return f"the lock of the run '{self.directory}' is gone, {moved}; nothing more is saved"
         return (
-            f"the run '{self.directory}' was taken over, because this process gave no sign of life for "
-            f"{LEASE:.0f} s: {now}; nothing more is saved"
+            f"the run '{self.directory}' was taken over, because this process gave no sign of life for {LEASE:.0f} s: "
+            f"{_named(self.directory, found)} holds it now; nothing more is saved"
         )
 
 

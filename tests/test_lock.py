@@ -18,6 +18,7 @@ from warm import Forked
 from mplug import hookimpl, lock, process
 from mplug.checkpoint import aside_of, complete, path_of, step_of
 from mplug.checkpoint.storage import FolderWriter
+from mplug.cli.train import _claim_new
 from mplug.errors import RunError, UsageError
 from mplug.hooks import HOST
 from mplug.lock import FOLDER, Baton, Claim, Lock, take
@@ -165,7 +166,7 @@ def test_two_processes_may_confirm_one_claim(tmp_path: Path) -> None:
         claim.confirm()
         copied.confirm()
     claim.release()
-    with pytest.raises(RunError, match="its lock is gone"):
+    with pytest.raises(RunError, match=r"the lock of the run .* is gone"):
         copied.confirm()
 
 
@@ -198,11 +199,14 @@ def test_a_file_system_that_fails_is_no_lock(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(os, "rename", fail)
     with pytest.raises(RunError, match="cannot confirm the lock"):
         claim.confirm()
+    claim.confirmed -= lock.LEASE / 3
+    claim.keep()  # it may answer again
+    claim.confirmed -= lock.LEASE / 3
+    with pytest.raises(RunError, match="cannot confirm the lock"):
+        claim.keep()
 
 
 # Many at once.
-
-ROUNDS = 60
 
 
 def compete(barrier: Any, results: Any, runs: list[Path]) -> None:
@@ -221,9 +225,10 @@ def compete(barrier: Any, results: Any, runs: list[Path]) -> None:
             claim.release()
 
 
-def test_of_eight_processes_exactly_one_gets_a_lock(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rounds", [60, pytest.param(1500, marks=pytest.mark.wide("kills"))])
+def test_of_eight_processes_exactly_one_gets_a_lock(tmp_path: Path, rounds: int) -> None:
     """Free locks, locks of dead holders, locks whose release was cut off, and locks of silent holders elsewhere."""
-    runs = [tmp_path / f"run{number}" for number in range(ROUNDS)]
+    runs = [tmp_path / f"run{number}" for number in range(rounds)]
     for number, run in enumerate(runs):
         if number % 16 == 3:
             left_by(Process(ELSEWHERE, 12, 34), run)
@@ -312,6 +317,19 @@ def run_with_lock(folder: Path, lose: Callable[[Run], None], changes: dict[str, 
     run = prepare(config, {f"{HOST}metrics": MetricsFile(), f"{HOST}loses": Loses()}, folder)
     run.claim = take(folder, silent)
     train(run)
+
+
+def test_runs_without_a_name_that_start_in_the_same_second_have_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = prepare(tiny_config({}), directory=Path("runs/gpt-20261122-231349"))
+    assert run.directory is not None
+    take(run.directory, silent)
+    with Lock(silent) as held:
+        with pytest.raises(UsageError, match="is held by process"):
+            _claim_new(held, run, "gpt-20261122-231349")
+        assert _claim_new(held, run, None).directory == run.directory == Path("runs/gpt-20261122-231349-2")
 
 
 def lose_it(claim: Claim) -> None:

@@ -12,13 +12,16 @@ class Groups:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self._made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
-        self._beside: dist.ProcessGroup | None = None
+        self._beside: dict[str, dist.ProcessGroup] = {}
 
-    def beside(self) -> dist.ProcessGroup:
-        """All ranks, over the hosts' network: for what goes on in another thread while training uses the others."""
-        if self._beside is None:
-            self._beside = dist.new_group(backend="gloo", timeout=timedelta(hours=6))  # a slow writer is no fault
-        return self._beside
+    def beside(self, use: str = "saves") -> dist.ProcessGroup:
+        """All ranks, over the hosts' network: for what goes on in another thread while training uses the others.
+
+        Each use has a group of its own, because collectives of one group wait for each other.
+        """
+        if use not in self._beside:
+            self._beside[use] = dist.new_group(backend="gloo", timeout=timedelta(hours=6))  # a slow writer is no fault
+        return self._beside[use]
 
     def of(self, families: Iterable[tuple[int, ...]], use: str = "") -> dist.ProcessGroup | None:
         """The group of this rank among `families`, for which all ranks must ask alike; None where it is alone.

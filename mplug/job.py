@@ -10,6 +10,7 @@ from mplug.config import RunConfig
 from mplug.errors import RunError, UsageError
 from mplug.hooks import HOST
 from mplug.launch import World, agreed, joined, launched
+from mplug.lock import Claim
 from mplug.registry import Registry
 from mplug.resolve import resolve
 from mplug.run import Run, prepare, provenance
@@ -28,6 +29,8 @@ class Job:
     """When the run must have ended, in seconds since the epoch."""
     allowed: tuple[str, ...] = ()
     """The fields and sections that the user lets change on resume."""
+    claim: Claim | None = None
+    """The lock of the directory; rank 0 confirms it."""
 
 
 def settle(base: Settings, overrides: Settings, world: World | None) -> tuple[Run, Settings]:
@@ -70,6 +73,7 @@ def work(job: Job, tell: Callable[[int], None] | None = None) -> Outcome:
     from mplug.build import choose_device  # torch comes in only when the config is right
 
     run.device = choose_device(config)
+    run.claim = job.claim if rank == 0 else None
     with among(world, run):
         run.directory, resume_from = job.directory, job.resume_from
         if world is not None:

@@ -4,6 +4,7 @@ import logging
 import os
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -12,8 +13,8 @@ from pathlib import Path
 from mplug.build import Parts, build
 from mplug.checkpoint.choice import Choice
 from mplug.contracts import StepResult
-from mplug.entries import even_parts
 from mplug.errors import Diverged, UsageError
+from mplug.evaluation import evaluate_unless_stopped
 from mplug.interrupt import Interrupt, TimeLeft
 from mplug.position import Position
 from mplug.pretrained import load_weights, pretrained_of
@@ -43,7 +44,8 @@ def train(
     are the fields and sections whose change since the checkpoint the user lets happen.
 
     SIGTERM and SIGINT, on any rank, finish the step, save, and end the run; so does time, before `deadline` (seconds
-    since the epoch). What else ends it is told in the log of the rank and to observers.
+    since the epoch). They leave an evaluation that is under way, and it has no result. What else ends the run is told
+    in the log of the rank and to observers.
     """
     with logging_to(run), _telling_of_failure(run):
         parts = build(run)
@@ -56,6 +58,8 @@ def train(
             _report_skipped(run, choice)
         elif pretrained is not None:
             load_weights(run, parts, pretrained)
+        if run.claim is not None:
+            run.claim.confirm()
         make_directory(run)
         log.info("rank %d of %d, process %d on %s", run.rank, run.mesh.world_size, os.getpid(), socket.gethostname())
         sources = {"resumed_from": resume_from and str(resume_from), "pretrained": pretrained and str(pretrained)}
@@ -70,7 +74,7 @@ def train(
             time_left = TimeLeft(run, deadline, position.saver.expected_seconds)
             val_loss = _steps(run, parts, position, time_left)
             run.hooks.observe("run_finished", run=run)
-            if run.step == run.config.trainer.steps:
+            if run.step == run.config.trainer.steps and (val_loss is not None or parts.validation_loader is None):
                 return Ending(val_loss)
             reasons = run.gathered((interrupt.signal, time_left.asked))  # any rank's, told alike by all
     stopped_by = next((number for number, _ in reasons if number is not None), None)
@@ -119,8 +123,8 @@ def _steps(run: Run, parts: Parts, position: Position, time_left: TimeLeft) -> f
         last = run.step == trainer.steps
         if _due(run.step, trainer.eval_every) or (last and parts.validation_loader is not None):
             report.settle()
-            val_loss = evaluate(run, parts)
-            report.tell(val_loss=val_loss)
+            val_loss = _evaluate(run, parts, report, time_left)
+            report.tell(**({} if val_loss is None else {"val_loss": val_loss}))
         if last or report.stop or _due(run.step, run.config.checkpoint.every):
             report.settle()
             report.tell()
@@ -132,6 +136,17 @@ def _steps(run: Run, parts: Parts, position: Position, time_left: TimeLeft) -> f
     position.saver.wait()
     _tell_of_saved(run, position)
     return val_loss
+
+
+def _evaluate(run: Run, parts: Parts, report: Report, time_left: TimeLeft) -> float | None:
+    """The validation loss; None if the run is to stop, before the evaluation or while it goes on."""
+    if report.stop:
+        return None
+    began = time.time()
+    found = evaluate_unless_stopped(run, parts, time_left.ends_within)
+    time_left.leave_out(time.time() - began)
+    report.stop = found.stop
+    return found.loss
 
 
 def _due(step: int, every: int) -> bool:
@@ -161,13 +176,3 @@ def launch_step(run: Run, parts: Parts, samples: int, lr: float, decay: float) -
 def _tell_of_saved(run: Run, position: Position) -> None:
     for path in position.saver.saved():
         run.hooks.observe("checkpoint_saved", run=run, path=path)
-
-
-def evaluate(run: Run, parts: Parts) -> float:
-    """The mean validation loss in nats a token, over the same `trainer.eval_samples` samples every time."""
-    loader = parts.validation_loader
-    assert loader is not None
-    beginning = loader.state_dict()
-    loss = float(parts.stepper.evaluate(even_parts(loader.take, run.config.trainer.eval_samples, run)))
-    loader.load_state_dict(beginning)
-    return loss

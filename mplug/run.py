@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from mplug.groups import Groups
+    from mplug.lock import Claim
 
 RUNS = Path("runs")
 
@@ -53,6 +54,8 @@ class Run:
     step: int = 0
     stop_requested: bool = False
     groups: "Groups | None" = None
+    claim: "Claim | None" = None
+    """The lock of the directory, on rank 0 of a run that a command has started."""
     entries: frozenset[str] = frozenset()
     """The optional entries of the loader's micro batches."""
     depends_on_layout: tuple[str, ...] = ()

@@ -50,7 +50,8 @@ class Saver:
         self.wait()
         run, began = self.run, time.monotonic()
         final = path_of(run.checkpoints, run.step)
-        writer = FolderWriter(final, run.rank, manifest, self.retention)
+        confirm = run.claim.confirm if run.claim is not None else None
+        writer = FolderWriter(final, run.rank, manifest, self.retention, confirm)
         options = {"storage_writer": writer, "planner": BoxSavePlanner(), **_together(run)}
         if run.config.checkpoint.asynchronous:
             saving: Any = dcp_async_save(state, async_stager=self._stager, **options)
@@ -88,7 +89,7 @@ class Saver:
         error = saving.exception()
         self._pending = None
         if error is not None:
-            if self.run.rank == 0:
+            if self.run.rank == 0 and (self.run.claim is None or self.run.claim.held()):
                 shutil.rmtree(aside_of(final), ignore_errors=True)
             raise RunError(_explained(error, final)) from error
         self._visible.append(final)

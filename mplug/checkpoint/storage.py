@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,12 +45,20 @@ SUFFIX = ".safetensors"
 class FolderWriter(StorageWriter):
     """Writes a file a rank aside; the coordinator adds the manifest, makes both visible, and removes old checkpoints.
 
-    `manifest` is the plain data to keep beside the tensors.
+    `manifest` is the plain data to keep beside the tensors. `confirm` raises if another process has taken the run over:
+    the coordinator calls it before it changes anything.
     """
 
-    def __init__(self, final: Path, rank: int, manifest: Mapping[str, Any], retention: Retention) -> None:
+    def __init__(
+        self,
+        final: Path,
+        rank: int,
+        manifest: Mapping[str, Any],
+        retention: Retention,
+        confirm: Callable[[], None] | None = None,
+    ) -> None:
         self.final, self.aside, self.rank = final, aside_of(final), rank
-        self.manifest, self.retention = manifest, retention
+        self.manifest, self.retention, self.confirm = manifest, retention, confirm
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A writer writes once."""
@@ -58,6 +66,7 @@ class FolderWriter(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Make the folder aside, and remove what a killed run has left there."""
         if is_coordinator:
+            self._refuse_if_taken_over()
             self.retention.before(self.final)
             shutil.rmtree(self.aside, ignore_errors=True)
             self.aside.mkdir(parents=True)
@@ -102,6 +111,7 @@ class FolderWriter(StorageWriter):
         }
         files = {names[one.file]: {"bytes": one.size, "crc32": one.crc32} for one in written.values()}
         text = encode({"format": FORMAT, "files": files, "tensors": tensors, **self.manifest})
+        self._refuse_if_taken_over()
         if replaces:
             _replace(self.aside, self.final, names, text)
         else:
@@ -110,6 +120,10 @@ class FolderWriter(StorageWriter):
             self.aside.rename(self.final)
             sync(self.final.parent)
         self.retention.after(self.final)
+
+    def _refuse_if_taken_over(self) -> None:
+        if self.confirm is not None:
+            self.confirm()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mplug.checkpoint.choice import Choice
     from mplug.job import Job, Outcome
     from mplug.launch import World
+    from mplug.lock import Claim, Lock
     from mplug.run import Run
 
 PORT = click.IntRange(1, 65535)
@@ -39,7 +40,11 @@ PORT = click.IntRange(1, 65535)
     help="How often to go on from the newest valid checkpoint when a process dies.",
 )
 @click.option("--deterministic", is_flag=True, help="The same run twice gives the same bits, on the same machines.")
-@click.option("--max-minutes", type=Finite(0, 1e9, min_open=True), help="Save and end before so much time.")
+@click.option(
+    "--max-minutes",
+    type=Finite(0, 1e9, min_open=True),
+    help="Save and end before so much time; an evaluation is left for it.",
+)
 def command(
     name: str | None,
     resume: bool,
@@ -63,6 +68,9 @@ def command(
     evaluate and report in another way, and it logs every change. Any other change, such as another learning rate,
     optimizer, seed or data, is refused unless --allow-change names it.
 
+    One command at a time trains a run: a second one of the same name is refused, with the name of the first one's
+    process and machine. SIGTERM and Ctrl-C finish the step under way, save, and end the run; they leave an evaluation.
+
     \b
     mplug train --set data.path=book.txt --set trainer.steps=500
     mplug train --model gpt --preset 125m --attention reference
@@ -72,6 +80,7 @@ def command(
     """
     from mplug.job import Job, settle
     from mplug.launch import launched, refuse_port_in_use
+    from mplug.lock import Lock
     from mplug.metrics import METRICS, read_lines
     from mplug.pretrained import pretrained_of, refuse_another_model
     from mplug.resolve import default_settings, saved_settings
@@ -88,6 +97,9 @@ def command(
         raise UsageError("--allow-change is for a run that goes on from a checkpoint; add --resume, or leave it out")
     resume = resume or (restarted and (RUNS / str(name) / "config.yaml").is_file())
     directory = find_directory(name) if resume else None
+    first = world is None or world.rank == 0
+    lock = click.get_current_context().with_resource(Lock(_say))
+    claim = _claim_existing(lock, directory, name) if first else None
     base, changes = saved_settings(directory) if directory else default_settings(), overrides(**options)
     if deterministic:
         changes = merge(changes, read_assignments(["trainer.deterministic=true"], "--deterministic"))
@@ -103,7 +115,6 @@ def command(
     from mplug.mixing import refuse_other_micro_batches
     from mplug.sizes import refuse_beyond_memory
 
-    first = world is None or world.rank == 0
     run.directory = directory or new_directory(run.config, name, check=first)
     model = build_model(run)  # refuses what cannot be built before any process starts
     refuse_beyond_memory(run, model, world)
@@ -113,14 +124,49 @@ def command(
     if pretrained is not None:
         refuse_another_model(pretrained, model)
     if first:
+        claim = claim or _claim_new(lock, run, name)
         _announce(run, _beginning(readable, pretrained), since.lines())
     deadline = began + 60 * max_minutes if max_minutes is not None else None
-    job = Job(base, changes, run.directory, resume_from, deadline, names)
+    job = Job(base, changes, run.directory, resume_from, deadline, names, claim)
     outcome = _work(run, job, readable, world is not None, master_port, restarts)
     if first:
-        _report(outcome, time.time() - began, speaks=bool(run.hooks.implementers("build_tokenizer")))
+        _report(outcome, run, time.time() - began)
     if outcome.signal is not None:
         raise SystemExit(128 + outcome.signal)
+
+
+def _say(sentence: str) -> None:
+    click.echo(f"mplug: {sentence}", err=True)
+
+
+def _claim_existing(lock: "Lock", directory: Path | None, name: str | None) -> "Claim | None":
+    """Take the lock of a run that is continued, or of one that has the name of a new run and is under way."""
+    from mplug.lock import FOLDER
+    from mplug.run import RUNS
+
+    if directory is None and name is not None and (RUNS / name / FOLDER).is_dir():
+        directory = RUNS / name
+    return lock.take(directory) if directory is not None else None
+
+
+def _claim_new(lock: "Lock", run: "Run", name: str | None) -> "Claim":
+    """Take the lock of a new run's folder. A run without --name takes another one if two start in the same second."""
+    from mplug.run import new_directory
+
+    assert run.directory is not None
+    stamped = run.directory
+    for number in range(2, 100):
+        try:
+            claim = lock.take(run.directory)
+            break
+        except UsageError:
+            if name is not None:
+                raise
+            run.directory = stamped.with_name(f"{stamped.name}-{number}")
+    else:
+        raise UsageError(f"'{stamped}' and 98 folders beside it are taken; give the run a --name")
+    new_directory(run.config, run.directory.name)  # it may have begun, and ended, since its name was checked
+    return claim
 
 
 def _refuse_restarts(world: "World", restarts: int, name: str | None, resume: bool) -> None:
@@ -178,6 +224,8 @@ def _work(
         except RunError as error:
             if restart > restarts:
                 raise
+            if job.claim is not None:
+                job.claim.confirm()
             found = complete(run.checkpoints)
             job = replace(job, resume_from=found[-1] if found else None)
             try:
@@ -228,7 +276,7 @@ def _idle_gpus(run: "Run", gpus: int) -> str:
     return f"{gpus} GPUs are here, and this run uses {run.mesh.world_size}: {remedy}\n"
 
 
-def _report(outcome: "Outcome", seconds: float, speaks: bool) -> None:
+def _report(outcome: "Outcome", run: "Run", seconds: float) -> None:
     from mplug.observers import duration
 
     name = outcome.directory.name
@@ -237,10 +285,12 @@ def _report(outcome: "Outcome", seconds: float, speaks: bool) -> None:
         return
     if outcome.signal is not None or outcome.out_of_time:
         why = "out of time" if outcome.out_of_time else "stopped"
-        click.echo(
-            f"{why} after step {outcome.step}, which is saved; continue with: mplug train --resume --name {name}"
-        )
+        rest = f"continue with: mplug train --resume --name {name}"
+        if outcome.step == run.config.trainer.steps:
+            rest = "it was the last, and its evaluation was left out"
+        click.echo(f"{why} after step {outcome.step}, which is saved; {rest}")
         return
     loss = f", validation loss {outcome.val_loss:.4f}" if outcome.val_loss is not None else ""
+    speaks = run.hooks.implementers("build_tokenizer")
     sample = f"; sample from it with: mplug generate --name {name}" if speaks else ""
     click.echo(f"done in {duration(seconds)}{loss}{sample}")

@@ -12,6 +12,7 @@ from mplug.build import Parts, build
 from mplug.contracts import StepResult
 from mplug.entries import even_parts
 from mplug.errors import Diverged, UsageError
+from mplug.heartbeats import EVALUATION, SAVING, STEP
 from mplug.interrupt import Interrupt, TimeLeft
 from mplug.position import Position
 from mplug.pretrained import load_weights, pretrained_of
@@ -43,9 +44,11 @@ def train(
     since the epoch). What else ends it is told in the log of the rank and to observers.
     """
     with logging_to(run), _telling_of_failure(run):
+        run.pulse.enter("building the model")
         parts = build(run)
         run.depends_on_layout = layout_dependence_of_all(run, parts.model)
         position = Position(run, parts)
+        run.pulse.enter("loading a checkpoint" if resume_from else "beginning the run")
         pretrained = pretrained_of(run) if resume_from is None else None
         if resume_from is not None:
             position.load(resume_from, allowed)
@@ -101,21 +104,25 @@ def _steps(run: Run, parts: Parts, position: Position, time_left: TimeLeft) -> f
     trainer, val_loss, report = run.config.trainer, None, Report(run, parts, position)
     while run.step < trainer.steps and not report.stop:
         run.step += 1
+        run.pulse.enter(STEP, run.step)
         run.hooks.observe("step_started", run=run)
         report.follow(_step(run, parts, position))
         last = run.step == trainer.steps
         if _due(run.step, trainer.eval_every) or (last and parts.validation_loader is not None):
             report.settle()
+            run.pulse.enter(EVALUATION, run.step)
             val_loss = evaluate(run, parts)
             report.tell(val_loss=val_loss)
         if last or report.stop or _due(run.step, run.config.checkpoint.every):
             report.settle()
             report.tell()
+            run.pulse.enter(SAVING, run.step)
             position.save()
         report.tell()
         report.pause()
         _tell_of_saved(run, position)
         time_left.check()
+    run.pulse.enter(SAVING, run.step)
     position.saver.wait()
     _tell_of_saved(run, position)
     return val_loss

@@ -4,7 +4,6 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
@@ -72,18 +71,6 @@ def _step_of(line: str) -> int | None:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):  # the last line of a run that was killed
         return None
-
-
-class Heartbeat:
-    """Tells whoever has launched this process how far it is."""
-
-    def __init__(self, tell: Callable[[int], None]) -> None:
-        self.tell = tell
-
-    @hookimpl
-    def step_started(self, run: Run) -> None:
-        """All steps before this one are over, or under way."""
-        self.tell(run.step)
 
 
 class ProgressLine:

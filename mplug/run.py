@@ -9,7 +9,7 @@ import platform
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from importlib.metadata import version
@@ -23,6 +23,7 @@ import mplug
 from mplug.config import RunConfig
 from mplug.contracts import Variance
 from mplug.errors import UsageError, listed, suggest
+from mplug.heartbeats import Pulse
 from mplug.hooks import Hooks
 from mplug.mesh import Axis, Mesh, contiguous, view_sizes
 from mplug.settings import source_of
@@ -50,6 +51,8 @@ class Run:
     step: int = 0
     stop_requested: bool = False
     groups: "Groups | None" = None
+    pulse: Pulse = field(default_factory=Pulse)
+    """What this process does now; heartbeats report it."""
     entries: frozenset[str] = frozenset()
     """The optional entries of the loader's micro batches."""
     depends_on_layout: tuple[str, ...] = ()

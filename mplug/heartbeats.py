@@ -94,6 +94,8 @@ class Beat:
     """How long it may do so."""
     timeout: float
     """How long the process may send no heartbeat."""
+    first: float
+    """How long it may take until its first heartbeat."""
     at: str
     """Where the main thread is: file, line and function."""
     reads: bool = False
@@ -152,6 +154,7 @@ class Heart:
             quiet=self._quiet,
             allowed=pulse.allowed(self.limits),
             timeout=self.limits.timeout,
+            first=max(self.limits.timeout, self.limits.first),
             at=place.at,
             reads=place.reads,
             waits=place.waits,

@@ -234,6 +234,7 @@ class Lines:
                     self.ward.hear(word)
                 elif isinstance(word, int):
                     self.steps[rank] = word
+                    self.ward.note_step(rank, word)
                 else:
                     self.heard.append((time.monotonic(), rank, word))
                     self.ward.leave(rank)

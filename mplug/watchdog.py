@@ -1,10 +1,10 @@
 """Which rank do the others wait for? Decided from the heartbeats of all processes, without a clock or a process."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mplug.errors import listed
-from mplug.heartbeats import TICK, Beat
+from mplug.heartbeats import PHRASES, STEP, TICK, Beat
 
 LATE = 5 * TICK
 """Seconds without a heartbeat after which a process may be suspended: what it reported last may be old."""
@@ -49,6 +49,12 @@ class Ward:
         if beat.over:
             self.leave(beat.rank)
 
+    def note_step(self, rank: int, step: int) -> None:
+        """A process says that it begins a step, which is newer than what its last heartbeat says."""
+        heard = self.heard.get(rank)
+        if heard is not None and heard.beat is not None:
+            heard.beat = replace(heard.beat, words=PHRASES[STEP].format(step))
+
     def leave(self, rank: int) -> None:
         """A process has ended, or is about to: nobody waits for its heartbeats."""
         self.heard.pop(rank, None)
@@ -67,15 +73,16 @@ class Ward:
         beats = [heard.beat for heard in self.heard.values() if heard.beat is not None]
         if not beats:  # the processes are starting, or do not beat at all
             return None
-        timeout = max(beat.timeout for beat in beats)
-        silent = max(heard.silent for heard in self.heard.values())
-        if silent <= timeout:
+        timeout, first = max(beat.timeout for beat in beats), max(beat.first for beat in beats)
+        never = [rank for rank, heard in self.heard.items() if heard.beat is None and heard.silent > first]
+        silent = {rank: heard.silent for rank, heard in self.heard.items() if heard.beat is not None or rank in never}
+        longest = max(silent.values())
+        if longest <= timeout:
             return None
         # A cut link silences all ranks behind it within a tick or two.
         alike = max(timeout - 3 * TICK, timeout / 2)
-        ranks = tuple(rank for rank, heard in self.heard.items() if heard.silent > alike)
+        ranks = tuple(rank for rank, seconds in silent.items() if seconds > alike)
         last = [beat for beat in beats if beat.rank in ranks]
-        never = [rank for rank in ranks if rank not in {beat.rank for beat in last}]
         who = [*_groups(last), *([f"{_ranks(never)}, before the first heartbeat,"] if never else [])]
         state = (
             "it is suspended, it hangs in native code, or its machine is down or unreachable"
@@ -83,7 +90,7 @@ class Ward:
             else "they are suspended, they hang in native code, or their machine is down or unreachable"
         )
         text = (
-            f"{_shown(who)} stopped sending heartbeats {silent:.0f} s ago: {state} (watchdog.timeout is {timeout:g} s)"
+            f"{_shown(who)} stopped sending heartbeats {longest:.0f} s ago: {state} (watchdog.timeout is {timeout:g} s)"
         )
         return Verdict(text, ranks, tuple(last))
 

@@ -10,7 +10,6 @@ the misfortune about in the middle of an activity. The time-out is a few seconds
 
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
 from machines import Machine, Machines, unavailable
+from warm import Forked
 
 TIMEOUT, FIRST = 5.0, 30.0
 PATIENCE = 300.0
@@ -169,14 +169,18 @@ CASES = [
 class Process:
     """A process that the script started: when its first sentence came, and its exit status."""
 
-    popen: subprocess.Popen[bytes]
-    errors: Path
+    popen: Forked
     said: str = ""
     at: float = 0.0
 
+    @property
+    def errors(self) -> Path:
+        """Where it writes its errors."""
+        return Path(self.popen.output).with_name("err")
+
     def look(self) -> None:
         """Read what it says."""
-        if not self.said:
+        if not self.said and self.errors.exists():
             lines = [line for line in self.errors.read_text().splitlines() if line.startswith("mplug: ")]
             if lines:
                 self.said, self.at = lines[0].removeprefix("mplug: "), time.monotonic()
@@ -198,27 +202,21 @@ def words(case: Case) -> list[str]:
     """The command of every process."""
     fields = {f"extensions.misfortune.{name}": str(getattr(case, name)) for name in ("rank", "kind", "activity")}
     options = [word for name, value in {**OPTIONS, **fields}.items() for word in ("--set", f"{name}={value}")]
-    return [sys.executable, "-m", "mplug", "train", "--name", "run", "--parallel", case.layout, *options]
+    return ["train", "--name", "run", "--parallel", case.layout, *options]
 
 
 def begin(case: Case, folder: Path, machines: list[Machine]) -> Iterator[Process]:
-    """Start the processes of a case."""
+    """Start the processes of a case: forks of a process that has torch imported."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)}
     if not machines:
-        with (folder / "errors").open("wb") as errors:
-            options = {"cwd": folder, "env": environment, "stdout": subprocess.DEVNULL, "stderr": errors}
-            popen = subprocess.Popen(words(case), **options)
-        yield Process(popen, folder / "errors")
+        yield Process(Forked("mplug", *words(case), cwd=folder, environment=environment, session=True))
         return
     for rank in range(4):
         machine = machines[rank // 2]
         launcher = {"RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2"}
         met = {"MASTER_ADDR": machines[0].address, "MASTER_PORT": "29511", "GLOO_SOCKET_IFNAME": "eth0"}
-        path = folder / f"errors{rank}"
-        with path.open("wb") as errors:
-            options = {"env": {**environment, **launcher, **met}, "stdout": subprocess.DEVNULL, "stderr": errors}
-            popen = machine.popen(*words(case), cwd=folder, **options)
-        yield Process(popen, path)
+        whole = {**environment, **launcher, **met}
+        yield Process(Forked("mplug", *words(case), cwd=folder, environment=whole, session=True, machine=machine.pid))
 
 
 def struck(folder: Path, processes: list[Process]) -> tuple[int, float]:
@@ -259,7 +257,7 @@ def measured(case: Case, folder: Path, machines: Machines | None) -> list[str]:
             if process.popen.poll() is None:
                 process.popen.kill()
                 process.said = process.said or "DOES NOT END"
-            process.popen.wait()
+            process.popen.communicate()
     alive = "alive" if running(pid) else "dead"
     said: dict[str, list[tuple[int, Process]]] = {}
     for rank, process in enumerate(processes):

@@ -41,12 +41,16 @@ class Misfortune:
         activity: str = Field(description="when it happens")
 
     def __init__(self, config):
-        self.config, self.saves, self.run = config, 0, None
+        self.config, self.run, self.began, self.done = config, None, None, False
 
     def strike(self, run, activity):
+        # Not before the run is under way: each activity then has a known duration.
         config = self.config
-        if run.rank != config.rank or activity != config.activity:
+        if run.rank != config.rank or activity != config.activity or self.done:
             return
+        if activity != "building" and (run.step < 9 or time.monotonic() < self.began + 3):
+            return
+        self.done = True
         Path("struck.partial").write_text(f"{os.getpid()} {time.monotonic()}")
         os.rename("struck.partial", "struck")
         if config.kind == "stopped":
@@ -69,12 +73,11 @@ class Misfortune:
 
     @hookimpl
     def step_started(self, run):
-        if run.step == 9:
-            self.strike(run, "step")
-        if run.step == 7:
+        if self.began is None:
+            self.began = time.monotonic()
             self.in_evaluation(run)
-        if run.step == 9 and self.config.activity == "loader":
             self.in_loader(run)
+        self.strike(run, "step")
 
     def in_loader(self, run):
         from mplug import feed
@@ -96,9 +99,7 @@ class Misfortune:
         return {"misfortune": self}
 
     def state_dict(self):
-        self.saves += 1
-        if self.saves == 2:
-            self.strike(self.run, "saving")
+        self.strike(self.run, "saving")
         return {}
 
     def load_state_dict(self, state):

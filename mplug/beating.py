@@ -183,7 +183,7 @@ class Exchange:
             )
         lost = [beat for rank, beat in after.items() if before.get(rank) == beat and not beat.over]
         lost = [beat for beat in lost if not beat.words.startswith(BROKEN)] or lost
-        names = " and ".join(f"rank {beat.rank} on {beat.host}, {beat.words}," for beat in lost)
+        names = " and ".join(f"rank {beat.rank} on {beat.host}, last heard {beat.words}," for beat in lost)
         return f"{names} died or is unreachable, and the connection to it broke" if lost else None
 
     # The thread that beats.
@@ -206,7 +206,7 @@ class Exchange:
         )
 
     def _rank_zero(self) -> str:
-        return f"rank 0 on {self.first.host}, {self.first.words}," if self.first else "rank 0"
+        return f"rank 0 on {self.first.host}, last heard {self.first.words}," if self.first else "rank 0"
 
     # The thread that talks to the store.
 

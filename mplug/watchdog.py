@@ -83,7 +83,7 @@ class Ward:
         alike = max(timeout - 3 * TICK, timeout / 2)
         ranks = tuple(rank for rank, seconds in silent.items() if seconds > alike)
         last = [beat for beat in beats if beat.rank in ranks]
-        who = [*_groups(last), *([f"{_ranks(never)}, before the first heartbeat,"] if never else [])]
+        who = [*_groups(last, "last heard "), *([f"{_ranks(never)}, before the first heartbeat,"] if never else [])]
         state = (
             "it is suspended, it hangs in native code, or its machine is down or unreachable"
             if len(ranks) == 1
@@ -138,12 +138,12 @@ def waited_for(beats: Sequence[Beat]) -> list[Beat]:
     return behind
 
 
-def _groups(beats: Sequence[Beat], places: bool = False) -> list[str]:
-    """'ranks 2 and 3 on node02, in step 12,': ranks that say the same of themselves stand together."""
+def _groups(beats: Sequence[Beat], when: str = "", places: bool = False) -> list[str]:
+    """'ranks 2 and 3 on node02, last heard in step 12,': ranks that say the same of themselves stand together."""
     groups: dict[tuple[str, str, str], list[int]] = {}
     for beat in beats:
         groups.setdefault((beat.host, beat.words, f" at {beat.at}" if places else ""), []).append(beat.rank)
-    return [f"{_ranks(ranks)} on {host}, {words}{at}," for (host, words, at), ranks in groups.items()]
+    return [f"{_ranks(ranks)} on {host}, {when}{words}{at}," for (host, words, at), ranks in groups.items()]
 
 
 def _ranks(ranks: Sequence[int]) -> str:

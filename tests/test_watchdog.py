@@ -87,7 +87,7 @@ def test_the_rank_whose_heartbeats_cease_is_named_within_seconds_of_the_timeout(
     found = ranks.seconds_until_verdict(1000)
     assert found is not None
     assert 300 <= found[0] <= 302
-    assert found[1].startswith("rank 2 on node02, in step 5, stopped sending heartbeats 301 s ago")
+    assert found[1].startswith("rank 2 on node02, last heard in step 5, stopped sending heartbeats 301 s ago")
     assert "watchdog.timeout is 300 s" in found[1]
 
 
@@ -100,7 +100,7 @@ def test_all_ranks_behind_a_cut_link_are_named_together() -> None:
     ranks.stopped = {2, 3}
     found = ranks.seconds_until_verdict(1000)
     assert found is not None
-    assert found[1].startswith("ranks 2 and 3 on node02, in step 5, stopped sending heartbeats")
+    assert found[1].startswith("ranks 2 and 3 on node02, last heard in step 5, stopped sending heartbeats")
 
 
 def test_a_run_that_is_suspended_as_a_whole_goes_on() -> None:
@@ -305,7 +305,7 @@ def test_the_launcher_hears_heartbeats_and_kills_the_rank_that_hangs(monkeypatch
     lines.ward.heard[1].silent = 301.0
     lines.watch()
     assert killed == [1001]
-    assert str(lines.first_failure({})).startswith("rank 1 on node01, in step 9, stopped sending heartbeats")
+    assert str(lines.first_failure({})).startswith("rank 1 on node01, last heard in step 9, stopped sending heartbeats")
     assert lines.failing_for() > 0
     lines.watch()
     assert killed == [1001]
@@ -364,7 +364,7 @@ def test_through_a_store_every_rank_learns_which_one_stopped(store: TCPStore) ->
         until(lambda: ranks[0].text and ranks[1].text)
     assert ranks[0].text == ranks[1].text
     assert ranks[0].text.startswith("rank 2 on ")
-    assert "in step 4, stopped sending heartbeats" in ranks[0].text
+    assert "last heard in step 4, stopped sending heartbeats" in ranks[0].text
 
 
 def test_without_the_heartbeats_of_rank_0_the_others_name_it(store: TCPStore) -> None:

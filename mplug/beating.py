@@ -257,12 +257,13 @@ class Exchange:
         if self.heart.rank != 0:
             if store.check(["verdict"]):
                 said = json.loads(store.get("verdict"))
-                self._end(said["text"], [Beat(**beat) for beat in said["beats"]])
+                self._end(said["sentence"], [Beat(**beat) for beat in said["beats"]])
             found = self.ward.silence()
         else:
             found = self._verdict()
             if found is not None:
-                store.set("verdict", json.dumps({"text": found.text, "beats": [asdict(beat) for beat in found.beats]}))
+                beats = [asdict(beat) for beat in found.beats]
+                store.set("verdict", json.dumps({"sentence": found.text, "beats": beats}))
                 time.sleep(3 * self.interval)  # the others read it before this process, and perhaps the store, ends
         if found is not None:
             self._end(found.text, found.beats)

@@ -7,10 +7,10 @@ import torch.distributed as dist
 
 
 class Groups:
-    """Process groups by the ranks in them and their use."""
+    """Process groups by the ranks in them and their use. `timeout` is how long torch lets a collective wait."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, timeout: timedelta | None = None) -> None:
+        self.rank, self._timeout = rank, timeout
         self._made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
         self._beside: dict[str, dist.ProcessGroup] = {}
 
@@ -31,7 +31,7 @@ class Groups:
         own = None
         for ranks in sorted(set(families)):
             if len(ranks) > 1 and (use, ranks) not in self._made:
-                self._made[use, ranks] = dist.new_group(list(ranks))
+                self._made[use, ranks] = dist.new_group(list(ranks), timeout=self._timeout)
             if self.rank in ranks:
                 own = self._made.get((use, ranks))
         return own

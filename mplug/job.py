@@ -4,10 +4,13 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 
+from mplug.beating import beating_to, heart_of, watching
 from mplug.config import RunConfig
 from mplug.errors import RunError, UsageError
+from mplug.heartbeats import Beat
 from mplug.hooks import HOST
 from mplug.launch import World, agreed, joined, launched
 from mplug.lock import Claim
@@ -65,16 +68,20 @@ class Outcome:
     out_of_time: bool = False
 
 
-def work(job: Job, tell: Callable[[int], None] | None = None) -> Outcome:
-    """Be one process of a run: join the others, if there are any, and train. `tell` hears the number of every step."""
+def work(job: Job, tell: Callable[[int | Beat], None] | None = None) -> Outcome:
+    """Be one process of a run: join the others, if there are any, and train.
+
+    `tell` hears the number of every step, and a heartbeat every second.
+    """
     config, world = resolve(Registry(), job.base, job.overrides), launched()
     rank = world.rank if world else 0
-    run = prepare(config, _observers(config, rank, tell))
+    run = prepare(config, _observers(config, rank))
+    run.pulse.tell = tell
     from mplug.build import choose_device  # torch comes in only when the config is right
 
     run.device = choose_device(config)
     run.claim = job.claim if rank == 0 else None
-    with among(world, run):
+    with among(world, run, tell):
         run.directory, resume_from = job.directory, job.resume_from
         if world is not None:
             run.directory, resume_from = agreed((run.directory, resume_from))  # a folder may look different elsewhere
@@ -85,20 +92,25 @@ def work(job: Job, tell: Callable[[int], None] | None = None) -> Outcome:
 
 
 @contextmanager
-def among(world: World | None, run: Run) -> Iterator[None]:
+def among(world: World | None, run: Run, tell: Callable[[Beat], None] | None = None) -> Iterator[None]:
     """Be one of the world's processes for a block: the run gets its rank and its process groups.
 
-    The process computes deterministically for the block, where `trainer.deterministic` says so.
+    The process computes deterministically for the block, where `trainer.deterministic` says so. It sends heartbeats to
+    `tell`, or, where another launcher has started the processes, exchanges them with the other ranks.
     """
-    with _determinism(run):
+    run.rank = world.rank if world else 0
+    heart = heart_of(run)
+    with _determinism(run), beating_to(tell, heart):
         if world is None:
             yield
             return
         from mplug.groups import Groups
 
-        run.rank = world.rank
-        with joined(world, run.device):
-            run.groups = Groups(run.rank)
+        run.pulse.enter("joining the other processes")
+        own = heart if tell is None else None
+        timeout = timedelta(seconds=run.config.watchdog.collective)
+        with joined(world, run.device, timeout, lambda: watching(own, world.size, world.restart)):
+            run.groups = Groups(run.rank, timeout)
             _refuse_other_plugins(run)
             yield
 
@@ -130,13 +142,13 @@ def _refuse_other_plugins(run: Run) -> None:
             )
 
 
-def _observers(config: RunConfig, rank: int, tell: Callable[[int], None] | None) -> dict[str, object]:
+def _observers(config: RunConfig, rank: int) -> dict[str, object]:
     """The host's own observers of a rank."""
     from rich.console import Console
 
-    from mplug.observers import Heartbeat, MetricsFile, ProgressLine
+    from mplug.observers import MetricsFile, ProgressLine
 
-    found: dict[str, object] = {f"{HOST}heartbeat": Heartbeat(tell)} if tell is not None else {}
+    found: dict[str, object] = {}
     if rank == 0:
         progress = ProgressLine(Console(), config.trainer.steps, config.trainer.log_every)
         found |= {f"{HOST}metrics": MetricsFile(), f"{HOST}progress": progress}

@@ -15,6 +15,7 @@ from mplug.checkpoint.choice import Choice
 from mplug.contracts import StepResult
 from mplug.errors import Diverged, UsageError
 from mplug.evaluation import evaluate_unless_stopped
+from mplug.heartbeats import EVALUATION, SAVING, STEP
 from mplug.interrupt import Interrupt, TimeLeft
 from mplug.position import Position
 from mplug.pretrained import load_weights, pretrained_of
@@ -48,9 +49,11 @@ def train(
     in the log of the rank and to observers.
     """
     with logging_to(run), _telling_of_failure(run):
+        run.pulse.enter("building the model")
         parts = build(run)
         run.depends_on_layout = layout_dependence_of_all(run, parts.model)
         position = Position(run, parts)
+        run.pulse.enter("loading a checkpoint" if resume_from else "beginning the run")
         pretrained = pretrained_of(run) if resume_from is None else None
         if resume_from is not None:
             choice = position.load(resume_from, allowed)
@@ -118,21 +121,25 @@ def _steps(run: Run, parts: Parts, position: Position, time_left: TimeLeft) -> f
     trainer, val_loss, report = run.config.trainer, None, Report(run, parts, position)
     while run.step < trainer.steps and not report.stop:
         run.step += 1
+        run.pulse.enter(STEP, run.step)
         run.hooks.observe("step_started", run=run)
         report.follow(_step(run, parts, position))
         last = run.step == trainer.steps
         if _due(run.step, trainer.eval_every) or (last and parts.validation_loader is not None):
             report.settle()
+            run.pulse.enter(EVALUATION, run.step)
             val_loss = _evaluate(run, parts, report, time_left)
             report.tell(**({} if val_loss is None else {"val_loss": val_loss}))
         if last or report.stop or _due(run.step, run.config.checkpoint.every):
             report.settle()
             report.tell()
+            run.pulse.enter(SAVING, run.step)
             position.save()
         report.tell()
         report.pause()
         _tell_of_saved(run, position)
         time_left.check()
+    run.pulse.enter(SAVING, run.step)
     position.saver.wait()
     _tell_of_saved(run, position)
     return val_loss

@@ -4,7 +4,6 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
@@ -65,18 +64,6 @@ def _finite(value: object) -> object:
     if isinstance(value, list):
         return [_finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-class Heartbeat:
-    """Tells whoever has launched this process how far it is."""
-
-    def __init__(self, tell: Callable[[int], None]) -> None:
-        self.tell = tell
-
-    @hookimpl
-    def step_started(self, run: Run) -> None:
-        """All steps before this one are over, or under way."""
-        self.tell(run.step)
 
 
 class ProgressLine:

@@ -9,7 +9,7 @@ import platform
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from importlib.metadata import version
@@ -25,6 +25,7 @@ from mplug.config import RunConfig
 from mplug.contracts import Variance
 from mplug.contradictions import contradictions
 from mplug.errors import UsageError, listed, suggest
+from mplug.heartbeats import Pulse
 from mplug.hooks import Hooks
 from mplug.mesh import Axis, Mesh, contiguous, view_sizes
 from mplug.settings import source_of
@@ -56,6 +57,8 @@ class Run:
     groups: "Groups | None" = None
     claim: "Claim | None" = None
     """The lock of the directory, on rank 0 of a run that a command has started."""
+    pulse: Pulse = field(default_factory=Pulse)
+    """What this process does now; heartbeats report it."""
     entries: frozenset[str] = frozenset()
     """The optional entries of the loader's micro batches."""
     depends_on_layout: tuple[str, ...] = ()

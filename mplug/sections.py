@@ -6,7 +6,16 @@ A field with the mark `MAY_CHANGE` may be another one when a run resumes. The ot
 import math
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    NonNegativeInt,
+    PositiveInt,
+    model_validator,
+)
 
 from mplug.contracts import MAY_CHANGE
 
@@ -139,6 +148,27 @@ class Checkpoint(Section):
     pretrained: Annotated[str | None, MAY_CHANGE] = Field(
         description="a checkpoint, or a run's folder: a new run begins with its weights, and with nothing else of it"
     )
+
+
+class Watchdog(Section):
+    """When a process of several is taken to hang: the run then ends with an error that names the rank."""
+
+    timeout: Annotated[FiniteFloat, Field(ge=0), MAY_CHANGE] = Field(
+        description="seconds without a heartbeat, or without progress in a step, after which the run ends; 0: never"
+    )
+    first: Annotated[FiniteFloat, Field(ge=0), MAY_CHANGE] = Field(
+        description="the same for an activity of unknown duration: building, loading, the first step (it compiles), "
+        "the first evaluation and the first save"
+    )
+    multiple: Annotated[FiniteFloat, Field(ge=1), MAY_CHANGE] = Field(
+        description="steps, evaluations and saves may take so many times as long as the longest of their kind, if that "
+        "is more than `timeout`"
+    )
+
+    @property
+    def collective(self) -> float:
+        """Seconds after which torch ends a collective by itself: long after the watchdog, if it is on, has acted."""
+        return 24 * 3600 if self.timeout else max(1800, self.first)
 
 
 class Model(Section):

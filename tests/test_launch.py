@@ -365,7 +365,7 @@ def wait_for_steps(command: Command, run: Path, number: int) -> None:
     poll(there, f"{run.name} has done {number} steps")
 
 
-@pytest.mark.parametrize("layout", ["tp2", "dp2"])
+@pytest.mark.parametrize("layout", ["tp2", pytest.param("dp2", marks=pytest.mark.wide("kills"))])
 def test_a_worker_that_is_killed_ends_the_run_in_a_sentence_that_names_its_rank(
     layout: str, folder: Path, options: list[str]
 ) -> None:
@@ -377,20 +377,29 @@ def test_a_worker_that_is_killed_ends_the_run_in_a_sentence_that_names_its_rank(
     command.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize(("layout", "rank"), [("tp2", 1), pytest.param("dp2tp2", 2, marks=pytest.mark.wide("kills"))])
-def test_with_a_restart_a_run_of_which_a_worker_is_killed_ends_as_if_nothing_had_happened(
-    folder: Path, options: list[str], whole: Whole, assert_bitwise: Same, layout: str, rank: int
+HOW_WORKERS_FAIL = [
+    ("tp2", 1, signal.SIGKILL),
+    ("dp2", 1, signal.SIGSTOP),
+    pytest.param("dp2tp2", 2, signal.SIGKILL, marks=pytest.mark.wide("kills")),
+    pytest.param("tp2pp2", 0, signal.SIGSTOP, marks=pytest.mark.wide("kills")),
+]
+
+
+@pytest.mark.parametrize(("layout", "rank", "number"), HOW_WORKERS_FAIL)
+def test_with_a_restart_a_run_of_which_a_worker_is_killed_or_stopped_ends_as_if_nothing_had_happened(
+    folder: Path, options: list[str], whole: Whole, assert_bitwise: Same, layout: str, rank: int, number: signal.Signals
 ) -> None:
-    words = ("--name", f"restarted-{layout}", "--parallel", layout, "--restarts", "1")
+    words = ("--name", f"restarted-{layout}", "--parallel", layout, "--restarts", "1", "--set", "watchdog.timeout=6")
     command, run = begin(folder, *MPLUG, "train", *words, *options), folder / "runs" / f"restarted-{layout}"
     wait_for_steps(command, run, 7)
     worker = command.worker(rank)
     assert worker is not None
-    os.kill(worker, signal.SIGKILL)
+    os.kill(worker, number)
     result = command.ended()
     assert result.returncode == 0, result.stderr
     assert len(result.stderr.splitlines()) == 1, result.stderr
     assert f"rank {rank}" in result.stderr
+    assert ("stopped sending heartbeats" in result.stderr) == (number == signal.SIGSTOP)
     assert "going on from step" in result.stderr
     assert "restart 1 of 1" in result.stderr
     assert figures(run) == figures(whole(layout))

@@ -37,7 +37,7 @@ PORT = click.IntRange(1, 65535)
     "--restarts",
     type=click.IntRange(0, 10**6),
     default=0,
-    help="How often to go on from the newest valid checkpoint when a process dies.",
+    help="How often to go on from the newest valid checkpoint when a process dies or hangs (watchdog.timeout).",
 )
 @click.option("--deterministic", is_flag=True, help="The same run twice gives the same bits, on the same machines.")
 @click.option(
@@ -63,6 +63,9 @@ def command(
 
     With --deterministic (trainer.deterministic), kernels that do not give the same bits twice are left out, or refused
     if they are named; what depends on the layout still does, and 'mplug explain' lists it.
+
+    A run of several processes ends when one of them hangs for minutes (watchdog.timeout, in seconds, and longer where
+    steps are long); the error names its rank, and what it was doing.
 
     A resumed run keeps the settings of its checkpoint. It may have more steps, another layout and other kernels, save,
     evaluate and report in another way, and it logs every change. Any other change, such as another learning rate,

@@ -9,11 +9,12 @@ from pathlib import Path
 from mplug.config import RunConfig
 from mplug.errors import RunError, UsageError
 from mplug.hooks import HOST
-from mplug.launch import World, agreed, joined, launched
+from mplug.launch import agreed, joined
 from mplug.registry import Registry
 from mplug.resolve import resolve
 from mplug.run import Run, prepare, provenance
 from mplug.settings import Settings, merge, read_assignments
+from mplug.world import World, launched
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from machines import Machines
 from torch import Tensor
 from warm import Forked
 
@@ -97,12 +98,12 @@ def poll(condition: Callable[[], Any], what: str) -> Any:
     return value
 
 
-def begin(folder: Path, *words: str, **environment: str) -> Command:
+def begin(folder: Path, *words: str, machine: int | None = None, **environment: str) -> Command:
     """Start a command in a folder and in a session of its own: a module in a fork, others in an interpreter."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **environment}
     if words[0] != "-m":
         return begin_anew(folder, *words, **environment)
-    process = Forked(*words[1:], cwd=folder, environment=environment, session=True)
+    process = Forked(*words[1:], cwd=folder, environment=environment, session=True, machine=machine)
     BEGUN.append(Command(process, process.output))
     return BEGUN[-1]
 
@@ -331,16 +332,35 @@ def test_processes_of_mpirun_join(folder: Path, options: list[str], whole: Whole
     command.assert_nothing_is_left()
 
 
-def test_processes_of_srun_join(folder: Path, options: list[str], whole: Whole) -> None:
-    port, words = free_port(), ("train", "--name", "srun", "--parallel", "pp2", *options)
-    slurm = {"SLURM_STEP_NUM_TASKS": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    commands = [
-        begin(folder, *MPLUG, *words, **slurm, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)) for rank in (0, 1)
-    ]
+SRUN = {
+    "SLURM_JOB_ID": "4242",
+    "SLURM_JOB_NODELIST": "node[01-02]",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "node[01-02]",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+}
+
+
+def test_processes_of_srun_on_two_machines_join_and_agree_on_a_run_without_a_name(
+    folder: Path, tmp_path: Path, options: list[str], whole: Whole, two_machines: Machines
+) -> None:
+    """The host name of each machine stands for 127.0.1.1 there, as Debian installs it."""
+    shutil.copy(folder / "text.txt", tmp_path)
+    words = (*MPLUG, "train", "--parallel", "dp2pp2", *options)
+    commands = []
+    for rank in range(4):
+        machine, slurm = two_machines[rank // 2], {"SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank // 2)}
+        environment = {**SRUN, **slurm, "SLURM_LOCALID": str(rank % 2)}
+        commands.append(begin(tmp_path, *words, machine=machine.pid, **environment))
+        time.sleep(0.3)  # a generated name has the second in which the process starts
     results = [command.ended() for command in commands]
-    assert [result.returncode for result in results] == [0, 0], [result.stderr for result in results]
-    assert [result.stdout.count("done in") for result in results] == [1, 0]
-    assert_same_losses(folder / "runs" / "srun", whole(""))
+    assert [result.returncode for result in results] == [0] * 4, [result.stderr for result in results]
+    assert [result.stdout.count("done in") for result in results] == [1, 0, 0, 0]
+    (run,) = (tmp_path / "runs").iterdir()
+    assert sorted(path.name for path in (run / "logs").iterdir()) == [f"rank{rank}.log" for rank in range(4)]
+    assert_same_losses(run, whole(""))
     for command in commands:
         command.assert_nothing_is_left()
 

@@ -14,6 +14,7 @@ from mplug.registry import Registry
 from mplug.resolve import resolve
 from mplug.run import Run, prepare, provenance
 from mplug.settings import Settings, merge, read_assignments
+from mplug.sharing import refuse_unshared_folder
 from mplug.world import World, launched
 
 
@@ -75,6 +76,8 @@ def work(job: Job, tell: Callable[[int], None] | None = None) -> Outcome:
         run.directory, resume_from = job.directory, job.resume_from
         if world is not None:
             run.directory, resume_from = agreed((run.directory, resume_from))  # a folder may look different elsewhere
+            if world.local_size != world.size:
+                refuse_unshared_folder(run)
         outcome = _trained(run, replace(job, resume_from=resume_from))
     del run
     gc.collect()  # process groups that a cycle keeps until the interpreter exits abort it

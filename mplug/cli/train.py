@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @click.command()
 @config_options
 @click.option("--name", type=RunName(), help="Name of the run; its folder is runs/NAME.")
-@click.option("--master-port", type=int, help="Port at which processes started here meet; without it, a free one.")
+@click.option("--master-port", type=int, help="Port for the processes that this command starts; default: a free one.")
 @click.option("--resume", is_flag=True, help="Continue the newest checkpoint of --name, or of the newest run.")
 @click.option(
     "--allow-change",
@@ -59,6 +59,8 @@ def command(
     A resumed run keeps the settings of its checkpoint. It may have more steps, another layout and other kernels, save,
     evaluate and report in another way, and it logs every change. Any other change, such as another learning rate,
     optimizer, seed or data, is refused unless --allow-change names it.
+
+    On several machines, start one process per GPU with srun, torchrun or mpirun; docs/machines.md has the commands.
 
     \b
     mplug train --set data.path=book.txt --set trainer.steps=500

@@ -76,7 +76,7 @@ def joined(world: World, device: str) -> Iterator[None]:
     decision = meet(world, store, own)
     os.environ |= interfaces(world, own, decision)
     if not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys():
-        torch.set_num_threads(num_threads(own.cpus, decision.cpus[own.machine], torch.get_num_threads()))
+        torch.set_num_threads(num_threads(own.cpus, decision.cpus, torch.get_num_threads()))
     options: dict[str, Any] = {"backend": "gloo"}
     if device == "cuda":
         torch.cuda.set_device(gpu)

@@ -1,8 +1,8 @@
 """How the processes of a run meet: the store that rank 0 serves, and what each process learns there about the others.
 
-Every process publishes where it runs (`Member`). Rank 0 checks all of them and publishes its decision (`Decision`): a
-sentence that refuses the run on all ranks, or what each process needs to choose its GPU, its threads and its network
-interface.
+Every process publishes where it runs (`Member`). Rank 0 checks all of them and publishes a decision for each host
+(`Decision`): a sentence that refuses the run on all ranks, or what each process needs to choose its threads and its
+network interface. A rank reads only the decision of its host, whose size does not depend on the number of hosts.
 """
 
 import json
@@ -44,30 +44,40 @@ class Member:
     address: str
     """Its own address on the way to rank 0's machine; empty if that way does not leave the machine."""
 
+    @property
+    def place(self) -> str:
+        """The host: two machines may have the same name, and two containers of a machine different names."""
+        return f"{self.host}/{self.machine}"
+
 
 @dataclass(frozen=True)
 class Decision:
-    """What rank 0 publishes once it knows all members."""
+    """What rank 0 publishes for the processes of a host once it knows all members."""
 
     refusal: str | None
     several: bool
-    """Whether the processes run on several machines."""
-    cpus: Mapping[str, list[tuple[int, ...]]]
-    """For each machine, the CPUs of each of its processes."""
-    elsewhere: Mapping[str, str]
-    """For each host, the address of a process on another host."""
+    """Whether the processes of the run are on several hosts."""
+    cpus: list[list[int]]
+    """The CPUs of each process of the run on this machine."""
+    elsewhere: str
+    """The address of a process on another host; empty if no process knows its own."""
 
 
-def decide(members: Sequence[Member]) -> Decision:
-    """What the processes need to know about each other, or the sentence that refuses them."""
-    hosts = {(one.machine, one.host) for one in members}
-    cpus: dict[str, list[tuple[int, ...]]] = {}
+def decide(members: Sequence[Member]) -> Mapping[str, Decision]:
+    """For each place what its processes need to know about the others, or the sentence that refuses them."""
+    places = {one.place: one.machine for one in members}
+    cpus: dict[str, list[list[int]]] = {}
     for one in members:
-        cpus.setdefault(one.machine, []).append(one.cpus)
-    elsewhere = {
-        host: next((one.address for one in members if one.host != host and one.address), "") for _, host in hosts
+        cpus.setdefault(one.machine, []).append(list(one.cpus))
+    known = list({one.place: one.address for one in reversed(members) if one.address}.items())
+    refusal = _refusal(members)
+
+    def elsewhere(place: str) -> str:
+        return next((address for other, address in known[:2] if other != place), "")
+
+    return {
+        place: Decision(refusal, len(places) > 1, cpus[machine], elsewhere(place)) for place, machine in places.items()
     }
-    return Decision(_refusal(members), len(hosts) > 1, cpus, elsewhere)
 
 
 def _refusal(members: Sequence[Member]) -> str | None:
@@ -164,7 +174,7 @@ def interfaces(world: World, own: Member, decision: Decision) -> dict[str, str]:
     """
     if not decision.several:
         return {}
-    address = own.address or source_towards(decision.elsewhere[own.host])
+    address = own.address or source_towards(decision.elsewhere)
     if not address:
         raise UsageError(
             f"MASTER_ADDR is '{world.address}', which other machines than {own.host} cannot reach; set it to a host "
@@ -236,15 +246,17 @@ def meet(world: World, store: "Store", own: Member) -> Decision:
     store.set(f"member_{world.rank}", json.dumps(asdict(own)))
     if world.rank == 0:
         members = [_member(value) for value in _all(world, store)]
-        store.set("decision", json.dumps(asdict(decide(members))))
+        for place, decision in decide(members).items():
+            store.set(f"decision_{place}", json.dumps(asdict(decision)))
+    key = f"decision_{own.place}"
     try:
-        store.wait(["decision"], PATIENCE)
+        store.wait([key], PATIENCE)
     except RuntimeError as error:
         raise RunError(
             f"rank {world.rank} on {own.host} has waited {PATIENCE.seconds} s for rank 0 to begin; its error is in the "
             f"output of rank 0"
         ) from error
-    decision = Decision(**json.loads(store.get("decision")))
+    decision = Decision(**json.loads(store.get(key)))
     store.set_timeout(default_pg_timeout)
     if decision.refusal is not None:
         raise UsageError(decision.refusal)

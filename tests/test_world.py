@@ -13,8 +13,10 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 
 from mplug import RunError, UsageError, meeting
+from mplug.launch import joined
 from mplug.meeting import Member, decide, gpu_of, interfaces, meet, member, num_threads, open_store
 from mplug.world import World, first_host, launched, tasks_per_node
 
@@ -177,21 +179,27 @@ def at(host: str, gpu: str = "", cpus: tuple[int, ...] = (0, 1), **fields: Any) 
     )
 
 
+def refusal_of(*members: Member) -> str | None:
+    """The refusal, which is the same everywhere."""
+    (refusal,) = {decision.refusal for decision in decide(members).values()}
+    return refusal
+
+
 def test_every_process_uses_the_one_gpu_that_it_sees_if_that_is_its_own() -> None:
     """srun --gpus-per-task=1: local rank 3 sees one GPU, which has the number 0."""
     assert [gpu_of(rank, 1) for rank in range(4)] == [0, 0, 0, 0]
     assert [gpu_of(rank, 4) for rank in range(4)] == [0, 1, 2, 3]
-    assert decide([at("a", "GPU-1"), at("a", "GPU-2"), at("b", "GPU-1")]).refusal is None
+    assert refusal_of(at("a", "GPU-1"), at("a", "GPU-2"), at("b", "GPU-1")) is None
 
 
 def test_two_processes_on_one_gpu_are_refused_by_host_and_rank() -> None:
-    refusal = decide([at("b", "GPU-1"), at("a", "GPU-1"), at("a", "GPU-2"), at("a", "GPU-1")]).refusal
+    refusal = refusal_of(at("b", "GPU-1"), at("a", "GPU-1"), at("a", "GPU-2"), at("a", "GPU-1"))
     assert refusal is not None
     assert all(words in refusal for words in ("2 processes on a", "the same GPU", "rank 1 is one of 3", "sees 1 GPU;"))
 
 
 def test_a_machine_without_its_gpu_is_refused_before_it_waits_for_the_others() -> None:
-    refusal = decide([at("a", "GPU-1"), at("b")]).refusal
+    refusal = refusal_of(at("a", "GPU-1"), at("b"))
     assert refusal is not None
     assert all(words in refusal for words in ("rank 1 on b", "'cpu'", "rank 0 on a", "'cuda'", "trainer.device=cpu"))
 
@@ -217,16 +225,23 @@ def test_threads_are_the_share_of_the_cpus_on_which_a_process_may_run(
 
 def test_only_processes_of_the_same_machine_divide_its_cpus() -> None:
     """Containers on one machine divide its CPUs, too, whatever their host names are."""
-    four = [at("a"), at("a"), at("b"), at("c", machine="boot-b")]
-    assert {machine: len(cpus) for machine, cpus in decide(four).cpus.items()} == {"boot-a": 2, "boot-b": 2}
+    four = [at("a"), at("a"), at("a", machine="boot-b"), at("c", machine="boot-b"), at("d")]
+    decisions = decide(four)
+    assert [len(decisions[member.place].cpus) for member in four] == [2, 2, 2, 2, 1]
+
+
+def test_a_machine_on_which_the_master_is_loopback_learns_an_address_elsewhere() -> None:
+    members = [at("a", address=""), at("a", address=""), at("b"), at("c")]
+    found = {place.partition("/")[0]: decision.elsewhere for place, decision in decide(members).items()}
+    assert found == {"a": "ip-c", "b": "ip-c", "c": "ip-b"}
 
 
 def test_a_master_that_is_reached_on_one_machine_only_is_refused_on_several() -> None:
     members = [at("a", address=""), at("b", address="")]
     world = World(0, 2, 0, "srun", 1, "127.0.0.1")
     with pytest.raises(UsageError, match=r"MASTER_ADDR is '127.0.0.1', which other machines than a cannot reach"):
-        interfaces(world, members[0], decide(members))
-    assert interfaces(world, members[0], decide(members[:1])) == {}
+        interfaces(world, members[0], decide(members)[members[0].place])
+    assert interfaces(world, members[0], decide(members[:1])[members[0].place]) == {}
 
 
 # The meeting itself.
@@ -265,6 +280,20 @@ def test_ranks_that_do_not_come_are_named(here: World) -> None:
         RunError, match=rf"rank 1 on .* has not reached rank 0 at 127.0.0.1, port {here.port}, within 1 s"
     ):
         open_store(replace(here, rank=1))
+
+
+def test_a_process_uses_its_share_of_threads_unless_the_user_has_chosen(
+    here: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone, before = replace(here, size=1, local_size=1), torch.get_num_threads()
+    monkeypatch.setattr(meeting, "num_threads", lambda own, everyone, n: n + 3 if [list(own)] == everyone else 1)
+    with joined(alone, "cpu"):
+        assert torch.get_num_threads() == before, "OMP_NUM_THREADS is set, as torchrun does"
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    with joined(alone, "cpu"):
+        assert torch.get_num_threads() == before + 3
+    torch.set_num_threads(before)
 
 
 def test_all_ranks_hear_the_refusal_of_rank_0(here: World) -> None:

@@ -69,6 +69,8 @@ def joined(world: World, device: str) -> Iterator[None]:
 
     gpus = torch.cuda.device_count() if device == "cuda" else 0
     gpu = gpu_of(world.local_rank, gpus) if gpus else 0
+    if gpus:
+        torch.cuda.set_device(gpu)
     # A restarted agent keeps its store, and ranks would read the addresses of the attempt before (pytorch #135712).
     # Another job may have found the port first: its processes do not read what these write.
     store = PrefixStore(f"{world.job}_attempt_{world.restart}", open_store(world))
@@ -78,8 +80,7 @@ def joined(world: World, device: str) -> Iterator[None]:
     if not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys():
         torch.set_num_threads(num_threads(own.cpus, decision.cpus, torch.get_num_threads()))
     options: dict[str, Any] = {"backend": "gloo"}
-    if device == "cuda":
-        torch.cuda.set_device(gpu)
+    if gpus:
         torch.zeros((), device="cuda", requires_grad=True).backward()  # gives autograd's thread its CUDA context
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")  # stages expect it
         options = {"backend": "nccl", "device_id": torch.device("cuda", gpu)}

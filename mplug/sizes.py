@@ -13,9 +13,9 @@ from mplug.mesh import MOST_RANKS
 from mplug.settings import source_of
 
 if TYPE_CHECKING:
-    from mplug.launch import World
     from mplug.model import Model
     from mplug.run import Run
+    from mplug.world import World
 
 MOST_PARTS = 1 << 14
 """Submodules of one module, as of the list of a model's blocks: more than the deepest networks and widest mixtures."""

@@ -15,7 +15,7 @@ from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any
 
-from mplug.errors import Diverged, RunError, UsageError
+from mplug.errors import Diverged, PluginError, RunError, UsageError
 from mplug.signals import Signals
 
 # launcher -> the variables that hold a process's rank, their number, and the rank on its machine
@@ -54,7 +54,7 @@ AT_ONCE = 0.3
 TERMINATED = "terminated"
 """What a process says that ends because the launcher wants it to: it has not failed."""
 SAID_AS_THEY_ARE: dict[str, type[UsageError | RunError]] = {
-    error.__name__: error for error in (UsageError, RunError, Diverged)
+    error.__name__: error for error in (UsageError, RunError, Diverged, PluginError)
 }
 """Errors whose message is a sentence for the user already."""
 

@@ -99,7 +99,7 @@ class Position:
             stateful.load_state_dict(plain["states"][name])
         if parts.loss_scale is not None and LOSS_SCALE in plain:  # a run that goes on in fp16 begins with a new one
             parts.loss_scale.load_state_dict(plain[LOSS_SCALE])
-        parts.train_loader.load_state_dict(plain["loader"])
+        parts.train_loader.load_state_dict(plain["loader"], plain["samples"])
         run.step, self.samples, self.tokens = manifest["step"], plain["samples"], plain["tokens"]
 
     def _fingerprint(self) -> str | None:
@@ -107,8 +107,8 @@ class Position:
 
     def _loader_state(self) -> dict[str, Any]:
         """The training loader's state; where those of ranks differ, the one that the loader makes of all of them."""
-        loader, run = self.parts.train_loader.loader, self.run
-        state, merge = loader.state_dict(), getattr(loader, "merge_states", None)
+        feed, run = self.parts.train_loader, self.run
+        state, merge = feed.state_dict(), getattr(feed.loader, "merge_states", None)
         if merge is None:
             return state
         parts = dict(run.gathered((run.mesh.batch_shard(run.rank)[0], state)))

@@ -199,6 +199,21 @@ def test_what_importing_a_file_needs_is_found(source: str, packages: set[str], i
     assert unmet(source, installed) == packages
 
 
+# What plugins require.
+
+
+def test_every_requirement_of_a_plugin_has_a_lower_and_an_upper_bound() -> None:
+    """The host's bounds of torch hold for all plugins."""
+    unbounded = [
+        f"{plugin.name}: {requirement}"
+        for plugin in PLUGINS
+        for words in (project(plugin)["dependencies"], *project(plugin).get("optional-dependencies", {}).values())
+        for requirement in words
+        if not requirement.startswith("torch>=") and "==" not in requirement and not re.search(">=.*,<", requirement)
+    ]
+    assert unbounded == []
+
+
 # Start-up.
 
 HEAVY = ("torch", "numpy", "pydantic")

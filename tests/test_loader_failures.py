@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from mplug import MapLoader, MicroBatch
+from mplug import MapLoader, MicroBatch, hookimpl
 from mplug.blame import cause_of, plugin_error, sentence_of
 from mplug.build import build
 from mplug.contracts import Loader
 from mplug.errors import PluginError, RunError, UsageError
 from mplug.feed import Feed
+from mplug.hooks import Hooks
 from mplug.launch import SAID_AS_THEY_ARE
 from mplug.loop import train
 from mplug.supervision import Source
@@ -228,6 +229,19 @@ def test_an_exception_of_a_plugin_is_attributed_to_it_by_its_traceback() -> None
     assert "in the hook 'parameters_updated', in Acme.step" in blamed(TypeError("no"), plugin.parameters_updated)
     for error in (UsageError("u"), OSError(28, "full"), KeyboardInterrupt(), torch.OutOfMemoryError("out")):
         assert blamed(error, plugin.step) == "None"
+
+
+def test_an_exception_in_a_hook_notes_the_plugin_and_the_hook() -> None:
+    class Acme:
+        @hookimpl
+        def parameters_updated(self) -> None:
+            raise TypeError("no")
+
+    hooks = Hooks({**tiny_run({}).hooks.plugins, "optimizers/acme": Acme()})
+    for call in (lambda: hooks.call.parameters_updated(run=None), lambda: hooks.each("parameters_updated", run=None)):
+        with pytest.raises(TypeError, match="no") as caught:
+            call()
+        assert caught.value.__notes__ == ["raised in the hook 'parameters_updated' of optimizers/acme"]
 
 
 def test_a_bug_in_an_optimizer_ends_a_run_in_one_sentence_and_keeps_its_traceback(

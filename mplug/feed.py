@@ -24,24 +24,36 @@ class Feed:
     """
 
     def __init__(self, loader: Loader, device: str, source: Source | None = None) -> None:
-        self.loader, self.vocab_size = loader, loader.vocab_size
-        self._supervised = None if source is None else Supervised(loader, source)
+        self.vocab_size = loader.vocab_size
+        self._reading: Loader | Supervised = loader if source is None else Supervised(loader, source)
         self._move: Move = Copies() if device.startswith("cuda") else _as_it_is
+
+    @property
+    def loader(self) -> Loader:
+        """The loader itself, for what it states."""
+        return self._reading.loader if isinstance(self._reading, Supervised) else self._reading
+
+    @loader.setter
+    def loader(self, loader: Loader) -> None:
+        if isinstance(self._reading, Supervised):
+            self._reading.loader = loader
+        else:
+            self._reading = loader
 
     def take(self, num_samples: int) -> "Taken":
         """This rank's part of the next `num_samples` global samples, in micro batches on the device."""
-        return Taken((self._supervised or self.loader).take(num_samples), self._move)
+        return Taken(self._reading.take(num_samples), self._move)
 
     def state_dict(self) -> dict[str, Any]:
         """The loader's."""
-        return (self._supervised or self.loader).state_dict()
+        return self._reading.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], samples: int = 0) -> None:
         """Continue where the loader's state was taken: after so many global samples, which failures name."""
-        if self._supervised is None:
-            self.loader.load_state_dict(state)
+        if isinstance(self._reading, Supervised):
+            self._reading.load_state_dict(state, samples)
         else:
-            self._supervised.load_state_dict(state, samples)
+            self._reading.load_state_dict(state)
 
 
 class Taken:

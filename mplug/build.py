@@ -30,6 +30,7 @@ from mplug.sizes import within_reason
 from mplug.slots import PLAIN, Offer, Selection, Unmet, Wrap
 from mplug.stepper import DefaultStepper, Held, held_values, make_pieces, write_weights
 from mplug.sums import token_sums
+from mplug.supervision import Source
 from mplug.variance import refuse_bypassing, refuse_bypassing_layout
 
 
@@ -229,8 +230,8 @@ def unmet_reasons(run: Run) -> list[str]:
 def build(run: Run) -> Parts:
     """Everything that a training process needs; what is cheap to refuse comes first."""
     trainer, model = run.config.trainer, build_model(run)
-    train_loader = Feed(build_loader(run, "train"), run.device)
-    validation_loader = Feed(build_loader(run, "validation"), run.device) if trainer.eval_every else None
+    train_loader = _feed(run, "train")
+    validation_loader = _feed(run, "validation") if trainer.eval_every else None
     compile_units(model, compiler_of(run), tune_kernels=trainer.tune_kernels)
     wrap_units(model)
     gradients = _gradient_dtype(run, model)
@@ -270,6 +271,10 @@ def _wrap(run: Run, model: Model) -> None:
                 f"buffers; use one of them"
             )
     refuse_bypassing(run, model, summers)
+
+
+def _feed(run: Run, split: str) -> Feed:
+    return Feed(build_loader(run, split), run.device, Source.of(run, split))
 
 
 def build_loader(run: Run, split: str) -> Loader:

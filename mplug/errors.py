@@ -18,6 +18,13 @@ class RunError(Exception):
     """The world failed (a full disk, a dead worker, a non-finite loss): exit status 1, no traceback."""
 
 
+class PluginError(RunError):
+    """A plugin has a bug: it raised what no contract lets it raise, or broke a contract while the run went on.
+
+    The message names the plugin and the cause; the log of the rank has the traceback.
+    """
+
+
 class Diverged(RunError):
     """A loss or gradient norm is not finite: to try again alike would end alike."""
 

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from mplug.beating import Spoken
-from mplug.errors import Diverged, RunError, UsageError
+from mplug.errors import Diverged, PluginError, RunError, UsageError
 from mplug.heartbeats import Beat
 from mplug.signals import Signals
 from mplug.watchdog import Ward
@@ -30,7 +30,7 @@ AT_ONCE = 0.3
 TERMINATED = "terminated"
 """What a process says that ends because the launcher wants it to: it has not failed."""
 SAID_AS_THEY_ARE: dict[str, type[UsageError | RunError]] = {
-    error.__name__: error for error in (UsageError, RunError, Diverged)
+    error.__name__: error for error in (UsageError, RunError, Diverged, PluginError)
 }
 """Errors whose message is a sentence for the user already."""
 

@@ -10,10 +10,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from mplug.blame import plugin_error
 from mplug.build import Parts, build
 from mplug.checkpoint.choice import Choice
 from mplug.contracts import StepResult
-from mplug.errors import Diverged, UsageError
+from mplug.errors import Diverged, PluginError, UsageError
 from mplug.evaluation import evaluate_unless_stopped
 from mplug.heartbeats import EVALUATION, SAVING, STEP
 from mplug.interrupt import Interrupt, TimeLeft
@@ -99,10 +100,19 @@ def _telling_of_failure(run: Run) -> Iterator[None]:
     except UsageError:
         raise
     except BaseException as error:
+        named = _blamed(run, error)
         with suppress(OSError):  # a full disk, of which the error tells already
-            log.error("the run failed", exc_info=error)
-        run.hooks.observe("run_failed", run=run, error=error)
-        raise
+            log.error("the run failed%s", f": {named}" if named else "", exc_info=error)
+        run.hooks.observe("run_failed", run=run, error=named or error)
+        if named is None:
+            raise
+        raise named from error
+
+
+def _blamed(run: Run, error: BaseException) -> PluginError | None:
+    """The sentence that names the plugin with the bug, where one has raised this."""
+    step = f"in step {run.step}" if run.step else "before the first step"
+    return plugin_error(run.hooks, error, step, f"logs/rank{run.rank}.log")
 
 
 @contextmanager

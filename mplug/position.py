@@ -121,15 +121,15 @@ class Position:
             with _taking_state(path, "the loss scale"):
                 self.parts.loss_scale.load_state_dict(plain[LOSS_SCALE])
         with _taking_state(path, "the state of the data loader"):
-            self.parts.train_loader.load_state_dict(plain["loader"])
+            self.parts.train_loader.load_state_dict(plain["loader"], plain["samples"])
 
     def _fingerprint(self) -> str | None:
         return getattr(self.parts.train_loader.loader, "fingerprint", None)
 
     def _loader_state(self) -> dict[str, Any]:
         """The training loader's state; where those of ranks differ, the one that the loader makes of all of them."""
-        loader, run = self.parts.train_loader.loader, self.run
-        state, merge = loader.state_dict(), getattr(loader, "merge_states", None)
+        feed, run = self.parts.train_loader, self.run
+        state, merge = feed.state_dict(), getattr(feed.loader, "merge_states", None)
         if merge is None:
             return state
         parts = dict(run.gathered((run.mesh.batch_shard(run.rank)[0], state)))

@@ -48,8 +48,10 @@ PRELOAD.extend(modules_of_plugins())
 
 WIDE = {
     "experts": "every way of routing, balancing and dispatching experts under every layout",
-    "kills": "more points at which workers are killed",
+    "fuzz": "broken configs, checkpoints, files of runs and indices: 10,000 in one process, 50 in processes",
+    "kills": "more points at which workers are killed, damaged and crafted checkpoints",
     "layouts": "more layouts, and products of strategies, methods and options",
+    "machines": "torchrun and mpirun on two machines, which are network namespaces",
     "precision": "more layouts and methods in bf16 and fp16",
     "reshard": "more pairs of layouts between which checkpoints go",
     "scaffold": "every kind of package that `plugins new` writes: installed, tested and used",

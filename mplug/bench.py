@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from mplug.against import Script, task_of
 from mplug.errors import RunError, UsageError
+from mplug.heartbeats import Beat
 from mplug.job import among
-from mplug.launch import launch, launched
+from mplug.launch import launch
 from mplug.profiling import RECORDED, Event, Profile, profile_of, profiled
 from mplug.registry import Registry
 from mplug.resolve import default_settings, resolve
 from mplug.run import Run, prepare
 from mplug.settings import Settings, merge, read_assignments, read_file
+from mplug.world import launched
 
 if TYPE_CHECKING:
     from mplug.ceilings import Limits
@@ -140,19 +142,19 @@ def limits(task: Task, world_size: int) -> "Limits":
 
 
 @contextmanager
-def _running(task: Task) -> Iterator[Run]:
+def _running(task: Task, tell: Callable[[int | Beat], None]) -> Iterator[Run]:
     """Be one process of a measurement for a block."""
     run = prepare(resolve(Registry(), bench_settings(), task.overrides))
     from mplug.build import choose_device  # torch comes in only when the config is right
 
     run.device = choose_device(run.config)
-    with among(launched(), run):
+    with among(launched(), run, tell):
         yield run
 
 
-def _measure(task: Task, tell: Callable[[int], None]) -> Measured:
-    """`tell` hears the number of every step."""
-    with _running(task) as run:
+def _measure(task: Task, tell: Callable[[int | Beat], None]) -> Measured:
+    """`tell` hears the number of every step, and a heartbeat every second."""
+    with _running(task, tell) as run:
         from mplug.build import build
         from mplug.compilation import compiled_graphs
         from mplug.hardware import peak_memory_gib, peak_tflops, timed
@@ -182,8 +184,8 @@ def _measure(task: Task, tell: Callable[[int], None]) -> Measured:
         )
 
 
-def _limits(task: Task, tell: Callable[[int], None]) -> "Limits":
-    with _running(task) as run:
+def _limits(task: Task, tell: Callable[[int | Beat], None]) -> "Limits":
+    with _running(task, tell) as run:
         from mplug.ceilings import ceilings
 
         return ceilings(run)

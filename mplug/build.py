@@ -29,9 +29,11 @@ from mplug.resolve import resolve
 from mplug.run import Run, prepare
 from mplug.scaling import LossScale
 from mplug.settings import from_mapping
+from mplug.sizes import within_reason
 from mplug.slots import PLAIN, Offer, Selection, Unmet, Wrap
 from mplug.stepper import DefaultStepper, Held, held_values, make_pieces, write_weights
 from mplug.sums import token_sums
+from mplug.supervision import Source
 from mplug.variance import refuse_bypassing, refuse_bypassing_layout
 
 
@@ -114,7 +116,8 @@ def _remedy(config: RunConfig, unmet: Unmet) -> str:
 
 def _build_model(run: Run) -> tuple[Model, Selection]:
     run.device = choose_device(run.config)
-    with torch.device("meta"):
+    (label,) = run.hooks.implementers("build_model")
+    with torch.device("meta"), within_reason(run.config, label):
         model: Model = run.hooks.call.build_model(run=run)
     _refuse_untaken_entries(run, model)
     freeze(model, run.config)
@@ -243,8 +246,8 @@ def can_be_built(settings: Mapping[str, Any]) -> bool:
 def build(run: Run) -> Parts:
     """Everything that a training process needs; what is cheap to refuse comes first."""
     trainer, model = run.config.trainer, build_model(run)
-    train_loader = Feed(build_loader(run, "train"), run.device)
-    validation_loader = Feed(build_loader(run, "validation"), run.device) if trainer.eval_every else None
+    train_loader = _feed(run, "train")
+    validation_loader = _feed(run, "validation") if trainer.eval_every else None
     compile_units(model, compiler_of(run), tune_kernels=trainer.tune_kernels)
     wrap_units(model)
     gradients = gradient_dtype(run, model)
@@ -284,6 +287,10 @@ def _wrap(run: Run, model: Model) -> None:
                 f"buffers; use one of them"
             )
     refuse_bypassing(run, model, summers)
+
+
+def _feed(run: Run, split: str) -> Feed:
+    return Feed(build_loader(run, split), run.device, Source.of(run, split))
 
 
 def build_loader(run: Run, split: str) -> Loader:
@@ -330,11 +337,13 @@ def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
 
 def load_for_inference(run: Run, path: Path) -> Model:
     """The model of a run with a checkpoint's weights, without gradients or optimizer."""
-    model = build_model(run)
+    manifest, model = read_manifest(path), build_model(run)
+    described = {f"{name}/weight": Boxed(placement.shape, {}) for name, placement in model.placements.items()}
+    refuse_another(path, manifest["tensors"], described)  # before anything is allocated
     allocate_parts(run, model)
     weights = {
         f"{name}/weight": held_boxes(model.placements[name], parameter.data, run.rank)
         for name, parameter in model.parameters().items()
     }
-    load(run, path, read_manifest(path), weights | buffer_boxes(model, run.rank, held_boxes))
+    load(run, path, manifest, weights | buffer_boxes(model, run.rank, held_boxes))
     return model

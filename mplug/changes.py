@@ -251,7 +251,8 @@ def _of_plugins(
             yield Change(key, was, now)
     for chosen in plugins:
         if chosen.label in held:
-            said = old.get(chosen.section[1], old.get(chosen.entry.name)) or {}
+            said = old.get(chosen.section[1], old.get(chosen.entry.name))
+            said = said if isinstance(said, dict) else {}
             judge = _free if section == OBSERVING else _by_mark(chosen, manifest)
             yield from compared(
                 chosen.section, chosen.plugin.Config, _bound(chosen, said), new[chosen.section[1]], judge

@@ -16,6 +16,7 @@ HOST_SECTIONS: dict[str, type[sections.Section]] = {
     "trainer": sections.Trainer,
     "schedule": sections.Schedule,
     "checkpoint": sections.Checkpoint,
+    "watchdog": sections.Watchdog,
 }
 FREE_SECTIONS = ("memory", "extensions")
 """Sections that name plugins by having a section of theirs: any number of them."""
@@ -76,6 +77,7 @@ class RunConfig:
     trainer: sections.Trainer
     schedule: sections.Schedule
     checkpoint: sections.Checkpoint
+    watchdog: sections.Watchdog
     parallel: Parallel
     kernels: Kernels
     chosen: tuple[Chosen, ...]

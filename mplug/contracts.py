@@ -218,4 +218,8 @@ class Stepper(Protocol):
         """Finish gradients, clip, check that they are finite, and let the optimizer update its pieces."""
 
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> "Tensor":
-        """The mean loss over all tokens of the micro batches, without gradients or dropout."""
+        """The mean loss over all tokens of the micro batches, without gradients or dropout.
+
+        Take a micro batch when it is computed next, and on every rank as many: the host ends the sequence early, on all
+        ranks after the same micro batch, if the run is asked to stop. The result is not used then.
+        """

@@ -1,7 +1,10 @@
 """What ends a run early, told apart by whose problem it is."""
 
 import difflib
+import reprlib
 from collections.abc import Iterable
+from datetime import date, datetime
+from typing import Any
 
 
 class UsageError(Exception):
@@ -13,6 +16,13 @@ class UsageError(Exception):
 
 class RunError(Exception):
     """The world failed (a full disk, a dead worker, a non-finite loss): exit status 1, no traceback."""
+
+
+class PluginError(RunError):
+    """A plugin has a bug: it raised what no contract lets it raise, or broke a contract while the run went on.
+
+    The message names the plugin and the cause; the log of the rank has the traceback.
+    """
 
 
 class Diverged(RunError):
@@ -37,3 +47,27 @@ def listed(words: Iterable[str]) -> str:
 def counted(number: int, noun: str) -> str:
     """'1 rank', '2 ranks'."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+LONGEST_SHOWN = 80
+"""Characters of a value that an error shows."""
+
+
+def brief(text: str) -> str:
+    """A text on one line, its middle left out where it is long."""
+    text = " ".join(text.split())
+    kept = LONGEST_SHOWN // 2 - 2
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:kept]} ... {text[-kept:]}"
+
+
+def quoted(value: Any) -> str:
+    """A value of any size as an error shows it: as Python writes it, its middle left out where it is long."""
+    if isinstance(value, int) and value.bit_length() > 256:  # Python refuses to write very long ones
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, date | datetime):
+        return repr(str(value))
+    return brief(_SHORT.repr(value))
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = LONGEST_SHOWN

@@ -12,28 +12,48 @@ import torch
 from torch import Tensor
 
 from mplug.contracts import Loader, MicroBatch
+from mplug.supervision import Source, Supervised
 
 Move = Callable[[MicroBatch], MicroBatch]
 
 
 class Feed:
-    """A loader whose micro batches are on the run's `device`. What it has taken, and its state, are the loader's."""
+    """A loader whose micro batches are on the run's `device`. What it has taken, and its state, are the loader's.
 
-    def __init__(self, loader: Loader, device: str) -> None:
-        self.loader, self.vocab_size = loader, loader.vocab_size
+    With a `source`, micro batches are checked while they are on the CPU, and failures name the plugin and the samples.
+    """
+
+    def __init__(self, loader: Loader, device: str, source: Source | None = None) -> None:
+        self.vocab_size = loader.vocab_size
+        self._reading: Loader | Supervised = loader if source is None else Supervised(loader, source)
         self._move: Move = Copies() if device.startswith("cuda") else _as_it_is
+
+    @property
+    def loader(self) -> Loader:
+        """The loader itself, for what it states."""
+        return self._reading.loader if isinstance(self._reading, Supervised) else self._reading
+
+    @loader.setter
+    def loader(self, loader: Loader) -> None:
+        if isinstance(self._reading, Supervised):
+            self._reading.loader = loader
+        else:
+            self._reading = loader
 
     def take(self, num_samples: int) -> "Taken":
         """This rank's part of the next `num_samples` global samples, in micro batches on the device."""
-        return Taken(self.loader.take(num_samples), self._move)
+        return Taken(self._reading.take(num_samples), self._move)
 
     def state_dict(self) -> dict[str, Any]:
         """The loader's."""
-        return self.loader.state_dict()
+        return self._reading.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where the loader's state was taken."""
-        self.loader.load_state_dict(state)
+    def load_state_dict(self, state: dict[str, Any], samples: int = 0) -> None:
+        """Continue where the loader's state was taken: after so many global samples, which failures name."""
+        if isinstance(self._reading, Supervised):
+            self._reading.load_state_dict(state, samples)
+        else:
+            self._reading.load_state_dict(state)
 
 
 class Taken:

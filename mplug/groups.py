@@ -7,18 +7,21 @@ import torch.distributed as dist
 
 
 class Groups:
-    """Process groups by the ranks in them and their use."""
+    """Process groups by the ranks in them and their use. `timeout` is how long torch lets a collective wait."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, timeout: timedelta | None = None) -> None:
+        self.rank, self._timeout = rank, timeout
         self._made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
-        self._beside: dist.ProcessGroup | None = None
+        self._beside: dict[str, dist.ProcessGroup] = {}
 
-    def beside(self) -> dist.ProcessGroup:
-        """All ranks, over the hosts' network: for what goes on in another thread while training uses the others."""
-        if self._beside is None:
-            self._beside = dist.new_group(backend="gloo", timeout=timedelta(hours=6))  # a slow writer is no fault
-        return self._beside
+    def beside(self, use: str = "saves") -> dist.ProcessGroup:
+        """All ranks, over the hosts' network: for what goes on in another thread while training uses the others.
+
+        Each use has a group of its own, because collectives of one group wait for each other.
+        """
+        if use not in self._beside:
+            self._beside[use] = dist.new_group(backend="gloo", timeout=timedelta(hours=6))  # a slow writer is no fault
+        return self._beside[use]
 
     def of(self, families: Iterable[tuple[int, ...]], use: str = "") -> dist.ProcessGroup | None:
         """The group of this rank among `families`, for which all ranks must ask alike; None where it is alone.
@@ -28,7 +31,7 @@ class Groups:
         own = None
         for ranks in sorted(set(families)):
             if len(ranks) > 1 and (use, ranks) not in self._made:
-                self._made[use, ranks] = dist.new_group(list(ranks))
+                self._made[use, ranks] = dist.new_group(list(ranks), timeout=self._timeout)
             if self.rank in ranks:
                 own = self._made.get((use, ranks))
         return own

@@ -4,11 +4,12 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import pluggy
 
-from mplug.errors import UsageError, listed, suggest
+from mplug.errors import RunError, UsageError, listed, suggest
 from mplug.specification import SPECIFICATIONS, hooks_answered_by
 
 log = logging.getLogger("mplug")
@@ -58,6 +59,10 @@ class Hooks:
         self._manager.add_hookspecs(type("Specifications", (), dict(SPECIFICATIONS)))
         for label, plugin in reversed(self.plugins.items()):
             self._manager.register(plugin, label)
+            for caller in self._manager.get_hookcallers(plugin) or ():
+                for one in caller.get_hookimpls():
+                    if one.plugin is plugin:
+                        one.function = _noting(one)  # type: ignore[misc]  # pluggy has no hook for exceptions
         self.call = self._manager.hook
         self._told: set[tuple[str, str]] = set()
         self._refuse_rivals()
@@ -112,5 +117,25 @@ class Hooks:
 def _bound(implementation: pluggy.HookImpl) -> Callable[..., Any]:
     def call(**arguments: Any) -> Any:
         return implementation.function(**{name: arguments[name] for name in implementation.argnames})
+
+    return call
+
+
+def _noting(implementation: pluggy.HookImpl) -> Callable[..., Any]:
+    """The implementation, which adds the plugin and the hook to the traceback of an unforeseen exception.
+
+    Hooks also run before a run has a log. Then the terminal has the traceback, whose last line is this note.
+    """
+    function = implementation.function
+
+    @wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        try:
+            return function(*arguments, **named)
+        except (UsageError, RunError, OSError):
+            raise
+        except Exception as error:
+            error.add_note(f"raised in the hook '{function.__name__}' of {implementation.plugin_name}")
+            raise
 
     return call

@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 @all_plugins
 def configure(config: "RunConfig") -> None:
-    """Check your own section against the whole config; raise UsageError. Called before torch is imported."""
+    """Check your own section against the whole config; raise UsageError or ValueError. Called before torch is imported.
+
+    Any other exception is reported as a fault of the plugin.
+    """
 
 
 @all_plugins
@@ -138,7 +141,9 @@ def build_tokenizer(run: "Run") -> "Tokenizer | None":
 def build_loader(run: "Run", split: "Literal['train', 'validation']") -> "Loader":
     """The loader of a split's micro batches on this rank. Called for each split, on ranks that read data.
 
-    Micro batches are tensors on the CPU whatever `run.device`: the host moves them there beside what is computed.
+    Micro batches are tensors on the CPU whatever `run.device`: the host moves them there beside what is computed. The
+    host checks each of them first, and counts the samples: a loader has no end. Raise UsageError for bad data, with the
+    file and the sample; any other exception is reported as a bug of the plugin.
     """
 
 

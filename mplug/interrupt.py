@@ -10,7 +10,9 @@ from mplug.run import Run
 from mplug.signals import Signals
 
 STDERR = 2
-HEARD = b"stopping: the step under way is finished and saved first; asked once more, it ends at once\n"
+HEARD = (
+    b"stopping: a step under way is finished and saved, an evaluation is left; asked once more, the run ends at once\n"
+)
 
 
 class Interrupt(Signals):
@@ -40,6 +42,8 @@ LEAVING = 10.0
 class TimeLeft:
     """Asks the run to stop so early that the steps until it does, the save and the processes end before `deadline`.
 
+    An evaluation is left early, so its duration does not count.
+
     Rank 0's clock decides for all. `deadline` is in seconds since the epoch; None never comes. `save` tells how long a
     save may take until it is visible.
     """
@@ -52,10 +56,20 @@ class TimeLeft:
         self._began: float | None = None
 
     def check(self) -> None:
-        """Called after every step: it, what was evaluated and saved after it, took as long as the next may."""
+        """Called after every step: it and what was saved after it took as long as the next may."""
         now, began = time.time(), self._began
         if began is not None:  # what the first step takes, no other does
             self._longest = max(self._longest, now - began)
         self._began = now
-        if self.deadline is not None and now + 3 * self._longest + self.save() + LEAVING > self.deadline:
+        self.ends_within(3 * self._longest)
+
+    def ends_within(self, seconds: float) -> bool:
+        """Whether the run must stop now, if it takes so many seconds until the save begins; then it is asked to."""
+        if self.deadline is not None and time.time() + seconds + self.save() + LEAVING > self.deadline:
             self.asked = self.run.stop_requested = True
+        return self.asked
+
+    def leave_out(self, seconds: float) -> None:
+        """So many seconds since the last step were of no step."""
+        if self._began is not None:
+            self._began += seconds

@@ -4,16 +4,22 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 
+from mplug.beating import beating_to, heart_of, watching
 from mplug.config import RunConfig
 from mplug.errors import RunError, UsageError
+from mplug.heartbeats import Beat
 from mplug.hooks import HOST
-from mplug.launch import World, agreed, joined, launched
+from mplug.launch import agreed, joined
+from mplug.lock import Claim
 from mplug.registry import Registry
 from mplug.resolve import resolve
 from mplug.run import Run, prepare, provenance
 from mplug.settings import Settings, merge, read_assignments
+from mplug.sharing import refuse_unshared_folder
+from mplug.world import World, launched
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,8 @@ class Job:
     """When the run must have ended, in seconds since the epoch."""
     allowed: tuple[str, ...] = ()
     """The fields and sections that the user lets change on resume."""
+    claim: Claim | None = None
+    """The lock of the directory; rank 0 confirms it."""
 
 
 def settle(base: Settings, overrides: Settings, world: World | None) -> tuple[Run, Settings]:
@@ -62,18 +70,25 @@ class Outcome:
     out_of_time: bool = False
 
 
-def work(job: Job, tell: Callable[[int], None] | None = None) -> Outcome:
-    """Be one process of a run: join the others, if there are any, and train. `tell` hears the number of every step."""
+def work(job: Job, tell: Callable[[int | Beat], None] | None = None) -> Outcome:
+    """Be one process of a run: join the others, if there are any, and train.
+
+    `tell` hears the number of every step, and a heartbeat every second.
+    """
     config, world = resolve(Registry(), job.base, job.overrides), launched()
     rank = world.rank if world else 0
-    run = prepare(config, _observers(config, rank, tell))
+    run = prepare(config, _observers(config, rank))
+    run.pulse.tell = tell
     from mplug.build import choose_device  # torch comes in only when the config is right
 
     run.device = choose_device(config)
-    with among(world, run):
+    run.claim = job.claim if rank == 0 else None
+    with among(world, run, tell):
         run.directory, resume_from = job.directory, job.resume_from
         if world is not None:
             run.directory, resume_from = agreed((run.directory, resume_from))  # a folder may look different elsewhere
+            if world.local_size != world.size:
+                refuse_unshared_folder(run)
         outcome = _trained(run, replace(job, resume_from=resume_from))
     del run
     gc.collect()  # process groups that a cycle keeps until the interpreter exits abort it
@@ -81,20 +96,25 @@ def work(job: Job, tell: Callable[[int], None] | None = None) -> Outcome:
 
 
 @contextmanager
-def among(world: World | None, run: Run) -> Iterator[None]:
+def among(world: World | None, run: Run, tell: Callable[[Beat], None] | None = None) -> Iterator[None]:
     """Be one of the world's processes for a block: the run gets its rank and its process groups.
 
-    The process computes deterministically for the block, where `trainer.deterministic` says so.
+    The process computes deterministically for the block, where `trainer.deterministic` says so. It sends heartbeats to
+    `tell`, or, where another launcher has started the processes, exchanges them with the other ranks.
     """
-    with _determinism(run):
+    run.rank = world.rank if world else 0
+    heart = heart_of(run)
+    with _determinism(run), beating_to(tell, heart):
         if world is None:
             yield
             return
         from mplug.groups import Groups
 
-        run.rank = world.rank
-        with joined(world, run.device):
-            run.groups = Groups(run.rank)
+        run.pulse.enter("joining the other processes")
+        own = heart if tell is None else None
+        timeout = timedelta(seconds=run.config.watchdog.collective)
+        with joined(world, run.device, timeout, lambda: watching(own, world.size, f"{world.job}_{world.restart}")):
+            run.groups = Groups(run.rank, timeout)
             _refuse_other_plugins(run)
             yield
 
@@ -126,13 +146,13 @@ def _refuse_other_plugins(run: Run) -> None:
             )
 
 
-def _observers(config: RunConfig, rank: int, tell: Callable[[int], None] | None) -> dict[str, object]:
+def _observers(config: RunConfig, rank: int) -> dict[str, object]:
     """The host's own observers of a rank."""
     from rich.console import Console
 
-    from mplug.observers import Heartbeat, MetricsFile, ProgressLine
+    from mplug.observers import MetricsFile, ProgressLine
 
-    found: dict[str, object] = {f"{HOST}heartbeat": Heartbeat(tell)} if tell is not None else {}
+    found: dict[str, object] = {}
     if rank == 0:
         progress = ProgressLine(Console(), config.trainer.steps, config.trainer.log_every)
         found |= {f"{HOST}metrics": MetricsFile(), f"{HOST}progress": progress}

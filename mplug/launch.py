@@ -1,4 +1,4 @@
-"""From one command to the processes of a run: joins them when already launched, else launches them on this machine."""
+"""The processes of a run: `launch` starts them on this machine, `joined` makes a process one of them."""
 
 import logging
 import multiprocessing
@@ -9,43 +9,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any
 
-from mplug.errors import Diverged, RunError, UsageError
+from mplug.beating import Spoken
+from mplug.errors import Diverged, PluginError, RunError, UsageError
+from mplug.heartbeats import Beat
 from mplug.signals import Signals
-
-# launcher -> the variables that hold a process's rank, their number, and the rank on its machine
-LAUNCHERS = {
-    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
-}
-DEFAULT_PORT = 29500
-
-
-@dataclass(frozen=True)
-class World:
-    """This process among those of its run."""
-
-    rank: int
-    size: int
-    local_rank: int
-    launcher: str
-
-    @property
-    def restart(self) -> int:
-        """How often the launcher has started its processes again."""
-        return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-
-    @property
-    def may_restart(self) -> bool:
-        """Whether the launcher starts its processes again when one dies."""
-        return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
-
+from mplug.watchdog import Ward
+from mplug.world import World
 
 GRACE = 3.0
 """Seconds that processes have to end by themselves, with their errors told, once one has failed."""
@@ -54,7 +30,7 @@ AT_ONCE = 0.3
 TERMINATED = "terminated"
 """What a process says that ends because the launcher wants it to: it has not failed."""
 SAID_AS_THEY_ARE: dict[str, type[UsageError | RunError]] = {
-    error.__name__: error for error in (UsageError, RunError, Diverged)
+    error.__name__: error for error in (UsageError, RunError, Diverged, PluginError)
 }
 """Errors whose message is a sentence for the user already."""
 
@@ -75,16 +51,6 @@ class Stopped(Exception):
         self.signal = int(number)
 
 
-def launched() -> World | None:
-    """The world that torchrun, mpirun or srun has put this process into; None where it is alone."""
-    for launcher, names in LAUNCHERS.items():
-        values = [os.environ.get(name) for name in names]
-        if all(value is not None and value.isdigit() for value in values):
-            rank, size, local_rank = (int(value or 0) for value in values)
-            return World(rank, size, local_rank, launcher) if size > 1 else None
-    return None
-
-
 def refuse_port_in_use(port: int) -> None:
     """Raise UsageError where someone listens on a port already."""
     with socket.socket() as probe:
@@ -98,36 +64,43 @@ def refuse_port_in_use(port: int) -> None:
 
 
 @contextmanager
-def joined(world: World, device: str) -> Iterator[None]:
-    """Make this process part of its world for a block: its GPU, its threads, torch's default process group."""
+def joined(
+    world: World,
+    device: str,
+    timeout: timedelta | None = None,
+    watching: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Iterator[None]:
+    """Make this process part of its world for a block: its GPU, its threads, torch's default process group.
+
+    `timeout` is how long torch lets a collective wait. `watching` surrounds the block from when the processes have met.
+    """
     import torch
     import torch.distributed as dist
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-    from torch.distributed.rendezvous import rendezvous
 
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", str(DEFAULT_PORT))
-    os.environ |= {"RANK": str(world.rank), "WORLD_SIZE": str(world.size), "LOCAL_RANK": str(world.local_rank)}
-    options: dict[str, Any]
-    if device == "cuda":
-        gpus = torch.cuda.device_count()
-        if world.local_rank >= gpus:
-            raise UsageError(
-                f"this machine has {gpus} GPUs, too few for its processes; use fewer, or trainer.device=cpu"
-            )
-        torch.cuda.set_device(world.local_rank)
+    from mplug.meeting import gpu_of, interfaces, meet, member, num_threads, open_store
+
+    gpus = torch.cuda.device_count() if device == "cuda" else 0
+    gpu = gpu_of(world.local_rank, gpus) if gpus else 0
+    if gpus:
+        torch.cuda.set_device(gpu)
+    # A restarted agent keeps its store, and ranks would read the addresses of the attempt before (pytorch #135712).
+    # Another job may have found the port first: its processes do not read what these write.
+    store = PrefixStore(f"{world.job}_attempt_{world.restart}", open_store(world))
+    own = member(world.address, device, str(torch.cuda.get_device_properties(gpu).uuid) if gpus else "", gpus)
+    decision = meet(world, store, own)
+    os.environ |= interfaces(world, own, decision)
+    if not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys():
+        torch.set_num_threads(num_threads(own.cpus, decision.cpus, torch.get_num_threads()))
+    options: dict[str, Any] = {"backend": "gloo"}
+    if gpus:
         torch.zeros((), device="cuda", requires_grad=True).backward()  # gives autograd's thread its CUDA context
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")  # stages expect it
-        options = {"backend": "nccl", "device_id": torch.device("cuda", world.local_rank)}
-    else:
-        torch.set_num_threads(max(1, torch.get_num_threads() // world.size))
-        options = {"backend": "gloo"}
-    store, rank, size = next(rendezvous("env://"))
-    # A restarted agent keeps its store, and ranks would read the addresses of the attempt before (pytorch #135712).
-    attempt = PrefixStore(f"attempt_{world.restart}", store)
-    dist.init_process_group(store=attempt, rank=rank, world_size=size, **options)
-    yield
-    dist.destroy_process_group()  # not after an error: it would wait for the other ranks
+        options = {"backend": "nccl", "device_id": torch.device("cuda", gpu)}
+    with watching():
+        dist.init_process_group(store=store, rank=world.rank, world_size=world.size, timeout=timeout, **options)
+        yield
+        dist.destroy_process_group()  # not after an error: it would wait for the other ranks
 
 
 def agreed(value: Any) -> Any:
@@ -144,8 +117,9 @@ def launch(size: int, work: Callable[..., Any], *arguments: Any, port: int | Non
 
     Each process finds its rank in the environment, as under torchrun, and calls `tell(step)` at every step. When one
     dies, the others are ended, and the error of the first is raised here: a UsageError or RunError as it was there,
-    anything else as a RunError that names rank, host and step. SIGINT and SIGTERM are handed on to the processes; a
-    second one ends them at once. No process outlives this one.
+    anything else as a RunError that names rank, host and step. If the processes send heartbeats (`tell(beat)`), one
+    that hangs is killed, and the error names it. SIGINT and SIGTERM are handed on to the processes; a second one ends
+    them at once. No process outlives this one.
     """
     multiprocessing.set_forkserver_preload(["mplug.loop", "mplug.job"])
     lines = Lines(size)
@@ -154,8 +128,9 @@ def launch(size: int, work: Callable[..., Any], *arguments: Any, port: int | Non
         running = pool.submit(_elastic, size, port, work, arguments, lines.theirs)
         while not running.done():
             lines.listen(0.2)
+            lines.watch()
             if lines.failing_for() > GRACE:
-                lines.close()  # what waits in a collective for the dead does not hear elastic's SIGTERM
+                lines.kill()  # what waits in a collective for the dead does not hear elastic's SIGTERM
     lines.listen(0.0)
     lines.close()
     error = running.exception()
@@ -177,12 +152,19 @@ def _how(exit_code: int) -> str:
     return "without a word, as by SIGKILL or where memory runs out"
 
 
+@dataclass(frozen=True)
+class Started:
+    """What a process says first. Its id is that of its process group too."""
+
+    pid: int
+
+
 class Lines:
     """The launcher's lines to its processes: signals go out, and what becomes of a process comes in.
 
-    A process says "started", the number of each step that it starts, then "done", "terminated" or its error. One that
-    hangs up without any was killed. Elastic tells of one failure only, and that may be of a process whose connection
-    another's death has broken.
+    A process sends `Started`, the number of each step that it starts, a heartbeat a second, then "done", "terminated"
+    or its error. One that hangs up without any was killed. Elastic tells of one failure only, and that may be of a
+    process whose connection another's death has broken.
     """
 
     def __init__(self, size: int) -> None:
@@ -191,6 +173,9 @@ class Lines:
         self.ours = {ours: rank for rank, (ours, _) in enumerate(pairs)}
         self.heard: list[tuple[float, int, Any]] = []
         self.steps: dict[int, int] = {}
+        self.pids: dict[int, int] = {}
+        self.ward = Ward(range(size))
+        self.looked = time.monotonic()
 
     def listen(self, seconds: float) -> None:
         """Hear what has been said; wait so long for a word."""
@@ -203,15 +188,41 @@ class Lines:
                 continue
             try:
                 word = line.recv()
-                if isinstance(word, int):
+                if isinstance(word, Started):
+                    self.pids[rank] = word.pid
+                elif isinstance(word, Beat):
+                    self.ward.hear(word)
+                elif isinstance(word, int):
                     self.steps[rank] = word
+                    self.ward.note_step(rank, word)
                 else:
                     self.heard.append((time.monotonic(), rank, word))
+                    self.ward.leave(rank)
             except (EOFError, OSError):
                 self.heard.append((time.monotonic(), rank, None))
+                self.ward.leave(rank)
                 self.ours.pop(line, None)
-        if self.theirs and sum(word == "started" for _, _, word in self.heard) == len(self.theirs):
+        if self.theirs and len(self.pids) == len(self.theirs):
             self._forget_theirs()
+
+    def watch(self) -> None:
+        """Kill the processes that the others wait for in vain; their failure is the first."""
+        now = time.monotonic()
+        self.ward.pass_time(now - self.looked)
+        self.looked = now
+        verdict = self.ward.verdict()
+        if verdict is None or self._failures():
+            return
+        for rank in verdict.ranks:
+            self.heard.append((now - 2 * AT_ONCE, rank, (RunError.__name__, verdict.text)))
+            self._kill(rank)
+            self.ward.leave(rank)
+
+    def _kill(self, rank: int) -> None:
+        """Kill a process and those that it has started, though they may be stopped and hear no other signal."""
+        if rank in self.pids and rank in self.ours.values():
+            with suppress(ProcessLookupError):
+                os.killpg(self.pids[rank], signal.SIGKILL)
 
     def _forget_theirs(self) -> None:
         """Only while the process alone holds its end does its death hang up."""
@@ -258,6 +269,12 @@ class Lines:
         where = f"in step {self.steps[rank]}" if rank in self.steps else "before its first step"
         return f"rank {rank} on {socket.gethostname()}, {where},"
 
+    def kill(self) -> None:
+        """End all processes at once, also those that are stopped."""
+        for rank in list(self.ours.values()):
+            self._kill(rank)
+        self.close()
+
     def close(self) -> None:
         """Hang up: processes that still run end."""
         self._forget_theirs()
@@ -279,8 +296,8 @@ class Handler(Signals):
                 line.send(number)
 
     def later(self, number: int) -> None:
-        """Hang up."""
-        self.lines.close()
+        """Kill them."""
+        self.lines.kill()
 
 
 def _elastic(size: int, port: int | None, work: Callable[..., Any], arguments: tuple[Any, ...], ends: Any) -> Any:
@@ -315,11 +332,11 @@ def _elastic(size: int, port: int | None, work: Callable[..., Any], arguments: t
 def _process(ends: list[Connection], work: Callable[..., Any], *arguments: Any) -> Any:
     """Do a process's work, out of reach of the terminal's Ctrl-C, which the launcher hands on once."""
     os.setsid()
-    line = ends.pop(int(os.environ["LOCAL_RANK"]))
+    line = Spoken(ends.pop(int(os.environ["LOCAL_RANK"])))
     for end in ends:
         end.close()
     _say_when_terminated(line)
-    line.send("started")
+    line.send(Started(os.getpid()))
     threading.Thread(target=_obey, args=(line,), daemon=True).start()
     try:
         result = work(*arguments, line.send)
@@ -330,7 +347,7 @@ def _process(ends: list[Connection], work: Callable[..., Any], *arguments: Any) 
     return result
 
 
-def _say_when_terminated(line: Connection) -> None:
+def _say_when_terminated(line: Spoken) -> None:
     """Die of SIGTERM as ever, but say so: elastic ends processes whose own errors are still on their way."""
 
     def terminated(number: int, frame: object) -> None:
@@ -342,7 +359,7 @@ def _say_when_terminated(line: Connection) -> None:
     signal.signal(signal.SIGTERM, terminated)
 
 
-def _obey(line: Connection) -> None:
+def _obey(line: Spoken) -> None:
     """Send this process the signals that the launcher hands on; end it when the launcher hangs up."""
     while True:
         try:

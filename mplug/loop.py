@@ -3,15 +3,20 @@
 import logging
 import os
 import socket
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from mplug.blame import plugin_error
 from mplug.build import Parts, build
+from mplug.checkpoint.choice import Choice
 from mplug.contracts import StepResult
-from mplug.entries import even_parts
-from mplug.errors import Diverged, UsageError
+from mplug.errors import Diverged, PluginError, UsageError
+from mplug.evaluation import evaluate_unless_stopped
+from mplug.heartbeats import EVALUATION, SAVING, STEP
 from mplug.interrupt import Interrupt, TimeLeft
 from mplug.position import Position
 from mplug.pretrained import load_weights, pretrained_of
@@ -37,20 +42,28 @@ def train(
 ) -> Ending:
     """Train to the config's last step, evaluating and saving on the way; continue from a checkpoint if one is given.
 
-    `allowed` are the fields and sections whose change since that checkpoint the user lets happen.
+    Where that checkpoint is not valid, the run continues from the newest valid one before it, and says so. `allowed`
+    are the fields and sections whose change since the checkpoint the user lets happen.
 
     SIGTERM and SIGINT, on any rank, finish the step, save, and end the run; so does time, before `deadline` (seconds
-    since the epoch). What else ends it is told in the log of the rank and to observers.
+    since the epoch). They leave an evaluation that is under way, and it has no result. What else ends the run is told
+    in the log of the rank and to observers.
     """
     with logging_to(run), _telling_of_failure(run):
+        run.pulse.enter("building the model")
         parts = build(run)
         run.depends_on_layout = layout_dependence_of_all(run, parts.model)
         position = Position(run, parts)
+        run.pulse.enter("loading a checkpoint" if resume_from else "beginning the run")
         pretrained = pretrained_of(run) if resume_from is None else None
         if resume_from is not None:
-            position.load(resume_from, allowed)
+            choice = position.load(resume_from, allowed)
+            resume_from = choice.path
+            _report_skipped(run, choice)
         elif pretrained is not None:
             load_weights(run, parts.model, parts.pieces, pretrained)
+        if run.claim is not None:
+            run.claim.confirm()
         make_directory(run)
         log.info("rank %d of %d, process %d on %s", run.rank, run.mesh.world_size, os.getpid(), socket.gethostname())
         sources = {"resumed_from": resume_from and str(resume_from), "pretrained": pretrained and str(pretrained)}
@@ -65,11 +78,19 @@ def train(
             time_left = TimeLeft(run, deadline, position.saver.expected_seconds)
             val_loss = _steps(run, parts, position, time_left)
             run.hooks.observe("run_finished", run=run)
-            if run.step == run.config.trainer.steps:
+            if run.step == run.config.trainer.steps and (val_loss is not None or parts.validation_loader is None):
                 return Ending(val_loss)
             reasons = run.gathered((interrupt.signal, time_left.asked))  # any rank's, told alike by all
     stopped_by = next((number for number, _ in reasons if number is not None), None)
     return Ending(val_loss, stopped_by, out_of_time=stopped_by is None)
+
+
+def _report_skipped(run: Run, choice: Choice) -> None:
+    """Say which checkpoints the run does not continue from, because they are not valid, and from which it does."""
+    for line in choice.lines():
+        log.warning("%s", line)
+        if run.rank == 0:
+            print(f"mplug: {line}", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -79,10 +100,19 @@ def _telling_of_failure(run: Run) -> Iterator[None]:
     except UsageError:
         raise
     except BaseException as error:
+        named = _blamed(run, error)
         with suppress(OSError):  # a full disk, of which the error tells already
-            log.error("the run failed", exc_info=error)
-        run.hooks.observe("run_failed", run=run, error=error)
-        raise
+            log.error("the run failed%s", f": {named}" if named else "", exc_info=error)
+        run.hooks.observe("run_failed", run=run, error=named or error)
+        if named is None:
+            raise
+        raise named from error
+
+
+def _blamed(run: Run, error: BaseException) -> PluginError | None:
+    """The sentence that names the plugin with the bug, where one has raised this."""
+    step = f"in step {run.step}" if run.step else "before the first step"
+    return plugin_error(run.hooks, error, step, f"logs/rank{run.rank}.log")
 
 
 @contextmanager
@@ -101,24 +131,39 @@ def _steps(run: Run, parts: Parts, position: Position, time_left: TimeLeft) -> f
     trainer, val_loss, report = run.config.trainer, None, Report(run, parts, position)
     while run.step < trainer.steps and not report.stop:
         run.step += 1
+        run.pulse.enter(STEP, run.step)
         run.hooks.observe("step_started", run=run)
         report.follow(_step(run, parts, position))
         last = run.step == trainer.steps
         if _due(run.step, trainer.eval_every) or (last and parts.validation_loader is not None):
             report.settle()
-            val_loss = evaluate(run, parts)
-            report.tell(val_loss=val_loss)
+            run.pulse.enter(EVALUATION, run.step)
+            val_loss = _evaluate(run, parts, report, time_left)
+            report.tell(**({} if val_loss is None else {"val_loss": val_loss}))
         if last or report.stop or _due(run.step, run.config.checkpoint.every):
             report.settle()
             report.tell()
+            run.pulse.enter(SAVING, run.step)
             position.save()
         report.tell()
         report.pause()
         _tell_of_saved(run, position)
         time_left.check()
+    run.pulse.enter(SAVING, run.step)
     position.saver.wait()
     _tell_of_saved(run, position)
     return val_loss
+
+
+def _evaluate(run: Run, parts: Parts, report: Report, time_left: TimeLeft) -> float | None:
+    """The validation loss; None if the run is to stop, before the evaluation or while it goes on."""
+    if report.stop:
+        return None
+    began = time.time()
+    found = evaluate_unless_stopped(run, parts, time_left.ends_within)
+    time_left.leave_out(time.time() - began)
+    report.stop = found.stop
+    return found.loss
 
 
 def _due(step: int, every: int) -> bool:
@@ -148,13 +193,3 @@ def launch_step(run: Run, parts: Parts, samples: int, lr: float, decay: float) -
 def _tell_of_saved(run: Run, position: Position) -> None:
     for path in position.saver.saved():
         run.hooks.observe("checkpoint_saved", run=run, path=path)
-
-
-def evaluate(run: Run, parts: Parts) -> float:
-    """The mean validation loss in nats a token, over the same `trainer.eval_samples` samples every time."""
-    loader = parts.validation_loader
-    assert loader is not None
-    beginning = loader.state_dict()
-    loss = float(parts.stepper.evaluate(even_parts(loader.take, run.config.trainer.eval_samples, run)))
-    loader.load_state_dict(beginning)
-    return loss

@@ -24,6 +24,11 @@ def contiguous(length: int, size: int, index: int) -> tuple[range, ...]:
     return (range(index * part, (index + 1) * part),)
 
 
+MOST_RANKS = 1 << 24
+"""Ranks of a layout: far more than any machine has."""
+DIGITS = 18
+
+
 @dataclass(frozen=True)
 class Axis:
     """One way in which a strategy divides the work of a run over ranks.
@@ -61,7 +66,11 @@ def parse_layout(word: str, strategies: Iterable[str]) -> dict[str, int]:
         match = re.match(f"({'|'.join(map(re.escape, names))})(\\d+)", rest) if names else None
         if match is None:
             raise UsageError(f"layout '{word}': {_why_unparsed(rest, names)}")
-        name, degree = match[1], int(match[2])
+        name, degree = match[1], int(match[2][:DIGITS])
+        if len(match[2]) > DIGITS:
+            raise UsageError(
+                f"the degree of '{name}' has {len(match[2])} digits; a layout has at most {MOST_RANKS:,} ranks"
+            )
         if degree < 1:
             raise UsageError(f"layout '{word}': the degree of '{name}' must be at least 1, not {degree}")
         if name in degrees:

@@ -4,7 +4,6 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
@@ -13,6 +12,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 
 from mplug.contracts import Record
+from mplug.metrics import METRICS, read_lines
 from mplug.run import Run, write_text
 from mplug.specification import hookimpl
 
@@ -29,11 +29,10 @@ class MetricsFile:
         """Open the file, without the steps that are about to be repeated."""
         if run.rank != 0 or run.directory is None:
             return
-        path = run.directory / "metrics.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        kept = [line for line in lines if (step := _step_of(line)) is not None and step <= run.step]
-        if len(kept) < len(lines):
-            write_text(path, "".join(f"{line}\n" for line in kept))
+        path = run.directory / METRICS
+        kept = "".join(f"{line}\n" for step, line in read_lines(path) if step <= run.step).encode()
+        if path.exists() and path.read_bytes() != kept:
+            write_text(path, kept.decode())
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     @hookimpl
@@ -65,25 +64,6 @@ def _finite(value: object) -> object:
     if isinstance(value, list):
         return [_finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _step_of(line: str) -> int | None:
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):  # the last line of a run that was killed
-        return None
-
-
-class Heartbeat:
-    """Tells whoever has launched this process how far it is."""
-
-    def __init__(self, tell: Callable[[int], None]) -> None:
-        self.tell = tell
-
-    @hookimpl
-    def step_started(self, run: Run) -> None:
-        """All steps before this one are over, or under way."""
-        self.tell(run.step)
 
 
 class ProgressLine:

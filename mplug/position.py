@@ -1,5 +1,8 @@
 """How far a run has come, and how that is saved and loaded."""
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -8,17 +11,21 @@ from torch import Tensor
 
 from mplug.build import Parts
 from mplug.changes import FINGERPRINT, Changes, changes_on_resume, same_data
-from mplug.checkpoint import read_manifest
+from mplug.checkpoint import damaged
 from mplug.checkpoint.boxes import Boxed, State, buffer_boxes, held_boxes, owned_boxes
+from mplug.checkpoint.choice import Choice, choose
+from mplug.checkpoint.manifest import Manifest
 from mplug.checkpoint.saver import Saver, load
 from mplug.checkpoint.storage import FolderReader
 from mplug.contracts import Stateful
-from mplug.errors import UsageError
+from mplug.errors import RunError, UsageError
 from mplug.plain import lift, lower
 from mplug.plan import Placement
 from mplug.pretrained import refuse_larger
 from mplug.run import Run, provenance
 from mplug.stepper import write_weights
+
+log = logging.getLogger("mplug")
 
 LOSS_SCALE = "loss_scale"
 PLAIN = ("samples", "tokens", "loader", "states")
@@ -71,23 +78,35 @@ class Position:
             state |= {name: Boxed(tuple(t.shape), {(0,) * t.dim(): t.clone()}) for name, t in tensors.items()}
         self.saver.save(state, {**facts, **plain})
 
-    def load(self, path: Path, allowed: tuple[str, ...] = ()) -> None:
-        """Continue exactly where a checkpoint was taken; `allowed` are the fields that the user lets change."""
-        manifest, run, parts = read_manifest(path), self.run, self.parts
+    def load(self, newest: Path, allowed: tuple[str, ...] = ()) -> Choice:
+        """Continue exactly where a checkpoint was taken: `newest`, or the newest valid one before it in its folder.
+
+        `allowed` are the fields that the user lets change.
+        """
+        run, parts = self.run, self.parts
+        choice = choose(run, newest, self.saver.verified)
+        path, manifest = choice.path, choice.manifest
         if manifest["step"] >= run.config.trainer.steps:
             raise UsageError(
                 f"checkpoint '{path}' has done all {run.config.trainer.steps} steps of its run; "
                 f"to go on, set trainer.steps to more"
             )
         self.changes = changes_on_resume(path, manifest, run, allowed)
-        self.history = [*manifest.get("changes", []), *self.changes.record(manifest["step"])]
+        self.history = [*map(dict, manifest.get("changes", [])), *self.changes.record(manifest["step"])]
         same_data(path, manifest, self._fingerprint(), self.changes)
         refuse_larger(f"checkpoint '{path}'", manifest, parts.model)
         state: State = {name: held_boxes(placement, tensor, run.rank) for name, placement, tensor in self._tensors()}
         state |= buffer_boxes(parts.model, run.rank, held_boxes)
-        load(run, path, manifest, state)
+        load(run, path, manifest, state, self.saver.verified)
         write_weights(parts.pieces)
         parts.model.weights_written()
+        self._load_plain(path, manifest)
+        run.step, self.samples, self.tokens = manifest["step"], manifest["samples"], manifest["tokens"]
+        self.saver.retention.base = path
+        return choice
+
+    def _load_plain(self, path: Path, manifest: Manifest) -> None:
+        """Give the loader, the plugins and the loss scale their states."""
         plain = _plain_of(path, manifest)
         for name in self.stateful.keys() ^ plain["states"].keys():
             have, lack = ("the run", "the checkpoint") if name in self.stateful else ("the checkpoint", "the run")
@@ -96,19 +115,21 @@ class Position:
                 f"resume with the plugins that it was saved with"
             )
         for name, stateful in self.stateful.items():
-            stateful.load_state_dict(plain["states"][name])
-        if parts.loss_scale is not None and LOSS_SCALE in plain:  # a run that goes on in fp16 begins with a new one
-            parts.loss_scale.load_state_dict(plain[LOSS_SCALE])
-        parts.train_loader.load_state_dict(plain["loader"])
-        run.step, self.samples, self.tokens = manifest["step"], plain["samples"], plain["tokens"]
+            with _taking_state(path, f"the state '{name}' of a plugin"):
+                stateful.load_state_dict(plain["states"][name])
+        if self.parts.loss_scale is not None and LOSS_SCALE in plain:  # a run that continues in fp16 begins a new one
+            with _taking_state(path, "the loss scale"):
+                self.parts.loss_scale.load_state_dict(plain[LOSS_SCALE])
+        with _taking_state(path, "the state of the data loader"):
+            self.parts.train_loader.load_state_dict(plain["loader"], plain["samples"])
 
     def _fingerprint(self) -> str | None:
         return getattr(self.parts.train_loader.loader, "fingerprint", None)
 
     def _loader_state(self) -> dict[str, Any]:
         """The training loader's state; where those of ranks differ, the one that the loader makes of all of them."""
-        loader, run = self.parts.train_loader.loader, self.run
-        state, merge = loader.state_dict(), getattr(loader, "merge_states", None)
+        feed, run = self.parts.train_loader, self.run
+        state, merge = feed.state_dict(), getattr(feed.loader, "merge_states", None)
         if merge is None:
             return state
         parts = dict(run.gathered((run.mesh.batch_shard(run.rank)[0], state)))
@@ -137,8 +158,26 @@ def _stateful(run: Run) -> dict[str, Stateful]:
     return found
 
 
-def _plain_of(path: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    reader = FolderReader(path, manifest)
+@contextmanager
+def _taking_state(path: Path, name: str) -> Iterator[None]:
+    """Report a state that its owner does not accept; the log has the traceback, for the owner may be wrong."""
+    try:
+        yield
+    except (UsageError, RunError):
+        raise
+    except Exception as error:
+        log.error("checkpoint '%s': %s cannot be loaded", path, name, exc_info=error)
+        raise UsageError(
+            f"checkpoint '{path}': {name} cannot be loaded ({type(error).__name__}: {error}); resume with the plugins "
+            f"that it was saved with, in the same versions"
+        ) from error
+
+
+def _plain_of(path: Path, manifest: Manifest) -> dict[str, Any]:
+    reader, held = FolderReader(path, manifest), {**manifest}
     tensors = {name: reader.whole(name) for name in manifest["tensors"] if name.startswith("/")}
-    plain: dict[str, Any] = lower({name: manifest[name] for name in (*PLAIN, LOSS_SCALE) if name in manifest}, tensors)
+    try:
+        plain: dict[str, Any] = lower({name: held[name] for name in (*PLAIN, LOSS_SCALE) if name in held}, tensors)
+    except (KeyError, TypeError) as error:
+        raise damaged(path, f"a state refers to a tensor {error} that the checkpoint does not have") from error
     return plain

@@ -5,7 +5,9 @@ fp64 exists for tests: a wrong sum and a rounding error, which are alike in fp32
 
 import torch
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+from mplug.dtypes import PRECISIONS
+
+DTYPES: dict[str, torch.dtype] = {word: getattr(torch, name) for word, name in PRECISIONS.items()}
 """The config's `trainer.precision` -> the dtype of weights and activations."""
 
 

@@ -1,7 +1,8 @@
 """The weights that a run begins with: those of another run's checkpoint, whatever the layout of either."""
 
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mplug.checkpoint import MANIFEST, complete, read_manifest
 from mplug.contracts import Piece
@@ -9,6 +10,7 @@ from mplug.errors import UsageError
 from mplug.run import Run
 
 if TYPE_CHECKING:
+    from mplug.checkpoint.manifest import Manifest
     from mplug.model import Model
 
 FIELD = "checkpoint.pretrained"
@@ -20,8 +22,8 @@ def pretrained_of(run: Run) -> Path | None:
     if given is None:
         return None
     folder = Path(given).expanduser()
-    if (folder / MANIFEST).is_file():
-        return folder
+    if os.path.lexists(folder / MANIFEST):
+        return folder.resolve() if folder.is_symlink() else folder  # the user has named the link
     found = complete(folder / "checkpoints")
     if not found:
         raise UsageError(f"{FIELD} '{given}' is no checkpoint, nor the folder of a run that has one; name either")
@@ -43,13 +45,13 @@ def refuse_another_model(path: Path, model: "Model") -> None:
     refuse_larger(f"{FIELD} '{path}'", manifest, model)
 
 
-def refuse_larger(named: str, manifest: dict[str, Any], model: "Model") -> None:
+def refuse_larger(named: str, manifest: "Manifest", model: "Model") -> None:
     """UsageError where a checkpoint, in the sentence's words for it, has a parameter that the model lacks."""
     for extra in sorted(weights_in(manifest).keys() - model.placements.keys()):
         raise UsageError(f"{named} has a parameter '{extra}' that the model lacks; it is of another model")
 
 
-def weights_in(manifest: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def weights_in(manifest: "Manifest") -> dict[str, tuple[int, ...]]:
     """The logical shape of every parameter in a checkpoint."""
     return {
         name.removesuffix("/weight"): tuple(saved["shape"])

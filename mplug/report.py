@@ -131,6 +131,8 @@ class Report:
     def tell(self, **more: float) -> None:
         """Tell of the step whose figures are read, if there is one that was not told of, with `more` of it."""
         if self._record is not None:
+            if self.run.claim is not None:
+                self.run.claim.keep()
             record, self._record = {**self._record, **more}, None
             self.run.hooks.observe("step_finished", run=self.run, record=record)
 

@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from mplug import sections
+from mplug.binding import bind
 from mplug.config import (
     FREE_SECTIONS,
     HOST_SECTIONS,
@@ -21,7 +22,7 @@ from mplug.config import (
     Parallel,
     RunConfig,
 )
-from mplug.errors import UsageError, listed, suggest
+from mplug.errors import UsageError, brief, listed, quoted, suggest
 from mplug.mesh import parse_layout
 from mplug.registry import BrokenPlugin, Entry, Registry
 from mplug.settings import NAMED_SECTIONS, Key, Settings, from_mapping, merge, nested, read_file, source_of
@@ -36,7 +37,8 @@ def default_settings() -> Settings:
 def saved_settings(directory: Path) -> Settings:
     """The config that a run's directory holds; fields of the host's that are newer than the run have their defaults."""
     ours = {key: setting for key, setting in default_settings().items() if key[0] in HOST_SECTIONS}
-    return merge(ours, read_file(directory / "config.yaml"))
+    needed = [section for section in SECTIONS if section not in FREE_SECTIONS]
+    return merge(ours, read_file(directory / "config.yaml", needed=needed))
 
 
 def resolve(registry: Registry, base: Settings, overrides: Settings) -> RunConfig:
@@ -65,7 +67,7 @@ class _Resolver:
             if section not in SECTIONS:
                 self._problem((section,), f"unknown section{suggest(section, SECTIONS)} (sections: {listed(SECTIONS)})")
             elif not isinstance(self.tree[section], dict | None):
-                self._problem((section,), f"must be a section with fields of its own, not {self.tree[section]!r}")
+                self._problem((section,), f"must be a section with fields of its own, not {quoted(self.tree[section])}")
                 unreadable.add(section)
         readable = [section for section in SECTIONS if section not in unreadable]
         named = {section: self._named(section) for section in NAMED_SECTIONS if section in readable}
@@ -96,7 +98,7 @@ class _Resolver:
 
     def _problem(self, key: Key, message: str, source: str | None = None) -> None:
         source = source or source_of(self.settings, key)
-        self.problems[f"{'.'.join(key)}{f' ({source})' if source else ''}: {message}"] = None
+        self.problems[f"{brief('.'.join(key))}{f' ({source})' if source else ''}: {message}"] = None
 
     def _plugin(self, kind: str, word: Any, key: Key) -> Entry | None:
         try:
@@ -162,23 +164,21 @@ class _Resolver:
         return Chosen(entry, plugin, self._bind(key, plugin.Config, said), key)
 
     def _bind(self, key: Key, model: type[BaseModel], said: dict[str, Any]) -> Any:
-        try:
-            config = model.model_validate(said)
-            for name, value in said.items():
-                bound = getattr(config, name)
-                if isinstance(value, bool) and not isinstance(bound, bool):  # pydantic reads yes as 1
-                    kind = "integer" if isinstance(bound, int) else "number"
-                    self._problem((*key, name), f"must be a valid {kind}, not {value!r}")
-            return config
-        except ValidationError as error:
-            for problem in error.errors():
-                message = explained(problem, model)
-                own = None if problem["loc"] else self._sources_of_fields(key, said, message)
-                self._problem((*key, *map(str, problem["loc"])), message, own)
-            return None
+        config, problems = bind(model, said)
+        for problem in problems:
+            if problem.is_fault:
+                self.error = BrokenPlugin
+            place = (*key, *problem.path)
+            self._problem(place, problem.message, self._sources_of_fields(place, problem.message))
+        return config
 
-    def _sources_of_fields(self, key: Key, said: dict[str, Any], message: str) -> str:
-        named = [field for field in said if re.search(rf"\b{re.escape(field)}\b", message)]
+    def _sources_of_fields(self, key: Key, message: str) -> str:
+        """Where the fields of a section were written that a message about the section names."""
+        said: Any = self.tree
+        for name in key:
+            said = said.get(name) if isinstance(said, dict) else None
+        fields = said if isinstance(said, dict) else {}
+        named = [field for field in fields if re.search(rf"\b{re.escape(field)}\b", message)]
         return ", ".join(dict.fromkeys(source_of(self.settings, (*key, field)) or "" for field in named))
 
     def _parallel(self) -> Parallel:
@@ -242,7 +242,8 @@ class _Resolver:
         if isinstance(own, dict | None):
             return (section, name), dict(own or {})
         self._problem(
-            (section, name), f"must be a section with fields of its own, not {own!r}{self._remedy(section, name, own)}"
+            (section, name),
+            f"must be a section with fields of its own, not {quoted(own)}{self._remedy(section, name, own)}",
         )
         return (section, name), {}
 
@@ -259,22 +260,3 @@ class _Resolver:
         if other is not None and other != entry:
             self._problem(key, f"{other.origin} and {entry.origin} both go by {entry.label}; name one of them")
         return other is not None
-
-
-def explained(problem: Any, model: type[BaseModel]) -> str:
-    """A problem that pydantic has found, in the words of the person at the keyboard."""
-    if problem["type"] == "extra_forbidden":
-        field, fields = str(problem["loc"][-1]), _fields(model, problem["loc"][:-1])
-        return f"unknown field{suggest(field, fields)} (fields: {listed(sorted(fields))})"
-    if problem["type"] == "missing":
-        missing = model.model_fields.get(str(problem["loc"][0])) if len(problem["loc"]) == 1 else None
-        return f"is required: {missing.description}" if missing and missing.description else "is required"
-    message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    message = message.replace("String should", "must")
-    return message if problem["type"] == "value_error" else f"{message}, not {problem['input']!r}"
-
-
-def _fields(model: Any, path: tuple[Any, ...]) -> list[str]:
-    for name in path:
-        model = model.model_fields[name].annotation
-    return list(model.model_fields)

@@ -9,7 +9,7 @@ import platform
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from importlib.metadata import version
@@ -19,12 +19,16 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from mplug.asking import asking
 from mplug.config import RunConfig
 from mplug.contracts import Variance
+from mplug.contradictions import contradictions
 from mplug.errors import UsageError, listed, suggest
+from mplug.heartbeats import Pulse
 from mplug.hooks import Hooks
 from mplug.mesh import Axis, Mesh, contiguous, view_sizes
 from mplug.settings import source_of
+from mplug.sizes import refuse_too_many_ranks
 from mplug.toolchain import triton_builds
 from mplug.version import __version__
 
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from mplug.groups import Groups
+    from mplug.lock import Claim
 
 RUNS = Path("runs")
 
@@ -50,6 +55,10 @@ class Run:
     step: int = 0
     stop_requested: bool = False
     groups: "Groups | None" = None
+    claim: "Claim | None" = None
+    """The lock of the directory, on rank 0 of a run that a command has started."""
+    pulse: Pulse = field(default_factory=Pulse)
+    """What this process does now; heartbeats report it."""
     entries: frozenset[str] = frozenset()
     """The optional entries of the loader's micro batches."""
     depends_on_layout: tuple[str, ...] = ()
@@ -135,21 +144,24 @@ def prepare(
     A run has `world_size` ranks, or else as few as every view of the mesh divides. Those that the layout's own axes
     leave over are the strategy's of `parallel.data`: the run's config then names it.
     """
-    plugins = {chosen.label: chosen.plugin(chosen.config) for chosen in config.chosen}
-    hooks = Hooks(plugins | (host_plugins or {}))
-    problems = []
-    for _, check in hooks.layered("configure"):
+    hooks = _hooks_of(config, host_plugins)
+    problems = [*contradictions(config)]
+    for label, check in hooks.layered("configure"):
         try:
-            check(config=config)
+            with asking(label, "configure"):
+                check(config=config)
         except UsageError as error:
             problems.append(str(error))
     if problems:
         raise UsageError("\n".join(problems))
-    axes, degrees = _axes(hooks, config), config.parallel.degrees
+    answers = _answered_axes(hooks, config)
+    _refuse_rest_without_data(config)
+    axes, degrees = _named_apart(answers), config.parallel.degrees
     if degrees and not axes:
         raise UsageError(f"none of the strategies {listed(degrees)} adds an axis to the mesh")
     sizes = view_sizes(axes)
     ranks = world_size or math.lcm(*sizes.values())
+    refuse_too_many_ranks(config, ranks)
     mesh = Mesh.of(axes, ranks)
     if ranks > sizes["attention"]:
         return prepare(_with_rest(config, axes, ranks), host_plugins, directory, ranks)
@@ -187,17 +199,50 @@ def _with_rest(config: RunConfig, axes: list[Axis], ranks: int) -> RunConfig:
     )
 
 
-def _axes(hooks: Hooks, config: RunConfig) -> list[Axis]:
+def _hooks_of(config: RunConfig, host_plugins: dict[str, object] | None = None) -> Hooks:
+    plugins = dict(host_plugins or {})
+    for chosen in config.chosen:
+        with asking(chosen.label, "__init__"):
+            plugins[chosen.label] = chosen.plugin(chosen.config)
+    return Hooks(plugins)
+
+
+def _answered_axes(hooks: Hooks, config: RunConfig) -> dict[str, list[Axis]]:
+    """The axes of all strategies, by their labels."""
+    found: dict[str, list[Axis]] = {}
+    for label, answer in hooks.layered("mesh_axes"):
+        with asking(label, "mesh_axes"):
+            found[label] = [*(answer(config=config) or ())]
+    return found
+
+
+def _named_apart(answers: dict[str, list[Axis]]) -> list[Axis]:
     """The axes of all strategies, each under a name of its own."""
     owners: dict[str, str] = {}
-    found: list[Axis] = []
-    for label, axes in hooks.each("mesh_axes", config=config):
+    for label, axes in answers.items():
         for axis in axes:
             if axis.name in owners:
                 raise UsageError(f"{owners[axis.name]} and {label} both add an axis '{axis.name}'; name one of them")
             owners[axis.name] = label
-            found.append(axis)
-    return found
+    return [axis for axes in answers.values() for axis in axes]
+
+
+def _refuse_rest_without_data(config: RunConfig) -> None:
+    """UsageError where the strategy of `parallel.data` does not divide the batch: it would replicate nothing."""
+    rest = config.parallel.rest
+    if rest is None:
+        return
+    asked = config.with_rest(2, "parallel.data")
+    try:
+        axes = _answered_axes(_hooks_of(asked), asked).get(rest.label, [])
+    except UsageError:
+        return  # about a degree that nobody has asked for
+    if not any("batch" in axis.entries for axis in axes):
+        source = source_of(config.settings, ("parallel", "data"))
+        raise UsageError(
+            f"parallel.data ({source}): {rest.label} does not divide the batch, so it is no strategy of data "
+            f"parallelism; name one that is, or null, and give {rest.entry.name} a degree in the layout"
+        )
 
 
 def _refuse_uneven_batch(config: RunConfig, mesh: Mesh) -> None:

@@ -48,7 +48,7 @@ def choose(logits: Tensor, sampling: Sampling, draw: Tensor) -> int:
     logits = logits[: sampling.vocab_size]
     if sampling.temperature == 0:
         return int(logits.argmax())
-    ordered, tokens = (logits / sampling.temperature).sort(descending=True, stable=True)
+    ordered, tokens = ((logits - logits.max()) / sampling.temperature).sort(descending=True, stable=True)
     if sampling.top_k:
         ordered = ordered[: sampling.top_k]
     probabilities = ordered.softmax(dim=0)

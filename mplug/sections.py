@@ -4,9 +4,18 @@ A field with the mark `MAY_CHANGE` may be another one when a run resumes. The ot
 """
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    NonNegativeInt,
+    PositiveInt,
+    model_validator,
+)
 
 from mplug.contracts import MAY_CHANGE
 
@@ -23,7 +32,14 @@ def _power_of_two(value: float) -> float:
     return value
 
 
-PowerOfTwo = Annotated[float, Field(gt=0), AfterValidator(_power_of_two)]
+PowerOfTwo = Annotated[float, Field(gt=0, allow_inf_nan=False), AfterValidator(_power_of_two)]
+Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+# Bounds that no run meets: a slip of the keyboard must not become hours of waiting or a full memory.
+Size = Annotated[int, Field(gt=0, le=10**9)]
+"""Samples of a batch, tokens of a sample, steps."""
+Count = Annotated[int, Field(ge=0, le=10**15)]
+"""Samples over a run."""
 
 
 class LossScale(Section):
@@ -31,20 +47,26 @@ class LossScale(Section):
 
     initial: PowerOfTwo = Field(description="what the loss of the first step is multiplied with before backward")
     smallest: PowerOfTwo = Field(description="where gradients overflow at this scale, `trainer.nonfinite` decides")
-    growth_interval: PositiveInt = Field(description="steps without an overflow after which the scale rises")
+    growth_interval: Size = Field(description="steps without an overflow after which the scale rises")
     growth_factor: PowerOfTwo = Field(ge=1, description="what the scale is multiplied with then; 1: it never rises")
     backoff_factor: PowerOfTwo = Field(lt=1, description="what it is multiplied with after an overflow")
+
+    @model_validator(mode="after")
+    def _begins_above_the_smallest(self) -> Self:
+        if self.smallest > self.initial:
+            raise ValueError(f"smallest={self.smallest:g} is above initial={self.initial:g}; the scale begins there")
+        return self
 
 
 class Trainer(Section):
     """How long, on what, and in which portions to train."""
 
-    steps: Annotated[PositiveInt, MAY_CHANGE] = Field(description="optimizer steps of the whole run")
-    seq_length: PositiveInt = Field(description="tokens of a sample")
-    micro_batch_size: Annotated[PositiveInt | None, MAY_CHANGE] = Field(
+    steps: Annotated[Size, MAY_CHANGE] = Field(description="optimizer steps of the whole run")
+    seq_length: Size = Field(description="tokens of a sample")
+    micro_batch_size: Annotated[Size | None, MAY_CHANGE] = Field(
         description="samples of one forward and backward pass on a rank; null: all of the global batch that it reads"
     )
-    global_batch_size: PositiveInt = Field(description="samples of one optimizer step, over all ranks")
+    global_batch_size: Size = Field(description="samples of one optimizer step, over all ranks")
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
         description="number format of weights and activations; masters and moments are fp32. "
         "Products of fp32 matrices are fp32's own, as torch has it by default, not TF32's. "
@@ -69,31 +91,31 @@ class Trainer(Section):
         description="where to train; 'auto' takes a GPU if there is one"
     )
     seed: NonNegativeInt = Field(description="decides initial weights, data order and dropout, under any layout")
-    max_grad_norm: NonNegativeFloat = Field(description="gradients are scaled down to this global norm; 0: never")
+    max_grad_norm: Finite = Field(description="gradients are scaled down to this global norm; 0: never")
     nonfinite: Annotated[Literal["stop", "skip"], MAY_CHANGE] = Field(
         description="what a loss or gradient norm that is not finite does: end the run, or leave the step out; "
         "either way no weight changes"
     )
-    log_every: Annotated[PositiveInt, MAY_CHANGE] = Field(description="steps between two progress lines")
+    log_every: Annotated[Size, MAY_CHANGE] = Field(description="steps between two progress lines")
     eval_every: Annotated[NonNegativeInt, MAY_CHANGE] = Field(
         description="steps between two evaluations; 0: none, not even at the end"
     )
-    eval_samples: Annotated[PositiveInt, MAY_CHANGE] = Field(description="validation samples of one evaluation")
+    eval_samples: Annotated[Size, MAY_CHANGE] = Field(description="validation samples of one evaluation")
 
 
 class WeightDecay(Section):
     """How the optimizer's weight decay changes over a run."""
 
     name: Literal["constant", "linear", "cosine"] = Field(description="shape of the change over the run")
-    end: NonNegativeFloat | None = Field(description="value at the last step; null: the optimizer's own")
+    end: Finite | None = Field(description="value at the last step; null: the optimizer's own")
 
 
 class BatchRampup(Section):
     """How the global batch grows to `trainer.global_batch_size`."""
 
-    start: PositiveInt | None = Field(description="samples of the first steps' global batch; null: no ramp-up")
-    increment: PositiveInt = Field(description="samples that each increase adds")
-    samples: NonNegativeInt = Field(description="samples over which the increases are spread evenly")
+    start: Size | None = Field(description="samples of the first steps' global batch; null: no ramp-up")
+    increment: Size = Field(description="samples that each increase adds")
+    samples: Count = Field(description="samples over which the increases are spread evenly")
 
 
 class Schedule(Section):
@@ -103,10 +125,10 @@ class Schedule(Section):
         description="shape of the learning rate after the warm-up"
     )
     warmup_steps: NonNegativeInt = Field(description="steps over which the rate rises linearly from 0 to optimizer.lr")
-    decay_steps: PositiveInt | None = Field(
+    decay_steps: Size | None = Field(
         description="length of the decay; null: all that follows the warm-up (wsd: the last fifth of the run)"
     )
-    min_lr: NonNegativeFloat = Field(description="the rate never decays below this")
+    min_lr: Finite = Field(description="the rate never decays below this")
     weight_decay: WeightDecay = Field(description="schedule of the weight decay")
     batch_rampup: BatchRampup = Field(description="schedule of the global batch size")
 
@@ -118,7 +140,7 @@ class Checkpoint(Section):
         description="steps between two checkpoints; 0: only at the end of the run"
     )
     keep: Annotated[PositiveInt, MAY_CHANGE] = Field(
-        description="newest checkpoints to keep; older ones are removed after a save"
+        description="newest valid checkpoints to keep; older ones are removed after a save"
     )
     asynchronous: Annotated[bool, MAY_CHANGE] = Field(
         description="write while training goes on, from a copy in the host's memory"
@@ -126,6 +148,27 @@ class Checkpoint(Section):
     pretrained: Annotated[str | None, MAY_CHANGE] = Field(
         description="a checkpoint, or a run's folder: a new run begins with its weights, and with nothing else of it"
     )
+
+
+class Watchdog(Section):
+    """When a process of several is taken to hang: the run then ends with an error that names the rank."""
+
+    timeout: Annotated[FiniteFloat, Field(ge=0), MAY_CHANGE] = Field(
+        description="seconds without a heartbeat, or without progress in a step, after which the run ends; 0: never"
+    )
+    first: Annotated[FiniteFloat, Field(ge=0), MAY_CHANGE] = Field(
+        description="the same for an activity of unknown duration: building, loading, the first step (it compiles), "
+        "the first evaluation and the first save"
+    )
+    multiple: Annotated[FiniteFloat, Field(ge=1), MAY_CHANGE] = Field(
+        description="steps, evaluations and saves may take so many times as long as the longest of their kind, if that "
+        "is more than `timeout`"
+    )
+
+    @property
+    def collective(self) -> float:
+        """Seconds after which torch ends a collective by itself: long after the watchdog, if it is on, has acted."""
+        return 24 * 3600 if self.timeout else max(1800, self.first)
 
 
 class Model(Section):

@@ -6,12 +6,14 @@ name is resolved, so no plugin is needed to read another's config.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from mplug.errors import UsageError
+from mplug.errors import UsageError, brief, counted, listed
+from mplug.nodes import DEEPEST, NotYaml, compose, construct, name_of, read_text
 
 NAMED_SECTIONS = ("model", "optimizer", "data")
 """Sections in which one plugin, chosen by the field `name`, reads all the other fields."""
@@ -34,63 +36,41 @@ class Setting:
 Settings = dict[Key, Setting]
 
 
-def read_file(path: Path, label: str | None = None) -> Settings:
-    """The settings of a YAML file; each source is the file's name and line."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read the config file '{path}': {error}") from None
-    return read_yaml(text, label or str(path))
+def read_file(path: Path, label: str | None = None, needed: Iterable[str] = ()) -> Settings:
+    """The settings of a YAML file; each source is the file's name and line. It must have the sections `needed`."""
+    return read_yaml(read_text(path), label or str(path), needed)
 
 
-def read_yaml(text: str, label: str) -> Settings:
+def read_yaml(text: str, label: str, needed: Iterable[str] = ()) -> Settings:
     """The settings of a YAML text, each with the source 'label:line'."""
-    try:
-        root = yaml.compose(text, yaml.SafeLoader)
-    except yaml.YAMLError as error:
-        raise _refusal(error, label) from None
+    root = compose(text, partial("{}:{}".format, label))
     settings: Settings = {}
+    held = {name_of(name, label) for name, _ in root.value} if isinstance(root, yaml.MappingNode) else set()
+    if missing := [section for section in needed if section not in held]:
+        raise UsageError(f"{label} lacks {counted(len(missing), 'section')} that every run has: {listed(missing)}")
     if root is not None:
         if not isinstance(root, yaml.MappingNode):
             raise UsageError(f"{label} must hold a mapping of sections ('model:', 'trainer:', ...), not a single value")
-        _collect((root,), (), label, settings)
+        _collect(root, (), label, settings, set())
     return settings
 
 
-def _refusal(error: yaml.YAMLError, label: str) -> UsageError:
-    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or error
-    return UsageError(f"{label}{f':{mark.line + 1}' if mark else ''} is not YAML: {problem}")
-
-
 def _collect(
-    nodes: tuple[yaml.MappingNode, ...], key: Key, label: str, settings: Settings, enclosing: tuple[str, ...] = ()
+    node: yaml.MappingNode, key: Key, label: str, settings: Settings, met: set[Key], enclosing: tuple[str, ...] = ()
 ) -> None:
-    """Collect the leaves of the last of `nodes`, which lie inside each other."""
-    for name_node, value_node in nodes[-1].value:
+    """Collect the leaves of a mapping; `met` are the keys of leaves and sections so far."""
+    for name_node, value_node in node.value:
         source = f"{label}:{name_node.start_mark.line + 1}"
-        path = (*key, str(name_node.value))
-        if value_node in nodes:
-            raise UsageError(f"{source}: '{'.'.join(path)}' is inside itself; write it out")
-        if any(known[: len(path)] == path for known in settings):
+        path = (*key, name_of(name_node, source))
+        if path in met:
             raise UsageError(f"{source}: '{'.'.join(path)}' stands there twice; keep one")
+        met.add(path)
         if isinstance(value_node, yaml.MappingNode) and value_node.value:
-            _collect((*nodes, value_node), path, label, settings, (*enclosing, source))
+            _collect(value_node, path, label, settings, met, (*enclosing, source))
             continue
-        value = _construct(value_node, label)
+        value = construct(value_node, partial("{}:{}".format, label))
         if key or value not in (None, {}):  # an empty section changes nothing
             settings[path] = Setting(value, source, enclosing)
-
-
-def _construct(node: yaml.Node, label: str) -> Any:
-    loader = yaml.SafeLoader("")
-    try:
-        return loader.construct_object(node, deep=True)
-    except yaml.YAMLError as error:
-        raise _refusal(error, label) from None
-    except ValueError:  # 2026-13-45 looks like a date to YAML
-        return node.value
-    finally:
-        loader.dispose()
 
 
 def read_assignments(assignments: Iterable[str], source: str = "--set") -> Settings:
@@ -100,13 +80,22 @@ def read_assignments(assignments: Iterable[str], source: str = "--set") -> Setti
         dotted, equals, text = assignment.partition("=")
         key = tuple(dotted.split("."))
         if not equals or len(key) < 2 or not all(key):
-            raise UsageError(f"{source} '{assignment}': write it as section.field=value, as in trainer.steps=100")
-        try:
-            value = yaml.safe_load(text)
-        except (yaml.YAMLError, ValueError):
-            value = text
-        settings = merge(settings, from_mapping(value, source, key))
+            raise UsageError(
+                f"{source} '{brief(assignment)}': write it as section.field=value, as in trainer.steps=100"
+            )
+        if len(key) > DEEPEST:
+            raise UsageError(f"{source} '{brief(assignment)}': this is nested more than {DEEPEST} levels deep")
+        settings = merge(settings, from_mapping(_assigned(text, f"{dotted} ({source})"), source, key))
     return settings
+
+
+def _assigned(text: str, source: str) -> Any:
+    """The value of an assignment; text that is not YAML is itself the value."""
+    try:
+        root = compose(text, lambda _: source)
+        return None if root is None else construct(root, lambda _: source)
+    except NotYaml:
+        return text
 
 
 def from_mapping(value: Any, source: str, key: Key = ()) -> Settings:

@@ -11,14 +11,15 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, overload
+from typing import Annotated, Any, overload
 
-from pydantic import ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
+from mplug.binding import bind
 from mplug.contracts import CorpusTokenizer
 from mplug.errors import UsageError
 from mplug.registry import Entry, Registry
-from mplug.resolve import explained
 
 KIND = "tokenizers"
 SUFFIX = ".tokenizer"
@@ -155,28 +156,59 @@ def read_tokenizer(prefix: Path | str) -> TokenizerRecord | None:
         return None
     try:
         said = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"'{path}' is not a tokenizer's record: {error}; remove it, or preprocess again") from None
-    return _from_mapping(said, f"'{path}'", path.parent)
+    record = _from_mapping(said, f"'{path}'", path.parent)
+    for option, file in said["files"].items():
+        if Path(file["path"]).name != file["path"]:
+            raise UsageError(
+                f"'{path}' names the file '{file['path']}' of '{option}', which is not beside it; preprocess again"
+            )
+    return record
+
+
+class _SavedFile(TypedDict):
+    path: Annotated[str, Field(min_length=1)]
+    name: str
+    sha256: str
+
+
+class _SavedRecord(TypedDict):
+    files: dict[str, _SavedFile]
+    name: str
+    options: dict[str, Any]
+    vocab_size: Annotated[int, Field(strict=True, ge=1)]
+    eod: Annotated[int, Field(strict=True, ge=0)] | None
+    distribution: str
+    version: str
+    fingerprint: str
 
 
 def _from_mapping(said: Any, where: str, folder: Path) -> TokenizerRecord:
     try:
-        files = {
-            option: TokenizerFile(str((folder / file["path"]).resolve()), file["name"], file["sha256"])
-            for option, file in said["files"].items()
-        }
-        plain = {field: said[field] for field in ("name", "options", "vocab_size", "eod", "distribution", "version")}
-        record = TokenizerRecord(files=files, **plain)
-        if record.fingerprint != said["fingerprint"]:
-            raise UsageError(
-                f"{where} was edited: its fingerprint is not that of its fields; put it back, or preprocess again"
-            )
-    except KeyError as error:
-        raise UsageError(f"{where} is not a tokenizer's record: it lacks {error}; preprocess again") from None
-    except (TypeError, AttributeError):
-        raise UsageError(f"{where} is not a tokenizer's record: it is damaged; preprocess again") from None
+        plain = TypeAdapter(_SavedRecord).validate_python(said)
+    except (ValidationError, RecursionError) as error:
+        raise UsageError(f"{where} is not a tokenizer's record: {_first_of(error)}; preprocess again") from None
+    files = {
+        option: TokenizerFile(str((folder / file["path"]).resolve()), file["name"], file["sha256"])
+        for option, file in plain["files"].items()
+    }
+    options, size, eod = plain["options"], plain["vocab_size"], plain["eod"]
+    record = TokenizerRecord(plain["name"], options, files, size, eod, plain["distribution"], plain["version"])
+    if record.fingerprint != plain["fingerprint"]:
+        raise UsageError(
+            f"{where} was edited: its fingerprint is not that of its fields; put it back, or preprocess again"
+        )
     return record
+
+
+def _first_of(error: ValidationError | RecursionError) -> str:
+    """The first reason why a mapping is no record."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    field = ".".join(map(str, first["loc"]))
+    return f"it lacks '{field}'" if first["type"] == "missing" else f"{field or 'it'}: {first['msg']}"
 
 
 def _load(entry: Entry) -> Any:
@@ -187,16 +219,13 @@ def _load(entry: Entry) -> Any:
 
 
 def _bind(entry: Entry, plugin: Any, options: Mapping[str, Any], source: str) -> Any:
-    try:
-        return plugin.Config.model_validate(dict(options))
-    except ValidationError as error:
-        lines = []
-        for problem in error.errors():
-            field = ".".join(map(str, problem["loc"]))
-            lines.append(
-                f"{entry.label}{f': {field}' if field else ''} ({source}): {explained(problem, plugin.Config)}"
-            )
-        raise UsageError("\n".join(lines)) from None
+    config, problems = bind(plugin.Config, options)
+    if problems:
+        named = [(".".join(problem.path), problem.message) for problem in problems]
+        raise UsageError(
+            "\n".join(f"{entry.label}{f': {field}' if field else ''} ({source}): {message}" for field, message in named)
+        )
+    return config
 
 
 def _file(label: str, option: str, path: Path) -> TokenizerFile:

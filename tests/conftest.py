@@ -5,11 +5,12 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from machines import Machines, unavailable
 from safetensors.torch import load_file
 from torch import Tensor
 from warm import STRICT, run_module
@@ -46,6 +47,16 @@ def text_file(tmp_path: Path) -> Path:
     path = tmp_path / "text.txt"
     path.write_text("".join(f"{a} times {b} is {a * b}.\n" for a in range(40) for b in range(26)))
     return path
+
+
+@pytest.fixture
+def two_machines() -> Iterator[Machines]:
+    """Two machines (network namespaces); the test is skipped, with the reason, where the kernel permits none."""
+    reason = unavailable()
+    if reason is not None:
+        pytest.skip(reason)
+    with Machines(2) as machines:
+        yield machines
 
 
 def surroundings(path: Path | None) -> dict[str, str]:

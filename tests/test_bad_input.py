@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from mplug.checkpoint import read_valid
+from mplug.errors import UsageError
+
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -445,11 +448,33 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("damage", list(DAMAGES))
-def test_a_damaged_checkpoint_is_refused_by_name_with_a_remedy(cli: Cli, trained: Path, damage: str) -> None:
+def test_damage_is_found(trained: Path, damage: str) -> None:
+    path = trained / "checkpoints" / "step_00000004"
+    assert read_valid(path)["step"] == 4
+    DAMAGES[damage](path)
+    with pytest.raises(UsageError, match=r"runs/done/checkpoints/step_00000004' is damaged: .*; remove it to use the"):
+        read_valid(path)
+
+
+@pytest.mark.parametrize(("damage", "begins"), [("a flipped bit in the optimizer state", 4), ("half a manifest", 2)])
+def test_a_run_continues_from_the_newest_valid_checkpoint_and_reports_the_one_that_it_skips(
+    cli: Cli, trained: Path, damage: str, begins: int
+) -> None:
     DAMAGES[damage](trained / "checkpoints" / "step_00000004")
-    before = contents(trained)
     result = cli("train", "--resume", "--set", "trainer.steps=6")
-    assert_refused(result, "runs/done/checkpoints/step_00000004", "damaged", "remove it", "the one before")
+    assert result.returncode == 0, result.stderr
+    assert f"6 steps, from step {begins}" in result.stdout, "before it starts, a run reads the manifests only"
+    assert "mplug: skipped: checkpoint 'runs/done/checkpoints/step_00000004' is damaged" in result.stderr
+    assert "mplug: continuing from step 2" in result.stderr
+    steps = [json.loads(line)["step"] for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_run_without_a_valid_checkpoint_is_refused_with_all_of_them(cli: Cli, trained: Path) -> None:
+    for path in (trained / "checkpoints").iterdir():
+        DAMAGES["no manifest"](path)
+    before = contents(trained)
+    assert_refused(cli("train", "--resume"), "no checkpoint in", "step_00000002", "step_00000004", "begin a new run")
     assert contents(trained) == before
 
 

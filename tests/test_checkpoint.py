@@ -1,7 +1,6 @@
 """Checkpoints: saved while training goes on, seen only when complete, listed, verified, and free of code."""
 
 import errno
-import os
 import pickle
 import shutil
 import subprocess
@@ -15,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from mplug import hookimpl
-from mplug.checkpoint import complete, newest_sound, read_manifest, storage
+from mplug.checkpoint import complete, read_manifest, storage
 from mplug.errors import RunError, UsageError
 from mplug.loop import train
 from mplug.plain import lift
@@ -233,17 +232,6 @@ def test_an_old_checkpoint_that_cannot_be_removed_fails_no_save(
     trained(tmp_path, {"checkpoint.keep": 1})
     assert steps(tmp_path) == [".step_00000002.partial", "step_00000006"]
     assert "cannot remove" in (tmp_path / "logs" / "rank0.log").read_text()
-
-
-def test_the_newest_checkpoint_that_is_sound_is_found_behind_a_damaged_one(tmp_path: Path) -> None:
-    trained(tmp_path, {})
-    folder = tmp_path / "checkpoints"
-    older, newest = complete(folder)
-    assert newest_sound(folder) == newest
-    os.truncate(newest / "rank00000.safetensors", 100)
-    assert newest_sound(folder) == older
-    os.truncate(older / "checkpoint.json", 100)
-    assert newest_sound(folder) is None
 
 
 def test_a_checkpoint_of_another_format_is_not_called_damaged(tmp_path: Path) -> None:

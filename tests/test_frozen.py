@@ -300,7 +300,7 @@ def test_a_stage_sends_gradients_only_to_where_something_is_trained(
 
 def noted_by_fsdp(settings: dict[str, Any]) -> int:
     """Be one rank for a step and an evaluation: the forward passes that FSDP still remembers."""
-    from mplug.loop import evaluate
+    from mplug.evaluation import evaluate
 
     run = tiny_run(settings)
     parts = build(run)

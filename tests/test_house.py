@@ -122,14 +122,16 @@ def test_no_spelling_of_an_import_escapes_the_rules(spelling: str, module: str) 
 # What importing a test needs.
 
 
-def imported_with(source: str) -> Iterator[str]:
-    """Every module that importing a text imports, until a `pytest.importorskip` may have ended it."""
+def imported_with(source: str, present: set[str]) -> Iterator[str]:
+    """Every module that importing a text imports; what a `pytest.importorskip` names is `present` after it."""
     pending: list[ast.AST] = [ast.parse(source)]
     while pending:
         node = pending.pop(0)
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "importorskip":
-            return
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            present |= {
+                str(argument.value).partition(".")[0] for argument in node.args if isinstance(argument, ast.Constant)
+            }
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
             yield from imports(ast.unparse(node))
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             pending = [*node.orelse, *pending]
@@ -146,15 +148,15 @@ def files_of(module: str) -> set[Path]:
 
 def unmet(source: str, installed: set[str]) -> set[str]:
     """What importing a text needs beyond what is installed; the modules of bundled plugins that it imports count."""
-    pending, seen, found = [source], set[Path](), set[str]()
+    pending, seen, found, present = [source], set[Path](), set[str](), set(installed)
     while pending:
-        for module in imported_with(pending.pop()):
+        for module in imported_with(pending.pop(0), present):
             package = module.partition(".")[0]
             if package in PACKAGES:
                 new = files_of(module) - seen
                 seen |= new
                 pending += [path.read_text() for path in new]
-            elif package not in installed:
+            elif package not in present:
                 found.add(package)
     return found
 
@@ -189,10 +191,27 @@ def test_every_test_can_be_collected_with_the_hosts_requirements_only(installed:
         ("if TYPE_CHECKING:\n    import numba", set()),
         ("pytest.importorskip('numba')\nimport numba", set()),
         ("import zstandard\npytest.importorskip('numba')", {"zstandard"}),
+        ("pytest.importorskip('numba')\nimport numba, zstandard", {"zstandard"}),
+        ("pytest.importorskip('megatron.energon')\nimport megatron.energon.errors", set()),
     ],
 )
 def test_what_importing_a_file_needs_is_found(source: str, packages: set[str], installed: set[str]) -> None:
     assert unmet(source, installed) == packages
+
+
+# What plugins require.
+
+
+def test_every_requirement_of_a_plugin_has_a_lower_and_an_upper_bound() -> None:
+    """The host's bounds of torch hold for all plugins."""
+    unbounded = [
+        f"{plugin.name}: {requirement}"
+        for plugin in PLUGINS
+        for words in (project(plugin)["dependencies"], *project(plugin).get("optional-dependencies", {}).values())
+        for requirement in words
+        if not requirement.startswith("torch>=") and "==" not in requirement and not re.search(">=.*,<", requirement)
+    ]
+    assert unbounded == []
 
 
 # Start-up.

@@ -7,8 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 
+from mplug.cli import generate, main
 from mplug.interrupt import Interrupt
 from mplug.observers import ProgressLine
 
@@ -51,4 +53,13 @@ def test_ctrl_c_is_acknowledged_at_once_and_by_one_process(capfd: pytest.Capture
         Interrupt(run).first(number)
         assert run.stop_requested
     told = capfd.readouterr().err
-    assert told == "stopping: the step under way is finished and saved first; asked once more, it ends at once\n"
+    assert told.startswith("stopping: a step under way is finished and saved, an evaluation is left;")
+    assert told.count("\n") == 1
+
+
+def test_ctrl_c_ends_a_command_with_the_status_of_the_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate.command, "callback", interrupted)
+    assert CliRunner().invoke(main, ["generate"]).exit_code == 128 + signal.SIGINT

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mplug import Run, hookimpl
 from mplug.checkpoint import newest
+from mplug.checkpoint.choice import choose
+from mplug.checkpoint.verified import Verified
 from mplug.loop import train
 from mplug.run import prepare
 from mplug.testing import run_workers
@@ -152,3 +155,25 @@ def test_a_checkpoint_of_divided_states_serves_inference(tmp_path: Path, logical
     total = sum(tensor.numel() for name, tensor in wanted.items() if name.endswith("/weight"))
     assert sum(tensor.numel() for tensor in model) == total
     assert any(torch.equal(tensor, wanted["blocks.0.attn.qkv.weight/weight"]) for tensor in model)
+
+
+def chosen(directory: Path) -> tuple[str, tuple[str, ...]]:
+    """Be one of two ranks that save two checkpoints, of which rank 1's file of the newer is damaged, and choose."""
+    settings = {**SMALL, "trainer.steps": 2, "checkpoint.every": 1, "parallel.layout": "zero2"}
+    run: Run = as_rank(prepare(tiny_config(settings), directory=directory))
+    train(run)
+    damaged = newest(run.checkpoints)
+    if run.rank == 0:
+        file = damaged / "rank00001.safetensors"
+        data = file.read_bytes()
+        file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    dist.barrier()
+    choice = choose(run, damaged, Verified())
+    return choice.path.name, choice.skipped
+
+
+def test_all_ranks_choose_the_same_checkpoint_although_each_reads_other_files(tmp_path: Path) -> None:
+    one, other = run_workers(2, chosen, tmp_path)
+    assert one == other
+    assert one[0] == "step_00000001"
+    assert "'rank00001.safetensors' is not what was saved" in one[1][0]

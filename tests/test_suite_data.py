@@ -88,7 +88,7 @@ FAULTS = {
         "vocab_size=VOCAB_SIZE,",
         "vocab_size=VOCAB_SIZE - 1,",
         lambda: Jotter().test_a_micro_batch_is_what_the_contract_says("train"),
-        "'tokens' holds 255; they are 0 to 254, for the loader's vocab_size is 255",
+        "in sample 11; they are 0 to 254, for the loader's vocab_size is 255",
     ),
     "micro batches have a size of their own": (
         BEGINS,

@@ -265,7 +265,22 @@ ON_RANKS_ALONE = Planted(
     "ulys2",
 )
 FAULTS["a plugin that does not import on a rank"] = ON_RANKS_ALONE
-MORE_FAULTS = {"micro batches in another order": IN_ANOTHER_ORDER}
+TAKEN_EARLY = Planted(
+    CONFIGURED,
+    hook(
+        'def build_stepper(self, run: "Run", model: "Model", default: object) -> object:',
+        "    whole = default.evaluate",
+        "    default.evaluate = lambda batches: whole(list(batches))",
+        "    return default",
+    ),
+    "test_a_layout_gives_the_run_of_one_process",
+    "the stepper takes micro batches of an evaluation long before it computes them: a run that is asked to stop",
+    "ulys2",
+)
+MORE_FAULTS = {
+    "micro batches in another order": IN_ANOTHER_ORDER,
+    "an evaluation that takes all micro batches first": TAKEN_EARLY,
+}
 EVERY_FAULT = [*FAULTS, *(pytest.param(fault, marks=pytest.mark.wide("suites")) for fault in MORE_FAULTS)]
 
 

@@ -83,6 +83,34 @@ def test_a_record_whose_plugin_is_not_installed_says_which_was(kept: Path) -> No
         read(kept)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("vocab_size", float("nan"), "vocab_size: "),
+        ("vocab_size", -1, "vocab_size: "),
+        ("files", [], "files: "),
+        ("files", {"path": {"path": "/etc/hostname", "name": "hostname", "sha256": ""}}, "was edited"),
+        ("name", None, "name: "),
+    ],
+)
+def test_a_record_whose_fields_are_not_those_of_one_is_refused(
+    kept: Path, field: str, value: object, reason: str
+) -> None:
+    path = kept.with_name("corpus.tokenizer.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
+    with pytest.raises(UsageError, match=rf"corpus\.tokenizer\.json' .*{reason}"):
+        read(kept)
+
+
+def test_a_record_with_a_file_outside_its_folder_is_refused(kept: Path) -> None:
+    path = kept.with_name("corpus.tokenizer.json")
+    said = json.loads(path.read_text())
+    said["files"]["path"]["path"] = "../" + said["files"]["path"]["path"]
+    path.write_text(json.dumps(said))
+    with pytest.raises(UsageError, match="of 'path', which is not beside it"):
+        read(kept)
+
+
 def test_a_release_that_makes_another_vocabulary_is_refused(kept: Path, plant: Callable[..., None]) -> None:
     plant("nova-glyph", "self.vocab_size = END + 1 + len(self.words)", "self.vocab_size = END + 2 + len(self.words)")
     with pytest.raises(

@@ -34,8 +34,9 @@ from mplug import (
 )
 from mplug.build import Parts, _wrap, build, build_model
 from mplug.errors import Diverged
+from mplug.evaluation import evaluate
 from mplug.hooks import Hooks
-from mplug.loop import Ending, evaluate, train
+from mplug.loop import Ending, train
 from mplug.observers import MetricsFile
 from mplug.registry import Registry
 from mplug.report import Figures

@@ -7,20 +7,26 @@ torch.distributed.checkpoint plans and coordinates (`saver.py`, `boxes.py`); wha
 JSON (`storage.py`). Everything goes by placements: a rank writes the boxes of which it is the first holder, and reads
 the parts of saved boxes that lie in its own, so a checkpoint of any layout loads under any other.
 
-This module is the folder as it lies there, and imports no torch.
+A checkpoint may be damaged, or crafted. `manifest.py` is the schema of `checkpoint.json`, and `reading.py` opens files.
+`choice.py` finds the newest valid checkpoint, and `retention.py` removes old ones.
+
+This module is the folder as it lies there, and imports no torch, and pydantic only to read a manifest.
 """
 
-import json
 import re
-import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from mplug.errors import UsageError, listed
+from mplug.checkpoint.reading import check_file, check_header, read_small, status_of
+from mplug.errors import RunError, UsageError, listed
 
-FORMAT = 2
+if TYPE_CHECKING:
+    from mplug.checkpoint.manifest import Manifest
+
 MANIFEST = "checkpoint.json"
+REMEDY = "; remove it to use the one before it"
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -38,10 +44,14 @@ def aside_of(final: Path) -> Path:
     return final.with_name(f".{final.name}.partial")
 
 
+def is_named_as_checkpoint(path: Path) -> bool:
+    """Whether a folder's name is that of a checkpoint of some step."""
+    return re.fullmatch(r"step_[0-9]{8,18}", path.name) is not None
+
+
 def complete(folder: Path) -> list[Path]:
     """The complete checkpoints of a folder, the oldest first."""
-    found = (path for path in folder.glob("step_*") if re.fullmatch(r"step_\d{8,}", path.name))
-    return sorted(found, key=step_of)
+    return sorted(filter(is_named_as_checkpoint, folder.glob("step_*")), key=step_of)
 
 
 def newest(folder: Path) -> Path:
@@ -50,18 +60,6 @@ def newest(folder: Path) -> Path:
     if not found:
         raise UsageError(f"there is no complete checkpoint in '{folder}'; choose another run with --name")
     return found[-1]
-
-
-def newest_sound(folder: Path) -> Path | None:
-    """The newest complete checkpoint of which every file is what was saved; None where there is none."""
-    for path in reversed(complete(folder)):
-        try:
-            manifest = read_manifest(path)
-            verify(path, manifest, manifest["files"])
-        except UsageError:
-            continue
-        return path
-    return None
 
 
 def at_step(folder: Path, step: int | None) -> Path:
@@ -75,46 +73,92 @@ def at_step(folder: Path, step: int | None) -> Path:
     return path
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """The plain data of a checkpoint, once it and its files' sizes are found right; UsageError where they are not."""
-    try:
-        manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        if manifest["format"] != FORMAT:
-            raise UsageError(f"checkpoint '{path}' has format {manifest['format']}; this mplug reads format {FORMAT}")
-        if manifest.pop("crc32") != crc32_of(manifest):
-            raise ValueError(f"'{MANIFEST}' is not what was saved")
-        for name, expected in manifest["files"].items():
-            if (path / name).stat().st_size != expected["bytes"]:
-                raise ValueError(f"'{name}' is not what was saved")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise damaged(path, str(error)) from error
+def read_manifest(path: Path) -> "Manifest":
+    """The plain data of a checkpoint, whose files have the sizes that it states.
+
+    Raises UsageError where the checkpoint is damaged, and RunError where the file system fails. A save may replace the
+    checkpoint meanwhile: the new manifest is read then.
+    """
+    text = _text_of(path)
+    while True:
+        try:
+            return _parsed(path, text)
+        except UsageError:
+            newer = _text_of(path)
+            if newer == text:
+                raise
+            text = newer
+
+
+def read_valid(path: Path) -> "Manifest":
+    """The plain data of a checkpoint, whose files all match their checksums: reads all of it. Raises as above."""
+    manifest = read_manifest(path)
+    while True:
+        try:
+            verify(path, manifest, manifest["files"])
+            return manifest
+        except UsageError:
+            newer = read_manifest(path)
+            if newer == manifest:
+                raise
+            manifest = newer
+
+
+def verify(path: Path, manifest: "Manifest", names: Iterable[str]) -> None:
+    """Read files whole and compare their checksums and headers; UsageError names the first that is not right."""
+    from mplug.checkpoint.manifest import expected_in  # imports pydantic
+
+    expected = expected_in(manifest)
+    for name in names:
+        with _explained(path):
+            check_file(path, name, manifest["files"][name]["crc32"], expected[name])
+
+
+def read_described(path: Path) -> "Manifest":
+    """The plain data of a checkpoint, whose files have the headers that it states; reads no tensor. Raises as above."""
+    from mplug.checkpoint.manifest import expected_in  # imports pydantic
+
+    manifest = read_manifest(path)
+    for name, tensors in expected_in(manifest).items():
+        with _explained(path):
+            check_header(path, name, tensors)
     return manifest
 
 
-def verify(path: Path, manifest: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Read files whole and compare their checksums; UsageError names the first that is not what was saved."""
-    for name in names:
-        try:
-            if crc32(path / name) != manifest["files"][name]["crc32"]:
-                raise ValueError(f"'{name}' is not what was saved")
-        except (OSError, ValueError) as error:
-            raise damaged(path, str(error)) from error
-
-
 def damaged(path: Path, reason: str) -> UsageError:
-    """What to tell about a checkpoint that is not what was saved."""
-    return UsageError(f"checkpoint '{path}' is damaged: {reason}; remove it to use the one before it")
+    """What to report about a checkpoint that is not what was saved, or that mplug cannot have saved."""
+    return UsageError(f"checkpoint '{path}' is damaged: {reason}{REMEDY}")
 
 
-def crc32_of(manifest: Mapping[str, Any]) -> int:
-    """The checksum of a manifest."""
-    return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
+def _text_of(path: Path) -> bytes:
+    with _explained(path):
+        if path.is_symlink():
+            raise ValueError("it is a link")
+        return read_small(path, MANIFEST)
 
 
-def crc32(path: Path) -> int:
-    """The checksum of a file."""
-    checksum = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            checksum = zlib.crc32(block, checksum)
-    return checksum
+def _parsed(path: Path, text: bytes) -> "Manifest":
+    from mplug.checkpoint.manifest import OtherFormat, decode  # imports pydantic
+
+    with _explained(path):
+        try:
+            manifest = decode(text)
+        except OtherFormat as error:
+            raise UsageError(f"checkpoint '{path}' {error}") from None
+        if is_named_as_checkpoint(path) and manifest["step"] != step_of(path):
+            raise ValueError(f"its folder is named after step {step_of(path)}, and it is of step {manifest['step']}")
+        for name, expected in manifest["files"].items():
+            if status_of(path, name).st_size != expected["bytes"]:
+                raise ValueError(f"'{name}' is not what was saved")
+    return manifest
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Raise the errors of reading a checkpoint as the errors of a run."""
+    try:
+        yield
+    except ValueError as error:
+        raise damaged(path, str(error)) from error
+    except OSError as error:
+        raise RunError(f"cannot read checkpoint '{path}': {error}") from error

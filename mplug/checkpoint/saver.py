@@ -16,9 +16,13 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from mplug.checkpoint import aside_of, complete, crc32_of, path_of, verify
+from mplug.checkpoint import aside_of, complete, path_of, verify
 from mplug.checkpoint.boxes import Boxed, BoxLoadPlanner, BoxSavePlanner, Start, State
+from mplug.checkpoint.choice import share_of
+from mplug.checkpoint.manifest import Manifest, checksum
+from mplug.checkpoint.retention import Retention
 from mplug.checkpoint.storage import FolderReader, FolderWriter
+from mplug.checkpoint.verified import Verified
 from mplug.errors import RunError, UsageError, listed
 from mplug.run import Run
 
@@ -31,7 +35,8 @@ class Saver:
     """
 
     def __init__(self, run: Run) -> None:
-        self.run = run
+        self.run, self.verified = run, Verified()
+        self.retention = Retention(run.config.checkpoint.keep, self.verified)
         self._stager = _HostCopy()
         self._pending: tuple[Path, Future[Any]] | None = None
         self._visible: list[Path] = []
@@ -45,7 +50,8 @@ class Saver:
         self.wait()
         run, began = self.run, time.monotonic()
         final = path_of(run.checkpoints, run.step)
-        writer = FolderWriter(final, run.rank, manifest, run.config.checkpoint.keep)
+        confirm = run.claim.confirm if run.claim is not None else None
+        writer = FolderWriter(final, run.rank, manifest, self.retention, confirm)
         options = {"storage_writer": writer, "planner": BoxSavePlanner(), **_together(run)}
         if run.config.checkpoint.asynchronous:
             saving: Any = dcp_async_save(state, async_stager=self._stager, **options)
@@ -83,7 +89,7 @@ class Saver:
         error = saving.exception()
         self._pending = None
         if error is not None:
-            if self.run.rank == 0:
+            if self.run.rank == 0 and (self.run.claim is None or self.run.claim.held()):
                 shutil.rmtree(aside_of(final), ignore_errors=True)
             raise RunError(_explained(error, final)) from error
         self._visible.append(final)
@@ -136,22 +142,25 @@ class _HostCopy(AsyncStager):
         self._buffers.clear()
 
 
-def load(run: Run, path: Path, manifest: Mapping[str, Any], state: State) -> None:
-    """Fill the parts of `state` on all ranks together; UsageError where the checkpoint is damaged or another's."""
-    faults = run.gathered((_fault(run, path, manifest, state), crc32_of(manifest)))
-    for rank, (fault, checksum) in enumerate(faults):
+def load(run: Run, path: Path, manifest: Manifest, state: State, verified: Verified | None = None) -> None:
+    """Fill the parts of `state` on all ranks together; UsageError where the checkpoint is damaged or another's.
+
+    Files in `verified` are not read to compare their checksums.
+    """
+    faults = run.gathered((_fault(run, path, manifest, state, verified or Verified()), checksum(manifest)))
+    for rank, (fault, found) in enumerate(faults):
         if fault:
             raise UsageError(fault)
-        if checksum != faults[0][1]:
+        if found != faults[0][1]:
             raise RunError(f"rank {rank} reads another checkpoint at '{path}' than rank 0; is the folder shared?")
     dcp_load(state, storage_reader=FolderReader(path, manifest), planner=BoxLoadPlanner(), **_together(run))
 
 
-def _fault(run: Run, path: Path, manifest: Mapping[str, Any], state: State) -> str:
+def _fault(run: Run, path: Path, manifest: Manifest, state: State, verified: Verified) -> str:
     """Why this rank cannot load a checkpoint; of the files, each rank reads its share."""
     try:
         refuse_another(path, manifest["tensors"], state)
-        verify(path, manifest, sorted(manifest["files"])[run.rank :: run.mesh.world_size])
+        verify(path, manifest, verified.unknown(path, share_of(run, manifest)))
     except UsageError as error:
         return str(error)
     return ""

@@ -1,11 +1,9 @@
 """A checkpoint's folder as torch.distributed.checkpoint writes and reads it: safetensors and JSON, nothing pickled."""
 
-import json
-import logging
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,10 +23,11 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from mplug.checkpoint import FORMAT, MANIFEST, aside_of, complete, crc32, crc32_of
+from mplug.checkpoint import MANIFEST, aside_of
+from mplug.checkpoint.manifest import FORMAT, Manifest, encode, name_in_file
+from mplug.checkpoint.reading import checksum_of, open_file
+from mplug.checkpoint.retention import Retention, sync
 from mplug.run import write_text
-
-log = logging.getLogger("mplug")
 
 
 @dataclass(frozen=True)
@@ -40,14 +39,26 @@ class Written:
     crc32: int
 
 
-class FolderWriter(StorageWriter):
-    """Writes a file a rank aside; the coordinator adds the manifest, renames the folder, and removes old ones.
+SUFFIX = ".safetensors"
 
-    `manifest` is the plain data to keep beside the tensors.
+
+class FolderWriter(StorageWriter):
+    """Writes a file a rank aside; the coordinator adds the manifest, makes both visible, and removes old checkpoints.
+
+    `manifest` is the plain data to keep beside the tensors. `confirm` raises if another process has taken the run over:
+    the coordinator calls it before it changes anything.
     """
 
-    def __init__(self, final: Path, rank: int, manifest: Mapping[str, Any], keep: int) -> None:
-        self.final, self.aside, self.rank, self.manifest, self.keep = final, aside_of(final), rank, manifest, keep
+    def __init__(
+        self,
+        final: Path,
+        rank: int,
+        manifest: Mapping[str, Any],
+        retention: Retention,
+        confirm: Callable[[], None] | None = None,
+    ) -> None:
+        self.final, self.aside, self.rank = final, aside_of(final), rank
+        self.manifest, self.retention, self.confirm = manifest, retention, confirm
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A writer writes once."""
@@ -55,11 +66,12 @@ class FolderWriter(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Make the folder aside, and remove what a killed run has left there."""
         if is_coordinator:
-            _sweep(self.final.parent)
+            self._refuse_if_taken_over()
+            self.retention.before(self.final)
             shutil.rmtree(self.aside, ignore_errors=True)
             self.aside.mkdir(parents=True)
-            _sync(self.final.parent)
-            _sync(self.final.parent.parent)
+            sync(self.final.parent)
+            sync(self.final.parent.parent)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Nothing to add."""
@@ -76,9 +88,9 @@ class FolderWriter(StorageWriter):
             future.set_result([])
             return future
         tensors = {key_of(item.index): _on_host(planner.resolve_data(item)) for item in plan.items}
-        path = self.aside / f"rank{self.rank:05d}.safetensors"
+        path = self.aside / f"rank{self.rank:05d}{SUFFIX}"
         save_file(tensors, path)
-        _sync(path)
+        sync(path)
         written = Written(path.name, path.stat().st_size, crc32(path))
         future.set_result([WriteResult(item.index, tensors[key_of(item.index)].nbytes, written) for item in plan.items])
         return future
@@ -86,24 +98,32 @@ class FolderWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Make the checkpoint visible, once all ranks have written."""
         flat = [result for of_rank in results for result in of_rank]
-        files = {w.file: {"bytes": w.size, "crc32": w.crc32} for w in (result.storage_data for result in flat)}
-        file_of = {result.index: result.storage_data.file for result in flat}
+        written = {one.file: one for one in (result.storage_data for result in flat)}
+        names = {file: file for file in written}
+        replaces = self.final.is_dir() and not self.final.is_symlink()
+        if replaces:
+            names = _unused_names(self.final, written)
+        file_of = {result.index: names[result.storage_data.file] for result in flat}
         tensors = {
             name: _described(name, saved, file_of)
             for name, saved in metadata.state_dict_metadata.items()
             if isinstance(saved, TensorStorageMetadata)
         }
-        manifest = {"format": FORMAT, "files": files, "tensors": tensors, **self.manifest}
-        manifest = json.loads(json.dumps(manifest))  # as it will be read
-        write_text(self.aside / MANIFEST, json.dumps({**manifest, "crc32": crc32_of(manifest)}) + "\n")
-        _sync(self.aside)
-        if self.final.exists():  # of a run that has gone back to an earlier step
-            self.final.rename(aside_of(self.final).with_suffix(".replaced.partial"))
-        self.aside.rename(self.final)
-        _sync(self.final.parent)
-        for old in complete(self.final.parent)[: -self.keep]:
-            old.rename(aside_of(old))  # a checkpoint that is half removed is not to be seen
-        _sweep(self.final.parent)
+        files = {names[one.file]: {"bytes": one.size, "crc32": one.crc32} for one in written.values()}
+        text = encode({"format": FORMAT, "files": files, "tensors": tensors, **self.manifest})
+        self._refuse_if_taken_over()
+        if replaces:
+            _replace(self.aside, self.final, names, text)
+        else:
+            write_text(self.aside / MANIFEST, text)
+            sync(self.aside)
+            self.aside.rename(self.final)
+            sync(self.final.parent)
+        self.retention.after(self.final)
+
+    def _refuse_if_taken_over(self) -> None:
+        if self.confirm is not None:
+            self.confirm()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003
@@ -114,7 +134,7 @@ class FolderWriter(StorageWriter):
 class FolderReader(StorageReader):
     """Reads the parts that a plan asks for out of the ranks' files."""
 
-    def __init__(self, path: Path, manifest: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path, self.tensors = path, manifest["tensors"]
         self.file_of = {
             MetadataIndex(name, start): file
@@ -168,18 +188,41 @@ class FolderReader(StorageReader):
         return False
 
 
-def _sweep(folder: Path) -> None:
-    """Remove what has been renamed aside or left there; what resists is told, and tried again at the next save."""
-    for leftover in folder.glob(".step_*.partial"):
-        try:
-            shutil.rmtree(leftover)
-        except OSError as error:
-            log.warning("cannot remove '%s': %s", leftover, error)
+# Replacing a checkpoint.
+
+
+def _unused_names(final: Path, files: Iterable[str]) -> dict[str, str]:
+    """For each of a new checkpoint's files, a name that the old one does not have: 'rank00000.2.safetensors'."""
+    taken, number = set(os.listdir(final)), 2
+    while taken & {_numbered(file, number) for file in files}:
+        number += 1
+    return {file: _numbered(file, number) for file in files}
+
+
+def _numbered(file: str, number: int) -> str:
+    return f"{file.removesuffix(SUFFIX)}.{number}{SUFFIX}"
+
+
+def _replace(aside: Path, final: Path, names: Mapping[str, str], manifest: str) -> None:
+    """Put new files into a checkpoint's folder, then its new manifest in the place of the old, then remove old files.
+
+    The folder is visible all the while. Its manifest is replaced by one rename, which every POSIX file system has, so
+    it is the old checkpoint before that and the new one after it.
+    """
+    for old, new in names.items():
+        (aside / old).rename(final / new)
+    sync(final)
+    write_text(final / MANIFEST, manifest)
+    sync(final)
+    for path in list(final.iterdir()):
+        if path.name != MANIFEST and path.name not in names.values():
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    aside.rmdir()
 
 
 def key_of(index: MetadataIndex) -> str:
     """The name of a part in its file: 'blocks.0.mlp.up.weight/exp_avg@0,128'."""
-    return f"{index.fqn}@{','.join(map(str, index.offset or ()))}"
+    return name_in_file(index.fqn, index.offset or ())
 
 
 def _on_host(part: Any) -> Tensor:
@@ -202,9 +245,7 @@ def _metadata(saved: Mapping[str, Any]) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(getattr(torch, saved["dtype"])), torch.Size(saved["shape"]), chunks)
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def crc32(path: Path) -> int:
+    """The checksum of a file that has just been written."""
+    with open_file(path.parent, path.name) as file:
+        return checksum_of(file)

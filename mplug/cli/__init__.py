@@ -2,6 +2,7 @@
 
 import ast
 import errno
+import signal
 import sys
 from importlib import import_module
 from importlib.util import find_spec
@@ -69,6 +70,13 @@ class Commands(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, {**summaries, **COMMANDS}[name]) for name in self.list_commands(ctx)])
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command. After Ctrl-C, click would end it with the status of a failure."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            sys.exit(128 + signal.SIGINT)
+
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Run a command; errors become one sentence and the right exit status."""
         try:
@@ -80,8 +88,6 @@ class Commands(click.Group):
         except OSError as error:
             named = f": {error.filename}" if error.filename else ""
             _fail(f"{error.strerror or error}{named}", 2 if error.errno == errno.ENAMETOOLONG else 1)
-        except KeyboardInterrupt:
-            sys.exit(130)
 
 
 def _said_of(entry: Entry) -> str:

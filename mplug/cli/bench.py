@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 @click.command()
 @config_options
-@click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Steps that are measured.")
-@click.option("--warmup", type=click.IntRange(min=1), default=5, show_default=True, help="Steps before them.")
+@click.option("--steps", type=click.IntRange(1, 10**6), default=10, show_default=True, help="Steps that are measured.")
+@click.option("--warmup", type=click.IntRange(1, 10**6), default=5, show_default=True, help="Steps before them.")
 @click.option(
     "--variant",
     "variants",
@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     help="A script that trains the same model takes its turns, too: benchmarks/yardstick.py, or one like it. It gets "
     "the run's settings; FIELD=VALUE after its name change them for it.",
 )
-@click.option("--rounds", type=click.IntRange(min=1), default=1, show_default=True, help="Turns of each participant.")
+@click.option(
+    "--rounds", type=click.IntRange(1, 10**6), default=1, show_default=True, help="Turns of each participant."
+)
 @click.option("--profile", is_flag=True, help="Where the time goes, by class of kernel.")
 @click.option("--limits", is_flag=True, help="Measure what the machine itself can do with each variant's work, too.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write all figures to this file, as JSON.")
@@ -63,8 +65,9 @@ def command(
     """
     from mplug.against import Script
     from mplug.bench import Opponent, Task, as_json, checked, facts_of
-    from mplug.launch import Stopped, launched
+    from mplug.launch import Stopped
     from mplug.settings import merge, read_assignments
+    from mplug.world import launched
 
     if launched() is not None:
         raise UsageError("mplug bench starts its own processes; call it without a launcher")

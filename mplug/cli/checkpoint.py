@@ -2,13 +2,16 @@
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
 from mplug.cli.options import RunName
 from mplug.cli.tables import human_bytes, table
-from mplug.errors import UsageError
+from mplug.errors import RunError, UsageError
+
+if TYPE_CHECKING:
+    from mplug.checkpoint.manifest import Manifest, SavedTensor
 
 run_option = click.option("--name", type=RunName(), help="The run; without it, the newest.")
 step_option = click.option("--step", type=int, help="The checkpoint of this step; without it, the newest.")
@@ -26,14 +29,14 @@ def command() -> None:
 @run_option
 def list_(name: str | None) -> None:
     """List the complete checkpoints of a run, the oldest first."""
-    from mplug.checkpoint import complete, read_manifest, step_of
+    from mplug.checkpoint import complete, read_described, step_of
 
     folder = _folder(name)
     rows = []
     for path in complete(folder):
         try:
-            manifest = read_manifest(path)
-        except UsageError as error:
+            manifest = read_described(path)
+        except (UsageError, RunError) as error:
             rows.append((step_of(path), "-", "-", "-", str(error)))
             continue
         rows.append((manifest["step"], manifest["saved"], _layout(manifest), human_bytes(_bytes(manifest)), "complete"))
@@ -49,10 +52,10 @@ def list_(name: str | None) -> None:
 def show(name: str | None, step: int | None, tensors: bool) -> None:
     """Show what a checkpoint holds: position, layout, provenance, files, tensors."""
     from mplug.changes import shown
-    from mplug.checkpoint import read_manifest
+    from mplug.checkpoint import read_described
 
     path = _path(name, step)
-    manifest = read_manifest(path)
+    manifest = read_described(path)
     made = manifest["provenance"]
     click.echo(f"{path}")
     click.echo(f"  step     {manifest['step']}, {manifest['samples']:,} samples, {manifest['tokens']:,} tokens")
@@ -77,9 +80,9 @@ def show(name: str | None, step: int | None, tensors: bool) -> None:
 @run_option
 @step_option
 def verify_(name: str | None, step: int | None) -> None:
-    """Read checkpoints whole and compare every checksum: all of a run's, or that of --step.
+    """Read checkpoints whole and compare every checksum and header: all of a run's, or that of --step.
 
-    Exit status 2 if one is damaged.
+    Exit status 2 if one is not valid.
     """
     from rich.console import Console
     from rich.progress import track
@@ -94,10 +97,8 @@ def verify_(name: str | None, step: int | None) -> None:
     for path in paths:
         try:
             manifest = read_manifest(path)
-            for file in track(
-                manifest["files"], f"step {step_of(path)}", transient=True, disable=not console.is_terminal
-            ):
-                verify(path, manifest, [file])
+            files, label = list(manifest["files"]), f"step {step_of(path)}"
+            verify(path, manifest, track(files, label, transient=True, disable=not console.is_terminal))
         except UsageError as error:
             problems.append(str(error))
             continue
@@ -118,17 +119,17 @@ def _path(name: str | None, step: int | None) -> Path:
     return at_step(_folder(name), step)
 
 
-def _layout(manifest: dict[str, Any]) -> str:
+def _layout(manifest: "Manifest") -> str:
     return manifest["layout"] or "one process"
 
 
-def _bytes(manifest: dict[str, Any]) -> int:
+def _bytes(manifest: "Manifest") -> int:
     return sum(file["bytes"] for file in manifest["files"].values())
 
 
-def _shape(saved: dict[str, Any]) -> str:
+def _shape(saved: "SavedTensor") -> str:
     return "x".join(map(str, saved["shape"])) or "scalar"
 
 
-def _numel(saved: dict[str, Any]) -> int:
+def _numel(saved: "SavedTensor") -> int:
     return math.prod(saved["shape"])

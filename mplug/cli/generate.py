@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mplug.cli.options import RunName
+from mplug.cli.options import Finite, RunName
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -13,21 +13,25 @@ if TYPE_CHECKING:
     from mplug.run import Run
     from mplug.sampling import Sampling
 
+SEED = click.IntRange(-(2**63), 2**63 - 1)
+
 
 @click.command()
 @click.option("--name", type=RunName(), help="The run to sample from; without it, the newest.")
-@click.option("--step", type=int, help="The checkpoint to sample from; without it, the newest.")
+@click.option("--step", type=click.IntRange(0), help="The checkpoint to sample from; without it, the newest.")
 @click.option("--prompt", default="def ", show_default=True, help="Text that the sample continues.")
-@click.option("--tokens", default=300, show_default=True, type=click.IntRange(1), help="Tokens to add.")
-@click.option("--temperature", default=0.8, show_default=True, type=click.FloatRange(0), help="0 takes the likeliest.")
-@click.option("--top-k", default=0, type=click.IntRange(0), help="Draw from the k likeliest tokens; 0 keeps all.")
+@click.option("--tokens", default=300, show_default=True, type=click.IntRange(1, 10**9), help="Tokens to add.")
+@click.option("--temperature", default=0.8, show_default=True, type=Finite(0), help="0 takes the likeliest.")
+@click.option("--top-k", default=0, type=click.IntRange(0, 2**31), help="Draw from the k likeliest; 0 keeps all.")
 @click.option(
     "--top-p",
     default=1.0,
-    type=click.FloatRange(0, 1, min_open=True),
+    type=Finite(0, 1, min_open=True),
     help="Draw from the likeliest tokens that hold this probability.",
 )
-@click.option("--seed", default=0, show_default=True, type=int, help="A seed gives one text.")
+@click.option(
+    "--seed", default=0, show_default=True, type=click.IntRange(-(2**63), 2**63 - 1), help="A seed gives one text."
+)
 @click.option("--device", default="auto", type=click.Choice(["auto", "cpu", "cuda"]), help="Where to compute.")
 def command(
     name: str | None,

@@ -1,5 +1,6 @@
 """Options that several commands share, and the settings that they make."""
 
+import math
 from collections.abc import Callable, Container
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -40,6 +41,17 @@ class PluginName(click.ParamType):  # type: ignore[type-arg]  # generic since cl
         entries = {entry.name: entry.summary for entry in Registry().entries(self.kind)}
         names = [name for name in Registry().names(self.kind) if name.startswith(incomplete)]
         return [CompletionItem(name, help=entries.get(name)) for name in names]
+
+
+class Finite(click.FloatRange):
+    """A number within a range; click lets NaN through every range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number; an error where it is not finite."""
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{number} is not a finite number.", param, ctx)
+        return number
 
 
 class RunName(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4

@@ -7,21 +7,25 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mplug.cli.options import RunName, config_options, overrides
+from mplug.cli.options import Finite, RunName, config_options, overrides
 from mplug.errors import Diverged, RunError, UsageError
 
 if TYPE_CHECKING:
     from mplug.changes import Changes
+    from mplug.checkpoint.choice import Choice
     from mplug.job import Job, Outcome
-    from mplug.launch import World
+    from mplug.lock import Claim, Lock
     from mplug.run import Run
+    from mplug.world import World
+
+PORT = click.IntRange(1, 65535)
 
 
 @click.command()
 @config_options
 @click.option("--name", type=RunName(), help="Name of the run; its folder is runs/NAME.")
-@click.option("--master-port", type=int, help="Port at which processes started here meet; without it, a free one.")
-@click.option("--resume", is_flag=True, help="Continue the newest checkpoint of --name, or of the newest run.")
+@click.option("--master-port", type=PORT, help="Port for the processes that this command starts; default: a free one.")
+@click.option("--resume", is_flag=True, help="Continue the newest valid checkpoint of --name, or of the newest run.")
 @click.option(
     "--allow-change",
     "allowed",
@@ -31,12 +35,16 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--restarts",
-    type=click.IntRange(min=0),
+    type=click.IntRange(0, 10**6),
     default=0,
-    help="How often to go on from the newest checkpoint when a process dies.",
+    help="How often to go on from the newest valid checkpoint when a process dies or hangs (watchdog.timeout).",
 )
 @click.option("--deterministic", is_flag=True, help="The same run twice gives the same bits, on the same machines.")
-@click.option("--max-minutes", type=click.FloatRange(min=0, min_open=True), help="Save and end before so much time.")
+@click.option(
+    "--max-minutes",
+    type=Finite(0, 1e9, min_open=True),
+    help="Save and end before so much time; an evaluation is left for it.",
+)
 def command(
     name: str | None,
     resume: bool,
@@ -56,9 +64,17 @@ def command(
     With --deterministic (trainer.deterministic), kernels that do not give the same bits twice are left out, or refused
     if they are named; what depends on the layout still does, and 'mplug explain' lists it.
 
+    A run of several processes ends when one of them hangs for minutes (watchdog.timeout, in seconds, and longer where
+    steps are long); the error names its rank, and what it was doing.
+
     A resumed run keeps the settings of its checkpoint. It may have more steps, another layout and other kernels, save,
     evaluate and report in another way, and it logs every change. Any other change, such as another learning rate,
     optimizer, seed or data, is refused unless --allow-change names it.
+
+    One command at a time trains a run: a second one of the same name is refused, with the name of the first one's
+    process and machine. SIGTERM and Ctrl-C finish the step under way, save, and end the run; they leave an evaluation.
+
+    On several machines, start one process per GPU with srun, torchrun or mpirun; docs/machines.md has the commands.
 
     \b
     mplug train --set data.path=book.txt --set trainer.steps=500
@@ -68,22 +84,29 @@ def command(
     mplug train --resume --set optimizer.lr=1e-3 --allow-change optimizer.lr
     """
     from mplug.job import Job, settle
-    from mplug.launch import launched, refuse_port_in_use
+    from mplug.launch import refuse_port_in_use
+    from mplug.lock import Lock
+    from mplug.metrics import METRICS, read_lines
     from mplug.pretrained import pretrained_of, refuse_another_model
     from mplug.resolve import default_settings, saved_settings
     from mplug.run import RUNS, find_directory, new_directory
     from mplug.settings import merge, read_assignments
+    from mplug.world import launched
 
     began = time.time()
     world = launched()
     restarted = world is not None and world.restart > 0
     if world is not None:
         _refuse_restarts(world, restarts, name, resume)
+        _refuse_port(world, master_port)
     names = tuple(name.strip() for words in allowed for name in words.split(","))
     if names and not resume:
         raise UsageError("--allow-change is for a run that goes on from a checkpoint; add --resume, or leave it out")
     resume = resume or (restarted and (RUNS / str(name) / "config.yaml").is_file())
     directory = find_directory(name) if resume else None
+    first = world is None or world.rank == 0
+    lock = click.get_current_context().with_resource(Lock(_say))
+    claim = _claim_existing(lock, directory, name) if first else None
     base, changes = saved_settings(directory) if directory else default_settings(), overrides(**options)
     if deterministic:
         changes = merge(changes, read_assignments(["trainer.deterministic=true"], "--deterministic"))
@@ -91,27 +114,66 @@ def command(
     if master_port is not None:
         refuse_port_in_use(master_port)
     resume_from = _checkpoint_of(directory, restarted) if directory else None
-    since = _changes(run, resume_from, names)
+    if directory is not None:
+        read_lines(directory / METRICS)  # refuses a damaged file
+    readable = _readable(resume_from)
+    since = _changes(run, readable, names)
     from mplug.build import build_model, refuse_unsavable_states  # import torch, which a refused config never waits for
     from mplug.mixing import refuse_other_micro_batches
+    from mplug.sizes import refuse_beyond_memory
 
-    first = world is None or world.rank == 0
     run.directory = directory or new_directory(run.config, name, check=first)
     model = build_model(run)  # refuses what cannot be built before any process starts
+    refuse_beyond_memory(run, model, world)
     refuse_other_micro_batches(model, since)
-    refuse_unsavable_states(run, model, resume_from)
+    refuse_unsavable_states(run, model, readable.path if readable else None)
     pretrained = None if resume_from else pretrained_of(run)
     if pretrained is not None:
         refuse_another_model(pretrained, model)
     if first:
-        _announce(run, _beginning(resume_from, pretrained), since.lines())
+        claim = claim or _claim_new(lock, run, name)
+        _announce(run, world, _beginning(readable, pretrained), since.lines())
     deadline = began + 60 * max_minutes if max_minutes is not None else None
-    job = Job(base, changes, run.directory, resume_from, deadline, names)
-    outcome = _work(run, job, world is not None, master_port, restarts)
+    job = Job(base, changes, run.directory, resume_from, deadline, names, claim)
+    outcome = _work(run, job, readable, world is not None, master_port, restarts)
     if first:
-        _report(outcome, time.time() - began, speaks=bool(run.hooks.implementers("build_tokenizer")))
+        _report(outcome, run, time.time() - began)
     if outcome.signal is not None:
         raise SystemExit(128 + outcome.signal)
+
+
+def _say(sentence: str) -> None:
+    click.echo(f"mplug: {sentence}", err=True)
+
+
+def _claim_existing(lock: "Lock", directory: Path | None, name: str | None) -> "Claim | None":
+    """Take the lock of a run that is continued, or of one that has the name of a new run and is under way."""
+    from mplug.lock import FOLDER
+    from mplug.run import RUNS
+
+    if directory is None and name is not None and (RUNS / name / FOLDER).is_dir():
+        directory = RUNS / name
+    return lock.take(directory) if directory is not None else None
+
+
+def _claim_new(lock: "Lock", run: "Run", name: str | None) -> "Claim":
+    """Take the lock of a new run's folder. A run without --name takes another one if two start in the same second."""
+    from mplug.run import new_directory
+
+    assert run.directory is not None
+    stamped = run.directory
+    for number in range(2, 100):
+        try:
+            claim = lock.take(run.directory)
+            break
+        except UsageError:
+            if name is not None:
+                raise
+            run.directory = stamped.with_name(f"{stamped.name}-{number}")
+    else:
+        raise UsageError(f"'{stamped}' and 98 folders beside it are taken; give the run a --name")
+    new_directory(run.config, run.directory.name)  # it may have begun, and ended, since its name was checked
+    return claim
 
 
 def _refuse_restarts(world: "World", restarts: int, name: str | None, resume: bool) -> None:
@@ -122,6 +184,13 @@ def _refuse_restarts(world: "World", restarts: int, name: str | None, resume: bo
         raise UsageError(f"give --name, so that a process which {world.launcher} restarts finds its run")
 
 
+def _refuse_port(world: "World", port: int | None) -> None:
+    """Whoever has launched the processes chooses the port, or the user does for all of them alike."""
+    if port is not None:
+        remedy = "it has an option of the same name" if world.launcher == "torchrun" else "set MASTER_PORT instead"
+        raise UsageError(f"--master-port is for processes that this command starts; for {world.launcher}, {remedy}")
+
+
 def _checkpoint_of(directory: "Path", restarted: bool) -> "Path | None":
     """The newest checkpoint; a restarted run that had none yet begins again."""
     from mplug.checkpoint import complete, newest
@@ -130,21 +199,29 @@ def _checkpoint_of(directory: "Path", restarted: bool) -> "Path | None":
     return None if restarted and not complete(folder) else newest(folder)
 
 
-def _changes(run: "Run", resume_from: "Path | None", allowed: tuple[str, ...]) -> "Changes":
+def _readable(resume_from: "Path | None") -> "Choice | None":
+    """The newest checkpoint by its manifest, before any process starts; the ranks then read the files together."""
+    if resume_from is None:
+        return None
+    from mplug.checkpoint.choice import newest_readable  # imports pydantic
+
+    return newest_readable(resume_from.parent)
+
+
+def _changes(run: "Run", readable: "Choice | None", allowed: tuple[str, ...]) -> "Changes":
     """What the run changes since its checkpoint; UsageError for what the user has not allowed."""
     from mplug.changes import Changes, changes_on_resume, refuse_unknown_fields
 
-    if resume_from is None:
+    if readable is None:
         return Changes()
-    from mplug.checkpoint import read_manifest
-
-    manifest = read_manifest(resume_from)
-    refuse_unknown_fields(manifest, run.config, allowed)
-    return changes_on_resume(resume_from, manifest, run, allowed)
+    refuse_unknown_fields(readable.manifest, run.config, allowed)
+    return changes_on_resume(readable.path, readable.manifest, run, allowed)
 
 
-def _work(run: "Run", job: "Job", launched: bool, port: int | None, restarts: int) -> "Outcome":
-    from mplug.checkpoint import complete, newest_sound, step_of
+def _work(
+    run: "Run", job: "Job", readable: "Choice | None", launched: bool, port: int | None, restarts: int
+) -> "Outcome":
+    from mplug.checkpoint import complete
     from mplug.job import Outcome, work
     from mplug.launch import Stopped, launch
 
@@ -155,30 +232,44 @@ def _work(run: "Run", job: "Job", launched: bool, port: int | None, restarts: in
             outcome: Outcome = launch(run.mesh.world_size, work, job, port=port)
             return outcome
         except Stopped as stop:
-            saved = [path for path in complete(run.checkpoints) if path != job.resume_from]
-            return Outcome(job.directory, step_of(saved[-1]) if saved else 0, signal=stop.signal)
+            return Outcome(job.directory, _saved_since(run, readable), signal=stop.signal)
         except Diverged:
             raise
         except RunError as error:
             if restart > restarts:
                 raise
-            sound = newest_sound(run.checkpoints)
-            job = replace(job, resume_from=sound)
-            where = f"from step {step_of(sound)}" if sound else "from scratch"
+            if job.claim is not None:
+                job.claim.confirm()
+            found = complete(run.checkpoints)
+            job = replace(job, resume_from=found[-1] if found else None)
+            try:
+                readable = _readable(job.resume_from)
+            except UsageError as none:
+                raise UsageError(f"{error}; {none}") from error
+            where = _beginning(readable, None)
             click.echo(f"mplug: {error}; going on {where} (restart {restart} of {restarts})", err=True)
     raise AssertionError("the last attempt returns or raises")
 
 
-def _beginning(resume_from: "Path | None", pretrained: "Path | None") -> str:
-    """Where a run begins, in words."""
-    from mplug.checkpoint import step_of
+def _saved_since(run: "Run", before: "Choice | None") -> int:
+    """The step of the newest checkpoint, if it is not the one from which the run has continued; else 0."""
+    from mplug.checkpoint import complete
 
-    if resume_from is not None:
-        return f"from step {step_of(resume_from)}"
+    found = complete(run.checkpoints)
+    now = _readable(found[-1]) if found else None
+    if now is None or (before is not None and now.manifest == before.manifest):
+        return 0
+    return now.manifest["step"]
+
+
+def _beginning(readable: "Choice | None", pretrained: "Path | None") -> str:
+    """Where a run begins, in words."""
+    if readable is not None:
+        return f"from step {readable.manifest['step']}"
     return f"with the weights of '{pretrained}'" if pretrained is not None else "from scratch"
 
 
-def _announce(run: "Run", where: str, changes: list[str]) -> None:
+def _announce(run: "Run", world: "World | None", where: str, changes: list[str]) -> None:
     import torch
 
     layout = f", {run.config.parallel.layout} on {run.mesh.world_size} processes" if run.mesh.world_size > 1 else ""
@@ -186,7 +277,7 @@ def _announce(run: "Run", where: str, changes: list[str]) -> None:
     click.echo(f"run {run.directory}: {steps} step{'s' * (steps != 1)}, {where}{layout}")
     for line in changes:
         click.echo(f"  changed since the checkpoint: {line}")
-    if run.config.trainer.device != "cpu":
+    if run.config.trainer.device != "cpu" and world is None:  # a launcher has decided otherwise how many there are
         click.echo(_idle_gpus(run, torch.cuda.device_count()), nl=False)
 
 
@@ -199,7 +290,7 @@ def _idle_gpus(run: "Run", gpus: int) -> str:
     return f"{gpus} GPUs are here, and this run uses {run.mesh.world_size}: {remedy}\n"
 
 
-def _report(outcome: "Outcome", seconds: float, speaks: bool) -> None:
+def _report(outcome: "Outcome", run: "Run", seconds: float) -> None:
     from mplug.observers import duration
 
     name = outcome.directory.name
@@ -208,10 +299,12 @@ def _report(outcome: "Outcome", seconds: float, speaks: bool) -> None:
         return
     if outcome.signal is not None or outcome.out_of_time:
         why = "out of time" if outcome.out_of_time else "stopped"
-        click.echo(
-            f"{why} after step {outcome.step}, which is saved; continue with: mplug train --resume --name {name}"
-        )
+        rest = f"continue with: mplug train --resume --name {name}"
+        if outcome.step == run.config.trainer.steps:
+            rest = "it was the last, and its evaluation was left out"
+        click.echo(f"{why} after step {outcome.step}, which is saved; {rest}")
         return
     loss = f", validation loss {outcome.val_loss:.4f}" if outcome.val_loss is not None else ""
+    speaks = run.hooks.implementers("build_tokenizer")
     sample = f"; sample from it with: mplug generate --name {name}" if speaks else ""
     click.echo(f"done in {duration(seconds)}{loss}{sample}")

@@ -10,9 +10,6 @@ Its tests build the loaders of every rank in one process, as `build_loader` woul
 """
 
 import copy
-import random
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,21 +17,25 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import SkipTest
 
 from mplug.errors import UsageError, counted
+from mplug.microbatches import out_of_range
 from mplug.registry import Registry
 from mplug.run import prepare
 from mplug.testing.leftovers import nothing_left
 from mplug.testing.samples import (
-    Sample,
     difference,
+    first_samples,
     image,
     kept,
     leaked,
     malformed,
     merged_state,
     mislabelled,
-    out_of_range,
+    other_random_numbers,
+    read,
+    refuse,
     repeated,
     size_of,
+    taken,
     unfair,
     unpacked,
 )
@@ -42,7 +43,7 @@ from mplug.testing.suite import Fault, PluginSuite, naming_failures, require, sm
 
 if TYPE_CHECKING:
     from mplug.config import RunConfig
-    from mplug.contracts import Loader, MicroBatch
+    from mplug.contracts import Loader
     from mplug.run import Run
 
 LOOK = 64
@@ -159,6 +160,16 @@ class DataSuite(PluginSuite):
         for batch in taken(loader, LOOK):
             refuse(out_of_range(batch, loader.vocab_size))
 
+    def test_a_run_finds_no_fault_in_its_micro_batches(self, world_size: int, split: str) -> None:
+        """A run checks every micro batch and counts the samples of every rank; a fault ends it."""
+        from mplug.supervision import Source, Supervised
+
+        for run in self.ranks(self.layout(world_size)):
+            supervised = Supervised(self.loader(run, split), Source.of(run, split))
+            for portion in PORTIONS:
+                with naming_failures(f"take({portion}) on rank {run.rank} of {world_size}"):
+                    list(supervised.take(portion))
+
     def test_labels_are_the_next_tokens(self, split: str) -> None:
         """Shifted by one, or ignored."""
         refuse(mislabelled(read(self.alone(split), LOOK)))
@@ -206,7 +217,7 @@ class DataSuite(PluginSuite):
         from mplug.testing.workers import run_workers
 
         expected = read(self.alone(), LOOK)
-        with _other_random_numbers():
+        with other_random_numbers():
             again = read(self.alone(), LOOK)
         refuse(difference(again, expected), "when global random numbers have another state")
         (elsewhere,) = run_workers(1, first_samples, self.tiny(), LOOK)
@@ -384,45 +395,3 @@ class DataSuite(PluginSuite):
         expected = {step: figures for step, figures in whole.figures.items() if step > 2}
         same = resumed.figures == expected
         require(same, f"steps after resuming have losses {resumed.losses}, and without stopping {whole.losses}")
-
-
-def first_samples(settings: Mapping[str, Any], num_samples: int) -> list[Sample]:
-    """Be another process that reads the first samples."""
-    from mplug.build import choose_device
-    from mplug.testing.harness import tiny_run
-
-    run = tiny_run(settings)
-    run.device = choose_device(run.config)
-    return read(DataSuite.loader(run), num_samples)
-
-
-def taken(loader: "Loader", num_samples: int) -> "list[MicroBatch]":
-    """This rank's micro batches of the next samples."""
-    with naming_failures(f"take({num_samples})"):
-        return list(loader.take(num_samples))
-
-
-def read(loader: "Loader", num_samples: int) -> list[Sample]:
-    """This rank's samples of the next ones."""
-    with naming_failures(f"take({num_samples})"):
-        return [sample for batch in loader.take(num_samples) for sample in unpacked(batch)]
-
-
-def refuse(fault: str, where: str = "") -> None:
-    """Raise Fault for a sentence that tells one, and where it was found."""
-    require(not fault, f"{fault} {where}".strip())
-
-
-@contextmanager
-def _other_random_numbers() -> Iterator[None]:
-    """Give the global generators another state for a while."""
-    import numpy
-    import torch
-
-    python, arrays = random.getstate(), numpy.random.get_state()
-    with torch.random.fork_rng():
-        for seed in (random.seed, numpy.random.seed, torch.manual_seed):
-            seed(20_011)
-        yield
-    random.setstate(python)
-    numpy.random.set_state(arrays)

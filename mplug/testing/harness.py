@@ -59,6 +59,8 @@ class Trace:
     `weights` those after the last. `announced` says of every step how often each of the rank's gradients was announced
     as final. `statistics` are each step's, of all ranks. `drawn` says where torch's generator stood when a unit began
     to compute, and `places` where this rank is among those that compute different parts of a unit (`mplug.draws`).
+    `taken` is the number of micro batches of the evaluation; `taken_early` says whether the stepper took many of them
+    before it needed them.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -70,6 +72,8 @@ class Trace:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     statistics: "list[dict[str, Tensor]]" = field(default_factory=list)
     val_loss: float = 0.0
+    taken: int = 0
+    taken_early: bool = False
     drawn: dict[Call, set[str]] = field(default_factory=dict)
     places: dict[str, int] = field(default_factory=dict)
 
@@ -131,7 +135,7 @@ def train_steps(
     another way.
     """
     from mplug.build import build
-    from mplug.loop import evaluate
+    from mplug.evaluation import evaluate
     from mplug.schedule import learning_rate
 
     run = tiny_run(in_fp64(settings))
@@ -157,8 +161,30 @@ def train_steps(
         trace.statistics.append({name: value.clone() for name, value in result.statistics.items()})
     trace.weights = owned_values(run, parts)
     trace.shapes = {name: placement.shape for name, placement in parts.model.placements.items()}
-    trace.val_loss = evaluate(run, parts)
+    taking = _Taking(parts)
+    trace.val_loss = evaluate(run, parts, taking.watch)
+    trace.taken, trace.taken_early = taking.taken, taking.ahead > len(parts.model.stages.units)
     return trace
+
+
+class _Taking:
+    """Counts the micro batches that a stepper takes for an evaluation, and how many of them it takes `ahead`."""
+
+    def __init__(self, parts: "Parts") -> None:
+        self.taken = self.computed = self.ahead = 0
+        self._run = parts.model.run
+        parts.model.run = self._through  # type: ignore[method-assign]
+
+    def _through(self, batch: "Mapping[str, Tensor]") -> "dict[str, Tensor]":
+        self.computed += 1
+        self.ahead = max(self.ahead, self.taken - self.computed)
+        return self._run(batch)
+
+    def watch(self, batches: "Iterator[MicroBatch]") -> "Iterator[MicroBatch]":
+        """The same micro batches."""
+        for batch in batches:
+            self.taken += 1
+            yield batch
 
 
 def train_ranks(world_size: int, settings: TinySettings, portions: Portions = as_they_come) -> list[Trace]:
@@ -243,6 +269,7 @@ def _errors(traces: list[Trace], reference: Trace) -> Iterator[tuple[float, str]
         yield from _of_gradients(step, traces, reference)
         yield from _of_numbers(f"gradient norm of step {step + 1}", norms, reference.norms[step])
     yield from _of_numbers("validation loss", [trace.val_loss for trace in traces], reference.val_loss)
+    yield from _of_evaluation(traces)
 
 
 def tolerance_of(settings: TinySettings) -> float:
@@ -294,6 +321,16 @@ def _of_numbers(what: str, found: list[float], expected: float) -> Iterator[tupl
             _relative(abs(value - expected), abs(expected)),
             f"the {what} on rank {rank} is {value}, in one process {expected}",
         )
+
+
+def _of_evaluation(traces: list[Trace]) -> Iterator[tuple[float, str]]:
+    remedy = "a run that is asked to stop cannot leave the evaluation then (Stepper.evaluate)"
+    for rank, trace in enumerate(traces):
+        if trace.taken != traces[0].taken:
+            counts = f"{trace.taken} micro batches of an evaluation on rank {rank}, and {traces[0].taken} on rank 0"
+            yield math.inf, f"the stepper takes {counts}: {remedy}"
+        if trace.taken_early:
+            yield math.inf, f"the stepper takes micro batches of an evaluation long before it computes them: {remedy}"
 
 
 def _of_gradients(step: int, traces: list[Trace], reference: Trace) -> Iterator[tuple[float, str]]:

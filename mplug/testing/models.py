@@ -14,8 +14,8 @@ from mplug.testing.harness import tiny_run
 from mplug.testing.suite import Fault, PluginSuite, smoke
 
 if TYPE_CHECKING:
-    from mplug.plan import Flops
     from mplug.model import Model
+    from mplug.plan import Flops
     from mplug.testing.trial import Trial
 
 

@@ -5,11 +5,14 @@ empty string where there is none.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mplug.testing.suite import Fault, naming_failures
+from mplug import microbatches
+from mplug.testing.suite import Fault, naming_failures, require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,8 +21,6 @@ if TYPE_CHECKING:
 
 IGNORED = -100
 """The label of a position without a target."""
-SHAPES = {"tokens": "[B, S]", "labels": "[B, S]", "positions": "[1 or B, S]", "sample_ids": "[B]"}
-"""What every micro batch has."""
 
 
 @dataclass(frozen=True)
@@ -51,48 +52,10 @@ def unpacked(batch: "MicroBatch") -> list[Sample]:
 
 def malformed(batch: "MicroBatch", length: int) -> str:
     """An entry that is missing, or has another shape, type or device than the contract says."""
-    for name, shape in SHAPES.items():
-        if name not in batch:
-            return f"a micro batch has no '{name}' {shape}"
-    size = len(batch["sample_ids"])
-    allowed: dict[str, list[tuple[int, ...]]] = {"sample_ids": [(size,)], "positions": [(1, length), (size, length)]}
-    for name, shape in SHAPES.items():
-        tensor = batch[name]
-        if tuple(tensor.shape) not in allowed.get(name, [(size, length)]):
-            return f"'{name}' has shape {tuple(tensor.shape)}; it is {shape}, here with B={size} and S={length}"
-        if tensor.is_floating_point() or tensor.is_complex() or not tensor.dtype.is_signed:
-            return f"'{name}' is {tensor.dtype}; it holds signed integers"
-        if tensor.device.type != "cpu":
-            return f"'{name}' is on '{tensor.device}'; a loader's micro batches are on the CPU, and the host moves them"
-    if batch["labels"].dtype.itemsize != 8:
-        return f"'labels' are {batch['labels'].dtype}; a loss takes int64"
-    return _unmeasured(batch["document_lengths"], size, length) if "document_lengths" in batch else ""
-
-
-def _unmeasured(lengths: "Tensor", size: int, length: int) -> str:
-    """Lengths of documents that are not those of samples of `length` tokens."""
-    told = f"'document_lengths' {tuple(lengths.shape)}, {lengths.dtype},"
-    if lengths.dim() != 2 or len(lengths) != size or lengths.is_floating_point() or lengths.dtype.itemsize != 8:
-        return f"{told} must be [B, M] and int64, here with B={size}"
-    if bool((lengths < 0).any()):
-        return f"{told} hold {int(lengths.min())}; a document has tokens, and zeros fill up"
-    wrong = [total for total in lengths.sum(dim=1).tolist() if total != length]
-    return f"{told} add up to {wrong[0]} in a sample of {length} tokens; every token is in a document" if wrong else ""
-
-
-def out_of_range(batch: "MicroBatch", vocab_size: int) -> str:
-    """A token, label or position that has no row in its table."""
-    tokens, labels, positions = batch["tokens"], batch["labels"], batch["positions"]
-    length = tokens.shape[1]
-    for name, values, end, bound in (
-        ("tokens", tokens, vocab_size, "the loader's vocab_size"),
-        ("labels", labels[labels != IGNORED], vocab_size, "the loader's vocab_size"),
-        ("positions", positions, length, "the sequence length"),
-    ):
-        wrong = values[(values < 0) | (values >= end)]
-        if wrong.numel():
-            return f"'{name}' holds {int(wrong[0])}; they are 0 to {end - 1}, for {bound} is {end}"
-    return ""
+    elsewhere = ((name, x.device) for name, x in batch.items() if hasattr(x, "device") and x.device.type != "cpu")
+    for name, device in elsewhere:
+        return f"'{name}' is on '{device}'; a loader's micro batches are on the CPU, and the host moves them"
+    return microbatches.malformed(batch, length)
 
 
 def mislabelled(samples: Iterable[Sample]) -> str:
@@ -217,3 +180,48 @@ def image(state: Any) -> str:
     """A state as text: two are the same where a checkpoint would hold the same."""
     text, tensors = stored(state)
     return "\n".join((text, *(f"{path} {tensor.dtype} {tensor.tolist()}" for path, tensor in sorted(tensors.items()))))
+
+
+# Reading a loader.
+
+
+def first_samples(settings: Mapping[str, Any], num_samples: int) -> list[Sample]:
+    """Be another process that reads the first samples."""
+    from mplug.build import build_loader, choose_device
+    from mplug.testing.harness import tiny_run
+
+    run = tiny_run(settings)
+    run.device = choose_device(run.config)
+    return read(build_loader(run, "train"), num_samples)
+
+
+def taken(loader: "Loader", num_samples: int) -> "list[MicroBatch]":
+    """This rank's micro batches of the next samples."""
+    with naming_failures(f"take({num_samples})"):
+        return list(loader.take(num_samples))
+
+
+def read(loader: "Loader", num_samples: int) -> list[Sample]:
+    """This rank's samples of the next ones."""
+    with naming_failures(f"take({num_samples})"):
+        return [sample for batch in loader.take(num_samples) for sample in unpacked(batch)]
+
+
+def refuse(fault: str, where: str = "") -> None:
+    """Raise Fault for a sentence that tells one, and where it was found."""
+    require(not fault, f"{fault} {where}".strip())
+
+
+@contextmanager
+def other_random_numbers() -> Iterator[None]:
+    """Give the global generators another state for a while."""
+    import numpy
+    import torch
+
+    python, arrays = random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng():
+        for seed in (random.seed, numpy.random.seed, torch.manual_seed):
+            seed(20_011)
+        yield
+    random.setstate(python)
+    numpy.random.set_state(arrays)

@@ -21,6 +21,8 @@ from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from typing import Any
 
+from machines import enter
+
 from mplug.testing.workers import PRELOAD
 
 SEARCHED = [path for path in sys.path if path and Path(path) != Path(sys.executable).parent]
@@ -33,7 +35,8 @@ STRICT = ("-W", "error", "-W", "ignore::pytest.PytestAssertRewriteWarning")
 class Forked:
     """A running module, with the methods of `subprocess.Popen` that the tests use.
 
-    `text` is its standard input. With `session` it leads a session of its own.
+    `text` is its standard input. With `session` it leads a session of its own. `machine` is the `pid` of a machine of
+    `machines.Machines` on which it runs.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class Forked:
         environment: Mapping[str, str],
         text: str | None = None,
         session: bool = False,
+        machine: int | None = None,
     ) -> None:
         multiprocessing.set_forkserver_preload(list(PRELOAD))
         self.args = [module, *arguments]
@@ -53,7 +57,7 @@ class Forked:
         out, err = map(str, self._written)
         self.output = out
         task = {"words": self.args, "cwd": str(cwd), "environment": dict(environment), "searched": SEARCHED}
-        here = {"TASK": {**task, "text": text, "session": session, "out": out, "err": err}}
+        here = {"TASK": {**task, "text": text, "session": session, "machine": machine, "out": out, "err": err}}
         context = multiprocessing.get_context("forkserver")
         self._process = context.Process(target=runpy.run_path, args=(__file__, here, "mplug_warm"))
         self._process.start()
@@ -116,6 +120,8 @@ def become(task: Mapping[str, Any]) -> None:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
         os.dup2(file, number)
         os.close(file)
+    if task["machine"] is not None:
+        enter(task["machine"])
     if task["text"] is not None:
         sys.stdin = io.StringIO(task["text"])
     os.chdir(task["cwd"])

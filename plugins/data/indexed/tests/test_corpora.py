@@ -120,11 +120,25 @@ def test_a_damaged_index_is_refused_by_whatever_reads_it(tmp_path: Path) -> None
             act()
 
 
-@pytest.mark.parametrize("report", ["[]", "{", '{"files": 3}', "{}"])
+OF_NO_NUMBER = '{"files": {"a.bin": {"bytes": NaN, "sha256": "0"}}}'
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    "report", ["[]", "{", '{"files": 3}', "{}", '{"files": {}}', OF_NO_NUMBER, DEEP], ids=lambda text: text[:30]
+)
 def test_a_damaged_report_is_refused(tmp_path: Path, report: str) -> None:
     prefix = corpus(tmp_path / "a", "one")
     (tmp_path / "a.preprocess.json").write_text(report)
     with pytest.raises(RunError, match=r"a\.preprocess\.json' is damaged: it has no checksums; copy it again"):
+        verify(str(prefix), None)
+
+
+def test_a_report_of_other_files_is_refused(tmp_path: Path) -> None:
+    prefix = corpus(tmp_path / "a", "one")
+    other = {"b.bin": {"bytes": 1, "sha256": "0" * 64}}
+    (tmp_path / "a.preprocess.json").write_text(json.dumps({"files": other}))
+    with pytest.raises(RunError, match=r"a\.preprocess\.json' has no checksum of 'a\.bin': it is of another data set"):
         verify(str(prefix), None)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from mplug_indexed.files import CODES, HEADER, MAGIC, Reader, Writer, bin_path, dtype_for, idx_path, parse_header
+from mplug_indexed.overlaps import refuse_overlaps
 
 from mplug import RunError, UsageError
 
@@ -251,6 +252,30 @@ def test_verifying_finds_every_entry_that_points_out(pair: Path, at: int, conten
         return
     with pytest.raises(UsageError, match=sentence):
         reader.verify()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "pointers", "overlap"),
+    [
+        ([2, 2, 2], [0, 4, 8], None),
+        ([2, 2, 2], [8, 0, 4], None),
+        ([2, 0, 2], [0, 2, 4], None),
+        ([2, 2, 2], [0, 4, 4], "sequences 1 and 2 overlap"),
+        ([2, 2, 2], [0, 2, 8], "sequences 0 and 1 overlap"),
+        ([2, 2, 2], [8, 6, 0], "sequences 1 and 0 overlap"),
+        ([6, 0, 1], [0, 4, 4], "sequences 0 and 2 overlap"),
+    ],
+)
+def test_sequences_that_overlap_are_refused_by_their_numbers(
+    lengths: list[int], pointers: list[int], overlap: str | None
+) -> None:
+    """Sequences may lie in any order, and an empty one anywhere."""
+    arguments = (np.array(lengths, np.int32), np.array(pointers, np.int64), 2, Path("set.idx"))
+    if overlap is None:
+        refuse_overlaps(*arguments)
+        return
+    with pytest.raises(UsageError, match=f"'set.idx' is damaged: {overlap}"):
+        refuse_overlaps(*arguments)
 
 
 @pytest.mark.parametrize(("size", "sentence"), [(10, "needs 12: it is cut off"), (11, "no whole number of uint16")])

@@ -3,11 +3,14 @@
 On a CPU stand-ins in plain torch take the kernels' place. T tokens, D embed, F mlp.
 """
 
+import inspect
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from importlib.util import find_spec
-from types import ModuleType, SimpleNamespace
+from pathlib import Path
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -23,7 +26,7 @@ from torch.nn import functional as F
 from mplug import Site
 from mplug.build import build_model
 from mplug.errors import UsageError
-from mplug.nn import MLP, Weights
+from mplug.nn import MLP, Weights, normal
 from mplug.nn.linear import PLAIN, multiply
 from mplug.nn.mlp import activation
 from mplug.testing import KernelSuite
@@ -230,6 +233,43 @@ def test_a_weight_that_does_not_learn_gets_no_gradient_and_its_sink_stays() -> N
     assert up.grad is None
     assert torch.equal(sink, torch.ones(64, 32))
     assert all(one.grad is not None and bool(one.grad.any()) for one in (x, bias, down))
+
+
+def test_epilogues_refer_to_functions_of_quack_and_cutlass_through_their_modules_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """QuACK cannot identify what CUTLASS's decorators refer to (DSL 4.8.0 and later, outside of site-packages)."""
+    made: list[FunctionType] = []
+
+    def gemm_epilogue(**options: Any) -> Callable[[FunctionType], FunctionType]:
+        return lambda epilogue: made.append(epilogue) or epilogue  # type: ignore[func-returns-value]
+
+    foreign = {name: ModuleType(name) for name in ("cutlass", "quack", "quack.cache", "quack.epilogue")}
+    for name in ("cutlass.cute", "quack.activation", "quack.epilogue.ops"):
+        parent, _, own = name.rpartition(".")
+        foreign[name] = ModuleType(name)
+        setattr(foreign[parent], own, foreign[name])
+    for name in ("gelu_tanh_approx", "dgelu_tanh_approx"):
+        setattr(
+            foreign["quack.activation"], name, FunctionType((lambda x: x).__code__, {"__name__": "quack.activation"})
+        )
+    foreign["quack.cache"].EXTRA_SOURCE_DIRS = []  # type: ignore[attr-defined]
+    foreign["quack.epilogue"].gemm_epilogue = gemm_epilogue  # type: ignore[attr-defined]
+    foreign["quack.epilogue.ops"].RowVecLoad = lambda name: name  # type: ignore[attr-defined]
+    for name, module in foreign.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "mplug_quack.epilogues", raising=False)
+    epilogues = import_module("mplug_quack.epilogues")
+    monkeypatch.delitem(sys.modules, "mplug_quack.epilogues")
+    reached, unread = [], made[:]
+    for function in unread:  # it grows
+        reached.append(function.__globals__["__name__"])
+        referred = inspect.getclosurevars(function).globals.values()
+        unread += [one for one in referred if inspect.isfunction(one) and one not in unread]
+    assert len(made) == len(epilogues.UP) + len(epilogues.DOWN)
+    assert set(reached) == {"mplug_quack.epilogues", "mplug.nn.normal"}
+    folders = foreign["quack.cache"].EXTRA_SOURCE_DIRS  # type: ignore[attr-defined]
+    assert folders == [Path(mplug_quack.__file__).parent, Path(normal.__file__).parent]
 
 
 def test_neither_importing_it_nor_asking_it_imports_quack() -> None:

@@ -10,8 +10,9 @@ import torch
 from megatron.energon import SavableDataLoader, TaskEncoder, WorkerConfig, get_savable_loader, get_train_dataset
 from megatron.energon.errors import log_exception
 
-from mplug import CorpusTokenizer, MicroBatch, RunError, UsageError
-from mplug_energon.streams import Collate, Shape, StreamLoader, told
+from mplug import CorpusTokenizer, MicroBatch, UsageError
+from mplug_energon.sources import name_tars, stop, told
+from mplug_energon.streams import Collate, Shape, StreamLoader
 
 if TYPE_CHECKING:
     from mplug_energon.plugin import Energon
@@ -70,6 +71,7 @@ def open_stream(config: "Energon.Config", encoder: TaskEncoder, part: str, seed:
         num_workers=config.num_workers,
         seed_offset=seed,
         global_error_handler=stop if config.on_error == "stop" else log_exception,
+        restore_error_handler=stop,
     )
     try:
         dataset = get_train_dataset(
@@ -87,6 +89,7 @@ def open_stream(config: "Energon.Config", encoder: TaskEncoder, part: str, seed:
             f"data.path '{config.path}', part '{part}': Energon cannot read it: {told(error)}; name a part that it "
             f"has, or prepare it again by 'energon prepare', with more tars where a part has none: it is of whole tars"
         ) from error
+    name_tars(dataset, config.path)
     loader = get_savable_loader(
         dataset,
         gc_collect_every_n_steps=0 if config.num_workers == 0 else 100,  # it would freeze the training's own objects
@@ -94,19 +97,6 @@ def open_stream(config: "Energon.Config", encoder: TaskEncoder, part: str, seed:
     )
     loader.pin_memory = False  # the host pins
     return loader
-
-
-def stop(error: Exception, sample: Any, sources: Any = None) -> None:
-    """End the run at a sample that cannot be read or encoded, naming it."""
-    if isinstance(error, UsageError | RunError):
-        raise error
-    where = [f"{one.shard_name}: {', '.join(one.file_names)}" for one in sources or ()]
-    key = getattr(sample, "__key__", None) or (sample.get("__key__") if isinstance(sample, dict) else None)
-    named = "; ".join(where) or (f"'{key}'" if key is not None else "")
-    raise RunError(
-        f"a sample of the data set cannot be used{named and f' ({named})'}: {told(error)}; mend it, or set "
-        f"data.on_error=skip"
-    ) from error
 
 
 def collate(entries: tuple[str, ...], length: int, named: str) -> Collate:

@@ -11,25 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.energon import SavableDataLoader
+from megatron.energon.errors import FatalSampleError
 
 from mplug import MicroBatch, RunError, UsageError
+from mplug_energon.sources import told
 from mplug_energon.states import from_plain, to_plain
 
 Collate = Callable[[list[Any], list[int]], MicroBatch]
 """(encoded samples, their numbers) -> a micro batch."""
-
-
-SHOWN = 300
-"""Characters of another's exception."""
-
-
-def told(error: BaseException) -> str:
-    """An exception of a library on one line; where it has no words, that of which it comes."""
-    cause = error.__cause__ or error.__context__
-    words = " ".join(str(error).split())
-    if not words and cause is not None:
-        return told(cause)
-    return f"{type(error).__name__}: {words}"[:SHOWN].removesuffix(": ")
 
 
 @dataclass(frozen=True)
@@ -94,7 +83,11 @@ class StreamLoader:
             ) from error
         except (UsageError, RunError):
             raise
-        except Exception as error:  # what Energon's readers of tar files raise; no handler of its own gets that
+        except FatalSampleError as error:  # what Energon makes of a NameError or ImportError in an encoder
+            raise RunError(
+                f"a sample of the data set cannot be used: {told(error)}; correct the task encoder"
+            ) from error
+        except Exception as error:  # what else Energon raises; errors of its readers name their tar already
             raise UsageError(
                 f"data.path '{self.path}' cannot be read: {told(error)}; it is damaged, or not what was prepared; "
                 f"fetch it again, or run 'energon prepare' again"

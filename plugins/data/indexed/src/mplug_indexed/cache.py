@@ -142,7 +142,14 @@ def _load(path: Path, description: str) -> Arrays | None:
         if any(_checksum(path / f"{name}.npy") != expected for name, expected in checksums.items()):
             return None
         return {name: _map(path / f"{name}.npy") for name in checksums}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # whatever a damaged entry.json holds
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ):  # whatever a damaged entry.json holds
         return None
 
 

@@ -1,6 +1,5 @@
 """Corpora that are there: what they hold, joined, checked, and blended."""
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from mplug import RunError, TokenizerRecord, UsageError, keep_tokenizer, load_to
 from mplug_indexed.beside import named_twice, prefix_of
 from mplug_indexed.files import CHUNK, Reader, Writer, bin_path, cannot_write, idx_path, write_text
 from mplug_indexed.preprocess.job import checksum, report_path
+from mplug_indexed.preprocess.report import read_report
 
 UNKNOWN = "-"
 
@@ -163,13 +163,18 @@ def _look_at_tokens(corpus: Corpus, vocab_size: int) -> None:
 
 def _compare_checksums(prefix: str) -> None:
     try:
-        kept = dict(json.loads(report_path(prefix).read_text(encoding="utf-8"))["files"])
-    except (ValueError, KeyError, TypeError):
+        kept = read_report(report_path(prefix)).files
+    except ValueError:
         raise RunError(
             f"'{report_path(prefix)}' is damaged: it has no checksums; copy it again, or remove it to do without"
         ) from None
     for path in (bin_path(prefix), idx_path(prefix)):
-        if path.name in kept and kept[path.name] != checksum(path):
+        if path.name not in kept:
+            raise RunError(
+                f"'{report_path(prefix)}' has no checksum of '{path.name}': it is of another data set; copy the right "
+                f"one, or remove it to do without"
+            )
+        if kept[path.name].model_dump() != checksum(path):
             raise RunError(f"'{path}' is not what was written: its sha256 differs; copy it again, or preprocess again")
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from mplug import RunError, UsageError
+from mplug_indexed.overlaps import refuse_overlaps
 
 MAGIC = b"MMIDIDX\0\0"
 VERSION = 1
@@ -144,6 +145,7 @@ class Reader:
                     f"'{idx_path(self.prefix)}' is damaged: sequence {found} has {self.lengths[found]} tokens at byte "
                     f"{self.pointers[found]} of {limit}; copy both files again, or preprocess again"
                 )
+        refuse_overlaps(self.lengths, self.pointers, itemsize, idx_path(self.prefix))
         for start in range(0, len(self.document_indices) - 1, CHUNK):
             if (np.diff(self.document_indices[start : start + CHUNK + 1]) < 0).any():
                 raise UsageError(f"'{idx_path(self.prefix)}' is damaged: its documents overlap; copy it again")

@@ -41,6 +41,12 @@ class Part:
     sequences: range
 
     @cached_property
+    def verified(self) -> Reader:
+        """The data set, once every entry of its index is found right."""
+        self.reader.verify()
+        return self.reader
+
+    @cached_property
     def tokens(self) -> int:
         """How many there are."""
         return total(self.reader.lengths, self.sequences)
@@ -166,9 +172,9 @@ class Order:
 
     def _indices(self, part: Part, epochs: Epochs, seed: int) -> Indices:
         def make() -> dict[str, NDArray[Any]]:
-            part.reader.verify()
-            return build_indices(part.reader.lengths, part.sequences, self.cut, epochs, seed % 2**32)._asdict()
+            return build_indices(lengths, part.sequences, self.cut, epochs, seed % 2**32)._asdict()
 
+        lengths = part.verified.lengths  # also where indices are cached: these do not say where sequences lie
         cut = [self.cut.seq_length, self.cut.extra, self.cut.keep_rest]
         description = {
             "format": FORMAT,

@@ -4,17 +4,29 @@ In fp32: `acc` is the product, `c` what is read beside it; "D" is written in the
 functions are traced into the kernel: they are plain arithmetic on one number.
 
 GELU is a fitted power of two (`mplug.nn.normal`): the only transcendental function, forward and backward.
+
+QuACK names a compiled kernel after the source of its epilogue and of what the epilogue refers to. Two rules follow:
+
+- An epilogue calls QuACK's functions through their module (`activation.gelu_tanh_approx`). QuACK identifies a module by
+  its name. It follows a function that is imported by name into CUTLASS, unless CUTLASS is below `site-packages`; from
+  CUTLASS DSL 4.8.0 on, it finds a `ContextVar` there that it has no identity for, and refuses the epilogue.
+- `EXTRA_SOURCE_DIRS` holds the folders of the functions below. QuACK identifies an epilogue below `site-packages` by
+  its name alone: a newer release of mplug would run the kernels that an older one has compiled.
 """
 
+from pathlib import Path
 from typing import Any
 
 from cutlass import cute
-from quack.activation import dgelu_tanh_approx, gelu_tanh_approx
+from quack import activation
+from quack.cache import EXTRA_SOURCE_DIRS
 from quack.epilogue import gemm_epilogue
 from quack.epilogue.ops import RowVecLoad
 
-from mplug.nn import NORMAL_TAIL, NORMAL_TAIL_END, NORMAL_TAIL_SLOPE
+from mplug.nn import NORMAL_TAIL, NORMAL_TAIL_END, NORMAL_TAIL_SLOPE, normal
 from mplug.nn.normal import polynomial
+
+EXTRA_SOURCE_DIRS.extend(Path(file).parent for file in (__file__, normal.__file__))
 
 HUGE = 1e30
 """Times any x that counts, further from 0 than a slope."""
@@ -63,20 +75,20 @@ def down_gelu(acc, c):  # type: ignore[no-untyped-def]
 @gemm_epilogue(outputs=("y",))
 def up_gelu_tanh(acc):  # type: ignore[no-untyped-def]
     """As `up_gelu`."""
-    return {"D": acc, "y": gelu_tanh_approx(acc)}
+    return {"D": acc, "y": activation.gelu_tanh_approx(acc)}
 
 
 @gemm_epilogue(outputs=("y",), ops={"bias": RowVecLoad("bias")})
 def up_gelu_tanh_bias(acc, bias):  # type: ignore[no-untyped-def]
     """As `up_gelu_bias`."""
     x = acc + bias
-    return {"D": x, "y": gelu_tanh_approx(x)}
+    return {"D": x, "y": activation.gelu_tanh_approx(x)}
 
 
 @gemm_epilogue(outputs=("y",))
 def down_gelu_tanh(acc, c):  # type: ignore[no-untyped-def]
     """As `down_gelu`."""
-    grad, y = dgelu_tanh_approx(c, acc)
+    grad, y = activation.dgelu_tanh_approx(c, acc)
     return {"D": grad, "y": y}
 
 

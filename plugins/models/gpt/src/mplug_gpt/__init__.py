@@ -21,7 +21,7 @@ class GPT:
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
-        num_layers: PositiveInt = Field(12, description="transformer blocks")
+        num_layers: PositiveInt = Field(12, le=10_000, description="transformer blocks")
         hidden_size: PositiveInt = Field(768, description="width of the residual stream")
         num_attention_heads: PositiveInt = Field(12, description="query heads")
         num_kv_heads: PositiveInt | None = Field(

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from mplug import TokenizerRecord, UsageError, load_tokenizer
 from mplug_indexed.files import Reader, Writer, write_text
 from mplug_indexed.preprocess.documents import Bad, Texts
+from mplug_indexed.preprocess.report import SavedPart
 from mplug_indexed.preprocess.sources import Chunk
 
 if TYPE_CHECKING:
@@ -54,10 +55,10 @@ def read_part(folder: str | Path, number: int) -> Part | None:
     """What is known of a part that is whole; None where it is not, or not any more."""
     prefix = part_prefix(folder, number)
     try:
-        said = json.loads(Path(f"{prefix}.json").read_text(encoding="utf-8"))
-        part = Part(**{**said, "bad": [Bad(**bad) for bad in said["bad"]]})
+        saved = SavedPart.model_validate_json(Path(f"{prefix}.json").read_bytes())
+        part = Part(**{**saved.model_dump(), "bad": [Bad(**bad.model_dump()) for bad in saved.bad]})
         reader = Reader(prefix)
-    except (OSError, ValueError, KeyError, TypeError, UsageError):  # whatever a damaged part holds
+    except (OSError, ValueError, UsageError):  # whatever a damaged part holds
         return None
     return part if (len(reader), len(reader.tokens)) == (part.documents, part.tokens) else None
 

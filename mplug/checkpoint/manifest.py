@@ -1,0 +1,252 @@
+"""The schema of a checkpoint's manifest, and the check that chunks cover tensors. Imports pydantic, and no torch."""
+
+import json
+import math
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any, NotRequired, TypeVar
+
+from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict  # pydantic reads typing's from Python 3.12 on
+
+from mplug.checkpoint import MANIFEST
+from mplug.checkpoint.coverage import uncovered
+from mplug.checkpoint.reading import Expected, parse_json
+from mplug.dtypes import FORMATS
+
+FORMAT = 2
+LARGEST = 10**18
+"""The largest count, dimension or size: sums of a few stay in 64 bits."""
+DEEPEST = 100
+"""How deep the state of a plugin may be nested."""
+
+
+class OtherFormat(ValueError):
+    """A manifest of another format than this version of mplug reads."""
+
+
+def _plain(value: Any, number_is_valid: Callable[[float], bool]) -> Any:
+    """`value`, which must be nested at most DEEPEST deep and have numbers that are valid."""
+    pending = [(value, 0)]
+    while pending:
+        inner, depth = pending.pop()
+        if depth > DEEPEST:
+            raise ValueError(f"it is nested more than {DEEPEST} levels deep")
+        if isinstance(inner, float) and not number_is_valid(inner):
+            raise ValueError(f"it has the number {inner}")
+        if isinstance(inner, dict):
+            pending += [(key, depth) for key in inner]
+        if isinstance(inner, dict | list):
+            pending += [(each, depth + 1) for each in (inner.values() if isinstance(inner, dict) else inner)]
+        if isinstance(inner, str) and not inner.isascii():
+            inner.encode()  # a surrogate without its other half
+    return value
+
+
+def _known(name: str) -> str:
+    if name not in FORMATS:
+        raise ValueError(f"'{name}' is not a dtype that checkpoints hold")
+    return name
+
+
+def _of_plugin(value: Any) -> Any:
+    return _plain(value, lambda _: True)
+
+
+def _of_host(value: Any) -> Any:
+    return _plain(value, math.isfinite)
+
+
+def _of_config(value: Any) -> Any:
+    return _plain(value, lambda number: not math.isnan(number))  # a field of a plugin may be unlimited
+
+
+Count = Annotated[int, Field(strict=True, ge=0, le=LARGEST)]
+Dims = Annotated[list[Count], Field(max_length=64)]
+Dtype = Annotated[str, AfterValidator(_known)]
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors$", max_length=200)]
+"""A name in the checkpoint's own folder."""
+TensorName = Annotated[str, Field(min_length=1)]
+Section = Annotated[dict[str, Any] | None, BeforeValidator(_of_config)]
+
+
+class SavedFile(TypedDict):
+    """A file of a checkpoint: its size, and its CRC-32."""
+
+    bytes: Count
+    crc32: Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]
+
+
+class SavedTensor(TypedDict):
+    """A logical tensor, and its chunks: the file of each, where it begins, and its shape."""
+
+    shape: Dims
+    dtype: Dtype
+    chunks: Annotated[list[tuple[FileName, Dims, Dims]], Field(min_length=1)]
+
+
+class SavedPlugin(TypedDict):
+    """A plugin of the run, as its record names it."""
+
+    plugin: str
+    distribution: str
+    version: str
+    source: NotRequired[str]
+
+
+class Provenance(TypedDict):
+    """What made a checkpoint."""
+
+    mplug: str
+    torch: str
+    plugins: list[SavedPlugin]
+    plugins_hash: NotRequired[str]
+
+
+class SavedTrainer(TypedDict):
+    """Of the section `trainer`, the field that a resumed run calculates with."""
+
+    steps: Annotated[int, Field(strict=True, ge=1, le=LARGEST)]
+
+
+class SavedOptimizer(TypedDict):
+    """Of the section `optimizer`, the field that a resumed run calculates with."""
+
+    lr: Annotated[float, Field(allow_inf_nan=False)]
+
+
+class SavedChange(TypedDict):
+    """A change on resume: of a version, in words, or of a field from its old to its new value."""
+
+    step: Count
+    version: NotRequired[str]
+    field: NotRequired[str]
+    old: NotRequired[Annotated[Any, BeforeValidator(_of_config)]]
+    new: NotRequired[Annotated[Any, BeforeValidator(_of_config)]]
+    allowed_by_user: NotRequired[bool]
+
+
+def _whole(change: SavedChange) -> SavedChange:
+    if not (change.get("version") or {"field", "old", "new"} <= change.keys()):
+        raise ValueError("a change has neither 'version' nor 'field', 'old' and 'new'")
+    return change
+
+
+class Manifest(TypedDict):
+    """The plain data of a checkpoint. What a plugin owns (`loader`, `states`) is plain data of any form."""
+
+    format: int
+    step: Count
+    saved: str
+    layout: str
+    world_size: Count
+    samples: Count
+    tokens: Count
+    loader: Annotated[dict[str, Any], BeforeValidator(_of_plugin)]
+    states: Annotated[dict[str, Any], BeforeValidator(_of_plugin)]
+    loss_scale: NotRequired[Annotated[dict[str, Any], BeforeValidator(_of_plugin)]]
+    provenance: Provenance
+    config: NotRequired[dict[str, Section]]
+    changes: NotRequired[list[Annotated[SavedChange, AfterValidator(_whole)]]]
+    varies: NotRequired[dict[str, str] | None]
+    data_fingerprint: NotRequired[Annotated[Any, BeforeValidator(_of_host)]]
+    files: Annotated[dict[FileName, SavedFile], Field(min_length=1)]
+    tensors: Annotated[dict[TensorName, SavedTensor], Field(min_length=1)]
+
+
+class _Settings(TypedDict):
+    trainer: SavedTrainer
+    optimizer: SavedOptimizer
+
+
+_SCHEMA, _SETTINGS = TypeAdapter(Manifest), TypeAdapter(_Settings)
+
+
+def encode(manifest: Mapping[str, Any]) -> str:
+    """The text of a manifest, with its checksum; ValueError where `decode` would refuse it."""
+    text = json.dumps({**manifest, "crc32": zlib.crc32(_canonical(json.loads(json.dumps(manifest))))}) + "\n"
+    decode(text.encode())
+    return text
+
+
+def decode(data: bytes) -> Manifest:
+    """The manifest that a text holds; ValueError says what is wrong with it."""
+    plain = parse_json(data, MANIFEST)
+    if not isinstance(plain, dict):
+        raise ValueError(f"'{MANIFEST}' is not a mapping")
+    for name in ("format", "crc32"):
+        if name not in plain:
+            raise ValueError(f"'{MANIFEST}' lacks '{name}'")
+    if plain["format"] != FORMAT:
+        raise OtherFormat(f"has format {plain['format']!r:.20}; this mplug reads format {FORMAT}")
+    if plain.pop("crc32") != zlib.crc32(_canonical(plain)):
+        raise ValueError(f"'{MANIFEST}' is not what was saved")
+    manifest = _validated(_SCHEMA, plain)
+    if "config" in manifest:
+        _validated(_SETTINGS, manifest["config"], "config.")
+    _refuse_impossible_tensors(manifest)
+    return manifest
+
+
+def checksum(manifest: Mapping[str, Any]) -> int:
+    """By which ranks compare the manifests that they have read."""
+    return zlib.crc32(_canonical(manifest))
+
+
+def _canonical(plain: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps(plain, sort_keys=True).encode()
+    except RecursionError:
+        raise ValueError(f"'{MANIFEST}' is nested too deeply") from None
+
+
+T = TypeVar("T")
+
+
+def _validated(schema: TypeAdapter[T], plain: Any, prefix: str = "") -> T:
+    try:
+        return schema.validate_python(plain)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = prefix + ".".join(map(str, first["loc"]))
+        if first["type"] == "missing":
+            raise ValueError(f"'{MANIFEST}' lacks '{where}'") from None
+        raise ValueError(f"'{where}' in '{MANIFEST}': {first['msg'].removeprefix('Value error, ')}") from None
+
+
+# Tensors.
+
+
+def expected_in(manifest: Manifest) -> Mapping[str, Expected]:
+    """What each file must hold: every part in it by its name there, with dtype and shape."""
+    found: dict[str, dict[str, tuple[str, list[int]]]] = {name: {} for name in manifest["files"]}
+    for tensor, saved in manifest["tensors"].items():
+        for file, start, shape in saved["chunks"]:
+            found[file][name_in_file(tensor, start)] = (saved["dtype"], shape)
+    return found
+
+
+def name_in_file(tensor: str, start: Iterable[int]) -> str:
+    """The name of a part in its file: 'blocks.0.mlp.up.weight/exp_avg@0,128'."""
+    return f"{tensor}@{','.join(map(str, start))}"
+
+
+def _refuse_impossible_tensors(manifest: Manifest) -> None:
+    """Raise ValueError where chunks do not make up their tensors, or cannot lie in the files that they name."""
+    sizes = defaultdict[str, int](int)
+    for name, saved in manifest["tensors"].items():
+        dims, files = len(saved["shape"]), {file for file, _, _ in saved["chunks"]}
+        if unknown := sorted(files - manifest["files"].keys()):
+            raise ValueError(f"a chunk of '{name}' is in '{unknown[0]}', which is none of the checkpoint's files")
+        if any(len(start) != dims or len(shape) != dims for _, start, shape in saved["chunks"]):
+            raise ValueError(f"a chunk of '{name}' has other dimensions than the tensor")
+        if name[0] == "/" and len(saved["chunks"]) != 1:
+            raise ValueError(f"'{name}' is state of a plugin, and has {len(saved['chunks'])} chunks in place of one")
+        if flaw := uncovered(saved["shape"], [(start, shape) for _, start, shape in saved["chunks"]]):
+            raise ValueError(f"'{name}' is not whole: {flaw}")
+        for file, _, shape in saved["chunks"]:
+            sizes[file] += math.prod(shape) * FORMATS[saved["dtype"]].bytes
+    for file, size in sizes.items():
+        if size > manifest["files"][file]["bytes"]:
+            raise ValueError(f"'{file}' has {manifest['files'][file]['bytes']} bytes, and its chunks need {size}")

@@ -1,0 +1,44 @@
+"""The file metrics.jsonl of a run as it lies there: a JSON object a step.
+
+A run that is killed can leave the last line cut; it is dropped when the run resumes. A line that is no record before
+one that is was not left by a run: resuming refuses the file, instead of dropping what someone may still need.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mplug.errors import UsageError, brief
+
+METRICS = "metrics.jsonl"
+
+
+def read_lines(path: Path) -> list[tuple[int, str]]:
+    """Every line with the step of its record; none where there is no file. UsageError names a line that is damaged."""
+    try:
+        held = path.read_bytes() if path.exists() else b""
+    except OSError as error:
+        raise UsageError(f"cannot read '{path}': {error.strerror}; move it away to resume without it") from None
+    lines, found, problem = held.split(b"\n"), list[tuple[int, str]](), ""
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            step = _step_of(json.loads(line.decode("utf-8")))
+        except UnicodeDecodeError:
+            problem = problem or f"line {number} is not UTF-8"
+            continue
+        except (ValueError, RecursionError):
+            problem = problem or f"line {number} is no record of a step: {brief(line.decode())!r}"
+            continue
+        if problem:
+            raise UsageError(f"'{path}' is damaged: {problem}; mend the line, or move the file away to resume")
+        found.append((step, line.decode("utf-8").rstrip("\r")))
+    return found
+
+
+def _step_of(record: Any) -> int:
+    step = record.get("step") if isinstance(record, dict) else None
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise ValueError("no step")
+    return step

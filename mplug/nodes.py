@@ -1,0 +1,146 @@
+"""YAML text to nodes, within limits: a config is a page of text, whoever wrote it.
+
+A short text can nest thousands of levels deep, or expand to billions of values through aliases. Both are refused while
+the text is read, before a value is built of it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mplug.errors import UsageError
+
+DEEPEST = 64
+"""Levels of nesting of a config: far more than fields have, and far fewer than Python's stack."""
+MOST_VALUES = 100_000
+"""Values of a config once its aliases are written out."""
+LONGEST = 1 << 22
+"""Bytes of a config file."""
+
+UNREADABLE = (ValueError, AttributeError, LookupError, TypeError, OverflowError)
+"""What the YAML library raises for a scalar that is not of its tag: 2026-13-45, '!!bool perhaps', '!!timestamp now'."""
+
+
+def read_text(path: Path) -> str:
+    """The text of a small file; UsageError where it cannot be read, is too long, or is not UTF-8."""
+    try:
+        with path.open("rb") as file:
+            held = file.read(LONGEST + 1)
+        text = held.decode("utf-8")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read the config file '{path}': {error}") from None
+    if len(held) > LONGEST:
+        raise UsageError(f"cannot read the config file '{path}': it is longer than {LONGEST:,} bytes")
+    return text
+
+
+class NotYaml(UsageError):
+    """A text that the YAML library does not read."""
+
+
+Sources = Callable[[int], str]
+"""What errors call a line of a text: 'run.yaml:12'."""
+
+
+def compose(text: str, source_of: Sources) -> yaml.Node | None:
+    """The root node of a text, None where it is empty; UsageError where it is not YAML (`NotYaml`) or too large."""
+    with _refusing(source_of, text):
+        loader = _Loader(text, source_of)
+        try:
+            root: yaml.Node | None = loader.get_single_node()
+        finally:
+            loader.dispose()
+    return root
+
+
+def construct(node: yaml.Node, source_of: Sources) -> Any:
+    """The value of a node; a scalar that is not of its tag, such as a date of the 45th, stays text."""
+    loader = yaml.SafeLoader("")
+    with _refusing(source_of):
+        try:
+            return loader.construct_object(node, deep=True)
+        except UNREADABLE:
+            return _as_texts(node)
+        finally:
+            loader.dispose()
+
+
+def name_of(node: yaml.Node, source: str) -> str:
+    """The name of a field, from the key's node; UsageError where the key is a list or a mapping."""
+    if not isinstance(node, yaml.ScalarNode):
+        raise UsageError(f"{source}: the name of a field must be a word, not a list or a mapping")
+    return str(node.value)
+
+
+def _as_texts(node: yaml.Node) -> Any:
+    if isinstance(node, yaml.SequenceNode):
+        return [_as_texts(item) for item in node.value]
+    if isinstance(node, yaml.MappingNode):
+        return {str(key.value): _as_texts(value) for key, value in node.value}
+    return node.value
+
+
+@contextmanager
+def _refusing(source_of: Sources, text: str = "") -> Iterator[None]:
+    """Turn an error of the YAML library into one sentence with the line."""
+    try:
+        yield
+    except yaml.reader.ReaderError as error:
+        code = error.character if isinstance(error.character, int) else ord(error.character)
+        source = source_of(text.count("\n", 0, error.position) + 1)
+        raise NotYaml(f"{source} is not YAML: the character #x{code:04x} is not allowed") from None
+    except yaml.MarkedYAMLError as error:
+        problem = " ".join(str(error.problem or error.context or error).split())
+        mark = error.problem_mark or error.context_mark
+        raise NotYaml(f"{source_of(mark.line + 1 if mark else 1)} is not YAML: {problem}") from None
+
+
+class _Loader(yaml.SafeLoader):
+    """Composes nodes, and counts for each how deep and how large it is with its aliases written out."""
+
+    def __init__(self, text: str, source_of: Sources) -> None:
+        super().__init__(text)
+        self._source_of = source_of
+        self._level = 0
+        self._extent: dict[int, tuple[int, int]] = {}  # of a complete node, by its id: (levels, values)
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """A node; an error where it is nested too deep, expands too far, or contains itself."""
+        if self.check_event(yaml.AliasEvent):  # measured with what it repeats, once that is complete
+            return super().compose_node(parent, index)
+        start = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+        self._level += 1
+        if self._level > DEEPEST:
+            raise self._too_large(f"this is nested more than {DEEPEST} levels deep", start)
+        node = super().compose_node(parent, index)
+        self._level -= 1
+        if node is not None:
+            self._extent[id(node)] = self._measured(node, start)
+        return node
+
+    def _measured(self, node: yaml.Node, start: yaml.Mark) -> tuple[int, int]:
+        levels, values = 0, 1
+        for child in _children(node):
+            if id(child) not in self._extent:  # an alias of what is still being composed
+                raise self._too_large("an alias stands inside the value that it repeats; write it out", start)
+            inner_levels, inner_values = self._extent[id(child)]
+            levels, values = max(levels, inner_levels), values + inner_values
+        if levels >= DEEPEST:
+            raise self._too_large(
+                f"with its aliases written out, this is nested more than {DEEPEST} levels deep", start
+            )
+        if values > MOST_VALUES:
+            raise self._too_large(f"with its aliases written out, this has more than {MOST_VALUES:,} values", start)
+        return levels + 1, values
+
+    def _too_large(self, problem: str, mark: yaml.Mark) -> UsageError:
+        return UsageError(f"{self._source_of(mark.line + 1)}: {problem}")
+
+
+def _children(node: yaml.Node) -> list[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        return [part for pair in node.value for part in pair]
+    return list(node.value) if isinstance(node, yaml.SequenceNode) else []

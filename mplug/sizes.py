@@ -1,0 +1,161 @@
+"""Sizes that no machine has, refused before a process starts or memory is allocated."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
+
+from mplug.config import RunConfig
+from mplug.errors import UsageError
+from mplug.mesh import MOST_RANKS
+from mplug.settings import source_of
+
+if TYPE_CHECKING:
+    from mplug.model import Model
+    from mplug.run import Run
+    from mplug.world import World
+
+MOST_PARTS = 1 << 14
+"""Submodules of one module, as of the list of a model's blocks: more than the deepest networks and widest mixtures."""
+MOST_ELEMENTS = 1 << 54
+"""Parameters of a model: a thousand times the largest."""
+MOST_STARTED = 1024
+"""Processes that one machine starts for a run."""
+
+
+def refuse_too_many_ranks(config: RunConfig, ranks: int) -> None:
+    """UsageError for a layout of more ranks than a mesh can have."""
+    if ranks > MOST_RANKS:
+        raise UsageError(
+            f"{_layout(config)} needs {ranks} ranks, and a layout has at most {MOST_RANKS:,}; take smaller degrees"
+        )
+
+
+def _layout(config: RunConfig) -> str:
+    source = source_of(config.settings, ("parallel", "layout"))
+    return f"parallel.layout ({source}): '{config.parallel.layout}'"
+
+
+@contextmanager
+def within_reason(config: RunConfig, label: str) -> Iterator[None]:
+    """For a block in which a plugin builds a model on the meta device: UsageError once it is larger than any.
+
+    A billion layers without memory still take days of Python. So each parameter and each submodule is counted when it
+    is registered, and the build ends at the first that is too many. Torch itself refuses a tensor whose size overflows.
+    """
+    from torch import nn
+    from torch.nn.modules import module as registering
+
+    elements = 0
+
+    def count_parameter(owner: nn.Module, name: str, parameter: Any) -> None:
+        nonlocal elements
+        elements += 0 if parameter is None else parameter.numel()
+        if elements > MOST_ELEMENTS:
+            raise _TooLargeError(f"its parameters have more than {MOST_ELEMENTS:,} elements")
+
+    def count_part(owner: nn.Module, name: str, part: Any) -> None:
+        if len(owner._modules) > MOST_PARTS:
+            raise _TooLargeError(f"one of its modules has more than {MOST_PARTS:,} parts")
+
+    handles = (
+        registering.register_module_parameter_registration_hook(count_parameter),
+        registering.register_module_module_registration_hook(count_part),
+    )
+    try:
+        yield
+    except _TooLargeError as error:
+        raise UsageError(f"the model of {label} is too large: {error}; {_suspect(config)}") from None
+    except (RuntimeError, OverflowError, TypeError, ValueError, MemoryError) as error:
+        if not _is_about_size(error):
+            raise
+        raise UsageError(
+            f"the model of {label} is too large: torch cannot count the elements of a tensor; {_suspect(config)}"
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _TooLargeError(Exception):
+    """A model that is being built has grown beyond every model there is."""
+
+
+def _is_about_size(error: Exception) -> bool:
+    """Whether torch or Python says that a size overflows."""
+    words = ("overflow", "out of range", "too large", "too big", "can't allocate", "cannot allocate")
+    return isinstance(error, OverflowError | MemoryError) or any(word in str(error).lower() for word in words)
+
+
+def _suspect(config: RunConfig) -> str:
+    """The largest integer of the section 'model', which is most likely the slip, as the user writes it."""
+    sizes = list(_integers(config.model, "model"))
+    if not sizes:
+        return "give the section 'model' smaller sizes"
+    value, field = max(sizes)
+    source = source_of(config.settings, tuple(field.split(".")))
+    return f"the largest size of the section is {field}={value}{f' ({source})' if source else ''}: take a smaller one"
+
+
+def _integers(section: BaseModel, path: str) -> Iterator[tuple[int, str]]:
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            yield from _integers(value, f"{path}.{name}")
+        elif isinstance(value, int) and not isinstance(value, bool):
+            yield value, f"{path}.{name}"
+
+
+def refuse_beyond_memory(run: "Run", model: "Model", world: "World | None") -> None:
+    """UsageError where this machine cannot hold what the run certainly needs; before any process starts.
+
+    Counted are the weights, each once, where all ranks are here, and the tokens of one micro batch: less than a run
+    ever takes, so what is refused here can never train. Without a launcher, all ranks are processes of this machine.
+    """
+    from mplug.precision import DTYPES
+
+    config, size = run.config, run.mesh.world_size
+    memory = _memory(run.device)
+    trainer = config.trainer
+    tokens = run.micro_batch_size * trainer.seq_length
+    if 3 * 8 * tokens > memory:  # int64 tokens, labels and positions
+        fields = "trainer.micro_batch_size" if trainer.micro_batch_size else "trainer.global_batch_size"
+        source = source_of(config.settings, tuple(fields.split(".")))
+        length = source_of(config.settings, ("trainer", "seq_length"))
+        raise UsageError(
+            f"{fields} ({source}): a micro batch of {run.micro_batch_size:,} samples of trainer.seq_length="
+            f"{trainer.seq_length:,} ({length}) has tokens of {24 * tokens >> 30:,} GiB, and this machine has "
+            f"{memory >> 30:,} GiB of memory; take fewer or shorter samples"
+        )
+    if world is not None:
+        return
+    if size > MOST_STARTED:
+        raise UsageError(
+            f"{_layout(config)} needs {size:,} processes, and one machine starts at most {MOST_STARTED:,}; "
+            f"start them with a launcher on several machines"
+        )
+    elements = sum(placement.numel for placement in model.placements.values())
+    needed = elements * DTYPES[trainer.precision].itemsize
+    if needed > memory:
+        raise UsageError(
+            f"the model has {elements:,} parameters, which take {needed >> 30:,} GiB in {trainer.precision}, and this "
+            f"machine has {memory >> 30:,} GiB of memory; {_suspect(config)}, or use several machines"
+        )
+
+
+def _memory(device: str) -> int:
+    """Bytes of memory of this machine: the host's with its swap space, and that of all its GPUs."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        with open("/proc/swaps", encoding="ascii") as file:
+            memory += sum(int(line.split()[2]) << 10 for line in file.read().splitlines()[1:])
+    except (OSError, ValueError, IndexError):
+        memory *= 2  # a system that does not say: as much again
+    if device != "cpu":
+        import torch
+
+        count = torch.cuda.device_count()
+        memory += sum(torch.cuda.get_device_properties(number).total_memory for number in range(count))
+    return memory

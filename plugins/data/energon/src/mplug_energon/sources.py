@@ -1,0 +1,102 @@
+"""Where a sample comes from: its tar and its file, in every error, also in those of worker processes.
+
+Energon hands a sample's sources to its error handler when a task encoder fails. When a tar cannot be read, there is no
+sample yet and no handler: the readers themselves raise. So the readers of a data set are wrapped, before worker
+processes take copies of them.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from traceback import walk_tb
+from typing import Any
+
+from megatron.energon import SavableDataset
+from megatron.energon.errors import SkipSample
+from megatron.energon.flavors.webdataset.itar_reader import ITarReader
+
+from mplug import RunError, UsageError
+
+SHOWN = 300
+"""Characters of a library's exception."""
+
+
+def told(error: BaseException) -> str:
+    """An exception of a library on one line; where it has no words, that of which it comes."""
+    cause = error.__cause__ or error.__context__
+    words = " ".join(str(error).split())
+    if not words and cause is not None:
+        return told(cause)
+    return f"{type(error).__name__}: {words}"[:SHOWN].removesuffix(": ")
+
+
+def stop(error: Exception, sample: Any, sources: Any = None) -> None:
+    """End the run at a sample that cannot be encoded or restored, naming it."""
+    named = where(sample, sources)
+    if isinstance(error, UsageError | RunError):
+        raise type(error)(f"{named}: {error}" if named else str(error)) from error
+    raise RunError(
+        f"a sample of the data set cannot be used{named and f' ({named})'}: {told(error)}; correct it, or set "
+        f"data.on_error=skip"
+    ) from error
+
+
+def where(sample: Any, sources: Any = None) -> str:
+    """The tars and files of a sample, or its key; '' if it states neither."""
+    tars = [(f"{one.dataset_path}/{one.shard_name}", one.file_names) for one in sources or ()]
+    found = [", ".join(f"'{name}'" for name in (tar, *files)) for tar, files in tars]
+    key = getattr(sample, "__key__", None) or (sample.get("__key__") if isinstance(sample, dict) else None)
+    return "; ".join(found) or (f"sample '{key}'" if key is not None else "")
+
+
+def name_tars(dataset: Any, path: str) -> None:
+    """Let every reader of a data set say which tar and which file of it cannot be read."""
+    for reader in readers(dataset):
+        reader._get_item_by_sample_pointer = partial(_read, reader._get_item_by_sample_pointer, reader, path)
+
+
+def readers(dataset: Any) -> list[ITarReader[Any]]:
+    """Every reader of tars below a data set, once."""
+    found: list[ITarReader[Any]] = []
+    seen: set[int] = set()
+    pending = [dataset]
+    while pending:
+        one = pending.pop()
+        if id(one) not in seen:
+            seen.add(id(one))
+            found += [one] if isinstance(one, ITarReader) else []
+            pending += [] if isinstance(one, ITarReader) else _parts(one)
+    return found
+
+
+def _parts(one: Any) -> Iterable[Any]:
+    """What a data set, a container or an object between them is made of, as far as it may lead to readers."""
+    if isinstance(one, list | tuple):
+        return one
+    if isinstance(one, dict):
+        return one.values()
+    module = type(one).__module__
+    inner = isinstance(one, SavableDataset) or module.startswith("megatron.energon.")
+    return vars(one).values() if inner and hasattr(one, "__dict__") else ()
+
+
+def _read(
+    read: Callable[..., Any], reader: "ITarReader[Any]", path: str, pointer: Any, *arguments: Any, **named: Any
+) -> Any:
+    try:
+        return read(pointer, *arguments, **named)
+    except (UsageError, RunError, SkipSample):
+        raise
+    except Exception as error:  # what tarfile, the file system and Energon raise
+        tar = reader.tar_filepaths[pointer.tar_file_id]
+        file = next((f", file '{name}'," for name in _files(error)), "")
+        raise UsageError(
+            f"data.path '{path}' cannot be read: tar '{tar}'{file} at byte {pointer.byte_offset}: {told(error)}; it is "
+            f"damaged, or not what was prepared; fetch it again, or run 'energon prepare' again"
+        ) from error
+
+
+def _files(error: Exception) -> Iterator[str]:
+    """The file that Energon's reader was at when it raised."""
+    for frame, _ in walk_tb(error.__traceback__):
+        if frame.f_code.co_name == "_get_item_by_sample_pointer" and "fname" in frame.f_locals:
+            yield frame.f_locals["fname"]

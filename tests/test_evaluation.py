@@ -1,0 +1,141 @@
+"""Evaluations that are left early, because the run is asked to stop: when, by whom, and with what result."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from mplug import evaluation
+from mplug.contracts import MicroBatch
+from mplug.entries import even_parts
+from mplug.evaluation import UntilStopped
+from mplug.groups import Groups
+from mplug.hooks import HOST
+from mplug.loop import Ending, train
+from mplug.mesh import Mesh
+from mplug.observers import MetricsFile
+from mplug.run import Run, prepare
+from mplug.testing.harness import as_rank, tiny_config
+from mplug.testing.workers import run_workers
+
+SHORT = {"trainer.steps": 4, "trainer.eval_every": 2, "trainer.eval_samples": 400, "checkpoint.every": 3}
+
+
+def never(seconds: float) -> bool:
+    return False
+
+
+class Counting:
+    """Micro batches of evaluations, counted as they are taken; at one of them, something happens on one rank."""
+
+    def __init__(self, at: int, rank: int, happens: Any) -> None:
+        self.at, self.rank, self.happens, self.taken = at, rank, happens, 0
+
+    def __call__(self, take: Any, num_samples: int, run: Run) -> Iterator[MicroBatch]:
+        for batch in even_parts(take, num_samples, run):
+            self.taken += 1
+            if self.taken == self.at and run.rank == self.rank:
+                self.happens()
+            yield batch
+
+
+def terminated() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def stopped(
+    folder: Path, layout: str, rank: int, changes: dict[str, Any], at: int = 3, deadline: float | None = None
+) -> tuple[Ending, int]:
+    """How a run ends that is stopped at a micro batch of an evaluation, and how many of them a rank has taken.
+
+    SIGTERM stops it, or the hour that passes on rank 0's clock where a deadline is given.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        now = time.time
+        happens = terminated if deadline is None else lambda: patch.setattr(time, "time", lambda: now() + 3600)
+        counting = Counting(at, rank, happens)
+        patch.setattr(evaluation, "even_parts", counting)
+        config = tiny_config({**SHORT, "parallel.layout": layout, **changes})
+        run = as_rank(prepare(config, {f"{HOST}metrics": MetricsFile()}, folder))
+        return train(run, deadline=deadline), counting.taken
+
+
+def assert_saved_without_result(folder: Path, step: int) -> None:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, step + 1))
+    assert "val_loss" not in lines[-1]
+    assert (folder / "checkpoints" / f"step_{step:08d}").is_dir()
+
+
+def test_a_signal_ends_an_evaluation_after_the_micro_batch_which_it_came_in(tmp_path: Path) -> None:
+    assert stopped(tmp_path, "", 0, {}) == (Ending(None, signal.SIGTERM), 3)
+    assert_saved_without_result(tmp_path, 2)
+
+
+def test_time_that_runs_out_ends_an_evaluation(tmp_path: Path) -> None:
+    assert stopped(tmp_path, "", 0, {}, deadline=time.time() + 1800) == (Ending(None, out_of_time=True), 3)
+    assert_saved_without_result(tmp_path, 2)
+
+
+def test_the_last_evaluation_can_be_left_too(tmp_path: Path) -> None:
+    assert stopped(tmp_path, "", 0, {"trainer.eval_every": 4}) == (Ending(None, signal.SIGTERM), 3)
+    assert_saved_without_result(tmp_path, 4)
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank", "lag"),
+    [("pp2", 0, 2), pytest.param("pp2", 1, 2, marks=pytest.mark.wide("kills")), ("dp2", 1, 1)],
+)
+def test_all_ranks_leave_an_evaluation_after_the_same_micro_batch(
+    tmp_path: Path, layout: str, rank: int, lag: int
+) -> None:
+    endings, taken = zip(*run_workers(2, voting_on_each, tmp_path, layout, rank), strict=True)
+    assert endings == (Ending(None, signal.SIGTERM),) * 2
+    assert len(set(taken)) == 1
+    assert 3 <= taken[0] <= 3 + lag
+    assert_saved_without_result(tmp_path, 2)
+
+
+def voting_on_each(folder: Path, layout: str, rank: int) -> tuple[Ending, int]:
+    evaluation.PAUSE = 0.0  # as where a micro batch takes longer
+    return stopped(folder, layout, rank, {})
+
+
+# Votes.
+
+
+def leave(asking: int, at: int, stages: int, pause: float) -> tuple[list[int], bool, bool]:
+    """What a rank gets of 40 micro batches, where one rank asks to stop before it takes number `at`."""
+    evaluation.PAUSE = pause
+    rank = dist.get_rank()
+    run = Run(None, None, Mesh.of([], dist.get_world_size()), "cpu", rank, groups=Groups(rank))  # type: ignore[arg-type]
+    batches: Iterator[Any] = iter(range(40))
+    found, given = UntilStopped(batches, run, stages, never), []
+    for number in found:
+        given.append(number)
+        run.stop_requested = rank == asking and number >= at
+        time.sleep(0.002 * rank)  # stages are at different micro batches
+    return given, found.stop, found.left  # type: ignore[return-value]
+
+
+def leave_in_many_ways() -> list[tuple[list[int], bool, bool]]:
+    ways = [(0, 5, 1, 0.0), (2, 5, 3, 0.0), (1, 20, 3, 0.05), (1, 39, 3, 0.0), (0, 99, 1, 0.0), (0, 99, 3, 9.0)]
+    return [leave(*way) for way in ways]
+
+
+def test_votes_take_all_ranks_out_together() -> None:
+    first, *others = run_workers(3, leave_in_many_ways)
+    assert all(other == first for other in others)
+    soon, staged, sparse, at_the_end, never_asked, never_voted = first
+    assert soon == (list(range(7)), True, True)
+    assert staged == (list(range(9)), True, True)
+    assert len(sparse[0]) > 20
+    assert at_the_end[0] == list(range(40))
+    assert at_the_end[1:] == (True, False), "complete, and the run stops nevertheless"
+    assert never_asked == never_voted == (list(range(40)), False, False)

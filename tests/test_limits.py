@@ -1,0 +1,383 @@
+"""Values that no run can use are refused at once, in one sentence that names the field as the user writes it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+import torch
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from torch import nn
+
+from mplug import UsageError
+from mplug.asking import asking
+from mplug.binding import bind
+from mplug.metrics import read_lines
+from mplug.registry import BrokenPlugin, Registry
+from mplug.resolve import default_settings, resolve
+from mplug.run import prepare
+from mplug.settings import read_assignments, read_file, read_yaml
+from mplug.sizes import MOST_PARTS, refuse_beyond_memory, within_reason
+
+
+def refusal(*assignments: str) -> str:
+    """What a run with these settings is refused with."""
+    with pytest.raises(UsageError) as refused:
+        prepare(resolve(Registry(), default_settings(), read_assignments(assignments)))
+    return str(refused.value)
+
+
+# Numbers of the host and of bundled plugins.
+
+
+@pytest.mark.parametrize(
+    ("assignments", "sentence"),
+    [
+        (
+            (f"trainer.global_batch_size={10**20}",),
+            "trainer.global_batch_size (--set): must be an integer of at most 63",
+        ),
+        (
+            (f"trainer.global_batch_size='{10**20}'",),
+            "trainer.global_batch_size (--set): must be less than or equal to",
+        ),
+        (
+            (f"trainer.global_batch_size={10**12}",),
+            "trainer.global_batch_size (--set): must be less than or equal to 10",
+        ),
+        ((f"trainer.steps={10**30}",), "trainer.steps (--set): must be an integer of at most 63 bits"),
+        ((f"trainer.steps={'9' * 5000}",), "trainer.steps (--set): must be a valid integer, not '99999"),
+        ((f"trainer.seed=0x{'f' * 5000}",), "trainer.seed (--set): must be an integer of at most 63 bits"),
+        ((f"trainer.seq_length={10**15}",), "trainer.seq_length (--set): must be less than or equal to 1000000000"),
+        (
+            (f"model.num_layers={10**9}",),
+            "model.num_layers (--set): must be less than or equal to 10000, not 1000000000",
+        ),
+        ((f"model.vocab_size={10**20}",), "model.vocab_size (--set): must be an integer of at most 63 bits"),
+        (("optimizer.lr=.inf",), "optimizer.lr (--set): must be a finite number, not inf"),
+        (("optimizer.lr=1.0e+300",), "optimizer.lr (--set): must be a number within the range of fp32"),
+        (("trainer.max_grad_norm=.inf",), "trainer.max_grad_norm (--set): must be a finite number, not inf"),
+        (("trainer.max_grad_norm=.nan",), "trainer.max_grad_norm (--set): must be"),
+        (("schedule.min_lr=.inf",), "schedule.min_lr (--set): must be a finite number, not inf"),
+        (("model.init_std=.inf",), "model.init_std (--set): must be a finite number, not inf"),
+        (("model.rope_theta=.nan",), "model.rope_theta (--set): must be"),
+        (("trainer.loss_scale.initial=.inf",), "trainer.loss_scale.initial (--set): must be a"),
+        (
+            ("trainer.loss_scale.growth_interval=yes",),
+            "trainer.loss_scale.growth_interval (--set): must be a valid int",
+        ),
+        (("parallel.layout=pp100000000",), "parallel.layout (--set): 'pp100000000' needs 100000000 ranks"),
+        ((f"parallel.layout=pp{10**30}",), "parallel.layout (--set): the degree of 'pp' has 31 digits"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else "",
+)
+def test_a_number_that_no_run_can_use_is_refused(assignments: tuple[str, ...], sentence: str) -> None:
+    message = refusal(*assignments)
+    assert sentence in message
+    assert "\n" not in message
+    assert len(message) < 300
+
+
+@pytest.mark.parametrize(
+    ("assignments", "parts"),
+    [
+        (
+            ("trainer.loss_scale.smallest=8192",),
+            ("trainer.loss_scale (", "--set", "smallest=8192 is above initial=4096"),
+        ),
+        (
+            ("schedule.batch_rampup.start=16",),
+            ("schedule.batch_rampup.start (--set", "above trainer.global_batch_size=8"),
+        ),
+        (("schedule.min_lr=1",), ("schedule.min_lr (--set", "above the peak optimizer.lr=0.005")),
+        (("schedule.weight_decay.end=0.1",), ("schedule.weight_decay.end (--set", "constant weight decay has no end")),
+        (("schedule.name=wsd", "schedule.decay_steps=2000"), ("schedule.decay_steps (--set", "trainer.steps=950")),
+        (("parallel.data=tp",), ("parallel.data (--set): parallel/tp does not divide the batch",)),
+        (
+            ("parallel.data=pp", "parallel.layout=dp2"),
+            ("parallel.data (--set): parallel/pp does not divide the batch",),
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(assignments: tuple[str, ...], parts: tuple[str, ...]) -> None:
+    message = refusal(*assignments)
+    assert [part for part in parts if part not in message] == [], message
+    assert "\n" not in message
+
+
+def test_settings_that_only_look_odd_are_accepted() -> None:
+    """A trial of a few steps keeps its warm-up, a ramp may start at its end, and a strategy of data may be unused."""
+    odd = ["trainer.steps=2", "schedule.warmup_steps=50", "schedule.batch_rampup.start=8", "parallel.data=fsdp"]
+    assert prepare(resolve(Registry(), default_settings(), read_assignments(odd))).config.trainer.steps == 2
+
+
+# YAML.
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("trainer: " + "{a: " * 3000 + "1" + "}" * 3000, "run.yaml:1: this is nested more than 64 levels deep"),
+        ("data:\n  path: " + "[" * 3000 + "]" * 3000, "run.yaml:2: this is nested more than 64 levels deep"),
+        (
+            "b0: &b0 {x: 1}\n" + "".join(f"b{n}: &b{n} {{x: *b{n - 1}}}\n" for n in range(1, 99)),
+            "with its aliases written out, this is nested more than 64 levels deep",
+        ),
+        (
+            "b0: &b0 {x: 1, y: 1}\n" + "".join(f"b{n}: &b{n} {{x: *b{n - 1}, y: *b{n - 1}}}\n" for n in range(1, 19)),
+            "with its aliases written out, this has more than 100,000 values",
+        ),
+        ("trainer:\n  [1, 2]: 3\n", "run.yaml:2: the name of a field must be a word, not a list or a mapping"),
+        ("trainer:\n  ? {a: b}\n  : 3\n", "run.yaml:2: the name of a field must be a word, not a list or a mapping"),
+        ("trainer:\n  steps: \0\n", "run.yaml:2 is not YAML: the character #x0000 is not allowed"),
+        ("trainer: &t\n  steps: *t\n", "run.yaml:1: an alias stands inside the value that it repeats; write it out"),
+    ],
+    ids=["mappings", "lists", "aliases deep", "aliases wide", "list as a name", "mapping as a name", "NUL", "itself"],
+)  # fmt: skip
+def test_a_text_that_is_too_deep_or_too_large_is_refused_with_its_line(text: str, sentence: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        read_yaml(text, "run.yaml")
+    assert sentence in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_an_assignment_that_is_too_deep_is_refused() -> None:
+    assert refusal("data.x=" + "[" * 3000 + "]" * 3000) == "data.x (--set): this is nested more than 64 levels deep"
+    assert "64 levels" in refusal("data" + ".x" * 3000 + "=1")
+
+
+def test_a_scalar_that_its_tag_cannot_read_stays_text() -> None:
+    said = read_yaml("trainer:\n  steps: !!bool perhaps\n  seed: !!timestamp now\n  x: !!int ''\n", "run.yaml")
+    assert [setting.value for setting in said.values()] == ["perhaps", "now", ""]
+
+
+def test_an_endless_config_file_is_refused() -> None:
+    with pytest.raises(UsageError, match="'/dev/zero': it is longer than"):
+        read_file(Path("/dev/zero"))
+
+
+# Sections of third parties.
+
+
+class Cat(BaseModel):
+    kind: Literal["cat"]
+    lives: int = 9
+
+
+class Dog(BaseModel):
+    kind: Literal["dog"]
+    tricks: list[Annotated[str, Field(max_length=3)]] = []
+
+
+class Nested(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    pet: Annotated[Cat | Dog, Field(discriminator="kind")] = Cat(kind="cat")
+
+
+class Section(BaseModel):
+    """What a third party may think of."""
+
+    model_config = ConfigDict(extra="forbid")
+    samples: Literal["run", "epoch"] | Annotated[int, Field(gt=0)] | None = None
+    nested: Nested = Nested()
+    either: Cat | Nested = Nested()
+    paths: str | list[str] | dict[str, float] = ""
+    rates: dict[str, Annotated[float, Field(le=1)]] = {}
+    numbered: dict[int, int] = {}
+    pair: tuple[int, str] = (0, "")
+    ceiling: float = Field(float("inf"))
+    any_number: float = Field(0.0, allow_inf_nan=True)
+    plain: float = 0.0
+    chosen: int = Field(1, alias="choice")
+    odd: int = 1
+    strict: Annotated[int, Field(strict=True)] = 1
+
+    @field_validator("odd")
+    @classmethod
+    def _fails(cls, odd: int) -> int:
+        return 1 // (odd - 13) or odd
+
+    @model_validator(mode="after")
+    def _fits(self) -> "Section":
+        if self.plain > 10:
+            raise ValueError("plain=11 is\nmore than 10")
+        return self
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"samples": "foo"}, {"samples": "must be 'run' or 'epoch' or a valid integer, not 'foo'"}),
+        ({"samples": 0}, {"samples": "must be 'run' or 'epoch' or greater than 0, not 0"}),
+        ({"samples": [1]}, {"samples": "must be 'run' or 'epoch' or a valid integer, not [1]"}),
+        ({"nested": 3}, {"nested": "must be a section with fields of its own, not 3"}),
+        ({"nested": {"pte": 3}}, {"nested.pte": "unknown field; did you mean 'pet'? (fields: pet)"}),
+        ({"nested": {"pet": {"kind": "cow"}}}, {"nested.pet.kind": "must be 'cat' or 'dog', not 'cow'"}),
+        ({"nested": {"pet": {"lives": 1}}}, {"nested.pet.kind": "is required: it says which fields follow"}),
+        ({"nested": {"pet": {"kind": "cat", "lives": "x"}}}, {"nested.pet.lives": "must be a valid integer, not 'x'"}),
+        (
+            {"nested": {"pet": {"kind": "dog", "tricks": ["sit", "stay"]}}},
+            {"nested.pet.tricks.1": "must have at most 3 characters, not 'stay'"},
+        ),
+        ({"either": {"kind": "cat", "lives": "x"}}, {"either.lives": "must be a valid integer, not 'x'"}),
+        ({"paths": {"a": "x"}}, {"paths.a": "must be a valid number, not 'x'"}),
+        ({"paths": ["a", 3]}, {"paths.1": "must be a valid string, not 3"}),
+        ({"paths": 3}, {"paths": "must be a valid string or a list or a mapping, not 3"}),
+        ({"rates": {"dict": 2}}, {"rates.dict": "must be less than or equal to 1, not 2"}),
+        ({"numbered": {"x": 1}}, {"numbered.x": "has the key 'x', and a key must be a valid integer"}),
+        ({"pair": [1]}, {"pair.1": "is required"}),
+        ({"pair": ["x", "y"]}, {"pair.0": "must be a valid integer, not 'x'"}),
+        ({"plain": float("-inf")}, {"plain": "must be a finite number, not -inf"}),
+        ({"plain": 11}, {"": "plain=11 is more than 10"}),
+        ({"rates": {"a": float("-inf")}}, {"rates.a": "must be a finite number, not -inf"}),
+        (
+            {"numbered": {1: 10**20}},
+            {"numbered.1": f"must be an integer of at most 63 bits ({2**63 - 1}), not {10**20}"},
+        ),
+        ({"choice": "x"}, {"choice": "must be a valid integer, not 'x'"}),
+        ({"choice": True}, {"choice": "must be a valid integer, not True"}),
+        ({"strict": "1"}, {"strict": "must be a valid integer, not '1'"}),
+        ({"plain": "x" * 10_000}, {"plain": f"must be a valid number, not '{'x' * 37}...{'x' * 38}'"}),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_problem_names_the_field_as_the_user_writes_it(values: dict[str, Any], expected: dict[str, str]) -> None:
+    config, problems = bind(Section, values)
+    assert config is None
+    assert {".".join(problem.path): problem.message for problem in problems} == expected
+
+
+def test_a_section_may_allow_infinity() -> None:
+    config, problems = bind(Section, {"ceiling": float("inf"), "any_number": float("-inf")})
+    assert problems == []
+    assert (config.ceiling, config.any_number) == (float("inf"), float("-inf"))
+    assert [problem.path for problem in bind(Section, {"ceiling": float("-inf")})[1]] == [("ceiling",)]
+
+
+def test_a_fault_in_the_checks_of_a_section_names_its_line() -> None:
+    _, (problem,) = bind(Section, {"odd": 13})
+    assert problem.is_fault
+    assert "ZeroDivisionError" in problem.message
+    assert f"{__file__}:" in problem.message
+
+
+# Hooks that look at the config.
+
+
+def test_a_value_error_of_a_plugin_is_its_word_on_the_config() -> None:
+    with pytest.raises(UsageError) as refused, asking("extensions/nova", "configure"):
+        raise ValueError("every=3 is\nodd")
+    assert str(refused.value) == "extensions/nova refuses the config ('configure'): every=3 is odd"
+
+
+def test_any_other_error_of_a_plugin_is_its_fault_and_names_the_line() -> None:
+    words = "extensions/nova fails in 'configure': TypeError: no"
+    with pytest.raises(BrokenPlugin, match=words) as refused, asking("extensions/nova", "configure"):
+        raise TypeError("no")
+    assert f"({__file__}:" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("raised", "words"),
+    [
+        ('raise ValueError("every is odd")', "extensions/watch refuses the config ('configure'): every is odd"),
+        ("return 1 // 0", "extensions/watch fails in 'configure': ZeroDivisionError"),
+    ],
+)
+def test_a_hook_that_raises_is_one_sentence(plant: Callable[..., None], raised: str, words: str) -> None:
+    observer = '    def run_started(self, run: "Run") -> None:'
+    plant("acme-watch", observer, f"    def configure(self) -> None:\n        {raised}\n\n    @hookimpl\n{observer}")
+    assert words in refusal("extensions.watch={}")
+
+
+# Models.
+
+
+class Deep(nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList()
+        for _ in range(depth):
+            self.blocks.append(nn.Identity())
+
+
+def config_with(*assignments: str) -> Any:
+    return resolve(Registry(), default_settings(), read_assignments(assignments))
+
+
+def test_a_model_that_grows_without_end_stops_at_once() -> None:
+    """A third party's model, whose own section has no bound."""
+    config = config_with("model.num_layers=9999")
+    with pytest.raises(UsageError) as refused, torch.device("meta"), within_reason(config, "models/nova"):
+        Deep(10**9)
+    assert "the model of models/nova is too large: one of its modules has more than 16,384 parts" in str(refused.value)
+    assert "model.num_layers=9999 (--set)" in str(refused.value)
+    with torch.device("meta"), within_reason(config, "models/nova"):
+        assert len(Deep(MOST_PARTS).blocks) == MOST_PARTS
+
+
+@pytest.mark.parametrize("rows", [10**12, 2**50, 2**62])
+def test_a_tensor_that_no_machine_holds_is_refused(rows: int) -> None:
+    config = config_with("model.vocab_size=9999999")
+    words = r"models/nova is too large: .*model\.vocab_size=9999999 \(--set\)"
+    with pytest.raises(UsageError, match=words), torch.device("meta"), within_reason(config, "models/nova"):
+        nn.Embedding(rows, 10**5)
+
+
+def test_an_error_of_a_model_that_is_not_about_sizes_stays_as_it_is() -> None:
+    with pytest.raises(RuntimeError, match="mat1 and mat2"), within_reason(config_with(), "models/nova"):
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+
+@pytest.mark.parametrize(
+    ("assignments", "words"),
+    [
+        (("model.vocab_size=1000000000000",), ("this machine has", "model.vocab_size=1000000000000 (--set)")),
+        (("trainer.global_batch_size=1000000000",), ("trainer.global_batch_size (--set): a micro batch of",)),
+        (("parallel.layout=dp2000", "trainer.global_batch_size=2000"), ("parallel.layout (--set)", "at most 1,024")),
+    ],
+)
+def test_what_this_machine_cannot_hold_is_refused_before_a_process_starts(
+    assignments: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    from mplug.build import build_model
+
+    run = prepare(config_with("trainer.device=cpu", *assignments))
+    with pytest.raises(UsageError) as refused:
+        refuse_beyond_memory(run, build_model(run), None)
+    assert [word for word in words if word not in str(refused.value)] == []
+
+
+# Files of a run.
+
+
+@pytest.mark.parametrize("section", ["model", "trainer", "kernels"])
+def test_a_run_whose_config_lacks_a_section_is_refused(tmp_path: Path, section: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("\n".join(f"{name}: {{}}" for name in ("model", "trainer", "kernels") if name != section))
+    with pytest.raises(UsageError) as refused:
+        read_file(path, needed=("model", "trainer", "kernels"))
+    assert str(refused.value) == f"{path} lacks 1 section that every run has: {section}"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b"\xff\xfe", "line 2 is not UTF-8"),
+        (b'{"step": 1, "lo', "line 2 is no record of a step"),
+        (b'{"step": Infinity}', "line 2 is no record of a step"),
+        (b"[" * 100_000, "line 2 is no record of a step"),
+        (b"3", "line 2 is no record of a step"),
+    ],
+    ids=["bytes", "cut", "infinity", "deep", "number"],
+)
+def test_a_damaged_line_of_metrics_is_named_and_a_cut_last_line_is_dropped(
+    tmp_path: Path, line: bytes, words: str
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + line)
+    assert read_lines(path) == [(1, '{"step": 1}')]
+    path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 2}\n')
+    with pytest.raises(UsageError, match=words) as refused:
+        read_lines(path)
+    assert str(path) in str(refused.value)

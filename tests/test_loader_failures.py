@@ -1,0 +1,263 @@
+"""Failures of loaders and other plugins: one sentence with plugin, sample and cause; the log has the traceback."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from mplug import MapLoader, MicroBatch, hookimpl
+from mplug.blame import cause_of, plugin_error, sentence_of
+from mplug.build import build
+from mplug.contracts import Loader
+from mplug.errors import PluginError, RunError, UsageError
+from mplug.feed import Feed
+from mplug.hooks import Hooks
+from mplug.launch import SAID_AS_THEY_ARE
+from mplug.loop import train
+from mplug.supervision import Source
+from mplug.testing.harness import tiny_run
+
+S, V, SIZE = 6, 11, 2
+SOURCE = Source("data/acme", "train", S, shards=1, rank=3)
+
+
+def batch(sample_ids: range) -> MicroBatch:
+    tokens = torch.arange(S + 1).expand(len(sample_ids), S + 1) % V
+    return {
+        "tokens": tokens[:, :-1].clone(),
+        "labels": tokens[:, 1:].clone(),
+        "positions": torch.arange(S)[None],
+        "sample_ids": torch.tensor(list(sample_ids)),
+    }
+
+
+def loader(read: Callable[[range], Any] = batch) -> MapLoader:
+    return MapLoader(read, vocab_size=V, shard=(0, 1), micro_batch_size=SIZE, samples_per_epoch=10)
+
+
+def feed(own: Loader) -> Feed:
+    return Feed(own, "cpu", SOURCE)
+
+
+def spoilt(sample_ids: range, spoil: Callable[[MicroBatch], Any]) -> Any:
+    own = batch(sample_ids)
+    return (spoil(own) or own) if 10 in sample_ids else own
+
+
+def first(error: BaseException, own: Loader | None = None) -> str:
+    """What the feed says of a loader that raises `error` at sample 10, in the second epoch."""
+
+    def read(sample_ids: range) -> MicroBatch:
+        if 10 in sample_ids:
+            raise error
+        return batch(sample_ids)
+
+    fed = feed(loader(read))
+    list(fed.take(8))
+    with pytest.raises((UsageError, RunError)) as caught:
+        list(fed.take(8))
+    assert caught.value is error or caught.value.__cause__ is not None, "the traceback of the loader is lost"
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+WHERE = "in samples 8 to 15 of the training data (epoch 1), after sample 9"
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (
+            KeyError("text"),
+            f"PluginError: data/acme failed {WHERE}: KeyError: 'text'; its traceback is in logs/rank3.log",
+        ),
+        (RuntimeError("two\nlines"), f"PluginError: data/acme failed {WHERE}: RuntimeError: two lines; its"),
+        (OSError(5, "Input/output error", "/data/x.bin"), f"RunError: data/acme failed {WHERE}: OSError: [Errno 5]"),
+        (OSError(5, "Input/output error", "/data/x.bin"), "Input/output error: '/data/x.bin'"),
+        (StopIteration(), f"PluginError: data/acme ended early {WHERE}: it gave 2 of the 8 that rank 3 reads"),
+        (UsageError("'x.txt' is empty"), "UsageError: 'x.txt' is empty"),
+    ],
+)
+def test_what_a_loader_raises_names_plugin_samples_and_cause(error: Exception, sentence: str) -> None:
+    assert sentence in first(error)
+
+
+@pytest.mark.parametrize("given", [0, 5, 9])
+def test_a_loader_that_gives_too_few_samples_or_too_many_is_refused(given: int) -> None:
+    class Short(MapLoader):
+        def take(self, num_samples: int) -> Iterator[MicroBatch]:
+            return iter(batch(range(n, n + 1)) for n in range(given))
+
+    fed = feed(Short(batch, vocab_size=V, shard=(0, 1), micro_batch_size=SIZE))
+    words = (
+        f"ended early .* it gave {given} of the 8" if given < 8 else "gives 9 samples, of which rank 3 reads at most 8"
+    )
+    with pytest.raises(PluginError, match=words):
+        list(fed.take(8))
+
+
+FAULTS: dict[str, tuple[Callable[[MicroBatch], Any], type[Exception], str]] = {
+    "no batch": (lambda _: 3, PluginError, "a micro batch is a dict of tensors, and this one is a int"),
+    "a missing entry": (lambda b: {k: x for k, x in b.items() if k != "positions"}, PluginError, "has no 'positions'"),
+    "a list": (lambda b: {**b, "tokens": b["tokens"].tolist()}, PluginError, "'tokens' is a list; every entry is a"),
+    "fewer tokens": (lambda b: {**b, "labels": b["labels"][:, 1:]}, PluginError, r"'labels' has shape \(2, 5\)"),
+    "floats": (lambda b: {**b, "tokens": b["tokens"].float()}, PluginError, "'tokens' is torch.float32"),
+    "a label": (
+        lambda b: b["labels"][1].fill_(V) is None,
+        UsageError,
+        f"'labels' holds {V} in sample 11; .* 0 to {V - 1}",
+    ),
+    "a token": (lambda b: b["tokens"][0].fill_(-1) is None, UsageError, "'tokens' holds -1 in sample 10"),
+    "a position": (
+        lambda b: b["positions"].fill_(S) is None,
+        UsageError,
+        f"'positions' holds {S}; they are 0 to {S - 1}",
+    ),
+    "a NaN": (
+        lambda b: {**b, "images": torch.tensor([[0.0], [float("nan")]])},
+        UsageError,
+        "'images' holds a number that is not finite in sample 11",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_micro_batch_that_no_model_can_take_is_refused_on_the_cpu(fault: str) -> None:
+    spoil, kind, words = FAULTS[fault]
+    fed = feed(loader(lambda ids: spoilt(ids, spoil)))
+    assert len(list(fed.take(10))) == 5
+    with pytest.raises(kind, match=f"^data/acme .*in samples 10 to 13 .*{words}"):
+        list(fed.take(4))
+
+
+def test_ignored_labels_and_every_token_of_the_vocabulary_pass() -> None:
+    def read(sample_ids: range) -> MicroBatch:
+        own = batch(sample_ids)
+        own["labels"][0] = -100
+        own["tokens"][0, 0] = V - 1
+        return {**own, "images": torch.zeros(len(sample_ids), 2)}
+
+    assert len(list(feed(loader(read)).take(4))) == 2
+
+
+def test_a_state_that_cannot_be_made_or_loaded_names_the_plugin() -> None:
+    fed = feed(loader())
+    with pytest.raises(
+        PluginError, match=r"data/acme failed in load_state_dict of the training data, .*KeyError: 'samp"
+    ):
+        fed.load_state_dict({})
+    list(fed.take(4))
+    fed.loader.state_dict = lambda: {}["n"]  # type: ignore[method-assign]
+    with pytest.raises(PluginError, match=r"failed in state_dict of the training data, after 4 samples: KeyError: 'n'"):
+        fed.state_dict()
+
+
+class Rows(Dataset[MicroBatch]):
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, row: int) -> MicroBatch:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (KeyError("text"), r"^data/acme failed .*: KeyError: 'text' \(in DataLoader worker process 0\); its traceback"),
+        (RunError("'a.tar' is cut off"), r"^'a.tar' is cut off$"),
+    ],
+)
+def test_what_a_worker_process_raises_is_one_sentence(error: Exception, sentence: str) -> None:
+    class Prefetching(MapLoader):
+        def take(self, num_samples: int) -> Iterator[MicroBatch]:
+            return iter(DataLoader(Rows(error), batch_size=None, num_workers=1))
+
+    fed = feed(Prefetching(batch, vocab_size=V, shard=(0, 1), micro_batch_size=SIZE))
+    with pytest.raises(RunError, match=sentence) as caught:
+        list(fed.take(4))
+    assert "Traceback" in str(caught.value.__cause__)
+
+
+def test_a_cause_is_one_line_and_a_sentence_stays_itself() -> None:
+    assert cause_of(ValueError("a\n  b")) == "ValueError: a b"
+    assert cause_of(AssertionError()) == "AssertionError"
+    assert len(cause_of(ValueError("x" * 9999))) <= 310
+    own = UsageError("plain")
+    assert sentence_of(own) is own
+
+
+# Other plugins.
+
+
+def module_of(name: str, source: str) -> ModuleType:
+    module = ModuleType(name)
+    exec(compile(source, f"{name}.py", "exec"), module.__dict__)
+    return module
+
+
+ACME = """
+class Acme:
+    def step(self, *_):
+        raise self.error
+    def parameters_updated(self):
+        self.step()
+    parameters_updated.mplug_impl = {}
+"""
+
+
+def test_an_exception_of_a_plugin_is_attributed_to_it_by_its_traceback() -> None:
+    plugin = module_of("mplug_acme", ACME).Acme()
+    run = tiny_run({})
+    run.hooks.plugins["optimizers/acme"] = plugin
+
+    def blamed(error: BaseException, call: Callable[[], None]) -> str:
+        plugin.error = error
+        with pytest.raises(type(error)) as caught:
+            call()
+        return str(plugin_error(run.hooks, caught.value, "in step 7", "logs/rank0.log"))
+
+    assert blamed(TypeError("no"), plugin.step) == (
+        "optimizers/acme failed in step 7, in Acme.step (mplug_acme.py:4): TypeError: no; "
+        "its traceback is in logs/rank0.log"
+    )
+    assert "in the hook 'parameters_updated', in Acme.step" in blamed(TypeError("no"), plugin.parameters_updated)
+    for error in (UsageError("u"), OSError(28, "full"), KeyboardInterrupt(), torch.OutOfMemoryError("out")):
+        assert blamed(error, plugin.step) == "None"
+
+
+def test_an_exception_in_a_hook_notes_the_plugin_and_the_hook() -> None:
+    class Acme:
+        @hookimpl
+        def parameters_updated(self) -> None:
+            raise TypeError("no")
+
+    hooks = Hooks({**tiny_run({}).hooks.plugins, "optimizers/acme": Acme()})
+    for call in (lambda: hooks.call.parameters_updated(run=None), lambda: hooks.each("parameters_updated", run=None)):
+        with pytest.raises(TypeError, match="no") as caught:
+            call()
+        assert caught.value.__notes__ == ["raised in the hook 'parameters_updated' of optimizers/acme"]
+
+
+def test_a_bug_in_an_optimizer_ends_a_run_in_one_sentence_and_keeps_its_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tiny_run({"trainer.steps": 2})
+    run.directory = tmp_path / "run"
+    raised = module_of("mplug_adamw.broken", "def step(*_, **__):\n    raise TypeError('no such piece')")
+    monkeypatch.setattr(type(build(run).optimizer), "step", raised.step)
+    with pytest.raises(PluginError, match=r"^optimizers/adamw failed in step 1, in step \(.*TypeError: no such piece"):
+        train(run)
+    log = (run.directory / "logs" / "rank0.log").read_text()
+    assert "Traceback" in log
+    assert "TypeError: no such piece" in log
+    assert "optimizers/adamw failed in step 1" in log
+
+
+def test_the_launcher_repeats_the_sentence_of_a_plugins_bug() -> None:
+    assert SAID_AS_THEY_ARE["PluginError"] is PluginError

@@ -1,0 +1,44 @@
+"""The machines of the tests: they reach each other until a link is cut, and again when it is mended."""
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from machines import Machines
+from warm import Forked
+
+CONNECTS = """
+import socket, sys
+try:
+    socket.create_connection((sys.argv[1], 9), 1)
+except OSError as error:
+    print(type(error).__name__)
+"""
+
+
+def test_machines_reach_each_other_until_a_link_is_cut_and_again_when_it_is_mended(two_machines: Machines) -> None:
+    first, second = two_machines
+
+    def reaches(address: str) -> str:
+        return first.run(sys.executable, "-S", "-c", CONNECTS, address).stdout.strip()
+
+    assert {reaches(second.address), reaches(second.address6), reaches(second.name)} == {"ConnectionRefusedError"}
+    assert "10.77" not in subprocess.run(["ip", "address"], capture_output=True, text=True).stdout
+    two_machines.cut(1)
+    assert reaches(second.address) == "TimeoutError"
+    two_machines.mend(1)
+    assert reaches(second.address) == "ConnectionRefusedError"
+
+
+def test_a_machine_has_a_host_name_and_its_processes_end_with_it(two_machines: Machines, tmp_path: Path) -> None:
+    second = two_machines[1]
+    (tmp_path / "names.py").write_text("import socket; print(socket.gethostname(), socket.gethostbyname('node02'))")
+    fork = Forked("names", cwd=tmp_path, environment={}, machine=second.pid)
+    assert fork.communicate(60) == ("node02 127.0.1.1\n", "")
+    assert socket.gethostname() != second.name
+    process = second.popen("sleep", "1000")
+    assert second.pids() == [process.pid]
+    two_machines.__exit__()
+    assert process.wait(60) == -9
+    two_machines.__enter__()  # the fixture closes it

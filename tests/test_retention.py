@@ -1,0 +1,267 @@
+"""Which checkpoints stay: the newest valid ones. None is removed or replaced before a valid one is visible."""
+
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mplug.build import build
+from mplug.checkpoint import complete, path_of, read_manifest, read_valid, retention, step_of
+from mplug.checkpoint.choice import choose, newest_readable
+from mplug.checkpoint.verified import Verified
+from mplug.errors import RunError, UsageError
+from mplug.hookspecs import hookimpl
+from mplug.loop import train
+from mplug.position import Position
+from mplug.run import Run, prepare
+from mplug.testing.harness import tiny_config
+
+SETTINGS = {"model.num_layers": 1, "trainer.eval_every": 0, "checkpoint.every": 1, "checkpoint.asynchronous": False}
+FILE = "rank00000.safetensors"
+
+
+def trained(directory: Path, steps: int, keep: int, resume_from: Path | None = None, **observers: object) -> Path:
+    """Train to a step, saving every one; the folder of the checkpoints."""
+    settings = {**SETTINGS, "trainer.steps": steps, "checkpoint.keep": keep}
+    run = prepare(tiny_config(settings), {f"host/{name}": one for name, one in observers.items()}, directory)
+    train(run, resume_from)
+    return run.checkpoints
+
+
+def damage(path: Path, file: str = FILE) -> None:
+    """Flip a bit of a file, whose size stays."""
+    data = bytearray((path / file).read_bytes())
+    data[-1] ^= 1
+    (path / file).write_bytes(data)
+
+
+def steps(folder: Path) -> list[int]:
+    return [step_of(path) for path in complete(folder)]
+
+
+def valid(folder: Path) -> list[int]:
+    """The steps of the checkpoints that can be loaded."""
+    found = []
+    for path in complete(folder):
+        try:
+            read_valid(path)
+        except UsageError:
+            continue
+        found.append(step_of(path))
+    return found
+
+
+# What counts.
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_run_that_continues_before_damaged_checkpoints_keeps_valid_ones(tmp_path: Path, keep: int) -> None:
+    folder = trained(tmp_path, 3, 3)
+    for step in (2, 3):
+        damage(path_of(folder, step))
+    trained(tmp_path, 4, keep, path_of(folder, 3))
+    assert steps(folder) == valid(folder) == [3, 4][-keep:]
+    told = (tmp_path / "logs" / "rank0.log").read_text()
+    assert "step_00000003': the run continues from step 1" in told
+    assert "replacing checkpoint" in told
+
+
+class Damage:
+    """Damages the checkpoint before the newest when a step begins, while training goes on."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    @hookimpl
+    def step_started(self, run: Run) -> None:
+        if run.step == self.step:
+            damage(path_of(run.checkpoints, self.step - 1))
+
+
+def test_a_checkpoint_that_is_damaged_while_training_goes_on_does_not_count(tmp_path: Path) -> None:
+    folder = trained(tmp_path, 4, 2, damage=Damage(4))
+    assert (steps(folder), valid(folder)) == ([2, 3, 4], [2, 4])
+    assert "does not count towards checkpoint.keep" in (tmp_path / "logs" / "rank0.log").read_text()
+
+
+def test_checkpoints_are_read_once_if_another_process_has_saved_them_and_else_never(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, original = [], retention.verify
+
+    def verify(path: Path, manifest: Any, names: Any) -> None:
+        read.extend([step_of(path)] * len(names))
+        original(path, manifest, names)
+
+    monkeypatch.setattr(retention, "verify", verify)
+    folder = trained(tmp_path, 4, 3)
+    assert read == []
+    trained(tmp_path, 6, 4, path_of(folder, 4))
+    assert read == [3, 2]
+
+
+# Where a run continues.
+
+
+def test_resuming_reports_the_checkpoints_that_it_skips(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = trained(tmp_path, 3, 3)
+    damage(path_of(folder, 3))
+    (path_of(folder, 2) / "checkpoint.json").write_text("{")
+    trained(tmp_path, 4, 3, path_of(folder, 3))
+    told = capfd.readouterr().err.splitlines()
+    assert [line for line in told if line.startswith("mplug: ")] == [
+        f"mplug: skipped: checkpoint '{path_of(folder, 3)}' is damaged: '{FILE}' is not what was saved",
+        f"mplug: skipped: checkpoint '{path_of(folder, 2)}' is damaged: 'checkpoint.json' is not valid JSON: "
+        f"Expecting property name enclosed in double quotes: line 1 column 2 (char 1)",
+        "mplug: continuing from step 1",
+    ]
+    assert valid(folder)[-1] == 4
+
+
+def test_without_a_valid_checkpoint_one_error_lists_all(tmp_path: Path) -> None:
+    folder = trained(tmp_path, 2, 2)
+    for path in complete(folder):
+        damage(path)
+    with pytest.raises(UsageError) as raised:
+        trained(tmp_path, 3, 2, path_of(folder, 2))
+    assert "no checkpoint in" in str(raised.value)
+    assert [f"step_0000000{step}' is damaged" in str(raised.value) for step in (1, 2)] == [True, True]
+    assert steps(folder) == [1, 2], "a run that cannot begin removes nothing"
+    for path in complete(folder):
+        (path / FILE).unlink()
+    with pytest.raises(UsageError, match=r"no checkpoint in .* is valid:\n.*00002' .*missing\n.*00001' .*missing"):
+        newest_readable(folder)
+
+
+def test_a_checkpoint_that_cannot_be_read_for_now_is_not_taken_for_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, original = trained(tmp_path, 2, 2), os.open
+
+    def failing(path: Any, *arguments: Any, **named: Any) -> int:
+        if str(path).endswith(FILE):
+            raise OSError(5, "Input/output error")
+        return original(path, *arguments, **named)
+
+    monkeypatch.setattr(os, "open", failing)
+    with pytest.raises(RunError, match=r"cannot read checkpoint .*step_00000002.*Input/output error"):
+        choose(prepare(tiny_config(SETTINGS)), path_of(folder, 2), Verified())
+
+
+# Replacing.
+
+
+def position_of(directory: Path, keep: int, resume_from: Path | None = None) -> Position:
+    """A run that can save, and has taken no step."""
+    run = prepare(tiny_config({**SETTINGS, "trainer.steps": 9, "checkpoint.keep": keep}), directory=directory)
+    position = Position(run, build(run))
+    if resume_from is not None:
+        position.load(resume_from)
+    return position
+
+
+def save(position: Position, step: int, samples: int) -> None:
+    """Save a step; `samples` tells two checkpoints of it apart."""
+    position.run.step, position.samples = step, samples
+    position.save()
+
+
+def test_a_reader_sees_every_replaced_checkpoint_in_its_old_or_new_version(tmp_path: Path) -> None:
+    position = position_of(tmp_path, 1)
+    save(position, 5, 0)
+    path, seen, failures, done = path_of(tmp_path / "checkpoints", 5), set[int](), list[str](), threading.Event()
+
+    def poll() -> None:
+        while not done.is_set():
+            try:
+                assert complete(path.parent) == [path]
+                seen.add(read_valid(path)["samples"])
+            except Exception as error:
+                failures.append(repr(error))
+
+    reader = threading.Thread(target=poll)
+    reader.start()
+    for version in range(1, 15):
+        save(position, 5, version)
+    done.set()
+    reader.join()
+    assert failures == []
+    assert len(seen) > 1, "the reader has polled while the checkpoint was replaced"
+    assert len(list(path.iterdir())) == 2, "the files of the old version are removed"
+
+
+CALLS = ("mkdir", "open", "rename", "replace", "unlink", "rmdir", "fsync", "write", "lstat")
+"""Functions of `os` before which a process dies; between two of them it changes nothing on the disk."""
+
+
+def count_calls(die_at: int | None) -> list[int]:
+    """Count the calls of CALLS, and die before one of them. Returns a list that holds the count."""
+    count = [0]
+
+    def counting(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            count[0] += 1
+            if count[0] == die_at:
+                os._exit(9)
+            return original(*arguments, **named)
+
+        return call
+
+    for name in CALLS:
+        setattr(os, name, counting(getattr(os, name)))
+    return count
+
+
+def in_child(action: Callable[[], None], die_at: int | None) -> int:
+    """Do something in a fork, which may die at a call. Returns the number of calls, at most 255, or 0 if it died."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            count = count_calls(die_at)
+            action()
+            status = 100 + count[0]
+        finally:
+            os._exit(status)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status == 9 or 100 < status < 255, status
+    return max(0, status - 100)
+
+
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.wide("kills")), 9])
+@pytest.mark.parametrize("case", ["a replaced checkpoint", "an old checkpoint", "a damaged later checkpoint"])
+def test_a_process_that_dies_between_two_system_calls_leaves_a_valid_checkpoint(
+    tmp_path: Path, case: str, every: int
+) -> None:
+    folder, backup = tmp_path / "run" / "checkpoints", tmp_path / "backup"
+    position = position_of(tmp_path / "run", 1)
+    save(position, 5, 1)
+    step, allowed = 6, {5, 6}
+    if case == "a replaced checkpoint":
+        step, allowed = 5, {5}
+    if case == "a damaged later checkpoint":
+        shutil.copytree(path_of(folder, 5), path_of(folder, 7))
+        position = position_of(tmp_path / "run", 1, path_of(folder, 5))
+    folder.rename(backup)
+    for die_at in range(1, 200, every):
+        shutil.copytree(backup, folder, copy_function=os.link)
+        finished = in_child(lambda: save(position, step, 2), die_at)
+        found = valid(folder)
+        assert found, f"no valid checkpoint after call {die_at}"
+        assert set(found) <= allowed
+        if case == "a replaced checkpoint":
+            assert steps(folder) == [5]
+        in_child(lambda: save(position, step, 3), None)  # the next one mends what the dead one has left
+        assert steps(folder) == valid(folder) == [step]
+        assert read_manifest(path_of(folder, step))["samples"] == 3
+        assert [path.name for path in folder.glob(".*")] == []
+        assert len(list(path_of(folder, step).iterdir())) == 2
+        shutil.rmtree(folder)
+        if finished:
+            assert die_at > 20
+            return
+    raise AssertionError("the process has made more calls than were tried")

@@ -130,7 +130,7 @@ def test_settings_that_only_look_odd_are_accepted() -> None:
         ("trainer:\n  [1, 2]: 3\n", "run.yaml:2: the name of a field must be a word, not a list or a mapping"),
         ("trainer:\n  ? {a: b}\n  : 3\n", "run.yaml:2: the name of a field must be a word, not a list or a mapping"),
         ("trainer:\n  steps: \0\n", "run.yaml:2 is not YAML: the character #x0000 is not allowed"),
-        ("trainer: &t\n  steps: *t\n", "run.yaml:1: an alias stands inside the value that it repeats; write it out"),
+        ("trainer: &t\n  steps: *t\n", "run.yaml:2: an alias stands inside the value that it repeats; write it out"),
     ],
     ids=["mappings", "lists", "aliases deep", "aliases wide", "list as a name", "mapping as a name", "NUL", "itself"],
 )  # fmt: skip

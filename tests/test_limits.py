@@ -90,7 +90,6 @@ def test_a_number_that_no_run_can_use_is_refused(assignments: tuple[str, ...], s
             ("schedule.batch_rampup.start (--set", "above trainer.global_batch_size=8"),
         ),
         (("schedule.min_lr=1",), ("schedule.min_lr (--set", "above the peak optimizer.lr=0.005")),
-        (("schedule.weight_decay.end=0.1",), ("schedule.weight_decay.end (--set", "constant weight decay has no end")),
         (("schedule.name=wsd", "schedule.decay_steps=2000"), ("schedule.decay_steps (--set", "trainer.steps=950")),
         (("parallel.data=tp",), ("parallel.data (--set): parallel/tp does not divide the batch",)),
         (

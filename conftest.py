@@ -50,6 +50,7 @@ WIDE = {
     "experts": "every way of routing, balancing and dispatching experts under every layout",
     "kills": "more points at which workers are killed",
     "layouts": "more layouts, and products of strategies, methods and options",
+    "machines": "torchrun and mpirun on two machines, which are network namespaces",
     "precision": "more layouts and methods in bf16 and fp16",
     "reshard": "more pairs of layouts between which checkpoints go",
     "scaffold": "every kind of package that `plugins new` writes: installed, tested and used",

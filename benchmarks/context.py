@@ -22,11 +22,12 @@ from mplug.build import build_loader, build_model, choose_device
 from mplug.errors import UsageError
 from mplug.hardware import timed
 from mplug.job import among
-from mplug.launch import launch, launched
+from mplug.launch import launch
 from mplug.nn import AttentionInputs
 from mplug.profiling import COLLECTIVES, profiled
 from mplug.run import prepare
 from mplug.testing.harness import tiny_config
+from mplug.world import launched
 
 METHODS = ("ring", "all_gather", "ulysses", "hierarchical")
 

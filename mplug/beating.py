@@ -105,11 +105,11 @@ def beating_to(tell: Callable[[Beat], None] | None, heart: Heart | None) -> Iter
 
 
 @contextmanager
-def watching(heart: Heart | None, size: int, attempt: int) -> Iterator[None]:
+def watching(heart: Heart | None, size: int, attempt: str) -> Iterator[None]:
     """Exchange heartbeats through the store for a block, and end this process when the run cannot go on.
 
-    The processes have met: MASTER_ADDR and MASTER_PORT are those of the store. An error that is a broken connection
-    becomes a RunError that names the rank which is gone.
+    `attempt` distinguishes this attempt of this job from others. The processes have met: MASTER_ADDR and MASTER_PORT
+    are those of the store. An error that is a broken connection becomes a RunError that names the rank which is gone.
     """
     if heart is None:
         yield
@@ -136,7 +136,7 @@ class Exchange:
     One thread beats and counts how long the store has not answered. Another talks to the store, where it may hang.
     """
 
-    def __init__(self, heart: Heart, size: int, attempt: int) -> None:
+    def __init__(self, heart: Heart, size: int, attempt: str) -> None:
         self.heart, self.size = heart, size
         self.address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         self.prefix = f"mplug/{attempt}"

@@ -11,12 +11,13 @@ from mplug.against import Script, task_of
 from mplug.errors import RunError, UsageError
 from mplug.heartbeats import Beat
 from mplug.job import among
-from mplug.launch import launch, launched
+from mplug.launch import launch
 from mplug.profiling import RECORDED, Event, Profile, profile_of, profiled
 from mplug.registry import Registry
 from mplug.resolve import default_settings, resolve
 from mplug.run import Run, prepare
 from mplug.settings import Settings, merge, read_assignments, read_file
+from mplug.world import launched
 
 if TYPE_CHECKING:
     from mplug.ceilings import Limits

@@ -12,11 +12,13 @@ from mplug.config import RunConfig
 from mplug.errors import RunError, UsageError
 from mplug.heartbeats import Beat
 from mplug.hooks import HOST
-from mplug.launch import World, agreed, joined, launched
+from mplug.launch import agreed, joined
 from mplug.registry import Registry
 from mplug.resolve import resolve
 from mplug.run import Run, prepare, provenance
 from mplug.settings import Settings, merge, read_assignments
+from mplug.sharing import refuse_unshared_folder
+from mplug.world import World, launched
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,8 @@ def work(job: Job, tell: Callable[[int | Beat], None] | None = None) -> Outcome:
         run.directory, resume_from = job.directory, job.resume_from
         if world is not None:
             run.directory, resume_from = agreed((run.directory, resume_from))  # a folder may look different elsewhere
+            if world.local_size != world.size:
+                refuse_unshared_folder(run)
         outcome = _trained(run, replace(job, resume_from=resume_from))
     del run
     gc.collect()  # process groups that a cycle keeps until the interpreter exits abort it
@@ -105,7 +109,7 @@ def among(world: World | None, run: Run, tell: Callable[[Beat], None] | None = N
         run.pulse.enter("joining the other processes")
         own = heart if tell is None else None
         timeout = timedelta(seconds=run.config.watchdog.collective)
-        with joined(world, run.device, timeout, lambda: watching(own, world.size, world.restart)):
+        with joined(world, run.device, timeout, lambda: watching(own, world.size, f"{world.job}_{world.restart}")):
             run.groups = Groups(run.rank, timeout)
             _refuse_other_plugins(run)
             yield

@@ -1,4 +1,4 @@
-"""From one command to the processes of a run: joins them when already launched, else launches them on this machine."""
+"""The processes of a run: `launch` starts them on this machine, `joined` makes a process one of them."""
 
 import logging
 import multiprocessing
@@ -21,35 +21,7 @@ from mplug.errors import Diverged, RunError, UsageError
 from mplug.heartbeats import Beat
 from mplug.signals import Signals
 from mplug.watchdog import Ward
-
-# launcher -> the variables that hold a process's rank, their number, and the rank on its machine
-LAUNCHERS = {
-    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
-}
-DEFAULT_PORT = 29500
-
-
-@dataclass(frozen=True)
-class World:
-    """This process among those of its run."""
-
-    rank: int
-    size: int
-    local_rank: int
-    launcher: str
-
-    @property
-    def restart(self) -> int:
-        """How often the launcher has started its processes again."""
-        return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-
-    @property
-    def may_restart(self) -> bool:
-        """Whether the launcher starts its processes again when one dies."""
-        return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
-
+from mplug.world import World
 
 GRACE = 3.0
 """Seconds that processes have to end by themselves, with their errors told, once one has failed."""
@@ -79,16 +51,6 @@ class Stopped(Exception):
         self.signal = int(number)
 
 
-def launched() -> World | None:
-    """The world that torchrun, mpirun or srun has put this process into; None where it is alone."""
-    for launcher, names in LAUNCHERS.items():
-        values = [os.environ.get(name) for name in names]
-        if all(value is not None and value.isdigit() for value in values):
-            rank, size, local_rank = (int(value or 0) for value in values)
-            return World(rank, size, local_rank, launcher) if size > 1 else None
-    return None
-
-
 def refuse_port_in_use(port: int) -> None:
     """Raise UsageError where someone listens on a port already."""
     with socket.socket() as probe:
@@ -115,30 +77,28 @@ def joined(
     import torch
     import torch.distributed as dist
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-    from torch.distributed.rendezvous import rendezvous
 
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", str(DEFAULT_PORT))
-    os.environ |= {"RANK": str(world.rank), "WORLD_SIZE": str(world.size), "LOCAL_RANK": str(world.local_rank)}
-    options: dict[str, Any]
-    if device == "cuda":
-        gpus = torch.cuda.device_count()
-        if world.local_rank >= gpus:
-            raise UsageError(
-                f"this machine has {gpus} GPUs, too few for its processes; use fewer, or trainer.device=cpu"
-            )
-        torch.cuda.set_device(world.local_rank)
+    from mplug.meeting import gpu_of, interfaces, meet, member, num_threads, open_store
+
+    gpus = torch.cuda.device_count() if device == "cuda" else 0
+    gpu = gpu_of(world.local_rank, gpus) if gpus else 0
+    if gpus:
+        torch.cuda.set_device(gpu)
+    # A restarted agent keeps its store, and ranks would read the addresses of the attempt before (pytorch #135712).
+    # Another job may have found the port first: its processes do not read what these write.
+    store = PrefixStore(f"{world.job}_attempt_{world.restart}", open_store(world))
+    own = member(world.address, device, str(torch.cuda.get_device_properties(gpu).uuid) if gpus else "", gpus)
+    decision = meet(world, store, own)
+    os.environ |= interfaces(world, own, decision)
+    if not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys():
+        torch.set_num_threads(num_threads(own.cpus, decision.cpus, torch.get_num_threads()))
+    options: dict[str, Any] = {"backend": "gloo"}
+    if gpus:
         torch.zeros((), device="cuda", requires_grad=True).backward()  # gives autograd's thread its CUDA context
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")  # stages expect it
-        options = {"backend": "nccl", "device_id": torch.device("cuda", world.local_rank)}
-    else:
-        torch.set_num_threads(max(1, torch.get_num_threads() // world.size))
-        options = {"backend": "gloo"}
-    store, rank, size = next(rendezvous("env://"))
-    # A restarted agent keeps its store, and ranks would read the addresses of the attempt before (pytorch #135712).
-    attempt = PrefixStore(f"attempt_{world.restart}", store)
+        options = {"backend": "nccl", "device_id": torch.device("cuda", gpu)}
     with watching():
-        dist.init_process_group(store=attempt, rank=rank, world_size=size, timeout=timeout, **options)
+        dist.init_process_group(store=store, rank=world.rank, world_size=world.size, timeout=timeout, **options)
         yield
         dist.destroy_process_group()  # not after an error: it would wait for the other ranks
 

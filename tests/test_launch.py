@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from machines import Machines
 from torch import Tensor
 from warm import Forked
 
@@ -97,12 +98,12 @@ def poll(condition: Callable[[], Any], what: str) -> Any:
     return value
 
 
-def begin(folder: Path, *words: str, **environment: str) -> Command:
+def begin(folder: Path, *words: str, machine: int | None = None, **environment: str) -> Command:
     """Start a command in a folder and in a session of its own: a module in a fork, others in an interpreter."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **environment}
     if words[0] != "-m":
         return begin_anew(folder, *words, **environment)
-    process = Forked(*words[1:], cwd=folder, environment=environment, session=True)
+    process = Forked(*words[1:], cwd=folder, environment=environment, session=True, machine=machine)
     BEGUN.append(Command(process, process.output))
     return BEGUN[-1]
 
@@ -331,18 +332,108 @@ def test_processes_of_mpirun_join(folder: Path, options: list[str], whole: Whole
     command.assert_nothing_is_left()
 
 
-def test_processes_of_srun_join(folder: Path, options: list[str], whole: Whole) -> None:
-    port, words = free_port(), ("train", "--name", "srun", "--parallel", "pp2", *options)
-    slurm = {"SLURM_STEP_NUM_TASKS": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    commands = [
-        begin(folder, *MPLUG, *words, **slurm, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)) for rank in (0, 1)
-    ]
+SRUN = {
+    "SLURM_JOB_ID": "4242",
+    "SLURM_JOB_NODELIST": "node[01-02]",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "node[01-02]",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+}
+
+
+def test_processes_of_srun_on_two_machines_join_and_agree_on_a_run_without_a_name(
+    folder: Path, tmp_path: Path, options: list[str], whole: Whole, two_machines: Machines
+) -> None:
+    """The host name of each machine stands for 127.0.1.1 there, as Debian installs it."""
+    shutil.copy(folder / "text.txt", tmp_path)
+    words = (*MPLUG, "train", "--parallel", "dp2pp2", *options)
+    commands = []
+    for rank in range(4):
+        machine, slurm = two_machines[rank // 2], {"SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank // 2)}
+        environment = {**SRUN, **slurm, "SLURM_LOCALID": str(rank % 2)}
+        commands.append(begin(tmp_path, *words, machine=machine.pid, **environment))
+        time.sleep(0.3)  # a generated name has the second in which the process starts
     results = [command.ended() for command in commands]
-    assert [result.returncode for result in results] == [0, 0], [result.stderr for result in results]
-    assert [result.stdout.count("done in") for result in results] == [1, 0]
-    assert_same_losses(folder / "runs" / "srun", whole(""))
+    assert [result.returncode for result in results] == [0] * 4, [result.stderr for result in results]
+    assert [result.stdout.count("done in") for result in results] == [1, 0, 0, 0]
+    (run,) = (tmp_path / "runs").iterdir()
+    assert sorted(path.name for path in (run / "logs").iterdir()) == [f"rank{rank}.log" for rank in range(4)]
+    assert_same_losses(run, whole(""))
     for command in commands:
         command.assert_nothing_is_left()
+
+
+@pytest.mark.wide("machines")
+@pytest.mark.parametrize("way", ["by name", "by IPv6 address"])
+def test_processes_of_torchrun_on_two_machines_join(
+    way: str, folder: Path, options: list[str], whole: Whole, two_machines: Machines
+) -> None:
+    name, first = f"torchrun-{way.replace(' ', '-')}", two_machines[0]
+    commands = []
+    for number, machine in enumerate(two_machines):
+        meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={first.name}:29400"]
+        if way == "by IPv6 address":
+            machine.run("ip", "-4", "address", "flush", "dev", "eth0")
+            meeting = [f"--node-rank={number}", f"--master-addr={first.address6}", "--master-port=29400"]
+        words = ("-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", *meeting, *MPLUG, "train")
+        commands.append(begin(folder, *words, "--name", name, "--parallel", "dp2pp2", *options, machine=machine.pid))
+    results = [command.ended() for command in commands]
+    assert [result.returncode for result in results] == [0, 0], [result.stderr for result in results]
+    assert_same_losses(folder / "runs" / name, whole(""))
+
+
+@pytest.mark.wide("machines")
+def test_processes_of_mpirun_on_two_machines_join(
+    folder: Path, tmp_path: Path, options: list[str], whole: Whole, two_machines: Machines
+) -> None:
+    """Open MPI 4 provides the address; with Open MPI 5 the command is refused until the user gives one."""
+    mpirun = shutil.which("mpirun")
+    if mpirun is None:
+        pytest.skip("there is no 'mpirun' here")
+    agent = tmp_path / "agent"
+    enter = [f'{m.name}) exec nsenter --target={m.pid} --net --uts --mount -- sh -c "$*";;' for m in two_machines]
+    agent.write_text("#!/bin/sh\nhost=$1; shift\ncase $host in\n" + "\n".join(enter) + "\nesac\nexit 1\n")
+    agent.chmod(0o755)
+    agents = {"OMPI_MCA_plm_rsh_agent": str(agent), "PRTE_MCA_plm_ssh_agent": str(agent)}
+    hosts = ("--host", "node01:2,node02:2", "--map-by", "ppr:2:node", "-n", "4")
+    train = (sys.executable, *MPLUG, "train", "--name", "mpirun-on-two", "--parallel", "dp2pp2", *options)
+    provided = "Open MPI) 4" in subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=True).stdout
+
+    def ended(*more: str) -> subprocess.CompletedProcess[str]:
+        words = two_machines[0].words(mpirun, "--allow-run-as-root", *hosts, *more, *train, cwd=folder)
+        return subprocess.run(words, env={**os.environ, **agents}, capture_output=True, text=True, timeout=PATIENCE)
+
+    if not provided:
+        refused = ended()
+        assert refused.returncode == 2, refused.stderr
+        assert "provides no address where they can meet; set MASTER_ADDR" in refused.stderr
+    result = ended(*(() if provided else ("-x", "MASTER_ADDR=node01")))
+    assert result.returncode == 0, result.stderr
+    assert_same_losses(folder / "runs" / "mpirun-on-two", whole(""))
+
+
+def test_machines_that_do_not_share_the_folder_of_the_run_are_refused(
+    folder: Path, tmp_path: Path, options: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm = {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0"}
+    commands = []
+    for rank in (0, 1):
+        own = tmp_path / f"disk{rank}"
+        own.mkdir()
+        shutil.copy(folder / "text.txt", own)
+        (own / "impatient.py").write_text(
+            "from mplug import sharing, __main__\nsharing.PATIENCE = 0.5\n__main__.main()"
+        )
+        environment = {"SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank), "MASTER_ADDR": "127.0.0.1"}
+        commands.append(begin(own, "-m", "impatient", "train", *options, **slurm, **environment))
+    for command in commands:
+        result = command.ended()
+        assert_one_sentence(
+            result, 2, "rank 1 on", f"the folder '{tmp_path}/disk0/runs' of rank 0", "all machines share"
+        )
+    assert list(tmp_path.glob("disk*/runs")) == []
 
 
 # What ends a run.

@@ -63,8 +63,9 @@ def command(
     """
     from mplug.against import Script
     from mplug.bench import Opponent, Task, as_json, checked, facts_of
-    from mplug.launch import Stopped, launched
+    from mplug.launch import Stopped
     from mplug.settings import merge, read_assignments
+    from mplug.world import launched
 
     if launched() is not None:
         raise UsageError("mplug bench starts its own processes; call it without a launcher")

@@ -13,14 +13,14 @@ from mplug.errors import Diverged, RunError, UsageError
 if TYPE_CHECKING:
     from mplug.changes import Changes
     from mplug.job import Job, Outcome
-    from mplug.launch import World
     from mplug.run import Run
+    from mplug.world import World
 
 
 @click.command()
 @config_options
 @click.option("--name", type=RunName(), help="Name of the run; its folder is runs/NAME.")
-@click.option("--master-port", type=int, help="Port at which processes started here meet; without it, a free one.")
+@click.option("--master-port", type=int, help="Port for the processes that this command starts; default: a free one.")
 @click.option("--resume", is_flag=True, help="Continue the newest checkpoint of --name, or of the newest run.")
 @click.option(
     "--allow-change",
@@ -63,6 +63,8 @@ def command(
     evaluate and report in another way, and it logs every change. Any other change, such as another learning rate,
     optimizer, seed or data, is refused unless --allow-change names it.
 
+    On several machines, start one process per GPU with srun, torchrun or mpirun; docs/machines.md has the commands.
+
     \b
     mplug train --set data.path=book.txt --set trainer.steps=500
     mplug train --model gpt --preset 125m --attention reference
@@ -71,17 +73,19 @@ def command(
     mplug train --resume --set optimizer.lr=1e-3 --allow-change optimizer.lr
     """
     from mplug.job import Job, settle
-    from mplug.launch import launched, refuse_port_in_use
+    from mplug.launch import refuse_port_in_use
     from mplug.pretrained import pretrained_of, refuse_another_model
     from mplug.resolve import default_settings, saved_settings
     from mplug.run import RUNS, find_directory, new_directory
     from mplug.settings import merge, read_assignments
+    from mplug.world import launched
 
     began = time.time()
     world = launched()
     restarted = world is not None and world.restart > 0
     if world is not None:
         _refuse_restarts(world, restarts, name, resume)
+        _refuse_port(world, master_port)
     names = tuple(name.strip() for words in allowed for name in words.split(","))
     if names and not resume:
         raise UsageError("--allow-change is for a run that goes on from a checkpoint; add --resume, or leave it out")
@@ -107,7 +111,7 @@ def command(
     if pretrained is not None:
         refuse_another_model(pretrained, model)
     if first:
-        _announce(run, _beginning(resume_from, pretrained), since.lines())
+        _announce(run, world, _beginning(resume_from, pretrained), since.lines())
     deadline = began + 60 * max_minutes if max_minutes is not None else None
     job = Job(base, changes, run.directory, resume_from, deadline, names)
     outcome = _work(run, job, world is not None, master_port, restarts)
@@ -123,6 +127,13 @@ def _refuse_restarts(world: "World", restarts: int, name: str | None, resume: bo
         raise UsageError(f"--restarts is for processes that this command starts; {world.launcher} has its own option")
     if world.may_restart and name is None and not resume:
         raise UsageError(f"give --name, so that a process which {world.launcher} restarts finds its run")
+
+
+def _refuse_port(world: "World", port: int | None) -> None:
+    """Whoever has launched the processes chooses the port, or the user does for all of them alike."""
+    if port is not None:
+        remedy = "it has an option of the same name" if world.launcher == "torchrun" else "set MASTER_PORT instead"
+        raise UsageError(f"--master-port is for processes that this command starts; for {world.launcher}, {remedy}")
 
 
 def _checkpoint_of(directory: "Path", restarted: bool) -> "Path | None":
@@ -181,7 +192,7 @@ def _beginning(resume_from: "Path | None", pretrained: "Path | None") -> str:
     return f"with the weights of '{pretrained}'" if pretrained is not None else "from scratch"
 
 
-def _announce(run: "Run", where: str, changes: list[str]) -> None:
+def _announce(run: "Run", world: "World | None", where: str, changes: list[str]) -> None:
     import torch
 
     layout = f", {run.config.parallel.layout} on {run.mesh.world_size} processes" if run.mesh.world_size > 1 else ""
@@ -189,7 +200,7 @@ def _announce(run: "Run", where: str, changes: list[str]) -> None:
     click.echo(f"run {run.directory}: {steps} step{'s' * (steps != 1)}, {where}{layout}")
     for line in changes:
         click.echo(f"  changed since the checkpoint: {line}")
-    if run.config.trainer.device != "cpu":
+    if run.config.trainer.device != "cpu" and world is None:  # a launcher has decided otherwise how many there are
         click.echo(_idle_gpus(run, torch.cuda.device_count()), nl=False)
 
 

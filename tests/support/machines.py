@@ -122,18 +122,20 @@ class Machines:
         name, address, address6 = f"node{number + 1:02d}", f"10.77.0.{number + 1}", f"fd77::{number + 1}"
         pid = _hold(stack, [*_enter(self._switch, "--net"), "unshare", "--net", "--uts", "--mount"])
         machine = Machine(number, name, address, address6, pid)
-        hosts = self._folder / f"hosts-{name}"
+        hosts, resolver = self._folder / f"hosts-{name}", self._folder / "resolv.conf"
+        resolver.write_text("nameserver 127.0.0.1\n")  # nobody listens there: names unknown to `hosts` fail at once
         others = "".join(
-            f"10.77.0.{other + 1} node{other + 1:02d}\nfd77::{other + 1} node{other + 1:02d}-6\n"
+            f"10.77.0.{other + 1} node{other + 1:02d}{'-eth0' * (other == number)}\n"
+            f"fd77::{other + 1} node{other + 1:02d}-6\n"
             for other in range(self._number)
-            if other != number
         )
         hosts.write_text(f"127.0.0.1 localhost\n::1 localhost ip6-localhost\n127.0.1.1 {name}\n{others}")
         self._in_switch("ip", "link", "add", f"port{number}", "type", "veth", "peer", "name", "eth0", "netns", str(pid))
         self._in_switch("ip", "link", "set", f"port{number}", "master", "switch", "up")
         script = (
             f"ip link set lo up && ip link set eth0 up && ip address add {address}/24 dev eth0 && "
-            f"ip address add {address6}/64 dev eth0 nodad && mount --bind '{hosts}' /etc/hosts"
+            f"ip address add {address6}/64 dev eth0 nodad && mount --bind '{hosts}' /etc/hosts && "
+            f"mount --bind '{resolver}' /etc/resolv.conf"
         )
         _run(machine.words("sh", "-c", script))
         _run(machine.words(sys.executable, "-S", "-c", f"import socket; socket.sethostname('{name}')"))

@@ -13,7 +13,6 @@ from torch import Tensor
 from mplug import Run, UsageError, hookimpl
 from mplug.checkpoint import newest
 from mplug.job import settle
-from mplug.launch import World
 from mplug.loop import train
 from mplug.resolve import default_settings
 from mplug.run import prepare
@@ -21,6 +20,7 @@ from mplug.settings import from_mapping
 from mplug.testing import ParallelSuite, run_workers
 from mplug.testing.harness import EXACT, Trace, as_rank, difference, tiny_config, train_steps
 from mplug.testing.parity import require_parity
+from mplug.world import World
 
 EXPERTS: dict[str, Any] = {
     "model.name": "mixtral",

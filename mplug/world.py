@@ -1,0 +1,307 @@
+"""This process among the processes of its run, as torchrun, mpirun or srun describes it in the environment.
+
+Everything here is a function of the environment's variables: no torch, no socket, no file.
+
+| launcher | address where the processes meet | port |
+|---|---|---|
+| torchrun | `MASTER_ADDR`, which it sets | `MASTER_PORT`, which it sets |
+| srun | the first host of `SLURM_STEP_NODELIST` | the first of `SLURM_STEP_RESV_PORTS`, else from the job's id |
+| mpirun of Open MPI 4 | mpirun's own machine, from `OMPI_MCA_orte_hnp_uri` | from the job's name |
+| mpirun of Open MPI 5 | not provided (inside a Slurm job: its first host) | from the job's name |
+| mpiexec of MPICH and Intel MPI | not provided (inside a Slurm job: its first host) | 29500 |
+
+`MASTER_ADDR` and `MASTER_PORT` take precedence under every launcher. Processes of one machine meet at 127.0.0.1.
+"""
+
+import os
+import re
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from ipaddress import ip_address
+
+from mplug.errors import UsageError
+
+Environment = Mapping[str, str]
+
+LOCALHOST = "127.0.0.1"
+DEFAULT_PORT = 29500
+"""torch's own default, for launchers that identify their jobs by nothing."""
+PORTS = range(20000, 30000)
+"""Ports derived from a job's id: below the ephemeral ports of Linux (from 32768), which any connection may occupy."""
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among those of its run."""
+
+    rank: int
+    size: int
+    local_rank: int
+    launcher: str
+    local_size: int | None = None
+    """Number of the run's processes on this machine, where the launcher gives it."""
+    address: str = LOCALHOST
+    """Host name or IP address of the machine of rank 0, where the processes meet."""
+    port: int = DEFAULT_PORT
+    job: str = ""
+    """What distinguishes this job from others of the launcher; empty where the launcher gives nothing."""
+    derived: bool = False
+    """Whether the address is derived from the launcher's variables, so that rank 0 must check that it is its own."""
+
+    @property
+    def restart(self) -> int:
+        """How often the launcher has started its processes again."""
+        return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+    @property
+    def may_restart(self) -> bool:
+        """Whether the launcher starts its processes again when one dies."""
+        return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables by which torch's `env://` finds the other processes."""
+        return {
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(self.port),
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_RANK": str(self.local_rank),
+        }
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """Where a launcher describes a process. The functions return None for what the environment does not hold."""
+
+    name: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: Callable[[Environment], int | None]
+    address: Callable[[Environment], str | None]
+    port: Callable[[Environment], int]
+    job: Callable[[Environment], str]
+    marks: tuple[str, ...]
+    """The variables that belong to this launcher alone: with all of them, the others must be there too."""
+    remedy: str
+    """How to give the processes MASTER_ADDR."""
+
+
+def launched(environment: Environment = os.environ) -> World | None:
+    """The world that torchrun, mpirun or srun has put this process into, or None if the process is alone.
+
+    Raises UsageError for variables that contradict each other or are incomplete, and for processes on several machines
+    whose launcher provides no address.
+    """
+    for launcher in LAUNCHERS:
+        if all(name in environment for name in launcher.marks):
+            return _world(launcher, environment)
+    return None
+
+
+def _world(launcher: Launcher, environment: Environment) -> World | None:
+    size = _number(launcher, environment, launcher.size)
+    if size <= 1:
+        return None
+    rank, local_rank = (_number(launcher, environment, name) for name in (launcher.rank, launcher.local_rank))
+    local_size = launcher.local_size(environment)
+    if rank >= size or not local_rank < (local_size or size) <= size:
+        raise UsageError(
+            f"the environment of {launcher.name} contradicts itself: rank {rank} of {size}, and rank {local_rank} of "
+            f"{local_size or 'an unknown number'} on this machine; unset what is left of another launcher"
+        )
+    address, derived = environment.get("MASTER_ADDR"), False
+    if not address and local_size == size:
+        address = LOCALHOST
+    if not address:
+        address, derived = launcher.address(environment), True
+    if not address:
+        where = "on several machines" if local_size else "on machines whose number it does not give"
+        raise UsageError(
+            f"{launcher.name} has started {size} processes {where} and provides no address where they can meet; "
+            f"set MASTER_ADDR to the machine of rank 0: {launcher.remedy}"
+        )
+    port = _port(environment["MASTER_PORT"]) if environment.get("MASTER_PORT") else launcher.port(environment)
+    return World(rank, size, local_rank, launcher.name, local_size, address, port, launcher.job(environment), derived)
+
+
+def _number(launcher: Launcher, environment: Environment, name: str) -> int:
+    value = environment.get(name)
+    if value is None or not value.isdecimal():
+        found = "is not set" if value is None else f"is '{value}', not a number"
+        raise UsageError(
+            f"{name} {found}, though {' and '.join(launcher.marks)} say that {launcher.name} has started this process; "
+            f"set it, or unset the others"
+        )
+    return int(value)
+
+
+def _port(value: str) -> int:
+    if not value.isdecimal() or not 0 < int(value) < 2**16:
+        raise UsageError(f"MASTER_PORT is '{value}', not a port; set it to a number from 1 to 65535, or unset it")
+    return int(value)
+
+
+# What each launcher provides.
+
+
+def _integer(name: str) -> Callable[[Environment], int | None]:
+    def read(environment: Environment) -> int | None:
+        value = environment.get(name, "")
+        return int(value) if value.isdecimal() else None
+
+    return read
+
+
+def first_host(hosts: str) -> str | None:
+    """The first host of a list in Slurm's syntax: `node[01-04,07],gpu3` begins with `node01`; None for no list.
+
+    Several brackets are several dimensions: `rack[2-3]node[0-7]` begins with `rack2node0` (Slurm's `scontrol(1)`,
+    "show hostnames").
+    """
+    if not (first := re.match(r"(?:[^,\[\]]|\[[^\[\]]+\])+", hosts.strip())):
+        return None
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])
+
+
+def tasks_per_node(tasks: str) -> list[int] | None:
+    """The tasks of each node from Slurm's short form: `4(x2),3` is [4, 4, 3]; None for anything else."""
+    found: list[int] = []
+    for part in tasks.split(","):
+        if not (match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())):
+            return None
+        found += [int(match[1])] * int(match[2] or 1)
+    return found
+
+
+def _slurm_local_size(environment: Environment) -> int | None:
+    """`SLURM_STEP_TASKS_PER_NODE` at `SLURM_NODEID`, the place of this node in the step."""
+    tasks = tasks_per_node(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    node = _integer("SLURM_NODEID")(environment)
+    if tasks is None:
+        size = _integer("SLURM_STEP_NUM_TASKS")(environment)
+        return size if _integer("SLURM_STEP_NUM_NODES")(environment) == 1 else None
+    if node is None or node >= len(tasks):
+        return tasks[0] if len(tasks) == 1 else None
+    return tasks[node]
+
+
+def _slurm_address(environment: Environment) -> str | None:
+    """The first host of the step, on which Slurm starts task 0.
+
+    The variables of a heterogeneous job are those of one of its components, so they say nothing about task 0.
+    """
+    if (_integer("SLURM_HET_SIZE")(environment) or 1) > 1:
+        return None
+    return first_host(environment.get("SLURM_STEP_NODELIST", "")) or _slurm_job_address(environment)
+
+
+def _slurm_job_address(environment: Environment) -> str | None:
+    """The first host of the job: mpirun and the batch script run there."""
+    return first_host(environment.get("SLURM_JOB_NODELIST", ""))
+
+
+def _slurm_job(environment: Environment) -> str:
+    return ".".join(environment.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+
+
+def _slurm_port(environment: Environment) -> int:
+    """The first port that `srun --resv-ports` has reserved; else one that differs between jobs, and between steps.
+
+    Jobs whose ids differ, modulo 10,000, have different ports in the same step, and so have a job's first nine steps.
+    """
+    if reserved := re.match(r"\d+", environment.get("SLURM_STEP_RESV_PORTS", "")):
+        return _port(reserved[0])
+    job, step = (_integer(name)(environment) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    return DEFAULT_PORT if job is None else PORTS[(job + 1009 * (step or 0)) % len(PORTS)]
+
+
+def _open_mpi_address(environment: Environment) -> str | None:
+    """mpirun's machine. Open MPI 4 lists its addresses: `1531576320.0;tcp://10.96.0.1,172.17.0.1:34911;tcp6://[...]`.
+
+    Open MPI places rank 0 on mpirun's machine if mpirun may start processes there.
+    """
+    addresses = [
+        address.strip("[]")
+        for part in environment.get("OMPI_MCA_orte_hnp_uri", "").split(";")[1:]
+        if (match := re.fullmatch(r"tcp6?://(.+):\d+", part))
+        for address in match[1].split(",")
+    ]
+    reachable = [address for address in addresses if _is_reachable(address)]
+    return reachable[0] if reachable else _slurm_job_address(environment)
+
+
+def _is_reachable(address: str) -> bool:
+    try:
+        parsed = ip_address(address)
+    except ValueError:
+        return False
+    return not (parsed.is_loopback or parsed.is_link_local)
+
+
+def _open_mpi_job(environment: Environment) -> str:
+    return environment.get("PMIX_NAMESPACE", "")
+
+
+def _open_mpi_port(environment: Environment) -> int:
+    job = _open_mpi_job(environment)
+    return PORTS[zlib.crc32(job.encode()) % len(PORTS)] if job else DEFAULT_PORT
+
+
+def _none(environment: Environment) -> None:
+    return None
+
+
+LAUNCHERS = (
+    Launcher(
+        name="torchrun",
+        rank="RANK",
+        size="WORLD_SIZE",
+        local_rank="LOCAL_RANK",
+        local_size=_integer("LOCAL_WORLD_SIZE"),
+        address=_none,
+        port=lambda _: DEFAULT_PORT,
+        job=lambda environment: environment.get("TORCHELASTIC_RUN_ID", ""),
+        marks=("RANK", "WORLD_SIZE"),
+        remedy="export MASTER_ADDR=HOST on every machine",
+    ),
+    Launcher(
+        name="mpirun",
+        rank="OMPI_COMM_WORLD_RANK",
+        size="OMPI_COMM_WORLD_SIZE",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_size=_integer("OMPI_COMM_WORLD_LOCAL_SIZE"),
+        address=_open_mpi_address,
+        port=_open_mpi_port,
+        job=_open_mpi_job,
+        marks=("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        remedy="mpirun -x MASTER_ADDR=HOST ...",
+    ),
+    Launcher(
+        name="mpiexec",
+        rank="PMI_RANK",
+        size="PMI_SIZE",
+        local_rank="MPI_LOCALRANKID",
+        local_size=_integer("MPI_LOCALNRANKS"),
+        address=_slurm_job_address,
+        port=lambda _: DEFAULT_PORT,
+        job=lambda _: "",
+        marks=("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),  # srun --mpi=pmi2 sets the first two as well
+        remedy="mpiexec -genv MASTER_ADDR HOST ...",
+    ),
+    Launcher(
+        name="srun",
+        rank="SLURM_PROCID",
+        size="SLURM_STEP_NUM_TASKS",
+        local_rank="SLURM_LOCALID",
+        local_size=_slurm_local_size,
+        address=_slurm_address,
+        port=_slurm_port,
+        job=_slurm_job,
+        marks=("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),  # a batch script has the first, and no step
+        remedy="export MASTER_ADDR=HOST before srun",
+    ),
+)
+"""The launchers in the order in which they are looked for: an inner one, such as mpirun inside a Slurm job, first."""

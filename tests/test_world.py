@@ -1,0 +1,308 @@
+"""Where a process finds itself: what launchers really say, what is refused, and how processes share a machine.
+
+Open MPI 4.1.8 and 5.0.11 and MPICH 5.0.2 have printed the environments of mpirun and mpiexec.
+Slurm's are those of the section "output environment variables" of srun(1).
+"""
+
+import json
+import os
+import socket
+from contextlib import closing
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from mplug import RunError, UsageError, meeting
+from mplug.launch import joined
+from mplug.meeting import Member, decide, gpu_of, interfaces, meet, member, num_threads, open_store
+from mplug.world import World, first_host, launched, tasks_per_node
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node01",
+    "MASTER_PORT": "39217",
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+OPEN_MPI_4 = {
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_MCA_orte_hnp_uri": "2071592960.0;tcp://10.77.0.1:38687;tcp6://[fd77::1]:51229",
+    "OMPI_MCA_orte_local_daemon_uri": "2071592960.1;tcp://10.77.0.2:48255;tcp6://[fd77::2]:54583",
+    "PMIX_HOSTNAME": "node02",
+    "PMIX_NAMESPACE": "2071592961",
+    "PMIX_RANK": "3",
+    "PMIX_SERVER_URI2": "2071592960.1;tcp4://127.0.0.1:43115",
+}
+OPEN_MPI_5 = {
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "PMIX_HOSTNAME": "node01",
+    "PMIX_NAMESPACE": "prterun-node01-25721@1",
+    "PMIX_RANK": "1",
+    "PMIX_SERVER_URI2": "prterun-node01-25721@0.1;tcp4://127.0.0.1:36659",
+    "PRTE_LAUNCHED": "1",
+}
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_FD": "11", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+SRUN = {
+    "SLURM_JOB_ID": "4242",
+    "SLURM_JOB_NODELIST": "gpu[01-04]",
+    "SLURM_STEP_ID": "1",
+    "SLURM_STEP_NODELIST": "gpu[02-03]",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_STEP_TASKS_PER_NODE": "4,3",
+    "SLURM_NODEID": "1",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.9",  # where srun runs
+    "SLURM_SRUN_COMM_PORT": "41234",  # srun listens there itself
+}
+PMI2 = {"PMI_RANK": "5", "PMI_SIZE": "7", "PMI_FD": "9"}
+"""What srun adds with --mpi=pmi2."""
+BATCH = {name: SRUN[name] for name in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NODEID")} | {
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+}
+"""A batch script: its programs are in no step, or in the steps of mpirun's daemons."""
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    {
+        "alone": ({}, None),
+        "batch script": (BATCH, None),
+        "one task": ({**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, None),
+        "torchrun": (TORCHRUN, World(3, 4, 1, "torchrun", 2, "node01", 39217, "none")),
+        "torchrun inside srun": (SRUN | TORCHRUN, World(3, 4, 1, "torchrun", 2, "node01", 39217, "none")),
+        "Open MPI 4": (OPEN_MPI_4, World(3, 4, 1, "mpirun", 2, "10.77.0.1", 23200, "2071592961", True)),
+        "Open MPI 5": (OPEN_MPI_5, World(1, 2, 1, "mpirun", 2, "127.0.0.1", 28704, "prterun-node01-25721@1")),
+        "MPICH": (MPICH, World(1, 2, 1, "mpiexec", 2, "127.0.0.1", 29500)),
+        "srun": (SRUN, World(5, 7, 1, "srun", 3, "gpu02", 25251, "4242.1", True)),
+        "srun --mpi=pmi2": (SRUN | PMI2, World(5, 7, 1, "srun", 3, "gpu02", 25251, "4242.1", True)),
+        "srun --resv-ports": (
+            {**SRUN, "SLURM_STEP_RESV_PORTS": "12004-12005"},
+            World(5, 7, 1, "srun", 3, "gpu02", 12004, "4242.1", True),
+        ),
+        "the user's address": (
+            {**SRUN, "MASTER_ADDR": "fd00::1", "MASTER_PORT": "1234"},
+            World(5, 7, 1, "srun", 3, "fd00::1", 1234, "4242.1"),
+        ),
+        "srun on one machine": (
+            {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "7", "SLURM_STEP_NODELIST": "gpu02", "SLURM_NODEID": "0"},
+            World(5, 7, 1, "srun", 7, "127.0.0.1", 25251, "4242.1"),
+        ),
+        "Open MPI 5 inside a batch script": (
+            BATCH | OPEN_MPI_5 | {"OMPI_COMM_WORLD_SIZE": "4"},
+            World(1, 4, 1, "mpirun", 2, "gpu01", 28704, "prterun-node01-25721@1", True),
+        ),
+    }.values(),
+)
+def test_a_process_finds_its_place_and_the_address_in_what_its_launcher_says(
+    environment: dict[str, str], expected: World | None
+) -> None:
+    assert launched(environment) == expected
+
+
+REFUSED = {
+    "Open MPI 5 on two machines": (OPEN_MPI_5 | {"OMPI_COMM_WORLD_SIZE": "4"}, ["mpirun", "-x MASTER_ADDR=HOST"]),
+    "MPICH on two machines": (MPICH | {"PMI_SIZE": "4"}, ["mpiexec", "-genv MASTER_ADDR HOST"]),
+    "loopback addresses": (
+        OPEN_MPI_4 | {"OMPI_MCA_orte_hnp_uri": "1.0;tcp://127.0.0.1,169.254.0.1:5"},
+        ["no address", "-x MASTER_ADDR=HOST"],
+    ),
+    "several components": (SRUN | {"SLURM_HET_SIZE": "2"}, ["srun", "no address", "MASTER_ADDR"]),
+    "a rank without its place": ({"RANK": "0", "WORLD_SIZE": "2"}, ["LOCAL_RANK is not set", "torchrun"]),
+    "a rank beyond the size": ({**TORCHRUN, "RANK": "4"}, ["rank 4 of 4", "unset"]),
+    "a local rank beyond its size": ({**TORCHRUN, "LOCAL_RANK": "2"}, ["rank 2 of 2 on this machine"]),
+    "a rank in words": ({**TORCHRUN, "RANK": "two"}, ["RANK is 'two', not a number"]),
+    "a port in words": ({**TORCHRUN, "MASTER_PORT": "free"}, ["MASTER_PORT is 'free'"]),
+    "no address": ({name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}, ["MASTER_ADDR"]),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_an_environment_that_does_not_say_where_processes_meet_is_refused_at_once(case: str) -> None:
+    environment, words = REFUSED[case]
+    with pytest.raises(UsageError) as caught:
+        launched(environment)
+    assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
+
+
+def test_two_jobs_of_slurm_and_two_steps_of_a_job_have_different_ports() -> None:
+    jobs = [
+        SRUN | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)} for job in range(7000, 7900) for step in (0, 9)
+    ]
+    ports = [world.port for job in jobs if (world := launched(job))]
+    assert len(set(ports)) == len(jobs)
+    assert 20000 <= min(ports) <= max(ports) < 30000
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("node[01-04,07],gpu3", "node01"),
+        ("gpu3,node[01-04]", "gpu3"),
+        ("rack[2-3]node[0-7]-ib", "rack2node0-ib"),
+        ("a[9]", "a9"),
+        ("host-1.example.org", "host-1.example.org"),
+        ("", None),
+        ("[", None),
+    ],
+)
+def test_the_first_host_of_a_list_of_slurm(hosts: str, first: str | None) -> None:
+    assert first_host(hosts) == first
+
+
+def test_tasks_of_each_node_in_slurms_short_form() -> None:
+    assert tasks_per_node("4(x2),3") == [4, 4, 3]
+    assert tasks_per_node("2") == [2]
+    assert tasks_per_node("4(x2") is tasks_per_node("") is None
+
+
+# Who shares a machine.
+
+
+def at(host: str, gpu: str = "", cpus: tuple[int, ...] = (0, 1), **fields: Any) -> Member:
+    return replace(
+        Member(host, f"boot-{host}", cpus, "cuda" if gpu else "cpu", gpu, int(bool(gpu)), f"ip-{host}"), **fields
+    )
+
+
+def refusal_of(*members: Member) -> str | None:
+    """The refusal, which is the same everywhere."""
+    (refusal,) = {decision.refusal for decision in decide(members).values()}
+    return refusal
+
+
+def test_every_process_uses_the_one_gpu_that_it_sees_if_that_is_its_own() -> None:
+    """srun --gpus-per-task=1: local rank 3 sees one GPU, which has the number 0."""
+    assert [gpu_of(rank, 1) for rank in range(4)] == [0, 0, 0, 0]
+    assert [gpu_of(rank, 4) for rank in range(4)] == [0, 1, 2, 3]
+    assert refusal_of(at("a", "GPU-1"), at("a", "GPU-2"), at("b", "GPU-1")) is None
+
+
+def test_two_processes_on_one_gpu_are_refused_by_host_and_rank() -> None:
+    refusal = refusal_of(at("b", "GPU-1"), at("a", "GPU-1"), at("a", "GPU-2"), at("a", "GPU-1"))
+    assert refusal is not None
+    assert all(words in refusal for words in ("2 processes on a", "the same GPU", "rank 1 is one of 3", "sees 1 GPU;"))
+
+
+def test_a_machine_without_its_gpu_is_refused_before_it_waits_for_the_others() -> None:
+    refusal = refusal_of(at("a", "GPU-1"), at("b"))
+    assert refusal is not None
+    assert all(words in refusal for words in ("rank 1 on b", "'cpu'", "rank 0 on a", "'cuda'", "trainer.device=cpu"))
+
+
+EIGHT = tuple(range(8))
+
+
+@pytest.mark.parametrize(
+    ("own", "everyone", "default", "threads"),
+    [
+        (EIGHT, [EIGHT] * 4, 8, 2),
+        (EIGHT, [EIGHT] * 4, 4, 1),  # torch leaves hyperthreads out
+        (EIGHT[:2], [EIGHT[:2], EIGHT[2:4], EIGHT[4:]], 2, 2),  # srun has bound each task: nothing is left to divide
+        (EIGHT[:6], [EIGHT[:6], EIGHT[4:]], 6, 5),
+        (EIGHT, [EIGHT] * 16, 8, 1),
+    ],
+)
+def test_threads_are_the_share_of_the_cpus_on_which_a_process_may_run(
+    own: tuple[int, ...], everyone: list[tuple[int, ...]], default: int, threads: int
+) -> None:
+    assert num_threads(own, everyone, default) == threads
+
+
+def test_only_processes_of_the_same_machine_divide_its_cpus() -> None:
+    """Containers on one machine divide its CPUs, too, whatever their host names are."""
+    four = [at("a"), at("a"), at("a", machine="boot-b"), at("c", machine="boot-b"), at("d")]
+    decisions = decide(four)
+    assert [len(decisions[member.place].cpus) for member in four] == [2, 2, 2, 2, 1]
+
+
+def test_a_machine_on_which_the_master_is_loopback_learns_an_address_elsewhere() -> None:
+    members = [at("a", address=""), at("a", address=""), at("b"), at("c")]
+    found = {place.partition("/")[0]: decision.elsewhere for place, decision in decide(members).items()}
+    assert found == {"a": "ip-c", "b": "ip-c", "c": "ip-b"}
+
+
+def test_a_master_that_is_reached_on_one_machine_only_is_refused_on_several() -> None:
+    members = [at("a", address=""), at("b", address="")]
+    world = World(0, 2, 0, "srun", 1, "127.0.0.1")
+    with pytest.raises(UsageError, match=r"MASTER_ADDR is '127.0.0.1', which other machines than a cannot reach"):
+        interfaces(world, members[0], decide(members)[members[0].place])
+    assert interfaces(world, members[0], decide(members[:1])[members[0].place]) == {}
+
+
+# The meeting itself.
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> World:
+    """Rank 0 of two, at a port that is free; the environment is as before afterwards."""
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setattr(meeting, "PATIENCE", timedelta(seconds=1))
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return World(0, 2, 0, "srun", 2, port=probe.getsockname()[1])
+
+
+def test_a_port_of_another_job_is_refused_by_its_number(here: World) -> None:
+    with closing(socket.socket()) as taken:
+        taken.bind(("0.0.0.0", here.port))
+        taken.listen()
+        with pytest.raises(UsageError, match=rf"port {here.port} of {socket.gethostname()}.*in use; set MASTER_PORT"):
+            open_store(here)
+
+
+def test_a_derived_address_that_is_not_rank_0s_own_is_refused(here: World) -> None:
+    for address, words in {"203.0.113.9": "another machine", "no-such-host.invalid": "unknown there"}.items():
+        with pytest.raises(UsageError, match=f"meet at '{address}', which is {words}; set MASTER_ADDR"):
+            open_store(replace(here, address=address, derived=True))
+
+
+def test_ranks_that_do_not_come_are_named(here: World) -> None:
+    with pytest.raises(RunError, match=rf"waited 1 s at 127.0.0.1, port {here.port}, for rank 1 of 2"):
+        meet(here, open_store(here), member(here.address, "cpu", "", 0))
+    with pytest.raises(
+        RunError, match=rf"rank 1 on .* has not reached rank 0 at 127.0.0.1, port {here.port}, within 1 s"
+    ):
+        open_store(replace(here, rank=1))
+
+
+def test_a_process_uses_its_share_of_threads_unless_the_user_has_chosen(
+    here: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone, before = replace(here, size=1, local_size=1), torch.get_num_threads()
+    monkeypatch.setattr(meeting, "num_threads", lambda own, everyone, n: n + 3 if [list(own)] == everyone else 1)
+    with joined(alone, "cpu"):
+        assert torch.get_num_threads() == before, "OMP_NUM_THREADS is set, as torchrun does"
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    with joined(alone, "cpu"):
+        assert torch.get_num_threads() == before + 3
+    torch.set_num_threads(before)
+
+
+def test_all_ranks_hear_the_refusal_of_rank_0(here: World) -> None:
+    store = open_store(here)
+    store.set("member_1", json.dumps(at("b", "GPU-1").__dict__))
+    own = member(here.address, "cpu", "", 0)
+    assert own.cpus == tuple(sorted(os.sched_getaffinity(0)))
+    assert own.address == ""
+    with pytest.raises(UsageError, match="rank 1 on b computes on 'cuda'"):
+        meet(here, store, own)
+    with pytest.raises(UsageError, match="rank 1 on b computes on 'cuda'"):
+        meet(replace(here, rank=1), store, at("b", "GPU-1"))

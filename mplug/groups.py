@@ -23,7 +23,7 @@ class Groups:
         Each use has a group of its own, because collectives of one group wait for each other.
         """
         if use not in self._beside:
-            self._beside[use] = dist.new_group(backend="gloo", timeout=PATIENCE.get(use))
+            self._beside[use] = dist.new_group(backend="gloo", timeout=PATIENCE.get(use, self._timeout))
         return self._beside[use]
 
     def of(self, families: Iterable[tuple[int, ...]], use: str = "") -> dist.ProcessGroup | None:

@@ -23,7 +23,6 @@ import mplug
 from mplug.asking import asking
 from mplug.config import RunConfig
 from mplug.contracts import Variance
-from mplug.contradictions import contradictions
 from mplug.errors import UsageError, listed, suggest
 from mplug.hooks import Hooks
 from mplug.mesh import Axis, Mesh, contiguous, view_sizes
@@ -139,7 +138,7 @@ def prepare(
     leave over are the strategy's of `parallel.data`: the run's config then names it.
     """
     hooks = _hooks_of(config, host_plugins)
-    problems = [*contradictions(config)]
+    problems = []
     for label, check in hooks.layered("configure"):
         try:
             with asking(label, "configure"):

@@ -270,7 +270,8 @@ def measured(case: Case, folder: Path, machines: Machines | None) -> list[str]:
         who = "the launcher" if machines is None else f"ranks {', '.join(str(rank) for rank, _ in those)}"
         status = sorted({process.popen.returncode for _, process in those})
         told = f"{who} (status {', '.join(map(str, status))})"
-        rows.append(f"{late:.1f} | {late - TIMEOUT:+.1f} | {told} | {alive} | {sentence} |")
+        times = f"{late:.1f} | {late - TIMEOUT:+.1f}" if all(process.at for _, process in those) else "- | -"
+        rows.append(f"{times} | {told} | {alive} | {sentence} |")
     return rows
 
 

@@ -108,8 +108,8 @@ def beating_to(tell: Callable[[Beat], None] | None, heart: Heart | None) -> Iter
 def watching(heart: Heart | None, size: int, attempt: str) -> Iterator[None]:
     """Exchange heartbeats through the store for a block, and end this process when the run cannot go on.
 
-    The processes have met: MASTER_ADDR and MASTER_PORT are those of the store. An error that is a broken connection
-    becomes a RunError that names the rank which is gone.
+    `attempt` distinguishes this attempt of this job from others. The processes have met: MASTER_ADDR and MASTER_PORT
+    are those of the store. An error that is a broken connection becomes a RunError that names the rank which is gone.
     """
     if heart is None:
         yield

@@ -31,8 +31,3 @@ def contradictions(config: RunConfig) -> Iterator[str]:
             f"{named('schedule.min_lr', 'optimizer.lr')}: the least rate {schedule.min_lr:g} is above the peak "
             f"optimizer.lr={lr:g}; take a smaller one"
         )
-    if schedule.weight_decay.name == "constant" and schedule.weight_decay.end is not None:
-        yield (
-            f"{named('schedule.weight_decay.end', 'schedule.weight_decay.name')}: a constant weight decay has no end "
-            f"of its own; name the schedule 'linear' or 'cosine', or leave the end null"
-        )

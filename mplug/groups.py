@@ -5,6 +5,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+PATIENCE = {"saves": timedelta(hours=6)}
+"""Uses in which a rank may be slow without a fault, as a slow writer is; others have the time-out of collectives."""
+
 
 class Groups:
     """Process groups by the ranks in them and their use. `timeout` is how long torch lets a collective wait."""
@@ -20,7 +23,7 @@ class Groups:
         Each use has a group of its own, because collectives of one group wait for each other.
         """
         if use not in self._beside:
-            self._beside[use] = dist.new_group(backend="gloo", timeout=timedelta(hours=6))  # a slow writer is no fault
+            self._beside[use] = dist.new_group(backend="gloo", timeout=PATIENCE.get(use, self._timeout))
         return self._beside[use]
 
     def of(self, families: Iterable[tuple[int, ...]], use: str = "") -> dist.ProcessGroup | None:

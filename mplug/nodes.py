@@ -122,10 +122,11 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def _measured(self, node: yaml.Node, start: yaml.Mark) -> tuple[int, int]:
-        levels, values = 0, 1
+        levels, values, near = 0, 1, start
         for child in _children(node):
             if id(child) not in self._extent:  # an alias of what is still being composed
-                raise self._too_large("an alias stands inside the value that it repeats; write it out", start)
+                raise self._too_large("an alias stands inside the value that it repeats; write it out", near)
+            near = child.start_mark
             inner_levels, inner_values = self._extent[id(child)]
             levels, values = max(levels, inner_levels), values + inner_values
         if levels >= DEEPEST:

@@ -22,6 +22,7 @@ from mplug.config import (
     Parallel,
     RunConfig,
 )
+from mplug.contradictions import contradictions
 from mplug.errors import UsageError, brief, listed, quoted, suggest
 from mplug.mesh import parse_layout
 from mplug.registry import BrokenPlugin, Entry, Registry
@@ -82,7 +83,7 @@ class _Resolver:
             self._sub_sections(section, list(said), said)
         if self.problems:
             raise self.error("\n".join(self.problems))
-        return RunConfig(
+        config = RunConfig(
             **named,
             **hosts,
             parallel=parallel,
@@ -91,6 +92,9 @@ class _Resolver:
             settings=self.settings,
             frozen=frozen,
         )
+        if problems := [*contradictions(config)]:
+            raise UsageError("\n".join(problems))
+        return config
 
     def _said(self, section: str) -> dict[str, Any]:
         said = self.tree.get(section)

@@ -22,7 +22,6 @@ import yaml
 from mplug.asking import asking
 from mplug.config import RunConfig
 from mplug.contracts import Variance
-from mplug.contradictions import contradictions
 from mplug.errors import UsageError, listed, suggest
 from mplug.heartbeats import Pulse
 from mplug.hooks import Hooks
@@ -145,7 +144,7 @@ def prepare(
     leave over are the strategy's of `parallel.data`: the run's config then names it.
     """
     hooks = _hooks_of(config, host_plugins)
-    problems = [*contradictions(config)]
+    problems = []
     for label, check in hooks.layered("configure"):
         try:
             with asking(label, "configure"):

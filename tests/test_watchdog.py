@@ -347,7 +347,7 @@ def exchange(rank: int, timeout: float) -> Recorded:
     pulse = Pulse()
     pulse.enter(STEP, 4)
     beats = Heart(rank, pulse, limits, dict, lambda: Place("a.py:1 in f", 0, reads=False, waits=True))
-    return Recorded(beats, size=3, attempt=0)
+    return Recorded(beats, size=3, attempt="0")
 
 
 def until(condition: Callable[[], Any], seconds: float = 60) -> None:
@@ -390,7 +390,7 @@ def test_a_broken_connection_is_explained_by_the_rank_that_is_gone(store: TCPSto
     peers = [exchange(rank, timeout=60) for rank in (0, 2)]
     peers[1]._exchange(peers[1]._connected())
     own = exchange(1, timeout=60).heart
-    with peers[0].running(), pytest.raises(RunError) as failure, watching(own, size=3, attempt=0):
+    with peers[0].running(), pytest.raises(RunError) as failure, watching(own, size=3, attempt="0"):
         raise RuntimeError("Connection closed by peer [10.0.0.2]")
     assert str(failure.value).startswith("rank 2 on ")
     assert "died or is unreachable" in str(failure.value)

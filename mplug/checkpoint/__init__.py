@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mplug.checkpoint.manifest import Manifest
 
 MANIFEST = "checkpoint.json"
+LONGEST_REASON = 500
 REMEDY = "; remove it to use the one before it"
 
 
@@ -127,7 +128,13 @@ def read_described(path: Path) -> "Manifest":
 
 def damaged(path: Path, reason: str) -> UsageError:
     """What to report about a checkpoint that is not what was saved, or that mplug cannot have saved."""
-    return UsageError(f"checkpoint '{path}' is damaged: {reason}{REMEDY}")
+    return UsageError(f"checkpoint '{path}' is damaged: {_printable(reason)}{REMEDY}")
+
+
+def _printable(reason: str) -> str:
+    """A reason that a terminal can show on one line, although it quotes names of the checkpoint."""
+    shown = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in reason)
+    return shown if len(shown) <= LONGEST_REASON else f"{shown[:LONGEST_REASON]}..."
 
 
 def _text_of(path: Path) -> bytes:

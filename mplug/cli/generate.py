@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from mplug.run import Run
     from mplug.sampling import Sampling
 
-SEED = click.IntRange(-(2**63), 2**63 - 1)
-
 
 @click.command()
 @click.option("--name", type=RunName(), help="The run to sample from; without it, the newest.")
@@ -29,9 +27,7 @@ SEED = click.IntRange(-(2**63), 2**63 - 1)
     type=Finite(0, 1, min_open=True),
     help="Draw from the likeliest tokens that hold this probability.",
 )
-@click.option(
-    "--seed", default=0, show_default=True, type=click.IntRange(-(2**63), 2**63 - 1), help="A seed gives one text."
-)
+@click.option("--seed", default=0, show_default=True, type=int, help="A seed gives one text.")
 @click.option("--device", default="auto", type=click.Choice(["auto", "cpu", "cuda"]), help="Where to compute.")
 def command(
     name: str | None,

@@ -33,7 +33,7 @@ def refuse_wrong_blend(path: Path) -> None:
 
     try:
         held = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UsageError(f"data.path '{path}' is no YAML: {' '.join(str(error).split())}; mend it") from None
     if not isinstance(held, dict) or "splits" not in held:
         raise UsageError(f"data.path '{path}' is no metadataset: it has no 'splits'; write one, or name a folder")

@@ -182,7 +182,7 @@ def _of_json(text: str, named: str, variables: Mapping[str, str]) -> Template:
     """The template of a tokenizer's configuration, with the special tokens that stand there."""
     try:
         held = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"data.template '{named}' is not JSON: {error}; fetch it again") from None
     source = held.get("chat_template") if isinstance(held, dict) else None
     if isinstance(source, list):

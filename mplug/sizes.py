@@ -29,11 +29,11 @@ def refuse_too_many_ranks(config: RunConfig, ranks: int) -> None:
     """UsageError for a layout of more ranks than a mesh can have."""
     if ranks > MOST_RANKS:
         raise UsageError(
-            f"{_layout(config)} needs {ranks} ranks, and a layout has at most {MOST_RANKS:,}; take smaller degrees"
+            f"{layout_words(config)} needs {ranks} ranks, and a layout has at most {MOST_RANKS:,}; take smaller degrees"
         )
 
 
-def _layout(config: RunConfig) -> str:
+def layout_words(config: RunConfig) -> str:
     source = source_of(config.settings, ("parallel", "layout"))
     return f"parallel.layout ({source}): '{config.parallel.layout}'"
 
@@ -133,7 +133,7 @@ def refuse_beyond_memory(run: "Run", model: "Model", world: "World | None") -> N
         return
     if size > MOST_STARTED:
         raise UsageError(
-            f"{_layout(config)} needs {size:,} processes, and one machine starts at most {MOST_STARTED:,}; "
+            f"{layout_words(config)} needs {size:,} processes, and one machine starts at most {MOST_STARTED:,}; "
             f"start them with a launcher on several machines"
         )
     elements = sum(placement.numel for placement in model.placements.values())

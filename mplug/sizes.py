@@ -34,6 +34,7 @@ def refuse_too_many_ranks(config: RunConfig, ranks: int) -> None:
 
 
 def layout_words(config: RunConfig) -> str:
+    """The layout, for an error message: where it is set, and its value."""
     source = source_of(config.settings, ("parallel", "layout"))
     return f"parallel.layout ({source}): '{config.parallel.layout}'"
 

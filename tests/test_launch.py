@@ -498,6 +498,7 @@ def test_with_a_restart_a_run_of_which_a_worker_is_killed_or_stopped_ends_as_if_
     command.assert_nothing_is_left()
 
 
+@pytest.mark.wide("kills")
 def test_torchrun_restarts_a_run_by_its_own_option(
     folder: Path, options: list[str], whole: Whole, assert_bitwise: Same
 ) -> None:

@@ -47,6 +47,7 @@ def _source_of(file: Path) -> Path:
 PRELOAD.extend(modules_of_plugins())
 
 WIDE = {
+    "compile": "longer tests of compiled units, and the yardstick of `mplug bench`",
     "experts": "every way of routing, balancing and dispatching experts under every layout",
     "fuzz": "broken configs, checkpoints, files of runs and indices: 10,000 in one process, 50 in processes",
     "kills": "more points at which workers are killed, damaged and crafted checkpoints",

@@ -30,7 +30,7 @@ AT_ONCE = 0.3
 TERMINATED = "terminated"
 """What a process says that ends because the launcher wants it to: it has not failed."""
 SAID_AS_THEY_ARE: dict[str, type[UsageError | RunError]] = {
-    error.__name__: error for error in (UsageError, RunError, Diverged, PluginError)
+    error.__name__: error for error in (UsageError, RunError, Diverged)
 }
 """Errors whose message is a sentence for the user already."""
 
@@ -261,6 +261,8 @@ class Lines:
         if word is None:
             return RunError(f"{self._named(rank)} died {_how(exit_codes.get(rank, 0))}")
         kind, text = word
+        if kind == PluginError.__name__:
+            return PluginError(f"rank {rank} on {socket.gethostname()}: {text}")
         if kind in SAID_AS_THEY_ARE:
             return SAID_AS_THEY_ARE[kind](text)
         return RunError(f"{self._named(rank)} failed with {kind}: {text}")

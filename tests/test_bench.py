@@ -474,6 +474,7 @@ def test_everyone_takes_turns_and_all_figures_are_kept(cli: Cli, tmp_path: Path)
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.wide("compile")
 def test_the_yardstick_takes_turns_with_the_variants(cli: Cli, tmp_path: Path) -> None:
     words = [word for value in small() for word in ("--set", value)]
     counts = ("--steps", "2", "--warmup", "1", "--rounds", "2", "--out", "bench.json")

@@ -121,6 +121,7 @@ def units_of_many_shapes() -> int:
     return compiled_graphs()
 
 
+@pytest.mark.wide("compile")
 def test_more_sizes_of_micro_batch_than_torch_allows_by_itself_compile_and_hooks_stay_eager() -> None:
     assert run_workers(1, units_of_many_shapes)[0] == 12, "three kinds of units, four sizes each"
 

@@ -433,7 +433,7 @@ def test_machines_that_do_not_share_the_folder_of_the_run_are_refused(
         assert_one_sentence(
             result, 2, "rank 1 on", f"the folder '{tmp_path}/disk0/runs' of rank 0", "all machines share"
         )
-    assert list(tmp_path.glob("disk*/runs")) == []
+    assert list(tmp_path.glob("disk*/runs/*")) == []
 
 
 # What ends a run.
@@ -498,6 +498,7 @@ def test_with_a_restart_a_run_of_which_a_worker_is_killed_or_stopped_ends_as_if_
     command.assert_nothing_is_left()
 
 
+@pytest.mark.wide("kills")
 def test_torchrun_restarts_a_run_by_its_own_option(
     folder: Path, options: list[str], whole: Whole, assert_bitwise: Same
 ) -> None:

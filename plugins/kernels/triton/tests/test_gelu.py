@@ -242,6 +242,7 @@ def trained(settings: dict[str, Any]) -> Trace:
     return train_steps(settings)
 
 
+@pytest.mark.wide("compile")
 def test_a_compiled_run_with_it_is_the_run_in_plain_torch() -> None:
     plain, ours = (run_workers(1, trained, {**HERE, "kernels.activation": name})[0] for name in (None, "triton"))
     assert difference([ours], plain, 5e-2) == ""  # each is as far as that from the run in fp32

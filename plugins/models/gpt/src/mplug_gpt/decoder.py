@@ -8,7 +8,7 @@ from mplug.nn import MLP, Attention, Dropout, Embedding, Head, Norm
 from mplug.nn.specification import ALIBI
 
 if TYPE_CHECKING:
-    from mplug_gpt import GPT
+    from mplug_gpt.config import GPTConfig
 
 
 class TokenEmbedding(nn.Module):
@@ -16,7 +16,7 @@ class TokenEmbedding(nn.Module):
 
     mixes: ClassVar[frozenset[str]] = frozenset()
 
-    def __init__(self, config: "GPT.Config") -> None:
+    def __init__(self, config: "GPTConfig") -> None:
         super().__init__()
         self.token = Embedding(config.vocab_size, config.hidden_size)
         learned = config.position == "learned"
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
     mixes: ClassVar[frozenset[str]] = frozenset()  # attention does, in a slot
 
-    def __init__(self, config: "GPT.Config") -> None:
+    def __init__(self, config: "GPTConfig") -> None:
         super().__init__()
         norm_bias = config.bias and config.norm == "layernorm"
         self.norm1 = Norm(config.hidden_size, config.norm, config.norm_eps, norm_bias)
@@ -68,7 +68,7 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """The units of a GPT; the host runs them in the plan's order."""
 
-    def __init__(self, config: "GPT.Config") -> None:
+    def __init__(self, config: "GPTConfig") -> None:
         super().__init__()
         self.embedding = TokenEmbedding(config)
         self.blocks = nn.ModuleDict({str(number): Block(config) for number in range(config.num_layers)})

@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING
 from mplug import Flops, Init, Parameter, Plan, Segment, Unit
 
 if TYPE_CHECKING:
-    from mplug_gpt import GPT
+    from mplug_gpt.config import GPTConfig
 
 ONES, ZEROS = Init("constant", value=1.0), Init("constant", value=0.0)
 
 
-def make_plan(config: "GPT.Config") -> Plan:
+def make_plan(config: "GPTConfig") -> Plan:
     """The plan of a decoder."""
     takes, packed = ("hidden", "positions", "keys"), ("document_lengths",)
     blocks = [Unit(f"blocks.{n}", takes, ("hidden",), optional=packed) for n in range(config.num_layers)]
@@ -38,7 +38,7 @@ def make_plan(config: "GPT.Config") -> Plan:
     )
 
 
-def _parameters(config: "GPT.Config") -> dict[str, Parameter]:
+def _parameters(config: "GPTConfig") -> dict[str, Parameter]:
     weight = Init("normal", std=config.init_std)
     residual = Init("normal", std=config.init_std / (2 * config.num_layers) ** 0.5)  # GPT-2, section 2.3
     width, kv_heads = config.head_width, config.kv_heads
@@ -78,7 +78,7 @@ def _parameters(config: "GPT.Config") -> dict[str, Parameter]:
     return parameters
 
 
-def _flops(config: "GPT.Config") -> Flops:
+def _flops(config: "GPTConfig") -> Flops:
     """6 FLOPs a weight and token in matrix products, and causal attention counted once (6 layers, heads and pairs)."""
     hidden, queries = config.hidden_size, config.num_attention_heads * config.head_width
     attention = hidden * (queries + 2 * config.kv_heads * config.head_width) + queries * hidden

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from mplug.nn import MLP, Attention, Choice, Embedding, Head, MixtureOfExperts, Norm, Router
 
 if TYPE_CHECKING:
-    from mplug_mixtral import Mixtral
+    from mplug_mixtral.config import MixtralConfig
 
 
 class TokenEmbedding(nn.Module):
@@ -15,7 +15,7 @@ class TokenEmbedding(nn.Module):
 
     mixes: ClassVar[frozenset[str]] = frozenset()
 
-    def __init__(self, config: "Mixtral.Config") -> None:
+    def __init__(self, config: "MixtralConfig") -> None:
         super().__init__()
         self.token = Embedding(config.vocab_size, config.hidden_size)
 
@@ -28,7 +28,7 @@ class TokenEmbedding(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then what comes after it."""
 
-    def __init__(self, config: "Mixtral.Config") -> None:
+    def __init__(self, config: "MixtralConfig") -> None:
         super().__init__()
         self.norm1 = Norm(config.hidden_size, "rmsnorm", config.norm_eps)
         self.attn = Attention(
@@ -55,7 +55,7 @@ class DenseBlock(Block):
 
     mixes: ClassVar[frozenset[str]] = frozenset()  # attention does, in a slot
 
-    def __init__(self, config: "Mixtral.Config") -> None:
+    def __init__(self, config: "MixtralConfig") -> None:
         super().__init__(config)
         self.mlp = MLP(config.hidden_size, config.ffn_hidden_size, "swiglu", bias=False)
 
@@ -71,7 +71,7 @@ class SparseBlock(Block):
 
     mixes: ClassVar[frozenset[str]] = frozenset()  # attention does, in a slot; experts say it themselves
 
-    def __init__(self, config: "Mixtral.Config") -> None:
+    def __init__(self, config: "MixtralConfig") -> None:
         super().__init__(config)
         self.moe = MixtureOfExperts(
             make_router(config),
@@ -91,7 +91,7 @@ class SparseBlock(Block):
         return x + y
 
 
-def make_router(config: "Mixtral.Config") -> Router:
+def make_router(config: "MixtralConfig") -> Router:
     """The router of a block."""
     choice = Choice(
         config.num_experts,
@@ -116,7 +116,7 @@ def make_router(config: "Mixtral.Config") -> Router:
 class Decoder(nn.Module):
     """The units of a decoder; the host runs them in the plan's order."""
 
-    def __init__(self, config: "Mixtral.Config") -> None:
+    def __init__(self, config: "MixtralConfig") -> None:
         super().__init__()
         kinds = [DenseBlock if n < config.num_dense_layers else SparseBlock for n in range(config.num_layers)]
         self.embedding = TokenEmbedding(config)

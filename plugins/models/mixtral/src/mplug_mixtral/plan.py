@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from mplug import Buffer, Flops, Init, Parameter, Plan, Segment, Unit
 
 if TYPE_CHECKING:
-    from mplug_mixtral import Mixtral
+    from mplug_mixtral.config import MixtralConfig
 
 ONES = Init("constant", value=1.0)
 TOKENS = ("batch", "sequence")
@@ -13,7 +13,7 @@ ALL_EXPERTS = "router_expert"
 """The experts as the router knows them: all of them, on every rank, whoever holds which."""
 
 
-def make_plan(config: "Mixtral.Config") -> Plan:
+def make_plan(config: "MixtralConfig") -> Plan:
     """The plan of a decoder."""
     blocks = [Unit(f"blocks.{n}", ("hidden", "positions", "keys"), ("hidden",)) for n in range(config.num_layers)]
     body = (Unit("embedding", ("tokens",), ("hidden",)), *blocks)
@@ -39,7 +39,7 @@ def make_plan(config: "Mixtral.Config") -> Plan:
     )
 
 
-def _parameters(config: "Mixtral.Config") -> dict[str, Parameter]:
+def _parameters(config: "MixtralConfig") -> dict[str, Parameter]:
     weight = Init("normal", std=config.init_std)
     residual = Init("normal", std=config.init_std / (2 * config.num_layers) ** 0.5)  # GPT-2, section 2.3
     width = config.head_width
@@ -64,7 +64,7 @@ def _parameters(config: "Mixtral.Config") -> dict[str, Parameter]:
     return parameters
 
 
-def _experts(config: "Mixtral.Config", weight: Init, residual: Init) -> dict[str, Parameter]:
+def _experts(config: "MixtralConfig", weight: Init, residual: Init) -> dict[str, Parameter]:
     wide = Segment("expert_mlp", config.expert_width)
     parameters = {
         "blocks.*.moe.router.weight": Parameter((ALL_EXPERTS, "embed"), weight),
@@ -86,7 +86,7 @@ def _mlp(name: str, width: int, weight: Init, residual: Init) -> dict[str, Param
     }
 
 
-def _buffers(config: "Mixtral.Config") -> dict[str, Buffer]:
+def _buffers(config: "MixtralConfig") -> dict[str, Buffer]:
     buffers = {
         "blocks.*.moe.router.load": Buffer((ALL_EXPERTS,), over=TOKENS),
         "blocks.*.moe.router.losses": Buffer(("loss",), over=TOKENS, per_target=True),
@@ -98,7 +98,7 @@ def _buffers(config: "Mixtral.Config") -> dict[str, Buffer]:
     return buffers
 
 
-def _flops(config: "Mixtral.Config") -> Flops:
+def _flops(config: "MixtralConfig") -> Flops:
     """6 FLOPs a token and weight that it is multiplied with, and causal attention counted once."""
     hidden, queries = config.hidden_size, config.num_attention_heads * config.head_width
     attention = hidden * (queries + 2 * config.kv_heads * config.head_width) + queries * hidden

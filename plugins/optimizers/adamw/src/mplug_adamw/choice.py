@@ -8,10 +8,10 @@ from mplug import Optimizer, Piece, triton_builds
 from mplug_adamw.fused import FusedAdamW
 
 if TYPE_CHECKING:
-    from mplug_adamw import AdamW
+    from mplug_adamw.config import AdamWConfig
 
 
-def optimizer_of(pieces: list[Piece], config: "AdamW.Config") -> Optimizer:
+def optimizer_of(pieces: list[Piece], config: "AdamWConfig") -> Optimizer:
     """One pass where the kernel can take all pieces and Triton can build it; torch's implementation elsewhere."""
     if pieces and all(map(_fits, pieces)) and triton_builds():
         from mplug_adamw.one_pass import OnePassAdamW  # which imports Triton

@@ -9,7 +9,7 @@ from mplug import Piece, StepScalars
 from mplug_adamw.state import States
 
 if TYPE_CHECKING:
-    from mplug_adamw import AdamW
+    from mplug_adamw.config import AdamWConfig
 
 
 class FusedAdamW:
@@ -20,7 +20,7 @@ class FusedAdamW:
 
     needs: Literal["elements"] = "elements"
 
-    def __init__(self, pieces: list[Piece], config: "AdamW.Config") -> None:
+    def __init__(self, pieces: list[Piece], config: "AdamWConfig") -> None:
         self._states = States(pieces)
         parameters = {piece.name: nn.Parameter(piece.master) for piece in pieces}
         for piece in pieces:

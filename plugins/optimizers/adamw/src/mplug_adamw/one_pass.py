@@ -16,7 +16,7 @@ from mplug import Piece, StepScalars
 from mplug_adamw.state import States
 
 if TYPE_CHECKING:
-    from mplug_adamw import AdamW
+    from mplug_adamw.config import AdamWConfig
 
 CHUNK = 1 << 14
 """Elements of a program: few enough for the last programs of a launch to end together."""
@@ -38,7 +38,7 @@ class OnePassAdamW:
     one_pass: Literal[True] = True
     low_precision_gradients: Literal[True] = True
 
-    def __init__(self, pieces: list[Piece], config: "AdamW.Config") -> None:
+    def __init__(self, pieces: list[Piece], config: "AdamWConfig") -> None:
         self._pieces, self._states, self._config = pieces, States(pieces), config
         betas = torch.tensor([config.beta1, config.beta2], device=self._states.steps.device)
         self._betas = betas.double()  # the kernel's own, in fp32: 1 - beta must be the same number everywhere

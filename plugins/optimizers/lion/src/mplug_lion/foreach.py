@@ -9,7 +9,7 @@ from torch import Tensor
 from mplug import Piece, StepScalars
 
 if TYPE_CHECKING:
-    from mplug_lion import Lion
+    from mplug_lion.config import LionConfig
 
 GROUP = 1 << 26
 """Elements that are updated together: enough to fill a GPU, few enough for their directions to be little memory."""
@@ -20,7 +20,7 @@ class ForeachLion:
 
     needs: Literal["elements"] = "elements"
 
-    def __init__(self, pieces: list[Piece], config: "Lion.Config") -> None:
+    def __init__(self, pieces: list[Piece], config: "LionConfig") -> None:
         self._config = config
         self._momenta = {piece.name: torch.zeros_like(piece.master) for piece in pieces}
         self._groups = list(groups(pieces, GROUP))

@@ -9,7 +9,7 @@ from mplug_muon.hidden import HiddenMatrices
 from mplug_muon.rest import FusedAdamW
 
 if TYPE_CHECKING:
-    from mplug_muon import Muon
+    from mplug_muon.config import MuonConfig
 
 
 class MuonAndAdamW:
@@ -17,7 +17,7 @@ class MuonAndAdamW:
 
     needs: Literal["matrices"] = "matrices"
 
-    def __init__(self, pieces: list[Piece], rank: int, config: "Muon.Config") -> None:
+    def __init__(self, pieces: list[Piece], rank: int, config: "MuonConfig") -> None:
         hidden = [is_hidden_matrix(piece, config.tables) for piece in pieces]
         self._hidden = HiddenMatrices([p for p, its in zip(pieces, hidden, strict=True) if its], rank, config)
         self._rest = FusedAdamW([p for p, its in zip(pieces, hidden, strict=True) if not its], config)

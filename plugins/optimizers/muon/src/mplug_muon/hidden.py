@@ -13,7 +13,7 @@ from mplug import Piece, StepScalars
 from mplug_muon.newton_schulz import orthogonalized
 
 if TYPE_CHECKING:
-    from mplug_muon import Muon
+    from mplug_muon.config import MuonConfig
 
 BATCH = 1 << 25
 """Elements that are orthogonalised together: small matrices fill a GPU only in numbers, large ones cost memory."""
@@ -38,7 +38,7 @@ class HiddenMatrices:
     The momentum is a running mean, as in torch.optim.Muon; of a running sum, orthogonalisation gives the same.
     """
 
-    def __init__(self, pieces: list[Piece], rank: int, config: "Muon.Config") -> None:
+    def __init__(self, pieces: list[Piece], rank: int, config: "MuonConfig") -> None:
         self._config = config
         self._gradients = [piece.gradient for piece in pieces]
         self._decayed = [piece.master for piece in pieces if piece.parameter.decays]

@@ -8,13 +8,13 @@ from torch import Tensor, nn
 from mplug import Piece, StepScalars
 
 if TYPE_CHECKING:
-    from mplug_muon import Muon
+    from mplug_muon.config import MuonConfig
 
 
 class FusedAdamW:
     """One fused pass over all pieces, which also scales and skips, by the protocol of torch's gradient scaler."""
 
-    def __init__(self, pieces: list[Piece], config: "Muon.Config") -> None:
+    def __init__(self, pieces: list[Piece], config: "MuonConfig") -> None:
         self._lr_ratio = 1.0 if config.adamw_lr is None else config.adamw_lr / config.lr
         parameters = {piece.name: nn.Parameter(piece.master) for piece in pieces}
         decayed, plain = ([parameters[p.name] for p in pieces if p.parameter.decays is on] for on in (True, False))

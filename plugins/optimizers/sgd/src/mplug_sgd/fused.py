@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from mplug import Piece, StepScalars
 
 if TYPE_CHECKING:
-    from mplug_sgd import SGD
+    from mplug_sgd.config import SGDConfig
 
 
 class FusedSGD:
@@ -16,7 +16,7 @@ class FusedSGD:
 
     needs: Literal["elements"] = "elements"
 
-    def __init__(self, pieces: list[Piece], config: "SGD.Config") -> None:
+    def __init__(self, pieces: list[Piece], config: "SGDConfig") -> None:
         self._decoupled = config.decoupled_weight_decay
         self._decayed = [piece.master for piece in pieces if piece.parameter.decays]
         parameters = {piece.name: nn.Parameter(piece.master) for piece in pieces}

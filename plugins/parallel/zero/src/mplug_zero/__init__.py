@@ -1,10 +1,9 @@
 """ZeRO (arXiv 1910.02054): data-parallel ranks that each keep a part of the optimizer state, and of the gradients."""
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict, Field
-
-from mplug import MAY_CHANGE, Axis, Sharding, Variance, contiguous, hookimpl
+from mplug import Axis, Sharding, Variance, contiguous, hookimpl
+from mplug_zero.config import ZeROConfig
 
 if TYPE_CHECKING:
     from mplug import Model, Run, RunConfig
@@ -21,21 +20,7 @@ class ZeRO:
     layer = -100
     """Before strategies that sum gradients of whoever is left, such as replicas."""
 
-    class Config(BaseModel):
-        """What is divided, and how it travels."""
-
-        model_config = ConfigDict(extra="forbid", frozen=True)
-
-        stage: Annotated[Literal[1, 2], MAY_CHANGE] = Field(
-            1, description="1 divides masters and optimizer state, 2 gradients too"
-        )
-        bucket_mib: Annotated[float, MAY_CHANGE] = Field(32.0, gt=0, description="size of a bucket of fp32 gradients")
-        reduce_dtype: Literal["fp32", "bf16"] = Field(
-            "fp32", description="the precision in which gradients travel and are summed over ranks"
-        )
-        overlap: Annotated[bool, MAY_CHANGE] = Field(
-            True, description="sum gradients while backward runs, and gather weights while the next forward does"
-        )
+    Config = ZeROConfig
 
     def __init__(self, config: Config) -> None:
         self.config = config

@@ -15,7 +15,7 @@ from mplug_zero.groups import Axes, Pair, group_of
 from mplug_zero.sums import Lane, Sums
 
 if TYPE_CHECKING:
-    from mplug_zero import ZeRO
+    from mplug_zero.config import ZeROConfig
 
 IN_FLIGHT = 2
 """Transient buckets that may be on their way while backward fills the next: more would hide no more and cost memory."""
@@ -134,7 +134,7 @@ class TransientGradients:
 
 
 def sum_onto_owners(
-    model: Model, groups: Mapping[tuple[Axes, Axes], Pair], config: "ZeRO.Config"
+    model: Model, groups: Mapping[tuple[Axes, Axes], Pair], config: "ZeROConfig"
 ) -> WholeGradients | TransientGradients:
     """Sum the gradients of every bucket of the model onto those who own them, as the config says."""
     assert model.shards is not None

@@ -14,7 +14,7 @@ from mplug import Bucket, Mesh, Placement, Sharding, Stretch, UsageError
 
 if TYPE_CHECKING:
     from mplug import Model, Run
-    from mplug_zero import ZeRO
+    from mplug_zero.config import ZeROConfig
 
 ALIGNED = 64
 """Elements to whose multiples tensors begin and ranges are cut: 128 bytes of bf16, which transfers like."""
@@ -40,7 +40,7 @@ class Item:
         return sum(self.parts)
 
 
-def sharding_of(run: "Run", model: "Model", needs: str, config: "ZeRO.Config") -> Sharding | None:
+def sharding_of(run: "Run", model: "Model", needs: str, config: "ZeROConfig") -> Sharding | None:
     """The buckets of this rank's parameters; None where no rank shares anything."""
     if needs not in ("elements", "matrices"):
         raise UsageError(

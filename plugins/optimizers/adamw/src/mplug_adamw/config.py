@@ -1,0 +1,17 @@
+"""The config of AdamW."""
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class AdamWConfig(BaseModel):
+    """Learning rate, decay and moments."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    lr: float = Field(1e-3, gt=0, allow_inf_nan=False, description="peak learning rate; the schedule scales it")
+    weight_decay: float = Field(
+        0.1, ge=0, allow_inf_nan=False, description="decoupled decay of parameters of two dimensions and more"
+    )
+    beta1: float = Field(0.9, ge=0, lt=1, description="decay rate of the first moment")
+    beta2: float = Field(0.95, ge=0, lt=1, description="decay rate of the second moment")
+    eps: float = Field(1e-8, gt=0, allow_inf_nan=False, description="added to the root of the second moment")

@@ -15,13 +15,13 @@ from mplug_energon.sources import name_tars, stop, told
 from mplug_energon.streams import Collate, Shape, StreamLoader
 
 if TYPE_CHECKING:
-    from mplug_energon.plugin import Energon
+    from mplug_energon.config import EnergonConfig
 
 REQUIRED = ("tokens", "labels")
 
 
 def make_loader(
-    config: "Energon.Config",
+    config: "EnergonConfig",
     tokenizer: CorpusTokenizer,
     *,
     part: str,
@@ -63,7 +63,7 @@ def make_encoder(named: str, options: Mapping[str, Any], seq_length: int, tokeni
     return encoder
 
 
-def open_stream(config: "Energon.Config", encoder: TaskEncoder, part: str, seed: int, stream: int) -> SavableDataLoader:
+def open_stream(config: "EnergonConfig", encoder: TaskEncoder, part: str, seed: int, stream: int) -> SavableDataLoader:
     """A stream at its beginning: endless, shuffled, sample by sample, so that micro batches may have any size."""
     worker = WorkerConfig(
         rank=stream,

@@ -10,7 +10,7 @@ from mplug import UsageError, load_tokenizer, read_tokenizer
 
 if TYPE_CHECKING:
     from mplug import TokenizerRecord
-    from mplug_indexed.plugin import Indexed
+    from mplug_indexed.config import IndexedConfig
 
 
 def prefix_of(given: Path | str) -> Path:
@@ -78,7 +78,7 @@ class Marks:
         return [*eod, *zip(MIDDLE, self.middle, strict=False)]
 
 
-def marks_of(config: "Indexed.Config", record: "TokenizerRecord | None") -> Marks:
+def marks_of(config: "IndexedConfig", record: "TokenizerRecord | None") -> Marks:
     """What the config names; what it does not, or names by its text, the tokenizer's record tells.
 
     UsageError where a setting needs the end of a document and nothing tells it, or where a text is no special token.

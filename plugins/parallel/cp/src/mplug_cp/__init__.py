@@ -4,36 +4,20 @@ Only attention looks from one position to another; so this wraps whatever holds 
 plan and its kernels know nothing of it.
 """
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
-
-from mplug import MAY_CHANGE, Axis, UsageError, contiguous, hookimpl
+from mplug import Axis, UsageError, contiguous, hookimpl
+from mplug_cp.config import ContextParallelConfig
 from mplug_cp.zigzag import zigzag
 
 if TYPE_CHECKING:
     from mplug import Run, RunConfig, Wrap
 
-Method = Literal["ring", "all_gather", "ulysses", "hierarchical"]
-
 
 class ContextParallel:
     """Ranks hold parts of every sequence; keys and values, or heads, travel between them in attention."""
 
-    class Config(BaseModel):
-        """How queries get to see the keys of other ranks."""
-
-        model_config = ConfigDict(extra="forbid", frozen=True)
-
-        method: Annotated[Method, MAY_CHANGE] = Field(
-            "ring",
-            description="ring: keys and values go round, rank by rank, under attention; all_gather: every rank gets "
-            "all of them; ulysses: every rank gets the whole sequence of a part of the heads; hierarchical: ulysses "
-            "inside groups of neighbours, a ring between the groups",
-        )
-        ulysses_degree: Annotated[PositiveInt | None, MAY_CHANGE] = Field(
-            None, description="ranks of a group inside which heads are divided; only, and always, with hierarchical"
-        )
+    Config = ContextParallelConfig
 
     def __init__(self, config: Config) -> None:
         self.config = config

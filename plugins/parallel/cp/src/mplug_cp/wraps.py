@@ -17,7 +17,7 @@ from mplug_cp.ring import ring_of
 
 if TYPE_CHECKING:
     from mplug import Run
-    from mplug_cp import Method
+    from mplug_cp.config import Method
 
 Operator = Callable[..., tuple[Tensor, ...]]
 BY_PARTS = frozenset({DOCUMENTS, FULL})

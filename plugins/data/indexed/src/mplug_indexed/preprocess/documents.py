@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mplug import RunError, UsageError
+from mplug_indexed.preprocess.parquet import open_parquet, words_of
 from mplug_indexed.preprocess.sources import Chunk, Source
 
 BOM = b"\xef\xbb\xbf"
@@ -232,32 +233,11 @@ def _readable(source: Source) -> Iterator[None]:
     try:
         yield
     except damage as error:
-        raise UsageError(f"'{source.path}' is damaged or cut off: {_words(error)}; fetch it again") from None
+        raise UsageError(f"'{source.path}' is damaged or cut off: {words_of(error)}; fetch it again") from None
     except OSError as error:
         if error.errno is None:  # pyarrow's, of what does not unpack
-            raise UsageError(f"'{source.path}' is damaged or cut off: {_words(error)}; fetch it again") from None
+            raise UsageError(f"'{source.path}' is damaged or cut off: {words_of(error)}; fetch it again") from None
         raise RunError(f"cannot read '{source.path}': {error.strerror}; run the same command again") from None
-
-
-@contextmanager
-def open_parquet(path: str) -> Iterator[Any]:
-    """A Parquet file; UsageError where pyarrow is not installed, or cannot read it."""
-    try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
-    except ImportError:
-        raise UsageError(f"'{path}' is a Parquet file, and pyarrow is not installed; pip install pyarrow") from None
-    try:
-        table = ParquetFile(path)
-    except (ArrowException, OSError) as error:
-        raise UsageError(f"'{path}' is no Parquet file that can be read ({_words(error)}); fetch it again") from None
-    with table:
-        yield table
-
-
-def _words(error: Exception) -> str:
-    """What a library says, on one line."""
-    return " ".join(str(error).split())
 
 
 def _is_unicode(text: str) -> bool:

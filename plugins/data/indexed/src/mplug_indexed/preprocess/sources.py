@@ -151,7 +151,7 @@ def _cut_one(number: int, source: Source, chunk_size: int) -> Iterator[Chunk]:
 
 
 def _row_groups(number: int, source: Source, chunk_size: int) -> Iterator[Chunk]:
-    from mplug_indexed.preprocess.documents import open_parquet
+    from mplug_indexed.preprocess.parquet import open_parquet
 
     with open_parquet(source.path) as table:
         sizes = [table.metadata.row_group(group).total_byte_size for group in range(table.num_row_groups)]

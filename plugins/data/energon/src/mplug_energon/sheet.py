@@ -34,6 +34,7 @@ def command(path: Path, output: Path, part: str, samples: int, size: int, seed: 
     mplug contact-sheet captions/ --samples 32 --output captions.png
     """
     from mplug import UsageError
+    from mplug_energon.plugin import Energon
     from mplug_energon.reading import make_loader
 
     config = Energon.Config(

@@ -1,5 +1,6 @@
 """Failures of loaders and other plugins: one sentence with plugin, sample and cause; the log has the traceback."""
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +17,7 @@ from mplug.contracts import Loader
 from mplug.errors import PluginError, RunError, UsageError
 from mplug.feed import Feed
 from mplug.hooks import Hooks
-from mplug.launch import SAID_AS_THEY_ARE
+from mplug.launch import Lines
 from mplug.loop import train
 from mplug.supervision import Source, Supervised
 from mplug.testing.harness import tiny_run
@@ -303,5 +304,10 @@ def test_a_bug_in_an_optimizer_ends_a_run_in_one_sentence_and_keeps_its_tracebac
     assert "optimizers/adamw failed in step 1" in log
 
 
-def test_the_launcher_repeats_the_sentence_of_a_plugins_bug() -> None:
-    assert SAID_AS_THEY_ARE["PluginError"] is PluginError
+def test_the_launcher_repeats_the_sentence_of_a_plugins_bug_and_names_the_rank() -> None:
+    lines = Lines(2)
+    lines.heard.append((0.0, 1, ("PluginError", "extensions/falls failed in step 2")))
+    error = lines.first_failure({})
+    lines.close()
+    assert isinstance(error, PluginError)
+    assert re.fullmatch(r"rank 1 on \S+: extensions/falls failed in step 2", str(error))

@@ -35,6 +35,7 @@ def kernels_that_would_do(config: RunConfig, unmet: Unmet, can_be_built: Callabl
     with ThreadPoolExecutor() as pool:
         answers = pool.map(lambda name: _would_do(config, unmet.kind, name), others)
     able = [name for name, would_do in zip(others, answers, strict=True) if would_do]
+    able.sort(key=lambda name: name != (config.kernels.default or "").rpartition("/")[2])  # the default is the fast one
     if able:
         return f"; {listed(able)} would do: set kernels.{unmet.kind}={able[0]}"
     if unmet.plugin != PLAIN and can_be_built(_with_kernel(config, unmet.kind, None)):

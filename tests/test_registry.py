@@ -385,6 +385,7 @@ def test_a_kernel_that_cannot_serve_is_refused_with_its_reason_and_those_that_wo
     assert_refused(result, "kernels/picky", "Attention.core", "it needs a chip of the year 2040", "would do")
     remedy = result.stderr.partition("2040")[2]
     assert all(name in remedy for name in ("reference", "sdpa", "verbose"))
+    assert "set kernels.attention=sdpa" in remedy, "the default kernel, which is fast, comes first"
     assert all(name not in remedy for name in ("picky", "trilobite", "brash")), "those that do not import cannot do"
     assert "step 1/4" not in result.stdout
 

@@ -12,8 +12,9 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 
 from mplug.contracts import Record
+from mplug.files import write_whole
 from mplug.metrics import METRICS, read_lines
-from mplug.run import Run, write_text
+from mplug.run import Run
 from mplug.specification import hookimpl
 
 log = logging.getLogger("mplug")
@@ -32,7 +33,7 @@ class MetricsFile:
         path = run.directory / METRICS
         kept = "".join(f"{line}\n" for step, line in read_lines(path) if step <= run.step).encode()
         if path.exists() and path.read_bytes() != kept:
-            write_text(path, kept.decode())
+            write_whole(path, kept)
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     @hookimpl

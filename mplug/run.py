@@ -4,7 +4,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 import platform
 import sys
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from mplug.asking import asking
 from mplug.config import RunConfig
 from mplug.contracts import Variance
 from mplug.errors import UsageError, listed, suggest
+from mplug.files import write_whole
 from mplug.heartbeats import Pulse
 from mplug.hooks import Hooks
 from mplug.mesh import Axis, Mesh, contiguous, view_sizes
@@ -308,16 +308,6 @@ def _all_runs() -> list[Path]:
     return sorted(RUNS.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime, reverse=True)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a small file so that it is either whole or not there."""
-    aside = path.with_name(f".{path.name}.partial")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
-
-
 def make_directory(run: Run) -> None:
     """Make the run's directory, and on rank 0 save the fully resolved config."""
     assert run.directory is not None
@@ -325,7 +315,7 @@ def make_directory(run: Run) -> None:
     if run.rank != 0:
         return
     text = yaml.safe_dump(run.config.resolved(), sort_keys=False)
-    write_text(run.directory / "config.yaml", f"# The resolved config of this run: continue it with --resume.\n{text}")
+    write_whole(run.directory / "config.yaml", f"# The resolved config of this run: continue it with --resume.\n{text}")
 
 
 @contextmanager
@@ -393,4 +383,4 @@ def write_record(run: Run, facts: dict[str, Any]) -> None:
         "device": run.device,
         **facts,
     }
-    write_text(run.directory / "record.json", json.dumps(record, indent=2) + "\n")
+    write_whole(run.directory / "record.json", json.dumps(record, indent=2) + "\n")

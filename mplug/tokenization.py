@@ -6,7 +6,6 @@ fingerprint of its files, copies of which stand beside it.
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -19,6 +18,7 @@ from typing_extensions import TypedDict
 from mplug.binding import bind
 from mplug.contracts import CorpusTokenizer
 from mplug.errors import UsageError
+from mplug.files import write_whole
 from mplug.registry import Entry, Registry
 
 KIND = "tokenizers"
@@ -139,13 +139,13 @@ def keep_tokenizer(record: TokenizerRecord | None, prefix: Path | str) -> Tokeni
         copy = target.with_name(f"{Path(prefix).name}{SUFFIX}.{option}.{file.name}")
         _refuse_changed(file, _file(f"{KIND}/{record.name}", option, Path(file.path)))
         if copy.resolve() != Path(file.path).resolve():
-            _write(copy, Path(file.path).read_bytes())
+            write_whole(copy, Path(file.path).read_bytes())
             shutil.copystat(file.path, copy)
         copies[option] = replace(file, path=str(copy.resolve()))
     kept = replace(record, files=copies)
     said = kept.as_mapping()
     said["files"] = {option: {**asdict(file), "path": Path(file.path).name} for option, file in copies.items()}
-    _write(target, (json.dumps(said, indent=2, ensure_ascii=False) + "\n").encode())
+    write_whole(target, json.dumps(said, indent=2, ensure_ascii=False) + "\n")
     return kept
 
 
@@ -237,12 +237,3 @@ def _file(label: str, option: str, path: Path) -> TokenizerFile:
             f"{label}: {option} '{path}' cannot be read: {error.strerror}; put the file there, or name another"
         ) from None
     return TokenizerFile(str(path.resolve()), path.name, digest)
-
-
-def _write(path: Path, data: bytes) -> None:
-    aside = path.with_name(f".{path.name}.partial")
-    with aside.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)

@@ -49,7 +49,7 @@ class Point:
 
 BETWEEN = {"forward_backward": STEPS, "update": STEPS}
 """What a step does, and how often a run does it."""
-INSIDE = {"mkdir": 3, "save_file": 3, "fsync": 9, "crc32": 3, "write_text": 3, "rename": 4, "rmtree": 1}
+INSIDE = {"mkdir": 3, "save_file": 3, "fsync": 9, "crc32": 3, "write_whole": 3, "rename": 4, "rmtree": 1}
 """What rank 0 does to save, and how often a run of three saves, of which it keeps two, does it."""
 
 
@@ -105,7 +105,7 @@ def arm(point: Point, pids: list[int]) -> None:
         "save_file": (storage, "save_file"),
         "fsync": (os, "fsync"),
         "crc32": (storage, "crc32"),
-        "write_text": (storage, "write_text"),
+        "write_whole": (storage, "write_whole"),
         "rename": (Path, "rename"),
         "rmtree": (shutil, "rmtree"),
     }

@@ -27,7 +27,7 @@ from mplug.checkpoint import MANIFEST, aside_of
 from mplug.checkpoint.manifest import FORMAT, Manifest, encode, name_in_file
 from mplug.checkpoint.reading import checksum_of, open_file
 from mplug.checkpoint.retention import Retention, sync
-from mplug.run import write_text
+from mplug.files import write_whole
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class FolderWriter(StorageWriter):
         if replaces:
             _replace(self.aside, self.final, names, text)
         else:
-            write_text(self.aside / MANIFEST, text)
+            write_whole(self.aside / MANIFEST, text)
             sync(self.aside)
             self.aside.rename(self.final)
             sync(self.final.parent)
@@ -212,7 +212,7 @@ def _replace(aside: Path, final: Path, names: Mapping[str, str], manifest: str) 
     for old, new in names.items():
         (aside / old).rename(final / new)
     sync(final)
-    write_text(final / MANIFEST, manifest)
+    write_whole(final / MANIFEST, manifest)
     sync(final)
     for path in list(final.iterdir()):
         if path.name != MANIFEST and path.name not in names.values():

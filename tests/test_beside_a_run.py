@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import safetensors
@@ -28,6 +28,7 @@ from mplug.hookspecs import hookimpl
 from mplug.interrupt import Interrupt
 from mplug.job import Job, Outcome
 from mplug.loop import train
+from mplug.pretrained import load_weights
 from mplug.run import Run, prepare
 from mplug.testing.harness import tiny_config
 
@@ -73,6 +74,7 @@ def failing_read(*_: object) -> None:
 READS: dict[str, Callable[[Run, Path], object]] = {
     "load": lambda run, path: saver.load(run, path, read_manifest(path), {}),
     "manifest_of": manifest_of,
+    "load_weights": lambda run, path: load_weights(run, cast(Any, SimpleNamespace(held=list)), path),
 }
 
 

@@ -63,12 +63,13 @@ def weights_in(manifest: "Manifest") -> dict[str, tuple[int, ...]]:
 def load_weights(run: Run, model: "Model", pieces: list[Piece], path: Path) -> None:
     """Begin with a checkpoint's weights and the states of its modules; all else of the run is new."""
     from mplug.checkpoint.boxes import State, buffer_boxes, held_boxes
+    from mplug.checkpoint.choice import manifest_of
     from mplug.checkpoint.saver import load
     from mplug.stepper import held_values, write_weights
 
     state: State = {
         f"{one.name}/weight": held_boxes(one.placement, one.values, run.rank) for one in held_values(model, pieces)
     }
-    load(run, path, read_manifest(path), state | buffer_boxes(model, run.rank, held_boxes))
+    load(run, path, manifest_of(run, path), state | buffer_boxes(model, run.rank, held_boxes))
     write_weights(pieces)
     model.weights_written()

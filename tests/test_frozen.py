@@ -440,7 +440,7 @@ def test_a_new_run_begins_with_the_weights_of_a_run_that_froze_others(case: dict
 
     wanted = values_of(stepped(position_of(ALL_BUT_LAST, tmp_path)))
     begun = position_of({**case, "trainer.seed": 77}, tmp_path / "new")
-    load_weights(begun.run, begun.parts, saved(tmp_path))
+    load_weights(begun.run, begun.parts.model, begun.parts.pieces, saved(tmp_path))
     assert all(torch.equal(values, wanted[name]) for name, values in values_of(begun).items())
 
 

@@ -18,7 +18,9 @@ from pydantic import (
 )
 
 from mplug.contracts import MAY_CHANGE
-from mplug.heartbeats import TICK
+
+LEAST_TIMEOUT = 3.0
+"""Seconds in which a process sends three heartbeats."""
 
 
 class Section(BaseModel):
@@ -152,8 +154,10 @@ class Checkpoint(Section):
 
 
 def _three_ticks(value: float) -> float:
-    if 0 < value < 3 * TICK:
-        raise ValueError(f"must be 0, or at least {3 * TICK:g} (a process sends a heartbeat a second), not {value:g}")
+    if 0 < value < LEAST_TIMEOUT:
+        raise ValueError(
+            f"must be 0, or at least {LEAST_TIMEOUT:g} (a process sends a heartbeat a second), not {value:g}"
+        )
     return value
 
 

@@ -1,5 +1,6 @@
-"""Whether the kernels of a config can serve its model: `python -m mplug.kernel_trial` reads the config from stdin.
+"""Whether the kernels of a config can serve its model.
 
+`python -m mplug.kernel_trial` reads the config from its standard input.
 `mplug.alternatives` starts it in a process of its own for each kernel plugin that it considers.
 """
 

@@ -1,10 +1,13 @@
 """Every hook, in the order of a run. This file is the manual of the plugin interface.
 
-A plugin implements a hook by a method of the same name, marked `@hookimpl`; it may leave out arguments that it does not
-need. Hooks build and observe: they are called a few times a run or once a step, never inside a layer. They are called
-in the same order on every rank. An exception in a hook ends the run on every rank, except in observers.
+A plugin implements a hook by a method of the same name, marked `@hookimpl`. The method may leave out arguments that it
+does not need. Hooks build and observe: the host calls them a few times a run or once a step, never inside a layer. It
+calls them in the same order on every rank. An exception in a hook ends the run on every rank; only an exception in an
+observer does not.
 
-Each hook says how many of the plugins that a run names may answer it: all, at most one, or exactly one.
+Each hook says how many of the plugins that a run names may implement it: all, at most one, or exactly one. "Pure" means
+that the answer depends on the arguments alone and that the call changes nothing: the host calls a pure hook again
+whenever it needs the answer.
 """
 
 from collections.abc import Mapping
@@ -30,129 +33,141 @@ if TYPE_CHECKING:
 
 @all_plugins
 def configure(config: "RunConfig") -> None:
-    """Check your own section against the whole config; raise UsageError or ValueError. Called before torch is imported.
+    """Check your own section against the whole config. Called before torch is imported.
 
-    Any other exception is reported as a fault of the plugin.
+    Raise UsageError or ValueError to refuse the config. The host reports any other exception as a fault of the plugin.
     """
 
 
 @all_plugins
 def mesh_axes(config: "RunConfig") -> "list[Axis]":
-    """The axes that a parallel strategy adds to the mesh. Called before torch is imported.
+    """The axes that a parallel strategy adds to the mesh. Pure, and called before torch is imported.
 
-    Where the views of the mesh need more ranks than the layout's strategies fill in the attention view, all are asked
-    again, with a config whose layout names the strategy of `parallel.data` too.
+    A view of the mesh may need more ranks than the strategies of the layout fill in the attention view. The host then
+    adds the strategy of `parallel.data` to the layout of the config, and asks all strategies again.
     """
 
 
 @all_plugins
 def varies(config: "RunConfig") -> "Variance | None":
-    """In what a run of this config differs, because of this plugin, from the run of one process by more than rounding.
+    """How this plugin makes a run of this config differ from the run of one process by more than rounding, or None.
 
-    A strategy that answers None, or has no such hook, claims that losses and gradients are those of one process.
-    `mplug explain` shows the reason, the suites use the tolerance, and the host refuses what would bypass the plugin.
-    Pure, and called before torch is imported.
+    A strategy that returns None, or does not implement the hook, claims that losses and gradients are those of one
+    process. `mplug explain` shows the reason. The suites use the tolerance. The host refuses a layout in which another
+    plugin would bypass this one. Pure, and called before torch is imported.
     """
 
 
 @at_most_one
 def batch_entries(config: "RunConfig") -> "tuple[str, ...] | None":
-    """The optional entries that the loader's micro batches will have: ('document_lengths',) where it packs samples.
+    """The optional entries of the loader's micro batches: ('document_lengths',) if it packs samples.
 
-    Known before launch, so that a model that does not take them, or a kernel that cannot serve them, is refused then.
-    Called once, before torch is imported.
+    The host needs the answer before launch: it refuses a model that does not take these entries, and a kernel that
+    cannot serve them. Called while the host prepares a run, before torch is imported.
     """
 
 
 @exactly_one
 def build_model(run: "Run") -> "Model":
-    """The model and its plan, on the meta device: no memory, no random numbers."""
+    """Build the model and its plan, on the meta device: without memory and without random numbers."""
 
 
 @at_most_one
 def split_model(run: "Run", model: "Model") -> "Stages":
-    """Which units make up each pipeline stage. Pure: the host keeps this rank's, and names stay global."""
+    """Divide the units of the plan into pipeline stages. Pure: the host keeps this rank's units; names stay global."""
 
 
 @all_plugins
 def support_mixing(
     run: "Run", model: "Model", mixing: "Mapping[str, frozenset[str]]"
 ) -> "Mapping[str, bool | str] | None":
-    """Which modules that mix what your mesh axes divide compute under them what one process computes. Pure.
+    """Which mixing modules compute, under your mesh axes, what one process computes. Pure.
 
-    `mixing` has the names of the modules in question, and the named axes that each mixes, or may mix, and that the
-    layout divides. The answer gives, by name, True where the strategy supports whatever of these its own axes divide
-    (it passes a scan's state on, or the module's input is whole there), or what the user can set so that it does
-    ("set parallel.NAME.option=false"). What the answer lacks is refused. Called before the model is split, and only
-    where there is such a module.
+    `mixing` maps names of modules to named axes: those that the module mixes, or may mix, and that the layout divides.
+    The answer maps names of modules to one of two values:
+
+    - True: the strategy supports all of these axes that its own mesh axes divide (it passes the state of a scan on, or
+      the module's input is whole there).
+    - A remedy: the setting with which the strategy would support them ("set parallel.NAME.option=false").
+
+    The host refuses every module that the answer leaves out. Called before the model is split, and only if a layout
+    divides what a module mixes or may mix.
     """
 
 
 @all_plugins
 def shard_model(run: "Run", model: "Model") -> None:
-    """Refine `model.placements` where a mesh axis alone does not say it. Rules of two strategies must be disjoint.
+    """Change `model.placements` where the mesh axes alone do not determine the placement of a parameter.
 
-    Who divides parameters at rest, and gathers them to compute with, makes them `GatheredPlacement`s.
+    Two strategies must not change the placement of one parameter. A plugin that shards parameters at rest (FSDP) sets
+    the placement of each of them to a `GatheredPlacement`.
     """
 
 
 @all_plugins
 def offer(run: "Run", model: "Model") -> "list[Offer | Wrap]":
-    """Suppliers and wraps for slots. Pure: offering changes nothing, the host selects and applies."""
+    """Offer suppliers and wraps for slots. Pure: the host selects among all offers and applies the selection."""
 
 
 @at_most_one
 def shard_states(run: "Run", model: "Model", needs: "Literal['elements', 'matrices']") -> "Sharding | None":
-    """What each rank owns of masters, optimizer state and gradients; None where all ranks keep all of theirs.
+    """What each rank owns of masters, optimizer state and gradients (ZeRO); None if every rank keeps its own whole.
 
-    `needs` is the optimizer's: a range of elements may be cut anywhere, or matrices must stay whole. Pure, and called
-    before launch too: the host gives memory and makes pieces accordingly. In `wrap_model` the same plugin sums
-    gradients onto their owners, and appends to `model.when_written` what sends weights from them. Frozen parameters
-    (`placement.parameter.trainable` is False) have no such states: a sharding that has one is refused.
+    `needs` is what the optimizer declares: 'elements' may be cut anywhere, 'matrices' must stay whole. Pure, and also
+    called before launch: the host allocates memory and makes pieces by the answer. In `wrap_model` the same plugin sums
+    each gradient onto its owner, and appends to `model.when_written` the function that begins to send the new weights
+    from the owners. Frozen parameters (`placement.parameter.trainable` is False) have no such states: the host refuses
+    a sharding that has one.
     """
 
 
 @all_plugins
 def wrap_model(run: "Run", model: "Model") -> None:
-    """Wrap units (recompute, offload, FSDP) or listen to gradient sinks (data parallelism; one strategy a parameter).
+    """Wrap units (FSDP), or sum gradients by listening to their sinks (data parallelism).
 
-    Called in the order of the plugins' `layer` attributes (an integer, 0 if absent), the innermost first. Whoever sums
-    gradients does so over each parameter's `Placement.data_axes`, whose groups `model.data_groups(run)` makes. Whoever
-    gathers parameters brings each sink what it has reduced (`GradientSink.contribute`). `model.run` may be wrapped. An
-    axis that another plugin has declared by `varies` is that plugin's to sum over: the host refuses any other sum.
-    Frozen parameters have no sinks, and a stage may have none but them; all ranks ask for the same groups all the same.
+    The host calls the plugins in the order of their `layer` attributes (integers, 0 if absent), the innermost first.
+    `model.run` may be wrapped.
+
+    - A plugin that sums a gradient sums it over the parameter's `Placement.data_axes`; `model.data_groups(run)` makes
+      the process groups. It names these axes in `model.sinks.reduced_over`. Only one strategy sums a parameter.
+    - A plugin that gathers parameters adds the gradient that it has reduced to the sink (`GradientSink.contribute`).
+    - If a plugin has declared an axis by `varies`, only that plugin sums over it: the host refuses any other sum.
+    - Frozen parameters have no sinks, and a stage may have frozen parameters only. All ranks must still ask for the
+      same process groups.
     """
 
 
 @exactly_one
 def build_optimizer(run: "Run", pieces: "list[Piece]") -> "Optimizer":
-    """The optimizer of this rank's pieces. It updates them: summing gradients and the schedules are the host's."""
+    """Build the optimizer of this rank's pieces. It updates them; the host sums gradients and sets the schedules."""
 
 
 @at_most_one
 def build_tokenizer(run: "Run") -> "Tokenizer | None":
-    """What turns text into the tokens of this data and back; `mplug generate` needs it.
+    """The tokenizer of this data: text to tokens and back. `mplug generate` needs it.
 
-    A plugin of the kind `tokenizers` answers it without a run, and gives a `CorpusTokenizer`.
+    A plugin of the kind `tokenizers` implements this hook too. The host then calls it without a run, and the answer is
+    a `CorpusTokenizer`.
     """
 
 
 @exactly_one
 def build_loader(run: "Run", split: "Literal['train', 'validation']") -> "Loader":
-    """The loader of a split's micro batches on this rank. Called for each split, on ranks that read data.
+    """The loader of a split's micro batches on this rank.
 
-    Micro batches are tensors on the CPU whatever `run.device`: the host moves them there beside what is computed. The
-    host checks each of them first, and counts the samples: a loader has no end. Raise UsageError for bad data, with the
-    file and the sample; any other exception is reported as a bug of the plugin.
+    Called on every rank for 'train', and also for 'validation' if `trainer.eval_every` is not 0. Micro batches are
+    tensors on the CPU, whatever `run.device` is: the host copies them to the device while the device computes. The host
+    checks each micro batch before that, and counts the samples: a loader has no end. Raise UsageError for bad data, and
+    name the file and the sample. The host reports any other exception as a bug of the plugin.
     """
 
 
 @at_most_one
 def build_stepper(run: "Run", model: "Model", default: "DefaultStepper") -> "Stepper":
-    """What runs a step, where the host's `default` (one micro batch after the other) does not do.
+    """A stepper that replaces the host's `default`, which computes one micro batch after the other.
 
-    A stepper that changes only how gradients come about hands `update` on to the default. Backward begins with
-    `default.loss_gradient(loss)`: the loss scale in fp16.
+    If your stepper changes only how gradients are computed, it passes `update` on to the default. Its backward pass
+    begins with `default.loss_gradient(loss)`, which is the loss scale in fp16.
     """
 
 
@@ -168,28 +183,30 @@ def parameters_updated(run: "Run") -> None:
 def state(run: "Run") -> "dict[str, Stateful]":
     """Named objects whose state a checkpoint must hold, beyond parameters, optimizer, schedule and loader.
 
-    Asked once, on every rank. A state must be the same on all ranks: rank 0's is kept, and all ranks get it back.
+    Called once, on every rank. A state must be the same on all ranks: a checkpoint holds that of rank 0, and every rank
+    loads it.
     """
 
 
-# Observers: they look and tell, on every rank, sorted by name, and never change a run.
+# Observers. The host calls them on every rank, sorted by name. They read a run and never change it.
 
 
 @all_plugins
 def run_started(run: "Run") -> None:
-    """Everything is built and, if the run resumes, loaded; the first step follows."""
+    """Everything is built and, if the run resumes, loaded. The first step follows."""
 
 
 @all_plugins
 def step_started(run: "Run") -> None:
-    """The step numbered `run.step` (the first is 1) begins."""
+    """The step numbered `run.step` begins; the first is 1."""
 
 
 @all_plugins
 def step_finished(run: "Run", record: "Record") -> None:
-    """The step numbered `record["step"]` is over and its figures are known; `record` is what metrics.jsonl gets.
+    """The step numbered `record["step"]` is over. `record` is the step's line of metrics.jsonl.
 
-    On a GPU it is told while the next step runs, and `run.step` is one ahead; what is saved was told before.
+    On a GPU the host calls this while the next step runs, so `run.step` is one ahead. Before it saves a checkpoint, the
+    host reports every step that the checkpoint contains.
     """
 
 
@@ -200,9 +217,9 @@ def checkpoint_saved(run: "Run", path: "Path") -> None:
 
 @all_plugins
 def run_failed(run: "Run", error: BaseException) -> None:
-    """The run ends with `error`."""
+    """The run ends with `error`. Not called for a UsageError."""
 
 
 @all_plugins
 def run_finished(run: "Run") -> None:
-    """The run has done its last step."""
+    """Training has ended without an error: after the last step, or because a signal or the time limit stopped it."""

@@ -34,8 +34,8 @@ TEXT = """# Layouts
 <!-- Written by `python docs/matrix.py`: do not edit. -->
 
 The table compares each strategy with one process: alone with degrees 2 and 4, and with degree 2 beside degree 2 of
-every other strategy. The runs are {steps} steps of a tiny decoder on CPUs: 4 blocks, ragged labels, at least 2 micro batches
-on each data-parallel rank; 4 experts and a shared expert where the layout shards experts.
+every other strategy. The runs are {steps} steps of a tiny decoder on CPUs: 4 blocks, ragged labels, at least 2 micro
+batches on each data-parallel rank; 4 experts and a shared expert where the layout shards experts.
 
 A cell has two figures: the largest relative difference in fp64, and the same in fp32. The difference covers the loss,
 the gradient norm and every gradient of every step. A gradient smaller than a thousandth of the global norm is compared

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from mplug.errors import RunError, UsageError
 from mplug.heartbeats import TICK, Beat, Heart, Limits, born, collectives_begun, main_thread
-from mplug.watchdog import Heard, Verdict, Ward
+from mplug.watchdog import LATE, Heard, Verdict, Ward
 
 if TYPE_CHECKING:
     from mplug.run import Run
@@ -142,7 +142,7 @@ class Exchange:
         self.prefix = f"mplug/{attempt}"
         self.interval = max(TICK, size / PER_SECOND)
         watched = [rank for rank in range(size) if rank != heart.rank] if heart.rank == 0 else [0]
-        self.ward = Ward(watched, longest=2 * self.interval)
+        self.ward = Ward(watched, longest=2 * self.interval, late=max(LATE, 3 * self.interval))
         self.first: Beat | None = None
         """The last heartbeat of rank 0 that was heard."""
         self._latest = heart.beat(0.0)
@@ -211,25 +211,33 @@ class Exchange:
     # The thread that talks to the store.
 
     def _talk(self) -> None:
-        try:
-            store, last = self._connected(), time.monotonic()
-            while True:
-                over = self._over.is_set()
-                self._exchange(store)
-                now = time.monotonic()
-                self._unanswered = self._suspended = 0.0
-                self.ward.pass_time(now - last)
-                last = now
-                self._judge(store)
-                if over:
-                    return
-                self._over.wait(self.interval)
-        except RuntimeError as error:  # the store is gone; the other thread counts on
-            log.info("the store %s is gone: %s", self.address, error)
+        """Exchange heartbeats until the block ends; connect again after an error, while the other thread counts on."""
+        while True:
+            try:
+                self._exchange_all(self._connected())
+                return
+            except RuntimeError as error:
+                log.info("the connection to the store %s broke: %s", self.address, error)
             if self._suspended > self.heart.limits.timeout and not self._over.is_set():
                 self._end(
                     f"this process was suspended for {self._suspended:.0f} s, and the run has ended meanwhile", ()
                 )
+            if self._over.wait(self.interval):
+                return
+
+    def _exchange_all(self, store: Any) -> None:
+        last = time.monotonic()
+        while True:
+            over = self._over.is_set()
+            self._exchange(store)
+            now = time.monotonic()
+            self._unanswered = self._suspended = 0.0
+            self.ward.pass_time(now - last)
+            last = now
+            self._judge(store)
+            if over:
+                return
+            self._over.wait(self.interval)
 
     def _connected(self, seconds: float = 60) -> Any:
         """A connection of this thread's own: calls of one connection wait for each other."""
@@ -270,7 +278,7 @@ class Exchange:
 
     def _verdict(self) -> Verdict | None:
         """Rank 0 judges itself as it judges the others."""
-        everyone = Ward([])
+        everyone = Ward([], late=self.ward.late)
         everyone.heard = dict(self.ward.heard)
         everyone.heard[0] = Heard(self._latest)
         return everyone.verdict()

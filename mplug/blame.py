@@ -6,12 +6,12 @@ them: the innermost frame of a chosen plugin's package is where the plugin faile
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from traceback import walk_tb
 from types import FrameType
 
-from mplug.errors import PluginError, RunError, UsageError
+from mplug.errors import PluginError, RunError, UsageError, listed
 from mplug.hooks import HOST, Hooks
 
 LONGEST = 300
@@ -20,6 +20,10 @@ IN_WORKER = re.compile(r"Caught \S+ (in .+?)\.\n")
 """How torch begins the text of an exception of a DataLoader's worker process; the worker's traceback follows."""
 LIBRARIES = ("torch.distributed", "torch.cuda")
 """Failures below them are the world's: another rank has died, memory is exhausted."""
+WORLD = {"OutOfMemoryError", "AcceleratorError", "DistError"}
+"""Classes of torch's exceptions, with their subclasses, that are the world's wherever they are raised."""
+BROKEN_LINK = re.compile(r"gloo/|NCCL|Connection (closed|reset|refused)|Broken pipe|Timed out waiting")
+"""What a RuntimeError of a broken connection says: `work.wait()` raises it in the frame of its caller, a plugin."""
 
 
 def cause_of(error: BaseException) -> str:
@@ -49,22 +53,45 @@ def plugin_error(hooks: Hooks, error: BaseException, when: str, log: str) -> Plu
     if not isinstance(error, Exception) or isinstance(error, UsageError | RunError | OSError):
         return None
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
-    if type(error).__name__ == "OutOfMemoryError" or any(_module(one).startswith(LIBRARIES) for one in frames):
+    if _is_of_the_world(error) or any(_module(one).startswith(LIBRARIES) for one in frames):
         return None
     labels = _labels(hooks)
     found = next((one for one in reversed(frames) if _module(one).partition(".")[0] in labels), None)
     if found is None:
         return None
-    label, code = labels[_module(found).partition(".")[0]], found.f_code
-    hook = _hook(hooks, frames, label)
+    suspects, code = _suspects(hooks, frames, labels[_module(found).partition(".")[0]]), found.f_code
+    label = suspects[0] if len(suspects) == 1 else f"one of {listed(suspects)}"
+    hook = _hook(hooks, frames, label) if len(suspects) == 1 else ""
     place = f"{code.co_qualname} ({Path(code.co_filename).name}:{_line(error, found)})"
     return PluginError(f"{label} failed {when}, in {hook}{place}: {cause_of(error)}; its traceback is in {log}")
 
 
-def _labels(hooks: Hooks) -> Mapping[str, str]:
-    """The chosen plugins' labels by their top-level packages."""
-    packages = {type(plugin).__module__.partition(".")[0]: label for label, plugin in hooks.plugins.items()}
-    return {package: label for package, label in packages.items() if not label.startswith(HOST) and package != "mplug"}
+def _is_of_the_world(error: Exception) -> bool:
+    """Whether memory is exhausted, a device has failed, or a connection to another rank has broken."""
+    if WORLD & {one.__name__ for one in type(error).__mro__}:
+        return True
+    return isinstance(error, RuntimeError) and BROKEN_LINK.search(str(error)) is not None
+
+
+def _labels(hooks: Hooks) -> Mapping[str, Sequence[str]]:
+    """The chosen plugins' labels by their top-level packages; a package may have several plugins."""
+    labels: dict[str, list[str]] = {}
+    for label, plugin in hooks.plugins.items():
+        package = type(plugin).__module__.partition(".")[0]
+        if not label.startswith(HOST) and package != "mplug":
+            labels.setdefault(package, []).append(label)
+    return labels
+
+
+def _suspects(hooks: Hooks, frames: list[FrameType], labels: Sequence[str]) -> Sequence[str]:
+    """The plugin of a package that the innermost frames belong to; all its plugins where no frame tells them apart."""
+    if len(labels) == 1:
+        return labels
+    for frame in reversed(frames):
+        own = [label for label in labels if hooks.plugins[label] is frame.f_locals.get("self")]
+        if found := own or [label for label in labels if _hook(hooks, [frame], label)]:
+            return found
+    return labels
 
 
 def _hook(hooks: Hooks, frames: list[FrameType], label: str) -> str:

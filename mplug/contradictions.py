@@ -26,7 +26,7 @@ def contradictions(config: RunConfig) -> Iterator[str]:
             f"than the run, whose last steps it takes: trainer.steps={trainer.steps}; shorten the decay"
         )
     lr = getattr(config.optimizer, "lr", None)
-    if isinstance(lr, float) and schedule.min_lr > lr:
+    if isinstance(lr, float) and schedule.name != "constant" and schedule.min_lr > lr:
         yield (
             f"{named('schedule.min_lr', 'optimizer.lr')}: the least rate {schedule.min_lr:g} is above the peak "
             f"optimizer.lr={lr:g}; take a smaller one"

@@ -5,7 +5,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-PATIENCE = {"saves": timedelta(hours=6)}
+from mplug.heartbeats import LONGEST_WRITE
+
+PATIENCE = {"saves": timedelta(seconds=LONGEST_WRITE)}
 """Uses in which a rank may be slow without a fault, as a slow writer is; others have the time-out of collectives."""
 
 
@@ -23,7 +25,8 @@ class Groups:
         Each use has a group of its own, because collectives of one group wait for each other.
         """
         if use not in self._beside:
-            self._beside[use] = dist.new_group(backend="gloo", timeout=PATIENCE.get(use, self._timeout))
+            timeout = PATIENCE.get(use, self._timeout)
+            self._beside[use] = dist.new_group(backend="gloo", timeout=timeout, group_desc=f"mplug {use}")
         return self._beside[use]
 
     def of(self, families: Iterable[tuple[int, ...]], use: str = "") -> dist.ProcessGroup | None:

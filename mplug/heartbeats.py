@@ -22,6 +22,12 @@ TICK = 1.0
 STEP, EVALUATION, SAVING = "step", "evaluation", "saving"
 PHRASES = {STEP: "in step {}", EVALUATION: "in the evaluation after step {}", SAVING: "saving step {}"}
 """Activities that a run repeats, as an error names them. Any other activity is named by its own words."""
+WRITING = "waiting until a checkpoint is written"
+"""The duration of an asynchronous write depends on the storage, and no earlier activity predicts it."""
+LONGEST_WRITE = 6 * 3600.0
+"""Seconds that a rank may wait for an asynchronous write."""
+SAVES = "mplug saves"
+"""The description of the process group in which a thread of an asynchronous save communicates (mplug.groups)."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +52,17 @@ class Pulse:
         self.activity, self.step, self.entered = "starting", 0, 0
         self.clock = self._began = 0.0
         self._longest: dict[str, float] = {}
+        self._completed: dict[str, int] = {}
 
     def enter(self, activity: str, step: int = 0) -> None:
-        """The main thread begins an activity, which ends the one before it."""
+        """The main thread begins an activity, which ends the one before it.
+
+        The second duration of a kind replaces the first, which includes compilation. Later ones take the maximum.
+        """
         if self.activity in PHRASES:
-            self._longest[self.activity] = max(self._longest.get(self.activity, 0.0), self.clock - self._began)
+            seconds, completed = self.clock - self._began, self._completed.get(self.activity, 0)
+            self._longest[self.activity] = max(self._longest[self.activity], seconds) if completed > 1 else seconds
+            self._completed[self.activity] = completed + 1
         self._began = self.clock
         self.activity, self.step = activity, step
         self.entered += 1
@@ -69,6 +81,8 @@ class Pulse:
 
     def allowed(self, limits: Limits) -> float:
         """Seconds without progress that are no fault in this activity."""
+        if self.activity == WRITING:
+            return max(limits.timeout, limits.first, LONGEST_WRITE)
         longest = self._longest.get(self.activity)
         return max(limits.timeout, limits.first if longest is None else limits.multiple * longest)
 
@@ -87,7 +101,7 @@ class Beat:
     entered: int
     """How many activities the main thread has begun; all ranks of a run begin the same ones in the same order."""
     collectives: Mapping[str, int]
-    """How many collectives the process has begun in each of its process groups."""
+    """How many collectives the main thread has begun in each process group. Those of saves count while it saves."""
     quiet: float
     """Seconds in which the process ran without progress."""
     allowed: float
@@ -140,6 +154,8 @@ class Heart:
         pulse.clock += seconds
         seen = (pulse.entered, begun, 0 if pulse.measured else place.mark)
         self._quiet = self._quiet + seconds if seen == self._seen else 0.0
+        if pulse.activity not in (SAVING, WRITING):  # another thread begins them: they say nothing about this one
+            begun = {group: number for group, number in begun.items() if not group.startswith(SAVES)}
         self._seen = seen
         self._number += 1
         return Beat(
@@ -176,7 +192,7 @@ def born(pid: int) -> str:
 def collectives_begun() -> dict[str, int]:
     """How many collectives this process has begun in each process group, as the group counts.
 
-    The same group has the same key on all of its ranks.
+    The same group has the same key on all of its ranks. The key of the group of saves begins with `SAVES`.
     """
     module = sys.modules.get("torch.distributed.distributed_c10d")  # not imported here, beside the main thread
     world = getattr(module, "_world", None)
@@ -190,7 +206,8 @@ def collectives_begun() -> dict[str, int]:
         except (RuntimeError, AttributeError):  # its backend does not count, or it is not a group of this rank
             continue
         if ranks and number >= 0:
-            found[f"{name}/{hash(tuple(sorted(ranks))):x}"] = int(number)
+            use = f"{SAVES} " if group.group_desc == SAVES else ""
+            found[f"{use}{name}/{hash(tuple(sorted(ranks))):x}"] = int(number)
     return found
 
 

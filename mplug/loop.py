@@ -16,7 +16,7 @@ from mplug.checkpoint.choice import Choice
 from mplug.contracts import StepResult
 from mplug.errors import Diverged, PluginError, UsageError
 from mplug.evaluation import evaluate_unless_stopped
-from mplug.heartbeats import EVALUATION, SAVING, STEP
+from mplug.heartbeats import EVALUATION, SAVING, STEP, WRITING
 from mplug.interrupt import Interrupt, TimeLeft
 from mplug.position import Position
 from mplug.pretrained import load_weights, pretrained_of
@@ -122,6 +122,7 @@ def _letting_saves_finish(run: Run, position: Position) -> Iterator[None]:
         yield
     except BaseException as error:
         if run.groups is None or isinstance(error, Diverged):  # which all raise alike
+            run.pulse.enter(WRITING)
             position.saver.let_finish()
         raise
 
@@ -143,14 +144,17 @@ def _steps(run: Run, parts: Parts, position: Position, time_left: TimeLeft) -> f
         if last or report.stop or _due(run.step, run.config.checkpoint.every):
             report.settle()
             report.tell()
+            run.pulse.enter(WRITING)
+            position.saver.wait()
             run.pulse.enter(SAVING, run.step)
             position.save()
         report.tell()
         report.pause()
         _tell_of_saved(run, position)
         time_left.check()
-    run.pulse.enter(SAVING, run.step)
+    run.pulse.enter(WRITING)
     position.saver.wait()
+    run.pulse.enter("ending the run")
     _tell_of_saved(run, position)
     return val_loss
 

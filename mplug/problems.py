@@ -68,8 +68,11 @@ def problems_of(error: ValidationError, model: type[BaseModel], values: Mapping[
 
 
 def booleans_as_numbers(said: Any, bound: Any) -> Iterator[tuple[tuple[str, ...], str]]:
-    """The path of every `true` or `false` of a section that is bound as a number, with a sentence."""
-    if isinstance(said, bool) and isinstance(bound, int | float) and not isinstance(bound, bool):
+    """The path of every `true` or `false` of a section that is bound as 1 or 0, with a sentence.
+
+    A validator of the section's author may turn a boolean into any other number.
+    """
+    if isinstance(said, bool) and isinstance(bound, int | float) and not isinstance(bound, bool) and bound == said:
         yield (), f"must be a valid {'integer' if isinstance(bound, int) else 'number'}, not {said!r}"
     pairs: list[tuple[Any, Any, Any]] = []
     if isinstance(said, Mapping) and isinstance(bound, BaseModel):

@@ -6,10 +6,11 @@ also those of third parties, once they are bound.
 """
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, get_args
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from mplug.errors import quoted
 
@@ -21,20 +22,37 @@ Key = tuple[str, ...]
 
 
 def out_of_range(config: BaseModel) -> Iterator[tuple[Key, str]]:
-    """The path of every number of a bound section that is out of range, and the sentence about it.
+    """The path of every number of a bound section that the user set out of range, and the sentence about it.
 
     A field may be infinite where its default is, or where it says so: `Field(allow_inf_nan=True)`.
     """
+    everywhere = type(config).model_config.get("allow_inf_nan") is True
     for name, field in type(config).model_fields.items():
-        value = getattr(config, name)
-        default = None if field.is_required() else field.default
-        if value is None or isinstance(value, bool | str) or (type(value) is type(default) and value == default):
+        if name not in config.model_fields_set:
             continue
-        infinite = type(config).model_config.get("allow_inf_nan") is True or any(
-            getattr(mark, "allow_inf_nan", None) is True for mark in field.metadata
-        )
-        for key, message in _of_value(value, infinite):
-            yield (field.alias or name, *key), message
+        value = getattr(config, name)
+        found = [*_of_value(value, everywhere or _may_be_infinite(field.annotation, field.metadata))]
+        if found and not _is_default(value, field, config):
+            yield from (((field.alias or name, *key), message) for key, message in found)
+
+
+def _may_be_infinite(annotation: Any, marks: Iterable[Any]) -> bool:
+    """Whether a field's type says so, or a type within it: a member of a union, the entries of a tuple."""
+    for mark in marks:
+        inner = mark.metadata if isinstance(mark, FieldInfo) else [mark]
+        if any(getattr(one, "allow_inf_nan", None) is True for one in inner):
+            return True
+    return any(_may_be_infinite(inner, getattr(inner, "__metadata__", ())) for inner in get_args(annotation))
+
+
+def _is_default(value: Any, field: FieldInfo, config: BaseModel) -> bool:
+    """Whether a field has its default, which a saved config states like any other value."""
+    if field.is_required():
+        return False
+    takes = getattr(field, "default_factory_takes_validated_data", False)  # pydantic 2.10 and later
+    given = {"validated_data": dict(config.__dict__)} if takes else {}
+    default = field.get_default(call_default_factory=True, **given)
+    return type(value) is type(default) and bool(value == default)
 
 
 def integers_out_of_range(value: Any) -> Iterator[tuple[Key, str]]:

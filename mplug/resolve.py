@@ -113,7 +113,7 @@ class _Resolver:
         except UsageError as error:
             if isinstance(error, BrokenPlugin):
                 self.error = BrokenPlugin
-            self._problem(key, str(error))
+            self._problem(key, f"{error}{_path_hint(key, str(word))}")
             return None
 
     def _preset(self) -> Settings:
@@ -264,3 +264,9 @@ class _Resolver:
         if other is not None and other != entry:
             self._problem(key, f"{other.origin} and {entry.origin} both go by {entry.label}; name one of them")
         return other is not None
+
+
+def _path_hint(key: Key, word: str) -> str:
+    """The remedy for a path that stands where the name of a data plugin belongs."""
+    is_path = key == ("data", "name") and ("/" in word or "." in word or Path(word).exists())
+    return f"; to train on the file or folder '{word}', write --set data.path={word}" if is_path else ""

@@ -18,6 +18,7 @@ from pydantic import (
 )
 
 from mplug.contracts import MAY_CHANGE
+from mplug.heartbeats import TICK
 
 
 class Section(BaseModel):
@@ -150,17 +151,24 @@ class Checkpoint(Section):
     )
 
 
+def _three_ticks(value: float) -> float:
+    if 0 < value < 3 * TICK:
+        raise ValueError(f"must be 0, or at least {3 * TICK:g} (a process sends a heartbeat a second), not {value:g}")
+    return value
+
+
 class Watchdog(Section):
     """When a process of several is taken to hang: the run then ends with an error that names the rank."""
 
-    timeout: Annotated[FiniteFloat, Field(ge=0), MAY_CHANGE] = Field(
-        description="seconds without a heartbeat, or without progress in a step, after which the run ends; 0: never"
+    timeout: Annotated[FiniteFloat, Field(ge=0, le=10**7), AfterValidator(_three_ticks), MAY_CHANGE] = Field(
+        description="seconds without a heartbeat, or without progress in a step, after which the run ends: at least 3, "
+        "or 0 for never"
     )
-    first: Annotated[FiniteFloat, Field(ge=0), MAY_CHANGE] = Field(
+    first: Annotated[FiniteFloat, Field(ge=0, le=10**7), MAY_CHANGE] = Field(
         description="the same for an activity of unknown duration: building, loading, the first step (it compiles), "
         "the first evaluation and the first save"
     )
-    multiple: Annotated[FiniteFloat, Field(ge=1), MAY_CHANGE] = Field(
+    multiple: Annotated[FiniteFloat, Field(ge=1, le=10**4), MAY_CHANGE] = Field(
         description="steps, evaluations and saves may take so many times as long as the longest of their kind, if that "
         "is more than `timeout`"
     )
@@ -168,7 +176,7 @@ class Watchdog(Section):
     @property
     def collective(self) -> float:
         """Seconds after which torch ends a collective by itself: long after the watchdog, if it is on, has acted."""
-        return 24 * 3600 if self.timeout else max(1800, self.first)
+        return max(24 * 3600, 2 * self.timeout, 2 * self.first) if self.timeout else max(1800, self.first)
 
 
 class Model(Section):

@@ -15,6 +15,8 @@ from mplug.errors import PluginError, RunError, UsageError
 from mplug.microbatches import malformed, out_of_range
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from mplug.run import Run
 
 T = TypeVar("T")
@@ -44,7 +46,7 @@ class Supervised:
 
     def __init__(self, loader: Loader, source: Source) -> None:
         self.loader, self.source, self.samples = loader, source, 0
-        self._last: int | None = None
+        self._last: int | Tensor | None = None
 
     def take(self, num_samples: int) -> Iterator[MicroBatch]:
         """The loader's micro batches, each looked at; too few samples are refused when the last one is asked for."""
@@ -78,7 +80,7 @@ class Supervised:
                     f"{source.plugin} gives data that cannot be used, {self._where(first, num_samples)}: {fault}; "
                     f"correct the data, or prepare them with the tokenizer of this run"
                 )
-            self._last = int(batch["sample_ids"][-1]) if count else None
+            self._last = _last_of(batch["sample_ids"]) if count else None
             yield batch
         if count < num_samples // source.shards:
             raise self._early(first, num_samples, count)
@@ -129,5 +131,10 @@ class Supervised:
         """The samples of one call of `take`, by their numbers in the global order, and the epoch if it is stated."""
         epoch = getattr(self.loader, "samples_per_epoch", None)
         named = f" (epoch {first // epoch + 1})" if isinstance(epoch, int) and epoch > 0 else ""
-        after = "" if self._last is None else f", after sample {self._last}"
+        after = "" if self._last is None else f", after sample {int(self._last)}"
         return f"in samples {first} to {first + num_samples - 1} of the {self._data}{named}{after}"
+
+
+def _last_of(numbers: "Tensor") -> "int | Tensor":
+    """The last sample's number; a tensor on a device stays there, because the host would wait for the device."""
+    return int(numbers[-1]) if numbers.device.type == "cpu" else numbers[-1]

@@ -33,12 +33,13 @@ class Ward:
     """The processes that one process listens to.
 
     Time is what `pass_time` counts. The listener reports the time between two of its own turns, and no turn counts for
-    more than `longest` seconds. So a run that is suspended as a whole, and continued later, has lost no time.
+    more than `longest` seconds. So a run that is suspended as a whole, and continued later, has lost no time. The last
+    heartbeat of a process counts as current for `late` seconds.
     """
 
-    def __init__(self, ranks: Iterable[int], longest: float = 2 * TICK) -> None:
+    def __init__(self, ranks: Iterable[int], longest: float = 2 * TICK, late: float = LATE) -> None:
         self.heard = {rank: Heard() for rank in ranks}
-        self.longest = longest
+        self.longest, self.late = longest, late
 
     def hear(self, beat: Beat) -> None:
         """Take a heartbeat; one that was heard before counts for nothing."""
@@ -96,7 +97,7 @@ class Ward:
 
     def _standstill(self) -> Verdict | None:
         """The ranks whose main threads are stuck while all heartbeats come."""
-        beats = [heard.beat for heard in self.heard.values() if heard.beat is not None and heard.silent <= LATE]
+        beats = [heard.beat for heard in self.heard.values() if heard.beat is not None and heard.silent <= self.late]
         if not beats or len(beats) < len(self.heard):
             return None
         found = waited_for(beats)

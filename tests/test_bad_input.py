@@ -553,3 +553,17 @@ def test_a_disk_that_is_full_before_any_checkpoint_ends_the_run_in_one_sentence(
     (small_disk / "filler").write_bytes(bytes(state.f_bavail * state.f_frsize - 20 * 1024))
     options = ("--set", f"data.path={text_file}", "--set", "trainer.steps=100", "--name", "full")  # metrics: 25 kB
     assert_failed_in_one_sentence(cli("train", *tiny, *options, cwd=small_disk), "space left")
+
+
+@pytest.mark.parametrize(
+    ("words", "remedies"),
+    [
+        (["--lr", "1e-3"], ["'--lr'", "--set optimizer.lr=VALUE"]),
+        (["--steps", "10"], ["--set trainer.steps=VALUE"]),
+        (["--batch-size", "8"], ["--set trainer.global_batch_size=VALUE", "--set trainer.micro_batch_size=VALUE"]),
+        (["--data", "book.txt"], ["no plugin 'book.txt'", "--set data.path=book.txt"]),
+    ],
+    ids=["lr", "steps", "batch-size", "data"],
+)
+def test_an_option_that_is_a_field_points_to_it(cli: Cli, words: list[str], remedies: list[str]) -> None:
+    assert_refused(cli("train", *words), *remedies)

@@ -57,6 +57,7 @@ def test_a_compiled_run_is_the_eager_run_of_one_process(
         assert counts["graph breaks"] == 0
 
 
+@pytest.mark.wide("compile")
 def test_blocks_of_one_kind_share_what_is_compiled() -> None:
     settings = {"model.num_layers": 8, "trainer.compile": "aot_eager"}
     assert run_workers(1, compiled, settings)[0][1]["unique_graphs"] == 6

@@ -39,6 +39,7 @@ def test_no_strategy_and_no_pair_is_without_a_figure_within_the_rule_or_a_reason
             assert re.search(rf"^{number}\. `[a-z0-9]+`: .{{20,}}", page, re.MULTILINE), key
 
 
+@pytest.mark.wide("layouts")
 def test_the_script_measures_what_is_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.syspath_prepend(DOCS)
     import matrix

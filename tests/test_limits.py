@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 import torch
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from torch import nn
 
 from mplug import UsageError
@@ -66,6 +66,10 @@ def refusal(*assignments: str) -> str:
             ("trainer.loss_scale.growth_interval=yes",),
             "trainer.loss_scale.growth_interval (--set): must be a valid int",
         ),
+        (("watchdog.timeout=1",), "watchdog.timeout (--set): must be 0, or at least 3"),
+        (("watchdog.timeout=1e9",), "watchdog.timeout (--set): must be less than or equal to 10000000"),
+        (("watchdog.first=1e300",), "watchdog.first (--set): must be less than or equal to 10000000"),
+        (("watchdog.multiple=1e5",), "watchdog.multiple (--set): must be less than or equal to 10000"),
         (("parallel.layout=pp100000000",), "parallel.layout (--set): 'pp100000000' needs 100000000 ranks"),
         ((f"parallel.layout=pp{10**30}",), "parallel.layout (--set): the degree of 'pp' has 31 digits"),
     ],
@@ -107,6 +111,7 @@ def test_settings_that_contradict_each_other_are_refused(assignments: tuple[str,
 def test_settings_that_only_look_odd_are_accepted() -> None:
     """A trial of a few steps keeps its warm-up, a ramp may start at its end, and a strategy of data may be unused."""
     odd = ["trainer.steps=2", "schedule.warmup_steps=50", "schedule.batch_rampup.start=8", "parallel.data=fsdp"]
+    odd += ["schedule.name=constant", "schedule.min_lr=1", "watchdog.timeout=0"]
     assert prepare(resolve(Registry(), default_settings(), read_assignments(odd))).config.trainer.steps == 2
 
 
@@ -251,6 +256,64 @@ def test_a_section_may_allow_infinity() -> None:
     assert problems == []
     assert (config.ceiling, config.any_number) == (float("inf"), float("-inf"))
     assert [problem.path for problem in bind(Section, {"ceiling": float("-inf")})[1]] == [("ceiling",)]
+
+
+Unbounded = Annotated[float, Field(allow_inf_nan=True)]
+
+
+class Inner(BaseModel):
+    ceiling: float = float("inf")
+    floor: float = 0.0
+
+
+class Valid(BaseModel):
+    """Has infinities where the user says nothing, and says where a user may."""
+
+    model_config = ConfigDict(extra="forbid")
+    betas: tuple[float, ...] = Field(default_factory=lambda: (0.9, float("inf")))
+    inner: Inner = Field(default_factory=lambda: Inner(floor=float("-inf")))
+    limit: Unbounded | None = None
+    limits: dict[str, list[Unbounded]] | None = None
+    workers: Annotated[int, BeforeValidator(lambda value: 8 if value is True else value)] = 0
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"betas": [0.9, float("inf")]},
+        {"inner": {"ceiling": float("inf")}},
+        {"inner": {"floor": float("-inf")}},
+        {"inner": {"ceiling": float("inf"), "floor": float("-inf")}},
+        {"limit": float("inf")},
+        {"limits": {"a": [float("nan")]}},
+        {"workers": True},
+    ],
+    ids=str,
+)
+def test_a_section_is_not_refused_for_what_the_user_does_not_say_or_may_say(values: dict[str, Any]) -> None:
+    assert bind(Valid, values)[1] == []
+
+
+@pytest.mark.parametrize(
+    ("values", "place"),
+    [
+        ({"betas": [float("inf")]}, ("betas", "0")),
+        ({"inner": {"ceiling": float("-inf")}}, ("inner", "ceiling")),
+        ({"inner": {"ceiling": 1.0, "floor": float("inf")}}, ("inner", "floor")),
+        ({"workers": False}, ("workers",)),
+    ],
+    ids=str,
+)
+def test_what_the_user_says_of_such_a_section_is_refused(values: dict[str, Any], place: tuple[str, ...]) -> None:
+    assert [problem.path for problem in bind(Valid, values)[1]] == [place]
+
+
+def test_torch_ends_a_collective_long_after_the_watchdog_acts() -> None:
+    words = ["watchdog.timeout=1e5", "watchdog.first=1e6"]
+    section = resolve(Registry(), default_settings(), read_assignments(words)).watchdog
+    assert section.collective >= 2e6
+    assert resolve(Registry(), default_settings(), {}).watchdog.collective == 24 * 3600
 
 
 def test_a_fault_in_the_checks_of_a_section_names_its_line() -> None:

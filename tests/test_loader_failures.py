@@ -1,5 +1,6 @@
 """Failures of loaders and other plugins: one sentence with plugin, sample and cause; the log has the traceback."""
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -16,9 +17,9 @@ from mplug.contracts import Loader
 from mplug.errors import PluginError, RunError, UsageError
 from mplug.feed import Feed
 from mplug.hooks import Hooks
-from mplug.launch import SAID_AS_THEY_ARE
+from mplug.launch import Lines
 from mplug.loop import train
-from mplug.supervision import Source
+from mplug.supervision import Source, Supervised
 from mplug.testing.harness import tiny_run
 
 S, V, SIZE = 6, 11, 2
@@ -192,6 +193,12 @@ def test_a_cause_is_one_line_and_a_sentence_stays_itself() -> None:
     assert sentence_of(own) is own
 
 
+def test_the_numbers_of_samples_on_a_device_are_not_read_while_all_is_well() -> None:
+    """A tensor of the device 'meta' cannot be read at all."""
+    fed = loader(lambda sample_ids: {name: entry.to("meta") for name, entry in batch(sample_ids).items()})
+    assert len(list(Supervised(fed, SOURCE).take(4))) == 2
+
+
 # Other plugins.
 
 
@@ -227,8 +234,46 @@ def test_an_exception_of_a_plugin_is_attributed_to_it_by_its_traceback() -> None
         "its traceback is in logs/rank0.log"
     )
     assert "in the hook 'parameters_updated', in Acme.step" in blamed(TypeError("no"), plugin.parameters_updated)
-    for error in (UsageError("u"), OSError(28, "full"), KeyboardInterrupt(), torch.OutOfMemoryError("out")):
+    world = (torch.OutOfMemoryError("out"), torch.AcceleratorError("assert"), torch.distributed.DistNetworkError("no"))
+    broken = map(RuntimeError, ("gloo/pair.cc: no", "NCCL error", "Connection reset by peer", "Broken pipe"))
+    for error in (UsageError("u"), OSError(28, "full"), KeyboardInterrupt(), *world, *broken):
         assert blamed(error, plugin.step) == "None"
+    for error in (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ValueError("NCCL is no backend of mine")):
+        assert blamed(error, plugin.step).startswith("optimizers/acme failed")
+
+
+PAIR = """
+class Stepper:
+    def run(self):
+        raise TypeError("no")
+class Left:
+    def parameters_updated(self):
+        Stepper().run()
+    parameters_updated.mplug_impl = {}
+    def helper(self):
+        Stepper().run()
+class Right(Left):
+    def parameters_updated(self):
+        Stepper().run()
+    parameters_updated.mplug_impl = {}
+"""
+
+
+def test_of_two_plugins_of_a_package_the_one_that_ran_is_blamed_and_both_where_no_frame_says_which() -> None:
+    module = module_of("mplug_pair", PAIR)
+    run, left, right = tiny_run({}), module.Left(), module.Right()
+    run.hooks.plugins.update({"parallel/left": left, "parallel/right": right})
+
+    def blamed(call: Callable[[], None]) -> str:
+        with pytest.raises(TypeError) as caught:
+            call()
+        return str(plugin_error(run.hooks, caught.value, "in step 7", "logs/rank0.log")).partition(", in ")[0]
+
+    assert blamed(left.parameters_updated) == "parallel/left failed in step 7"
+    assert blamed(right.parameters_updated) == "parallel/right failed in step 7"
+    assert blamed(left.helper) == "parallel/left failed in step 7"
+    assert blamed(lambda: module.Left.parameters_updated(None)) == "parallel/left failed in step 7"
+    assert blamed(module.Stepper().run) == "one of parallel/left and parallel/right failed in step 7"
 
 
 def test_an_exception_in_a_hook_notes_the_plugin_and_the_hook() -> None:
@@ -259,5 +304,10 @@ def test_a_bug_in_an_optimizer_ends_a_run_in_one_sentence_and_keeps_its_tracebac
     assert "optimizers/adamw failed in step 1" in log
 
 
-def test_the_launcher_repeats_the_sentence_of_a_plugins_bug() -> None:
-    assert SAID_AS_THEY_ARE["PluginError"] is PluginError
+def test_the_launcher_repeats_the_sentence_of_a_plugins_bug_and_names_the_rank() -> None:
+    lines = Lines(2)
+    lines.heard.append((0.0, 1, ("PluginError", "extensions/falls failed in step 2")))
+    error = lines.first_failure({})
+    lines.close()
+    assert isinstance(error, PluginError)
+    assert re.fullmatch(r"rank 1 on \S+: extensions/falls failed in step 2", str(error))

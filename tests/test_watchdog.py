@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,13 +17,18 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from mplug import beating
 from mplug.beating import Exchange, beating_to, watching
+from mplug.build import build
 from mplug.errors import RunError
 from mplug.feed import Feed
+from mplug.groups import Groups
 from mplug.heartbeats import (
     EVALUATION,
+    LONGEST_WRITE,
+    SAVES,
     SAVING,
     STEP,
     TICK,
+    WRITING,
     Beat,
     Heart,
     Limits,
@@ -32,7 +39,10 @@ from mplug.heartbeats import (
     main_thread,
 )
 from mplug.launch import Lines
+from mplug.loop import train
+from mplug.position import Position
 from mplug.testing import run_workers
+from mplug.testing.harness import tiny_run
 from mplug.watchdog import Ward, waited_for
 
 LIMITS = Limits(timeout=300, first=1800, multiple=10)
@@ -224,6 +234,62 @@ def test_a_limit_follows_the_longest_activity_of_its_kind() -> None:
     assert beats.beat(TICK).words == "in the evaluation after step 3"
 
 
+def test_the_first_activity_of_a_kind_which_compiles_sets_no_limit_once_there_is_a_second() -> None:
+    pulse = Pulse()
+    beats, allowed = heart(pulse), []
+    for step, seconds in enumerate((600, 50, 40, 70, 60)):
+        pulse.enter(STEP, step)
+        for _ in range(seconds):
+            beats.beat(TICK)
+        allowed.append(pulse.allowed(LIMITS))
+    assert allowed == pytest.approx([1800, 6000, 500, 500, 700])
+
+
+def test_a_wait_for_an_asynchronous_write_is_no_save_and_may_take_hours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saves return after a second of staging, and every wait for what they write takes an hour."""
+    run = tiny_run({"trainer.steps": 2, "checkpoint.every": 1, "trainer.eval_every": 0})
+    run.directory = tmp_path / "run"
+    activities, over = list[str](), list[float]()
+    beats, enter = Heart(0, run.pulse, LIMITS, dict, lambda: Place("", 0, reads=False, waits=False)), run.pulse.enter
+
+    def entering(activity: str, step: int = 0) -> None:
+        enter(activity, step)
+        activities.append(activity)
+
+    def taking(seconds: int) -> None:
+        found = [beats.beat(TICK) for _ in range(seconds)]
+        over.extend(beat.quiet for beat in found if beat.quiet > beat.allowed)
+
+    saver = SimpleNamespace(
+        wait=lambda: taking(3600), saved=list, expected_seconds=float, let_finish=lambda: None, expect=lambda _: None
+    )
+    monkeypatch.setattr("mplug.position.Saver", lambda _: saver)
+    monkeypatch.setattr(Position, "save", lambda _: taking(1))
+    monkeypatch.setattr(run.pulse, "enter", entering)
+    train(run)
+    assert over == []
+    first = activities.index(STEP)
+    saved = [activity for activity in activities[first:] if activity != EVALUATION]
+    assert saved == [STEP, WRITING, SAVING, STEP, WRITING, SAVING, WRITING, "ending the run"]
+    assert LONGEST_WRITE > 3600
+
+
+def test_collectives_of_the_thread_that_saves_are_progress_and_name_no_rank() -> None:
+    pulse, begun = Pulse(), {"dp": 3, f"{SAVES} 7": 5}
+    beats = heart(pulse, lambda: dict(begun))
+    counted = dict[str, int]()
+    for activity in (STEP, EVALUATION, SAVING, WRITING):
+        pulse.enter(activity, 1)
+        counted[activity] = len(beats.beat(TICK).collectives)
+    assert counted == {STEP: 1, EVALUATION: 1, SAVING: 2, WRITING: 2}
+    pulse.enter(STEP, 2)
+    assert [beats.beat(TICK).quiet for _ in range(2)] == [0, 1]
+    begun[f"{SAVES} 7"] += 1
+    assert beats.beat(TICK).quiet == 0
+
+
 def test_progress_is_a_new_activity_or_collective_and_in_an_unmeasured_activity_a_main_thread_that_moves() -> None:
     pulse, begun, places = Pulse(), {"dp": 0}, iter(range(1000))
     beats = heart(pulse, lambda: dict(begun), lambda: next(places))
@@ -271,6 +337,11 @@ def test_a_main_thread_that_waits_for_its_loader_is_recognized_with_the_line() -
 
 def begun_after(numbers: list[int]) -> tuple[dict[str, int], bool]:
     pair = dist.new_group([0, 1])
+    groups = Groups(dist.get_rank())
+    assert groups.beside().group_desc == SAVES
+    dist.barrier(group=groups.beside())
+    dist.barrier(group=groups.beside("votes"))
+    assert len([name for name in collectives_begun() if name.startswith(SAVES)]) == 1
     before = collectives_begun()
     works = [dist.all_reduce(torch.ones(1), group=pair, async_op=True) for _ in range(numbers[dist.get_rank()])]
     after = collectives_begun()
@@ -342,12 +413,12 @@ def store(monkeypatch: pytest.MonkeyPatch) -> TCPStore:
     return store
 
 
-def exchange(rank: int, timeout: float) -> Recorded:
+def exchange(rank: int, timeout: float, size: int = 3) -> Recorded:
     limits = Limits(timeout, 60, 10)
     pulse = Pulse()
     pulse.enter(STEP, 4)
     beats = Heart(rank, pulse, limits, dict, lambda: Place("a.py:1 in f", 0, reads=False, waits=True))
-    return Recorded(beats, size=3, attempt="0")
+    return Recorded(beats, size=size, attempt="0")
 
 
 def until(condition: Callable[[], Any], seconds: float = 60) -> None:
@@ -395,6 +466,64 @@ def test_a_broken_connection_is_explained_by_the_rank_that_is_gone(store: TCPSto
     assert str(failure.value).startswith("rank 2 on ")
     assert "died or is unreachable" in str(failure.value)
     assert "Connection closed by peer" in str(failure.value.__cause__)
+
+
+def test_a_standstill_is_found_where_many_ranks_beat_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    own = exchange(0, timeout=300, size=2048)
+    assert own.interval == 8
+    own._latest = replace(own._latest, quiet=301, allowed=300)
+    for rank in range(1, 2048):
+        own.ward.hear(replace(own._latest, rank=rank))
+    own.ward.pass_time(own.interval)
+    verdict = own._verdict()
+    assert verdict is not None
+    assert "no rank has made progress for 301 s" in verdict.text
+
+
+def test_an_error_of_the_connection_to_the_store_ends_nothing(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank, peers, calls = exchange(1, timeout=60), exchange(0, timeout=60), list[Any]()
+    peers._exchange(peers._connected())
+    done = rank._exchange
+
+    def failing_at_first(connection: Any) -> None:
+        calls.append(connection)
+        if len(calls) in (2, 4):
+            raise RuntimeError("Connection reset by peer")
+        done(connection)
+
+    monkeypatch.setattr(rank, "_exchange", failing_at_first)
+    with rank.running():
+        until(lambda: len(calls) > 5, seconds=5)
+    assert rank.text == ""
+    assert len({id(connection) for connection in calls[:5]}) == 3
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:99"),
+        RuntimeError("NCCL error: remote process exited or there was a network error"),
+        dist.DistBackendError("a collective of another rank was aborted"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_broken_connection_in_the_code_of_a_plugin_names_the_rank_that_is_gone(
+    store: TCPStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: RuntimeError
+) -> None:
+    peers = [exchange(rank, timeout=60) for rank in (0, 2)]
+    peers[1]._exchange(peers[1]._connected())
+    run = tiny_run({"trainer.steps": 2})
+    run.directory = tmp_path / "run"
+    plugin = dict[str, Any](__name__="mplug_adamw.waiting", error=error)
+    exec("def step(*_, **__):\n    raise error", plugin)
+    monkeypatch.setattr(type(build(run).optimizer), "step", plugin["step"])
+    own = exchange(1, timeout=60).heart
+    with peers[0].running(), pytest.raises(RunError) as failure, watching(own, size=3, attempt="0"):
+        train(run)
+    assert str(failure.value).startswith("rank 2 on ")
+    assert failure.value.__cause__ is error
 
 
 def test_a_process_is_known_by_its_beginning() -> None:

@@ -98,7 +98,7 @@ def read_valid(path: Path) -> "Manifest":
         try:
             verify(path, manifest, manifest["files"])
             return manifest
-        except UsageError:
+        except (UsageError, RunError):  # a file may vanish between two looks at it
             newer = read_manifest(path)
             if newer == manifest:
                 raise

@@ -71,9 +71,15 @@ class Commands(click.Group):
             formatter.write_dl([(name, {**summaries, **COMMANDS}[name]) for name in self.list_commands(ctx)])
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command. After Ctrl-C, click would end it with the status of a failure."""
+        """Run a command. Ctrl-C has the status of its signal; an unknown option names the field that it means."""
         try:
             return super().invoke(ctx)
+        except click.NoSuchOption as error:
+            from mplug.cli.hints import fields_meant  # only this error needs it
+
+            if meant := fields_meant(error):
+                raise UsageError(meant) from None
+            raise
         except KeyboardInterrupt:
             sys.exit(128 + signal.SIGINT)
 

@@ -89,6 +89,7 @@ def test_every_method_gives_the_run_of_one_process(choice: tuple[str, Settings])
     assert difference(ranks(layout, changes), alone(changes)) == ""
 
 
+@pytest.mark.wide("compile")
 def test_units_are_one_graph_each_in_which_the_ring_is_one_operator() -> None:
     changes = {**DOCUMENTS, "trainer.compile": "aot_eager"}
     found, graphs = zip(*run_workers(2, compiled, {**changes, "parallel.layout": "cp2"}), strict=True)

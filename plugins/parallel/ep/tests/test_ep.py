@@ -210,7 +210,8 @@ def compiled(settings: dict[str, Any]) -> tuple[Trace, int, int]:
     return train_steps(settings), counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
-@pytest.mark.parametrize("how", ["all_to_all", pytest.param("all_gather", marks=pytest.mark.wide("experts"))])
+@pytest.mark.wide("compile")
+@pytest.mark.parametrize("how", ["all_to_all", "all_gather"])
 def test_a_compiled_run_is_the_eager_run_of_one_process(how: str, alone: Trace) -> None:
     settings = {**EXPERTS, "parallel.layout": "ep2", "parallel.ep.dispatch": how, "trainer.compile": "aot_eager"}
     found = run_workers(2, compiled, settings)

@@ -12,12 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mplug.alternatives import kernels_that_would_do
 from mplug.checkpoint import read_manifest
 from mplug.checkpoint.boxes import Boxed, buffer_boxes, held_boxes
+from mplug.checkpoint.choice import manifest_of
 from mplug.checkpoint.saver import load, refuse_another
 from mplug.compilation import compile_units, compiler_of
 from mplug.config import RunConfig
 from mplug.contracts import Loader, Optimizer, Piece, Stepper
 from mplug.draws import Draws, drawing_plugin
-from mplug.errors import UsageError, listed
+from mplug.errors import RunError, UsageError, listed
 from mplug.feed import Feed
 from mplug.freezing import freeze
 from mplug.mixing import refuse_mixing
@@ -319,8 +320,11 @@ def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def load_for_inference(run: Run, path: Path) -> Model:
-    """The model of a run with a checkpoint's weights, without gradients or optimizer."""
-    manifest, model = read_manifest(path), build_model(run)
+    """The model of a run with a checkpoint's weights, without gradients or optimizer.
+
+    A run that goes on may replace the checkpoint meanwhile: the new one is loaded then.
+    """
+    manifest, model = manifest_of(run, path), build_model(run)
     described = {f"{name}/weight": Boxed(placement.shape, {}) for name, placement in model.placements.items()}
     refuse_another(path, manifest["tensors"], described)  # before anything is allocated
     _allocate(run, model)
@@ -328,5 +332,13 @@ def load_for_inference(run: Run, path: Path) -> Model:
         f"{name}/weight": held_boxes(model.placements[name], parameter.data, run.rank)
         for name, parameter in model.parameters().items()
     }
-    load(run, path, manifest, weights | buffer_boxes(model, run.rank, held_boxes))
-    return model
+    while True:
+        try:
+            load(run, path, manifest, weights | buffer_boxes(model, run.rank, held_boxes))
+            return model
+        except (UsageError, RunError):  # the same on all ranks
+            newer = manifest_of(run, path)
+            if newer == manifest:
+                raise
+            manifest = newer
+            refuse_another(path, manifest["tensors"], described)

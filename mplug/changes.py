@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from mplug.checkpoint import damaged
 from mplug.config import HOST_SECTIONS, KIND_OF_SECTION, PLUGIN_SECTIONS, Chosen, RunConfig
 from mplug.contracts import MAY_CHANGE, MAY_MOVE, Mark
-from mplug.errors import UsageError, listed, suggest
+from mplug.errors import UsageError, listed, printable, suggest
 from mplug.resolve import default_settings
 from mplug.run import Run, provenance
 from mplug.schedule import learning_rate
@@ -82,10 +82,16 @@ class Changes:
     def record(self, step: int) -> list[dict[str, Any]]:
         """What records and checkpoints hold of them: plain data."""
         settings = [
-            {"step": step, "field": one.field, "old": one.old, "new": one.new, "allowed_by_user": self.allows(one)}
+            {
+                "step": step,
+                "field": printable(one.field),
+                "old": one.old,
+                "new": one.new,
+                "allowed_by_user": self.allows(one),
+            }
             for one in self.settings
         ]
-        return [*settings, *({"step": step, "version": version} for version in self.versions)]
+        return [*settings, *({"step": step, "version": printable(version)} for version in self.versions)]
 
 
 def changes_on_resume(path: Path, manifest: Mapping[str, Any], run: Run, allowed: tuple[str, ...]) -> Changes:
@@ -261,7 +267,7 @@ def _of_plugins(
 
 def _of_variances(section: str, manifest: Mapping[str, Any], run: Run) -> Iterator[Change]:
     """Plugins of a section that make a run differ from one process by more than rounding, where they come or go."""
-    old, new = manifest.get("varies") or {}, {label: one.reason for label, one in run.variances.items()}
+    old, new = manifest.get("varies") or {}, {label: printable(one.reason) for label, one in run.variances.items()}
     for label in sorted({*old, *new}):
         if label.startswith(f"{section}/") and old.get(label) != new.get(label):
             was, now = (reasons.get(label, "exact but for rounding") for reasons in (old, new))

@@ -60,6 +60,16 @@ def brief(text: str) -> str:
     return text if len(text) <= LONGEST_SHOWN else f"{text[:kept]} ... {text[-kept:]}"
 
 
+LONGEST_TEXT = 10_000
+"""Characters of a text that a checkpoint holds."""
+
+
+def printable(text: str, longest: int = LONGEST_TEXT) -> str:
+    """A text that a terminal can show on one line: other characters are escaped, and its end is left out where long."""
+    shown = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+    return shown if len(shown) <= longest else f"{shown[: longest - 3]}..."
+
+
 def quoted(value: Any) -> str:
     """A value of any size as an error shows it: as Python writes it, its middle left out where it is long."""
     if isinstance(value, int) and value.bit_length() > 256:  # Python refuses to write very long ones

@@ -30,8 +30,9 @@ class Interrupt(Signals):
                 os.write(STDERR, below + HEARD)  # print() may be under way, and cannot be entered twice
 
     def later(self, number: int) -> None:
-        """Do what the signal did before the run."""
-        signal.signal(number, self.previous[signal.Signals(number)])
+        """End the run at once: SIGTERM ends the process, and SIGINT does what it did before the run."""
+        ends = number == signal.SIGTERM  # the handler of the run's lock, below this one, would only ask once more
+        signal.signal(number, signal.SIG_DFL if ends else self.previous[signal.Signals(number)])
         signal.raise_signal(number)
 
 

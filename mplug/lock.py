@@ -93,9 +93,11 @@ class Claim:
     baton: Baton
     confirmed: float = field(default=-LEASE, compare=False)
     """When the lock was last known to be held, on this process's clock."""
+    failing: float | None = field(default=None, compare=False)
+    """When the file system first did not answer `keep`; None if it has answered since."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "confirmed": -LEASE}  # the clock of another process may be another one
+        return {**self.__dict__, "confirmed": -LEASE, "failing": None}  # another process may have another clock
 
     def confirm(self) -> None:
         """Move the baton; RunError if another process has taken the lock over, or the file system does not answer."""
@@ -107,15 +109,17 @@ class Claim:
     def keep(self) -> None:
         """Confirm, unless that was done a short time ago: no other process can have taken the lock since.
 
-        A file system that does not answer is no error for half of the lease.
+        A file system that does not answer is no error for half of the lease, from its first failure on: the time
+        before that may be a long step.
         """
-        silent = _clock() - self.confirmed
-        if silent <= BEAT:
+        if _clock() - self.confirmed <= BEAT:
             return
+        began = _clock()
         try:
             self._move()
         except OSError as error:
-            if silent > LEASE / 2:
+            self.failing = began if self.failing is None else self.failing
+            if _clock() - self.failing > LEASE / 2:
                 raise RunError(f"cannot confirm the lock of the run '{self.directory}': {error}") from error
 
     def _move(self) -> None:
@@ -125,7 +129,7 @@ class Claim:
             moved = seen.moved()
             try:
                 _rename(folder, seen, moved)
-                self.baton, self.confirmed = moved, began
+                self.baton, self.confirmed, self.failing = moved, began, None
                 return
             except FileNotFoundError:  # moved by the other process that confirms, or by another holder
                 found = _baton_in(folder)

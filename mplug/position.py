@@ -18,7 +18,7 @@ from mplug.checkpoint.manifest import Manifest
 from mplug.checkpoint.saver import Saver, load
 from mplug.checkpoint.storage import FolderReader
 from mplug.contracts import Stateful
-from mplug.errors import RunError, UsageError
+from mplug.errors import RunError, UsageError, printable
 from mplug.plain import lift, lower
 from mplug.plan import Placement
 from mplug.pretrained import refuse_larger
@@ -69,7 +69,7 @@ class Position:
             "provenance": provenance(run),
             "config": run.config.resolved(),
             "changes": self.history,
-            "varies": {label: variance.reason for label, variance in run.variances.items()},
+            "varies": {label: printable(variance.reason) for label, variance in run.variances.items()},
             FINGERPRINT: self._fingerprint(),
         }
         state = {name: owned_boxes(placement, tensor, run.rank) for name, placement, tensor in self._tensors()}

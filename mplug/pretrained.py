@@ -63,10 +63,11 @@ def weights_in(manifest: "Manifest") -> dict[str, tuple[int, ...]]:
 def load_weights(run: Run, parts: "Parts", path: Path) -> None:
     """Begin with a checkpoint's weights and the states of its modules; all else of the run is new."""
     from mplug.checkpoint.boxes import State, buffer_boxes, held_boxes
+    from mplug.checkpoint.choice import manifest_of
     from mplug.checkpoint.saver import load
     from mplug.stepper import write_weights
 
     state: State = {f"{one.name}/weight": held_boxes(one.placement, one.values, run.rank) for one in parts.held()}
-    load(run, path, read_manifest(path), state | buffer_boxes(parts.model, run.rank, held_boxes))
+    load(run, path, manifest_of(run, path), state | buffer_boxes(parts.model, run.rank, held_boxes))
     write_weights(parts.pieces)
     parts.model.weights_written()

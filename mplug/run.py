@@ -23,7 +23,7 @@ import mplug
 from mplug.asking import asking
 from mplug.config import RunConfig
 from mplug.contracts import Variance
-from mplug.errors import UsageError, listed, suggest
+from mplug.errors import UsageError, listed, printable, suggest
 from mplug.heartbeats import Pulse
 from mplug.hooks import Hooks
 from mplug.mesh import Axis, Mesh, contiguous, view_sizes
@@ -364,9 +364,9 @@ def provenance(run: Run) -> dict[str, Any]:
     plugins = [
         {
             "plugin": chosen.label,
-            "distribution": chosen.entry.distribution,
-            "version": chosen.entry.version,
-            "source": chosen.entry.source,
+            "distribution": printable(chosen.entry.distribution),
+            "version": printable(chosen.entry.version),
+            "source": printable(chosen.entry.source),
         }
         for chosen in sorted(run.config.chosen, key=lambda chosen: chosen.label)
     ]

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from mplug.build import load_for_inference
@@ -26,8 +27,9 @@ from mplug.checkpoint import path_of, read_described, read_manifest, read_valid
 from mplug.checkpoint.choice import choose
 from mplug.checkpoint.coverage import uncovered
 from mplug.checkpoint.manifest import DEEPEST, decode, encode
-from mplug.checkpoint.reading import CODES
+from mplug.checkpoint.reading import CODES, _unique
 from mplug.checkpoint.verified import Verified
+from mplug.cli import main
 from mplug.dtypes import FORMATS
 from mplug.errors import UsageError
 from mplug.loop import train
@@ -260,6 +262,24 @@ CRAFTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "a header with a key twice": (header(lambda _: b'{"a": 1, "a": 2}'), r"'a' twice"),
     "a header without an offset": (header(lambda found: found[KEY].pop("data_offsets")), r"does not describe"),
     "a header with a negative shape": (header(lambda found: found[KEY].update(shape=[-1, -4096])), r"not that of its"),
+    "a header with 65 dimensions": (
+        header(lambda found: found.update(a={"dtype": "F32", "shape": [0] * 65, "data_offsets": [0, 0]})),
+        r"not that of its",
+    ),
+    "a header with a dimension beyond 64 bits": (
+        header(lambda found: found.update(a={"dtype": "F32", "shape": [10**19, 0], "data_offsets": [0, 0]})),
+        r"not that of its",
+    ),
+    "a time in half a character": (set_at("saved", to="\ud800"), r"'saved'.*valid string"),
+    "a layout that clears the terminal": (set_at("layout", to="\x1b[2J"), r"'layout'.*terminal cannot show"),
+    "a version of two lines": (set_at("provenance", "torch", to="2\n3"), r"'provenance.torch'.*terminal cannot show"),
+    "a plugin without end": (
+        set_at("provenance", "plugins", 0, "version", to="1" * 10_001),
+        r"'provenance.plugins.0.version'.*at most 10000",
+    ),
+    "a change of two lines": (set_at("changes", to=[{"step": 1, "version": "a\nb"}]), r"'changes.*cannot show"),
+    "a reason that clears the terminal": (set_at("varies", to={"parallel/dp": "\x1b[2J"}), r"'varies.*cannot show"),
+    "a format that is no number": (text_of(lambda text: text.replace('"format": 2', '"format": "2"')), r"is no number"),
     "a header with an unknown dtype": (header(lambda found: found[KEY].update(dtype="F31")), r"does not describe"),
     "a header with two tensors in one place": (
         header(lambda found: found[KEY].update(data_offsets=found[KEY.replace("/weight", "/exp_avg")]["data_offsets"])),
@@ -304,6 +324,39 @@ def test_a_crafted_checkpoint_to_begin_with_is_refused(crafted: Path, craft: str
     assert path == crafted
     with pytest.raises(UsageError, match=reason):
         refuse_another_model(path, None)  # type: ignore[arg-type]  # the manifest comes first
+
+
+def test_equal_keys_are_found_in_linear_time() -> None:
+    """The reference counts comparisons, not seconds: each key is hashed once and compared with its equal alone."""
+    compared = [0]
+
+    class Key(str):
+        __slots__ = ()
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            compared[0] += 1
+            return str.__eq__(self, other)
+
+    pairs = [(Key(number), None) for number in [*range(2000), 1999]]
+    with pytest.raises(ValueError, match="'1999' twice"):
+        _unique(pairs)
+    assert compared[0] < 100
+
+
+def test_show_escapes_values_and_names_of_a_checkpoint(crafted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def edit(plain: Plain) -> None:
+        plain["changes"] = [{"step": 1, "field": "data.path", "old": "a\x1b[2J", "new": "b\nc"}]
+        plain["tensors"]["\x1b[2J/weight"] = plain["tensors"].pop(WEIGHT)
+
+    change(crafted, edit)
+    monkeypatch.chdir(crafted.parents[3])
+    monkeypatch.setattr("mplug.checkpoint.read_described", read_manifest)  # the file has the old name of the tensor
+    result = CliRunner().invoke(main, ["checkpoint", "show", "--tensors"])
+    assert result.exit_code == 0, result.output
+    assert "data.path: a\\x1b[2J -> b\\nc, from step 2 on" in result.output
+    assert "\\x1b[2J/weight" in result.output
+    assert "\x1b" not in result.output
 
 
 WORDS = [

@@ -18,7 +18,7 @@ from warm import Forked
 from mplug import hookimpl, lock, process
 from mplug.checkpoint import aside_of, complete, path_of, step_of
 from mplug.checkpoint.storage import FolderWriter
-from mplug.cli.train import _claim_new
+from mplug.cli.beginning import claim_new
 from mplug.errors import RunError, UsageError
 from mplug.hooks import HOST
 from mplug.lock import FOLDER, Baton, Claim, Lock, take
@@ -199,11 +199,19 @@ def test_a_file_system_that_fails_is_no_lock(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(os, "rename", fail)
     with pytest.raises(RunError, match="cannot confirm the lock"):
         claim.confirm()
-    claim.confirmed -= lock.LEASE / 3
-    claim.keep()  # it may answer again
-    claim.confirmed -= lock.LEASE / 3
+    claim.confirmed -= lock.LEASE
+    claim.keep()  # a long step has ended, and the file system may answer again
+    assert claim.failing is not None
+    claim.failing -= lock.LEASE / 3
+    claim.keep()
+    claim.failing -= lock.LEASE / 3
     with pytest.raises(RunError, match="cannot confirm the lock"):
         claim.keep()
+    monkeypatch.undo()
+    claim.keep()
+    monkeypatch.setattr(os, "rename", fail)
+    claim.confirmed -= lock.LEASE
+    claim.keep()  # it has answered since, so this is a first failure
 
 
 # Many at once.
@@ -328,8 +336,8 @@ def test_runs_without_a_name_that_start_in_the_same_second_have_folders_of_their
     take(run.directory, silent)
     with Lock(silent) as held:
         with pytest.raises(UsageError, match="is held by process"):
-            _claim_new(held, run, "gpt-20261122-231349")
-        assert _claim_new(held, run, None).directory == run.directory == Path("runs/gpt-20261122-231349-2")
+            claim_new(held, run, "gpt-20261122-231349")
+        assert claim_new(held, run, None).directory == run.directory == Path("runs/gpt-20261122-231349-2")
 
 
 def lose_it(claim: Claim) -> None:

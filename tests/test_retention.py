@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 
 from mplug.build import build
-from mplug.checkpoint import complete, path_of, read_manifest, read_valid, retention, step_of
+from mplug.checkpoint import (
+    OtherVersion,
+    complete,
+    manifest,
+    path_of,
+    read_manifest,
+    read_valid,
+    retention,
+    saver,
+    step_of,
+)
 from mplug.checkpoint.choice import choose, newest_readable
 from mplug.checkpoint.verified import Verified
 from mplug.errors import RunError, UsageError
@@ -101,7 +111,51 @@ def test_checkpoints_are_read_once_if_another_process_has_saved_them_and_else_ne
     folder = trained(tmp_path, 4, 3)
     assert read == []
     trained(tmp_path, 6, 4, path_of(folder, 4))
-    assert read == [3, 2]
+    assert read == [3], "of the save of step 5 nothing is removed, and step 2 goes without being read"
+
+
+def make_newer(path: Path) -> None:
+    """As another version of mplug, of a later format, would have saved it."""
+    manifest = path / "checkpoint.json"
+    manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 3'))
+
+
+def test_a_checkpoint_of_another_version_is_neither_skipped_nor_removed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = trained(tmp_path, 3, 3)
+    make_newer(path_of(folder, 1))
+    make_newer(path_of(folder, 3))
+    run = prepare(tiny_config(SETTINGS))
+    for look in (lambda: newest_readable(folder), lambda: choose(run, path_of(folder, 3), Verified())):
+        with pytest.raises(OtherVersion, match="00003' has format 3; this mplug reads format 2; use the mplug"):
+            look()
+    position = position_of(tmp_path, 1, path_of(folder, 2))
+    with pytest.raises(RunError, match="00003' is not replaced: another version"):
+        save(position, 3, 0)
+    save(position, 4, 0)
+    save(position, 5, 0)
+    assert steps(folder) == [1, 3, 5], "the rule keep=1 removes 2 and 4 alone"
+
+
+def test_a_save_decodes_its_own_manifest_once_and_those_of_others_never(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    position, decoded, original = position_of(tmp_path, 2), list[int](), manifest.decode
+
+    def decode(data: bytes) -> Any:
+        found = original(data)
+        decoded.append(found["step"])
+        return found
+
+    monkeypatch.setattr(manifest, "decode", decode)
+    for step in range(1, 6):
+        save(position, step, 0)
+    save(position, 5, 1)
+    assert decoded == [1, 2, 3, 4, 5, 5]
+    assert steps(position.run.checkpoints) == [4, 5]
+    files = [path for path in position.saver.verified._known if not path.exists()]
+    assert files == [], "what is removed is forgotten"
 
 
 # Where a run continues.
@@ -168,6 +222,37 @@ def save(position: Position, step: int, samples: int) -> None:
     """Save a step; `samples` tells two checkpoints of it apart."""
     position.run.step, position.samples = step, samples
     position.save()
+
+
+def test_an_old_file_that_cannot_be_removed_fails_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    position, original = position_of(tmp_path, 1), Path.unlink
+    save(position, 5, 0)
+
+    def unlink(path: Path, **named: Any) -> None:
+        if path.name == FILE:
+            raise OSError(16, "Device or resource busy")
+        original(path, **named)
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    save(position, 5, 1)
+    path = path_of(tmp_path / "checkpoints", 5)
+    assert read_valid(path)["samples"] == 1
+    assert "Device or resource busy" in caplog.text
+    assert [one.name for one in path.parent.iterdir()] == [path.name]
+
+
+def test_what_a_failed_save_calls_intact_is_another_valid_checkpoint(tmp_path: Path) -> None:
+    position = position_of(tmp_path, 3)
+    final = path_of(position.run.checkpoints, 6)
+    error = OSError(5, "Input/output error")
+    for step in (4, 5, 6):
+        save(position, step, 0)
+    (path_of(final.parent, 5) / FILE).unlink()
+    assert saver._explained(error, final).endswith("step_00000004' is intact")
+    (path_of(final.parent, 4) / FILE).unlink()
+    assert "intact" not in saver._explained(error, final), "the one that is being replaced is none"
 
 
 def test_a_reader_sees_every_replaced_checkpoint_in_its_old_or_new_version(tmp_path: Path) -> None:

@@ -13,14 +13,15 @@ A checkpoint may be damaged, or crafted. `manifest.py` is the schema of `checkpo
 This module is the folder as it lies there, and imports no torch, and pydantic only to read a manifest.
 """
 
+import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mplug.checkpoint.reading import check_file, check_header, read_small, status_of
-from mplug.errors import RunError, UsageError, listed
+from mplug.errors import RunError, UsageError, listed, printable
 
 if TYPE_CHECKING:
     from mplug.checkpoint.manifest import Manifest
@@ -28,6 +29,13 @@ if TYPE_CHECKING:
 MANIFEST = "checkpoint.json"
 LONGEST_REASON = 500
 REMEDY = "; remove it to use the one before it"
+
+
+class OtherVersion(UsageError):
+    """A checkpoint of another format, which another version of mplug has saved and can read.
+
+    It is not damaged: no run skips it to continue from one before it, and no save removes it.
+    """
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -91,12 +99,15 @@ def read_manifest(path: Path) -> "Manifest":
             text = newer
 
 
-def read_valid(path: Path) -> "Manifest":
-    """The plain data of a checkpoint, whose files all match their checksums: reads all of it. Raises as above."""
+def read_valid(path: Path, each: Callable[[list[str]], Iterable[str]] = list) -> "Manifest":
+    """The plain data of a checkpoint, whose files all match their checksums: reads all of it. Raises as above.
+
+    `each` iterates over the names of the files, as a progress bar does.
+    """
     manifest = read_manifest(path)
     while True:
         try:
-            verify(path, manifest, manifest["files"])
+            verify(path, manifest, each(list(manifest["files"])))
             return manifest
         except (UsageError, RunError):  # a file may vanish between two looks at it
             newer = read_manifest(path)
@@ -128,16 +139,12 @@ def read_described(path: Path) -> "Manifest":
 
 def damaged(path: Path, reason: str) -> UsageError:
     """What to report about a checkpoint that is not what was saved, or that mplug cannot have saved."""
-    return UsageError(f"checkpoint '{path}' is damaged: {_printable(reason)}{REMEDY}")
-
-
-def _printable(reason: str) -> str:
-    """A reason that a terminal can show on one line, although it quotes names of the checkpoint."""
-    shown = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in reason)
-    return shown if len(shown) <= LONGEST_REASON else f"{shown[:LONGEST_REASON]}..."
+    return UsageError(f"checkpoint '{path}' is damaged: {printable(reason, LONGEST_REASON)}{REMEDY}")
 
 
 def _text_of(path: Path) -> bytes:
+    if not os.path.lexists(path):
+        raise UsageError(f"there is no checkpoint '{path}'; it was removed meanwhile, or never saved")
     with _explained(path):
         if path.is_symlink():
             raise ValueError("it is a link")
@@ -151,7 +158,8 @@ def _parsed(path: Path, text: bytes) -> "Manifest":
         try:
             manifest = decode(text)
         except OtherFormat as error:
-            raise UsageError(f"checkpoint '{path}' {error}") from None
+            remedy = "use the mplug that has saved it, or move it away"
+            raise OtherVersion(f"checkpoint '{path}' {error}; {remedy}") from None
         if is_named_as_checkpoint(path) and manifest["step"] != step_of(path):
             raise ValueError(f"its folder is named after step {step_of(path)}, and it is of step {manifest['step']}")
         for name, expected in manifest["files"].items():

@@ -12,12 +12,11 @@ from typing_extensions import TypedDict  # pydantic reads typing's from Python 3
 
 from mplug.checkpoint import MANIFEST
 from mplug.checkpoint.coverage import uncovered
-from mplug.checkpoint.reading import Expected, parse_json
+from mplug.checkpoint.reading import LARGEST, MOST_DIMS, Expected, parse_json
 from mplug.dtypes import FORMATS
+from mplug.errors import LONGEST_TEXT
 
 FORMAT = 2
-LARGEST = 10**18
-"""The largest count, dimension or size: sums of a few stay in 64 bits."""
 DEEPEST = 100
 """How deep the state of a plugin may be nested."""
 
@@ -50,6 +49,12 @@ def _known(name: str) -> str:
     return name
 
 
+def _shown_as_it_is(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("it has characters that a terminal cannot show")
+    return text
+
+
 def _of_plugin(value: Any) -> Any:
     return _plain(value, lambda _: True)
 
@@ -63,8 +68,10 @@ def _of_config(value: Any) -> Any:
 
 
 Count = Annotated[int, Field(strict=True, ge=0, le=LARGEST)]
-Dims = Annotated[list[Count], Field(max_length=64)]
+Dims = Annotated[list[Count], Field(max_length=MOST_DIMS)]
 Dtype = Annotated[str, AfterValidator(_known)]
+Text = Annotated[str, Field(max_length=LONGEST_TEXT), AfterValidator(_shown_as_it_is)]
+"""A line that commands print; `errors.printable` makes one of any text."""
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors$", max_length=200)]
 """A name in the checkpoint's own folder."""
 TensorName = Annotated[str, Field(min_length=1)]
@@ -89,19 +96,19 @@ class SavedTensor(TypedDict):
 class SavedPlugin(TypedDict):
     """A plugin of the run, as its record names it."""
 
-    plugin: str
-    distribution: str
-    version: str
-    source: NotRequired[str]
+    plugin: Text
+    distribution: Text
+    version: Text
+    source: NotRequired[Text]
 
 
 class Provenance(TypedDict):
     """What made a checkpoint."""
 
-    mplug: str
-    torch: str
+    mplug: Text
+    torch: Text
     plugins: list[SavedPlugin]
-    plugins_hash: NotRequired[str]
+    plugins_hash: NotRequired[Text]
 
 
 class SavedTrainer(TypedDict):
@@ -120,8 +127,8 @@ class SavedChange(TypedDict):
     """A change on resume: of a version, in words, or of a field from its old to its new value."""
 
     step: Count
-    version: NotRequired[str]
-    field: NotRequired[str]
+    version: NotRequired[Text]
+    field: NotRequired[Text]
     old: NotRequired[Annotated[Any, BeforeValidator(_of_config)]]
     new: NotRequired[Annotated[Any, BeforeValidator(_of_config)]]
     allowed_by_user: NotRequired[bool]
@@ -138,8 +145,8 @@ class Manifest(TypedDict):
 
     format: int
     step: Count
-    saved: str
-    layout: str
+    saved: Text
+    layout: Text
     world_size: Count
     samples: Count
     tokens: Count
@@ -149,7 +156,7 @@ class Manifest(TypedDict):
     provenance: Provenance
     config: NotRequired[dict[str, Section]]
     changes: NotRequired[list[Annotated[SavedChange, AfterValidator(_whole)]]]
-    varies: NotRequired[dict[str, str] | None]
+    varies: NotRequired[dict[Text, Text] | None]
     data_fingerprint: NotRequired[Annotated[Any, BeforeValidator(_of_host)]]
     files: Annotated[dict[FileName, SavedFile], Field(min_length=1)]
     tensors: Annotated[dict[TensorName, SavedTensor], Field(min_length=1)]
@@ -178,6 +185,8 @@ def decode(data: bytes) -> Manifest:
     for name in ("format", "crc32"):
         if name not in plain:
             raise ValueError(f"'{MANIFEST}' lacks '{name}'")
+    if type(plain["format"]) is not int:
+        raise ValueError(f"'format' in '{MANIFEST}' is no number")
     if plain["format"] != FORMAT:
         raise OtherFormat(f"has format {plain['format']!r:.20}; this mplug reads format {FORMAT}")
     if plain.pop("crc32") != zlib.crc32(_canonical(plain)):

@@ -20,6 +20,9 @@ LARGEST_HEADER = 100_000_000
 """Bytes of a safetensors header, as its library limits them."""
 LARGEST_MANIFEST = 1 << 30
 """Bytes of a manifest: ten million chunks have about as many."""
+MOST_DIMS = 64
+LARGEST = 10**18
+"""The largest count, dimension or size: sums of a few stay in 64 bits."""
 CODES = {kind.code: kind for kind in FORMATS.values()}
 Expected = Mapping[str, tuple[str, Sequence[int]]]
 """Name of a tensor in a file -> its dtype's name and its shape."""
@@ -70,10 +73,11 @@ def parse_json(data: bytes, name: str) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"it has the key {next(key for key in keys if keys.count(key) > 1)!r} twice")
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"it has the key {key!r} twice")
+        found[key] = value
     return found
 
 
@@ -128,8 +132,8 @@ def _header(file: BinaryIO, name: str, size: int) -> dict[str, tuple[str, tuple[
     for tensor, entry in header.items():
         match entry:
             case {"dtype": str(code), "shape": [*shape], "data_offsets": [int(low), int(high)]} if code in CODES:
-                is_whole = all(type(n) is int and n >= 0 for n in shape)
-                if not is_whole or high - low != prod(shape) * CODES[code].bytes:
+                is_shape = len(shape) <= MOST_DIMS and all(type(n) is int and 0 <= n <= LARGEST for n in shape)
+                if not is_shape or high - low != prod(shape) * CODES[code].bytes:
                     raise ValueError(f"the header of '{name}' gives '{tensor}' a shape that is not that of its bytes")
                 found[tensor] = (code, tuple(shape))
                 spans.append((low, high))

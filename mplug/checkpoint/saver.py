@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from mplug.checkpoint import aside_of, complete, path_of, verify
+from mplug.checkpoint import aside_of, complete, path_of, read_manifest, verify
 from mplug.checkpoint.boxes import Boxed, BoxLoadPlanner, BoxSavePlanner, Start, State
-from mplug.checkpoint.choice import share_of
-from mplug.checkpoint.manifest import Manifest, checksum
+from mplug.checkpoint.choice import raise_alike, same_everywhere, share_of
+from mplug.checkpoint.manifest import Manifest
 from mplug.checkpoint.retention import Retention
 from mplug.checkpoint.storage import FolderReader, FolderWriter
 from mplug.checkpoint.verified import Verified
@@ -147,23 +147,23 @@ def load(run: Run, path: Path, manifest: Manifest, state: State, verified: Verif
 
     Files in `verified` are not read to compare their checksums.
     """
-    faults = run.gathered((_fault(run, path, manifest, state, verified or Verified()), checksum(manifest)))
-    for rank, (fault, found) in enumerate(faults):
-        if fault:
-            raise UsageError(fault)
-        if found != faults[0][1]:
-            raise RunError(f"rank {rank} reads another checkpoint at '{path}' than rank 0; is the folder shared?")
-    dcp_load(state, storage_reader=FolderReader(path, manifest), planner=BoxLoadPlanner(), **_together(run))
+    raise_alike(run, _fault(run, path, manifest, state, verified or Verified()))
+    same_everywhere(run, path, manifest)
+    try:
+        dcp_load(state, storage_reader=FolderReader(path, manifest), planner=BoxLoadPlanner(), **_together(run))
+    except CheckpointException as error:  # derives from BaseException
+        rank, (cause, _) = min(error.failures.items())
+        raise RunError(f"cannot read checkpoint '{path}' (rank {rank}): {cause}") from error
 
 
-def _fault(run: Run, path: Path, manifest: Manifest, state: State, verified: Verified) -> str:
+def _fault(run: Run, path: Path, manifest: Manifest, state: State, verified: Verified) -> UsageError | RunError | None:
     """Why this rank cannot load a checkpoint; of the files, each rank reads its share."""
     try:
         refuse_another(path, manifest["tensors"], state)
         verify(path, manifest, verified.unknown(path, share_of(run, manifest)))
-    except UsageError as error:
-        return str(error)
-    return ""
+    except (UsageError, RunError) as error:
+        return error
+    return None
 
 
 def refuse_another(path: Path, saved: Mapping[str, Any], state: State) -> None:
@@ -212,7 +212,20 @@ def _explained(error: BaseException, final: Path) -> str:
     rank, (cause, _) = min(failures.items())
     full = "os error 28" in str(cause) or getattr(cause, "errno", None) == 28
     where = f" on rank {rank}" if len(failures) > 1 or rank > 0 else ""
-    found = complete(final.parent)
-    survivor = f"; the earlier checkpoint '{found[-1]}' is intact" if found else ""
+    earlier = _intact_before(final)
+    survivor = f"; the earlier checkpoint '{earlier}' is intact" if earlier is not None else ""
     reason = "no space left on the device" if full else str(cause)
     return f"cannot save the checkpoint '{final}'{where}: {reason}{survivor}"
+
+
+def _intact_before(final: Path) -> Path | None:
+    """The newest other checkpoint whose manifest is valid and whose files have the right sizes."""
+    for path in reversed(complete(final.parent)):
+        if path == final:
+            continue
+        try:
+            read_manifest(path)
+        except (UsageError, RunError):
+            continue
+        return path
+    return None

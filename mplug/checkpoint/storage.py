@@ -1,5 +1,6 @@
 """A checkpoint's folder as torch.distributed.checkpoint writes and reads it: safetensors and JSON, nothing pickled."""
 
+import logging
 import os
 import shutil
 from collections import defaultdict
@@ -28,6 +29,8 @@ from mplug.checkpoint.manifest import FORMAT, Manifest, encode, name_in_file
 from mplug.checkpoint.reading import checksum_of, open_file
 from mplug.checkpoint.retention import Retention, sync
 from mplug.run import write_text
+
+log = logging.getLogger("mplug")
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,7 @@ class FolderWriter(StorageWriter):
             sync(self.aside)
             self.aside.rename(self.final)
             sync(self.final.parent)
-        self.retention.after(self.final)
+        self.retention.after(self.final, files)
 
     def _refuse_if_taken_over(self) -> None:
         if self.confirm is not None:
@@ -207,17 +210,19 @@ def _replace(aside: Path, final: Path, names: Mapping[str, str], manifest: str) 
     """Put new files into a checkpoint's folder, then its new manifest in the place of the old, then remove old files.
 
     The folder is visible all the while. Its manifest is replaced by one rename, which every POSIX file system has, so
-    it is the old checkpoint before that and the new one after it.
+    it is the old checkpoint before that and the new one after it. An old file that cannot be removed then is logged.
     """
     for old, new in names.items():
         (aside / old).rename(final / new)
     sync(final)
     write_text(final / MANIFEST, manifest)
     sync(final)
-    for path in list(final.iterdir()):
+    for path in [*final.iterdir(), aside]:
         if path.name != MANIFEST and path.name not in names.values():
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    aside.rmdir()
+            try:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            except OSError as error:
+                log.warning("cannot remove '%s': %s", path, error)
 
 
 def key_of(index: MetadataIndex) -> str:

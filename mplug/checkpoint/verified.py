@@ -17,6 +17,10 @@ class Verified:
         """Files of a checkpoint have matched their checksums just now."""
         self._known |= {path / name: signature for name in names if (signature := signature_of(path / name))}
 
+    def forget(self, path: Path) -> None:
+        """A checkpoint is removed or replaced."""
+        self._known = {file: signature for file, signature in self._known.items() if file.parent != path}
+
     def unknown(self, path: Path, names: Iterable[str]) -> list[str]:
         """The files of a checkpoint that must be read to know whether they match their checksums."""
         return [name for name in names if self._known.get(path / name, ()) != signature_of(path / name)]

@@ -1,6 +1,8 @@
 """mplug checkpoint."""
 
 import math
+import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -8,7 +10,7 @@ import click
 
 from mplug.cli.options import RunName
 from mplug.cli.tables import human_bytes, table
-from mplug.errors import RunError, UsageError
+from mplug.errors import RunError, UsageError, printable
 
 if TYPE_CHECKING:
     from mplug.checkpoint.manifest import Manifest, SavedTensor
@@ -64,14 +66,18 @@ def show(name: str | None, step: int | None, tensors: bool) -> None:
     for plugin in made["plugins"]:
         click.echo(f"  plugin   {plugin['plugin']} ({plugin['distribution']} {plugin['version']})")
     for change in manifest.get("changes", []):
-        what = change.get("version") or f"{change['field']}: {shown(change['old'])} -> {shown(change['new'])}"
+        what = change.get("version")
+        if what is None:
+            old, new = (printable(shown(value)) for value in (change["old"], change["new"]))
+            what = f"{change['field']}: {old} -> {new}"
         click.echo(f"  changed  {what}, from step {change['step'] + 1} on")
     weights = [saved for key, saved in manifest["tensors"].items() if key.endswith("/weight") and key[0] != "/"]
     click.echo(f"  weights  {sum(_numel(saved) for saved in weights):,} in {len(weights)} parameters")
     click.echo(f"  files    {len(manifest['files'])}, {human_bytes(_bytes(manifest))}")
     if tensors:
         rows = [
-            (key, _shape(saved), saved["dtype"], len(saved["chunks"])) for key, saved in manifest["tensors"].items()
+            (printable(key), _shape(saved), saved["dtype"], len(saved["chunks"]))
+            for key, saved in manifest["tensors"].items()
         ]
         click.echo("\n" + table(("TENSOR", "SHAPE", "TYPE", "BOXES"), rows))
 
@@ -82,29 +88,33 @@ def show(name: str | None, step: int | None, tensors: bool) -> None:
 def verify_(name: str | None, step: int | None) -> None:
     """Read checkpoints whole and compare every checksum and header: all of a run's, or that of --step.
 
-    Exit status 2 if one is not valid.
+    Exit status 2 if one is not valid, and 1 if one cannot be read.
     """
     from rich.console import Console
     from rich.progress import track
 
-    from mplug.checkpoint import complete, read_manifest, step_of, verify
+    from mplug.checkpoint import complete, read_valid, step_of
 
     console = Console()
     paths = [_path(name, step)] if step is not None else complete(_folder(name))
     if not paths:
         raise UsageError(f"there is no complete checkpoint in '{_folder(name)}'")
-    problems = []
+    problems: list[UsageError | RunError] = []
     for path in paths:
+        label = f"step {step_of(path)}"
         try:
-            manifest = read_manifest(path)
-            files, label = list(manifest["files"]), f"step {step_of(path)}"
-            verify(path, manifest, track(files, label, transient=True, disable=not console.is_terminal))
-        except UsageError as error:
-            problems.append(str(error))
+            shown = partial(track, description=label, transient=True, disable=not console.is_terminal)
+            manifest = read_valid(path, shown)
+        except (UsageError, RunError) as error:
+            if not os.path.lexists(path):
+                click.echo(f"{label}: was removed meanwhile")
+                continue
+            problems.append(error)
             continue
-        click.echo(f"step {step_of(path)}: {len(manifest['files'])} files are what was saved")
+        click.echo(f"{label}: {len(manifest['files'])} files are what was saved")
     if problems:
-        raise UsageError("\n".join(problems))
+        kind = UsageError if any(isinstance(error, UsageError) for error in problems) else RunError
+        raise kind("\n".join(map(str, problems)))
 
 
 def _folder(name: str | None) -> Path:

@@ -2,19 +2,26 @@
 
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from mplug.cli.beginning import (
+    beginning,
+    changes_of,
+    claim_existing,
+    claim_new,
+    newest_of,
+    readable_after,
+    readable_of,
+    saved_since,
+)
 from mplug.cli.options import Finite, RunName, config_options, overrides
 from mplug.errors import Diverged, RunError, UsageError
 
 if TYPE_CHECKING:
-    from mplug.changes import Changes
     from mplug.checkpoint.choice import Choice
     from mplug.job import Job, Outcome
-    from mplug.lock import Claim, Lock
     from mplug.run import Run
     from mplug.world import World
 
@@ -106,18 +113,18 @@ def command(
     directory = find_directory(name) if resume else None
     first = world is None or world.rank == 0
     lock = click.get_current_context().with_resource(Lock(_say))
-    claim = _claim_existing(lock, directory, name) if first else None
+    claim = claim_existing(lock, directory, name) if first else None
     base, changes = saved_settings(directory) if directory else default_settings(), overrides(**options)
     if deterministic:
         changes = merge(changes, read_assignments(["trainer.deterministic=true"], "--deterministic"))
     run, changes = settle(base, changes, world)
     if master_port is not None:
         refuse_port_in_use(master_port)
-    resume_from = _checkpoint_of(directory, restarted) if directory else None
-    if directory is not None:
-        read_lines(directory / METRICS)  # refuses a damaged file
-    readable = _readable(resume_from)
-    since = _changes(run, readable, names)
+    resume_from = newest_of(directory, restarted) if directory else None
+    if directory is not None and first:
+        read_lines(directory / METRICS)  # refuses a damaged file, which the first rank alone writes
+    readable = readable_of(resume_from)
+    since = changes_of(run, readable, names)
     from mplug.build import build_model, refuse_unsavable_states  # import torch, which a refused config never waits for
     from mplug.mixing import refuse_other_micro_batches
     from mplug.sizes import refuse_beyond_memory
@@ -131,8 +138,8 @@ def command(
     if pretrained is not None:
         refuse_another_model(pretrained, model)
     if first:
-        claim = claim or _claim_new(lock, run, name)
-        _announce(run, world, _beginning(readable, pretrained), since.lines())
+        claim = claim or claim_new(lock, run, name)
+        _announce(run, world, beginning(readable, pretrained), since.lines())
     deadline = began + 60 * max_minutes if max_minutes is not None else None
     job = Job(base, changes, run.directory, resume_from, deadline, names, claim)
     outcome = _work(run, job, readable, world is not None, master_port, restarts)
@@ -144,36 +151,6 @@ def command(
 
 def _say(sentence: str) -> None:
     click.echo(f"mplug: {sentence}", err=True)
-
-
-def _claim_existing(lock: "Lock", directory: Path | None, name: str | None) -> "Claim | None":
-    """Take the lock of a run that is continued, or of one that has the name of a new run and is under way."""
-    from mplug.lock import FOLDER
-    from mplug.run import RUNS
-
-    if directory is None and name is not None and (RUNS / name / FOLDER).is_dir():
-        directory = RUNS / name
-    return lock.take(directory) if directory is not None else None
-
-
-def _claim_new(lock: "Lock", run: "Run", name: str | None) -> "Claim":
-    """Take the lock of a new run's folder. A run without --name takes another one if two start in the same second."""
-    from mplug.run import new_directory
-
-    assert run.directory is not None
-    stamped = run.directory
-    for number in range(2, 100):
-        try:
-            claim = lock.take(run.directory)
-            break
-        except UsageError:
-            if name is not None:
-                raise
-            run.directory = stamped.with_name(f"{stamped.name}-{number}")
-    else:
-        raise UsageError(f"'{stamped}' and 98 folders beside it are taken; give the run a --name")
-    new_directory(run.config, run.directory.name)  # it may have begun, and ended, since its name was checked
-    return claim
 
 
 def _refuse_restarts(world: "World", restarts: int, name: str | None, resume: bool) -> None:
@@ -191,39 +168,13 @@ def _refuse_port(world: "World", port: int | None) -> None:
         raise UsageError(f"--master-port is for processes that this command starts; for {world.launcher}, {remedy}")
 
 
-def _checkpoint_of(directory: "Path", restarted: bool) -> "Path | None":
-    """The newest checkpoint; a restarted run that had none yet begins again."""
-    from mplug.checkpoint import complete, newest
-
-    folder = directory / "checkpoints"
-    return None if restarted and not complete(folder) else newest(folder)
-
-
-def _readable(resume_from: "Path | None") -> "Choice | None":
-    """The newest checkpoint by its manifest, before any process starts; the ranks then read the files together."""
-    if resume_from is None:
-        return None
-    from mplug.checkpoint.choice import newest_readable  # imports pydantic
-
-    return newest_readable(resume_from.parent)
-
-
-def _changes(run: "Run", readable: "Choice | None", allowed: tuple[str, ...]) -> "Changes":
-    """What the run changes since its checkpoint; UsageError for what the user has not allowed."""
-    from mplug.changes import Changes, changes_on_resume, refuse_unknown_fields
-
-    if readable is None:
-        return Changes()
-    refuse_unknown_fields(readable.manifest, run.config, allowed)
-    return changes_on_resume(readable.path, readable.manifest, run, allowed)
-
-
 def _work(
     run: "Run", job: "Job", readable: "Choice | None", launched: bool, port: int | None, restarts: int
 ) -> "Outcome":
     from mplug.checkpoint import complete
     from mplug.job import Outcome, work
     from mplug.launch import Stopped, launch
+    from mplug.pretrained import pretrained_of
 
     if launched or (run.mesh.world_size == 1 and not restarts):
         return work(job)
@@ -232,7 +183,7 @@ def _work(
             outcome: Outcome = launch(run.mesh.world_size, work, job, port=port)
             return outcome
         except Stopped as stop:
-            return Outcome(job.directory, _saved_since(run, readable), signal=stop.signal)
+            return Outcome(job.directory, saved_since(run, readable), signal=stop.signal)
         except Diverged:
             raise
         except RunError as error:
@@ -242,31 +193,10 @@ def _work(
                 job.claim.confirm()
             found = complete(run.checkpoints)
             job = replace(job, resume_from=found[-1] if found else None)
-            try:
-                readable = _readable(job.resume_from)
-            except UsageError as none:
-                raise UsageError(f"{error}; {none}") from error
-            where = _beginning(readable, None)
+            readable = readable_after(error, run, job.resume_from)
+            where = beginning(readable, pretrained_of(run) if readable is None else None)
             click.echo(f"mplug: {error}; going on {where} (restart {restart} of {restarts})", err=True)
     raise AssertionError("the last attempt returns or raises")
-
-
-def _saved_since(run: "Run", before: "Choice | None") -> int:
-    """The step of the newest checkpoint, if it is not the one from which the run has continued; else 0."""
-    from mplug.checkpoint import complete
-
-    found = complete(run.checkpoints)
-    now = _readable(found[-1]) if found else None
-    if now is None or (before is not None and now.manifest == before.manifest):
-        return 0
-    return now.manifest["step"]
-
-
-def _beginning(readable: "Choice | None", pretrained: "Path | None") -> str:
-    """Where a run begins, in words."""
-    if readable is not None:
-        return f"from step {readable.manifest['step']}"
-    return f"with the weights of '{pretrained}'" if pretrained is not None else "from scratch"
 
 
 def _announce(run: "Run", world: "World | None", where: str, changes: list[str]) -> None:

@@ -1,0 +1,233 @@
+"""Reading checkpoints while a run or the file system changes them: what fails is told alike by all ranks, and nothing
+that is replaced or removed meanwhile is taken for damaged. Where a run goes on after its processes have failed.
+"""
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import safetensors
+import torch
+from click.testing import CliRunner
+
+from mplug import checkpoint
+from mplug.build import load_for_inference
+from mplug.checkpoint import choice, path_of, read_manifest, saver
+from mplug.checkpoint.choice import manifest_of
+from mplug.cli import main
+from mplug.cli import train as command
+from mplug.cli.beginning import readable_after
+from mplug.contracts import Variance
+from mplug.errors import RunError, UsageError
+from mplug.hookspecs import hookimpl
+from mplug.interrupt import Interrupt
+from mplug.job import Job, Outcome
+from mplug.loop import train
+from mplug.pretrained import load_weights
+from mplug.run import Run, prepare
+from mplug.testing.harness import tiny_config
+
+SETTINGS = {"model.num_layers": 1, "trainer.steps": 3, "trainer.eval_every": 0, "checkpoint.every": 1}
+FILE = "rank00000.safetensors"
+
+
+def trained(directory: Path, changes: dict[str, Any] | None = None, **plugins: object) -> Run:
+    """A run of three steps with a checkpoint of each."""
+    named = {f"host/{name}": plugin for name, plugin in plugins.items()}
+    run = prepare(tiny_config({**SETTINGS, "checkpoint.keep": 3, **(changes or {})}), named, directory)
+    train(run)
+    return run
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with three checkpoints."""
+    folder = tmp_path_factory.mktemp("beside") / "runs" / "one"
+    trained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of that run, at its place in the folder of runs."""
+    shutil.copytree(saved, tmp_path / "runs" / "one")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "runs" / "one"
+
+
+def failing(*_: object, **__: object) -> Any:
+    raise OSError(5, "Input/output error")
+
+
+def failing_read(*_: object) -> None:
+    raise RunError("this rank cannot read")
+
+
+# Several ranks.
+
+
+READS: dict[str, Callable[[Run, Path], object]] = {
+    "load": lambda run, path: saver.load(run, path, read_manifest(path), {}),
+    "manifest_of": manifest_of,
+    "load_weights": lambda run, path: load_weights(run, cast(Any, SimpleNamespace(held=list)), path),
+}
+
+
+@pytest.mark.parametrize("read", list(READS))
+def test_what_one_rank_cannot_read_is_raised_on_all_ranks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, read: str
+) -> None:
+    path, run, gathered = path_of(folder / "checkpoints", 3), prepare(tiny_config(SETTINGS)), list[Any]()
+
+    def beside_another(self: Run, value: Any) -> list[Any]:
+        gathered.append(value)
+        return [value, ("RunError", "no answer")]
+
+    monkeypatch.setattr(Run, "gathered", beside_another)
+    with pytest.raises(RunError, match="rank 1: no answer"):
+        READS[read](run, path)
+    assert gathered == [None]
+    monkeypatch.setattr(saver, "verify", failing_read)
+    monkeypatch.setattr(choice, "read_manifest", failing_read)
+    with pytest.raises(RunError, match="rank 0: this rank cannot read"):
+        READS[read](run, path)
+    assert len(gathered) == 2, "this rank has told the others before it raised"
+
+
+def test_a_file_that_cannot_be_read_while_it_is_loaded_is_an_error_of_the_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(safetensors, "safe_open", failing)
+    with pytest.raises(RunError, match=r"^cannot read checkpoint '.*step_00000003' \(rank 0\): .*Input/output error"):
+        load_for_inference(prepare(tiny_config(SETTINGS)), path_of(folder / "checkpoints", 3))
+
+
+# Beside a run.
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_loaded_as_the_new_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, original, calls = path_of(folder / "checkpoints", 3), saver.verify, list[Path]()
+
+    def verify(path: Path, *arguments: Any) -> None:
+        calls.append(path)
+        if len(calls) == 1:
+            trained(folder, {"trainer.seed": 7})
+        original(path, *arguments)
+
+    monkeypatch.setattr(saver, "verify", verify)
+    model = load_for_inference(prepare(tiny_config(SETTINGS)), path)
+    assert len(calls) == 2
+    wanted = load_for_inference(prepare(tiny_config(SETTINGS)), path).parameters()
+    assert all(torch.equal(values, wanted[name]) for name, values in model.parameters().items())
+    (path / FILE).unlink()
+    with pytest.raises(UsageError, match="is missing"):
+        load_for_inference(prepare(tiny_config(SETTINGS)), path)
+
+
+def test_verify_reports_every_problem_and_skips_what_is_removed_meanwhile(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = checkpoint.check_file
+
+    def check_file(path: Path, *arguments: Any) -> None:
+        if path.name == "step_00000001":
+            shutil.rmtree(path)
+        if path.name == "step_00000003":
+            raise OSError(5, "Input/output error")
+        original(path, *arguments)
+
+    second = folder / "checkpoints" / "step_00000002" / FILE
+    second.write_bytes(b"\xff" * second.stat().st_size)
+    monkeypatch.setattr(checkpoint, "check_file", check_file)
+    result = CliRunner().invoke(main, ["checkpoint", "verify"])
+    assert result.exit_code == 2
+    assert "step 1: was removed meanwhile" in result.output
+    assert "step_00000002' is damaged" in result.output
+    assert "cannot read checkpoint" in result.output
+    shutil.rmtree(folder / "checkpoints" / "step_00000002")
+    assert CliRunner().invoke(main, ["checkpoint", "verify"]).exit_code == 1, "what cannot be read is not damaged"
+
+
+class Rounds:
+    """A strategy that describes itself in words which no terminal shows."""
+
+    @hookimpl
+    def varies(self, config: object) -> Variance:
+        return Variance("rounds\nto \x1b[2J bf16", 0.1, ())
+
+
+def test_a_reason_of_any_characters_is_saved_escaped(tmp_path: Path) -> None:
+    run = trained(tmp_path, rounds=Rounds())
+    manifest = read_manifest(path_of(run.checkpoints, 3))
+    assert manifest["varies"] == {"host/rounds": r"rounds\nto \x1b[2J bf16"}
+
+
+# After a failure.
+
+
+def test_a_run_whose_last_step_is_saved_ends_with_its_error_and_is_not_restarted(folder: Path) -> None:
+    path, died = path_of(folder / "checkpoints", 3), RunError("rank 1 has died")
+    run: Any = SimpleNamespace(config=SimpleNamespace(trainer=SimpleNamespace(steps=3)))
+    with pytest.raises(RunError, match=r"^rank 1 has died; the run is not restarted: its 3 steps are done, and '.*3'"):
+        readable_after(died, run, path)
+    run.config.trainer.steps = 4
+    found = readable_after(died, run, path)
+    assert found is not None
+    assert found.path == path
+    assert readable_after(died, run, None) is None
+
+
+def test_a_restart_says_that_it_begins_with_given_weights_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = path_of(folder / "checkpoints", 3)
+    run = prepare(tiny_config({**SETTINGS, "checkpoint.pretrained": str(given)}), directory=folder.parent / "two")
+    assert run.directory is not None
+    job, ends = Job({}, {}, run.directory, None), iter((RunError("rank 1 has died"), Outcome(run.directory, 3)))
+
+    def launch(*_: object, **__: object) -> Outcome:
+        end = next(ends)
+        if isinstance(end, RunError):
+            raise end
+        return end
+
+    monkeypatch.setattr("mplug.launch.launch", launch)
+    assert command._work(run, job, None, False, None, 1).step == 3
+    assert f"rank 1 has died; going on with the weights of '{given}' (restart 1 of 1)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_rank_alone_reads_the_metrics(folder: Path, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    world = SimpleNamespace(rank=rank, restart=0, may_restart=False, launcher="torchrun", size=1)
+    monkeypatch.setattr("mplug.world.launched", lambda: world)
+    (folder / "metrics.jsonl").write_text('damaged\n{"step": 3}\n')
+
+    def reached(*_: object) -> None:
+        raise UsageError("not the metrics")
+
+    monkeypatch.setattr(command, "readable_of", reached)
+    result = CliRunner().invoke(main, ["train", "--resume", "--name", "one"])
+    assert ("is damaged" if rank == 0 else "not the metrics") in result.output
+
+
+# Stopping at once.
+
+
+def test_a_second_sigterm_ends_the_process_whatever_heard_the_signal_before_the_run() -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.signal(signal.SIGTERM, lambda *_: None)  # as the lock's, which lets the process unwind
+            run: Any = SimpleNamespace(rank=0, stop_requested=False)
+            with Interrupt(run) as interrupt:
+                interrupt.later(signal.SIGTERM)
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM

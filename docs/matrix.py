@@ -33,9 +33,9 @@ TEXT = """# Layouts
 
 <!-- Written by `python docs/matrix.py`: do not edit. -->
 
-The table compares each strategy with one process: alone on 2 and on 4 ranks, and on 2 ranks beside 2 ranks of every
-other strategy. The runs are {steps} steps of a tiny decoder on CPUs: 4 blocks, ragged labels, at least 2 micro batches
-on each data-parallel rank; 4 experts and a shared expert where the layout shards experts.
+The table compares each strategy with one process: alone with degrees 2 and 4, and with degree 2 beside degree 2 of
+every other strategy. The runs are {steps} steps of a tiny decoder on CPUs: 4 blocks, ragged labels, at least 2 micro
+batches on each data-parallel rank; 4 experts and a shared expert where the layout shards experts.
 
 A cell has two figures: the largest relative difference in fp64, and the same in fp32. The difference covers the loss,
 the gradient norm and every gradient of every step. A gradient smaller than a thousandth of the global norm is compared
@@ -45,8 +45,10 @@ what the same layout rounds. One process in fp32 differs from one process in fp6
 
 A number in brackets is a layout that is refused before any process starts. The reasons are below the table.
 
-[parity.md](parity.md) explains the comparison. [plugins.md](plugins.md) explains how the degrees of the strategies for
-experts (ep, etp) fold over the ranks of the others.
+The strategies for experts (ep, etp) have their own view of the mesh. It folds over the ranks of the other strategies,
+so `ep2tp2` runs on 2 ranks. `ep2etp2` runs on 4 ranks, because ep and etp are in the same view, and `ep2pp2` runs on 4,
+because pipeline stages are in both views. [The README of ep](../plugins/parallel/ep/README.md) explains the views.
+[parity.md](parity.md) explains the comparison.
 
 """
 

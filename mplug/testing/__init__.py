@@ -1,4 +1,4 @@
-"""The kit for testing a plugin: a test suite for each kind of plugin, and `run_workers` for functions on several ranks."""
+"""The kit for testing a plugin: a test suite per kind of plugin, and `run_workers` for functions on several ranks."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -50,7 +50,7 @@ class Said:
 
 
 class CommandSuite(PluginSuite):
-    """The requirements for a command: it costs nothing until it is called, has help texts, and refuses in a sentence."""
+    """The requirements for a command: no cost until it is called, help texts, and refusals in one sentence."""
 
     kind = "commands"
     refused: ClassVar[tuple[tuple[str, ...], ...]] = ()
@@ -139,7 +139,7 @@ class CommandSuite(PluginSuite):
                 )
 
     def test_wrong_arguments_are_refused_in_a_sentence(self) -> None:
-        """For the arguments in `refused`, it raises `mplug.UsageError`, which states the problem, its place and the remedy."""
+        """For the arguments in `refused`, it raises `mplug.UsageError`, which states problem, place and remedy."""
         for arguments in self.refused:
             said, line = self._says(*arguments), " ".join(("mplug", self.plugin, *arguments))
             require(

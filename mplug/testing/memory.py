@@ -1,10 +1,10 @@
 """The suite for plugins of the kind `memory`: they make units keep less for backward and change no result.
 
-from mplug.testing import MemorySuite
+    from mplug.testing import MemorySuite
 
-class TestRingo(MemorySuite):
-    plugin = "ringo"
-    settings = {"memory.ringo.every": 2}
+    class TestRingo(MemorySuite):
+        plugin = "ringo"
+        settings = {"memory.ringo.every": 2}
 """
 
 from collections.abc import Iterator, Mapping

@@ -66,7 +66,7 @@ class ModelSuite(PluginSuite):
 
     @smoke
     def test_its_plan_covers_exactly_its_parameters(self) -> None:
-        """Each parameter has one pattern, the shape that the pattern states, one unit, and the ties that the plan names."""
+        """Each parameter has one pattern with its shape, one unit, and the ties that the plan names."""
         from mplug.testing import blueprint
 
         blueprint.require_covered(self.on_meta())
@@ -93,7 +93,7 @@ class ModelSuite(PluginSuite):
 
     @smoke
     def test_an_attention_core_of_its_own_is_asked_for(self) -> None:
-        """If a module's own core computes another function than its specification, its sites need that function by name."""
+        """If a module's own core is another function than its specification, its sites need that function by name."""
         from mplug.testing import blueprint
 
         blueprint.require_own_cores(self.on_meta())
@@ -107,7 +107,7 @@ class ModelSuite(PluginSuite):
         return Trial.of(self.tiny(**changes))
 
     def test_the_plan_names_the_axes_of_all_that_flows(self) -> None:
-        """Every entry and activation has one axis per dimension, and dimensions with the same axis have the same length."""
+        """Every entry and activation has one axis per dimension, and equal axes have equal lengths."""
         self.trial().require_named_axes()
 
     def test_a_seed_gives_one_model_and_one_loss(self) -> None:

@@ -278,7 +278,7 @@ class ParallelSuite(PluginSuite):
                     require(times == 1, f"{where} {heard}; it must be once, in the last micro batch or after it")
 
     def test_what_kernels_draw_is_other_wherever_work_is(self) -> None:
-        """Masks of fused dropout are equal for copies, independent of the order of execution, and different everywhere else."""
+        """Masks of fused dropout are equal for copies, whatever the order of execution, and differ everywhere else."""
         layout = self.tried()[0]
         where = f"under layout '{layout}'"
         found = draws_fault(*self._trained(layout))
@@ -308,7 +308,7 @@ class ParallelSuite(PluginSuite):
         return found
 
     def _named_by_author(self, layout: str, changes: TinySettings | None = None) -> bool:
-        """Whether the suite's author named the layout, or the changes to it, for testing, so that a refusal is a fault."""
+        """Whether the suite's author named the layout, or the changes to it, so that a refusal is a fault."""
         if changes is None:
             return layout in (*(self.layouts or ()), *self.alone())
         return changes in self.variants.values() and changes not in ParallelSuite.variants.values()
@@ -337,7 +337,7 @@ class ParallelSuite(PluginSuite):
         self._require_declared_variance(layout, changes, where, largest_error(traces, reference))
 
     def _require_declared_variance(self, layout: str, changes: TinySettings | None, where: str, error: float) -> None:
-        """Fault if a run is exact although the strategy declares a variance: another part of the run bypassed the strategy."""
+        """Fault if a run is exact although the strategy declares a variance: something bypassed the strategy."""
         declared = layouts.prepared(self.at(layout, changes)).variances.get(self.entry().label)
         require(
             declared is None or error > EXACT,

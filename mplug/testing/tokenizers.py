@@ -42,7 +42,7 @@ LOOK = 2000
 
 
 class TokenizerSuite(PluginSuite):
-    """The requirements for a tokenizer: decoding restores text, no text has the end of a document, batches equal texts."""
+    """The requirements for a tokenizer: decoding restores text, `eod` occurs in no text, a batch equals its texts."""
 
     kind = "tokenizers"
     lossless: ClassVar[bool] = True

@@ -132,7 +132,7 @@ class DataSuite(PluginSuite):
         return loader
 
     def _epoch(self, loader: "Loader") -> int | None:
-        """The number of samples of an epoch, or None if the loader does not state it or it is too large to read here."""
+        """The number of samples of an epoch; None if the loader does not state it or it is too large to read."""
         stated = getattr(loader, "samples_per_epoch", None)
         require(stated is None or stated > 0, f"samples_per_epoch is {stated}; an epoch has samples")
         return stated if stated is not None and stated <= LONGEST_EPOCH else None
@@ -267,10 +267,7 @@ class DataSuite(PluginSuite):
     # Resuming.
 
     def test_it_resumes_exactly(self, sizes: tuple[int, int], split: str) -> None:
-        """On the same and on another number of ranks, within epochs and at their boundary.
-
-        Then once more from there.
-        """
+        """On the same and on another number of ranks, within epochs and at their boundary, and twice in a row."""
         (before, after), alone = map(self.layout, sizes), self.alone(split)
         epoch = self._epoch(alone)
         places = (1, 21, *((epoch - 3, epoch, epoch + 5) if epoch and epoch > 3 else ()))
@@ -289,10 +286,7 @@ class DataSuite(PluginSuite):
                 refuse(fault, f"when resumed on {counted(sizes[1], 'rank')} after {start} samples on {sizes[0]}")
 
     def test_its_state_is_small_plain_data(self) -> None:
-        """Tensors, numbers, strings, lists and mappings, as checkpoints hold them.
-
-        The size must not grow with the steps.
-        """
+        """Plain data as checkpoints hold it, of a size that does not grow with the steps."""
         loader = self.alone()
         bytes_after = []
         for _ in range(3):

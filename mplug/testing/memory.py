@@ -5,6 +5,8 @@
     class TestRingo(MemorySuite):
         plugin = "ringo"
         settings = {"memory.ringo.every": 2}
+
+Its tests compare runs with the plugin with the same runs without it.
 """
 
 from collections.abc import Iterator, Mapping

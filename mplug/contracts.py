@@ -42,8 +42,8 @@ class Variance:
     """A declaration that runs with this plugin differ from the run of one process by more than rounding.
 
     `reason` is a clause for `mplug explain`: 'gradients are rounded to bf16 before they are summed'. `tolerance` bounds
-    the relative error of losses, gradients and norms in the tiny fp64 run of `mplug.testing`. The suites allow runs
-    with the plugin this error instead of 1e-10.
+    the relative error of losses, gradients and norms in the tiny fp64 run of `mplug.testing`. The suites add it to
+    their usual bound of 1e-10 for runs with the plugin.
 
     `sums` are the mesh axes over which the plugin itself sums gradients in this way, by listening to sinks. The host
     refuses a run in which any other part sums gradients over one of them. It is empty if the variance has another
@@ -140,7 +140,7 @@ class CorpusTokenizer(Tokenizer, Protocol):
     def encode_batch(self, texts: Sequence[str]) -> "Sequence[Sequence[int] | NDArray[Any]]":
         """The tokens of each text, equal to those of `encode`.
 
-        They are lists or one-dimensional integer arrays, whichever is faster. The method uses no further processes: the
+        They are lists or one-dimensional integer arrays, whichever is faster. The method uses one CPU core only: the
         caller starts the number of processes that it wants.
         """
 

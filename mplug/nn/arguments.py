@@ -21,8 +21,8 @@ SAID = frozenset({DOCUMENTS, FULL})
 def takes_specification(core: Core) -> bool:
     """Whether a core is called as `core(q, k, v, spec, inputs)`, whatever the names of these arguments.
 
-    A core with `*args` counts as one, because it passes its arguments on. A core with a positional `scale` does not: it
-    has the signature of version 0.1.
+    It is if it has a parameter `spec`, or `*args` (which it passes on), or at least five positional parameters none of
+    which is `scale`. A positional `scale` belongs to the signature of version 0.1.
     """
     parameters = inspect.signature(core, follow_wrapped=False).parameters.values()
     if any(one.name == "spec" or one.kind is one.VAR_POSITIONAL for one in parameters):

@@ -144,6 +144,6 @@ def within_capacity(
     first = gates.flatten().argsort(descending=True, stable=True) if dropping == "probability" else places
     expert, order = flat[first].sort(stable=True)
     starts = torch.searchsorted(expert, torch.arange(num_experts, device=chosen.device))
-    number = places - starts[expert]  # the rank of a choice among those of its expert
+    number = places - starts[expert]  # of each choice, among those of its expert
     dropped = torch.empty_like(flat, dtype=torch.bool).scatter_(0, first[order], number >= capacity).view_as(chosen)
     return chosen.masked_fill(dropped, num_experts), gates.masked_fill(dropped, 0.0)

@@ -312,7 +312,7 @@ class OptimizerSuite(WeightSuite):
         run = self._run()
         empty = dense.Bench(run, [], "no pieces, which is what a rank may have")
         empty.step(1)
-        if empty.optimizer.needs == "elements":  # else the host refuses layouts that cut a table
+        if empty.optimizer.needs == "elements":  # for "matrices", the host refuses layouts that cut a table
             piece, run.rank = dense.padding(run.device)
             bench = dense.Bench(run, [piece], "nothing but padding")
             for number in (1, 2):

@@ -218,7 +218,7 @@ def _fault_of(
     error, usual = _error(ours, exact), _error(plain, exact)
     if not math.isfinite(usual):
         return f"cannot be judged: in {plain.dtype} what it is compared with is off by {usual}"
-    in_fp64 = plain.dtype is torch.float64  # the precision of `exact`, which is then no better than either
+    in_fp64 = plain.dtype is torch.float64  # the dtype of `exact`, which is then no more precise than `ours`
     allowed = EXACT * size if in_fp64 else factor * (usual + torch.finfo(plain.dtype).eps * size)
     if error <= allowed:  # NaN is not
         return ""

@@ -253,7 +253,7 @@ def _end_with_caller() -> None:
 
 
 def _called(rank: int, task: _Task) -> Any:
-    import torch  # the server has it
+    import torch  # already imported by the server
     import torch.distributed as dist
 
     torch.set_num_threads(1)

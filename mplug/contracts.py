@@ -186,8 +186,8 @@ class Optimizer(Protocol):
 
     - `one_pass` True: `step` writes the weights itself. Afterwards each piece's `weight`, if it has one, is its master
       rounded to nearest. If `skip` is 1, `step` writes no weight.
-    - `low_precision_gradients` True: a gradient that is a single product, never added to, comes rounded to the weight's
-      dtype. This halves its memory.
+    - `low_precision_gradients` True: the host may pass a gradient that is a single product, never added to, rounded to
+      the weight's dtype. This halves its memory.
     """
 
     needs: Literal["elements", "matrices"]

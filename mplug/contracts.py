@@ -117,7 +117,7 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, without added special tokens.
 
-        A special token's text inside it is encoded as plain text.
+        If the text spells a special token, that part is encoded as plain text.
         """
 
     def decode(self, tokens: Iterable[int]) -> str:

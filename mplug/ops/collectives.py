@@ -182,10 +182,7 @@ def split(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def join(x: Tensor, group: Group, dim: int) -> Tensor:
-    """The ranks' x [..., n, ...] concatenated.
-
-    Backward returns own part of the gradient, which is equal on all ranks.
-    """
+    """The ranks' x [..., n, ...] concatenated; backward returns own part of the gradient, equal on all ranks."""
     return _apply(_Join, x, group, dim)
 
 

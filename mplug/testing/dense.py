@@ -151,10 +151,7 @@ def other_bits(one: Tensors, other: Tensors) -> str:
 
 
 def apart(one: Tensors, other: Tensors, tolerance: float) -> str:
-    """The name of the first tensor that differs by more than `tolerance` times its largest value.
-
-    Empty if there is none.
-    """
+    """The first tensor that differs by more than `tolerance` times its largest value, by name; empty if none."""
     for name, tensor in one.items():
         if not float((tensor - other[name]).abs().max()) <= tolerance * float(tensor.abs().max()):
             return name

@@ -278,10 +278,7 @@ def tolerance_of(settings: TinySettings) -> float:
 
 
 def movement_of(tolerance: float) -> float:
-    """The bound for weights after the last step that belongs to a bound for gradients.
-
-    At most 1 (all of the movement).
-    """
+    """The bound for weights after the last step, from a bound for gradients; at most 1 (all of the movement)."""
     return min(1.0, EXACT_MOVEMENT * (tolerance / EXACT))
 
 

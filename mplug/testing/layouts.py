@@ -196,9 +196,9 @@ def tokens_of(run: Run, model: "Model") -> Tokens:
 
 
 def require_every_token_once(ranks: Ranks, whole: Tokens) -> None:
-    """Ranks that differ along an axis of batch entries read different tokens; other ranks read the same.
+    """The ranks together read every token of the batch once.
 
-    Together all.
+    Ranks that differ along an axis of batch entries read different tokens; all others read the same tokens.
     """
     parts: dict[tuple[int, ...], tuple[int, Tokens]] = {}
     for run, model in ranks:

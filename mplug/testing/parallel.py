@@ -225,10 +225,7 @@ class ParallelSuite(PluginSuite):
         self._require_parity(self.tried()[0], self.variants[variant], told=f"with '{variant}'")
 
     def test_a_run_in_fp32_rounds_as_one_process_does(self) -> None:
-        """The run in fp32 has an error of about the same size as one process in fp32.
-
-        Fp64 in one process is the reference.
-        """
+        """Against one process in fp64, the run in fp32 has about the same error as one process in fp32."""
         layout = self.tried()[0]
         where, in_fp32 = f"under layout '{layout}' in fp32", {"trainer.precision": "fp32"}
         exact = self._trained(layout)[1]

@@ -145,9 +145,9 @@ class PluginSuite:
 
     @smoke
     def test_it_keeps_the_contract(self) -> None:
-        """It can be imported. Its hooks exist and have valid arguments.
+        """It can be imported; its hooks exist and have valid arguments.
 
-        Its Config forbids extra fields and describes its own.
+        Its Config forbids extra fields and describes all.
         """
         try:
             Registry().load(self.entry())

@@ -82,10 +82,7 @@ class Trial:
             torch.compiler.reset()
 
     def acausal_fault(self) -> str:
-        """A query that sees a later key, in forward or backward, without a tolerance.
-
-        Empty if the case is not causal.
-        """
+        """A query that sees a later key, forward or backward, without a tolerance; empty if the case is not causal."""
         if not self.case.causal:
             return ""
         leaves = self.leaves()

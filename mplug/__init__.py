@@ -1,6 +1,6 @@
 """mplug trains large transformers; every part that someone might want to replace is a plugin.
 
-This module is what a plugin author imports, beside `mplug.nn`, `mplug.ops` and `mplug.testing`. It imports no torch.
+Plugin authors import this module, `mplug.nn`, `mplug.ops` and `mplug.testing`. This module does not import torch.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -63,7 +63,7 @@ _LATE = {
     "load_tokenizer": "mplug.tokenization",
     "read_tokenizer": "mplug.tokenization",
 }
-"""What costs start-up time (torch, pydantic) and is imported when it is first used."""
+"""Names whose modules are slow to import (torch, pydantic); `__getattr__` imports them on first use."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,7 @@
-"""Slots as data: what may fill them, what plugins offer, and which offers a run selects. Torch-free.
+"""Slots as data: sites, the suppliers and wraps that plugins offer, and the selection among them. Torch-free.
 
 A slot is a callable attribute of an `mplug.nn` module, such as `Attention.core`. A *site* is one slot of one module of
-a model. Plugins offer suppliers or wraps; selecting is pure: collect, select by config, refuse conflicts.
+a model. Plugins offer suppliers or wraps. Selection is pure: collect, select by config, refuse conflicts.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,7 +28,7 @@ SLOT_KINDS: dict[str, tuple[str, ...]] = {
     "router": ("Router.summed",),
     "experts": ("Experts.dispatch", "Experts.compute", "Experts.combine"),
 }
-"""Kinds of slots, the words of the config's `kernels` section -> the slots themselves."""
+"""Kinds of slots (the keys of the config's `kernels` section) -> the slots of each kind."""
 
 CALLED_BY: dict[tuple[str, str], tuple[str, ...]] = {
     ("", "Attention.prepare_qk"): ("Attention.prepare_qkv",),
@@ -38,29 +38,31 @@ CALLED_BY: dict[tuple[str, str], tuple[str, ...]] = {
     ("down", "Linear.gather"): ("MLP.core",),
     ("down", "Linear.gemm"): ("MLP.core",),
 }
-"""Slots that the default of a wider one calls, each in a part of that one's module ('' is the module itself) -> the
-wider ones, whose other suppliers do without them."""
+"""(part, slot) -> the wider slots whose default calls this slot. Other suppliers of a wider slot do not call it.
+
+`part` is the name of the submodule that has the slot, in the module of the wider slot; '' is that module itself.
+"""
 
 KIND_OF = {slot: kind for kind, slots in SLOT_KINDS.items() for slot in slots}
 
 
 UNIT = "Unit.call"
-"""What a `Wrap` names as its slot to go around the call of a unit of the plan: nobody supplies that but the model."""
+"""The slot of a `Wrap` around the call of a unit of the plan. Only the model supplies this slot."""
 
 INVENTED = "what no site needs"
 """A need that no supplier knows."""
 
 AGAIN = 1000
-"""The layer from which on wraps call again what is inside, with the arguments as they came."""
+"""Wraps whose layer is at least this call the inner callable again (recomputation), with unchanged arguments."""
 
 PLAIN = "plain torch"
 """The label of the default compositions of `mplug.nn`."""
 
 
 def slots_named(words: Iterable[str], field: str) -> tuple[str, ...]:
-    """The slots that a user's words name, each a kind ('attention') or a slot ('Attention.core').
+    """The slots that a user's words name; each word is a kind ('attention') or a slot ('Attention.core').
 
-    UsageError where `field`, the one that holds the words, has another.
+    Raises UsageError for any other word. `field` is the config field that holds the words; the error names it.
     """
     found: dict[str, None] = {}
     for word in words:
@@ -75,9 +77,9 @@ def slots_named(words: Iterable[str], field: str) -> tuple[str, ...]:
 class Site:
     """One slot of one module of a model.
 
-    `role` is the module's name with indices starred ('blocks.*.attn'): the sites of a role share one supplier.
-    `module` is the `mplug.nn` module, on the meta device. `needs` are what a supplier must offer beyond the plain case:
-    for the module's sake (those of an attention's specification: 'document_lengths', 'window') and for that of the
+    `role` is the module's name with its indices replaced by stars ('blocks.*.attn'); the sites of a role share one
+    supplier. `module` is the `mplug.nn` module, on the meta device. `needs` are what a supplier must offer beyond the
+    plain case. They come from the module (its attention's specification: 'document_lengths', 'window') and from the
     selected wraps ('log-sum-exp').
     """
 
@@ -89,17 +91,17 @@ class Site:
 
     @property
     def not_offered(self) -> str:
-        """The reason of a supplier that offers nothing beyond the plain case; empty where nothing is needed."""
+        """The refusal of a supplier that offers only the plain case; empty if the site needs nothing more."""
         return self.lacking(())
 
     def lacking(self, offered: Iterable[str]) -> str:
-        """The reason of a supplier that offers so much beyond the plain case; empty where that is enough."""
+        """The refusal of a supplier that offers `offered` beyond the plain case; empty if that suffices."""
         missing = self.needs.difference(offered)
         return f"it does not offer {', '.join(sorted(missing))}" if missing else ""
 
 
 Supports = Callable[[Site, "Run"], bool | str]
-"""(site, run) -> True; False where the site is none of its business; or the reason why it cannot serve the site."""
+"""(site, run) -> True; a reason why it cannot serve the site; or False if it is not meant for the site."""
 
 
 def _refuse_unknown(slots: Iterable[str]) -> None:
@@ -118,14 +120,15 @@ def _never(site: Site, run: "Run") -> str:
 
 @dataclass(frozen=True)
 class Offer:
-    """Suppliers for one slot, or for several of one module at once (a fused norm and gemm).
+    """Suppliers for one slot, or for several slots of one module at once (a fused norm and gemm).
 
-    `supports` is truthful: capabilities live there and nowhere else, and it refuses every need of a site that it does
-    not know. `varies(site, run)` says what about the supplier depends on the layout, or nothing (attention whose
-    dropout draws from torch's generators must say so); `note(site, run)` what it will use where it could use several
-    things ('cuDNN'), or nothing. Each supplier is one callable for all sites of a role; it owns no parameter. A plugin
-    that chooses between suppliers makes an offer of each, of which one supports a site. A slot that does not exist is a
-    ValueError.
+    `supports` must be truthful: only it states capabilities, and it must refuse every need that it does not know.
+    `varies(site, run)` returns what in the supplier depends on the layout, or an empty string; attention whose dropout
+    draws from torch's generators must report that. `note(site, run)` returns which of several implementations it will
+    use ('cuDNN'), or an empty string.
+
+    Each supplier is one callable for all sites of a role. It owns no parameter. A plugin that chooses between several
+    suppliers makes one offer of each; only one of them may support a site. An unknown slot is a ValueError.
     """
 
     suppliers: Mapping[str, Callable[..., Any]]
@@ -138,7 +141,7 @@ class Offer:
         _refuse_unknown(self.suppliers)
 
     def answer(self, site: Site, run: "Run") -> bool | str:
-        """What `supports` says of a site: a True of who says it to needs that do not exist means nothing."""
+        """The answer of `supports` for a site, or a refusal if `supports` also accepts a need that does not exist."""
         answer = self.supports(site, run)
         if answer is True and site.needs:
             invented = replace(site, needs=site.needs | {INVENTED})
@@ -150,20 +153,24 @@ class Offer:
 
 @dataclass(frozen=True)
 class Wrap:
-    """What a plugin puts around whatever fills a slot: `wrap(inner)` returns the wrapped callable.
+    """A wrap of a slot: `wrap(inner)` takes the callable in the slot and returns the callable to use instead.
 
-    `needs` are capabilities that the inner supplier must have (its `supports` is asked, as `site.needs`). `serves` are
-    the needs of a site with which the wrapped callable still computes what the site asks for; a site that needs more is
-    refused. Wraps of one slot are applied from the smallest `layer` outwards: 100 is for who divides weights, and so
-    sees a slot's tensors as the weights make them; 50 for who moves them between ranks whole; 0 for who calls the
-    supplier part by part. Layers from `AGAIN` on are for who calls again what is inside (recomputation), whatever that
-    is, with the arguments as they came: these serve everything.
-    `note` says in a word how it goes about it, where it could in several ways. A wrap that is `dispensable` changes no
-    result: where the supplier of a wider slot does not call what it wraps, the run does without. A slot that does not
-    exist is a ValueError.
+    `needs` are capabilities that the inner supplier must have; the host adds them to `site.needs` for its `supports`.
+    `serves` are the needs of a site that the wrapped callable still meets. The host refuses a site that needs more.
 
-    The slot `UNIT` is the call of a unit: `site.module` is the unit's module, `site.name` its name. These wraps go
-    around the unit as it is compiled, stay eager, and take and return what the unit does.
+    Wraps of one slot are applied from the smallest `layer` outwards:
+
+    - 0: a wrap that calls the supplier part by part.
+    - 50: a wrap that moves whole tensors between ranks.
+    - 100: a wrap of a plugin that shards weights; it sees a slot's tensors as the sharded weights produce them.
+    - `AGAIN` and above: a wrap that calls the inner callable again with unchanged arguments (recomputation). It serves
+      every need.
+
+    `note` names the method in a word if the plugin has several. A `dispensable` wrap changes no result: if the supplier
+    of a wider slot does not call the wrapped slot, the run works without the wrap. An unknown slot is a ValueError.
+
+    The slot `UNIT` is the call of a unit: `site.module` is the unit's module, `site.name` its name. These wraps
+    surround the compiled unit and stay eager. They take and return what the unit takes and returns.
     """
 
     slot: str
@@ -186,7 +193,7 @@ class Wrap:
         return f"{self.plugin} ({self.note})" if self.note else self.plugin
 
     def answer(self, site: Site, run: "Run") -> bool | str:
-        """What `supports` says of a site, or that the wrap would not serve what the site needs."""
+        """The answer of `supports` for a site, or a refusal if the wrap does not serve all needs of the site."""
         answer = self.supports(site, run)
         lost = sorted(site.needs - self.serves) if self.layer < AGAIN else []
         if answer is True and lost:
@@ -196,7 +203,7 @@ class Wrap:
 
 @dataclass(frozen=True)
 class Filled:
-    """What a site gets: its supplier (None: the default composition in plain torch) and the wraps, inner to outer."""
+    """The content of a site: its supplier (None: the default in plain torch) and its wraps, from inner to outer."""
 
     site: Site
     offer: Offer | None = None
@@ -204,11 +211,11 @@ class Filled:
 
     @property
     def supplier(self) -> str:
-        """The label of the plugin that supplies it."""
+        """The label of the supplying plugin."""
         return self.offer.plugin if self.offer else "the model" if self.site.slot == UNIT else PLAIN
 
     def told(self, run: "Run") -> str:
-        """The supplier's label and what it will use: 'kernels/NAME (cuDNN)'."""
+        """The supplier's label and its note: 'kernels/NAME (cuDNN)'."""
         note = self.offer.note(self.site, run) if self.offer else ""
         return f"{self.supplier} ({note})" if note else self.supplier
 
@@ -232,7 +239,7 @@ class Unmet:
 
 @dataclass
 class Selection:
-    """The outcome of selecting: what fills every site, what goes around units, and the needs that nobody meets."""
+    """The outcome of selecting: the content of every site, the wraps around units, and the unmet needs."""
 
     filled: list[Filled] = field(default_factory=list)
     units: list[Filled] = field(default_factory=list)
@@ -240,11 +247,11 @@ class Selection:
 
 
 def select(sites: Iterable[Site], offers: Iterable[Offer | Wrap], kernels: "Kernels", run: "Run") -> Selection:
-    """What fills each site.
+    """Select a supplier and wraps for each site.
 
-    An offer of a kernel plugin counts where the config names the plugin for every slot that the offer fills; a
-    strategy's offers always count, and go before the default kernel's. Raises UsageError where two suppliers claim one
-    site, or two plugins wrap one at the same layer, naming both.
+    An offer of a kernel plugin counts if the config names the plugin for every slot that the offer fills. A strategy's
+    offers always count, and precede those of the default kernel. Raises UsageError, naming both plugins, if two
+    suppliers claim one site or two plugins wrap one site at the same layer.
     """
     offers = list(offers)
     suppliers = [offer for offer in offers if isinstance(offer, Offer) and _named(offer, kernels)]
@@ -267,7 +274,7 @@ def select(sites: Iterable[Site], offers: Iterable[Offer | Wrap], kernels: "Kern
 
 
 def _idle(selection: Selection, kernels: "Kernels") -> list[Unmet]:
-    """A plugin that is named for a kind, and fills no site of it though there are some."""
+    """Plugins that the config names for a kind, and that fill no site of this kind although the model has some."""
     working = {(KIND_OF[one.site.slot], one.supplier) for one in selection.filled}
     told = {(one.kind, one.plugin) for one in selection.unmet}
     first = {KIND_OF[one.site.slot]: one.site for one in reversed(selection.filled)}
@@ -279,9 +286,9 @@ def _idle(selection: Selection, kernels: "Kernels") -> list[Unmet]:
 
 
 def _refuse_uncalled(filled: list[Filled], kernels: "Kernels") -> None:
-    """What somebody put into a slot must not be lost because somebody else fills the wider slot around it.
+    """Refuse a supplier or wrap that would never run, because another supplier replaces the wider slot around it.
 
-    The default kernel's supplier may be: it fills what nobody else does.
+    Suppliers of the default kernel are exempt: they are fallbacks.
     """
     suppliers = {(one.site.name, one.site.slot): one.supplier for one in filled if one.offer}
     for one in filled:
@@ -298,7 +305,7 @@ def _refuse_uncalled(filled: list[Filled], kernels: "Kernels") -> None:
 
 
 def _around(site: Site, suppliers: Mapping[tuple[str, str], str]) -> Iterator[tuple[str, str]]:
-    """(supplier, slot) of the wider slots around a site that somebody fills."""
+    """(supplier, slot) of the wider slots around a site that have a supplier."""
     parent, _, child = site.name.rpartition(".")
     for name, part in ((site.name, ""), (parent, child)):
         for wider in CALLED_BY.get((part, site.slot), ()):
@@ -328,7 +335,7 @@ def _supplier_of(
 ) -> tuple[Offer | None, list[Unmet]]:
     answers = [(offer, offer.answer(site, run)) for offer in suppliers if site.slot in offer.suppliers]
     able, kind = [offer for offer, answer in answers if answer is True], KIND_OF[site.slot]
-    if kind not in kernels.kinds:  # the default kernel fills what nobody else does
+    if kind not in kernels.kinds:  # the default kernel is the fallback for slots without another supplier
         able = [offer for offer in able if offer.plugin != kernels.default] or able
     if len(able) > 1:
         raise UsageError(

@@ -1,7 +1,8 @@
-"""Building blocks for model authors: plain torch, nothing distributed.
+"""Building blocks for model authors, in plain torch without anything distributed.
 
-Each module has *slots*: callable attributes, listed in `SLOTS` by the name that plugins know them by, that hold a
-composition in plain torch until the host puts a plugin's supplier there. Strategies read the plan, never the module.
+Each module has *slots*: callable attributes that plugins can replace. `SLOTS` lists the names by which plugins know
+them. A slot holds a composition in plain torch until the host puts a plugin's supplier there. Strategies read the plan,
+never the module.
 """
 
 from mplug.nn.attention import Attention, DotProductAttention

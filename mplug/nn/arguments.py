@@ -1,7 +1,7 @@
-"""Attention cores as version 0.1 called them: by keyword arguments instead of a specification.
+"""Adapters for attention cores that are called as in version 0.1: by keyword arguments instead of a specification.
 
-Suppliers, wraps and blocks that were written for it stay as they are: where one meets another that takes a
-specification, one of these functions stands between them. B batch, S queries, T keys, H query heads, G KV heads.
+Suppliers, wraps and blocks written for version 0.1 need no change. The host puts one of these functions between them
+and code that passes a specification. B batch, S queries, T keys, H query heads, G KV heads.
 """
 
 import inspect
@@ -15,13 +15,14 @@ from mplug.nn.specification import DOCUMENTS, FULL, KNOWN, AttentionInputs, Atte
 
 Core = Callable[..., Tensor]
 SAID = frozenset({DOCUMENTS, FULL})
-"""The needs of a site that keyword arguments can say."""
+"""The needs of a site that keyword arguments can express."""
 
 
 def takes_specification(core: Core) -> bool:
-    """Whether a core is called `core(q, k, v, spec, inputs)`, whatever it calls these.
+    """Whether a core is called as `core(q, k, v, spec, inputs)`, whatever the names of these arguments.
 
-    A function of any arguments hands them on as they are. One that takes a `scale` is called as version 0.1 did.
+    It is if it has a parameter `spec`, or `*args` (which it passes on), or at least five positional parameters none of
+    which is `scale`. A positional `scale` belongs to the signature of version 0.1.
     """
     parameters = inspect.signature(core, follow_wrapped=False).parameters.values()
     if any(one.name == "spec" or one.kind is one.VAR_POSITIONAL for one in parameters):
@@ -31,7 +32,10 @@ def takes_specification(core: Core) -> bool:
 
 
 def by_specification(core: Core, needs: frozenset[str] = frozenset()) -> Core:
-    """A core that takes a specification, from either; ValueError where keyword arguments cannot say `needs`."""
+    """Return a core that takes a specification, made from a core of either convention.
+
+    Raises ValueError if the core takes keyword arguments and these cannot express `needs`.
+    """
     if takes_specification(core):
         return core
     if unsaid := (needs & KNOWN) - SAID:
@@ -54,7 +58,7 @@ def by_specification(core: Core, needs: frozenset[str] = frozenset()) -> Core:
 
 
 def by_arguments(core: Core) -> Core:
-    """A core that takes keyword arguments, from one that takes a specification."""
+    """Return a core that takes keyword arguments, made from one that takes a specification."""
 
     @wraps(core)
     def called(
@@ -78,7 +82,7 @@ def by_arguments(core: Core) -> Core:
 
 
 def by_either(core: Core) -> Core:
-    """A core that takes keyword arguments, too, from one that takes a specification."""
+    """Return a core that takes a specification or keyword arguments, made from one that takes a specification."""
     by_name = by_arguments(core)
 
     @wraps(core)
@@ -89,6 +93,9 @@ def by_either(core: Core) -> Core:
 
 
 def wrapped(wrap: Callable[[Core], Core], inner: Core, needs: frozenset[str] = frozenset()) -> Core:
-    """What a wrap makes of a core that takes a specification: a core that takes one, too; ValueError as above."""
+    """Apply a wrap of either convention to a core that takes a specification; the result takes a specification too.
+
+    Raises ValueError if the wrap takes keyword arguments and these cannot express `needs`.
+    """
     core = wrap(inner)
     return core if takes_specification(core) else by_specification(wrap(by_arguments(inner)), needs)

@@ -33,14 +33,15 @@ from mplug.nn.specification import (
 def scaled_dot_product(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs = NO_INPUTS
 ) -> Tensor:
-    """Attention as `spec` says: the default of the slot `Attention.core`, which serves whatever has a name in it.
+    """Attention as `spec` describes it: the default of the slot `Attention.core`.
 
-    q [B, S, H, K], k [B, T, G, K] and v [B, T, G, V] with G dividing H -> [B, S, H, V]. `mplug.nn.AttentionSpec` says
-    what may be asked for, and `mplug.nn.AttentionInputs` which tensors come with it. A site's needs are `spec.needs`,
-    and a supplier's `supports` refuses every need that it does not know.
+    q [B, S, H, K], k [B, T, G, K] and v [B, T, G, V] with G dividing H -> [B, S, H, V]. `mplug.nn.AttentionSpec` lists
+    what a site can require, and `mplug.nn.AttentionInputs` the tensors that come with a call. This default serves
+    everything that the two define. A site's needs are `spec.needs`. The `supports` of a supplier must refuse every need
+    that it does not know.
 
-    A supplier that offers 'log-sum-exp' has an attribute `parts` (`mplug.nn.parts.AttentionParts`), for who calls it
-    part by part.
+    A supplier that offers 'log-sum-exp' has an attribute `parts` (`mplug.nn.parts.AttentionParts`). Wraps that compute
+    attention part by part (context parallelism) call it.
     """
     heads, groups, length = q.shape[2], k.shape[2], (q.shape[1], k.shape[1])
     k, v = (x.repeat_interleave(heads // groups, dim=2) for x in (k, v))
@@ -66,13 +67,13 @@ with_parts(scaled_dot_product, PLAIN_PARTS).offers = KNOWN | {LOG_SUM_EXP}  # ty
 
 
 def _softmax_with_sinks(scores: Tensor, sinks: Tensor) -> Tensor:
-    """Scores [B, H, S, T] and each head's score for nothing [H] -> weights [B, H, S, T], whose sums are below 1."""
+    """Scores [B, H, S, T] and each head's sink score [H] -> weights [B, H, S, T], whose sums are below 1."""
     nothing = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
     return torch.cat((scores, nothing), dim=-1).softmax(dim=-1)[..., :-1]
 
 
 attention = by_arguments(scaled_dot_product)
-"""Attention by keyword arguments, as version 0.1 called it; for what these cannot say: `scaled_dot_product`."""
+"""Attention by keyword arguments, as in version 0.1; `scaled_dot_product` serves what these cannot express."""
 attention.offers = frozenset({LOG_SUM_EXP, DOCUMENTS, FULL})  # type: ignore[attr-defined]
 
 
@@ -80,8 +81,8 @@ attention.offers = frozenset({LOG_SUM_EXP, DOCUMENTS, FULL})  # type: ignore[att
 def rotations(positions: Tensor, half: int, theta: float, dtype: torch.dtype) -> Tensor:
     """The cosine and sine of each pair's angle at each position: positions [1 or B, S] -> [2, 1 or B, S, half].
 
-    An operator of its own, so that a compiler keeps the small table, instead of computing every angle anew for every
-    head of queries and keys, forward and backward.
+    This is a torch operator so that a compiler keeps the small table. Otherwise it would recompute every angle for
+    every head of queries and keys, in forward and in backward.
     """
     frequencies = theta ** (-torch.arange(half, device=positions.device, dtype=dtype) / half)
     angles = positions[..., None].to(dtype) * frequencies
@@ -94,7 +95,7 @@ def _(positions: Tensor, half: int, theta: float, dtype: torch.dtype) -> Tensor:
 
 
 def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Rotary positions (RoFormer, arXiv 2104.09864), the first half of the head paired with the second.
+    """Rotary positions (RoFormer, arXiv 2104.09864); the first half of the head is paired with the second.
 
     x [B, S, H, K], positions [1 or B, S] -> [B, S, H, K].
     """
@@ -109,7 +110,7 @@ def _cosines_and_sines(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 
 def _turned(x: Tensor, cosines_and_sines: Tensor) -> Tensor:
     cos, sin = cosines_and_sines
-    first, second = x.chunk(2, dim=-1)  # two slices would have a backward that pads each half and adds
+    first, second = x.chunk(2, dim=-1)  # the backward of two slices would pad each half and add
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
@@ -122,9 +123,10 @@ def prepare_qk(
     eps: float,
     theta: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """QK-norm (RMSNorm over the head, arXiv 2010.04245) where there are weights [K], then RoPE where there is `theta`.
+    """QK-norm if there are weights, then RoPE unless `theta` is None: the default of the slot `Attention.prepare_qk`.
 
-    q [B, S, H, K], k [B, S, G, K] -> the same shapes: the default of the slot `Attention.prepare_qk`.
+    q [B, S, H, K], k [B, S, G, K], weights [K] -> q and k of the same shapes. QK-norm is an RMSNorm over the head
+    dimension (arXiv 2010.04245).
     """
     if q_weight is not None and k_weight is not None:
         q, k = F.rms_norm(q, q_weight.shape, q_weight, eps), F.rms_norm(k, k_weight.shape, k_weight, eps)
@@ -145,11 +147,11 @@ def prepare_qkv(
     theta: float | None,
     prepare_qk: Callable[..., tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values out of their packed projection: the default of the slot `Attention.prepare_qkv`.
+    """Split the packed projection into queries, keys and values: the default of the slot `Attention.prepare_qkv`.
 
-    heads [B, S, H + 2G, K], queries first and values last -> q [B, S, H, K], k and v [B, S, G, K]. `prepare_qk` is what
-    fills the narrower slot `Attention.prepare_qk`, given the other arguments; a supplier that fuses its work does not
-    call it. v is heads' own part, as a view if it can be.
+    heads [B, S, H + 2G, K], queries first and values last -> q [B, S, H, K], k and v [B, S, G, K]. `prepare_qk` is the
+    callable in the narrower slot `Attention.prepare_qk`; it takes the remaining arguments. A supplier that fuses its
+    work does not call it. v is the values' part of `heads`, as a view if possible.
     """
     q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=2)
     q, k = prepare_qk(q, k, positions, q_weight, k_weight, eps, theta)
@@ -157,16 +159,17 @@ def prepare_qkv(
 
 
 class DotProductAttention(nn.Module):
-    """Attention between its projections, for blocks that fuse these with others. `theta` None: no rotary positions.
+    """Attention without its projections, for blocks that fuse the projections with others.
 
-    `causal` False lets queries see later keys; `window`, `soft_cap` and `bias` are as in `AttentionSpec`. With `sinks`,
-    every head has a parameter `sinks`.
-    `num_heads`, `num_kv_heads` and `head_dim` are the whole model's, whatever a rank has of it: what whoever would fill
-    or wrap a slot may ask of a site, beside `spec`.
+    `theta` None: no rotary positions. `causal` False: queries see later keys too. `window`, `soft_cap` and `bias` are
+    as in `AttentionSpec`. With `sinks`, the module has a parameter `sinks` with one score per head.
+
+    `num_heads`, `num_kv_heads` and `head_dim` are those of the whole model, also on a rank that holds only some of the
+    heads. Suppliers and wraps may read them, and `spec`, from a site's module.
     """
 
     SLOTS: ClassVar[tuple[str, ...]] = ("Attention.core", "Attention.prepare_qk")
-    mixes: ClassVar[frozenset[str]] = frozenset()  # but in a slot
+    mixes: ClassVar[frozenset[str]] = frozenset()  # only inside a slot
     site: Tensor
 
     def __init__(
@@ -203,7 +206,7 @@ class DotProductAttention(nn.Module):
 
     @property
     def scale(self) -> float:
-        """What scores are multiplied by."""
+        """The factor of the scores."""
         return self.spec.scale
 
     @scale.setter
@@ -212,7 +215,7 @@ class DotProductAttention(nn.Module):
 
     @property
     def dropout(self) -> float:
-        """The probability with which a weight is dropped in training."""
+        """The probability with which an attention weight is dropped in training."""
         return self.spec.dropout
 
     @dropout.setter
@@ -229,7 +232,7 @@ class DotProductAttention(nn.Module):
         self.spec = replace(self.spec, causal=causal)
 
     def needs(self, slot: str, entries: Container[str]) -> frozenset[str]:
-        """What a supplier of a slot must offer here, where micro batches have these optional entries."""
+        """What a supplier of a slot must offer here; `entries` are the optional entries that micro batches have."""
         if slot != "Attention.core":
             return frozenset()
         return replace(self.spec, documents=DOCUMENTS in entries).needs
@@ -256,10 +259,10 @@ class DotProductAttention(nn.Module):
 
 
 class Attention(DotProductAttention):
-    """Projections around an attention core: one for queries, keys and values, one for what they give."""
+    """Self-attention with its projections: `qkv` (queries, keys and values, fused) before the core, `out` after it."""
 
     SLOTS: ClassVar[tuple[str, ...]] = (*DotProductAttention.SLOTS, "Attention.prepare_qkv")
-    mixes: ClassVar[frozenset[str]] = frozenset()  # but in a slot
+    mixes: ClassVar[frozenset[str]] = frozenset()  # only inside a slot
 
     def __init__(
         self,
@@ -289,10 +292,11 @@ class Attention(DotProductAttention):
     def forward(self, x: Tensor, positions: Tensor, keys: Tensor, document_lengths: Tensor | None = None) -> Tensor:
         """x [B, S, D], positions [1 or B, S], the samples' random keys [B] -> [B, S, D].
 
-        `document_lengths` [B, M] are of samples that are packed: nobody attends to another document than his own.
+        `document_lengths` [B, M] are the lengths of the documents in a packed sample. A position attends only to its
+        own document.
         """
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # [B, S, H + 2G, K]
-        num_heads = self.out.weight.shape[1] // self.head_dim  # of this rank, as the weights are cut
+        num_heads = self.out.weight.shape[1] // self.head_dim  # this rank's heads, from its shard of the weights
         num_kv_heads = (heads.shape[2] - num_heads) // 2
         weights = (self.q_norm, self.k_norm)
         q, k, v = self.prepare_qkv(

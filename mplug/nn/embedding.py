@@ -12,7 +12,8 @@ from mplug.nn.sink import Weights, add_rows
 def lookup(indices: Tensor, weight: Tensor) -> Tensor:
     """indices [...] of rows of weight [V, D] -> [..., D]: the default of the slot `Embedding.lookup`.
 
-    The rows' gradients are added to the weight's gradient sink, if it has one: a table of zeros never exists.
+    If the weight has a gradient sink, backward adds the rows' gradients to it. So backward never allocates a dense
+    gradient of shape [V, D].
     """
     table = Weights.of(weight)
     if table.main_grad is None or table.stale is None:
@@ -22,7 +23,10 @@ def lookup(indices: Tensor, weight: Tensor) -> Tensor:
 
 
 class _Lookup(torch.autograd.Function):
-    """weight[indices]; backward adds the rows' gradients to the sink, an argument that it mutates, which traces."""
+    """weight[indices]; backward adds the rows' gradients to the sink's buffer.
+
+    The buffer is an argument that backward mutates, so that backward can be traced.
+    """
 
     @staticmethod
     def forward(ctx, indices, weight, main_grad, stale):  # type: ignore[no-untyped-def]

@@ -1,7 +1,7 @@
-"""Experts: feed-forward networks of which each token uses a few.
+"""Experts: feed-forward networks; each token uses a few of them.
 
-N tokens of this rank, D embed, E experts of the model, e of them held by this rank, k chosen by a token, M rows, F the
-width of an expert.
+N tokens of this rank, D embed, E experts of the model, e experts that this rank holds, k experts chosen by a token, M
+rows, F the width of an expert.
 """
 
 import math
@@ -16,15 +16,16 @@ from mplug.nn.mlp import Activation, Kind
 from mplug.nn.sink import Weights
 
 Route = tuple[Tensor, ...]
-"""What whoever has dispatched rows wants to know when it combines them."""
+"""Routing metadata that `dispatch` returns and `combine` needs."""
 
 
 def dispatch(x: Tensor, chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Route]:
-    """A row for every choice of a token, ordered by expert: the default of the slot `Experts.dispatch`.
+    """Make one row for every choice of a token, ordered by expert: the default of the slot `Experts.dispatch`.
 
-    x [N, D], chosen [N, k] int64 (an expert's number, or `num_experts` where the choice was dropped) -> (rows [M, D] in
-    the order of the experts that this rank holds, counts [e] int64 of each one's rows, the route back). After the last
-    expert's there may be more rows, of any content: nothing may read them, nor their gradient. Here e = E and M = N k.
+    x [N, D], chosen [N, k] int64 (an expert's number, or `num_experts` for a dropped choice) -> (rows [M, D] in the
+    order of the experts that this rank holds, counts [e] int64 of the rows of each expert, route). More rows may follow
+    those of the last expert, with arbitrary content. Nothing may read these rows or their gradient. In this default, e
+    = E and M = N k.
     """
     flat = chosen.flatten()
     expert, order = flat.sort(stable=True)  # [N k]: choices in the order of their rows
@@ -38,14 +39,14 @@ def dispatch(x: Tensor, chosen: Tensor, num_experts: int) -> tuple[Tensor, Tenso
 def combine(rows: Tensor, gates: Tensor, route: Route) -> Tensor:
     """The sum of each token's rows, weighted by its gates: the default of the slot `Experts.combine`.
 
-    rows [M, D], gates [N, k] (fp32; 0 where a choice was dropped), the route of `dispatch` -> [N, D].
+    rows [M, D], gates [N, k] (fp32; 0 for a dropped choice), the route that `dispatch` returned -> [N, D].
     """
     y: Tensor = _Combine.apply(rows, gates, *route)  # type: ignore[no-untyped-call]
     return y
 
 
 class _Dispatch(torch.autograd.Function):
-    """rows[m] = x[order[m] // k]; backward: grad_x[n] = sum_j grad_rows[back[n, j]], without what was dropped."""
+    """rows[m] = x[order[m] // k]; backward: grad_x[n] = sum_j grad_rows[back[n, j]], without the dropped choices."""
 
     @staticmethod
     def forward(ctx, x, order, back, total):  # type: ignore[no-untyped-def]
@@ -76,7 +77,7 @@ class _Combine(torch.autograd.Function):
 
 
 def _picked(rows: Tensor, back: Tensor, total: Tensor) -> Tensor:
-    """rows[back] [N, k, D], and zeros for the choices that were dropped, whose rows come after `total` others."""
+    """rows[back] [N, k, D], with zeros for dropped choices; the rows of these follow the first `total` rows."""
     picked = rows.index_select(0, back.flatten()).view(*back.shape, -1)
     return torch.where((back < total)[..., None], picked, 0)
 
@@ -89,17 +90,20 @@ def compute(
     kind: Kind,
     activation: Callable[[Tensor, Tensor | None, Kind], Tensor],
 ) -> Tensor:
-    """Each row through its expert: the default of the slot `Experts.compute`.
+    """Apply to each row its expert: the default of the slot `Experts.compute`.
 
-    rows [M, D], counts [e] int64, `up` [e, F, D] (swiglu: [e, 2F, D], gate first) and `down` [e, D, F], `kind` of the
-    activation, and what fills the slot `MLP.activation` -> [M, D]. A supplier that fuses its work need not call it; the
-    weights' gradients go to their sinks.
+    rows [M, D], counts [e] int64, `up` [e, F, D] (swiglu: [e, 2F, D], gate first), `down` [e, D, F] -> [M, D]. `kind`
+    is the kind of the activation, and `activation` the callable in the slot `MLP.activation`. A supplier that fuses its
+    work need not call it. The weights' gradients go to their sinks.
     """
     return grouped_linear(activation(grouped_linear(rows, counts, up), None, kind), counts, down)
 
 
 class Experts(Activation):
-    """E feed-forward networks without biases, alike in shape. `num_experts` is the whole model's, whoever has them."""
+    """E feed-forward networks of the same shape, without biases.
+
+    `num_experts` is that of the whole model, also on a rank that holds only some of the experts.
+    """
 
     SLOTS: ClassVar[tuple[str, ...]] = (
         *Activation.SLOTS,
@@ -130,16 +134,16 @@ Dropping = Literal["position", "probability"]
 def within_capacity(
     chosen: Tensor, gates: Tensor, num_experts: int, factor: float, dropping: Dropping
 ) -> tuple[Tensor, Tensor]:
-    """Choices and gates [N, k], where no expert is chosen by more than `factor` times its share of N k / E tokens.
+    """Drop choices beyond the experts' capacity, which is `factor` * N k / E choices per expert, rounded up.
 
-    Of more, the earliest tokens keep it ('position', arXiv 2006.16668), or those with the highest gates
-    ('probability'). A choice that is dropped becomes `num_experts`, and its gate 0.
+    chosen and gates [N, k] -> the same shapes; a dropped choice becomes `num_experts`, and its gate 0. An expert keeps
+    the choices of the earliest tokens ('position', arXiv 2006.16668), or those with the highest gates ('probability').
     """
     capacity = math.ceil(factor * chosen.numel() / num_experts)
     flat, places = chosen.flatten(), torch.arange(chosen.numel(), device=chosen.device)
     first = gates.flatten().argsort(descending=True, stable=True) if dropping == "probability" else places
     expert, order = flat[first].sort(stable=True)
     starts = torch.searchsorted(expert, torch.arange(num_experts, device=chosen.device))
-    number = places - starts[expert]  # of a choice among those of its expert
+    number = places - starts[expert]  # of each choice, among those of its expert
     dropped = torch.empty_like(flat, dtype=torch.bool).scatter_(0, first[order], number >= capacity).view_as(chosen)
     return chosen.masked_fill(dropped, num_experts), gates.masked_fill(dropped, 0.0)

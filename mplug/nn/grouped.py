@@ -1,7 +1,7 @@
-"""Products of rows with the matrix of the group that each row belongs to: the linear layers of experts.
+"""Grouped matrix products: each row is multiplied by the matrix of its group. The linear layers of experts use them.
 
-Rows are ordered by group. M rows, e groups, I input, O output. A group may be empty, and one may have all rows. Rows
-after those of the last group are padding: what comes out for them is anything at all, and nothing reads them.
+Rows are ordered by group. M rows, e groups, I input, O output. A group may be empty, and one group may have all rows.
+Rows after those of the last group are padding: their results are arbitrary, and nothing reads them.
 """
 
 from functools import cache
@@ -16,9 +16,10 @@ from mplug.nn.sink import Weights, add_product
 
 
 def grouped_linear(rows: Tensor, counts: Tensor, weights: Weights) -> Tensor:
-    """rows [M, I], counts [e] int64 of each group's rows, in order -> each row times its group's matrixᵀ [M, O].
+    """Each row times the transposed matrix of its group: rows [M, I], counts [e] int64 (rows per group) -> [M, O].
 
-    The weights' gradient is added to their sink, in fp32. Nothing waits for the device where torch has a kernel.
+    Backward adds the weights' gradient to their sink, in fp32. If torch has a kernel for the device and the dtype, the
+    CPU never waits for the device.
     """
     ends = counts.cumsum(0).to(torch.int32)
     y: Tensor = _GroupedProduct.apply(rows, *weights, ends)  # type: ignore[no-untyped-call]
@@ -26,7 +27,7 @@ def grouped_linear(rows: Tensor, counts: Tensor, weights: Weights) -> Tensor:
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """y = x W_gᵀ; backward: grad_x = grad_y W_g, and of each group grad_yᵀ x, straight into the gradient sink."""
+    """y = x W_gᵀ; backward: grad_x = grad_y W_g, and each group's grad_yᵀ x is added directly to the gradient sink."""
 
     @staticmethod
     def forward(ctx, rows, weight, main_grad, stale, ends):  # type: ignore[no-untyped-def]
@@ -50,9 +51,9 @@ class _GroupedProduct(torch.autograd.Function):
 
 @operator("mplug::grouped_product")
 def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
-    """rows [M, I] times each group's own matrix: weight [e, O, I] if `transposed`, else [e, I, O] -> [M, O].
+    """rows [M, I] times the matrix of each row's group: weight [e, O, I] if `transposed`, else [e, I, O] -> [M, O].
 
-    `ends` [e] int32 is where each group's rows end.
+    `ends` [e] int32: the index after the last row of each group.
     """
     weight = weight.contiguous()
     matrices = weight.mT if transposed else weight
@@ -72,10 +73,11 @@ def _(rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
 
 @operator("mplug::add_grouped_product", mutates_args=("total", "stale"))
 def add_grouped_product(total: Tensor, stale: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> None:
-    """total [e, O, I] += of each group aᵀ b, with a [M, O] and b [M, I], kept in total's precision.
+    """total [e, O, I] += aᵀ b of each group, with a [M, O] and b [M, I], accumulated in total's dtype.
 
-    Where `stale`, a boolean on the CPU, is true, total becomes the products, and `stale` false. A GPU's kernel rounds
-    one micro batch's products to the type of a and b where it has no wider output; their sum is not rounded.
+    If `stale` (a boolean on the CPU) is true, the products overwrite total, and `stale` becomes false. A GPU kernel
+    without a wider output rounds the products of one micro batch to the dtype of a and b. Their sum over micro batches
+    is not rounded.
     """
     if _has_kernel(a, b):
         a, b, wide = a.contiguous(), b.contiguous(), total.dtype if _widens(a.device, a.dtype) else None
@@ -90,13 +92,13 @@ def add_grouped_product(total: Tensor, stale: Tensor, a: Tensor, b: Tensor, ends
 
 
 def _spans(ends: Tensor) -> list[tuple[int, int]]:
-    """Where each group's rows begin and end, on the host: a GPU without a kernel is waited for."""
+    """Where each group's rows begin and end, as Python integers. On a GPU the CPU waits for the device."""
     stops = ends.tolist()
     return list(zip([0, *stops[:-1]], stops, strict=True))
 
 
 def _has_kernel(a: Tensor, b: Tensor) -> bool:
-    """Whether torch multiplies the groups in one launch: bf16 on GPUs from sm90 on, in lines of 16 bytes."""
+    """Whether torch multiplies all groups in one launch: bf16, GPUs from sm90 on, rows of a multiple of 16 bytes."""
     if not a.is_cuda or a.dtype != torch.bfloat16 or not a.shape[0]:
         return False
     lines = (a.shape[-1], *(b.shape[1:] if b.dim() == 3 else b.shape[-1:]))
@@ -106,7 +108,7 @@ def _has_kernel(a: Tensor, b: Tensor) -> bool:
 
 @cache
 def _widens(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernel can give fp32 products of operands in a shorter type; torch tells by trying."""
+    """Whether the kernel can return fp32 products of narrower operands; torch has no query for it, so a call tries."""
     rows, ends = torch.zeros(16, 16, device=device, dtype=dtype), torch.full((1,), 16, device=device, dtype=torch.int32)
     try:
         torch._grouped_mm(rows.t(), rows, offs=ends, out_dtype=torch.float32)
@@ -117,11 +119,11 @@ def _widens(device: torch.device, dtype: torch.dtype) -> bool:
 
 @register_flop_formula(torch.ops.mplug.add_grouped_product)
 def _flops_of_sum(total: tuple[int, ...], stale: Any, a: tuple[int, ...], *_: Any, **__: Any) -> int:
-    """The same, where the weights' gradients are summed."""
+    """Two FLOPs per multiply-add of every row, in the weights' gradients."""
     return 2 * a[0] * total[1] * total[2]
 
 
 @register_flop_formula(torch.ops.mplug.grouped_product)
 def _flops(rows: tuple[int, ...], weight: tuple[int, ...], *_: Any, **__: Any) -> int:
-    """Two a multiply-add of every row."""
+    """Two FLOPs per multiply-add of every row."""
     return 2 * rows[0] * weight[1] * weight[2]

@@ -32,11 +32,11 @@ def _rows(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Gemm:
-    """The three matrix products of a linear layer: what fills the slot `Linear.gemm`.
+    """The three matrix products of a linear layer: the content of the slot `Linear.gemm`.
 
-    `forward(x [..., I], weight [O, I])` = x weightᵀ [..., O]; `dgrad(grad_y, weight)` = grad_y weight [..., I];
-    `wgrad(grad_y, x, main_grad)` adds grad_yᵀ x to `main_grad` [O, I], in that one's precision, and returns None, or
-    returns it where there is no `main_grad`.
+    `forward(x [..., I], weight [O, I])` returns x weightᵀ [..., O]. `dgrad(grad_y, weight)` returns grad_y weight [...,
+    I]. `wgrad(grad_y, x, main_grad)` adds grad_yᵀ x to `main_grad` [O, I], in the dtype of `main_grad`, and returns
+    None. If `main_grad` is None, it returns grad_yᵀ x.
     """
 
     forward: Callable[[Tensor, Tensor], Tensor] = _forward
@@ -48,9 +48,10 @@ PLAIN = Gemm()
 
 
 class _Product(torch.autograd.Function):
-    """y = x Wᵀ; backward: grad_x = grad_y W, and grad_yᵀ x goes straight into the weight's gradient sink.
+    """y = x Wᵀ; backward: grad_x = grad_y W, and grad_yᵀ x is added directly to the weight's gradient sink.
 
-    The sink's buffer is an argument that backward mutates, which traces; a Python call to the sink would not.
+    The sink's buffer is an argument that backward mutates. Such a mutation can be traced; a Python call to the sink
+    cannot.
     """
 
     @staticmethod
@@ -69,7 +70,7 @@ class _Product(torch.autograd.Function):
 
 
 def weight_gradient(grad_y: Tensor, x: Tensor, weight: Weights, gemm: Gemm = PLAIN) -> Tensor | None:
-    """grad_yᵀ x [O, I] of grad_y [..., O] and x [..., I]: added to the weight's sink, or returned where it has none."""
+    """grad_yᵀ x [O, I] of grad_y [..., O] and x [..., I]: added to the weight's sink, or returned if it has none."""
     if weight.main_grad is None or weight.stale is None:
         return gemm.wgrad(grad_y, x, weight.main_grad)
     if gemm.wgrad is _wgrad:
@@ -80,15 +81,16 @@ def weight_gradient(grad_y: Tensor, x: Tensor, weight: Weights, gemm: Gemm = PLA
 
 
 def multiply(x: Tensor, weight: Weights, gemm: Gemm) -> Tensor:
-    """x [..., I] -> x weightᵀ [..., O], by the products of `gemm`; the weight's gradient goes to its sink."""
+    """x [..., I] -> x weightᵀ [..., O], with the products of `gemm`; the weight's gradient goes to its sink."""
     y: Tensor = _Product.apply(x, *weight, gemm)  # type: ignore[no-untyped-call]
     return y
 
 
 def _identity(x: Tensor) -> Tensor:
-    """The default of the slots `Linear.gather`, before the product, and `Linear.scatter`, after it: no collective.
+    """The identity, without a collective: the default of the slots `Linear.gather` and `Linear.scatter`.
 
-    x [..., in] -> the product's input [..., in]; the product's y [..., out] -> [..., out].
+    `Linear.gather` runs before the product: x [..., in] -> the product's input [..., in]. `Linear.scatter` runs after
+    it: the product's y [..., out] -> [..., out].
     """
     return x
 
@@ -96,7 +98,8 @@ def _identity(x: Tensor) -> Tensor:
 class Linear(nn.Module):
     """y = x Wᵀ + b, with weight [out, in] as in torch.
 
-    `gather` comes before the product and `scatter` after it: identities until a strategy puts its collective there.
+    `gather` runs before the product and `scatter` after it. Both are identities until a strategy puts its collective
+    there.
     """
 
     SLOTS = ("Linear.gemm", "Linear.gather", "Linear.scatter")
@@ -110,11 +113,11 @@ class Linear(nn.Module):
         self.gather = self.scatter = _identity
 
     def product(self, x: Tensor) -> Tensor:
-        """x [..., in] -> x Wᵀ [..., out], without the bias (for those who fuse it)."""
+        """x [..., in] -> x Wᵀ [..., out], without the bias, for callers that fuse the bias."""
         return self.scatter(self.multiply(self.gather(x)))
 
     def multiply(self, x: Tensor) -> Tensor:
-        """What `gather` made of x [..., in] -> x Wᵀ [..., out], which `scatter` takes."""
+        """The output [..., in] of `gather` -> x Wᵀ [..., out], the input of `scatter`."""
         return multiply(x, Weights.of(self.weight), self.gemm)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""The language-model loss: a sum with a count, so that one global token count divides once.
+"""The language-model loss: a sum and a count. The host divides the sum once, by one global token count.
 
-N tokens, v the part of the vocabulary that this process has: all of it, or a range of it.
+N tokens, v the size of this process's part of the vocabulary (all of it, or a range of it).
 """
 
 from collections.abc import Callable
@@ -13,11 +13,11 @@ IGNORED = -100
 """The label of a position that has no target."""
 
 AT_ONCE = 1 << 26
-"""Logits that are widened to fp32 at a time, where no compiler does it in registers."""
+"""Number of logits that are widened to fp32 at a time. Compiled code widens in registers and ignores this."""
 
 
 Merge = Callable[[Tensor, Literal["SUM", "MAX"]], Tensor]
-"""What the parts of a vocabulary find [N] -> the sum or the maximum over all parts [N]."""
+"""Values [N] computed from one part of the vocabulary -> their sum or maximum over all parts [N]."""
 
 
 def _whole(values: Tensor, op: Literal["SUM", "MAX"]) -> Tensor:
@@ -36,11 +36,12 @@ def cross_entropy(hidden: Tensor, project: Callable[[Tensor], Tensor], labels: T
 
 
 def loss_sum(logits: Tensor, labels: Tensor, counted: Tensor, merge: Merge = _whole) -> Tensor:
-    """The sum over tokens of log sum_v exp(z_nv) - z_n,label in nats, at least fp32; its gradient has logits' type.
+    """The sum over tokens of log sum_v exp(z_nv) - z_n,label in nats, in at least fp32.
 
-    logits [N, v]; labels [N], below 0 where the label is not among these v; `counted` [N]: whether the token has a
-    target. Where others have the rest of the vocabulary, `merge` joins what each finds (arXiv 1909.08053, section 3).
-    Logits are kept in their own precision, and are widened some at a time.
+    logits [N, v]; labels [N], negative if the label is not among these v; `counted` [N]: whether the token has a
+    target. The gradient has the logits' dtype. If other ranks hold the rest of the vocabulary, `merge` combines the
+    values of all ranks (arXiv 1909.08053, section 3). The logits saved for backward keep their dtype, and are widened
+    in chunks.
     """
     result: Tensor = _CrossEntropy.apply(logits, labels, counted, merge)  # type: ignore[no-untyped-call]
     return result
@@ -55,7 +56,7 @@ def _wide(logits: Tensor) -> Tensor:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """grad_z = (softmax(z) - onehot(label)) grad, from the logits and log sum exp(z) alone."""
+    """grad_z = (softmax(z) - onehot(label)) grad, computed from the logits and log sum exp(z) alone."""
 
     @staticmethod
     def forward(ctx, logits, labels, counted, merge):  # type: ignore[no-untyped-def]

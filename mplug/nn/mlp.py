@@ -24,7 +24,7 @@ def activation(x: Tensor, bias: Tensor | None, kind: Kind) -> Tensor:
 
 
 class Activation(nn.Module):
-    """The activation between an MLP's projections, for blocks that fuse these with others."""
+    """The activation between an MLP's projections, for blocks that fuse the projections with others."""
 
     SLOTS: ClassVar[tuple[str, ...]] = ("MLP.activation",)
     mixes: ClassVar[frozenset[str]] = frozenset()
@@ -44,17 +44,18 @@ def core(
 ) -> Tensor:
     """The default of the slot `MLP.core`: act(x upᵀ + bias) downᵀ, [..., D] -> [..., D].
 
-    up [F, D] (swiglu: [2F, D], gate first), bias [F], down [D, F] are this rank's, x is what `Linear.gather` made of
-    the block's, and `Linear.scatter` gets what comes out. `composed`, of x, is all that by the narrower slots; a
-    supplier that fuses the products with the activation between them need not call it.
+    up [F, D] (swiglu: [2F, D], gate first), bias [F] (swiglu: [2F]) and down [D, F] are this rank's shards. x is the
+    output of the up projection's `Linear.gather`. The result is the input of the down projection's `Linear.scatter`.
+    `composed(x)` computes the same through the narrower slots. A supplier that fuses the products with the activation
+    need not call it.
     """
     return composed(x)
 
 
 class MLP(Activation):
-    """Up, activation, down.
+    """Up projection, activation, down projection.
 
-    The activation is GELU (arXiv 1606.08415; exact, or by tanh as in GPT-2) or SwiGLU (arXiv 2002.05202), for which
+    The activation is GELU (arXiv 1606.08415; exact, or with tanh as in GPT-2) or SwiGLU (arXiv 2002.05202). For SwiGLU,
     gate and up are one fused matrix.
     """
 

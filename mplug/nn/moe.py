@@ -10,10 +10,10 @@ from mplug.nn.router import Router
 
 
 class MixtureOfExperts(nn.Module):
-    """A router, its experts, and a shared part that every token uses.
+    """A router, its experts, and an optional shared MLP that every token uses.
 
-    `capacity_factor` None: no token is dropped. `shared_ffn_dim` 0: nothing is shared; with `shared_gate` a sigmoid of
-    the token weighs what is.
+    `capacity_factor` None: no token is dropped. `shared_ffn_dim` 0: there is no shared MLP. With `shared_gate`, the
+    shared MLP's output is multiplied by a sigmoid gate computed from the token.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class MixtureOfExperts(nn.Module):
 
     @property
     def weights_per_token(self) -> int:
-        """Elements of the weights that a token is multiplied with, in the router and in the experts that it chooses."""
+        """Number of weight elements that one token is multiplied by in the router and in its chosen experts."""
         choice, experts = self.router.choice, self.experts
         return (
             self.router.weight.numel()
@@ -46,12 +46,12 @@ class MixtureOfExperts(nn.Module):
 
     @property
     def mixes(self) -> frozenset[str]:
-        """Where experts have a capacity, the tokens of a micro batch compete for it."""
+        """If experts have a capacity, the tokens of a micro batch compete for it."""
         return frozenset() if self.capacity_factor is None else frozenset({"batch", "sequence"})
 
     @property
     def varies(self) -> str:
-        """What of it depends on the layout."""
+        """What depends on the layout; empty if nothing does."""
         if self.capacity_factor is None:
             return ""
         return "experts have room for some tokens of a micro batch; trainer.micro_batch_size decides which are dropped"

@@ -1,4 +1,4 @@
-"""Normalisation, with the residual addition before it."""
+"""Normalisation, fused with the residual addition before it."""
 
 from typing import ClassVar, Literal
 
@@ -12,7 +12,10 @@ Kind = Literal["layernorm", "rmsnorm"]
 def norm_residual(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, kind: Kind
 ) -> tuple[Tensor, Tensor]:
-    """(norm(x + residual), x + residual), both [..., D]: the default of the slot `Norm.norm_residual`."""
+    """(norm(x + residual), x + residual), both [..., D]: the default of the slot `Norm.norm_residual`.
+
+    Without a residual, the sum is x.
+    """
     summed = x if residual is None else x + residual
     if kind == "layernorm":
         return F.layer_norm(summed, weight.shape, weight, bias, eps), summed
@@ -34,5 +37,5 @@ class Norm(nn.Module):
         self.norm_residual = norm_residual
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x [..., D] and the residual stream that it is added to -> (the normed sum, the sum)."""
+        """x [..., D] and the residual stream [..., D] to add it to, or None -> (the normalised sum, the sum)."""
         return self.norm_residual(x, residual, self.weight, self.bias, self.eps, self.kind)

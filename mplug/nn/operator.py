@@ -1,4 +1,4 @@
-"""Operators of torch that are ours: in a compiled graph each is one node, whose inside no compiler sees."""
+"""Registers functions as torch operators: a compiled graph has one opaque node for each call."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
@@ -10,11 +10,11 @@ R = TypeVar("R")
 
 
 def operator(name: str, mutates_args: Iterable[str] = ()) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make a function of annotated arguments the operator `name` ('namespace::name'), on every device.
+    """Register a function with annotated arguments as the operator `name` ('namespace::name'), on every device.
 
-    Unless it returns nothing, `fake(name)` must say what. It has no derivative: who needs one calls it inside of a
-    `torch.autograd.Function`. For that, a call costs the host little: `torch.library.custom_op` puts five more
-    functions in Python around each, and a micro batch makes hundreds of calls.
+    Unless the function returns nothing, `fake(name)` must define the results for tensors without memory. The operator
+    has no derivative: for a gradient, call it inside a `torch.autograd.Function`. In return, a call costs little CPU
+    time: `torch.library.custom_op` adds five Python functions to each call, and a micro batch makes hundreds of calls.
     """
 
     def declare(function: Callable[P, R]) -> Callable[P, R]:
@@ -31,10 +31,10 @@ def operator(name: str, mutates_args: Iterable[str] = ()) -> Callable[[Callable[
 
 
 def fake(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make a function what the operator `name` does to tensors without memory: what it returns has the right shapes."""
+    """Register a function as the fake implementation of the operator `name`: it returns tensors of the right shapes."""
     marked: Callable[[Callable[P, R]], Callable[P, R]] = torch.library.register_fake(name)
     return marked
 
 
 def _nothing(*args: Any, **named: Any) -> None:
-    """What operators do to tensors without memory if all that they do is to change some."""
+    """The fake implementation of operators that only mutate their arguments."""

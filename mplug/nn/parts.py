@@ -1,9 +1,9 @@
-"""Attention part by part: stretches of queries against stretches of keys, and what puts the parts together again.
+"""Attention in parts: segments of queries against segments of keys, and the combination of the parts.
 
-B batch, S query length, T key length, H query heads, G KV heads, K head dim, N stretches. Over the parts of its keys, a
-query's output is the mean of the parts' outputs, weighted by the exponentials of their log-sum-exps (FlashAttention,
-arXiv 2205.14135, section 3.1). Backward needs no more than the whole's output and log-sum-exp: with P = exp(scores -
-log-sum-exp), every part has its own share of dq, dk and dv.
+B batch, S query length, T key length, H query heads, G KV heads, K head dim, N segments. If the keys of a query are
+divided into parts, the query's output is the mean of the parts' outputs, weighted by the exponentials of their
+log-sum-exps (FlashAttention, arXiv 2205.14135, section 3.1). Backward needs only the output and the log-sum-exp of the
+whole: with P = exp(scores - log-sum-exp), every part computes its own share of dq, dk and dv.
 """
 
 from collections.abc import Callable
@@ -13,28 +13,31 @@ import torch
 from torch import Tensor
 
 Lengths = tuple[Tensor, Tensor]
-"""(of queries, of keys), int64 [B, N] each, in all S and T: stretch n of the queries sees that of the keys alone."""
+"""Lengths of the segments (of queries, of keys), int64 [B, N] each, with sums S and T.
+
+Segment n of the queries sees only segment n of the keys.
+"""
 
 C = TypeVar("C", bound=Callable[..., Any])
 
 
 class AttentionParts(Protocol):
-    """What a supplier of `Attention.core` that offers 'log-sum-exp' has as its attribute `parts`.
+    """The attribute `parts` of a supplier of `Attention.core` that offers 'log-sum-exp'.
 
-    q [B, S, H, K], k and v [B, T, G, K], of any strides, with G dividing H. A part is full, or causal, with as many
-    keys as queries (and in every stretch of `lengths` as many). Lengths come where the site needs 'document_lengths'.
-    Both methods are called inside an operator: no compiler sees them, nor does autograd.
+    q [B, S, H, K], k and v [B, T, G, K], of any strides, with G dividing H. A part is full or causal. A causal part has
+    as many keys as queries, also in every segment of `lengths`. Callers pass `lengths` if the site needs
+    'document_lengths'. Both methods are called inside an operator, so neither a compiler nor autograd traces them.
     """
 
     name: str
-    """A word that no other parts of the process have: it becomes part of an operator's name."""
+    """A word that is unique among the parts of the process. It becomes part of an operator's name."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, lengths: Lengths | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(output [B, S, H, K], log-sum-exp [B, H, S] of the scores in fp32 at least).
+        """(output [B, S, H, K], log-sum-exp [B, H, S] of the scores in at least fp32).
 
-        A query without a key has zeros, and minus infinity.
+        For a query without a key, the output is zeros and the log-sum-exp minus infinity.
         """
 
     def backward(
@@ -50,17 +53,17 @@ class AttentionParts(Protocol):
         causal: bool,
         lengths: Lengths | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """This part's (dq, dk, dv), given the gradient, the output and the log-sum-exp of the whole."""
+        """This part's (dq, dk, dv), from the gradient, the output and the log-sum-exp of the whole."""
 
 
 def with_parts(core: C, parts: AttentionParts) -> C:
-    """The same supplier of `Attention.core`, which now has `parts`."""
+    """Set the attribute `parts` of a supplier of `Attention.core`, and return the supplier."""
     core.parts = parts  # type: ignore[attr-defined]
     return core
 
 
 def parts_of(core: Callable[..., Any]) -> AttentionParts:
-    """The parts of a supplier of `Attention.core`; ValueError where it has none."""
+    """The parts of a supplier of `Attention.core`; ValueError if it has none."""
     parts: AttentionParts | None = getattr(core, "parts", None)
     if parts is None:
         raise ValueError(f"{core!r} computes attention whole only; its 'supports' must refuse 'log-sum-exp'")
@@ -68,7 +71,7 @@ def parts_of(core: Callable[..., Any]) -> AttentionParts:
 
 
 def numbered(lengths: Tensor, length: int) -> Tensor:
-    """Which stretch each of `length` positions is in: lengths [B, N] -> [B, length]."""
+    """The number of the segment that contains each of `length` positions: lengths [B, N] -> [B, length]."""
     ends = lengths.cumsum(dim=1)  # [B, N]
     return torch.searchsorted(
         ends, torch.arange(length, device=ends.device).expand(len(ends), -1).contiguous(), right=True
@@ -76,7 +79,7 @@ def numbered(lengths: Tensor, length: int) -> Tensor:
 
 
 class PlainParts:
-    """The parts of the composition in plain torch: scores in memory, in fp32 at least."""
+    """The parts of the plain-torch composition: scores are materialized, in at least fp32."""
 
     name = "plain"
 
@@ -118,13 +121,13 @@ PLAIN_PARTS = PlainParts()
 
 
 def _wide(x: Tensor, q: Tensor) -> Tensor:
-    """x [B, T, G, K] in fp32 at least, with a head for each of q's: [B, T, H, K]."""
+    """x [B, T, G, K] in at least fp32, repeated to one head per head of q: [B, T, H, K]."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     return x.repeat_interleave(q.shape[2] // x.shape[2], dim=2)
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, causal: bool, lengths: Lengths | None) -> Tensor:
-    """[B, H, S, T], minus infinity where a query does not see a key."""
+    """[B, H, S, T], minus infinity for pairs in which the query does not see the key."""
     scores = torch.einsum("bshk,bthk->bhst", q.to(torch.promote_types(q.dtype, torch.float32)), _wide(k, q)) * scale
     if causal:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
@@ -144,6 +147,6 @@ def _weights(scores: Tensor, log_sum_exp: Tensor) -> Tensor:
 
 
 def _over_sharers(grad: Tensor, x: Tensor) -> Tensor:
-    """[B, T, H, K] -> [B, T, G, K]: query heads that share a KV head add up."""
+    """[B, T, H, K] -> [B, T, G, K]: the sum over the query heads that share a KV head."""
     summed: Tensor = grad.unflatten(2, (x.shape[2], -1)).sum(dim=3)
     return summed.to(x.dtype)

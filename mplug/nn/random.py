@@ -1,7 +1,7 @@
-"""Random numbers that depend on what they are for, never on the order in which they are drawn.
+"""Counter-based random numbers: they depend on what they are drawn for, never on the order of the draws.
 
-A number is a hash of a key and a counter (splitmix64's finalizer; Steele, Lea and Flood, OOPSLA 2014), so initial
-weights and dropout masks are the same under any layout, and no generator's state needs saving.
+A number is a hash of a key and a counter (splitmix64's finalizer; Steele, Lea and Flood, OOPSLA 2014). So initial
+weights and dropout masks are the same under any layout, and checkpoints save no generator state.
 """
 
 import math
@@ -35,21 +35,21 @@ def _shift(bits: Tensor, by: int) -> Tensor:
 
 
 def uniform(key: Tensor | int, counter: Tensor) -> Tensor:
-    """fp32 numbers in [0, 1), 24 bits each, for a key and int64 counters that broadcast."""
+    """fp32 numbers in [0, 1) with 24 random bits each; key and int64 counters broadcast."""
     return _shift(mix(key + counter * _GOLDEN), 40).to(torch.float32) * 2.0**-24
 
 
 def normal(key: int, counter: Tensor) -> Tensor:
-    """fp64 standard normal numbers for a key and int64 counters: the inverse distribution function of 52 bits.
+    """fp64 standard normal numbers for a key and int64 counters: the inverse distribution function of 52 random bits.
 
-    One bit more, and the largest number would round to infinity.
+    With 53 bits, the largest number would round to infinity.
     """
     bits = _shift(mix(key + counter * _GOLDEN), 12)
     return torch.erfinv((bits.to(torch.float64) + 0.5) * 2.0**-51 - 1) * math.sqrt(2)
 
 
 def sample_keys(seed: int, step: int, sample_ids: Tensor) -> Tensor:
-    """The keys [B] of a micro batch's samples in one step."""
+    """The random keys [B] of a micro batch's samples in one step."""
     return mix(sample_ids.to(torch.int64) * _GOLDEN + key_of(seed, "step", step))
 
 
@@ -61,8 +61,8 @@ def all_rows(positions: Tensor) -> Tensor:
 class Dropout(nn.Module):
     """Dropout whose mask is a function of (seed, step, site, sample, position, feature).
 
-    `site` is a buffer that the host sets from the module's name, so that all sites share one compiled graph. The slot
-    `rows` says which of the positions the rows of x are, where a strategy divides the sequence inside the model.
+    `site` is a buffer that the host sets from the module's name. So all sites share one compiled graph. If a strategy
+    divides the sequence inside the model, the slot `rows` selects the positions of the rows of x.
     """
 
     SLOTS = ("Dropout.rows",)
@@ -87,7 +87,7 @@ class Dropout(nn.Module):
 class Jitter(nn.Module):
     """x times uniform noise from 1 - epsilon to 1 + epsilon (arXiv 2101.03961, section 2.4), in training only.
 
-    The noise is a function of (seed, step, site, sample, position, feature), as a dropout's mask is.
+    Like a dropout mask, the noise is a function of (seed, step, site, sample, position, feature).
     """
 
     SLOTS = ("Dropout.rows",)

@@ -1,6 +1,6 @@
-"""The router of a mixture of experts, and what keeps the experts' load even.
+"""The router of a mixture of experts, with the losses and the bias that balance the experts' load.
 
-B batch, S sequence, D embed, E experts, k chosen by a token.
+B batch, S sequence, D embed, E experts, k experts chosen by a token.
 """
 
 from collections.abc import Callable
@@ -21,21 +21,22 @@ Balance = Literal["none", "micro_batch", "sequence", "global_batch"]
 
 
 def summed(values: Tensor, over: tuple[str, ...]) -> Tensor:
-    """The default of the slot `Router.summed`: this process sees all of the named activation axes.
+    """The default of the slot `Router.summed`: the identity, for a process that sees all of the named activation axes.
 
-    values [...], a statistic through which no gradient flows -> its sum over the ranks among which any of the axes
-    `over` is divided. The host fills it under every layout.
+    values [...] (a statistic; no gradient flows through it) -> its sum over the ranks among which any axis in `over` is
+    divided. The host fills this slot under every layout.
     """
     return values
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How a token's experts are chosen, and what weighs them.
+    """How a token's experts are chosen, and how they are weighted.
 
-    `score` turns logits into scores. The `top_k` best are chosen; with `num_groups` > 1, among the experts of the
-    `top_groups` best groups, by the sum of a group's two best scores (arXiv 2412.19437, section 2.1.2). Gates are the
-    scores of the chosen, divided by their sum if `normalize`, times `scale`.
+    `score` turns logits into scores. The `top_k` experts with the highest scores are chosen. With `num_groups` > 1,
+    only the experts of the `top_groups` best groups compete; a group's score is the sum of its two best scores (arXiv
+    2412.19437, section 2.1.2). Gates are the scores of the chosen experts times `scale`. If `normalize` is true and
+    `top_k` > 1, the scores are first divided by their sum.
     """
 
     num_experts: int
@@ -51,7 +52,7 @@ class Choice:
         return logits.softmax(dim=-1) if self.score == "softmax" else logits.sigmoid()
 
     def chosen(self, scores: Tensor) -> Tensor:
-        """scores [..., E] -> the numbers of the experts [..., k], the best first."""
+        """scores [..., E] -> the numbers of the chosen experts [..., k], the best first."""
         if self.num_groups > 1:
             grouped = scores.unflatten(-1, (self.num_groups, -1))  # [..., G, E / G]
             worth = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(dim=-1)
@@ -61,7 +62,7 @@ class Choice:
         return scores.topk(self.top_k, dim=-1).indices
 
     def gates(self, scores: Tensor, chosen: Tensor) -> Tensor:
-        """The weights [..., k] of the chosen."""
+        """The gates [..., k] of the chosen experts."""
         gates = scores.gather(-1, chosen)
         if self.normalize and self.top_k > 1:
             gates = gates / (gates.sum(dim=-1, keepdim=True) + 1e-20)
@@ -85,29 +86,31 @@ WIDE = Gemm(
     dgrad=lambda grad_y, weight: (grad_y @ _wide(weight)).to(weight.dtype),
     wgrad=_wide_wgrad,
 )
-"""Logits are fp32 whatever the precision (arXiv 2101.03961, section 2.4); what is kept for backward is not."""
+"""Products with fp32 logits in any precision (arXiv 2101.03961, section 2.4); backward's saved tensors stay narrow."""
 
 
 class Router(nn.Module):
-    """Chooses each token's experts, and takes part in the loss so that all experts are chosen about as often.
+    """Chooses each token's experts. Auxiliary losses and a bias keep the experts' load even.
 
-    The balancing loss (arXiv 2101.03961, section 2.2), E sum_i f_i P_i, is a sum over tokens n like the model's loss,
-    `balance_coefficient` * E sum_n sum_i f_i p_ni: p are the scores, made to sum to 1, and f_i is the share of expert i
-    in the choices of all the tokens that the loss covers, which carries no gradient. `balance` says which those are:
+    The balancing loss (arXiv 2101.03961, section 2.2) is E sum_i f_i P_i. Here it is a sum over tokens n, like the
+    model's loss: `balance_coefficient` * E sum_n sum_i f_i p_ni. p_n are the token's scores, normalised to sum 1. f_i
+    is the share of expert i in the choices of all tokens that the loss covers; it carries no gradient. `balance`
+    selects these tokens:
 
-        sequence      those of the token's own sequence, whole under any layout      (arXiv 2412.19437, section 2.1.2)
-        micro_batch   those of a micro batch, whole sequences of one data-parallel rank: depends on its size
-        global_batch  those of the whole global batch of the step before: no step knows its own before it ends. The
-                      first step has none: its shares are even
+        sequence      the tokens of the same sequence, whole under any layout       (arXiv 2412.19437, section 2.1.2)
+        micro_batch   the tokens of a micro batch: whole sequences of one data-parallel rank. Depends on its size
+        global_batch  the tokens of the previous step's global batch, because the shares of a step are known only
+                      at its end. In the first step, the shares are even
 
-    The z-loss (arXiv 2202.08906), `z_coefficient` * sum_n (log sum_i exp z_ni)², depends on nothing but the token.
-    Balancing without a loss (arXiv 2408.15664): `bias` [E] is added to the scores when experts are chosen, not to the
-    gates, and after each step moves by `bias_rate` towards those whose load in the global batch was below the mean. It
-    stays as it is where the router is frozen.
+    The z-loss (arXiv 2202.08906), `z_coefficient` * sum_n (log sum_i exp z_ni)², depends only on the token itself.
 
-    Buffers, which a model's plan describes: `load` [E], how often each expert was chosen in a step, and `losses` [2],
-    the step's sums of E sum_i f_i p_ni and of the z-loss, both without their coefficients, are statistics; `bias` [E]
-    (where `bias_rate` > 0) and `last_load` [E] (where `balance` is 'global_batch') are states.
+    `bias` [E] balances without a loss (arXiv 2408.15664). It is added to the scores when experts are chosen, not to the
+    gates. After each step it rises by `bias_rate` for experts whose load in the global batch was below the mean, and
+    falls by `bias_rate` for those above the mean. It does not change if the router is frozen.
+
+    Buffers, which a model's plan describes. Statistics: `load` [E], how often each expert was chosen in a step;
+    `losses` [2], the step's sums of E sum_i f_i p_ni and of the z-loss, both without their coefficients. States: `bias`
+    [E] (if `bias_rate` > 0) and `last_load` [E] (if `balance` is 'global_batch').
     """
 
     SLOTS = ("Router.summed",)
@@ -144,12 +147,12 @@ class Router(nn.Module):
 
     @property
     def mixes(self) -> frozenset[str]:
-        """A loss over a micro batch depends on all its samples; over positions it sums in a slot."""
+        """`batch` if the loss covers a micro batch. The sum over positions runs in a slot, so it does not count."""
         return frozenset({"batch"} if self.balance == "micro_batch" else ())
 
     @property
     def varies(self) -> str:
-        """What of it depends on the layout."""
+        """What depends on the layout; empty if nothing does."""
         if self.balance == "micro_batch":
             return "the balancing loss covers a micro batch, and trainer.micro_batch_size says what is in one"
         return ""
@@ -165,7 +168,7 @@ class Router(nn.Module):
         return chosen, self._balanced(gates, logits, scores, chosen) if self.training else gates
 
     def _balanced(self, gates: Tensor, logits: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-        """The gates [B, S, k], through which the auxiliary losses take part; counts what was chosen."""
+        """The gates [B, S, k], through which the auxiliary losses enter backward; this also adds to the statistics."""
         counts = self._counts(chosen)  # [B, E]
         z_loss = logits.logsumexp(dim=-1).square().sum()
         uneven = torch.zeros_like(z_loss) if self.balance == "none" else self._uneven(scores, counts)
@@ -175,19 +178,19 @@ class Router(nn.Module):
         return add_auxiliary(gates, loss, self.loss_scale) if loss.requires_grad else gates
 
     def _uneven(self, scores: Tensor, counts: Tensor) -> Tensor:
-        """E sum_n sum_i f_i p_ni: as many as there are tokens, where all experts are chosen equally often."""
+        """E sum_n sum_i f_i p_ni; equal to the number of tokens if all experts are chosen equally often."""
         probabilities = scores if self.choice.score == "softmax" else scores / scores.sum(dim=-1, keepdim=True)
         return (self._shares(counts)[:, None] * probabilities).sum() * self.choice.num_experts
 
     def _counts(self, chosen: Tensor) -> Tensor:
-        """How often each expert was chosen in each sample [B, E], of the positions of this rank."""
+        """How often each expert was chosen in each sample [B, E], in the positions of this rank."""
         samples, experts = len(chosen), self.choice.num_experts
         places = chosen.flatten(1) + experts * torch.arange(samples, device=chosen.device)[:, None]
         zeros = torch.zeros(samples * experts, dtype=torch.int64, device=chosen.device)
         return zeros.scatter_add(0, places.flatten(), torch.ones_like(places).flatten()).view(samples, experts)
 
     def _shares(self, counts: Tensor) -> Tensor:
-        """f, each expert's share of the choices that the loss covers: [B or 1, E]."""
+        """f, each expert's share in the choices that the loss covers: [B or 1, E]."""
         if self.balance == "global_batch":
             assert self.last_load is not None
             known = self.last_load + (self.last_load.sum() == 0)
@@ -198,7 +201,10 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def step_ended(self, skip: Tensor) -> None:
-        """Learn from `load`, the whole step's on all ranks. Where `skip` [] is 1, the step left no trace."""
+        """Update `bias` and `last_load` from `load`, the sum of the whole step over all ranks.
+
+        If `skip` [] is 1, the step was skipped and nothing changes.
+        """
         kept = skip == 0
         if self.bias is not None and self.weight.requires_grad:
             lacking = self.load.double().mean() - self.load

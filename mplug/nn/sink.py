@@ -1,7 +1,7 @@
-"""Adding to a gradient sink's buffer: operators, so that a traced backward pass may do it.
+"""Operators that add to a gradient sink's buffer. As operators, they can be part of a traced backward pass.
 
-`stale`, a boolean on the CPU, says that the buffer holds the last step's gradient still: whoever comes first overwrites
-it, and makes `stale` false.
+`stale` is a boolean on the CPU. True means that the buffer still holds the gradient of the last step: the first
+addition overwrites the buffer and sets `stale` to false.
 """
 
 from typing import NamedTuple
@@ -13,9 +13,9 @@ from mplug.nn.operator import operator
 
 
 class Weights(NamedTuple):
-    """A weight [O, I], a table [V, D] or this rank's experts [e, O, I], and the gradient sink it has while training.
+    """A weight [O, I], a table [V, D] or this rank's experts [e, O, I], with the gradient sink that it has in training.
 
-    `main_grad`, of the shape of `values`, and `stale` are the sink's; both are None where autograd keeps the gradient.
+    `main_grad` (of the shape of `values`) and `stale` belong to the sink. Both are None if autograd keeps the gradient.
     """
 
     values: Tensor
@@ -30,7 +30,7 @@ class Weights(NamedTuple):
 
 @operator("mplug::zero_if_stale", mutates_args=("total", "stale"))
 def zero_if_stale(total: Tensor, stale: Tensor) -> None:
-    """Where `stale` is true, total becomes zero, and `stale` false: for those who can only add."""
+    """If `stale` is true, set total to zero and `stale` to false; for code that can only add."""
     if stale:
         total.zero_()
         stale.fill_(False)
@@ -38,10 +38,10 @@ def zero_if_stale(total: Tensor, stale: Tensor) -> None:
 
 @operator("mplug::add_product", mutates_args=("total", "stale"))
 def add_product(total: Tensor, stale: Tensor, a: Tensor, b: Tensor) -> None:
-    """total [O, I] += a [O, N] b [N, I], summed and kept in total's precision whatever a's and b's is.
+    """total [O, I] += a [O, N] b [N, I], accumulated and kept in total's dtype, whatever the dtype of a and b.
 
-    Where `stale`, total becomes the product. On a GPU the product itself adds: nothing is rounded, and nothing passes
-    through memory a second time.
+    If `stale` is true, total becomes the product. On a GPU the product and the addition are one operation: the product
+    is never rounded, and no second pass over memory is needed.
     """
     beta = 0 if stale else 1
     stale.fill_(False)
@@ -55,9 +55,9 @@ def add_product(total: Tensor, stale: Tensor, a: Tensor, b: Tensor) -> None:
 
 @operator("mplug::add_rows", mutates_args=("total", "stale"))
 def add_rows(total: Tensor, stale: Tensor, indices: Tensor, rows: Tensor) -> None:
-    """total [V, D] [indices [N]] += rows [N, D], of which several may be meant for one row; the same bits every time.
+    """total [V, D] [indices [N]] += rows [N, D], bitwise deterministic; several rows may have the same index.
 
-    Rows that are meant for one are summed in fp32 at least first, and rounded to total's precision once.
+    On a GPU, rows with the same index are first summed in at least fp32, and the sum is rounded to total's dtype once.
     """
     zero_if_stale(total, stale)
     if total.is_cuda:
@@ -66,15 +66,15 @@ def add_rows(total: Tensor, stale: Tensor, indices: Tensor, rows: Tensor) -> Non
 
 
 def _unique(indices: Tensor, rows: Tensor, below: int) -> tuple[Tensor, Tensor]:
-    """(indices, rows [N, D] in fp32 at least) with each index `below` once; what is left over is zero rows.
+    """(indices, rows [N, D] in at least fp32) such that each index `below` has one row of sums; spare rows are zero.
 
-    Adding to a table in parallel adds in any order; so what has the same index is summed before, over sorted indices.
-    Nothing here has a size that depends on the indices, which would make the host wait.
+    Parallel additions to a table happen in any order. So rows with the same index are summed before, over sorted
+    indices. No size here depends on the indices, because that would make the CPU wait for the device.
     """
     ordered, order = indices.sort(stable=True)
     begins = torch.ones_like(ordered)
     begins[1:] = ordered[1:] != ordered[:-1]
-    number = begins.cumsum(0) - 1  # of the distinct index that a sorted one is
+    number = begins.cumsum(0) - 1  # [N]: each sorted index's number among the distinct ones
     which = torch.empty_like(number).scatter_(0, order, number)
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
     sums = torch.ops.aten.embedding_dense_backward(wide, which, len(indices), -1, False)

@@ -1,7 +1,7 @@
-"""What is asked of an attention core: a specification that is fixed, and the tensors that come with a call.
+"""What an attention core computes: a static specification, and the tensors that come with a call.
 
-B batch, S queries, T keys, H query heads of this rank, M documents of a sample, R reach of a relative bias. With T
-other than S, the queries are the last S of T positions.
+B batch, S queries, T keys, H query heads of this rank, M documents of a sample, R reach of a relative bias. If T is not
+S, the queries are the last S of T positions.
 """
 
 from collections.abc import Iterator
@@ -17,24 +17,29 @@ LOG_SUM_EXP, DOCUMENTS, FULL = "log-sum-exp", "document_lengths", "full attentio
 WINDOW, SOFT_CAP, SINKS = "window", "soft cap", "attention sinks"
 VALUE_WIDTH, KEY_LENGTH = "value width", "key length"
 ALIBI, RELATIVE = "alibi", "relative"
-"""The kinds of bias that have a meaning here; the need of a kind is 'alibi bias'."""
+"""The kinds of bias that plain torch computes. The need of a kind is its name with ' bias' appended: 'alibi bias'."""
 BIASES = frozenset({f"{ALIBI} bias", f"{RELATIVE} bias"})
 KNOWN = frozenset({DOCUMENTS, FULL, WINDOW, SOFT_CAP, SINKS, VALUE_WIDTH, KEY_LENGTH}) | BIASES
-"""Every need that a specification may have; 'log-sum-exp' is none of a site's, but of who wraps it."""
+"""The needs of sites that plain torch serves. 'log-sum-exp' is not among them: wraps need it, sites never do."""
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What a site's attention computes; equal specifications are one and the same function.
+    """What a site's attention computes; equal specifications describe the same function.
 
-    weights = softmax(cap(scale q kᵀ) + bias) over the keys that a query sees, and the output their sum of values.
+    weights = softmax(cap(scale q kᵀ) + bias) over the keys that a query sees; the output is the weighted sum of values.
 
-    `causal`: no query sees a later key. `window`: none sees a key that is `window` or more positions away. `documents`:
-    none sees another document's keys. `soft_cap` c: scores become c tanh(scores / c) (Gemma 2, arXiv 2408.00118).
-    `sinks`: every head has one more score, for nothing (gpt-oss, arXiv 2508.10925). `bias`: the kind of what is added
-    to the scores by positions and head: 'alibi', -slope |distance| (arXiv 2108.12409), 'relative', a table by distance
-    (T5, arXiv 1910.10683), or a kind that some kernel knows. `own_key_length`: there may be more keys than queries.
-    `dropout` is the probability with which a weight is dropped. Widths are those of one head.
+    - `causal`: a query sees no later key.
+    - `window`: a query sees only keys that are fewer than `window` positions away.
+    - `documents`: a query sees only keys of its own document.
+    - `soft_cap` c: scores become c tanh(scores / c) (Gemma 2, arXiv 2408.00118).
+    - `sinks`: every head has one additional score without a value (gpt-oss, arXiv 2508.10925).
+    - `bias`: the kind of a term that is added to the scores by position and head: 'alibi', -slope |distance|
+      (arXiv 2108.12409); 'relative', a table by distance (T5, arXiv 1910.10683); or a kind that only some kernel knows.
+    - `own_key_length`: the number of keys may exceed the number of queries.
+    - `dropout`: the probability with which an attention weight is dropped.
+
+    `key_width` and `value_width` are those of one head.
     """
 
     scale: float
@@ -51,7 +56,7 @@ class AttentionSpec:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What a supplier must offer beyond the plain case: causal, keys as wide as values and as many as queries."""
+        """What a supplier must offer beyond the plain case (causal, keys as wide as values and as many as queries)."""
         wanted = {
             DOCUMENTS: self.documents,
             FULL: not self.causal,
@@ -66,20 +71,20 @@ class AttentionSpec:
 
 
 class AttentionInputs(NamedTuple):
-    """The tensors of a call, each None where the specification has no use for it, and the place of its heads.
+    """The tensors of a call and the position of its heads; a tensor that the specification does not use is None.
 
-    The first head of this call is number `first_head` of the whole model's `num_heads`. Gradients flow to `sinks` and
-    `bias_table`, which hold this call's heads alone.
+    The first head of this call is head `first_head` of the whole model's `num_heads`. Gradients flow to `sinks` and
+    `bias_table`, which hold only the heads of this call.
     """
 
     keys: Tensor | None = None
-    """[B], int64: with dropout, the mask is a function of them, of a head's number in the whole model and positions."""
+    """[B], int64: the dropout mask is a function of them, of the head's number in the whole model, and of positions."""
     document_lengths: Tensor | None = None
-    """[B, M], int64: they add up to S in the order of the documents; zeros fill up."""
+    """[B, M], int64, in the order of the documents; each row sums to S, padded with zeros."""
     sinks: Tensor | None = None
     """[H]."""
     bias_table: Tensor | None = None
-    """[H, 2R + 1]: by the key's position minus the query's, from -R to R; what is farther away has the last value."""
+    """[H, 2R + 1], indexed by the key's position minus the query's, clamped to [-R, R]."""
     first_head: int = 0
     num_heads: int | None = None
 
@@ -90,7 +95,7 @@ NO_INPUTS = AttentionInputs()
 def unseen(
     spec: AttentionSpec, inputs: AttentionInputs, queries: int, keys: int, device: torch.device
 ) -> Iterator[Tensor]:
-    """Masks [S, T] or [B, 1, S, T], true where a query does not see a key; made for one call and kept nowhere."""
+    """Masks [S, T] or [B, 1, S, T], true if a query does not see a key. They are made anew in every call."""
     if spec.causal:
         yield torch.ones(queries, keys, dtype=torch.bool, device=device).triu(1 + keys - queries)
     if spec.window is not None:
@@ -102,7 +107,7 @@ def unseen(
 def bias_of(
     spec: AttentionSpec, inputs: AttentionInputs, heads: int, queries: int, keys: int, device: torch.device
 ) -> Tensor | None:
-    """What is added to the scores [B, H, S, T]: [H, S, T], or None; ValueError for a kind without a meaning here."""
+    """The bias [H, S, T] to add to scores [B, H, S, T], or None; ValueError for an unknown kind or missing inputs."""
     if not spec.bias:
         return None
     distances = _distances(queries, keys, device)
@@ -118,8 +123,8 @@ def bias_of(
 def alibi_slopes(heads: Tensor, num_heads: int) -> Tensor:
     """The slopes of heads [H], by their numbers in the whole model of `num_heads` (ALiBi, arXiv 2108.12409, section 3).
 
-    Of 2^n heads, the powers of 2^(-8 / 2^n); of another number those of the next lower power of two, then every other
-    one of twice as many heads.
+    Let n be the largest power of two up to `num_heads`. The first n heads have the slopes 2^(-8 / n), 2^(-16 / n), ...,
+    2^-8. The remaining heads have every other slope of a model with 2n heads, beginning with the first.
     """
     power = 2 ** (num_heads.bit_length() - 1)
     more = (2 * (heads - power) + 1) / (2 * power)
@@ -127,7 +132,7 @@ def alibi_slopes(heads: Tensor, num_heads: int) -> Tensor:
 
 
 def same_document(document_lengths: Tensor, length: int) -> Tensor:
-    """Which positions are in one document: lengths [B, M] -> [B, 1, S, S], made for one call and kept nowhere."""
+    """Whether two positions are in the same document: lengths [B, M] -> [B, 1, S, S]; made anew in every call."""
     numbers = numbered(document_lengths, length)  # [B, S]
     return (numbers[:, :, None] == numbers[:, None, :])[:, None]
 

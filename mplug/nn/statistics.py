@@ -1,4 +1,4 @@
-"""What modules count while they run: sums over a step, kept in buffers that the plan describes."""
+"""Statistics and auxiliary losses of modules: sums over a step, in buffers that the plan describes."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from mplug.nn.operator import operator
 
 @operator("mplug::count", mutates_args=("total",))
 def count(total: Tensor, values: Tensor) -> None:
-    """total [...] += values, unless a backward pass is under way: a forward pass inside of one is a recomputation."""
+    """total [...] += values, except during a backward pass: a forward pass inside backward is a recomputation."""
     if torch._C._current_graph_task_id() == -1:
         total.add_(values)
 
@@ -26,11 +26,12 @@ class _Auxiliary(torch.autograd.Function):
 
 
 def add_auxiliary(x: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
-    """x [...], through which `loss` [] takes part in the backward pass as if it were added to the model's loss.
+    """Return x [...]; in backward, `loss` [] has the gradient that it would have as a term of the model's loss.
 
-    Like that it is a sum over tokens, which one global count divides in the end. It stays where it is: nothing of it
-    travels to the last unit. `scale` [] is what the model's loss is multiplied with before its backward pass: a buffer
-    of the module named `loss_scale`, which the host fills.
+    `loss` must be a sum over tokens, like the model's loss; the host divides both by one global token count. The loss
+    stays on the rank that computes it: its value does not travel to the last unit. `scale` [] is the factor by which
+    the model's loss is multiplied before backward. It is a buffer of the module named `loss_scale`, which the host
+    fills.
     """
     result: Tensor = _Auxiliary.apply(x, loss, scale.to(loss.dtype))  # type: ignore[no-untyped-call]
     return result

@@ -1,4 +1,4 @@
-"""What strategies share: differentiable collectives, each stated once with its dual."""
+"""Differentiable collectives that strategies share; each is stated once, with its dual."""
 
 from mplug.ops.collectives import (
     Group,

@@ -1,18 +1,18 @@
 """Differentiable collectives over a process group of R ranks.
 
-Each function's backward is its dual: what is one's forward is the other's backward.
+Each function's backward is its dual: the forward of one is the backward of the other.
 
     function        forward                                   backward
     copy            x                                         sum of the ranks' gradients        f of arXiv 1909.08053
     reduce          sum of the ranks' x                       gradient                           g of arXiv 1909.08053
-    gather(dim)     the ranks' x, joined along dim            sum of gradients, own part         g of arXiv 2205.05198
-    scatter(dim)    sum of the ranks' x, own part of dim      the ranks' gradients, joined       its dual there
-    split(dim)      own part of dim                           the ranks' gradients, joined
-    join(dim)       the ranks' x, joined along dim            gradient, own part
-    exchange(i, j)  own part along i of the ranks' x,         the same of the ranks'             arXiv 2309.14509
-                    joined along j                            gradients, along j and i
+    gather(dim)     the ranks' x, concatenated along dim      sum of gradients, own part         g of arXiv 2205.05198
+    scatter(dim)    sum of the ranks' x, own part of dim      the ranks' gradients, concatenated its dual there
+    split(dim)      own part of dim                           the ranks' gradients, concatenated
+    join(dim)       the ranks' x, concatenated along dim      gradient, own part
+    exchange(i, j)  own part along i of the ranks' x,         the same with the ranks'           arXiv 2309.14509
+                    concatenated along j                      gradients, along j and i
 
-A group of None is one rank: every function is then the identity.
+If the group is None (one rank), every function is the identity.
 """
 
 from typing import Any, Literal
@@ -37,7 +37,7 @@ def all_reduce(x: Tensor, group: Group, op: Literal["SUM", "MAX"] = "SUM") -> Te
 
 
 def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
-    """The ranks' x [..., n, ...] joined along `dim`: [..., R n, ...]."""
+    """The ranks' x [..., n, ...] concatenated along `dim`: [..., R n, ...]."""
     if group is None:
         return x
     joined: Tensor = operators.all_gather(x, dim % x.dim(), group.size(), group.group_name)
@@ -62,7 +62,7 @@ def own_part(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def all_to_all(x: Tensor, group: Group, split_dim: int, join_dim: int) -> Tensor:
-    """This rank's part along `split_dim` of every rank's x [..., R n, ..., m, ...], joined: [..., n, ..., R m, ...]."""
+    """Own part along `split_dim` of every rank's x [..., R n, ..., m, ...], concatenated: [..., n, ..., R m, ...]."""
     if group is None:
         return x
     split_dim, join_dim = split_dim % x.dim(), join_dim % x.dim()
@@ -157,32 +157,32 @@ def _apply(function: type[torch.autograd.Function], x: Tensor, group: Group, *di
 
 
 def copy(x: Tensor, group: Group) -> Tensor:
-    """x, whose gradient is summed over the ranks."""
+    """Return x; backward sums the gradient over the ranks."""
     return _apply(_Copy, x, group)
 
 
 def reduce(x: Tensor, group: Group) -> Tensor:
-    """The sum of the ranks' x; the gradient passes as it is."""
+    """The sum of the ranks' x; backward passes the gradient unchanged."""
     return _apply(_Reduce, x, group)
 
 
 def gather(x: Tensor, group: Group, dim: int) -> Tensor:
-    """The ranks' x [..., n, ...] joined to [..., R n, ...]; a rank's gradient is its part of the sum."""
+    """The ranks' x [..., n, ...] concatenated: [..., R n, ...]; backward returns own part of the summed gradients."""
     return _apply(_Gather, x, group, dim)
 
 
 def scatter(x: Tensor, group: Group, dim: int) -> Tensor:
-    """This rank's part of the sum of the ranks' x [..., R n, ...]; the ranks' gradients are joined."""
+    """This rank's part of the sum of the ranks' x [..., R n, ...]; backward concatenates the ranks' gradients."""
     return _apply(_Scatter, x, group, dim)
 
 
 def split(x: Tensor, group: Group, dim: int) -> Tensor:
-    """This rank's part of an x [..., R n, ...] that all ranks hold alike; the ranks' gradients are joined."""
+    """Own part of x [..., R n, ...], which is equal on all ranks; backward concatenates the ranks' gradients."""
     return _apply(_Split, x, group, dim)
 
 
 def join(x: Tensor, group: Group, dim: int) -> Tensor:
-    """The ranks' x [..., n, ...] joined; a rank keeps its part of a gradient that all ranks hold alike."""
+    """The ranks' x [..., n, ...] concatenated; backward returns own part of the gradient, equal on all ranks."""
     return _apply(_Join, x, group, dim)
 
 

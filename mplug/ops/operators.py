@@ -1,8 +1,8 @@
-"""Collectives as torch operators: in a compiled graph each is one node, whose inside no compiler sees.
+"""Collectives as torch operators: a compiled graph has one opaque node for each.
 
-Traced into, a collective becomes torch's functional one, whose buffers inductor reuses and whose waits it moves; an
-operator of ours is over when it returns. A compiler may change the order of those that do not depend on each other:
-ranks of a group must compile graphs that are alike, and then have one order. A group travels by its name.
+A traced torch collective becomes a functional one; inductor reuses its buffers and moves its waits. An operator of
+mplug has finished when it returns. A compiler may reorder operators that do not depend on each other. So the ranks of a
+group must compile equal graphs, which gives them the same order. Groups are passed by name.
 """
 
 from math import prod
@@ -18,7 +18,7 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 AT_ONCE = 16
-"""The most slices that travel as they lie in memory, in one launch; more are packed into one tensor first."""
+"""Maximum number of slices sent without packing, in one launch; more slices are first packed into one tensor."""
 
 
 def _group(name: str) -> dist.ProcessGroup:
@@ -27,7 +27,7 @@ def _group(name: str) -> dist.ProcessGroup:
 
 
 def _slices(x: Tensor, dim: int) -> list[Tensor]:
-    """x [..., n, ...] cut before `dim`: contiguous slices [n, ...]; none where packing is better."""
+    """x [..., n, ...] cut before `dim` into contiguous slices [n, ...]; an empty list if packing is better."""
     count = prod(x.shape[:dim])
     return list(x.flatten(0, dim - 1)) if x.is_cuda and dim > 0 and 1 < count <= AT_ONCE else []
 
@@ -47,7 +47,7 @@ def _(x: Tensor, op: str, group: str) -> Tensor:
 
 @operator("mplug::all_gather")
 def all_gather(x: Tensor, dim: int, size: int, group: str) -> Tensor:
-    """The ranks' x [..., n, ...] joined along `dim`: [..., R n, ...]."""
+    """The ranks' x [..., n, ...] concatenated along `dim`: [..., R n, ...]."""
     x, joined = x.contiguous(), x.new_empty(*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :])
     if parts := _slices(x, dim):
         _group(group).allgather_into_tensor_coalesced(_slices(joined, dim), parts).wait()
@@ -73,7 +73,7 @@ def reduce_scatter(x: Tensor, dim: int, size: int, group: str) -> Tensor:
     if parts := _slices(x, dim):
         _group(group).reduce_scatter_tensor_coalesced(_slices(own, dim), parts).wait()
         return own
-    packed = x.unflatten(dim, (size, -1)).movedim(dim, 0).contiguous()  # [R, ..., n, ...]; x itself where dim is 0
+    packed = x.unflatten(dim, (size, -1)).movedim(dim, 0).contiguous()  # [R, ..., n, ...]; no copy if dim is 0
     _reduce_scatter_single(own, packed.flatten(0, 1), group=_group(group))
     return own
 
@@ -85,7 +85,7 @@ def _(x: Tensor, dim: int, size: int, group: str) -> Tensor:
 
 @operator("mplug::all_to_all")
 def all_to_all(x: Tensor, split_dim: int, join_dim: int, size: int, group: str) -> Tensor:
-    """This rank's part along `split_dim` of every rank's x [..., R n, ..., m, ...], joined: [..., n, ..., R m, ...]."""
+    """Own part along `split_dim` of every rank's x [..., R n, ..., m, ...], concatenated: [..., n, ..., R m, ...]."""
     parts = x.unflatten(split_dim, (size, -1)).movedim(split_dim, 0).contiguous()  # [R, ..., n, ..., m, ...]
     received = torch.empty_like(parts)
     dist.all_to_all_single(received, parts, group=_group(group))

@@ -1,15 +1,15 @@
-"""Rows that go to other ranks, in numbers that only the data decides: the all-to-all of arXiv 2006.16668.
+"""All-to-all of rows in data-dependent numbers (arXiv 2006.16668): expert parallelism sends rows to experts with it.
 
-A rank has rows in E = R e bins, of which each rank of the group wants e, in order. R ranks, e bins a rank, N rows to
-send, M received.
+A rank has rows in E = R e bins; each rank of the group owns e consecutive bins. R ranks, e bins per rank, N rows to
+send, M rows received.
 
-    function   forward                                            backward
-    send       each row to the rank that wants its bin, where     the rows' gradients, back where they came from
-               rows lie by bin, those of one bin by sender
-    give_back  each row to where it came from                     gradients, sent as the rows were
+    function   forward                                          backward
+    send       each row to the rank that owns its bin, there    the rows' gradients, returned to their senders
+               ordered by bin, within a bin by sender
+    give_back  each row to its sender                           gradients, sent like the rows
 
-Sizes are on the host before anything can travel: `meet` waits for the device, once. Rows after those of the last bin
-travel nowhere; in what `send`'s backward and `give_back` return they may hold anything.
+The sizes must be on the CPU before any row is sent: `meet` makes the CPU wait for the device, once. Rows after those of
+the last bin are not sent. Their values are undefined in the results of `give_back` and of `send`'s backward.
 """
 
 from typing import Any, NamedTuple
@@ -23,11 +23,11 @@ from mplug.ops.operators import _group
 
 
 class Meeting(NamedTuple):
-    """What a rank knows of rows that are to travel, once it has met the others; tensors only, so that it traces.
+    """The sizes and orders of one exchange of rows, as `meet` returns them; tensors only, so that it can be traced.
 
-    `counts` [e] int64 are the rows of each bin that it gets. `order` [M] says which of the rows, as they arrive, comes
-    where by bin; `inverse` [M] is the way back. `sizes` [2, R] on the CPU: how many rows it sends to, and gets from,
-    each rank.
+    `counts` [e] int64: number of rows that this rank receives in each of its bins. `order` [M]: index of each row by
+    bin among the rows as received; `inverse` [M]: the inverse permutation. `sizes` [2, R], on the CPU: number of rows
+    sent to and received from each rank.
     """
 
     counts: Tensor
@@ -37,23 +37,23 @@ class Meeting(NamedTuple):
 
 
 def meet(counts: Tensor, group: Group) -> Meeting:
-    """Tell every rank how many rows it will get: counts [R e] int64 of this rank's rows in every bin.
+    """Exchange the sizes of the rows to send: counts [R e] int64, the number of this rank's rows in every bin.
 
-    Here, and nowhere else, the host waits for the device.
+    This is the only function here in which the CPU waits for the device.
     """
     assert group is not None
     return Meeting(*_meet(counts, group.size(), group.group_name))
 
 
 def send(rows: Tensor, meeting: Meeting, group: Group) -> Tensor:
-    """rows [N, ...] by bin -> the rows [M, ...] of all ranks in this rank's bins, by bin."""
+    """rows [N, ...] ordered by bin -> the rows [M, ...] of all ranks in this rank's bins, ordered by bin."""
     assert group is not None
     sent: Tensor = _send(rows, *_way(meeting), group.group_name)
     return sent
 
 
 def give_back(rows: Tensor, meeting: Meeting, num_rows: int, group: Group) -> Tensor:
-    """rows [M, ...] as `send` has brought them -> [num_rows, ...], of which the first are this rank's own, by bin."""
+    """rows [M, ...] in the order of `send` -> [num_rows, ...]; it begins with this rank's own rows, ordered by bin."""
     assert group is not None
     returned: Tensor = _give_back(rows, *_way(meeting), num_rows, group.group_name)
     return returned
@@ -81,7 +81,7 @@ def _(counts: Tensor, size: int, group: str) -> tuple[Tensor, Tensor, Tensor, Te
 
 
 def _orders(received: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """received [R, e] -> by bin, the places [M] of rows that lie by sender; and by sender, their places by bin."""
+    """received [R, e] -> (for rows by bin, their places [M] by sender; for rows by sender, their places [M] by bin)."""
     shift = _starts(received) - _starts(received.t()).t()  # [R, e]
     places = torch.arange(num_rows, device=received.device)
     by_bin, by_sender = (
@@ -92,7 +92,7 @@ def _orders(received: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 
 
 def _starts(lengths: Tensor) -> Tensor:
-    """Where stretches of such lengths begin that lie one after the other, in row-major order."""
+    """The start of each of consecutive segments of these lengths, in row-major order."""
     flat = lengths.flatten()
     return (flat.cumsum(0) - flat).view(lengths.shape)
 

@@ -1,4 +1,4 @@
-"""The kit with which a plugin's author tests a plugin: a suite for each kind, and functions on several ranks."""
+"""The kit for testing a plugin: a test suite per kind of plugin, and `run_workers` for functions on several ranks."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ _LATE = {
     "require": "suite",
     "smoke": "suite",
 }
-"""What is imported when it is first used: a suite imports what its kind needs."""
+"""Names that are imported on first use, because a suite imports what its kind needs."""
 
 
 def suite_of(kind: str) -> "type[PluginSuite]":

@@ -1,4 +1,4 @@
-"""What can be told of a model without giving it memory: how it is built, and whether its plan describes it."""
+"""Checks of a model without memory: how it is built, and whether its plan describes it."""
 
 from collections.abc import Callable, Iterable
 from itertools import chain
@@ -23,25 +23,25 @@ from mplug.testing.capabilities import is_specified
 from mplug.testing.suite import Fault, naming_failures, require
 
 FREE_BYTES = 1 << 20
-"""What a constructor may compute with on the way: constants, never weights."""
+"""Maximum bytes that a constructor may compute with: enough for constants, not for weights."""
 
 
 def on_meta(run: Run) -> Model:
-    """The model as the plugin builds it for a run."""
+    """The model on the meta device, as the plugin builds it for a run."""
     with torch.device("meta"):
         model: Model = run.hooks.call.build_model(run=run)
     return model
 
 
 def units_with_parameters(model: Model) -> list[str]:
-    """The names of the units that have parameters, in order: what a config can freeze."""
+    """The names of the units that have parameters, in order; a config can freeze these units."""
     names = [name for name, _ in model.module.named_parameters(remove_duplicate=False)]
     units = [unit.name for unit in model.plan.units]
     return [unit for unit in units if any(name.startswith(f"{unit}.") for name in names)]
 
 
 class _Memory(TorchDispatchMode):
-    """Counts the bytes of the tensors made in the block, but for those on the meta device."""
+    """Counts the bytes of the tensors created in the block, except those on the meta device."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -55,7 +55,7 @@ class _Memory(TorchDispatchMode):
 
 
 def require_meta_build(run: Run) -> None:
-    """Building makes parameters on the meta device and nothing else: no memory, no random numbers, no other tensors."""
+    """Building creates tensors on the meta device only, allocates no memory and draws no random numbers."""
     before = torch.get_rng_state()
     with _Memory() as memory:
         module = on_meta(run).module
@@ -80,7 +80,7 @@ def require_meta_build(run: Run) -> None:
 
 
 def require_covered(model: Model) -> None:
-    """Plan and parameters belong to each other, one to one."""
+    """The plan describes each parameter exactly once, and nothing else."""
     _require_ties(model)
     for name, _ in model.module.named_parameters(remove_duplicate=False):
         units = [unit.name for unit in model.plan.units if name.startswith(f"{unit.name}.")]
@@ -108,7 +108,7 @@ def _require_ties(model: Model) -> None:
 
 
 def _require_known_axes(plan: Plan) -> None:
-    """What a parameter is broadcast over are axes of something."""
+    """Every axis over which a parameter is broadcast exists in a parameter, an entry or an activation."""
     flowing = chain(*plan.context.values(), *plan.activations.values())
     known = {*flowing, *(axis for described in plan.parameters.values() for axis in _axes(described.dims))}
     for pattern, described in plan.parameters.items():
@@ -128,7 +128,7 @@ def _require_known_axes(plan: Plan) -> None:
 
 
 def _require_norms_over_heads(model: Model) -> None:
-    """A QK-norm is one for all heads; strategies that divide heads learn it from the plan only."""
+    """All heads share one QK-norm. Strategies that divide heads learn this only from the plan."""
     divisible = {axis for described in model.plan.parameters.values() for axis in _axes(described.dims)}
     for name, part in model.module.named_modules():
         if not isinstance(part, DotProductAttention) or part.q_norm is None:
@@ -150,15 +150,15 @@ def _axes(dims: Iterable[str | Segment | tuple[Segment, ...]]) -> Iterable[str]:
 
 
 def other_functions(site: Site) -> str:
-    """What a site needs of its core that `mplug.nn` has no meaning for: the name of another function, or nothing."""
+    """The needs of a site's core that `mplug.nn` does not define: names of other functions, or an empty string."""
     of_its_specification: frozenset[str] = getattr(getattr(site.module, "spec", None), "needs", frozenset())
     return ", ".join(sorted(site.needs - KNOWN - of_its_specification))
 
 
 def require_own_cores(model: Model) -> None:
-    """A core that a module brings along computes what its specification says, or its sites need it by name.
+    """A module's own core computes what its specification says, or its sites need the core's function by name.
 
-    If they need nothing beyond the specification, every kernel may take its place, and the model becomes another one.
+    If the sites need nothing beyond the specification, any kernel may replace the core, which would change the model.
     """
     for site in sites(model.module):
         if site.slot != "Attention.core" or not hasattr(site.module, "spec") or other_functions(site):
@@ -176,7 +176,7 @@ def require_own_cores(model: Model) -> None:
 
 
 def require_fitting_units(model: Model) -> None:
-    """The units of training lead from the context to a loss, those of inference to logits."""
+    """The training units lead from the context to a loss, the inference units to logits."""
     plan = model.plan
     names = [unit.name for unit in plan.units]
     for name in names:

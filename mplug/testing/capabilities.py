@@ -1,7 +1,7 @@
-"""Attention cores and their parts, checked against those of the plain composition in fp64.
+"""Compares attention cores and their parts with those of the plain composition in fp64.
 
-Functions return what is wrong as a sentence, the empty string where nothing is. B batch, S queries, T keys, H query
-heads, G KV heads, K head dim.
+Functions return a fault as a sentence, or the empty string. B batch, S queries, T keys, H query heads, G KV heads, K
+head dim.
 """
 
 from collections.abc import Callable
@@ -17,15 +17,15 @@ from mplug.nn.parts import PLAIN_PARTS, AttentionParts, Lengths
 from mplug.nn.specification import RELATIVE
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
-"""How far the largest number may be from the truth, relative to the largest of the true ones (or to 1)."""
+"""Maximum absolute error, relative to the largest exact value (or to 1, if that is larger)."""
 LENGTH = 13
 LENGTHS = ((5, 1, 7, 0), (13, 0, 0, 0))
-"""Documents of two samples; a zero fills up."""
+"""Document lengths of two samples, padded with zeros."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The heads, type and device of a site."""
+    """The heads, dtype and device of a site."""
 
     num_heads: int
     num_kv_heads: int
@@ -45,11 +45,11 @@ class Setting:
         return self.drawn(1, queries, self.num_heads), self.drawn(2, keys, kv_heads), self.drawn(3, keys, kv_heads)
 
     def lengths(self, *rows: tuple[int, ...]) -> Tensor:
-        """Lengths of stretches [B, N]."""
+        """Lengths of segments [B, N]."""
         return torch.tensor(rows, device=self.device)
 
     def off(self, found: Tensor, exact: Tensor) -> bool:
-        """Whether numbers are far from the true ones; NaN is."""
+        """Whether numbers differ too much from the exact ones; NaN always does."""
         finite = exact.isfinite()
         if not torch.equal(found[~finite].double(), exact[~finite]):
             return True
@@ -58,7 +58,7 @@ class Setting:
 
 
 def core_fault(core: Callable[..., Tensor], setting: Setting, **asked: Any) -> str:
-    """A core that does not compute what a specification asks for: `causal`, `documents`."""
+    """The fault of a core under a specification with the fields `asked`: `causal`, `documents`."""
     spec = AttentionSpec(0.4, setting.head_dim, setting.head_dim, **asked)
     inputs = AttentionInputs(document_lengths=setting.lengths(*LENGTHS) if spec.documents else None)
     qkv, gradient = setting.qkv(), setting.drawn(4, LENGTH, setting.num_heads)
@@ -72,7 +72,7 @@ def core_fault(core: Callable[..., Tensor], setting: Setting, **asked: Any) -> s
 
 
 def is_specified(core: Callable[..., Tensor], module: Any) -> bool:
-    """Whether a core computes what the specification of its attention module says; without dropout, in fp64."""
+    """Whether a core computes the specification of its attention module; without dropout, in fp64."""
     spec: AttentionSpec = replace(module.spec, dropout=0.0)
     setting = Setting(module.num_heads, module.num_kv_heads, spec.key_width, torch.float64, "cpu")
     more = 3 if spec.own_key_length else 0
@@ -89,7 +89,7 @@ def is_specified(core: Callable[..., Tensor], module: Any) -> bool:
 
 
 def parts_fault(parts: AttentionParts, setting: Setting, packed: bool) -> str:
-    """Parts that are wrong; `packed`: with stretches, too."""
+    """The fault of an attention's parts; if `packed`, segments are tried too."""
     full, same = (
         (setting.lengths((2, 0, 5), (0, 7, 0)), setting.lengths((6, 3, 0), (1, 4, 4))),
         setting.lengths(*LENGTHS),
@@ -118,7 +118,7 @@ def _part_fault(
     causal: bool,
     lengths: Lengths | None,
 ) -> str:
-    """One part, whose whole has other keys, too: its log-sum-exp is larger, and its output another."""
+    """The fault of one part. The whole has further keys: its log-sum-exp is larger, and its output differs."""
     named: dict[str, Any] = {"scale": 0.4, "causal": causal, "lengths": lengths}
     q, k, v = inputs
     wide = (q.double(), k.double(), v.double())

@@ -1,4 +1,4 @@
-"""The suite for commands: what a plugin adds to `mplug`.
+"""The suite for commands: subcommands that a plugin adds to `mplug`.
 
     from mplug.testing import CommandSuite
 
@@ -6,7 +6,7 @@
         plugin = "tally"
         refused = (("--runs", "nowhere"),)
 
-Its tests run `mplug` in processes of their own, in an empty folder, as a user would.
+Its tests run `mplug` in separate processes in an empty folder, as a user would.
 """
 
 import json
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import click
 
 HEAVY = ("torch", "numpy", "pydantic")
-"""What help must not wait for."""
+"""Modules that `--help` must not import."""
 NO_SUCH_OPTION = "--no-such-option"
 
 SCRIPT = """
@@ -41,7 +41,7 @@ print("\\n" + json.dumps([status, sorted(sys.modules)]))
 
 @dataclass(frozen=True)
 class Said:
-    """What `mplug` said, with which status it ended, and which modules it had imported by then."""
+    """The result of a call of `mplug`: its output, its exit status, and the modules that it imported."""
 
     out: str
     err: str
@@ -50,23 +50,25 @@ class Said:
 
 
 class CommandSuite(PluginSuite):
-    """What a command must keep: it costs nothing until it is called, explains itself, and refuses in a sentence."""
+    """The requirements for a command: no cost until it is called, help texts, and refusals in one sentence."""
 
     kind = "commands"
     refused: ClassVar[tuple[tuple[str, ...], ...]] = ()
-    """Wrong arguments, each as the shell would split them, which it refuses by a sentence and exit status 2.
+    """Wrong arguments, each split as the shell would split them.
 
-    Some for every subcommand that takes a value; a subcommand's own words come first.
+    The command refuses each by a sentence and exit status 2.
+
+    Give some for every subcommand that takes a value, beginning with the subcommand's own words.
     """
 
     @classmethod
     def fields(cls) -> dict[str, Any]:
-        """None: a command has no config section."""
+        """Empty: a command has no config section."""
         return {}
 
     @smoke
     def test_it_keeps_the_contract(self) -> None:
-        """It imports, and is a click command of a name that no command of the host has."""
+        """It can be imported, and is a click command. No command of the host has its name."""
         from mplug.cli import COMMANDS
         from mplug.inspection import inspect_here
 
@@ -77,18 +79,18 @@ class CommandSuite(PluginSuite):
 
     @smoke
     def test_neither_importing_nor_configuring_it_imports_torch(self) -> None:
-        """Nor what else takes its time: help and completion are quick."""
+        """Nor other slow modules: help and completion must be fast."""
         said = self._says("--help")
         heavy = [name for name in HEAVY if name in said.modules]
         require(not heavy, f"'mplug {self.plugin} --help' imports {', '.join(heavy)}; import it where it is used")
 
-    # So what the suites of other kinds say of its fields does not apply.
+    # A command has no config fields, so these tests of the base class do not apply.
     test_its_config_survives_being_saved_and_read_again = None  # type: ignore[assignment]
     test_an_unknown_field_is_an_error_that_names_it = None  # type: ignore[assignment]
 
     @smoke
     def test_it_explains_itself(self) -> None:
-        """`mplug NAME --help`, in a folder with nothing in it."""
+        """`mplug NAME --help` works in an empty folder."""
         said = self._says("--help")
         require(said.status == 0, f"'mplug {self.plugin} --help' ends with status {said.status}: {_end_of(said)}")
         usage = f"Usage: mplug {self.plugin}"
@@ -107,7 +109,7 @@ class CommandSuite(PluginSuite):
 
     @smoke
     def test_every_command_and_option_has_a_help_text(self) -> None:
-        """Subcommands too."""
+        """Including subcommands."""
         for name, command in self._commands():
             require(command.help, f"'{name}' has no help text; give its function a docstring")
             for parameter in command.params:
@@ -117,7 +119,7 @@ class CommandSuite(PluginSuite):
 
     @smoke
     def test_an_unknown_option_is_an_error_that_names_it(self) -> None:
-        """A typo never passes in silence."""
+        """A misspelt option must never be ignored."""
         for name, _ in self._commands():
             said = said_by(*name.split()[1:], NO_SUCH_OPTION)
             require(
@@ -126,7 +128,7 @@ class CommandSuite(PluginSuite):
             require(NO_SUCH_OPTION in said.err, f"the error of '{name} {NO_SUCH_OPTION}' does not name the option")
 
     def test_wrong_arguments_are_known_of_every_command(self) -> None:
-        """Where nobody tries wrong ones, the first user finds the traceback."""
+        """If `refused` has none for a command, the first user finds the traceback."""
         for name, command in self._commands():
             words = tuple(name.split()[2:])
             takes = [parameter for parameter in command.params if not getattr(parameter, "is_flag", False)]
@@ -137,7 +139,7 @@ class CommandSuite(PluginSuite):
                 )
 
     def test_wrong_arguments_are_refused_in_a_sentence(self) -> None:
-        """Those of `refused`: raise `mplug.UsageError`, which says what, where and the remedy."""
+        """For the arguments in `refused`, it raises `mplug.UsageError`, which states problem, place and remedy."""
         for arguments in self.refused:
             said, line = self._says(*arguments), " ".join(("mplug", self.plugin, *arguments))
             require(
@@ -164,7 +166,7 @@ def _below(name: str, command: Any) -> "Iterator[tuple[str, click.Command]]":
 
 
 def said_by(*arguments: str) -> Said:
-    """Call `mplug` in a process of its own, whose folder is empty."""
+    """Call `mplug` in a separate process in an empty folder."""
     code = SCRIPT.format(path=sys.path)
     with TemporaryDirectory(prefix="mplug-command-") as folder:
         command = [sys.executable, "-c", code, *arguments]
@@ -172,7 +174,7 @@ def said_by(*arguments: str) -> Said:
     out, _, last = finished.stdout.rstrip("\n").rpartition("\n")
     try:
         status, modules = json.loads(last)
-    except ValueError:  # it did not end by a status
+    except ValueError:  # the process ended before SCRIPT printed its last line
         return Said(finished.stdout, finished.stderr, finished.returncode, frozenset())
     return Said(out, finished.stderr, status, frozenset(modules))
 

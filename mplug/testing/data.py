@@ -6,7 +6,7 @@
         plugin = "jotter"
         settings = {"data.path": str(Path(__file__).with_name("notes.jsonl"))}
 
-Its tests build the loaders of every rank in one process, as `build_loader` would on each, and look at the samples.
+Its tests build the loaders of every rank in one process, as `build_loader` would on each rank, and compare samples.
 """
 
 import copy
@@ -47,28 +47,28 @@ if TYPE_CHECKING:
     from mplug.run import Run
 
 LOOK = 64
-"""Samples that a test looks at where it needs no whole epoch."""
+"""Number of samples that a test reads if it needs no whole epoch."""
 PORTIONS = (8, 16, 5, 8)
-"""Samples of successive calls of `take`: equal for 2 and 4 ranks, and once not."""
+"""Numbers of samples of successive calls of `take`: three that 2 and 4 divide, and one that they do not."""
 LONGEST_EPOCH = 2000
-"""Samples of an epoch that a test still reads whole."""
+"""Maximum number of samples of an epoch that a test reads whole."""
 LARGEST_STATE = 1 << 20
-"""Bytes: a loader's state stands in the checkpoint's one JSON file, and every rank reads it."""
+"""Maximum bytes of a loader's state: it is part of the checkpoint's one JSON file, which every rank reads."""
 TEXTS = ("", "plain text: 1 + 2 = 3\n\tdone.", "Grüße, 世界 🌍", "".join(map(chr, range(32, 127))))
 
 
 class DataSuite(PluginSuite):
-    """What a data plugin must keep: one global order of samples, whatever the layout, and exact resume.
+    """The requirements for a data plugin: one global order of samples under any layout, and exact resume.
 
-    Name data in `settings` of which an epoch is short (some hundred samples of `trainer.seq_length` tokens) and whose
-    text does not repeat itself: then the tests also look over the borders of epochs, and tell the splits apart.
+    Give data in `settings` with short epochs (some hundred samples of `trainer.seq_length` tokens) and without repeated
+    text. Then the tests also cover the boundaries of epochs, and can tell the splits apart.
     """
 
     kind = "data"
     splits_are_disjoint: ClassVar[bool] = True
-    """No text of the validation split is in the training split."""
+    """The training split contains no text of the validation split."""
     shuffles: ClassVar[bool] = True
-    """The training order depends on `trainer.seed`, and every epoch has an order of its own."""
+    """The training order depends on `trainer.seed`, and differs from epoch to epoch."""
 
     @classmethod
     def naming(cls) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class DataSuite(PluginSuite):
         return ("data",)
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
-        """Both splits, and the numbers of data-parallel ranks."""
+        """Both splits, and several numbers of data-parallel ranks."""
         for name, values in {
             "split": ("train", "validation"),
             "world_size": (2, 4),
@@ -90,11 +90,11 @@ class DataSuite(PluginSuite):
             if name in metafunc.fixturenames:
                 metafunc.parametrize(name, values, ids=str)
 
-    # How the tests get at samples.
+    # Loaders for the tests.
 
     @classmethod
     def layout(cls, world_size: int, **changes: Any) -> "RunConfig":
-        """The config of the plugin's tiny run on so many data-parallel ranks."""
+        """The config of the plugin's tiny run on `world_size` data-parallel ranks."""
         if world_size > 1:
             changes["parallel__layout"] = f"{cls.config().parallel.data}{world_size}"
         with naming_failures("its config"):
@@ -102,7 +102,7 @@ class DataSuite(PluginSuite):
 
     @classmethod
     def ranks(cls, config: "RunConfig") -> "list[Run]":
-        """The runs of all ranks of a config, as each would prepare its own; no process is started."""
+        """The prepared runs of all ranks of a config, without starting a process."""
         from mplug.build import choose_device
 
         with naming_failures("preparing a run"):
@@ -122,33 +122,33 @@ class DataSuite(PluginSuite):
 
     @classmethod
     def loaders(cls, config: "RunConfig", split: str = "train") -> "list[Loader]":
-        """Fresh loaders of all ranks of a config."""
+        """New loaders of all ranks of a config."""
         return [cls.loader(run, split) for run in cls.ranks(config)]
 
     @classmethod
     def alone(cls, split: str = "train", **changes: Any) -> "Loader":
-        """A fresh loader of one rank, which reads the whole global order."""
+        """A new loader of a run with one rank, which reads the whole global order."""
         (loader,) = cls.loaders(cls.layout(1, **changes), split)
         return loader
 
     def _epoch(self, loader: "Loader") -> int | None:
-        """The samples of an epoch, where the loader states them and they can be read here."""
+        """The number of samples of an epoch; None if the loader does not state it or it is too large to read."""
         stated = getattr(loader, "samples_per_epoch", None)
         require(stated is None or stated > 0, f"samples_per_epoch is {stated}; an epoch has samples")
         return stated if stated is not None and stated <= LONGEST_EPOCH else None
 
-    # What a micro batch is.
+    # Micro batches.
 
     @smoke
     def test_it_builds_loaders(self) -> None:
-        """The one hook that a run needs of it."""
+        """`build_loader` is the one hook that a run requires of a data plugin."""
         from mplug.hooks import implemented
 
         hooks = implemented(Registry().load(self.entry()))
         require("build_loader" in hooks, f"'{self.plugin}' does not implement the hook 'build_loader'")
 
     def test_a_micro_batch_is_what_the_contract_says(self, split: str) -> None:
-        """Entries, shapes, types, device, and as many samples as `trainer.micro_batch_size`."""
+        """Entries, shapes, dtypes, device, and `trainer.micro_batch_size` samples."""
         (run,) = self.ranks(self.layout(1))
         loader, size = self.loader(run, split), run.micro_batch_size
         batches = taken(loader, 4 * size + 1)
@@ -161,7 +161,7 @@ class DataSuite(PluginSuite):
             refuse(out_of_range(batch, loader.vocab_size))
 
     def test_a_run_finds_no_fault_in_its_micro_batches(self, world_size: int, split: str) -> None:
-        """A run checks every micro batch and counts the samples of every rank; a fault ends it."""
+        """A run checks every micro batch and counts the samples of every rank. A fault ends the run."""
         from mplug.supervision import Source, Supervised
 
         for run in self.ranks(self.layout(world_size)):
@@ -171,11 +171,11 @@ class DataSuite(PluginSuite):
                     list(supervised.take(portion))
 
     def test_labels_are_the_next_tokens(self, split: str) -> None:
-        """Shifted by one, or ignored."""
+        """Each label is the next token, or ignored."""
         refuse(mislabelled(read(self.alone(split), LOOK)))
 
     def test_a_micro_batch_stays_as_it_is_when_the_next_ones_are_read(self) -> None:
-        """The host holds several at once: none may lie in memory that the loader uses again."""
+        """The host holds several micro batches at a time, so the loader must not reuse their memory."""
         expected = read(self.alone(), LOOK)
         held = [sample for batch in taken(self.alone(), LOOK) for sample in unpacked(batch)]
         refuse(difference(held, expected), "once the micro batches after it are read; give each one memory of its own")
@@ -183,7 +183,7 @@ class DataSuite(PluginSuite):
     # One order.
 
     def test_samples_have_one_order_whatever_the_portions_and_micro_batches(self, split: str) -> None:
-        """`sample_ids` count the samples of the global order."""
+        """`sample_ids` number the samples of the global order."""
         expected = read(self.alone(split), sum(PORTIONS))
         numbers = [sample.number for sample in expected]
         right = numbers == list(range(len(numbers)))
@@ -196,7 +196,7 @@ class DataSuite(PluginSuite):
         refuse(difference(portions, expected), f"when samples are taken in portions {PORTIONS}")
 
     def test_a_run_of_another_length_has_the_same_order_or_is_refused_the_state(self, split: str) -> None:
-        """A run may be made longer when it resumes: it must not go on in another order without a word."""
+        """A resumed run may be longer. The order must then stay the same, or the loader must refuse the state."""
         loader, steps = self.alone(split), self.config().trainer.steps
         expected = read(loader, LOOK)
         for others in (1, 5 * steps):
@@ -213,7 +213,7 @@ class DataSuite(PluginSuite):
                 )
 
     def test_a_seed_gives_one_order_in_every_process(self) -> None:
-        """Ranks are processes: what each of them draws or hashes on its own must not decide."""
+        """Ranks are processes: the order must not depend on a process's own random numbers or hashes."""
         from mplug.testing.workers import run_workers
 
         expected = read(self.alone(), LOOK)
@@ -230,7 +230,7 @@ class DataSuite(PluginSuite):
     # Over ranks.
 
     def test_its_fingerprint_is_one_text_on_every_rank(self) -> None:
-        """It is the data's alone: of the same data it is the same under another seed, so that data may move."""
+        """It depends only on the data. Another seed gives the same fingerprint, so that data may move."""
         loaders = [
             self.alone(),
             self.alone(trainer__seed=self.config().trainer.seed + 1),
@@ -243,14 +243,14 @@ class DataSuite(PluginSuite):
         )
 
     def test_ranks_together_read_what_one_rank_reads(self, world_size: int, split: str) -> None:
-        """No overlap, no gap, the same contents."""
+        """Without overlap or gap, and with the same contents."""
         alone, loaders = self.alone(split), self.loaders(self.layout(world_size), split)
         for portion in PORTIONS:
             expected = read(alone, portion)
             refuse(unfair([read(loader, portion) for loader in loaders], expected), f"(over {world_size} ranks)")
 
     def test_ranks_that_split_the_model_read_the_same_samples(self) -> None:
-        """A rank's part of the batch is `run.mesh.batch_shard(run.rank)`, not its number."""
+        """`run.mesh.batch_shard(run.rank)` gives a rank's part of the batch; the rank's number does not."""
         from mplug.mesh import Axis, Mesh
 
         config, parts = self.layout(2), []
@@ -267,7 +267,7 @@ class DataSuite(PluginSuite):
     # Resuming.
 
     def test_it_resumes_exactly(self, sizes: tuple[int, int], split: str) -> None:
-        """Under the same number of ranks and another, inside epochs and at their border; and once more after that."""
+        """On the same and on another number of ranks, within epochs and at their boundary, and twice in a row."""
         (before, after), alone = map(self.layout, sizes), self.alone(split)
         epoch = self._epoch(alone)
         places = (1, 21, *((epoch - 3, epoch, epoch + 5) if epoch and epoch > 3 else ()))
@@ -286,7 +286,7 @@ class DataSuite(PluginSuite):
                 refuse(fault, f"when resumed on {counted(sizes[1], 'rank')} after {start} samples on {sizes[0]}")
 
     def test_its_state_is_small_plain_data(self) -> None:
-        """Tensors, numbers, strings, lists and mappings: what a checkpoint holds, and no more from step to step."""
+        """Plain data as checkpoints hold it, of a size that does not grow with the steps."""
         loader = self.alone()
         bytes_after = []
         for _ in range(3):
@@ -298,7 +298,7 @@ class DataSuite(PluginSuite):
         require(growth < LOOK, f"its state grows with every sample: {bytes_after} bytes after each {LOOK}")
 
     def test_its_state_is_a_snapshot(self) -> None:
-        """It does not change when the loader goes on, neither the one that gave it nor the one that was given it."""
+        """The state does not change when the loader that returned it, or a loader that loaded it, reads on."""
         giver, receiver = self.alone(), self.alone()
         read(giver, 8)
         state = giver.state_dict()
@@ -312,7 +312,7 @@ class DataSuite(PluginSuite):
         require(image(state) == before, "the state changes when the loader that loaded it goes on; keep a copy")
 
     def test_evaluating_leaves_training_alone(self) -> None:
-        """Evaluation takes validation samples and puts the state back; it sees the same ones each time."""
+        """An evaluation reads validation samples and then restores the state. It reads the same samples each time."""
         expected = read(self.alone(), 24)
         (run,) = self.ranks(self.layout(1))
         training, validation = self.loader(run, "train"), self.loader(run, "validation")
@@ -325,10 +325,10 @@ class DataSuite(PluginSuite):
         refuse(difference(found, expected), "when the run evaluates in between")
         refuse(difference(evaluated[1], evaluated[0]), "when the run evaluates a second time")
 
-    # What an epoch and a split are.
+    # Epochs and splits.
 
     def test_every_sample_comes_once_an_epoch(self, split: str) -> None:
-        """Where the loader states `samples_per_epoch`."""
+        """If the loader states `samples_per_epoch`."""
         loader = self.alone(split)
         epoch = self._epoch(loader)
         if epoch is None:
@@ -343,7 +343,7 @@ class DataSuite(PluginSuite):
             require(not same, "the second epoch has the order of the first")
 
     def test_the_splits_share_no_text(self) -> None:
-        """Where the author says so: a validation sample stands nowhere in the training text."""
+        """If the author states `splits_are_disjoint`: the training text contains no validation sample."""
         if not self.splits_are_disjoint:
             raise SkipTest("the author says that the splits are not disjoint")
         loader, other = self.alone("train"), self.alone("validation")
@@ -355,7 +355,7 @@ class DataSuite(PluginSuite):
     # The rest.
 
     def test_text_survives_the_tokenizer(self) -> None:
-        """Where the plugin has one."""
+        """If the plugin builds a tokenizer."""
         (run,) = self.ranks(self.layout(1))
         with naming_failures("build_tokenizer"):
             tokenizer = run.hooks.call.build_tokenizer(run=run)
@@ -372,7 +372,7 @@ class DataSuite(PluginSuite):
             require(again == text, f"decoding the tokens of {text!r} gives {again!r}")
 
     def test_a_loader_leaves_nothing_running(self) -> None:
-        """No thread, process or open file outlives it, though it was left in the middle of a batch."""
+        """No thread, process or open file outlives a loader, even if it is dropped in the middle of a batch."""
         nothing_left("a loader that is no longer used", self._use_and_drop)
 
     def _use_and_drop(self) -> None:
@@ -383,7 +383,7 @@ class DataSuite(PluginSuite):
             next(iter(loader.take(8)))
 
     def test_a_run_trains_on_it_and_resumes(self) -> None:
-        """A real run of a few steps, and its second half again from the checkpoint in the middle."""
+        """A real run of a few steps, and a second run of its second half, from the checkpoint in the middle."""
         from mplug.testing.runs import trained
 
         config = self.config(trainer__steps=4, checkpoint__every=2, checkpoint__keep=9)

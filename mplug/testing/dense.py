@@ -1,7 +1,7 @@
-"""Pieces made by hand, so that an optimizer can be watched update by update.
+"""Artificial pieces, on which the suite checks an optimizer update by update.
 
-They have every shape that a model's parameters have (matrices, a fused one, a look-up table, experts, vectors, a
-scalar), with weight decay where it is usual and where it is not.
+They have every shape of a model's parameters (matrices, a fused matrix, a look-up table, experts, vectors, a scalar).
+There are matrices and vectors with weight decay and without.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -40,7 +40,7 @@ Gradient = Callable[[Piece, int], Tensor]
 
 
 def drawn(shape: tuple[int, ...], device: torch.device | str, *words: str | int) -> Tensor:
-    """Normal numbers that depend on what they are for."""
+    """Normal random numbers that depend only on `words`."""
     generator = torch.Generator().manual_seed(abs(key_of(*words)))
     return torch.randn(shape, generator=generator).to(device)
 
@@ -60,7 +60,7 @@ def with_weights(pieces: list[Piece]) -> list[Piece]:
 
 
 def padding(device: str) -> tuple[Piece, int]:
-    """The piece of a rank that holds nothing but padding: the last of four that share five rows; and that rank."""
+    """(a piece that is only padding, its rank): the last of four ranks that share five rows."""
     mesh = Mesh.of([Axis("rows", 4, splits=("vocab",))], 4)
     parameter = Parameter((Segment("vocab", 5, uneven="pad"), "embed"), INIT)
     placement = Placement("padding", parameter, (5, 12), mesh, (0, 1, 2, 3))
@@ -69,7 +69,10 @@ def padding(device: str) -> tuple[Piece, int]:
 
 
 def halves(piece: Piece) -> list[Piece]:
-    """The halves of a piece's elements, flat pieces whose tensors are views of the whole one's; a scalar has one."""
+    """The halves of a piece's elements, as flat pieces whose tensors are views of the piece's.
+
+    A scalar has one half.
+    """
     middle = piece.master.numel() // 2
     return [
         replace(piece, name=f"{piece.name} from {start}", master=master, gradient=gradient)
@@ -82,7 +85,7 @@ def halves(piece: Piece) -> list[Piece]:
 
 
 def matrices(piece: Piece) -> Iterator[tuple[str, Where]]:
-    """(name, where it is) of every matrix of a whole piece: of each segment, and of each expert."""
+    """(name, index) of every matrix of a whole piece: one for each segment and each expert."""
     for box in piece.placement.boxes(0):
         where = tuple(slice(start, start + length) for start, length in zip(box.offset, box.shape, strict=True))
         if len(box.shape) == 3:
@@ -94,17 +97,17 @@ def matrices(piece: Piece) -> Iterator[tuple[str, Where]]:
 
 
 def gradient_of(piece: Piece, number: int) -> Tensor:
-    """Another gradient in every step."""
+    """A gradient that differs in every step."""
     return drawn(tuple(piece.gradient.shape), piece.gradient.device, piece.name, number)
 
 
 def times(factor: float) -> Gradient:
-    """The gradients multiplied by a number."""
+    """The gradients of `gradient_of`, multiplied by a number."""
     return lambda piece, number: gradient_of(piece, number) * factor
 
 
 class Bench:
-    """An optimizer of pieces made by hand; `what` they are goes into the Fault of an optimizer that fails on them."""
+    """An optimizer of artificial pieces; the Fault of a failing optimizer names the pieces by `what`."""
 
     def __init__(self, run: Run, pieces: list[Piece], what: str = "pieces") -> None:
         self.run, self.pieces, self.what = run, pieces, what
@@ -120,35 +123,35 @@ class Bench:
         return StepScalars(next(tensors), next(tensors), next(tensors), weight_decay)
 
     def step(self, number: int, gradient: Gradient = gradient_of, **scalars: float) -> None:
-        """Make an update by the gradients of a step, which depend on its number alone."""
+        """Run an update with the gradients of a step; they depend only on its number."""
         for piece in self.pieces:
             piece.gradient.copy_(gradient(piece, number))
         with naming_failures(f"a step of {self.what}"):
             self.optimizer.step(self.scalars(**scalars))
 
     def states(self) -> Iterator[tuple[Piece, str, Tensor]]:
-        """(piece, name, tensor) of everything in the optimizer's state."""
+        """(piece, name, tensor) of the optimizer's whole state."""
         for piece in self.pieces:
             for name, tensor in self.optimizer.state(piece).items():
                 yield piece, name, tensor
 
     def masters(self) -> dict[str, Tensor]:
-        """Copies of the weights."""
+        """Copies of the masters."""
         return {f"the weight '{piece.name}'": piece.master.clone() for piece in self.pieces}
 
     def snapshot(self) -> dict[str, Tensor]:
-        """Copies of weights and state."""
+        """Copies of masters and state."""
         states = {f"the state '{name}' of '{piece.name}'": tensor.clone() for piece, name, tensor in self.states()}
         return {**self.masters(), **states}
 
 
 def other_bits(one: Tensors, other: Tensors) -> str:
-    """The name of the first tensor whose bits differ; the empty string where none's do."""
+    """The name of the first tensor whose bits differ; empty if there is none."""
     return next((name for name, tensor in one.items() if not torch.equal(tensor, other[name])), "")
 
 
 def apart(one: Tensors, other: Tensors, tolerance: float) -> str:
-    """The name of the first tensor that differs by more than `tolerance` of its largest number."""
+    """The first tensor that differs by more than `tolerance` times its largest value, by name; empty if none."""
     for name, tensor in one.items():
         if not float((tensor - other[name]).abs().max()) <= tolerance * float(tensor.abs().max()):
             return name
@@ -162,14 +165,14 @@ READING = {
 
 
 class HostReads(Exception):
-    """A tensor's value was read on the host, by the function that the message names."""
+    """A function, which the message names, read a tensor's value on the CPU."""
 
 
 class NoReading(TorchFunctionMode):
-    """While it is active, reading a tensor's value on the host raises HostReads: on a GPU that waits for the device."""
+    """While it is active, reading a tensor's value on the CPU raises HostReads: on a GPU the CPU would wait."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Called for every function of torch."""
+        """torch calls this for each of its functions."""
         name = getattr(func, "__name__", "")
         if name in READING:
             raise HostReads(name)

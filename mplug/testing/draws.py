@@ -1,6 +1,6 @@
-"""What kernels draw by themselves, watched: where torch's generators stand when a unit begins to compute.
+"""Watches the random numbers that kernels draw themselves: the state of torch's generators when a unit begins.
 
-A kernel without keys (fused dropout) draws from them, so equal states are equal masks.
+A kernel that takes no keys (fused dropout) draws from these generators, so equal states give equal masks.
 """
 
 from collections.abc import Iterator
@@ -18,10 +18,10 @@ REMEDY = "give units what DefaultStepper.entries returns, called once for each m
 
 
 def draws_fault(traces: "list[Trace]", reference: "Trace") -> str:
-    """What is wrong with what kernels draw in a run; the empty string where it is right.
+    """The fault in the random numbers that kernels draw in a run; empty if there is none.
 
-    It is a function of step, micro batch, unit and place: another wherever one of these is another, the same where
-    ranks hold copies, and for the first place what one process draws.
+    The numbers must be a function of step, micro batch, unit and place. They must differ if any of these differs, and
+    be equal on ranks that hold copies. For the first place they must equal those of one process.
     """
     first: dict[str, tuple[int, Call, int]] = {}
     states: dict[tuple[Call, int], tuple[int, str]] = {}
@@ -51,12 +51,12 @@ def _named(call: Call) -> str:
     return f"in unit '{unit}', samples {', '.join(map(str, samples))} of step {step},"
 
 
-# A kernel that draws, for whoever runs units again.
+# A kernel that draws, for tests of plugins that run units again.
 
 
 @contextmanager
 def drawing_attention(calls: list[None]) -> Iterator[None]:
-    """In the block, attention of new models in plain torch drops some of its outputs, by torch's own generator.
+    """In the block, plain-torch attention of new models drops some of its outputs by torch's own generator.
 
     Every call appends to `calls`.
     """
@@ -79,7 +79,7 @@ def drawing_attention(calls: list[None]) -> Iterator[None]:
 
 
 def first_gradients(settings: "TinySettings") -> "dict[str, Tensor]":
-    """The gradients that the first micro batch of a tiny run leaves in the sinks."""
+    """The gradients in the sinks after the first micro batch of a tiny run."""
     from mplug.build import build
     from mplug.testing.harness import in_fp64, tiny_run
 

@@ -1,4 +1,4 @@
-"""The suite for extensions: observers, which look and tell and never change a run.
+"""The suite for extensions: observers, which report on a run and never change it.
 
     from mplug.testing import ExtensionSuite
 
@@ -33,21 +33,21 @@ if TYPE_CHECKING:
     from mplug.testing.watch import Watch
 
 STEPS = 4
-"""Of the runs in these tests."""
+"""Number of steps of the runs in these tests."""
 
 
 class ExtensionSuite(PluginSuite):
-    """What an observer must keep: a run with it is the run without it."""
+    """The requirements for an observer: a run with it is bitwise equal to the run without it."""
 
     kind = "extensions"
     files: ClassVar[tuple[str, ...]] = ()
-    """Globs of the files that a run with it leaves, in the run's directory; an absolute glob allows files elsewhere."""
+    """Globs of the files that it writes in the run's directory. An absolute glob allows files elsewhere."""
     keeps_history: ClassVar[bool] = True
-    """Its files tell of the whole run, also where that was resumed. False: they tell of what one start has done."""
+    """Its files cover the whole run, also after a resume. If False, they cover only the run since its last start."""
 
     @classmethod
     def naming(cls) -> dict[str, Any]:
-        """A section of its own below `extensions`."""
+        """Its own section below `extensions`."""
         return {f"extensions.{cls.plugin}": {}}
 
     @classmethod
@@ -56,7 +56,7 @@ class ExtensionSuite(PluginSuite):
         return ("extensions", cls.plugin)
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
-        """Runs that finish, runs that fail while they are built, and runs that fail at their third step."""
+        """Runs that finish, runs that fail during the build, and runs that fail at their third step."""
         if "fails_at" in metafunc.fixturenames:
             metafunc.parametrize("fails_at", (None, 0, 3), ids=("finished", "never started", "failed"))
 
@@ -72,7 +72,7 @@ class ExtensionSuite(PluginSuite):
     def watched(
         cls, directory: Path, steps: int = STEPS, resume_from: Path | None = None, fails_at: int | None = None
     ) -> "tuple[Witness, Watch]":
-        """A run with the plugin, and what its hooks did in it; one that is to fail leaves no save under way."""
+        """A run with the plugin, and the record of its hooks; a run that is to fail saves no checkpoint."""
         from mplug.testing.runs import trained
         from mplug.testing.watch import Watch
 
@@ -87,12 +87,12 @@ class ExtensionSuite(PluginSuite):
     # Its hooks.
 
     def test_it_implements_a_hook(self) -> None:
-        """Else naming it does nothing."""
+        """Otherwise naming the plugin has no effect."""
         hooks = implemented(Registry().load(self.entry()))
         require(set(hooks) - {"configure"}, f"'{self.plugin}' implements no hook of a run, so naming it does nothing")
 
     def test_its_hooks_are_called_in_the_order_of_a_run(self) -> None:
-        """Started, step by step, finished; and where a run fails, told so once."""
+        """The start, every step, the end; a failing run calls `run_failed` once."""
         hooks = implemented(Registry().load(self.entry()))
         with TemporaryDirectory(prefix="mplug-run-") as folder:
             witness, watch = self.watched(Path(folder) / "finished")
@@ -103,19 +103,19 @@ class ExtensionSuite(PluginSuite):
         refuse(miscounted(failed.calls, hooks, {"run_started": 1, "run_finished": 0, "run_failed": 1}, "a failing run"))
 
     def test_no_hook_of_it_raises(self, fails_at: int | None) -> None:
-        """The run goes on without it, but then it tells nothing."""
+        """The run would continue without the observer, which would then report nothing."""
         with TemporaryDirectory(prefix="mplug-run-") as folder:
             _, watch = self.watched(Path(folder), fails_at=fails_at)
         refuse(*watch.raised)
 
     def test_it_leaves_the_record_as_it_is(self) -> None:
-        """Other observers get the same one."""
+        """All observers get the same record."""
         with TemporaryDirectory(prefix="mplug-run-") as folder:
             _, watch = self.watched(Path(folder))
         refuse(*watch.changed)
 
     def test_it_draws_no_random_numbers(self) -> None:
-        """Not the run's: a generator of its own is free."""
+        """It must not use the global generators. A generator of its own is allowed."""
         with TemporaryDirectory(prefix="mplug-run-") as folder:
             _, watch = self.watched(Path(folder))
         refuse(*watch.drawn)
@@ -123,7 +123,7 @@ class ExtensionSuite(PluginSuite):
     # The run.
 
     def test_a_run_with_it_is_the_run_without_it(self) -> None:
-        """Bitwise: losses, gradient norms and weights."""
+        """Losses, gradient norms and weights are bitwise equal."""
         from mplug.testing.runs import trained
 
         with TemporaryDirectory(prefix="mplug-run-") as folder:
@@ -132,7 +132,7 @@ class ExtensionSuite(PluginSuite):
         refuse(departure(found, plain))
 
     def test_it_survives_a_resume(self) -> None:
-        """In the same directory, from the middle: it meets its own files, and steps that it has seen."""
+        """In the same directory, from the middle of the run: its files exist already, and some steps repeat."""
         from mplug.testing.runs import trained
 
         with TemporaryDirectory(prefix="mplug-run-") as folder:
@@ -144,7 +144,7 @@ class ExtensionSuite(PluginSuite):
         refuse(departure(resumed, plain))
 
     def test_its_files_tell_of_the_whole_run_after_a_resume(self) -> None:
-        """What two runs without a stop both write, a run that was resumed has too."""
+        """Words that two uninterrupted runs both write must also be in the files of a resumed run."""
         if not self.keeps_history:
             raise SkipTest("the author says that its files tell of one start only")
         with TemporaryDirectory(prefix="mplug-run-") as folder:
@@ -159,14 +159,14 @@ class ExtensionSuite(PluginSuite):
             refuse(*(forgotten(path, (one, other), resumed) for path in told))
 
     def test_it_leaves_nothing_open_or_running(self, fails_at: int | None) -> None:
-        """No thread, process or open file outlives the run, however that ends."""
+        """No thread, process or open file outlives the run, whether it finishes or fails."""
         with TemporaryDirectory(prefix="mplug-run-") as folder:
             directories = map(Path(folder).joinpath, ("first", "second"))
             by = "a run with it" if fails_at is None else "a run with it that fails"
             nothing_left(by, lambda: self.watched(next(directories), fails_at=fails_at))
 
     def test_it_writes_the_files_that_it_says_and_no_other(self) -> None:
-        """`files` in the run's directory, and nothing elsewhere."""
+        """It writes the files in `files`, and no others."""
         with TemporaryDirectory(prefix="mplug-run-") as folder:
             (told,) = self._on_ranks(1, Path(folder))
             left = files_of(Path(folder) / "with") - files_of(Path(folder) / "without")
@@ -182,7 +182,7 @@ class ExtensionSuite(PluginSuite):
         return any(fnmatch(path.as_posix(), one) for one in self.files)
 
     def test_it_works_on_every_rank(self) -> None:
-        """On two: hooks raise on none, and no file is written by both."""
+        """On two ranks, no hook raises, and no file is written by both ranks."""
         with TemporaryDirectory(prefix="mplug-run-") as folder:
             told = self._on_ranks(2, Path(folder))
         first, second = ({*one.inside, *one.elsewhere} for one in told)
@@ -206,7 +206,7 @@ class ExtensionSuite(PluginSuite):
 
 @dataclass(frozen=True)
 class Told:
-    """What a rank tells of a run: the hooks that raised, and the files that hooks wrote."""
+    """A rank's report of a run: the hooks that raised, and the files that hooks wrote."""
 
     raised: list[str]
     inside: list[Path]
@@ -214,7 +214,7 @@ class Told:
 
 
 def be_rank(label: str, settings: Mapping[str, Any], plain: Mapping[str, Any], folder: str) -> Told:
-    """Be one rank of a run without the plugin and of a run with it, in a process whose folder is empty."""
+    """Act as one rank of a run without the plugin, then of a run with it, in a process whose folder is empty."""
     from mplug.testing.runs import trained
     from mplug.testing.watch import Watch
 
@@ -230,17 +230,17 @@ def be_rank(label: str, settings: Mapping[str, Any], plain: Mapping[str, Any], f
     return Told(watch.raised, inside, outside)
 
 
-# What is wrong, as a sentence; the empty string where nothing is.
+# Functions that return a fault as a sentence, or the empty string if there is none.
 
 
 def short(settings: Mapping[str, Any], steps: int = STEPS, saves_every: int = 2) -> "RunConfig":
-    """The config of a run of a few steps, which evaluates after the last and keeps all of its checkpoints."""
+    """The config of a run of a few steps that evaluates after the last step and keeps all its checkpoints."""
     own = {"trainer.steps": steps, "checkpoint.every": saves_every, "checkpoint.keep": 9}
     return tiny_config({**settings, **own})
 
 
 def refuse(*faults: str) -> None:
-    """Raise Fault for the first sentence that tells one."""
+    """Raise Fault for the first sentence that is not empty."""
     for fault in filter(None, faults):
         raise Fault(fault)
 
@@ -249,7 +249,7 @@ Calls = Sequence[tuple[str, int | None]]
 
 
 def miscounted(calls: Calls, hooks: Iterable[str], expected: Mapping[str, int], run: str) -> str:
-    """A hook that was not called as often as a run calls it."""
+    """A hook whose number of calls differs from that of a run."""
     for hook, count in expected.items():
         found = sum(called == hook for called, _ in calls)
         if hook in hooks and found != count:
@@ -260,7 +260,7 @@ def miscounted(calls: Calls, hooks: Iterable[str], expected: Mapping[str, int], 
 
 
 def misordered(calls: Calls, hooks: Iterable[str]) -> str:
-    """A hook that was called at another time than a run calls it."""
+    """A hook that was called in another order than in a run."""
     order = [hook for hook, _ in calls if hook in OBSERVING]
     for hook, place in (("run_started", 0), ("run_finished", -1)):
         if hook in hooks and order[place] != hook:
@@ -276,7 +276,7 @@ NAMES_ANOTHER = "does its @hookimpl name another hook?"
 
 
 def departure(found: "Witness", plain: "Witness") -> str:
-    """The first thing in which a run with the plugin differs from the run without it."""
+    """The first difference between a run with the plugin and the run without it."""
     for step, figures in plain.figures.items():
         if step not in found.figures:
             return f"with it, the run ends after step {max(found.figures, default=0)} of {max(plain.figures)}"
@@ -292,7 +292,7 @@ def departure(found: "Witness", plain: "Witness") -> str:
 
 
 def forgotten(path: Path, wholes: tuple[Path, Path], resumed: Path) -> str:
-    """What a file of two runs without a stop says in both, and after a resume no longer."""
+    """A word that a file of two uninterrupted runs has in both, and that the file of the resumed run lacks."""
     one, other = (words_of(whole / path) for whole in wholes)
     lost = (one & other) - words_of(resumed / path)
     return (
@@ -304,7 +304,7 @@ def forgotten(path: Path, wholes: tuple[Path, Path], resumed: Path) -> str:
 
 
 def words_of(path: Path) -> set[str]:
-    """The words and numbers of a text; none where there is no such file, or where it is no text."""
+    """The words and numbers of a text file; empty if the file does not exist or is no text."""
     try:
         return set(re.findall(r"[\w.+-]+", path.read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError):
@@ -312,5 +312,5 @@ def words_of(path: Path) -> set[str]:
 
 
 def files_of(directory: Path) -> set[Path]:
-    """The files of a run, by their paths in its directory."""
+    """The files of a run, by their paths relative to its directory."""
     return {path.relative_to(directory) for path in directory.rglob("*") if path.is_file()}

@@ -1,10 +1,10 @@
-"""A run of a few steps inside a test: built as `mplug train` builds it, kept nowhere, and watched in full.
+"""A run of a few steps inside a test: built as `mplug train` builds it, saved nowhere, and fully traced.
 
-Settings are a mapping, flat as {"model.num_layers": 2, "parallel.layout": "dp2"} or nested as a config file, that goes
-over the tiny run of `tiny.yaml`, which goes over the default run.
+Settings are a mapping, flat as {"model.num_layers": 2, "parallel.layout": "dp2"} or nested as a config file. They
+override the tiny run of `tiny.yaml`, which overrides the default run.
 
 Training runs in fp64 unless the settings name another precision. In fp64 a wrong sum and a rounding error differ by
-orders of magnitude: two correct runs differ by some 1e-15, and `EXACT` is the bound.
+orders of magnitude: two correct runs differ by about 1e-15, and the bound is `EXACT`.
 """
 
 import math
@@ -33,34 +33,34 @@ if TYPE_CHECKING:
 
 TinySettings = Mapping[str, Any]
 Boxes = list[tuple[tuple[int, ...], "Tensor"]]
-"""Parts of a logical tensor: where each begins, and its values."""
+"""Parts of a logical tensor: the start of each part, and its values."""
 
 Portions = Callable[[Iterator["MicroBatch"]], Iterator["MicroBatch"]]
-"""Cuts a loader's micro batches in another way."""
+"""Divides a loader's micro batches in another way."""
 
 STEPS = 2
-"""The second step's gradients show what the first one's update has made of the weights."""
+"""The gradients of the second step depend on the weights after the first update."""
 EXACT = 1e-10
-"""The largest relative difference between two runs in fp64 that compute the same.
+"""Maximum relative difference between two fp64 runs of the same computation.
 
-Rounding made at most 1.3e-14 of it in docs/layouts.md.
+The largest difference by rounding in docs/layouts.md is 1.3e-14.
 """
 EXACT_MOVEMENT = 1e-6
-"""The same of the weights after the last step: Adam divides a gradient by its own size, and with it its rounding."""
+"""The bound for weights after the last step: Adam divides a gradient by its own size, which amplifies its rounding."""
 ROUNDING = 4.0
-"""How many times as far from fp64 as one process in fp32 another layout in fp32 may be: it sums in another order."""
+"""Maximum ratio of the fp32 error under a layout to that of one process: another order of sums rounds differently."""
 
 
 @dataclass
 class Trace:
-    """What a rank saw: losses and norms of every step, and the boxes that it owns of gradients and of weights.
+    """The record of a rank: losses and norms of every step, and its own boxes of gradients and weights.
 
-    Gradients are those of trained parameters, weights those of all. `initial` are the weights before the first step,
-    `weights` those after the last. `announced` says of every step how often each of the rank's gradients was announced
-    as final. `statistics` are each step's, of all ranks. `drawn` says where torch's generator stood when a unit began
-    to compute, and `places` where this rank is among those that compute different parts of a unit (`mplug.draws`).
-    `taken` is the number of micro batches of the evaluation; `taken_early` says whether the stepper took many of them
-    before it needed them.
+    Gradients are those of trained parameters, weights those of all parameters. `initial` are the weights before the
+    first step, `weights` those after the last. `announced` holds for every step how often each gradient of the rank was
+    announced as final. `statistics` are those of each step, over all ranks. `drawn` holds the states of torch's
+    generator when a unit began to compute. `places` holds the rank's index among the ranks that compute different parts
+    of a unit (`mplug.draws`). `taken` is the number of micro batches of the evaluation. `taken_early` is whether the
+    stepper took many of them before it needed them.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -79,7 +79,7 @@ class Trace:
 
 
 def tiny_config(settings: TinySettings) -> "RunConfig":
-    """The default run, the tiny run over it, `settings` over both; UsageError where they are wrong."""
+    """The default run, overridden by the tiny run, overridden by `settings`; UsageError if they are invalid."""
     own: Settings = {}
     for name, value in settings.items():
         own = merge(own, from_mapping(value, "the suite's settings", tuple(name.split("."))))
@@ -88,17 +88,17 @@ def tiny_config(settings: TinySettings) -> "RunConfig":
 
 
 def in_fp64(settings: TinySettings) -> TinySettings:
-    """The same settings, in fp64 unless they name a precision."""
+    """The same settings, with precision fp64 unless they name one."""
     return {"trainer.precision": "fp64", **settings}
 
 
 def tiny_run(settings: TinySettings) -> Run:
-    """A tiny run, prepared: this process is its rank of torch's default process group, if there is one."""
+    """A prepared tiny run. If torch's default process group exists, this process is its rank of that group."""
     return as_rank(prepare(tiny_config(settings)))
 
 
 def as_rank(run: Run) -> Run:
-    """The run as this process sees it, a rank of torch's default process group, if there is one."""
+    """The run with the rank of this process, if torch's default process group exists."""
     import torch.distributed as dist
 
     from mplug.groups import Groups
@@ -111,12 +111,12 @@ def as_rank(run: Run) -> Run:
 
 
 def as_they_come(batches: Iterator["MicroBatch"]) -> Iterator["MicroBatch"]:
-    """Micro batches as the loader cuts them."""
+    """Micro batches as the loader returns them."""
     return batches
 
 
 def unevenly(batches: Iterator["MicroBatch"]) -> Iterator["MicroBatch"]:
-    """The same samples, every second micro batch cut in two: on every rank as many, of different sizes."""
+    """The same samples with every second micro batch cut in two: equally many on every rank, of different sizes."""
     for number, batch in enumerate(batches):
         size = len(batch["sample_ids"])
         cuts = (0, 1, size) if number % 2 == 0 and size > 1 else (0, size)
@@ -129,10 +129,10 @@ def train_steps(
     before: Callable[[], None] | None = None,
     portions: Portions = as_they_come,
 ) -> Trace:
-    """Train `STEPS` steps in this process, one rank of the run, after calling `before`; in fp64 by default.
+    """Call `before`, then train `STEPS` steps as one rank of the run in this process; in fp64 by default.
 
-    Labels are ignored at random, so that micro batches differ in their number of targets; `portions` may cut them in
-    another way.
+    Some labels are ignored, so that micro batches differ in their number of targets. `portions` may divide micro
+    batches in another way.
     """
     from mplug.build import build
     from mplug.evaluation import evaluate
@@ -168,7 +168,7 @@ def train_steps(
 
 
 class _Taking:
-    """Counts the micro batches that a stepper takes for an evaluation, and how many of them it takes `ahead`."""
+    """Counts the micro batches that a stepper takes for an evaluation, and how many of them it takes `ahead` of use."""
 
     def __init__(self, parts: "Parts") -> None:
         self.taken = self.computed = self.ahead = 0
@@ -181,16 +181,16 @@ class _Taking:
         return self._run(batch)
 
     def watch(self, batches: "Iterator[MicroBatch]") -> "Iterator[MicroBatch]":
-        """The same micro batches."""
+        """Yield the same micro batches, and count them."""
         for batch in batches:
             self.taken += 1
             yield batch
 
 
 def train_ranks(world_size: int, settings: TinySettings, portions: Portions = as_they_come) -> list[Trace]:
-    """Train on all ranks of a run, each a process, in fp64 by default: what `train_steps` sees on each.
+    """Train on all ranks of a run, each in a process, in fp64 by default; return the trace of each rank.
 
-    UsageError where a rank refuses the run, WorkerFailed or TimeoutError where one fails.
+    Raises UsageError if a rank refuses the run, and WorkerFailed or TimeoutError if a rank fails.
     """
     try:
         return run_workers(world_size, train_steps, dict(settings), None, portions)
@@ -201,7 +201,7 @@ def train_ranks(world_size: int, settings: TinySettings, portions: Portions = as
 
 
 def with_ragged_labels(batch: "MicroBatch") -> "MicroBatch":
-    """The first labels of a sample are ignored: as many as its number modulo 11."""
+    """Ignore the first labels of each sample; their number is the sample's number modulo 11."""
     labels = batch["labels"].clone()
     for row, number in enumerate(batch["sample_ids"].tolist()):
         labels[row, : number % 11] = -100
@@ -209,7 +209,7 @@ def with_ragged_labels(batch: "MicroBatch") -> "MicroBatch":
 
 
 def listen(parts: "Parts") -> dict[str, int]:
-    """How often each gradient has been announced as final: counted from now on."""
+    """Counts, from now on, how often each gradient is announced as final."""
     announced = dict.fromkeys(parts.model.sinks, 0)
 
     def hear(sink: "GradientSink") -> None:
@@ -221,7 +221,7 @@ def listen(parts: "Parts") -> dict[str, int]:
 
 
 def owned_values(run: Run, parts: "Parts") -> dict[str, Boxes]:
-    """A copy of the boxes of all parameters, trained or not, each on the first rank that holds it."""
+    """Copies of the boxes of all parameters, trained or not; each box comes from the first rank that holds it."""
     return _owned(run, parts.held())
 
 
@@ -237,7 +237,7 @@ def _owned(run: Run, tensors: "Iterable[tuple[str, Tensor, Placement]]") -> dict
 
 
 def logical(parts: Iterable[Mapping[str, Boxes]], name: str, shape: tuple[int, ...]) -> "Tensor":
-    """A tensor of the whole model in fp64, from all ranks' boxes; an element that no rank owns is NaN."""
+    """A tensor of the whole model in fp64, assembled from all ranks' boxes; elements that no rank owns are NaN."""
     import torch
 
     whole = torch.full(shape, float("nan"), dtype=torch.float64)
@@ -248,21 +248,21 @@ def logical(parts: Iterable[Mapping[str, Boxes]], name: str, shape: tuple[int, .
 
 
 def difference(traces: list[Trace], reference: Trace, tolerance: float = EXACT) -> str:
-    """The first thing in which a run differs from one process, as a sentence; the empty string where nothing does.
+    """The first difference between a run and one process, as a sentence; empty if there is none.
 
-    Losses and norms must be within `tolerance`, relative, and for every parameter
+    Losses and norms must have a relative error of at most `tolerance`. For every parameter,
     |g - g_ref| <= tolerance * max(|g_ref|, 1e-3 of the gradient's global norm).
     """
     return next((what for error, what in _errors(traces, reference) if not error <= tolerance), "")
 
 
 def largest_error(traces: list[Trace], reference: Trace) -> float:
-    """The largest of the errors that `difference` holds to its tolerance; NaN counts as infinite."""
+    """The largest of the errors that `difference` compares with its tolerance; NaN counts as infinite."""
     return max(math.inf if math.isnan(error) else error for error, _ in _errors(traces, reference))
 
 
 def _errors(traces: list[Trace], reference: Trace) -> Iterator[tuple[float, str]]:
-    """The relative error of everything that is compared, and what is said of it where that is too much."""
+    """(relative error, sentence for the case that it is too large) of everything that is compared."""
     for step in range(STEPS):
         losses, norms = ([getattr(trace, name)[step] for trace in traces] for name in ("losses", "norms"))
         yield from _of_numbers(f"loss of step {step + 1}", losses, reference.losses[step])
@@ -273,28 +273,28 @@ def _errors(traces: list[Trace], reference: Trace) -> Iterator[tuple[float, str]
 
 
 def tolerance_of(settings: TinySettings) -> float:
-    """The bound of errors of a run in fp64 against one process: `EXACT`, and what its plugins declare (`varies`)."""
+    """The error bound of an fp64 run against one process: `EXACT` plus the tolerances that its plugins declare."""
     return EXACT + sum(variance.tolerance for variance in prepare(tiny_config(settings)).variances.values())
 
 
 def movement_of(tolerance: float) -> float:
-    """The bound of the weights after the last step that goes with a bound of gradients; at most all of the movement."""
+    """The bound for weights after the last step, from a bound for gradients; at most 1 (all of the movement)."""
     return min(1.0, EXACT_MOVEMENT * (tolerance / EXACT))
 
 
 def rounding_bound(alone: Trace, exact: Trace) -> float:
-    """The tolerance of runs in low precision against the run `exact` of one process in fp64.
+    """The tolerance of low-precision runs against `exact`, the run of one process in fp64.
 
-    It follows from how far the run `alone` of one process in that low precision is from `exact`.
+    It is `ROUNDING` times the largest error of `alone`, the run of one process in that low precision.
     """
     return ROUNDING * largest_error([alone], exact)
 
 
 def weights_off(traces: list[Trace], reference: Trace, tolerance: float = EXACT_MOVEMENT) -> str:
-    """The first parameter whose values differ from those of one process; the empty string where none does.
+    """The first parameter whose values differ from those of one process; empty if none does.
 
     Initial values must be equal. After the last step, |w - w_ref| <= tolerance * max(|moved|, 1e-3 of all parameters'
-    movement); a parameter that has no gradient in one process must have its initial values still.
+    movement). A parameter that has no gradient in one process must still have its initial values.
     """
     names = reference.shapes
     first = {name: logical([reference.initial], name, shape) for name, shape in names.items()}

@@ -1,4 +1,4 @@
-"""The suite of kernels.
+"""The suite for kernels.
 
 A kernel's author subclasses it in a test module:
 
@@ -8,7 +8,7 @@ A kernel's author subclasses it in a test module:
         plugin = "ringo"
         settings = {"kernels.ringo.block": 16}
 
-The cases are in `kernel_cases`, and what is checked in each of them is in `trials.py`.
+The cases are in `kernel_cases`, the checks that run on each case in `trials.py`.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,24 +31,24 @@ if TYPE_CHECKING:
 
 UNKNOWN = "a capability that nobody has heard of"
 RUN_TOLERANCE = {"fp32": 1e-4, "bf16": 0.1}
-"""How far, relative, the losses and gradients of a tiny run may be from those in plain torch, by `trainer.precision`.
+"""Maximum relative error of a tiny run's losses and gradients against plain torch, by `trainer.precision`.
 
-In bf16 a gradient of the tiny run is the sum of few numbers, each with an error of a percent or two.
+In bf16, a gradient of the tiny run sums few numbers, each with an error of one or two percent.
 """
 
 
 class KernelSuite(PluginSuite):
-    """Every slot that a kernel supplies, over a grid of cases, against the composition of `mplug.nn` in fp64.
+    """Compares every slot that a kernel supplies, over a grid of cases, with the composition of `mplug.nn` in fp64.
 
-    `dtypes` are the values of `trainer.precision` that it is tried in: each slot that it fills must be served in one of
-    them, and is tried where it is. `settings` may name a device, or a compiler. An error may be `error_factor` times
-    that of plain torch in the same type. `deterministic` and `compiles` say whether the same call gives the same bits,
-    and whether it traces into one graph; False skips those tests. `capabilities` are what wraps may ask for: where
-    `supports` grants one, override `check_capability`.
+    `dtypes` are the values of `trainer.precision` to try. The kernel must serve each slot that it supplies in at least
+    one of them; the suite checks it in all that it serves. `settings` may name a device or a compiler. An error may be
+    `error_factor` times the error of plain torch in the same dtype. `deterministic` False skips the test that equal
+    calls give equal bits; `compiles` False skips the test that calls trace into one graph. `capabilities` are what
+    wraps can require. If `supports` grants one other than 'log-sum-exp', override `check_capability`.
 
-    A kernel whose attention core is another function than softmax attention names, in `computes`, the need by which
-    sites ask for it, and overrides `reference`. `settings` then name a model that has such sites, whose own core is
-    that function: the run with the kernel must be the run with that core.
+    If the kernel's attention core computes another function than softmax attention, set `computes` to the need by which
+    sites request that function, and override `reference`. `settings` must then name a model that has such sites, with
+    the same function as their own core. The suite compares the run with the kernel with the run with that core.
     """
 
     kind = "kernels"
@@ -60,32 +60,34 @@ class KernelSuite(PluginSuite):
     computes: ClassVar[str] = ""
 
     def reference(self, q: Any, k: Any, v: Any, spec: Any, inputs: Any) -> Any:
-        """What the core is compared with where it is not softmax attention; differentiable, in plain torch.
+        """The function that a core other than softmax attention is compared with; differentiable, in plain torch.
 
         q [B, S, H, K], k [B, T, G, K], v [B, T, G, V], an `AttentionSpec` and `AttentionInputs` -> [B, S, H, V]. In
-        fp64 it is the truth. In the type of a trial it shows how much rounding costs, so it must be finite there, too.
+        fp64 its result counts as exact. In the dtype of a trial its error measures the rounding, so it must be finite
+        there too.
         """
         raise NotImplementedError(f"'{self.plugin}' computes '{self.computes}'; override 'reference'")
 
     @classmethod
     def naming(cls) -> dict[str, Any]:
-        """It fills every slot that it can."""
+        """The plugin is the default kernel: it fills every slot that it can."""
         return {"kernels.default": cls.plugin}
 
     @classmethod
     def section(cls) -> tuple[str, ...]:
-        """Its section lies in 'kernels'."""
+        """Its section is in 'kernels'."""
         return ("kernels", cls.plugin.rpartition("/")[2])
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
-        """A test that takes a type runs once in each."""
+        """Run each test that has an argument `dtype` once per dtype."""
         if "dtype" in metafunc.fixturenames:
             metafunc.parametrize("dtype", self.dtypes)
 
     def check_capability(self, need: str, site: Site, offer: Offer) -> None:
         """Raise Fault unless the offer has a capability that it grants to a site.
 
-        The log-sum-exp of attention is checked here; others are the author's to write.
+        This method checks the log-sum-exp of attention. The plugin's author must write the checks of other
+        capabilities.
         """
         core, found = offer.suppliers[site.slot], ""
         if need == "log-sum-exp" and hasattr(core, "parts"):
@@ -113,13 +115,16 @@ class KernelSuite(PluginSuite):
 
     @smoke
     def test_it_offers_suppliers_of_slots(self) -> None:
-        """At least one, for slots that exist."""
+        """It offers at least one supplier, for slots that exist."""
         _, offers = self._offered()
         require(any(offer.suppliers for offer in offers), f"'{self.plugin}' offers no supplier of any slot")
 
     @smoke
     def test_supports_is_a_pure_function_with_three_answers(self) -> None:
-        """True, False, or the reason why not; the same when asked again, and nothing is changed by asking."""
+        """`supports` returns True, False or a reason; a second call returns the same.
+
+        No call changes the site's module.
+        """
         run, offers = self._offered()
         for offer, case, site in self._sites(offers):
             before = dict(vars(case.module))
@@ -135,7 +140,7 @@ class KernelSuite(PluginSuite):
 
     @smoke
     def test_it_refuses_needs_that_it_does_not_know(self) -> None:
-        """A wrap that needs what nobody has must not get a supplier that ignores it."""
+        """A wrap with an unknown need must not get a supplier that ignores this need."""
         run, offers = self._offered()
         for offer, case, site in self._sites(offers):
             wanting = replace(site, needs=site.needs | {UNKNOWN})
@@ -147,14 +152,14 @@ class KernelSuite(PluginSuite):
 
     @smoke
     def test_another_function_has_a_name_and_a_reference(self) -> None:
-        """A core that is no softmax attention is compared with what its author says, and with nothing else."""
+        """The suite compares a core other than softmax attention only with its author's reference; both must be set."""
         if not self.computes and not self._has_reference():
             raise SkipTest(f"'{self.plugin}' computes softmax attention, or none")
         self._require_named_function()
 
     @smoke
     def test_it_refuses_sites_that_ask_for_another_function(self) -> None:
-        """A core that is no softmax attention must not fill a site that does not ask for what it computes."""
+        """A core other than softmax attention must not fill a site that does not request its function."""
         if not self.computes:
             raise SkipTest(f"'{self.plugin}' computes softmax attention, or none")
         run, offers = self._offered()
@@ -168,7 +173,7 @@ class KernelSuite(PluginSuite):
 
     @smoke
     def test_its_suppliers_own_no_parameter_and_no_module(self) -> None:
-        """What they compute with is given to them: it is placed, and saved, with the site."""
+        """A supplier receives its tensors as arguments; the host places and saves them with the site."""
         from mplug.testing.trials import owned_by
 
         for offer in self._offered()[1]:
@@ -177,7 +182,7 @@ class KernelSuite(PluginSuite):
                 require(not owned, f"the supplier of {slot} owns {owned}; take it from the arguments")
 
     def test_all_sites_of_a_role_share_one_callable(self) -> None:
-        """A callable a site would be compiled once a block."""
+        """One callable per site would be compiled once per block."""
         shared: dict[tuple[str, str], set[int]] = {}
         for filled in self._filled():
             supplier = getattr(filled.site.module, filled.site.slot.rpartition(".")[2])
@@ -188,39 +193,39 @@ class KernelSuite(PluginSuite):
                 f"the sites '{role}' have {len(suppliers)} callables in {slot}; share one among all sites of a role",
             )
 
-    # What its suppliers give.
+    # The results of its suppliers.
 
     def test_values_and_gradients_are_those_of_plain_torch(self, dtype: str) -> None:
-        """On every case that it supports; shapes and types too."""
+        """For every case that it supports, including shapes and dtypes."""
         self._try(dtype, lambda trial: trial.values_fault(self.error_factor))
 
     def test_its_reference_is_a_core(self) -> None:
-        """What the author compares with: of the right shape, finite, differentiable, causal."""
+        """The author's reference has the right shape, is finite, differentiable and causal."""
         if not self.computes:
             raise SkipTest(f"'{self.plugin}' is compared with plain torch")
         self._try(self.dtypes[0], lambda trial: trial.reference_fault(), only="Attention.core")
 
     def test_tensors_that_are_not_contiguous_give_the_same(self, dtype: str) -> None:
-        """Activations are often parts of wider tensors, and gradients have any strides."""
+        """Activations are often views of wider tensors, and gradients may have any strides."""
         how = ", with tensors that are not contiguous"
         self._try(dtype, lambda trial: trial.strided_fault(self.error_factor), how=how)
 
     def test_inputs_are_left_as_they_were(self, dtype: str) -> None:
-        """Nothing is written in place, the gradient sink apart: somebody else still reads it."""
+        """It writes no input in place, except the gradient sink: other code still reads the inputs."""
         self._try(dtype, lambda trial: trial.in_place_fault())
 
     def test_the_same_call_gives_the_same_bits(self, dtype: str) -> None:
-        """Forward and backward."""
+        """In forward and backward."""
         if not self.deterministic:
             raise SkipTest(f"'{self.plugin}' says that it is not deterministic")
         self._try(dtype, lambda trial: trial.repeated_fault())
 
     def test_attention_is_causal(self, dtype: str) -> None:
-        """No query sees a later key, forward or backward: exactly."""
+        """No query sees a later key, in forward or backward. The test is exact, without a tolerance."""
         self._try(dtype, lambda trial: trial.acausal_fault(), only="Attention.core")
 
     def test_a_dropout_of_its_own_drops_as_often_as_asked(self) -> None:
-        """Where `varies` says that attention's mask is not by the samples' keys, it must be right on average."""
+        """If `varies` reports that the mask does not follow the samples' keys, the mask must be right on average."""
         from mplug.testing.trials import own_dropout_fault
 
         run, offers = self._offered()
@@ -236,7 +241,7 @@ class KernelSuite(PluginSuite):
             require(not found, f"{site.slot}: {found}")
 
     def test_it_traces_into_one_graph(self) -> None:
-        """Forward and backward, the first case of each slot, in the first type in which it is served."""
+        """Forward and backward of the first case of each slot, in the first dtype in which the kernel serves it."""
         if not self.compiles:
             raise SkipTest(f"'{self.plugin}' says that it does not compile")
         tried = set()
@@ -247,7 +252,7 @@ class KernelSuite(PluginSuite):
                 require(not found, found)
 
     def test_it_has_the_capabilities_that_it_grants(self) -> None:
-        """Those that `supports` says True to."""
+        """Each capability for which `supports` returns True."""
         run, offers = self._offered()
         for offer, case, site in self._sites(offers):
             for need in () if case.needs - {self.computes} else self.capabilities:
@@ -256,23 +261,23 @@ class KernelSuite(PluginSuite):
                     self.check_capability(need, wanting, offer)
 
     def test_a_run_that_names_it_uses_it_and_is_the_run_in_plain_torch(self) -> None:
-        """A tiny training in the first of `dtypes`: losses, gradients and norms of every step."""
+        """A tiny training run in the first of `dtypes`: losses, gradients and norms of every step."""
         self._filled()
         precision = self.dtypes[0]
         plain = train_steps(self.tiny(trainer__precision=precision, kernels__default=None))
         found = difference([train_steps(self.tiny(trainer__precision=precision))], plain, RUN_TOLERANCE[precision])
         require(not found, f"in a tiny run with '{self.plugin}' instead of plain torch, {found.partition(';')[0]}")
 
-    # What the tests share.
+    # Shared by the tests.
 
     def _offered(self, dtype: str | None = None) -> "tuple[Run, list[Offer]]":
-        """The tiny run in a type, and what the kernel offers it."""
+        """The tiny run in a dtype, and the kernel's offers for it."""
         import torch
 
         from mplug.build import choose_device, collect_offers
 
         run = tiny_run(self.tiny(trainer__precision=dtype or self.dtypes[0]))
-        with refusals("the device of this suite's runs", named_by_author=False):  # a machine without it cannot tell
+        with refusals("the device of this suite's runs", named_by_author=False):  # skips if this machine lacks it
             run.device = choose_device(run.config)
         with torch.device("meta"):
             model = run.hooks.call.build_model(run=run)
@@ -282,7 +287,7 @@ class KernelSuite(PluginSuite):
         return run, [one for one in offers if isinstance(one, Offer) and one.plugin == self.entry().label]
 
     def _sites(self, offers: list[Offer]) -> "Iterator[tuple[Offer, Case, Site]]":
-        """Every case of every slot that is offered."""
+        """Every case of every offered slot."""
         from mplug.testing.kernel_cases import cases
 
         self._require_named_function()
@@ -295,7 +300,7 @@ class KernelSuite(PluginSuite):
                         yield offer, case, Site("blocks.*.part", slot, case.module, "blocks.0.part", case.needs)
 
     def _trials(self, dtype: str, only: str | None = None) -> "list[Trial]":
-        """What it says that it can do in a type; a slot of which nothing is left in any of `dtypes` is a Fault."""
+        """The cases that it supports in a dtype; Fault for a slot of which it supports no case in any of `dtypes`."""
         trials, refusals = self._asked(dtype, only)
         for slot, reasons in refusals.items():
             left = slot in trials or any(slot in self._asked(other, slot)[0] for other in self.dtypes if other != dtype)
@@ -305,7 +310,7 @@ class KernelSuite(PluginSuite):
         return [*chain.from_iterable(trials.values())]
 
     def _asked(self, dtype: str, only: str | None) -> "tuple[dict[str, list[Trial]], dict[str, list[str]]]":
-        """What is left to check of every slot, or of one, and the answers to the cases that are not."""
+        """The trials of every slot (or of slot `only`), and the refusals of the other cases."""
         from mplug.precision import DTYPES
         from mplug.testing.trials import Trial
 
@@ -325,7 +330,7 @@ class KernelSuite(PluginSuite):
         return trials, {slot: list(reasons) for slot, reasons in refusals.items()}
 
     def _try(self, dtype: str, check: "Callable[[Trial], str]", only: str | None = None, how: str = "") -> None:
-        """Make a check in all trials."""
+        """Run a check in all trials."""
         trials = self._trials(dtype, only)
         if not trials:
             raise SkipTest(f"'{self.plugin}' does not supply {only or 'anything'} in {dtype}")
@@ -336,10 +341,10 @@ class KernelSuite(PluginSuite):
             require(not found, found)
 
     def _filled(self) -> list[Filled]:
-        """What it fills in the tiny run's model, as 'mplug explain' shows it."""
+        """The slots that it fills in the tiny run's model, as 'mplug explain' shows them."""
         from mplug.build import build_model
 
-        self._offered()  # skips where the device of its settings is not here
+        self._offered()  # skips if this machine lacks the device of the settings
         label = self.entry().label
         try:
             slots = build_model(tiny_run(self.tiny(trainer__precision=self.dtypes[0]))).slots
@@ -357,7 +362,7 @@ class KernelSuite(PluginSuite):
         return type(self).reference is not KernelSuite.reference
 
     def _require_named_function(self) -> None:
-        """`computes` and `reference` go together, and the name is of nothing that `mplug.nn` computes itself."""
+        """`computes` and `reference` are set together, and `computes` is no need that `mplug.nn` serves itself."""
         from mplug.nn.specification import KNOWN, LOG_SUM_EXP
 
         named, stated = f"the suite says that '{self.plugin}' computes '{self.computes}'", self._has_reference()
@@ -378,7 +383,7 @@ class KernelSuite(PluginSuite):
 
 
 def _answer(offer: Offer, site: Site, run: "Run") -> bool | str:
-    """What `supports` says, which must be True, False or a reason."""
+    """The answer of `supports`, which must be True, False or a reason."""
     with naming_failures(f"supports, asked for a site of {site.slot}"):
         answer = offer.supports(site, run)
     sound = answer is True or answer is False or (isinstance(answer, str) and answer.strip())

@@ -1,6 +1,6 @@
-"""What a layout is without processes: what each rank would be, and what must hold of all ranks together.
+"""Checks of a layout without processes: what each rank would compute, and what must hold for all ranks together.
 
-Every check raises `Fault`, whose message names the layout's fault.
+Every check raises `Fault`. Its message names the fault of the layout.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mplug.plan import Box, Placement
 
 Ranks = list[tuple[Run, "Model"]]
-"""Every rank of a run, with its model."""
+"""Every rank's run, with the rank's model."""
 
 Tokens = dict[tuple[int, int], tuple[int, int]]
 """(sample, position) -> (token, label)."""
@@ -29,7 +29,7 @@ Tokens = dict[tuple[int, int], tuple[int, int]]
 
 @contextmanager
 def told_as_fault(what: str) -> Iterator[None]:
-    """Turn whatever a plugin raises in the block, beside a refusal, into a Fault that says so."""
+    """Turn any exception in the block, except a refusal, into a Fault whose message begins with `what`."""
     try:
         yield
     except (UsageError, Fault):
@@ -39,16 +39,16 @@ def told_as_fault(what: str) -> Iterator[None]:
 
 
 def prepared(settings: TinySettings) -> Run:
-    """A tiny run; UsageError where it is refused."""
+    """A prepared tiny run; UsageError if it is refused."""
     config = tiny_config(settings)
     with told_as_fault("checking the config and laying out the mesh"):
         return prepare(config)
 
 
 def ranks_of(settings: TinySettings) -> Ranks:
-    """Every rank of a run and its model, without processes. Raises UsageError where the run is refused before launch.
+    """Every rank of a run with its model, without processes; UsageError if the run is refused before launch.
 
-    Before a launch only rank 0's model is built, so whatever another rank refuses comes too late: a Fault.
+    Before a launch the host builds only rank 0's model. So a refusal by another rank comes too late, and is a Fault.
     """
     from mplug.build import build_model  # imports torch
 
@@ -78,14 +78,14 @@ def axes_of(run: Run, label: str) -> list[Axis]:
 
 
 def told(axis: Axis) -> tuple[object, ...]:
-    """An axis as values that can be compared: index maps by what they give."""
+    """An axis as values that can be compared; an index map is represented by its results."""
     length = 8 * axis.size
     parts = {named: [_part(cut, length, axis.size, n) for n in range(axis.size)] for named, cut in axis.entries.items()}
     return axis.name, axis.size, axis.splits, parts, axis.activations, axis.distance, axis.views
 
 
 def require_partition(axis: Axis) -> None:
-    """Each index map gives every index of a dimension to exactly one rank, or refuses the dimension's length."""
+    """Each index map assigns every index of a dimension to exactly one rank, or refuses the dimension's length."""
     for named, cut in axis.entries.items():
         where = f"the index map of axis '{axis.name}' along '{named}'"
         lengths = [axis.size * factor for factor in (1, 2, 4, 2 * axis.size)] + [2 * axis.size + 1]
@@ -104,7 +104,7 @@ def require_partition(axis: Axis) -> None:
 
 
 def _part(cut: IndexMap, length: int, size: int, index: int) -> list[int] | None:
-    """The indices that a rank gets; None where the length is refused."""
+    """The indices that a rank gets, or None if the map refuses the length."""
     try:
         with told_as_fault(f"the index map of {length} indices for {size} ranks"):
             return [index for part in cut(length, size, index) for index in part]
@@ -123,7 +123,7 @@ def require_sound_placements(ranks: Ranks) -> None:
 
 
 def require_exact_cover(placement: "Placement") -> None:
-    """The boxes of all ranks together are the parameter: each element in one box, and its holders know each other."""
+    """Each element of the parameter is in exactly one box, and all holders of a box agree about its holders."""
     import torch
 
     holders: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, Box]]] = {}
@@ -163,7 +163,7 @@ def _require_agreement(name: str, boxes: "dict[int, Box]") -> None:
 
 
 def require_one_truth(ranks: Ranks) -> None:
-    """Every rank computes the same placements, whichever rank it is itself."""
+    """Every rank computes the same placements for all ranks."""
     tables = []
     for run, model in ranks:
         everyone = range(run.mesh.world_size)
@@ -180,7 +180,7 @@ def require_one_truth(ranks: Ranks) -> None:
 
 
 def tokens_of(run: Run, model: "Model") -> Tokens:
-    """What a rank computes with of the next global batch."""
+    """The tokens and labels of the next global batch with which a rank computes."""
     from mplug.build import build_loader
     from mplug.entries import own_entries
 
@@ -196,7 +196,10 @@ def tokens_of(run: Run, model: "Model") -> Tokens:
 
 
 def require_every_token_once(ranks: Ranks, whole: Tokens) -> None:
-    """Ranks that differ along an axis of the batch entries read different tokens, all others the same: together all."""
+    """The ranks together read every token of the batch once.
+
+    Ranks that differ along an axis of batch entries read different tokens; all others read the same tokens.
+    """
     parts: dict[tuple[int, ...], tuple[int, Tokens]] = {}
     for run, model in ranks:
         place = run.mesh.coordinates(run.rank)
@@ -219,12 +222,12 @@ def require_every_token_once(ranks: Ranks, whole: Tokens) -> None:
 
 
 def offers_of(run: Run, model: "Model", label: str) -> list[Offer | Wrap]:
-    """What one plugin offers."""
+    """The offers of one plugin."""
     return next((list(answer) for name, answer in run.hooks.each("offer", run=run, model=model) if name == label), [])
 
 
 def require_pure_offers(run: Run, model: "Model", label: str) -> None:
-    """Offering twice offers the same, and changes nothing of the model."""
+    """Two calls of `offer` return the same, and change nothing in the model."""
     before = _state_of(model)
     first, second = (offers_of(run, model, label) for _ in range(2))
     require(_told(first) == _told(second), f"offering twice offers {_told(first)}, then {_told(second)}; it is pure")
@@ -253,7 +256,7 @@ def _told(offered: list[Offer | Wrap]) -> list[str]:
 
 
 def require_true_offers(run: Run, model: "Model", label: str) -> None:
-    """Each offer answers for every site of its slots with yes, no or a reason."""
+    """Each offer answers for every site of its slots with True, False or a reason."""
     from mplug.model import sites
 
     for offered in offers_of(run, model, label):
@@ -278,7 +281,7 @@ def _require_answers(offered: Offer | Wrap, site: Site, run: Run) -> None:
 
 
 def require_one_callable_a_role(model: "Model", label: str) -> None:
-    """What a plugin puts into a slot is one callable for all sites of a role: one for each would recompile each."""
+    """A plugin fills all sites of a role with one callable: one per site would be compiled once per site."""
     found: dict[tuple[str, str], set[tuple[int, ...]]] = {}
     for filled in model.slots:
         own = [filled.offer.suppliers[filled.site.slot]] if filled.offer and filled.offer.plugin == label else []

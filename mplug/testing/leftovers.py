@@ -1,4 +1,4 @@
-"""What a plugin leaves behind when it is done: threads, child processes, open files, unclosed resources."""
+"""Finds what a plugin leaves behind when it is done: threads, child processes, open files, unclosed resources."""
 
 import gc
 import multiprocessing
@@ -13,17 +13,17 @@ from pathlib import Path
 from mplug.testing.suite import require
 
 GRACE = 2.0
-"""Seconds that a thread which has been told to end gets for it."""
+"""Seconds that a thread has to end after it was asked to."""
 
 
 def nothing_left(by: str, use: Callable[[], object]) -> None:
-    """Raise Fault where `use` leaves a thread, a child process, an open file or an unclosed resource behind.
+    """Raise Fault if `use` leaves a thread, a child process, an open file or an unclosed resource behind.
 
-    It is called twice, and its second call looked at: what is imported or opened once for a whole process may stay.
-    What is only garbage after a call is collected first. `by` is the sentence's subject: 'a loader'. Child processes
-    and open files are seen where there is /proc.
+    This calls `use` twice and checks the second call, because modules and files that a process loads once may stay.
+    Garbage is collected before the check. `by` is the subject of the message: 'a loader'. Child processes and open
+    files are found only on systems with /proc.
     """
-    resource_tracker.ensure_running()  # Python's own helper of processes: it stays, whoever needs it first
+    resource_tracker.ensure_running()  # Python's helper process, which stays once any code has started it
     _unclosed_by(use)
     threads, children, files = set(threading.enumerate()), _children(), _open_files()
     unclosed = _unclosed_by(use)
@@ -38,7 +38,7 @@ def nothing_left(by: str, use: Callable[[], object]) -> None:
 
 
 def _unclosed_by(use: Callable[[], object]) -> list[str]:
-    """What was collected without having been closed, during a call and right after it."""
+    """The resources that were collected unclosed during a call and directly after it."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ResourceWarning)
         use()
@@ -50,10 +50,10 @@ def _unclosed_by(use: Callable[[], object]) -> list[str]:
 
 
 def _children() -> dict[int, str]:
-    """The running child processes of this one: their names by number."""
+    """The running child processes of this process: number -> name."""
     found = {child.pid or 0: child.name for child in multiprocessing.active_children()}
     for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has just ended
+        with suppress(OSError):  # the process has just ended
             number, _, rest = path.read_text().partition(" (")
             name, _, fields = rest.rpartition(") ")
             state, parent = fields.split()[:2]
@@ -63,10 +63,10 @@ def _children() -> dict[int, str]:
 
 
 def _open_files() -> dict[str, str]:
-    """The files and sockets that this process has open: their names by descriptor."""
+    """The files and sockets that this process has open: descriptor -> name."""
     found = {}
     for path in Path("/proc/self/fd").glob("*"):
-        with suppress(OSError):  # the folder's own descriptor
+        with suppress(OSError):  # the descriptor of /proc/self/fd itself, closed by now
             found[path.name] = str(path.readlink())
     looked_at, passed_over = ("/", "socket:"), ("/dev/", "/proc/")
     return {

@@ -1,10 +1,12 @@
-"""The suite for plugins of the kind `memory`, which let units keep less for backward and change no result.
+"""The suite for plugins of the kind `memory`: they make units keep less for backward and change no result.
 
-from mplug.testing import MemorySuite
+    from mplug.testing import MemorySuite
 
-class TestRingo(MemorySuite):
-    plugin = "ringo"
-    settings = {"memory.ringo.every": 2}
+    class TestRingo(MemorySuite):
+        plugin = "ringo"
+        settings = {"memory.ringo.every": 2}
+
+Its tests compare runs with the plugin with the same runs without it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,10 +28,11 @@ if TYPE_CHECKING:
 
 
 class MemorySuite(PluginSuite):
-    """What recomputation, offload and their like must keep: a run with them is the run without, to the bit.
+    """The requirements for recomputation, offload and the like: a run with the plugin is bitwise equal to one without.
 
-    `models` are settings of other models than that of `settings`, by a name; `layouts` the layouts under which the run
-    is compared (settings may follow a layout's word), `compilers` the values of `trainer.compile`.
+    `models` maps names to settings of further models, besides that of `settings`. `layouts` are the layouts under which
+    the runs are compared (settings may follow a layout). `compilers` are values of `trainer.compile`, `precisions`
+    values of `trainer.precision`.
     """
 
     kind = "memory"
@@ -40,7 +43,7 @@ class MemorySuite(PluginSuite):
 
     @classmethod
     def naming(cls) -> dict[str, Any]:
-        """A section of its own below `memory`."""
+        """Its own section below `memory`."""
         return {f"memory.{cls.plugin}": {}}
 
     @classmethod
@@ -49,7 +52,7 @@ class MemorySuite(PluginSuite):
         return ("memory", cls.plugin)
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
-        """A test for each model, precision, layout and compiler."""
+        """One test for each model, precision, layout and compiler."""
         for name, values in {
             "model": ("tiny", *self.models),
             "precision": self.precisions,
@@ -70,17 +73,17 @@ class MemorySuite(PluginSuite):
         return {**plain, **plugins}, plain
 
     def test_it_implements_a_hook(self) -> None:
-        """Else naming it does nothing."""
+        """Otherwise naming the plugin has no effect."""
         hooks = set(implemented(Registry().load(self.entry()))) - {"configure"}
         require(hooks, f"'{self.plugin}' implements no hook of a run, so naming it does nothing")
 
     def test_a_run_with_it_is_the_run_without_it(self, model: str, precision: str) -> None:
-        """Losses, gradients, weights, what modules count: to the bit."""
+        """Losses, gradients, weights and statistics are bitwise equal."""
         found, plain = self.pair(model, trainer__precision=precision)
         require_same([train_steps(found)], [train_steps(plain)])
 
     def test_a_compiled_run_with_it_is_the_run_without_it(self, model: str, compiler: str) -> None:
-        """The same, where units are compiled."""
+        """The same with compiled units."""
         with _compiling():
             found, plain = (train_steps(one) for one in self.pair(model, trainer__compile=compiler))
         require_same([found], [plain])
@@ -96,7 +99,7 @@ class MemorySuite(PluginSuite):
         require_same(train_ranks(ranks, found), train_ranks(ranks, plain))
 
     def test_what_a_kernel_draws_is_drawn_again(self, model: str) -> None:
-        """By attention that drops by torch's own generator: what backward runs again drops the same."""
+        """With attention whose dropout uses torch's generator: recomputation in backward drops the same elements."""
         calls = list[None]()
         with drawing_attention(calls):
             found, plain = (first_gradients(one) for one in self.pair(model, kernels__default=None))
@@ -110,7 +113,7 @@ class MemorySuite(PluginSuite):
         )
 
     def test_less_stays_on_the_device(self, model: str) -> None:
-        """Of what autograd keeps of a forward pass."""
+        """Autograd saves fewer bytes of a forward pass on the device."""
         from mplug.build import build
 
         runs = [tiny_run(one) for one in self.pair(model)]
@@ -119,7 +122,7 @@ class MemorySuite(PluginSuite):
 
 
 def require_same(found: list[Trace], expected: list[Trace]) -> None:
-    """Raise Fault unless the ranks of two runs saw the same bits."""
+    """Raise Fault unless the ranks of two runs have bitwise equal traces."""
     require(len(found) == len(expected), f"one run has {len(found)} ranks, the other {len(expected)}")
     for rank, (own, other) in enumerate(zip(found, expected, strict=True)):
         difference = _difference(own, other)
@@ -127,7 +130,7 @@ def require_same(found: list[Trace], expected: list[Trace]) -> None:
 
 
 def _difference(found: Trace, expected: Trace) -> str:
-    """The first thing in which two ranks' traces differ; the empty string where nothing does."""
+    """The first difference between two ranks' traces; empty if there is none."""
     for step in range(STEPS):
         for what, values, others in (("loss", found.losses, expected.losses), ("norm", found.norms, expected.norms)):
             if values[step] != others[step]:
@@ -156,7 +159,7 @@ def _first_other(found: "Mapping[str, Tensor]", expected: "Mapping[str, Tensor]"
 
 @contextmanager
 def _compiling() -> Iterator[None]:
-    """Compile from scratch, and without torch's own warnings, which are of no use to a test of a plugin."""
+    """Compile from scratch, without torch's own warnings, which do not concern a plugin's test."""
     import warnings
 
     import torch
@@ -169,9 +172,9 @@ def _compiling() -> Iterator[None]:
 
 
 def kept_bytes(run: "Run", parts: "Parts") -> int:
-    """Bytes of the storages that autograd keeps of one micro batch's forward pass, weights and sinks left out.
+    """Bytes of the storages that autograd saves in the forward pass of one micro batch, without weights and sinks.
 
-    The micro batch is the first one of step 1; gradients are left as after a step that was never taken.
+    The micro batch is the first of step 1. The gradient sinks are reset afterwards.
     """
     from torch.autograd.graph import saved_tensors_hooks
 

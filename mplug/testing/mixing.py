@@ -1,8 +1,8 @@
-"""Whether a model declares which tokens it mixes: each unit is run again with one token of one sample changed.
+"""Checks whether a model declares which tokens it mixes: each unit runs again with one token of one sample changed.
 
-Attention is replaced by a core that computes each position by itself, experts with a capacity are left no room, and
-modules that declare that they mix an axis give back what they gave before. What then still travels along that axis,
-in a unit's outputs or in the gradients of its inputs, is undeclared.
+The check replaces attention by a core that computes each position separately, gives experts with a capacity almost no
+room, and lets modules that declare an axis repeat their earlier output. If a change still travels along that axis, in a
+unit's outputs or in the gradients of its inputs, then this mixing is undeclared.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -24,15 +24,15 @@ from mplug.testing.suite import Fault
 from mplug.testing.trial import Trial
 
 TOLERANCE = 1e-9
-"""The largest change, relative to the largest number, that is rounding in fp64."""
+"""Maximum change, relative to the largest value, that counts as rounding in fp64."""
 NO_ROOM = 0.25
-"""The capacity factor under which most experts are full."""
+"""A capacity factor with which most experts are full."""
 
 Values = dict[str, Tensor]
 
 
 def require_declared_mixing(trial: Trial) -> None:
-    """Raise Fault where a unit mixes an axis that none of its modules declares; SkipTest where modules say nothing."""
+    """Raise Fault if a unit mixes an axis that none of its modules declares; SkipTest if modules declare nothing."""
     model, found = trial.model, statements(trial.model)
     _replace_slots(model)
     for parameter in model.parameters().values():
@@ -63,18 +63,18 @@ def _replace_slots(model: Model) -> None:
 
 
 def _each_by_itself(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
-    """q [B, S, H, K], k and v [B, S, G, K]: each position's value, weighted by its own query and key."""
+    """q [B, S, H, K], k and v [B, S, G, K] -> each position's value, weighted by its own query and key."""
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     return v * (q * k).mean(-1, keepdim=True).tanh()
 
 
 def _sum_over_others(axis: str, values: Tensor, over: tuple[str, ...]) -> Tensor:
-    """What fills `Router.summed`: a sum along `axis` belongs to the slot, and here depends on nothing."""
+    """The content of `Router.summed` here: a sum along `axis` belongs to the slot, so ones replace it."""
     return torch.ones_like(values) if axis in over else values
 
 
 def _inputs_of_units(trial: Trial) -> Iterator[tuple[Unit, Values]]:
-    """Every unit of the model with all that flows when it is called."""
+    """Every unit of the model, with all values that exist when it is called."""
     values = dict(trial.batches[0])
     for unit in trial.model.plan.units:
         yield unit, values
@@ -83,7 +83,7 @@ def _inputs_of_units(trial: Trial) -> Iterator[tuple[Unit, Values]]:
 
 
 def _axes_of_tokens(model: Model, unit: Unit, values: Values) -> list[str]:
-    """The named axes of a unit's inputs along which entries come: those of activations alone are features."""
+    """The axes of a unit's inputs that batch entries have too. Axes that only activations have are features."""
     entries = {axis for axes in model.plan.context.values() for axis in axes}
     given = [_axes_of(model, name) for name in _changeable(unit, values)]
     return [axis for axis in dict.fromkeys(axis for axes in given for axis in axes) if axis in entries]
@@ -94,7 +94,7 @@ def _axes_of(model: Model, name: str) -> tuple[str, ...]:
 
 
 def _changeable(unit: Unit, values: Values) -> list[str]:
-    """The inputs of a unit that differ from token to token: activations and other numbers, and the tokens."""
+    """The inputs of a unit that differ from token to token: floating-point inputs, and the tokens."""
     given = (*unit.inputs, *(name for name in unit.optional if name in values))
     return [name for name in given if values[name].is_floating_point() or name == "tokens"]
 
@@ -111,7 +111,7 @@ def _sentence(unit: Unit, axis: str, inside: list[Statement], training: bool) ->
 
 @dataclass
 class _Probe:
-    """A unit with its inputs, asked whether it mixes one named axis outside of the modules that declare it."""
+    """Determines whether a unit mixes one named axis outside the modules that declare it."""
 
     model: Model
     unit: Unit
@@ -120,7 +120,7 @@ class _Probe:
     inside: list[Statement]
 
     def mixes(self) -> bool:
-        """Whether a change at one index of the axis changes anything at another."""
+        """Whether a change at one index of the axis changes a value at another index."""
         declared = [one for one in self.inside if self.axis in (one.axes or ())]
         for site in sites(self.model.module):
             if site.slot == "Router.summed":
@@ -130,14 +130,14 @@ class _Probe:
         with _repeating([one.module for one in declared]) as repeat:
             with torch.no_grad():
                 self._run(self.values)
-            if not repeat():  # one is called by another method than forward: what it mixes cannot be told apart
+            if not repeat():  # a module is called by another method than forward: its mixing cannot be separated
                 return False
             before = self._seen(self.values)
             places = enumerate(self._places())
             return any(self._travels(at, before, self._seen(self._changed(at, number))) for number, at in places)
 
     def _places(self) -> Iterator[dict[str, int]]:
-        """Where the input is changed: an index of every axis of tokens."""
+        """The places of changes: an index for every axis of tokens."""
         lengths = {
             axis: length
             for name in _changeable(self.unit, self.values)
@@ -147,7 +147,7 @@ class _Probe:
             yield {axis: round(part * (length - 1)) for axis, length in lengths.items()}
 
     def _changed(self, at: dict[str, int], number: int) -> Values:
-        """The inputs with other numbers at one index of each axis of tokens."""
+        """The inputs, with other values at one index of each axis of tokens."""
         generator = torch.Generator().manual_seed(number)
         tokens = set(_axes_of_tokens(self.model, self.unit, self.values))
         changed = dict(self.values)
@@ -165,7 +165,7 @@ class _Probe:
         return run_units(self.model.module, [self.unit], values)
 
     def _seen(self, values: Values) -> Values:
-        """Outputs with an axis of tokens, and the gradients of the inputs, each under a name of its own."""
+        """The unit's outputs, and the gradients of its inputs, by distinct names."""
         inputs = [name for name in _changeable(self.unit, values) if values[name].is_floating_point()]
         given = {**values, **{name: values[name].detach().requires_grad_() for name in inputs}}
         made = self._run(given)
@@ -181,7 +181,7 @@ class _Probe:
         return seen
 
     def _travels(self, at: dict[str, int], before: Values, after: Values) -> bool:
-        """Whether anything but what is at the changed index of the axis has changed."""
+        """Whether a value has changed at another index of the axis than the changed one."""
         for name, value in before.items():
             axes = _axes_of(self.model, name.partition(" ")[2])
             if self.axis not in axes or value.dim() != len(axes):
@@ -195,7 +195,7 @@ class _Probe:
 
 
 class _Repeated:
-    """A module that gives, in place of what it computes, what it gave when it was called before."""
+    """Replaces a module's forward: records its results, and later repeats them instead of computing."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.forward = module, module.forward
@@ -212,9 +212,9 @@ class _Repeated:
 
 @contextmanager
 def _repeating(modules: Iterable[nn.Module]) -> Iterator[Callable[[], bool]]:
-    """For a block modules note what they give, and repeat it once the given function is called.
+    """In the block, modules record their results; a call of the yielded function makes them repeat these.
 
-    That says whether all of them have been called.
+    The function returns whether every module has been called.
     """
     repeated = [_Repeated(module) for module in modules]
 
@@ -231,6 +231,6 @@ def _repeating(modules: Iterable[nn.Module]) -> Iterator[Callable[[], bool]]:
 
 
 def _weights(value: Tensor) -> Tensor:
-    """Fixed numbers that differ from element to element: gradients of a sum alone could cancel."""
+    """Fixed weights that differ from element to element: the gradients of a plain sum could cancel."""
     generator = torch.Generator().manual_seed(value.numel())
     return torch.rand(value.shape, generator=generator, dtype=torch.float64).to(value.dtype) + 0.5

@@ -1,4 +1,4 @@
-"""The suite that every model family must pass."""
+"""The suite for model families."""
 
 from collections.abc import Iterator
 from itertools import combinations
@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 
 
 class ModelSuite(PluginSuite):
-    """What a model family must keep: what its plan says is what its modules do, under any layout.
+    """The requirements for a model family: its plan describes its modules correctly, under any layout.
 
-    `settings` must make the model tiny (a few layers, a width of 32, a vocabulary of a few hundred); what they turn on
-    (dropout, tied embeddings) is what is tested. `layouts` are the layouts whose runs must equal that of one process;
-    none of them may be refused. None stands for one rank, and for what is not refused of every installed strategy alone
-    at degree 2 and every pair of them at 2 x 2. Settings may follow a layout, as on the command line:
-    "tp2 parallel.tp.sequence_parallel=false".
+    `settings` must make the model tiny (a few layers, a width of 32, a vocabulary of a few hundred). The features that
+    they enable (dropout, tied embeddings) are tested.
+
+    `layouts` are the layouts whose runs must equal that of one process; a refusal of one of them is a fault. None means
+    one rank, every installed strategy alone at degree 2, and every pair of them at 2 x 2; refused layouts are skipped.
+    Settings may follow a layout, as on the command line: "tp2 parallel.tp.sequence_parallel=false".
     """
 
     kind = "models"
@@ -34,7 +35,7 @@ class ModelSuite(PluginSuite):
 
     @classmethod
     def naming(cls) -> dict[str, Any]:
-        """The model's name."""
+        """`model.name`."""
         return {"model.name": cls.plugin}
 
     @classmethod
@@ -43,7 +44,7 @@ class ModelSuite(PluginSuite):
         return ("model",)
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
-        """A test for each layout."""
+        """Run each test that has an argument `layout` once per layout."""
         if "layout" in metafunc.fixturenames:
             layouts = self.layouts if self.layouts is not None else tuple(layouts_of_installed_strategies())
             metafunc.parametrize("layout", layouts, ids=[layout or "one_rank" for layout in layouts])
@@ -51,35 +52,35 @@ class ModelSuite(PluginSuite):
     # Without memory.
 
     def on_meta(self) -> "Model":
-        """The model of the suite's settings as `build_model` gives it, on the meta device."""
+        """The model of the suite's settings, as the hook `build_model` returns it on the meta device."""
         from mplug.testing import blueprint
 
         return blueprint.on_meta(tiny_run(self.tiny()))
 
     @smoke
     def test_it_is_built_on_the_meta_device(self) -> None:
-        """Building costs no memory and draws no random numbers: the host does both, by the plan."""
+        """Building allocates no memory and draws no random numbers: the host does both later, from the plan."""
         from mplug.testing import blueprint
 
         blueprint.require_meta_build(tiny_run(self.tiny()))
 
     @smoke
     def test_its_plan_covers_exactly_its_parameters(self) -> None:
-        """Each has one pattern, the shape that the pattern says, one unit, and ties that the plan names."""
+        """Each parameter has one pattern with its shape, one unit, and the ties that the plan names."""
         from mplug.testing import blueprint
 
         blueprint.require_covered(self.on_meta())
 
     @smoke
     def test_its_units_fit_together(self) -> None:
-        """Each takes what is there and gives what has named axes; the last give the loss, or logits."""
+        """Each unit's inputs exist and its outputs have named axes. The last units return the loss, or logits."""
         from mplug.testing import blueprint
 
         blueprint.require_fitting_units(self.on_meta())
 
     @smoke
     def test_its_presets_are_valid(self) -> None:
-        """Each makes a run that is not refused."""
+        """A run with any preset is accepted."""
         presets = getattr(Registry().load(self.entry()), "presets", {})
         if not presets:
             raise SkipTest(f"'{self.plugin}' has no presets")
@@ -92,7 +93,7 @@ class ModelSuite(PluginSuite):
 
     @smoke
     def test_an_attention_core_of_its_own_is_asked_for(self) -> None:
-        """Where a module's own core is another function than its specification says, its sites need that by name."""
+        """If a module's own core is another function than its specification, its sites need that function by name."""
         from mplug.testing import blueprint
 
         blueprint.require_own_cores(self.on_meta())
@@ -100,17 +101,17 @@ class ModelSuite(PluginSuite):
     # With memory, in one process.
 
     def trial(self, **changes: Any) -> "Trial":
-        """The model of the suite's settings with initial values, and micro batches for it."""
+        """The model of the suite's settings with initial values and micro batches."""
         from mplug.testing.trial import Trial
 
         return Trial.of(self.tiny(**changes))
 
     def test_the_plan_names_the_axes_of_all_that_flows(self) -> None:
-        """As many as there are dimensions, and one name means one length."""
+        """Every entry and activation has one axis per dimension, and equal axes have equal lengths."""
         self.trial().require_named_axes()
 
     def test_a_seed_gives_one_model_and_one_loss(self) -> None:
-        """Bit by bit, whatever torch's own generator does; another seed gives another model."""
+        """Bitwise, independent of torch's own generator. Another seed gives another model."""
         one, same = self.trial(), self.trial()
         other = self.trial(trainer__seed=one.run.config.trainer.seed + 1)
         one.require_same_beginning(same)
@@ -118,15 +119,15 @@ class ModelSuite(PluginSuite):
         one.require_same_loss_whatever_torch_draws()
 
     def test_its_loss_is_a_sum_with_a_count(self) -> None:
-        """Over the targets of a micro batch, to which ignored labels do not belong."""
+        """Over the targets of a micro batch, without ignored labels."""
         self.trial().require_sum_with_count()
 
     def test_every_trained_parameter_gets_a_gradient(self) -> None:
-        """That is finite and not zero."""
+        """The gradient is finite and not zero."""
         self.trial().require_gradients()
 
     def test_what_is_frozen_changes_no_other_gradient(self) -> None:
-        """The gradients of trained parameters flow through frozen ones."""
+        """Gradients of trained parameters flow through frozen ones."""
         from mplug.testing.blueprint import units_with_parameters
 
         whole = self.trial()
@@ -139,7 +140,7 @@ class ModelSuite(PluginSuite):
             self.trial(model__frozen=frozen).require_gradients_of(expected, frozen)
 
     def test_gradients_of_two_micro_batches_add_up_in_the_sinks(self) -> None:
-        """Nothing of a micro batch is kept for the next."""
+        """The model keeps no state of one micro batch for the next."""
         self.trial().require_accumulation()
 
     def test_evaluation_draws_no_random_numbers(self) -> None:
@@ -147,27 +148,27 @@ class ModelSuite(PluginSuite):
         self.trial().require_quiet_evaluation()
 
     def test_the_loss_is_the_cross_entropy_of_the_logits(self) -> None:
-        """The units of inference end in the logits that the units of training are judged by."""
+        """The inference units end in the logits from which the training units compute the loss."""
         self.trial().require_logits_of_the_loss()
 
     def test_a_later_token_changes_no_earlier_logit(self) -> None:
-        """And every token changes those from its own position on."""
+        """Every token changes the logits from its own position on."""
         self.trial().require_causal_logits()
 
     def test_its_flops_are_those_of_its_matrix_products(self) -> None:
-        """What the plan states is what a forward pass multiplies, three times."""
+        """The plan's FLOPs are three times those of the matrix products of a forward pass."""
         self.trial().require_flops(self.core_flops)
 
     def core_flops(self, q: Any, k: Any, v: Any, spec: Any) -> "Flops":
-        """The FLOPs of one call of an attention core, forward and backward, by the token and by the squared length.
+        """The FLOPs of one call of an attention core, forward and backward, per token and per squared length.
 
-        q [B, S, H, K], k [B, T, G, K], v [B, T, G, V] and an `AttentionSpec`. Override it where sites need a function
-        that is no softmax attention; of the ways to compute that, it counts the one that costs least in long sequences.
+        q [B, S, H, K], k [B, T, G, K], v [B, T, G, V] and an `AttentionSpec`. Override this if sites need another
+        function than softmax attention. Count the algorithm that costs least for long sequences.
         """
         raise NotImplementedError("override 'core_flops' of the suite, which says what one call of the core costs")
 
     def test_what_its_modules_mix_is_declared(self) -> None:
-        """Where one token of one sample changes, nothing else does but by attention and what `mixes` names."""
+        """A change of one token of one sample affects others only through attention and the axes that `mixes` names."""
         from mplug.testing.mixing import require_declared_mixing
 
         require_declared_mixing(self.trial(trainer__precision="fp64"))
@@ -175,7 +176,7 @@ class ModelSuite(PluginSuite):
     # Under layouts.
 
     def test_a_layout_gives_the_run_of_one_process(self, layout: str) -> None:
-        """Losses, every gradient and the gradient norm of every step are those of one process."""
+        """Losses, all gradients and the gradient norm of every step equal those of one process."""
         from mplug.testing.parity import require_parity
 
         require_parity(self.tiny(), layout, named_by_author=self.layouts is not None or not layout)

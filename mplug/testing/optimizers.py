@@ -1,6 +1,6 @@
-"""The suite of optimizers.
+"""The suite for optimizers.
 
-An optimizer's author subclasses it in a test module, and writes what an update is:
+An optimizer's author subclasses it in a test module, and writes a reference of the update:
 
     from mplug.testing import DenseStep, OptimizerSuite
 
@@ -12,7 +12,7 @@ An optimizer's author subclasses it in a test module, and writes what an update 
                 ...
             return weight
 
-The pieces that are updated are in `dense.py`; who writes low-precision weights is checked in `weights.py`.
+`dense.py` makes the pieces. `weights.py` checks who writes low-precision weights.
 """
 
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from mplug.plan import Parameter
 
 SCHEDULE = [(1e-2, 0.1, 1.0), (2e-2, 0.1, 0.25), (5e-3, 0.0, 4.0), (0.0, 0.5, 1.0), (3e-2, 0.3, 0.125)]
-"""(learning rate, weight decay, scale of gradients) of the steps that are compared with the reference."""
+"""(learning rate, weight decay, scale of gradients) of the steps that the suite compares with the reference."""
 
 
 class DenseStep(NamedTuple):
-    """A step as a reference sees it: the gradient, scaled, and 0 for weight decay where the parameter has none."""
+    """One step, as a reference receives it: the scaled gradient, and weight decay 0 if the parameter does not decay."""
 
     gradient: "Tensor"
     lr: float
@@ -44,11 +44,11 @@ class DenseStep(NamedTuple):
 
 
 class OptimizerSuite(WeightSuite):
-    """Update by update against a reference that the author writes, and in runs under layouts against one process.
+    """Compares updates with a reference that the author writes, and runs under layouts with one process.
 
-    Weights may differ from the reference's by `tolerance` of the largest change, and under a layout by as much of the
-    weight. `layouts` are those that are tried, none of which may be refused; None: every installed strategy over two
-    ranks, but for those that refuse it.
+    A weight may differ from the reference by `tolerance` times the largest change, and under a layout by `tolerance`
+    times the weight's norm. `layouts` are the layouts to try; a refusal of one of them is a fault. None means every
+    installed strategy on two ranks, and skips refused layouts.
     """
 
     kind = "optimizers"
@@ -57,34 +57,34 @@ class OptimizerSuite(WeightSuite):
 
     @classmethod
     def naming(cls) -> dict[str, Any]:
-        """One optimizer a run."""
+        """`optimizer.name`."""
         return {"optimizer.name": cls.plugin}
 
     @classmethod
     def section(cls) -> tuple[str, ...]:
-        """Its section is 'optimizer'."""
+        """The section 'optimizer'."""
         return ("optimizer",)
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
-        """A test that takes a layout runs once under each."""
+        """Run each test that has an argument `layout` once per layout."""
         if "layout" in metafunc.fixturenames:
             installed = tuple(f"{name}2" for name in Registry().names("parallel") if "/" not in name)
             metafunc.parametrize("layout", installed if self.layouts is None else self.layouts)
 
     def reference(self, weight: "Tensor", steps: list[DenseStep], parameter: "Parameter", config: Any) -> "Tensor":
-        """The weight after the steps, in fp64, written as plainly as can be; `config` is the plugin's.
+        """The weight after the steps, in fp64, written as plainly as possible; `config` is the plugin's config.
 
-        An optimizer that needs whole matrices gets one matrix at a time: a segment of a fused weight, or an expert.
+        If the optimizer needs whole matrices, `weight` is one matrix: a segment of a fused weight, or an expert.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no reference; write what an update is, as plainly as can be"
         )
 
-    # What it says.
+    # Its declarations.
 
     @smoke
     def test_its_config_has_the_rate_and_the_decay_that_the_schedule_reads(self) -> None:
-        """`lr` and `weight_decay`."""
+        """The fields are `lr` and `weight_decay`."""
         config = self.config().optimizer
         for field in ("lr", "weight_decay"):
             value = getattr(config, field, None)
@@ -92,7 +92,10 @@ class OptimizerSuite(WeightSuite):
 
     @smoke
     def test_it_says_what_it_needs_and_is_built_without_memory(self) -> None:
-        """As the host builds it before a run, to refuse layouts and to count bytes: building reads no values."""
+        """Before a run the host builds it without memory, to refuse layouts and to count bytes.
+
+        So building reads no values.
+        """
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         from mplug.testing import dense
@@ -106,10 +109,10 @@ class OptimizerSuite(WeightSuite):
         require(needs in ("elements", "matrices"), f"its needs must be 'elements' or 'matrices', and it is {needs!r}")
         require(one_pass in (None, True, False), f"its one_pass must be True or False, and it is {one_pass!r}")
 
-    # What an update does.
+    # Updates.
 
     def test_updates_are_those_of_the_reference(self) -> None:
-        """Over steps whose rate, decay and scale change, for every shape of parameter."""
+        """Over steps with changing rate, decay and scale, for every shape of parameter."""
         from mplug.testing import dense
 
         bench = self._bench()
@@ -123,7 +126,7 @@ class OptimizerSuite(WeightSuite):
 
     @smoke
     def test_the_learning_rate_is_read_at_every_step(self) -> None:
-        """It is a tensor that a schedule changes."""
+        """The learning rate is a tensor that a schedule changes."""
         import torch
 
         one, other = self._bench(), self._bench()
@@ -138,7 +141,7 @@ class OptimizerSuite(WeightSuite):
 
     @smoke
     def test_gradients_are_scaled(self) -> None:
-        """Clipping and the division by the number of tokens are in `scale`."""
+        """`scale` contains clipping and the division by the number of tokens."""
         from mplug.testing import dense
 
         one, other = self._bench(), self._bench()
@@ -154,7 +157,7 @@ class OptimizerSuite(WeightSuite):
 
     @smoke
     def test_weight_decay_applies_where_the_plan_says(self) -> None:
-        """And nowhere else; its strength is the step's."""
+        """Other parameters do not decay. The step's scalars state the strength."""
         import torch
 
         one, other = self._bench(), self._bench()
@@ -170,7 +173,7 @@ class OptimizerSuite(WeightSuite):
 
     @smoke
     def test_a_skipped_step_changes_nothing(self) -> None:
-        """Where `skip` is 1: no bit of weights or state, whatever the gradients are."""
+        """If `skip` is 1, no bit of weights or state changes, whatever the gradients are."""
         from mplug.testing import dense
 
         for factor in (1.0, float("nan"), float("inf")):
@@ -186,7 +189,7 @@ class OptimizerSuite(WeightSuite):
 
     @smoke
     def test_a_skipped_step_is_not_remembered(self) -> None:
-        """The steps after it are as if it had not been."""
+        """The steps after a skipped step give the same result as without it."""
         from mplug.testing import dense
 
         one, other = self._bench(), self._bench()
@@ -200,7 +203,7 @@ class OptimizerSuite(WeightSuite):
 
     @smoke
     def test_a_step_does_not_wait_for_the_device(self) -> None:
-        """It reads no tensor's value: learning rate, scale and skip are tensors for that."""
+        """A step reads no tensor's value on the CPU. For this reason learning rate, scale and skip are tensors."""
         from mplug.testing import dense
 
         bench = self._bench()
@@ -215,7 +218,7 @@ class OptimizerSuite(WeightSuite):
             ) from read
 
     def test_no_step_on_a_gpu_synchronises(self) -> None:
-        """By torch's own account: nothing that the step calls waits, either."""
+        """torch's synchronization check raises no error for anything that the step calls."""
         bench = self._bench()
         if not bench.pieces[0].master.is_cuda:
             raise SkipTest(f"'{self.plugin}' updates tensors on the CPU here")
@@ -228,7 +231,10 @@ class OptimizerSuite(WeightSuite):
 
     @smoke
     def test_state_is_what_checkpoints_can_hold(self) -> None:
-        """Tensors of the piece's shape, or scalars; 'weight' is the name of the weight itself."""
+        """State consists of scalars and tensors of the piece's shape.
+
+        The name 'weight' is reserved for the weight itself.
+        """
         import torch
 
         for piece, name, tensor in self._bench().states():
@@ -243,7 +249,7 @@ class OptimizerSuite(WeightSuite):
 
     @smoke
     def test_state_is_live(self) -> None:
-        """What `state` has given shows every later step, so that a checkpoint's numbers can be copied into it."""
+        """Tensors that `state` returned show every later step, so that loading a checkpoint can copy into them."""
         import torch
 
         bench = self._bench()
@@ -256,7 +262,7 @@ class OptimizerSuite(WeightSuite):
 
     @smoke
     def test_copied_state_continues_to_the_bit(self) -> None:
-        """All that the next step depends on is in weights and state."""
+        """The next step depends only on weights, state and the step's inputs."""
         from mplug.testing import dense
 
         one, other = self._bench(), self._bench()
@@ -275,7 +281,7 @@ class OptimizerSuite(WeightSuite):
 
     @smoke
     def test_what_it_needs_is_enough(self) -> None:
-        """Where it needs elements only, the halves of a piece may be updated alone."""
+        """If it needs elements only, the halves of a piece can be updated separately."""
         from mplug.testing import dense
 
         one = self._bench()
@@ -300,13 +306,13 @@ class OptimizerSuite(WeightSuite):
 
     @smoke
     def test_it_takes_ranks_that_hold_padding_or_nothing(self) -> None:
-        """A rank of a divided vocabulary may hold nothing but padding, and a stage nothing that is trained."""
+        """A rank of a divided vocabulary may hold only padding, and a pipeline stage may have no trained parameter."""
         from mplug.testing import dense
 
         run = self._run()
         empty = dense.Bench(run, [], "no pieces, which is what a rank may have")
         empty.step(1)
-        if empty.optimizer.needs == "elements":  # else the host refuses layouts that cut a table
+        if empty.optimizer.needs == "elements":  # for "matrices", the host refuses layouts that cut a table
             piece, run.rank = dense.padding(run.device)
             bench = dense.Bench(run, [piece], "nothing but padding")
             for number in (1, 2):
@@ -314,7 +320,10 @@ class OptimizerSuite(WeightSuite):
             require(bool(piece.master.isfinite().all()), "padding, whose gradient is 0, does not stay finite")
 
     def test_a_layout_gives_the_weights_of_one_process(self, layout: str) -> None:
-        """Losses, gradients and norms too; a layout that the host refuses is skipped, unless `layouts` names it."""
+        """Weights, losses, gradients and norms are equal.
+
+        A layout that the host refuses is skipped, unless `layouts` names it.
+        """
         from mplug.build import build_model
 
         settings = self.tiny(parallel__layout=layout)
@@ -327,7 +336,7 @@ class OptimizerSuite(WeightSuite):
         found = _weights_off(traces, reference, self.tolerance) or difference(traces, reference).partition(";")[0]
         require(not found, f"under {layout} {found}")
 
-    # What the tests share.
+    # Shared by the tests.
 
     def _refuse_other_update(self, name: str, piece: "Piece", part: tuple[Any, ...], old: "Tensor") -> None:
         """Compare a piece, or one matrix of it, with the reference after all steps of the schedule."""

@@ -1,4 +1,4 @@
-"""The suite of parallel strategies."""
+"""The suite for parallel strategies."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -36,20 +36,23 @@ from mplug.testing.workers import WorkerFailed
 T = TypeVar("T")
 
 ODD = 3
-"""A degree that divides neither the heads of the tiny run nor its batch, sequence, layers or widths."""
+"""A degree that divides neither the tiny run's heads nor its batch, sequence, layers or widths."""
 
 
 class ParallelSuite(PluginSuite):
-    """What every strategy must keep: a layout is data, and a run under it is the run of one process.
+    """The requirements for a strategy: a layout is data, and a run under it equals the run of one process.
 
-    `layouts` are the layouts that are run; None: the strategy alone at degrees 2 and 4, and at 2 with every other
-    installed one at 2, but for those that refuse it; none of those that are named may be refused. The first is run
-    again under each of `variants` (what a variant sets, by its name; none but the host's own may be refused), and with
-    micro batches of different sizes, unless `uneven_micro_batches` is False. `refused` maps layouts that the tiny run
-    does not bear to words that the refusal must have: the numbers, and what to do.
+    `layouts` are the layouts to run; a refusal of one of them is a fault. None means the strategy alone at degrees 2
+    and 4, and at degree 2 with every other installed strategy at 2; refused pairs are skipped.
 
-    In fp64 a run is held to 1e-10; with a strategy that declares a `Variance` (hook `varies`), to its tolerance. Such a
-    run must differ from one process by more than rounding, or something has bypassed the strategy.
+    The suite runs the first layout again under each of `variants` (name -> settings). A refusal of a variant that the
+    author adds is a fault; refused variants of the host are skipped. It also runs the first layout with micro batches
+    of different sizes, unless `uneven_micro_batches` is False. `refused` maps layouts that do not fit the tiny run to
+    words that the refusal must contain: the numbers, and the remedy.
+
+    The bound for a run in fp64 is 1e-10, plus the tolerance that the strategy declares in a `Variance` (hook `varies`).
+    A run with a declared variance must differ from one process by more than rounding. Otherwise another part of the run
+    has bypassed the strategy.
     """
 
     kind = "parallel"
@@ -67,30 +70,30 @@ class ParallelSuite(PluginSuite):
 
     @classmethod
     def section(cls) -> tuple[str, ...]:
-        """Its own part of `parallel`."""
+        """Its own subsection of `parallel`."""
         return "parallel", cls.plugin
 
     @classmethod
     def at(cls, layout: str, changes: TinySettings | None = None) -> TinySettings:
-        """The settings of the tiny run under a layout; no degree divides the samples of an evaluation."""
+        """The settings of the tiny run under a layout. No degree divides the number of samples of an evaluation."""
         return {**cls.tiny(), "trainer.eval_samples": 7, **(changes or {}), "parallel.layout": layout}
 
     @classmethod
     def alone(cls) -> tuple[str, ...]:
-        """The layouts that name no other strategy; at degrees 2 and 4, where `layouts` has none."""
+        """The layouts that name no other strategy; degrees 2 and 4 if `layouts` has no such layout."""
         names = Registry().names(cls.kind)
         own = tuple(layout for layout in cls.layouts or () if set(parse_layout(layout, names)) == {cls.plugin})
         return own or (f"{cls.plugin}2", f"{cls.plugin}4")
 
     @classmethod
     def tried(cls) -> tuple[str, ...]:
-        """The layouts that are run, the first of them under every variant."""
+        """The layouts to run. The suite runs the first of them under every variant."""
         others = [name for name in Registry().names("parallel") if name != cls.plugin]
         pairs = (f"{cls.plugin}2{other}2" for other in others)
         return (*cls.alone(), *pairs) if cls.layouts is None else cls.layouts
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
-        """One test for each layout, each variant, each layout that is refused."""
+        """One test for each layout, each variant, and each layout in `refused`."""
         choices: dict[str, Callable[[], Iterable[str]]] = {
             "layout": self.tried,
             "variant": lambda: self.variants,
@@ -104,7 +107,7 @@ class ParallelSuite(PluginSuite):
 
     @smoke
     def test_its_axes_are_the_same_on_every_call(self) -> None:
-        """`mesh_axes` is a function of the config: every rank, and whoever asks later, gets the same mesh."""
+        """`mesh_axes` is a pure function of the config: every rank and every later call gets the same mesh."""
         for layout, run in self._meshes().items():
             again = layouts.prepared(self.at(layout))
             told = [list(map(layouts.told, self._axes(asked))) for asked in (run, run, again)]
@@ -115,7 +118,7 @@ class ParallelSuite(PluginSuite):
 
     @smoke
     def test_its_degree_is_the_size_of_its_axes(self) -> None:
-        """In every view that has any of them, so that a layout word says how many ranks there are."""
+        """In every view that has any of its axes. So a layout word states the number of ranks."""
         for layout, run in self._meshes().items():
             degree, sizes = run.config.parallel.degrees[self.plugin], dict[str, int]()
             for axis in self._axes(run):
@@ -129,21 +132,21 @@ class ParallelSuite(PluginSuite):
 
     @smoke
     def test_its_axes_share_no_name_with_anothers(self) -> None:
-        """Axes are told apart by their names alone."""
+        """The name alone identifies an axis."""
         own = [axis.name for axis in self._axes(next(iter(self._meshes().values())))]
         require(len(set(own)) == len(own), f"it adds two axes of one name to the mesh: {listed(own)}")
         for entry in Registry().entries(self.kind):
             if entry != self.entry():
                 try:
                     axes = layouts.axes_of(layouts.prepared({"parallel.layout": f"{entry.name}2"}), entry.label)
-                except UsageError:  # that one's own trouble
+                except UsageError:  # the other strategy refuses this config, which is no fault of this plugin
                     continue
                 shared = {axis.name for axis in axes}.intersection(own)
                 require(not shared, f"{entry.label} adds an axis '{''.join(shared)}' too; give yours a name of its own")
 
     @smoke
     def test_its_index_maps_give_every_index_to_one_rank(self) -> None:
-        """Of every length that they do not refuse."""
+        """For every length that the maps do not refuse."""
         for run in self._meshes().values():
             for axis in self._axes(run):
                 layouts.require_partition(axis)
@@ -152,19 +155,22 @@ class ParallelSuite(PluginSuite):
 
     @smoke
     def test_its_layouts_are_data(self) -> None:
-        """Every rank's mesh, placements and offers come without processes; together ranks hold all parameters."""
+        """mplug computes every rank's mesh, placements and offers without processes.
+
+        All ranks together hold all parameters.
+        """
         for ranks in self._ranks().values():
             layouts.require_sound_placements(ranks)
 
     def test_a_layout_is_data(self, layout: str) -> None:
-        """The same with others beside it."""
+        """The same for layouts that combine it with other strategies."""
         with refusals(f"layout '{layout}'", self._named_by_author(layout)):
             ranks = layouts.ranks_of(self.at(layout))
         layouts.require_sound_placements(ranks)
 
     @smoke
     def test_all_ranks_together_read_every_token_once(self) -> None:
-        """What one process reads, in parts of which none is left out or read twice."""
+        """The parts of the batch contain every token that one process reads, each exactly once."""
         whole = layouts.tokens_of(*layouts.ranks_of(self.at(""))[0])
         for ranks in self._ranks().values():
             layouts.require_every_token_once(ranks, whole)
@@ -173,7 +179,7 @@ class ParallelSuite(PluginSuite):
 
     @smoke
     def test_its_offers_are_pure_and_true(self) -> None:
-        """Offering changes nothing; slots exist; `supports` answers; what fills a role's sites is one callable."""
+        """Offering changes nothing; the slots exist; `supports` answers; all sites of a role get the same callable."""
         label, number = self.entry().label, 0
         for run, model in (one for ranks in self._ranks().values() for one in ranks):
             number += len(layouts.offers_of(run, model, label))
@@ -186,14 +192,14 @@ class ParallelSuite(PluginSuite):
     # Refusals.
 
     def test_what_does_not_fit_is_refused_before_launch(self, unfit: str) -> None:
-        """By a UsageError that names the numbers."""
+        """The refusal is a UsageError that names the numbers."""
         reason = self._refusal(unfit)
         require(reason, f"layout '{unfit}' does not fit the run, and is not refused before launch")
         missing = [words for words in self.refused[unfit] if words not in reason]
         require(not missing, f"the refusal of layout '{unfit}' does not say {listed(map(repr, missing))}: {reason}")
 
     def test_an_odd_degree_is_refused_or_gives_the_run_of_one_process(self) -> None:
-        """What does not divide is never cut short."""
+        """A dimension that the degree does not divide is never truncated."""
         layout = f"{self.plugin}{ODD}"
         reason = self._refusal(layout)
         if reason:
@@ -211,15 +217,15 @@ class ParallelSuite(PluginSuite):
     # Runs.
 
     def test_a_layout_gives_the_run_of_one_process(self, layout: str) -> None:
-        """Initial values, losses, gradients, norms, the evaluation and the last weights."""
+        """Initial values, losses, gradients, norms, the evaluation and the final weights."""
         self._require_parity(layout)
 
     def test_a_variant_gives_the_run_of_one_process(self, variant: str) -> None:
-        """Another model, or other options of the strategy."""
+        """With another model, or other options of the strategy."""
         self._require_parity(self.tried()[0], self.variants[variant], told=f"with '{variant}'")
 
     def test_a_run_in_fp32_rounds_as_one_process_does(self) -> None:
-        """In fp32 it is about as far from the run of one process in fp64 as one process in fp32 is."""
+        """Against one process in fp64, the run in fp32 has about the same error as one process in fp32."""
         layout = self.tried()[0]
         where, in_fp32 = f"under layout '{layout}' in fp32", {"trainer.precision": "fp32"}
         exact = self._trained(layout)[1]
@@ -228,33 +234,36 @@ class ParallelSuite(PluginSuite):
         require(not off, f"{where}: {off}")
 
     def test_micro_batches_may_differ_in_size(self) -> None:
-        """As the last ones of an epoch do."""
+        """For example at the end of an epoch."""
         if not self.uneven_micro_batches:
             raise SkipTest(f"'{self.plugin}' claims nothing about micro batches of different sizes")
         self._require_parity(self.tried()[0], portions=unevenly, told="with micro batches of different sizes")
 
     def test_frozen_parameters_stay_and_the_others_train_as_in_one_process(self) -> None:
-        """Every second unit is frozen, the first among them: nothing before what is trained has a gradient."""
+        """The test freezes every second unit, beginning with the first.
+
+        Units before the first trained one have no gradient.
+        """
         layout = self.tried()[0]
         frozen = self._every_second_unit()
         self._require_parity(layout, {"model.frozen": frozen}, told=f"with {listed(frozen)} frozen")
 
     def _every_second_unit(self) -> list[str]:
-        """The names of units of the suite's model that a config can freeze."""
+        """The names of every second unit that a config can freeze in the suite's model."""
         from mplug.testing.blueprint import on_meta, units_with_parameters
 
         run = layouts.prepared(self.at(""))
         return units_with_parameters(on_meta(run))[::2]
 
     def test_a_degree_of_one_changes_nothing(self) -> None:
-        """Not a bit."""
+        """The run is bitwise equal to one process."""
         layout = f"{self.plugin}1"
         traces, reference = self._trained(layout)
         off = difference(traces, reference, tolerance=0.0) or weights_off(traces, reference, tolerance=0.0)
         require(not off, f"layout '{layout}' is not, bit by bit, one process: {off}")
 
     def test_each_gradient_is_final_once_a_step(self) -> None:
-        """Whoever listens to a gradient sink hears exactly once a step that the gradient is final."""
+        """A gradient sink notifies its listeners exactly once a step that the gradient is final."""
         layout = self.tried()[0]
         where = f"under layout '{layout}'"
         for rank, trace in enumerate(self._trained(layout)[0]):
@@ -266,24 +275,24 @@ class ParallelSuite(PluginSuite):
                     require(times == 1, f"{where} {heard}; it must be once, in the last micro batch or after it")
 
     def test_what_kernels_draw_is_other_wherever_work_is(self) -> None:
-        """Masks of fused dropout: the same for copies, and whatever the order of execution; others everywhere else."""
+        """Masks of fused dropout are equal for copies, whatever the order of execution, and differ everywhere else."""
         layout = self.tried()[0]
         where = f"under layout '{layout}'"
         found = draws_fault(*self._trained(layout))
         require(not found, f"{where} kernels that draw by themselves draw {found}")
 
-    # What the tests share.
+    # Shared by the tests.
 
     def _meshes(self) -> dict[str, Run]:
-        """The strategy alone: its layouts, prepared."""
+        """The prepared run of each layout of the strategy alone."""
         return self._not_refused(lambda layout: layouts.prepared(self.at(layout)))
 
     def _ranks(self) -> dict[str, Ranks]:
-        """The strategy alone: its layouts, each with all ranks."""
+        """All ranks of each layout of the strategy alone."""
         return self._not_refused(lambda layout: layouts.ranks_of(self.at(layout)))
 
     def _not_refused(self, build: Callable[[str], T]) -> dict[str, T]:
-        """What is built of each layout of the strategy alone that is not refused; SkipTest where all are."""
+        """`build` of each layout of the strategy alone, without refused layouts; SkipTest if all are refused."""
         found, reasons = dict[str, T](), list[str]()
         for layout in self.alone():
             try:
@@ -296,7 +305,7 @@ class ParallelSuite(PluginSuite):
         return found
 
     def _named_by_author(self, layout: str, changes: TinySettings | None = None) -> bool:
-        """Whether the suite's author means a layout, or what is set beside it, to be tested: it may not be refused."""
+        """Whether the suite's author named the layout, or the changes to it, so that a refusal is a fault."""
         if changes is None:
             return layout in (*(self.layouts or ()), *self.alone())
         return changes in self.variants.values() and changes not in ParallelSuite.variants.values()
@@ -305,7 +314,7 @@ class ParallelSuite(PluginSuite):
         return layouts.axes_of(run, self.entry().label)
 
     def _refusal(self, layout: str) -> str:
-        """Why a run is refused before launch; the empty string where it is not."""
+        """The reason why a run is refused before launch; empty if it is accepted."""
         try:
             layouts.ranks_of(self.at(layout))
         except BrokenPlugin as error:
@@ -325,7 +334,7 @@ class ParallelSuite(PluginSuite):
         self._require_declared_variance(layout, changes, where, largest_error(traces, reference))
 
     def _require_declared_variance(self, layout: str, changes: TinySettings | None, where: str, error: float) -> None:
-        """A run that is exact, though the strategy declares that it is not: something has bypassed the strategy."""
+        """Fault if a run is exact although the strategy declares a variance: something bypassed the strategy."""
         declared = layouts.prepared(self.at(layout, changes)).variances.get(self.entry().label)
         require(
             declared is None or error > EXACT,
@@ -341,14 +350,14 @@ class ParallelSuite(PluginSuite):
         where: str = "",
         portions: Portions = as_they_come,
     ) -> tuple[list[Trace], Trace]:
-        """What the ranks of a run and one process see; Fault where a rank fails.
+        """The traces of a run's ranks and of one process; Fault if a rank fails.
 
-        A run that is refused, before launch or by a rank, is a Fault or a SkipTest, as `refusals` says.
+        A refusal of the run, before launch or by a rank, is a Fault or a SkipTest, as in `refusals`.
         """
         where, settings = where or f"under layout '{layout}'", self.at(layout, changes)
         alone = {name: value for name, value in settings.items() if not name.startswith("parallel.")}
         with refusals(f"{where} the run", self._named_by_author(layout, changes)):
-            layouts.ranks_of(settings)  # a refusal of another rank than 0 comes too late, and is a Fault
+            layouts.ranks_of(settings)  # a refusal by a rank other than 0 comes too late, and is a Fault
             try:
                 return trained_once(settings, portions), trained_once(alone)[0]
             except (WorkerFailed, TimeoutError) as error:

@@ -1,4 +1,4 @@
-"""A run under a layout against the same run in one process."""
+"""Compares a run under a layout with the same run in one process."""
 
 import json
 
@@ -25,7 +25,7 @@ _TRAINED: dict[str, list[Trace]] = {}
 
 
 def trained_once(settings: TinySettings, portions: Portions = as_they_come) -> list[Trace]:
-    """What the ranks of a run see, as `train_ranks` gives it: the run is made once for all tests of a process."""
+    """The traces of a run's ranks, from `train_ranks`. The tests of a process share the result of equal settings."""
     config = tiny_config(in_fp64(settings))
     sources = [(chosen.label, chosen.entry.source) for chosen in config.chosen]
     key = json.dumps([config.resolved(), sources, portions.__name__])
@@ -35,11 +35,10 @@ def trained_once(settings: TinySettings, portions: Portions = as_they_come) -> l
 
 
 def require_parity(settings: TinySettings, layout: str, named_by_author: bool = True) -> None:
-    """Raise Fault unless the run under a layout, in fp64, is that of one process.
+    """Raise Fault unless the fp64 run under a layout equals that of one process.
 
-    It is held to 1e-10, and to what its plugins declare (`varies`). A layout that is refused is a Fault, too; SkipTest
-    where nobody asked for it by name. After the layout's word there may be settings:
-    'tp2 parallel.tp.sequence_parallel=false'.
+    The bound is 1e-10 plus the tolerances that the run's plugins declare (`varies`). A refused layout is a Fault, or a
+    SkipTest if the author did not name it. Settings may follow the layout: 'tp2 parallel.tp.sequence_parallel=false'.
     """
     traces = _traces(settings, layout, named_by_author)
     found = difference(*traces, tolerance_of(_under(settings, layout)))
@@ -47,15 +46,15 @@ def require_parity(settings: TinySettings, layout: str, named_by_author: bool = 
 
 
 def error_of(settings: TinySettings, layout: str) -> float:
-    """How far the run under a layout is from that of one process: the largest relative error of what is compared.
+    """The largest relative error of the run under a layout against that of one process.
 
-    SkipTest where the layout is refused, Fault where its run fails.
+    SkipTest if the layout is refused, Fault if its run fails.
     """
     return largest_error(*_traces(settings, layout, named_by_author=False))
 
 
 def _traces(settings: TinySettings, layout: str, named_by_author: bool) -> tuple[list[Trace], Trace]:
-    """What all ranks see under a layout, and what one process sees."""
+    """The traces of all ranks under a layout, and the trace of one process."""
     divided = _under(settings, layout)
     alone = {**divided, "parallel.layout": ""}
     with refusals(f"layout '{layout}'", named_by_author):
@@ -70,14 +69,14 @@ def _traces(settings: TinySettings, layout: str, named_by_author: bool) -> tuple
 
 
 def _under(settings: TinySettings, layout: str) -> TinySettings:
-    """The settings of the run under a layout, whose word may have settings behind it."""
+    """The settings of the run under a layout, including the settings that follow the layout."""
     word, *assignments = layout.split() or [""]
     options = {".".join(key): setting.value for key, setting in read_assignments(assignments).items()}
     return {**settings, **options, "parallel.layout": word}
 
 
 def _require_one_process(alone: TinySettings) -> None:
-    """Raise Fault where it is not for its layout that a run is refused."""
+    """Raise Fault if the run is refused in one process too, so that its layout is not the cause."""
     try:
         _world_size(alone)
     except UsageError as error:
@@ -85,7 +84,7 @@ def _require_one_process(alone: TinySettings) -> None:
 
 
 def _world_size(settings: TinySettings) -> int:
-    """How many ranks a run has; UsageError where it is refused before any process starts."""
+    """The number of ranks of a run; UsageError if it is refused before any process starts."""
     from mplug.build import build_model
 
     try:

@@ -1,4 +1,4 @@
-"""How far attention is from the truth: the plain composition in fp64, on the same inputs.
+"""The error of attention against the plain composition in fp64, on the same inputs.
 
 B batch, S sequence, H query heads, G KV heads, K head dim.
 """
@@ -17,7 +17,7 @@ Core = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Heads:
-    """The shape of an attention: `b` samples of length `s`, `h` query heads, `g` KV heads, of `k` numbers each."""
+    """The shape of an attention: `b` samples of length `s`, `h` query heads, `g` KV heads, head dimension `k`."""
 
     b: int
     s: int
@@ -26,7 +26,7 @@ class Heads:
     k: int
 
     def drawn(self, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """New random numbers of a type: what a projection gives [B, S, H + 2G, K], and a gradient [B, S, H, K]."""
+        """New random numbers in a dtype: a packed projection [B, S, H + 2G, K], and a gradient [B, S, H, K]."""
         packed = torch.randn(self.b, self.s, self.h + 2 * self.g, self.k, device=device).to(dtype)
         return packed, torch.randn(self.b, self.s, self.h, self.k, device=device).to(dtype)
 
@@ -36,7 +36,7 @@ def attention_errors(
 ) -> dict[str, tuple[float, float]]:
     """‖found - exact‖ / ‖exact‖ of the output and of dq, dk, dv: (of `core`, of the plain composition in `dtype`).
 
-    The inputs are parts of one tensor, as a packed projection gives them, and new at every call.
+    The inputs are views of one tensor, like a packed projection's, with new values in every call.
     """
     packed, gradient = heads.drawn(device, dtype)
     exact = _given(scaled_dot_product, heads, packed.double(), gradient.double())

@@ -1,4 +1,4 @@
-"""A loader under one layout, killed, and gone on with under another: what is read is what an undisturbed run reads."""
+"""Resumes a loader under another layout, and checks that it reads what an uninterrupted run reads."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from mplug.contracts import Loader
 
 Rows = dict[int, dict[str, Any]]
-"""Sample id -> its part of every entry that has samples."""
+"""Sample id -> the sample's row of every entry with one row per sample."""
 
 
 def require_exact_resume(settings: TinySettings, before: str, portions: Sequence[int], after: str, count: int) -> None:
-    """Raise Fault unless a run goes on exactly: no sample lost, read twice, or another one.
+    """Raise Fault unless a run resumes exactly: no sample is lost, repeated or changed.
 
-    Under the layout `before` the portions of global samples are read one after the other. Then the process is gone, and
-    what a checkpoint holds of its loaders is loaded under the layout `after`, where `count` more are read. All portions
-    must be numbers that both layouts' data-parallel ranks divide. Nothing of it needs several processes.
+    Loaders under the layout `before` read `portions` of global samples in order. New loaders under the layout `after`
+    load the state that a checkpoint would hold, and read `count` more. Both layouts' numbers of data-parallel ranks
+    must divide all portions. All loaders are in this process.
     """
     reference = _loaders(settings, "")
     loaders = _loaders(settings, before)
@@ -37,7 +37,7 @@ def require_exact_resume(settings: TinySettings, before: str, portions: Sequence
 
 
 def _loaders(settings: TinySettings, layout: str) -> "dict[int, Loader]":
-    """One training loader for each part of the batch, as the ranks of a layout build them."""
+    """One training loader for each part of the batch, as the ranks of a layout would build it."""
     from mplug.build import build_loader
 
     run, found = prepare(tiny_config({**settings, "parallel.layout": layout})), dict[int, "Loader"]()

@@ -1,4 +1,4 @@
-"""Real runs of a few steps in a folder, through the training loop, and what they told an observer."""
+"""Real runs of a few steps in a folder, through the training loop, recorded by an observer."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,14 +19,15 @@ if TYPE_CHECKING:
 
 
 class PlannedFailure(Exception):
-    """What ends a run that a suite lets fail."""
+    """Ends a run that a suite lets fail."""
 
 
 @dataclass
 class Witness:
-    """An observer that writes a run down, and ends it at a step where it is told to.
+    """An observer that records a run, and ends it at step `fails_at`.
 
-    `figures` are (loss, gradient norm) of every step, `saved` the checkpoints, `weights` this rank's at the end.
+    `figures` are (loss, gradient norm) of every step, `saved` the checkpoints, `weights` this rank's weights at the
+    end.
     """
 
     fails_at: int | None = None
@@ -42,14 +43,14 @@ class Witness:
 
     @hookimpl
     def wrap_model(self, model: "Model") -> None:
-        """Remember whose weights to look at; fail before the first step, where that is planned."""
+        """Keep the model for its weights; fail before the first step if `fails_at` is 0."""
         self._model = model
         if self.fails_at == 0:
             raise PlannedFailure("the run was to fail while it is built")
 
     @hookimpl
     def step_started(self, run: "Run") -> None:
-        """Fail, where that is planned."""
+        """Fail if this is step `fails_at`."""
         if run.step == self.fails_at:
             raise PlannedFailure(f"step {run.step} was to fail")
 
@@ -60,12 +61,12 @@ class Witness:
 
     @hookimpl
     def checkpoint_saved(self, path: Path) -> None:
-        """Keep where it is."""
+        """Keep the path."""
         self.saved.append(path)
 
     @hookimpl
     def run_finished(self) -> None:
-        """Keep the weights, and let go of the model."""
+        """Copy the weights, and release the model."""
         self.weights = {name: weight.detach().clone() for name, weight in self._model.parameters().items()}
         self._model = None
 
@@ -78,11 +79,10 @@ def trained(
     allowed: tuple[str, ...] = (),
     fails_at: int | None = None,
 ) -> Witness:
-    """Train to the config's last step, or until step `fails_at` (0: while the run is built).
+    """Train to the config's last step, or until step `fails_at` (0: during the build).
 
-    `allowed` are fields that may differ from those of the checkpoint to resume from.
-    This process is a rank of torch's default process group, if there is one. The host's own metrics are written too, as
-    in a run that a user starts.
+    `allowed` are fields that may differ from those of the checkpoint to resume from. This process is a rank of torch's
+    default process group, if that exists. The host also writes its metrics, as in a run that a user starts.
     """
     from contextlib import suppress
 

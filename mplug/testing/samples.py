@@ -1,7 +1,7 @@
-"""Samples as the data suite looks at them: one by one, whatever micro batches they came in.
+"""Single samples for the data suite, taken out of their micro batches.
 
-Shapes: `B` samples of a micro batch, `S` sequence length. Functions that look for a fault return it as a sentence, the
-empty string where there is none.
+Shapes: `B` samples of a micro batch, `S` sequence length. Functions that look for a fault return it as a sentence, or
+the empty string if there is none.
 """
 
 import json
@@ -37,7 +37,10 @@ class Sample:
 
 
 def unpacked(batch: "MicroBatch") -> list[Sample]:
-    """The samples of a micro batch; an entry with one row for all is repeated, one with neither is not theirs."""
+    """The samples of a micro batch.
+
+    An entry with one row is repeated for all samples; entries of other lengths are left out.
+    """
     numbers = batch["sample_ids"].tolist()
     columns = {
         name: tensor.expand(len(numbers), *tensor.shape[1:]).tolist()
@@ -51,7 +54,7 @@ def unpacked(batch: "MicroBatch") -> list[Sample]:
 
 
 def malformed(batch: "MicroBatch", length: int) -> str:
-    """An entry that is missing, or has another shape, type or device than the contract says."""
+    """An entry that is missing, or whose shape, dtype or device violates the contract."""
     elsewhere = ((name, x.device) for name, x in batch.items() if hasattr(x, "device") and x.device.type != "cpu")
     for name, device in elsewhere:
         return f"'{name}' is on '{device}'; a loader's micro batches are on the CPU, and the host moves them"
@@ -81,7 +84,7 @@ def mislabelled(samples: Iterable[Sample]) -> str:
 
 
 def difference(found: Sequence[Sample], expected: Sequence[Sample]) -> str:
-    """The first thing in which two stretches of a global order differ."""
+    """The first difference between two segments of a global order."""
     for one, other in zip(found, expected, strict=False):
         if one.number != other.number:
             return f"sample {one.number} comes where sample {other.number} belongs"
@@ -92,7 +95,7 @@ def difference(found: Sequence[Sample], expected: Sequence[Sample]) -> str:
 
 
 def unfair(parts: Sequence[Sequence[Sample]], expected: Sequence[Sample]) -> str:
-    """What is wrong with ranks' parts of a stretch of the global order: a gap, an overlap, another content."""
+    """A fault in ranks' parts of a segment of the global order: a gap, an overlap, or other contents."""
     wanted = {sample.number: sample for sample in expected}
     readers: dict[int, int] = {}
     for rank, part in enumerate(parts):
@@ -124,7 +127,7 @@ def repeated(samples: Iterable[Sample]) -> str:
 
 
 def leaked(training: Iterable[Sample], validation: Iterable[Sample]) -> Sample | None:
-    """A validation sample that stands in the training text: in one sample, or over the border of two."""
+    """A validation sample that occurs in the training text, within one sample or across the boundary of two."""
     windows = [sample.tokens for sample in training]
     length = len(windows[0])
     heads = [{window[:cut] for window in windows} for cut in range(length + 1)]
@@ -141,7 +144,7 @@ def leaked(training: Iterable[Sample], validation: Iterable[Sample]) -> Sample |
 
 
 def stored(state: Any) -> "tuple[str, dict[str, Tensor]]":
-    """What a checkpoint holds of a state: its plain data as JSON, and its tensors. Fault where it is not plain."""
+    """A state as a checkpoint holds it: plain data as JSON, and tensors. Fault if the data is not plain."""
     from mplug.plain import lift
 
     tensors: dict[str, Tensor] = {}
@@ -152,7 +155,7 @@ def stored(state: Any) -> "tuple[str, dict[str, Tensor]]":
 
 
 def merged_state(loaders: "Sequence[Loader]") -> Any:
-    """The state of all ranks' loaders that a checkpoint holds."""
+    """The one state that a checkpoint holds for the loaders of all ranks."""
     with naming_failures("state_dict"):
         states = [loader.state_dict() for loader in loaders]
     merge = getattr(loaders[0], "merge_states", None)
@@ -163,7 +166,7 @@ def merged_state(loaders: "Sequence[Loader]") -> Any:
 
 
 def kept(state: Any) -> Any:
-    """A state as a checkpoint gives it back."""
+    """A state as a checkpoint restores it."""
     from mplug.plain import lower
 
     text, tensors = stored(state)
@@ -171,13 +174,13 @@ def kept(state: Any) -> Any:
 
 
 def size_of(state: Any) -> int:
-    """Bytes of a state in a checkpoint."""
+    """The size of a state in a checkpoint, in bytes."""
     text, tensors = stored(state)
     return len(text) + sum(tensor.nbytes for tensor in tensors.values())
 
 
 def image(state: Any) -> str:
-    """A state as text: two are the same where a checkpoint would hold the same."""
+    """A state as text; two texts are equal if a checkpoint would hold equal states."""
     text, tensors = stored(state)
     return "\n".join((text, *(f"{path} {tensor.dtype} {tensor.tolist()}" for path, tensor in sorted(tensors.items()))))
 
@@ -186,7 +189,7 @@ def image(state: Any) -> str:
 
 
 def first_samples(settings: Mapping[str, Any], num_samples: int) -> list[Sample]:
-    """Be another process that reads the first samples."""
+    """Read the first samples; called in another process."""
     from mplug.build import build_loader, choose_device
     from mplug.testing.harness import tiny_run
 
@@ -196,25 +199,25 @@ def first_samples(settings: Mapping[str, Any], num_samples: int) -> list[Sample]
 
 
 def taken(loader: "Loader", num_samples: int) -> "list[MicroBatch]":
-    """This rank's micro batches of the next samples."""
+    """This rank's micro batches of the next `num_samples` global samples."""
     with naming_failures(f"take({num_samples})"):
         return list(loader.take(num_samples))
 
 
 def read(loader: "Loader", num_samples: int) -> list[Sample]:
-    """This rank's samples of the next ones."""
+    """This rank's part of the next `num_samples` global samples."""
     with naming_failures(f"take({num_samples})"):
         return [sample for batch in loader.take(num_samples) for sample in unpacked(batch)]
 
 
 def refuse(fault: str, where: str = "") -> None:
-    """Raise Fault for a sentence that tells one, and where it was found."""
+    """Raise Fault if `fault` is not empty; `where` is appended to it."""
     require(not fault, f"{fault} {where}".strip())
 
 
 @contextmanager
 def other_random_numbers() -> Iterator[None]:
-    """Give the global generators another state for a while."""
+    """Set the global generators to another state in the block."""
     import numpy
     import torch
 

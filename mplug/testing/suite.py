@@ -1,6 +1,6 @@
-"""What the suites of all kinds share.
+"""The base of the suites of all kinds.
 
-A suite is a class to subclass in a test module of the plugin's own; pytest collects it:
+A suite is a class. The plugin's author subclasses it in a test module, and pytest collects it:
 
     from mplug.testing import KernelSuite
 
@@ -8,8 +8,8 @@ A suite is a class to subclass in a test module of the plugin's own; pytest coll
         plugin = "ringo"
         settings = {"kernels.ringo.block": 16}
 
-Every test fails with a `Fault`, whose message says what is wrong in the words of the contract. Tests marked `@smoke`
-need neither pytest nor processes: `mplug plugins check` runs them too.
+A failing test raises a `Fault`. Its message states the violation in the words of the contract. Tests marked `@smoke`
+need neither pytest nor other processes; `mplug plugins check` runs them too.
 """
 
 import subprocess
@@ -38,11 +38,11 @@ from mplug.testing.harness import tiny_config
 prepare(tiny_config({{settings!r}}))
 sys.exit({_CONFIGURED} if "torch" in sys.modules else 0)
 """
-"""A process of its own: what it imports tells by its exit status which step has imported torch."""
+"""A script for a separate process. Its exit status tells which step imported torch: importing or configuring."""
 
 
 class Fault(AssertionError):
-    """A plugin does not keep its contract. The message names the fault."""
+    """A plugin violates its contract. The message states how."""
 
 
 def require(condition: object, message: str) -> None:
@@ -53,7 +53,7 @@ def require(condition: object, message: str) -> None:
 
 @contextmanager
 def naming_failures(where: str) -> Iterator[None]:
-    """Whatever a plugin raises in the block is a Fault that says where."""
+    """Turn any exception of a plugin in the block into a Fault whose message begins with `where`."""
     try:
         yield
     except (Fault, SkipTest):
@@ -64,10 +64,11 @@ def naming_failures(where: str) -> Iterator[None]:
 
 @contextmanager
 def refusals(what: str, named_by_author: bool) -> Iterator[None]:
-    """Judge a refusal (UsageError) in the block, of `what`: a layout, or a device.
+    """Classify a refusal (UsageError) in the block; `what` names the refused object: a layout, or a device.
 
-    A suite skips what it tries on its own account, where that is refused. What the suite's author named explicitly is
-    meant to be tested: its refusal is a Fault. So is a plugin that does not import, or that breaks the contract.
+    If the suite chose `what` itself, the refusal skips the test. If the suite's author named it, it is meant to be
+    tested, and the refusal is a Fault. A plugin that cannot be imported or that violates the contract is always a
+    Fault.
     """
     try:
         yield
@@ -80,16 +81,17 @@ def refusals(what: str, named_by_author: bool) -> Iterator[None]:
 
 
 def smoke(test: F) -> F:
-    """Mark a test that takes neither arguments nor processes: 'mplug plugins check' runs it."""
+    """Mark a test that needs neither arguments nor processes, so that 'mplug plugins check' runs it."""
     test.smoke = True  # type: ignore[attr-defined]
     return test
 
 
 class PluginSuite:
-    """What every plugin must keep, whatever its kind.
+    """The requirements for plugins of every kind.
 
-    `plugin` is the name that a user types, `settings` what a tiny run needs beside it, as {"section.field": value}:
-    they go over the suite's tiny run (`mplug/testing/tiny.yaml`), in which `kind` says where the plugin is named.
+    `plugin` is the name that a user types. `settings` are further settings of the plugin's tiny run, as
+    {"section.field": value}. They override the suite's tiny run (`mplug/testing/tiny.yaml`). `kind` decides which
+    setting names the plugin.
     """
 
     kind: ClassVar[str]
@@ -108,13 +110,13 @@ class PluginSuite:
 
     @classmethod
     def tiny(cls, **changes: Any) -> dict[str, Any]:
-        """The settings of the plugin's tiny run; a change's name has '__' where the setting's has a dot."""
+        """The settings of the plugin's tiny run with `changes`; in a change's name, '__' stands for '.'."""
         named = {name.replace("__", "."): value for name, value in changes.items()}
         return {**cls.naming(), **cls.settings, **named}
 
     @classmethod
     def entry(cls) -> Entry:
-        """The installed plugin."""
+        """The registry entry of the installed plugin."""
         return Registry().find(cls.kind, cls.plugin)
 
     @classmethod
@@ -130,7 +132,7 @@ class PluginSuite:
 
     @smoke
     def test_it_is_installed_and_says_which_mplug_it_speaks(self) -> None:
-        """An entry point of its kind, in a distribution that requires a version of mplug."""
+        """It has an entry point of its kind, and its distribution requires a version of mplug."""
         try:
             entry = self.entry()
         except UsageError as error:
@@ -143,7 +145,10 @@ class PluginSuite:
 
     @smoke
     def test_it_keeps_the_contract(self) -> None:
-        """It imports; its hooks are hooks, with arguments that they have; its Config forbids and describes."""
+        """It can be imported; its hooks exist and have valid arguments.
+
+        Its Config forbids extra fields and describes all.
+        """
         try:
             Registry().load(self.entry())
         except BrokenPlugin as error:
@@ -151,7 +156,7 @@ class PluginSuite:
 
     @smoke
     def test_neither_importing_nor_configuring_it_imports_torch(self) -> None:
-        """So that help, completion and validation stay quick."""
+        """Help, completion and validation must stay fast."""
         script = _WITHOUT_TORCH.format(
             path=sys.path, module=self.entry().target.partition(":")[0], settings=dict(self.tiny())
         )
@@ -162,7 +167,7 @@ class PluginSuite:
 
     @smoke
     def test_its_config_survives_being_saved_and_read_again(self) -> None:
-        """What `config.yaml` keeps of a run is what the run had."""
+        """A config that is read from the saved `config.yaml` equals the config of the run."""
         config = self.config()
         kept = config.resolved()
         again = tiny_config(kept)
@@ -175,7 +180,7 @@ class PluginSuite:
 
     @smoke
     def test_an_unknown_field_is_an_error_that_names_it(self) -> None:
-        """A typo never passes in silence."""
+        """A misspelt field must never be ignored."""
         field = ".".join((*self.section(), "no_such_field"))
         try:
             tiny_config({**self.tiny(), field: 1})
@@ -186,12 +191,15 @@ class PluginSuite:
 
 
 def unset_fields(suite: type[PluginSuite]) -> list[str]:
-    """The fields of the plugin's Config that have no default: without its author's settings it cannot be run."""
+    """The fields of the plugin's Config without a default.
+
+    The plugin cannot run unless its author's settings give them.
+    """
     return [name for name, field in suite.fields().items() if field.is_required()]
 
 
 def smoke_faults(suite: type[PluginSuite]) -> list[str]:
-    """What the smoke tests of a suite find wrong; the plugin's other tests are its author's to run."""
+    """The messages of the failing smoke tests of a suite. The plugin's author runs the other tests."""
     found = []
     for name, test in _tests(suite):
         if getattr(test, "smoke", False):
@@ -199,7 +207,7 @@ def smoke_faults(suite: type[PluginSuite]) -> list[str]:
                 getattr(suite(), name)()
             except (Fault, UsageError) as fault:
                 found.append(str(fault))
-            except SkipTest:  # it says that it does not apply
+            except SkipTest:  # the test does not apply to this plugin
                 continue
             except Exception as error:
                 found.append(f"{name}: it raises {type(error).__name__}: {error}")

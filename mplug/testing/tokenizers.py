@@ -6,7 +6,8 @@
         plugin = "glyph"
         settings = {"path": str(Path(__file__).with_name("alphabet.txt"))}
 
-`settings` are the options of the plugin's `Config`, by their own names: a tokenizer is no section of a run's config.
+`settings` are the options of the plugin's `Config`, without a section's name: a run's config has no section for a
+tokenizer.
 """
 
 import pickle
@@ -35,31 +36,31 @@ TEXTS = (
     "".join(map(chr, range(32, 127))),
     "long " * 3000,
 )
-"""What a lossless tokenizer gives back: nothing, spaces, characters of 1 to 4 bytes, names of special tokens."""
+"""Texts that a lossless tokenizer restores: empty, spaces, characters of 1 to 4 bytes, names of special tokens."""
 LOOK = 2000
-"""Sequences of random tokens that are decoded."""
+"""Number of sequences of random tokens that the suite decodes."""
 
 
 class TokenizerSuite(PluginSuite):
-    """What a tokenizer must keep: text comes back, an end of a document is no text, a batch is its texts one by one."""
+    """The requirements for a tokenizer: decoding restores text, `eod` occurs in no text, a batch equals its texts."""
 
     kind = "tokenizers"
     lossless: ClassVar[bool] = True
-    """Every text comes back to the character. Where False, what has come back once comes back always."""
+    """Decoding restores every text exactly. If False, decoding must restore a text that has been decoded once."""
 
     @classmethod
     def build(cls) -> "CorpusTokenizer":
-        """The tokenizer, with the suite's settings."""
+        """The tokenizer with the suite's settings."""
         from mplug.tokenization import describe_tokenizer, load_tokenizer
 
         with naming_failures("building it"):
             return load_tokenizer(describe_tokenizer(cls.plugin, cls.settings))
 
-    # What the suites of plugins that are sections of a run's config say otherwise.
+    # These tests replace those of the base class, because a tokenizer is no section of a run's config.
 
     @smoke
     def test_neither_importing_nor_configuring_it_imports_torch(self) -> None:
-        """Nor building it: corpora are tokenized where no torch is."""
+        """Nor does building it: corpora are tokenized on machines without torch."""
         code = (
             f"import sys\nsys.path[:] = {sys.path!r}\nfrom mplug.tokenization import describe_tokenizer\n"
             f"describe_tokenizer({self.plugin!r}, {dict(self.settings)!r})\n"
@@ -71,7 +72,7 @@ class TokenizerSuite(PluginSuite):
 
     @smoke
     def test_its_config_survives_being_saved_and_read_again(self) -> None:
-        """What stands beside the data makes the same tokenizer, also where the first files are gone."""
+        """The record beside the data makes the same tokenizer, also after the original files are gone."""
         from mplug.tokenization import describe_tokenizer, keep_tokenizer, load_tokenizer, read_tokenizer
 
         with TemporaryDirectory(prefix="mplug-tokenizer-") as folder:
@@ -92,7 +93,7 @@ class TokenizerSuite(PluginSuite):
 
     @smoke
     def test_an_unknown_field_is_an_error_that_names_it(self) -> None:
-        """A typo never passes in silence."""
+        """A misspelt field must never be ignored."""
         from mplug.tokenization import describe_tokenizer
 
         try:
@@ -107,7 +108,7 @@ class TokenizerSuite(PluginSuite):
 
     @smoke
     def test_tokens_are_below_its_vocabulary(self) -> None:
-        """`vocab_size` is what a model's embedding must have, and counts the end of a document."""
+        """`vocab_size` is the size of a model's embedding, and counts the end of a document."""
         tokenizer = self.build()
         require(tokenizer.vocab_size > 1, f"its vocab_size is {tokenizer.vocab_size}")
         for text in TEXTS:
@@ -120,7 +121,7 @@ class TokenizerSuite(PluginSuite):
 
     @smoke
     def test_text_comes_back(self) -> None:
-        """Whole where it is lossless; else what came back once comes back always."""
+        """Exactly if it is lossless. Otherwise decoding must restore a text that has been decoded once."""
         tokenizer = self.build()
         for text in TEXTS:
             with naming_failures(f"encoding and decoding {text[:50]!r}"):
@@ -134,7 +135,7 @@ class TokenizerSuite(PluginSuite):
 
     @smoke
     def test_the_end_of_a_document_is_a_token_that_no_text_has(self) -> None:
-        """Neither plain text, nor text that spells the token's name; and it decodes to nothing."""
+        """Neither plain text nor text that spells the token's name has it. It decodes to an empty text."""
         tokenizer = self.build()
         eod = tokenizer.eod
         if eod is None:
@@ -153,7 +154,10 @@ class TokenizerSuite(PluginSuite):
 
     @smoke
     def test_a_batch_is_its_texts_one_by_one(self) -> None:
-        """In their order, whatever else is in the batch; an empty text has no tokens, an empty batch no texts."""
+        """In order, independent of the rest of the batch.
+
+        An empty text has no tokens, and an empty batch has no texts.
+        """
         tokenizer = self.build()
         require(len(tokenizer.encode_batch([])) == 0, "encode_batch of no texts gives some")
         generator = random.Random(0)
@@ -169,7 +173,10 @@ class TokenizerSuite(PluginSuite):
 
     @smoke
     def test_any_tokens_decode(self) -> None:
-        """Also half a character, as a sample or a window of the data may have: bytes that are not UTF-8 are U+FFFD."""
+        """Including part of a character, which samples and windows of the data may have.
+
+        Bytes that are not UTF-8 become U+FFFD.
+        """
         tokenizer, generator = self.build(), random.Random(0)
         everything = tokenizer.encode("".join(TEXTS[:-1]))
         for _ in range(LOOK):
@@ -184,7 +191,7 @@ class TokenizerSuite(PluginSuite):
 
     @smoke
     def test_encoding_leaves_nothing_behind(self) -> None:
-        """A text's tokens do not depend on what was encoded before, and no thread is left."""
+        """A text's tokens do not depend on earlier calls, and no thread remains."""
         tokenizer, threads = self.build(), threading.active_count()
         before = [list(tokenizer.encode(text)) for text in TEXTS]
         tokenizer.encode_batch(TEXTS * 20)
@@ -194,7 +201,7 @@ class TokenizerSuite(PluginSuite):
 
     @smoke
     def test_its_record_can_go_to_another_process(self) -> None:
-        """Where it is built again: whoever encodes a corpus in processes hands the record on."""
+        """Processes that encode a corpus receive the pickled record and build the tokenizer from it."""
         from mplug.tokenization import describe_tokenizer, load_tokenizer
 
         record = describe_tokenizer(self.plugin, self.settings)

@@ -1,4 +1,4 @@
-"""A tiny model with initial values, and what must hold when it computes. B samples, S sequence length, V vocabulary."""
+"""A tiny model with initial values, and the requirements for its computations. B samples, S length, V vocabulary."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -25,13 +25,16 @@ from mplug.testing.harness import TinySettings, tiny_run, with_ragged_labels
 from mplug.testing.suite import Fault, require
 
 SAMPLES = 4
-"""B: the samples of a micro batch."""
+"""B: number of samples of a micro batch."""
 
 Gradients = Mapping[str, Tensor]
 
 
 def _attention_on_cpu(q: torch.Size, k: torch.Size, v: torch.Size, *_: Any, **__: Any) -> int:
-    """The FLOPs of torch's fused attention on CPUs, whose operator its counter does not know: every query and key."""
+    """The FLOPs of torch's fused attention on CPUs over all pairs of a query and a key.
+
+    torch's counter does not know this operator.
+    """
     return 2 * math.prod(q[:3]) * k[2] * (q[3] + v[3])
 
 
@@ -40,7 +43,7 @@ UNCOUNTED = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attent
 
 @dataclass
 class Trial:
-    """A model in one process, its slots in plain torch unless the settings name kernels, and two micro batches."""
+    """A model in one process and two micro batches. Its slots are in plain torch unless the settings name kernels."""
 
     run: Run
     model: Model
@@ -48,7 +51,7 @@ class Trial:
 
     @classmethod
     def of(cls, settings: TinySettings) -> "Trial":
-        """The model and data of a tiny run; what the plan gets wrong is a Fault."""
+        """The model and the data of a tiny run; an error in the plan is a Fault."""
         sizes = {"trainer.micro_batch_size": SAMPLES, "trainer.global_batch_size": 2 * SAMPLES}
         run = tiny_run({"kernels.default": None, **settings, **sizes})
         try:
@@ -63,7 +66,7 @@ class Trial:
         return cls(run, parts.model, (first, second))
 
     def flow(self, units: Iterable[Unit], batch: MicroBatch) -> dict[str, Tensor]:
-        """All that flows through units: the micro batch's entries and the activations."""
+        """All values that flow through units: the micro batch's entries and the activations."""
         known = set(batch)
         for unit in units:
             missing = sorted(set(unit.inputs) - known)
@@ -71,7 +74,7 @@ class Trial:
             known |= set(unit.outputs)
         try:
             return run_units(self.model.module, units, batch)
-        except Exception as error:  # of the plugin's own code
+        except Exception as error:  # the plugin's code may raise anything
             raise Fault(f"its forward pass fails: {type(error).__name__}: {error}") from error
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -81,13 +84,13 @@ class Trial:
 
     @torch.no_grad()
     def logits(self, batch: MicroBatch) -> Tensor:
-        """[B, S, V]; SkipTest where the plan has no units of inference."""
+        """[B, S, V]; SkipTest if the plan has no inference units."""
         if not self.model.plan.inference:
             raise SkipTest("the plan has no units of inference, so 'mplug generate' cannot sample from the model")
         return self.flow(self.model.plan.inference, batch)["logits"]
 
     def shake(self) -> None:
-        """Values under which every parameter matters, also those that begin as zeros or ones."""
+        """Perturb all parameters, so that those with initial zeros or ones matter too."""
         generator = torch.Generator().manual_seed(5)
         with torch.no_grad():
             for parameter in self.model.parameters().values():
@@ -99,10 +102,10 @@ class Trial:
         divided = {name for name in batch if "batch" in context.get(name, ()) and batch[name].shape[0] > 1}
         return {name: value[samples] if name in divided else value for name, value in batch.items()}
 
-    # What must hold.
+    # Requirements.
 
     def require_named_axes(self) -> None:
-        """Every entry and activation has as many axes as dimensions, and one name means one length."""
+        """Every entry and activation has one axis per dimension, and equal axes have equal lengths."""
         plan, batch = self.model.plan, self.batches[0]
         values = {**self.flow(plan.inference, batch), **self.flow(plan.units, batch)}
         lengths: dict[str, tuple[int, str]] = {}
@@ -122,7 +125,7 @@ class Trial:
                 )
 
     def require_same_beginning(self, same: "Trial") -> None:
-        """The same run begins with the same weights."""
+        """Two runs of one seed have the same initial weights."""
         for name, parameter in self.model.parameters().items():
             other = same.model.parameters().get(name)
             require(
@@ -131,7 +134,7 @@ class Trial:
             )
 
     def require_other_beginning(self, other: "Trial") -> None:
-        """A run of another seed begins with other weights."""
+        """A run of another seed has other initial weights."""
         drawn = {name for name, placement in other.model.placements.items() if placement.parameter.init.std > 0}
         require(drawn, "no parameter begins with random values (Init), so that all seeds give the same model")
         own, its = self.model.parameters(), other.model.parameters()
@@ -139,7 +142,7 @@ class Trial:
             require(not torch.equal(own[name], its[name]), f"runs of two seeds begin with the same values of '{name}'")
 
     def require_same_loss_whatever_torch_draws(self) -> None:
-        """A training loss is a function of the weights and the micro batch, whose keys randomness comes from."""
+        """A training loss is a function of the weights and the micro batch, including its random keys."""
         losses = self._losses_of_two_generator_states()
         require(
             losses[0] == losses[1],
@@ -157,7 +160,7 @@ class Trial:
 
     @torch.no_grad()
     def require_sum_with_count(self) -> None:
-        """Losses and counts add up over samples, and ignored labels take no part."""
+        """Losses and counts of samples add up, and ignored labels do not contribute."""
         self.model.module.eval()
         batch = self.batches[0]
         (whole, count), targets = self.loss(batch), int((batch["labels"] != IGNORED).sum())
@@ -181,7 +184,7 @@ class Trial:
         require(none == 0, f"the loss of a micro batch without targets is {none}, not 0")
 
     def gradients(self, batches: Iterable[MicroBatch]) -> Gradients:
-        """The sums of gradients that a step over micro batches leaves in the sinks."""
+        """The gradients that a step over micro batches sums in the sinks."""
         self.model.module.train()
         sinks, batches = self.model.sinks, list(batches)
         sinks.begin_step()
@@ -195,7 +198,7 @@ class Trial:
         return {name: sink.buffer.clone() for name, sink in sinks.items()}
 
     def require_gradients(self) -> None:
-        """Every parameter that requires a gradient gets one that is finite and not zero."""
+        """Every trained parameter gets a gradient that is finite and not zero."""
         self.shake()
         for name, gradient in self.gradients(self.batches[:1]).items():
             require(bool(gradient.isfinite().all()), f"the gradient of parameter '{name}' is not finite")
@@ -205,7 +208,7 @@ class Trial:
             )
 
     def require_gradients_of(self, expected: Gradients, frozen: list[str]) -> None:
-        """Each gradient that is left where units are frozen is that of the model that trains all, once it is shaken."""
+        """If units are frozen, each remaining gradient equals that of the model that trains all, after `shake`."""
         if self.run.config.frozen != tuple(frozen):
             raise SkipTest("the model family has a field 'frozen' of its own, whose meaning is its own")
         self.shake()
@@ -220,7 +223,7 @@ class Trial:
             )
 
     def require_accumulation(self) -> None:
-        """A step over two micro batches has the sum of their gradients, and nothing of one remains for the other."""
+        """A step over two micro batches has the sum of their gradients; the model keeps no state between them."""
         first, second = self.batches
         alone, other, both = self.gradients([first]), self.gradients([second]), self.gradients([first, second])
         whole = math.sqrt(sum(float(gradient.norm()) ** 2 for gradient in both.values()))
@@ -233,7 +236,7 @@ class Trial:
             )
 
     def require_quiet_evaluation(self) -> None:
-        """In evaluation, neither torch's generator nor the samples' keys matter."""
+        """In evaluation, the loss depends neither on torch's generator nor on the samples' keys."""
         self.model.module.eval()
         losses = self._losses_of_two_generator_states()
         require(
@@ -251,7 +254,7 @@ class Trial:
         )
 
     def require_logits_of_the_loss(self) -> None:
-        """Logits [B, S, V] whose cross-entropy is the loss."""
+        """The logits [B, S, V] have the loss as their cross-entropy."""
         self.shake()
         self.model.module.eval()
         batch = self.batches[0]
@@ -271,7 +274,7 @@ class Trial:
         )
 
     def require_causal_logits(self) -> None:
-        """Logits depend on the tokens up to their own position."""
+        """Logits depend on the tokens up to their own position only."""
         self.shake()
         self.model.module.eval()
         batch = self.batches[0]
@@ -290,10 +293,10 @@ class Trial:
     def require_flops(self, core_flops: Callable[..., Flops]) -> None:
         """The plan's FLOPs are three times those of a forward pass, as torch counts matrix products.
 
-        Attention is told apart by its slot, where a stand-in multiplies nothing and notes H K multiply-adds with keys
-        and as many with values, for each of the S² / 2 pairs that a causal mask leaves: 6 FLOPs each with backward. A
-        core that is no softmax attention has the FLOPs that `core_flops` says. Without the slot attention is told apart
-        by how the count grows with the length, and the plan must not state less.
+        The check replaces the slot of attention by a core that multiplies nothing. It counts H K multiply-adds with
+        keys and as many with values for each of the S² / 2 pairs that a causal mask leaves: 6 FLOPs each with backward.
+        For a core other than softmax attention, `core_flops` states the FLOPs. If a model does not use the slot, the
+        check estimates attention from the growth of the count with the length, and the plan must not state less.
         """
         calls: list[tuple[str, tuple[Any, ...]]] = []
         for site in sites(self.model.module):
@@ -320,18 +323,18 @@ class Trial:
         )
 
     def _products(self, batch: MicroBatch) -> int:
-        """The FLOPs of the matrix products and convolutions of a forward pass, as far as torch knows them."""
+        """The FLOPs of the matrix products and convolutions of a forward pass that torch can count."""
         counter = FlopCounterMode(display=False, custom_mapping=UNCOUNTED)
         with counter:
             self.loss(batch)
         return int(counter.get_total_flops())
 
     def _require_no_fewer_flops(self, counted: int) -> None:
-        """A bound from below, by forward passes of two lengths.
+        """A lower bound from forward passes of two lengths.
 
-        What grows with the length is per token, as exactly as torch counts: a mask may leave a query one key more than
-        half of all. What grows with its square counts half, because attention may have computed what a causal mask
-        leaves out. What a kernel of the model's own multiplies, torch does not see.
+        The part that grows with the length counts per token, as exactly as torch counts; a causal mask may leave a
+        query one key more than half of all. The part that grows with the squared length counts half, because attention
+        may have computed what a causal mask discards. torch does not see what a kernel of the model itself multiplies.
         """
         stated, length = self.model.plan.flops, self.batches[0]["tokens"].shape[1]
         part = length // 2
@@ -351,7 +354,7 @@ class Trial:
         )
 
     def _shortened(self, length: int) -> MicroBatch:
-        """The beginning of each sample of the first micro batch."""
+        """The first `length` tokens of each sample of the first micro batch."""
         context = self.model.plan.context
         _, sequence = context["tokens"]
         cut = {name: axes.index(sequence) for name, axes in context.items() if sequence in axes}
@@ -359,7 +362,7 @@ class Trial:
 
 
 def _noting(calls: list[tuple[str, tuple[Any, ...]]], other: str) -> Callable[..., Tensor]:
-    """A core that multiplies nothing, and notes its function and what it is called with."""
+    """A core that multiplies nothing, and records its function and its arguments."""
 
     def nothing(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **_: Any) -> Tensor:
         calls.append((other, (q, k, v, *rest[:1])))
@@ -369,7 +372,7 @@ def _noting(calls: list[tuple[str, tuple[Any, ...]]], other: str) -> Callable[..
 
 
 def _flops_of(call: tuple[Any, ...], other: str, core_flops: Callable[..., Flops]) -> Flops:
-    """Of a call of a core: of causal softmax attention, or of the other function that is named."""
+    """The FLOPs of one call of a core: of causal softmax attention, or of the function `other`."""
     if not other:
         q, _, v = call[:3]
         return Flops(0, 3 * q.shape[2] * (q.shape[3] + v.shape[3]))

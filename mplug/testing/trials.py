@@ -1,7 +1,7 @@
-"""A kernel's supplier tried on a case: what it gives, and how far that is from the truth.
+"""Runs a kernel's supplier on a case, and compares its results with exact ones.
 
-The truth is the composition of `mplug.nn` in fp64, on the same inputs. A supplier may err by a multiple of what that
-composition errs by in the type of the trial, and by one rounding of the largest number.
+The exact results are those of the `mplug.nn` composition in fp64 on the same inputs. The allowed error is a multiple of
+the composition's own error in the dtype of the trial, plus that multiple of one rounding of the largest number.
 """
 
 import inspect
@@ -21,14 +21,14 @@ from mplug.testing.harness import EXACT
 from mplug.testing.kernel_cases import SINK, Case, Suppliers, Tensors
 
 Outcome = Mapping[str, Tensor | None]
-"""What came out of a call: its outputs, its inputs' gradients (None: there is none) and its gradient sink, by name."""
+"""The results of a call by name: outputs, gradients of inputs (None: no gradient) and the gradient sink."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A case that a supplier says it can serve, in one type; `where` says that in words.
+    """A case that a supplier supports, in one dtype; `where` describes it in words.
 
-    Each `..._fault` is what one check finds wrong, as a sentence: the empty string where nothing is.
+    Each method `..._fault` runs one check. It returns the fault as a sentence, or the empty string.
     """
 
     case: Case
@@ -38,15 +38,15 @@ class Trial:
     where: str
 
     def values_fault(self, factor: float) -> str:
-        """Outputs and gradients: shapes, types, and errors of at most `factor` times plain torch's."""
+        """Wrong shapes or dtypes of outputs and gradients, or errors of more than `factor` times plain torch's."""
         return self._off(self._given(copied), factor)
 
     def strided_fault(self, factor: float) -> str:
-        """The same, where neither inputs nor upstream gradients are contiguous."""
+        """The same with inputs and upstream gradients that are not contiguous."""
         return self._off(self._given(strided), factor)
 
     def in_place_fault(self) -> str:
-        """An input that is changed, or torch's generator."""
+        """A change of an input, or of the state of torch's generator."""
         leaves = self.leaves()
         given, before = copied(leaves), _generator_states(self.device)
         outcome(self.case.bind(self.suppliers, given)(), leaves, given)
@@ -61,7 +61,7 @@ class Trial:
         )
 
     def repeated_fault(self) -> str:
-        """Bits that differ when the call is made again."""
+        """Bits that differ in a second call."""
         one, other = self._given(copied), self._given(copied)
         changed = [name for name, x in one.items() if not _same_bits(x, other[name])]
         return (
@@ -69,11 +69,11 @@ class Trial:
         )
 
     def compiled_fault(self, factor: float) -> str:
-        """A call that does not trace into one graph, forward and backward, or gives something else then."""
+        """A call whose forward and backward do not trace into one graph, or whose compiled results are wrong."""
         torch.compiler.reset()
         compiled = partial(torch.compile, backend="aot_eager", fullgraph=True)
         try:
-            with catch_warnings(action="ignore"):  # those of torch's tracer are not the supplier's
+            with catch_warnings(action="ignore"):  # warnings of torch's tracer do not concern the supplier
                 return self._off(self._given(dict, compiled), factor, ", compiled")
         except Exception as error:
             reason = str(error).strip().partition("\n")[0]
@@ -82,7 +82,7 @@ class Trial:
             torch.compiler.reset()
 
     def acausal_fault(self) -> str:
-        """A query that sees a later key, forward or backward, be it ever so little; '' where it is to see them."""
+        """A query that sees a later key, forward or backward, without a tolerance; empty if the case is not causal."""
         if not self.case.causal:
             return ""
         leaves = self.leaves()
@@ -99,7 +99,7 @@ class Trial:
         return ""
 
     def reference_fault(self) -> str:
-        """What is wrong with the core that the case's supplier is compared with, in fp64."""
+        """A fault of the core that the suite compares the supplier with, in fp64."""
         where = f"the reference of {self.where}"
         plain = replace(self, suppliers=self.case.plain, dtype=torch.float64, where=where)
         leaves = plain.leaves()
@@ -120,7 +120,7 @@ class Trial:
         return self.case.bind(self.suppliers, leaves)()["output"]
 
     def leaves(self) -> dict[str, Tensor]:
-        """The inputs, rounded to the type of the trial; floating ones want a gradient, except for the sink."""
+        """The inputs in the dtype of the trial; all floating ones except the sink require a gradient."""
         sink = torch.promote_types(self.dtype, torch.float32)
         return {
             name: x.to(self.device, sink if name == SINK else self.dtype).requires_grad_(name != SINK)
@@ -157,12 +157,12 @@ class Trial:
 
 
 def copied(tensors: Tensors) -> dict[str, Tensor]:
-    """Copies that are no leaves, as activations are not: whoever writes to them is not stopped."""
+    """Copies that are no leaves (like activations), so that in-place writes to them raise no error."""
     return {name: x.clone() for name, x in tensors.items()}
 
 
 def strided(tensors: Tensors) -> dict[str, Tensor]:
-    """Copies that are parts of wider tensors, as are those that a projection is split into."""
+    """Copies that are views of wider tensors, like the parts of a split projection."""
     return {
         name: torch.cat((x, x), dim=-1)[..., : x.shape[-1]] if x.dim() else x.clone() for name, x in tensors.items()
     }
@@ -174,7 +174,7 @@ def outcome(
     given: Tensors,
     arranged: Callable[[Tensors], dict[str, Tensor]] = copied,
 ) -> Outcome:
-    """Outputs, and what backward makes of upstream gradients that are the same in every type."""
+    """Outputs, and the gradients of backward; the upstream gradients are the same in every dtype."""
     found: dict[str, Tensor | None] = {f"the {name}": y.detach() for name, y in outputs.items()}
     roots = {name: y for name, y in outputs.items() if y.requires_grad}
     wanted = {name: x for name, x in leaves.items() if x.requires_grad}
@@ -189,7 +189,7 @@ def outcome(
 
 
 def _drawn_like(y: Tensor) -> Tensor:
-    """Numbers that bf16 holds exactly."""
+    """Random numbers that bf16 represents exactly."""
     drawn = torch.randn(y.shape, generator=torch.Generator().manual_seed(y.numel()))
     return drawn.to(torch.bfloat16).to(y.device, y.dtype)
 
@@ -197,7 +197,10 @@ def _drawn_like(y: Tensor) -> Tensor:
 def _fault_of(
     ours: Tensor | None, plain: Tensor | None, exact: Tensor | None, factor: float, size: float, has_sink: bool
 ) -> str:
-    """`size` is the largest value of the whole trial: what cancels to nothing is rounded as that is."""
+    """A fault of one result.
+
+    `size` is the largest value of the trial: results that cancel have rounding errors of its size.
+    """
     if plain is None or exact is None:
         why = "the gradient sink has it: it would count twice" if has_sink else "what it is compared with has none"
         return "" if ours is None else f"comes back although {why}"
@@ -212,7 +215,7 @@ def _fault_of(
     error, usual = _error(ours, exact), _error(plain, exact)
     if not math.isfinite(usual):
         return f"cannot be judged: in {plain.dtype} what it is compared with is off by {usual}"
-    in_fp64 = plain.dtype is torch.float64  # the precision of `exact`, which is then no better than either
+    in_fp64 = plain.dtype is torch.float64  # the dtype of `exact`, which is then no more precise than `ours`
     allowed = EXACT * size if in_fp64 else factor * (usual + torch.finfo(plain.dtype).eps * size)
     if error <= allowed:  # NaN is not
         return ""
@@ -228,7 +231,7 @@ def _same_bits(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def own_dropout_fault(core: Callable[..., Tensor], probability: float, device: str) -> str:
-    """What is wrong with attention that drops weights by a mask of its own, judged by how often it drops."""
+    """A fault of attention that draws its own dropout mask, judged by how often it drops."""
     b, s, h = 64, 16, 4
     q, k = torch.randn(2, b, s, h, s, generator=torch.Generator().manual_seed(0)).to(device).unbind()
     v = torch.eye(s, device=device)[None, :, None].expand(b, s, h, s).contiguous()  # outputs are weights [b, s, h, s]
@@ -253,7 +256,7 @@ def own_dropout_fault(core: Callable[..., Tensor], probability: float, device: s
 
 
 def _drawn_fault(drop: Callable[[Tensor], Tensor], v: Tensor) -> str:
-    """What is wrong with where a mask comes from. `v` holds unit vectors, so that outputs are weights [b, s, h, t]."""
+    """A fault in the source of a mask. `v` holds unit vectors, so that outputs are weights [b, s, h, t]."""
 
     def drawn(seed: int, values: Tensor) -> Tensor:
         torch.manual_seed(seed)
@@ -274,12 +277,12 @@ def _drawn_fault(drop: Callable[[Tensor], Tensor], v: Tensor) -> str:
 
 
 def _generator_states(device: str) -> list[Tensor]:
-    """Where the generators stand that a supplier may draw from by mistake."""
+    """The states of the generators from which a supplier may draw by mistake."""
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if device.startswith("cuda") else [])]
 
 
 def owned_by(supplier: Any) -> str:
-    """A parameter or module that a callable holds, in words; the empty string where it holds none."""
+    """A description of a parameter or module that a callable holds; empty if it holds none."""
     seen: set[int] = set()
 
     def search(value: Any) -> Iterator[str]:
@@ -299,7 +302,7 @@ def owned_by(supplier: Any) -> str:
 
 
 def _held_by(value: Any) -> list[Any]:
-    """What a function, a bound method, a partial, a container or an object holds."""
+    """The objects that a function, a bound method, a partial, a container or an object holds."""
     if isinstance(value, partial):
         return [value.func, *value.args, *value.keywords.values()]
     if inspect.ismethod(value):
@@ -319,5 +322,5 @@ def _held_by(value: Any) -> list[Any]:
 def _is_filled(cell: Any) -> bool:
     try:
         return cell.cell_contents is not None
-    except ValueError:  # a name that its function has not bound yet
+    except ValueError:  # the function has not bound this name yet
         return False

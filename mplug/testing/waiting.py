@@ -1,4 +1,4 @@
-"""That nothing makes the host wait for a GPU."""
+"""Checks that no operation makes the CPU wait for a GPU."""
 
 import warnings
 from collections.abc import Iterator
@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def never_waiting() -> Iterator[None]:
-    """In the block, whatever makes the host wait for the GPU raises RuntimeError, by torch's own account.
+    """In the block, an operation that makes the CPU wait for the GPU raises RuntimeError, if torch detects it.
 
-    Torch warns that it does not see every such call; it does see each value that is read.
+    torch warns that it does not detect every such operation; it does detect every read of a value.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Watching one plugin of a run: each of its hooks is looked at before and after it is called."""
+"""Watches the hooks of one plugin in a run, before and after each call."""
 
 import copy
 import inspect
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class Watch:
-    """What the hooks of the plugin `label` do in a run, each told once as 'hook does what'.
+    """The effects of the hooks of the plugin `label` in a run, as sentences 'hook does what', each at most once.
 
-    `calls` are (hook, the step of the record that it gets). `written` are the files that its hooks write: known only
-    after `audit`.
+    `calls` are (hook, step of the record that it receives). `written` are the files that its hooks write; `audit` must
+    be called to fill it.
     """
 
     label: str
@@ -35,7 +35,7 @@ class Watch:
     _inside: bool = False
 
     def over(self, config: "RunConfig") -> "RunConfig":
-        """The config with the plugin's class replaced by one whose hooks are watched."""
+        """The config with the plugin's class replaced by a subclass whose hooks are watched."""
         chosen = [
             replace(one, plugin=self._watched(one.plugin)) if one.label == self.label else one for one in config.chosen
         ]
@@ -79,7 +79,7 @@ class Watch:
             sentences.append(sentence)
 
     def audit(self) -> None:
-        """Write down which files the hooks write, for the rest of this process: an audit hook cannot be removed."""
+        """Record the files that the hooks write, for the rest of this process: an audit hook cannot be removed."""
         sys.addaudithook(self._heard)
 
     def _heard(self, event: str, arguments: tuple[Any, ...]) -> None:
@@ -98,7 +98,7 @@ class Watch:
 
 
 def _random_states() -> dict[str, bytes]:
-    """The state of each library's global random numbers."""
+    """The state of each library's global random generators."""
     import numpy
     import torch
 

@@ -1,4 +1,4 @@
-"""What the suite of optimizers checks about low-precision weights after a step: whose they are."""
+"""Tests of the optimizer suite for low-precision weights: who writes them after a step."""
 
 from typing import TYPE_CHECKING
 from unittest import SkipTest
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 class WeightSuite(PluginSuite):
-    """They are the host's, unless the optimizer says `one_pass`."""
+    """The host writes low-precision weights, unless the optimizer states `one_pass`."""
 
     @smoke
     def test_it_updates_masters_in_place(self) -> None:
-        """The pieces' own tensors, which the model or the host reads."""
+        """The model or the host reads the pieces' own tensors."""
         import torch
 
         bench = self._weighted()
@@ -28,7 +28,7 @@ class WeightSuite(PluginSuite):
 
     @smoke
     def test_it_leaves_low_precision_weights_to_the_host(self) -> None:
-        """The host rounds masters into weights, once a step."""
+        """Unless the optimizer states `one_pass`, the host rounds masters into weights after each step."""
         import torch
 
         bench = self._weighted()
@@ -45,7 +45,7 @@ class WeightSuite(PluginSuite):
 
     @smoke
     def test_one_pass_writes_weights(self) -> None:
-        """Where it says `one_pass`, the host does not."""
+        """If the optimizer states `one_pass`, the host does not write weights."""
         import torch
 
         bench = self._that_says_one_pass()
@@ -57,7 +57,7 @@ class WeightSuite(PluginSuite):
 
     @smoke
     def test_one_pass_of_a_skipped_step_writes_no_weight(self) -> None:
-        """Where `skip` is 1, no bit of a weight changes, whatever the gradients are."""
+        """If `skip` is 1, no bit of a weight changes, whatever the gradients are."""
         from mplug.testing import dense
 
         for factor in (1.0, float("nan"), float("inf")):
@@ -70,13 +70,13 @@ class WeightSuite(PluginSuite):
             for name, weight in weights.items():
                 require(not bool(weight.any()), f"{what} changes the low-precision weight of '{name}'")
 
-    # What the tests share.
+    # Shared by the tests.
 
     def _run(self) -> "Run":
         from mplug.build import choose_device
 
         run = tiny_run(self.tiny())
-        with refusals("the device of this suite's runs", named_by_author=False):  # a machine without it cannot tell
+        with refusals("the device of this suite's runs", named_by_author=False):  # skips if this machine lacks it
             run.device = choose_device(run.config)
         return run
 

@@ -1,4 +1,4 @@
-"""Functions on several ranks at once: real processes on this machine, joined by gloo, for tests.
+"""Runs functions on several ranks in tests: real processes on this machine, connected by gloo.
 
     def sums(x: int) -> float:
         total = torch.tensor(float(x + dist.get_rank()))
@@ -7,8 +7,8 @@
 
     assert run_workers(2, sums, 1) == [3.0, 3.0]
 
-Processes are forked from a server that has imported torch, so that they start in a moment, and each call has its own.
-A test module need not be importable by name: the workers load it from its file.
+Each call forks new processes from a server that has imported torch, so they start fast. A test module need not be
+importable by name: the workers load it from its file.
 """
 
 import faulthandler
@@ -43,21 +43,21 @@ PRELOAD = [
     *("torch.distributed", "torch._dynamo", "torch._inductor.config", "torch.onnx", "torch.profiler"),
     *("mplug.groups", "mplug.job", "mplug.loop", "mplug.ops", "mplug.testing.parallel", "pytest", "hypothesis"),
 ]
-"""What the server imports once for all workers; what is not installed it leaves out.
+"""Modules that the server imports once for all workers; it skips those that are not installed.
 
-Append the modules of your plugins before the first call: a worker starts with all of them, at no cost.
+Append the modules of your plugins before the first call. Workers then start with these modules at no cost.
 """
 
 STACKS = 5.0
-"""Seconds that ranks have to write their stacks; a stopped process never does."""
+"""Seconds that ranks have to write their stacks; a stopped process never writes its stack."""
 
 _LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 
 
 class WorkerFailed(Exception):
-    """A rank has raised, or died. The message holds its traceback; `refusal` is what its UsageError said, if any.
+    """A rank raised or died. The message holds its traceback; `refusal` is the message of its UsageError, if any.
 
-    A plugin that is broken on a rank is no refusal.
+    A broken plugin on a rank is no refusal.
     """
 
     def __init__(self, rank: int, reason: str, refusal: str = "") -> None:
@@ -68,11 +68,11 @@ class WorkerFailed(Exception):
 def run_workers(world_size: int, function: Callable[..., R], *args: Any, timeout: float = 300.0) -> list[R]:
     """Call `function(*args)` on every rank of a gloo world, and return the ranks' results in order.
 
-    `function` must stand at the top level of its module; it finds its rank in `torch.distributed`. Arguments and
-    results travel by value. Each worker computes with one thread, and its warnings are handled as the caller's.
+    `function` must be at the top level of its module. It finds its rank in `torch.distributed`. Arguments and results
+    are pickled. Each worker computes with one thread, and uses the caller's warning filters.
 
-    Raises WorkerFailed when a rank raises or dies, and TimeoutError with the stacks of the ranks that `timeout` seconds
-    have not been enough for. No worker outlives the call.
+    Raises WorkerFailed if a rank raises or dies. Raises TimeoutError, with the stacks of the ranks without a result,
+    after `timeout` seconds. No worker outlives the call.
     """
     multiprocessing.set_forkserver_preload(PRELOAD)
     with TemporaryDirectory(prefix="mplug-workers-") as directory:
@@ -127,7 +127,7 @@ def _plain(entry: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @contextmanager
 def _workers(task: _Task) -> Iterator[list[_Worker]]:
-    """Started workers, every one of which is gone when the block ends."""
+    """Start the workers; end them all when the block ends."""
     context = multiprocessing.get_context("forkserver")
     workers: list[_Worker] = []
     try:
@@ -144,9 +144,9 @@ def _workers(task: _Task) -> Iterator[list[_Worker]]:
 
 
 def _end(worker: _Worker) -> None:
-    """End a worker and whatever it has started."""
+    """End a worker and all processes that it started."""
     assert worker.process.pid is not None
-    with suppress(ProcessLookupError, PermissionError):  # it leads no group yet, or all of the group are gone
+    with suppress(ProcessLookupError, PermissionError):  # its process group does not exist yet, or has ended
         os.killpg(worker.process.pid, signal.SIGKILL)
     worker.process.kill()
     worker.process.join()
@@ -178,7 +178,7 @@ def _ready(workers: list[_Worker], seconds: float) -> list[_Worker]:
 
 
 def _received(worker: _Worker) -> tuple[bool, Any]:
-    """(whether a worker has succeeded, its result or (traceback, refusal)); a dead one has None."""
+    """(whether a worker succeeded, its result or (traceback, refusal)); (False, None) for a dead worker."""
     try:
         message: tuple[bool, Any] = pickle.loads(worker.connection.recv_bytes())
         return message
@@ -187,7 +187,7 @@ def _received(worker: _Worker) -> tuple[bool, Any]:
 
 
 def _first(failures: list[_Worker], missing: list[_Worker], results: dict[int, Any]) -> WorkerFailed:
-    """The failure that others follow from: a rank that dies makes its neighbours fail, a rank that raises waits."""
+    """The failure that caused the others: a dead rank makes its neighbours fail, but a rank that raises waits."""
     dead = [worker for worker in failures if results[worker.rank] is None]
     if not dead:
         dead = [worker for worker in _ready(missing, 0.2) if _received(worker) == (False, None)]
@@ -204,7 +204,7 @@ def _how(process: BaseProcess) -> str:
 
 
 def _explained(late: list[_Worker], task: _Task) -> str:
-    """What the ranks without a result are doing."""
+    """The stacks of the ranks without a result."""
     writing = [worker for worker in late if task.stack_of(worker.rank).exists()]
     for worker in writing:
         assert worker.process.pid is not None
@@ -221,7 +221,7 @@ def _explained(late: list[_Worker], task: _Task) -> str:
 
 
 def _is_whole(stack: Path) -> bool:
-    """Whether faulthandler has written the outermost frame, or the mark that it leaves frames out."""
+    """Whether faulthandler has written the outermost frame, or its mark for omitted frames."""
     return any(line.endswith("in <module>") or line == "  ..." for line in stack.read_text().splitlines())
 
 
@@ -229,18 +229,18 @@ def _is_whole(stack: Path) -> bool:
 
 
 def _work(rank: int, task: _Task, connection: Connection) -> None:
-    """Do a rank's part of a task, and send (whether it succeeded, its result or (traceback, refusal))."""
-    os.setsid()  # what it starts is ended with it
+    """Run a rank's part of a task, and send (whether it succeeded, its result or (traceback, refusal))."""
+    os.setsid()  # so that `_end` also ends the processes that it starts
     threading.Thread(target=_end_with_caller, daemon=True).start()
     with task.stack_of(rank).open("w") as stack:
         faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
         try:
             message = pickle.dumps((True, _called(rank, task)))
-        except BaseException as error:  # it is told, whatever it is
+        except BaseException as error:  # the caller reports any exception
             refused = isinstance(error, UsageError) and not isinstance(error, BrokenPlugin)
             refusal = str(error) if refused else ""
             connection.send_bytes(pickle.dumps((False, (traceback.format_exc(), refusal))))
-            connection.poll(None)  # its end would make other ranks fail too: the caller ends all of them
+            connection.poll(None)  # ending here would make other ranks fail too: the caller ends all of them
             raise
         connection.send_bytes(message)
 
@@ -253,11 +253,11 @@ def _end_with_caller() -> None:
 
 
 def _called(rank: int, task: _Task) -> Any:
-    import torch  # the server has it
+    import torch  # already imported by the server
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    sys.path[:] = task.path  # what the caller can import, its workers can
+    sys.path[:] = task.path  # workers can import what the caller can
     if sys.platform in _LOOPBACK:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK[sys.platform])
     warnings.resetwarnings()
@@ -270,16 +270,16 @@ def _called(rank: int, task: _Task) -> Any:
         init_method=f"file://{task.directory / 'store'}",
         rank=rank,
         world_size=task.world_size,
-        timeout=timedelta(seconds=task.timeout + 60),  # the caller's comes first, and shows the stacks
+        timeout=timedelta(seconds=task.timeout + 60),  # the caller's timeout comes first, and reports the stacks
     )
     result = function(*arguments)
-    dist.barrier()  # who ends early closes connections that others still read from
+    dist.barrier()  # a rank that ends early closes connections from which others still read
     dist.destroy_process_group()
     return result
 
 
 def _loaded(name: str, file: str, qualified: str) -> Any:
-    """The function of a module, which is loaded from its file under the name that it has for the caller."""
+    """A function of a module. Loads the module from its file, under the name that it has in the caller."""
     found: Any = sys.modules.get(name)
     if getattr(found, "__file__", None) != file:
         found = _module(name, file)
@@ -302,7 +302,7 @@ def _module(name: str, file: str) -> ModuleType:
 
 
 def _package(name: str) -> ModuleType:
-    """A package; an empty one in its place where there is none: a test's folder, whose modules pickle looks for."""
+    """A package, or an empty module in its place: a test's folder, in which pickle looks for the modules."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError:

@@ -1,6 +1,6 @@
-"""The calls by which a kernel is judged: for every slot a grid that goes from the plain case to the special ones.
+"""The cases of the kernel suite: for every slot a grid of calls, from the plain case to the special ones.
 
-Each case differs from the first of its slot in what its name says, so the case that fails names what is wrong.
+Each case differs from the first of its slot in what its name says, so the name of a failing case indicates the cause.
 """
 
 import torch
@@ -15,6 +15,6 @@ __all__ = ["SINK", "Case", "Suppliers", "Tensors", "cases"]
 
 
 def cases() -> list[Case]:
-    """The whole grid."""
+    """All cases of all slots."""
     with torch.device("meta"):
         return [*attention_cases(), *dense_cases(), *end_cases(), *expert_cases()]

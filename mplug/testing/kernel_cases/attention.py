@@ -1,4 +1,4 @@
-"""Attention: its core, and queries, keys and values before it.
+"""Cases of attention: its core, and the preparation of queries, keys and values.
 
 B batch, S sequence, H query heads, G KV heads, K head dim.
 """
@@ -17,7 +17,7 @@ from mplug.testing.kernel_cases.case import Case, Drawn, Suppliers, Tensors
 
 
 def attention_cases() -> Iterator[Case]:
-    """Of `Attention.core`, `prepare_qk` and `prepare_qkv`."""
+    """Cases of `Attention.core`, `prepare_qk` and `prepare_qkv`."""
     yield from _attention_cores()
     yield from _prepared_qk()
     yield from _prepared_qkv()
@@ -42,7 +42,7 @@ def _attention_cores() -> Iterator[Case]:
 
 
 def _specified() -> Iterator[Case]:
-    """What more a specification may ask for, each alone and some together, of the second half of the model's heads."""
+    """The features of a specification, singly and combined; most cases compute the second half of the model's heads."""
     half = {"first_head": 4}
     yield _core("no causal mask", 2, 13, 4, 2, 8, causal=False, **half)
     yield _core("documents", 2, 13, 4, 2, 8, documents=True, **half)
@@ -71,7 +71,7 @@ def _specified() -> Iterator[Case]:
 
 
 DOCUMENTS_OF_13 = ((5, 1, 7, 0), (13, 0, 0, 0))
-"""Documents of two samples; a zero fills up."""
+"""Document lengths of two samples, padded with zeros."""
 REACH = 3
 
 
@@ -96,7 +96,7 @@ def _core(
         "k": drawn.normal(b, t, g, k),
         "v": drawn.normal(b, t, g, spec.value_width),
     }
-    if offset:  # every score is about `offset` K, and their differences are small
+    if offset:  # every score is about K times `offset`, with small differences
         inputs |= {"q": 1 + 0.1 * inputs["q"], "k": offset + 0.3 * inputs["k"]}
     if spec.dropout:
         inputs["keys"] = drawn.integers(1 << 60, b)

@@ -1,4 +1,4 @@
-"""What a case is, and the numbers that its inputs are drawn from."""
+"""The class `Case`, and random numbers for its inputs."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,16 +14,16 @@ Suppliers = Mapping[str, Callable[..., Any]]
 Tensors = Mapping[str, Tensor]
 
 SINK = "main_grad"
-"""The input that is a gradient sink's buffer: in fp32 at least, and the one that a supplier changes."""
+"""The name of the input that is a gradient sink's buffer. It is at least fp32, and a supplier may write only to it."""
 
 
 @dataclass(frozen=True)
 class Case:
     """One call of a slot.
 
-    `module` is the module of the site, on the meta device. `inputs` are integers, and fp64 numbers that are rounded to
-    the type that is tried. `bind(suppliers, inputs)` returns the call: a function that gives outputs by name. `needs`
-    are the site's; `truth` is what a supplier is compared with, where that is not what `mplug.nn` has in the slots.
+    `module` is the module of the site, on the meta device. `inputs` are integers, and fp64 numbers that a trial rounds
+    to its dtype. `bind(suppliers, inputs)` returns the call: a function that returns outputs by name. `needs` are those
+    of the site. `truth` replaces the slots' content in `mplug.nn` as the reference for suppliers.
     """
 
     slots: tuple[str, ...]
@@ -36,12 +36,12 @@ class Case:
 
     @property
     def plain(self) -> Suppliers:
-        """What a supplier is compared with, by slot."""
+        """The reference for suppliers, by slot."""
         return {slot: getattr(self.module, slot.rpartition(".")[2]) for slot in self.slots} | dict(self.truth)
 
     @property
     def causal(self) -> bool:
-        """Whether it is attention in which query n sees the first n keys at most."""
+        """Whether this is attention in which query n sees at most the first n keys."""
         return isinstance(self.module, Attention) and not self.needs & {FULL, KEY_LENGTH}
 
     @property
@@ -51,15 +51,15 @@ class Case:
 
 
 class Drawn:
-    """Numbers for inputs, the same for every run of a case."""
+    """Random numbers for inputs, the same in every run of a case."""
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
 
     def normal(self, *shape: int) -> Tensor:
-        """Of the standard normal distribution, in fp64."""
+        """Standard normal numbers, in fp64."""
         return torch.randn(shape, dtype=torch.float64, generator=self._generator, device="cpu")
 
     def integers(self, below: int, *shape: int) -> Tensor:
-        """From 0 to below `below`, int64."""
+        """Integers from 0 to `below` - 1, int64."""
         return torch.randint(below, shape, generator=self._generator, device="cpu")

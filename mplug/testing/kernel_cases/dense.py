@@ -13,7 +13,7 @@ from mplug.testing.kernel_cases.case import SINK, Case, Drawn, Suppliers, Tensor
 
 
 def dense_cases() -> Iterator[Case]:
-    """Of the slots of `Linear`, `Norm` and `MLP`."""
+    """Cases of the slots of `Linear`, `Norm` and `MLP`."""
     yield from _linears()
     yield from _norms()
     yield from _activations()

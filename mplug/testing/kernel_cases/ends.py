@@ -11,7 +11,7 @@ from mplug.testing.kernel_cases.dense import with_weight
 
 
 def end_cases() -> Iterator[Case]:
-    """Of `Embedding.lookup`, `Dropout.rows` and `Loss.cross_entropy`."""
+    """Cases of `Embedding.lookup`, `Dropout.rows` and `Loss.cross_entropy`."""
     yield from _lookups()
     yield from _rows()
     yield from _losses()

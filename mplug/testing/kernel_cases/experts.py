@@ -13,7 +13,7 @@ from mplug.testing.kernel_cases.case import SINK, Case, Drawn, Suppliers, Tensor
 
 
 def expert_cases() -> Iterator[Case]:
-    """Of the slots of `Experts`, and `Router.summed`."""
+    """Cases of the slots of `Experts`, and of `Router.summed`."""
     yield from _routes()
     yield from _experts()
     yield Case(("Router.summed",), "counts [E]", Router(8, Choice(4, 2)), {"counts": Drawn(0).integers(9, 4)}, _sum)

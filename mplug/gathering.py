@@ -16,7 +16,7 @@ from mplug.plan import Box, Placement
 
 @dataclass(frozen=True)
 class GatheredPlacement(Placement):
-    """A placement whose rows are sharded along a mesh axis: each rank keeps a range of rows, as `torch.chunk` cuts them.
+    """A placement whose rows are sharded along a mesh axis: each rank keeps a range of rows, cut by `torch.chunk`.
 
     `torch.chunk` applies to dimension 0 of the local tensor that the plan and the other axes give a rank
     (`gathered_shape`, padding included). The last ranks may have fewer rows, or none. With `in_host_memory`, a rank

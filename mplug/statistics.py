@@ -14,7 +14,7 @@ class Statistics:
     """The statistics that the buffers of a plan describe, for all stages; a rank has the buffers of its own modules.
 
     If several ranks count the same values, the sum includes one of them: the rank with index 0 along every mesh axis
-    that divides none of the activation axes `over` of the statistic.
+    that divides none of the activation axes `over` of the statistic (the pipeline's axis excepted).
     """
 
     def __init__(self, run: Run, model: Model) -> None:

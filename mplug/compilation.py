@@ -16,7 +16,7 @@ log = logging.getLogger("mplug")
 
 
 SHAPES = 256
-"""Maximum number of micro batch shapes for which a unit is compiled; torch's limit is 8, and a batch ramp-up has more."""
+"""Maximum number of micro batch shapes for which a unit is compiled. Torch's limit is 8; a batch ramp-up has more."""
 
 
 def compiler_of(run: Run) -> str | None:

@@ -184,7 +184,7 @@ class _Case:
 
 
 def refuse_other_micro_batches(model: Model, changes: "Changes") -> None:
-    """Raise UsageError if a module mixes the samples of a micro batch, and the resumed run changes the micro batches."""
+    """Raise UsageError if a module mixes the samples of a micro batch and the resumed run changes the micro batches."""
     mixing = [one for one in model.mixing if SAMPLES in (one.axes or ())]
     for change in changes.settings if mixing else ():
         if change.field == MICRO_BATCH and not changes.allows(change):
@@ -253,7 +253,7 @@ def _of_samples(run: Run, cases: list[_Case]) -> Iterator[str]:
 
 
 def _unsupported(run: Run, model: Model, cases: list[_Case]) -> Iterator[str]:
-    """A sentence for each mesh axis, named axis and reason for which the axis's strategy does not support the mixing."""
+    """A sentence for each mesh axis, named axis and reason for which the axis's strategy does not support mixing."""
     mixing = dict[str, frozenset[str]]()
     for case in cases:
         mixing[case.statement.name] = mixing.get(case.statement.name, frozenset()) | {case.named}

@@ -1,7 +1,7 @@
-"""Which installed kernel plugins would do where the chosen one cannot: asked only on the way to an error.
+"""Find installed kernel plugins that can replace one that cannot serve a run. Used only to complete an error message.
 
-Each plugin is tried in a subprocess of its own (`python -m mplug.alternatives`), so that one that does not import,
-or hangs, disturbs nothing.
+Each plugin is tried in a separate process (`python -m mplug.alternatives`), so that a plugin that fails to import, or
+hangs, does no harm.
 """
 
 import json
@@ -18,13 +18,13 @@ from mplug.settings import from_mapping
 from mplug.slots import PLAIN, Unmet
 
 YES = "it would do"
-"""What a subprocess prints last where a plugin would do: a plugin that exits when it is imported prints nothing."""
+"""The last output of a subprocess whose plugin can serve the run; a plugin that exits on import prints nothing."""
 TIMEOUT = 60
-"""Seconds that a plugin may take to answer."""
+"""Maximum time in seconds for one plugin."""
 
 
 def kernels_that_would_do(config: RunConfig, unmet: Unmet) -> str:
-    """The end of the error's sentence: which installed plugins can supply the slot instead, or else plain torch."""
+    """The end of the error message: the installed plugins that can supply the slot instead, or else plain torch."""
     chosen = unmet.plugin.partition("/")[2]
     others = [name for name in Registry().names("kernels") if name != chosen]
     with ThreadPoolExecutor() as pool:

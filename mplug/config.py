@@ -87,7 +87,7 @@ class RunConfig:
     """Patterns of parameters that are not trained: the field `frozen` of the section 'model'."""
 
     def with_rest(self, degree: int, source: str) -> "RunConfig":
-        """The config whose layout also names the strategy of `parallel.data`, with this degree, which is from `source`."""
+        """The config whose layout also names the strategy of `parallel.data`, with the degree that `source` set."""
         parallel = self.parallel
         assert parallel.data is not None
         assert parallel.rest is not None

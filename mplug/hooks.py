@@ -84,7 +84,7 @@ class Hooks:
         return [(implementation.plugin_name, _bound(implementation)) for implementation in called]
 
     def observe(self, hook: str, **arguments: Any) -> None:
-        """Call observers. An exception is logged and does not end the run, unless it is from the host's own observer."""
+        """Call observers. An exception of a plugin is logged and does not end the run; one of the host's own does."""
         for implementation in reversed(self._implementations(hook)):
             try:
                 _bound(implementation)(**arguments)

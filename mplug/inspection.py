@@ -1,6 +1,6 @@
-"""Looking at a plugin in a process of its own, so that one that does not import disturbs nothing.
+"""Inspect a plugin in a separate process, so that a plugin that fails to import does no harm.
 
-Run as `python -m mplug.inspection show|check KIND DISTRIBUTION/NAME`, it prints a report as JSON.
+`python -m mplug.inspection show|check KIND DISTRIBUTION/NAME` prints a report as JSON.
 """
 
 import json
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
 MARK = "mplug report: "
-"""What the line of a report begins with: a plugin may print, too."""
+"""The prefix of the line of a report; it is needed because a plugin may print, too."""
 TIMEOUT = 120
-"""Seconds that a plugin may take to import and to be checked."""
+"""Maximum time in seconds for the import and the check of a plugin."""
 
 
 @dataclass
 class Report:
-    """What importing a plugin showed. `fields` are (name, type, default, description)."""
+    """The result of importing a plugin. `fields` are (name, type, default, description)."""
 
     fault: str = ""
     note: str = ""
@@ -35,12 +35,12 @@ class Report:
 
 
 def inspect_apart(entry: Entry) -> Report:
-    """What a plugin says of itself, found in a subprocess."""
+    """The report of a plugin, made in a subprocess."""
     return _apart("show", entry)
 
 
 def check_apart(entry: Entry) -> Report:
-    """The same, and what the quick part of its kind's suite finds wrong."""
+    """The report of a plugin, made in a subprocess, with the faults that the quick part of its kind's suite finds."""
     return _apart("check", entry)
 
 
@@ -80,7 +80,7 @@ def inspect_here(kind: str, word: str) -> Report:
 
 
 def check_here(kind: str, word: str) -> Report:
-    """The report of a plugin, made in this process, with what the quick part of its kind's suite finds wrong."""
+    """The report of a plugin, made in this process, with the faults that the quick part of its kind's suite finds."""
     report = inspect_here(kind, word)
     if report.fault:
         return report
@@ -117,7 +117,7 @@ BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
 def _type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """A field's type as one writes it: int > 0 | None, 'run' | 'epoch'."""
+    """A field's type as text, such as: int > 0 | None, 'run' | 'epoch'."""
     bounds = ",".join(
         f" {sign} {getattr(one, name)}" for one in metadata for name, sign in BOUNDS.items() if hasattr(one, name)
     )
@@ -135,7 +135,7 @@ def _type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 
 
 def _default(described: "FieldInfo") -> str:
-    """What a field is where nobody sets it; nothing where somebody must."""
+    """A field's default as text; empty if the field is required."""
     return "" if described.is_required() else repr(described.get_default(call_default_factory=True))
 
 

@@ -112,7 +112,7 @@ def from_mapping(value: Any, source: str, key: Key = ()) -> Settings:
 
 
 def merge(low: Settings, high: Settings) -> Settings:
-    """`high` over `low`. If `high` names another plugin for a section, the fields of that section in `low` are dropped."""
+    """`high` over `low`. If `high` names another plugin for a section, the section's fields in `low` are dropped."""
     dropped = {
         section
         for section in NAMED_SECTIONS

@@ -72,7 +72,7 @@ def choose_device(config: RunConfig) -> str:
 def build_model(run: Run) -> Model:
     """The model on the meta device: split into stages, placed, and with its slots filled.
 
-    Raises UsageError if a chosen plugin cannot meet a need, or if the layout cuts matrices that the optimizer needs
+    Raises UsageError if the chosen plugins do not meet a need, or if the layout cuts matrices that the optimizer needs
     whole.
     """
     model, selection = _build_model(run)
@@ -107,7 +107,7 @@ def _refuse_states_of_frozen(run: Run, model: Model) -> None:
 
 
 def _remedy(config: RunConfig, unmet: Unmet) -> str:
-    """The end of the error message: the kernels that meet the need. Empty if the need is not one of a kernel."""
+    """The end of the error message: the kernels to use instead; empty if a plugin of another kind has the need."""
     is_kernel = unmet.plugin == PLAIN or unmet.plugin.startswith("kernels/")
     return kernels_that_would_do(config, unmet) if is_kernel else ""
 

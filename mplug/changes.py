@@ -261,7 +261,7 @@ def _of_plugins(
 
 
 def _of_variances(section: str, manifest: Mapping[str, Any], run: Run) -> Iterator[Change]:
-    """Changes of declared variances (hook `varies`): a plugin of the section now declares another one, or none."""
+    """Changes of declared variances (hook `varies`): a plugin's reason differs from before, or is new or gone."""
     old, new = manifest.get("varies") or {}, {label: one.reason for label, one in run.variances.items()}
     for label in sorted({*old, *new}):
         if label.startswith(f"{section}/") and old.get(label) != new.get(label):
@@ -334,7 +334,7 @@ def _versions(manifest: Mapping[str, Any], run: Run) -> list[str]:
     return lines
 
 
-# What follows.
+# Effects.
 
 
 def _effects(manifest: Mapping[str, Any], config: RunConfig) -> list[str]:

@@ -43,7 +43,7 @@ class Chosen:
 class Parallel:
     """The layout: each named strategy's degree, and the strategy `data` that takes the remaining ranks.
 
-    `rest` is the strategy `data` with its bound config; it is None if the layout names that strategy.
+    `rest` is the strategy `data` with its bound config; None if the layout names that strategy, or if `data` is None.
     """
 
     layout: str

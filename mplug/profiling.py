@@ -96,7 +96,7 @@ def class_of(name: str) -> str:
 
 
 def _class_of_fused(prefix: str, operators: str) -> str:
-    """The class of a kernel that inductor fused: it is never a collective or a product, but may prepare operands."""
+    """The class of a kernel that inductor fused: never a collective or a product, whose operands it may prepare."""
     if prefix == "for" or re.search(CLASSES["optimizer"], operators):
         return "optimizer"
     if re.search(CLASSES["loss"], operators):

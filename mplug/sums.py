@@ -1,4 +1,4 @@
-"""The host's own offer for `Router.summed`: sums in forward, requested by modules, over the ranks that divide tokens."""
+"""The host's own offer for `Router.summed`: sums over the ranks that divide tokens, which modules use in forward."""
 
 from itertools import combinations
 

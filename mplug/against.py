@@ -1,6 +1,6 @@
-"""A script that takes part in a measurement: told what to train as JSON on stdin, it answers in JSON on its last line.
+"""Scripts that take part in a measurement: each reads its task as JSON on stdin, and prints JSON as its last line.
 
-`benchmarks/yardstick.py` is one, and its docstring says what goes in and what comes out.
+`benchmarks/yardstick.py` is an example; its docstring describes input and output.
 """
 
 import json
@@ -31,7 +31,7 @@ class Script:
 
     @classmethod
     def read(cls, words: str) -> "Script":
-        """'SCRIPT [FIELD=VALUE ...]'; a script that is not there is a UsageError."""
+        """Parse 'SCRIPT [FIELD=VALUE ...]'; UsageError if the script does not exist."""
         try:
             path, *assignments = shlex.split(words) or [""]
         except ValueError as error:
@@ -41,7 +41,7 @@ class Script:
         return cls(Path(path), tuple(assignments))
 
     def ask(self, task: dict[str, Any], **steps: int) -> dict[str, Any]:
-        """Its answer; RunError with what it says last on stderr where it fails."""
+        """The script's answer. If the script fails, raises RunError with the error that it printed to stderr."""
         asked = {**task, "warmup": 0, "steps": 0, "profile": 0, **steps}
         process = subprocess.Popen(
             [sys.executable, str(self.path)],
@@ -67,9 +67,9 @@ class Script:
 
 
 def task_of(run: Run, model: "Model") -> dict[str, Any]:
-    """What a script is told of a run of one process, whose model is on the meta device.
+    """The task of a script: the settings of a run of one process, whose model is on the meta device.
 
-    It hears of frozen parameters where there are some, so that one that knows only of trained ones can say so.
+    It contains `model.frozen` only if that is not empty, so that a script without support for it can refuse it.
     """
     trainer, resolved = run.config.trainer, run.config.resolved()
     core = next((filled for filled in model.slots if filled.site.slot == "Attention.core"), None)
@@ -91,22 +91,22 @@ def task_of(run: Run, model: "Model") -> dict[str, Any]:
 
 
 class _Ending(Signals):
-    """Ends the script when this process is told to end."""
+    """Ends the script when this process receives SIGINT or SIGTERM."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
 
     def first(self, number: int) -> None:
-        """Ask it to."""
+        """Send SIGTERM to the script."""
         self.process.terminate()
 
     def later(self, number: int) -> None:
-        """End it at once."""
+        """Kill the script."""
         self.process.kill()
 
 
 def _complaint(stderr: str) -> str:
-    """The line that names an exception, which more may follow; else the last line."""
+    """The last line that names an exception, or else the last line."""
     errors = re.findall(r"^[\w.]+(?:Error|Exception): .*$", stderr, re.MULTILINE)
     return str(errors[-1]) if errors else _last_line(stderr)
 
@@ -117,7 +117,7 @@ def _last_line(text: str) -> str:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """A JSON object; empty where the text is none."""
+    """The JSON object in `text`; empty if the text is not one."""
     with suppress(ValueError):
         found = json.loads(text)
         return found if isinstance(found, dict) else {}

@@ -1,4 +1,4 @@
-"""Ask a plugin about a config: what its code raises becomes one sentence that names the plugin."""
+"""Call a plugin that checks a config: an exception of its code becomes one sentence that names the plugin."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,9 +10,10 @@ from mplug.registry import BrokenPlugin
 
 @contextmanager
 def asking(label: str, what: str) -> Iterator[None]:
-    """For a block in which a plugin looks at the config: a ValueError is its word on a value, anything else its fault.
+    """Wrap a block in which a plugin checks the config.
 
-    Both exit with status 2. The sentence about a fault names the line of the plugin that raised it.
+    A ValueError means that the plugin refuses a value (UsageError); any other exception is a fault of the plugin
+    (BrokenPlugin). Both exit with status 2. The sentence about a fault names the line that raised it.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Measuring: the steps of a run by themselves, as `mplug train` does them, without logs, evaluation or checkpoints."""
+"""Measure the steps of a run as `mplug train` executes them, without logs, evaluation or checkpoints."""
 
 import statistics
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Task:
-    """What every process of a measurement needs to know; it travels as plain data."""
+    """What every process of a measurement receives from the command; plain data that can be pickled."""
 
     overrides: Settings
     warmup: int
@@ -36,9 +36,10 @@ class Task:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a step computes: known before it runs.
+    """The size of a step, known before it runs.
 
-    `flops` are those of a step, causal attention counted once (A = 6); `flops_full` count the square (A = 12).
+    `flops` are the FLOPs of a step that count only the unmasked half of attention (A = 6); `flops_full` count the full
+    square (A = 12).
     """
 
     tokens: int
@@ -53,7 +54,7 @@ class Facts:
 class Measured(Facts):
     """The figures of one participant over all its rounds.
 
-    `rounds` are the seconds of every step, round by round; memory is the largest of any rank's, in GiB.
+    `rounds` are the seconds of every step, one list per round; `memory_gib` is the maximum over all ranks.
     """
 
     peak_tflops: float | None
@@ -63,37 +64,37 @@ class Measured(Facts):
 
     @property
     def seconds(self) -> list[float]:
-        """Of every step."""
+        """The seconds of every step of all rounds."""
         return [seconds for steps in self.rounds for seconds in steps]
 
     @property
     def step(self) -> float:
-        """The median step."""
+        """The median of `seconds`."""
         return statistics.median(self.seconds)
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens a second and GPU."""
+        """Tokens per second and GPU."""
         return self.tokens / self.step / self.world_size
 
     def tflops(self, flops: int) -> float:
-        """TFLOP/s of a GPU."""
+        """TFLOP/s per GPU, for a step of `flops` FLOPs."""
         return flops / self.step / 1e12 / self.world_size
 
     @property
     def mfu(self) -> float | None:
-        """The fraction of the chip's dense bf16 peak (A = 6); None where the peak is not known."""
+        """The fraction of the chip's dense bf16 peak (A = 6); None if the peak is unknown."""
         return self.tflops(self.flops) / self.peak_tflops if self.peak_tflops else None
 
     def ratios(self, other: "Measured") -> list[float]:
-        """This one's tokens a second and GPU to another's, in each round that both have had."""
+        """The ratio of this participant's tokens per second and GPU to another's, for each round of both."""
         mine, theirs = (
             [one.tokens / one.world_size / statistics.median(r) for r in one.rounds] for one in (self, other)
         )
         return [own / its for own, its in zip(mine, theirs, strict=False)]
 
     def joined(self, other: "Measured") -> "Measured":
-        """This and the next round of the same participant."""
+        """These figures together with those of the next round of the same participant."""
         memory = max(self.memory_gib, other.memory_gib)
         return replace(
             self, rounds=self.rounds + other.rounds, memory_gib=memory, profile=self.profile or other.profile
@@ -101,20 +102,20 @@ class Measured(Facts):
 
 
 def bench_settings() -> Settings:
-    """The default run as measurements change it."""
+    """The settings of the default run, changed for measurements (bench.yaml)."""
     return merge(default_settings(), read_file(Path(__file__).with_name("bench.yaml"), "bench.yaml"))
 
 
 def checked(changes: Settings) -> "tuple[Run, Model]":
-    """A run whose config is right, and its model without memory: what cannot be built is refused here."""
+    """The prepared run, and its model on the meta device; UsageError if the config is invalid or cannot be built."""
     run = prepare(resolve(Registry(), bench_settings(), changes))
-    from mplug.build import build_model  # imports torch, which a refused config never waits for
+    from mplug.build import build_model  # imports torch, so only after the config is valid
 
     return run, build_model(run)
 
 
 def facts_of(run: Run, model: "Model") -> Facts:
-    """What a step of a run computes."""
+    """The facts of a step of a run."""
     samples, length, flops = run.config.trainer.global_batch_size, run.config.trainer.seq_length, model.flops
     return Facts(
         tokens=samples * length,
@@ -136,16 +137,16 @@ def turn(task: Task, world_size: int) -> Measured:
 
 
 def limits(task: Task, world_size: int) -> "Limits":
-    """Measure what the machine can do, and what of it a variant asks for."""
+    """Measure the limits of the machine, and the time of a variant's work at these limits."""
     found: Limits = launch(world_size, _limits, task)
     return found
 
 
 @contextmanager
 def _running(task: Task, tell: Callable[[int | Beat], None]) -> Iterator[Run]:
-    """Be one process of a measurement for a block."""
+    """Make this process one of a measurement for the block."""
     run = prepare(resolve(Registry(), bench_settings(), task.overrides))
-    from mplug.build import choose_device  # torch comes in only when the config is right
+    from mplug.build import choose_device  # imports torch, so only after the config is valid
 
     run.device = choose_device(run.config)
     with among(launched(), run, tell):
@@ -153,7 +154,7 @@ def _running(task: Task, tell: Callable[[int | Beat], None]) -> Iterator[Run]:
 
 
 def _measure(task: Task, tell: Callable[[int | Beat], None]) -> Measured:
-    """`tell` hears the number of every step, and a heartbeat every second."""
+    """Measure one round in this process; `tell` receives the number of every step, and a heartbeat every second."""
     with _running(task, tell) as run:
         from mplug.build import build
         from mplug.compilation import compiled_graphs
@@ -196,7 +197,7 @@ def _limits(task: Task, tell: Callable[[int | Beat], None]) -> "Limits":
 
 @dataclass(frozen=True)
 class Opponent:
-    """A script that takes part, and what it was told to train: as much as every variant does."""
+    """A script that takes part in a measurement, and its task (`told`): the same work as every variant."""
 
     script: Script
     told: dict[str, Any]
@@ -204,12 +205,12 @@ class Opponent:
 
     @property
     def name(self) -> str:
-        """What its row and its turns are called."""
+        """The name of its row and its turns."""
         return self.script.path.name
 
     @classmethod
     def of(cls, script: Script, base: Settings, variants: dict[str, Facts]) -> "Opponent":
-        """The script with the run's settings and its own; UsageError where it is not to be compared with a variant."""
+        """The script with the run's settings and its own; UsageError if it is not comparable with a variant."""
         run, model = checked(merge(base, read_assignments(script.assignments, "--against")))
         facts = facts_of(run, model)
         for name, one in ((str(script.path), facts), *((shown(name), one) for name, one in variants.items())):
@@ -231,7 +232,7 @@ class Opponent:
                     )
 
     def turn(self, task: Task, peak_tflops: float | None) -> Measured:
-        """Measure one round of it, on the chip whose peak is given."""
+        """Measure one round of the script; `peak_tflops` is the peak of the chip."""
         found = self.script.ask(
             self.told, warmup=task.warmup, steps=task.steps, profile=RECORDED if task.profile else 0
         )
@@ -243,11 +244,11 @@ class Opponent:
         )
 
 
-# What is told.
+# Output.
 
 
 def shown(variant: str) -> str:
-    """A variant as a reader sees it."""
+    """The name of a variant in the output."""
     return variant or "as it is"
 
 

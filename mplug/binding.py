@@ -1,4 +1,4 @@
-"""Values bound to a section of the host, a plugin or a tokenizer. Each problem is a sentence."""
+"""Bind values to a section of the host, a plugin or a tokenizer. Each problem is a sentence."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from mplug.ranges import integers_out_of_range, out_of_range
 
 
 def bind(model: type[BaseModel], values: Mapping[str, Any]) -> tuple[Any, list[Problem]]:
-    """The section, and nothing wrong; or None, and every problem of the values."""
+    """(section, no problems), or (None, every problem of the values)."""
     problems = [Problem(path, message) for path, message in integers_out_of_range(values)]
     if problems:  # the section's own checks may compute with these integers
         return None, problems

@@ -1,4 +1,4 @@
-"""From a prepared run to the objects that train: every build hook, in order."""
+"""Build the objects of a training process from a prepared run, by calling every build hook in order."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -40,7 +40,7 @@ from mplug.variance import refuse_bypassing, refuse_bypassing_layout
 
 @dataclass
 class Parts:
-    """What a training process holds."""
+    """The objects of a training process."""
 
     model: Model
     pieces: list[Piece]
@@ -51,22 +51,22 @@ class Parts:
     loss_scale: LossScale | None = None
 
     def held(self) -> list[Held]:
-        """The values of all parameters of this rank, trained or not: what begins, and what checkpoints hold."""
+        """The values of all parameters of this rank, trained or not: initialisation and checkpoints use them."""
         return held_values(self.model, self.pieces)
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all parameters, each counted once whatever the layout."""
+        """Number of elements of all parameters; it does not depend on the layout."""
         return sum(placement.numel for placement in self.model.placements.values())
 
     @property
     def num_frozen(self) -> int:
-        """Those of them that are not trained."""
+        """Number of elements of the frozen parameters."""
         return sum(one.numel for one in self.model.placements.values() if not one.parameter.trainable)
 
 
 def choose_device(config: RunConfig) -> str:
-    """'cpu' or 'cuda', as the config says or as the machine has it."""
+    """'cpu' or 'cuda': the config's choice; with 'auto', 'cuda' if torch sees a GPU."""
     wanted, available = config.trainer.device, torch.cuda.is_available()
     if wanted == "cuda" and not available:
         raise UsageError("trainer.device is 'cuda', and torch sees no GPU here; use 'auto' or 'cpu'")
@@ -74,14 +74,15 @@ def choose_device(config: RunConfig) -> str:
 
 
 def build_model(run: Run) -> Model:
-    """The model on the meta device: split, placed, its slots filled.
+    """The model on the meta device: split into stages, placed, and with its slots filled.
 
-    Refuses what no chosen plugin can supply, and a layout that cuts what the optimizer needs whole.
+    Raises UsageError if the chosen plugins do not meet a need, or if the layout cuts matrices that the optimizer needs
+    whole.
     """
     model, selection = _build_model(run)
     if selection.unmet:
         different = {str(unmet): unmet for unmet in selection.unmet}
-        remedies = {(u.plugin, u.kind): u for u in different.values()}  # asking other kernels costs a process each
+        remedies = {(u.plugin, u.kind): u for u in different.values()}  # asking another kernel costs one process
         told = {key: _remedy(run.config, unmet) for key, unmet in remedies.items()}
         raise UsageError("\n".join(f"{text}{told[u.plugin, u.kind]}" for text, u in different.items()))
     trained = {name: placement for name, placement in model.placements.items() if placement.parameter.trainable}
@@ -99,7 +100,7 @@ def build_model(run: Run) -> Model:
 
 
 def _refuse_states_of_frozen(run: Run, model: Model) -> None:
-    """Who divides optimizer state divides that of trained parameters: no other has any, nor a gradient to sum."""
+    """Raise UsageError if a plugin shards the optimizer state of a frozen parameter, which has no state."""
     for name in model.sharding.of if model.sharding else ():
         if not model.placements[name].parameter.trainable:
             (label,) = run.hooks.implementers("shard_states")
@@ -110,7 +111,7 @@ def _refuse_states_of_frozen(run: Run, model: Model) -> None:
 
 
 def _remedy(config: RunConfig, unmet: Unmet) -> str:
-    """The end of the sentence of a kernel, or of plain torch; another plugin's need is met by no other kernel."""
+    """The end of the error message: the kernels to use instead; empty if a plugin of another kind has the need."""
     is_kernel = unmet.plugin == PLAIN or unmet.plugin.startswith("kernels/")
     return kernels_that_would_do(config, unmet, can_be_built) if is_kernel else ""
 
@@ -134,7 +135,7 @@ def _build_model(run: Run) -> tuple[Model, Selection]:
 
 
 def _refuse_untaken_entries(run: Run, model: Model) -> None:
-    """A model that ignores which documents a sample is packed with would attend from one to the other."""
+    """Raise UsageError if no unit takes an optional entry: a model without document lengths would mix documents."""
     taken = {name for unit in model.plan.units for name in (*unit.inputs, *unit.optional)}
     untaken = sorted(run.entries - taken)
     if untaken:
@@ -146,7 +147,7 @@ def _refuse_untaken_entries(run: Run, model: Model) -> None:
 
 
 def _refuse_cut_matrices(run: Run, cut: list[tuple[str, str]]) -> NoReturn:
-    """Of (axis, parameter) pairs in which an axis cuts a matrix."""
+    """Raise the UsageError for `cut`: pairs (axis, parameter) such that the axis cuts a matrix of the parameter."""
     (axis, name), (optimizer,) = cut[0], run.hooks.implementers("build_optimizer")
     raise UsageError(
         f"{optimizer} needs whole matrices, and {axis}={run.mesh.axes[axis].size} cuts '{name}'; "
@@ -175,9 +176,9 @@ def states_without_memory(run: Run, model: Model) -> tuple[Optimizer, list[Piece
 
 
 def refuse_unsavable_states(run: Run, model: Model, resume_from: Path | None = None) -> None:
-    """Raise UsageError where the optimizer keeps what a checkpoint cannot hold; nothing is allocated.
+    """Raise UsageError if a checkpoint cannot hold a state of the optimizer, without allocating memory.
 
-    Also where the checkpoint to resume from does not have what the optimizer keeps of this rank's parameters.
+    Also raise it if the checkpoint to resume from lacks a state that the optimizer keeps for this rank's parameters.
     """
     optimizer, pieces = states_without_memory(run, model)
     if resume_from is not None:
@@ -225,14 +226,14 @@ def gradient_dtype(run: Run, model: Model) -> torch.dtype:
 
 
 def collect_offers(run: Run, model: Model) -> list[Offer | Wrap]:
-    """Every plugin's offers, each with its plugin's label, in the order of the hooks; then the host's own."""
+    """The offers of all plugins, with their labels, in the order of the hooks; then the host's own offers."""
     answers = run.hooks.each("offer", run=run, model=model)
     offered = [replace(offered, plugin=label) for label, answer in answers for offered in answer]
     return [*offered, *token_sums(run, model)]
 
 
 def unmet_reasons(run: Run) -> list[str]:
-    """Why the chosen kernels cannot serve this run's model; empty where they can."""
+    """Why the chosen kernels cannot serve this run's model; empty if they can."""
     return [str(unmet) for unmet in _build_model(run)[1].unmet]
 
 
@@ -245,7 +246,7 @@ def can_be_built(settings: Mapping[str, Any]) -> bool:
 
 
 def build(run: Run) -> Parts:
-    """Everything that a training process needs; what is cheap to refuse comes first."""
+    """Build everything that a training process needs; cheap checks come first."""
     trainer, model = run.config.trainer, build_model(run)
     train_loader = _feed(run, "train")
     validation_loader = _feed(run, "validation") if trainer.eval_every else None
@@ -269,7 +270,7 @@ def build(run: Run) -> Parts:
 
 
 def _wrap(run: Run, model: Model) -> None:
-    """Let plugins wrap units and listen to sinks; two that sum the same buffers at once would race."""
+    """Call `wrap_model` of every plugin; UsageError if two strategies sum the same buffers, which would be a race."""
     summing: list[tuple[str, set[str]]] = []
     summers: dict[str, str] = {}
     for label, wrap in run.hooks.layered("wrap_model"):
@@ -295,7 +296,7 @@ def _feed(run: Run, split: str) -> Feed:
 
 
 def build_loader(run: Run, split: str) -> Loader:
-    """The loader of a split; its tokens must be within the model's vocabulary."""
+    """The loader of a split; UsageError if its vocabulary is larger than the model's."""
     loader: Loader = run.hooks.call.build_loader(run=run, split=split)
     vocab_size = getattr(run.config.model, "vocab_size", None)
     if vocab_size is not None and loader.vocab_size > vocab_size:

@@ -1,7 +1,7 @@
-"""What the machine itself can do, so that a result is a fraction of its limit.
+"""Measure the limits of the machine, so that a result can be given as a fraction of its limit.
 
-M tokens of a micro batch, I and O the widths of a linear layer; B samples, S sequence, H query heads, G KV heads, K
-head dim: all as this rank has them.
+M tokens of a micro batch, I and O input and output width of a linear layer; B samples, S sequence, H query heads,
+G KV heads, K head dim. All of them are this rank's own, local sizes.
 """
 
 from collections import Counter
@@ -26,18 +26,19 @@ from mplug.run import Run
 
 REPEATS, WARMUP = 20, 3
 LARGE = {"cuda": 8192, "cpu": 512}
-"""Rows and columns of the large product."""
+"""Number of rows and columns of the large product."""
 COPIED = {"cuda": 2**30, "cpu": 2**24}
-"""Bytes that are copied within memory."""
+"""Number of bytes that are copied within memory."""
 SENT = {"cuda": 2**27, "cpu": 2**20}
-"""Bytes of a collective's whole tensor."""
+"""Number of bytes of a collective's whole tensor."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """`rates` by what they are of and their unit.
+    """The limits of the machine for a run.
 
-    `classes` of time, as a profile names them -> the seconds a step that the work of this rank would take alone.
+    `rates` are measured rates, by a description with their unit. `classes` maps classes of time, as a profile names
+    them, to the seconds per step that this rank's work of the class takes on its own.
     """
 
     rates: dict[str, float] = field(default_factory=dict)
@@ -46,7 +47,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Work:
-    """A part of a step: FLOPs of a call, calls a step; `prepare` makes the operands, and returns the call."""
+    """A part of a step: FLOPs per call, calls per step; `prepare` makes the operands, and returns the call."""
 
     flops: int
     calls: int
@@ -54,7 +55,7 @@ class Work:
 
 
 def ceilings(run: Run) -> Limits:
-    """Measure the machine, and at its rates the work of the run's model; all processes of the run take part."""
+    """Measure the machine, and the work of the run's model by itself. Collective: all processes must call it."""
     model, device, precision = build_model(run), run.device, run.config.trainer.precision
     size, copies = LARGE[device], _bytes_per_s_copied(device)
     large = Work(2 * size**3, 1, partial(_square, size, DTYPES[precision], device))
@@ -74,7 +75,7 @@ def ceilings(run: Run) -> Limits:
 
 
 def _rate(works: Iterable[Work], device: str) -> tuple[float, float]:
-    """(TFLOP/s over all of a step's calls, the seconds that they take), by each work's median call."""
+    """(TFLOP/s over all of a step's calls, the seconds that they take), from the median call of each work."""
     flops, seconds = 0, 0.0
     for work in works:
         call = work.prepare()
@@ -90,13 +91,13 @@ def _square(size: int, dtype: torch.dtype, device: str) -> Callable[[], object]:
 
 
 def _bytes_per_s_copied(device: str) -> float:
-    """Bytes read and written a second."""
+    """Bytes read and written per second."""
     source, target = (torch.ones(COPIED[device] // 4, device=device) for _ in range(2))
     return 2 * source.nbytes / min(timed(lambda: target.copy_(source), REPEATS, device))
 
 
 def _bus_rates(run: Run) -> dict[str, float]:
-    """GB/s of NCCL's bus bandwidth, which does not depend on the number of ranks where links are the limit."""
+    """GB/s of NCCL's bus bandwidth, which does not depend on the number of ranks if the links are the limit."""
     ranks, size = run.mesh.world_size, SENT[run.device]
     if run.groups is None or ranks == 1:
         return {}
@@ -120,7 +121,7 @@ def _bus_rates(run: Run) -> dict[str, float]:
 def products(run: Run, model: Model) -> list[Work]:
     """Forward, dgrad and wgrad of every linear layer of this rank, as plain products; layers of one shape together.
 
-    Where parameters are frozen, those of the gradients that are computed.
+    Gradients that are not computed because parameters are frozen are left out.
     """
     tokens, passes = run.micro_batch_size * _own_length(run), model.passes
     assert passes is not None, "the model is not built"
@@ -158,9 +159,9 @@ def _products(run: Run, tokens: int, out: int, wide: int, dgrad: bool, wgrad: bo
 
 
 def attentions(run: Run, model: Model) -> list[Work]:
-    """Causal attention forward and backward through whatever fills the sites of this rank; alike ones together.
+    """Causal attention, forward and backward, with the core of each site of this rank; equal sites together.
 
-    Backward counts 2.5 times the forward pass, whose scores it computes again (FlashAttention-2, arXiv 2307.08691).
+    Backward counts 2.5 times the forward pass, because it recomputes the scores (FlashAttention-2, arXiv 2307.08691).
     """
     assert model.passes is not None, "the model is not built"
     filled = {one.site.name: one.site.module for one in model.slots if one.site.slot == "Attention.core"}
@@ -168,7 +169,7 @@ def attentions(run: Run, model: Model) -> list[Work]:
         (part.core, *_own_heads(run, part), part.head_dim, name not in model.passes.no_backward)
         for name, part in filled.items()
     )
-    pairs = run.micro_batch_size * _own_length(run) * run.config.trainer.seq_length  # half of them causal
+    pairs = run.micro_batch_size * _own_length(run) * run.config.trainer.seq_length  # half of them are unmasked
     return [
         Work(
             (7 if backward else 2) * pairs * heads * width,
@@ -195,7 +196,7 @@ def _attend(
 
 
 def _own_heads(run: Run, part: Any) -> tuple[int, int]:
-    """(query heads, KV heads) of this rank; a KV head that several ranks need is copied."""
+    """(query heads, KV heads) of this rank; it has at least one KV head, a copy if there are more ranks than heads."""
     found = []
     for named, number in (("heads", part.num_heads), ("kv_heads", part.num_kv_heads)):
         for axis in run.mesh.views["attention"]:
@@ -205,7 +206,7 @@ def _own_heads(run: Run, part: Any) -> tuple[int, int]:
 
 
 def _own_length(run: Run) -> int:
-    """Positions of the sequence that this rank's entries have."""
+    """Number of sequence positions in this rank's entries."""
     length = run.config.trainer.seq_length
     for axis in run.mesh.views["attention"]:
         if "sequence" in axis.entries:
@@ -215,14 +216,14 @@ def _own_length(run: Run) -> int:
 
 
 def _micro_batches(run: Run) -> int:
-    """Micro batches of a step on this rank."""
+    """Number of micro batches of a step on this rank."""
     return run.config.trainer.global_batch_size // run.mesh.batch_shard(run.rank)[1] // run.micro_batch_size
 
 
 def _bytes_of_an_update(run: Run, model: Model) -> int:
-    """What it moves at least: masters and state read and written, gradients read, weights written.
+    """The minimum bytes that an update moves: masters and state read and written, gradients read, weights written.
 
-    Counting replaces the model's parameters by ones without memory.
+    This function replaces the model's parameters by fake tensors without memory.
     """
     held = measure_bytes(run, model)
     weights, state = held.get("weights", 0), held.get("optimizer state", 0)

@@ -1,8 +1,8 @@
-"""What a resumed run changes of the settings that its checkpoint was trained with, and what may change. Torch-free.
+"""The settings that a resumed run changes compared with its checkpoint, and which of them may change. Torch-free.
 
-The config that a checkpoint holds is compared with the config of the run, field by field. A field may change where its
-section's kind says so (layouts and the choice of kernels give the same run, observers only look), or where its own
-annotation does (`MAY_CHANGE`, `MAY_MOVE`). Every other change is refused unless the user allows it by name: the effect
+The host compares the checkpoint's config with the config of the run, field by field. A field may change if the kind of
+its section permits it (layouts and kernels give the same run, extensions only observe), or if its own annotation
+permits it (`MAY_CHANGE`, `MAY_MOVE`). The host refuses every other change unless the user allows it by name: the effect
 of a plugin's field on training is unknown until the plugin states it.
 """
 
@@ -27,9 +27,9 @@ from mplug.settings import NAMED_SECTIONS, Key, nested, source_of
 OPTION = "--allow-change"
 ABSENT = "(not set)"
 OBSERVING = "extensions"
-"""The section whose plugins only observe: all their fields may change."""
+"""The section of plugins that only observe: all their fields may change."""
 FINGERPRINT = "data_fingerprint"
-"""Where a checkpoint holds what the loader states of its data."""
+"""The key of a checkpoint's manifest that holds the fingerprint of the loader's data."""
 
 
 def shown(value: Any) -> str:
@@ -39,9 +39,10 @@ def shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Change:
-    """A setting that is not the checkpoint's. `refusal` says why it needs permission; it is empty where it needs none.
+    """A setting that differs from the checkpoint's.
 
-    `source` is where the new value was written.
+    `refusal` says why the change needs permission; it is empty if it needs none. `source` is where the new value was
+    written.
     """
 
     key: Key
@@ -50,7 +51,7 @@ class Change:
     refusal: str = ""
     source: str = ""
     moves_data: bool = False
-    """Whether the loader's fingerprint decides if the change is harmless."""
+    """Whether the change is harmless if the loader's fingerprint is the same."""
 
     @property
     def field(self) -> str:
@@ -63,7 +64,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Changes:
-    """Everything that a resumed run changes: settings, versions of plugins, and the learning rate that follows."""
+    """Everything that a resumed run changes: settings, versions of plugins, and the resulting learning rate."""
 
     settings: list[Change] = field(default_factory=list)
     versions: list[str] = field(default_factory=list)
@@ -71,16 +72,16 @@ class Changes:
     allowed: tuple[str, ...] = ()
 
     def allows(self, change: Change) -> bool:
-        """Whether the user has named the field, or a section that it is in."""
+        """Whether the user has named the field, or a section that contains it."""
         return any(change.field == name or change.field.startswith(f"{name}.") for name in self.allowed)
 
     def lines(self) -> list[str]:
-        """What a log says of them, a line each."""
+        """The changes as lines of a log."""
         settings = [f"{one} ({OPTION})" if self.allows(one) else str(one) for one in self.settings]
         return [*settings, *self.versions, *self.effects]
 
     def record(self, step: int) -> list[dict[str, Any]]:
-        """What records and checkpoints hold of them: plain data."""
+        """The changes as plain data, for records and checkpoints."""
         settings = [
             {
                 "step": step,
@@ -95,9 +96,9 @@ class Changes:
 
 
 def changes_on_resume(path: Path, manifest: Mapping[str, Any], run: Run, allowed: tuple[str, ...]) -> Changes:
-    """What the run changes of a checkpoint's settings; UsageError where something does that may not.
+    """What the run changes compared with the checkpoint; UsageError if a setting changes that may not.
 
-    `allowed` are the fields and sections that the user lets change.
+    `allowed` are the fields and sections that the user allows to change.
     """
     if not isinstance(manifest.get("config"), dict):
         raise damaged(path, "it does not hold the config of its run")
@@ -141,9 +142,9 @@ def _refusal(path: Path, refused: list[Change]) -> str:
 
 
 def same_data(path: Path, manifest: Mapping[str, Any], fingerprint: str | None, changes: Changes) -> None:
-    """Raise UsageError where the loader's data is not what the checkpoint was trained on, or where this is unknown.
+    """Raise UsageError if the loader's data is not the data of the checkpoint, or if a change leaves this unknown.
 
-    Where neither a setting nor the fingerprint says anything about the data, the data counts as the same.
+    Data counts as the same if no setting that moves it has changed and one of the fingerprints is missing.
     """
     before, moved = manifest.get(FINGERPRINT), [one for one in changes.settings if one.moves_data]
     if any(changes.allows(one) for one in moved) or "data" in changes.allowed:
@@ -190,7 +191,7 @@ def _settings(manifest: Mapping[str, Any], run: Run) -> Iterator[Change]:
             own = {name: value for name, value in one.items() if name not in hosts}
             one = {**hosts, **one, **_bound(chosen, own), "name": other["name"]}
             yield from compared((section,), chosen.plugin.Config, one, other, _by_mark(chosen, manifest))
-        else:  # the fields that only one of two plugins has are no settings of the other
+        else:  # compare only the fields that both plugins have
             one["name"] = _named(one.get("name"), before.get(_label(section, one.get("name"))), chosen)
             common = {name: value for name, value in one.items() if name in other}
             other = {name: value for name, value in other.items() if name in one}
@@ -207,7 +208,7 @@ def _settings(manifest: Mapping[str, Any], run: Run) -> Iterator[Change]:
 
 
 _OF_HOST: dict[str, dict[str, Any]] = {"model": {"frozen": []}}
-"""Fields of named sections that are the host's, and no plugin's, with their defaults."""
+"""Fields of named sections that belong to the host instead of a plugin, with their defaults."""
 _Judge = Callable[[Key, Any, Any, Mark | None, str], Change]
 
 
@@ -220,7 +221,7 @@ def _refused(key: Key, old: Any, new: Any, mark: Mark | None, source: str) -> Ch
 
 
 def _by_mark(chosen: Chosen | None, manifest: Mapping[str, Any]) -> _Judge:
-    """Judge by the field's mark; the host's fields and those of models and optimizers need no explanation."""
+    """Judge by the field's mark. Without a mark, a field of the host, a model or an optimizer decides training."""
     is_course = chosen is None or len(chosen.section) == 1
     refusal = COURSE if is_course or chosen is None else UNDECLARED.format(owner=chosen.label)
     verifiable = manifest.get(FINGERPRINT) is not None
@@ -242,10 +243,10 @@ def _of_plugins(
     manifest: Mapping[str, Any],
     compared: Callable[..., Iterator[Change]],
 ) -> Iterator[Change]:
-    """Of a section that names several plugins: its own fields, which plugins there are, and the fields of those.
+    """The changes of a section that names several plugins: its own fields, its list of plugins, and their fields.
 
-    A strategy's or kernel's presence is what the section's own fields say. Sections of plugins that are not chosen
-    change nothing.
+    The section's own fields say which strategies and kernels are chosen. Sections of plugins that are not chosen change
+    nothing.
     """
     own, other = ({n: v for n, v in tree.items() if not isinstance(v, dict)} for tree in (old, new))
     yield from compared((section,), None, own, other, _free)
@@ -275,7 +276,7 @@ def _of_variances(section: str, manifest: Mapping[str, Any], run: Run) -> Iterat
 
 
 def _leaves(model: Any, values: Mapping[str, Any], key: Key = ()) -> Iterator[tuple[Key, Any]]:
-    """The fields of a section, of nested sections too; a mapping that is one field's value is one value."""
+    """The fields of a section and its nested sections; a mapping that is the value of one field is one value."""
     for name, value in values.items():
         inner = model.model_fields[name].annotation if model is not None and name in model.model_fields else None
         if isinstance(value, dict) and isinstance(inner, type) and issubclass(inner, BaseModel):
@@ -285,7 +286,7 @@ def _leaves(model: Any, values: Mapping[str, Any], key: Key = ()) -> Iterator[tu
 
 
 def _mark(model: Any, key: Key) -> Mark | None:
-    """What a field says of itself, or a section around it."""
+    """The mark of a field, or of the outermost section around it that has one."""
     for name in key:
         described = model.model_fields.get(name) if model is not None else None
         if described is None:
@@ -298,7 +299,7 @@ def _mark(model: Any, key: Key) -> Mark | None:
 
 
 def _bound(chosen: Chosen, said: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved section with the defaults of fields that are newer; as it stands where the plugin no longer reads it."""
+    """A saved section with the defaults of newer fields; unchanged if the plugin can no longer read it."""
     values = {name: value for name, value in said.items() if name != "name"}
     try:
         bound: dict[str, Any] = chosen.plugin.Config.model_validate(values).model_dump(mode="json")
@@ -315,20 +316,20 @@ def _label(section: str, word: Any) -> str:
 
 
 def _is_same(chosen: Chosen, word: Any, before: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint's word for a plugin named the plugin that is chosen now: of the same distribution."""
+    """Whether a checkpoint's word for a plugin means the chosen plugin, of the same distribution."""
     label = _label(chosen.section[0], word)
     return chosen.label == label and before.get(label, {}).get("distribution") == chosen.entry.distribution
 
 
 def _named(word: Any, recorded: Mapping[str, Any] | None, chosen: Chosen) -> Any:
-    """The checkpoint's word for a plugin; with its distribution, where another's plugin has the name now."""
+    """The checkpoint's word for a plugin; with its distribution, if a plugin of another one has this name now."""
     if recorded is not None and recorded["plugin"] == chosen.label:
         return f"{word} of {recorded['distribution']}"
     return word
 
 
 def _versions(manifest: Mapping[str, Any], run: Run) -> list[str]:
-    """Host, torch and plugins whose version or distribution is another one."""
+    """Changes of version or distribution of the host, torch and plugins."""
     old, new = manifest["provenance"], provenance(run)
     lines = [f"{name}: {old[name]} -> {new[name]}" for name in ("mplug", "torch") if old[name] != new[name]]
     before = {plugin["plugin"]: f"{plugin['distribution']} {plugin['version']}" for plugin in old["plugins"]}
@@ -339,11 +340,11 @@ def _versions(manifest: Mapping[str, Any], run: Run) -> list[str]:
     return lines
 
 
-# What follows.
+# Effects.
 
 
 def _effects(manifest: Mapping[str, Any], config: RunConfig) -> list[str]:
-    """The learning rate of the next step, where the changes make it another one."""
+    """A line about the learning rate of the next step, if the changes alter it."""
     old, step = manifest["config"], manifest["step"] + 1
     defaults = nested(default_settings())["schedule"]
     try:

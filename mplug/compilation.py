@@ -1,4 +1,4 @@
-"""Compiling the units of a model, each as one graph. Torch's compiler, slow to import, comes in where it is used."""
+"""Compile the units of a model, each as one graph. Functions import torch's compiler themselves: it imports slowly."""
 
 import logging
 import warnings
@@ -16,13 +16,14 @@ log = logging.getLogger("mplug")
 
 
 SHAPES = 256
-"""Shapes of micro batches for which a unit may be compiled: torch stops at 8, and a batch ramp-up has more."""
+"""Maximum number of micro batch shapes for which a unit is compiled. Torch's limit is 8; a batch ramp-up has more."""
 
 
 def compiler_of(run: Run) -> str | None:
-    """`run.compiler`; UsageError where inductor is named for a GPU, and nothing is there to build kernels with.
+    """`run.compiler`, after a check that inductor can build kernels for a GPU.
 
-    Where that is so and 'auto' leaves units eager, the log says it.
+    If it cannot, `trainer.compile=inductor` is a UsageError; 'auto' leaves the units eager and logs a warning. Also
+    raises UsageError if `tune_kernels` and `deterministic` are both set.
     """
     wanted = run.config.trainer.compile
     if run.config.trainer.tune_kernels and run.config.trainer.deterministic:
@@ -38,9 +39,9 @@ def compiler_of(run: Run) -> str | None:
 
 
 def compile_units(model: Model, backend: str | None, tune_kernels: bool = False) -> None:
-    """Compile each unit of this rank as one graph, without a break; blocks of one kind share what is compiled.
+    """Compile each unit of this rank as one graph, without a break; blocks of one kind share the compiled code.
 
-    Hooks around a unit's call stay outside of the graph, and eager.
+    Module hooks around a unit's call stay outside of the graph, and eager.
     """
     if backend is None:
         return
@@ -50,7 +51,7 @@ def compile_units(model: Model, backend: str | None, tune_kernels: bool = False)
 
     inductor.coordinate_descent_tuning = tune_kernels
     dynamo.recompile_limit = max(dynamo.recompile_limit, SHAPES)
-    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)  # fp32 is meant where it is asked for
+    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)  # precision fp32 is deliberate
     compiled = _recomputing(backend)
     for unit in model.own_units:
         part = model.module.get_submodule(unit.name)
@@ -59,10 +60,10 @@ def compile_units(model: Model, backend: str | None, tune_kernels: bool = False)
 
 
 def _recomputing(name: str) -> Callable[..., Any]:
-    """The backend, told to compute cheap inputs of a backward product again: norms' outputs, activations.
+    """The backend, set to recompute cheap inputs of a backward product (outputs of norms, activations).
 
-    Torch keeps them from the forward pass, because the product needs them in memory; but they are in memory for the
-    product only then, and for all blocks otherwise: a third of what blocks keep.
+    Torch saves them in the forward pass by default, because the product needs them in memory. Recomputed, they are in
+    memory only during the product; saved, for all blocks at once: a third of the memory that blocks keep.
     """
     from torch._dynamo import lookup_backend
     from torch._functorch import config as functorch

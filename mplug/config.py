@@ -1,4 +1,4 @@
-"""The run's config: settings from every source bound to typed sections, one for each chosen plugin.
+"""The run's config: the settings of all sources, bound to typed sections, one for each chosen plugin.
 
 It is data; `mplug.resolve` makes it.
 """
@@ -19,7 +19,7 @@ HOST_SECTIONS: dict[str, type[sections.Section]] = {
     "watchdog": sections.Watchdog,
 }
 FREE_SECTIONS = ("memory", "extensions")
-"""Sections that name plugins by having a section of theirs: any number of them."""
+"""Sections that choose any number of plugins: a sub-section with a plugin's name chooses it."""
 PLUGIN_SECTIONS = ("parallel", "kernels", *FREE_SECTIONS)
 SECTIONS = (*NAMED_SECTIONS, *PLUGIN_SECTIONS, *HOST_SECTIONS)
 
@@ -41,9 +41,9 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Parallel:
-    """The layout: each named strategy's degree, and who takes the ranks that are left.
+    """The layout: each named strategy's degree, and the strategy `data` that takes the remaining ranks.
 
-    `rest` is that strategy of `data`, bound and ready, where the layout does not name it.
+    `rest` is the strategy `data` with its bound config; None if the layout names that strategy, or if `data` is None.
     """
 
     layout: str
@@ -54,16 +54,17 @@ class Parallel:
 
 @dataclass(frozen=True)
 class Kernels:
-    """Which kernel plugin the config names for each kind of slot (labels, as 'kernels/NAME').
+    """The kernel plugin that the config names for each kind of slot (labels such as 'kernels/NAME').
 
-    `default` fills every slot that it can and whose kind is not named; a kind that is named None stays in plain torch.
+    `default` fills every slot that it supports and whose kind is not in `kinds`. A kind with the value None keeps the
+    composition in plain torch.
     """
 
     kinds: Mapping[str, str | None]
     default: str | None
 
     def chosen(self, kind: str) -> str | None:
-        """The label of the plugin for a kind of slot; None leaves the composition in plain torch."""
+        """The label of the plugin for a kind of slot; None means the composition in plain torch."""
         return self.kinds.get(kind, self.default)
 
 
@@ -86,7 +87,7 @@ class RunConfig:
     """Patterns of parameters that are not trained: the field `frozen` of the section 'model'."""
 
     def with_rest(self, degree: int, source: str) -> "RunConfig":
-        """The config whose layout names the strategy of `parallel.data` too, with a degree that `source` asks for."""
+        """The config whose layout also names the strategy of `parallel.data`, with the degree that `source` set."""
         parallel = self.parallel
         assert parallel.data is not None
         assert parallel.rest is not None
@@ -96,7 +97,7 @@ class RunConfig:
         return replace(self, parallel=named, chosen=(*self.chosen, parallel.rest), settings=settings)
 
     def resolved(self) -> dict[str, Any]:
-        """Every value of the run as a plain nested mapping, plugins' defaults and presets written out."""
+        """Every value of the run as a plain nested mapping, including the plugins' defaults and presets."""
         tree: dict[str, Any] = {}
         for section in NAMED_SECTIONS:
             tree[section] = {"name": self.settings[section, "name"].value, **_plain(getattr(self, section))}

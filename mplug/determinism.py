@@ -1,4 +1,4 @@
-"""Computing the same bits again: what torch must be told for that, for a block and no longer."""
+"""Bitwise reproducible computation: set torch's switches for it in a block, and restore them afterwards."""
 
 import os
 from collections.abc import Iterator
@@ -10,14 +10,14 @@ from torch._inductor import config as inductor
 from torch.utils import deterministic as torch_memory
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-"""The variable that fixes cuBLAS's workspaces; cuBLAS reads it once a process, before its first product."""
+"""The variable that fixes cuBLAS's workspaces; cuBLAS reads it once per process, before its first product."""
 
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """In the block, torch gives the same bits for the same computation, or raises where it cannot.
+    """In the block, torch gives the same bits for the same computation, or raises if it cannot.
 
-    The block must begin before the process has used cuBLAS. Kernels of plugins are told by `trainer.deterministic`.
+    The block must begin before the process has used cuBLAS. Plugins' kernels read `trainer.deterministic` themselves.
     """
     memory: Any = torch_memory  # a module with a property, which types cannot say
     enabled, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
@@ -25,10 +25,10 @@ def deterministic() -> Iterator[None]:
     cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
     os.environ.setdefault(WORKSPACE, ":4096:8")
     torch.use_deterministic_algorithms(True)
-    memory.fill_uninitialized_memory = False  # finds reads of what nobody wrote, and costs a pass over all memory
+    memory.fill_uninitialized_memory = False  # a debugging aid against uninitialised reads; it costs a memory pass
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     try:
-        with inductor.patch(deterministic=True):  # no kernel chosen by the clock
+        with inductor.patch(deterministic=True):  # inductor then does not choose kernels by timing
             yield
     finally:
         torch.use_deterministic_algorithms(enabled, warn_only=warns)

@@ -1,11 +1,13 @@
-"""Random numbers that a kernel draws by itself, from torch's own generators: the masks of fused dropout.
+"""Seed torch's generators for kernels that draw random numbers themselves, such as the masks of fused dropout.
 
-Such a kernel takes no keys, so its mask cannot be that of one process under every layout. It is a function of (seed,
-step, micro batch, unit, place) all the same: in training, the host seeds the generators before every unit by a key of
-these. So nothing depends on the order in which a pipeline runs its micro batches, on what was drawn before, or on a
-resume, and no generator's state needs saving. The place is that of the rank among those that compute different parts of
-the unit, or different heads: ranks that hold copies of attention draw the same numbers, and all others draw numbers of
-their own. So nothing but attention may draw by itself: a mask of anything else that ranks hold copies of would differ.
+Such a kernel takes no keys, so its mask depends on the layout. But it is a function of (seed, step, micro batch, unit,
+place): in training, the host seeds the generators with a key of these before every unit. So the mask does not depend on
+the order in which a pipeline runs its micro batches, on earlier draws, or on a resume, and checkpoints need no
+generator state.
+
+The place is the rank's number among the ranks that compute different parts of the unit, or different heads. Ranks that
+hold copies of attention draw the same numbers; all other ranks draw different ones. Therefore only attention may draw
+by itself: ranks that hold copies of anything else would draw different masks.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,10 +25,10 @@ if TYPE_CHECKING:
     from mplug.slots import Filled
 
 ENTRY = "draws"
-"""The entry of a micro batch that holds its key: a number on the host, which no unit takes."""
+"""The entry of a micro batch that holds its key: a Python int, which no unit takes."""
 
 HEADS = "heads"
-"""The named axis that attention's weights have beside those of its inputs."""
+"""The named axis of attention's weights that its inputs do not have."""
 
 
 def micro_batch_key(seed: int, step: int, number: int) -> int:
@@ -35,9 +37,9 @@ def micro_batch_key(seed: int, step: int, number: int) -> int:
 
 
 class Draws:
-    """Seeds the generators that kernels of a rank draw from, unit by unit.
+    """Seeds the generators of a rank before each unit.
 
-    `drawing` is the label of a plugin that says that it draws, or empty.
+    `drawing` is the label of a plugin whose kernel draws random numbers itself; it is empty if there is none.
     """
 
     def __init__(self, plan: Plan, mesh: "Mesh", rank: int, device: str, drawing: str) -> None:
@@ -46,20 +48,20 @@ class Draws:
 
     @cached_property
     def _generators(self) -> tuple[torch.Generator, ...]:
-        """The CPU's, and that of the GPU which this process computes on: seeding either waits for nothing."""
+        """The generators of the CPU and of this process's GPU; seeding them does not wait for the device."""
         if not self.device.startswith("cuda"):
             return (torch.default_generator,)
         torch.cuda.init()
         return torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]
 
     def begin(self, unit: Unit, key: int) -> None:
-        """Let a unit draw the numbers of the micro batch with this key."""
+        """Seed the generators for a unit; `key` is the key of the micro batch."""
         number = key_of(key, unit.name, unit.method, self.places[unit.name])
         for generator in self._generators:
             generator.manual_seed(number)
 
     def key_in(self, batch: Mapping[str, object]) -> int | None:
-        """The key of a micro batch; a RuntimeError where a unit draws and the micro batch has none."""
+        """The key of a micro batch; RuntimeError if a kernel draws and the micro batch has no key."""
         key = batch.get(ENTRY)
         if key is None and self.drawing:
             raise RuntimeError(
@@ -71,7 +73,7 @@ class Draws:
 
 
 def drawing_plugin(run: "Run", slots: "Iterable[Filled]") -> str:
-    """The label of a plugin whose supplier drops by a mask of its own, instead of one by the samples' keys; or ''."""
+    """The label of a plugin whose dropout mask does not follow from the samples' keys; '' if there is none."""
     for filled in slots:
         drops = getattr(filled.site.module, "dropout", 0) != 0
         if drops and filled.offer is not None and filled.offer.varies(filled.site, run):
@@ -80,9 +82,9 @@ def drawing_plugin(run: "Run", slots: "Iterable[Filled]") -> str:
 
 
 def place_of(unit: Unit, plan: Plan, mesh: "Mesh", rank: int) -> int:
-    """The rank's place among those that compute different parts of a unit.
+    """The number of `rank` among the ranks that compute different parts of a unit.
 
-    These are the ranks along mesh axes that divide what the unit takes, or heads. Those of one place hold copies.
+    These differ along mesh axes that divide an input of the unit, or heads. Ranks with the same place hold copies.
     """
     axes = {**plan.context, **plan.activations}
     named = {axis for name in (*unit.inputs, *unit.optional) for axis in axes.get(name, ())}

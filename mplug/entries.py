@@ -1,4 +1,4 @@
-"""The part of a micro batch that a rank computes with, and micro batches that are as many on every rank."""
+"""Cut a rank's part out of the entries of a micro batch, and give every rank the same number of micro batches."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def own_entries(batch: MicroBatch, context: Mapping[str, tuple[str, ...]], mesh: "Mesh", rank: int) -> MicroBatch:
-    """The part of each entry that `rank` has, cut along every axis but the samples', which the loader has divided.
+    """The part of each entry that `rank` has, cut along every named axis except `batch`, which the loader divides.
 
-    `context` names the axes of the entries. Mesh axes that divide the same one act one after the other, the slowest
-    first.
+    `context` names the axes of the entries. If several mesh axes divide the same named axis, they cut it in order, the
+    slowest first.
     """
     own = dict(batch)
     for name in own.keys() & context.keys():
@@ -36,10 +36,10 @@ def _joined(x: Tensor, dim: int, ranges: tuple[range, ...]) -> Tensor:
 
 
 def even_parts(take: Callable[[int], Iterable[MicroBatch]], num_samples: int, run: "Run") -> Iterator[MicroBatch]:
-    """This rank's part of `num_samples` samples, in micro batches that are as many and as large on every rank.
+    """This rank's part of `num_samples` samples, in micro batches whose number and sizes are equal on every rank.
 
-    Ranks that meet inside a unit, whose experts take each other's tokens, must all come. Where ranks do not divide the
-    samples, a few more are read than are wanted, and these have no targets.
+    Ranks that communicate inside a unit (experts exchange tokens) must all run the same number of micro batches. If the
+    ranks do not divide the samples, a few more samples are read, and the labels of the extra ones are ignored.
     """
     index, shards = run.mesh.batch_shard(run.rank)
     each = -(-num_samples // shards)

@@ -1,4 +1,4 @@
-"""What ends a run early, told apart by whose problem it is."""
+"""The errors that end a run early, one class for each cause: the user's input, the environment, a plugin's bug."""
 
 import difflib
 import reprlib
@@ -10,34 +10,34 @@ from typing import Any
 class UsageError(Exception):
     """The user's input is wrong: exit status 2, no traceback.
 
-    The message is for the person at the keyboard: what, where, remedy.
+    The message says what is wrong, where it was set, and what to do.
     """
 
 
 class RunError(Exception):
-    """The world failed (a full disk, a dead worker, a non-finite loss): exit status 1, no traceback."""
+    """The environment or the run failed (full disk, dead worker, non-finite loss): exit status 1, no traceback."""
 
 
 class PluginError(RunError):
-    """A plugin has a bug: it raised what no contract lets it raise, or broke a contract while the run went on.
+    """A plugin has a bug: it raised an exception that its contract does not allow, or broke the contract otherwise.
 
     The message names the plugin and the cause; the log of the rank has the traceback.
     """
 
 
 class Diverged(RunError):
-    """A loss or gradient norm is not finite: to try again alike would end alike."""
+    """A loss or gradient norm is not finite; another attempt with the same settings would end in the same way."""
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """'; did you mean 'gpt'?' where a known word is close to `word`, else the empty string."""
+    """'; did you mean 'gpt'?' if a known word is close to `word`, else the empty string."""
     close = difflib.get_close_matches(word, list(known), n=5, cutoff=0.6)
-    close.sort(key=lambda other: sorted(other) != sorted(word))  # letters in another order are the likeliest slip
+    close.sort(key=lambda other: sorted(other) != sorted(word))  # swapped letters are the most likely mistake
     return f"; did you mean '{close[0]}'?" if close else ""
 
 
 def listed(words: Iterable[str]) -> str:
-    """Words as a reader wants them in a sentence: 'a, b and c', or 'none'."""
+    """Words joined for a sentence: 'a, b and c', or 'none'."""
     words = list(words)
     if not words:
         return "none"
@@ -50,11 +50,11 @@ def counted(number: int, noun: str) -> str:
 
 
 LONGEST_SHOWN = 80
-"""Characters of a value that an error shows."""
+"""Maximum number of characters of a value that an error shows."""
 
 
 def brief(text: str) -> str:
-    """A text on one line, its middle left out where it is long."""
+    """A text on one line; the middle of a long one is left out."""
     text = " ".join(text.split())
     kept = LONGEST_SHOWN // 2 - 2
     return text if len(text) <= LONGEST_SHOWN else f"{text[:kept]} ... {text[-kept:]}"
@@ -71,7 +71,7 @@ def printable(text: str, longest: int = LONGEST_TEXT) -> str:
 
 
 def quoted(value: Any) -> str:
-    """A value of any size as an error shows it: as Python writes it, its middle left out where it is long."""
+    """A value of any size for an error message: its repr; the middle of a long one is left out."""
     if isinstance(value, int) and value.bit_length() > 256:  # Python refuses to write very long ones
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, date | datetime):

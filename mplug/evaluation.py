@@ -1,4 +1,4 @@
-"""Evaluation: the mean loss over the validation samples; left early by all ranks together when the run is to stop."""
+"""Evaluation: the mean loss over the validation samples. If the run must stop, all ranks end it early together."""
 
 import time
 from collections import deque
@@ -16,16 +16,16 @@ from mplug.feed import Feed
 from mplug.run import Run
 
 PAUSE = 0.25
-"""Seconds between votes, where micro batches are shorter than that."""
+"""Minimum time between votes, in seconds, if micro batches are shorter than that."""
 
 
 Watch = Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]]
 
 
 def evaluate(run: Run, parts: Parts, watch: Watch = iter) -> float:
-    """The mean validation loss in nats a token, over the same `trainer.eval_samples` samples every time.
+    """The mean validation loss in nats per token, over the same `trainer.eval_samples` samples every time.
 
-    `watch` gets the micro batches before the stepper does.
+    `watch` wraps the iterator over micro batches that the stepper receives.
     """
     assert parts.validation_loader is not None
     beginning = parts.validation_loader.state_dict()
@@ -36,16 +36,16 @@ def evaluate(run: Run, parts: Parts, watch: Watch = iter) -> float:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The loss, or None where the evaluation was left early; whether any rank asks to stop, alike on all ranks."""
+    """The loss, or None if the evaluation ended early; `stop` (equal on all ranks) says whether a rank must stop."""
 
     loss: float | None
     stop: bool
 
 
 def evaluate_unless_stopped(run: Run, parts: Parts, due: Callable[[float], bool]) -> Evaluation:
-    """Evaluate; where a rank is asked to stop meanwhile, all ranks leave before the same micro batch.
+    """Evaluate; if a rank is asked to stop in the meantime, all ranks end before the same micro batch.
 
-    `due(seconds)` tells whether the run must stop now, if it takes so many seconds until the evaluation is left.
+    `due(seconds)` says whether the run must stop now, if it takes `seconds` until the evaluation ends.
     """
     assert parts.validation_loader is not None
     beginning = parts.validation_loader.state_dict()
@@ -62,11 +62,12 @@ def _micro_batches(run: Run, loader: Feed) -> Iterator[MicroBatch]:
 
 
 class UntilStopped:
-    """Micro batches until the last, or until any rank asks to stop (`stop`); some may be `left` then.
+    """An iterator over micro batches that ends early if any rank asks to stop (`stop`); `left` is then true.
 
-    Every rank takes as many. Ranks vote before a micro batch, and read that vote before a later one: pipeline stages
-    are at different micro batches at one time, and with a vote that is as many micro batches old as there are stages,
-    none waits for another. Votes carry the duration of micro batches, too, so that short ones are not all voted on.
+    Every rank takes the same number. Ranks vote before a micro batch, and read that vote before a later one: pipeline
+    stages are at different micro batches at the same time. With as many micro batches between vote and reading as there
+    are stages, no stage waits for another. Votes also carry the duration of micro batches; if these are short, ranks
+    vote less often.
     """
 
     def __init__(self, batches: Iterable[MicroBatch], run: Run, stages: int, due: Callable[[float], bool]) -> None:
@@ -81,7 +82,7 @@ class UntilStopped:
         return self
 
     def __next__(self) -> MicroBatch:
-        if self._number > 0:  # a stepper need not be able to evaluate nothing
+        if self._number > 0:  # steppers need not support an evaluation without micro batches
             self._vote()
         if self.stop:
             self.left = True

@@ -1,7 +1,7 @@
-"""From loaders to the device: micro batches travel beside what is computed, and the host does not wait for it.
+"""Move micro batches from loaders to the device, asynchronously: the copies overlap with computation.
 
-A micro batch is read when it is asked for, never before. Whoever computes asks for the next one while the device is
-still busy with what was launched last, so reading and copying cost no time of the device's.
+A micro batch is read on request, never ahead. The stepper requests the next one while the device still runs the last
+kernels that it launched, so reading and copying cost no device time.
 """
 
 import time
@@ -18,9 +18,9 @@ Move = Callable[[MicroBatch], MicroBatch]
 
 
 class Feed:
-    """A loader whose micro batches are on the run's `device`. What it has taken, and its state, are the loader's.
+    """A loader whose micro batches are on the run's `device`; its position and its state are the loader's.
 
-    With a `source`, micro batches are checked while they are on the CPU, and failures name the plugin and the samples.
+    With a `source`, it checks micro batches while they are on the CPU, and errors name the plugin and the samples.
     """
 
     def __init__(self, loader: Loader, device: str, source: Source | None = None) -> None:
@@ -30,7 +30,7 @@ class Feed:
 
     @property
     def loader(self) -> Loader:
-        """The loader itself, for what it states."""
+        """The loader itself, for its optional attributes (such as `fingerprint`)."""
         return self._reading.loader if isinstance(self._reading, Supervised) else self._reading
 
     @loader.setter
@@ -45,11 +45,11 @@ class Feed:
         return Taken(self._reading.take(num_samples), self._move)
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's."""
+        """The loader's state."""
         return self._reading.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], samples: int = 0) -> None:
-        """Continue where the loader's state was taken: after so many global samples, which failures name."""
+        """Continue at a saved state of the loader. `samples` is its number of global samples; errors report it."""
         if isinstance(self._reading, Supervised):
             self._reading.load_state_dict(state, samples)
         else:
@@ -57,7 +57,7 @@ class Feed:
 
 
 class Taken:
-    """Micro batches that are read one by one; `waited` are the seconds that the host has waited for the loader."""
+    """An iterator over micro batches; `waited` is the time in seconds that the CPU has waited for the loader."""
 
     def __init__(self, micro_batches: Iterable[MicroBatch], move: Move) -> None:
         self._unread, self._move = iter(micro_batches), move
@@ -80,24 +80,24 @@ def _as_it_is(batch: MicroBatch) -> MicroBatch:
 
 
 class Copies:
-    """Copies micro batches to the current GPU on a stream of their own; entries that are there already stay."""
+    """Copies micro batches to the current GPU on a separate stream; entries on a GPU are not copied."""
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
 
     def __call__(self, batch: MicroBatch) -> MicroBatch:
-        """The micro batch on the GPU; the stream that is current now waits for the copies, the host does not."""
+        """The micro batch on the GPU; the current stream waits for the copies, the CPU does not."""
         computing = torch.cuda.current_stream()
         with torch.cuda.stream(self._stream):
             moved = {name: x if x.is_cuda else self._copied(x) for name, x in batch.items()}
         computing.wait_stream(self._stream)
         for name, copied in moved.items():
             if copied is not batch[name]:
-                copied.record_stream(computing)  # its memory is the copying stream's, and in use by the computing one
+                copied.record_stream(computing)  # the copying stream allocated it, and the computing stream uses it
         return moved
 
     def _copied(self, x: Tensor) -> Tensor:
-        # From contiguous pinned memory: any other source makes the host wait. Torch gives that memory to no one else
-        # before the copies from it are over.
+        # The source must be contiguous pinned memory; any other source makes the CPU wait. Torch does not reuse that
+        # memory before the copies from it are complete.
         pinned = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
         return pinned.copy_(x).to(self._stream.device, non_blocking=True)

@@ -1,7 +1,7 @@
-"""Which parameters are trained, and where gradients therefore go: data, from the plan and the config alone.
+"""Which parameters are trained, and which activations carry gradients: data, from the plan and the config alone.
 
-The plan says what is frozen, and the config adds to it (`model.frozen`). An activation carries a gradient if something
-that is trained takes part in it; nothing else needs a backward pass.
+The plan says what is frozen, and the config adds to it (`model.frozen`). An activation carries a gradient if a trained
+parameter contributes to it; nothing else needs a backward pass.
 """
 
 from collections.abc import Container, Iterable
@@ -21,7 +21,10 @@ FIELD = "model.frozen"
 
 
 def freeze(model: "Model", config: "RunConfig") -> None:
-    """Add what the config freezes to the model's plan; UsageError where that names nothing, or leaves nothing."""
+    """Add the config's frozen patterns to the model's plan.
+
+    Raises UsageError if a pattern matches nothing, or if no trained parameter remains.
+    """
     source = source_of(config.settings, tuple(FIELD.split(".")))
     names = [name for name, _ in model.module.named_parameters(remove_duplicate=False)]
     for pattern in config.frozen:
@@ -37,15 +40,16 @@ def freeze(model: "Model", config: "RunConfig") -> None:
 
 
 def _nameable(names: Iterable[str]) -> list[str]:
-    """Every name that a pattern may have: those of parameters, and of the modules around them."""
+    """Every name that a pattern can match: those of parameters and of the modules that contain them."""
     parts = [name.split(".") for name in names]
     return list(dict.fromkeys(".".join(one[:end]) for one in parts for end in range(1, len(one) + 1)))
 
 
 def carrying(units: Iterable["Unit"], trained: Container[str]) -> list[frozenset[str]]:
-    """Before each unit, and after the last: the activations that carry a gradient there.
+    """The activations that carry a gradient: one set before each unit, and one after the last.
 
-    They come out of a unit that has trained parameters (its name is in `trained`) or takes such an activation.
+    An activation carries a gradient if the unit that returns it has trained parameters (its name is in `trained`), or
+    takes an activation that carries one.
     """
     carried, found = frozenset[str](), list[frozenset[str]]()
     for unit in units:

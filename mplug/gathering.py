@@ -1,9 +1,10 @@
-"""Where a parameter lives whose rows are divided at rest, and gathered by whoever computes with it.
+"""The placement of a parameter whose rows are sharded at rest, and gathered for computation (FSDP).
 
-Its local tensor is the fp32 master that the optimizer updates. The rank computes with the whole of what the plan gives
-it, and brings this part of the gradient, summed over the same ranks already, to the gradient sink.
+The local tensor holds this rank's rows: the fp32 master that the optimizer updates. For computation the plugin gathers
+the rows of all ranks along the axis. It sums the gradient over the same ranks, and passes this rank's rows of it to the
+gradient sink.
 
-A frozen parameter is divided in the same way. Its local tensor has the precision of the run, and it has no gradient.
+A frozen parameter is sharded in the same way. Its local tensor has the precision of the run, and it has no gradient.
 """
 
 from dataclasses import dataclass, replace
@@ -15,10 +16,11 @@ from mplug.plan import Box, Placement
 
 @dataclass(frozen=True)
 class GatheredPlacement(Placement):
-    """A placement of which the ranks along a mesh axis keep a stretch of rows each, as `torch.chunk` cuts them.
+    """A placement whose rows are sharded along a mesh axis: each rank keeps a range of rows, cut by `torch.chunk`.
 
-    Cut along dimension 0 is what the plan and the other axes give a rank (`gathered_shape`, padding included). The last
-    ranks may have fewer rows, or none. `in_host_memory` says that a rank keeps its rows there, not on its device.
+    `torch.chunk` applies to dimension 0 of the local tensor that the plan and the other axes give a rank
+    (`gathered_shape`, padding included). The last ranks may have fewer rows, or none. With `in_host_memory`, a rank
+    keeps its rows in CPU memory instead of on its device.
     """
 
     axis: str
@@ -26,7 +28,7 @@ class GatheredPlacement(Placement):
 
     @classmethod
     def of(cls, placement: Placement, axis: str, in_host_memory: bool = False) -> "GatheredPlacement":
-        """A placement whose rows are divided along one of its data axes; UsageError where another axis divides them."""
+        """Shard the rows of `placement` along one of its data axes; UsageError if another axis shards them already."""
         if placement.gathered_along is not None:
             raise UsageError(
                 f"axes '{placement.gathered_along}' and '{axis}' both divide the rows of '{placement.name}' at rest; "
@@ -50,11 +52,11 @@ class GatheredPlacement(Placement):
 
     @property
     def offloaded(self) -> bool:
-        """Whether the local tensor is in the host's memory, whatever the run's device."""
+        """Whether the local tensor is in CPU memory, even if the run's device is a GPU."""
         return self.in_host_memory
 
     def gathered_shape(self, rank: int) -> tuple[int, ...]:
-        """The shape of what `rank` computes with, padding included."""
+        """The shape of the gathered tensor that `rank` computes with, padding included."""
         return super().local_shape(rank)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
@@ -87,12 +89,12 @@ class GatheredPlacement(Placement):
 
     @cached_property
     def partial_axes(self) -> tuple[str, ...]:
-        """Without the gathering axis: what comes to the sink is summed over it."""
+        """The partial axes without the gathering axis: the sink receives gradients that are summed over it."""
         return tuple(axis for axis in super().partial_axes if axis != self.axis)
 
     @cached_property
     def cut_by(self) -> tuple[str, ...]:
-        """With the gathering axis, where it leaves a rank some rows of a matrix and not all."""
+        """Mesh axes that cut a matrix, including the gathering axis if a rank keeps only some rows of a matrix."""
         cut = super().cut_by
         if len(self.dims) != 2 or self.axis in cut:
             return cut

@@ -1,15 +1,17 @@
-"""Gradient sinks: where a parameter's gradient is summed over the micro batches of a step, in fp32.
+"""Gradient sinks: each sums a parameter's gradient over the micro batches of a step, in fp32.
 
-Where nothing is summed, because a step has one micro batch, they may have the weights' precision (`gradient_dtype`).
+If a step has one micro batch, nothing is summed, and the buffers may have the weights' precision (`_gradient_dtype` in
+build.py decides).
 
-A sink's buffer hangs on its parameter as `main_grad`. Linear layers add their weight gradient to it inside their own
-backward; what autograd accumulates for any other parameter is moved there. Either way autograd's accumulation node of
-the parameter runs exactly once a backward pass, after every contribution, and that is what a sink listens to.
+A sink's buffer is the attribute `main_grad` of its parameter. Linear layers add their weight gradient to it inside
+their own backward. For any other parameter, the sink moves the gradient that autograd accumulates into the buffer. In
+both cases autograd's accumulation node of the parameter runs exactly once per backward pass, after every contribution;
+the sink has a hook on that node.
 
-No pass over memory zeroes buffers: a step's first contribution overwrites what the last step left. Whether it has come
-yet is known on the host, by `main_grad_stale` beside the buffer. Who adds to `main_grad` in another way than by a
-linear layer's gemm or a look-up does so by `mplug.nn.add_product` or `add_rows`, or calls `mplug.nn.zero_if_stale`
-first.
+No pass over memory zeroes the buffers: the first contribution of a step overwrites the values of the last step. The
+CPU tensor `main_grad_stale`, next to the buffer, says whether that contribution is still missing. Code that adds to
+`main_grad` outside of a linear layer's gemm or an embedding's look-up must use `mplug.nn.add_product` or `add_rows`, or
+call `mplug.nn.zero_if_stale` first.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -25,9 +27,12 @@ Listener = Callable[["GradientSink"], None]
 class GradientSink:
     """One parameter's gradient over a step: `name`, `parameter`, and the `buffer` in which it is summed.
 
-    `stale`, a boolean on the CPU, says that nothing of this step is in the buffer yet. Append to `listeners` a function
-    of the sink: it hears exactly once a step that the buffer is final on this rank. Those in `passed` hear of every
-    backward pass, once all that it adds to the buffer is there, and after it is final if it is the step's `last`.
+    `stale`, a boolean tensor on the CPU, says that the buffer has no contribution of this step yet.
+
+    A strategy registers callbacks by appending functions of the sink to one of two lists. The sink calls each of its
+    `listeners` exactly once per step, when the buffer is final on this rank. It calls each function in `passed` after
+    every backward pass, when the buffer holds everything that the pass adds; in the step's `last` pass, after
+    `listeners`.
     """
 
     def __init__(self, name: str, parameter: nn.Parameter, buffer: Tensor) -> None:
@@ -38,20 +43,20 @@ class GradientSink:
         self.final = self.last = False
         parameter.main_grad, parameter.main_grad_stale = self.buffer, self.stale  # type: ignore[attr-defined]
         node: Any = parameter.view_as(parameter).grad_fn
-        self._accumulation = node.next_functions[0][0]  # held here: its hook dies with it
+        self._accumulation = node.next_functions[0][0]  # a reference, because the hook dies with the node
         self._accumulation.register_hook(self._contributed)
 
     def begin_step(self) -> None:
-        """Forget the last step's gradient; nothing is final yet."""
+        """Mark the buffer as stale and not final."""
         self.stale.fill_(True)
         self.final = self.last = False
 
     def expect_last(self) -> None:
-        """The next backward pass is the step's last."""
+        """Declare that the next backward pass is the step's last."""
         self.last = True
 
     def finish(self) -> None:
-        """Announce the gradient as final, if it was not yet (a parameter that took no part)."""
+        """Announce the gradient as final, unless that has happened; an unused parameter's buffer becomes zero."""
         if not self.final:
             if self.stale:
                 self.buffer.zero_()
@@ -61,10 +66,10 @@ class GradientSink:
                 listener(self)
 
     def contribute(self, gradient: Tensor) -> None:
-        """Add the gradient of a whole backward pass, of the buffer's shape: for whoever has it from elsewhere.
+        """Add the gradient of a whole backward pass, in the buffer's shape; call it once per backward pass.
 
-        Where weights are gathered, autograd never sees the parameter of a sink, and who has summed the gradient over
-        the ranks that gather brings each its part, once a backward pass.
+        A strategy that gathers weights needs this, because autograd never sees the sink's parameter. It sums the
+        gradient over the ranks that gather, and contributes this rank's part.
         """
         if self.stale:
             self.buffer.copy_(gradient)
@@ -85,21 +90,21 @@ class GradientSink:
 
 
 class Sinks(Mapping[str, GradientSink]):
-    """The sinks of all of a rank's parameters, by name.
+    """The sinks of all trained parameters of a rank, by name.
 
-    Their buffers lie in one arena, in the reverse of the parameters' order: about the order in which backward makes
-    them final, so that neighbours can be reduced together. `families` says whose are reduced over the same ranks
-    (`Placement.data_axes`): each family has a part of the arena to itself. Those that have a buffer in `buffers` keep
-    it, and have none in the arena.
+    One tensor, the arena, holds the buffers in the reverse of the parameters' order. Backward makes gradients final in
+    about this order, so a strategy can reduce neighbours together. `families` maps each parameter to its
+    `Placement.data_axes`. Gradients with the same axes are reduced over the same ranks and form a family; each family
+    occupies a contiguous part of the arena. A parameter with an entry in `buffers` uses that buffer, outside the arena.
 
-    Whoever sums gradients over mesh axes by listening names them in `reduced_over`, and appends to `when_finished` what
-    must be waited for before gradients are read. Buffers are summed in place, so only one strategy of a run may sum a
-    parameter's: whoever comes later leaves those alone of whose data axes one is named. What no one sums so, the host
-    does by placement.
+    A strategy that sums gradients over mesh axes by listening adds the axes to `reduced_over`, and appends to
+    `when_finished` a function that waits for its sums. Sums are in place, so only one strategy of a run may sum a
+    parameter's gradient: a later strategy leaves out the parameters that have one of their data axes in `reduced_over`.
+    The host sums all other partial gradients, by placement.
 
-    A strategy whose sum is not the plain one (it rounds or compresses) declares its axes by the hook `varies`: no one
-    else may then sum over them. A listener changes a buffer by such a sum and in no other way, because gradients that
-    are gathered or divided have been summed over some ranks before they are final.
+    A strategy that sums inexactly (it rounds or compresses) declares its axes by the hook `varies`; nothing else may
+    then sum over them. A listener may change a buffer only by such a sum, because gathered or sharded gradients have
+    been summed over some ranks before they are final.
     """
 
     def __init__(
@@ -140,9 +145,9 @@ class Sinks(Mapping[str, GradientSink]):
         return len(self._sinks)
 
     def stretches(self, num_bytes: int) -> Iterator[tuple[list[GradientSink], Tensor]]:
-        """The arena in stretches of at least `num_bytes`: neighbouring sinks, and the tensor of their buffers.
+        """Cut the arena into stretches of at least `num_bytes`: (neighbouring sinks, the tensor of their buffers).
 
-        All of a stretch are of one family. The last of a family may be shorter.
+        All sinks of a stretch belong to one family. The last stretch of a family may be shorter.
         """
         held: list[GradientSink] = []
         start = stop = 0
@@ -156,17 +161,17 @@ class Sinks(Mapping[str, GradientSink]):
                 held, start = [], stop
 
     def begin_step(self) -> None:
-        """Forget the last step's gradients."""
+        """Mark all buffers as stale and not final."""
         for sink in self.values():
             sink.begin_step()
 
     def expect_last(self) -> None:
-        """The next backward pass is the step's last: its contributions make gradients final."""
+        """Declare that the next backward pass is the step's last: its contributions make gradients final."""
         for sink in self.values():
             sink.expect_last()
 
     def finish(self) -> None:
-        """Announce what is not final yet, then wait for whoever listens."""
+        """Announce the remaining gradients as final, then wait for the sums of the listeners."""
         for sink in self.values():
             sink.finish()
         for wait in self.when_finished:

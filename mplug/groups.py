@@ -1,4 +1,4 @@
-"""The process groups of a run: made when they are first asked for, by all ranks together, and kept."""
+"""The process groups of a run: all ranks make a group together at its first use, and keep it."""
 
 from collections.abc import Iterable
 from datetime import timedelta
@@ -12,7 +12,7 @@ PATIENCE = {"saves": timedelta(seconds=LONGEST_WRITE)}
 
 
 class Groups:
-    """Process groups by the ranks in them and their use. `timeout` is how long torch lets a collective wait."""
+    """Process groups by their ranks and their use. `timeout` is torch's time-out for a collective."""
 
     def __init__(self, rank: int, timeout: timedelta | None = None) -> None:
         self.rank, self._timeout = rank, timeout
@@ -20,9 +20,10 @@ class Groups:
         self._beside: dict[str, dist.ProcessGroup] = {}
 
     def beside(self, use: str = "saves") -> dist.ProcessGroup:
-        """All ranks, over the hosts' network: for what goes on in another thread while training uses the others.
+        """A gloo group of all ranks, for collectives of another thread while training uses the other groups.
 
-        Each use has a group of its own, because collectives of one group wait for each other.
+        Each use has a group of its own, because collectives of one group wait for each other. Collective: all ranks
+        must call it.
         """
         if use not in self._beside:
             timeout = PATIENCE.get(use, self._timeout)
@@ -30,9 +31,10 @@ class Groups:
         return self._beside[use]
 
     def of(self, families: Iterable[tuple[int, ...]], use: str = "") -> dist.ProcessGroup | None:
-        """The group of this rank among `families`, for which all ranks must ask alike; None where it is alone.
+        """The group of this rank among `families`; None if the rank is alone in its family, or in none.
 
-        Every family of two ranks and more is made, in sorted order, because making one takes all ranks.
+        Collective: all ranks must call it with the same families. It makes a group for every family of at least two
+        ranks, in sorted order, because all ranks take part in making each group.
         """
         own = None
         for ranks in sorted(set(families)):

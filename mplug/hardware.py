@@ -1,4 +1,4 @@
-"""What the machine is and can do, for reports."""
+"""Properties of the machine (peak FLOP/s, memory) and timing by the device's clock, for reports."""
 
 import resource
 import sys
@@ -9,11 +9,11 @@ from itertools import pairwise
 import torch
 
 PEAK_TFLOPS = {"H100": 989.4, "H200": 989.4, "H800": 989.4, "A100": 312.0, "B200": 2250.0}
-"""Dense bf16 peak of a chip in TFLOP/s, by a word of its name (vendors' data sheets)."""
+"""Dense bf16 peak of a chip in TFLOP/s, by a word in its name (vendors' data sheets)."""
 
 
 def peak_tflops(device: str) -> float | None:
-    """The dense bf16 peak that MFU is a fraction of; None where the chip is not known."""
+    """The dense bf16 peak in TFLOP/s, to which MFU refers; None if the chip is unknown."""
     if not device.startswith("cuda"):
         return None
     name = torch.cuda.get_device_name(device)
@@ -21,7 +21,7 @@ def peak_tflops(device: str) -> float | None:
 
 
 def peak_memory_gib(device: str) -> float:
-    """The most memory that this process has held: of the GPU, or resident in RAM."""
+    """The peak memory of this process: allocated on the GPU, or resident in RAM."""
     if device.startswith("cuda"):
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes there, KiB elsewhere
@@ -29,7 +29,7 @@ def peak_memory_gib(device: str) -> float:
 
 
 class Moment:
-    """The moment at which a device is done with all that was launched so far, by the device's own clock."""
+    """The moment when the device has finished everything that was launched before, by the device's own clock."""
 
     def __init__(self, device: str) -> None:
         self._event = torch.cuda.Event(enable_timing=True) if device.startswith("cuda") else None
@@ -39,23 +39,23 @@ class Moment:
 
     @property
     def passed(self) -> bool:
-        """Whether waiting for it waits for nothing, on any rank: a CPU is done when the host is."""
+        """Whether `wait` returns at once on every rank: true on a CPU, where calls are synchronous."""
         return self._event is None
 
     def wait(self) -> None:
-        """Wait for it, and for nothing that was launched later."""
+        """Wait for this moment, but not for work that was launched later."""
         if self._event is not None:
             self._event.synchronize()
 
     def since(self, earlier: "Moment") -> float:
-        """Seconds from another moment to this one; both must have been waited for."""
+        """Seconds from an earlier moment to this one; both must have passed."""
         if self._event is None or earlier._event is None:
             return self._seconds - earlier._seconds
         return float(earlier._event.elapsed_time(self._event)) / 1e3
 
 
 def timed(work: Callable[[], object], repeats: int, device: str) -> list[float]:
-    """Seconds of each of some calls in a row, by the device's own clock; it is waited for once, after the last."""
+    """Seconds of each of `repeats` consecutive calls, by the device's clock; it waits once, after the last call."""
     moments = [Moment(device)]
     for _ in range(repeats):
         work()

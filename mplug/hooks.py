@@ -15,7 +15,7 @@ from mplug.specification import SPECIFICATIONS, hooks_answered_by
 log = logging.getLogger("mplug")
 
 HOST = "host/"
-"""What the labels of the host's own observers begin with."""
+"""The prefix of the labels of the host's own observers."""
 
 
 def implemented(plugin: type) -> list[str]:
@@ -50,7 +50,7 @@ def _methods(plugin: type) -> list[tuple[str, Callable[..., Any]]]:
 class Hooks:
     """The plugins of one run, ready to be called: `hooks.call.build_model(run=run)`.
 
-    Plugins are registered so that pluggy, which calls the last registered first, calls them sorted by name.
+    Pluggy calls the last registered plugin first; plugins are registered in reverse, so the calls are sorted by name.
     """
 
     def __init__(self, plugins: dict[str, object]) -> None:
@@ -72,18 +72,18 @@ class Hooks:
         return [implementation.plugin_name for implementation in reversed(self._implementations(hook))]
 
     def each(self, hook: str, **arguments: Any) -> list[tuple[str, Any]]:
-        """Every plugin's answer with its label, in the order of the calls; those that answer None are left out."""
+        """Every plugin's label and answer, in the order of the calls, without answers that are None."""
         answers = [(one.plugin_name, _bound(one)(**arguments)) for one in reversed(self._implementations(hook))]
         return [(label, answer) for label, answer in answers if answer is not None]
 
     def layered(self, hook: str) -> list[tuple[str, Callable[..., Any]]]:
-        """The implementations of a hook, with labels, by their plugins' declared `layer`: the innermost first."""
+        """The labels and implementations of a hook, sorted by their plugins' declared `layer`, the innermost first."""
         called = list(reversed(self._implementations(hook)))
         called.sort(key=lambda implementation: getattr(implementation.plugin, "layer", 0))
         return [(implementation.plugin_name, _bound(implementation)) for implementation in called]
 
     def observe(self, hook: str, **arguments: Any) -> None:
-        """Tell observers; one that raises is reported in the log and does not end the run, unless it is the host's."""
+        """Call observers. An exception of a plugin is logged and does not end the run; one of the host's own does."""
         for implementation in reversed(self._implementations(hook)):
             try:
                 _bound(implementation)(**arguments)
@@ -122,9 +122,9 @@ def _bound(implementation: pluggy.HookImpl) -> Callable[..., Any]:
 
 
 def _noting(implementation: pluggy.HookImpl) -> Callable[..., Any]:
-    """The implementation, which adds the plugin and the hook to the traceback of an unforeseen exception.
+    """The implementation, wrapped to add a note with plugin and hook to an unexpected exception.
 
-    Hooks also run before a run has a log. Then the terminal has the traceback, whose last line is this note.
+    Hooks also run before a run has a log. Then the terminal shows the traceback, and the note is its last line.
     """
     function = implementation.function
 

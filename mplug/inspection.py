@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
 MARK = "mplug report: "
-"""What the line of a report begins with: a plugin may print, too."""
+"""The prefix of the line of a report; it is needed because a plugin may print, too."""
 TIMEOUT = 120
-"""Seconds that a plugin may take to import and to be checked."""
+"""Maximum time in seconds for the import and the check of a plugin."""
 
 
 @dataclass
 class Report:
-    """What importing a plugin showed. `fields` are (name, type, default, description)."""
+    """The result of importing a plugin. `fields` are (name, type, default, description)."""
 
     fault: str = ""
     note: str = ""
@@ -97,7 +97,7 @@ BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
 def _type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """A field's type as one writes it: int > 0 | None, 'run' | 'epoch'."""
+    """A field's type as text, such as: int > 0 | None, 'run' | 'epoch'."""
     bounds = ",".join(
         f" {sign} {getattr(one, name)}" for one in metadata for name, sign in BOUNDS.items() if hasattr(one, name)
     )
@@ -115,7 +115,7 @@ def _type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 
 
 def _default(described: "FieldInfo") -> str:
-    """What a field is where nobody sets it; nothing where somebody must."""
+    """A field's default as text; empty if the field is required."""
     return "" if described.is_required() else repr(described.get_default(call_default_factory=True))
 
 

@@ -1,4 +1,4 @@
-"""A run as each of its processes gets it, and what such a process does."""
+"""The description of a run that each of its processes receives, and the work of such a process."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -24,25 +24,25 @@ from mplug.world import World, launched
 
 @dataclass(frozen=True)
 class Job:
-    """What every process of a run needs to know; it travels as plain data."""
+    """What every process of a run receives from the command; plain data that can be pickled."""
 
     base: Settings
     overrides: Settings
     directory: Path
     resume_from: Path | None
     deadline: float | None = None
-    """When the run must have ended, in seconds since the epoch."""
+    """The time at which the run must have ended, in seconds since the epoch."""
     allowed: tuple[str, ...] = ()
-    """The fields and sections that the user lets change on resume."""
+    """The fields and sections that the user allows to change on resume."""
     claim: Claim | None = None
     """The lock of the directory; rank 0 confirms it."""
 
 
 def settle(base: Settings, overrides: Settings, world: World | None) -> tuple[Run, Settings]:
-    """The prepared run, and the overrides that make it.
+    """The prepared run, and the overrides that produce it.
 
-    Where a launcher has started more processes than the layout names, the strategy of `parallel.data` takes the ranks
-    that are left. Raises UsageError where that does not work out.
+    If a launcher has started more processes than the layout names, the strategy of `parallel.data` takes the remaining
+    ranks. Raises UsageError if the number of processes does not fit the layout.
     """
     config = resolve(Registry(), base, overrides)
     run = prepare(config)
@@ -61,7 +61,7 @@ def settle(base: Settings, overrides: Settings, world: World | None) -> tuple[Ru
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: its last step and validation loss, and what stopped it early, if something did."""
+    """How a run ended: its last step and validation loss, and the reason if it stopped early."""
 
     directory: Path
     step: int
@@ -71,36 +71,36 @@ class Outcome:
 
 
 def work(job: Job, tell: Callable[[int | Beat], None] | None = None) -> Outcome:
-    """Be one process of a run: join the others, if there are any, and train.
+    """Do the work of one process of a run: join the other processes, if there are any, and train.
 
-    `tell` hears the number of every step, and a heartbeat every second.
+    `tell` is called with the number of every step, and with a heartbeat every second.
     """
     config, world = resolve(Registry(), job.base, job.overrides), launched()
     rank = world.rank if world else 0
     run = prepare(config, _observers(config, rank))
     run.pulse.tell = tell
-    from mplug.build import choose_device  # torch comes in only when the config is right
+    from mplug.build import choose_device  # imports torch, so only after the config is valid
 
     run.device = choose_device(config)
     run.claim = job.claim if rank == 0 else None
     with among(world, run, tell):
         run.directory, resume_from = job.directory, job.resume_from
         if world is not None:
-            run.directory, resume_from = agreed((run.directory, resume_from))  # a folder may look different elsewhere
+            run.directory, resume_from = agreed((run.directory, resume_from))  # nodes may see different folders
             if world.local_size != world.size:
                 refuse_unshared_folder(run)
         outcome = _trained(run, replace(job, resume_from=resume_from))
     del run
-    gc.collect()  # process groups that a cycle keeps until the interpreter exits abort it
+    gc.collect()  # a process group that a reference cycle keeps alive aborts the interpreter at exit
     return outcome
 
 
 @contextmanager
 def among(world: World | None, run: Run, tell: Callable[[Beat], None] | None = None) -> Iterator[None]:
-    """Be one of the world's processes for a block: the run gets its rank and its process groups.
+    """Make this process one of the world's for the block: it sets the rank and the process groups of the run.
 
-    The process computes deterministically for the block, where `trainer.deterministic` says so. It sends heartbeats to
-    `tell`, or, where another launcher has started the processes, exchanges them with the other ranks.
+    With `trainer.deterministic`, the process computes deterministically in the block. It sends heartbeats to `tell`; if
+    another launcher has started the processes, it exchanges heartbeats with the other ranks instead.
     """
     run.rank = world.rank if world else 0
     heart = heart_of(run)
@@ -136,7 +136,7 @@ def _trained(run: Run, job: Job) -> Outcome:
 
 
 def _refuse_other_plugins(run: Run) -> None:
-    """Every rank must have the same plugins, in the same versions, called in the same order."""
+    """Raise RunError unless every rank has the same plugins, in the same versions and order."""
     keys = ("plugin", "distribution", "version")
     found = run.gathered([[plugin[key] for key in keys] for plugin in provenance(run)["plugins"]])
     for rank, plugins in enumerate(found):
@@ -147,7 +147,7 @@ def _refuse_other_plugins(run: Run) -> None:
 
 
 def _observers(config: RunConfig, rank: int) -> dict[str, object]:
-    """The host's own observers of a rank."""
+    """The host's own observers, which run on rank 0 only."""
     from rich.console import Console
 
     from mplug.observers import MetricsFile, ProgressLine

@@ -1,4 +1,4 @@
-"""The processes of a run: `launch` starts them on this machine, `joined` makes a process one of them."""
+"""The processes of a run: `launch` starts them on this machine, `joined` makes the current process one of them."""
 
 import logging
 import multiprocessing
@@ -24,19 +24,19 @@ from mplug.watchdog import Ward
 from mplug.world import World
 
 GRACE = 3.0
-"""Seconds that processes have to end by themselves, with their errors told, once one has failed."""
+"""Seconds that the processes have to report their errors and end, after one has failed."""
 AT_ONCE = 0.3
-"""Seconds within which the death of a process may be heard after the errors that it causes elsewhere."""
+"""Maximum delay in seconds with which the death of a process is noticed after the errors that it causes elsewhere."""
 TERMINATED = "terminated"
-"""What a process says that ends because the launcher wants it to: it has not failed."""
+"""The message of a process that ends on SIGTERM from the launcher: it has not failed."""
 SAID_AS_THEY_ARE: dict[str, type[UsageError | RunError]] = {
     error.__name__: error for error in (UsageError, RunError, Diverged)
 }
-"""Errors whose message is a sentence for the user already."""
+"""Errors whose message is already a sentence for the user."""
 
 
 class Failed(RunError):
-    """What elastic says of the first process that it saw fail."""
+    """The report of torch elastic about the first process that it saw fail."""
 
     def __init__(self, message: str, exit_codes: Mapping[int, int]) -> None:
         super().__init__(message)
@@ -44,7 +44,7 @@ class Failed(RunError):
 
 
 class Stopped(Exception):
-    """A signal has ended the processes of a launch, each in its own way."""
+    """A signal has ended the processes of a launch; they handled it themselves."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -52,7 +52,7 @@ class Stopped(Exception):
 
 
 def refuse_port_in_use(port: int) -> None:
-    """Raise UsageError where someone listens on a port already."""
+    """Raise UsageError if a port is in use."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -70,9 +70,10 @@ def joined(
     timeout: timedelta | None = None,
     watching: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Iterator[None]:
-    """Make this process part of its world for a block: its GPU, its threads, torch's default process group.
+    """Make this process part of its world for the block: set its GPU, its threads, torch's default process group.
 
-    `timeout` is how long torch lets a collective wait. `watching` surrounds the block from when the processes have met.
+    `timeout` is torch's time-out for a collective. The context manager that `watching` returns is entered after the
+    processes have met, and surrounds the rest of the block.
     """
     import torch
     import torch.distributed as dist
@@ -84,8 +85,8 @@ def joined(
     gpu = gpu_of(world.local_rank, gpus) if gpus else 0
     if gpus:
         torch.cuda.set_device(gpu)
-    # A restarted agent keeps its store, and ranks would read the addresses of the attempt before (pytorch #135712).
-    # Another job may have found the port first: its processes do not read what these write.
+    # A restarted agent keeps its store, and ranks would read the addresses of the previous attempt (pytorch #135712).
+    # Another job may use the same port: its processes have another prefix and do not read these keys.
     store = PrefixStore(f"{world.job}_attempt_{world.restart}", open_store(world))
     own = member(world.address, device, str(torch.cuda.get_device_properties(gpu).uuid) if gpus else "", gpus)
     decision = meet(world, store, own)
@@ -94,8 +95,8 @@ def joined(
         torch.set_num_threads(num_threads(own.cpus, decision.cpus, torch.get_num_threads()))
     options: dict[str, Any] = {"backend": "gloo"}
     if gpus:
-        torch.zeros((), device="cuda", requires_grad=True).backward()  # gives autograd's thread its CUDA context
-        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")  # stages expect it
+        torch.zeros((), device="cuda", requires_grad=True).backward()  # creates the CUDA context of autograd's thread
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")  # known, and intended
         options = {"backend": "nccl", "device_id": torch.device("cuda", gpu)}
     with watching():
         dist.init_process_group(store=store, rank=world.rank, world_size=world.size, timeout=timeout, **options)
@@ -113,24 +114,24 @@ def agreed(value: Any) -> Any:
 
 
 def launch(size: int, work: Callable[..., Any], *arguments: Any, port: int | None = None) -> Any:
-    """Run `work(*arguments, tell)` in `size` processes on this machine, and return what rank 0 returns.
+    """Run `work(*arguments, tell)` in `size` processes on this machine, and return the result of rank 0.
 
-    Each process finds its rank in the environment, as under torchrun, and calls `tell(step)` at every step. When one
-    dies, the others are ended, and the error of the first is raised here: a UsageError or RunError as it was there,
-    anything else as a RunError that names rank, host and step. If the processes send heartbeats (`tell(beat)`), one
-    that hangs is killed, and the error names it. SIGINT and SIGTERM are handed on to the processes; a second one ends
-    them at once. No process outlives this one.
+    Each process reads its rank from the environment, as under torchrun, and calls `tell(step)` at every step. If a
+    process dies, the launcher ends the others and raises the error of the first one: a UsageError or RunError
+    unchanged, anything else as a RunError that names rank, host and step. If the processes send heartbeats
+    (`tell(beat)`), the launcher kills a process that hangs, and the error names it. It forwards SIGINT and SIGTERM to
+    the processes; a second signal kills them at once. No process outlives this one.
     """
     multiprocessing.set_forkserver_preload(["mplug.loop", "mplug.job"])
     lines = Lines(size)
     with ThreadPoolExecutor(1) as pool, Handler(lines) as handler:
-        # In its own thread, because in the main one elastic takes signals over, and does not poll while it stops.
+        # In a separate thread: in the main thread, elastic installs signal handlers, and does not poll while it stops.
         running = pool.submit(_elastic, size, port, work, arguments, lines.theirs)
         while not running.done():
             lines.listen(0.2)
             lines.watch()
             if lines.failing_for() > GRACE:
-                lines.kill()  # what waits in a collective for the dead does not hear elastic's SIGTERM
+                lines.kill()  # a process that waits in a collective for a dead one does not handle elastic's SIGTERM
     lines.listen(0.0)
     lines.close()
     error = running.exception()
@@ -146,7 +147,7 @@ def _exit_codes(error: BaseException) -> Mapping[int, int]:
 
 
 def _how(exit_code: int) -> str:
-    """How a process died that said nothing; a negative status is a signal's number."""
+    """How a process died without a message; a negative status is the number of a signal."""
     if exit_code < 0:
         return f"of {signal.Signals(-exit_code).name}"
     return "without a word, as by SIGKILL or where memory runs out"
@@ -154,17 +155,18 @@ def _how(exit_code: int) -> str:
 
 @dataclass(frozen=True)
 class Started:
-    """What a process says first. Its id is that of its process group too."""
+    """The first message of a process. Its process id is also the id of its process group."""
 
     pid: int
 
 
 class Lines:
-    """The launcher's lines to its processes: signals go out, and what becomes of a process comes in.
+    """The launcher's pipes to its processes: it sends signals, and receives messages.
 
-    A process sends `Started`, the number of each step that it starts, a heartbeat a second, then "done", "terminated"
-    or its error. One that hangs up without any was killed. Elastic tells of one failure only, and that may be of a
-    process whose connection another's death has broken.
+    A process sends `Started`, the number of each step that it starts, a heartbeat per second, and at its end "done",
+    "terminated" or its error. A process whose pipe closes without one of these three was killed. The launcher needs
+    these messages because elastic reports one failure only, which may be that of a process whose connection broke when
+    another one died.
     """
 
     def __init__(self, size: int) -> None:
@@ -178,13 +180,13 @@ class Lines:
         self.looked = time.monotonic()
 
     def listen(self, seconds: float) -> None:
-        """Hear what has been said; wait so long for a word."""
+        """Receive the messages of the processes; wait at most `seconds` for the first."""
         if not self.ours:
             time.sleep(seconds)
         for line in connection.wait(list(self.ours), seconds) if self.ours else ():
             assert isinstance(line, Connection)
             rank = self.ours.get(line)
-            if rank is None:  # a second signal has hung up meanwhile
+            if rank is None:  # a second signal has closed the pipe in the meantime
                 continue
             try:
                 word = line.recv()
@@ -206,7 +208,7 @@ class Lines:
             self._forget_theirs()
 
     def watch(self) -> None:
-        """Kill the processes that the others wait for in vain; their failure is the first."""
+        """Kill the processes that hang, as heartbeats show, and record their failure as the first."""
         now = time.monotonic()
         self.ward.pass_time(now - self.looked)
         self.looked = now
@@ -219,31 +221,32 @@ class Lines:
             self.ward.leave(rank)
 
     def _kill(self, rank: int) -> None:
-        """Kill a process and those that it has started, though they may be stopped and hear no other signal."""
+        """Kill a process and its children with SIGKILL, which also works on stopped processes."""
         if rank in self.pids and rank in self.ours.values():
             with suppress(ProcessLookupError):
                 os.killpg(self.pids[rank], signal.SIGKILL)
 
     def _forget_theirs(self) -> None:
-        """Only while the process alone holds its end does its death hang up."""
+        """Close the launcher's copies of the processes' ends, so that the death of a process closes its pipe."""
         for end in self.theirs:
             end.close()
         self.theirs = []
 
     def failed_before(self, when: float) -> bool:
-        """Whether a process had died before that time, or has said why it failed."""
+        """Whether a process died before the time `when`, or has reported an error."""
         return any(word is not None or heard < when for heard, _, word in self._failures())
 
     def failing_for(self) -> float:
-        """Seconds since a process was first heard to fail, or to be ended; 0 while none was."""
+        """Seconds since the first process failed or was terminated; 0 if there was none."""
         ended = [when for when, _, word in self.heard if word == TERMINATED]
         ended += [when for when, _, _ in self._failures()]
         return time.monotonic() - min(ended) if ended else 0.0
 
     def _failures(self) -> list[tuple[float, int, Any]]:
-        """(when, rank, what it said or None) of every failed process; of one that died, a little before it was heard.
+        """(time, rank, error message or None) of every failed process.
 
-        A process that dies breaks others' connections, and they may be heard first: it goes before them.
+        A process that dies breaks the connections of others, whose errors may arrive before its death is noticed. So
+        the time of a death is moved `AT_ONCE` seconds back, before those errors.
         """
         told = {rank for _, rank, word in self.heard if word in ("done", TERMINATED) or isinstance(word, tuple)}
         return [
@@ -253,7 +256,7 @@ class Lines:
         ]
 
     def first_failure(self, exit_codes: Mapping[int, int]) -> UsageError | RunError | None:
-        """What the first process that failed has said, as the error that it was there."""
+        """The error of the first process that failed, with the type that it had there; None if no process failed."""
         first = min(self._failures(), default=None, key=lambda failure: failure[0])
         if first is None:
             return None
@@ -272,13 +275,13 @@ class Lines:
         return f"rank {rank} on {socket.gethostname()}, {where},"
 
     def kill(self) -> None:
-        """End all processes at once, also those that are stopped."""
+        """Kill all processes at once, including stopped ones."""
         for rank in list(self.ours.values()):
             self._kill(rank)
         self.close()
 
     def close(self) -> None:
-        """Hang up: processes that still run end."""
+        """Close all pipes; processes that still run then end."""
         self._forget_theirs()
         for line in list(self.ours):
             line.close()
@@ -286,19 +289,19 @@ class Lines:
 
 
 class Handler(Signals):
-    """Hands the first SIGINT or SIGTERM on to the processes; a later one drops them: they end when their pipe does."""
+    """Forwards the first SIGINT or SIGTERM to the processes; a later one kills them."""
 
     def __init__(self, lines: Lines) -> None:
         self.lines = lines
 
     def first(self, number: int) -> None:
-        """Hand it on."""
+        """Forward the signal."""
         for line in list(self.lines.ours):
             with suppress(OSError):  # that process has ended
                 line.send(number)
 
     def later(self, number: int) -> None:
-        """Kill them."""
+        """Kill the processes."""
         self.lines.kill()
 
 
@@ -309,7 +312,7 @@ def _elastic(size: int, port: int | None, work: Callable[..., Any], arguments: t
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # pytorch #135712
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # what failed is said in a sentence, by us
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # the launcher reports failures in one sentence itself
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -332,7 +335,7 @@ def _elastic(size: int, port: int | None, work: Callable[..., Any], arguments: t
 
 
 def _process(ends: list[Connection], work: Callable[..., Any], *arguments: Any) -> Any:
-    """Do a process's work, out of reach of the terminal's Ctrl-C, which the launcher hands on once."""
+    """Do the work of one process in a session of its own: only the launcher receives Ctrl-C, and forwards it once."""
     os.setsid()
     line = Spoken(ends.pop(int(os.environ["LOCAL_RANK"])))
     for end in ends:
@@ -350,7 +353,7 @@ def _process(ends: list[Connection], work: Callable[..., Any], *arguments: Any) 
 
 
 def _say_when_terminated(line: Spoken) -> None:
-    """Die of SIGTERM as ever, but say so: elastic ends processes whose own errors are still on their way."""
+    """Send `TERMINATED` before dying of SIGTERM: elastic ends processes whose errors it has not received yet."""
 
     def terminated(number: int, frame: object) -> None:
         with suppress(OSError):  # the launcher has hung up
@@ -362,7 +365,7 @@ def _say_when_terminated(line: Spoken) -> None:
 
 
 def _obey(line: Spoken) -> None:
-    """Send this process the signals that the launcher hands on; end it when the launcher hangs up."""
+    """Send this process the signals that the launcher forwards; kill it when the launcher closes the pipe."""
     while True:
         try:
             os.kill(os.getpid(), line.recv())

@@ -1,4 +1,4 @@
-"""A loader for data whose n-th sample can be read directly."""
+"""A loader for data with random access: the n-th sample can be read directly."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -7,11 +7,11 @@ from mplug.contracts import MicroBatch
 
 
 class MapLoader:
-    """One global order of samples, of which each data-parallel rank reads its part; the state is one number.
+    """A loader with one global order of samples; each data-parallel rank reads its part. Its state is one number.
 
-    `read(sample_ids)` returns the micro batch of those samples of the global order, which has no end; on the CPU.
-    `shard` is (index, count): this rank reads the `index`-th of `count` equal parts of every global batch.
-    `samples_per_epoch` and `fingerprint` (see `Loader`) are stated by who knows them.
+    `read(sample_ids)` returns the micro batch of these samples of the global order, on the CPU. The order has no end:
+    `read` must accept any sample id. `shard` is (index, count): this rank reads the `index`-th of `count` equal parts
+    of every global batch. `samples_per_epoch` and `fingerprint` are optional (see `Loader`).
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class MapLoader:
         self.read, self.vocab_size, self.shard, self.micro_batch_size = read, vocab_size, shard, micro_batch_size
         self.samples_per_epoch, self.fingerprint = samples_per_epoch, fingerprint
         self.tokenizer: Mapping[str, Any] | None = None
-        """The record of the tokenizer that made the data, for who knows it."""
+        """The record of the tokenizer that made the data, or None; the creator of the loader may set it."""
         self.samples = 0
 
     def take(self, num_samples: int) -> Iterator[MicroBatch]:
@@ -39,9 +39,9 @@ class MapLoader:
         return (self.read(range(begin, min(begin + self.micro_batch_size, stop))) for begin in begins)
 
     def state_dict(self) -> dict[str, Any]:
-        """How many global samples have been taken."""
+        """The number of global samples that were taken."""
         return {"samples": self.samples}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after so many global samples."""
+        """Continue after the saved number of global samples."""
         self.samples = int(state["samples"])

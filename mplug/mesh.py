@@ -25,7 +25,7 @@ def contiguous(length: int, size: int, index: int) -> tuple[range, ...]:
 
 
 MOST_RANKS = 1 << 24
-"""Ranks of a layout: far more than any machine has."""
+"""Maximum number of ranks of a layout: far more than any machine has."""
 DIGITS = 18
 
 
@@ -33,15 +33,15 @@ DIGITS = 18
 class Axis:
     """One way in which a strategy divides the work of a run over ranks.
 
-    `splits` are the named axes of *parameters* that it divides, `entries` those of *batch entries*, each with the map
-    that says which indices a rank gets, and `activations` those of activations inside the model (the residual stream's
-    sequence, under sequence parallelism; heads, where attention is divided by them and its weights are not). Samples
-    are divided by the loader, into equal, contiguous parts; every other axis of an entry is cut by the host, before the
-    first unit sees it.
+    The axis divides the named axes `splits` of *parameters*, `entries` of *batch entries* and `activations` of
+    activations inside the model. `entries` maps each named axis to the index map that selects a rank's indices.
+    Examples of `activations`: the residual stream's sequence under sequence parallelism; heads, if the ranks divide
+    attention by heads but not its weights. The loader divides samples into equal, contiguous parts. The host cuts every
+    other axis of an entry before the first unit receives it.
 
-    `distance` says how near its ranks must sit: the axis with the smallest distance varies fastest over ranks (tensor
-    parallelism inside a node), the largest slowest (pipeline stages). `views` are the views of the mesh that it belongs
-    to; an axis of every view (the pipeline's) is their shared one. No two axes have the same `name`.
+    `distance` says how near its ranks must be: the axis with the smallest distance varies fastest over ranks (tensor
+    parallelism inside a node), the axis with the largest varies slowest (pipeline stages). `views` are the views of the
+    mesh that contain this axis; all views share the pipeline's axis. The `name` of an axis is unique.
     """
 
     name: str
@@ -91,7 +91,7 @@ def _why_unparsed(rest: str, names: list[str]) -> str:
 
 
 def view_sizes(axes: Iterable[Axis]) -> dict[str, int]:
-    """The ranks that the axes of each view multiply to: every world that they fit into is a multiple of each."""
+    """For each view, the product of its axes' sizes; the world size must be a multiple of each product."""
     axes = list(axes)
     views = dict.fromkeys(["attention", *(axis.views[0] for axis in axes if len(axis.views) == 1)])
     return {view: math.prod(axis.size for axis in axes if view in axis.views) for view in views}
@@ -101,8 +101,8 @@ def view_sizes(axes: Iterable[Axis]) -> dict[str, int]:
 class Mesh:
     """Named views of one rank order; each view lists its axes from the slowest-varying to the fastest.
 
-    Every view covers all ranks, and the views agree on the axes that they share: so an expert view folds over the same
-    ranks as the attention view, and its degrees do not multiply the world.
+    Every view covers all ranks, and the views agree on the axes that they share. So an expert view folds over the same
+    ranks as the attention view, and expert degrees do not multiply the world size.
     """
 
     world_size: int
@@ -110,9 +110,9 @@ class Mesh:
 
     @classmethod
     def of(cls, axes: Iterable[Axis], world_size: int) -> "Mesh":
-        """Arrange axes by distance; a view that does not cover the world gets a data axis over the ranks that are left.
+        """Arrange axes by distance; a view that does not cover the world gets a data axis over the remaining ranks.
 
-        Raises UsageError where the degrees do not multiply to a divisor of the world size.
+        Raises UsageError if the product of a view's degrees does not divide the world size.
         """
         axes = sorted(axes, key=lambda axis: (-axis.distance, axis.name))
         _refuse_shared_within(axes)
@@ -146,7 +146,7 @@ class Mesh:
         return self.coordinates(rank, self._view_of(axis))[axis] if axis in self.axes else 0
 
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The ranks that differ from `rank` only along `axes` (of one view), in rank order, `rank` among them."""
+        """The ranks that differ from `rank` only along `axes` (of one view), in rank order, including `rank`."""
         present = [axis for axis in axes if axis in self.axes]
         if not present:
             return (rank,)
@@ -156,7 +156,7 @@ class Mesh:
         return tuple(sorted(self._rank(view, indices) for indices in product(*choices)))
 
     def batch_shard(self, rank: int) -> tuple[int, int]:
-        """(index, count): which of the equal parts of the global batch this rank reads."""
+        """(index, count): this rank reads part `index` of the `count` equal parts of the global batch."""
         index, count = 0, 1
         own = self.coordinates(rank)
         for axis in self.views["attention"]:
@@ -165,10 +165,11 @@ class Mesh:
         return index, count
 
     def place(self, rank: int, flowing: Collection[str], weights: str) -> int:
-        """Where `rank` is among those that compute different parts of something, the slowest axis counting most.
+        """The number of `rank` among the ranks that compute different parts of a result; the slowest axis counts most.
 
-        These differ along axes that divide one of the named axes `flowing` of what goes in, or the named axis `weights`
-        of what it is computed with. Ranks that differ along other axes compute the same, and have one place.
+        Two ranks compute different parts if they differ along a mesh axis that divides one of the named axes `flowing`
+        of the inputs, or the named axis `weights` of the weights. Ranks that differ only along other axes compute the
+        same part and have the same place.
         """
         place, own = 0, self.coordinates(rank)
         for axis in self.views["attention"]:
@@ -191,7 +192,7 @@ class Mesh:
 
 
 def _refuse_shared_within(axes: list[Axis]) -> None:
-    """Views agree on a shared axis only where it varies slower than every axis of one view alone."""
+    """Raise ValueError unless every shared axis varies slower than every axis that belongs to one view only."""
     for outer, inner in pairwise(axes):
         if len(inner.views) > 1 and len(outer.views) == 1:
             raise ValueError(

@@ -1,7 +1,7 @@
-"""The file metrics.jsonl of a run as it lies there: a JSON object a step.
+"""Read the file metrics.jsonl of a run: one JSON object per step.
 
-A run that is killed can leave the last line cut; it is dropped when the run resumes. A line that is no record before
-one that is was not left by a run: resuming refuses the file, instead of dropping what someone may still need.
+A run that is killed can leave an incomplete last line; resuming drops it. An invalid line before a valid one is not
+from a run: resuming then refuses the file, instead of dropping data that the user may need.
 """
 
 import json
@@ -14,7 +14,7 @@ METRICS = "metrics.jsonl"
 
 
 def read_lines(path: Path) -> list[tuple[int, str]]:
-    """Every line with the step of its record; none where there is no file. UsageError names a line that is damaged."""
+    """Every line with the step of its record; none if there is no file. UsageError names a damaged line."""
     try:
         held = path.read_bytes() if path.exists() else b""
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Faults of a micro batch: what it lacks of the contract of loaders (`mplug.contracts.Loader`), as a sentence.
+"""Check a micro batch against the contract of loaders (`mplug.contracts.Loader`); each fault is a sentence.
 
-`B` samples of a micro batch, `S` sequence length. The values are checked while they are on the CPU: on a GPU, a token
-that has no row in the embedding ends the process by a device assertion.
+`B` samples of a micro batch, `S` sequence length. The check runs while the values are on the CPU: on a GPU, a token
+without a row in the embedding ends the process by a device assertion.
 """
 
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from mplug.contracts import MicroBatch
 
 SHAPES = {"tokens": "[B, S]", "labels": "[B, S]", "positions": "[1 or B, S]", "sample_ids": "[B]"}
-"""What every micro batch has."""
+"""The entries of every micro batch."""
 
 
 def malformed(batch: "MicroBatch", length: int) -> str:
@@ -41,7 +41,7 @@ def malformed(batch: "MicroBatch", length: int) -> str:
 
 
 def _unmeasured(lengths: "Tensor", size: int, length: int) -> str:
-    """Lengths of documents that are not those of samples of `length` tokens."""
+    """A fault of the document lengths of samples of `length` tokens; '' if there is none."""
     told = f"'document_lengths' {tuple(lengths.shape)}, {lengths.dtype},"
     if lengths.dim() != 2 or len(lengths) != size or lengths.is_floating_point() or lengths.dtype.itemsize != 8:
         return f"{told} must be [B, M] and int64, here with B={size}"
@@ -56,7 +56,7 @@ def _unmeasured(lengths: "Tensor", size: int, length: int) -> str:
 def out_of_range(batch: "MicroBatch", vocab_size: int) -> str:
     """A token, label or position that has no row in its table, or a number that is not finite; '' if there is none.
 
-    Entries that are on another device than the CPU are not looked at: the host would wait for the device.
+    Entries on another device than the CPU are not checked: the CPU would wait for the device.
     """
     from mplug.nn.loss import IGNORED  # imports torch
 

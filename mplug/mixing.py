@@ -1,13 +1,13 @@
-"""Mixing of tokens: what modules say of it, and the layouts that would compute it wrongly.
+"""Mixing of tokens: the declarations of modules, and the refusal of layouts that would compute them wrongly.
 
-A module *mixes* a named axis where, outside of slots, what it computes at one index of the axis depends on another
-index: a scan or a convolution mixes `sequence`, experts with a capacity mix `batch` and `sequence`. Its class says so,
-in the coordinates of its input; a property may say so where it depends on the configuration:
+A module *mixes* a named axis if, outside of slots, its result at one index of the axis depends on another index. A scan
+or a convolution mixes `sequence`; experts with a capacity mix `batch` and `sequence`. The class declares it, in the
+coordinates of its input; a property may declare it if it depends on the configuration:
 
     mixes: ClassVar[frozenset[str]] = frozenset({"sequence"})
 
-A declaration covers the code of the class that makes it and the code that this class inherits. Modules inside of it
-have declarations of their own. A module without a declaration is unknown, and is refused where it could be wrong.
+A declaration covers the code of its class and the code that the class inherits. Submodules have declarations of their
+own. A module without a declaration is unknown; the host refuses it under a layout that could compute it wrongly.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,32 +27,32 @@ if TYPE_CHECKING:
     from mplug.changes import Changes
 
 NAME = "mixes"
-"""The attribute by which a class says what its modules mix."""
+"""The attribute by which a class declares the axes that its modules mix."""
 SAMPLES, UNITS = "batch", "units"
-"""The named axes that data parallelism and a pipeline divide."""
+"""The named axes that data parallelism and pipeline parallelism divide."""
 
 MICRO_BATCH = "trainer.micro_batch_size"
 
 INDEX_OF = {"sequence": "position", "batch": "sample"}
-"""What an index of a named axis is called."""
+"""The word for an index of a named axis."""
 
 CONTAINERS = (nn.Module, nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList)
-"""Modules of torch that are never called."""
+"""Torch's container modules, which are never called."""
 POSITION_WISE = frozenset(
     {nn.Sequential, nn.Identity, nn.Linear, nn.Embedding, nn.Dropout}
     | {nn.CELU, nn.ELU, nn.GELU, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.LeakyReLU, nn.LogSigmoid, nn.Mish}
     | {nn.ReLU, nn.ReLU6, nn.SELU, nn.Sigmoid, nn.SiLU, nn.Softplus, nn.Softsign, nn.Tanh, nn.Tanhshrink}
 )
-"""Modules of torch that compute every vector of the last dimension by itself."""
+"""Torch's modules that process each vector of the last dimension independently."""
 NORMS = (nn.LayerNorm, nn.RMSNorm)
-"""Modules of torch that do so where they normalise the last dimension alone."""
+"""Torch's modules that do so if they normalise the last dimension only."""
 NO_CODE = frozenset({"__init__", "__repr__", "extra_repr"})
-"""Methods that a subclass may have without a new declaration: they compute nothing."""
+"""Methods that a subclass may define without a new declaration, because they compute nothing."""
 
 
 @dataclass(frozen=True)
 class Statement:
-    """What is known of a module: the named axes that it mixes, or None where nothing says it."""
+    """The declaration of a module: the named axes that it mixes, or None if nothing declares them."""
 
     name: str
     module: nn.Module
@@ -69,13 +69,13 @@ class Statement:
         return f"'{role_of(self.name)}' ({self.kind})"
 
 
-# What modules say.
+# Declarations.
 
 
 def statements(model: Model) -> list[Statement]:
-    """What is known of every module that the units of the plan run, in order.
+    """The declaration of every module of the plan's units, in order.
 
-    Raises UsageError where a declaration is none, or names an axis that the plan does not have.
+    Raises UsageError if a declaration is invalid, or names an axis that the plan does not have.
     """
     outside = _of_plan(model)
     found = dict[str, Statement]()
@@ -102,7 +102,7 @@ def named_axes(model: Model) -> frozenset[str]:
 
 
 def _modules_of(model: Model, unit: str) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of a unit, itself among them; none where another stage has it."""
+    """The modules of a unit, including itself; none if the unit belongs to another stage."""
     try:
         part = model.module.get_submodule(unit)
     except AttributeError:
@@ -111,7 +111,7 @@ def _modules_of(model: Model, unit: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _of_plan(model: Model) -> dict[str, frozenset[str]]:
-    """What the plan says of modules whose classes cannot: of each one by its name."""
+    """The plan's declarations (`Plan.mixing`), by module name."""
     names = [name for name, _ in model.module.named_modules() if name]
     found = dict[str, frozenset[str]]()
     for pattern, axes in model.plan.mixing.items():
@@ -132,14 +132,14 @@ def _axes_of(name: str, module: nn.Module, outside: Mapping[str, frozenset[str]]
         return outside[name]
     own = declared(name, module)
     if own is None and any(name.startswith(f"{above}.") for above in outside):
-        return frozenset()  # what the plan says of the module around it covers it
+        return frozenset()  # the plan's declaration of an enclosing module covers it
     return own
 
 
 def declared(name: str, module: nn.Module) -> frozenset[str] | None:
-    """The axes that a module's class says its modules mix; None where it says nothing of the code that it runs.
+    """The axes that a module's class declares; None if no declaration covers the code that the class runs.
 
-    A class that inherits a declaration and has methods of its own runs other code than the one that was declared.
+    An inherited declaration does not cover a class with methods of its own, because it runs other code than its base.
     """
     kind = type(module)
     if NAME in vars(module):
@@ -184,7 +184,7 @@ class _Case:
 
 
 def refuse_other_micro_batches(model: Model, changes: "Changes") -> None:
-    """Raise UsageError where a resumed run has other micro batches, whose samples a module mixes."""
+    """Raise UsageError if a module mixes the samples of a micro batch and the resumed run changes the micro batches."""
     mixing = [one for one in model.mixing if SAMPLES in (one.axes or ())]
     for change in changes.settings if mixing else ():
         if change.field == MICRO_BATCH and not changes.allows(change):
@@ -196,9 +196,9 @@ def refuse_other_micro_batches(model: Model, changes: "Changes") -> None:
 
 
 def refuse_mixing(run: Run, model: Model) -> None:
-    """Raise UsageError where the layout divides what a module mixes, or may mix, and no strategy supports that.
+    """Raise UsageError if the layout divides an axis that a module mixes, or may mix, and no strategy supports it.
 
-    Called with all units of the model, whatever this rank's stage is; the model keeps what is known of their modules.
+    Call it while the model has the units of all stages. It stores the declarations in `model.mixing`.
     """
     model.mixing = found = tuple(statements(model))
     refuse_unknown_axes(run, model)
@@ -218,10 +218,10 @@ def refuse_mixing(run: Run, model: Model) -> None:
 
 
 def _at_risk(one: Statement, axis: Axis) -> frozenset[str]:
-    """The named axes of an axis of the mesh along which a module would be computed wrongly, or could be.
+    """The named axes, divided by a mesh axis, along which a module would or could be computed wrongly.
 
-    Of a module of which nothing is known these are not the samples: that no sample changes another's loss is part of
-    the contract of every model.
+    For a module without a declaration these exclude the samples: by the contract of every model, no sample changes the
+    loss of another.
     """
     if one.axes is None:
         return frozenset(axis.entries) - {SAMPLES} | frozenset(axis.activations) - {UNITS}
@@ -229,7 +229,10 @@ def _at_risk(one: Statement, axis: Axis) -> frozenset[str]:
 
 
 def _of_samples(run: Run, cases: list[_Case]) -> Iterator[str]:
-    """Data-parallel ranks divide the global batch: into the micro batches of one process, if their size is set."""
+    """The problems of modules that mix samples, if the content of a micro batch depends on the layout.
+
+    Data-parallel ranks have the micro batches of one process if `trainer.micro_batch_size` is set.
+    """
     if not cases:
         return
     trainer, (_, shards) = run.config.trainer, run.mesh.batch_shard(run.rank)
@@ -250,7 +253,7 @@ def _of_samples(run: Run, cases: list[_Case]) -> Iterator[str]:
 
 
 def _unsupported(run: Run, model: Model, cases: list[_Case]) -> Iterator[str]:
-    """A sentence for each mesh axis, named axis and reason, where the axis's strategy does not support the mixing."""
+    """A sentence for each mesh axis, named axis and reason for which the axis's strategy does not support mixing."""
     mixing = dict[str, frozenset[str]]()
     for case in cases:
         mixing[case.statement.name] = mixing.get(case.statement.name, frozenset()) | {case.named}
@@ -279,7 +282,7 @@ def _unsupported(run: Run, model: Model, cases: list[_Case]) -> Iterator[str]:
 
 
 def _declarations(model: Model, unknown: list[Statement], named: str) -> str:
-    """What to add to the classes, or to the plan where a class is of another package than the model."""
+    """The declarations to add: to the classes, or to the plan if a class is from another package than the model."""
     package = _package_of(model.module)
     own = [one for one in unknown if _package_of(one.module) == package]
     added = [f"add to {listed(dict.fromkeys(one.kind for one in own))}"] if own else []
@@ -300,7 +303,7 @@ def _package_of(module: nn.Module) -> str:
 
 
 def refuse_unknown_axes(run: Run, model: Model) -> None:
-    """Raise UsageError where the plan or a strategy names an axis of tokens that nothing has: it would do nothing."""
+    """Raise UsageError if the plan or a strategy names an axis that nothing has: the name would have no effect."""
     known, plan = named_axes(model), model.plan
     over = {f"parameter '{pattern}'": one.over for pattern, one in plan.parameters.items()}
     over |= {f"buffer '{pattern}'": one.over for pattern, one in plan.buffers.items()}

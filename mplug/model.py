@@ -1,4 +1,4 @@
-"""A model as the host handles it: a module, its plan, its parameters' placements, and its slots."""
+"""A model as the host handles it: a module, its plan, the placements of its parameters, and its slots."""
 
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -33,17 +33,18 @@ if TYPE_CHECKING:
     from mplug.run import Run
 
 CHUNK = 1 << 22
-"""Elements whose initial values are made at a time: bounds the memory of fp64 temporaries."""
+"""Number of initial values that are generated at a time: it bounds the memory of fp64 temporaries."""
 
 
 @dataclass
 class Model:
-    """A module on the meta device, and the plan that says what it means. The host fills in the rest.
+    """A module on the meta device, and its plan. `build_model` returns both; the host fills in the other fields.
 
-    `frozen` are this rank's parameters that are not trained, as they are held at rest: who moves one's memory, or puts
-    something else in its place in the module, keeps its `data` where the values are. `sharding` says what ranks own of
-    parameters whose optimizer state is divided, and `shards` is its memory here. Who lets ranks have each other's
-    weights appends to `when_written` what begins that. `passes` are what a step computes of the whole model.
+    `frozen` are this rank's untrained parameters, as stored at rest. A plugin that moves the memory of one, or replaces
+    it in the module, must keep its `data` pointing to the values. `sharding` says which rank owns which part of a
+    sharded optimizer state; `shards` is its memory on this rank. A plugin that exchanges updated weights between ranks
+    appends to `when_written` a function that starts the exchange. `passes` says what a step of the whole model
+    computes.
     """
 
     module: nn.Module
@@ -65,35 +66,36 @@ class Model:
 
     @property
     def sinks(self) -> Sinks:
-        """The gradient sinks of this rank's parameters, once they have memory."""
+        """The gradient sinks of this rank's parameters; they exist after `listen`."""
         assert self._sinks is not None, "the model has no memory yet"
         return self._sinks
 
     @property
     def flops(self) -> Flops:
-        """The FLOPs of the passes of this run: the plan's, less what is not computed because parameters are frozen."""
+        """The FLOPs of a step's passes: the plan's, minus those that frozen parameters make unnecessary."""
         return self.plan.flops if self.passes is None else self.passes.flops
 
     def listen(self, dtype: torch.dtype = torch.float32) -> None:
-        """Give every parameter of this rank its gradient sink, of that precision."""
+        """Give every parameter of this rank a gradient sink with a buffer of `dtype`."""
         families = {name: placement.data_axes for name, placement in self.placements.items()}
         self._sinks = Sinks(self.parameters(), families, dtype, self.shards.listen(dtype) if self.shards else None)
 
     def weights_written(self) -> None:
-        """The weights of this rank's pieces have new values, which are not yet those of other ranks' copies."""
+        """Call the functions in `when_written`: this rank's pieces have new weights, other ranks' copies do not."""
         for begin in self.when_written:
             begin()
 
     def data_groups(self, run: "Run") -> dict[str, "ProcessGroup | None"]:
-        """For every parameter of the whole model the ranks over which its gradient is data-parallel.
+        """The process group of each parameter of the whole model over which its gradient is data-parallel.
 
-        Those along its placement's `data_axes`; None where this rank is alone. All ranks must ask alike.
+        It consists of the ranks along the placement's `data_axes`; it is None if that is this rank alone. Collective:
+        all ranks must call it in the same order.
         """
         groups = {axes: run.group(*axes) for axes in dict.fromkeys(one.data_axes for one in self.placements.values())}
         return {name: groups[placement.data_axes] for name, placement in self.placements.items()}
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Every parameter of this rank once, by the first of its names in the whole model."""
+        """Every parameter of this rank once; a tied one has the first of its names in the whole model."""
         first = {name: names[0] for names in self.plan.tied for name in names}
         return {first.get(name, name): parameter for name, parameter in self.module.named_parameters()}
 
@@ -102,7 +104,7 @@ class Model:
         return {name: buffer for name, buffer in self.module.named_buffers() if name in self.buffer_placements}
 
     def states(self) -> dict[str, Tensor]:
-        """Those of them that are no statistics: what a checkpoint holds."""
+        """The buffers among them that are states, not statistics: checkpoints save these."""
         return {n: buffer for n, buffer in self.buffers().items() if not self.buffer_placements[n].parameter.over}
 
     def place(self, mesh: "Mesh", stages: Stages | None) -> None:
@@ -125,7 +127,7 @@ class Model:
         holders = tuple(r for r in range(mesh.world_size) if mesh.index(r, self.stages.axis) in used_in)
         over = (*described.over, "units") if len(used_in) > 1 else described.over
         placement = Placement(name, replace(described, over=over), shape, mesh, holders)
-        placement.local_shape(0)  # refuses what does not divide
+        placement.local_shape(0)  # raises UsageError if the ranks do not divide a dimension
         return placement
 
     def _stages_of(self, name: str) -> set[int]:
@@ -137,22 +139,22 @@ class Model:
         }
 
     def trained_units(self) -> set[str]:
-        """The names of the units, of all stages, that have a parameter that is trained."""
+        """The names of the units, of all stages, that have a trained parameter."""
         trained = [name for name, placement in self.placements.items() if placement.parameter.trainable]
         names = [alias for name in trained for alias in self.plan.names_of(name)]
         return {unit.name for unit in self.plan.units if any(name.startswith(f"{unit.name}.") for name in names)}
 
     def learning(self, stage: int) -> frozenset[str]:
-        """The activations before a stage that carry a gradient, because something before it is trained.
+        """The activations before a stage that carry a gradient because an earlier unit is trained.
 
-        Backward brings gradients of those to the stage before, and of no other; after the last stage, it begins with
-        them.
+        Backward sends the gradients of exactly these activations to the previous stage. For the stage number after the
+        last one, they are the activations with which backward starts.
         """
         before = sum(len(units) for units in self.stages.units[:stage])
         return carrying(self.plan.units, self.trained_units())[before]
 
     def keep_stage(self, stage: int) -> None:
-        """Drop the units of all other stages from the module; `own_units` are those that stay."""
+        """Remove the units of all other stages from the module, and set `own_units` to the remaining ones."""
         kept = set(self.stages.units[stage])
         for unit in self.plan.units:
             if unit.name not in kept:
@@ -161,14 +163,14 @@ class Model:
         self.own_units = tuple(unit for unit in self.plan.units if unit.name in kept)
 
     def crossing(self, stage: int) -> tuple[str, ...]:
-        """The activations that cross the border before a stage: made before it, and used in it or later."""
+        """The activations that enter a stage from the previous one: computed before it, and used in it or later."""
         before = {name for units in self.stages.units[:stage] for name in units}
         made = [name for unit in self.plan.units if unit.name in before for name in unit.outputs]
         used = {name for unit in self.plan.units if unit.name not in before for name in unit.inputs}
         return tuple(name for name in dict.fromkeys(made) if name in used)
 
     def unit_weight(self, name: str) -> int:
-        """Elements of the weights that a unit multiplies a token with: its linear layers' and the chosen experts'."""
+        """Number of weight elements that a unit multiplies with a token: those of linear layers and chosen experts."""
         unit = self.module.get_submodule(name)
         linear = sum(part.weight.numel() for part in unit.modules() if isinstance(part, Linear))
         return linear + sum(part.weights_per_token for part in unit.modules() if isinstance(part, MixtureOfExperts))
@@ -178,7 +180,7 @@ class Model:
         return self.placements[self.plan.names_of(name)[0]]
 
     def run(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Run this rank's units on a micro batch's entries and whatever activations came before."""
+        """Run this rank's units on a micro batch's entries and the activations of earlier stages."""
         if self.draws is None or not self.module.training:
             return run_units(self.module, self.own_units, batch)
         key = self.draws.key_in(batch)
@@ -191,12 +193,12 @@ class Model:
         return values["loss"], values["num_targets"]
 
     def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """The logits [B, S, V] that the plan's inference units give."""
+        """The logits [B, S, V] that the plan's inference units compute."""
         return run_units(self.module, self.plan.inference, batch)["logits"]
 
 
 def _freeze_as_planned(name: str, parameter: nn.Parameter, described: Parameter) -> None:
-    """What the plan freezes requires no gradient; a module that freezes what the plan does not is a UsageError."""
+    """Set `requires_grad` as the plan says; UsageError if the module freezes a parameter that the plan trains."""
     if described.trainable and not parameter.requires_grad:
         raise UsageError(
             f"the model's module sets requires_grad of parameter '{name}' to False, and its plan says that it is "
@@ -222,7 +224,7 @@ def run_units(
     batch: Mapping[str, Tensor],
     before: Callable[[Unit], None] | None = None,
 ) -> dict[str, Tensor]:
-    """Run units in order on a micro batch's entries; returns the entries and all activations that are still alive.
+    """Run units in order on a micro batch's entries; returns the entries and all activations.
 
     `before` is called before each unit.
     """
@@ -231,7 +233,7 @@ def run_units(
         if before is not None:
             before(unit)
         part = module.get_submodule(unit.name)
-        run = part if unit.method == "forward" else getattr(part, unit.method)  # a call, for the sake of forward hooks
+        run = part if unit.method == "forward" else getattr(part, unit.method)  # calling `part` runs forward hooks
         optional = {name: values[name] for name in unit.optional if name in values}
         outputs = run(*(values[name] for name in unit.inputs), **optional)
         values |= zip(unit.outputs, outputs if isinstance(outputs, tuple) else (outputs,), strict=True)
@@ -242,7 +244,7 @@ def run_units(
 
 
 def sites(module: nn.Module, entries: Container[str] = ()) -> Iterator[Site]:
-    """Every slot of every module, in order, where micro batches have these optional entries."""
+    """Every slot of every module, in order. `entries` are the optional entries that micro batches have."""
     for name, part in module.named_modules():
         needs = getattr(part, "needs", _needs_nothing)
         for slot in getattr(type(part), "SLOTS", ()):
@@ -251,7 +253,7 @@ def sites(module: nn.Module, entries: Container[str] = ()) -> Iterator[Site]:
 
 
 def _needs_of_spec(part: nn.Module, entries: Container[str]) -> frozenset[str]:
-    """What a module's specification asks of its attention core, whatever its `needs` says."""
+    """The needs of a module's attention specification; they apply in addition to its method `needs`."""
     spec = getattr(part, "spec", None)
     return replace(spec, documents=DOCUMENTS in entries).needs if isinstance(spec, AttentionSpec) else frozenset()
 
@@ -266,7 +268,7 @@ def role_of(name: str) -> str:
 
 
 def fill_slots(model: Model, run: "Run", offers: Iterable[Any]) -> Selection:
-    """Select among offers and put the selected suppliers in place, wraps around them from inner to outer."""
+    """Select among offers, install the selected suppliers, and apply the wraps around them from inner to outer."""
     names = [unit.name for unit in model.own_units]
     units = [Site(role_of(name), UNIT, model.module.get_submodule(name), name) for name in names]
     selection = select([*sites(model.module, run.entries), *units], offers, run.config.kernels, run)
@@ -276,7 +278,7 @@ def fill_slots(model: Model, run: "Run", offers: Iterable[Any]) -> Selection:
         default = getattr(filled.site.module, attribute)
         supplier = filled.offer.suppliers[filled.site.slot] if filled.offer else default
         key = (filled.site.role, supplier, *filled.wraps)
-        if key not in built:  # one callable a role: a closure a site would recompile every block
+        if key not in built:  # one callable per role: one closure per site would recompile every block
             built[key] = _wrapped(filled, supplier)
         setattr(filled.site.module, attribute, built[key])
     model.slots, model.unit_wraps = selection.filled, selection.units
@@ -284,7 +286,7 @@ def fill_slots(model: Model, run: "Run", offers: Iterable[Any]) -> Selection:
 
 
 def _wrapped(filled: Filled, supplier: Callable[..., Any]) -> Callable[..., Any]:
-    """A supplier in its wraps; attention cores, suppliers and wraps that version 0.1 calls are called as it did."""
+    """A supplier with its wraps applied; attention suppliers and wraps with the signature of 0.1 get an adapter."""
     if filled.site.slot != "Attention.core":
         for wrap in filled.wraps:
             supplier = wrap.wrap(supplier)
@@ -303,7 +305,7 @@ def _wrapped(filled: Filled, supplier: Callable[..., Any]) -> Callable[..., Any]
 
 
 def wrap_units(model: Model) -> None:
-    """Put the selected wraps around the units of this rank, from inner to outer: around what is compiled, if it is."""
+    """Apply the selected wraps around the (possibly compiled) units of this rank, from inner to outer."""
     methods = {unit.name: unit.method for unit in model.own_units}
     for filled in model.unit_wraps:
         part, method = filled.site.module, methods[filled.site.name]
@@ -315,9 +317,10 @@ def wrap_units(model: Model) -> None:
 
 
 def allocate(model: Model, rank: int, device: torch.device, dtype: torch.dtype, seed: int) -> None:
-    """Give this rank's parameters (zeros of `dtype`) and buffers their memory.
+    """Allocate this rank's parameters (zeros of `dtype`) and buffers.
 
-    Of a parameter that is gathered to compute with, that is its rows: of the master, if it is trained.
+    A parameter that is gathered for computation gets memory for this rank's rows only: those of the master if it is
+    trained (fp32, or fp64 in a run in fp64).
     """
     replaced: dict[int, nn.Parameter] = {}
     model.shards = Shards(model.sharding, model.placements, rank, device, dtype) if model.sharding else None
@@ -343,7 +346,7 @@ def allocate(model: Model, rank: int, device: torch.device, dtype: torch.dtype, 
 
 
 def _first_value(model: Model, name: str, buffer: Tensor, rank: int, device: torch.device, seed: int) -> Tensor:
-    """A buffer's memory: what the host sets by the attribute's name, and what the plan describes by its value."""
+    """A buffer with its initial value: `site` and `loss_scale` are the host's; the plan describes all others."""
     module, _, attribute = name.rpartition(".")
     if attribute == "site":
         return torch.tensor(key_of(seed, "site", module), device=device)
@@ -357,7 +360,7 @@ def _first_value(model: Model, name: str, buffer: Tensor, rank: int, device: tor
 
 @torch.no_grad()
 def initialize(tensors: Mapping[str, Tensor], placements: Mapping[str, Placement], rank: int, seed: int) -> None:
-    """Fill this rank's tensors with initial values, the same under any layout; padding stays zero."""
+    """Fill this rank's tensors with initial values, which do not depend on the layout; padding stays zero."""
     for name, parameter in tensors.items():
         placement = placements[name]
         for box in placement.boxes(rank):

@@ -1,7 +1,7 @@
-"""YAML text to nodes, within limits: a config is a page of text, whoever wrote it.
+"""Parse YAML text to nodes, within limits on its size.
 
 A short text can nest thousands of levels deep, or expand to billions of values through aliases. Both are refused while
-the text is read, before a value is built of it.
+the text is parsed, before a value is built from it.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,18 +14,18 @@ import yaml
 from mplug.errors import UsageError
 
 DEEPEST = 64
-"""Levels of nesting of a config: far more than fields have, and far fewer than Python's stack."""
+"""Maximum levels of nesting of a config: far more than fields have, and far fewer than Python's stack."""
 MOST_VALUES = 100_000
-"""Values of a config once its aliases are written out."""
+"""Maximum number of values of a config with its aliases written out."""
 LONGEST = 1 << 22
-"""Bytes of a config file."""
+"""Maximum size of a config file in bytes."""
 
 UNREADABLE = (ValueError, AttributeError, LookupError, TypeError, OverflowError)
-"""What the YAML library raises for a scalar that is not of its tag: 2026-13-45, '!!bool perhaps', '!!timestamp now'."""
+"""Exceptions of the YAML library for a scalar that does not fit its tag: 2026-13-45, '!!bool perhaps'."""
 
 
 def read_text(path: Path) -> str:
-    """The text of a small file; UsageError where it cannot be read, is too long, or is not UTF-8."""
+    """The text of a small file; UsageError if it cannot be read, is too long, or is not UTF-8."""
     try:
         with path.open("rb") as file:
             held = file.read(LONGEST + 1)
@@ -38,15 +38,15 @@ def read_text(path: Path) -> str:
 
 
 class NotYaml(UsageError):
-    """A text that the YAML library does not read."""
+    """The YAML library cannot parse a text."""
 
 
 Sources = Callable[[int], str]
-"""What errors call a line of a text: 'run.yaml:12'."""
+"""The name of a line of a text in error messages: 'run.yaml:12'."""
 
 
 def compose(text: str, source_of: Sources) -> yaml.Node | None:
-    """The root node of a text, None where it is empty; UsageError where it is not YAML (`NotYaml`) or too large."""
+    """The root node of a text; None if it is empty. UsageError if it is not YAML (`NotYaml`) or too large."""
     with _refusing(source_of, text):
         loader = _Loader(text, source_of)
         try:
@@ -57,7 +57,7 @@ def compose(text: str, source_of: Sources) -> yaml.Node | None:
 
 
 def construct(node: yaml.Node, source_of: Sources) -> Any:
-    """The value of a node; a scalar that is not of its tag, such as a date of the 45th, stays text."""
+    """The value of a node; a scalar that does not fit its tag, such as a date with day 45, stays text."""
     loader = yaml.SafeLoader("")
     with _refusing(source_of):
         try:
@@ -69,7 +69,7 @@ def construct(node: yaml.Node, source_of: Sources) -> Any:
 
 
 def name_of(node: yaml.Node, source: str) -> str:
-    """The name of a field, from the key's node; UsageError where the key is a list or a mapping."""
+    """The name of a field, from the key's node; UsageError if the key is a list or a mapping."""
     if not isinstance(node, yaml.ScalarNode):
         raise UsageError(f"{source}: the name of a field must be a word, not a list or a mapping")
     return str(node.value)
@@ -108,8 +108,8 @@ class _Loader(yaml.SafeLoader):
         self._extent: dict[int, tuple[int, int]] = {}  # of a complete node, by its id: (levels, values)
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """A node; an error where it is nested too deep, expands too far, or contains itself."""
-        if self.check_event(yaml.AliasEvent):  # measured with what it repeats, once that is complete
+        """A node; an error if it is nested too deep, expands too far, or contains itself."""
+        if self.check_event(yaml.AliasEvent):  # its size is that of the node that it repeats
             return super().compose_node(parent, index)
         start = self.peek_event().start_mark  # type: ignore[no-untyped-call]
         self._level += 1

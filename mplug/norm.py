@@ -1,4 +1,4 @@
-"""The norm of the gradients, in as few passes as their memory allows."""
+"""The global norm of the gradients, with few kernel launches."""
 
 from collections.abc import Iterable
 
@@ -9,13 +9,13 @@ from mplug.contracts import Piece
 from mplug.model import region
 
 PART = 1 << 14
-"""Elements that a CPU adds up in one sum: the norm of so many is off by 3e-7 at most in fp32."""
+"""Maximum number of elements that a CPU adds in one sum: in fp32 the norm of this many has an error below 3e-7."""
 LONG = 1 << 20
-"""Elements from which on a stretch is worth a reduction of its own; shorter ones share."""
+"""Number of elements from which a stretch gets a reduction of its own; shorter ones share one launch."""
 
 
 def owned_gradients(pieces: Iterable[Piece], rank: int) -> list[Tensor]:
-    """Views of the gradients so that over all ranks every element appears once: on the first that holds a copy."""
+    """Views of the gradients that this rank counts: every element counts once, on the lowest rank with a copy."""
     return [
         region(piece.gradient, box)
         for piece in pieces
@@ -25,7 +25,7 @@ def owned_gradients(pieces: Iterable[Piece], rank: int) -> list[Tensor]:
 
 
 def merged(views: Iterable[Tensor]) -> list[Tensor]:
-    """The same elements in fewer tensors: contiguous views that lie end to end in one storage become a flat one."""
+    """The same elements in fewer tensors: contiguous views that are adjacent in one storage become one flat view."""
     stretches: list[Tensor] = []
     for view in sorted(views, key=lambda view: (view.untyped_storage().data_ptr(), view.storage_offset())):
         last = stretches[-1] if stretches else None
@@ -47,7 +47,7 @@ def _continues(last: Tensor, view: Tensor) -> bool:
 
 
 def parts(views: Iterable[Tensor]) -> list[Tensor]:
-    """The same elements in parts of at most `PART` elements; a view that is not contiguous is cut by its rows."""
+    """The same elements in parts of about `PART` elements at most; a view that is not contiguous is cut by rows."""
     found: list[Tensor] = []
     for view in views:
         if view.is_contiguous():
@@ -58,11 +58,11 @@ def parts(views: Iterable[Tensor]) -> list[Tensor]:
 
 
 class GlobalNorm:
-    """The 2-norm of all of a rank's gradients together, in `dtype`; their memory stays where it is.
+    """The 2-norm of all of a rank's gradients, computed in `dtype` without copying them.
 
-    A GPU reduces a stretch as a tree, so neighbours are measured as one stretch. A CPU adds up a stretch from one end
-    to the other, which in fp32 is off by 1e-3 over 10^7 elements: there a gradient is measured in parts of at most
-    `PART` elements.
+    A GPU reduces a tensor as a tree, so neighbours are merged into one stretch. A CPU adds elements sequentially, which
+    in fp32 has an error of 1e-3 over 10^7 elements; so on a CPU the gradients are cut into parts of at most `PART`
+    elements.
     """
 
     def __init__(self, owned: list[Tensor], device: str, dtype: torch.dtype = torch.float32) -> None:
@@ -72,7 +72,7 @@ class GlobalNorm:
         self.short = [stretch for stretch in stretches if stretch.numel() < LONG] if stretches else parts(owned)
 
     def __call__(self) -> Tensor:
-        """The norm [] of what the gradients are now; 0 where the rank has none."""
+        """The norm [] of the current gradients; 0 if the rank has none."""
         norms = [torch.linalg.vector_norm(stretch, dtype=self.dtype) for stretch in self.long]
         if self.short:
             norms += torch._foreach_norm(self.short, dtype=self.dtype)

@@ -1,4 +1,4 @@
-"""The host's own observers: metrics.jsonl and the progress line, through the same hooks that third parties get."""
+"""The host's own observers: metrics.jsonl and the progress line. They use the same hooks as third parties."""
 
 import json
 import logging
@@ -21,13 +21,13 @@ log = logging.getLogger("mplug")
 
 
 class MetricsFile:
-    """A line of metrics.jsonl a step, written on rank 0. A run that resumes first drops the steps that it repeats."""
+    """Writes one line of metrics.jsonl per step, on rank 0. A resumed run first drops the steps that it repeats."""
 
     _file: IO[str] | None = None
 
     @hookimpl
     def run_started(self, run: Run) -> None:
-        """Open the file, without the steps that are about to be repeated."""
+        """Open the file, and remove the steps that the run will repeat."""
         if run.rank != 0 or run.directory is None:
             return
         path = run.directory / METRICS
@@ -59,7 +59,7 @@ class MetricsFile:
 
 
 def _finite(value: object) -> object:
-    """JSON has no NaN and no infinity."""
+    """Replace NaN and infinity by None, because JSON has neither."""
     if isinstance(value, dict):
         return {name: _finite(inner) for name, inner in value.items()}
     if isinstance(value, list):
@@ -68,7 +68,7 @@ def _finite(value: object) -> object:
 
 
 class ProgressLine:
-    """A line every `log_every` steps, and on a terminal a bar that moves with every step."""
+    """Prints a line every `log_every` steps; on a terminal it also shows a bar that moves with every step."""
 
     def __init__(self, console: Console, total_steps: int, log_every: int) -> None:
         self.console, self.total_steps, self.log_every = console, total_steps, log_every
@@ -86,7 +86,7 @@ class ProgressLine:
 
     @hookimpl
     def run_started(self, run: Run) -> None:
-        """Tell what depends on the layout, if something does, and show the bar."""
+        """Print what depends on the layout, if anything does, and show the bar."""
         if run.depends_on_layout:
             line = f"depends on the layout: {'; '.join(run.depends_on_layout)}"
             self.console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -97,7 +97,7 @@ class ProgressLine:
 
     @hookimpl
     def step_finished(self, record: Record) -> None:
-        """Move the bar; now and then leave a line."""
+        """Move the bar; print a line every `log_every` steps and for evaluated, skipped, first and last steps."""
         step, found = record["step"], "val_loss" in record or record["skipped"]
         left = (time.monotonic() - self.mark) / (step - self.first_step) * (self.total_steps - step)
         line = step_line(record, self.total_steps, left)
@@ -109,7 +109,7 @@ class ProgressLine:
 
     @hookimpl
     def checkpoint_saved(self, path: Path) -> None:
-        """Tell where the checkpoint is."""
+        """Log the path of the checkpoint."""
         log.info("saved %s", path)
 
     @hookimpl
@@ -124,7 +124,7 @@ class ProgressLine:
 
 
 def step_line(record: Record, total_steps: int, seconds_left: float) -> str:
-    """One step for a person to read."""
+    """One step as a line of text."""
     parts = [
         f"step {record['step']:>{len(str(total_steps))}}/{total_steps}",
         f"loss {record['loss']:.4f}",
@@ -142,7 +142,7 @@ def step_line(record: Record, total_steps: int, seconds_left: float) -> str:
 
 
 def short_line(record: Record, total_steps: int, seconds_left: float) -> str:
-    """What changes with each step, beside a bar: it leaves room for one on a terminal of 80 columns."""
+    """A short form of `step_line` for use next to a bar: both fit on a terminal of 80 columns."""
     return "  ".join(
         (
             f"{record['step']:>{len(str(total_steps))}}/{total_steps}",

@@ -1,8 +1,8 @@
-"""What a step computes of a model of which a part is frozen: forward everything, backward what training needs.
+"""The passes of a step if a part of the model is frozen: forward runs everything, backward only what training needs.
 
-The gradient of a product's input is computed where something before it is trained, the gradient of its weight where
-the weight is trained. Units follow each other as the plan says, and the modules of a unit in the order in which it has
-them. What a model multiplies outside of the layers of `mplug.nn` is counted as if it were all trained.
+Backward computes the gradient of a product's input if something before the product is trained, and the gradient of its
+weight if the weight is trained. Units follow each other in the plan's order, and the modules of a unit in the order in
+which they are registered. Products outside of the layers of `mplug.nn` count as if they were trained.
 """
 
 from collections.abc import Iterator
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Passes:
-    """The FLOPs of a step's passes, and by name the layers that take no part in the backward ones.
+    """The FLOPs of a step's passes, and the names of the layers that skip a backward pass.
 
-    `forward` computes the loss, `activations` the gradients of activations (of attention, all of backward), `weights`
-    those of weights. The linear layers in `no_dgrad` compute no gradient of their input, those in `no_wgrad` none of
-    their weight, and the attentions in `no_backward` have no backward pass.
+    `forward` computes the loss, `activations` the gradients of activations (including all of attention's backward), and
+    `weights` the gradients of weights. The products in `no_dgrad` compute no gradient of their input, those in
+    `no_wgrad` no gradient of their weight. The attention modules in `no_backward` have no backward pass.
     """
 
     forward: Flops
@@ -39,13 +39,13 @@ class Passes:
 
     @property
     def flops(self) -> Flops:
-        """Of all passes together."""
+        """The sum over all passes."""
         parts = (self.forward, self.activations, self.weights)
         return Flops(sum(one.per_token for one in parts), sum(one.per_squared_length for one in parts))
 
 
 class _Product(NamedTuple):
-    """A product of every token with `elements` of a weight: which of its gradients are computed."""
+    """A product of every token with `elements` elements of a weight, and which of its gradients are computed."""
 
     name: str
     elements: int
@@ -54,7 +54,7 @@ class _Product(NamedTuple):
 
 
 class _Core(NamedTuple):
-    """An attention core: its share of all attention, and whether it has a backward pass."""
+    """An attention core: `width` is its share of all attention, `backward` says whether it has a backward pass."""
 
     name: str
     width: int
@@ -62,7 +62,7 @@ class _Core(NamedTuple):
 
 
 def passes_of(model: "Model") -> Passes:
-    """The passes of a whole model that is placed: before a stage's rank drops the units of others."""
+    """The passes of a whole model. Call it after `Model.place` and before `Model.keep_stage`."""
     found = list(_walk(model))
     products = [one for one in found if isinstance(one, _Product)]
     cores = [one for one in found if isinstance(one, _Core)]
@@ -86,16 +86,17 @@ def _walk(model: "Model") -> Iterator[_Product | _Core]:
     all_trained = all(placement.parameter.trainable for placement in model.placements.values())
     for unit, carried in zip(model.plan.units, carrying(model.plan.units, trained), strict=False):
         walk = _Walk(model, unit.name in trained)
-        # A plan counts all three passes of every product, also of the first; so a model of which nothing is frozen has
-        # exactly what its plan states.
+        # A plan counts all three passes of every product, including the first. So without frozen parameters, the result
+        # is exactly what the plan states.
         walk.visit(model.module.get_submodule(unit.name), unit.name, all_trained or not carried.isdisjoint(unit.inputs))
         yield from walk.found
 
 
 class _Walk:
-    """Goes through the modules of a unit. A method's `learns` says whether what comes in carries a gradient.
+    """Walks through the modules of a unit.
 
-    It returns whether what goes out does.
+    The argument `learns` of a method says whether the input carries a gradient; the method returns whether the output
+    does.
     """
 
     def __init__(self, model: "Model", unit_is_trained: bool) -> None:
@@ -103,7 +104,7 @@ class _Walk:
         self.found: list[_Product | _Core] = []
 
     def visit(self, part: nn.Module, name: str, learns: bool) -> bool:
-        """A module and all inside it."""
+        """Visit a module and its submodules."""
         if isinstance(part, Linear):
             self._product(f"{name}.weight", part.weight.numel(), learns, name)
             return learns or self._trains(part, name)
@@ -121,7 +122,7 @@ class _Walk:
         return learns
 
     def _experts(self, part: MixtureOfExperts, name: str, learns: bool) -> bool:
-        """Router, experts and what is shared all take the same input."""
+        """Visit a mixture of experts; router, experts and shared experts take the same input."""
         experts, choice = part.experts, part.router.choice
         used = [one.numel() * choice.top_k // choice.num_experts for one in (experts.up, experts.down)]
         self._product(f"{name}.router.weight", part.router.weight.numel(), learns)

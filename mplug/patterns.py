@@ -5,12 +5,12 @@ from collections.abc import Iterable
 
 
 def compiled(pattern: str) -> re.Pattern[str]:
-    """What a whole name must match."""
+    """The regex of a pattern; use it with `fullmatch`."""
     return re.compile(_expression(pattern))
 
 
 def within(pattern: str) -> re.Pattern[str]:
-    """What a parameter's whole name must match so that the pattern names it, or a module that it lies in."""
+    """The regex of a pattern that also matches every name inside a matched module; use it with `fullmatch`."""
     return re.compile(rf"{_expression(pattern)}(\..+)?")
 
 

@@ -1,11 +1,11 @@
-"""State as plain data that JSON can hold, with its tensors lifted out into a flat mapping."""
+"""Convert state to plain data for JSON, with its tensors moved to a flat mapping, and back."""
 
 from typing import Any
 
 from torch import Tensor
 
 TENSOR = "$tensor"
-"""The key of the mapping that stands for a lifted tensor."""
+"""The key of the mapping that replaces a tensor."""
 
 
 def lift(value: Any, tensors: dict[str, Tensor], path: str) -> Any:

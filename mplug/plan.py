@@ -1,8 +1,8 @@
-"""What a model publishes about itself, and where each of its parameters lives.
+"""The plan, which a model publishes about itself, and the placements, which say where each parameter lives.
 
-A `Plan` is data: units, the meaning of every parameter's dimensions, the axes of every batch entry. Strategies read it;
-they never look at a parameter's name. A `Placement` is computed from the plan and the mesh for any rank, without
-processes: gradient reduction, clipping, optimizers and checkpoints read only that.
+A `Plan` is data: units, the meaning of every parameter's dimensions, the axes of every batch entry. Strategies read the
+plan; they never test a parameter's name. A `Placement` is computed from the plan and the mesh, for any rank and without
+processes. Gradient reduction, clipping, optimizers and checkpoints read only placements.
 """
 
 import math
@@ -19,11 +19,11 @@ from mplug.patterns import compiled, within
 
 @dataclass(frozen=True)
 class Unit:
-    """A named part of a model that runs as a whole: what pipelines split, and what recompute and compile work on.
+    """A named submodule that runs as a whole. Pipelines split a model between units; recompute and compile wrap units.
 
-    `name` is the submodule's fully qualified name, and stays so after a split. `inputs` name the activations and batch
-    entries that `method` takes, `outputs` the activations that it returns (one value, or a tuple in this order).
-    `optional` names entries that not every loader gives: where there are some, `method` gets them by their names.
+    `name` is the submodule's fully qualified name, which a split does not change. `inputs` are the positional arguments
+    of `method`: activations and batch entries. `outputs` are the activations that it returns (one value, or a tuple in
+    this order). `optional` are entries that only some loaders supply: keyword arguments of `method` if they are there.
     """
 
     name: str
@@ -35,10 +35,10 @@ class Unit:
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of a dimension: `count` things of `width` elements each, along one named axis.
+    """A range of a dimension: `count` items of `width` elements each, along one named axis.
 
-    A thing is never cut (a head of `width` = head_dim). `uneven` says what happens where the ranks do not divide
-    `count`: it is refused, or padded (a vocabulary), or held in copies by several ranks (KV heads fewer than ranks).
+    An item (a head with `width` = head_dim) is never cut. `uneven` applies if the ranks do not divide `count`:
+    `refuse` is a UsageError, `pad` pads (a vocabulary), `copy` puts an item on several ranks (few KV heads).
     """
 
     axis: str
@@ -69,13 +69,13 @@ def axes_of(dims: Iterable[str | Segment | tuple[Segment, ...]]) -> frozenset[st
 
 @dataclass(frozen=True)
 class Parameter:
-    """What the dimensions of a parameter mean.
+    """The meaning of a parameter's dimensions, its initial values, and how it is trained.
 
-    `dims` has one entry a dimension: a named axis, one segment, or several where weights are fused (QKV is three).
-    `over` are the activation axes that the parameter is broadcast over: its gradient is partial over exactly the mesh
-    axes that divide those. `decay` says whether weight decay applies (by default: to two dimensions and more).
-    A parameter that is not `trainable` is frozen: it has values, a placement and a place in checkpoints, and no
-    gradient, master or optimizer state.
+    `dims` has one entry per dimension: a named axis, one segment, or several segments if weights are fused (QKV has
+    three). `over` are the activation axes that the parameter is broadcast over: its gradient is partial over exactly
+    the mesh axes that divide them. `decay` says whether weight decay applies; by default it applies to parameters with
+    at least two dimensions. A parameter that is not `trainable` is frozen: it has values, a placement and a place in
+    checkpoints, but no gradient, master or optimizer state.
     """
 
     dims: tuple[str | Segment | tuple[Segment, ...], ...]
@@ -97,12 +97,12 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Buffer:
-    """What the dimensions of a buffer mean, and whose its values are; it begins with `value` everywhere.
+    """The meaning of a buffer's dimensions. Every element starts as `value`.
 
-    Where `over` is empty, it is a state: equal on all ranks that hold the same part, and saved in checkpoints. Where it
-    is not, it is a statistic of a step: from zero on, each rank adds up what it sees of the activation axes `over`, and
-    at the step's end the host makes it the sum over all ranks and micro batches. It is then told to the module, if it
-    has a method `step_ended`, and to whoever reads metrics: as it is, or divided by the step's number of targets.
+    With empty `over` it is a state: equal on all ranks that hold the same part, and saved in checkpoints. Otherwise it
+    is a statistic of a step: the host zeroes it at the start, and each rank adds what it sees of the activation axes
+    `over`. At the end the host replaces it by the sum over all ranks and micro batches, and calls the module's method
+    `step_ended` if it has one. Metrics report that sum, divided by the step's number of targets if `per_target` is set.
     """
 
     dims: tuple[str | Segment | tuple[Segment, ...], ...]
@@ -117,7 +117,7 @@ class Buffer:
 
     @property
     def is_statistic(self) -> bool:
-        """Whether it is counted anew in every step."""
+        """Whether the buffer is a statistic, which every step counts from zero."""
         return bool(self.over)
 
 
@@ -125,7 +125,7 @@ class Buffer:
 class Stages:
     """The units of each pipeline stage, in order, and the mesh axis that the stages lie along.
 
-    `backward` is 'split' where the schedule computes gradients of weights later than those of activations.
+    `backward` is 'split' if the schedule computes the gradients of weights later than those of activations.
     """
 
     axis: str
@@ -135,31 +135,31 @@ class Stages:
 
 @dataclass(frozen=True)
 class Flops:
-    """Floating-point operations of a forward and backward pass (reference: 2 a multiply-add, backward twice forward).
+    """Floating-point operations of a forward and backward pass (2 per multiply-add; backward is twice forward).
 
-    `per_token` counts matrix products with weights, `per_squared_length` causal attention counted once.
+    `per_token` counts products with weights, `per_squared_length` attention (only the unmasked half if it is causal).
     """
 
     per_token: int
     per_squared_length: int
 
     def of(self, tokens: int, squared_lengths: int) -> int:
-        """FLOPs of sequences with that many tokens in all and that sum of squared lengths."""
+        """FLOPs of sequences with `tokens` tokens in total, whose squared lengths sum to `squared_lengths`."""
         return self.per_token * tokens + self.per_squared_length * squared_lengths
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a model publishes about itself.
+    """The data that a model publishes about itself.
 
     `units` run in order. `inference` are the units that end in `logits` instead of a loss. `parameters` map patterns of
-    fully qualified names ('*' stands for one dotted component) to the meaning of their dimensions. `context` and
-    `activations` name the axes of every batch entry and of everything that travels between units. `tied` are groups
-    of names of one and the same parameter, which the pattern of the first describes. `buffers` map patterns to the
-    modules' buffers, but for those that the host sets itself. `mixing` maps patterns of modules to the named axes that
-    they mix, with all that is in them: of classes that another package has, and that cannot declare it (`mixes`).
-    `frozen` are patterns of parameters and of modules that are not trained, whatever `parameters` says of them; the
-    host adds those of the config (`model.frozen`).
+    fully qualified names ('*' matches one dotted component) to the meaning of their dimensions. `context` names the
+    axes of every batch entry, `activations` those of every activation that travels between units. `tied` are groups of
+    names of the same parameter; the pattern of the first name describes it. `buffers` map patterns to the modules'
+    buffers, except those that the host sets itself. `mixing` maps patterns of modules to the named axes that these
+    modules and their submodules mix; use it for classes of other packages, which cannot declare it (`mixes`). `frozen`
+    are patterns of parameters and modules that are not trained, even if `parameters` says otherwise; the host adds the
+    patterns of the config (`model.frozen`).
     """
 
     units: tuple[Unit, ...]
@@ -174,7 +174,7 @@ class Plan:
     frozen: tuple[str, ...] = ()
 
     def match_buffers(self, names: Iterable[str]) -> dict[str, Buffer]:
-        """The entries of the buffers that have one; a pattern without a buffer, or two of one, is a ValueError."""
+        """Each matched buffer's entry; ValueError if a pattern matches no buffer, or two match the same buffer."""
         regexes = {pattern: compiled(pattern) for pattern in self.buffers}
         hits = [(name, pattern) for name in names for pattern, regex in regexes.items() if regex.fullmatch(name)]
         found = {name: self.buffers[pattern] for name, pattern in hits}
@@ -185,7 +185,7 @@ class Plan:
         return found
 
     def match(self, names: Iterable[str]) -> dict[str, Parameter]:
-        """Each parameter's entry; a name without a pattern, or a pattern without a name, is a ValueError."""
+        """Each parameter's entry; ValueError if not exactly one pattern matches a name, or a pattern matches none."""
         regexes = {pattern: compiled(pattern) for pattern in self.parameters}
         unused, found = set(regexes), dict[str, Parameter]()
         for name in names:
@@ -207,11 +207,11 @@ class Plan:
         return {name: replace(one, trainable=False) if name in frozen else one for name, one in found.items()}
 
     def names_of(self, name: str) -> tuple[str, ...]:
-        """All names of a parameter: one, or those of a tied group."""
+        """All names of a parameter: the group that contains `name` if it is tied, else `name` alone."""
         return next((names for names in self.tied if name in names), (name,))
 
     def _frozen_among(self, names: Iterable[str]) -> set[str]:
-        """The parameters that a pattern of `frozen` names, a tied one by any of its names."""
+        """The parameters that a pattern of `frozen` matches; a tied parameter matches by any of its names."""
         aliases = [(name, alias) for name in names for alias in self.names_of(name)]
         hits = {pattern: {n for n, alias in aliases if within(pattern).fullmatch(alias)} for pattern in self.frozen}
         if unused := [pattern for pattern, found in hits.items() if not found]:
@@ -223,8 +223,8 @@ class Plan:
 class Box:
     """A hyper-rectangle of a logical tensor, and where a rank keeps it.
 
-    `start` and `shape` are in the logical, unpadded tensor's coordinates, `offset` in the rank's local tensor.
-    `copies` are exactly the ranks that hold the same box, `partial` those over whose sum its gradient is complete.
+    `start` and `shape` are in the coordinates of the logical, unpadded tensor, `offset` in those of the local tensor.
+    `copies` are exactly the ranks that hold the same box. Its complete gradient is the sum over the ranks `partial`.
     """
 
     start: tuple[int, ...]
@@ -235,7 +235,7 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
 
@@ -243,7 +243,7 @@ class Box:
 class Placement:
     """Where one parameter lives: for any rank, the boxes of the logical tensor that it holds.
 
-    `holders` are the ranks that hold any of it (the ranks of a pipeline stage, or of two for tied embeddings).
+    `holders` are the ranks that hold a part of it: the ranks of one pipeline stage, or of two for tied embeddings.
     """
 
     name: str
@@ -254,20 +254,20 @@ class Placement:
 
     @property
     def numel(self) -> int:
-        """Elements of the logical tensor."""
+        """The number of elements of the logical tensor."""
         return math.prod(self.shape)
 
     @property
     def gathered_along(self) -> str | None:
-        """The mesh axis whose ranks divide the rows at rest: the local tensor is then the fp32 master of its rows.
+        """The mesh axis whose ranks shard the rows at rest: the local tensor is then the fp32 master of its rows.
 
-        Of a frozen parameter, which has no master, it has the precision of the run.
+        The local tensor of a frozen parameter, which has no master, has the precision of the run.
         """
         return None
 
     @property
     def offloaded(self) -> bool:
-        """Whether the local tensor is in the host's memory, whatever the run's device."""
+        """Whether the local tensor is in CPU memory, even if the run's device is a GPU."""
         return False
 
     @cached_property
@@ -298,7 +298,7 @@ class Placement:
 
     @cached_property
     def view(self) -> tuple[Axis, ...]:
-        """The view of the mesh that the axes of this parameter's splits belong to."""
+        """The view of the mesh that contains every axis that splits this parameter."""
         for axes in self.mesh.views.values():
             if set(self.splits.values()) <= {axis.name for axis in axes}:
                 return axes
@@ -308,7 +308,7 @@ class Placement:
 
     @cached_property
     def partial_axes(self) -> tuple[str, ...]:
-        """Mesh axes over which the gradient is partial: those that divide what the parameter is broadcast over."""
+        """Mesh axes over which the gradient is partial: they divide axes that the parameter is broadcast over."""
         return tuple(
             axis.name
             for axis in self.view
@@ -317,16 +317,16 @@ class Placement:
 
     @cached_property
     def data_axes(self) -> tuple[str, ...]:
-        """Those of `partial_axes` that divide the batch's entries: what data parallelism sums the gradient over.
+        """Those of `partial_axes` that divide batch entries: data parallelism sums the gradient over them.
 
-        Of an expert's weight they are its own view's, whose ranks may differ along several axes of the attention view.
+        For an expert's weight these are axes of the expert view: one may span several axes of the attention view.
         """
         axes = [self.mesh.axes[name] for name in self.partial_axes]
         return tuple(axis.name for axis in axes if any(named in axis.entries for named in self.parameter.over))
 
     @cached_property
     def cut_by(self) -> tuple[str, ...]:
-        """Mesh axes that leave a rank a part of a matrix: of a segment, along one of the last two dimensions."""
+        """Mesh axes that cut a matrix, that is, a segment along one of the last two dimensions."""
         dims = self.dims[-2:] if len(self.dims) >= 2 else ()
         cut = [
             self.splits[segment.axis]
@@ -341,7 +341,7 @@ class Placement:
         return tuple(sum(self._part(segment, rank).padded for segment in dim) for dim in self.dims)
 
     def boxes(self, rank: int) -> tuple[Box, ...]:
-        """The boxes that `rank` holds, one for each combination of segments; none where it holds nothing."""
+        """The boxes that `rank` holds, one for each combination of segments; none if it holds nothing."""
         if rank not in self._held:
             return ()
         boxes = []
@@ -369,7 +369,7 @@ class Placement:
         return _Part(before + part.start, part.length, part.padded, offset)
 
     def _same(self, rank: int, segments: list[Segment]) -> tuple[int, ...]:
-        """The holders of the same parts. Ranks that differ along an axis that cuts them all apart are not looked at."""
+        """The holders of the same parts; it skips ranks along axes that never leave copies."""
         own = [self._part(segment, rank) for segment in segments]
         cutting = {self.splits[s.axis] for s in segments if s.axis in self.splits and s.uneven == "refuse"}
         group = self.mesh.group(rank, *(axis.name for axis in self.view if axis.name not in cutting))
@@ -380,7 +380,7 @@ class Placement:
         return frozenset(self.holders)
 
     def _partial(self, rank: int, segments: list[Segment], copies: tuple[int, ...]) -> tuple[int, ...]:
-        # Copies of an uneven segment serve different work (query heads that share a KV head), so their sum counts too.
+        # Copies of an uneven segment do different work (query heads that share a KV head), so the sum includes them.
         shared = [self.splits[s.axis] for s in segments if s.axis in self.splits and s.uneven == "copy"]
         group = self.mesh.group(rank, *self.partial_axes, *shared)
         return tuple(r for r in group if r in copies)

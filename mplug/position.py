@@ -1,4 +1,4 @@
-"""How far a run has come, and how that is saved and loaded."""
+"""The position of a run: the samples and tokens that it has consumed, and how checkpoints save and load it."""
 
 import logging
 from collections.abc import Iterator
@@ -29,13 +29,14 @@ log = logging.getLogger("mplug")
 
 LOSS_SCALE = "loss_scale"
 PLAIN = ("samples", "tokens", "loader", "states")
-"""What a manifest holds of a run's position; its tensors are named by their path: '/states/NAME/...'."""
+"""The keys of a manifest that hold a run's position; the names of its tensors are paths: '/states/NAME/...'."""
 
 
 class Position:
-    """The samples and tokens that a run has consumed; with the run's parts, all that a checkpoint holds.
+    """The samples and tokens that a run has consumed. With the run's parts, it is everything that a checkpoint holds.
 
-    `changes` are what the run changes of the checkpoint's settings, `history` those of this and every earlier resume.
+    `changes` are the changes of this resume compared with its checkpoint; `history` also lists those of every earlier
+    resume.
     """
 
     def __init__(self, run: Run, parts: Parts) -> None:
@@ -48,7 +49,7 @@ class Position:
         self.stateful = _stateful(run)
 
     def save(self) -> None:
-        """Save the current step, at once or while training goes on: `saver` tells when it is visible."""
+        """Save the current step, synchronously or while training continues; `saver` reports when it is complete."""
         run = self.run
         states = {name: stateful.state_dict() for name, stateful in self.stateful.items()}
         plain = {
@@ -79,9 +80,9 @@ class Position:
         self.saver.save(state, {**facts, **plain})
 
     def load(self, newest: Path, allowed: tuple[str, ...] = ()) -> Choice:
-        """Continue exactly where a checkpoint was taken: `newest`, or the newest valid one before it in its folder.
+        """Continue exactly at a checkpoint: `newest`, or the newest valid one before it in its folder.
 
-        `allowed` are the fields that the user lets change.
+        `allowed` are the fields that the user allows to change.
         """
         run, parts = self.run, self.parts
         choice = choose(run, newest, self.saver.verified)
@@ -106,7 +107,7 @@ class Position:
         return choice
 
     def _load_plain(self, path: Path, manifest: Manifest) -> None:
-        """Give the loader, the plugins and the loss scale their states."""
+        """Load the states of the loader, the plugins and the loss scale."""
         plain = _plain_of(path, manifest)
         for name in self.stateful.keys() ^ plain["states"].keys():
             have, lack = ("the run", "the checkpoint") if name in self.stateful else ("the checkpoint", "the run")
@@ -127,7 +128,7 @@ class Position:
         return getattr(self.parts.train_loader.loader, "fingerprint", None)
 
     def _loader_state(self) -> dict[str, Any]:
-        """The training loader's state; where those of ranks differ, the one that the loader makes of all of them."""
+        """The training loader's state; if it has `merge_states`, the merged state of all parts of the batch."""
         feed, run = self.parts.train_loader, self.run
         state, merge = feed.state_dict(), getattr(feed.loader, "merge_states", None)
         if merge is None:
@@ -137,7 +138,7 @@ class Position:
         return merged
 
     def _tensors(self) -> list[tuple[str, Placement, Tensor]]:
-        """By its name in a checkpoint: the values of every parameter, and what the optimizer keeps of every piece."""
+        """(name in a checkpoint, placement, tensor) of every parameter's values and every piece's optimizer states."""
         values = [(f"{one.name}/weight", one.placement, one.values) for one in self.parts.held()]
         return values + [
             (f"{piece.name}/{name}", piece.placement, tensor)
@@ -147,7 +148,7 @@ class Position:
 
 
 def _stateful(run: Run) -> dict[str, Stateful]:
-    """Every plugin's objects whose state is saved, by name."""
+    """The objects of all plugins whose state a checkpoint holds, by name."""
     found: dict[str, Stateful] = {}
     owners: dict[str, str] = {}
     for label, offered in run.hooks.each("state", run=run):
@@ -160,7 +161,7 @@ def _stateful(run: Run) -> dict[str, Stateful]:
 
 @contextmanager
 def _taking_state(path: Path, name: str) -> Iterator[None]:
-    """Report a state that its owner does not accept; the log has the traceback, for the owner may be wrong."""
+    """Turn an exception of `load_state_dict` into a UsageError; the log gets the traceback of a possible plugin bug."""
     try:
         yield
     except (UsageError, RunError):

@@ -1,6 +1,6 @@
-"""The number formats of a run: what `trainer.precision` names, and the wider format in which values are summed.
+"""The number formats of a run: the dtype of `trainer.precision`, and the wider dtype in which values are summed.
 
-fp64 exists for tests: a wrong sum and a rounding error, which are alike in fp32, differ by orders of magnitude in it.
+fp64 exists for tests: in fp64 a wrong sum exceeds a rounding error by orders of magnitude; in fp32 both look alike.
 """
 
 import torch
@@ -12,5 +12,5 @@ DTYPES: dict[str, torch.dtype] = {word: getattr(torch, name) for word, name in P
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of masters, gradient sinks and sums beside weights of `dtype`: fp32, or fp64 where weights are fp64."""
+    """The dtype of masters, gradient sinks and sums for weights of `dtype`: fp32, or fp64 if weights are fp64."""
     return torch.promote_types(dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""The weights that a run begins with: those of another run's checkpoint, whatever the layout of either."""
+"""Start a run with the weights of another run's checkpoint (`checkpoint.pretrained`), under any layout of both."""
 
 import os
 from pathlib import Path
@@ -17,7 +17,10 @@ FIELD = "checkpoint.pretrained"
 
 
 def pretrained_of(run: Run) -> Path | None:
-    """The checkpoint that the config names, by its own folder or by its run's; UsageError where there is none."""
+    """The checkpoint that the config names by its own folder or its run's; UsageError if there is none.
+
+    None if the config names no checkpoint.
+    """
     given = run.config.checkpoint.pretrained
     if given is None:
         return None
@@ -31,7 +34,7 @@ def pretrained_of(run: Run) -> Path | None:
 
 
 def refuse_another_model(path: Path, model: "Model") -> None:
-    """UsageError where the checkpoint's parameters are not the model's, by name and logical shape."""
+    """Raise UsageError unless the checkpoint has the model's parameters, by name and logical shape."""
     manifest = read_manifest(path)
     saved = weights_in(manifest)
     for name, placement in model.placements.items():
@@ -46,7 +49,7 @@ def refuse_another_model(path: Path, model: "Model") -> None:
 
 
 def refuse_larger(named: str, manifest: "Manifest", model: "Model") -> None:
-    """UsageError where a checkpoint, in the sentence's words for it, has a parameter that the model lacks."""
+    """Raise UsageError if a checkpoint has a parameter that the model lacks; the message calls it `named`."""
     for extra in sorted(weights_in(manifest).keys() - model.placements.keys()):
         raise UsageError(f"{named} has a parameter '{extra}' that the model lacks; it is of another model")
 

@@ -1,7 +1,7 @@
-"""The identity of a process, by which another one finds out whether it still runs.
+"""The identity of a process, with which another process checks whether it still runs.
 
-A process id alone does not say that. Ids are used again, also after a restart of the machine, and containers on one
-host have the same host name and ids of their own.
+A process id alone is not sufficient: ids are reused, also after a restart of the machine, and containers on one machine
+can have the same host name, each with ids of its own.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ class Process:
     """A process: where its id is valid, the id, and the time of its start in clock ticks since the machine started.
 
     `place` is a digest of the host name, the machine's current boot, and the namespaces of process ids and times.
-    Where the system does not tell them, it is `UNKNOWN`.
+    If the system does not provide them, it is `UNKNOWN`.
     """
 
     place: str
@@ -38,7 +38,7 @@ class Process:
         return cls(_place(), pid, int(found[START])) if found else cls(UNKNOWN, pid, 0)
 
     def runs(self) -> bool | None:
-        """Whether it still runs; None where this process cannot know, as of a process in another place."""
+        """Whether it still runs; None if this process cannot know, as for a process in another place."""
         if self.place == UNKNOWN or self.place != _place():
             return None
         found = _stat(self.pid)
@@ -71,7 +71,7 @@ def _place() -> str:
 
 
 def _stat(pid: int) -> list[bytes] | None:
-    """The fields of /proc/PID/stat after the command's name; None where they cannot be read."""
+    """The fields of /proc/PID/stat after the command's name; None if they cannot be read."""
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:

@@ -1,4 +1,4 @@
-"""Where the time of a step goes, by class of kernel (on a GPU) or of operator (on a CPU)."""
+"""Profile the time of a step by class of kernel (on a GPU) or of operator (on a CPU)."""
 
 import re
 from collections import Counter, defaultdict
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 RECORDED = 3
-"""Steps that are recorded."""
+"""Number of recorded steps."""
 HEAD_START = 500_000_000
-"""Clock cycles that a GPU spins before them: it would wait for the first to be launched, as in no step of a run."""
+"""Clock cycles that a GPU spins before the recorded steps: else it would wait for the first launch, unlike in a run."""
 SPIN = "spin_kernel"
-"""What the names of kernels that only spin have in them."""
+"""A part of the names of kernels that only spin."""
 LONGEST = 30
 GAPS, OTHER, COLLECTIVES = "gaps", "other", "collectives"
 CLASSES = {
@@ -28,29 +28,29 @@ CLASSES = {
     "norm and activation": r"norm|gammabeta|gelu|silu|sigmoid|tanh|erf|rotat|elementwise|vectorized|reduce_kernel|"
     r"\b(add|mul|sub|div|sum|mean|cos|sin|pow)_?\b",
 }
-"""Classes of time, in the order in which they are tried -> what the names of their kernels have in them.
+"""Classes of time, in the order in which they are tried, each with a regex for the names of its kernels.
 
-FlashAttention's kernels are written with CUTLASS, and its names are in theirs: attention goes before GEMM.
+Attention comes before GEMM, because the names of FlashAttention's kernels contain names of CUTLASS.
 """
 PRECEDENCE = (
     *("GEMM", "attention", "optimizer", "loss", "norm and activation", OTHER),
     *("sort and gather", "copies and fills", COLLECTIVES),
 )
-"""Of kernels that run at once, the first in this order has the time: what a collective hides behind is not its own."""
+"""If kernels overlap, the first class in this order gets the time: hidden time of a collective counts for the other."""
 FUSED = re.compile(r"triton_(poi|red|per|for|unk|mix|split_scan)_fused_?(.*?)_?\d*$")
-"""Inductor's fused kernels: their names tell the operators that they come from, in alphabetical order."""
+"""Inductor's fused kernels: their names list their operators, in alphabetical order."""
 MOVING = re.compile(
     r"(^|_)_?(scaled_dot_product(_fused|_cudnn|_flash|_efficient)?_attention|(add|b)?mm|linear|to_copy|clone|copy|cat|"
     r"stack|unsafe_view|view|reshape|transpose|permute|split_with_sizes|split|slice_scatter|slice|select_scatter|select|"
     r"unsqueeze|squeeze|expand|new_zeros|zeros_like|zeros|new_empty|empty_like|empty|full_like|full|constant_pad_nd|fill|"
     r"as_strided|alias|getitem|t)(_backward)?(?=_|$)"
 )
-"""What only moves values; and products and attention, of which a fused kernel only ever prepares operands."""
+"""Operators that only move values; also products and attention, for which a fused kernel only prepares operands."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """A kernel that ran, in seconds of the device's clock."""
+    """An executed kernel; `start` and `end` are in seconds of the device's clock."""
 
     name: str
     start: float
@@ -59,7 +59,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel (or operator) by its name: seconds a step, and calls a step."""
+    """A kernel (or operator) by its name: seconds per step, and calls per step."""
 
     name: str
     kind: str
@@ -69,10 +69,11 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Profile:
-    """Seconds a step.
+    """The profile of a step, in seconds per step.
 
-    On a GPU, `classes` (with its gaps) add up to the step: where kernels overlap, `PRECEDENCE` says whose the time is.
-    `collectives` is the time in which any collective ran, hidden or not. On a CPU, operators' own times are summed.
+    On a GPU, `classes` (including gaps) add up to the step: if kernels overlap, `PRECEDENCE` decides which class gets
+    the time. `collectives` is the time in which any collective ran, hidden or not. On a CPU, the values are sums of the
+    operators' own times.
     """
 
     classes: dict[str, float]
@@ -81,12 +82,12 @@ class Profile:
 
     @property
     def step(self) -> float:
-        """The step that was recorded."""
+        """The seconds of the recorded step."""
         return sum(self.classes.values())
 
 
 def class_of(name: str) -> str:
-    """The class of a kernel by its name; 'other' where none fits."""
+    """The class of a kernel by its name; 'other' if none matches."""
     fused = FUSED.match(name)
     if fused is not None:
         return _class_of_fused(fused[1], fused[2])
@@ -95,7 +96,7 @@ def class_of(name: str) -> str:
 
 
 def _class_of_fused(prefix: str, operators: str) -> str:
-    """A kernel that inductor has fused is no collective, product or attention, whatever it prepares operands for."""
+    """The class of a kernel that inductor fused: never a collective or a product, whose operands it may prepare."""
     if prefix == "for" or re.search(CLASSES["optimizer"], operators):
         return "optimizer"
     if re.search(CLASSES["loss"], operators):
@@ -111,7 +112,7 @@ def _class_of_fused(prefix: str, operators: str) -> str:
 
 
 def by_class(events: Iterable[Event]) -> dict[str, float]:
-    """Seconds of each class, and of `gaps`, in which nothing ran; all from the first start to the last end."""
+    """Seconds of each class, and of `gaps` (nothing ran), from the first start to the last end."""
     borders = sorted(
         border
         for event in events
@@ -129,7 +130,7 @@ def by_class(events: Iterable[Event]) -> dict[str, float]:
 
 
 def longest(spent: Iterable[tuple[str, float]], steps: int) -> list[Kernel]:
-    """The names with the most time among (name, seconds) of `steps` steps."""
+    """The kernels with the most time among `spent`: (name, seconds) of each call in `steps` steps."""
     seconds: dict[str, float] = defaultdict(float)
     calls: Counter[str] = Counter()
     for name, took in spent:
@@ -140,9 +141,9 @@ def longest(spent: Iterable[tuple[str, float]], steps: int) -> list[Kernel]:
 
 
 def profile_of(events: Sequence[Event], steps: int = RECORDED) -> Profile:
-    """The profile of `steps` steps that ran alike, from all their kernels in any order, without what spun before.
+    """The profile of `steps` equal steps, from all their kernels in any order.
 
-    The host's waiting, of which CUPTI tells too, is no kernel.
+    Kernels before the end of the spinning are left out, and so is waiting of the CPU, which CUPTI reports too.
     """
     began = max((event.end for event in events if SPIN in event.name), default=0.0)
     events = [event for event in events if event.start >= began and not event.name.endswith(" Sync")]
@@ -153,13 +154,13 @@ def profile_of(events: Sequence[Event], steps: int = RECORDED) -> Profile:
 
 
 def profiled(step: Callable[[], None], device: str) -> Profile:
-    """The profile of some calls of `step`."""
-    import torch  # what is above needs no torch: a report does not wait for it
+    """The profile of `RECORDED` calls of `step`."""
+    import torch  # the rest of this module needs no torch, so that a report starts quickly
     from torch.profiler import ProfilerActivity, profile
 
     on_gpu = device.startswith("cuda")
     activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
-    with profile(activities=[activity], acc_events=True) as recorder:  # of one cycle: torch warns of several
+    with profile(activities=[activity], acc_events=True) as recorder:  # `acc_events` silences a warning of torch
         if on_gpu:
             torch.cuda._sleep(HEAD_START)
         for _ in range(RECORDED):

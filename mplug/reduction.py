@@ -1,8 +1,8 @@
-"""Finishing gradients by placement: one pass of the host, in a fixed order.
+"""Finish gradients by placement: one pass of the host, in a fixed order.
 
-What a listening strategy has summed already (data parallelism, in `sinks.reduced_over`) is left out; everything else
-over which a placement says that a gradient is partial is summed here: norms under sequence parallelism, QK-norms,
-KV heads that several ranks hold, tied embeddings on two stages.
+For every gradient, the host sums over the axes over which its placement says that it is partial, except the axes in
+`sinks.reduced_over`: a listening strategy (data parallelism) has summed over those. Examples of what remains: norms
+under sequence parallelism, QK-norms, KV heads that several ranks hold, tied embeddings on two stages.
 """
 
 from collections.abc import Collection, Mapping
@@ -18,11 +18,11 @@ from mplug.precision import wide
 from mplug.run import Run
 
 IN_PLACE = 1 << 18
-"""Elements from which on a gradient travels by itself; a flat copy of all would double their memory."""
+"""Number of elements from which a gradient is reduced on its own: a flat copy of large ones doubles their memory."""
 
 
 class Reduction:
-    """Sums over groups of ranks; large gradients in place, the small ones of a group as one flat tensor."""
+    """Sums gradients over groups of ranks: large ones in place, the small ones of a group as one flat tensor."""
 
     def __init__(
         self, run: Run, placements: Mapping[str, Placement], reduced_over: Collection[str], pieces: list[Piece]
@@ -40,7 +40,7 @@ class Reduction:
             for box in placement.boxes(rank)
         }
         wanted = sorted(ranks for ranks in families if len(ranks) > 1)
-        run.groups.of(wanted)  # made by all ranks together
+        run.groups.of(wanted)  # a collective: all ranks make all groups
         for ranks in wanted:
             views = [
                 region(piece.gradient, box)
@@ -52,16 +52,16 @@ class Reduction:
                 self.sums.append((run.groups.of([ranks]), views))
 
     def _left(self, placement: Placement, box: Box, rank: int) -> tuple[int, ...]:
-        """The ranks over which a box's gradient is partial still, after the sums that listeners have made.
+        """The ranks over which a box's gradient is still partial after the sums of listeners.
 
-        Of a parameter that is partial over another view's axes, listeners along this one's have summed nothing.
+        Only the axes in `placement.partial_axes` count: a listener along an axis of another view has not summed it.
         """
         mesh, done = self.run.mesh, [axis for axis in self.done if axis in placement.partial_axes]
         own = [mesh.index(rank, axis) for axis in done]
         return tuple(other for other in box.partial if [mesh.index(other, axis) for axis in done] == own)
 
     def finish(self) -> None:
-        """Sum what is partial still."""
+        """Sum the gradients that are still partial, and wait for the sums."""
         for group, views in self.sums:
             alone = [view for view in views if self._goes_in_place(view)]
             under_way = [dist.all_reduce(view, group=group, async_op=True) for view in alone]
@@ -76,7 +76,7 @@ class Reduction:
         return view.numel() >= IN_PLACE and suits
 
     def _sum_as_one(self, views: list[Tensor], group: dist.ProcessGroup | None) -> None:
-        """On the run's device, which may not be where offloaded gradients are kept."""
+        """Sum on the run's device; offloaded gradients are on another one."""
         flat = torch.cat([view.flatten() for view in views])
         flat = flat.to(self.run.device, wide(flat.dtype))
         dist.all_reduce(flat, group=group)

@@ -17,10 +17,10 @@ from mplug.version import __version__
 
 KINDS = ("models", "parallel", "kernels", "optimizers", "data", "tokenizers", "memory", "extensions", "commands")
 FLAGS = "flags"
-"""Entry points of the group 'mplug.flags' are no plugins: a flag's name -> the field of a config that it sets."""
+"""Entry points of the group 'mplug.flags' are not plugins: each maps a flag's name to the config field that it sets."""
 RESERVED_FIELDS = ("name", "preset")
 RESERVED_NAMES = {"kernels": (*SLOT_KINDS, "default"), "parallel": ("layout", "data")}
-"""The host's own fields of the sections in which plugins have theirs, by kind: none is a plugin's name."""
+"""By kind, the host's own fields of the sections in which plugins have sub-sections: no plugin may have these names."""
 
 
 class BrokenPlugin(UsageError):
@@ -53,7 +53,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Shadowed:
-    """Metadata of a distribution that another copy, earlier on the path, hides."""
+    """Metadata of a distribution that another copy earlier on the path hides."""
 
     distribution: str
     version: str
@@ -62,7 +62,7 @@ class Shadowed:
 
 @dataclass(frozen=True)
 class Misplaced:
-    """An entry point in a group that begins with 'mplug.' and that mplug does not have: it has no effect."""
+    """An entry point without effect: its group begins with 'mplug.', but mplug has no such group."""
 
     group: str
     name: str
@@ -125,7 +125,7 @@ class Registry:
         return self._scan[2]
 
     def names(self, kind: str) -> list[str]:
-        """The words that a user can type for a kind; a name that several distributions claim is prefixed by each."""
+        """The words that a user can type for a kind; 'DISTRIBUTION/NAME' if several distributions claim a name."""
         claims = [entry.name for entry in self.entries(kind)]
         return [
             entry.name if claims.count(entry.name) == 1 else f"{entry.distribution}/{entry.name}"
@@ -133,7 +133,10 @@ class Registry:
         ]
 
     def find(self, kind: str, word: str) -> Entry:
-        """The plugin of a kind that a user's word names: 'gpt', or 'acme-gpt/gpt' where two claim the name."""
+        """The plugin of a kind that a user's word names: 'gpt', or 'acme-gpt/gpt' if two distributions claim 'gpt'.
+
+        Raises UsageError if no plugin or several plugins match.
+        """
         distribution, _, name = word.rpartition("/")
         claims = [
             entry for entry in self.entries(kind) if entry.name == name and distribution in ("", entry.distribution)
@@ -153,7 +156,7 @@ class Registry:
         return claims[0]
 
     def load(self, entry: Entry) -> type[Any]:
-        """Import a plugin's class and hold it to the contract; raises BrokenPlugin with the reason."""
+        """Import a plugin's class and check it against the contract; raises BrokenPlugin with the reason."""
         from mplug.hooks import faults  # pluggy is not needed to list plugins
 
         refuse_other_versions(entry)
@@ -171,15 +174,15 @@ class Registry:
 
 
 def name_fault(kind: str, name: str) -> str:
-    """Why a plugin of a kind cannot have a name; the empty string where it can."""
+    """Why a plugin of a kind cannot have a name; the empty string if it can."""
     if name not in RESERVED_NAMES.get(kind, ()):
         return ""
     return f"'{kind}.{name}' is the host's own field, where the fields of a plugin '{name}' would be; rename the plugin"
 
 
 def refuse_other_versions(entry: Entry) -> None:
-    """Raise BrokenPlugin where the plugin's 'Requires-Dist: mplug' does not admit this host."""
-    from packaging.specifiers import SpecifierSet  # costs start-up time, and listing does without
+    """Raise BrokenPlugin if the plugin's 'Requires-Dist: mplug' does not admit this host."""
+    from packaging.specifiers import SpecifierSet  # costs start-up time, and listing does not need it
 
     if entry.speaks is not None and __version__ not in SpecifierSet(entry.speaks, prereleases=True):
         raise BrokenPlugin(

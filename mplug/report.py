@@ -1,6 +1,6 @@
-"""What is told of a step: its figures, read so that the device never waits for the host.
+"""Report the figures of each step to observers, without making the device wait for the CPU.
 
-On a GPU that is while the next step runs; a CPU is done with a step when the host is.
+On a GPU, the figures of a step are read while the next step runs. On a CPU, a step is complete when its call returns.
 """
 
 import math
@@ -18,11 +18,11 @@ from mplug.position import Position
 from mplug.run import Run
 
 SCALARS = 6
-"""Figures that every step has."""
+"""Number of figures that every step has."""
 
 
 class Figures:
-    """A step's figures on their way to the host; `over` is the moment at which they are there."""
+    """A step's figures during their copy to CPU memory; `over` is the moment when the copy is complete."""
 
     def __init__(self, result: StepResult, device: str) -> None:
         failed = result.skipped if result.failed is None else result.failed
@@ -40,7 +40,7 @@ class Figures:
 
     @property
     def known(self) -> bool:
-        """Whether reading them waits for nothing, on any rank."""
+        """Whether reading them does not wait, on any rank."""
         return self.over.passed
 
     def read(self) -> tuple[float, float, float, bool, bool, bool]:
@@ -50,11 +50,11 @@ class Figures:
         return loss, grad_norm, tokens, bool(skipped), bool(stop), bool(failed)
 
     def read_more(self) -> dict[str, float]:
-        """Further scalars by name; once `read` has waited."""
+        """Further scalars by name; valid after `read`."""
         return dict(zip(self._names, self._host[SCALARS : SCALARS + len(self._names)].tolist(), strict=True))
 
     def read_statistics(self) -> dict[str, Any]:
-        """What modules have counted, in numbers and lists, by name; once `read` has waited."""
+        """The step statistics of modules, as numbers and lists, by name; valid after `read`."""
         parts = self._host[SCALARS + len(self._names) :].split([prod(shape) for shape in self._shapes.values()])
         return {
             name: part.view(shape).tolist() for (name, shape), part in zip(self._shapes.items(), parts, strict=True)
@@ -63,7 +63,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Underway:
-    """A step that the device may still be busy with, and what the host knows of it already."""
+    """A launched step that the device may still execute, and its figures that are known already."""
 
     step: int
     samples: int
@@ -73,7 +73,7 @@ class Underway:
 
 
 class Report:
-    """Tells observers of every step, in order; `stop` once any rank has asked for it."""
+    """Reports every step to observers, in order. `stop` becomes true when any rank was asked to stop."""
 
     stop = False
 
@@ -84,12 +84,12 @@ class Report:
         self._mark = Moment(run.device)
 
     def pause(self) -> None:
-        """Where no step is under way, the time since the last one (an evaluation, a save) belongs to none."""
+        """If no step is running, exclude the time since the last one (an evaluation, a save) from the next one."""
         if self._underway is None:
             self._mark = Moment(self.run.device)
 
     def follow(self, step: Underway) -> None:
-        """A step has been launched: tell of the one before it."""
+        """Register a launched step, and report the previous one."""
         self.settle()
         self.tell()
         self._underway = step
@@ -97,7 +97,10 @@ class Report:
             self.settle()
 
     def settle(self) -> None:
-        """Wait for the step under way; Diverged where it is not finite and the run is to stop then."""
+        """Wait for the running step and read its figures.
+
+        Raises Diverged if the step failed and `trainer.nonfinite` is 'stop'.
+        """
         if self._underway is None:
             return
         step, self._underway = self._underway, None
@@ -129,7 +132,7 @@ class Report:
             self._record["statistics"] = statistics
 
     def tell(self, **more: float) -> None:
-        """Tell of the step whose figures are read, if there is one that was not told of, with `more` of it."""
+        """Report the step whose figures are read, unless it was reported, with the further figures `more`."""
         if self._record is not None:
             if self.run.claim is not None:
                 self.run.claim.keep()

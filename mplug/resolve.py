@@ -1,6 +1,6 @@
-"""From raw settings to a config: names are resolved, and each chosen plugin's `Config` binds its own section.
+"""Resolve raw settings to a config: names become plugins, and each chosen plugin's `Config` binds its own section.
 
-All errors are reported at once, each with its path, its source and the word that was probably meant.
+All errors are reported at once, each with its path, its source and a suggestion for a misspelt word.
 """
 
 import re
@@ -31,12 +31,12 @@ from mplug.slots import SLOT_KINDS
 
 
 def default_settings() -> Settings:
-    """The default run."""
+    """The settings of the default run."""
     return read_file(Path(__file__).with_name("default.yaml"), "default.yaml")
 
 
 def saved_settings(directory: Path) -> Settings:
-    """The config that a run's directory holds; fields of the host's that are newer than the run have their defaults."""
+    """The settings that a run's directory holds; host fields that are newer than the run have their defaults."""
     ours = {key: setting for key, setting in default_settings().items() if key[0] in HOST_SECTIONS}
     needed = [section for section in SECTIONS if section not in FREE_SECTIONS]
     return merge(ours, read_file(directory / "config.yaml", needed=needed))
@@ -45,7 +45,7 @@ def saved_settings(directory: Path) -> Settings:
 def resolve(registry: Registry, base: Settings, overrides: Settings) -> RunConfig:
     """The config of a run: `overrides` (a file, the command line) over the model's preset over `base`.
 
-    Raises UsageError that lists every problem, each with its path and source: BrokenPlugin where one is such a plugin.
+    Raises a UsageError that lists every problem with its path and source; it is a BrokenPlugin if one of them is.
     """
     return _Resolver(registry, base, overrides).run()
 
@@ -53,7 +53,7 @@ def resolve(registry: Registry, base: Settings, overrides: Settings) -> RunConfi
 class _Resolver:
     def __init__(self, registry: Registry, base: Settings, overrides: Settings) -> None:
         self.registry = registry
-        self.problems: dict[str, None] = {}  # a set in order: one mistake met twice is one problem
+        self.problems: dict[str, None] = {}  # an ordered set: a mistake that is found twice is one problem
         self.error: type[UsageError] = UsageError
         self.chosen: list[Chosen] = []
         self.loaded: dict[Entry, type[Any]] = {}
@@ -117,7 +117,7 @@ class _Resolver:
             return None
 
     def _preset(self) -> Settings:
-        """The settings of the preset that the config names, if any."""
+        """The settings of the preset that the config names; empty if it names none."""
         name, preset = (self.settings.get(("model", field)) for field in ("name", "preset"))
         if preset is None or preset.value is None or name is None:
             return {}
@@ -136,13 +136,13 @@ class _Resolver:
         said = self._said(section)
         word, kind = said.pop("name", None), KIND_OF_SECTION[section]
         if section == "model":
-            said.pop("preset", None)  # its settings are merged already
+            said.pop("preset", None)  # `_preset` has merged its settings
         if not word:
             self._problem((section, "name"), f"name the plugin to use ({listed(self.registry.names(kind))})")
             return None
         entry = self._plugin(kind, word, (section, "name"))
         if entry and section == "model" and not self._freezes_itself(entry):
-            said.pop("frozen", None)  # it is the host's
+            said.pop("frozen", None)  # the field belongs to the host
         return self._choose(entry, (section,), said) if entry else None
 
     def _freezes_itself(self, entry: Entry) -> bool:
@@ -150,7 +150,7 @@ class _Resolver:
         return "frozen" in self.loaded[entry].Config.model_fields
 
     def _frozen(self) -> tuple[str, ...]:
-        """The host's own field of the section 'model'."""
+        """The host's own field `frozen` of the section 'model'."""
         said = self._said("model")
         entry = self._plugin("models", said["name"], ("model", "name")) if said.get("name") else None
         if "frozen" not in said or entry is None or self._freezes_itself(entry):
@@ -177,7 +177,7 @@ class _Resolver:
         return config
 
     def _sources_of_fields(self, key: Key, message: str) -> str:
-        """Where the fields of a section were written that a message about the section names."""
+        """The sources of the fields of a section that a message about the section mentions."""
         said: Any = self.tree
         for name in key:
             said = said.get(name) if isinstance(said, dict) else None
@@ -221,7 +221,7 @@ class _Resolver:
         fields: Iterable[str] = (),
         met: Iterable[Key] = (),
     ) -> None:
-        """Bind `section.NAME` for every chosen plugin, and check those of installed plugins that are not chosen.
+        """Bind `section.NAME` for every chosen plugin, and check the sections of installed plugins that are not chosen.
 
         `met` are the keys of sections that are bound already.
         """
@@ -240,7 +240,7 @@ class _Resolver:
                     self._bound(entry, *self._sub_section(section, entry, name, said))
 
     def _sub_section(self, section: str, entry: Entry, word: str, said: dict[str, Any]) -> tuple[Key, dict[str, Any]]:
-        """Where a plugin that the config names by `word` finds its fields, and what is said there."""
+        """(key, fields) of the sub-section of a plugin that the config names by `word`."""
         name = word if word in said else entry.name
         own = said.get(name)
         if isinstance(own, dict | None):
@@ -252,14 +252,14 @@ class _Resolver:
         return (section, name), {}
 
     def _remedy(self, section: str, name: str, own: Any) -> str:
-        """What to write instead of a degree in the place of a strategy's section."""
+        """The remedy for a degree that was written in the place of a strategy's section."""
         if section != "parallel" or isinstance(own, bool) or not isinstance(own, int) or own < 1:
             return ""
         layout = str(self._said("parallel").get("layout") or "")
         return "" if name in layout else f"; a degree belongs to the layout: --parallel {layout}{name}{own}"
 
     def _met(self, entry: Entry, key: Key) -> bool:
-        """Whether a plugin of this label is chosen already; another distribution's is a problem."""
+        """Whether a plugin with this label is chosen already; if it is from another distribution, that is a problem."""
         other = next((chosen.entry for chosen in self.chosen if chosen.label == entry.label), None)
         if other is not None and other != entry:
             self._problem(key, f"{other.origin} and {entry.origin} both go by {entry.label}; name one of them")

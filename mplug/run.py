@@ -1,4 +1,4 @@
-"""One run: its config, hooks, mesh and directory, as every hook receives it; and the record of what ran."""
+"""One run: its config, hooks, mesh and directory. Every hook receives it. Also its record (`record.json`)."""
 
 import hashlib
 import json
@@ -43,7 +43,7 @@ RUNS = Path("runs")
 
 @dataclass
 class Run:
-    """What every hook receives. `step` is the number of the current step; the first is 1."""
+    """The run that every hook receives. `step` is the number of the current step; the first is 1."""
 
     config: RunConfig
     hooks: Hooks
@@ -57,24 +57,25 @@ class Run:
     claim: "Claim | None" = None
     """The lock of the directory, on rank 0 of a run that a command has started."""
     pulse: Pulse = field(default_factory=Pulse)
-    """What this process does now; heartbeats report it."""
+    """The current activity of this process; heartbeats report it."""
     entries: frozenset[str] = frozenset()
     """The optional entries of the loader's micro batches."""
     depends_on_layout: tuple[str, ...] = ()
-    """What of the run depends on the layout, in words; known once a training process is built."""
+    """What in the run depends on the layout, as sentences; set when a training process is built."""
 
     @cached_property
     def variances(self) -> dict[str, Variance]:
-        """What plugins declare (`varies`) of how this run differs from one process, by the plugins' labels."""
+        """By plugin label, how the run differs from the run of one process, as plugins declare it (`varies`)."""
         return dict(self.hooks.each("varies", config=self.config))
 
     def group(self, *axes: str, use: str = "") -> "ProcessGroup | None":
-        """The process group of this rank along mesh axes; None where it is alone or no processes run yet.
+        """The process group of this rank along mesh axes; None if the rank is alone or no processes run yet.
 
-        Collectives of one group wait for each other. Where axes of two views have the same ranks, a group of another
-        `use` is one of its own: what backward waits for is then not behind the sum of gradients.
+        Collectives of one group wait for each other. A different `use` gives a separate group for the same ranks: then
+        a collective that backward needs does not queue behind a gradient sum (axes of two views can have the same
+        ranks).
 
-        All ranks must ask alike, because making a group takes all of them.
+        Collective: all ranks must call it in the same order, because all ranks take part in making a group.
         """
         if self.groups is None:
             return None
@@ -93,13 +94,13 @@ class Run:
 
     @property
     def micro_batch_size(self) -> int:
-        """Samples of one forward and backward pass on a rank."""
+        """Number of samples of one forward and backward pass on a rank."""
         trainer, (_, shards) = self.config.trainer, self.mesh.batch_shard(self.rank)
         return trainer.micro_batch_size or trainer.global_batch_size // shards
 
     @property
     def counts_losses(self) -> bool:
-        """Whether this rank's losses count: of ranks that compute the same ones, the first does."""
+        """Whether this rank's losses count; of ranks that compute the same losses, only the first one's do."""
         own = self.mesh.coordinates(self.rank)
         return all(
             own[axis.name] == 0
@@ -116,7 +117,7 @@ class Run:
         return all_reduce(values, self.groups.of([tuple(range(self.mesh.world_size))]))
 
     def gathered(self, value: Any) -> list[Any]:
-        """Every rank's value, a small piece of plain data, in rank order."""
+        """The values of all ranks (small plain data), in rank order."""
         if self.groups is None:
             return [value]
         import torch.distributed as dist
@@ -138,10 +139,10 @@ def prepare(
     directory: Path | None = None,
     world_size: int | None = None,
 ) -> Run:
-    """Instantiate the chosen plugins, let them check the config, and lay out the mesh. Imports no torch.
+    """Instantiate the chosen plugins, let them check the config, and make the mesh. Imports no torch.
 
-    A run has `world_size` ranks, or else as few as every view of the mesh divides. Those that the layout's own axes
-    leave over are the strategy's of `parallel.data`: the run's config then names it.
+    The default of `world_size` is the smallest number of ranks that every view of the mesh divides. The strategy of
+    `parallel.data` takes the ranks that the layout's own axes do not use; the layout in the run's config then names it.
     """
     hooks = _hooks_of(config, host_plugins)
     problems = []
@@ -186,7 +187,7 @@ def _refuse_wrong_variances(run: Run) -> None:
 
 
 def _with_rest(config: RunConfig, axes: list[Axis], ranks: int) -> RunConfig:
-    """The config with a data-parallel strategy over the ranks that the axes of the attention view leave over."""
+    """The config with a data-parallel strategy over the ranks that the axes of the attention view do not use."""
     sizes, parallel = view_sizes(axes), config.parallel
     if parallel.rest is not None:
         return config.with_rest(ranks // sizes["attention"], f"{ranks} ranks")
@@ -216,7 +217,7 @@ def _answered_axes(hooks: Hooks, config: RunConfig) -> dict[str, list[Axis]]:
 
 
 def _named_apart(answers: dict[str, list[Axis]]) -> list[Axis]:
-    """The axes of all strategies, each under a name of its own."""
+    """The axes of all strategies; UsageError if two have the same name."""
     owners: dict[str, str] = {}
     for label, axes in answers.items():
         for axis in axes:
@@ -227,7 +228,7 @@ def _named_apart(answers: dict[str, list[Axis]]) -> list[Axis]:
 
 
 def _refuse_rest_without_data(config: RunConfig) -> None:
-    """UsageError where the strategy of `parallel.data` does not divide the batch: it would replicate nothing."""
+    """Raise UsageError if the strategy of `parallel.data` does not divide the batch."""
     rest = config.parallel.rest
     if rest is None:
         return
@@ -235,7 +236,7 @@ def _refuse_rest_without_data(config: RunConfig) -> None:
     try:
         axes = _answered_axes(_hooks_of(asked), asked).get(rest.label, [])
     except UsageError:
-        return  # about a degree that nobody has asked for
+        return  # the error is about the trial degree 2, which is not the user's
     if not any("batch" in axis.entries for axis in axes):
         source = source_of(config.settings, ("parallel", "data"))
         raise UsageError(
@@ -261,7 +262,7 @@ def _refuse_uneven_batch(config: RunConfig, mesh: Mesh) -> None:
 
 
 def _refuse_uneven_sequence(config: RunConfig, mesh: Mesh) -> None:
-    """The sequence of the batch entries is divided first, then what is left of it inside the model."""
+    """Raise UsageError if the axes cannot divide the sequence: first in batch entries, then inside the model."""
     dividing = [axis for axis in mesh.views["attention"] if axis.divides("sequence")]
     dividing.sort(key=lambda axis: "sequence" not in axis.entries)
     length, names = config.trainer.seq_length, list[str]()
@@ -281,7 +282,7 @@ def _refuse_uneven_sequence(config: RunConfig, mesh: Mesh) -> None:
 
 
 def new_directory(config: RunConfig, name: str | None, check: bool = True) -> Path:
-    """Where a new run will be kept; a name that is taken is a UsageError. It is made when the run is built."""
+    """The directory of a new run; UsageError if a run with this name exists. This function does not create it."""
     if name is not None and (not name or name.startswith(".") or Path(name).name != name):
         raise UsageError(f"--name '{name}' is not the name of a folder; give it without '/' and without a leading '.'")
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -292,7 +293,7 @@ def new_directory(config: RunConfig, name: str | None, check: bool = True) -> Pa
 
 
 def find_directory(name: str | None) -> Path:
-    """The directory of a run by its name, or of the newest run."""
+    """The directory of the run called `name`; if it is None, that of the newest run."""
     if name is not None:
         if not (RUNS / name / "config.yaml").is_file():
             known = [path.parent.name for path in _all_runs()][:5]
@@ -309,7 +310,7 @@ def _all_runs() -> list[Path]:
 
 
 def make_directory(run: Run) -> None:
-    """Make the run's directory, and on rank 0 save the fully resolved config."""
+    """Create the run's directory, and save the fully resolved config on rank 0."""
     assert run.directory is not None
     (run.directory / "logs").mkdir(parents=True, exist_ok=True)
     if run.rank != 0:
@@ -320,7 +321,7 @@ def make_directory(run: Run) -> None:
 
 @contextmanager
 def logging_to(run: Run) -> Iterator[None]:
-    """Write what is logged in the block to the run's log of this rank."""
+    """Write the log messages of the block to this rank's log file."""
     assert run.directory is not None
     logger = logging.getLogger("mplug")
     level, handler = logger.level, _LogFile(run.directory / "logs" / f"rank{run.rank}.log", delay=True)
@@ -336,7 +337,7 @@ def logging_to(run: Run) -> Iterator[None]:
 
 
 class _LogFile(logging.FileHandler):
-    """A file that is made with its first line. If it cannot be written, the run ends, instead of going on about it."""
+    """A log file that is created with its first line. A write error ends the run instead of printing tracebacks."""
 
     def _open(self) -> TextIOWrapper:
         Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
@@ -350,7 +351,7 @@ class _LogFile(logging.FileHandler):
 
 
 def provenance(run: Run) -> dict[str, Any]:
-    """Which plugin, distribution, version and source supplied what; saved with the run and with every checkpoint."""
+    """The distribution, version and source of every plugin; saved with the run and with every checkpoint."""
     plugins = [
         {
             "plugin": chosen.label,

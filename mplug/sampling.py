@@ -12,9 +12,10 @@ from mplug.nn.random import key_of, uniform
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn. `temperature` 0 takes the likeliest; `top_k` 0 and `top_p` 1 keep all.
+    """How the next token is drawn. `temperature` 0 takes the likeliest token; `top_k` 0 and `top_p` 1 keep all tokens.
 
-    Tokens are below `vocab_size`, for a model may have more than its tokenizer can tell; None: all of the model's.
+    Only tokens below `vocab_size` are drawn, because a model may have more tokens than its tokenizer; None means all
+    tokens of the model.
     """
 
     temperature: float = 1.0
@@ -28,7 +29,7 @@ class Sampling:
 def sample(model: Model, prompt: list[int], num_tokens: int, context: int, sampling: Sampling) -> Iterator[int]:
     """Yield `num_tokens` tokens after a prompt, each from a window of the last `context` tokens.
 
-    Every token's random number is a function of the seed and its index, so a seed gives one text.
+    The random number of a token is a function of the seed and the token's index, so equal seeds give equal text.
     """
     device = next(iter(model.parameters().values())).device
     model.module.eval()
@@ -44,7 +45,7 @@ def sample(model: Model, prompt: list[int], num_tokens: int, context: int, sampl
 
 
 def choose(logits: Tensor, sampling: Sampling, draw: Tensor) -> int:
-    """The token that a number in [0, 1) draws from logits [V]."""
+    """The token that the random number `draw` in [0, 1) selects from logits [V]."""
     logits = logits[: sampling.vocab_size]
     if sampling.temperature == 0:
         return int(logits.argmax())

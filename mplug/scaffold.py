@@ -1,4 +1,4 @@
-"""Writing a new plugin's package: complete, small, and to be changed."""
+"""Write the package of a new plugin: complete and small, a starting point for changes."""
 
 import keyword
 import re
@@ -13,7 +13,7 @@ from mplug.registry import Registry, name_fault
 
 TEMPLATES = Path(__file__).with_name("templates")
 SPEAKS = "mplug>=0.1,<0.2"
-"""What a plugin that is written against this version requires."""
+"""The requirement on the host of a plugin that is written for this version."""
 SUMMARIES = {
     "models": "A small decoder",
     "parallel": "A data-parallel strategy",
@@ -40,7 +40,7 @@ USES = {
 
 @dataclass(frozen=True)
 class Package:
-    """A new package: its kind, its distribution's name, and the plugin's name, the word that a user will type."""
+    """A new package: its kind, the name of its distribution, and the plugin's name, which users type."""
 
     kind: str
     distribution: str
@@ -53,13 +53,13 @@ class Package:
 
     @property
     def _taken(self) -> set[str]:
-        """What the templates import, which the plugin's class must not be called."""
+        """The names that the templates import; the plugin's class must not have one of them."""
         lines = [line for path in (TEMPLATES / self.kind).glob("*.txt") for line in path.read_text().splitlines()]
         return {word for line in lines if "import " in line for word in re.findall(r"\w+", line)}
 
     @property
     def words(self) -> dict[str, str]:
-        """What the templates' words stand for."""
+        """The values of the templates' placeholders."""
         package = re.sub("[-.]", "_", self.distribution)
         camel = "".join(part.capitalize() for part in re.split("[-_]", self.name))
         if keyword.iskeyword(camel) or camel in self._taken:
@@ -78,7 +78,7 @@ class Package:
 
 
 def describe(kind: str, distribution: str) -> Package:
-    """The package for a distribution's name: 'acme-ringo' has the plugin 'ringo'. UsageError where it will not do."""
+    """The package for a distribution's name: 'acme-ringo' has the plugin 'ringo'. UsageError for an unusable name."""
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", distribution):
         raise UsageError(
             f"'{distribution}' is not a distribution's name; use small letters, digits and '-', as in 'acme-ringo'"
@@ -100,7 +100,7 @@ def describe(kind: str, distribution: str) -> Package:
 
 
 def write(package: Package, folder: Path) -> list[Path]:
-    """Write the package to a new folder; returns its files. UsageError where the folder exists."""
+    """Write the package to a new folder; returns its files. UsageError if the folder exists."""
     if folder.exists():
         raise UsageError(f"'{folder}' exists; choose another name, or another place with --folder")
     words = package.words

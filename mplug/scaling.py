@@ -1,7 +1,7 @@
-"""Dynamic loss scaling for fp16 (arXiv 1710.03740, section 3.2), whose numbers end at 6e-8 and 65504.
+"""Dynamic loss scaling for fp16 (arXiv 1710.03740, section 3.2), whose range is 6e-8 to 65504.
 
-Backward begins with the scale instead of 1, so that small gradients are no zeros. Where the scaled ones overflow, the
-step is left out and the scale falls; after many steps without that it rises. All of it stays on the device.
+Backward starts with the scale instead of 1, so that small gradients do not become zero. If scaled gradients overflow,
+the step is skipped and the scale falls; after many steps without an overflow it rises. All of it stays on the device.
 """
 
 from typing import Any
@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from mplug.run import Run
 
 BUFFER = "loss_scale"
-"""The name of a module's buffer that holds the scale, for losses that join backward inside of blocks."""
+"""The name of the module buffer that holds the scale, for losses that add their gradient inside blocks."""
 
 
 class LossScale:
-    """The scale of a run, the same on every rank: it follows from the norm over all of them.
+    """The loss scale of a run. It is equal on every rank, because it follows from the norm over all ranks.
 
-    `scale` [] is fp32, and so is `good` [], the steps without an overflow since it last changed; `overflows` [] is how
-    many steps have been left out so far.
+    `scale` [], `good` [] and `overflows` [] are fp32. `good` counts the steps without an overflow since the scale last
+    changed; `overflows` counts the steps that overflowed so far.
     """
 
     def __init__(self, run: Run, module: nn.Module) -> None:
@@ -28,7 +28,7 @@ class LossScale:
         self.good, self.overflows = torch.zeros((2,), device=device).unbind()
         for part in module.modules():
             if BUFFER in part._buffers:
-                part._buffers[BUFFER] = self.scale  # the one tensor, so that nothing has to be copied into it
+                part._buffers[BUFFER] = self.scale  # the same tensor, so that no copy is needed
 
     @classmethod
     def of(cls, run: Run, module: nn.Module) -> "LossScale | None":
@@ -36,16 +36,16 @@ class LossScale:
         return cls(run, module) if run.config.trainer.precision == "fp16" else None
 
     def gradient_of(self, loss: Tensor) -> Tensor:
-        """What backward begins with: the scale, in the loss's precision."""
+        """The gradient with which backward starts: the scale, in the loss's precision."""
         return self.scale.to(loss.dtype)
 
     def failed(self, overflow: Tensor) -> Tensor:
-        """Whether gradients overflow though the scale cannot fall any more."""
+        """Whether gradients overflow although the scale is at its minimum."""
         return overflow & (self.scale <= self.config.smallest)
 
     @torch.no_grad()
     def update(self, overflow: Tensor, halted: Tensor) -> None:
-        """Learn from a step. `overflow` [] and `halted` [] are booleans; nothing changes once the run is halted."""
+        """Adapt the scale after a step. `overflow` [] and `halted` [] are booleans; `halted` freezes all values."""
         config = self.config
         good = torch.where(overflow, 0.0, self.good + 1)
         rises = good >= config.growth_interval
@@ -60,10 +60,10 @@ class LossScale:
             own.copy_(torch.where(halted, own, value))
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it."""
+        """The tensors `scale`, `good` and `overflows`."""
         return {"scale": self.scale, "good": self.good, "overflows": self.overflows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue exactly where it was taken."""
+        """Copy the values of `state` into the live tensors."""
         for name, own in self.state_dict().items():
             own.copy_(state[name])

@@ -34,7 +34,7 @@ def weight_decay(step: int, start: float, schedule: WeightDecay, total_steps: in
 
 
 def batch_size(consumed_samples: int, trainer: Trainer, rampup: BatchRampup) -> int:
-    """The global batch size after so many samples: equal increases at equal numbers of samples."""
+    """The global batch size after `consumed_samples`; a ramp-up has equal increments at equal intervals of samples."""
     if rampup.start is None or rampup.start >= trainer.global_batch_size:
         return trainer.global_batch_size
     increases = math.ceil((trainer.global_batch_size - rampup.start) / rampup.increment)

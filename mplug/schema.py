@@ -37,7 +37,7 @@ def config_schema(registry: Registry, names: Mapping[str, str]) -> dict[str, Any
 
 
 def _partial(model: type[BaseModel]) -> type[BaseModel]:
-    """The same fields, none of them required: a config file says only what it changes."""
+    """The same fields, all optional: a config file contains only the values that it changes."""
     fields: dict[str, Any] = {}
     for name, field in model.model_fields.items():
         optional = copy(field)

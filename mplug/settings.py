@@ -1,7 +1,7 @@
-"""Raw settings: what each source says, where it says it, and which source wins.
+"""Raw settings: the values of each source with their place in it, and the precedence of sources.
 
 A setting is one leaf of the config ('model.num_layers') with its value and its source. Sources are merged before any
-name is resolved, so no plugin is needed to read another's config.
+name is resolved, so the host imports no plugin to read another plugin's config.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,16 +16,16 @@ from mplug.errors import UsageError, brief, counted, listed
 from mplug.nodes import DEEPEST, NotYaml, compose, construct, name_of, read_text
 
 NAMED_SECTIONS = ("model", "optimizer", "data")
-"""Sections in which one plugin, chosen by the field `name`, reads all the other fields."""
+"""Sections in which the field `name` chooses one plugin, and this plugin reads all other fields."""
 
 Key = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A value and where it was written: 'run.yaml:12', '--set', 'preset nano'.
+    """A value and its source: 'run.yaml:12', '--set', 'preset nano'.
 
-    `enclosing` are the sources of the mappings around it, the outermost first, where a file gives them lines.
+    `enclosing` are the sources of the mappings around a value of a file, the outermost first.
     """
 
     value: Any
@@ -37,7 +37,10 @@ Settings = dict[Key, Setting]
 
 
 def read_file(path: Path, label: str | None = None, needed: Iterable[str] = ()) -> Settings:
-    """The settings of a YAML file; each source is the file's name and line. It must have the sections `needed`."""
+    """The settings of a YAML file; each source is the file's name and line.
+
+    Raises UsageError if a section of `needed` is missing.
+    """
     return read_yaml(read_text(path), label or str(path), needed)
 
 
@@ -58,7 +61,7 @@ def read_yaml(text: str, label: str, needed: Iterable[str] = ()) -> Settings:
 def _collect(
     node: yaml.MappingNode, key: Key, label: str, settings: Settings, met: set[Key], enclosing: tuple[str, ...] = ()
 ) -> None:
-    """Collect the leaves of a mapping; `met` are the keys of leaves and sections so far."""
+    """Collect the leaves of a mapping in `settings`; `met` are the keys of leaves and sections so far."""
     for name_node, value_node in node.value:
         source = f"{label}:{name_node.start_mark.line + 1}"
         path = (*key, name_of(name_node, source))
@@ -74,7 +77,7 @@ def _collect(
 
 
 def read_assignments(assignments: Iterable[str], source: str = "--set") -> Settings:
-    """'model.num_layers=6' -> a setting; values are written as in YAML."""
+    """Parse assignments such as 'model.num_layers=6' into settings; values are YAML."""
     settings: Settings = {}
     for assignment in assignments:
         dotted, equals, text = assignment.partition("=")
@@ -90,7 +93,7 @@ def read_assignments(assignments: Iterable[str], source: str = "--set") -> Setti
 
 
 def _assigned(text: str, source: str) -> Any:
-    """The value of an assignment; text that is not YAML is itself the value."""
+    """The value of an assignment; text that is not YAML is a string."""
     try:
         root = compose(text, lambda _: source)
         return None if root is None else construct(root, lambda _: source)
@@ -109,7 +112,7 @@ def from_mapping(value: Any, source: str, key: Key = ()) -> Settings:
 
 
 def merge(low: Settings, high: Settings) -> Settings:
-    """`high` over `low`. Where `high` names another plugin for a section, what `low` said to the first is dropped."""
+    """`high` over `low`. If `high` names another plugin for a section, the section's fields in `low` are dropped."""
     dropped = {
         section
         for section in NAMED_SECTIONS
@@ -142,7 +145,7 @@ def nested(settings: Settings) -> dict[str, Any]:
 
 
 def source_of(settings: Settings, key: Key) -> str | None:
-    """Where a key was written, or something inside it, or what it is inside."""
+    """The source of a key; if it has none, that of a key inside it or of the nearest section around it."""
     for length in range(len(key), 0, -1):
         for known, setting in settings.items():
             if known[:length] == key[:length]:

@@ -1,9 +1,9 @@
-"""Optimizer state and gradients divided over data-parallel ranks (ZeRO, arXiv 1910.02054): which rank owns what.
+"""Which data-parallel rank owns which optimizer state and gradients (ZeRO, arXiv 1910.02054).
 
-A `Sharding` is data, made by a strategy from the plan and the mesh. Buckets lay the local tensors of neighbouring
-parameters end to end; of each bucket every rank owns some stretches. From that the host gives weights and gradients
-their memory, and makes the pieces that the optimizer updates. All that comes after them (initial values, the norm,
-checkpoints) reads their placements, in which a flat range of a tensor is boxes, as any other part is.
+A `Sharding` is data. A strategy computes it from the plan and the mesh. A bucket concatenates the local tensors of
+neighbouring parameters, and every rank owns some stretches of each bucket. From a sharding the host allocates weights
+and gradients, and makes the pieces that the optimizer updates. Initialisation, the norm and checkpoints read only the
+placements of the pieces, which describe a flat range of a tensor as boxes, like any other part.
 """
 
 import math
@@ -16,7 +16,7 @@ from mplug.plan import Box, Placement
 
 @dataclass(frozen=True)
 class Stretch:
-    """Elements `start` to `stop` of a bucket, which the `owner`-th of the ranks along the bucket's axes owns."""
+    """Elements `start` to `stop` of a bucket; the `owner`-th of the ranks along the bucket's axes owns them."""
 
     start: int
     stop: int
@@ -24,17 +24,17 @@ class Stretch:
 
     @property
     def length(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Local tensors end to end, each flat: those of `names` begin at `starts` and have `sizes` elements.
+    """Flattened local tensors in one flat range: those of `names` begin at `starts` and have `sizes` elements.
 
-    What lies between them, up to `length`, is padding. The ranks along the mesh axes `axes` hold the same of it, and
-    each owns `stretches`, which come in order; of one tensor a rank owns one stretch at most. `copied` are the other
-    axes over which the gradients are partial.
+    Elements between them, and after the last up to `length`, are padding. The ranks along the mesh axes `axes` hold the
+    same bucket, and each owns some of the `stretches`, which are in order. A rank owns at most one contiguous range of
+    a tensor. `copied` are the other axes over which the gradients are partial.
     """
 
     names: tuple[str, ...]
@@ -46,12 +46,12 @@ class Bucket:
     copied: tuple[str, ...] = ()
 
     def is_even(self, num_owners: int) -> bool:
-        """Whether the stretches are the bucket in equal parts, one for each of so many owners, in order."""
+        """Whether the stretches divide the bucket into `num_owners` equal parts, one per owner, in order."""
         each = self.length // num_owners
         return self.stretches == tuple(Stretch(n * each, (n + 1) * each, n) for n in range(num_owners))
 
     def owned(self, owner: int) -> list[tuple[Stretch, int]]:
-        """The stretches of an owner, and where each begins if they are laid end to end."""
+        """The stretches of an owner, each with its start when the owner's stretches are concatenated."""
         found, end = [], 0
         for stretch in self.stretches:
             if stretch.owner == owner:
@@ -60,7 +60,7 @@ class Bucket:
         return found
 
     def part(self, name: str, owner: int) -> tuple[int, int]:
-        """(start, stop): the elements of a tensor that an owner has, counted from the tensor's first."""
+        """(start, stop): the elements of the flat tensor that the owner owns; (0, 0) if it owns none."""
         where = self.names.index(name)
         first, size = self.starts[where], self.sizes[where]
         for stretch in self.stretches:
@@ -72,12 +72,13 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Sharding:
-    """The buckets of a rank's parameters, in the order in which backward is done with them.
+    """The buckets of a rank's parameters, in the order in which backward finishes them.
 
-    Parameters in no bucket are nobody's part: each rank updates them whole. With `matrices`, every stretch is some
-    whole matrices of a tensor, and a piece has its dimensions; otherwise a piece is flat. With `transient`, a bucket's
-    gradients have memory only from when backward needs it until they are summed, and a rank keeps those that it owns:
-    who computes weights' gradients outside of a backward pass cannot serve such a run.
+    Each rank updates parameters outside all buckets as a whole. With `matrices`, every stretch consists of whole
+    matrices of a tensor, and a piece has the tensor's number of dimensions; otherwise a piece is flat. With
+    `transient`, a bucket's gradients have memory only from the time when backward needs it until they are summed, and
+    then a rank keeps only those that it owns. A schedule that computes weight gradients outside of a backward pass
+    cannot be used with `transient`.
     """
 
     buckets: tuple[Bucket, ...]
@@ -90,7 +91,7 @@ class Sharding:
         return {name: bucket for bucket in self.buckets for name in bucket.names}
 
     def placed(self, whole: Placement) -> "ShardedPlacement":
-        """Where the owned parts of a parameter live."""
+        """The placement of the owned parts of a parameter whose unsharded placement is `whole`."""
         mesh, bucket = whole.mesh, self.of[whole.name]
         held = [bucket.part(whole.name, owner) for owner in range(math.prod(mesh.axes[a].size for a in bucket.axes))]
         owners = {owner for owner, (start, stop) in enumerate(held) if start < stop}
@@ -101,7 +102,7 @@ class Sharding:
 
 
 def owner_of(mesh: Mesh, rank: int, axes: tuple[str, ...]) -> int:
-    """A rank's number among those that differ from it along `axes` (of one view) only, in rank order."""
+    """The number of `rank` among the ranks that differ from it only along `axes` (of one view), in rank order."""
     number = 0
     for axis in (axis for view in mesh.views.values() for axis in view if axis.name in axes):
         number = number * axis.size + mesh.index(rank, axis.name)
@@ -110,17 +111,17 @@ def owner_of(mesh: Mesh, rank: int, axes: tuple[str, ...]) -> int:
 
 @dataclass(frozen=True)
 class FlatBox(Box):
-    """A box whose rank keeps it in a flat tensor: from element `offset` on, with these `strides`."""
+    """A box that its rank keeps in a flat tensor: from element `offset` on, with these `strides`."""
 
     strides: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class ShardedPlacement(Placement):
-    """Where a parameter lives of which each rank owns a part: of what `whole` places there, the bucket's stretch.
+    """The placement of a parameter of which each rank owns a part: the bucket's stretch of the local tensor of `whole`.
 
-    `holders` are the ranks that own something. The local tensor is flat, or, where matrices stay whole, some rows of
-    the whole one's.
+    `holders` are the ranks that own at least one element. The local tensor is flat; if matrices stay whole (`flat` is
+    False), it is a range of rows of the local tensor of `whole`.
     """
 
     whole: Placement
@@ -140,11 +141,11 @@ class ShardedPlacement(Placement):
         return ((stop - start) // math.prod(shape[1:]), *shape[1:])
 
     def boxes(self, rank: int) -> tuple[Box, ...]:
-        """The boxes of the rank's part, held by whoever owns the same part of the same tensor."""
+        """The boxes of the rank's part; `copies` and `partial` are limited to the ranks that own the same part."""
         start, stop = self.part(rank)
         shape = self.whole.local_shape(rank)
         strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-        first = (start // strides[0], *(0,) * len(shape[1:])) if shape else ()  # of the rows that a matrix piece has
+        first = (start // strides[0], *(0,) * len(shape[1:])) if shape else ()  # the first row of a matrix piece
         found: list[Box] = []
         for box in self.whole.boxes(rank):
             for part in flat_boxes(shape, start, stop):
@@ -167,7 +168,7 @@ class ShardedPlacement(Placement):
 
 
 def _overlap(box: Box, part: Box) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """(start, shape), in the local tensor, of what a box there and a part of it have in common."""
+    """(start, shape), in the local tensor, of the intersection of `box` and `part`; None if it is empty."""
     start = tuple(max(o, s) for o, s in zip(box.offset, part.start, strict=True))
     stop = tuple(min(o + n, s + m) for o, n, s, m in zip(box.offset, box.shape, part.start, part.shape, strict=True))
     shape = tuple(b - a for a, b in zip(start, stop, strict=True))
@@ -177,7 +178,7 @@ def _overlap(box: Box, part: Box) -> tuple[tuple[int, ...], tuple[int, ...]] | N
 def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...]:
     """The boxes that cover elements `start` to `stop` of a row-major tensor: at most three in two dimensions.
 
-    `offset` counts elements from `start`: the boxes of a rank that holds a flat range (ZeRO, arXiv 1910.02054).
+    A rank that holds a flat range (ZeRO, arXiv 1910.02054) holds these boxes. `offset` counts elements from `start`.
     """
     if start >= stop:
         return ()

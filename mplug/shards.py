@@ -1,4 +1,4 @@
-"""The memory of a sharded model on one rank: weights and gradients bucket by bucket, and what the rank owns of them."""
+"""The memory of a sharded model on one rank: weights and gradients per bucket, and the parts that the rank owns."""
 
 from collections.abc import Mapping
 
@@ -14,8 +14,8 @@ from mplug.sharding import Bucket, Sharding, Stretch, owner_of
 class Shard:
     """One bucket's memory: `weights` [length], `gradients` [length], and this rank's stretches of both.
 
-    `gradients` are there once the model listens. Of a transient bucket they have no memory until `materialize`, and
-    `owned_gradients` lie elsewhere.
+    `gradients` exist after `listen`. The gradients of a transient bucket have memory only between `materialize` and
+    `release`; a separate tensor keeps those that this rank owns (`owned_gradient`).
     """
 
     def __init__(self, bucket: Bucket, owner: int, device: torch.device, dtype: torch.dtype, transient: bool) -> None:
@@ -34,7 +34,7 @@ class Shard:
         return self._gradients
 
     def listen(self, dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-        """Give gradients their memory: every parameter's view of it, of its shape."""
+        """Allocate the gradients; returns each parameter's view of them, in the parameter's shape."""
         self._gradients = torch.zeros_like(self.weights, dtype=dtype)
         views = {name: self.tensor(self._gradients, name, shapes[name]) for name in self.bucket.names}
         if self.transient:
@@ -43,27 +43,27 @@ class Shard:
         return views
 
     def materialize(self) -> None:
-        """Give the bucket's gradients memory, whose values are anything."""
+        """Allocate memory for the bucket's gradients; its values are undefined."""
         self.gradients.untyped_storage().resize_(self.gradients.numel() * self.gradients.itemsize)
 
     def release(self) -> None:
-        """Give that memory back."""
+        """Free the memory of the bucket's gradients."""
         self.gradients.untyped_storage().resize_(0)
 
     def owned_gradient(self, stretch: Stretch, at: int) -> Tensor:
-        """Where the gradient of an owned stretch is kept."""
+        """The tensor that keeps the gradient of an owned stretch; `at` is its second value in `owned`."""
         if self._kept is not None:
             return self._kept[at : at + stretch.length]
         return self.gradients[stretch.start : stretch.stop]
 
     def tensor(self, flat: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A parameter's view, of that shape, of the bucket's weights or gradients."""
+        """A parameter's view, in `shape`, of the bucket's weights or gradients (`flat`)."""
         where = self.bucket.names.index(name)
         start = self.bucket.starts[where]
         return flat[start : start + self.bucket.sizes[where]].view(shape)
 
     def piece(self, placement: Placement, shape: tuple[int, ...]) -> Piece | None:
-        """What the optimizer updates of a parameter, of which this rank owns a part of that shape; or nothing."""
+        """The piece of a parameter that this rank owns, in `shape`; None if it owns no element."""
         name = placement.name
         start, stop = self.bucket.part(name, self.owner)
         if start == stop:
@@ -83,7 +83,7 @@ class Shard:
 
 
 class Shards:
-    """All buckets' memory, in the order of the sharding; and the placements of what each rank owns of a parameter."""
+    """The memory of all buckets, in the order of the sharding, and the placements of the owned parts of parameters."""
 
     def __init__(
         self,
@@ -103,12 +103,12 @@ class Shards:
         self._of = {name: shard for shard in self.all for name in shard.bucket.names}
 
     def weight(self, name: str) -> Tensor | None:
-        """The memory of a parameter that is in a bucket."""
+        """A parameter's view of its bucket's weights; None if it is in no bucket."""
         shard = self._of.get(name)
         return None if shard is None else shard.tensor(shard.weights, name, self._whole_shape(name))
 
     def listen(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The memory of every such parameter's gradient."""
+        """Allocate the gradients of all buckets; returns the view of every parameter that is in a bucket."""
         shapes = {name: self._whole_shape(name) for name in self._of}
         views: dict[str, Tensor] = {}
         for shard in self.all:
@@ -116,7 +116,7 @@ class Shards:
         return views
 
     def pieces(self) -> dict[str, Piece | None]:
-        """What the optimizer updates of every such parameter on this rank."""
+        """This rank's piece of every parameter that is in a bucket; None if it owns no element of it."""
         return {
             name: shard.piece(self.placements[name], self.placements[name].local_shape(self.rank))
             for name, shard in self._of.items()

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: the first asks, a later one insists."""
+"""Handle SIGINT and SIGTERM in two levels: the first signal requests an orderly stop, a later one forces it."""
 
 import signal
 import time
@@ -6,21 +6,21 @@ from types import FrameType
 from typing import Self
 
 SAME = 2.0
-"""Seconds within which signals are one: who stops a job may tell each process, and those that started them."""
+"""Seconds within which signals count as one: a scheduler may signal each process as well as its launcher."""
 
 
 class Signals:
-    """Hears SIGINT and SIGTERM for a block; `signal` is the first that came, at `when` on the monotonic clock."""
+    """Handles SIGINT and SIGTERM in a block; `signal` is the first one, received at `when` (monotonic clock)."""
 
     signal: int | None = None
     when = 0.0
 
     def first(self, number: int) -> None:
-        """The first signal has come."""
+        """Called for the first signal."""
         raise NotImplementedError
 
     def later(self, number: int) -> None:
-        """Another has come, more than `SAME` seconds after the first."""
+        """Called for each signal that comes more than `SAME` seconds after the first."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:

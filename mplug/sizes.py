@@ -1,4 +1,4 @@
-"""Sizes that no machine has, refused before a process starts or memory is allocated."""
+"""Refuse sizes that no machine can hold, before a process starts or memory is allocated."""
 
 import os
 from collections.abc import Iterator
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from mplug.world import World
 
 MOST_PARTS = 1 << 14
-"""Submodules of one module, as of the list of a model's blocks: more than the deepest networks and widest mixtures."""
+"""Maximum number of submodules of one module, such as the list of blocks: more than any network has."""
 MOST_ELEMENTS = 1 << 54
-"""Parameters of a model: a thousand times the largest."""
+"""Maximum number of parameters of a model: a thousand times the largest."""
 MOST_STARTED = 1024
-"""Processes that one machine starts for a run."""
+"""Maximum number of processes that one machine starts for a run."""
 
 
 def refuse_too_many_ranks(config: RunConfig, ranks: int) -> None:
-    """UsageError for a layout of more ranks than a mesh can have."""
+    """Raise UsageError for a layout with more ranks than a mesh can have."""
     if ranks > MOST_RANKS:
         raise UsageError(
             f"{layout_words(config)} needs {ranks} ranks, and a layout has at most {MOST_RANKS:,}; take smaller degrees"
@@ -41,10 +41,10 @@ def layout_words(config: RunConfig) -> str:
 
 @contextmanager
 def within_reason(config: RunConfig, label: str) -> Iterator[None]:
-    """For a block in which a plugin builds a model on the meta device: UsageError once it is larger than any.
+    """Wrap a block in which a plugin builds a model on the meta device: UsageError as soon as the model is too large.
 
-    A billion layers without memory still take days of Python. So each parameter and each submodule is counted when it
-    is registered, and the build ends at the first that is too many. Torch itself refuses a tensor whose size overflows.
+    A billion layers on the meta device still take days of Python time. So each parameter and each submodule is counted
+    when it is registered, and the build ends at the limit. Torch itself refuses a tensor whose size overflows.
     """
     from torch import nn
     from torch.nn.modules import module as registering
@@ -81,7 +81,7 @@ def within_reason(config: RunConfig, label: str) -> Iterator[None]:
 
 
 class _TooLargeError(Exception):
-    """A model that is being built has grown beyond every model there is."""
+    """A model has exceeded a limit while it was built."""
 
 
 def _is_about_size(error: Exception) -> bool:
@@ -91,7 +91,7 @@ def _is_about_size(error: Exception) -> bool:
 
 
 def _suspect(config: RunConfig) -> str:
-    """The largest integer of the section 'model', which is most likely the slip, as the user writes it."""
+    """The largest integer of the section 'model' as the user writes it: most likely it is the mistake."""
     sizes = list(_integers(config.model, "model"))
     if not sizes:
         return "give the section 'model' smaller sizes"
@@ -110,10 +110,10 @@ def _integers(section: BaseModel, path: str) -> Iterator[tuple[int, str]]:
 
 
 def refuse_beyond_memory(run: "Run", model: "Model", world: "World | None") -> None:
-    """UsageError where this machine cannot hold what the run certainly needs; before any process starts.
+    """Raise UsageError if this machine cannot hold the minimum that the run needs, before any process starts.
 
-    Counted are the weights, each once, where all ranks are here, and the tokens of one micro batch: less than a run
-    ever takes, so what is refused here can never train. Without a launcher, all ranks are processes of this machine.
+    The minimum consists of the tokens of one micro batch and, if all ranks are on this machine (no launcher), of each
+    weight once. A run always needs more, so a run that is refused here could never train.
     """
     from mplug.precision import DTYPES
 
@@ -147,7 +147,7 @@ def refuse_beyond_memory(run: "Run", model: "Model", world: "World | None") -> N
 
 
 def _memory(device: str) -> int:
-    """Bytes of memory of this machine: the host's with its swap space, and that of all its GPUs."""
+    """Bytes of memory of this machine: main memory, swap space, and the memory of all its GPUs."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         with open("/proc/swaps", encoding="ascii") as file:

@@ -1,4 +1,4 @@
-"""What modules count in a step: summed over all ranks when the step ends, and told to the modules that learn by it."""
+"""Step statistics: values that modules count in a step (such as expert load), and the host sums when the step ends."""
 
 from collections.abc import Mapping
 from math import prod
@@ -12,10 +12,10 @@ from mplug.run import Run
 
 
 class Statistics:
-    """The statistics that a plan's buffers describe, of all ranks and stages: a rank has those of its own modules.
+    """The statistics that the buffers of a plan describe, for all stages; a rank has the buffers of its own modules.
 
-    What several ranks count alike is counted once: by the first of those along mesh axes that divide none of the
-    activation axes that the statistic is taken over.
+    If several ranks count the same values, the sum includes one of them: the rank with index 0 along every mesh axis
+    that divides none of the activation axes `over` of the statistic (the pipeline's axis excepted).
     """
 
     def __init__(self, run: Run, module: nn.Module, plan: Plan, placements: Mapping[str, Placement]) -> None:
@@ -36,12 +36,12 @@ class Statistics:
         )
 
     def begin_step(self) -> None:
-        """Forget the last step's."""
+        """Set this rank's statistics to zero."""
         if self.own:
             torch._foreach_zero_(list(self.own.values()))
 
     def finish(self, num_targets: Tensor) -> dict[str, Tensor]:
-        """Make this rank's buffers those of the whole step; returns every stage's statistics, as they are told."""
+        """Replace this rank's buffers by the sums over all ranks; returns the statistics of all stages, as reported."""
         if not self.described:
             return {}
         device = self.run.device
@@ -60,6 +60,6 @@ class Statistics:
         }
 
     def tell(self, skip: Tensor) -> None:
-        """Let modules learn from the step; where `skip` is 1, they must not."""
+        """Call `step_ended` of each module that has it; with `skip` = 1, a module must not learn from the step."""
         for module in self.learners:
             module.step_ended(skip)

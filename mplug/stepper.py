@@ -1,4 +1,4 @@
-"""The default step: accumulate micro batches, then update. Nothing here waits for the device."""
+"""The default stepper: it accumulates micro batches, then updates. The CPU never waits for the device here."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -21,9 +21,9 @@ from mplug.statistics import Statistics
 
 
 def make_pieces(model: Model) -> list[Piece]:
-    """What the optimizer updates: each parameter whole, its gradient in its sink's buffer; or what the rank owns of it.
+    """The pieces of this rank: for a sharded parameter the part that it owns, for any other the whole local tensor.
 
-    A parameter in fp32 or fp64 is its own master; another has a master beside it.
+    A parameter in fp32 or fp64 is its own master; any other gets a separate master.
     """
     pieces, owned = [], model.shards.pieces() if model.shards else {}
     for name, sink in model.sinks.items():
@@ -38,7 +38,7 @@ def make_pieces(model: Model) -> list[Piece]:
 
 
 class Held(NamedTuple):
-    """A parameter's values on this rank, at rest."""
+    """A parameter's values on this rank, as stored at rest."""
 
     name: str
     values: Tensor
@@ -46,7 +46,7 @@ class Held(NamedTuple):
 
 
 def held_values(model: Model, pieces: Iterable[Piece]) -> list[Held]:
-    """The values of all parameters of this rank: pieces' masters, and those of what is frozen, which has none."""
+    """The values of all parameters of this rank: the masters of pieces, and the frozen parameters themselves."""
     frozen = [Held(name, parameter.data, model.placements[name]) for name, parameter in model.frozen.items()]
     return [Held(piece.name, piece.master, piece.placement) for piece in pieces] + frozen
 
@@ -60,17 +60,17 @@ def write_weights(pieces: Iterable[Piece]) -> None:
 
 
 class DefaultStepper:
-    """One micro batch after the other through all units, then one update.
+    """Runs micro batches in order through all units, then one update.
 
-    A strategy that brings its own stepper uses the parts: `begin_step`, `entries`, `loss_gradient`,
-    `finish_step`, `update`.
+    A strategy with a stepper of its own calls the methods `begin_step`, `entries`, `loss_gradient`, `finish_step` and
+    `update` of this one.
     """
 
     def __init__(self, run: Run, model: Model, pieces: list[Piece], optimizer: Optimizer) -> None:
         self.run, self.model, self.sinks, self.pieces, self.optimizer = run, model, model.sinks, pieces, optimizer
         self.seed, self.max_norm = run.config.trainer.seed, run.config.trainer.max_grad_norm
         self.one_pass: bool = getattr(optimizer, "one_pass", False)
-        self.updated_on = pieces[0].master.device if pieces else torch.device(run.device)  # the host's, if offloaded
+        self.updated_on = pieces[0].master.device if pieces else torch.device(run.device)  # the CPU, if offloaded
         self.wide = wide(DTYPES[run.config.trainer.precision])
         self.norm = GlobalNorm(owned_gradients(pieces, run.rank), self.updated_on.type, self.wide)
         self.reduction = Reduction(run, model.placements, model.sinks.reduced_over, pieces)
@@ -82,17 +82,18 @@ class DefaultStepper:
         self.micro_batches = 0
 
     def begin_step(self, step: int) -> None:
-        """Forget the last step's gradients."""
+        """Set training mode, mark gradients as stale, and set statistics to zero."""
         self.model.module.train()
         self.micro_batches = 0
         self.sinks.begin_step()
         self.statistics.begin_step()
 
     def entries(self, batch: MicroBatch, step: int) -> MicroBatch:
-        """What this rank's units get of a micro batch: its part of each entry, and the samples' keys of this step.
+        """The entries of a micro batch for this rank's units: its part of each entry, and this step's random keys.
 
-        It is called once for each micro batch of a step, in the loader's order, after `begin_step`: among them is the
-        key of what kernels draw by themselves (`mplug.draws`), which is a function of the micro batch's number.
+        `keys` [B] are those of the samples; `draws` is the key of the random numbers that kernels draw themselves
+        (`mplug.draws`). The latter depends on the number of the micro batch in the step, so call this method once for
+        each micro batch, in the loader's order, after `begin_step`.
         """
         own = own_entries(batch, self.model.plan.context, self.run.mesh, self.run.rank)
         draws: Any = micro_batch_key(self.seed, step, self.micro_batches)
@@ -100,7 +101,7 @@ class DefaultStepper:
         return {**own, "keys": sample_keys(self.seed, step, batch["sample_ids"]), ENTRY: draws}
 
     def forward_backward(self, micro_batches: Iterable[MicroBatch], step: int) -> None:
-        """Sum the gradients of a step's micro batches into the sinks, and losses and token counts beside them."""
+        """Sum the gradients of a step's micro batches into the sinks, and sum their losses and target counts."""
         self.begin_step(step)
         losses = []
         for batch, last in _marking_last(micro_batches):
@@ -112,24 +113,27 @@ class DefaultStepper:
         self.finish_step(losses)
 
     def loss_gradient(self, loss: Tensor) -> Tensor | None:
-        """What a micro batch's backward begins with; None is 1."""
+        """The gradient with which a micro batch's backward starts; None means 1."""
         return None if self.loss_scale is None else self.loss_scale.gradient_of(loss)
 
     def finish_step(self, losses: list[tuple[Tensor, Tensor]]) -> None:
-        """Make gradients whole, and keep this rank's (sum of losses, number of targets) of every micro batch."""
+        """Finish the gradients, and keep this rank's sums of `losses`: (loss, number of targets) per micro batch."""
         self.sinks.finish()
         self.reduction.finish()
         self.sums = self._own_sums(losses)
 
     def _own_sums(self, losses: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """[sum of losses, number of targets] of this rank; zeros where another rank counts the same ones."""
+        """[sum of losses, number of targets] of this rank; zeros if another rank counts the same losses."""
         if not losses or not self.run.counts_losses:
             return torch.zeros(2, dtype=self.wide, device=self.run.device)
         sums = [torch.stack([loss.to(self.wide), count.to(self.wide)]) for loss, count in losses]
         return torch.stack(sums).sum(dim=0)
 
     def update(self, lr: float, weight_decay: float) -> StepResult:
-        """Clip, check that all is finite, and let the optimizer update its pieces."""
+        """Compute the norm and the loss, check that both are finite, and let the optimizer update its pieces.
+
+        The optimizer applies clipping and the division by the token count (`StepScalars.scale`).
+        """
         stop = torch.full_like(self.sums[0], float(self.run.stop_requested))
         squares = self.norm().square().to(self.run.device)
         sums = self.run.summed(torch.stack([*self.sums, squares, stop]))
@@ -140,7 +144,7 @@ class DefaultStepper:
             scale = scale * (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
         skip, failed, figures = self._judged(loss, norm)
         where = self.updated_on
-        rate = torch.full((), lr, dtype=torch.float32, device=where)  # no copy from the host, which would wait
+        rate = torch.full((), lr, dtype=torch.float32, device=where)  # a copy from CPU memory would make the CPU wait
         scalars = StepScalars(rate, scale.to(where, torch.float32), skip.to(where), weight_decay)
         self.optimizer.step(scalars)
         if not self.one_pass:
@@ -151,15 +155,16 @@ class DefaultStepper:
         return StepResult(loss, norm, num_targets, skip, stop, statistics, failed, figures)
 
     def _judged(self, loss: Tensor, norm: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """(1 where the step is left out, 1 where that is a failure, figures of the loss scale, which learns from it).
+        """(skip: 1 if the step is skipped, failed: 1 if that is a failure, figures of the loss scale).
 
-        A scaled gradient that overflows is no failure: the next step has a smaller scale.
+        It also updates the loss scale. The overflow of a scaled gradient is no failure: the scale falls for the next
+        step.
         """
         skip = ~(norm.isfinite() & loss.isfinite())
         failed, overflow = skip, skip & loss.isfinite()
         if self.loss_scale is not None:
             failed = (skip & ~overflow) | self.loss_scale.failed(overflow)
-        if self.stop_at_nonfinite:  # the host hears of it a step later, and by then this step must not have learnt
+        if self.stop_at_nonfinite:  # the CPU reads `failed` one step later; until then no step may change weights
             self.halted = torch.maximum(self.halted, failed.float())
             skip = skip | (self.halted > 0)
         figures = {}
@@ -176,7 +181,7 @@ class DefaultStepper:
         return self.mean_loss([self.model.loss(self.entries(batch, self.run.step)) for batch in micro_batches])
 
     def mean_loss(self, losses: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """The mean over all ranks' targets."""
+        """The mean loss over the targets of all ranks; `losses` are this rank's (loss, number of targets)."""
         loss_sum, num_targets = self.run.summed(self._own_sums(losses)).unbind()
         return loss_sum / num_targets
 

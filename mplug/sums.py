@@ -1,4 +1,4 @@
-"""Sums that modules ask for while they run, over whatever divides the tokens: the host's own offer."""
+"""The host's own offer for `Router.summed`: sums over the ranks that divide tokens, which modules use in forward."""
 
 from itertools import combinations
 
@@ -10,13 +10,13 @@ from mplug.run import Run
 from mplug.slots import Offer
 
 TOKENS = ("batch", "sequence")
-"""The activation axes that tokens lie along."""
+"""The activation axes of tokens."""
 
 
 def token_sums(run: Run, model: Model) -> list[Offer]:
-    """What fills `Router.summed`: sums over the mesh axes of the attention view that divide the named axes.
+    """The supplier of `Router.summed`: it sums over the mesh axes of the attention view that divide the named axes.
 
-    Their groups are made here, by all ranks alike: a rank's stage may have no router.
+    Collective: all ranks make the process groups here, including ranks whose stage has no router.
     """
     view = [axis for axis in run.mesh.views["attention"] if any(axis.divides(named) for named in TOKENS)]
     if not model.plan.buffers or not view:

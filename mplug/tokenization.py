@@ -1,7 +1,7 @@
-"""Tokenizers by name, and the record that keeps a corpus and its tokenizer together. Torch-free.
+"""Tokenizers by name, and the record that ties a corpus to its tokenizer. Torch-free.
 
-Beside the data `corpus.bin` stands `corpus.tokenizer.json`: which tokenizer made it, with which options, and the
-fingerprint of its files, copies of which stand beside it.
+The file `corpus.tokenizer.json` is next to the data `corpus.bin`. It says which tokenizer made the data, with which
+options, and holds a fingerprint of the tokenizer's files. Copies of these files are in the same folder.
 """
 
 import hashlib
@@ -23,15 +23,15 @@ from mplug.registry import Entry, Registry
 
 KIND = "tokenizers"
 SUFFIX = ".tokenizer"
-"""What the names of the record and of the copies have after the data's."""
+"""The suffix that the names of the record and of the copies have after the data's name."""
 HOOK = "build_tokenizer"
 FILES = "files"
-"""The attribute in which a plugin's class names the options that are files of the tokenizer."""
+"""The attribute in which a plugin's class lists the options that are files of the tokenizer."""
 
 
 @dataclass(frozen=True)
 class TokenizerFile:
-    """A file that the tokenizer is made from: where it lies, what it was called first, the digest of its bytes."""
+    """A file of the tokenizer: its path, its original name, the SHA-256 of its bytes."""
 
     path: str
     name: str
@@ -40,13 +40,13 @@ class TokenizerFile:
 
 @dataclass(frozen=True)
 class TokenizerRecord:
-    """Which tokenizer made a corpus. Paths are relative to nothing: they were made absolute when it was read."""
+    """The tokenizer that made a corpus. Its paths are absolute."""
 
     name: str
     options: Mapping[str, Any]
-    """What its Config was given, but for files."""
+    """The fields of its Config, without files."""
     files: Mapping[str, TokenizerFile]
-    """The options that name files of it."""
+    """The fields of its Config that name files, by option."""
     vocab_size: int
     eod: int | None
     distribution: str
@@ -54,19 +54,19 @@ class TokenizerRecord:
 
     @property
     def fingerprint(self) -> str:
-        """A digest of what decides its tokens: name, options and the contents of its files, not where they lie."""
+        """A digest of everything that determines its tokens: name, options, contents of its files (not their paths)."""
         said = [self.name, self.options, {option: file.sha256 for option, file in sorted(self.files.items())}]
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
     def as_mapping(self) -> dict[str, Any]:
-        """Plain data, as JSON keeps it."""
+        """The record as plain data for JSON."""
         return {**asdict(self), "options": dict(self.options), "fingerprint": self.fingerprint}
 
 
 def describe_tokenizer(name: str, options: Mapping[str, Any], source: str = "--tokenizer") -> TokenizerRecord:
-    """The record of a tokenizer that a user names, which is built once to see that it can be.
+    """The record of a tokenizer that a user names. The tokenizer is built once, as a check.
 
-    Raises UsageError: no such plugin or option, a missing file, a file that is not what the plugin reads.
+    Raises UsageError for an unknown plugin or option, a missing file, or a file that the plugin cannot read.
     """
     entry = Registry().find(KIND, name)
     plugin = _load(entry)
@@ -83,10 +83,10 @@ def describe_tokenizer(name: str, options: Mapping[str, Any], source: str = "--t
 
 
 def load_tokenizer(record: TokenizerRecord | Mapping[str, Any]) -> CorpusTokenizer:
-    """The tokenizer of a record, once its files are what they were.
+    """The tokenizer of a record, after a check that its files are unchanged.
 
-    Raises UsageError: the plugin is not installed, a file is gone or has changed, or a release of the plugin makes
-    another vocabulary of it.
+    Raises UsageError if the plugin is not installed, if a file is missing or has changed, or if the installed release
+    of the plugin makes another vocabulary from the files.
     """
     record = record if isinstance(record, TokenizerRecord) else _from_mapping(record, "the tokenizer's record", Path())
     made = f"'{record.name}' of {record.distribution} {record.version}"
@@ -117,7 +117,7 @@ def _refuse_changed(file: TokenizerFile, found: TokenizerFile) -> None:
 
 
 def record_path(prefix: Path | str) -> Path:
-    """Where the record of the data `prefix.bin` stands."""
+    """The path of the record of the data `prefix.bin`."""
     return Path(f"{prefix}{SUFFIX}.json")
 
 
@@ -126,10 +126,10 @@ def keep_tokenizer(record: TokenizerRecord, prefix: Path | str) -> TokenizerReco
 @overload
 def keep_tokenizer(record: None, prefix: Path | str) -> None: ...
 def keep_tokenizer(record: TokenizerRecord | None, prefix: Path | str) -> TokenizerRecord | None:
-    """Write the record beside the data `prefix.bin`, and copies of the tokenizer's files; returns the record of these.
+    """Write the record and copies of the tokenizer's files next to `prefix.bin`; returns the record of the copies.
 
-    Each file is whole or not there; the record comes last. None takes away the record of data that were there before.
-    UsageError where a file is not what it was.
+    Each file is written atomically, the record last. With `record` None, an existing record is removed. Raises
+    UsageError if a file has changed.
     """
     target, copies = record_path(prefix), dict[str, TokenizerFile]()
     if record is None:
@@ -150,7 +150,7 @@ def keep_tokenizer(record: TokenizerRecord | None, prefix: Path | str) -> Tokeni
 
 
 def read_tokenizer(prefix: Path | str) -> TokenizerRecord | None:
-    """The record that stands beside the data `prefix.bin`; None where there is none. It is read, not built."""
+    """The record of the data `prefix.bin`, or None. The tokenizer is not built."""
     path = record_path(prefix)
     if not path.is_file():
         return None
@@ -203,7 +203,7 @@ def _from_mapping(said: Any, where: str, folder: Path) -> TokenizerRecord:
 
 
 def _first_of(error: ValidationError | RecursionError) -> str:
-    """The first reason why a mapping is no record."""
+    """The first reason why a mapping is not a record."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]

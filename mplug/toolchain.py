@@ -1,4 +1,4 @@
-"""What this machine can build kernels with. Importing it imports no torch."""
+"""The tools for building kernels on this machine. Importing this module imports no torch."""
 
 import os
 import shutil
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def triton_builds() -> bool:
-    """Whether Triton is installed, and what it builds its launchers with: a C compiler and Python's headers."""
+    """Whether Triton is installed, with the tools that build its launchers: a C compiler and Python's headers."""
     from torch.utils._triton import has_triton_package
 
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")

@@ -1,8 +1,8 @@
-"""What in a run depends on its layout, and that a declared way of summing gradients is not bypassed.
+"""What in a run depends on its layout, and the check that nothing bypasses a declared way of summing gradients.
 
-A strategy that sums gradients in another way than as they are (compressed to bf16, for example) says so by the hook
-`varies`, with the mesh axes over which it sums. No other strategy, and not the host, may then sum over one of them: the
-sum would be another one than `mplug explain` and the suites say.
+A strategy that does not sum gradients exactly (it compresses them to bf16, for example) declares this by the hook
+`varies`, with the mesh axes over which it sums. No other strategy may then sum over these axes, and neither may the
+host: the sum would differ from what `mplug explain` and the test suites state.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,9 +14,9 @@ from mplug.run import Run
 
 
 def layout_dependence(run: Run, model: Model) -> list[str]:
-    """What makes losses and gradients depend on the layout beyond rounding: a sentence for each supplier and module.
+    """What makes losses and gradients depend on the layout beyond rounding: a sentence per plugin, supplier and module.
 
-    Of a module that does not say what it mixes, that is not known.
+    A module that does not declare what it mixes is listed as not known.
     """
     plugins = {
         f"{label}: {variance.reason} (relative error up to {variance.tolerance:.2g})"
@@ -39,15 +39,15 @@ def layout_dependence(run: Run, model: Model) -> list[str]:
 
 
 def layout_dependence_of_all(run: Run, model: Model) -> tuple[str, ...]:
-    """The same of all ranks' parts of a model; all ranks must ask."""
+    """`layout_dependence` of all ranks' parts of a model together. Collective: all ranks must call it."""
     return tuple(sorted({one for told in run.gathered(layout_dependence(run, model)) for one in told}))
 
 
 def refuse_bypassing_layout(run: Run, model: Model) -> None:
-    """Raise UsageError where the layout alone says that a declared sum is bypassed: before any process starts.
+    """Raise UsageError if the layout bypasses a declared sum; this check needs no processes.
 
-    The plugin that divides states sums over all axes of its buckets. A parameter that is gathered along an axis is
-    summed over it before its sink has the gradient.
+    The plugin that shards optimizer states sums over all axes of its buckets. The gradient of a parameter that is
+    gathered along an axis is summed over it before the sink receives it.
     """
     buckets = model.sharding.buckets if model.sharding is not None else ()
     summed = {axis for bucket in buckets for axis in (*bucket.axes, *bucket.copied)}
@@ -65,10 +65,10 @@ def refuse_bypassing_layout(run: Run, model: Model) -> None:
 
 
 def refuse_bypassing(run: Run, model: Model, summers: Mapping[str, str]) -> None:
-    """Raise UsageError where gradients are summed over a declared axis by another than the plugin that declares it.
+    """Raise UsageError if another plugin than the one that declares an axis, or the host, sums gradients over it.
 
-    `summers` are the labels of the plugins that sum over the axes in `sinks.reduced_over`; over all others, the host
-    sums.
+    `summers` maps the axes in `sinks.reduced_over` to the labels of the plugins that sum over them; the host sums over
+    all other axes.
     """
     for owner, axis in _declared(run):
         partial = [name for name in model.sinks if axis in model.placements[name].partial_axes]
@@ -84,7 +84,7 @@ def refuse_bypassing(run: Run, model: Model, summers: Mapping[str, str]) -> None
 
 
 def _declared(run: Run) -> Iterator[tuple[str, str]]:
-    """(plugin, axis) of every axis of more than one rank over which a plugin declares to sum in its own way."""
+    """(plugin, axis) for every declared axis with more than one rank."""
     for owner, variance in run.variances.items():
         yield from ((owner, axis) for axis in variance.sums if run.mesh.axes[axis].size > 1)
 

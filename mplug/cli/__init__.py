@@ -1,4 +1,4 @@
-"""The command line: a file a command. Importing this package imports no torch, no pydantic and no plugin."""
+"""The command line: one file per command. Importing this package imports no torch, no pydantic and no plugin."""
 
 import ast
 import errno
@@ -25,14 +25,14 @@ COMMANDS = {
     "checkpoint": "List, show and verify the checkpoints of a run.",
     "plugins": "List, show and check installed plugins, or begin a new one.",
 }
-"""The host's own commands, in the order in which a newcomer needs them; each is a module of this package."""
+"""The host's own commands, in the order in which a new user needs them; each is a module of this package."""
 
 
 class Commands(click.Group):
-    """The host's commands and those that plugins add, imported when they are called."""
+    """The commands of the host and of plugins; each is imported when it is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Every command by name."""
+        """The names of all commands."""
         return [*COMMANDS, *(name for name in Registry().names("commands") if name not in COMMANDS)]
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
@@ -53,14 +53,14 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Name the nearest command where one is unknown."""
+        """Resolve a command; for an unknown one, raise UsageError with the nearest name."""
         name = args[0]
         if not name.startswith("-") and name not in self.list_commands(ctx):
             raise UsageError(f"there is no command '{name}'{suggest(name, self.list_commands(ctx))} (see mplug --help)")
         return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Names of commands without importing any, and the host's own options."""
+        """Complete names of commands, without importing any, and the host's own options."""
         found = [CompletionItem(name) for name in self.list_commands(ctx) if name.startswith(incomplete)]
         return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
 
@@ -84,7 +84,7 @@ class Commands(click.Group):
             sys.exit(128 + signal.SIGINT)
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a command; errors become one sentence and the right exit status."""
+        """Run a command; an error becomes one sentence and its exit status (2 or 1)."""
         try:
             return super().main(*args, **kwargs)
         except UsageError as error:
@@ -97,7 +97,7 @@ class Commands(click.Group):
 
 
 def _said_of(entry: Entry) -> str:
-    """What a plugin's command says of itself, read in its source and not imported; else what its distribution says."""
+    """The summary of a plugin's command: from the docstring in its source, without an import, or its distribution's."""
     module, _, attribute = entry.target.partition(":")
     package, *inner = module.split(".")
     try:

@@ -97,7 +97,7 @@ def command(
 def _measured(
     tasks: "dict[str, Task]", sizes: dict[str, int], opponent: "Opponent | None", rounds: int, profile: bool
 ) -> "tuple[dict[str, Measured], Measured | None]":
-    """Let everyone take turns; only the first round is profiled, after its steps."""
+    """Measure all participants in turn, round by round; only the first round is profiled, after its steps."""
     from mplug.bench import shown, turn
 
     measured: dict[str, Measured] = {}
@@ -119,7 +119,7 @@ def _measured(
 
 
 def _tell(found: "Measured") -> None:
-    """What a turn found, for whoever waits for the others, or ends it here."""
+    """Print the result of a turn to stderr at once, before the other turns are complete."""
     click.echo(f"    {found.step * 1e3:,.1f} ms a step, {found.tokens_per_s:,.0f} tokens/s/GPU", err=True)
 
 
@@ -133,7 +133,7 @@ def _limits(tasks: "dict[str, Task]", sizes: dict[str, int]) -> "dict[str, Limit
     return found
 
 
-# What is printed.
+# Output.
 
 
 def _rows(everyone: "dict[str, Measured]", opposed: "Measured | None") -> str:
@@ -165,7 +165,7 @@ def _rows(everyone: "dict[str, Measured]", opposed: "Measured | None") -> str:
 
 
 def _classes(everyone: "dict[str, Measured]") -> str:
-    """Milliseconds of each class, and their part of the step that was profiled."""
+    """A table of the milliseconds of each class, and their part of the profiled step."""
     from mplug.bench import shown
     from mplug.profiling import COLLECTIVES, GAPS, PRECEDENCE
 
@@ -183,7 +183,7 @@ def _part(seconds: float, profile: "Profile") -> str:
 
 
 def _fractions(measured: "dict[str, Measured]", limits: "dict[str, Limits]") -> str:
-    """What the machine does by itself, and each class of a step as a fraction of its limit."""
+    """A table of the machine's rates, and of each class of a step as a fraction of its limit."""
     from mplug.bench import shown
 
     found = limits.values()

@@ -28,7 +28,7 @@ def show(sources: bool, **options: Any) -> None:
     from mplug.settings import from_mapping
 
     config = resolved(options)
-    prepare(config)  # refuses what plugins refuse
+    prepare(config)  # raises the usage errors of plugins
     if not sources:
         click.echo(yaml.safe_dump(config.resolved(), sort_keys=False), nl=False)
         return

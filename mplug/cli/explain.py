@@ -65,7 +65,7 @@ def _mesh(run: "Run") -> str:
 
 
 def _divides(axis: "Axis") -> str:
-    """What an axis divides: named axes of parameters, of batch entries, of activations."""
+    """The named axes of parameters, of batch entries and of activations that an axis divides."""
     kinds = (("parameters", axis.splits), ("batch entries", axis.entries), ("activations", axis.activations))
     return "; ".join(f"{', '.join(names)} of {kind}" for kind, names in kinds if names)
 
@@ -112,7 +112,7 @@ def _frozen_elements(placements: "Iterable[Placement]") -> int:
 
 
 def _step(run: "Run", model: "Model") -> str:
-    """What is trained, and the FLOPs of a step of the whole run."""
+    """The number of parameters and of frozen ones, and the FLOPs of a step of the whole run."""
     trainer, passes = run.config.trainer, model.passes
     assert passes is not None
     everything = model.placements.values()
@@ -141,7 +141,7 @@ def _slots(run: "Run", model: "Model") -> str:
 
 
 def _mixing(model: "Model") -> str:
-    """Of the modules that mix tokens or do not say whether they do: what they mix."""
+    """A table of the modules that mix tokens, or do not declare it, with the axes that they mix."""
     from mplug.model import role_of
 
     groups: dict[tuple[str, ...], int] = {}
@@ -186,7 +186,7 @@ def _placements(model: "Model", rank: int) -> str:
 
 
 def _shards(run: "Run", model: "Model") -> str:
-    """Of the parameters whose optimizer state is divided along the same axes: buckets, and this rank's elements."""
+    """A table of the sharded optimizer state: for each set of axes, the buckets and this rank's elements."""
     from mplug.sharding import owner_of
 
     assert model.sharding is not None

@@ -78,7 +78,7 @@ def _print(
     click.echo(written, nl=False)
     for token in sample(model, encoded, count, run.config.trainer.seq_length, sampling):
         tokens.append(token)
-        text = tokenizer.decode(tokens).rstrip("\ufffd")  # a character's last bytes may still come
+        text = tokenizer.decode(tokens).rstrip("\ufffd")  # the last bytes of a character may be in the next token
         click.echo(text[len(written) :], nl=False)
         written = max(written, text, key=len)
     click.echo(tokenizer.decode(tokens)[len(written) :])

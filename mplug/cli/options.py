@@ -1,4 +1,4 @@
-"""Options that several commands share, and the settings that they make."""
+"""Options that several commands share, and the settings that they set."""
 
 import math
 from collections.abc import Callable, Container
@@ -25,7 +25,7 @@ FLAGS = {
     "data": "data.name",
     "precision": "trainer.precision",
 }
-"""Short flags -> the fields that they set."""
+"""Short flags, and the fields that they set."""
 
 
 class PluginName(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
@@ -37,7 +37,7 @@ class PluginName(click.ParamType):  # type: ignore[type-arg]  # generic since cl
         self.kind = kind
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """The installed names that begin so."""
+        """The installed names that begin with `incomplete`."""
         entries = {entry.name: entry.summary for entry in Registry().entries(self.kind)}
         names = [name for name in Registry().names(self.kind) if name.startswith(incomplete)]
         return [CompletionItem(name, help=entries.get(name)) for name in names]
@@ -47,7 +47,7 @@ class Finite(click.FloatRange):
     """A number within a range; click lets NaN through every range."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The number; an error where it is not finite."""
+        """The number; an error if it is not finite."""
         number = super().convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{number} is not a finite number.", param, ctx)
@@ -60,7 +60,7 @@ class RunName(click.ParamType):  # type: ignore[type-arg]  # generic since click
     name = "run"
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """The runs that begin so."""
+        """The names of runs that begin with `incomplete`."""
         found = sorted(path.parent.name for path in Path("runs").glob("*/config.yaml"))
         return [CompletionItem(name) for name in found if name.startswith(incomplete)]
 
@@ -68,7 +68,7 @@ class RunName(click.ParamType):  # type: ignore[type-arg]  # generic since click
 def added_flags(taken: Container[str] = ()) -> dict[str, Entry]:
     """Short flags that installed distributions add (the group 'mplug.flags'); `target` is the field that each sets.
 
-    A flag that is `taken`, or that two distributions claim, is left out: no run that names neither is disturbed.
+    A flag in `taken`, or one that two distributions claim, is left out, so that it does not disturb other runs.
     """
     claims: dict[str, list[Entry]] = {}
     for entry in Registry().flags():
@@ -78,7 +78,7 @@ def added_flags(taken: Container[str] = ()) -> dict[str, Entry]:
 
 
 def config_options(function: F) -> F:
-    """The options that choose and change a run's config."""
+    """Decorate a command with the options that choose and change a run's config."""
     options = [*HOSTS]
     others = {parameter.name for parameter in getattr(function, "__click_params__", ())}
     for name, entry in added_flags({*OWN, *others}).items():
@@ -108,14 +108,14 @@ HOSTS = [
         "--set", "assignments", metavar="FIELD=VALUE", multiple=True, help="Set any field: trainer.steps=100."
     ),
 ]
-"""The host's own of them."""
+"""The host's own options of `config_options`."""
 OWN = (*FLAGS, "kernels", "file", "assignments", "config", "set")
 
 
 def overrides(
     *, file: Path | None, assignments: tuple[str, ...], kernels: tuple[str, ...], **flags: str | None
 ) -> "Settings":
-    """The settings of the command line over those of the file that it names."""
+    """The settings of the command line, merged over those of the file that `--config` names."""
     from mplug.settings import merge, read_assignments, read_file
 
     settings: Settings = read_file(file) if file else {}
@@ -130,7 +130,7 @@ def overrides(
 
 
 def resolved(options: dict[str, Any]) -> "RunConfig":
-    """The config that the options of `config_options` make over the default run."""
+    """The config of the default run, changed by the options of `config_options`."""
     from mplug.resolve import default_settings, resolve
 
     return resolve(Registry(), default_settings(), overrides(**options))

@@ -73,12 +73,12 @@ class AnyPlugin(click.ParamType):  # type: ignore[type-arg]  # generic since cli
     name = "plugin"
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """The installed plugins that begin so."""
+        """The installed plugins whose labels begin with `incomplete`."""
         return [CompletionItem(e.label, help=e.summary) for e in Registry().entries() if e.label.startswith(incomplete)]
 
 
 def _named(word: str) -> list[Entry]:
-    """The installed plugins that go by a word."""
+    """The installed plugins that a word names; UsageError if there is none."""
     from mplug.errors import UsageError, suggest
 
     registry = Registry()

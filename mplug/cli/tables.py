@@ -1,10 +1,10 @@
-"""Plain tables, the same on a terminal, in a file and in a pipe."""
+"""Plain text tables, with the same output on a terminal, in a file and in a pipe."""
 
 from collections.abc import Iterable, Sequence
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Left-aligned columns under a header; numbers to the right."""
+    """A table with a header; text is left-aligned, numbers are right-aligned."""
     cells = [list(header), *([str(cell) for cell in row] for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     lines = []
@@ -20,7 +20,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def human_bytes(count: int) -> str:
-    """Bytes in binary units: 1.50 GiB."""
+    """A number of bytes in binary units: 1.50 GiB."""
     size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1024 and len(units) > 1:
         size, units = size / 1024, units[1:]

@@ -1,6 +1,6 @@
 """Gradient sinks: each sums a parameter's gradient over the micro batches of a step, in fp32.
 
-If a step has one micro batch, nothing is summed, and the buffers may have the weights' precision (`_gradient_dtype` in
+If a step has one micro batch, nothing is summed, and the buffers may have the weights' precision (`gradient_dtype` in
 build.py decides).
 
 A sink's buffer is the attribute `main_grad` of its parameter. Linear layers add their weight gradient to it inside

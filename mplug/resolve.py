@@ -268,5 +268,5 @@ class _Resolver:
 
 def _path_hint(key: Key, word: str) -> str:
     """The remedy for a path that stands where the name of a data plugin belongs."""
-    is_path = key == ("data", "name") and ("/" in word or "." in word or Path(word).exists())
+    is_path = key == ("data", "name") and len(word) < 200 and "\n" not in word and ("/" in word or "." in word)
     return f"; to train on the file or folder '{word}', write --set data.path={word}" if is_path else ""

@@ -69,7 +69,7 @@ class PipelineStepper:
         taken = list(compress(self.taken.pop(number), self.returned))
         if given:
             gradients: Any = self.gradients.pop(number) if self.next else [self.default.loss_gradient(given[0])]
-            # A trained unit can also output an activation of frozen parameters alone, such as a residual before any block.
+            # A trained unit can also output an activation of frozen parameters alone (the residual before any block).
             learning = [(one, grad) for one, grad in zip(given, gradients, strict=True) if one.requires_grad]
             if learning:
                 torch.autograd.backward(*zip(*learning, strict=True))

@@ -11,8 +11,9 @@ if TYPE_CHECKING:
 def divide(model: "Model", num_stages: int, units_per_stage: tuple[int, ...] | None) -> tuple[tuple[str, ...], ...]:
     """The unit names of each stage: as many as the user sets, or split so that the heaviest stage is minimal.
 
-    The weight of a unit is the cost of its matrix products. A unit that only looks up has weight 0. Raises UsageError
-    if the user's numbers do not add up to the model's units, or if there are more stages than units with a weight.
+    The weight of a unit is the number of weight elements that multiply a token (`Model.unit_weight`). A unit that only
+    looks up has weight 0. Raises UsageError if the user's numbers do not add up to the number of units, or if there
+    are more stages than units with a positive weight.
     """
     names = [unit.name for unit in model.plan.units]
     if units_per_stage is not None:

@@ -65,8 +65,8 @@ class Queue:
 def reduce_in_buckets(sinks: Sinks, groups: Mapping[str, ops.Group], num_bytes: int) -> list[Bucket]:
     """Sum every gradient over its parameter's group, in buckets of at least `num_bytes` bytes (the last may have less).
 
-    A bucket holds neighbours in the gradient arena, whose order is that in which backward ends. `groups` maps parameter
-    names to groups; other parameters are skipped. Returns the buckets in the order of their sums.
+    A bucket holds neighbours in the gradient arena, which has about the order in which gradients become final. `groups`
+    maps parameter names to groups; other parameters are skipped. Returns the buckets in the order of their sums.
     """
     queue = Queue(sinks, groups, num_bytes)
     sinks.when_finished.append(queue.wait)

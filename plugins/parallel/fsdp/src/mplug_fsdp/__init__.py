@@ -56,7 +56,7 @@ class FullyShardedDataParallel:
 
     @hookimpl
     def mesh_axes(self, config: "RunConfig") -> list[Axis]:
-        """One axis that splits the batch; its ranks are nearer than replicas: they exchange every weight in every pass."""
+        """One axis that splits the batch; its ranks are nearer than replicas, because they exchange all weights."""
         return [Axis(AXIS, config.parallel.degrees[AXIS], entries={"batch": contiguous}, distance=15)]
 
     @hookimpl

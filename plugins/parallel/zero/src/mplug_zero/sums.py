@@ -81,11 +81,11 @@ def _wait(works: list[Any]) -> None:
 
 
 def _journey(lane: Lane, dtype: torch.dtype, last: bool) -> Iterator[list[Any]]:
-    """Sum a bucket in stages: each `yield` returns the collectives that must be done before the generator is resumed.
+    """Sum a bucket step by step: each `yield` returns collectives to wait for before the generator is resumed.
 
-    Stage 1 reduces the bucket onto its owners: one reduce-scatter of equal parts, or one reduce per stretch. The result
-    is copied to the owned gradients; a transient bucket adds it, except for the first sum of a step. Stage 2, for the
-    last sum of a step, all-reduces the owned gradients over the ranks with copies.
+    First it reduces the bucket onto its owners: one reduce-scatter of equal parts, or one reduce per stretch. The
+    result is copied to the owned gradients; a transient bucket adds it, except for the first sum of a step. For the
+    last sum of a step, it then all-reduces the owned gradients over the ranks with copies.
     """
     shard, group = lane.shard, lane.groups.owners
     assert group is not None

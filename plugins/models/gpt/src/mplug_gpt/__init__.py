@@ -65,7 +65,7 @@ class GPT:
 
         @property
         def kv_heads(self) -> int:
-            """Key-value heads."""
+            """Number of key-value heads."""
             return self.num_kv_heads or self.num_attention_heads
 
         @property
@@ -84,7 +84,7 @@ class GPT:
 
     @hookimpl
     def configure(self, config: RunConfig) -> None:
-        """Learned positions end somewhere."""
+        """Refuse sequences that are longer than the table of learned positions."""
         longest = self.config.max_position_embeddings
         if self.config.position == "learned" and config.trainer.seq_length > longest:
             raise UsageError(

@@ -1,4 +1,4 @@
-"""What the decoder publishes: its units, what the dimensions of its parameters mean, its FLOPs."""
+"""The decoder's plan: its units, the named axes of its parameters, its FLOPs."""
 
 from typing import TYPE_CHECKING
 
@@ -79,7 +79,7 @@ def _parameters(config: "GPT.Config") -> dict[str, Parameter]:
 
 
 def _flops(config: "GPT.Config") -> Flops:
-    """6 FLOPs a weight and token in matrix products, and causal attention counted once (6 layers, heads and pairs)."""
+    """6 FLOPs per token and weight of matrix products; causal attention counted once, as 6 * layers * query width."""
     hidden, queries = config.hidden_size, config.num_attention_heads * config.head_width
     attention = hidden * (queries + 2 * config.kv_heads * config.head_width) + queries * hidden
     mlp = (3 if config.activation == "swiglu" else 2) * hidden * config.ffn_width

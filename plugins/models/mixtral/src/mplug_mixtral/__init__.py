@@ -1,4 +1,4 @@
-"""Mixtral: decoders whose feed-forward parts are mixtures of experts, from a toy to 141 billion parameters."""
+"""Mixtral: decoders with mixtures of experts as feed-forward parts, from a toy to 141 billion parameters."""
 
 from typing import TYPE_CHECKING, Literal, Self
 
@@ -26,7 +26,7 @@ class Mixtral:
     presets = PRESETS
 
     class Config(BaseModel):
-        """The shape of the decoder, how tokens choose experts, and what keeps their load even."""
+        """The shape of the decoder, the choice of experts, and the balancing of their load."""
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -106,7 +106,7 @@ class Mixtral:
 
         @property
         def kv_heads(self) -> int:
-            """Key-value heads."""
+            """Number of key-value heads."""
             return self.num_kv_heads or self.num_attention_heads
 
         @property
@@ -121,7 +121,7 @@ class Mixtral:
 
         @property
         def shared_width(self) -> int:
-            """Width of all shared experts together, which are one MLP."""
+            """Total width of the shared experts, which form one MLP."""
             return self.num_shared_experts * self.expert_width
 
     def __init__(self, config: Config) -> None:

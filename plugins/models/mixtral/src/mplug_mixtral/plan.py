@@ -1,4 +1,4 @@
-"""What the decoder publishes: its units, what the dimensions of its parameters and buffers mean, its FLOPs."""
+"""The decoder's plan: its units, the named axes of its parameters and buffers, its FLOPs."""
 
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 ONES = Init("constant", value=1.0)
 TOKENS = ("batch", "sequence")
 ALL_EXPERTS = "router_expert"
-"""The experts as the router knows them: all of them, on every rank, whoever holds which."""
+"""The router's axis of experts: every rank holds all of it, even if the experts are split over ranks."""
 
 
 def make_plan(config: "Mixtral.Config") -> Plan:
@@ -99,7 +99,7 @@ def _buffers(config: "Mixtral.Config") -> dict[str, Buffer]:
 
 
 def _flops(config: "Mixtral.Config") -> Flops:
-    """6 FLOPs a token and weight that it is multiplied with, and causal attention counted once."""
+    """6 FLOPs per token and weight that it is multiplied with; causal attention is counted once."""
     hidden, queries = config.hidden_size, config.num_attention_heads * config.head_width
     attention = hidden * (queries + 2 * config.kv_heads * config.head_width) + queries * hidden
     active = config.num_experts_per_token * config.expert_width + config.shared_width

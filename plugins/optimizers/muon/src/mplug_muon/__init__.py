@@ -1,4 +1,4 @@
-"""Muon over pieces: hidden matrices by orthogonalised momentum, everything else by AdamW."""
+"""Muon over pieces: updates hidden matrices by orthogonalised momentum and everything else by AdamW."""
 
 from typing import TYPE_CHECKING, Literal
 
@@ -14,7 +14,7 @@ class Muon:
     """Muon (kellerjordan.github.io/posts/muon; arXiv 2502.16982), which needs whole matrices."""
 
     class Config(BaseModel):
-        """Learning rates, decay, momentum, and what AdamW updates."""
+        """Learning rates, decay, momentum, and the parameters that AdamW updates."""
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 

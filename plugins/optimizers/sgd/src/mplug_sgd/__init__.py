@@ -6,7 +6,7 @@ from mplug import Optimizer, Piece, hookimpl
 
 
 class SGD:
-    """Stochastic gradient descent as torch.optim.SGD has it: velocity b <- momentum b + g, then w <- w - lr b."""
+    """Stochastic gradient descent as in torch.optim.SGD: velocity b <- momentum b + g, then w <- w - lr b."""
 
     class Config(BaseModel):
         """Learning rate, momentum and decay."""

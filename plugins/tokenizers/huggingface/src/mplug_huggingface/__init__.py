@@ -19,7 +19,7 @@ REMEMBERED = 1 << 17
 
 
 class FileTokenizer:
-    """Encodes and decodes by a tokenizer.json, without the special tokens that its post-processor adds around a text."""
+    """Encodes and decodes by a tokenizer.json, without the special tokens that its post-processor would add."""
 
     def __init__(self, tokenizer: "tokenizers.Tokenizer", eod: int | None) -> None:
         self.tokenizer, self.eod = tokenizer, eod

@@ -101,7 +101,7 @@ class Words:
         return self._checked(_classes(), PROBE + BEYOND_ASCII)
 
     def _checked(self, classes: dict[str, str], probe: str) -> Cut | None:
-        """The function that splits with these classes; None if this release of the library splits or spells differently."""
+        """The function that splits with these classes; None if this release of the library gives other words."""
         cut = _cutter(self._pattern, classes)
         found = [spelt for spelt, _ in self._pre_tokenizer.pre_tokenize_str(probe)]
         return cut if found == [*map(_spelt, cut(probe))] else None

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class ModelTokenizer:
-    """A SentencePiece model. Its normalization may change spaces and characters, so decoding may differ from the text."""
+    """A SentencePiece model. Its normalization may change spaces and characters of a text."""
 
     def __init__(self, processor: "SentencePieceProcessor", eod: int | None) -> None:
         self.processor, self.eod = processor, eod

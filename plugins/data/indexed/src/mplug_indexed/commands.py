@@ -303,7 +303,7 @@ def _options(file: str | None, assignments: "Sequence[str]") -> dict[str, Any]:
 
 
 def _beside(first: str) -> Path:
-    """The name of an input without its suffixes, in the folder where one is."""
+    """The default prefix: the name of an input without its suffixes, in the current directory."""
     path = Path(first)
     return Path(path.name.split(".")[0] or "corpus") if path.name else Path("corpus")
 

@@ -1,7 +1,7 @@
 """Text and images with text through Megatron-Energon: prepared data sets, blends of them, task encoders.
 
-The plugin and the command `contact-sheet` share this package, and a command's help imports no pydantic: so the plugin
-is imported when it is asked for.
+The plugin and the command `contact-sheet` share this package. The plugin is imported lazily, because a command's help
+must not import pydantic.
 """
 
 from typing import Any

@@ -1,9 +1,10 @@
-"""Task encoders: from a sample of a data set to the tokens that a model learns.
+"""Task encoders: they turn a sample of a data set into the tokens that a model learns.
 
-A task encoder is a class of Energon's `TaskEncoder`, named `module:Class`. It is made with `data.task_encoder_options`,
-and with `seq_length` and `tokenizer` where it takes them. Its encoded samples are mappings or dataclasses with `tokens`
-[S] and `labels` [S] (shifted; -100 where there is no target), `positions` [S] if they are not 0, 1, 2 ..., and whatever
-else `data.entries` names. It may state its `vocab_size`; else the tokenizer's holds.
+A task encoder is a subclass of Energon's `TaskEncoder`, named `module:Class` in the config. Its arguments are
+`data.task_encoder_options`, and `seq_length` and `tokenizer` if it accepts them. Its encoded samples are mappings or
+dataclasses with `tokens` [S] and `labels` [S] (shifted; -100 without a target), `positions` [S] if they are not
+0, 1, 2 ..., and the entries that `data.entries` names. It may have an attribute `vocab_size`; the default is the
+tokenizer's.
 
 `S` sequence length, `P` pixels of an image's side.
 """
@@ -28,7 +29,7 @@ IMAGES = ("png", "jpg", "jpeg", "webp", "bmp", "image")
 
 @edataclass
 class Encoded(Sample):
-    """What a model reads of a sample: tokens [S] and labels [S]."""
+    """An encoded sample: tokens [S] and labels [S]."""
 
     tokens: Tensor
     labels: Tensor
@@ -36,14 +37,14 @@ class Encoded(Sample):
 
 @edataclass
 class EncodedImage(Encoded):
-    """Beside it the image [3, P, P], from 0 to 1."""
+    """An encoded sample with its image [3, P, P], from 0 to 1."""
 
     images: Tensor
 
 
 @edataclass
 class Raw(Sample):
-    """A sample whatever its type: its text, and its image if it has one."""
+    """A sample of an untyped data set: its text, and its image if it has one."""
 
     text: str
     image: Tensor | None = None
@@ -51,7 +52,7 @@ class Raw(Sample):
 
 @stateless
 def cook(crude: CrudeSample) -> Raw:
-    """A sample of a data set without a type: by the extensions of its files, or the fields of its JSON."""
+    """Make a sample of an untyped data set, by the extensions of its files or the fields of its JSON."""
     fields = {**crude, **crude["json"]} if isinstance(crude.get("json"), dict) else dict(crude)
     text = next((fields[name] for name in TEXTS if isinstance(fields.get(name), str)), None)
     image = next((fields[name] for name in IMAGES if isinstance(fields.get(name), Tensor)), None)
@@ -65,7 +66,7 @@ def cook(crude: CrudeSample) -> Raw:
 
 
 def text_and_image(sample: Any) -> tuple[str, Tensor | None]:
-    """What this house's encoders take of a sample: of its fields `text` or `caption`, and `image`."""
+    """(text, image or None) of a sample: its field `text` or `caption`, and its field `image`."""
     text = getattr(sample, "text", getattr(sample, "caption", None))
     if text == "":
         raise UsageError(f"sample '{sample.__key__}' has an empty text; take it out, or set data.on_error=skip")
@@ -78,7 +79,7 @@ def text_and_image(sample: Any) -> tuple[str, Tensor | None]:
 
 
 class Text(DefaultTaskEncoder):
-    """Every text in windows of S tokens, one after the other; the last is filled up, without targets."""
+    """Splits every text into consecutive windows of S tokens; the last is padded, without targets for the padding."""
 
     cookers = (Cooker(cook),)
     decoder = SampleDecoder(image_decode="torchrgb8")
@@ -91,14 +92,14 @@ class Text(DefaultTaskEncoder):
 
     @stateless
     def encode_sample(self, sample: Sample) -> Iterator[Encoded]:
-        """As many samples as its text has windows."""
+        """One encoded sample for each window of the text."""
         tokens = [*self.tokenizer.encode(text_and_image(sample)[0]), *self.end]
         for start in range(0, max(len(tokens) - 1, 0), self.seq_length):
             window, labels = self.window(tokens[start : start + self.seq_length + 1])
             yield Encoded.derive_from(sample, tokens=window, labels=labels)
 
     def window(self, tokens: list[int], without_target: int = 0) -> tuple[Tensor, Tensor]:
-        """(tokens [S], labels [S]) of at most S + 1 tokens; the first `without_target` are no targets."""
+        """(tokens [S], labels [S]) from at most S + 1 tokens; the first `without_target` tokens are not targets."""
         filled = torch.full((self.seq_length + 1,), self.filler)
         filled[: len(tokens)] = torch.tensor(tokens)
         labels = filled[1:].clone()
@@ -108,12 +109,12 @@ class Text(DefaultTaskEncoder):
 
 
 class ImageText(Text):
-    """An image and its caption; the caption is what is learned.
+    """Encodes an image and its caption; only the caption has targets.
 
-    With `pixels`, the image comes before the caption as `pixels` x `pixels` grey tokens, numbered after the
-    tokenizer's: any decoder can learn to tell what it sees. Without, it is the entry `images` [B, 3, P, P] of
-    `image_size` P, for a model that takes it (`data.entries=[images]`), and the token that ends a document comes before
-    the caption, so that its first token is learned too.
+    With `pixels`, `pixels` x `pixels` grey tokens, numbered after the tokenizer's, precede the caption; so any decoder
+    can learn from them. Without `pixels`, the image is the entry `images` [B, 3, P, P] with P = `image_size`, for a
+    model that takes it (`data.entries=[images]`). Then the end-of-document token precedes the caption, so that the
+    caption's first token is a target too.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class ImageText(Text):
 
     @stateless
     def encode_sample(self, sample: Sample) -> Iterator[Encoded]:
-        """One sample; a caption that is too long is cut."""
+        """One encoded sample; a caption that is too long is truncated."""
         caption, image = text_and_image(sample)
         if image is None:
             raise UsageError(f"sample '{sample.__key__}' has no image; name an encoder for text in data.task_encoder")
@@ -147,7 +148,7 @@ class ImageText(Text):
 
 
 def resized(image: Tensor, size: int) -> Tensor:
-    """An image [3, height, width] of bytes, or of numbers from 0 to 1, as [3, size, size] of the latter."""
+    """An image [3, height, width] of bytes or numbers from 0 to 1 -> [3, size, size] of numbers from 0 to 1."""
     scaled = image.float() / 255 if image.dtype == torch.uint8 else image.float()
     whole = F.interpolate(scaled[None], (size, size), mode="bilinear", antialias=True, align_corners=False)
     return whole[0].clamp(0, 1)

@@ -1,4 +1,4 @@
-"""The plugin: which data set, and its loaders."""
+"""The plugin: the config of a data set, and its loaders."""
 
 from collections.abc import Iterator
 from functools import cached_property
@@ -26,7 +26,10 @@ META = ".nv-meta"
 
 
 def refuse_wrong_blend(path: Path) -> None:
-    """UsageError where a metadataset is none, or has a weight that is not above 0: Energon's words are of its code."""
+    """Raise UsageError for a file that is no metadataset, or has a weight that is not above 0.
+
+    Energon's own messages describe its code, not the user's file.
+    """
     import yaml
 
     try:
@@ -41,7 +44,7 @@ def refuse_wrong_blend(path: Path) -> None:
 
 
 def _weights(held: Any) -> Iterator[Any]:
-    """What stands as `weight` in a metadataset, at any depth."""
+    """The values of `weight` in a metadataset, at any depth."""
     parts = held.items() if isinstance(held, dict) else enumerate(held) if isinstance(held, list) else ()
     for name, part in parts:
         if name == "weight":
@@ -51,7 +54,7 @@ def _weights(held: Any) -> Iterator[Any]:
 
 
 class Energon:
-    """Samples of a data set that `energon prepare` has indexed, or of a blend, as a task encoder gives them."""
+    """Loads samples of a data set prepared by `energon prepare`, or of a blend, through a task encoder."""
 
     Config = EnergonConfig
 
@@ -60,7 +63,7 @@ class Energon:
 
     @hookimpl
     def configure(self) -> None:
-        """The data set must be there and prepared, and the encoder's package installed."""
+        """Refuse a data set that is missing or not prepared, and an encoder whose package is not installed."""
         path = Path(self.config.path)
         if not path.exists():
             raise UsageError(f"data.path '{path}' does not exist; name a prepared data set, or a metadataset's YAML")
@@ -84,12 +87,12 @@ class Energon:
 
     @hookimpl
     def batch_entries(self) -> tuple[str, ...]:
-        """What the encoder gives beside tokens, labels and positions."""
+        """The entries that the encoder gives besides tokens, labels and positions."""
         return self.config.entries
 
     @cached_property
     def described(self) -> TokenizerRecord:
-        """Which tokenizer the config names."""
+        """The description of the tokenizer that the config names."""
         return describe_tokenizer(self.config.tokenizer, self.config.tokenizer_options, "data.tokenizer")
 
     @cached_property
@@ -99,12 +102,12 @@ class Energon:
 
     @hookimpl
     def build_tokenizer(self) -> Tokenizer:
-        """What the encoder is given."""
+        """The tokenizer that the encoder receives."""
         return self.tokenizer
 
     @hookimpl
     def build_loader(self, run: "Run", split: Literal["train", "validation"]) -> Loader:
-        """Open this rank's streams of a part."""
+        """Open this rank's streams of the split's part of the data set."""
         from mplug_energon.reading import make_loader
 
         config, trainer = self.config, run.config.trainer

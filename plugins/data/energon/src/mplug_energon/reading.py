@@ -1,4 +1,4 @@
-"""Streams of a prepared data set or a blend, and their samples as micro batches."""
+"""Opens streams of a prepared data set or a blend, and collates their samples into micro batches."""
 
 import importlib
 import inspect
@@ -30,7 +30,7 @@ def make_loader(
     shard: tuple[int, int],
     micro_batch_size: int,
 ) -> StreamLoader:
-    """The streams of a part of the data set that the `shard`-th rank reads, through the config's task encoder."""
+    """A loader of this rank's streams of a part of the data set; `shard` is (index, number of data-parallel ranks)."""
     encoder = make_encoder(config.task_encoder, config.task_encoder_options, seq_length, tokenizer)
     vocab_size: int = getattr(encoder, "vocab_size", None) or tokenizer.vocab_size
     return StreamLoader(
@@ -45,7 +45,7 @@ def make_loader(
 
 
 def make_encoder(named: str, options: Mapping[str, Any], seq_length: int, tokenizer: CorpusTokenizer) -> TaskEncoder:
-    """The task encoder of `module:Class`; UsageError where there is none, or where it takes other options."""
+    """The task encoder of `module:Class`; raises UsageError if it does not exist or does not accept the options."""
     module, _, name = named.partition(":")
     try:
         found = getattr(importlib.import_module(module), name)
@@ -84,7 +84,7 @@ def open_stream(config: "EnergonConfig", encoder: TaskEncoder, part: str, seed: 
             max_samples_per_sequence=config.max_samples_per_sequence,
             task_encoder=encoder,
         )
-    except Exception as error:  # Energon raises what it likes where a data set is not what it says
+    except Exception as error:  # Energon raises any exception for a wrong data set
         raise UsageError(
             f"data.path '{config.path}', part '{part}': Energon cannot read it: {told(error)}; name a part that it "
             f"has, or prepare it again by 'energon prepare', with more tars where a part has none: it is of whole tars"
@@ -92,15 +92,15 @@ def open_stream(config: "EnergonConfig", encoder: TaskEncoder, part: str, seed: 
     name_tars(dataset, config.path)
     loader = get_savable_loader(
         dataset,
-        gc_collect_every_n_steps=0 if config.num_workers == 0 else 100,  # it would freeze the training's own objects
-        watchdog_timeout_seconds=None,  # it would end processes; the host knows when data are late
+        gc_collect_every_n_steps=0 if config.num_workers == 0 else 100,  # it would freeze the trainer's objects
+        watchdog_timeout_seconds=None,  # it would end processes; the host detects late data itself
     )
     loader.pin_memory = False  # the host pins
     return loader
 
 
 def collate(entries: tuple[str, ...], length: int, named: str) -> Collate:
-    """What makes a micro batch of encoded samples, with `entries` beside what each has."""
+    """A function that collates encoded samples into a micro batch, with the additional `entries`."""
 
     def make(samples: list[Any], numbers: list[int]) -> MicroBatch:
         rows = [_fields(sample) for sample in samples]

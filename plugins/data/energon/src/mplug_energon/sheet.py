@@ -1,4 +1,4 @@
-"""mplug contact-sheet: what a model sees of images with text, as a picture."""
+"""The command `mplug contact-sheet`: draws a micro batch of images with text as a picture."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from mplug import MicroBatch, Tokenizer
 
 MARGIN, LINE = 4, 12
-"""Pixels around an image, and of a line of its text."""
+"""Pixels of the margin around an image, and of a line of its text."""
 LINES = 4
-"""The most lines of text under an image."""
+"""Maximum number of lines of text under an image."""
 
 
 @click.command()
@@ -58,7 +58,7 @@ def command(path: Path, output: Path, part: str, samples: int, size: int, seed: 
 
 
 def sheet(batch: "MicroBatch", tokenizer: "Tokenizer") -> "Image":
-    """A micro batch with `images` [B, 3, P, P] as one picture, each image over the text that is to be learned."""
+    """A micro batch with `images` [B, 3, P, P] as one picture, each image above its text (the labels)."""
     from math import ceil, sqrt
 
     from PIL import Image, ImageDraw
@@ -82,7 +82,7 @@ def sheet(batch: "MicroBatch", tokenizer: "Tokenizer") -> "Image":
 
 
 def lines_of(text: str, pen: "ImageDraw", width: int) -> list[str]:
-    """A text in at most `LINES` lines of so many pixels, broken between words; dots stand for what is left out."""
+    """A text in at most LINES lines of `width` pixels, broken between words; dots replace the rest of a long text."""
     lines, rest = list[str](), " ".join(text.split())
     while rest and len(lines) < LINES:
         fits = next((end for end in range(len(rest), 1, -1) if pen.textlength(rest[:end]) <= width), 1)
@@ -96,7 +96,7 @@ def lines_of(text: str, pen: "ImageDraw", width: int) -> list[str]:
 
 
 def _dotted(line: str, pen: "ImageDraw", width: int) -> str:
-    """As much of a line as fits beside the dots after it."""
+    """The beginning of a line that fits together with dots, and the dots."""
     while line and pen.textlength(f"{line} ...") > width:
         line = line.rpartition(" ")[0] or line[:-1]
     return f"{line} ..."

@@ -1,8 +1,8 @@
-"""Where a sample comes from: its tar and its file, in every error, also in those of worker processes.
+"""Names the tar and the file of a sample in every error, also in worker processes.
 
-Energon hands a sample's sources to its error handler when a task encoder fails. When a tar cannot be read, there is no
-sample yet and no handler: the readers themselves raise. So the readers of a data set are wrapped, before worker
-processes take copies of them.
+If a task encoder fails, Energon passes the sample's sources to its error handler. If a tar cannot be read, there is no
+sample yet, and the reader raises without calling the handler. So this file wraps the readers of a data set, before
+worker processes copy them.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -17,11 +17,11 @@ from megatron.energon.flavors.webdataset.itar_reader import ITarReader
 from mplug import RunError, UsageError
 
 SHOWN = 300
-"""Characters of a library's exception."""
+"""Maximum characters of a library's exception in a message."""
 
 
 def told(error: BaseException) -> str:
-    """An exception of a library on one line; where it has no words, that of which it comes."""
+    """A library's exception on one line; if it has no message, its cause."""
     cause = error.__cause__ or error.__context__
     words = " ".join(str(error).split())
     if not words and cause is not None:
@@ -30,7 +30,7 @@ def told(error: BaseException) -> str:
 
 
 def stop(error: Exception, sample: Any, sources: Any = None) -> None:
-    """End the run at a sample that cannot be encoded or restored, naming it."""
+    """An error handler that ends the run with an error that names the sample and its sources."""
     named = where(sample, sources)
     if isinstance(error, UsageError | RunError):
         raise type(error)(f"{named}: {error}" if named else str(error)) from error
@@ -41,7 +41,7 @@ def stop(error: Exception, sample: Any, sources: Any = None) -> None:
 
 
 def where(sample: Any, sources: Any = None) -> str:
-    """The tars and files of a sample, or its key; '' if it states neither."""
+    """The tars and files of a sample, or its key; the empty string if it has neither."""
     tars = [(f"{one.dataset_path}/{one.shard_name}", one.file_names) for one in sources or ()]
     found = [", ".join(f"'{name}'" for name in (tar, *files)) for tar, files in tars]
     key = getattr(sample, "__key__", None) or (sample.get("__key__") if isinstance(sample, dict) else None)
@@ -49,13 +49,13 @@ def where(sample: Any, sources: Any = None) -> str:
 
 
 def name_tars(dataset: Any, path: str) -> None:
-    """Let every reader of a data set say which tar and which file of it cannot be read."""
+    """Wrap every reader of a data set, so that its errors name the tar and the file."""
     for reader in readers(dataset):
         reader._get_item_by_sample_pointer = partial(_read, reader._get_item_by_sample_pointer, reader, path)
 
 
 def readers(dataset: Any) -> list[ITarReader[Any]]:
-    """Every reader of tars below a data set, once."""
+    """Every tar reader inside a data set, once."""
     found: list[ITarReader[Any]] = []
     seen: set[int] = set()
     pending = [dataset]
@@ -69,7 +69,7 @@ def readers(dataset: Any) -> list[ITarReader[Any]]:
 
 
 def _parts(one: Any) -> Iterable[Any]:
-    """What a data set, a container or an object between them is made of, as far as it may lead to readers."""
+    """The parts of a data set, a container or an object of Energon that may contain readers."""
     if isinstance(one, list | tuple):
         return one
     if isinstance(one, dict):
@@ -96,7 +96,7 @@ def _read(
 
 
 def _files(error: Exception) -> Iterator[str]:
-    """The file that Energon's reader was at when it raised."""
+    """The file that Energon's reader was reading when it raised, from the traceback."""
     for frame, _ in walk_tb(error.__traceback__):
         if frame.f_code.co_name == "_get_item_by_sample_pointer" and "fname" in frame.f_locals:
             yield frame.f_locals["fname"]

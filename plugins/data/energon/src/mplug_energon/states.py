@@ -1,7 +1,7 @@
-"""Energon's states as plain data and tensors, which a checkpoint holds, and back.
+"""Converts Energon's states to plain data and tensors, which a checkpoint can hold, and back.
 
-Energon's states are its own classes, tuples and bytes; its command-line tools pickle them. A checkpoint of mplug is
-read without running any code from it, so each kind of value that occurs is written here by its name, and no other.
+Energon's states consist of its own classes, tuples and bytes; its command-line tools pickle them. Reading a checkpoint
+of mplug must not run code from it. So each supported kind of value is stored with its name; other kinds are refused.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from megatron.energon.savable_loader import SavableDataLoaderState, SavableDatas
 from megatron.energon.state import FlexState
 
 KIND = "$"
-"""The key that says what a mapping stands for; a mapping of Energon's own never has it."""
+"""The key for the kind of a value; a mapping of Energon never has this key."""
 CLASSES: dict[str, type[Any]] = {
     one.__name__: one
     for one in (SavableDataLoaderState, SavableDatasetCheckpoint, SavableDatasetState, SystemRngState, SliceState)
@@ -24,7 +24,7 @@ CLASSES: dict[str, type[Any]] = {
 
 
 def to_plain(value: Any) -> Any:
-    """A state as mappings, lists, numbers, strings, None and tensors. TypeError names what none of these can hold."""
+    """A state as mappings, lists, numbers, strings, None and tensors. Raises TypeError for other kinds."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, bytes):
@@ -47,7 +47,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(value: Any) -> Any:
-    """The inverse of `to_plain`; KeyError, TypeError or AttributeError where it is none."""
+    """The inverse of `to_plain`; raises KeyError, TypeError or AttributeError for other data."""
     if not isinstance(value, dict):
         return value
     kind, of = value[KIND], value["of"]
@@ -69,7 +69,7 @@ def from_plain(value: Any) -> Any:
 
 
 def _plain_list(values: Any) -> Any:
-    """Many integers as one tensor (Python's random state has 625), anything else one by one."""
+    """A long list of integers as one tensor (Python's random state has 625), any other list item by item."""
     if len(values) > 16 and all(type(one) is int and abs(one) < 1 << 62 for one in values):
         return torch.tensor(values, dtype=torch.int64)
     return [to_plain(one) for one in values]

@@ -1,9 +1,9 @@
-"""A global order of samples out of Energon's data-parallel ranks, which stand for no rank of the run.
+"""A global order of samples that is independent of the number of data-parallel ranks, from Energon's streams.
 
-Energon divides a data set among its ranks, and what each reads depends on how many there are. So the run is told that
-there is a fixed number of them, its *streams*: sample n of the global order is the next one of stream n modulo the
-number of streams, and every rank of the run reads the streams of its own samples. The order is then the same for every
-number of ranks that divides that of streams, and a stream goes on exactly wherever it is read.
+Energon splits a data set among its ranks, and the samples of a rank depend on their number. So this plugin always
+gives Energon a fixed number of ranks, called *streams*; they are not ranks of the run. Sample n of the global order is
+the next sample of stream n modulo the number of streams. Every rank of the run reads the streams of its own samples.
+The order is the same for every number of ranks that divides the number of streams, and any rank can continue a stream.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -23,14 +23,14 @@ Collate = Callable[[list[Any], list[int]], MicroBatch]
 
 @dataclass(frozen=True)
 class Shape:
-    """How the data set is divided: what a state must agree with."""
+    """How the data set is split; a state can only be loaded with the same shape."""
 
     streams: int
     num_workers: int
 
 
 class StreamLoader:
-    """The streams of a rank. Its state is that of each of them; `merge_states` makes one of all ranks' states."""
+    """A loader of a rank's streams. Its state holds that of each stream; `merge_states` merges all ranks' states."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class StreamLoader:
             self._samples[stream] = iter(self._loaders[stream])
         try:
             return next(self._samples[stream])
-        except (AssertionError, StopIteration) as error:  # of an endless data set: Energon's own words for an empty one
+        except (AssertionError, StopIteration) as error:  # from an endless data set: Energon's errors for an empty one
             raise UsageError(
                 f"stream {stream} of data.streams={self.shape.streams} gives no sample "
                 f"({str(error).strip().rpartition(chr(10))[2]}); a part of the data set has at least as many as there "
@@ -83,23 +83,23 @@ class StreamLoader:
             ) from error
         except (UsageError, RunError):
             raise
-        except FatalSampleError as error:  # what Energon makes of a NameError or ImportError in an encoder
+        except FatalSampleError as error:  # Energon's error for a NameError or ImportError in an encoder
             raise RunError(
                 f"a sample of the data set cannot be used: {told(error)}; correct the task encoder"
             ) from error
-        except Exception as error:  # what else Energon raises; errors of its readers name their tar already
+        except Exception as error:  # other errors of Energon; those of readers already name the tar
             raise UsageError(
                 f"data.path '{self.path}' cannot be read: {told(error)}; it is damaged, or not what was prepared; "
                 f"fetch it again, or run 'energon prepare' again"
             ) from error
 
     def _read_taken(self) -> None:
-        """Samples that were taken count as read, also where nobody has looked at them."""
+        """Read the rest of the samples taken, because they count as read."""
         for _ in self._taken:
             pass
 
     def state_dict(self) -> dict[str, Any]:
-        """How many samples have been taken, and the state of each stream of this rank."""
+        """The number of samples taken, and the state of each stream of this rank."""
         self._read_taken()
         streams = {str(stream): to_plain(loader.save_state_rank()) for stream, loader in self._loaders.items()}
         return {
@@ -111,12 +111,12 @@ class StreamLoader:
 
     @staticmethod
     def merge_states(states: Iterable[dict[str, Any]]) -> dict[str, Any]:
-        """The streams of all ranks."""
+        """One state with the streams of all ranks."""
         states = list(states)
         return {**states[0], "streams": {name: one for state in states for name, one in state["streams"].items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Open this rank's streams where the state has them; UsageError where Energon cannot go on from it."""
+        """Open this rank's streams at the positions of the state; raises UsageError if Energon cannot restore them."""
         self._refuse_other(state)
         opened: dict[int, SavableDataLoader[Any]] = {}
         for stream in self._loaders:

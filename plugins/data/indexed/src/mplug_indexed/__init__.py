@@ -1,6 +1,6 @@
 """Token corpora in Megatron's `.bin` and `.idx` files: memory-mapped, blended, and sampled in the same order.
 
-The plugin is in `mplug_indexed.plugin`, which is imported when it is asked for: `mplug data --help` needs none of it.
+The plugin is in `mplug_indexed.plugin`, which is imported lazily, because `mplug data --help` does not need it.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Data sets by their names, the tokenizer whose record stands beside them, and the tokens that part documents."""
+"""Names of data sets, the tokenizer's record beside them, and the tokens that separate documents."""
 
 import os
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def prefix_of(given: Path | str) -> Path:
-    """What the names of a data set's files begin with, also where one of them is given; UsageError where nothing is."""
+    """The prefix of a data set, from the prefix or one of its two files. Raises UsageError for an empty name."""
     path = Path(os.path.expanduser(str(given).removesuffix(".bin").removesuffix(".idx")))
     if path.name in ("", ".."):
         raise UsageError(f"'{given}' names no data set; a name is what its .bin and .idx begin with, as in data/corpus")
@@ -22,7 +22,7 @@ def prefix_of(given: Path | str) -> Path:
 
 
 def named_twice(prefixes: Sequence[Path | str]) -> Path | str | None:
-    """The first data set that is named again, also by another way to its files; None where none is."""
+    """The first data set that is named twice, compared by resolved path, or None."""
     seen = set[Path]()
     for prefix in prefixes:
         if (path := Path(prefix).resolve()) in seen:
@@ -32,9 +32,9 @@ def named_twice(prefixes: Sequence[Path | str]) -> Path | str | None:
 
 
 def tokenizer_of(prefixes: Sequence[Path], vocab_size: int | None) -> "TokenizerRecord | None":
-    """The record beside all of the data sets that have one; None where none has.
+    """The tokenizer's record that the data sets share; None if none of them has a record.
 
-    UsageError where two were made by different tokenizers, or where a model's vocabulary does not hold their tokens.
+    Raises UsageError if two have different tokenizers, or if the model's vocabulary is smaller than the tokenizer's.
     """
     records = {prefix: record for prefix in prefixes if (record := read_tokenizer(prefix)) is not None}
     first = next(iter(records), None)
@@ -65,11 +65,11 @@ NEEDING_EOD = ("eod_mask_loss", "reset_positions", "reset_attention")
 
 @dataclass(frozen=True)
 class Marks:
-    """Tokens that stand between documents, and between the three parts of one."""
+    """The tokens that end documents, and those that separate the three parts of a rearranged document."""
 
     eod: int | None
     middle: tuple[int, ...]
-    """Before a prefix, a middle, a suffix; none where documents stay as they are."""
+    """The tokens before a prefix, a middle and a suffix; empty if documents are not rearranged."""
 
     @property
     def named(self) -> list[tuple[str, int]]:
@@ -81,7 +81,7 @@ class Marks:
 def marks_of(config: "IndexedConfig", record: "TokenizerRecord | None") -> Marks:
     """What the config names; what it does not, or names by its text, the tokenizer's record tells.
 
-    UsageError where a setting needs the end of a document and nothing tells it, or where a text is no special token.
+    Raises UsageError if a setting needs an unknown end of documents, or if a text is not a special token.
     """
     eod = config.eod_token if config.eod_token is not None or record is None else record.eod
     for name in NEEDING_EOD:
@@ -93,7 +93,7 @@ def marks_of(config: "IndexedConfig", record: "TokenizerRecord | None") -> Marks
 
 
 def _number(name: str, token: int | str, record: "TokenizerRecord | None") -> int:
-    """The number of a token that is named by it, or by its text."""
+    """The number of a token that is given as a number or as its text."""
     if isinstance(token, int):
         return token
     if record is None:

@@ -1,8 +1,8 @@
-"""Arrays that take long to make, kept on disk by what they are made of.
+"""An on-disk cache of arrays that are slow to compute, keyed by a description of their inputs.
 
-An entry is a folder, named by a hash of its description: an `.npy` file an array, and `entry.json`, which holds the
-description and each file's checksum. It gets its name when it is whole. Of the processes that want an entry on one file
-system, the first to take the lock makes it; where files cannot be locked, each makes it, and the first one stays.
+An entry is a folder, named by a hash of its description. It has one `.npy` file per array, and `entry.json` with the
+description and each file's checksum. It gets its final name when it is complete. If several processes need an entry on
+one file system, the first one to take the lock makes it. If files cannot be locked, each makes it and the first stays.
 """
 
 import errno
@@ -25,11 +25,11 @@ from mplug_indexed.files import cannot_write
 
 Arrays = dict[str, NDArray[Any]]
 BLOCK = 1 << 24
-"""Bytes that a checksum reads at once."""
+"""Bytes per read of a checksum."""
 
 
 def digest(array: NDArray[Any]) -> str:
-    """A hash of an array's bytes, which are read in place."""
+    """A hash of an array's bytes, without copying the whole array."""
     found = blake2b(digest_size=16)
     data = array.view(np.uint8).reshape(-1)
     for start in range(0, len(data), BLOCK):
@@ -38,7 +38,7 @@ def digest(array: NDArray[Any]) -> str:
 
 
 def choose_folder(configured: str | None, beside: Path) -> Path:
-    """Where entries are kept: the folder of the config, else one beside the data, else one of the user's."""
+    """The folder of entries: that of the config, else one beside the data, else one in the user's cache folder."""
     if configured is not None:
         folder = Path(configured).expanduser()
         if reason := _unusable(folder):
@@ -61,19 +61,19 @@ def _unusable(folder: Path) -> str:
 
 
 class Cache:
-    """The entries of a folder."""
+    """The cache in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def get(self, description: Mapping[str, Any], make: Callable[[], Mapping[str, NDArray[Any]]]) -> Arrays:
-        """The arrays of a description, memory-mapped; made, if this file system has none or what it has is damaged."""
+        """The arrays of a description, memory-mapped; calls `make` if the entry is missing or damaged."""
         text = json.dumps(description, sort_keys=True)
         path = self.folder / blake2b(text.encode(), digest_size=16).hexdigest()
         found = _load(path, text)
         if found is None:
             with self._locked():
-                found = _load(path, text)  # another process may have made it meanwhile
+                found = _load(path, text)  # another process may have made it in the meantime
                 if found is None:
                     self._store(path, text, make())
                     found = _load(path, text)
@@ -83,7 +83,7 @@ class Cache:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Alone on this file system; a process that dies lets go."""
+        """Hold the folder's lock, if the file system has locks; a process that dies releases it."""
         with (self.folder / ".lock").open("ab") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX)
@@ -93,7 +93,7 @@ class Cache:
             yield
 
     def _store(self, path: Path, description: str, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Write an entry under another name, then give it its own, from which a damaged one is taken away."""
+        """Write an entry under a temporary name, then rename it; a damaged entry of that name is removed."""
         mark = f"{os.getpid():x}-{os.urandom(4).hex()}.tmp"
         unfinished, damaged = path.with_name(f"{path.name}.{mark}"), path.with_name(f"{path.name}.damaged.{mark}")
         try:
@@ -110,8 +110,8 @@ class Cache:
                 path.rename(damaged)
             unfinished.rename(path)
         except OSError as error:
-            if not path.exists():  # otherwise another process has been quicker, where there are no locks
-                if error.errno is None:  # numpy tells of a short write without a number
+            if not path.exists():  # else another process was faster, without locks
+                if error.errno is None:  # numpy reports a short write without errno
                     error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 raise cannot_write(self.folder, error, "set data.cache to a folder on another disk") from None
         finally:
@@ -133,7 +133,7 @@ def _checksum(path: Path) -> int:
 
 
 def _load(path: Path, description: str) -> Arrays | None:
-    """The arrays of an entry; None where it is not there, or not as it was written."""
+    """The arrays of an entry, or None if it is missing or damaged."""
     try:
         entry = json.loads((path / "entry.json").read_text())
         checksums = entry["checksums"]

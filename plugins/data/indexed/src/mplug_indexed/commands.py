@@ -1,4 +1,4 @@
-"""mplug data: corpora on the disk. Importing this imports neither numpy nor pydantic: help and completion are quick."""
+"""The commands `mplug data`. This module imports neither numpy nor pydantic, so that help and completion are fast."""
 
 import shlex
 from pathlib import Path
@@ -22,10 +22,10 @@ PATTERN = click.option("--pattern", help="Glob of the files to take from folders
 
 
 class Mebibytes(click.FloatRange):
-    """An amount of data; what is no number ('nan') is in no range."""
+    """A parameter type for an amount of data; it refuses 'nan', which click's range accepts."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """A number of the range."""
+        """The number, if it is in the range."""
         number: float = super().convert(value, param, ctx)
         if number != number:
             self.fail(f"{value} is not in the range {self._describe_range()}.", param, ctx)
@@ -33,16 +33,16 @@ class Mebibytes(click.FloatRange):
 
 
 class Prefix(click.Path):
-    """The files PREFIX.bin and PREFIX.idx, by their common beginning, or by the name of one of them."""
+    """A parameter type for a data set, given by the prefix of its .bin and .idx or by one of these files."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Without '.bin' and '.idx'; UsageError where nothing is named."""
+        """The prefix, without '.bin' or '.idx'; raises UsageError for an empty name."""
         from mplug_indexed.beside import prefix_of
 
         return super().convert(str(prefix_of(value)), param, ctx)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """The data sets that begin so."""
+        """The data sets whose prefix begins with `incomplete`."""
         folder = Path(incomplete).parent if not incomplete.endswith("/") else Path(incomplete)
         found = sorted(str(path.with_suffix("")) for path in folder.glob("*.idx"))
         return [CompletionItem(name) for name in found if name.startswith(incomplete)]
@@ -303,7 +303,7 @@ def _options(file: str | None, assignments: "Sequence[str]") -> dict[str, Any]:
 
 
 def _beside(first: str) -> Path:
-    """The name of an input without its suffixes, in the folder where one is."""
+    """The default prefix: the name of an input without its suffixes, in the current directory."""
     path = Path(first)
     return Path(path.name.split(".")[0] or "corpus") if path.name else Path("corpus")
 

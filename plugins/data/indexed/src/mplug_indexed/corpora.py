@@ -1,4 +1,4 @@
-"""Corpora that are there: what they hold, joined, checked, and blended."""
+"""Operations on existing corpora: describe, sample, merge, verify, blend."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ UNKNOWN = "-"
 
 @dataclass(frozen=True)
 class Corpus:
-    """A data set and its tokenizer's record, if one stands beside it."""
+    """A data set and its tokenizer's record, if one is stored beside it."""
 
     prefix: Path
     reader: Reader
@@ -26,17 +26,17 @@ class Corpus:
 
     @property
     def documents(self) -> int:
-        """How many it has."""
+        """The number of documents."""
         return len(self.reader.document_indices) - 1
 
     @property
     def tokens(self) -> int:
-        """How many its sequences have, ends of documents included."""
+        """The number of tokens, including ends of documents."""
         return int(self.reader.lengths.sum(dtype=np.int64))
 
     @property
     def row(self) -> tuple[str, ...]:
-        """Its line of a table."""
+        """Its row in the table of corpora."""
         record, reader = self.tokenizer, self.reader
         of_tokenizer = (UNKNOWN,) * 3
         if record is not None:
@@ -52,14 +52,14 @@ class Corpus:
 
 
 def describe(prefix: Path | str) -> Corpus:
-    """A corpus by its prefix. UsageError where there is none, only a part of one, or where its index is damaged."""
+    """The corpus of a prefix. Raises UsageError if a file is missing or the index is damaged."""
     reader = Reader(prefix)
     reader.verify()
     return Corpus(Path(prefix), reader, read_tokenizer(prefix))
 
 
 def sample(corpus: Corpus, first: int, count: int, characters: int) -> Iterator[tuple[int, str]]:
-    """Documents as text: (number, its beginning). Without a tokenizer, they are their tokens' numbers."""
+    """(number, beginning of the text) of documents; without a tokenizer, the text is the tokens' numbers."""
     if first >= max(corpus.documents, 1) and count:
         raise UsageError(f"'{corpus.prefix}' has {corpus.documents} documents; --document {first} is beyond them")
     tokenizer = load_tokenizer(corpus.tokenizer) if corpus.tokenizer is not None and count else None
@@ -76,7 +76,7 @@ def sample(corpus: Corpus, first: int, count: int, characters: int) -> Iterator[
 
 
 def merge(prefixes: Sequence[str], output: Path, *, overwrite: bool) -> None:
-    """One corpus of several, in their order. UsageError where their tokenizers or types of tokens differ."""
+    """Write several corpora as one, in order. Raises UsageError if their tokenizers or token dtypes differ."""
     if (bin_path(output).exists() or idx_path(output).exists()) and not overwrite:
         raise UsageError(f"'{output}' exists; choose another --output, or replace it by --overwrite")
     if output.resolve() in {Path(prefix).resolve() for prefix in prefixes}:
@@ -94,12 +94,12 @@ def merge(prefixes: Sequence[str], output: Path, *, overwrite: bool) -> None:
         with Writer(output, first.reader.dtype) as writer:
             for prefix in prefixes:
                 writer.append(prefix)
-            idx_path(output).unlink(missing_ok=True)  # an earlier corpus is not this tokenizer's
+            idx_path(output).unlink(missing_ok=True)  # an earlier corpus may have another tokenizer
             report_path(output).unlink(missing_ok=True)
             keep_tokenizer(record, output)
     except (OSError, RunError) as error:
         if not idx_path(output).exists():
-            keep_tokenizer(None, output)  # that of no data
+            keep_tokenizer(None, output)  # do not leave a record without data
         raise (cannot_write(bin_path(output), error) if isinstance(error, OSError) else error) from None
 
 
@@ -125,10 +125,10 @@ def _named(record: TokenizerRecord | None) -> str:
 
 
 def verify(prefix: str, vocab_size: int | None) -> str:
-    """Look at all of a corpus; returns what was looked at. RunError says what is damaged."""
+    """Check a whole corpus; returns a summary of the checks. Raises RunError for damage."""
     for path in (bin_path(prefix), idx_path(prefix)):
         if not path.is_file():
-            Reader(prefix)  # says what is not there
+            Reader(prefix)  # raises an error that names the missing file
     try:
         corpus = describe(prefix)
     except UsageError as error:
@@ -180,7 +180,7 @@ def _compare_checksums(prefix: str) -> None:
 
 @dataclass(frozen=True)
 class Blend:
-    """Corpora with their shares of a training's tokens."""
+    """Corpora with their weights and their shares of the training's tokens."""
 
     corpora: Sequence[Corpus]
     weights: Sequence[float]
@@ -189,7 +189,7 @@ class Blend:
 
     @property
     def rows(self) -> list[tuple[str, ...]]:
-        """The lines of a table."""
+        """Its rows in the table of a blend."""
         rows = []
         for corpus, weight, share in zip(self.corpora, self.weights, self.shares, strict=True):
             taken = (UNKNOWN, UNKNOWN)
@@ -200,21 +200,21 @@ class Blend:
         return rows
 
     def as_mapping(self) -> dict[str, Any]:
-        """The section `data` of a config, and the model's vocabulary where a tokenizer's record tells it."""
+        """The section `data` of a config, and the model's vocabulary size if a tokenizer's record is known."""
         shares, record = zip(self.corpora, self.shares, strict=True), self.corpora[0].tokenizer
         paths = {str(corpus.prefix): float(f"{share:.6g}") for corpus, share in shares}
         model = {"model": {"vocab_size": record.vocab_size}} if record is not None else {}
         return {"data": {"name": "indexed", "path": paths}, **model}
 
     def write(self, path: Path) -> None:
-        """Write them to a file of settings."""
+        """Write `as_mapping` to a config file."""
         import yaml
 
         write_text(path, yaml.safe_dump(self.as_mapping(), sort_keys=False))
 
 
 def blend(weighted: Sequence[str], tokens: int | None, *, by_size: bool) -> Blend:
-    """'web=0.7' -> a blend. Weights need not add up to 1; with `by_size` they are times a corpus's tokens."""
+    """Words like 'web=0.7' -> a blend. Weights are normalised, with `by_size` after multiplication by token counts."""
     corpora, weights = list[Corpus](), list[float]()
     for word in weighted:
         prefix, equals, number = word.rpartition("=")

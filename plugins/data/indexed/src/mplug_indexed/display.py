@@ -1,4 +1,4 @@
-"""What the commands show: a progress bar, tables, and the sentences after the work."""
+"""Output of the commands: a progress bar, tables, and the summary."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from mplug_indexed.preprocess.job import Job, Outcome, Progress
 
 NAMED = 5
-"""Bad lines that are shown; the record beside the data names more."""
+"""Maximum number of bad lines shown; the report beside the data names more."""
 
 
 @contextmanager
 def progress_of(total: int) -> "Iterator[Progress]":
-    """A bar over the bytes of the inputs, with documents and tokens per second; nothing where no terminal is."""
+    """A bar over the bytes of the inputs, with documents and tokens per second; hidden without a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -43,7 +43,7 @@ def progress_of(total: int) -> "Iterator[Progress]":
 
 
 def told(job: "Job", outcome: "Outcome", seconds: float) -> Iterator[str]:
-    """What has been written, and what was left out."""
+    """The lines of the summary: what was written, and what was omitted."""
     from mplug_indexed.files import dtype_for
 
     record = job.tokenizer
@@ -73,7 +73,7 @@ def training(prefix: Path, vocab_size: int) -> str:
 
 
 def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A plain table, the same on a terminal and in a pipe; numbers to the right."""
+    """A plain table, the same on a terminal and in a pipe; numbers are right-aligned."""
     cells = [list(header), *map(list, rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []

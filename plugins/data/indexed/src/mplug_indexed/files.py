@@ -1,4 +1,4 @@
-"""Megatron's indexed data sets: a `.bin` of raw tokens and an `.idx` that says where sequences and documents begin.
+"""Reads and writes Megatron's indexed data sets: raw tokens in `.bin`, starts of sequences and documents in `.idx`.
 
 An `.idx` is little-endian and packed: a header of 34 bytes (`HEADER`), then i32[S] lengths of the sequences in tokens,
 i64[S] offsets of their first bytes in the `.bin`, i64[D] bounds of the documents in sequences (first 0, last S), and
@@ -40,31 +40,31 @@ SMALL_VOCABULARY = 65_500
 LONGEST = 2**31 - 1
 """Tokens of the longest sequence: lengths are i32."""
 CHUNK = 1 << 20
-"""Sequences that are handled at once where temporary memory must stay small."""
+"""Sequences processed at once, to bound temporary memory."""
 NAMED = 5
-"""Other data sets that are named where one is missing."""
+"""Maximum number of other data sets that the error for a missing one names."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 BROKEN = (errno.EIO, errno.EROFS, errno.EFBIG)
-"""What a disk answers where it is the world that failed, and not the user's input."""
+"""Error numbers of a failed environment, as opposed to wrong input by the user."""
 
 
 def bin_path(prefix: Path | str) -> Path:
-    """Where the tokens of a data set are."""
+    """The path of a data set's tokens."""
     return Path(f"{prefix}.bin")
 
 
 def idx_path(prefix: Path | str) -> Path:
-    """Where the index of a data set is."""
+    """The path of a data set's index."""
     return Path(f"{prefix}.idx")
 
 
 def dtype_for(vocab_size: int) -> "np.dtype[Any]":
-    """The type in which the tokens of a vocabulary are stored: u16, or i32 from 65,500 on."""
+    """The dtype in which the tokens of a vocabulary are stored: u16 below 65,500 tokens, else i32."""
     return CODES[8] if vocab_size < SMALL_VOCABULARY else CODES[4]
 
 
 def cannot_write(path: Path | str, error: OSError, instead: str = "choose another place") -> UsageError | RunError:
-    """What to raise where a file cannot be written: a RunError where the disk is full or broken."""
+    """The error to raise if a file cannot be written: RunError if the disk is full or broken, else UsageError."""
     said = f"cannot write '{path}': {error.strerror or error}"
     if error.errno in FULL:
         return RunError(f"{said}; make room, then run the same command again, or {instead}")
@@ -72,10 +72,10 @@ def cannot_write(path: Path | str, error: OSError, instead: str = "choose anothe
 
 
 class Reader:
-    """A data set, memory-mapped: opening reads the header and compares sizes, and allocates nothing by what they say.
+    """A memory-mapped data set. Opening it reads the header and checks sizes; no header value causes an allocation.
 
     `lengths` i32[S], `pointers` i64[S] in bytes, `document_indices` i64[D], `modes` i8[S] or None, `tokens` of `dtype`:
-    all of the `.bin`, in file order. Raises UsageError where the pair is not whole; `verify` looks at every entry.
+    all of the `.bin`, in file order. Raises UsageError if the pair is incomplete; `verify` checks every entry.
     """
 
     def __init__(self, prefix: Path | str) -> None:
@@ -102,7 +102,7 @@ class Reader:
         self._check_ends()
 
     def _check_ends(self) -> None:
-        """What a mismatched pair would show first: the bounds of documents, and where the last of its bytes is."""
+        """Refuse common signs of a mismatched pair: wrong bounds of documents, or a wrong end of the last sequence."""
         first, last = int(self.document_indices[0]), int(self.document_indices[-1])
         if (first, last) != (0, len(self)):
             raise UsageError(
@@ -118,7 +118,7 @@ class Reader:
             )
 
     def _end(self) -> int:
-        """Bytes up to the end of that sequence which is the last in the file: as a rule, the last of the index."""
+        """The end in bytes of the sequence that is last in the file, which is usually the last one of the index."""
         if not len(self):
             return 0
         itemsize = self.dtype.itemsize
@@ -133,7 +133,7 @@ class Reader:
         return len(self.lengths)
 
     def verify(self) -> None:
-        """Look at every length, pointer and bound, in pieces; UsageError names the first that points elsewhere."""
+        """Check every length, pointer and bound, chunk by chunk; UsageError names the first wrong one."""
         itemsize, limit = self.dtype.itemsize, self.tokens.nbytes
         for start in range(0, len(self), CHUNK):
             lengths, pointers = (part[start : start + CHUNK] for part in (self.lengths, self.pointers))
@@ -151,7 +151,7 @@ class Reader:
                 raise UsageError(f"'{idx_path(self.prefix)}' is damaged: its documents overlap; copy it again")
 
     def read(self, sequence: int, offset: int = 0, count: int | None = None) -> NDArray[Any]:
-        """Tokens of a sequence from `offset` on (all, or `count`), without a copy; IndexError beyond its end."""
+        """Tokens of a sequence from `offset` on (all, or `count`), without a copy; raises IndexError beyond its end."""
         if not 0 <= sequence < len(self):
             raise IndexError(f"sequence {sequence} of {len(self)}")
         length = int(self.lengths[sequence])
@@ -163,9 +163,9 @@ class Reader:
         return found
 
     def gather(self, sequences: Any, offsets: Any = 0, counts: Any = None) -> NDArray[Any]:
-        """Tokens of many pieces, one after the other: piece n is `counts[n]` tokens of a sequence from an offset on.
+        """Tokens of many ranges, concatenated: range n is `counts[n]` tokens of `sequences[n]` from `offsets[n]` on.
 
-        Offsets and counts may be numbers; without counts, a piece goes to its sequence's end. IndexError beyond it.
+        Offsets and counts may be scalars. Without counts, a range ends with its sequence; raises IndexError beyond it.
         """
         sequences = np.asarray(sequences, dtype=np.int64)
         if len(sequences) and not 0 <= sequences.min() <= sequences.max() < len(self):
@@ -181,7 +181,7 @@ class Reader:
         return found
 
     def in_order(self) -> Iterator[NDArray[Any]]:
-        """The tokens of all sequences, one after the other, in pieces; without a copy where they stand like that."""
+        """The tokens of all sequences in order, in several arrays; without a copy if they are contiguous on disk."""
         itemsize = self.dtype.itemsize
         for start in range(0, len(self), CHUNK):
             sequences = np.arange(start, min(start + CHUNK, len(self)))
@@ -203,7 +203,7 @@ def _size(path: Path) -> int:
 
 
 def _instead(path: Path) -> str:
-    """What to name in place of a file that is not there."""
+    """The remedy in the error for a missing file."""
     prefix = path.with_suffix("")
     if prefix.is_file():
         return f"'{prefix}' is no data set yet: make one of it by 'mplug data preprocess {prefix} --tokenizer NAME'"
@@ -225,7 +225,7 @@ def _first_bytes(path: Path) -> bytes:
 def parse_header(found: bytes, size: int, path: Path) -> tuple["np.dtype[Any]", int, int, bool]:
     """(dtype, sequences, bounds of documents, whether there are modes), from the first bytes of a file of `size` bytes.
 
-    UsageError where they do not fit the file: what is returned may be allocated.
+    Raises UsageError if they do not match the file's size; so the caller may allocate memory by the returned numbers.
     """
     if not found.startswith(MAGIC[: len(found)]):
         raise UsageError(
@@ -260,11 +260,11 @@ def _map(path: Path, dtype: "np.dtype[Any]", size: int) -> NDArray[Any]:
 
 
 class Writer:
-    """Writes a data set; nothing stands under its names before `close` has both files on the disk.
+    """Writes a data set; its files get their names only after `close` has both on the disk.
 
-    As a context manager it closes, or after an exception removes what it has written. An earlier data set of the same
-    prefix stays until `close`, which takes its `.idx` away first: never does an index stand beside other tokens.
-    Raises RunError where the disk is full or broken, UsageError where the place cannot be written.
+    As a context manager it closes, or after an exception removes what it wrote. An earlier data set of the same prefix
+    stays until `close`, which removes its `.idx` first, so that no index is ever beside the tokens of another data set.
+    Raises RunError if the disk is full or broken, UsageError if the place cannot be written.
     """
 
     def __init__(self, prefix: Path | str, dtype: DTypeLike) -> None:
@@ -281,13 +281,13 @@ class Writer:
             raise cannot_write(bin_path(prefix), error) from None
 
     def add_documents(self, tokens: NDArray[Any], lengths: "Sequence[int] | NDArray[Any]") -> None:
-        """Documents of one sequence each: `tokens` are all of them in a row, `lengths` say how long each is."""
+        """Add documents of one sequence each: their concatenated tokens, and the length of each."""
         added = self._add(tokens, lengths)
         bounds = np.arange(len(self._lengths) - added + 1, len(self._lengths) + 1, dtype=np.int64)
         self._bounds.frombytes(bounds.tobytes())
 
     def add_document(self, tokens: NDArray[Any], lengths: "Sequence[int] | NDArray[Any]") -> None:
-        """One document of several sequences, as sentences are."""
+        """Add one document of several sequences, such as sentences."""
         self._add(tokens, lengths)
         self._bounds.append(len(self._lengths))
 
@@ -308,7 +308,7 @@ class Writer:
             raise cannot_write(bin_path(self.prefix), error) from None
 
     def append(self, other_prefix: Path | str) -> None:
-        """All documents of another data set, behind those that are there; its tokens must be of the same type."""
+        """Append all documents of another data set; raises UsageError if its dtype differs or if it has modes."""
         other = Reader(other_prefix)
         if other.dtype != self.dtype:
             raise UsageError(f"'{other_prefix}' has {other.dtype} tokens and '{self.prefix}' {self.dtype} ones")
@@ -324,7 +324,7 @@ class Writer:
             self._bounds.frombytes((other.document_indices[start : start + CHUNK] + before).tobytes())
 
     def close(self) -> None:
-        """Bring both files onto the disk, then under their names, `.idx` last."""
+        """Flush both files to the disk, then rename them, `.idx` last."""
         if self._file.closed:
             return
         try:
@@ -342,13 +342,13 @@ class Writer:
 
     def discard(self) -> None:
         """Remove what has been written; an earlier data set of the same prefix stays."""
-        with suppress(OSError):  # of a full disk: what could not be written goes anyway
+        with suppress(OSError):  # of a full disk: the file is removed anyway
             self._file.close()
         for path in (self._bin, self._idx):
             path.unlink(missing_ok=True)
 
     def _index(self) -> Iterable[bytes]:
-        """The `.idx` in pieces: pointers of 10^8 sequences at once would take 800 MB."""
+        """The `.idx`, block by block: the pointers of 10^8 sequences at once would take 800 MB."""
         code = next(code for code, dtype in CODES.items() if dtype == self.dtype)
         lengths = np.frombuffer(self._lengths, dtype=np.int32)
         yield HEADER.pack(MAGIC, VERSION, code, len(lengths), len(self._bounds))
@@ -374,7 +374,7 @@ class Writer:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a small file so that it is either whole or not there."""
+    """Write a small file atomically."""
     aside = path.with_name(f".{path.name}.{os.getpid():x}.tmp")
     try:
         with aside.open("w", encoding="utf-8") as file:
@@ -382,13 +382,13 @@ def write_text(path: Path, text: str) -> None:
             _to_disk(file)
         aside.replace(path)
     except OSError as error:
-        with suppress(OSError):  # where not even its name could be written
+        with suppress(OSError):  # if not even its name could be written
             aside.unlink(missing_ok=True)
         raise cannot_write(path, error) from None
 
 
 def _cast(tokens: NDArray[Any], dtype: "np.dtype[Any]") -> NDArray[Any]:
-    """Tokens in the type of the file; UsageError where one does not fit."""
+    """Tokens in the dtype of the file; raises UsageError if one does not fit."""
     if tokens.dtype != dtype and dtype.kind in "iu" and len(tokens):
         info = np.iinfo(dtype)
         for token in (tokens.min(), tokens.max()):

@@ -1,8 +1,8 @@
-"""Which tokens the samples of a data set are, by the rules of Megatron's GPT data sets: the same seed, the same order.
+"""The tokens of each sample of a data set, by the rules of Megatron's GPT data sets: the same seed, the same order.
 
-All documents of a split, in a shuffled order (`document` index), are one stream of tokens; samples are cut from it one
-after the other (`sample` index) and are shuffled in turn (`shuffle` index). Sample i goes from row `shuffle[i]` of the
-sample index to the next one.
+All documents of a split, in a shuffled order (`document` index), form one stream of tokens. It is cut into consecutive
+samples (`sample` index), which are shuffled again (`shuffle` index). Sample i begins at row `shuffle[i]` of the sample
+index and ends at the next row.
 """
 
 import math
@@ -17,15 +17,15 @@ from numpy.typing import NDArray
 from mplug import UsageError
 
 SEPARATE_BELOW = 0.80
-"""With less than this share of its samples in use, the last epoch is shuffled on its own."""
+"""If less than this share of the last epoch's samples is used, that epoch is shuffled separately."""
 SURPLUS = 0.005
-"""A blend asks its data sets for this share more than it needs."""
+"""A blend draws this share more samples from its data sets than it needs."""
 LARGEST_BLEND = 32_767
-"""Data sets of a blend: their numbers are i16."""
+"""Maximum number of data sets in a blend: their numbers are i16."""
 
 
 def parse_split(text: str) -> list[tuple[float, float] | None]:
-    """'969,30,1' -> which part of the sequences is for training, validation and test; None where it is empty."""
+    """'969,30,1' -> the parts (low, high) of the sequences for training, validation and test; None if empty."""
     try:
         parts = [float(part) for part in text.replace("/", ",").split(",")]
     except ValueError:
@@ -40,21 +40,21 @@ def parse_split(text: str) -> list[tuple[float, float] | None]:
 
 
 def normalize(weights: Sequence[float]) -> list[float]:
-    """Weights over their sum."""
+    """Weights divided by their sum."""
     array = np.array(weights, dtype=np.float64)
     return (array / array.sum()).tolist()  # type: ignore[no-any-return]
 
 
 def sequences_of(part: tuple[float, float], count: int) -> range:
-    """The sequences of a split's part of `count`."""
+    """The sequences of a part, out of `count`."""
     return range(*(round(border * float(count)) for border in part))
 
 
 @dataclass(frozen=True)
 class Epochs:
-    """How often a data set is read: `number` times; the last time in an order of its own behind `before_last` samples.
+    """How often a data set is read: `number` times.
 
-    `before_last` is None where all epochs are shuffled together.
+    If the last epoch is shuffled separately, it begins after `before_last` samples; else `before_last` is None.
     """
 
     number: int
@@ -63,9 +63,9 @@ class Epochs:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a stream is cut into samples: S tokens each, `extra` 1 where the last label is a token beyond them.
+    """How a stream is cut into samples of S tokens; `extra` is 1 if the last label is the token after them.
 
-    `keep_rest` makes a last, padded sample of what is left at the end.
+    With `keep_rest`, the remaining tokens form a last, padded sample.
     """
 
     seq_length: int
@@ -73,14 +73,14 @@ class Cut:
     keep_rest: bool = False
 
     def samples(self, tokens: int) -> int:
-        """How many samples a stream has."""
+        """The number of samples in a stream of `tokens` tokens."""
         if self.keep_rest:
-            # Megatron divides in fp32: of more than 2^24 tokens, the number of samples may be a little off.
+            # Megatron divides in fp32: above 2^24 tokens, the number of samples may be slightly off.
             return math.ceil(np.float32(tokens - self.extra) / np.float32(self.seq_length))
         return (tokens - self.extra) // self.seq_length
 
     def epochs(self, tokens: int, samples: int | None) -> Epochs:
-        """How often `tokens` must be read for so many samples; None: once."""
+        """How often a stream of `tokens` must be read for `samples` samples; None means once."""
         if samples is None:
             return Epochs(1, None)
         number = max(1, -(-(samples * self.seq_length + self.extra) // tokens))
@@ -101,7 +101,7 @@ class Indices(NamedTuple):
 
 
 def build_indices(lengths: NDArray[Any], sequences: range, cut: Cut, epochs: Epochs, seed: int) -> Indices:
-    """The indices of the sequences of one split, of lengths `lengths` (of all sequences)."""
+    """The indices of one split's `sequences`; `lengths` are those of all sequences of the data set."""
     from mplug_indexed.kernels import fill_sample_index
 
     shuffle = Shuffle(seed)
@@ -114,14 +114,14 @@ def build_indices(lengths: NDArray[Any], sequences: range, cut: Cut, epochs: Epo
 
 
 def total(lengths: NDArray[Any], sequences: range) -> int:
-    """The tokens of some sequences."""
+    """The number of tokens of some sequences."""
     return int(lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
 
 
 class Shuffle:
-    """`numpy.random.RandomState(seed).shuffle` of one array after the other: the same orders, sooner.
+    """A faster `numpy.random.RandomState(seed).shuffle` for successive arrays, with the same resulting orders.
 
-    The random numbers are numpy's own.
+    The random numbers come from numpy's generator.
     """
 
     DRAWS = 2**15
@@ -144,7 +144,7 @@ class Shuffle:
 
 
 def _documents(sequences: range, epochs: Epochs, shuffle: Shuffle) -> NDArray[np.int32]:
-    """Every sequence once an epoch, shuffled over all epochs but a separate last one."""
+    """Every sequence once per epoch, shuffled over all epochs except a separate last one."""
     document = np.tile(np.arange(sequences.start, sequences.stop, dtype=np.int32), epochs.number)
     if epochs.before_last is None:
         shuffle(document)
@@ -156,7 +156,7 @@ def _documents(sequences: range, epochs: Epochs, shuffle: Shuffle) -> NDArray[np
 
 
 def _shuffled(count: int, border: int | None, shuffle: Shuffle) -> NDArray[Any]:
-    """The numbers below `count`, shuffled; those from `border` on among themselves."""
+    """The numbers below `count`, shuffled; those from `border` on are shuffled separately."""
     order = np.arange(count, dtype=np.int64 if count >= np.iinfo(np.uint32).max - 1 else np.uint32)
     shuffle(order[:border])
     if border is not None and border < count:
@@ -168,12 +168,12 @@ def _shuffled(count: int, border: int | None, shuffle: Shuffle) -> NDArray[Any]:
 
 
 def samples_of(size: int, weights: Sequence[float], surplus: float = 0.0) -> list[int]:
-    """How many samples of each data set a blend of about `size` takes; `weights` add up to 1."""
+    """The number of samples of each data set in a blend of about `size` samples; `weights` add up to 1."""
     return [math.ceil(math.ceil(size * weight) * (1 + surplus)) for weight in weights]
 
 
 class Blend(NamedTuple):
-    """Of every sample, the number of its data set (i16) and its own number in that (i64)."""
+    """For every sample, the number of its data set (i16) and its number within that data set (i64)."""
 
     which: NDArray[np.int16]
     sample: NDArray[np.int64]
@@ -182,9 +182,9 @@ class Blend(NamedTuple):
 def build_blend(
     weights: Sequence[float], size: int, capacities: Sequence[int] | None = None
 ) -> tuple[Blend, list[int]]:
-    """The first `size` samples of data sets by their weights, and how many each gives.
+    """(the first `size` samples of a blend by weights, the number of samples of each data set).
 
-    A data set with a capacity is left when it has no more.
+    A data set with a capacity, in samples, is skipped once it is exhausted.
     """
     from mplug_indexed.kernels import fill_blend
 

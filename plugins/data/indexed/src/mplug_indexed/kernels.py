@@ -1,7 +1,7 @@
-"""Loops over samples and tokens, compiled by numba: what numpy alone would do with temporaries of many times the size.
+"""Loops over samples and tokens, compiled by numba; numpy alone would need temporaries of many times the size.
 
-They release the interpreter's lock. Compiled code is kept beside this file or in the user's cache folder, so that only
-the first process on a machine compiles. Shapes: `B` samples of a micro batch, `S` sequence length, `W` tokens of a
+They release the GIL. Compiled code is cached beside this file or in the user's cache folder, so that only the first
+process on a machine compiles. Shapes: `B` samples of a micro batch, `S` sequence length, `W` tokens of a
 sample (S and the extra one), `M` documents of a sample at most, `D` entries of a document index.
 """
 
@@ -15,22 +15,22 @@ from numpy.typing import NDArray
 
 
 def compiled(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel, compiled when it is first called for its types."""
+    """The kernel, compiled on its first call with given types."""
     found: Callable[..., Any]
     try:
         found = numba.njit(nogil=True, cache=True)(kernel)
-    except RuntimeError:  # neither this folder nor the user's cache can be written
+    except RuntimeError:  # neither this folder nor the user's cache is writable
         found = numba.njit(nogil=True)(kernel)
     return found
 
 
 @compiled
 def swap_some(order: NDArray[Any], left: int, draws: NDArray[np.uint64]) -> tuple[int, int]:
-    """Fisher and Yates' shuffle from the last entry down, as far as the draws reach.
+    """Continue a Fisher-Yates shuffle from the last entry down, as far as the draws suffice.
 
-    `order` [N] is done from entry `left` on. Entry i changes places with one of 0 to i: the next draw below the least
-    power of two above i that is not above i; beyond 32 bits, two draws make one number. Returns the new `left` and how
-    many draws were used. Places are drawn before entries move, in blocks, so that the memory's latencies overlap.
+    `order` [N] is finished from entry `left` on. Entry i is swapped with one of 0 to i: the next draw, masked to the
+    bits of i, that is not above i. Beyond 32 bits, two draws make one number. Returns the new `left` and the number of
+    used draws. Places are drawn in blocks before entries move, so that memory latencies overlap.
     """
     places = np.empty(4096, dtype=np.int64)
     used = 0
@@ -63,9 +63,9 @@ def swap_some(order: NDArray[Any], left: int, draws: NDArray[np.uint64]) -> tupl
 def fill_sample_index(
     lengths: NDArray[Any], documents: NDArray[Any], seq_length: int, extra: int, index: NDArray[Any]
 ) -> None:
-    """Row k [document, offset] of `index` [N + 1, 2] is where sample k begins and sample k - 1 ends.
+    """Fill `index` [N + 1, 2]: row k [document, offset] is where sample k begins and sample k - 1 ends.
 
-    One walk over the documents: token k * S + extra - 1 of the stream is the last that sample k - 1 needs.
+    One pass over the documents: token k * S + extra - 1 of the stream is the last that sample k - 1 needs.
     """
     index[0, 0], index[0, 1] = 0, 0
     row, start, needed = 1, 0, seq_length + extra - 1
@@ -85,11 +85,11 @@ def fill_sample_index(
 def fill_blend(
     weights: NDArray[Any], capacity: NDArray[Any], which: NDArray[Any], sample: NDArray[Any]
 ) -> NDArray[Any]:
-    """Sample i is of the data set that lags most behind its weight, the first of equals, among those with samples left.
+    """Fill a blend: sample i is from the data set that lags most behind its weight, among those with samples left.
 
-    `which` [N] is the number of the data set, `sample` [N] the number of the sample within it. The lag is
-    `weight * max(i, 1) - taken` in fp64, product and difference rounded each. `capacity` is in samples, or -1 for one
-    without end. Returns how many samples each has given.
+    Ties go to the first data set. `which` [N] is the number of the data set, `sample` [N] the number of the sample
+    within it. The lag is `weight * max(i, 1) - taken` in fp64; product and difference are each rounded. `capacity` is
+    in samples, or -1 if unlimited. Returns the number of samples taken from each data set.
     """
     taken = np.zeros(len(weights))
     for i in range(len(which)):
@@ -119,9 +119,9 @@ def fill_samples(
     rows: NDArray[Any],
     out: NDArray[Any],
 ) -> int:
-    """Row `rows[n]` of `out` [B, W] becomes the sample from `begins[n]` to `ends[n]` [document, offset].
+    """Write the sample from `begins[n]` to `ends[n]` [document, offset] to row `rows[n]` of `out` [B, W].
 
-    `tokens` is the whole `.bin`, and `starts` are in bytes. -1, or the number of a sequence that points out of it.
+    `tokens` is the whole `.bin`, and `starts` are in bytes. Returns -1, or the number of a sequence that exceeds it.
     """
     itemsize = tokens.itemsize
     for n in range(len(rows)):
@@ -145,9 +145,9 @@ def fill_samples(
 
 @compiled
 def mark_documents(tokens: NDArray[Any], eod: int, positions: NDArray[Any], lengths: NDArray[Any]) -> int:
-    """A document of a row of `tokens` [B, S] ends with the token `eod`: its `positions` begin at 0.
+    """Fill `positions`, from 0 in each document, and `lengths` [B, M]; `eod` ends a document of `tokens` [B, S].
 
-    `lengths` [B, M] must be zero. Returns the most documents of a row: more than M, and their lengths are incomplete.
+    `lengths` must be zeros. Returns the maximum number of documents in a row; above M, `lengths` are incomplete.
     """
     most = 0
     for row in range(len(tokens)):
@@ -172,7 +172,7 @@ def _hash(bits: Any) -> Any:
 
 @compiled
 def _uniform(key: Any, counter: Any) -> float:
-    """A number in [0, 1) of 53 bits, for a key and a counter."""
+    """A pseudo-random number in [0, 1) of 53 bits, a function of a key and a counter."""
     bits = _hash(key + uint64(counter) * uint64(0x9E3779B97F4A7C15))
     return float(bits >> uint64(11)) * 2.0**-53
 
@@ -187,11 +187,12 @@ def fill_in_the_middle(
     rates: tuple[float, float],
     sentinels: tuple[int, int, int],
 ) -> None:
-    """Cut documents of `window` [B, W] in prefix, middle and suffix at two uniform places, and put the middle last.
+    """Split documents of `window` [B, W] into prefix, middle and suffix at two uniform places, and put the middle last.
 
-    With rate `rates[0]`, a document becomes PRE prefix SUF suffix MID middle, or with rate `rates[1]` of these
-    PRE SUF suffix MID prefix middle. Its length stays: the suffix loses three tokens. Where it has no more than
-    these, the document stays as it is. `sentinels` are PRE, MID, SUF; `numbers` [B] are the samples'.
+    With probability `rates[0]`, a document becomes PRE prefix SUF suffix MID middle; a share `rates[1]` of these
+    becomes PRE SUF suffix MID prefix middle. The suffix loses three tokens, so that the length stays the same. If the
+    suffix has three tokens or fewer, the document is unchanged. `sentinels` are PRE, MID, SUF; `numbers` [B] are those
+    of the samples.
     """
     pre, mid, suf = sentinels
     whole = np.empty(window.shape[1], dtype=np.int64)

@@ -1,4 +1,4 @@
-"""The global order of a split's samples: one data set or a blend, round after round without end."""
+"""The global order of a split's samples, from one data set or a blend, in an endless sequence of rounds."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -26,29 +26,29 @@ from mplug_indexed.indices import (
 )
 
 FORMAT = 1
-"""Of what the cache holds: counts up when indices of the same description would be others."""
+"""Version of the cache's content; incremented when the same description gives different indices."""
 
 
 NUM_LOOKS, LOOK = 64, 1024
-"""Places of a data set at which its fingerprint reads tokens, and how many at each."""
+"""The number of places at which a fingerprint reads tokens, and the number of tokens at each."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """The sequences of a data set that are of one split."""
+    """The sequences of a data set in one split."""
 
     reader: Reader
     sequences: range
 
     @cached_property
     def verified(self) -> Reader:
-        """The data set, once every entry of its index is found right."""
+        """The data set, after a check of every entry of its index."""
         self.reader.verify()
         return self.reader
 
     @cached_property
     def tokens(self) -> int:
-        """How many there are."""
+        """The number of tokens of the sequences."""
         return total(self.reader.lengths, self.sequences)
 
     @cached_property
@@ -58,7 +58,7 @@ class Part:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of all lengths and of tokens from all over the data set, which is too large to be read as a whole."""
+        """A hash of all lengths and of evenly spaced samples of the tokens; the whole data set is too large to read."""
         tokens = self.reader.tokens
         starts = range(0, len(tokens), max(len(tokens) // NUM_LOOKS, 1))
         looks = [np.empty(0, tokens.dtype), *(tokens[start : start + LOOK] for start in starts)]
@@ -66,14 +66,14 @@ class Part:
 
 
 class Round(NamedTuple):
-    """The indices of every data set, and of a blend which of them gives which sample."""
+    """The indices of every data set, and for a blend the data set of each sample."""
 
     indices: list[Indices]
     blend: Blend | None
 
 
 class Place(NamedTuple):
-    """Where samples of one data set are: `rows` of what is read go from `begins` to `ends` [document, offset]."""
+    """Places of samples of one data set: `rows` of the output are read from `begins` to `ends` [document, offset]."""
 
     part: Part
     documents: NDArray[Any]
@@ -84,10 +84,10 @@ class Place(NamedTuple):
 
 @dataclass
 class Order:
-    """The order of a split; `samples` is how many are drawn at once, None for one epoch.
+    """The order of a split; `samples` is the number of samples drawn per round, None for one epoch.
 
-    Round 0 is Megatron's order for that number of samples; when it ends, the next one is drawn with the next seed.
-    Without weights, several data sets are read as a whole each, mixed by their sizes.
+    Round 0 is Megatron's order for that number of samples. Each further round is drawn with the next seed. Without
+    weights, several data sets are read completely, mixed in proportion to their sizes.
     """
 
     parts: Sequence[Part]
@@ -111,7 +111,7 @@ class Order:
         self._refuse_too_many()
 
     def _refuse_too_many(self) -> None:
-        """Indices are as long as the order: a slip in a number must not ask for more than the machine has."""
+        """Refuse an order whose indices exceed the machine's memory, because of a typo in a number for example."""
         size = 10 * self.size if self.is_blend else 0
         for part, epochs in zip(self.parts, self.epochs(self.samples), strict=True):
             size += 4 * epochs.number * len(part.sequences) + 12 * self.cut.samples(epochs.number * part.tokens)
@@ -124,7 +124,7 @@ class Order:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the data sets, in their order, and of their weights; not of where they are."""
+        """A hash of the data sets, in order, and of their weights; independent of their location."""
         text = repr(([part.fingerprint for part in self.parts], self.weights))
         return digest(np.frombuffer(text.encode(), np.uint8))
 
@@ -134,7 +134,7 @@ class Order:
         return len(self.parts) > 1 or self.weights is not None
 
     def epochs(self, samples: int | None) -> list[Epochs]:
-        """How often each data set is read for so many samples of the order: with the seed, this decides it."""
+        """How often each data set is read for `samples` samples; together with the seed, this determines the order."""
         if self.weights is not None:
             assert samples is not None
             wanted: list[int | None] = [*samples_of(samples, normalize(self.weights), SURPLUS)]
@@ -144,14 +144,14 @@ class Order:
 
     @property
     def samples_per_epoch(self) -> int | None:
-        """The samples of a round, where it has each sample of all data sets once."""
+        """The samples of a round if it has each sample of all data sets once, else None."""
         if self.weights is not None or any(epochs.number > 1 for epochs in self.epochs(self.samples)):
             return None
         return self.size
 
     @cached_property
     def size(self) -> int:
-        """The samples of a round: the same in every one."""
+        """The number of samples of a round, the same for all rounds."""
         if self.weights is not None:
             assert self.samples is not None
             return sum(samples_of(self.samples, normalize(self.weights)))
@@ -161,7 +161,7 @@ class Order:
     def round(self, number: int) -> Round:
         """The indices of a round."""
         if self._current is None or self._current[0] != number:
-            self._current = None  # lets go of the last round's memory
+            self._current = None  # frees the last round's memory
             self._current = (number, self._draw(self.seed + number))
         return self._current[1]
 
@@ -174,7 +174,7 @@ class Order:
         def make() -> dict[str, NDArray[Any]]:
             return build_indices(lengths, part.sequences, self.cut, epochs, seed % 2**32)._asdict()
 
-        lengths = part.verified.lengths  # also where indices are cached: these do not say where sequences lie
+        lengths = part.verified.lengths  # verified even for cached indices, which do not hold pointers
         cut = [self.cut.seq_length, self.cut.extra, self.cut.keep_rest]
         description = {
             "format": FORMAT,
@@ -187,8 +187,8 @@ class Order:
         return Indices(**self.cache.get(description, make))
 
     def _blend(self, sizes: list[int]) -> Blend:
-        """Which data set, of so many samples each, gives which sample."""
-        # Megatron normalizes given weights twice, which may change a last bit.
+        """The data set of each sample, given the number of samples of each data set."""
+        # Megatron normalizes given weights twice, which can change the last bit.
         weights = normalize(sizes) if self.weights is None else normalize(normalize(self.weights))
         limits = sizes if self.weights is None else None
         description = {"format": FORMAT, "blend": weights, "size": self.size, "limits": limits, "sizes": sizes}
@@ -206,7 +206,7 @@ class Order:
         return Blend(**self.cache.get(description, make))
 
     def places(self, sample_ids: range) -> Iterator[Place]:
-        """Where samples of the global order are."""
+        """The places of samples of the global order."""
         at = sample_ids.start
         while at < sample_ids.stop:
             number, first = divmod(at, self.size)
@@ -230,7 +230,7 @@ class Order:
         return Place(self.parts[part], indices.document, indices.sample[cuts], indices.sample[cuts + 1], rows)
 
     def most_pieces(self) -> int:
-        """The most pieces of sequences that a sample of the first round is made of."""
+        """The maximum number of sequences that a sample of the first round touches."""
         most = 0
         for indices in self.round(0).indices:
             for start in range(0, len(indices.sample) - 1, 1 << 20):

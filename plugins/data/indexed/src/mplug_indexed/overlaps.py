@@ -1,4 +1,4 @@
-"""Sequences of an index that share tokens: two of them at one place of the `.bin` is damage, or a wrong writer."""
+"""Refuses an index whose sequences share tokens of the `.bin`: the sign of damage or of a faulty writer."""
 
 from pathlib import Path
 
@@ -8,11 +8,11 @@ from numpy.typing import NDArray
 from mplug import UsageError
 
 CHUNK = 1 << 20
-"""Sequences that are compared at once: temporary memory stays small where they stand in the order of the file."""
+"""Sequences compared at once, which bounds temporary memory if they are in file order."""
 
 
 def refuse_overlaps(lengths: NDArray[np.int32], pointers: NDArray[np.int64], itemsize: int, index: Path) -> None:
-    """UsageError that names two sequences with common bytes; empty ones have none. Lengths must be 0 or more."""
+    """Raise UsageError that names two sequences with common bytes, if there are any. Lengths must be 0 or more."""
     if _in_order(lengths, pointers, itemsize):
         return
     (filled,) = np.nonzero(lengths)
@@ -30,7 +30,7 @@ def refuse_overlaps(lengths: NDArray[np.int32], pointers: NDArray[np.int64], ite
 
 
 def _in_order(lengths: NDArray[np.int32], pointers: NDArray[np.int64], itemsize: int) -> bool:
-    """Whether every sequence begins where the one before it ends, or later: so it is in files as they are written."""
+    """Whether every sequence begins at or after the end of the previous one, as in files that `Writer` makes."""
     for start in range(0, len(lengths) - 1, CHUNK):
         part = slice(start, start + CHUNK + 1)
         ends = pointers[part] + lengths[part].astype(np.int64) * itemsize

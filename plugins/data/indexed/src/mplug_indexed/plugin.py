@@ -19,7 +19,7 @@ LARGEST_SEED = 2**32 - 1
 
 
 class Indexed:
-    """Samples of Megatron's indexed data sets, in Megatron's order."""
+    """Loads samples of Megatron's indexed data sets, in Megatron's order."""
 
     Config = IndexedConfig
 
@@ -28,18 +28,18 @@ class Indexed:
 
     @cached_property
     def prefixes(self) -> list[Path]:
-        """The data sets' paths, without the ends of their files' names."""
+        """The data sets' paths, without '.bin' and '.idx'."""
         paths = [self.config.path] if isinstance(self.config.path, str) else [*self.config.path]
         return [prefix_of(path) for path in paths]
 
     @cached_property
     def weights(self) -> list[float] | None:
-        """The data sets' weights, if they have some."""
+        """The data sets' weights, or None."""
         return [*self.config.path.values()] if isinstance(self.config.path, dict) else None
 
     @cached_property
     def readers(self) -> "list[Reader]":
-        """The data sets, opened."""
+        """The opened data sets; raises UsageError if one does not hold integers."""
         from mplug_indexed.files import Reader
 
         readers = [Reader(prefix) for prefix in self.prefixes]
@@ -50,7 +50,7 @@ class Indexed:
 
     @hookimpl
     def configure(self, config: "RunConfig") -> None:
-        """The files must be whole, and each split that is read must have sequences."""
+        """Refuse damaged files, splits without sequences, and tokens outside the vocabulary."""
         if config.trainer.seed > LARGEST_SEED:
             raise UsageError(f"trainer.seed={config.trainer.seed} is too great for data's order; take one below 2^32")
         if self.config.samples == "epoch" and self.weights is not None:
@@ -70,7 +70,7 @@ class Indexed:
 
     @cached_property
     def marks(self) -> Marks:
-        """The numbers of the tokens that end documents and cut them in three."""
+        """The tokens that end documents and that separate the parts of a rearranged document."""
         return marks_of(self.config, tokenizer_of(self.prefixes, None))
 
     def _refuse_twice(self) -> None:
@@ -79,7 +79,7 @@ class Indexed:
             raise UsageError(f"data.path names '{prefix}' twice; name it once{weights}")
 
     def _sequences(self, reader: "Reader", split: str) -> range:
-        """The sequences of a data set that are of a split."""
+        """The sequences of a data set in a split; raises UsageError if there are none."""
         from mplug_indexed.indices import parse_split, sequences_of
 
         part = parse_split(self.config.split)[SPLITS.index(split)]
@@ -98,18 +98,18 @@ class Indexed:
 
     @hookimpl
     def batch_entries(self) -> tuple[str, ...]:
-        """The lengths of documents, where attention stays within them."""
+        """Document lengths, if attention is confined to documents."""
         return ("document_lengths",) if self.config.reset_attention else ()
 
     @hookimpl
     def build_tokenizer(self) -> CorpusTokenizer | None:
-        """The one whose record stands beside the data."""
+        """The tokenizer whose record is stored beside the data, or None."""
         record = tokenizer_of(self.prefixes, None)
         return load_tokenizer(record) if record is not None else None
 
     @hookimpl
     def build_loader(self, run: "Run", split: Literal["train", "validation"]) -> Loader:
-        """Map the split's indices, or make them where this file system has none."""
+        """Map the split's indices from the cache, or build them if this file system has none."""
         from mplug_indexed.samples import IndexedLoader, Samples
 
         order = self._order(run, split)
@@ -160,7 +160,7 @@ class Indexed:
         )
 
     def _room(self, run: "Run") -> int:
-        """M, of both splits: a run's micro batches all have the same."""
+        """M, the room for documents, common to both splits because all micro batches of a run have the same shape."""
         if self.config.max_documents is not None:
             return self.config.max_documents
         splits = SPLITS if run.config.trainer.eval_every else SPLITS[:1]

@@ -1,4 +1,4 @@
-"""From places in the files to micro batches. B samples, S sequence length, W = S + extra, M documents of a sample."""
+"""Reads micro batches of samples. B samples, S sequence length, W = S + extra, M documents of a sample."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,14 +15,14 @@ from mplug_indexed.order import Order
 IGNORED = -100
 """The label of a position without a target."""
 NO_TOKEN = -1
-"""Stands for padding, or for the end of a document, where the config names no token."""
+"""The internal number of padding if the config names no token; NO_TOKEN - 1 is that of ends of documents."""
 
 
 @dataclass(frozen=True)
 class Middle:
-    """Fill in the middle (arXiv 2207.14255): documents are cut in three, and the middle is moved to the end.
+    """Fill in the middle (arXiv 2207.14255): documents are split in three, and the middle is moved to the end.
 
-    `key` decides with a sample's number which documents, and where they are cut.
+    `key` and a sample's number determine the affected documents and the places of the splits.
     """
 
     rate: float
@@ -35,7 +35,7 @@ class Middle:
 
 @dataclass(frozen=True)
 class Treatment:
-    """What becomes of a sample's tokens beyond being read."""
+    """How a sample's tokens are turned into the entries of a micro batch."""
 
     vocab_size: int
     eod: int | None
@@ -43,7 +43,7 @@ class Treatment:
     mask_eod: bool
     reset_positions: bool
     max_documents: int | None
-    """M where attention stays within documents, else None."""
+    """M if attention is confined to documents, else None."""
     middle: Middle | None
 
 
@@ -54,7 +54,7 @@ class Samples:
         self.order, self.treatment = order, treatment
 
     def read(self, sample_ids: range) -> dict[str, Tensor]:
-        """The micro batch of those samples."""
+        """The micro batch of these samples."""
         length, extra, treatment = self.order.cut.seq_length, self.order.cut.extra, self.treatment
         window = self._window(sample_ids)  # [B, W]
         absent = window == self._padding
@@ -109,7 +109,7 @@ class Samples:
         )
 
     def _documents(self, sample_ids: range, tokens: NDArray[np.int64]) -> dict[str, Tensor]:
-        """Positions, and the lengths of documents where attention stays within them."""
+        """Positions, and document lengths if attention is confined to documents."""
         treatment, length = self.treatment, tokens.shape[1]
         everywhere = {"positions": torch.arange(length)[None]}
         if not treatment.reset_positions and treatment.max_documents is None:
@@ -127,7 +127,7 @@ class Samples:
 
 
 class IndexedLoader(MapLoader):
-    """A loader whose state is how many samples have been taken, and of how many the order was drawn."""
+    """A loader whose state is the number of samples taken, and the number for which the order was drawn."""
 
     def __init__(self, samples: Samples, *, shard: tuple[int, int], micro_batch_size: int) -> None:
         super().__init__(
@@ -145,7 +145,7 @@ class IndexedLoader(MapLoader):
         return {**super().state_dict(), "drawn_for": self.order.samples}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after so many samples; UsageError where this run's order is another one."""
+        """Continue after the saved number of samples; raises UsageError if this run's order differs."""
         before, now = state["drawn_for"], self.order.samples
         if before != now and (
             (before is None and self.order.weights is not None) or self.order.epochs(before) != self.order.epochs(now)

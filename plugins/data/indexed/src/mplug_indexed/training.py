@@ -1,4 +1,4 @@
-"""Learning a byte-level BPE tokenizer from a corpus."""
+"""Trains a byte-level BPE tokenizer on a corpus."""
 
 import os
 import re
@@ -17,7 +17,7 @@ CHUNK = 4 << 20
 
 @dataclass
 class Trained:
-    """What was learnt, from how many documents."""
+    """The result: vocabulary, number of documents, special tokens."""
 
     vocab_size: int = 0
     documents: int = 0
@@ -35,10 +35,10 @@ def train(
     *,
     overwrite: bool,
 ) -> Trained:
-    """Write a tokenizer.json that the plugin of such files reads. UsageError where nothing can be learnt.
+    """Write a tokenizer.json for the plugin tokenizers/huggingface. Raises UsageError if nothing can be learnt.
 
-    With `mib`, every so many chunks of the input are read, so that the whole of it is represented. Bad lines are left
-    out: preprocessing tells of them.
+    With `mib`, evenly spaced chunks of the input are read, so that they represent all of it. Bad lines are skipped;
+    preprocessing reports them.
     """
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -83,7 +83,7 @@ def train(
 
 
 def _unwritten(output: Path, error: Exception) -> Exception:
-    """What to raise. The library tells the system's error in words alone: '... (os error 28)'."""
+    """The error to raise. The library reports the system's error only as text: '... (os error 28)'."""
     found = re.search(r"\(os error (\d+)\)", str(error))
     number = getattr(error, "errno", None) or (int(found[1]) if found else None)
     return cannot_write(output, OSError(number, os.strerror(number)) if number else OSError(str(error)))

@@ -1,4 +1,4 @@
-"""Random tokens, for measurements that need no data."""
+"""Random tokens, for measurements without a data set."""
 
 from typing import TYPE_CHECKING
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 class Mock:
-    """Sample n is a function of the seed and n: uniform tokens that no model can learn."""
+    """Uniform random tokens that no model can learn; sample n is a function of the seed and n."""
 
     class Config(BaseModel):
-        """Which tokens."""
+        """The vocabulary, and the number of documents per sample."""
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -30,7 +30,7 @@ class Mock:
 
     @hookimpl
     def configure(self, config: "RunConfig") -> None:
-        """A document has a token at least."""
+        """Refuse more documents than tokens in a sample."""
         if self.config.documents > config.trainer.seq_length:
             raise UsageError(
                 f"data.documents={self.config.documents} do not fit into trainer.seq_length={config.trainer.seq_length}"
@@ -38,12 +38,12 @@ class Mock:
 
     @hookimpl
     def batch_entries(self) -> tuple[str, ...]:
-        """The lengths of documents, where samples are packed with several."""
+        """Document lengths, if samples are packed."""
         return ("document_lengths",) if self.config.documents > 1 else ()
 
     @hookimpl
     def build_loader(self, run: "Run") -> MapLoader:
-        """Both splits are the same noise."""
+        """A loader of random samples; both splits have the same samples."""
         from mplug_mock.samples import reader
 
         trainer = run.config.trainer

@@ -1,4 +1,4 @@
-"""Samples of noise. B samples, S sequence length, M documents of a sample."""
+"""Samples of random tokens. B samples, S sequence length, M documents of a sample."""
 
 from collections.abc import Callable
 
@@ -12,9 +12,9 @@ IGNORED = -100
 
 
 def reader(seed: int, vocab_size: int, length: int, documents: int) -> Callable[[range], MicroBatch]:
-    """What reads samples of `length` tokens by their numbers, each packed with so many documents.
+    """A function that makes samples of `length` tokens by their numbers, each with this number of documents.
 
-    Of a packed sample, positions begin anew with every document, whose last token has no target.
+    In a packed sample, positions restart at 0 in every document, and a document's last token has no target.
     """
     positions = torch.arange(length)[None]
 
@@ -34,7 +34,7 @@ def reader(seed: int, vocab_size: int, length: int, documents: int) -> Callable[
 
 
 def _cut(length: int, documents: int, generator: torch.Generator) -> Tensor:
-    """Lengths [M], of at least one token each: every way to cut a sample is as likely as any other."""
+    """Random lengths [M] of at least one token each; all ways to split a sample are equally likely."""
     borders = torch.randperm(length - 1, generator=generator)[: documents - 1].sort().values + 1
     return torch.diff(borders, prepend=torch.tensor([0]), append=torch.tensor([length]))
 

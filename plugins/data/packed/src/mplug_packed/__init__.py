@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: conversations by a chat template, loss on the answers, packed to the sequence length."""
+"""Supervised fine-tuning on conversations: chat template, loss on answers only, packing to the sequence length."""
 
 import logging
 from functools import cached_property
@@ -28,10 +28,10 @@ Split = Literal["train", "validation"]
 
 
 class Packed:
-    """Conversations of JSON lines, several a sample, none of which attends to another."""
+    """Packs conversations from JSON lines into samples; tokens attend only within their own conversation."""
 
     class Config(BaseModel):
-        """Which conversations, how they become text, and how they are packed."""
+        """The conversations, how they become text, and how they are packed."""
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -70,7 +70,7 @@ class Packed:
 
     @hookimpl
     def configure(self, config: "RunConfig") -> None:
-        """Files and the template must be there."""
+        """Refuse missing files, a wrong template or tokenizer, and too many documents per sample."""
         from mplug_packed.conversations import find_files
 
         if self.config.max_documents > config.trainer.seq_length:
@@ -86,7 +86,7 @@ class Packed:
 
     @hookimpl
     def batch_entries(self) -> tuple[str, ...]:
-        """The lengths of documents, by which none attends to another."""
+        """The lengths of documents, which confine attention to one document."""
         return ("document_lengths",)
 
     @cached_property
@@ -103,7 +103,7 @@ class Packed:
 
     @cached_property
     def vocabulary(self) -> "Vocabulary":
-        """The tokenizer's tokens and the template's special ones."""
+        """The tokenizer's tokens and the template's special tokens."""
         from mplug_packed.vocabulary import Vocabulary
 
         given = self.config.special_tokens
@@ -111,7 +111,7 @@ class Packed:
 
     @hookimpl
     def build_tokenizer(self) -> Tokenizer:
-        """Text in which special tokens may be written out."""
+        """The tokenizer, which also encodes special tokens that a text spells out."""
         return self.vocabulary
 
     @hookimpl

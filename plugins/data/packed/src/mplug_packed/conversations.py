@@ -1,4 +1,4 @@
-"""Conversations in JSON lines: a JSON object a line, with `messages`."""
+"""Reads conversations from JSON lines: one JSON object with `messages` per line."""
 
 import glob
 import gzip
@@ -16,25 +16,25 @@ from mplug_packed.templates import ANSWERS
 PATTERNS = ("*.jsonl", "*.jsonl.gz")
 MEND = "mend the line, or take it out"
 PARTS = 10_000
-"""Of how many parts a hash tells one."""
+"""Number of buckets of the hash that decides the split."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """The messages of a line, and where it stands: 'chats.jsonl:12'."""
+    """The messages of a line, and its location ('chats.jsonl:12')."""
 
     where: str
     messages: list[dict[str, Any]]
     tools: Any
 
     def held_out(self, percent: float) -> bool:
-        """Whether it is for validation: by a hash of its messages, so that those who are alike are on one side."""
+        """Whether it is for validation, by a hash of its messages: equal conversations are in the same split."""
         text = json.dumps(self.messages, sort_keys=True).encode()
         return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") % PARTS < percent * PARTS / 100
 
 
 def find_files(path: str, field: str = "data.path") -> list[Path]:
-    """The files that a file's name, a folder or a glob names, sorted; UsageError where there is none."""
+    """The sorted files of a file name, a folder or a glob; raises UsageError if there are none."""
     given = Path(path).expanduser()
     if given.is_dir():
         found = [file for pattern in PATTERNS for file in given.glob(pattern) if file.is_file()]
@@ -49,7 +49,7 @@ def find_files(path: str, field: str = "data.path") -> list[Path]:
 
 
 def read_conversations(files: list[Path]) -> Iterator[Conversation]:
-    """Every conversation of the files, in their order; UsageError names the line that holds none."""
+    """Every conversation of the files, in order; UsageError names the first line without a valid conversation."""
     for file in files:
         for number, line in _lines(file):
             if line.strip():

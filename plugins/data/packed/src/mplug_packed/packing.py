@@ -1,4 +1,4 @@
-"""Which conversations share a sample."""
+"""Bin packing: decides which conversations share a sample."""
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 def best_fit_decreasing(lengths: Sequence[int], capacity: int, most: int) -> list[list[int]]:
     """The items of each bin: at most `capacity` in total, and at most `most` items.
 
-    The longest item comes first (of equals, the earlier one), and goes where it leaves the least room. It uses at most
-    11/9 of the bins of the best packing, and 1 more, where `most` does not bind (Johnson, 1973). O(n log n) and, for
-    every item, a search among the distinct rooms that bins have left.
+    Items are placed by decreasing length (ties: the earlier one first), each into the bin where it leaves the least
+    room. If `most` does not bind, it uses at most 11/9 of the bins of the best packing, plus 1 (Johnson, 1973). The
+    cost is O(n log n), plus a binary search per item among the distinct free lengths of the bins.
     """
     bins: list[list[int]] = []
     with_room: dict[int, list[int]] = {}

@@ -1,4 +1,4 @@
-"""From files to the tokens of a split's conversations, and the count of what is left out."""
+"""Reads and encodes a split's conversations, and counts the omitted ones."""
 
 from collections.abc import Iterable, Iterator
 from typing import Literal
@@ -28,11 +28,12 @@ def encoded(
     too_long: Literal["truncate", "drop"],
     count: Count,
 ) -> Iterator[Encoded]:
-    """The tokens of each conversation that is kept; `count` counts all of them.
+    """The tokens of each conversation that is kept; `count` counts all conversations.
 
-    One is too long where it has more than `length` tokens to read and one more to predict. Left out is one without an
-    answer among the first `length` targets, and one in whose messages a special token's text stands: to read it as that
-    token would let a message end its own turn.
+    A conversation is too long if it has more than `length` + 1 tokens (`length` inputs and the last target). Two kinds
+    are omitted: those without an answer among the first `length` targets, and those whose messages contain the text of
+    a special token, because encoding it as that token would let a message end its own turn. Raises UsageError with the
+    location if a conversation cannot be rendered.
     """
     for conversation in conversations:
         count.conversations += 1

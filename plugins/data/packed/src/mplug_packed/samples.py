@@ -19,7 +19,7 @@ IGNORED = -100
 
 @dataclass
 class Count:
-    """What became of the conversations of a split."""
+    """Counts of a split's conversations, by what was done with them."""
 
     conversations: int = 0
     truncated: int = 0
@@ -29,12 +29,12 @@ class Count:
 
     @property
     def kept(self) -> int:
-        """Those that samples are packed of."""
+        """The number of conversations in the samples."""
         return self.conversations - self.too_long - self.without_answer - self.with_special_tokens
 
 
 class Documents:
-    """Conversations as tokens and labels, one after the other in two arrays: 12 bytes a token in all."""
+    """Tokens and labels of all conversations, concatenated in two arrays: 12 bytes per token."""
 
     def __init__(self, documents: Iterable[tuple[NDArray[np.int32], NDArray[np.int64]]]) -> None:
         pairs = list(documents)
@@ -45,7 +45,7 @@ class Documents:
 
 
 def document(encoded: Encoded, length: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """At most `length` tokens of a conversation, and the label of each: the next token, if that is an answer's."""
+    """(tokens, labels) of a conversation, at most `length`; a label is the next token if it belongs to an answer."""
     tokens = np.asarray(encoded.tokens, dtype=np.int32)
     labels = np.full(len(tokens), IGNORED, dtype=np.int64)
     labels[:-1] = np.where(encoded.answers[1:], tokens[1:], IGNORED)
@@ -53,21 +53,21 @@ def document(encoded: Encoded, length: int) -> tuple[NDArray[np.int32], NDArray[
 
 
 class PackedSamples:
-    """Sample n of the global order: epoch by epoch, every packed sample once, in an order of the epoch's own.
+    """Samples by their number in the global order: every epoch reads each packed sample once, in its own order.
 
-    What is packed with what does not change, so that an epoch has as many samples as any other, and any sample can be
-    read without those before it.
+    The packing is the same in every epoch. So all epochs have the same number of samples, and any sample can be read
+    without the preceding ones.
     """
 
     def __init__(self, documents: Documents, seq_length: int, most: int, filler: int, seed: int) -> None:
         self.documents, self.seq_length, self.most, self.filler, self.seed = documents, seq_length, most, filler, seed
-        self.packed = best_fit_decreasing(documents.lengths, seq_length, most - 1)  # the last may have to fill up
+        self.packed = best_fit_decreasing(documents.lengths, seq_length, most - 1)  # one is reserved for the filler
         self.count = len(self.packed)
         self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the conversations as tokens and labels, and of what decides how they are packed."""
+        """A hash of the conversations' tokens and labels, and of the settings of the packing."""
         found = blake2b(repr((self.seq_length, self.most, self.filler)).encode(), digest_size=16)
         for array in (self.documents.ends, self.documents.tokens, self.documents.labels):
             found.update(array.data)
@@ -75,11 +75,11 @@ class PackedSamples:
 
     @property
     def filled(self) -> float:
-        """The share of all positions that conversations take."""
+        """The share of positions that conversations fill."""
         return len(self.documents.tokens) / (self.count * self.seq_length)
 
     def read(self, sample_ids: range) -> dict[str, Tensor]:
-        """The micro batch of those samples. What no conversation takes is a document of its own, without targets."""
+        """The micro batch of these samples; the unfilled end of a sample is one more document, without targets."""
         shape = (len(sample_ids), self.seq_length)
         tokens, labels = np.full(shape, self.filler, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
         positions = np.zeros(shape, dtype=np.int64)

@@ -1,8 +1,8 @@
-"""Chat templates: messages to text, and which parts of the text are answers.
+"""Chat templates: they turn messages into text, and this file finds the answers in that text.
 
-A template is Jinja, as Hugging Face's tokenizers have them: it sees `messages`, `add_generation_prompt`, `tools` and
-the texts of special tokens (`bos_token` ...). It runs in Jinja's sandbox, and sees neither files nor the clock, so that
-a conversation always becomes the same text.
+A template is written in Jinja, as in Hugging Face's tokenizers. Its variables are `messages`, `add_generation_prompt`,
+`tools` and the texts of special tokens (`bos_token` ...). It runs in Jinja's sandbox without access to files or the
+clock, so a conversation always gives the same text.
 """
 
 import json
@@ -40,16 +40,16 @@ NAMED = {
         "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
     ),
 }
-"""Templates that need no file, by what `data.template` calls them."""
+"""Value of `data.template` -> built-in template."""
 SPECIAL_TOKENS = {
     "chatml": ("<|im_start|>", "<|im_end|>"),
     "llama3": ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
 }
-"""The special tokens that a named template writes."""
+"""Built-in template -> the special tokens that it writes."""
 UNTAKEN = (
     TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError, MemoryError
 )  # fmt: skip
-"""What a template raises that a conversation is nothing for, or that is wrong itself."""
+"""Exceptions of a template that does not support a conversation, or that is itself wrong."""
 ANSWERS = "assistant"
 """The role whose messages are answers."""
 
@@ -57,12 +57,12 @@ Message = Mapping[str, Any]
 
 
 class _Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}`, by which some templates mark answers: their text, no more."""
+    """The tag `{% generation %} ... {% endgeneration %}`, with which some templates mark answers, as plain text."""
 
     tags: ClassVar[set[str]] = {"generation"}
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """What is between the tags. Answers are found by prefixes instead, which every template has."""
+        """The nodes between the tags. `Template.render` finds answers by prefixes, which works for every template."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -77,7 +77,7 @@ def _json(value: Any, indent: int | None = None, **named: Any) -> str:
 
 @dataclass(frozen=True)
 class Rendered:
-    """The text of a conversation, and where its answers begin and end, in characters."""
+    """The text of a conversation, and its answers as (begin, end) in characters."""
 
     text: str
     answers: tuple[tuple[int, int], ...]
@@ -85,7 +85,7 @@ class Rendered:
 
 @dataclass(frozen=True)
 class Template:
-    """A chat template by its Jinja source; `name` is what errors call it, `special` are its special tokens' texts."""
+    """A chat template with its Jinja source, its name for errors, and the texts of its special tokens."""
 
     name: str
     source: str
@@ -107,7 +107,7 @@ class Template:
         object.__setattr__(self, "_compiled", compiled)
 
     def text(self, messages: Sequence[Message], tools: Any = None, prompt: bool = False) -> str:
-        """The text of messages; with `prompt`, what an answer then follows. ValueError where the template refuses."""
+        """The text of messages; with `prompt`, also an answer's header. Raises ValueError if the template fails."""
         try:
             rendered: str = self._compiled.render(  # type: ignore[attr-defined]
                 messages=messages, tools=tools, add_generation_prompt=prompt, **self.variables
@@ -120,12 +120,12 @@ class Template:
         return rendered
 
     def render(self, messages: Sequence[Message], tools: Any = None) -> Rendered:
-        """The conversation up to its last answer. ValueError where answers cannot be told from the rest.
+        """The text of the conversation up to its last answer, with the places of the answers.
 
-        An answer is what its message adds to the text of what stands before it, which ends in the header of an answer:
-        its own text and what ends it. Space that follows the mark of an end is no part of it, for whoever generates
-        has stopped by then. All this holds of a template whose text of the first messages is the beginning of the text
-        of more; any other is refused.
+        An answer is the text that its message adds to the preceding messages and the answer's header: its content and
+        its end mark. White space after the end mark does not belong to it, because generation stops at the mark. This
+        requires that the text of the first messages is a prefix of the text of more messages. Raises ValueError for any
+        other template.
         """
         answers = [number for number, message in enumerate(messages) if message["role"] == ANSWERS]
         spans, before = [], ""
@@ -149,14 +149,14 @@ class Template:
 
 
 def _answer_length(added: str, message: Message) -> int:
-    """How much of what a message adds is the answer and the mark of its end."""
+    """The length of the answer with its end mark in the text that a message adds."""
     marked, content = added.rstrip(), message.get("content")
     ends_in_content = isinstance(content, str) and marked.endswith(content.rstrip()) and bool(content.strip())
     return len(added) if ends_in_content else len(marked)
 
 
 def read_template(named: str, variables: Mapping[str, str]) -> Template:
-    """The template of `data.template`: a name, a file of Jinja, or a JSON file that holds one as `chat_template`."""
+    """The template of `data.template`: a name, a Jinja file, or a JSON file with a `chat_template`."""
     if named in NAMED:
         return Template(named, NAMED[named], variables, SPECIAL_TOKENS[named])
     path = Path(named).expanduser()
@@ -179,7 +179,7 @@ def _tokens_of(variables: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _of_json(text: str, named: str, variables: Mapping[str, str]) -> Template:
-    """The template of a tokenizer's configuration, with the special tokens that stand there."""
+    """The template of a tokenizer's configuration, with the special tokens of that file."""
     try:
         held = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -203,6 +203,6 @@ def _of_json(text: str, named: str, variables: Mapping[str, str]) -> Template:
 
 
 def _content(token: Any) -> str:
-    """The text of a token that stands as a text, or as a mapping."""
+    """The text of a token that the file holds as a string or as a mapping; else the empty string."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else ""

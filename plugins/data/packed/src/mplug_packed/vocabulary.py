@@ -1,4 +1,4 @@
-"""Text with special tokens in it to tokens, and where a stretch of the text is among them."""
+"""Encodes text that contains special tokens, and maps parts of the text to their tokens."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,17 +10,17 @@ from mplug import CorpusTokenizer
 
 @dataclass(frozen=True)
 class Encoded:
-    """The tokens of a conversation, and of each whether it belongs to an answer."""
+    """The tokens of a conversation, and for each token whether it belongs to an answer."""
 
     tokens: list[int]
     answers: list[bool]
 
 
 class Vocabulary:
-    """A tokenizer's tokens, and special ones that texts are split at.
+    """A tokenizer extended by special tokens, at which texts are split.
 
-    A special token that the tokenizer knows (its `special_tokens`, text to token, if it has that) keeps its number; the
-    others are numbered from the tokenizer's `vocab_size` on, in their order.
+    A special token of the tokenizer (its attribute `special_tokens`, text to number, if it exists) keeps its number.
+    The others are numbered in order, from the tokenizer's `vocab_size` on.
     """
 
     def __init__(self, tokenizer: CorpusTokenizer, special: Sequence[str]) -> None:
@@ -35,11 +35,11 @@ class Vocabulary:
         self._split = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text; the text of a special token is that token."""
+        """The tokens of a text; the text of a special token becomes that token."""
         return self.encode_answers(text, ()).tokens
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of tokens, special ones written out."""
+        """The text of tokens, including the texts of special tokens."""
         runs = groupby(tokens, key=lambda token: token in self.texts)
         return "".join(
             "".join(self.texts[token] for token in run) if special else self.tokenizer.decode(run)
@@ -47,13 +47,13 @@ class Vocabulary:
         )
 
     def has_special(self, text: str) -> bool:
-        """Whether a text holds that of a special token."""
+        """Whether a text contains the text of a special token."""
         return self._split is not None and self._split.search(text) is not None
 
     def encode_answers(self, text: str, answers: Sequence[tuple[int, int]]) -> Encoded:
-        """The tokens of a text whose answers are at these places: (begin, end) in characters, in their order.
+        """The tokens of a text with answers at (begin, end) in characters, in order.
 
-        A token over a border of an answer belongs to it.
+        A token across the border of an answer belongs to the answer.
         """
         tokens: list[int] = []
         borders = [(place, ends) for begin, end in answers for place, ends in ((begin, False), (end, True))]
@@ -75,7 +75,7 @@ class Vocabulary:
         return Encoded(tokens, marks)
 
     def _tokens_before(self, piece: str, tokens: list[int], place: int, ends: bool) -> int:
-        """How many tokens of a piece begin before a border of an answer, which takes a token that lies over it."""
+        """The number of tokens before a border of an answer; a token across the border belongs to the answer."""
         alone = self.tokenizer.encode(piece[:place]) if place else []
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(alone, tokens, strict=False)))
         return same + 1 if ends and same < len(alone) else same

@@ -1,4 +1,4 @@
-"""Byte-level text: any file, folder or glob, or the Python standard library's own source."""
+"""Byte-level text from a file, a folder or a glob, or from the Python standard library's source."""
 
 import logging
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("mplug.text")
 
 NO_TEXT = {".jsonl", ".parquet", ".gz", ".zst", ".bin", ".idx"}
-"""Suffixes of files whose bytes are more than their text, or other."""
+"""Suffixes of files whose bytes are not plain text."""
 
 
 class Bytes:
-    """A token is a byte of UTF-8."""
+    """A tokenizer whose tokens are the bytes of UTF-8."""
 
     vocab_size = 256
 
@@ -28,15 +28,15 @@ class Bytes:
         return list(text.encode())
 
     def decode(self, tokens: "list[int]") -> str:
-        """The text of bytes; what is not UTF-8 becomes U+FFFD."""
+        """The text of bytes; invalid UTF-8 becomes U+FFFD."""
         return bytes(tokens).decode(errors="replace")
 
 
 class Text:
-    """Windows of a stream of bytes, in a seeded order that is new every epoch."""
+    """Windows of a stream of bytes, in a seeded order that differs in every epoch."""
 
     class Config(BaseModel):
-        """Which text, and which part of it is kept for validation."""
+        """The text, and the share of it for validation."""
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -55,7 +55,7 @@ class Text:
 
     @hookimpl
     def build_tokenizer(self) -> Bytes:
-        """Bytes need no file."""
+        """Return the byte tokenizer."""
         return Bytes()
 
     @hookimpl
@@ -85,7 +85,7 @@ class Text:
 
 
 def _warn_of(files: "list[Path]") -> None:
-    """Of files that are read as they are, though documents in them may have been meant."""
+    """Warn of files that contain documents in a format that this plugin does not parse."""
     found = sorted({file.suffix for file in files} & NO_TEXT)
     if found:
         log.warning(

@@ -1,4 +1,4 @@
-"""Which files make up a corpus, and which of them are for validation."""
+"""Finds the files of a corpus, and splits them into training and validation."""
 
 import glob
 import hashlib
@@ -11,13 +11,16 @@ from numpy.typing import NDArray
 from mplug import UsageError
 
 SEPARATOR = b"\0"
-"""Stands between documents: a byte that text does not have."""
+"""Ends each document; a byte that does not occur in text."""
 FEW_FILES = 20
 """With fewer files than this, validation gets the end of every file instead of whole files."""
 
 
 def find_files(path: str | None, pattern: str) -> tuple[Path, list[Path]]:
-    """(root, sorted files) of a file, a folder, a glob, or of the standard library."""
+    """(root, sorted files) of a file, a folder or a glob; None means the standard library.
+
+    Raises UsageError if there is no file.
+    """
     if path is None:
         return _standard_library()
     given = Path(path).expanduser()
@@ -62,10 +65,10 @@ def _standard_library() -> tuple[Path, list[Path]]:
 
 
 def read_split(root: Path, files: list[Path], split: str, validation_percent: int) -> NDArray[np.uint8]:
-    """The bytes of one split, documents ended by a separator.
+    """The bytes of one split; SEPARATOR ends each document.
 
-    A file belongs to validation by a hash of its path below `root`. Where there are few files, or the hash leaves a
-    side empty, validation is the last part of every file instead.
+    A hash of a file's path below `root` decides whether it is for validation. If there are fewer than FEW_FILES files,
+    or if the hash leaves a side empty, validation gets the last part of every file instead.
     """
     held_out = {file for file in files if _hash_percent(file.relative_to(root)) < validation_percent}
     wanted = [file for file in files if (file in held_out) == (split == "validation")]
@@ -77,7 +80,7 @@ def read_split(root: Path, files: list[Path], split: str, validation_percent: in
 
 
 def fingerprint_of(stream: NDArray[np.uint8]) -> str:
-    """A hash of a split's bytes: the same wherever the files are."""
+    """A hash of a split's bytes, independent of the location of the files."""
     return hashlib.blake2b(stream.data, digest_size=16).hexdigest()
 
 

@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 class Windows:
-    """Sample n of the global order: epoch by epoch, every window of the stream once, in an order of the epoch's own.
+    """Samples by their number in the global order: every epoch reads each window of the stream once, in its own order.
 
-    An epoch's windows begin at an offset of its own, so that their borders move.
+    Each epoch has its own offset of the first window, so that window borders move.
     """
 
     def __init__(self, stream: NDArray[np.uint8], seq_length: int, seed: int) -> None:
@@ -24,7 +24,7 @@ class Windows:
         self._starts = np.empty(0, dtype=np.int64)
 
     def read(self, sample_ids: range) -> dict[str, Tensor]:
-        """The micro batch of those samples."""
+        """The micro batch of these samples."""
         rows = np.stack([self._window(*divmod(number, self.count)) for number in sample_ids])
         windows = torch.from_numpy(rows.astype(np.int64))  # [B, S + 1]
         return {

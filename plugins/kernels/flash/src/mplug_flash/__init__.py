@@ -1,4 +1,4 @@
-"""Attention by flash-attn: version 4, 3 or 2, whichever is installed."""
+"""Attention by flash-attn, version 4, 3 or 2: by default the newest installed one that serves the site."""
 
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 class Flash:
-    """Causal attention with grouped heads, in bf16 on NVIDIA GPUs."""
+    """Attention with grouped heads, in half precision on NVIDIA GPUs."""
 
     class Config(BaseModel):
-        """Which flash-attn computes it."""
+        """The version of flash-attn."""
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -28,7 +28,7 @@ class Flash:
 
     @hookimpl
     def offer(self, run: "Run") -> list[Offer]:
-        """The attention core: of each version that may be chosen, an offer."""
+        """Offers of the attention core, one for each version that may be selected."""
         from mplug_flash.attention import core
 
         deterministic = run.config.trainer.deterministic
@@ -50,13 +50,13 @@ class Flash:
         from mplug_flash.versions import choose
 
         chosen, reason = choose(self._candidates, site, run)
-        if chosen is None:  # said once, by the first
+        if chosen is None:  # only the first offer states the reason
             return reason if version == self._candidates[0] else False
         return chosen == version
 
 
 def varies(site: Site, run: "Run") -> str:
-    """Fused dropout draws its numbers in an order of its own."""
+    """Why results depend on the layout: fused dropout draws its numbers in an order of its own."""
     return "its dropout mask is drawn inside the fused kernel" if site.module.dropout > 0 else ""
 
 

@@ -1,4 +1,7 @@
-"""The suppliers, one a version. B batch, S sequence, H query heads, G KV heads, K head dim, M documents of a sample."""
+"""The suppliers, one per version.
+
+B batch, S sequence, H query heads, G KV heads, K head dim, M documents of a sample.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +18,7 @@ from mplug_flash.fourth import FourthParts, begins
 
 @dataclass(frozen=True)
 class How:
-    """What a call asks for beside its tensors; `lengths` [B, M] are of the documents that samples are packed with."""
+    """The options of a call; `lengths` [B, M] are the document lengths of packed samples."""
 
     scale: float
     dropout: float
@@ -30,7 +33,7 @@ Compute = Callable[[Tensor, Tensor, Tensor, How], Tensor]
 
 @cache
 def core(version: int, deterministic: bool) -> Callable[..., Tensor]:
-    """The supplier of a version; with `deterministic`, its backward gives the same bits for the same call."""
+    """The supplier of a version; with `deterministic`, its backward is bitwise reproducible."""
     compute = COMPUTES[version]
 
     def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
@@ -71,7 +74,7 @@ def _computed(library: Any, q: Tensor, k: Tensor, v: Tensor, how: How, more: dic
 
 
 def _output(given: Any) -> Tensor:
-    """Some releases give the log-sum-exp, too."""
+    """The output; some releases return the log-sum-exp too."""
     output: Tensor = given[0] if isinstance(given, tuple) else given
     return output
 

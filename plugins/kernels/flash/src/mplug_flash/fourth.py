@@ -1,8 +1,10 @@
-"""flash-attn-4 as operators of torch, which it is not by itself: so a compiler keeps each as one node of its graph.
+"""flash-attn-4 as torch operators, so that a compiler keeps each call as one node of its graph.
 
-B batch, S queries, T keys, H query heads, G KV heads, K head dim, N stretches. No window is named: flash-attn-4 takes
-one that is given as (-1, 0), the spelling of older versions for a causal mask, for another mask, and says nothing.
-Stretches are told to it as one long row of all samples' tokens, [B S, H, K], and where each begins.
+B batch, S queries, T keys, H query heads, G KV heads, K head dim, M documents, N stretches. For stretches, the kernel
+receives the tokens of all samples concatenated, [B S, H, K], and the start of each stretch.
+
+Trap: never pass a window. Older versions spell a causal mask as the window (-1, 0). flash-attn-4 silently takes that
+as a different mask.
 """
 
 from typing import Any, Optional
@@ -26,7 +28,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """q [B, S, H, K], k and v [B, S, G, K], any strides -> (output [B, S, H, K], log-sum-exp [B, H, S] in fp32).
 
-    `deterministic` is for backward; forward is always.
+    `deterministic` applies to backward; forward is always deterministic.
     """
     lengths = None if document_lengths is None else (document_lengths, document_lengths)
     return compute(q, k, v, scale, causal, lengths)
@@ -51,7 +53,7 @@ def backward(
     causal: bool = True,
     document_lengths: Optional[Tensor] = None,  # noqa: UP045 (torch reads it)
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of the output [B, S, H, K] -> those of q [B, S, H, K], k and v [B, S, G, K]."""
+    """The gradient of the output [B, S, H, K] -> the gradients of q [B, S, H, K], k and v [B, S, G, K]."""
     lengths = None if document_lengths is None else (document_lengths, document_lengths)
     return differentiate(gradient, q, k, v, output, sums, scale, causal, lengths, deterministic)
 
@@ -62,7 +64,10 @@ def _(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tenso
 
 
 class _Attention(torch.autograd.Function):
-    """Both operators as one function that is differentiated; nothing here differentiates the log-sum-exp."""
+    """q [B, S, H, K], k and v [B, S, G, K] -> output [B, S, H, K]; grad_output -> dq, dk and dv of those shapes.
+
+    The log-sum-exp is saved, not differentiated.
+    """
 
     @staticmethod
     def forward(ctx, q, k, v, scale, deterministic, causal, document_lengths):  # type: ignore[no-untyped-def]
@@ -120,7 +125,7 @@ def differentiate(
     lengths: Lengths | None,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q [B, S, H, K], k and v [B, T, G, K], from the output and log-sum-exp of the whole."""
+    """The gradients of q [B, S, H, K], k and v [B, T, G, K], given the output and log-sum-exp over all parts."""
     from flash_attn.cute.interface import _flash_attn_bwd
 
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
@@ -144,19 +149,19 @@ def _by_sample(sums: Tensor, batch: int) -> Tensor:
 
 
 def _stretches(q: Tensor, k: Tensor, lengths: Lengths) -> dict[str, Any]:
-    """Where the stretches of all samples begin, and an upper bound of their lengths, which the host knows."""
+    """The starts of the stretches, and an upper bound of their lengths that needs no device synchronization."""
     of_queries, of_keys = map(begins, lengths)
     longest = {"max_seqlen_q": q.shape[1], "max_seqlen_k": k.shape[1]}
     return {"cu_seqlens_q": of_queries, "cu_seqlens_k": of_keys, **longest}
 
 
 def begins(lengths: Tensor) -> Tensor:
-    """Where the stretches of all samples begin, and the last one ends: lengths [B, N] -> int32 [B N + 1]."""
+    """The start of each stretch in the concatenated samples, and the end of the last: [B, N] -> int32 [B N + 1]."""
     return torch.nn.functional.pad(lengths.flatten().cumsum(dim=0), (1, 0)).to(torch.int32)
 
 
 class FourthParts:
-    """Attention part by part; with `deterministic`, its backward gives the same bits for the same call."""
+    """Attention by parts; with `deterministic`, its backward is bitwise reproducible."""
 
     def __init__(self, deterministic: bool) -> None:
         self.deterministic, self.name = deterministic, f"flash_attn_4{'_deterministic' if deterministic else ''}"

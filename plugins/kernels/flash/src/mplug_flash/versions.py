@@ -1,4 +1,4 @@
-"""Which flash-attn is installed, and what each version can do."""
+"""The versions of flash-attn: which are installed, and the limits of each."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,10 +23,11 @@ INSTALL = (
 
 @dataclass(frozen=True)
 class Version:
-    """A flash-attn: the distributions that it comes as, the module that is imported, and its limits.
+    """A version of flash-attn: the distributions that contain it, its module, and its limits.
 
-    `chips` are the major compute capabilities on which it has a backward pass; `head_dims` the narrowest head and the
-    widest; `parts` says whether its passes can be called by themselves, with another part's log-sum-exp.
+    `chips` are the major compute capabilities on which it has a backward pass. `head_dims` are the smallest and the
+    largest head dim. `parts` says whether forward and backward can be called separately, with the log-sum-exp of the
+    whole.
     """
 
     number: int
@@ -44,7 +45,7 @@ class Version:
 
     @property
     def installed(self) -> bool:
-        """Found by its metadata: versions 2 and 4 share a package, and importing it takes seconds."""
+        """Whether its metadata is found; versions 2 and 4 share a package, and an import takes seconds."""
         return any(_is_installed(name) for name in self.distributions)
 
 
@@ -66,11 +67,11 @@ VERSIONS = {
 
 
 ALWAYS_OFFERED = (DOCUMENTS, FULL)
-"""What every version offers beyond the plain case."""
+"""Needs that every version serves beyond the plain case."""
 
 
 def choose(candidates: Iterable[int], site: Site, run: "Run") -> tuple[int | None, str]:
-    """(the first version that can serve a site of a run, ''), or (None, why there is none)."""
+    """(the first candidate that serves a site of this run, ''), or (None, the reason why none does)."""
     reason = _unfit(site, run)
     if reason:
         return None, reason
@@ -90,7 +91,7 @@ def choose(candidates: Iterable[int], site: Site, run: "Run") -> tuple[int | Non
 
 
 def _unfit(site: Site, run: "Run") -> str:
-    """What no version can do."""
+    """Why no version can serve the site; the empty string if some may."""
     if reason := site.lacking((*ALWAYS_OFFERED, LOG_SUM_EXP)):
         return reason
     if run.device != "cuda":
@@ -118,7 +119,7 @@ def _limit(one: Version, site: Site, run: "Run", capability: tuple[int, int]) ->
 
 @cache
 def _broken(one: Version) -> str:
-    """Why an installed version cannot be imported: told before a run starts, not in the middle of its first step."""
+    """Why an installed version cannot be imported; checked before a run starts, not in its first step."""
     try:
         import_module(one.module)
     except (ImportError, OSError) as error:

@@ -1,4 +1,4 @@
-"""The MLP with its activation inside of the matrix products, by QuACK: kernels for Hopper in CuTe DSL."""
+"""The MLP with its activation fused into the matrix products, by QuACK: CuTe DSL kernels for Hopper."""
 
 from typing import TYPE_CHECKING
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 class Quack:
-    """GELU within the products of an MLP, in bf16 on Hopper GPUs."""
+    """GELU fused into the matrix products of an MLP, in bf16 on Hopper GPUs."""
 
     class Config(BaseModel):
-        """It has nothing to set."""
+        """No options."""
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -23,14 +23,14 @@ class Quack:
 
     @hookimpl
     def offer(self) -> list[Offer]:
-        """The MLP between its collectives."""
+        """Offer `MLP.core`, the MLP between its collectives."""
         from mplug_quack.mlp import core
 
         return [Offer({"MLP.core": core}, supports)]
 
 
 def supports(site: Site, run: "Run") -> bool | str:
-    """GELU, exact or by tanh, in bf16 on a Hopper GPU, where QuACK is installed."""
+    """True for GELU, exact or by tanh, in bf16 on a Hopper GPU with QuACK installed; else the reason."""
     from mplug_quack.mlp import ALIGNED, KINDS
     from mplug_quack.needs import missing
 

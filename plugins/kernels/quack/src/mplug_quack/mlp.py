@@ -10,7 +10,7 @@ from mplug.nn import Weights, fake, operator, weight_gradient
 
 KINDS = ("gelu", "gelu_tanh")
 ALIGNED = 8
-"""Numbers of 16 bytes, in which rows are read."""
+"""Elements of bf16 in 16 bytes, the unit in which rows are read."""
 
 
 def core(
@@ -18,7 +18,7 @@ def core(
 ) -> Tensor:
     """act(x upᵀ + bias) downᵀ, [..., D] -> [..., D]; up [F, D], bias [F], down [D, F].
 
-    Where a rank has a part of the MLP whose width is no multiple of ALIGNED, by the narrower slots.
+    If ALIGNED does not divide F, the width on this rank, it calls `composed`, the composition of the narrower slots.
     """
     if up.values.shape[0] % ALIGNED:
         return composed(x)
@@ -27,10 +27,10 @@ def core(
 
 
 class _MLP(torch.autograd.Function):
-    """h = x upᵀ + bias, a = act(h), y = a downᵀ. Kept are x and h.
+    """h = x upᵀ + bias, a = act(h), y = a downᵀ; x and y [..., D], h and a [T, F]. Saves x and h.
 
-    Backward: grad_h = act'(h) (grad_y down) and a again in one kernel; then the weights' gradients, into their sinks,
-    and grad_x = grad_h up.
+    Backward: one kernel computes grad_h = act'(h) (grad_y down) and recomputes a. Then follow the weights' gradients,
+    which go into their sinks, and grad_x = grad_h up.
     """
 
     @staticmethod
@@ -47,7 +47,7 @@ class _MLP(torch.autograd.Function):
         up, down = (Weights(one, *sink) for one, sink in zip(values, ctx.sinks, strict=True))
         grad_y = grad_y.flatten(0, -2)
         grad_h, a = gradient(grad_y, down.values, h, ctx.kind)
-        wanted = ctx.needs_input_grad  # of x, the bias, the kind, up and its sink's two, down and its
+        wanted = ctx.needs_input_grad  # (x, bias, kind, up, up's two of the sink, down, down's two)
         grad_down = weight_gradient(grad_y, a, down) if wanted[6] else None
         grad_up = weight_gradient(grad_h, x, up) if wanted[3] else None
         grad_x = (grad_h @ up.values).view(x.shape) if wanted[0] else None
@@ -55,7 +55,7 @@ class _MLP(torch.autograd.Function):
         return grad_x, grad_bias, None, grad_up, None, None, grad_down, None, None
 
 
-# The operators, opaque to a compiler: QuACK is imported where they run, not where they are declared.
+# Operators that a compiler does not look into. QuACK is imported when they run, not when they are declared.
 
 
 @operator("mplug_quack::activated")
@@ -76,7 +76,7 @@ def _(x: Tensor, up: Tensor, bias: Any, kind: str) -> tuple[Tensor, Tensor]:
 
 @operator("mplug_quack::gradient")
 def gradient(grad_y: Tensor, down: Tensor, h: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """grad_y [T, D], down [D, F], h [T, F] -> the gradient of h, and act(h), both [T, F]."""
+    """grad_y [T, D], down [D, F], h [T, F] -> the gradient of h and act(h), both [T, F]."""
     from mplug_quack.epilogues import DOWN
 
     grad_h, a = _like(grad_y, down.shape[1])
@@ -94,6 +94,6 @@ def _like(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """The tensor with each row in one piece of memory that begins at a multiple of 16 bytes."""
+    """The tensor with contiguous rows that start at multiples of 16 bytes, copied if necessary."""
     plain = x.stride(1) == 1 and x.stride(0) % ALIGNED == 0 and x.data_ptr() % 16 == 0
     return x if plain else x.clone(memory_format=torch.contiguous_format)

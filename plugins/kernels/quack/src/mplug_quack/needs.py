@@ -1,4 +1,4 @@
-"""What the kernels need of a machine: asked before a run starts, not in the middle of its first step."""
+"""Checks whether this machine can run the kernels, before a run starts and not in its first step."""
 
 from functools import cache
 from importlib import import_module
@@ -8,12 +8,12 @@ import torch
 
 DISTRIBUTION = "quack-kernels"
 CHIP = 9
-"""The major compute capability of Hopper: the epilogues are written for what its kernels pass them."""
+"""The major compute capability of Hopper; the epilogues rely on the arguments that QuACK's Hopper kernels pass."""
 
 
 @cache
 def missing() -> str:
-    """Why this machine cannot run them, or nothing."""
+    """Why this machine cannot run the kernels, or the empty string."""
     try:
         version(DISTRIBUTION)
     except PackageNotFoundError:
@@ -23,6 +23,6 @@ def missing() -> str:
         return f"it is for compute capability {CHIP}.0, and this GPU has {'.'.join(map(str, capability))}"
     try:
         import_module("mplug_quack.epilogues")
-    except Exception as error:  # importing it runs QuACK's own checks, which raise whatever they raise
+    except Exception as error:  # the import runs QuACK's own checks, which may raise anything
         return f"QuACK is installed and cannot be used: {str(error).partition(chr(10))[0]}"
     return ""

@@ -1,4 +1,4 @@
-"""Every slot in eager fp32, whatever the precision around it: what other kernels are checked against."""
+"""The reference for other kernels: attention, norms, activation and loss in eager fp32, in a run of any precision."""
 
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ class Reference:
     """The compositions of `mplug.nn`, computed in fp32."""
 
     class Config(BaseModel):
-        """It has nothing to set."""
+        """No options."""
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -11,7 +11,7 @@ from mplug.nn.specification import KNOWN, LOG_SUM_EXP
 
 
 def in_fp32_at_least(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function computed in fp32, or in fp64 for fp64 inputs; its results have the first argument's type."""
+    """The same function computed in fp32, or fp64 for fp64 inputs; results have the first argument's dtype."""
 
     def computed(first: torch.Tensor, *rest: Any, **named: Any) -> Any:
         result = function(_widened(first), *map(_widened, rest), **{name: _widened(v) for name, v in named.items()})
@@ -35,7 +35,7 @@ def _narrowed(value: Any, dtype: torch.dtype) -> Any:
 
 
 OFFERED = KNOWN | {LOG_SUM_EXP}
-"""What its attention offers: all that a specification can ask for."""
+"""Needs that its attention serves: every need of a specification, and the log-sum-exp."""
 SUPPLIERS: dict[str, Callable[..., Any]] = {
     "Attention.core": with_parts(in_fp32_at_least(attention.scaled_dot_product), PLAIN_PARTS),
     "Attention.prepare_qk": in_fp32_at_least(attention.prepare_qk),
@@ -43,4 +43,4 @@ SUPPLIERS: dict[str, Callable[..., Any]] = {
     "MLP.activation": in_fp32_at_least(mlp.activation),
     "Loss.cross_entropy": loss.cross_entropy,
 }
-"""Slots -> suppliers. The loss sums in fp32 as it is, and so do the parts of attention."""
+"""Slot -> supplier. The loss and the parts of attention compute in fp32 without widening."""

@@ -18,14 +18,14 @@ NOTES = {
     "efficient": "torch's memory-efficient attention",
     "math": "torch's matrix products",
 }
-"""What a supplier uses -> the words for it."""
+"""Supplier -> the note that `mplug explain` prints for it."""
 
 
 class SDPA:
-    """Attention with grouped heads."""
+    """Attention with grouped heads by torch's scaled_dot_product_attention."""
 
     class Config(BaseModel):
-        """Which of torch's backends computes it."""
+        """The backend of torch's attention."""
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -40,7 +40,7 @@ class SDPA:
 
     @hookimpl
     def offer(self) -> list[Offer]:
-        """The attention core: of each backend that may be chosen, an offer."""
+        """Offers of the attention core, one for each backend that may be selected."""
         from mplug_sdpa.attention import CORES
 
         candidates = ("cudnn", "flash", "torch", "math") if self.config.backend == "auto" else (self.config.backend,)
@@ -54,7 +54,7 @@ class SDPA:
         from mplug_sdpa.limits import auto, nothing_offers
 
         best = auto(site, run)
-        return best == name if best or name != "torch" else nothing_offers(site, run)  # said once
+        return best == name if best or name != "torch" else nothing_offers(site, run)  # one offer gives the reason
 
     def _named(self, name: str, site: Site, run: "Run") -> bool | str:
         from mplug_sdpa.limits import lacking, limit
@@ -66,10 +66,10 @@ class SDPA:
 
 
 def varies(site: Site, run: "Run") -> str:
-    """Fused dropout draws its numbers in an order of its own."""
+    """Why results depend on the layout: fused dropout draws its numbers in an order of its own."""
     return "its dropout mask is drawn inside the fused kernel" if site.module.dropout > 0 else ""
 
 
 def _note(name: str, site: Site, run: "Run") -> str:
-    by_products = name == "torch" and "log-sum-exp" in site.needs  # what torch takes by itself does not give it
+    by_products = name == "torch" and "log-sum-exp" in site.needs  # torch's own choice does not return it
     return NOTES["math" if by_products else name]

@@ -1,8 +1,10 @@
-"""The suppliers. B batch, S queries, T keys, H query heads, G KV heads, K head dim, M documents of a sample.
+"""The suppliers of `Attention.core`, one per backend of torch.
 
-A backend is called as the operator that torch's own function calls once it has chosen: so no switch of torch's is
-touched, and a compiler traces it. Queries, keys and values may be parts of one tensor [B, S, H + 2G, K], and none is
-copied; what comes out is contiguous.
+B batch, S queries, T keys, H query heads, G KV heads, K head dim, V value width, M documents of a sample.
+
+A supplier calls the operator that `scaled_dot_product_attention` would dispatch to. So it changes none of torch's
+global backend switches, and a compiler can trace it. Queries, keys and values may be views of one tensor
+[B, S, H + 2G, K] and are not copied. The output is contiguous.
 """
 
 from collections.abc import Callable
@@ -19,18 +21,18 @@ from mplug_sdpa.parts import CUDNN_PARTS, FLASH_PARTS, packed_by_flash
 
 aten = torch.ops.aten
 UNMASKED = frozenset({FULL, VALUE_WIDTH})
-"""Needs that an operator meets without a mask."""
+"""Needs that the operators serve without a mask."""
 Heads = tuple[Tensor, Tensor, Tensor]
 Operator = Callable[[Heads, float, float, bool], Tensor]
 """((q [B, H, S, K], k and v [B, G, T, K]), scale, dropout, causal) -> [B, H, S, K]."""
 Masked = Callable[[Tensor, Tensor, Tensor, AttentionSpec, AttentionInputs], Tensor]
-"""(q [B, S, H, K], k [B, T, G, K], v [B, T, G, V], what more is asked for) -> [B, S, H, V]."""
+"""(q [B, S, H, K], k [B, T, G, K], v [B, T, G, V], specification, inputs) -> [B, S, H, V]."""
 
 
 def attention_by(operator: Operator, masked: Masked | None = None) -> Callable[..., Tensor]:
-    """The slot's supplier: it turns heads and sequence around for an operator, as views.
+    """The slot's supplier by an operator; it transposes heads and sequence, as views.
 
-    `masked` serves what asks for more than a causal mask; without it, a site that needs this is refused before a run.
+    `masked` serves specifications that need more than a causal mask. A backend without `masked` does not offer them.
     """
 
     def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
@@ -57,7 +59,7 @@ def _torch(heads: Heads, scale: float, dropout: float, causal: bool) -> Tensor:
 
 
 def _cudnn(heads: Heads, scale: float, dropout: float, causal: bool) -> Tensor:
-    if heads[1].shape[2] == 1:  # cuDNN takes no single key; a sample's first token has one
+    if heads[1].shape[2] == 1:  # cuDNN rejects a single key, as a sample's first token has
         return _torch(heads, scale, dropout, causal)
     operator, for_backward = aten._scaled_dot_product_cudnn_attention, torch.is_grad_enabled()
     mixed: Tensor = operator(*heads, None, for_backward, dropout, causal, scale=scale)[0]
@@ -71,7 +73,7 @@ def _flash(heads: Heads, scale: float, dropout: float, causal: bool) -> Tensor:
 
 def _efficient(heads: Heads, scale: float, dropout: float, causal: bool) -> Tensor:
     q, k, v = heads
-    if _grouped(heads):  # it needs a KV head for every query head
+    if _grouped(heads):  # the operator needs as many KV heads as query heads
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     for_backward = torch.is_grad_enabled()
     operator = aten._scaled_dot_product_efficient_attention
@@ -85,7 +87,7 @@ def _math(heads: Heads, scale: float, dropout: float, causal: bool, mask: Tensor
     return mixed.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-# Documents, windows and biases, by a mask [B or 1, H or 1, S, T] that is made for a call.
+# Documents, windows and biases, by a mask [B or 1, H or 1, S, T] that each call builds.
 
 
 def _masked_by_torch(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
@@ -97,7 +99,7 @@ def _masked_by_torch(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, input
 
 def _masked_by_math(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
     heads = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-    added = _added(q, k, spec, inputs)  # the operator only adds
+    added = _added(q, k, spec, inputs)  # the operator takes additive masks only
     return _math(heads, spec.scale, spec.dropout, causal=False, mask=added).transpose(1, 2)
 
 
@@ -106,7 +108,7 @@ def _unseen(q: Tensor, k: Tensor, spec: AttentionSpec, inputs: AttentionInputs) 
 
 
 def _added(q: Tensor, k: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
-    """What is added to scores, in q's type: minus infinity where a query does not see a key."""
+    """The additive mask in q's dtype: the bias, and minus infinity where a query does not see a key."""
     size = (q.shape[1], k.shape[1])
     bias = bias_of(spec, inputs, q.shape[2], *size, q.device)
     added = torch.zeros(size, dtype=q.dtype, device=q.device) if bias is None else bias.to(q.dtype)
@@ -134,4 +136,4 @@ CORES = {
     "efficient": attention_by(_efficient),
     "math": with_parts(attention_by(_math, _masked_by_math), PLAIN_PARTS),
 }
-"""What the config's `backend` may come to -> suppliers."""
+"""Backend -> supplier; the config's 'auto' selects one of them."""

@@ -1,4 +1,4 @@
-"""What torch's backends of attention cannot do, as torch itself checks it before it takes one."""
+"""The limits of torch's attention backends, the same as those that torch checks before it selects one."""
 
 from typing import TYPE_CHECKING
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 HOPPER = (9, 0)
 AMPERE = (8, 0)
 LOWERED = "fails in half precision on a CPU whose AVX-512 is hidden by ATEN_CPU_CAPABILITY"
-"""torch's attention on CPUs chooses a layout by the processor, and the code for it by the capability."""
+"""Torch's CPU attention selects its layout by the processor, but its code by ATEN_CPU_CAPABILITY."""
 FIRST_SOUND_CUDNN = 91501
-"""Older ones are not sound where 128 does not divide the length of the sequence (pytorch #169849)."""
+"""Older versions give wrong results if 128 does not divide the sequence length (pytorch #169849)."""
 
 
 MASKED = {DOCUMENTS, WINDOW, *BIASES}
-"""What a mask in memory says."""
+"""Needs that a mask in memory can express."""
 OFFERED = {
     "torch": {LOG_SUM_EXP, FULL, VALUE_WIDTH},
     "cudnn": {LOG_SUM_EXP, FULL},
@@ -27,14 +27,14 @@ OFFERED = {
     "efficient": {FULL},
     "math": {LOG_SUM_EXP, FULL, VALUE_WIDTH, *MASKED},
 }
-"""Suppliers -> what they offer beyond the plain case; what torch takes by itself masks on a CPU, too."""
+"""Supplier -> needs that it serves beyond the plain case; on a CPU, 'torch' serves MASKED too (`lacking`)."""
 
 
 def auto(site: Site, run: "Run") -> str:
-    """The supplier that serves a site best; the empty string where none of them offers what it needs.
+    """The best supplier for a site, or the empty string if none serves its needs.
 
-    It is 'cudnn', 'flash' where that must give more than the values, 'torch' for what torch takes by itself, or 'math'
-    where torch's own choice would fail, or on a GPU a mask in memory must say what no kernel of torch's knows.
+    Candidates in order: 'cudnn' on Hopper and newer; 'flash' on a GPU if the site has needs; 'torch', which is torch's
+    own choice; 'math' if torch's choice fails on a CPU, or if a GPU site needs a mask in memory for a window or bias.
     """
     by_mask = site.needs & (MASKED - {DOCUMENTS})
     candidates = ["torch", "math"] if run.device == "cpu" or by_mask else ["torch"]
@@ -46,13 +46,13 @@ def auto(site: Site, run: "Run") -> str:
 
 
 def lacking(backend: str, site: Site, run: "Run") -> str:
-    """What a site needs and a backend does not offer, in words; the empty string where there is nothing."""
+    """The needs of a site that a backend does not serve, as a message; the empty string if it serves all."""
     masked = MASKED if backend == "torch" and run.device == "cpu" else set()
     return site.lacking(OFFERED[backend] | masked)
 
 
 def nothing_offers(site: Site, run: "Run") -> str:
-    """Why `auto` finds nothing for a site."""
+    """The message if `auto` finds no supplier for a site."""
     reason = lacking("torch", site, run)
     if lacking("flash", site, run):
         return reason
@@ -60,7 +60,7 @@ def nothing_offers(site: Site, run: "Run") -> str:
 
 
 def limit(backend: str, site: Site, run: "Run") -> str:
-    """Why a backend cannot serve a site of a run; the empty string where it can."""
+    """Why a backend cannot serve a site of this run; the empty string if it can."""
     if backend == "math":
         return ""
     if backend == "torch":
@@ -89,7 +89,7 @@ def capability_is_lowered() -> bool:
 
 
 def _flash_limit(site: Site, capability: tuple[int, int]) -> str:
-    small = capability in ((8, 6), (8, 9)) or capability[0] == 12  # too little shared memory for wide heads' backward
+    small = capability in ((8, 6), (8, 9)) or capability[0] == 12  # little shared memory: no backward of wide heads
     most = 192 if small else 256
     fits = site.module.head_dim % 8 == 0 and site.module.head_dim <= most
     return "" if fits else _other_head_dim(site, f"multiples of 8 up to {most}")
@@ -97,7 +97,7 @@ def _flash_limit(site: Site, capability: tuple[int, int]) -> str:
 
 def _cudnn_limit(site: Site, run: "Run") -> str:
     version, dropout = torch.backends.cudnn.version() or 0, site.module.dropout
-    uneven = run.config.trainer.seq_length % 128 != 0 or LOG_SUM_EXP in site.needs  # parts are as long as they are
+    uneven = run.config.trainer.seq_length % 128 != 0 or LOG_SUM_EXP in site.needs  # parts have any length
     if run.config.trainer.deterministic:
         return "has a backward that does not give the same bits twice, and trainer.deterministic is set"
     if not version:

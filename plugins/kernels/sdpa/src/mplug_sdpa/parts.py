@@ -1,7 +1,7 @@
-"""Attention part by part, and of packed samples, by the kernels that give the log-sum-exp.
+"""Attention by parts, and of packed samples, by the kernels that return the log-sum-exp.
 
-B batch, S queries, T keys, H query heads, G KV heads, K head dim, N stretches. Stretches are told to a kernel as one
-long row of all samples' tokens, and where each begins.
+B batch, S queries, T keys, H query heads, G KV heads, K head dim, M documents, N stretches. For stretches, a kernel
+receives the tokens of all samples concatenated, [B S, H, K], and the start of each stretch.
 """
 
 import torch
@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 
 def begins(lengths: Tensor) -> Tensor:
-    """Where the stretches of all samples begin, and the last one ends: lengths [B, N] -> int32 [B N + 1]."""
+    """The start of each stretch in the concatenated samples, and the end of the last: [B, N] -> int32 [B N + 1]."""
     return torch.nn.functional.pad(lengths.flatten().cumsum(dim=0), (1, 0)).to(torch.int32)
 
 
@@ -28,7 +28,7 @@ def packed_by_flash(
 
 
 class FlashParts:
-    """Torch's own flash attention (FlashAttention-2)."""
+    """Parts by torch's own flash attention (FlashAttention-2)."""
 
     name = "torch_flash"
 
@@ -41,7 +41,7 @@ class FlashParts:
         output, sums, *_ = aten._flash_attention_forward(*rows, *where, *size, 0.0, causal, False, scale=scale)
         if lengths is None:
             return output, sums
-        sums = sums.masked_fill(sums == float("inf"), float("-inf"))  # it says so of a query without a key
+        sums = sums.masked_fill(sums == float("inf"), float("-inf"))  # the kernel's value for a query without keys
         return output.unflatten(0, q.shape[:2]), sums.unflatten(1, q.shape[:2]).transpose(0, 1)
 
     def backward(
@@ -60,7 +60,7 @@ class FlashParts:
         """(dq [B, S, H, K], dk and dv [B, T, G, K])."""
         (grad, output, *rows), where = _rows((grad.contiguous(), output, q, k, v), lengths)
         sums = log_sum_exp if lengths is None else log_sum_exp.transpose(0, 1).flatten(1)  # [H, B S]
-        state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which there is none of
+        state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout's generator; unused
         size, unused = (q.shape[1], k.shape[1]), torch.empty(0, device=q.device)
         of_rows = aten._flash_attention_backward(
             grad, *rows, output, sums.contiguous(), *where, *size, 0.0, causal, state, unused, scale=scale
@@ -73,7 +73,7 @@ FLASH_PARTS = FlashParts()
 
 
 class CudnnParts:
-    """cuDNN's attention; it takes no single key, which torch's flash attention does. No stretches."""
+    """Parts by cuDNN, without stretches; a single key, which cuDNN rejects, goes to torch's flash attention."""
 
     name = "cudnn"
 
@@ -104,7 +104,7 @@ class CudnnParts:
         if k.shape[1] == 1:
             return FLASH_PARTS.backward(grad, q, k, v, output, log_sum_exp, scale=scale, causal=causal)
         heads = [x.transpose(1, 2) for x in (grad, q, k, v, output)]
-        state = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout, which there is none of
+        state = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout's generator; unused
         sums, size = log_sum_exp[..., None].contiguous(), (q.shape[1], k.shape[1])
         dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
             *heads, sums, state, state, None, None, None, *size, 0.0, causal, scale=scale
@@ -116,7 +116,10 @@ CUDNN_PARTS: AttentionParts = CudnnParts()
 
 
 def _rows(xs: tuple[Tensor, ...], lengths: Lengths | None) -> tuple[list[Tensor], tuple[Tensor | None, Tensor | None]]:
-    """Tensors [B, S, H, K] as the kernel takes them, in rows [B S, H, K] if there are stretches; where these begin."""
+    """(tensors as the kernel takes them, starts of the stretches of queries and keys).
+
+    Tensors stay [B, S, H, K] without stretches (starts are None), else they become [B S, H, K].
+    """
     if lengths is None:
         return list(xs), (None, None)
     return [x.flatten(0, 1) for x in xs], (begins(lengths[0]), begins(lengths[1]))

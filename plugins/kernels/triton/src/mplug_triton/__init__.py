@@ -1,7 +1,7 @@
-"""Fused kernels in Triton: norms with the residual addition before them, and QK-norm and rotary positions.
+"""Fused Triton kernels: norms with the preceding residual addition; QK-norm and RoPE with the split of packed QKV.
 
-These split the packed projection on the way, and write its gradient in one pass. And GELU that leaves fusing to the
-compiler, which writes Triton too.
+The backward kernel of QKV writes the gradient of the packed projection in one pass. The plugin also offers a GELU in
+plain torch operations, which torch's compiler fuses with its neighbours.
 """
 
 import os
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from mplug import Run
 
 WIDEST = 16384
-"""Numbers of the widest row that a norm's program holds in registers."""
+"""Maximum width of a row, in elements, that a norm's program holds in registers."""
 
 
 class Triton:
-    """Norms, fused with the residual addition; QK-norm and rotary positions, with the split; GELU without an erf."""
+    """Norms fused with the residual addition; QK-norm and RoPE fused with the split of QKV; GELU without erf."""
 
     class Config(BaseModel):
-        """It has nothing to set."""
+        """No options."""
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -32,7 +32,7 @@ class Triton:
 
     @hookimpl
     def offer(self) -> list[Offer]:
-        """Norms; queries, keys and values from packed heads; the activation."""
+        """Offer norms, the preparation of queries, keys and values from packed heads, and the activation."""
         from mplug_triton.gelu import activation
         from mplug_triton.norm import norm_residual
         from mplug_triton.qkv import prepare_qkv
@@ -45,14 +45,14 @@ class Triton:
 
 
 def supports_qkv(site: Site, run: "Run") -> bool | str:
-    """Heads of an even width, where there is Triton and a GPU that it compiles for, or its interpreter."""
+    """True for an even head dim, with Triton and a CUDA GPU or Triton's interpreter; else the reason."""
     if site.module.head_dim % 2:
         return f"it pairs the halves of a head, and this site's head dim is {site.module.head_dim}"
     return _runs(site, run)
 
 
 def supports_norm(site: Site, run: "Run") -> bool | str:
-    """Rows that fit a program, where there is Triton and a GPU that it compiles for, or its interpreter."""
+    """True for rows up to WIDEST, with Triton and a CUDA GPU or Triton's interpreter; else the reason."""
     width = len(site.module.weight)
     if width > WIDEST:
         return f"it holds a row in registers, of up to {WIDEST} numbers, and this site's has {width}"
@@ -72,7 +72,10 @@ def _runs(site: Site, run: "Run") -> bool | str:
 
 
 def supports_activation(site: Site, run: "Run") -> bool | str:
-    """Exact GELU in compiled units, in less than fp32: as the default kernel it leaves the rest to plain torch."""
+    """True for exact GELU in compiled units in bf16 or fp16.
+
+    For other sites: the reason if the user chose a kernel for activations, else False, so that plain torch serves them.
+    """
     reason = _reason_against_activation(site, run)
     if not reason:
         return True

@@ -1,8 +1,7 @@
 """Exact GELU for compiled units: the supplier of `MLP.activation`.
 
-On a GPU it is torch's erf, not memory, that makes GELU slow; here it is a power of two, fitted (`mplug.nn.normal`). It
-is traced, not launched: the compiler fuses it with what is around it, and computes it again where a backward product
-needs it.
+On a GPU, torch's erf and not memory bandwidth limits GELU; a fitted power of two (`mplug.nn.normal`) replaces it here.
+The compiler traces this code. It can fuse it with its neighbours, and recompute it if a backward product needs it.
 """
 
 from typing import Any
@@ -20,7 +19,8 @@ def activation(x: Tensor, bias: Tensor | None, kind: Kind) -> Tensor:
     """x [..., F] (swiglu: [..., 2F]) plus bias -> [..., F] in the type of x.
 
     'gelu' is computed in fp32: before they are rounded to the type of x, values are off by 1e-6 at most and slopes by
-    2.8e-6. Infinities give what GELU tends to: inf and 0, with slopes of 1 and 0. Other kinds are the composition's.
+    2.8e-6. Infinities give the limits of GELU: inf and 0, with slopes 1 and 0. Other kinds call the default
+    composition.
     """
     if kind != "gelu":
         return composition(x, bias, kind)
@@ -29,9 +29,9 @@ def activation(x: Tensor, bias: Tensor | None, kind: Kind) -> Tensor:
 
 
 class _GELU(torch.autograd.Function):
-    """y = x Phi(x), grad_x = (Phi(x) + x phi(x)) grad_y, where Phi is the normal distribution, phi its density.
+    """y = x Phi(x), grad_x = (Phi(x) + x phi(x)) grad_y; all [..., F]; saves x only (arXiv 1606.08415).
 
-    Only x is kept. (arXiv 1606.08415.)
+    Phi is the distribution function of the normal distribution, phi its density.
     """
 
     @staticmethod
@@ -44,11 +44,11 @@ class _GELU(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         distance, tail = _tail(x.float())
-        below = tail * polynomial(NORMAL_TAIL_SLOPE, distance)  # the slope at -|x|; that at |x| is 1 less it
+        below = tail * polynomial(NORMAL_TAIL_SLOPE, distance)  # the slope at -|x|; the slope at |x| is 1 - below
         return (grad_y.float() * torch.where(x < 0, below, 1 - below)).to(x.dtype)
 
 
 def _tail(x: Tensor) -> tuple[Tensor, Tensor]:
-    """|x|, but no more than where the tail ends; and the tail of the normal distribution beyond it, in fp32."""
+    """(|x| clamped to the end of the fitted tail, the probability of the normal distribution beyond it), in fp32."""
     distance = x.abs().clamp(max=NORMAL_TAIL_END)
     return distance, torch.exp2(polynomial(NORMAL_TAIL, distance))

@@ -1,4 +1,4 @@
-"""The supplier of `Norm.norm_residual`. N rows of D numbers."""
+"""The supplier of `Norm.norm_residual`. N rows, D row width."""
 
 from typing import Any
 
@@ -12,9 +12,9 @@ from mplug.nn.norm import Kind
 def norm_residual(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, kind: Kind
 ) -> tuple[Tensor, Tensor]:
-    """(norm(x + residual), x + residual), both [..., D]; the norm is computed in fp32 whatever the types are.
+    """(norm(x + residual), x + residual), both [..., D]; computes the norm in fp32 for all input dtypes.
 
-    Without a residual the sum is x: nothing is copied. Weight and bias [D] may have another type than x.
+    Without a residual the sum is x, without a copy. Weight and bias [D] may have another dtype than x.
     """
     arguments = (x, residual, weight, bias, eps, kind == "layernorm")
     normed: tuple[Tensor, Tensor] = _Normed.apply(*arguments)  # type: ignore[no-untyped-call]
@@ -22,11 +22,11 @@ def norm_residual(
 
 
 class _Normed(torch.autograd.Function):
-    """s = x + residual; y = (s - mean) / deviation * weight + bias (RMSNorm: without the mean), a kernel each way.
+    """s = x + residual; y = (s - mean) / deviation * weight + bias (RMSNorm: without the mean), all [..., D].
 
-    s is kept, and a mean and a scale for each row; y too where a product needs it, for no compiler sees into the
-    kernel to compute it again. Without a residual s is x, of which autograd hands out a view: who writes into x or s
-    afterwards gets its error. (arXiv 1607.06450, arXiv 1910.07467.)
+    One kernel per pass (arXiv 1607.06450, arXiv 1910.07467). Saves s and a mean and a scale [N] per row. A product that
+    needs y saves it too, because a compiler cannot look into the kernel to recompute it. Without a residual, s is x and
+    autograd returns a view of it; writing in place to x or s afterwards raises autograd's error.
     """
 
     @staticmethod
@@ -45,16 +45,16 @@ class _Normed(torch.autograd.Function):
         return grad_x, grad_residual, grads[0], grads[1] if ctx.bias else None, None, None
 
 
-# The operators, opaque to a compiler: Triton is imported where they run, not where they are declared.
+# Operators that a compiler does not look into. Triton is imported when they run, not when they are declared.
 
 
 @operator("mplug_triton::norm")
 def norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x [..., D] -> y and s [..., D] in the type of the sum, means and scales [N] in fp32.
+    """x [..., D] -> y and s [..., D] in the dtype of the sum, means and scales [N] in fp32.
 
-    s is [0] without a residual, and means are if nothing is centred.
+    s is empty [0] without a residual, and means are empty [0] unless `centred`.
     """
     from mplug_triton.norm_launch import forward
 
@@ -79,7 +79,7 @@ def _empty(x: Tensor, residual: Tensor | None, centred: bool) -> tuple[Tensor, T
 def norm_gradient(
     grad_y: Tensor, grad_summed: Tensor, summed: Tensor, weight: Tensor, means: Tensor, scales: Tensor, bias: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of s [..., D]; those of the weight and, where there is one, the bias: [1 or 2, D]."""
+    """(the gradient of s [..., D], the gradients of the weight and, if there is one, the bias [1 or 2, D])."""
     from mplug_triton.norm_launch import backward
 
     grad_s, grads = _empty_gradients(summed, weight, bias)

@@ -1,9 +1,9 @@
-"""The kernels of norms. N rows of D numbers, which lie in one piece of memory each.
+"""The Triton kernels of norms. N rows, D row width; rows are contiguous.
 
-A program has a tile [ROWS, WIDTH] of whole rows in fp32, WIDTH being D rounded up to a power of two: a row is read
-once, and its mean and its deviation are taken from registers.
+A program processes a tile [ROWS, WIDTH] of whole rows in fp32. WIDTH is D rounded up to a power of two. A row is read
+once; its mean and deviation are computed in registers.
 """
-# ruff: noqa: N803 (what is known when a kernel is compiled is in capitals, as everywhere in Triton)
+# ruff: noqa: N803 (compile-time constants are in capitals, as is usual in Triton)
 
 import triton
 import triton.language as tl
@@ -28,7 +28,7 @@ def triton_norm(
     RESIDUAL: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    """y = (s - mean) * scale * weight + bias of s = x + residual, and what backward needs: s, its means and scales."""
+    """y = (s - mean) * scale * weight + bias with s = x + residual; also stores s, means and scales for backward."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     i = tl.arange(0, WIDTH)[None, :]
     inside = (row < num_rows) & (i < D)
@@ -36,7 +36,7 @@ def triton_norm(
     s = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if RESIDUAL:
         s += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-        rounded = s.to(summed.dtype.element_ty)  # what the block goes on with, and backward reads
+        rounded = s.to(summed.dtype.element_ty)  # the value that the block continues with and backward reads
         tl.store(summed + at, rounded, mask=inside)
         s = rounded.to(tl.float32)
     if CENTRED:
@@ -72,8 +72,8 @@ def triton_norm_backward(
 ):
     """The gradient of s [N, D], and each program's share of the gradients of weight and bias [programs, D], in fp32.
 
-    With n the normed s and g = grad_y * weight: scale * (g - mean(g) - n * mean(g * n)), without mean(g) where
-    nothing is centred, plus grad_summed. Programs take tiles in turn, and read STAGES of them ahead.
+    With n the normed s and g = grad_y * weight: grad_s = scale * (g - mean(g) - n * mean(g * n)) + grad_summed. The
+    term mean(g) is omitted unless CENTRED. A program processes every num_programs-th tile, pipelined over STAGES.
     """
     i = tl.arange(0, WIDTH)[None, :]
     w = tl.load(weight + i, mask=i < D, other=0.0).to(tl.float32)
@@ -106,7 +106,7 @@ def triton_norm_backward(
 
 @triton.jit
 def triton_norm_add_shares(shares, total, num_shares, D: tl.constexpr, WIDTH: tl.constexpr, SHARES: tl.constexpr):
-    """total [parts, D] from shares [parts, num_shares, D] in fp32; always added up in the same order."""
+    """total [parts, D] = the sum of shares [parts, num_shares, D] in fp32, in a fixed order."""
     part = tl.program_id(1)
     i = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)[None, :]
     sums = tl.zeros([SHARES, WIDTH], tl.float32)

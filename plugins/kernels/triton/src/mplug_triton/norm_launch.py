@@ -1,4 +1,4 @@
-"""Launching the kernels of norms on tensors. N rows of D numbers."""
+"""Launches the kernels of norms. N rows, D row width."""
 
 from functools import cache
 
@@ -9,15 +9,15 @@ from torch import Tensor
 from mplug_triton.norm_kernels import triton_norm, triton_norm_add_shares, triton_norm_backward
 
 TILE = 2048
-"""Numbers of a tile, where a row has no more; 8 a thread."""
+"""Elements of a tile, unless a row has more; 8 per thread."""
 PROGRAMS = 3
-"""Programs of the backward pass on a multiprocessor: each writes a share of the weights' gradients."""
+"""Programs of the backward kernel per multiprocessor; each writes a share of the weights' gradients."""
 AHEAD = 72 << 10
-"""Bytes of shared memory for what such a program reads ahead: a third of what a multiprocessor of Hopper has."""
+"""Bytes of shared memory for a backward program's prefetch: a third of that of a Hopper multiprocessor."""
 
 
 def _shape(width: int) -> tuple[int, int, int]:
-    """(WIDTH, ROWS, warps) of tiles for rows of a width."""
+    """(WIDTH, ROWS, number of warps) for rows of a given width."""
     padded = triton.next_power_of_2(width)
     rows = max(1, TILE // padded)
     return padded, rows, min(16, max(1, rows * padded // 256))
@@ -39,7 +39,7 @@ def forward(
     means: Tensor,
     scales: Tensor,
 ) -> None:
-    """Write y and, where there is a residual, s [..., D]; means, unless they are [0], and scales [N]."""
+    """Write y [..., D] and scales [N]; also s [..., D] if there is a residual, and means [N] unless they are empty."""
     if not len(scales):
         return
     width, rows, num_warps = _shape(x.shape[-1])
@@ -75,7 +75,7 @@ def backward(
     grad_s: Tensor,
     grads: Tensor,
 ) -> None:
-    """Write grad_s [..., D], and the gradients of weight and, where they have room for two, bias: [1 or 2, D]."""
+    """Write grad_s [..., D], and to `grads` [1 or 2, D] the gradients of weight and, if it has two rows, bias."""
     if not len(scales):
         grads.zero_()
         return

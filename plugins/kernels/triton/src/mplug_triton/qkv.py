@@ -23,8 +23,8 @@ def prepare_qkv(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """heads [B, S, H + 2G, K], positions [1 or B, S] -> q [B, S, H, K], k and v [B, S, G, K].
 
-    q and k are normalised where there are weights [K] and rotated where there is `theta`, in fp32 whatever the type of
-    heads; v is a view of heads. `prepare_qk` is not called.
+    q and k are normalised if there are weights [K] and rotated if there is `theta`, in fp32 for any dtype of heads. v
+    is a view of heads. `prepare_qk`, the default of the narrower slot, is not called.
     """
     if q_weight is None and theta is None:
         return heads.split((num_heads, num_kv_heads, num_kv_heads), dim=2)  # type: ignore[return-value]
@@ -35,12 +35,12 @@ def prepare_qkv(
 
 
 class _Prepared(torch.autograd.Function):
-    """With R the rotation and N the norm of a row, either of which may be absent, two kernels.
+    """R is the rotation and N the norm of a row; either may be absent. One kernel per pass.
 
     forward   heads [B, S, H + 2G, K] = (x_q, x_k, x_v) -> R N_q x_q [B, S, H, K], R N_k x_k and x_v [B, S, G, K]
     backward  grad_heads = (N_qᵀ Rᵀ grad_q, N_kᵀ Rᵀ grad_k, grad_v), and the weights' gradients [K]
 
-    The view of x_v is taken in here, because autograd's own split would concatenate the three gradients.
+    The view of x_v is made inside this function, because autograd's own split would concatenate the three gradients.
     """
 
     @staticmethod
@@ -58,7 +58,7 @@ class _Prepared(torch.autograd.Function):
         return grads[0], None, None, None, *grad_weights, None
 
 
-# The operators, opaque to a compiler: Triton is imported where they run, not where they are declared.
+# Operators that a compiler does not look into. Triton is imported when they run, not when they are declared.
 
 
 @operator("mplug_triton::prepare_qk")
@@ -95,9 +95,9 @@ def packed_gradient(
     k_weight: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of heads [B, S, H + 2G, K] and of the weights [K] ([0] where there are none).
+    """The gradients of heads [B, S, H + 2G, K] and of the weights [K] (empty [0] without weights).
 
-    grad_q [B, S, H, K], grad_k and grad_v [B, S, G, K] have any strides; `heads` is there where weights are.
+    grad_q [B, S, H, K], grad_k and grad_v [B, S, G, K] may have any strides. `heads` is required if there are weights.
     """
     from mplug_triton.qkv_launch import backward
 
@@ -135,7 +135,7 @@ def _empty_packed(grad_q: Tensor, grad_k: Tensor) -> Tensor:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """The tensor with each row [K] in one piece of memory, which the kernels take for granted."""
+    """The tensor with contiguous rows [K], which the kernels require."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

@@ -1,10 +1,12 @@
-"""The kernels of packed projections. S sequence, H query heads, G KV heads, K head dim; a row is one head of one token.
+"""The Triton kernels of packed QKV projections.
 
-A program has up to ROWS rows of a token, all of queries, of keys or of values. The halves of a row, which RoPE pairs,
-are two tiles [ROWS, HALF], x and y, in fp32; HALF is K/2 rounded up to a power of two. Neighbouring programs have the
-rows of one token, whose cosines and sines are then near.
+B batch, S sequence, H query heads, G KV heads, K head dim. A row is one head of one token.
+
+A program processes up to ROWS rows of a token, all queries, all keys or all values. RoPE pairs the two halves of a row.
+They are two tiles [ROWS, HALF], x and y, in fp32; HALF is K/2 rounded up to a power of two. Neighbouring programs
+process rows of the same token, so its cosines and sines are in cache.
 """
-# ruff: noqa: N803 (what is known when a kernel is compiled is in capitals, as everywhere in Triton)
+# ruff: noqa: N803 (compile-time constants are in capitals, as is usual in Triton)
 
 import triton
 import triton.language as tl
@@ -35,7 +37,7 @@ def triton_prepare_qkv(
     NORM: tl.constexpr,
     ROTATE: tl.constexpr,
 ):
-    """q and k, contiguous, from packed heads [B, S, H + 2G, K]."""
+    """Write q [B, S, H, K] and k [B, S, G, K], contiguous, from packed heads [B, S, H + 2G, K]."""
     sample, position = tl.program_id(1).to(tl.int64), (tl.program_id(0) // (Q_BLOCKS + KV_BLOCKS)).to(tl.int64)
     block, token = tl.program_id(0) % (Q_BLOCKS + KV_BLOCKS), sample * seq_length + position
     source = heads + sample * heads_b + position * heads_s
@@ -125,9 +127,10 @@ def triton_prepare_qkv_backward(
     NORM: tl.constexpr,
     ROTATE: tl.constexpr,
 ):
-    """The gradient of packed heads, contiguous, and each program's share of the weights' gradients.
+    """Write the gradient of packed heads, contiguous, and each program's share of the weights' gradients.
 
-    A program has rows of TOKENS tokens of a sample; sums is [B, groups of TOKENS tokens, Q_BLOCKS + KV_BLOCKS, K].
+    A program processes rows of TOKENS tokens of a sample. `sums` is [B, groups of TOKENS tokens, Q_BLOCKS + KV_BLOCKS,
+    K].
     """
     sample, group = tl.program_id(1).to(tl.int64), (tl.program_id(0) // (Q_BLOCKS + 2 * KV_BLOCKS)).to(tl.int64)
     block, first = tl.program_id(0) % (Q_BLOCKS + 2 * KV_BLOCKS), group * TOKENS
@@ -187,7 +190,7 @@ def _prepare_backward(
     NORM: tl.constexpr,
     ROTATE: tl.constexpr,
 ):
-    """Rotate the rows' gradients back, and through the norm: with n = x / rms(x), (w g - n mean(w g n)) / rms(x)."""
+    """Backward of rotation and norm for some rows: with n = x / rms(x), grad = (w g - n mean(w g n)) / rms(x)."""
     n = first_row + tl.arange(0, ROWS)[:, None]
     i = tl.arange(0, HALF)[None, :]
     inside = (n < num_rows) & (i < K // 2)
@@ -204,7 +207,7 @@ def _prepare_backward(
             x, y = _halves(heads + position * heads_s + n * heads_n + i, inside, K)
             scale = _inverse_rms(x, y, eps, K)
             x, y = x * scale, y * scale
-            x_sum += tl.where(inside, x_grad * x, 0.0)  # where eps is 0, an absent row is not a number
+            x_sum += tl.where(inside, x_grad * x, 0.0)  # if eps is 0, a row outside is NaN
             y_sum += tl.where(inside, y_grad * y, 0.0)
             x_grad, y_grad = x_grad * x_weight, y_grad * y_weight
             mean = tl.sum(x_grad * x + y_grad * y, axis=1, keep_dims=True) / K
@@ -218,7 +221,7 @@ def _prepare_backward(
 
 @triton.jit
 def _halves(at, inside, K: tl.constexpr):
-    """A tile of first halves, and of second ones, in fp32."""
+    """(tile of the rows' first halves, tile of their second halves), in fp32."""
     x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     y = tl.load(at + K // 2, mask=inside, other=0.0).to(tl.float32)
     return x, y

@@ -1,4 +1,4 @@
-"""Launching the kernels of packed projections. B batch, S sequence, H query heads, G KV heads, K head dim."""
+"""Launches the kernels of packed QKV projections. B batch, S sequence, H query heads, G KV heads, K head dim."""
 
 from dataclasses import dataclass
 
@@ -9,14 +9,17 @@ from torch import Tensor
 from mplug_triton.qkv_kernels import triton_prepare_qkv, triton_prepare_qkv_backward
 
 TILE = 1024
-"""Elements of a program's tile: half of each of its rows, 16 bytes a thread in bf16."""
+"""Elements of a program's tile, which holds one half of each row; 16 bytes per thread in bf16."""
 TOKENS = 8
-"""Tokens over which a program of the backward pass sums the gradients of QK-norm's weights."""
+"""Number of tokens over which a backward program sums the gradients of QK-norm's weights."""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """How the heads of a token are dealt to programs: `q` programs for queries, `kv` for keys, and `kv` for values."""
+    """The split of a token's heads over programs: `q` programs for queries, `kv` for keys, and `kv` for values.
+
+    A tile has `rows` rows of `half` elements.
+    """
 
     half: int
     rows: int
@@ -25,14 +28,14 @@ class Blocks:
 
     @classmethod
     def of(cls, num_heads: int, num_kv_heads: int, head_dim: int) -> "Blocks":
-        """Tiles of at most TILE elements, powers of two as Triton wants them."""
+        """Blocks with tiles of at most TILE elements (at least one row); Triton requires powers of two."""
         half = triton.next_power_of_2(head_dim // 2)
         rows = min(triton.next_power_of_2(max(num_heads, num_kv_heads)), max(1, TILE // half))
         return cls(half, rows, triton.cdiv(num_heads, rows), triton.cdiv(num_kv_heads, rows))
 
     @property
     def num_warps(self) -> int:
-        """8 elements a thread of a full tile, and at least a warp."""
+        """Warps for 8 elements per thread of a full tile, at least one."""
         return max(1, self.rows * self.half // 256)
 
 
@@ -45,7 +48,7 @@ def forward(
     k_weight: Tensor | None,
     eps: float,
 ) -> None:
-    """Write q [B, S, H, K] and k [B, S, G, K], both contiguous, from heads [B, S, H + 2G, K] of unit stride in K."""
+    """Write q [B, S, H, K] and k [B, S, G, K], both contiguous, from heads [B, S, H + 2G, K] with unit stride in K."""
     (b, s, num_heads, head_dim), num_kv_heads = q.shape, k.shape[2]
     blocks = Blocks.of(num_heads, num_kv_heads, head_dim)
     with torch.cuda.device_of(heads):
@@ -84,7 +87,10 @@ def backward(
     eps: float,
     packed: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Write the packed gradient, contiguous; returns partial sums of the weights' gradients, [N, blocks, K] in fp32."""
+    """Write the packed gradient, contiguous; return partial sums of q_weight's and k_weight's gradients in fp32.
+
+    They are [groups of tokens of all samples, programs, K], and empty without `heads`.
+    """
     (b, s, num_heads, head_dim), num_kv_heads = grad_q.shape, grad_k.shape[2]
     blocks, norm = Blocks.of(num_heads, num_kv_heads, head_dim), heads is not None
     tokens = TOKENS if norm else 1
@@ -128,7 +134,7 @@ def _contiguous(weight: Tensor | None) -> Tensor | None:
 
 
 def _turn_strides(turns: Tensor | None) -> tuple[int, int]:
-    """From cosines to sines, and from sample to sample (0: all have the same positions)."""
+    """(stride from cosines to sines, stride between samples or 0 if all have the same positions)."""
     if turns is None:
         return 0, 0
     return turns.stride(0), turns.stride(1) if turns.shape[1] > 1 else 0

@@ -1,4 +1,4 @@
-"""Activation recomputation and offload: less is kept for the backward pass than units make for it."""
+"""Activation recomputation and offload: both reduce the device memory of tensors saved for backward."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -11,16 +11,16 @@ if TYPE_CHECKING:
     from mplug import Model, Run, RunConfig
 
 RECOMPUTE, OFFLOAD = 1000, 1100
-"""Layers: recomputation calls again whatever is inside; offload, around it, moves what it keeps."""
+"""Layers: recompute wraps everything inside it; offload wraps recompute and moves the tensors that it saves."""
 
 SLOTS = "memory.recompute.slots"
 
 
 class Recompute:
-    """Backward computes again what forward did not keep, or fetches it from the host's memory."""
+    """In backward, recomputes activations that forward did not save, or copies them back from CPU memory."""
 
     class Config(BaseModel):
-        """What is computed again, and what the host keeps."""
+        """What is recomputed, and what is offloaded to CPU memory."""
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -50,7 +50,7 @@ class Recompute:
 
     @hookimpl
     def configure(self, config: "RunConfig") -> None:
-        """The slots exist, and can be run again by themselves."""
+        """Refuse unknown slots, an empty list, and slots of `Linear`, whose recomputation saves no memory."""
         if not self.config.slots:
             raise UsageError(f"{SLOTS} is empty; name slots, or use mode=none")
         for slot in slots_named(self.config.slots, SLOTS):
@@ -62,7 +62,7 @@ class Recompute:
 
     @hookimpl
     def offer(self, run: "Run", model: "Model") -> list[Wrap]:
-        """Wraps around the chosen units, or around slots in them."""
+        """Wraps of the chosen units, or of slots in them."""
         from mplug_recompute.again import recomputed
 
         chosen = frozenset(chosen_units(model, self.config.every, self.config.first))
@@ -96,14 +96,15 @@ class Recompute:
 def chosen_units(model: "Model", every: int, first: int | None) -> list[str]:
     """The names of the chosen units of this rank's stage.
 
-    The model's last unit is none: its backward follows its forward at once, so that it would be run again for nothing.
+    It is every `every`-th of the first `first` units (None: of all). The model's last unit is never chosen: its
+    backward directly follows its forward, so recomputing it would save nothing.
     """
     names = [unit.name for unit in model.own_units if unit.name != model.plan.units[-1].name]
     return names[:first][::every]
 
 
 def _inside(units: frozenset[str]) -> Callable[[Site, "Run"], bool]:
-    """Whether a site is one of the units, or of a module of one."""
+    """A `supports` function: whether a site is one of the units or inside one."""
 
     def supports(site: Site, run: "Run") -> bool:
         return any(site.name == unit or site.name.startswith(f"{unit}.") for unit in units)

@@ -1,7 +1,7 @@
-"""Running a callable again in backward (Chen et al., arXiv 1604.06174), by torch's own non-reentrant checkpoints.
+"""Recomputes a callable in backward (Chen et al., arXiv 1604.06174), by torch's non-reentrant checkpoints.
 
-Random numbers are the same ones by themselves: they derive from keys that are arguments. Of torch's generators, which
-some kernels draw from, the state is kept. What is counted (`mplug.nn.count`) is counted once.
+mplug's random numbers derive from keys that are arguments, so a recomputation draws the same ones. Some kernels draw
+from torch's generators; the checkpoint saves their state. Statistics (`mplug.nn.count`) are counted once.
 """
 
 import logging
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 
 def recomputed(inner: Callable[..., Any]) -> Callable[..., Any]:
-    """`inner`, of whose calls only the arguments are kept for backward."""
+    """Wrap `inner` so that autograd saves only the arguments of a call and backward recomputes the rest."""
 
     def call(*arguments: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -27,10 +27,11 @@ def recomputed(inner: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _policy(ctx: Any, op: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
-    """In a compiled unit, what may draw from torch's generator is kept: fused attention, whose output is wanted anyway.
+    """In a compiled unit, save the outputs of operators that may draw from torch's generator, such as fused attention.
 
-    Run again there, it would shift the arguments of the graph's backward by its generator's state, and torch would take
-    gradient sinks, which backward changes, for activations, which nobody may.
+    If they were recomputed there, their generator state would shift the arguments of the graph's backward. Torch would
+    then mistake gradient sinks, which backward modifies, for activations, which must not be modified. The cost is
+    small: the output of fused attention is needed anyway.
     """
     draws = torch.Tag.nondeterministic_seeded in op.tags
     return CheckpointPolicy.MUST_SAVE if draws else CheckpointPolicy.PREFER_RECOMPUTE
@@ -40,7 +41,7 @@ TRACED = partial(create_selective_checkpoint_contexts, _policy)
 
 
 def _is_no_question(record: logging.LogRecord) -> bool:
-    """Torch asks whoever has a policy whether anything is changed in place. What fills a slot changes nothing."""
+    """Drop torch's warning about in-place operations under a policy; suppliers change nothing in place."""
     return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
 
 

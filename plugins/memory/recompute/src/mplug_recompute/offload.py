@@ -1,7 +1,7 @@
-"""Activations in the host's memory between forward and backward, copied on streams of their own.
+"""Keeps activations in CPU memory between forward and backward, copied on streams of their own.
 
-On a GPU copies leave while the units that follow are computed, and come back one unit before they are wanted. On a CPU
-there is nowhere to go: a copy is made all the same, so that a run is the same everywhere.
+On a GPU, copies to the CPU overlap with the following units, and copies back start one unit before they are needed. On
+a CPU, tensors are copied too, so that the same code runs everywhere.
 """
 
 from collections.abc import Callable
@@ -17,10 +17,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class Offload:
-    """Wraps calls, so that what autograd keeps of them waits in the host's memory.
+    """Wraps calls so that the tensors that autograd saves are kept in CPU memory.
 
-    Weights, gradient sinks and buffers stay where they are, and so do scalars, tensors of fewer than `least` bytes, and
-    those whose elements do not lie densely.
+    These tensors stay on the device: weights, gradient sinks, buffers, scalars, tensors of fewer than `least` bytes,
+    and tensors that are not dense.
     """
 
     def __init__(self, module: nn.Module, least: int) -> None:
@@ -31,7 +31,7 @@ class Offload:
         self._stay: frozenset[int] | None = None
 
     def around(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """`inner`, whose calls keep nothing large on the device."""
+        """Wrap `inner` so that autograd keeps no large tensor of its calls on the device."""
 
         def call(*arguments: Any, **named: Any) -> Any:
             if not torch.is_grad_enabled():
@@ -46,7 +46,7 @@ class Offload:
         return call
 
     def moves(self, tensor: Tensor) -> bool:
-        """Whether a tensor that autograd would keep goes to the host."""
+        """Whether a tensor that autograd saves is moved to CPU memory."""
         if tensor.dim() == 0 or tensor.nbytes < max(self.least, 1) or isinstance(tensor, nn.Parameter):
             return False
         if self._stay is None:
@@ -55,7 +55,7 @@ class Offload:
         return dense and tensor.untyped_storage().data_ptr() not in self._stay
 
     def out(self, tensor: Tensor) -> tuple[Tensor, "torch.cuda.Event | None"]:
-        """Begin to copy a tensor to the host: the copy, and when it is there."""
+        """Start copying a tensor to CPU memory; return it and an event for its completion (None for CPU tensors)."""
         if not tensor.is_cuda:
             return tensor.detach().clone(), None
         self._outward = self._outward or torch.cuda.Stream()
@@ -63,11 +63,11 @@ class Offload:
         self._outward.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._outward):
             host.copy_(tensor.detach(), non_blocking=True)
-            tensor.record_stream(self._outward)  # its memory is used again when the copy is done, not before
+            tensor.record_stream(self._outward)  # its memory is not reused before the copy is done
             return host, self._outward.record_event()
 
     def back(self, host: Tensor, left: "torch.cuda.Event", device: torch.device) -> "_Arriving":
-        """Begin to copy a tensor back to the device."""
+        """Start copying a tensor back to the device, after the event `left`."""
         self._inward = self._inward or torch.cuda.Stream()
         self._inward.wait_event(left)
         with torch.cuda.stream(self._inward):
@@ -81,7 +81,10 @@ _Arriving = tuple[Tensor, "torch.cuda.Event"]
 
 @dataclass(eq=False)
 class _Away:
-    """A tensor in the host's memory, and on its way back once it has been sent for. `left` None: it is a CPU's."""
+    """A tensor in CPU memory, with the copy back to the device once it has started.
+
+    `left` is the event at which the copy to the CPU is complete; None for a CPU tensor.
+    """
 
     host: Tensor
     left: "torch.cuda.Event | None"
@@ -91,7 +94,7 @@ class _Away:
 
 @dataclass(eq=False)
 class _Call:
-    """What one call of a unit keeps; `before` is the call before it, whose tensors backward wants next."""
+    """The saved tensors of one call of a unit; `before` is the previous call, whose tensors backward needs next."""
 
     offload: Offload
     before: "ReferenceType[_Call] | None"
@@ -99,10 +102,10 @@ class _Call:
     known: dict[tuple[Any, ...], tuple[StorageWeakRef, _Away]] = field(default_factory=dict)
 
     def pack(self, tensor: Tensor) -> "Tensor | _Packed":
-        """What autograd keeps instead of a tensor: itself, or where it has gone. A tensor travels once a call."""
+        """What autograd saves for a tensor: itself, or a reference to its copy; a call copies each tensor once."""
         if not self.offload.moves(tensor):
             return tensor
-        storage = StorageWeakRef(tensor.untyped_storage())  # held, so that no other storage gets its number meanwhile
+        storage = StorageWeakRef(tensor.untyped_storage())  # kept alive so that no other storage gets its number
         key = (storage.cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         if key not in self.known:
             away = _Away(*self.offload.out(tensor), tensor.device)
@@ -111,7 +114,7 @@ class _Call:
         return _Packed(self, self.known[key][1])
 
     def unpack(self, packed: "Tensor | _Packed") -> Tensor:
-        """The tensor again; all others of the call, and of the one before it, begin to travel."""
+        """The saved tensor; also starts the copies of all other tensors of this call and of the previous call."""
         if isinstance(packed, Tensor):
             return packed
         away = packed.away
@@ -120,7 +123,7 @@ class _Call:
         self.send_for()
         if self.before is not None and (before := self.before()) is not None:
             before.send_for()
-        if away.arriving is None:  # it has been wanted before
+        if away.arriving is None:  # it was unpacked before
             away.arriving = self.offload.back(away.host, away.left, away.device)
         (tensor, arrived), away.arriving = away.arriving, None
         torch.cuda.current_stream().wait_event(arrived)
@@ -128,7 +131,7 @@ class _Call:
         return tensor
 
     def send_for(self) -> None:
-        """Let everything that is away come back, once."""
+        """Start copying back every tensor of this call; further calls do nothing."""
         waiting, self.away = self.away, []
         for one in reversed(waiting):
             away = one()
@@ -143,7 +146,7 @@ class _Packed:
 
 
 def _lasting(module: nn.Module) -> list[int]:
-    """The storages of what lives longer than a step."""
+    """The data pointers of tensors that live longer than a step: parameters, sinks and buffers."""
     parameters = list(module.parameters())
     sinks = [parameter.main_grad for parameter in parameters if hasattr(parameter, "main_grad")]
     tensors = (*parameters, *sinks, *module.buffers())

@@ -22,7 +22,7 @@ class GPT:
 
     @hookimpl
     def configure(self, config: RunConfig) -> None:
-        """Learned positions end somewhere."""
+        """Refuse sequences that are longer than the table of learned positions."""
         longest = self.config.max_position_embeddings
         if self.config.position == "learned" and config.trainer.seq_length > longest:
             raise UsageError(

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class TokenEmbedding(nn.Module):
-    """Tokens, and learned positions where there are any."""
+    """Embeds tokens, and positions if they are learned."""
 
     mixes: ClassVar[frozenset[str]] = frozenset()
 
@@ -34,7 +34,7 @@ class TokenEmbedding(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    mixes: ClassVar[frozenset[str]] = frozenset()  # attention does, in a slot
+    mixes: ClassVar[frozenset[str]] = frozenset()  # attention mixes positions, in a slot
 
     def __init__(self, config: "GPTConfig") -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Block(nn.Module):
         self.dropout2 = Dropout(config.dropout)
 
     def forward(self, x: Tensor, positions: Tensor, keys: Tensor, document_lengths: Tensor | None = None) -> Tensor:
-        """[B, S, D] -> [B, S, D]; lengths [B, M] of the documents that the samples are packed with, if they are."""
+        """[B, S, D] -> [B, S, D]; document lengths [B, M] if samples are packed."""
         h, x = self.norm1(x)
         h = self.attn(h, positions, keys, document_lengths)
         h, x = self.norm2(self.dropout1(h, keys, positions), x)
@@ -66,7 +66,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The units of a GPT; the host runs them in the plan's order."""
+    """The module with the units of a GPT; the host runs them in the plan's order."""
 
     def __init__(self, config: "GPTConfig") -> None:
         super().__init__()

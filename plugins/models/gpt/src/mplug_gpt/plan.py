@@ -1,4 +1,4 @@
-"""What the decoder publishes: its units, what the dimensions of its parameters mean, its FLOPs."""
+"""The decoder's plan: its units, the named axes of its parameters, its FLOPs."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Named sizes. A preset is a part of a run's config; whatever the user says goes over it."""
+"""Named sizes. A preset is a part of a run's config; the user's settings override it."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ Preset = dict[str, dict[str, Any]]
 
 
 def _scaling_study(hidden_size: int, num_layers: int, num_attention_heads: int) -> Preset:
-    """A size of Megatron-Core's published H100 table: sequence 4096, vocabulary 131072, untied, MHA, 4h GELU."""
+    """A row of Megatron-Core's published H100 table: sequence 4096, vocabulary 131072, untied, MHA, 4h GELU."""
     model = {
         "hidden_size": hidden_size,
         "num_layers": num_layers,

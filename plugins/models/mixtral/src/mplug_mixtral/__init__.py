@@ -1,4 +1,4 @@
-"""Mixtral: decoders whose feed-forward parts are mixtures of experts, from a toy to 141 billion parameters."""
+"""Mixtral: decoders with mixtures of experts as feed-forward parts, from a toy to 141 billion parameters."""
 
 from typing import TYPE_CHECKING
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class TokenEmbedding(nn.Module):
-    """Tokens."""
+    """Embeds tokens."""
 
     mixes: ClassVar[frozenset[str]] = frozenset()
 
@@ -26,7 +26,7 @@ class TokenEmbedding(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then what comes after it."""
+    """The common part of the blocks: x + attention(norm(x)), then the second norm."""
 
     def __init__(self, config: "MixtralConfig") -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Block(nn.Module):
         self.norm2 = Norm(config.hidden_size, "rmsnorm", config.norm_eps)
 
     def attended(self, x: Tensor, positions: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, S, D] -> the second norm's output and the residual stream, both [B, S, D]."""
+        """[B, S, D] -> (output of the second norm, residual stream), both [B, S, D]."""
         h, x = self.norm1(x)
         attended: tuple[Tensor, Tensor] = self.norm2(self.attn(h, positions, keys), x)
         return attended
@@ -53,7 +53,7 @@ class Block(nn.Module):
 class DenseBlock(Block):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    mixes: ClassVar[frozenset[str]] = frozenset()  # attention does, in a slot
+    mixes: ClassVar[frozenset[str]] = frozenset()  # attention mixes positions, in a slot
 
     def __init__(self, config: "MixtralConfig") -> None:
         super().__init__(config)
@@ -69,7 +69,7 @@ class DenseBlock(Block):
 class SparseBlock(Block):
     """x + attention(norm(x)), then x + experts(norm(x))."""
 
-    mixes: ClassVar[frozenset[str]] = frozenset()  # attention does, in a slot; experts say it themselves
+    mixes: ClassVar[frozenset[str]] = frozenset()  # attention mixes in a slot; the router declares its own mixing
 
     def __init__(self, config: "MixtralConfig") -> None:
         super().__init__(config)
@@ -114,7 +114,7 @@ def make_router(config: "MixtralConfig") -> Router:
 
 
 class Decoder(nn.Module):
-    """The units of a decoder; the host runs them in the plan's order."""
+    """The module with the units of a decoder; the host runs them in the plan's order."""
 
     def __init__(self, config: "MixtralConfig") -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the decoder publishes: its units, what the dimensions of its parameters and buffers mean, its FLOPs."""
+"""The decoder's plan: its units, the named axes of its parameters and buffers, its FLOPs."""
 
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 ONES = Init("constant", value=1.0)
 TOKENS = ("batch", "sequence")
 ALL_EXPERTS = "router_expert"
-"""The experts as the router knows them: all of them, on every rank, whoever holds which."""
+"""The router's axis of experts: every rank holds all of it, even if the experts are split over ranks."""
 
 
 def make_plan(config: "MixtralConfig") -> Plan:

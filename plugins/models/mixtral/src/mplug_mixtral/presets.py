@@ -1,4 +1,4 @@
-"""Named sizes. A preset is a part of a run's config; whatever the user says goes over it."""
+"""Named sizes. A preset is a part of a run's config; the user's settings override it."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ PRESETS: dict[str, Preset] = {
             "init_std": 0.06,
         },
     },
-    # 8 billion parameters, of which 2.3 billion take part in a token: the FLOPs of a dense decoder with
+    # 8 billion parameters; a token uses 2.3 billion of them. It has the FLOPs of a dense decoder with
     # ffn_hidden_size=12800.
     "8b": {
         "model": {

@@ -1,4 +1,4 @@
-"""Which implementation updates a list of pieces."""
+"""Selects the implementation that updates a list of pieces."""
 
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def optimizer_of(pieces: list[Piece], config: "AdamWConfig") -> Optimizer:
     """One pass where the kernel can take all pieces and Triton can build it; torch's implementation elsewhere."""
     if pieces and all(map(_fits, pieces)) and triton_builds():
-        from mplug_adamw.one_pass import OnePassAdamW  # which imports Triton
+        from mplug_adamw.one_pass import OnePassAdamW  # imports Triton
 
         return OnePassAdamW(pieces, config)
     return FusedAdamW(pieces, config)

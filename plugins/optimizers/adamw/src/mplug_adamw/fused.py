@@ -1,4 +1,4 @@
-"""torch.optim.AdamW, fused, made to update pieces: on any device, and without Triton."""
+"""Torch's fused AdamW as an optimizer of pieces, on any device and without Triton."""
 
 from typing import TYPE_CHECKING, Literal
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 class FusedAdamW:
-    """One fused pass over all pieces, which also scales and skips, by the protocol of torch's gradient scaler.
+    """One fused pass over all pieces; it scales gradients and skips steps by the protocol of torch's gradient scaler.
 
-    The host writes the weights.
+    It updates masters only; the host casts them to the weights.
     """
 
     needs: Literal["elements"] = "elements"

@@ -1,7 +1,7 @@
-"""AdamW in one pass over memory: a Triton kernel that updates all pieces, whatever their sizes, in one launch.
+"""AdamW in one pass over memory: a Triton kernel that updates all pieces, of any sizes, in one launch.
 
-Of every element it reads gradient, master and moments, and writes master, moments and the bf16 weight: 30 bytes, or 28
-where the gradient is in bf16, too.
+Per element it reads gradient, master and moments, and writes master, moments and the bf16 weight: 30 bytes, or 28 if
+the gradient is in bf16.
 """
 
 from functools import cached_property
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from mplug_adamw.config import AdamWConfig
 
 CHUNK = 1 << 14
-"""Elements of a program: few enough for the last programs of a launch to end together."""
+"""Elements per program: few enough that the last programs of a launch end at about the same time."""
 BLOCK = 1 << 10
-"""Elements that a program holds in registers: two vectors of four a thread."""
+"""Elements that a program holds in registers: two vectors of four per thread."""
 NUM_WARPS = 4
 FIELDS: tl.constexpr = tl.constexpr(8)
-"""Columns of the table of pieces: addresses of master, gradient, exp_avg, exp_avg_sq and weight (0: it has none);
-number of elements; 1 where it decays; 1 where four elements at a time may be moved."""
+"""Columns of the table of pieces: addresses of master, gradient, exp_avg, exp_avg_sq and weight (0: none); number of
+elements; 1 if the piece decays; 1 if its addresses allow vectors of four elements."""
 
 
 class OnePassAdamW:
-    """A step is one launch; it writes the weights too.
+    """Updates all pieces in one launch per step, and also writes the weights.
 
-    Pieces must be contiguous, and stay where they are: their addresses are read at the first step.
+    The tensors of a piece must be contiguous and must not move in memory: the first step records their addresses.
     """
 
     needs: Literal["elements"] = "elements"
@@ -41,7 +41,7 @@ class OnePassAdamW:
     def __init__(self, pieces: list[Piece], config: "AdamWConfig") -> None:
         self._pieces, self._states, self._config = pieces, States(pieces), config
         betas = torch.tensor([config.beta1, config.beta2], device=self._states.steps.device)
-        self._betas = betas.double()  # the kernel's own, in fp32: 1 - beta must be the same number everywhere
+        self._betas = betas.double()  # from fp32, as in the kernel: 1 - beta must be the same number
 
     def step(self, scalars: StepScalars) -> None:
         """Update every piece once."""
@@ -63,7 +63,7 @@ class OnePassAdamW:
             chunk_size=CHUNK,
             block_size=BLOCK,
             num_warps=NUM_WARPS,
-            enable_fp_fusion=True,  # products and sums round once, as in torch's kernel
+            enable_fp_fusion=True,  # multiply-adds round once, as in torch's kernel
         )
 
     def state(self, piece: Piece) -> dict[str, Tensor]:
@@ -72,7 +72,7 @@ class OnePassAdamW:
 
     @cached_property
     def _tables(self) -> tuple[Tensor, Tensor]:
-        """The pieces [P, FIELDS] and their chunks [C, 2]; building has no addresses yet, so this is made at a step."""
+        """The pieces [P, FIELDS] and their chunks [C, 2], made at the first step; addresses are unknown before."""
         rows = torch.tensor([self._row(piece) for piece in self._pieces])
         chunks = chunks_of([piece.master.numel() for piece in self._pieces])
         device = self._states.steps.device
@@ -90,14 +90,14 @@ class OnePassAdamW:
 
 
 def unbiased(steps: Tensor, betas: Tensor) -> Tensor:
-    """[P, 2]: 1 - beta1^t and the root of 1 - beta2^t, where t is a piece's number of `steps` [P]."""
+    """[P, 2]: 1 - beta1^t and sqrt(1 - beta2^t), with t the number of `steps` [P] of a piece."""
     found = 1 - betas ** steps.double().unsqueeze(1)
     found[:, 1].sqrt_()
     return found.float()
 
 
 def chunks_of(numels: list[int]) -> Tensor:
-    """[C, 2]: a chunk's piece, and its number in that piece, for pieces of so many elements."""
+    """[C, 2]: (piece of the chunk, number of the chunk in the piece), for pieces with these numbers of elements."""
     counts = torch.tensor([-(-numel // CHUNK) for numel in numels])
     piece = torch.arange(len(numels)).repeat_interleave(counts)
     number = torch.arange(len(piece)) - (counts.cumsum(0) - counts)[piece]
@@ -105,7 +105,7 @@ def chunks_of(numels: list[int]) -> Tensor:
 
 
 def _sent(table: Tensor, device: torch.device) -> Tensor:
-    """The table on the device, without waiting for it."""
+    """The table on the device, copied asynchronously."""
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
@@ -117,7 +117,7 @@ def _pointer(address, dtype: tl.constexpr, aligned: tl.constexpr):
 
 @triton.jit
 def _update(places, numbers, offsets, inside, gradient_type: tl.constexpr, aligned: tl.constexpr):
-    """Update the elements at `offsets` that are `inside`; all of them where that is None."""
+    """Update the elements at `offsets` that are `inside`; None means all of them."""
     master, gradient, exp_avg, exp_avg_sq, weight, has_weight = places
     rate, scale, decay, root, beta1, beta2, eps = numbers
     p = _pointer(master, tl.float32, aligned) + offsets
@@ -153,7 +153,7 @@ def adamw_one_pass(
     chunk_size: tl.constexpr,
     block_size: tl.constexpr,
 ):
-    """Update a chunk: the whole blocks of an aligned piece by vectors of four, everything else by elements.
+    """Update a chunk: the full blocks of an aligned piece by vectors of four elements, the rest element by element.
 
     `pieces` [P, FIELDS], `chunks` [C, 2] and `corrections` [P, 2] are the tables above, `lr`, `scale` and `skip` [].
     """

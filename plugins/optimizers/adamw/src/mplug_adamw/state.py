@@ -1,4 +1,4 @@
-"""What AdamW keeps of a piece, under the names that torch gives it: checkpoints hold it."""
+"""AdamW's state of a piece, under torch's names, as checkpoints hold it."""
 
 import torch
 from torch import Tensor
@@ -7,9 +7,9 @@ from mplug import Piece
 
 
 class States:
-    """Two moments of every piece's gradients, and the number of its updates; all zeros before the first step.
+    """Both moments and the number of updates of every piece; all zeros before the first step.
 
-    `steps` [P] counts the updates of the P pieces in fp32, in one tensor, so that one operation counts a step.
+    `steps` [P], fp32, holds the number of updates of all P pieces, so that one operation counts a step.
     """
 
     def __init__(self, pieces: list[Piece]) -> None:

@@ -1,4 +1,4 @@
-"""Algorithm 2 of arXiv 2302.06675, by torch's operations on lists of tensors."""
+"""Lion (algorithm 2 of arXiv 2302.06675) by torch's foreach operations."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from mplug_lion.config import LionConfig
 
 GROUP = 1 << 26
-"""Elements that are updated together: enough to fill a GPU, few enough for their directions to be little memory."""
+"""Maximum elements updated together: enough to fill a GPU, few enough to bound the memory of directions."""
 
 
 class ForeachLion:
-    """One group of pieces after the other; gradients are scratch memory, and directions last as long as their group."""
+    """Updates pieces group by group; gradients are scratch memory, and directions are freed after each group."""
 
     needs: Literal["elements"] = "elements"
 
@@ -44,19 +44,19 @@ class ForeachLion:
         directions = torch._foreach_lerp(momenta, gradients, 1 - self._config.beta1)
         torch._foreach_sign_(directions)
         torch._foreach_mul_(directions, scalars.lr)
-        torch._foreach_lerp_(gradients, momenta, self._config.beta2)  # the momenta afterwards
+        torch._foreach_lerp_(gradients, momenta, self._config.beta2)  # now the gradients hold the new momenta
         for direction, momentum, following in zip(directions, momenta, gradients, strict=True):
             direction.masked_fill_(skipped, 0.0)
             torch.where(skipped, momentum, following, out=momentum)
         torch._foreach_sub_(masters, directions)
 
     def state(self, piece: Piece) -> dict[str, Tensor]:
-        """The live momentum of a piece, under the name that torch gives to a running mean of gradients."""
+        """The live momentum of a piece, under torch's name for a running mean of gradients."""
         return {"exp_avg": self._momenta[piece.name]}
 
 
 def groups(pieces: list[Piece], limit: int) -> Iterator[list[Piece]]:
-    """Neighbours together, as many as have `limit` elements at most; a larger piece is alone."""
+    """Groups of consecutive pieces with at most `limit` elements; a larger piece is a group of its own."""
     held: list[Piece] = []
     count = 0
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""Muon over pieces: hidden matrices by orthogonalised momentum, everything else by AdamW."""
+"""Muon over pieces: updates hidden matrices by orthogonalised momentum and everything else by AdamW."""
 
 from typing import TYPE_CHECKING
 

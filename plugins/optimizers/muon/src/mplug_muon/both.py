@@ -1,4 +1,4 @@
-"""Which pieces are hidden matrices, and which are not."""
+"""The optimizer that splits pieces between Muon and AdamW."""
 
 from typing import TYPE_CHECKING, Literal
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class MuonAndAdamW:
-    """Hidden matrices by Muon; embeddings, the output head, norms and biases by AdamW."""
+    """Updates hidden matrices by Muon, and embeddings, the output head, norms and biases by AdamW."""
 
     needs: Literal["matrices"] = "matrices"
 
@@ -29,10 +29,13 @@ class MuonAndAdamW:
         self._rest.step(scalars)
 
     def state(self, piece: Piece) -> dict[str, Tensor]:
-        """The live momentum of a hidden matrix, or the live moments and step count of anything else."""
+        """The live momentum of a hidden matrix, or the live moments and step count of another piece."""
         return self._part_of[piece.name].state(piece)
 
 
 def is_hidden_matrix(piece: Piece, tables: tuple[str, ...]) -> bool:
-    """Whether a piece maps hidden activations to hidden activations; the rows of a table are vectors of their own."""
+    """Whether a piece maps hidden activations to hidden activations, unlike a table, whose rows are separate vectors.
+
+    True for parameters of two or more dimensions without an axis in `tables`.
+    """
     return len(piece.parameter.dims) >= 2 and not piece.parameter.axes & set(tables)

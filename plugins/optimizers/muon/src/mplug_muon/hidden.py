@@ -1,4 +1,4 @@
-"""The update of hidden matrices. O rows and I columns of a matrix, N matrices of one shape."""
+"""Muon's update of hidden matrices. O rows, I columns, N matrices of one shape."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -16,26 +16,26 @@ if TYPE_CHECKING:
     from mplug_muon.config import MuonConfig
 
 BATCH = 1 << 25
-"""Elements that are orthogonalised together: small matrices fill a GPU only in numbers, large ones cost memory."""
+"""Maximum elements orthogonalised together: small matrices need batching to fill a GPU, large ones cost memory."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Matrices of one shape: views [O, I] of masters, and of what is orthogonalised for them."""
+    """Matrices of one shape: views [O, I] of masters, and views [O, I] of the tensors to orthogonalise (`ahead`)."""
 
     masters: list[Tensor]
     ahead: list[Tensor]
 
     def factor(self, scale: str) -> float:
-        """What the update of a matrix of this shape is multiplied by."""
+        """The factor of the update of a matrix of this shape."""
         rows, columns = self.masters[0].shape
         return 0.2 * sqrt(max(rows, columns)) if scale == "match_rms_adamw" else sqrt(max(1, rows / columns))
 
 
 class HiddenMatrices:
-    """Momentum by piece, then orthogonalisation by matrix; gradients are scratch memory.
+    """Updates the momentum per piece, then orthogonalises per matrix; it overwrites gradients as scratch memory.
 
-    The momentum is a running mean, as in torch.optim.Muon; of a running sum, orthogonalisation gives the same.
+    The momentum is a running mean, as in torch.optim.Muon. A running sum would give the same orthogonalised update.
     """
 
     def __init__(self, pieces: list[Piece], rank: int, config: "MuonConfig") -> None:
@@ -60,12 +60,12 @@ class HiddenMatrices:
         for batch in self._batches:
             update = orthogonalized(torch.stack(batch.ahead), self._config.num_iterations)  # [N, O, I]
             masters = batch.masters[0].dtype
-            update = update.to(masters, memory_format=torch.contiguous_format)  # as masters lie in memory
+            update = update.to(masters, memory_format=torch.contiguous_format)  # the memory layout of masters
             update *= scalars.lr * batch.factor(self._config.scale)
             torch._foreach_sub_(batch.masters, update.masked_fill_(skipped, 0.0).unbind())
 
     def _advance(self, scale: Tensor, skipped: Tensor) -> None:
-        """m <- momentum m + (1 - momentum) g, and with Nesterov g <- momentum m + (1 - momentum) g after it."""
+        """m <- momentum m + (1 - momentum) g; then, with Nesterov, g <- momentum m + (1 - momentum) g."""
         momentum, momenta = self._config.momentum, list(self._momenta.values())
         torch._foreach_mul_(self._gradients, scale)
         for mean, gradient in zip(momenta, self._gradients, strict=True):
@@ -79,7 +79,7 @@ class HiddenMatrices:
 
 
 def _matrices(piece: Piece, rank: int, ahead: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Views [O, I] of the piece's master and of `ahead`: a segment of a fused weight is one, and an expert is one."""
+    """Views [O, I] of the piece's master and of `ahead`, one per segment of a fused weight and per expert."""
     masters, aheads = list[Tensor](), list[Tensor]()
     for box in piece.placement.boxes(rank):
         where = tuple(slice(start, start + length) for start, length in zip(box.offset, box.shape, strict=True))
@@ -94,7 +94,7 @@ def _unstacked(x: Tensor) -> list[Tensor]:
 
 
 def batches(pairs: list[tuple[Tensor, Tensor]], limit: int) -> Iterator[Batch]:
-    """Pairs (master, ahead) of one shape together, as many as have `limit` elements at most."""
+    """Batches of pairs (master, ahead) of one shape, with at most `limit` elements or one matrix."""
     by_shape = defaultdict[torch.Size, list[tuple[Tensor, Tensor]]](list)
     for pair in pairs:
         by_shape[pair[0].shape].append(pair)

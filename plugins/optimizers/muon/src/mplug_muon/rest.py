@@ -1,4 +1,4 @@
-"""torch.optim.AdamW, fused, for what is no hidden matrix."""
+"""Torch's fused AdamW, for the pieces that are not hidden matrices."""
 
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class FusedAdamW:
-    """One fused pass over all pieces, which also scales and skips, by the protocol of torch's gradient scaler."""
+    """One fused pass over these pieces; it scales and skips by the protocol of torch's gradient scaler."""
 
     def __init__(self, pieces: list[Piece], config: "MuonConfig") -> None:
         self._lr_ratio = 1.0 if config.adamw_lr is None else config.adamw_lr / config.lr

@@ -5,7 +5,7 @@ from mplug_sgd.config import SGDConfig
 
 
 class SGD:
-    """Stochastic gradient descent as torch.optim.SGD has it: velocity b <- momentum b + g, then w <- w - lr b."""
+    """Stochastic gradient descent as in torch.optim.SGD: velocity b <- momentum b + g, then w <- w - lr b."""
 
     Config = SGDConfig
 

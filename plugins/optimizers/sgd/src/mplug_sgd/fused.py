@@ -1,4 +1,4 @@
-"""torch.optim.SGD, fused, made to update pieces."""
+"""Torch's fused SGD as an optimizer of pieces."""
 
 from typing import TYPE_CHECKING, Literal
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class FusedSGD:
-    """One fused pass over all pieces, which also scales and skips, by the protocol of torch's gradient scaler."""
+    """One fused pass over all pieces; it scales and skips by the protocol of torch's gradient scaler."""
 
     needs: Literal["elements"] = "elements"
 
@@ -47,7 +47,7 @@ class FusedSGD:
         self._torch.step()
 
     def _decay(self, scalars: StepScalars) -> None:
-        """Shrink masters towards 0, by exactly 1 where the step is skipped."""
+        """Apply decoupled decay to masters; in a skipped step, the factor is exactly 1."""
         if self._decayed:
             factor = (1 - scalars.lr * scalars.weight_decay).masked_fill(scalars.skip > 0, 1.0)
             torch._foreach_mul_(self._decayed, factor)

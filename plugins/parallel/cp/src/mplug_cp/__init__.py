@@ -1,7 +1,7 @@
-"""Context parallelism: the sequence of every sample divided over ranks, from the batch to the loss.
+"""Context parallelism: splits the sequence of every sample over ranks, from the batch to the loss.
 
-Only attention looks from one position to another; so this wraps whatever holds the attention core, and the model, its
-plan and its kernels know nothing of it.
+Among the slots, only the attention core mixes positions. So this plugin wraps the core's supplier; the model, its plan
+and its kernels need no change.
 """
 
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ContextParallel:
-    """Ranks hold parts of every sequence; keys and values, or heads, travel between them in attention."""
+    """Each rank holds a part of every sequence; in attention, ranks exchange keys and values, or heads."""
 
     Config = ContextParallelConfig
 
@@ -24,7 +24,10 @@ class ContextParallel:
 
     @hookimpl
     def configure(self, config: "RunConfig") -> None:
-        """Groups of neighbours divide the ranks, where there are some."""
+        """Refuse a `ulysses_degree` that does not divide cp, or that is set for any method but 'hierarchical'.
+
+        'hierarchical' requires it.
+        """
         inner, degree = self.config.ulysses_degree, config.parallel.degrees["cp"]
         if (inner is None) == (self.config.method == "hierarchical"):
             raise UsageError(
@@ -36,7 +39,7 @@ class ContextParallel:
 
     @hookimpl
     def mesh_axes(self, config: "RunConfig") -> list[Axis]:
-        """One axis that divides the sequence; of hierarchical two, the ranks of the second nearest to each other."""
+        """One axis that splits the sequence; 'hierarchical' has two, and the ranks of the second one are nearer."""
         degree, inner = config.parallel.degrees["cp"], self.config.ulysses_degree or 1
         if self.config.method == "ulysses":
             return [Axis("cp", degree, entries={"sequence": contiguous}, distance=10)]
@@ -47,7 +50,7 @@ class ContextParallel:
 
     @hookimpl
     def offer(self, run: "Run") -> "list[Wrap]":
-        """What goes around every attention core; of one rank, nothing."""
+        """The wraps of every attention core; nothing if cp=1."""
         from mplug_cp.wraps import around_attention
 
         return around_attention(run, self.config.method)

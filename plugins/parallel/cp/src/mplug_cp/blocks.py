@@ -1,12 +1,12 @@
 """Which queries of a rank see which keys: attention as a few parts, each full or causal, as data.
 
-S the local length, two chunks of a zigzag; R ranks. Keys of a chunk before a query's are all seen, keys of a later one
-never, and a rank's two chunks one after the other are in the order of the sequence, so its own part is causal.
+S is the local length, two chunks of a zigzag; R ranks. A query sees every key of an earlier chunk and no key of a later
+chunk. A rank's two chunks lie in sequence order, so the part of its own keys is causal. For causal attention:
 
-part                                     queries      keys           kind
-own                                      both         both           causal
-of a rank before this one                both         its early      full
-of a rank after this one                 late         both           full
+keys of                                  queries      keys           kind
+this rank                                both chunks  both chunks    causal
+a rank before this one                   both chunks  early chunk    full
+a rank after this one                    late chunk   both chunks    full
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,8 @@ Ranges = tuple[range, ...]
 class Block:
     """A part of attention.
 
-    `queries` and `keys` are where they lie in the tensors at hand, `of_queries` and `of_keys` where in the sequence.
+    `queries` and `keys` are positions in the tensors passed to the part; `of_queries` and `of_keys` are the same
+    positions in the whole sequence.
     """
 
     queries: slice
@@ -31,7 +32,7 @@ class Block:
 
 
 def ring_block(step: int, index: int, size: int, length: int, causal: bool) -> Block:
-    """The part of a step of the ring, at which a rank has the keys of the rank `step` before it."""
+    """The part that rank `index` computes at a step of the ring, when it has the keys of rank `index - step`."""
     own, of = (zigzag(size * length, size, rank) for rank in (index, (index - step) % size))
     whole, early, late = slice(0, length), slice(0, length // 2), slice(length // 2, length)
     if not causal or step == 0:
@@ -42,12 +43,12 @@ def ring_block(step: int, index: int, size: int, length: int, causal: bool) -> B
 
 
 def own_block(index: int, size: int, length: int) -> Block:
-    """The causal part of a rank's own keys."""
+    """The causal part of a rank's own keys and queries."""
     return ring_block(0, index, size, length, causal=True)
 
 
 def blocks_of_all(index: int, size: int, length: int, causal: bool) -> list[Block]:
-    """The parts of the keys of all ranks, in the order of the sequence; where causal, all but the own part."""
+    """The parts for the gathered keys, in sequence order; for causal attention, without the rank's own part."""
     own, chunk = zigzag(size * length, size, index), length // 2
     whole, late = slice(0, length), slice(chunk, length)
     if not causal:

@@ -1,4 +1,4 @@
-"""The documents of a packed sample, as a part of attention meets them. B batch, M documents."""
+"""Document lengths of packed samples, restricted to a part of attention. B batch, M documents."""
 
 import torch
 from torch import Tensor
@@ -8,10 +8,10 @@ from mplug_cp.blocks import Block, Ranges
 
 
 def lengths_in(document_lengths: Tensor | None, block: Block) -> Lengths | None:
-    """How long each document is among a part's queries, and how long among its keys: [B, M] -> two times [B, M].
+    """Each document's number of queries and number of keys in a part: [B, M] -> ([B, M], [B, M]); None stays None.
 
-    Chunks keep the order of the sequence, so a document is one stretch of them; and whatever a full part has of a
-    document's keys comes before whatever it has of its queries.
+    Chunks keep the order of the sequence, so each document is one stretch of a part's queries, and of its keys. In a
+    full part of causal attention, a document's keys precede its queries.
     """
     if document_lengths is None:
         return None

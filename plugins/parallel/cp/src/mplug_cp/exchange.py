@@ -1,9 +1,13 @@
-"""Heads for positions (Ulysses, arXiv 2309.14509). B batch, S sequence, H query heads, G KV heads, K head dim, R ranks.
+"""Ulysses (arXiv 2309.14509): exchanges a split of the sequence for a split of the heads around attention.
+
+B batch, S sequence, H query heads, G KV heads, G' KV heads with copies, K head dim, R ranks.
 
                                      queries             keys and values
 as the ranks hold the sequence       [B, S/R, H, K]      [B, S/R, G, K]
-with copies, where R needs them      [B, S/R, H, K]      [B, S/R, G', K]
+with copies of KV heads if needed    [B, S/R, H, K]      [B, S/R, G', K]
 as the core computes                 [B, S, H/R, K]      [B, S, G'/R, K]
+
+The output is exchanged back to [B, S/R, H, K]. The dual of an exchange is the exchange with both dimensions swapped.
 """
 
 from collections.abc import Callable
@@ -15,11 +19,14 @@ from mplug import ops
 from mplug.nn import AttentionInputs, AttentionSpec
 
 SEQUENCE, HEADS = 1, 2
-"""Dimensions of the core's tensors."""
+"""The sequence and head dimensions of the core's tensors."""
 
 
 def exchanged(group: ops.Group, size: int, index: int, inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """An attention core of a divided sequence, from one of the whole sequence and a part of the heads."""
+    """Wrap `inner`, a core over the whole sequence and some heads, into a core over a part of the sequence.
+
+    `group` has `size` ranks; this rank is number `index`.
+    """
 
     def core(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
         """q [B, S/R, H, K], k [B, S/R, G, K] and v [B, S/R, G, V] -> [B, S/R, H, V]."""
@@ -38,10 +45,10 @@ def exchanged(group: ops.Group, size: int, index: int, inner: Callable[..., Tens
 
 
 def copies_of_kv(heads: int, kv_heads: int, size: int) -> int:
-    """The fewest copies of each KV head with which every rank gets those of its own query heads, and no others.
+    """The smallest number of copies of each KV head that gives every rank exactly the KV heads of its query heads.
 
-    A copy serves neighbouring query heads that neither a rank's border nor a KV head's divides: as many as the greatest
-    common divisor of a rank's query heads and of those that share a KV head.
+    A copy serves consecutive query heads that belong to one rank and share one KV head. Their number is the greatest
+    common divisor of the query heads per rank and the query heads per KV head.
     """
     sharers = heads // kv_heads
     return sharers // gcd(heads // size, sharers)

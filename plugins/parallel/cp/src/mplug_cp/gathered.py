@@ -1,8 +1,11 @@
-"""Attention to all ranks' keys and values at once (Llama 3, arXiv 2407.21783, section 3.3.2), as operators of torch.
+"""Attention over all-gathered keys and values (Llama 3, arXiv 2407.21783, section 3.3.2), as torch operators.
 
-B batch, S local length, H query heads, G KV heads, K head dim, R ranks. They are gathered while a rank computes with
-its own, forward and, because only its own are kept, backward again; then what every rank has of all keys' gradients is
-summed where the keys are.
+B batch, S local length, H query heads, G KV heads, K head dim, R ranks.
+
+    forward    all-gather    k and v [B, S, G, K] -> [2, B, R S, G, K]; in causal attention, the rank computes the part
+                             of its own keys meanwhile
+    backward   all-gather    again, because a rank saves only its own keys and values
+               reduce-scatter (the dual)    dk and dv [2, B, R S, G, K] -> [2, B, S, G, K]
 """
 
 from collections.abc import Callable
@@ -22,14 +25,14 @@ Operator = Callable[..., tuple[Tensor, Tensor]]
 
 
 def in_order(gathered: Tensor) -> Tensor:
-    """The ranks' [R, 2, B, S, G, K], each two chunks of a zigzag, in the order of the sequence: [2, B, R S, G, K]."""
+    """The ranks' keys and values [R, 2, B, S, G, K], two zigzag chunks each, in sequence order: [2, B, R S, G, K]."""
     size = len(gathered)
     chunks = gathered.movedim(0, 2).unflatten(3, (2, -1)).flatten(2, 3)  # [2, B, 2R, S/2, G, K]
     return torch.stack([chunks[:, :, place] for place in held_at(size)], dim=2).flatten(2, 3)
 
 
 def by_rank(whole: Tensor, size: int) -> Tensor:
-    """The inverse of `in_order`."""
+    """The inverse of `in_order`: [2, B, R S, G, K] -> [R, 2, B, S, G, K]."""
     chunks = whole.unflatten(2, (2 * size, -1))  # [2, B, 2R, S/2, G, K]
     held = torch.stack([chunks[:, :, chunk] for chunk in chunks_held(size)])  # [2R, 2, B, S/2, G, K]
     return held.unflatten(0, (size, 2)).movedim(1, 3).flatten(3, 4)
@@ -87,10 +90,13 @@ def _backward(
 
 @cache
 def gathered_of(parts: AttentionParts) -> Operator:
-    """The operator of attention to gathered keys over a supplier's parts.
+    """The operator of attention over gathered keys, built from a supplier's parts; one operator per `parts`.
 
     (q [B, S, H, K], k and v [B, S, G, K], document lengths [B, M] or None, scale, causal, the group's name) ->
-    (output [B, S, H, K], log-sum-exp [B, H, S]).
+    (output [B, S, H, K], log-sum-exp [B, H, S]). Only the output is differentiable.
+
+    Dual: grad [B, S, H, K] -> dq [B, S, H, K], dk and dv [B, S, G, K]. Forward gathers k and v; backward sums dk and
+    dv over the ranks and returns each rank its own part.
     """
 
     @torch.library.custom_op(f"mplug_cp::gathered_{parts.name}", mutates_args=())

@@ -1,12 +1,12 @@
-"""Ring attention (arXiv 2310.01889), as operators of torch: keys and values go round, and attention hides their way.
+"""Ring attention (arXiv 2310.01889), as torch operators: attention overlaps the transfer of keys and values.
 
 B batch, S local length, H query heads, G KV heads, K head dim, R ranks. At step s, rank r has the keys and values of
-rank r - s (modulo R), and computes with them while those of the next step arrive. Forward keeps those of its last step,
-so that backward, which goes the same way back, begins without waiting: keys and values return to who they are of, and
-their gradients, which every rank adds to, follow them one step behind.
+rank r - s (modulo R). It computes with them while those of the next step arrive. Forward saves the keys and values of
+its last step. Backward visits the steps in reverse order, so it starts without waiting. The keys and values return to
+their own rank. Their gradients follow one step behind, and every rank adds its share to them.
 
     forward    s = 0 ... R-1    KV: r -> r+1
-    backward   s = R-1 ... 0    KV: r -> r-1      dKV, with what this rank has added: r -> r-1
+    backward   s = R-1 ... 0    KV: r -> r-1      dKV, including this rank's share: r -> r-1
 """
 
 from collections.abc import Callable
@@ -71,10 +71,14 @@ def _backward(
 
 @cache
 def ring_of(parts: AttentionParts) -> Operator:
-    """The operator of attention by a ring over a supplier's parts.
+    """The operator of ring attention, built from a supplier's parts; one operator per `parts`.
 
     (q [B, S, H, K], k and v [B, S, G, K], document lengths [B, M] or None, scale, causal, the group's name) ->
-    (output [B, S, H, K], log-sum-exp [B, H, S], the keys and values of the last step [2, B, S, G, K]).
+    (output [B, S, H, K], log-sum-exp [B, H, S], the keys and values of the last step [2, B, S, G, K]). Only the output
+    is differentiable.
+
+    Dual: grad [B, S, H, K] -> dq [B, S, H, K], dk and dv [B, S, G, K]. Forward shifts k and v by +1 rank per step;
+    backward shifts them, and their gradients, by -1.
     """
 
     @torch.library.custom_op(f"mplug_cp::ring_{parts.name}", mutates_args=())

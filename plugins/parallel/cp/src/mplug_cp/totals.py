@@ -1,4 +1,4 @@
-"""Sums over the parts of attention, in fp32 at least.
+"""Accumulate the results of the parts of attention, in fp32 or wider.
 
 B batch, S queries, T keys, H query heads, G KV heads, K head dim.
 """
@@ -12,14 +12,14 @@ from mplug_cp.documents import lengths_in
 
 
 def wide(x: Tensor) -> torch.dtype:
-    """The type in which parts are added up."""
+    """The dtype in which parts are summed: that of x, but at least fp32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 class Forward:
-    """The output and log-sum-exp of queries, over the keys that came so far.
+    """The output and log-sum-exp of this rank's queries over the parts added so far.
 
-    The first part has all queries, and every query sees a key of it.
+    The first part must cover all queries, and each query must see at least one of its keys.
     """
 
     def __init__(self, parts: AttentionParts, q: Tensor, documents: Tensor | None, scale: float) -> None:
@@ -27,7 +27,7 @@ class Forward:
         self.output: Tensor | None = None
 
     def add(self, block: Block, k: Tensor, v: Tensor) -> None:
-        """Compute a part, given the tensors in which its keys and values lie."""
+        """Compute a part and merge it; `block.keys` selects its keys and values in k and v [B, *, G, K]."""
         q, k, v = self.q[:, block.queries], k[:, block.keys], v[:, block.keys]
         lengths = lengths_in(self.documents, block)
         output, sums = self.parts.forward(q, k, v, scale=self.scale, causal=block.causal, lengths=lengths)
@@ -45,7 +45,7 @@ class Forward:
 
 
 def merge(total: Tensor, total_sums: Tensor, output: Tensor, sums: Tensor) -> None:
-    """Add a part to a total in place: outputs [B, S, H, K], weighted by exponentials of log-sum-exps [B, H, S]."""
+    """Merge a part into a total in place: outputs [B, S, H, K], weighted by exponentials of log-sum-exps [B, H, S]."""
     together = torch.logaddexp(total_sums, sums)
     kept, added = ((x - together).exp().transpose(1, 2)[..., None] for x in (total_sums, sums))  # [B, S, H, 1]
     total.mul_(kept).addcmul_(output.to(total.dtype), added)
@@ -53,7 +53,7 @@ def merge(total: Tensor, total_sums: Tensor, output: Tensor, sums: Tensor) -> No
 
 
 class Backward:
-    """The gradients of queries, keys and values, each part's from the whole's output and log-sum-exp."""
+    """The gradients of q, k and v; each part's share follows from the output and log-sum-exp of the whole."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Backward:
         self.dq = torch.zeros(q.shape, dtype=wide(q), device=q.device)
 
     def of(self, block: Block, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """A part's gradients of the keys and values that it has, [B, T, G, K] each; dq is kept."""
+        """The gradients (dk, dv) of a part's keys and values, [B, T, G, K] each; its dq is added to `self.dq`."""
         queries = block.queries
         dq, dk, dv = self.parts.backward(
             self.grad[:, queries],
@@ -92,6 +92,6 @@ class Backward:
 
 
 def add_to(total: Tensor, block: Block, gradients: tuple[Tensor, Tensor]) -> None:
-    """Add a part's gradients of keys and values to those of the tensor in which they lie: total [2, B, T, G, K]."""
+    """Add a part's (dk, dv) to its positions in `total`, the gradient of stacked keys and values [2, B, *, G, K]."""
     for sum_, gradient in zip(total, gradients, strict=True):
         sum_[:, block.keys] += gradient

@@ -1,4 +1,4 @@
-"""What context parallelism puts around attention cores."""
+"""The wraps of context parallelism around attention cores."""
 
 from collections.abc import Callable
 from functools import partial
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 Operator = Callable[..., tuple[Tensor, ...]]
 BY_PARTS = frozenset({DOCUMENTS, FULL})
-"""What attention by parts serves: parts have no window, cap, sink or bias, and keys travel with values as wide."""
+"""Needs that attention by parts serves: parts have no window, cap, sink or bias; keys and values have one width."""
 BY_HEADS = KNOWN - {KEY_LENGTH}
-"""What the exchange of heads serves: every rank computes whole heads, with as many keys as queries."""
+"""Needs that the exchange of heads serves: every rank computes whole heads, with as many keys as queries."""
 
 
 def around_attention(run: "Run", method: "Method") -> "list[Wrap]":
-    """The wraps of a method, of those axes that have several ranks."""
+    """The wraps of a method, for the axes with more than one rank."""
     found = []
     if method != "ulysses" and run.mesh.axes["cp"].size > 1:
         operator_of = gathered_of if method == "all_gather" else ring_of
@@ -46,20 +46,23 @@ def around_attention(run: "Run", method: "Method") -> "list[Wrap]":
 def by_parts(
     operator_of: Callable[[AttentionParts], Operator], group: ops.Group, inner: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
-    """An attention core of a divided sequence, from an operator over the parts of the core of a rank."""
-    if group is None:  # before processes run, when nobody computes
+    """Replace `inner` by an attention core over a split sequence.
+
+    `operator_of` builds the core's operator from the parts that `inner` provides.
+    """
+    if group is None:  # no processes yet: the core is never called
         return inner
     operator, name = operator_of(parts_of(inner)), group.group_name
 
     def core(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
-        """q [B, S/R, H, K], k and v [B, S/R, G, K] -> [B, S/R, H, K]; where there is dropout the run is refused."""
+        """q [B, S/R, H, K], k and v [B, S/R, G, K] -> [B, S/R, H, K]; `_has_parts` has refused dropout."""
         return operator(q, k, v, inputs.document_lengths, spec.scale, spec.causal, name)[0]
 
     return core
 
 
 def _has_parts(site: Site, run: "Run") -> bool | str:
-    """Whether attention comes in parts; dropout masks would have to be drawn part by part, which nobody offers."""
+    """True if attention can be computed by parts, else a reason; no supplier draws dropout masks part by part."""
     if more := site.needs - BY_PARTS:
         remedy = "use parallel.cp.method=ulysses" if more <= BY_HEADS else "use a layout without cp"
         return f"parts of attention have no {', '.join(sorted(more))}; {remedy}"

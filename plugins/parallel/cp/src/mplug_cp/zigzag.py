@@ -1,15 +1,17 @@
-"""Who holds what of a sequence, so that a causal mask leaves all ranks the same work.
+"""The zigzag split of a sequence, which gives all ranks the same work under a causal mask.
 
-As in Llama 3 (arXiv 2407.21783, section 3.3.2).
-Of 2 R equal chunks, rank r of R holds the r-th and, from the end, the r-th again: what it attends to with the early
-one, it lacks with the late one.
+The sequence has 2 R equal chunks. Rank r of R holds the r-th chunk from the start and the r-th from the end. The less
+work its early chunk causes, the more its late chunk causes (Llama 3, arXiv 2407.21783, section 3.3.2).
 """
 
 from mplug import UsageError
 
 
 def zigzag(length: int, size: int, index: int) -> tuple[range, ...]:
-    """The chunks of the `index`-th of `size` ranks, in order; 2 `size` must divide `length`. One rank has all."""
+    """The chunks of rank `index` of `size`, in sequence order; a single rank has the whole sequence.
+
+    Raises UsageError unless 2 `size` divides `length`.
+    """
     if size == 1:
         return (range(length),)
     if length % (2 * size):
@@ -19,10 +21,10 @@ def zigzag(length: int, size: int, index: int) -> tuple[range, ...]:
 
 
 def held_at(size: int) -> list[int]:
-    """Of every chunk of the sequence, its place among the chunks of all ranks, one rank's after the other's."""
+    """For each chunk in sequence order, its index in the list of all ranks' chunks, concatenated in rank order."""
     return [2 * chunk if chunk < size else 2 * (2 * size - 1 - chunk) + 1 for chunk in range(2 * size)]
 
 
 def chunks_held(size: int) -> list[int]:
-    """The chunks of all ranks, one rank's after the other's: the inverse of `held_at`."""
+    """The numbers of all ranks' chunks, concatenated in rank order: the inverse of `held_at`."""
     return [chunk for rank in range(size) for chunk in (rank, 2 * size - 1 - rank)]

@@ -1,4 +1,4 @@
-"""Replicated data parallelism: every rank holds the model and reads its part of the batch."""
+"""Replicated data parallelism: every rank holds a replica of the model and reads its part of the batch."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 class DataParallel:
-    """Gradients are summed over the replicas in buckets, each as soon as its gradients are final."""
+    """Sums gradients over the replicas in buckets, each as soon as its gradients are final."""
 
     class Config(BaseModel):
-        """How gradients travel."""
+        """How gradients are communicated."""
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -25,12 +25,12 @@ class DataParallel:
 
     @hookimpl
     def mesh_axes(self, config: "RunConfig") -> list[Axis]:
-        """One axis that divides the batch, between the ranks of tensor parallelism and the stages of a pipeline."""
+        """One axis that splits the batch; its distance lies between those of tensor and pipeline parallelism."""
         return [Axis("dp", config.parallel.degrees["dp"], entries={"batch": contiguous}, distance=20)]
 
     @hookimpl
     def wrap_model(self, run: "Run", model: "Model") -> None:
-        """Listen to the gradient sinks of every parameter that no other strategy sums already."""
+        """Listen to the sink of every trained parameter whose gradient no other strategy sums."""
         from mplug_dp.buckets import reduce_in_buckets
 
         trained = {name: one for name, one in model.placements.items() if one.parameter.trainable}

@@ -1,4 +1,4 @@
-"""Buckets of gradients, all-reduced while backward still runs (PyTorch DDP, arXiv 2006.15704, section 3.2.3)."""
+"""Gradient buckets that are all-reduced while backward runs (PyTorch DDP, arXiv 2006.15704, section 3.2.3)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ from mplug import GradientSink, Sinks, ops
 
 @dataclass
 class Bucket:
-    """A stretch of the gradient arena and the ranks that sum it.
+    """A contiguous part of the gradient arena, and the group of ranks that sum it.
 
-    `num_sinks` says how many sinks it has, `num_missing` how many of them are not final yet in this step, and `last`
-    which is expected to be the last, counted from where backward begins.
+    `num_sinks` counts its sinks, and `num_missing` those that are not final yet in this step. `last` is the position,
+    in the expected order of backward, of the sink that becomes final last.
     """
 
     gradients: Tensor
@@ -26,10 +26,11 @@ class Bucket:
 
 
 class Queue:
-    """Sums buckets over their ranks: each once all its gradients are final, and all in one order, that of their ends.
+    """All-reduces buckets in a fixed order, each once all its gradients are final.
 
-    Replicas whose backward passes differ (an expert without tokens) fill buckets in different orders, and must still
-    pair the same ones; and ranks that are in two groups must begin the sums of both in the same order.
+    The order is that of `Bucket.last`, the same on all ranks. Replicas whose backward passes differ (an expert without
+    tokens) complete buckets in different orders, but must sum the same buckets together. Also, all ranks of two groups
+    must start the sums of both in the same order.
     """
 
     def __init__(self, sinks: Sinks, groups: Mapping[str, ops.Group], num_bytes: int) -> None:
@@ -54,7 +55,7 @@ class Queue:
             self.under_way.append(dist.all_reduce(following.gradients, group=following.group, async_op=True))
 
     def wait(self) -> None:
-        """Wait (on a GPU, let the stream wait) for all sums, and expect the next step's."""
+        """Wait (on a GPU, let the stream wait) for all sums, and reset the buckets for the next step."""
         for work, bucket in zip(self.under_way, self.buckets, strict=True):
             work.wait()
             bucket.num_missing = bucket.num_sinks
@@ -62,9 +63,10 @@ class Queue:
 
 
 def reduce_in_buckets(sinks: Sinks, groups: Mapping[str, ops.Group], num_bytes: int) -> list[Bucket]:
-    """Sum every gradient over its parameter's group, in buckets of neighbours in the order in which backward ends them.
+    """Sum every gradient over its parameter's group, in buckets of at least `num_bytes` bytes (the last may have less).
 
-    `groups` are by the parameters' names; who has none is left out. Returns the buckets in the order of their sums.
+    A bucket holds neighbours in the gradient arena, which has about the order in which gradients become final. `groups`
+    maps parameter names to groups; other parameters are skipped. Returns the buckets in the order of their sums.
     """
     queue = Queue(sinks, groups, num_bytes)
     sinks.when_finished.append(queue.wait)

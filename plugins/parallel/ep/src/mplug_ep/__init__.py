@@ -1,7 +1,7 @@
-"""Expert parallelism (arXiv 2006.16668) and expert tensor parallelism, in a view of their own (arXiv 2504.14960).
+"""Expert parallelism (arXiv 2006.16668) and expert tensor parallelism, in their own mesh view (arXiv 2504.14960).
 
-Experts are divided over `ep` ranks, and each one's width over `etp` ranks. The expert view folds over the ranks of all
-other parallelism, so that neither degree multiplies the world.
+`ep` splits the experts over ranks, and `etp` splits the width of each expert. The expert view folds over the ranks of
+the attention view, so neither degree multiplies the world size.
 """
 
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from mplug import Model, Run, RunConfig, Wrap
 
 VIEW = "expert"
-"""The view of the mesh in which experts have their axes; a pipeline's stages are shared with it."""
+"""The mesh view of the experts' axes; it shares the pipeline axis with the attention view."""
 
 
 class ExpertParallel:
-    """Whole experts divided over ranks; tokens travel to them and back."""
+    """Splits the experts over ranks; tokens are sent to the ranks of their experts, and the results back."""
 
     class Config(BaseModel):
-        """How tokens travel."""
+        """How tokens reach their experts."""
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -36,29 +36,29 @@ class ExpertParallel:
 
     @hookimpl
     def mesh_axes(self, config: "RunConfig") -> list[Axis]:
-        """One axis of the expert view, outside that of expert tensor parallelism."""
+        """One axis of the expert view; its ranks are farther apart than those of expert tensor parallelism."""
         return [Axis("ep", config.parallel.degrees["ep"], splits=("expert",), distance=10, views=(VIEW,))]
 
     @hookimpl
     def shard_model(self, run: "Run", model: "Model") -> None:
-        """Placements need no more than the plan; a model without experts is refused."""
+        """Refuse what does not fit (`fit.py`); the plan's rules suffice for the placements."""
         from mplug_ep.fit import refuse_what_does_not_fit
 
         refuse_what_does_not_fit(run, model, "ep")
 
     @hookimpl
     def offer(self, run: "Run", model: "Model") -> "list[Wrap]":
-        """Dispatch and combine over the ranks; of one rank, nothing."""
+        """Wraps of dispatch and combine; nothing if ep=1."""
         from mplug_ep.wraps import wraps_of_ep
 
         return wraps_of_ep(run, model, self.config.dispatch)
 
 
 class ExpertTensorParallel:
-    """The width of every expert divided over ranks that sit nearest to each other."""
+    """Splits the width of every expert over neighbouring ranks."""
 
     class Config(BaseModel):
-        """Nothing to choose."""
+        """No options."""
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -72,14 +72,14 @@ class ExpertTensorParallel:
 
     @hookimpl
     def shard_model(self, run: "Run", model: "Model") -> None:
-        """Placements need no more than the plan; a model without experts is refused."""
+        """Refuse what does not fit (`fit.py`); the plan's rules suffice for the placements."""
         from mplug_ep.fit import refuse_what_does_not_fit
 
         refuse_what_does_not_fit(run, model, "etp")
 
     @hookimpl
     def offer(self, run: "Run", model: "Model") -> "list[Wrap]":
-        """Tokens gathered before dispatch, partial results summed after combine; of one rank, nothing."""
+        """Wraps that gather tokens before dispatch and sum partial results after combine; nothing if etp=1."""
         from mplug_ep.wraps import wraps_of_etp
 
         return wraps_of_etp(run, model)

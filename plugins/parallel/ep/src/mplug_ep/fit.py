@@ -1,4 +1,4 @@
-"""What a layout with experts must fit: refused before any process starts."""
+"""Refuses layouts that do not fit a model's experts, before any process starts."""
 
 from math import prod
 
@@ -6,7 +6,10 @@ from mplug import Mesh, Model, Run, UsageError
 
 
 def refuse_what_does_not_fit(run: Run, model: Model, axis: str) -> None:
-    """Raise UsageError where an axis finds no experts to divide, or ranks cannot share the tokens that all have."""
+    """Raise UsageError if `axis` splits no parameter of the model, or if tokens cannot be split evenly.
+
+    Ranks that hold copies of the same tokens must be able to split a sample's tokens evenly among themselves.
+    """
     size = run.mesh.axes[axis].size
     if size == 1:
         return
@@ -19,7 +22,7 @@ def refuse_what_does_not_fit(run: Run, model: Model, axis: str) -> None:
 
 
 def copying_axes(mesh: Mesh) -> tuple[str, ...]:
-    """Axes along which ranks have the same tokens in front of the experts: they divide none of what tokens come in."""
+    """Axes along which ranks hold copies of the same tokens: they split no batch, sequence or units."""
     return tuple(
         axis.name
         for axis in mesh.views["attention"]

@@ -1,18 +1,20 @@
-"""What expert parallelism puts around dispatch and combine, from the outside in.
+"""The wraps of expert parallelism around dispatch and combine, from the outermost to the innermost.
 
-N tokens of a rank, D embed, k chosen by a token, E experts, R ranks of ep, e = E / R experts of each, T ranks of etp, C
-ranks that have the same tokens (tensor parallelism without sequence parallelism).
+N tokens of a rank, D embed, k experts per token, E experts, R ranks of ep, e = E / R experts per rank, T ranks of etp,
+C ranks that hold copies of the same tokens (tensor parallelism without sequence parallelism), M rows received.
 
-layer              before dispatch                            after combine
-copies             this rank's part: [N, D] -> [N/C, D]       the parts joined
-etp                tokens gathered: [N, D] -> [T N, D]        partial results summed, this rank's tokens kept
-ep, all_gather     tokens gathered: [N, D] -> [R N, D],       the same
-                   choices of others' experts dropped
-ep, all_to_all     after it: rows to the ranks of their       before it: rows back to where they came from
-                   experts, [N k, D] -> [M, D]
+layer              around dispatch                               around combine
+copies             before: split to own part [N, D] -> [N/C, D]  after: join the parts, [N/C, D] -> [N, D]
+etp                before: gather tokens, [N, D] -> [T N, D]     after: scatter (sum partial results, keep own tokens),
+                                                                 [T N, D] -> [N, D]
+ep, all_gather     before: gather tokens, [N, D] -> [R N, D],    after: scatter, [R N, D] -> [N, D]
+                   and drop choices of other ranks' experts
+ep, all_to_all     after: send rows to their experts' ranks,     before: give rows back to the ranks they came from,
+                   [N k, D] -> [M, D]                            [M, D] -> [N k, D]
 
-Each half is the other's dual, so backward is right by itself. What is inside, whoever supplies it, sorts the tokens of
-one rank by expert, and so by (rank, expert), once.
+The two operations of a line are each other's dual (split/join, gather/scatter, send/give_back), so autograd derives
+the backward pass. The supplier inside sorts the tokens of one rank by expert once. Experts are numbered in rank order,
+so this also sorts them by (rank, expert).
 """
 
 from collections.abc import Callable
@@ -24,10 +26,10 @@ from mplug import Model, Run, Site, Wrap, ops
 from mplug_ep.fit import copying_axes
 
 COPIES, ETP, EP = 120, 100, 50
-"""Layers: who divides weights sees tokens as the weights make them, whoever moves them is inside."""
+"""Layers, from the outermost: the split of copies, then etp, which splits weights, then ep, which sends tokens."""
 
 USE = "experts"
-"""Groups of their own: backward waits for tokens, and they must not wait for the sum of gradients."""
+"""Use separate process groups: backward waits for tokens, which must not queue behind the gradient sums."""
 
 Dispatched = tuple[Tensor, Tensor, tuple[Tensor, ...]]
 Dispatch = Callable[[Tensor, Tensor, int], Dispatched]
@@ -35,7 +37,7 @@ Combine = Callable[[Tensor, Tensor, tuple[Tensor, ...]], Tensor]
 
 
 def wraps_of_ep(run: Run, model: Model, how: str) -> list[Wrap]:
-    """The wraps of expert parallelism, and of whoever has copies of tokens where there is no etp."""
+    """The wraps of expert parallelism; without etp, also those for ranks that hold copies of the same tokens."""
     if run.mesh.axes["ep"].size == 1:
         return []
     group = run.group("ep", use=USE)
@@ -51,7 +53,7 @@ def wraps_of_ep(run: Run, model: Model, how: str) -> list[Wrap]:
 
 
 def wraps_of_etp(run: Run, model: Model) -> list[Wrap]:
-    """The wraps of expert tensor parallelism, and of whoever has copies of tokens."""
+    """The wraps of expert tensor parallelism, and those for ranks that hold copies of the same tokens."""
     if run.mesh.axes["etp"].size == 1:
         return []
     divided = _divided(model, "etp")
@@ -64,7 +66,7 @@ def _around(pair: tuple[Any, Any], layer: int, divided: Callable[[Site, Run], bo
 
 
 def _divided(model: Model, axis: str) -> Callable[[Site, Run], bool]:
-    """Whether a site's experts are divided along an axis."""
+    """A `supports` function: whether a mesh axis splits the experts of a site."""
 
     def supports(site: Site, run: Run) -> bool:
         own = (where for name, where in model.placements.items() if name.startswith(f"{site.name}."))
@@ -74,7 +76,10 @@ def _divided(model: Model, axis: str) -> Callable[[Site, Run], bool]:
 
 
 def _own_part(run: Run, divided: Callable[[Site, Run], bool]) -> list[Wrap]:
-    """Ranks that have the same tokens divide them among themselves."""
+    """Wraps with which ranks that hold copies of the same tokens split them among themselves; none without copies.
+
+    Dispatch: `ops.split` [N, D] -> [N/C, D]; combine: `ops.join` [N/C, D] -> [N, D], its dual.
+    """
     axes = copying_axes(run.mesh)
     if not axes:
         return []
@@ -96,7 +101,11 @@ def _own_part(run: Run, divided: Callable[[Site, Run], bool]) -> list[Wrap]:
 
 
 def _gathering(group: ops.Group, size: int = 1, index: int = 0) -> tuple[Any, Any]:
-    """All tokens to all ranks, of which this one, the `index`-th of `size`, has its part of the experts."""
+    """Wraps that gather all tokens on all R ranks; this rank, `index` of `size`, computes its part of the experts.
+
+    Dispatch: `ops.gather` [N, D] -> [R N, D]; combine: `ops.scatter` [R N, D] -> [N, D], its dual. With `size` 1 no
+    choice is dropped (expert tensor parallelism).
+    """
 
     def around_dispatch(inner: Dispatch) -> Dispatch:
         def dispatch(x: Tensor, chosen: Tensor, num_experts: int) -> Dispatched:
@@ -120,7 +129,10 @@ def _gathering(group: ops.Group, size: int = 1, index: int = 0) -> tuple[Any, An
 
 
 def _travelling(group: ops.Group) -> tuple[Any, Any]:
-    """Each row to the rank that has its expert, and back."""
+    """Wraps that send each row to the rank of its expert, and the result back.
+
+    Dispatch: `ops.send` [N k, D] -> [M, D]; combine: `ops.give_back` [M, D] -> [N k, D], its dual.
+    """
 
     def around_dispatch(inner: Dispatch) -> Dispatch:
         def dispatch(x: Tensor, chosen: Tensor, num_experts: int) -> Dispatched:

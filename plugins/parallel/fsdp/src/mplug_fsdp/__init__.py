@@ -1,7 +1,8 @@
 """Fully sharded data parallelism (FSDP, arXiv 2304.11277; ZeRO-3, arXiv 1910.02054) by torch's `fully_shard`.
 
-Each rank keeps a stretch of every parameter's rows, of its gradient and of the optimizer's state. The weights of a unit
-are gathered before it computes, and freed after; gradients are summed to the rank that keeps their rows.
+Each rank stores a contiguous range of every parameter's rows, with its gradient and optimizer state. The weights of a
+unit are gathered before it computes and freed afterwards. Gradients are reduce-scattered to the ranks that store the
+rows.
 """
 
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -16,14 +17,14 @@ if TYPE_CHECKING:
 
 
 TOLERANCE = 2.0**-6
-"""Of gradients that are summed in bf16: they are rounded to 8 bits, and the sums of a few ranks again."""
+"""Tolerance of gradients summed in bf16: they are rounded to 8 bits, and the sums over a few ranks again."""
 
 
 class FullyShardedDataParallel:
-    """Weights, gradients and optimizer state divided over the replicas."""
+    """Shards weights, gradients and optimizer state over data-parallel ranks."""
 
     class Config(BaseModel):
-        """What is kept, and how it travels."""
+        """When weights are gathered and freed, how gradients are summed, and where shards are stored."""
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -45,7 +46,7 @@ class FullyShardedDataParallel:
 
     @hookimpl
     def configure(self, config: "RunConfig") -> None:
-        """Another strategy that divides the optimizer's state would divide what is divided already."""
+        """Refuse another strategy that shards optimizer state, because fsdp shards it already."""
         rivals = [chosen.label for chosen in config.chosen if hasattr(chosen.plugin, "shard_states")]
         if rivals:
             raise UsageError(
@@ -55,25 +56,28 @@ class FullyShardedDataParallel:
 
     @hookimpl
     def mesh_axes(self, config: "RunConfig") -> list[Axis]:
-        """One axis that divides the batch, nearer than replicas: its ranks exchange every weight in every pass."""
+        """One axis that splits the batch; its ranks are nearer than replicas, because they exchange all weights."""
         return [Axis(AXIS, config.parallel.degrees[AXIS], entries={"batch": contiguous}, distance=15)]
 
     @hookimpl
     def varies(self, config: "RunConfig") -> Variance | None:
-        """Sums in bf16. They come before the sinks, so no other strategy can sum the same gradients."""
+        """The rounding of sums in bf16, if fsdp > 1.
+
+        They come before the sinks, so no other strategy can sum the same gradients.
+        """
         if self.config.reduce_dtype == "fp32" or config.parallel.degrees[AXIS] == 1:
             return None
         return Variance("gradients are rounded to bf16 and summed over ranks in it", TOLERANCE, sums=())
 
     @hookimpl
     def shard_model(self, run: "Run", model: "Model") -> None:
-        """Divide the rows of every parameter whose gradient is partial over the axis."""
+        """Shard the rows of every parameter whose gradient is partial over the axis."""
         if run.mesh.axes[AXIS].size > 1:
             divide_rows(run, model, self.config.cpu_offload)
 
     @hookimpl
     def wrap_model(self, run: "Run", model: "Model") -> None:
-        """Let torch gather the weights around every unit; of one rank, nothing."""
+        """Apply `fully_shard` to every unit; do nothing if fsdp=1."""
         from mplug_fsdp.units import Options, shard_units
 
         group = run.group(AXIS, use="weights")

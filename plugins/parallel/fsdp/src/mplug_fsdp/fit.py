@@ -1,4 +1,4 @@
-"""Which parameters are divided, and what cannot be."""
+"""Placements of the sharded parameters, and refusals of what cannot be sharded."""
 
 from typing import TYPE_CHECKING
 
@@ -11,10 +11,11 @@ AXIS = "fsdp"
 
 
 def divide_rows(run: "Run", model: "Model", in_host_memory: bool) -> None:
-    """Give every parameter that the axis' ranks hold alike a placement that divides its rows over them.
+    """Give every parameter that is replicated over the fsdp axis a `GatheredPlacement`, which shards its rows.
 
-    What lies in another view of the mesh (experts, divided over their own ranks) stays as it is: its gradient is summed
-    over its own data ranks by the host.
+    Scalars and parameters in another mesh view (experts, split over their own ranks) keep their placement. The host
+    sums their gradients over their own data ranks. Raises UsageError if the pipeline schedule splits backward, or if
+    `in_host_memory` (CPU memory) is set and some parameter must stay on the device.
     """
     if model.stages.backward == "split":
         raise UsageError(
@@ -30,7 +31,7 @@ def divide_rows(run: "Run", model: "Model", in_host_memory: bool) -> None:
 
 
 def _refuse_what_the_device_must_see(model: "Model") -> None:
-    """Whoever sums gradients further, or steps two devices' pieces at once, needs them where the others are."""
+    """With CPU offload, refuse gradients that another axis sums, and a mix of pieces on the CPU and on the device."""
     for name, placement in model.placements.items():
         if placement.gathered_along is None:
             raise UsageError(

@@ -1,10 +1,11 @@
-"""Torch's `fully_shard` over the units of a plan, on a one-dimensional mesh of this rank's data-parallel neighbours.
+"""Applies torch's `fully_shard` to the units of a plan, on a one-dimensional mesh over the ranks of the fsdp axis.
 
-    at rest         a DTensor whose local tensor is this rank's rows of the fp32 master: the piece that is updated
-    in a unit       a plain tensor in the precision of the run, whole but for what tensor parallelism divides
-    its gradient    a plain tensor, reduce-scattered as a sum; this rank's rows are added to the sink in fp32
+    a parameter at rest    a DTensor whose local tensor is this rank's rows of the fp32 master: the piece to update
+    inside a unit          a plain tensor in the precision of the run, whole except for the split of tensor parallelism
+    its gradient           a plain tensor, reduce-scattered as a sum; this rank's rows are added to the sink in fp32
 
-Replicas beside the axis (HSDP) are others' business: they sum sinks, which hold a rank's rows only.
+The all-gather of weights and the reduce-scatter of gradients are each other's dual. If there are replicas besides this
+axis (HSDP), another strategy sums the sinks over them; a sink holds only this rank's rows.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,7 +39,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 @dataclass(frozen=True)
 class Options:
-    """The strategy's options, and the precision in which units compute."""
+    """The strategy's config, and `compute`, the precision in which units compute."""
 
     reshard_after_forward: bool
     prefetch: int
@@ -48,7 +49,7 @@ class Options:
 
 
 def shard_units(run: "Run", model: "Model", group: "ProcessGroup", options: Options) -> None:
-    """Put the gathered parameters of each unit of this rank into torch's care; sinks and pieces keep the rows."""
+    """Apply `fully_shard` to this rank's units; sinks and pieces keep this rank's rows."""
     mesh = DeviceMesh.from_group(group, run.device, mesh_dim_names=(AXIS,))
     rows = _take_rows(run, model)
     units = _units_by_weights(model)
@@ -63,7 +64,7 @@ def shard_units(run: "Run", model: "Model", group: "ProcessGroup", options: Opti
     }
     for parts in units:
         fully_shard(parts if len(parts) > 1 else parts[0], **arguments)
-    fully_shard(model.module, **arguments)  # it has no parameters of its own: it makes the units' streams common
+    fully_shard(model.module, **arguments)  # without parameters: makes the units share streams
     for part in model.module.modules():
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(1.0)
@@ -86,7 +87,7 @@ def _reduce_dtype(options: Options) -> torch.dtype:
 
 
 def _take_rows(run: "Run", model: "Model") -> dict[str, nn.Parameter]:
-    """This rank's rows by name; in the module, parameters without memory stand for the whole ones."""
+    """This rank's rows by name; in the module, meta parameters of the gathered shape replace them."""
     rows, whole = dict[str, nn.Parameter](), dict[int, nn.Parameter]()
     for name, parameter in model.parameters().items():
         placement = model.placements[name]
@@ -103,7 +104,7 @@ def _take_rows(run: "Run", model: "Model") -> dict[str, nn.Parameter]:
 
 
 def _units_by_weights(model: "Model") -> list[list[nn.Module]]:
-    """This rank's units in order; those that share a parameter together, for it is gathered once for all of them."""
+    """This rank's units in order; units that share a parameter form one list, because it is gathered once for all."""
     units: list[list[nn.Module]] = []
     for unit in model.own_units:
         part = model.module.get_submodule(unit.name)
@@ -120,9 +121,10 @@ def _units_by_weights(model: "Model") -> list[list[nn.Module]]:
 
 
 def _fill(model: "Model", rows: Mapping[str, nn.Parameter]) -> None:
-    """Give the sharded parameters their memory, where the rows were, and the sinks that memory for their rows.
+    """Allocate the sharded parameters on the device of the rows, and make the rows views of that memory.
 
-    Torch pads a stretch that is shorter than others', and pins what is offloaded: only afterwards it is where it stays.
+    Loading moves the memory: torch pads a rank's rows if they are fewer than those of other ranks, and pins offloaded
+    ones. So the rows are set again after loading.
     """
     filled = dict[Tensor, nn.Parameter]()
     for name, sharded in model.parameters().items():
@@ -139,13 +141,13 @@ def _fill(model: "Model", rows: Mapping[str, nn.Parameter]) -> None:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's rows of a DTensor, the memory itself."""
+    """This rank's rows of a DTensor, as a view without a copy."""
     assert isinstance(tensor, DTensor)
     return tensor.detach().to_local()
 
 
 def _bring_gradients(model: "Model", device: str) -> None:
-    """Add every pass's reduce-scattered gradient to its sink, as soon as it is there."""
+    """Add the reduce-scattered gradient of every backward pass to its sink, as soon as it is available."""
     for name, parameter in model.parameters().items():
         if isinstance(parameter, DTensor) and parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(_bringing(model.sinks[name], device))
@@ -153,18 +155,18 @@ def _bring_gradients(model: "Model", device: str) -> None:
 
 def _bringing(sink: GradientSink, device: str) -> Callable[[Tensor], None]:
     def bring(parameter: Tensor) -> None:
-        """Called in the stream of the reduce-scatter, for which torch lets the main stream wait after backward."""
+        """Runs in the reduce-scatter's stream; torch makes the main stream wait for that stream after backward."""
         assert parameter.grad is not None
         gradient, parameter.grad = _local(parameter.grad), None
         if gradient.device.type != device:
-            torch.accelerator.current_stream().synchronize()  # the copy to the host's memory may be under way
+            torch.accelerator.current_stream().synchronize()  # the copy to CPU memory may still be running
         sink.contribute(gradient)
 
     return bring
 
 
 def _prefetch(parts: list[nn.Module], ahead: int) -> None:
-    """Gather the weights of so many units ahead, in the order of the passes."""
+    """Gather the weights of the next `ahead` units early, in the order of forward, and of backward."""
     for number, part in enumerate(parts):
         assert isinstance(part, FSDPModule)
         part.set_modules_to_forward_prefetch(parts[number + 1 : number + 1 + ahead])
@@ -172,7 +174,7 @@ def _prefetch(parts: list[nn.Module], ahead: int) -> None:
 
 
 def _run_as_root(model: "Model") -> None:
-    """Make a pass through this rank's units one of the module's own, which ends when all gradients are there."""
+    """Run this rank's units as an FSDP forward method of the root module, so that backward ends with all gradients."""
     module: Any = model.module
     module.run_units = model.run
     register_fsdp_forward_method(module, "run_units")
@@ -180,9 +182,10 @@ def _run_as_root(model: "Model") -> None:
 
 
 def _forget_the_order_of_passes(model: "Model") -> None:
-    """Keep nothing of forward passes, for a stage that has no backward pass because nothing before its end is trained.
+    """Discard the recorded order of forward passes, in a stage without backward passes (no trained parameter up to it).
 
-    Torch notes the order of all units' forward passes until backward has followed it: here, until memory is full.
+    Torch records the order of the units' forward passes until a backward pass consumes it. Without a backward pass, the
+    record grows until memory is full.
     """
     run = model.run
     units: list[Any] = [part for part in model.module.modules() if isinstance(part, FSDPModule)]

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: a model's units divided into stages, run by a table of actions."""
+"""Pipeline parallelism: splits a model's units into stages and runs each stage by a table of actions."""
 
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 class PipelineParallel:
-    """Weights stay where they are; activations and their gradients travel from stage to stage."""
+    """Each rank keeps the weights of its stage; activations and their gradients travel between stages."""
 
     class Config(BaseModel):
-        """Schedule and division."""
+        """The schedule, and the units of each stage."""
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -31,20 +31,20 @@ class PipelineParallel:
 
     @hookimpl
     def configure(self, config: "RunConfig") -> None:
-        """A division that the user gives has one number a stage."""
+        """Refuse a `units_per_stage` whose number of entries is not the number of stages."""
         stages, given = config.parallel.degrees["pp"], self.config.units_per_stage
         if given is not None and len(given) != stages:
             raise UsageError(f"parallel.pp.units_per_stage has {len(given)} numbers; pp={stages} needs {stages}")
 
     @hookimpl
     def mesh_axes(self, config: "RunConfig") -> list[Axis]:
-        """One axis, shared by all views, whose ranks sit farthest from each other."""
+        """One axis, shared by all views, with the largest distance between its ranks."""
         views = ("attention", "expert")
         return [Axis("pp", config.parallel.degrees["pp"], activations=("units",), distance=100, views=views)]
 
     @hookimpl
     def split_model(self, run: "Run", model: "Model") -> Stages:
-        """Contiguous stages."""
+        """Split the units into contiguous stages."""
         return Stages("pp", divide(model, run.mesh.axes["pp"].size, self.config.units_per_stage))
 
     @hookimpl

@@ -1,4 +1,4 @@
-"""The runtime: a rank does its stage's row of a table."""
+"""The stepper of the pipeline: each rank runs its stage's row of the schedule's table."""
 
 from collections.abc import Callable, Iterable
 from itertools import compress
@@ -13,10 +13,11 @@ from mplug_pp.wire import Wire
 
 
 class PipelineStepper:
-    """Runs this rank's stage. What a step is, beyond the passes of its micro batches, is the default stepper's.
+    """Runs this rank's stage; everything in a step besides the passes is delegated to the default stepper.
 
-    Gradients travel for activations in which something trained takes part: `returned` to the stage before, `awaited`
-    from the one after. A stage that awaits none runs forward only.
+    Only activations that depend on a trained parameter have gradients to exchange. `returned` flags the received
+    activations whose gradients go to the previous stage. `awaited` flags the sent activations (in the last stage, the
+    loss) that have a gradient. A stage without awaited gradients runs forward only.
     """
 
     def __init__(self, run: Run, model: Model, default: DefaultStepper, schedule: Callable[[int, int], Table]) -> None:
@@ -40,7 +41,7 @@ class PipelineStepper:
         }
 
     def forward_backward(self, micro_batches: Iterable[MicroBatch], step: int) -> None:
-        """Do this stage's actions of a table of as many micro batches as the step has."""
+        """Run this stage's actions of the table for the step's number of micro batches."""
         self.default.begin_step(step)
         self.batches = [self.default.entries(batch, step) for batch in micro_batches]
         self.taken: dict[int, list[Tensor]] = {}
@@ -68,7 +69,7 @@ class PipelineStepper:
         taken = list(compress(self.taken.pop(number), self.returned))
         if given:
             gradients: Any = self.gradients.pop(number) if self.next else [self.default.loss_gradient(given[0])]
-            # An activation of a unit that learns may come from frozen parameters alone, as a residual before any block.
+            # A trained unit can also output an activation of frozen parameters alone (the residual before any block).
             learning = [(one, grad) for one, grad in zip(given, gradients, strict=True) if one.requires_grad]
             if learning:
                 torch.autograd.backward(*zip(*learning, strict=True))
@@ -92,12 +93,12 @@ class PipelineStepper:
         self.gradients[number] = self.next.receive_like(list(compress(self.given[number], self.awaited)))
 
     def update(self, lr: float, weight_decay: float) -> StepResult:
-        """The default update."""
+        """Run the default stepper's update."""
         return self.default.update(lr, weight_decay)
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
-        """Forward passes only, one micro batch after the other."""
+        """The mean loss of forward passes, run one micro batch at a time."""
         self.model.module.eval()
         losses = []
         for batch in micro_batches:

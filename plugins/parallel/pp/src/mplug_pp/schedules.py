@@ -1,4 +1,4 @@
-"""Schedules: pure functions from (stages, micro batches) to a table. Torch-free."""
+"""Pipeline schedules: pure functions from (number of stages, number of micro batches) to a table. Torch-free."""
 
 from collections.abc import Callable
 from functools import cache
@@ -33,4 +33,4 @@ def _one_f_one_b(stage: int, num_stages: int, num_micro_batches: int) -> tuple[A
 
 
 SCHEDULES: dict[str, Callable[[int, int], Table]] = {"1f1b": one_f_one_b, "gpipe": gpipe}
-"""Schedules by the names that a config calls them by."""
+"""The name in the config -> the schedule."""

@@ -1,4 +1,4 @@
-"""Dividing an ordered list of units into contiguous stages."""
+"""Splits an ordered list of units into contiguous stages."""
 
 from typing import TYPE_CHECKING
 
@@ -9,9 +9,11 @@ if TYPE_CHECKING:
 
 
 def divide(model: "Model", num_stages: int, units_per_stage: tuple[int, ...] | None) -> tuple[tuple[str, ...], ...]:
-    """The names of each stage's units: as many as the user says, or so that the heaviest stage is as light as can be.
+    """The unit names of each stage: as many as the user sets, or split so that the heaviest stage is minimal.
 
-    A unit weighs what its matrix products cost; one that only looks up weighs nothing.
+    The weight of a unit is the number of weight elements that multiply a token (`Model.unit_weight`). A unit that only
+    looks up has weight 0. Raises UsageError if the user's numbers do not add up to the number of units, or if there
+    are more stages than units with a positive weight.
     """
     names = [unit.name for unit in model.plan.units]
     if units_per_stage is not None:
@@ -36,9 +38,10 @@ def _cut(names: list[str], counts: tuple[int, ...]) -> tuple[tuple[str, ...], ..
 
 
 def lightest(weights: list[int], parts: int) -> tuple[int, ...]:
-    """Lengths of contiguous, working parts whose heaviest is as light as can be; among equals, the evenest.
+    """Lengths of contiguous parts, each with a positive weight, that minimise the weight of the heaviest part.
 
-    Dynamic programming over (parts, units): `best[end]` divides the first `end` units.
+    Ties are broken by the smallest sum of squared weights. Dynamic programming over (parts, units): `best[end]` splits
+    the first `end` units.
     """
     best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
     for _ in range(parts):

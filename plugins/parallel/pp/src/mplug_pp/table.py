@@ -1,6 +1,6 @@
-"""A pipeline schedule as a table of actions, and a checker that proves any table. Torch-free.
+"""A pipeline schedule as a table of actions, and a checker that verifies any table. Torch-free.
 
-A table has one list of actions for each stage, in the order in which the stage does them.
+A table has one row of actions per stage, in the order in which the stage runs them.
 """
 
 from collections import deque
@@ -10,7 +10,7 @@ from enum import Enum
 
 
 class Kind(Enum):
-    """What a stage does with one micro batch."""
+    """The kinds of actions."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -23,7 +23,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Action:
-    """One thing that a stage does with one micro batch."""
+    """One action of a stage on one micro batch."""
 
     kind: Kind
     micro_batch: int
@@ -35,17 +35,17 @@ class Action:
 Table = tuple[tuple[Action, ...], ...]
 
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
-# A transfer: what the sender does, what the receiver does, and how many stages further the receiver is.
+# A transfer: (the sender's action, the receiver's action, the receiver's stage minus the sender's).
 FORWARD_TRANSFER = (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD, 1)
 BACKWARD_TRANSFER = (Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD, -1)
 
 
 def with_transfers(compute: Table) -> Table:
-    """A table of computations with the sends and receives that they need.
+    """Add to a table of computations the sends and receives that they need.
 
-    The computations are played through, all stages at once and each taking one unit of time; a result is handed over as
-    soon as it exists. Every stage's list is its view of that one order of events, so no order of blocking sends can
-    deadlock. Raises ValueError where the computations wait for each other.
+    This simulates all stages at once. Each computation takes one time step, and its result is transferred at the end
+    of that step. Every row lists the stage's events in this one global order, so even blocking sends cannot deadlock.
+    Raises ValueError if the computations wait for each other.
     """
     done: list[dict[Action, None]] = [{} for _ in compute]  # sets in order
     waiting = [deque(actions) for actions in compute]
@@ -75,7 +75,7 @@ def _hand_over(done: list[dict[Action, None]], stage: int, action: Action) -> No
 
 
 def _missing(action: Action, stage: int, stages: int, done: Container[Action]) -> list[Action]:
-    """What must have happened on this stage before an action, and has not."""
+    """The actions that this stage must complete before `action` and has not."""
     first, last = stage == 0, stage == stages - 1
     needed = {
         Kind.FORWARD: [] if first else [Kind.RECEIVE_FORWARD],
@@ -88,11 +88,14 @@ def _missing(action: Action, stage: int, stages: int, done: Container[Action]) -
 
 
 def check(table: Table, num_micro_batches: int) -> list[int]:
-    """Prove a table, and return each stage's peak of live activations (forwards whose backward is still to come).
+    """Verify a table and return each stage's peak of live activations (forwards whose backward is still to come).
 
-    Proven: every stage does the forward and the backward of every micro batch once; nothing is done before what it
-    needs; whatever is sent is received once; and no stage waits for ever, even where a send blocks until it is
-    received. Raises ValueError with the first fault.
+    - Every stage runs the forward and the backward of every micro batch once.
+    - No action runs before the actions that it needs.
+    - Every send has exactly one receive.
+    - No stage waits forever, even if a send blocks until it is received.
+
+    Raises ValueError with the first fault.
     """
     for stage, actions in enumerate(table):
         _check_stage(stage, actions, len(table), num_micro_batches)
@@ -118,7 +121,7 @@ def _check_stage(stage: int, actions: tuple[Action, ...], stages: int, num_micro
 
 
 def _check_rendezvous(table: Table) -> None:
-    """Play the table with sends and receives that block until their counterpart is there."""
+    """Simulate the table with sends and receives that block until the other side is ready; raise on a deadlock."""
     at, moved = [0] * len(table), True
     while moved:
         moved = False
@@ -133,7 +136,7 @@ def _check_rendezvous(table: Table) -> None:
 
 
 def _partners(table: Table, at: list[int], stage: int) -> Iterator[int]:
-    """The stage that stands at the receive of the send at which `stage` stands, if one does."""
+    """The stage whose next action is the receive that matches the next action of `stage`, a send; at most one."""
     if at[stage] == len(table[stage]):
         return
     action = table[stage][at[stage]]

@@ -1,4 +1,4 @@
-"""Tensors between neighbouring stages."""
+"""Point-to-point transfers of tensors between neighbouring stages."""
 
 from typing import Any
 
@@ -10,11 +10,15 @@ from mplug import MicroBatch, Run
 
 MAX_DIMS = 6
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.float64)
-"""What may travel; a header names a type by its place here."""
+"""The dtypes that can be sent; a header holds the index of the dtype in this tuple."""
 
 
 class Wire:
-    """To and from one neighbour. Sends do not block. Shapes travel once for every shape of micro batch."""
+    """Sends to and receives from one neighbour.
+
+    Sends are asynchronous, receives block. The sender announces the shapes of a group of tensors once, before the
+    first group with these shapes. The receiver expects an announcement once per shape of a micro batch's tokens.
+    """
 
     def __init__(self, run: Run, neighbour: int) -> None:
         self.neighbour, self.device, self.group = neighbour, torch.device(run.device), run.group("pp")
@@ -23,13 +27,13 @@ class Wire:
         self.under_way: list[tuple[Any, Tensor]] = []
 
     def send(self, tensors: list[Tensor]) -> None:
-        """Begin to send tensors whose shapes the neighbour knows."""
+        """Start sending tensors whose shapes and dtypes the neighbour already knows."""
         for tensor in tensors:
             tensor = tensor.contiguous()
             self.under_way.append((dist.isend(tensor, self.neighbour, group=self.group), tensor))
 
     def send_announced(self, tensors: list[Tensor]) -> None:
-        """Begin to send tensors, and before them their shapes, if these are new."""
+        """Start sending tensors; if their shapes are new, send headers first."""
         shapes = tuple(tensor.shape for tensor in tensors)
         if shapes not in self.announced:
             self.announced.add(shapes)
@@ -37,7 +41,7 @@ class Wire:
         self.send(tensors)
 
     def receive(self, count: int, batch: MicroBatch) -> list[Tensor]:
-        """`count` announced tensors of a micro batch; their shapes are a function of the shape of its tokens."""
+        """Receive `count` announced tensors of a micro batch; the shape of its tokens determines their shapes."""
         key = batch["tokens"].shape
         if key not in self.expected:
             headers = [self._receive((MAX_DIMS + 2,), torch.int64).tolist() for _ in range(count)]
@@ -45,7 +49,7 @@ class Wire:
         return [self._receive(shape, dtype) for shape, dtype in self.expected[key]]
 
     def receive_like(self, tensors: list[Tensor]) -> list[Tensor]:
-        """As many tensors of the same shapes: the gradients of what was sent."""
+        """Receive the gradients of tensors that were sent: same number, shapes and dtypes."""
         return [self._receive(tensor.shape, tensor.dtype) for tensor in tensors]
 
     def _receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -54,12 +58,12 @@ class Wire:
         return tensor
 
     def finish_sends(self) -> None:
-        """Wait until everything has left."""
+        """Wait for all sends."""
         for work, _ in self.under_way:
             work.wait()
         self.under_way.clear()
 
 
 def _header(tensor: Tensor) -> list[int]:
-    """[type, number of dimensions, shape, zeros]."""
+    """[index of the dtype, number of dimensions, shape, zeros up to MAX_DIMS]."""
     return [DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape, *[0] * (MAX_DIMS - tensor.dim())]

@@ -1,7 +1,7 @@
-"""Tensor parallelism (arXiv 1909.08053) with sequence parallelism (arXiv 2205.05198), from the plan alone.
+"""Tensor parallelism (arXiv 1909.08053) with sequence parallelism (arXiv 2205.05198), derived from the model's plan.
 
-A linear whose output axis is split over tp is column-parallel, one whose input axis is split is row-parallel, and an
-embedding or projection whose vocabulary is split is vocabulary-parallel: nothing else decides it.
+If tp splits a linear's output axis, the linear is column-parallel. If tp splits its input axis, it is row-parallel. An
+embedding or projection whose vocabulary axis is split is vocabulary-parallel. Nothing else decides this.
 """
 
 from typing import TYPE_CHECKING, Annotated
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class TensorParallel:
-    """Heads, MLP width and vocabulary divided over the ranks of a node."""
+    """Splits heads, MLP width and vocabulary over ranks, usually those of one node."""
 
     class Config(BaseModel):
-        """How the residual stream is held."""
+        """How ranks store the residual stream."""
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -33,7 +33,7 @@ class TensorParallel:
 
     @hookimpl
     def configure(self, config: "RunConfig") -> None:
-        """A divided sequence must divide evenly."""
+        """Refuse sequence parallelism if tp does not divide the sequence length."""
         degree, length = config.parallel.degrees["tp"], config.trainer.seq_length
         if self.config.sequence_parallel and length % degree:
             raise UsageError(
@@ -43,7 +43,7 @@ class TensorParallel:
 
     @hookimpl
     def mesh_axes(self, config: "RunConfig") -> list[Axis]:
-        """One axis, whose ranks sit nearest to each other."""
+        """One axis, with the smallest distance between its ranks."""
         stream = ("sequence",) if self.config.sequence_parallel else ()
         splits = ("heads", "kv_heads", "mlp", "vocab")
         return [Axis("tp", config.parallel.degrees["tp"], splits=splits, activations=stream, distance=0)]
@@ -52,7 +52,7 @@ class TensorParallel:
     def support_mixing(
         self, run: "Run", model: "Model", mixing: "Mapping[str, frozenset[str]]"
     ) -> "dict[str, bool | str]":
-        """Between a column- and a row-parallel linear the sequence is whole: modules there may mix it."""
+        """Modules between a column-parallel and a row-parallel linear see the whole sequence, so they may mix it."""
         from mplug_tp.regions import whole_sequences
 
         if run.mesh.axes["tp"].size == 1 or not self.config.sequence_parallel:
@@ -61,7 +61,7 @@ class TensorParallel:
 
     @hookimpl
     def offer(self, run: "Run", model: "Model") -> "list[Offer | Wrap]":
-        """Collectives around the products, and the look-up and loss of a divided vocabulary; of one rank, nothing."""
+        """Collectives around the products, and the look-up and loss of a split vocabulary; nothing if tp=1."""
         from mplug_tp.suppliers import offers
 
         if run.mesh.axes["tp"].size == 1:

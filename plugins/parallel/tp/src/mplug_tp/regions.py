@@ -1,9 +1,8 @@
-"""Which modules see the whole sequence although sequence parallelism divides the residual stream.
+"""Find the modules that see the whole sequence although sequence parallelism splits the residual stream.
 
-A column-parallel linear gathers the stream's parts, a row-parallel linear scatters them again (`suppliers.py`). What
-lies between the two is found by running the units on tensors without memory, in which stand-ins for the collectives
-leave the shapes of one rank. What comes from a divided tensor is divided, until it has been gathered.
-B batch, S sequence, D embed, R ranks of tp.
+A column-parallel linear gathers the residual stream, and a row-parallel linear scatters it (`suppliers.py`). To find
+the modules between the two, this file runs the units on meta tensors. Stand-ins replace the collectives and produce
+the shapes that one rank has. A tensor computed from a split tensor counts as split, until it is gathered.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -22,12 +21,15 @@ from mplug.nn.embedding import lookup
 from mplug_tp.suppliers import SEQUENCE, dim_of_tp
 
 LONGEST = 512
-"""Positions of a rank that the units are run on at most, where the run's sequence can be halved so often."""
+"""Number of positions per rank to which the run's sequence is halved for the meta run, as long as halves are even."""
 REMEDY = "set parallel.tp.sequence_parallel=false"
 
 
 def whole_sequences(run: Run, model: Model, names: Collection[str]) -> dict[str, bool | str]:
-    """For each of the modules True, or what to do, because its input is divided or because that cannot be told."""
+    """For each named module: True if its inputs hold the whole sequence, else the remedy that the error shows.
+
+    A module whose inputs could not be observed, because it never ran or the meta run failed, gets the remedy too.
+    """
     seen, divided = dict[str, bool](), _Divided()
     modules = dict(model.module.named_modules())
     try:
@@ -48,18 +50,18 @@ def _watch(seen: dict[str, bool], divided: "_Divided", name: str, module: nn.Mod
 
 
 class _Divided(TorchDispatchMode):
-    """Knows the tensors that come from a divided one, by their storages: views of a divided tensor are divided."""
+    """Tracks the split tensors and every tensor computed from them, by storage: views of a split tensor are split."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.storages: dict[int, torch.UntypedStorage] = {}
 
     def has(self, x: Tensor) -> bool:
-        """Whether a tensor is divided."""
+        """Whether a tensor is split."""
         return x.untyped_storage()._cdata in self.storages
 
     def mark(self, x: Tensor) -> Tensor:
-        """From now on a tensor is divided; its storage is kept, so that no other one gets its address."""
+        """Mark a tensor as split; its storage is kept alive so that no other storage gets its address."""
         storage = x.untyped_storage()
         self.storages[storage._cdata] = storage
         return x
@@ -79,7 +81,10 @@ class _Divided(TorchDispatchMode):
 
 @contextmanager
 def _one_rank(run: Run, model: Model, divided: _Divided) -> Iterator[None]:
-    """The model for a block as a rank of tp runs it, without memory: what is gathered or scattered has its shape."""
+    """Within this context, the model runs on the meta device with the shapes of one tp rank.
+
+    Stand-ins fill the slots whose real suppliers communicate or do not run on meta tensors.
+    """
     size = run.mesh.axes["tp"].size
 
     def sized(x: Tensor, length: int) -> Tensor:
@@ -119,7 +124,7 @@ def _one_rank(run: Run, model: Model, divided: _Divided) -> Iterator[None]:
 
 
 def _entries(run: Run, model: Model) -> dict[str, Tensor]:
-    """A micro batch without memory, of the entries that the run has."""
+    """A meta micro batch with the entries that this run has."""
     size, length = run.mesh.axes["tp"].size, run.config.trainer.seq_length
     while length > LONGEST * size and length % (2 * size) == 0:
         length //= 2

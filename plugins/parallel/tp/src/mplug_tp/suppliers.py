@@ -1,11 +1,13 @@
-"""What tensor parallelism puts into slots. B batch, S sequence, D embed, R ranks of tp.
+"""The suppliers and wraps of tensor parallelism. B batch, S sequence, D embed, R ranks of tp.
 
 site                                   with sequence parallelism         without
-column-parallel linear, before it      gather  [B, S/R, D] -> [B, S, D]  copy
-row-parallel linear, after it          scatter [B, S, D] -> [B, S/R, D]  reduce
-vocabulary-parallel embedding, after   scatter                           reduce
+column-parallel linear, before it      gather  [B, S/R, D] -> [B, S, D]  copy    [B, S, D] -> [B, S, D]
+row-parallel linear, after it          scatter [B, S, D] -> [B, S/R, D]  reduce  [B, S, D] -> [B, S, D]
+vocabulary-parallel embedding, after   scatter [B, S, D] -> [B, S/R, D]  reduce  [B, S, D] -> [B, S, D]
 any other embedding                    look up this rank's positions     -
-dropout in the residual stream         the rows of this rank             -
+dropout in the residual stream         use this rank's positions         -
+
+In backward, gather and scatter are each other's dual, and so are copy and reduce (`mplug.ops`).
 """
 
 from collections.abc import Callable
@@ -20,11 +22,11 @@ from mplug.nn.specification import KNOWN
 from mplug_tp.vocabulary import VocabularyParallel
 
 SEQUENCE = 1
-"""The dimension of [B, S, D] that sequence parallelism divides."""
+"""The dimension of [B, S, D] that sequence parallelism splits."""
 
 
 def offers(run: Run, model: Model, sequence_parallel: bool) -> list[Offer | Wrap]:
-    """Every offer of tensor parallelism for this run."""
+    """All offers and wraps of tensor parallelism for this run."""
     group = run.group("tp")
     vocabulary = VocabularyParallel(group, _vocab_size(model))
 
@@ -61,7 +63,7 @@ def offers(run: Run, model: Model, sequence_parallel: bool) -> list[Offer | Wrap
 
 
 def dim_of_tp(model: Model, name: str) -> int | None:
-    """The dimension of a parameter that tp splits."""
+    """The dimension along which tp splits a parameter, or None."""
     placement = model.placement_of(name)
     for dim, segments in enumerate(placement.dims):
         if any(placement.splits.get(segment.axis) == "tp" for segment in segments):
@@ -70,7 +72,7 @@ def dim_of_tp(model: Model, name: str) -> int | None:
 
 
 def _vocab_size(model: Model) -> int | None:
-    """The unpadded vocabulary, where tp splits it."""
+    """The unpadded vocabulary size if tp splits the vocabulary, else None."""
     for placement in model.placements.values():
         for segment in (segment for dim in placement.dims for segment in dim):
             if segment.axis == "vocab" and placement.splits.get("vocab") == "tp":
@@ -79,9 +81,10 @@ def _vocab_size(model: Model) -> int | None:
 
 
 def _with_global_heads(index: int, inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Dropout masks and biases are functions of a head's number in the whole model.
+    """Wrap an attention core so that it numbers its heads globally.
 
-    Whatever else is by head is a parameter that the plan has cut.
+    Dropout masks and biases are functions of a head's number in the whole model. All other per-head inputs are
+    parameters, which the plan has already split. Raises ValueError if an outer wrap has set `first_head` before.
     """
 
     def core(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:

@@ -1,7 +1,7 @@
-"""When the gradients of a bucket are summed onto their owners: while backward runs, in one order on all ranks.
+"""Schedules the sums of gradient buckets onto their owners: while backward runs, in the same order on all ranks.
 
-Ranks whose backward passes differ (an expert without tokens) end buckets in different orders, and must still sum the
-same ones together; and ranks that are in two groups must begin the sums of both in the same order.
+Ranks whose backward passes differ (an expert without tokens) complete buckets in different orders, but must sum the
+same buckets together. Also, all ranks of two groups must start the sums of both in the same order.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,11 +18,14 @@ if TYPE_CHECKING:
     from mplug_zero.config import ZeROConfig
 
 IN_FLIGHT = 2
-"""Transient buckets that may be on their way while backward fills the next: more would hide no more and cost memory."""
+"""When a transient bucket gets memory, at most IN_FLIGHT - 1 other sums stay in flight.
+
+More would hide no more communication and would cost memory.
+"""
 
 
 class WholeGradients:
-    """Stage 1: gradients of all micro batches are added up where they are, then summed once a step."""
+    """Stage 1: each rank accumulates the gradients of all micro batches, and buckets are summed once per step."""
 
     def __init__(self, lanes: list[Lane], sums: Sums, overlap: bool) -> None:
         self.lanes, self.sums, self.overlap = lanes, sums, overlap
@@ -42,7 +45,7 @@ class WholeGradients:
             self.num_begun += 1
 
     def wait(self) -> None:
-        """Wait for all sums, and expect the next step's."""
+        """Wait for all sums, and reset for the next step."""
         self._advance()
         assert self.num_begun == len(self.lanes), "a gradient is not final"
         self.sums.end()
@@ -52,10 +55,10 @@ class WholeGradients:
 
 
 class TransientGradients:
-    """Stage 2: each backward pass sums its own gradients, bucket by bucket, onto what their owners have.
+    """Stage 2: each backward pass sums its own gradients, bucket by bucket, into the gradients that the owners keep.
 
-    A bucket gets memory when backward comes to a unit that has a parameter in it. At the end of a pass all buckets have
-    been summed once, also those that the pass did not touch: so ranks agree on what is summed without asking.
+    A bucket gets memory when backward reaches a unit with a parameter in it. By the end of a pass, every bucket has
+    been summed once, even if the pass did not touch it. So all ranks issue the same sums without negotiation.
     """
 
     def __init__(self, model: Model, lanes: list[Lane], sums: Sums, overlap: bool) -> None:
@@ -75,7 +78,7 @@ class TransientGradients:
                 module.register_forward_hook(lambda _, __, outputs, held=held: self._before_backward(outputs, held))
 
     def _before_backward(self, outputs: Any, held: list[int]) -> None:
-        """Let backward, when it comes to this call of a unit, find memory for its gradients."""
+        """Hook the outputs of a unit so that its buckets get memory when backward reaches this call."""
         for output in outputs if isinstance(outputs, tuple) else (outputs,):
             if isinstance(output, Tensor) and output.requires_grad:
                 output.register_hook(lambda _: self._enter(held))
@@ -101,7 +104,7 @@ class TransientGradients:
             self._begin()
 
     def _begin(self) -> None:
-        """Sum the next bucket; of a gradient that this pass does not have, zeros."""
+        """Start the sum of the next bucket; a gradient without a contribution in this pass counts as zeros."""
         lane = self.lanes[self.num_begun]
         last = any(sink.last for sink in lane.sinks)
         for sink in lane.sinks:
@@ -118,7 +121,7 @@ class TransientGradients:
             self.sums.end()
 
     def _leave(self) -> None:
-        """The end of a backward pass."""
+        """At the end of a backward pass, sum the remaining buckets and reset for the next pass."""
         while self.num_begun < len(self.lanes):
             self._provide(self.num_begun)
             self._begin()
@@ -127,7 +130,7 @@ class TransientGradients:
             lane.num_missing = len(lane.sinks)
 
     def wait(self) -> None:
-        """Wait for all sums, and expect the next step's."""
+        """Wait for all sums, and reset for the next step."""
         self.sums.end()
         for lane in self.lanes:
             lane.num_sums = 0
@@ -136,7 +139,7 @@ class TransientGradients:
 def sum_onto_owners(
     model: Model, groups: Mapping[tuple[Axes, Axes], Pair], config: "ZeROConfig"
 ) -> WholeGradients | TransientGradients:
-    """Sum the gradients of every bucket of the model onto those who own them, as the config says."""
+    """Install the summation of every bucket's gradients onto their owners, as configured."""
     assert model.shards is not None
     sinks, shards = model.sinks, model.shards
     lanes = [Lane(one, group_of(groups, one.bucket), [sinks[name] for name in one.bucket.names]) for one in shards.all]

@@ -10,14 +10,20 @@ Axes = tuple[str, ...]
 
 
 class Pair(NamedTuple):
-    """Who shares a bucket, each owning a part of it, and who has copies of such a part; None where a rank is alone."""
+    """The two groups of a bucket, each None if it has one rank.
+
+    `owners` are the ranks that each own a part of the bucket. `copies` are the ranks with copies of this rank's part.
+    """
 
     owners: ops.Group
     copies: ops.Group
 
 
 def groups_of(run: Run, model: Model) -> dict[tuple[Axes, Axes], Pair]:
-    """The groups of every (`axes`, `copied`) that a bucket of any rank may have: made by all ranks together."""
+    """(`Bucket.axes`, `Bucket.copied`) -> groups, for the buckets of all ranks.
+
+    Creating groups is collective, so all ranks call this together.
+    """
     trained = [placement for placement in model.placements.values() if placement.parameter.trainable]
     families = dict.fromkeys(axes for placement in trained if (axes := owning_axes(run.mesh, placement)) is not None)
     return {(own, copied): Pair(run.group(*own), run.group(*copied)) for own, copied in families}

@@ -1,7 +1,7 @@
-"""Which buckets there are, and who owns what of them: arithmetic on sizes, without torch or processes.
+"""The buckets of a run and the owners of their parts: arithmetic on sizes, without torch or processes.
 
-R ranks share a bucket. An optimizer of elements gets it in R equal ranges; an optimizer of matrices gets whole ones,
-of which every rank has about as many elements.
+R ranks share a bucket. For an optimizer of elements, each rank owns one of R equal ranges. For an optimizer of
+matrices, each rank owns whole matrices, with about the same number of elements on every rank.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,15 +17,17 @@ if TYPE_CHECKING:
     from mplug_zero.config import ZeROConfig
 
 ALIGNED = 64
-"""Elements to whose multiples tensors begin and ranges are cut: 128 bytes of bf16, which transfers like."""
+"""Tensors and ranges start at multiples of this many elements: 128 bytes of bf16, a good alignment for transfers."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """A parameter's local tensor: its `parts` are the numbers of elements that must stay together.
+    """A parameter's local tensor. `parts` lists, in order, the sizes of its parts in elements.
 
-    `axes` are the mesh axes whose ranks own it, `copied` the others over which its gradient is partial, and one that is
-    `alone` shares its bucket with none.
+    An optimizer of matrices needs each part as a whole.
+
+    `axes` are the mesh axes whose ranks own parts of its state. `copied` are the other axes over which its gradient is
+    partial. If `alone`, its bucket contains no other tensor.
     """
 
     name: str
@@ -36,7 +38,7 @@ class Item:
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return sum(self.parts)
 
 
@@ -65,20 +67,20 @@ def sharding_of(run: "Run", model: "Model", needs: str, config: "ZeROConfig") ->
 
 
 def _item(run: "Run", model: "Model", placement: Placement, needs: str) -> Item | None:
-    """A parameter as the layout sees it; None where no other rank's gradient is added to its own."""
+    """The item of a parameter; None if its state is not divided."""
     axes = owning_axes(run.mesh, placement)
     if axes is None:
         return None
     shape = placement.local_shape(run.rank)
     parts = (prod(shape),) if needs == "elements" else matrices(placement, shape)
     stages = {run.mesh.index(rank, model.stages.axis) for rank in placement.holders}
-    return Item(placement.name, parts, *axes, alone=len(stages) > 1)  # ranks of both stages cut it alike
+    return Item(placement.name, parts, *axes, alone=len(stages) > 1)  # both stages must cut a tied tensor alike
 
 
 def owning_axes(mesh: Mesh, placement: Placement) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """(the axes whose ranks own parts of a parameter's state, the others over which its gradient is partial).
+    """(the axes whose ranks own parts of a parameter's state, the other axes over which its gradient is partial).
 
-    None where no other rank's gradient is added to a rank's own.
+    None if the former have one rank, so that there is nothing to divide.
     """
     axes = placement.data_axes
     own = ("zero",) if "zero" in axes else axes
@@ -88,9 +90,10 @@ def owning_axes(mesh: Mesh, placement: Placement) -> tuple[tuple[str, ...], tupl
 
 
 def matrices(placement: Placement, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Elements of the parts of a local tensor that an optimizer of matrices may get apart: slices of the first dim.
+    """Sizes, in elements, of the parts of a local tensor that different ranks may update with an optimizer of matrices.
 
-    The segments of a fused weight, the experts of a stack; of anything else, all.
+    The parts are slices of the first dimension: the segments of a fused weight [rows, columns], or the experts of a
+    stack. Any other tensor is one part.
     """
     if len(shape) == 2:
         return tuple(segment.length * shape[1] for segment in placement.dims[0])
@@ -98,7 +101,10 @@ def matrices(placement: Placement, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def in_buckets(items: Iterable[Item], numel: int) -> Iterator[Bucket]:
-    """Items, neighbours together until they have `numel` elements; those of different ranks are apart."""
+    """Group consecutive items into buckets of at least `numel` elements; different axes are never mixed.
+
+    An item that is `alone` gets a bucket of its own.
+    """
     held: dict[tuple[tuple[str, ...], tuple[str, ...]], list[Item]] = {}
     for item in items:
         if item.alone:
@@ -122,7 +128,7 @@ def _padded(number: int, multiple: int) -> int:
 
 
 def in_ranges(bucket: Bucket, size: int) -> Bucket:
-    """The bucket in `size` equal ranges, which may cut tensors anywhere."""
+    """The bucket padded and cut into `size` equal ranges, one per rank; a cut may fall inside a tensor."""
     length = _padded(bucket.length, ALIGNED * size)
     each = length // size
     stretches = tuple(Stretch(owner * each, (owner + 1) * each, owner) for owner in range(size))
@@ -132,7 +138,7 @@ def in_ranges(bucket: Bucket, size: int) -> Bucket:
 def in_matrices(
     buckets: Iterable[Bucket], parts: dict[str, tuple[int, ...]], axes: tuple[str, ...], size: int
 ) -> list[Bucket]:
-    """Those buckets whose ranks lie along `axes`, every tensor given to owners in whole parts."""
+    """The buckets with these `axes`, each tensor divided among `size` owners in whole parts."""
     own = [bucket for bucket in buckets if bucket.axes == axes]
     given = owners({name: parts[name] for bucket in own for name in bucket.names}, size)
     return [
@@ -149,9 +155,10 @@ def in_matrices(
 
 
 def owners(parts: dict[str, tuple[int, ...]], size: int) -> dict[str, list[Stretch]]:
-    """The parts of every tensor, neighbours together, to `size` owners: the largest tensor first, to who has least.
+    """Divide the parts of every tensor among `size` owners, in contiguous stretches.
 
-    An owner gets of a tensor what brings it up to the average, and one part at least; nobody gets two stretches of one.
+    Greedy: it takes the largest tensor first, and always the owner with the smallest load. That owner gets parts of the
+    tensor up to the average load, but at least one. An owner gets at most one stretch of each tensor.
     """
     loads = [0] * size
     average = sum(map(sum, parts.values())) / size

@@ -1,6 +1,6 @@
-"""The sum of a bucket's gradients on its way: over the ranks that own parts of it, then over those with copies of them.
+"""Asynchronous sums of a bucket's gradients: over the ranks that own its parts, then over those with copies of them.
 
-A GPU does that on a stream of its own. A CPU begins it, and does the rest when it is waited for.
+On a GPU, a sum runs on a stream of its own. On a CPU, `begin` starts the first collective and `end` runs the rest.
 """
 
 from collections import deque
@@ -18,9 +18,10 @@ from mplug_zero.groups import Pair
 
 @dataclass
 class Lane:
-    """A bucket in this step: its memory, its groups, its sinks, and how many of these it waits for.
+    """The state of a bucket in a step: its memory, its groups and its sinks.
 
-    `num_sums` are those begun in this step.
+    `num_missing` counts the sinks that it still waits for, `num_sums` the sums begun in this step. `owned` are this
+    rank's gradients.
     """
 
     shard: Shard
@@ -36,7 +37,7 @@ class Lane:
 
 
 class Sums:
-    """Sums under way, begun and ended in one order on all ranks."""
+    """The sums in flight, started and finished in the same order on all ranks."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
@@ -47,7 +48,7 @@ class Sums:
         return any(one is lane for one, _ in self._under_way)
 
     def begin(self, lane: Lane, last: bool) -> None:
-        """Sum what the bucket holds; with the `last` sum of a step, over those that have copies too."""
+        """Start the sum of a bucket over its owners; the `last` sum of a step also sums over the ranks with copies."""
         journey = _journey(lane, self.dtype, last)
         lane.num_sums += 1
         if self._stream is None:
@@ -60,7 +61,7 @@ class Sums:
             self._under_way.append((lane, self._stream.record_event()))
 
     def end(self, but: int = 0) -> None:
-        """Wait (on a GPU, let the stream wait) for all sums `but` the newest few; of transients, take the memory."""
+        """Wait (on a GPU, let the stream wait) for all sums except the newest `but`; release transient buckets."""
         while len(self._under_way) > but:
             lane, rest = self._under_way.popleft()
             if self._stream is None:
@@ -80,10 +81,15 @@ def _wait(works: list[Any]) -> None:
 
 
 def _journey(lane: Lane, dtype: torch.dtype, last: bool) -> Iterator[list[Any]]:
-    """Begin each leg once what the one before has yielded is done."""
+    """Sum a bucket step by step: each `yield` returns collectives to wait for before the generator is resumed.
+
+    First it reduces the bucket onto its owners: one reduce-scatter of equal parts, or one reduce per stretch. The
+    result is copied to the owned gradients; a transient bucket adds it, except for the first sum of a step. For the
+    last sum of a step, it then all-reduces the owned gradients over the ranks with copies.
+    """
     shard, group = lane.shard, lane.groups.owners
     assert group is not None
-    flat = shard.gradients.to(dtype)  # itself, where that is its own
+    flat = shard.gradients.to(dtype)  # no copy if it has that dtype
     if shard.bucket.is_even(group.size()):
         yield [summing_parts(flat, group)]
     else:

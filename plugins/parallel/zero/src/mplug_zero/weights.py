@@ -1,4 +1,4 @@
-"""Weights from their owners to all ranks, under the next forward pass."""
+"""Gathers updated weights from their owners on all ranks, overlapped with the next forward pass."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from mplug_zero.groups import Axes, Pair, group_of
 
 
 class Weights:
-    """Gathers buckets in the order in which forward needs them; a unit's call waits for those of its parameters."""
+    """Gathers buckets in the order in which forward needs them; each unit waits for the buckets of its parameters."""
 
     def __init__(self, model: Model, groups: Mapping[tuple[Axes, Axes], Pair], overlap: bool) -> None:
         assert model.shards is not None
@@ -21,7 +21,7 @@ class Weights:
             self._let_units_wait(model)
 
     def gather(self) -> None:
-        """Begin to gather what the owners have written."""
+        """Start gathering the weights that the owners have updated; without overlap, wait for all of them."""
         self.wait(*self.under_way)
         for number in reversed(range(len(self.shards))):
             self.under_way[number] = self._begin(self.shards[number])
@@ -36,15 +36,16 @@ class Weights:
         return [copying_from(shard.weights[one.start : one.stop], group, one.owner) for one in stretches]
 
     def wait(self, *numbers: int) -> None:
-        """Wait (on a GPU, let the stream wait) for buckets."""
+        """Wait (on a GPU, let the stream wait) for the buckets with these numbers."""
         for number in numbers:
             for work in self.under_way.pop(number, ()):
                 work.wait()
 
     def _let_units_wait(self, model: Model) -> None:
-        """Around the calls of units, so outside of what is compiled.
+        """Register hooks that run before each unit's call, outside of the compiled code.
 
-        A unit that also computes by another method than its call has the unit before it wait, too.
+        Calls of another method than `forward` run no hook. If such a method uses a unit's parameters, the preceding
+        unit waits for their buckets too, or `gather` does if there is none.
         """
         numbers = {name: number for number, shard in enumerate(self.shards) for name in shard.bucket.names}
         names = {id(parameter): name for name, parameter in model.parameters().items()}

@@ -1,4 +1,4 @@
-"""Bytes: a token is a byte of UTF-8; 256 ends a document."""
+"""The byte tokenizer: a token is a byte of UTF-8, and token 256 ends a document."""
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ END = 256
 
 
 class ByteTokenizer:
-    """257 tokens, no file, no training."""
+    """A tokenizer of 257 tokens that needs no file and no training."""
 
     vocab_size = END + 1
     eod: int | None = END
@@ -25,20 +25,20 @@ class ByteTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> "Sequence[NDArray[Any]]":
         """The bytes of each text, as arrays."""
-        import numpy as np  # the plugin's module stays quick to import
+        import numpy as np  # keeps the import of this module fast
 
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of bytes: ends of documents are left out, and what is not UTF-8 becomes U+FFFD."""
+        """The text of bytes, without ends of documents; invalid UTF-8 becomes U+FFFD."""
         return bytes(token for token in tokens if token != END).decode(errors="replace")
 
 
 class Bytes:
-    """A token is a byte of UTF-8, and one more ends a document."""
+    """Each byte of UTF-8 is a token, and one more token ends a document."""
 
     class Config(BaseModel):
-        """Nothing to set."""
+        """No options."""
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -47,5 +47,5 @@ class Bytes:
 
     @hookimpl
     def build_tokenizer(self) -> ByteTokenizer:
-        """Bytes need no file."""
+        """Return the byte tokenizer."""
         return ByteTokenizer()

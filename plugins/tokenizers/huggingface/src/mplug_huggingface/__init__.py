@@ -1,4 +1,4 @@
-"""Tokenizers of the `tokenizers` library, from their one file, tokenizer.json."""
+"""Tokenizers of the `tokenizers` library, loaded from a tokenizer.json."""
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,31 +12,31 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "<eod>", "</s>", "<eos>")
-"""What families call the token that ends a document; the first that a file has as a special token is taken."""
+"""Common names of the token that ends a document; the first one that is a special token of the file is used."""
 
 REMEMBERED = 1 << 17
-"""Words whose tokens are remembered: about 20 MB, for a tenth of the time."""
+"""Words in the library's cache: about 20 MB, and a tenth of the time."""
 
 
 class FileTokenizer:
-    """A tokenizer.json, without the special tokens that its post-processor would put around a text."""
+    """Encodes and decodes by a tokenizer.json, without the special tokens that its post-processor would add."""
 
     def __init__(self, tokenizer: "tokenizers.Tokenizer", eod: int | None) -> None:
         self.tokenizer, self.eod = tokenizer, eod
         self.special_tokens = _special_tokens(tokenizer)
         tokenizer.no_padding()
         tokenizer.no_truncation()
-        tokenizer.encode_special_tokens = True  # what looks like a special token in a text is text
+        tokenizer.encode_special_tokens = True  # the text of a special token is plain text
         resize = getattr(tokenizer.model, "_resize_cache", None)
-        if resize is not None:  # words of a corpus are more than the 10,000 that are remembered by default
+        if resize is not None:  # a corpus has more words than the 10,000 of the default
             resize(REMEMBERED)
-        from mplug_huggingface.words import words_of  # numpy is for encoding, not for a list of plugins
+        from mplug_huggingface.words import words_of  # imports numpy, which a list of plugins does not need
 
         self.words = words_of(tokenizer)
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Made anew where it is unpickled: the library forgets `encode_special_tokens`."""
+        """Construct it again when it is unpickled, because the library's pickle loses `encode_special_tokens`."""
         return FileTokenizer, (self.tokenizer, self.eod)
 
     def encode(self, text: str) -> list[int]:
@@ -45,9 +45,9 @@ class FileTokenizer:
         return tokens if isinstance(tokens, list) else tokens.tolist()
 
     def encode_batch(self, texts: Sequence[str]) -> "list[list[int]] | list[NDArray[Any]]":
-        """The tokens of each text: word by word where that is the same (`words`), else by the library.
+        """The tokens of each text: word by word if that gives the same tokens (`words`), else by the library.
 
-        UsageError where the tokenizer has no token for some of it, not even an unknown one.
+        Raises UsageError if the tokenizer has no token for a part of a text, not even an unknown token.
         """
         try:
             return self._by_library(texts) if self.words is None else self.words.encode_batch(texts, self._by_library)
@@ -57,7 +57,7 @@ class FileTokenizer:
             ) from None
 
     def _by_library(self, texts: Sequence[str]) -> list[list[int]]:
-        """Offsets into the texts, which would cost a fifth of the time, are left out."""
+        """Encode by the library, without offsets into the texts, which would cost a fifth of the time."""
         found = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in found]
 
@@ -73,7 +73,7 @@ class HuggingFace:
     files = ("path",)
 
     class Config(BaseModel):
-        """The file, and which of its tokens ends a document."""
+        """The file, and the token that ends a document."""
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -87,7 +87,7 @@ class HuggingFace:
 
     @hookimpl
     def build_tokenizer(self) -> FileTokenizer:
-        """Read the file; UsageError where it is none, or where it has no such `eod`."""
+        """Read the file; raise UsageError if it is not a tokenizer.json, has no tokens, or lacks the `eod` token."""
         import os
 
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the contract: no threads of its own
@@ -116,10 +116,10 @@ class HuggingFace:
 
 
 def _words(error: Exception) -> str:
-    """What the library says, on one line."""
+    """The library's message on one line."""
     return " ".join(str(error).split())
 
 
 def _special_tokens(tokenizer: "tokenizers.Tokenizer") -> dict[str, int]:
-    """The texts of special tokens, and their numbers."""
+    """Text of a special token -> its number."""
     return {token.content: number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}

@@ -1,7 +1,7 @@
-"""Byte-level BPE, word by word: a text is cut by Python's own `re`, and the model is asked once for each word.
+"""Byte-level BPE word by word: Python's `re` splits a text into words, and a cache maps each word to its tokens.
 
-The library keeps the alignment of every byte of every word, also of those that it has had before, and that is most of
-its time. The tokens are the same: BPE merges within a word, and what a word becomes depends on nothing around it.
+This is faster than the library, which spends most of its time on the alignment of every byte, even for words that it
+has seen before. The tokens are the same: BPE merges within a word, so its tokens do not depend on its surroundings.
 """
 
 import json
@@ -17,26 +17,26 @@ from tokenizers import Regex, Tokenizer, models
 from tokenizers.pre_tokenizers import Split
 
 REMEMBERED = 1 << 17
-"""Words after which the older ones are on their way out: with those, 60 MB of ordinary words."""
+"""Words per generation of the cache. It holds two generations: 60 MB of ordinary words."""
 MOST_TOKENS, MOST_CHARACTERS = 16, 128
-"""Of a word that is remembered: longer ones hardly come again."""
+"""Limits of a word that is cached; longer words rarely recur."""
 TOKEN = np.dtype("i4")
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""How the pre-tokenizer ByteLevel cuts, with `use_regex`."""
+"""The pattern of the pre-tokenizer ByteLevel with `use_regex`."""
 QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 LLAMA3 = QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 KNOWN = (GPT2, QWEN2, LLAMA3)
-"""Patterns that are known to give every character to a word, with Python's `re` as with the library's Oniguruma."""
+"""Patterns that assign every character to a word, both in Python's `re` and in the library's Oniguruma."""
 
 ASCII = {"L": "A-Za-z", "N": "0-9", "s": "\t-\r "}
-"""Letters, numbers and white space below U+0080, as ranges; Python's own `\\s` has U+001C to U+001F, too."""
+"""Letters, numbers and white space below U+0080, as ranges; Python's own `\\s` also matches U+001C to U+001F."""
 UNICODE_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
 PROBE = "".join(map(chr, range(128))) + " it's I'LL 'tis x1 12345 \t\n  a  \r\n\r\n -- \n;\n\n  \x1c b  "
 BEYOND_ASCII = "¿Qué? 世界,½²³ \u2028\u00a0 \u3000e\u0301 it'ſ ʼſ\u0085"
-"""What patterns and classes tell apart: a release of the library is held to it."""
+"""Test texts for all distinctions of the patterns and classes; the library's splits of them are checked at run time."""
 
 Cut = Callable[[str], Sequence[str]]
 Library = Callable[[Sequence[str]], Sequence[Sequence[int]]]
@@ -45,7 +45,7 @@ BEYOND = re.compile("[\U00010000-\U0010ffff]")
 
 
 def _printable() -> tuple[str, ...]:
-    """How byte-level BPE spells each byte: printable ones as they are, the others from U+0100 on."""
+    """The character for each byte in byte-level BPE: printable bytes map to themselves, the others from U+0100 on."""
     kept = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return tuple(chr(byte if byte in kept else next(others)) for byte in range(0x100))
@@ -59,7 +59,7 @@ def _spelt(word: str) -> str:
 
 
 class Words:
-    """Encodes texts as a tokenizer that cuts them by `pattern`, one of those known."""
+    """Encodes texts like `tokenizer`, whose pre-tokenizer splits them by `pattern`, one of KNOWN."""
 
     def __init__(self, tokenizer: Tokenizer, pattern: str) -> None:
         names = _added_to_texts(tokenizer)
@@ -70,7 +70,7 @@ class Words:
         self.cut_ascii = self._checked(ASCII, PROBE)
 
     def encode_batch(self, texts: Sequence[str], library: Library) -> list[NDArray[Any]]:
-        """The tokens of each text: by the library where a text has what is not cut here (`_cut_for`)."""
+        """The tokens of each text; texts that `_cut_for` does not support are encoded by `library`."""
         found = [self._encode(text) for text in texts]
         left = [number for number, tokens in enumerate(found) if tokens is None]
         if left:
@@ -85,7 +85,10 @@ class Words:
         return np.frombuffer(b"".join(map(self._memory.__getitem__, cut(text))), dtype=TOKEN)
 
     def _cut_for(self, text: str) -> Cut | None:
-        """None for texts with a token that was added, with characters beyond U+FFFF, and those to be normalized."""
+        """The function that splits a text, or None for texts that the library must encode.
+
+        These contain an added token, a character beyond U+FFFF, or need normalization.
+        """
         if self._added is not None and self._added.search(text):
             return None
         if text.isascii():
@@ -94,18 +97,18 @@ class Words:
 
     @cached_property
     def cut(self) -> Cut | None:
-        """Cuts texts of characters up to U+FFFF; made where the first such text comes, for it takes 0.1 s."""
+        """Splits texts of characters up to U+FFFF; made for the first such text, because it takes 0.1 s."""
         return self._checked(_classes(), PROBE + BEYOND_ASCII)
 
     def _checked(self, classes: dict[str, str], probe: str) -> Cut | None:
-        """What cuts with these classes; None where this release of the library cuts or spells otherwise."""
+        """The function that splits with these classes; None if this release of the library gives other words."""
         cut = _cutter(self._pattern, classes)
         found = [spelt for spelt, _ in self._pre_tokenizer.pre_tokenize_str(probe)]
         return cut if found == [*map(_spelt, cut(probe))] else None
 
 
 class Memory(dict[str, bytes]):
-    """Tokens of words, as i32: asks the model for those that it has not. Those not asked for lately are forgotten."""
+    """Cache: word -> its tokens as i32 bytes; calls the model for missing words and drops words not used lately."""
 
     def __init__(self, model: Any) -> None:
         self._tokenize = model.tokenize
@@ -116,7 +119,7 @@ class Memory(dict[str, bytes]):
         if tokens is None:
             tokens = array(TOKEN.char, [token.id for token in self._tokenize(_spelt(word))]).tobytes()
         if len(tokens) <= MOST_TOKENS * TOKEN.itemsize and len(word) <= MOST_CHARACTERS:
-            if len(self) >= REMEMBERED:  # begin anew, and keep what there is until then
+            if len(self) >= REMEMBERED:  # start a new generation, keep the last one
                 self._before = dict(self)
                 self.clear()
             self[word] = tokens
@@ -124,7 +127,7 @@ class Memory(dict[str, bytes]):
 
 
 def words_of(tokenizer: Tokenizer) -> Words | None:
-    """What gives the same tokens as the tokenizer, with `encode_special_tokens`; None where that is not known."""
+    """An encoder that gives the tokens of the tokenizer with `encode_special_tokens`; None if that is not certain."""
     pattern = _pattern(_state(tokenizer.pre_tokenizer))
     if pattern is None or pattern not in KNOWN:
         return None
@@ -143,12 +146,12 @@ def words_of(tokenizer: Tokenizer) -> Words | None:
 
 
 def _added_to_texts(tokenizer: Tokenizer) -> list[str]:
-    """Added tokens that a text may have: special ones are not looked for."""
+    """The added tokens that may match in a text: all but special ones."""
     return [token.content for token in tokenizer.get_added_tokens_decoder().values() if not token.special]
 
 
 def _numbers_are_unique(tokenizer: Tokenizer) -> bool:
-    """Of added tokens with one number, releases before 0.23 look for all in a text, but tell of the last only."""
+    """Whether no two tokens share a number; with shared ones, releases before 0.23 match all but list only the last."""
     numbers = tokenizer.get_vocab(with_added_tokens=True).values()
     return len(set(numbers)) == len(numbers)
 
@@ -159,7 +162,7 @@ def _state(component: Any) -> dict[str, Any]:
 
 
 def _pattern(pre_tokenizer: dict[str, Any]) -> str | None:
-    """How it cuts, where byte-level spelling is all that it does besides."""
+    """The pattern by which a pre-tokenizer splits, if it does nothing else but byte-level spelling; else None."""
     steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
     *before, last = steps or [{}]
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space") or len(before) > 1:
@@ -172,7 +175,7 @@ def _pattern(pre_tokenizer: dict[str, Any]) -> str | None:
 
 
 def _leaves_tokens(post_processor: dict[str, Any]) -> bool:
-    """Whether it does no more than adding special tokens and correcting offsets."""
+    """Whether a post-processor only adds special tokens and corrects offsets."""
     kind = post_processor.get("type")
     if kind == "Sequence":
         return all(map(_leaves_tokens, post_processor["processors"]))
@@ -182,7 +185,7 @@ def _leaves_tokens(post_processor: dict[str, Any]) -> bool:
 
 
 def _cutter(pattern: str, classes: dict[str, str]) -> Cut:
-    r"""Cuts as `pattern`, one of those known, whose \p{L}, \p{N} and \s are these ranges."""
+    r"""A function that splits by `pattern`, one of KNOWN, with these ranges for \p{L}, \p{N} and \s."""
 
     def ranges(found: re.Match[str]) -> str:
         part = re.sub(r"\\p\{(\w)\}|\\(s)", lambda name: classes[name[1] or name[2]], found[0])
@@ -194,7 +197,7 @@ def _cutter(pattern: str, classes: dict[str, str]) -> Cut:
 
 
 def _classes() -> dict[str, str]:
-    """Letters, numbers and white space up to U+FFFF, as ranges: what the library takes for such."""
+    """Letters, numbers and white space up to U+FFFF, as ranges, as the library classifies them."""
     beyond_ascii = "".join(map(chr, (*range(0x80, 0xD800), *range(0xE000, 0x10000))))
     runs = [run for run, _ in Split(Regex(r"\p{L}+|\p{N}+|\s+"), "isolated").pre_tokenize_str(beyond_ascii)]
     firsts, classes = "".join(run[0] for run in runs), dict(ASCII)

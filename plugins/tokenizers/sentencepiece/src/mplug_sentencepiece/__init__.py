@@ -1,4 +1,4 @@
-"""SentencePiece models: unigram and byte-pair encoding, from their one file."""
+"""SentencePiece tokenizers, unigram or byte-pair encoding, loaded from a model file."""
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class ModelTokenizer:
-    """A SentencePiece model. Its own normalization may change spaces and characters: that is the model's."""
+    """A SentencePiece model. Its normalization may change spaces and characters of a text."""
 
     def __init__(self, processor: "SentencePieceProcessor", eod: int | None) -> None:
         self.processor, self.eod = processor, eod
@@ -42,7 +42,7 @@ class SentencePiece:
     files = ("path",)
 
     class Config(BaseModel):
-        """The file, and which of its pieces ends a document."""
+        """The file, and the SentencePiece piece that ends a document."""
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -54,7 +54,7 @@ class SentencePiece:
 
     @hookimpl
     def build_tokenizer(self) -> ModelTokenizer:
-        """Read the file; UsageError where it is none, or where it has no such `eod`."""
+        """Read the file; raise UsageError if it is not a SentencePiece model or lacks the `eod` piece."""
         from sentencepiece import SentencePieceProcessor
 
         try:

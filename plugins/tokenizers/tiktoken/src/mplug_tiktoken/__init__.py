@@ -1,4 +1,4 @@
-"""Byte-pair encoding by tiktoken, from a local file of ranks. Nothing is downloaded."""
+"""Byte-pair encoding by tiktoken, from a local file of ranks, without downloads."""
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 END = "<|endoftext|>"
 PROBE = "A word, 12 numbers;\n\tline's end? \u4e16\u754c \U0001f30d\r\n  _"
-"""Text with something of each kind that a pattern matches."""
+"""Text with an example of each kind of match of a pattern."""
 
 
 class RanksTokenizer:
-    """A tiktoken encoding of which one special token ends a document."""
+    """A tiktoken encoding; `eod` is the special token that ends a document."""
 
     def __init__(self, encoding: "Encoding", eod: int | None) -> None:
         self.encoding, self.eod = encoding, eod
@@ -34,17 +34,17 @@ class RanksTokenizer:
         return [self.encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of tokens; special ones, and numbers that no token has, are left out."""
+        """The text of tokens; special tokens and unknown numbers are omitted."""
         return self.encoding.decode([token for token in tokens if token in self._heard])
 
 
 class Tiktoken:
-    """A file of ranks, *.tiktoken, with the pattern that cuts a text before bytes are merged."""
+    """A file of ranks, *.tiktoken, and the pattern that splits a text before bytes are merged."""
 
     files = ("path",)
 
     class Config(BaseModel):
-        """The file, and what it does not say itself."""
+        """The file, and the settings that the file lacks."""
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -62,7 +62,7 @@ class Tiktoken:
 
     @hookimpl
     def build_tokenizer(self) -> RanksTokenizer:
-        """Read the file; UsageError where it is none, or where its `eod` has another token's number."""
+        """Read the file; raise UsageError if it is invalid, the pattern fails, or `eod_id` is a rank of the file."""
         from tiktoken import Encoding
         from tiktoken_ext.openai_public import r50k_pat_str
 

@@ -1,4 +1,4 @@
-"""Reading a file of ranks. tiktoken's own reader would keep a copy by the file's name, and miss that it has changed."""
+"""Reads a file of ranks. tiktoken's own reader would cache a copy by the file's name and miss later changes."""
 
 import base64
 import binascii
@@ -7,12 +7,12 @@ from pathlib import Path
 from mplug import UsageError
 
 GREATEST = 2**31 - 3
-"""The greatest rank: data sets hold tokens as i32, and one more may end a document."""
+"""The greatest rank: data sets store tokens as i32, and one more token may end a document."""
 FETCH = "fetch the file again"
 
 
 def read_ranks(path: str) -> dict[bytes, int]:
-    """Token -> rank. UsageError where it is no such file, or where it lacks one of the 256 bytes."""
+    """Token -> rank. Raises UsageError if the file is invalid or lacks one of the 256 bytes."""
     try:
         lines = Path(path).read_bytes().splitlines()
     except OSError as error:

@@ -1,1 +1,1 @@
-"""Documents to tokens: texts are cut into chunks, chunks become parts in processes, and parts one data set."""
+"""Tokenizes documents: texts are split into chunks, processes encode chunks into parts, parts form one data set."""

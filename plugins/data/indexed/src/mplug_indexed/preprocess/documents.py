@@ -1,4 +1,4 @@
-"""Reading the texts of a chunk, and what is wrong with those lines that have none."""
+"""Reads the texts of a chunk, and reports the lines without a valid text."""
 
 import gzip
 import io
@@ -15,16 +15,16 @@ from mplug_indexed.preprocess.sources import Chunk, Source
 
 BOM = b"\xef\xbb\xbf"
 MOST_BAD = 1000
-"""Bad lines of a chunk that are told of; those after them are only counted."""
+"""Maximum number of bad lines reported per chunk; further ones are only counted."""
 PACKED = 1 << 14
-"""Bytes that are unpacked at once: what comes of them is held in memory, and may be many times as many."""
+"""Compressed bytes unpacked at once; the result is held in memory and may be many times larger."""
 SHOWN = 6
-"""Fields that an error names, where the one that is wanted is not there."""
+"""Maximum number of fields that the error for a missing field names."""
 
 
 @dataclass(frozen=True)
 class Bad:
-    """A document that is not: in which file, its line (or row) in the chunk, and why."""
+    """A bad document: its file, its line (or row) in the chunk, and the reason."""
 
     path: str
     line: int
@@ -32,7 +32,7 @@ class Bad:
 
 
 class Texts:
-    """Iterates over the texts of a chunk; `lines` and `bad` grow meanwhile. Lines count from the chunk's first."""
+    """Iterates over the texts of a chunk and updates `lines` and `bad`. Lines count from the chunk's first."""
 
     def __init__(self, chunk: Chunk, key: str) -> None:
         self.chunk, self.key = chunk, key
@@ -40,7 +40,7 @@ class Texts:
         self.bad: list[Bad] = []
 
     def __iter__(self) -> Iterator[str]:
-        """Each text that there is; lines without one are in `bad`."""
+        """Each valid text; bad lines are added to `bad`."""
         read = {"jsonl": self._json_lines, "parquet": self._rows, "text": self._files}
         return read[self.chunk.source.format]()
 
@@ -65,7 +65,7 @@ class Texts:
                 yield text
 
     def _second_look(self, line: bytes) -> str | None:
-        """Where the quick parser finds no text: a blank line, numbers that JSON lacks (NaN), or what is bad indeed."""
+        """The slow path for a line in which the fast parser finds no text: blank, with NaN (not JSON), or bad."""
         line = line.removeprefix(BOM) if self.lines == 1 and self.chunk.start == 0 else line
         if not line.strip():
             return None
@@ -126,7 +126,7 @@ class Texts:
 
 
 def _values(column: Any) -> "list[Any]":
-    """The values of a column; what is no text though the table says so is the error of reading it."""
+    """The values of a column; a value that is not valid UTF-8 becomes the error of reading it."""
     try:
         return column.to_pylist()  # type: ignore[no-any-return]
     except UnicodeDecodeError:
@@ -141,7 +141,7 @@ def _value(scalar: Any) -> Any:
 
 
 def _lines(chunk: Chunk) -> Iterator[bytes]:
-    """The lines that begin in a chunk, the last of which may end behind it."""
+    """The lines that begin in a chunk; the last one may end after it."""
     source = chunk.source
     with _opened(source) as file, _readable(source):
         if source.compression:
@@ -150,7 +150,7 @@ def _lines(chunk: Chunk) -> Iterator[bytes]:
         left = chunk.stop - chunk.start
         if chunk.start > 0:
             file.seek(chunk.start - 1)
-            left -= len(file.readline()) - 1  # the rest of a line that begins before
+            left -= len(file.readline()) - 1  # skip the rest of a line that began before the chunk
         if left > 0:
             block = file.read(left)
             if not block.endswith(b"\n"):
@@ -180,9 +180,9 @@ def _opened(source: Source) -> Iterator[BinaryIO]:
 
 
 class _Frames(io.RawIOBase):
-    """The content of Zstandard frames, one after the other. EOFError where the last one is cut off.
+    """The content of consecutive Zstandard frames. Raises EOFError if the last one is truncated.
 
-    zstandard's own `stream_reader` takes a cut for the end.
+    zstandard's own `stream_reader` mistakes truncation for the end.
     """
 
     def __init__(self, packed: BinaryIO) -> None:
@@ -193,11 +193,11 @@ class _Frames(io.RawIOBase):
         self._frame: Any = None
 
     def readable(self) -> bool:
-        """It is."""
+        """True."""
         return True
 
     def readinto(self, target: Any) -> int:
-        """Fill some of the target; 0 at the end."""
+        """Fill a part of the target; returns its size, 0 at the end."""
         while not self._unpacked:
             left = self._frame.unused_data if self._frame is not None and self._frame.eof else b""
             data = left or self._packed.read(PACKED)
@@ -216,7 +216,7 @@ class _Frames(io.RawIOBase):
 
 @contextmanager
 def _readable(source: Source) -> Iterator[None]:
-    """What a damaged file raises, in a sentence."""
+    """Within this context, turn the errors of a damaged file into errors with one sentence."""
     damage: tuple[type[Exception], ...] = (EOFError, gzip.BadGzipFile)
     if source.compression == ".gz":
         import zlib

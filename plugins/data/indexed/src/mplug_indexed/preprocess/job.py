@@ -1,7 +1,7 @@
-"""The whole job: chunks are encoded in processes, in an order of their own; parts are joined in the documents' order.
+"""The whole preprocessing job: processes encode chunks in any order; parts are joined in the documents' order.
 
-Beside the data `corpus.bin` stands `corpus.parts/` while the work goes on: a manifest, which says of what, and the
-parts that are whole. Whoever runs the same job again goes on from there.
+During the work, the folder `corpus.parts/` beside `corpus.bin` holds a manifest, which identifies the job, and the
+completed parts. The same job, run again, continues from there.
 """
 
 import fcntl
@@ -36,12 +36,12 @@ from mplug_indexed.preprocess.parts import (
 from mplug_indexed.preprocess.sources import Chunk, Source, cut
 
 TOLD = 100
-"""Bad lines that the record of a data set names."""
+"""Maximum number of bad lines that the report of a data set names."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is wanted. `chunk_size` is in bytes; neither it nor `workers` changes a bit of the data."""
+    """The settings of a job. `chunk_size` is in bytes; neither it nor `workers` changes the data."""
 
     prefix: Path
     sources: list[Source]
@@ -55,12 +55,12 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        """Where the parts are."""
+        """The folder of the parts."""
         return Path(f"{self.prefix}.parts")
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What decides the parts: a job with another one cannot go on with them."""
+        """The settings that determine the parts; only a job with the same identity can reuse them."""
         return {
             "format": 1,
             "inputs": [source.as_mapping() for source in self.sources],
@@ -73,7 +73,7 @@ class Job:
 
 @dataclass
 class Outcome:
-    """What the job has made."""
+    """The result of a job."""
 
     documents: int = 0
     tokens: int = 0
@@ -82,20 +82,20 @@ class Outcome:
     bad: list[str] = field(default_factory=list)
     """Sentences of the first bad lines: 'texts.jsonl:17 is not JSON: ...'."""
     resumed: int = 0
-    """Parts that an earlier run of the same job had made."""
+    """Number of parts that an earlier run of the same job made."""
 
 
 Progress = Callable[[Outcome, int], None]
-"""Told after every part, with the bytes of input that are done."""
+"""(outcome so far, bytes of input processed); called after every part."""
 
 
 def report_path(prefix: Path | str) -> Path:
-    """Where it stands what a data set was made of, and the checksums of its files."""
+    """The path of a data set's report: its inputs, and the checksums of its files."""
     return Path(f"{prefix}.preprocess.json")
 
 
 def preprocess(job: Job, progress: Progress | None = None) -> Outcome:
-    """Do the job, or what is left of it. Raises UsageError and RunError; parts that are whole stay, to go on with."""
+    """Run the job, or the rest of it. On a UsageError or RunError, completed parts stay for the next run."""
     if job.append_eod and job.tokenizer.eod is None:
         raise UsageError(f"--append-eod: tokenizer '{job.tokenizer.name}' has no token that ends a document; name one")
     with _claimed(job):
@@ -103,7 +103,7 @@ def preprocess(job: Job, progress: Progress | None = None) -> Outcome:
             outcome, finished = _encoded(job, progress)
         except UsageError:
             parts = job.folder.glob("*.bin")
-            if all(part.stat().st_size == 0 for part in parts):  # a wrong --key, say: there is nothing to keep
+            if all(part.stat().st_size == 0 for part in parts):  # for example a wrong --key: nothing to keep
                 shutil.rmtree(job.folder, ignore_errors=True)
             raise
         _refuse_changed(job.sources)
@@ -113,7 +113,7 @@ def preprocess(job: Job, progress: Progress | None = None) -> Outcome:
 
 
 def _encoded(job: Job, progress: Progress | None) -> tuple[Outcome, list[Chunk]]:
-    """Every chunk's part is whole: what they hold together, and the chunks in order."""
+    """Complete the part of every chunk; returns their total outcome and the chunks in order."""
     outcome, chunks = Outcome(), list(cut(job.sources, job.chunk_size))
     lines, done, finished = dict[str, int](), 0, list[Chunk]()
     with ExitStack() as stack:
@@ -145,7 +145,7 @@ def _closing(parts: Iterator[tuple[Chunk, Part]]) -> Iterator[Iterator[tuple[Chu
 
 @contextmanager
 def _claimed(job: Job) -> Iterator[None]:
-    """The folder of parts is this process's, and holds parts of this job only."""
+    """Within this context, the folder of parts belongs to this process and holds only parts of this job."""
     manifest = job.folder / "manifest.json"
     try:
         existing = [path for path in (bin_path(job.prefix), idx_path(job.prefix)) if path.exists()]
@@ -190,7 +190,7 @@ def _begin(job: Job, manifest: Path) -> None:
 
 
 def _parts(job: Job, chunks: list[Chunk], outcome: Outcome) -> Iterator[tuple[Chunk, Part]]:
-    """Every chunk with its part, in order; those that are there already are not made again."""
+    """Every chunk with its part, in order; existing parts are reused."""
     work = Work(str(job.folder), job.key, job.append_eod, dtype_for(job.tokenizer.vocab_size).str, job.tokenizer)
     known = {chunk.number: part for chunk in chunks if (part := read_part(job.folder, chunk.number)) is not None}
     outcome.resumed = len(known)
@@ -220,7 +220,7 @@ def _in_processes(
         waiting.extend((chunk.number, pool.submit(encode_chunk, chunk)) for chunk in islice(left, count))
 
     try:
-        submit(3 * workers)  # no process waits while this one hands on what others have done
+        submit(3 * workers)  # keeps workers busy while this process yields results
         for chunk in chunks:
             if chunk.number in known:
                 yield chunk, known[chunk.number]
@@ -240,7 +240,7 @@ def _in_processes(
 
 
 def _note_bad(job: Job, outcome: Outcome, chunk: Chunk, part: Part, lines: dict[str, int]) -> None:
-    """Count a part's bad lines, and say where they are in their files."""
+    """Count a part's bad lines, and report their locations in the files."""
     before = lines.get(chunk.source.path, 0)
     if part.num_bad:
         outcome.num_bad += part.num_bad
@@ -265,15 +265,15 @@ def _refuse_changed(sources: list[Source]) -> None:
 
 
 def _join(job: Job, chunks: list[Chunk], outcome: Outcome) -> None:
-    """One data set of all parts, its tokenizer's record before it, and what it was made of after it.
+    """Join all parts into one data set; write the tokenizer's record before it, and the report after it.
 
-    It is made beside the parts, where a kill leaves nothing that stays, and moved.
+    The data set is written in the folder of parts and then moved, so that a kill leaves no incomplete files.
     """
     dtype, whole = dtype_for(job.tokenizer.vocab_size), job.folder / "whole"
     with Writer(whole, dtype) as writer:
         for chunk in chunks:
             writer.append(part_prefix(job.folder, chunk.number))
-    idx_path(job.prefix).unlink(missing_ok=True)  # an earlier data set is not this tokenizer's
+    idx_path(job.prefix).unlink(missing_ok=True)  # an earlier data set may have another tokenizer
     keep_tokenizer(job.tokenizer, job.prefix)
     for path in (bin_path, idx_path):
         path(whole).replace(path(job.prefix))
@@ -284,6 +284,6 @@ def _join(job: Job, chunks: list[Chunk], outcome: Outcome) -> None:
 
 
 def checksum(path: Path) -> dict[str, Any]:
-    """Bytes and sha256 of a file."""
+    """Size in bytes and sha256 of a file."""
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}

@@ -1,4 +1,4 @@
-"""What one process does: the texts of a chunk become a part, which is whole on the disk or not there."""
+"""The work of one process: encode the texts of a chunk into a part, which is on disk completely or not at all."""
 
 import json
 import os
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from mplug import CorpusTokenizer
 
 BATCH = 1 << 18
-"""Characters that are encoded at once: enough for a library to be quick, little enough to stay in a cache."""
+"""Characters encoded at once: enough for a library to be fast, few enough to stay in a cache."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is the same for all chunks."""
+    """The settings that all chunks share."""
 
     folder: str
     key: str
@@ -36,7 +36,7 @@ class Work:
 
 @dataclass
 class Part:
-    """What a chunk has become. Line numbers of `bad` count from the chunk's first."""
+    """The counts of an encoded chunk. Line numbers of `bad` count from the chunk's first."""
 
     documents: int = 0
     tokens: int = 0
@@ -47,24 +47,24 @@ class Part:
 
 
 def part_prefix(folder: str | Path, number: int) -> Path:
-    """The part of a chunk is `NUMBER.bin`, `NUMBER.idx` and, once it is whole, `NUMBER.json`."""
+    """The prefix of a chunk's part: `NUMBER.bin`, `NUMBER.idx` and, once it is complete, `NUMBER.json`."""
     return Path(folder) / f"{number:08}"
 
 
 def read_part(folder: str | Path, number: int) -> Part | None:
-    """What is known of a part that is whole; None where it is not, or not any more."""
+    """The record of a complete part; None if it is missing, incomplete or damaged."""
     prefix = part_prefix(folder, number)
     try:
         saved = SavedPart.model_validate_json(Path(f"{prefix}.json").read_bytes())
         part = Part(**{**saved.model_dump(), "bad": [Bad(**bad.model_dump()) for bad in saved.bad]})
         reader = Reader(prefix)
-    except (OSError, ValueError, UsageError):  # whatever a damaged part holds
+    except (OSError, ValueError, UsageError):  # a missing or damaged part
         return None
     return part if (len(reader), len(reader.tokens)) == (part.documents, part.tokens) else None
 
 
 class Encoder:
-    """Makes parts, with one tokenizer that is built once."""
+    """Encodes chunks into parts, with a tokenizer that is built once."""
 
     def __init__(self, work: Work) -> None:
         self.work = work
@@ -72,7 +72,7 @@ class Encoder:
         self.eod = work.tokenizer.eod if work.append_eod else None
 
     def encode(self, chunk: Chunk) -> Part:
-        """Make the part of a chunk. UsageError and RunError say what is wrong with the input, or with the disk."""
+        """Make the part of a chunk. Raises UsageError for wrong input, RunError for a failed disk."""
         texts, part = Texts(chunk, self.work.key), Part()
         prefix = part_prefix(self.work.folder, chunk.number)
         with Writer(prefix, np.dtype(self.work.dtype)) as writer:
@@ -86,7 +86,7 @@ class Encoder:
         return part
 
     def _tokens(self, texts: list[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """All tokens of some texts in a row, and how many each has; the end of a document is counted."""
+        """(concatenated tokens of some texts, number of tokens of each), including ends of documents."""
         found = self.tokenizer.encode_batch(texts)
         if len(found) != len(texts):
             raise UsageError(f"tokenizer '{self.work.tokenizer.name}' encodes {len(texts)} texts as {len(found)}")
@@ -114,7 +114,7 @@ class Encoder:
 
 
 def _batches(texts: Texts, part: Part) -> "Any":
-    """The texts in batches of about as many characters; those that are empty are counted, and left out."""
+    """The texts in batches of about BATCH characters; empty texts are counted and omitted."""
     batch, held = list[str](), 0
     for text in texts:
         if not text:
@@ -130,17 +130,17 @@ def _batches(texts: Texts, part: Part) -> "Any":
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Write a small file so that it is either whole or not there."""
+    """Write a small JSON file atomically."""
     write_text(path, json.dumps(data, indent=1, ensure_ascii=False))
 
 
-# In a process of a pool.
+# Functions that run in a process of the pool.
 
 _encoder: Encoder | None = None
 
 
 def start_worker(work: Work) -> None:
-    """Build the tokenizer, and end with the process that started this one, however that ends."""
+    """Build the tokenizer, and end this process when its parent ends, for any reason."""
     global _encoder
     import threading
     from multiprocessing import parent_process
@@ -158,6 +158,6 @@ def start_worker(work: Work) -> None:
 
 
 def encode_chunk(chunk: Chunk) -> Part:
-    """Make a part, in a worker."""
+    """Make a part in a worker process."""
     assert _encoder is not None
     return _encoder.encode(chunk)

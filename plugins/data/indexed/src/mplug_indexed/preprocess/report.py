@@ -1,4 +1,4 @@
-"""The report that stands beside a preprocessed data set, and the record of a part, as they are read."""
+"""Schemas for reading the report beside a preprocessed data set, and the record of a part."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
 
 class WrittenFile(BaseModel):
-    """A file of a data set: its size and its digest."""
+    """A file of a data set: its size and its sha256."""
 
     model_config = ConfigDict(strict=True)
     bytes: NonNegativeInt
@@ -15,13 +15,13 @@ class WrittenFile(BaseModel):
 
 
 class Report(BaseModel):
-    """Of a report, what `verify` compares: the files of the data set by their names."""
+    """The part of a report that `verify` compares: file name -> file of the data set."""
 
     files: Annotated[dict[str, WrittenFile], Field(min_length=1)]
 
 
 class SavedBad(BaseModel):
-    """A line that is no document."""
+    """A bad line, which is not a document."""
 
     model_config = ConfigDict(strict=True)
     path: str
@@ -30,7 +30,7 @@ class SavedBad(BaseModel):
 
 
 class SavedPart(BaseModel):
-    """What a chunk has become."""
+    """The record of a part."""
 
     model_config = ConfigDict(strict=True)
     documents: NonNegativeInt
@@ -42,5 +42,5 @@ class SavedPart(BaseModel):
 
 
 def read_report(path: Path) -> Report:
-    """The report in a file; ValueError where it is none."""
+    """The report in a file; raises ValueError if it is invalid."""
     return Report.model_validate_json(path.read_bytes())

@@ -1,4 +1,4 @@
-"""Which files hold the documents, of which format, and the chunks that one process each reads."""
+"""Finds the files of documents and their formats, and splits them into chunks, each read by one process."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -22,50 +22,50 @@ COMPRESSED = (".gz", ".zst")
 
 @dataclass(frozen=True)
 class Source:
-    """A file of documents, as it was when the work began."""
+    """A file of documents, as it was at the start of the job."""
 
     path: str
     format: str
     size: int
     modified: int
-    """In nanoseconds: with the size, what tells a file that has changed."""
+    """Modification time in nanoseconds; it and the size reveal a file that has changed."""
 
     @property
     def compression(self) -> str:
-        """'.gz', '.zst' or nothing."""
+        """'.gz', '.zst' or the empty string."""
         suffix = Path(self.path).suffix.lower()
         return suffix if suffix in COMPRESSED else ""
 
     def as_mapping(self) -> dict[str, Any]:
-        """Plain data, as JSON keeps it."""
+        """Plain data for JSON."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one process reads at once: lines that begin in a range of bytes, row groups of a table, or whole files.
+    """The input of one task: lines that begin in a range of bytes, row groups of a table, or whole files.
 
-    The order of chunks is the order of documents, and follows from the sources and the chunks' size alone.
+    Chunks are in the order of documents. They depend only on the sources and the chunk size.
     """
 
     number: int
     sources: tuple[Source, ...]
     start: int
     stop: int
-    """Bytes of lines, or row groups; 0 to the size where files are read whole."""
+    """Range of bytes or of row groups; 0 to the size if whole files are read."""
     size: int
-    """Bytes that are done when it is."""
+    """Bytes of input, for the progress bar."""
 
     @property
     def source(self) -> Source:
-        """The file, where it is of one."""
+        """The file of a chunk that has only one."""
         return self.sources[0]
 
 
 def find_sources(inputs: Iterable[str], form: str | None, pattern: str | None) -> list[Source]:
-    """The files of inputs: each a file, or a folder whose files are taken in sorted order. UsageError where none is.
+    """The files of inputs; an input is a file, or a folder with its sorted files. Raises UsageError if there are none.
 
-    `form` is a format, or None for what a file's suffix says. `pattern` chooses files of folders.
+    `form` is a format, or None to infer it from a file's suffix. `pattern` selects files in folders.
     """
     found: dict[str, Source] = {}
     for given in inputs:
@@ -141,7 +141,7 @@ def _whole(number: int, sources: list[Source]) -> Chunk:
 def _cut_one(number: int, source: Source, chunk_size: int) -> Iterator[Chunk]:
     if source.format == "parquet":
         yield from _row_groups(number, source, chunk_size)
-    elif source.compression:  # reading from the middle would unpack all that is before it
+    elif source.compression:  # a start in the middle would unpack everything before it
         yield _whole(number, [source])
     else:
         for start in range(0, source.size, chunk_size):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mplug.contracts import Loader, MicroBatch
+from mplug.heartbeats import READING
 from mplug.supervision import Source, Supervised
 
 Move = Callable[[MicroBatch], MicroBatch]
@@ -73,6 +74,9 @@ class Taken:
         finally:
             self.waited += time.perf_counter() - began
         return self._move(batch)
+
+
+READING.add(Taken.__next__.__code__)
 
 
 def _as_it_is(batch: MicroBatch) -> MicroBatch:

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 
 TICK = 1.0
 """Seconds between two heartbeats."""
@@ -211,6 +211,8 @@ def collectives_begun() -> dict[str, int]:
     return found
 
 
+READING: set[CodeType] = set()
+"""The code of functions that read micro batches: a main thread inside one waits for its loader."""
 LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 
 
@@ -229,7 +231,7 @@ def main_thread() -> Place:
     return Place(
         f"{'/'.join(Path(own.f_code.co_filename).parts[-2:])}:{own.f_lineno} in {own.f_code.co_name}",
         hash(tuple((id(one.f_code), one.f_lasti) for one in frames)),
-        reads=any(one.f_code.co_name == "__next__" and one.f_code.co_filename == _feed() for one in frames),
+        reads=any(one.f_code in READING for one in frames),
         waits=any("/torch/distributed/" in file for file in files) or "wait(" in line,
     )
 
@@ -239,9 +241,3 @@ def _of_library(file: str) -> bool:
     """Whether a file is Python's or torch's, whose lines say nothing about a run."""
     installed = "site-packages" in file
     return "/torch/" in file or file.startswith("<") or (file.startswith(LIBRARIES) and not installed)
-
-
-@functools.cache
-def _feed() -> str:
-    """The file in which the host reads micro batches."""
-    return str(Path(__file__).with_name("feed.py"))

@@ -15,7 +15,7 @@ import safetensors
 import torch
 from click.testing import CliRunner
 
-from mplug import checkpoint
+from mplug import checkpoint, hookimpl
 from mplug.build import load_for_inference
 from mplug.checkpoint import choice, path_of, read_manifest, saver
 from mplug.checkpoint.choice import manifest_of
@@ -24,7 +24,6 @@ from mplug.cli import train as command
 from mplug.cli.beginning import readable_after
 from mplug.contracts import Variance
 from mplug.errors import RunError, UsageError
-from mplug.hookspecs import hookimpl
 from mplug.interrupt import Interrupt
 from mplug.job import Job, Outcome
 from mplug.loop import train

@@ -80,9 +80,8 @@ class Life:
 
 def live(layout: str, directory: Path, keep: int, asynchronous: bool, moment: Moment | None, whole: Any) -> Life:
     """Be a rank of a run that continues where it can, and dies at a moment."""
-    from mplug import loop
+    from mplug import hookimpl, loop
     from mplug.groups import Groups
-    from mplug.hookspecs import hookimpl
     from mplug.run import Run, prepare
     from mplug.testing.harness import tiny_config
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from mplug import hookimpl
 from mplug.build import build
 from mplug.checkpoint import (
     OtherVersion,
@@ -24,7 +25,6 @@ from mplug.checkpoint import (
 from mplug.checkpoint.choice import choose, newest_readable
 from mplug.checkpoint.verified import Verified
 from mplug.errors import RunError, UsageError
-from mplug.hookspecs import hookimpl
 from mplug.loop import train
 from mplug.position import Position
 from mplug.run import Run, prepare

@@ -423,9 +423,8 @@ def test_machines_that_do_not_share_the_folder_of_the_run_are_refused(
         own = tmp_path / f"disk{rank}"
         own.mkdir()
         shutil.copy(folder / "text.txt", own)
-        (own / "impatient.py").write_text(
-            "from mplug import sharing\nfrom mplug import __main__\nsharing.PATIENCE = 0.5\n__main__.main()"
-        )
+        lines = ("from mplug import sharing", "from mplug import __main__", "sharing.PATIENCE = 0.5", "__main__.main()")
+        (own / "impatient.py").write_text("\n".join(lines))
         environment = {"SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank), "MASTER_ADDR": "127.0.0.1"}
         commands.append(begin(own, "-m", "impatient", "train", *options, **slurm, **environment))
     for command in commands:

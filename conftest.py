@@ -94,7 +94,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True, scope="session")
 def modules_in_forks() -> Iterator[None]:
-    """The host's own subprocesses, such as `python -m mplug.alternatives`, are forks that have torch imported."""
+    """The host's own subprocesses, such as `python -m mplug.model.alternatives`, are forks that have torch imported."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "run", forking_modules(subprocess.run))
         yield

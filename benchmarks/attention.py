@@ -23,12 +23,12 @@ from pathlib import Path
 
 import torch
 
-from mplug.build import build_model, unmet_reasons
 from mplug.errors import UsageError
-from mplug.hardware import Moment
+from mplug.model.build import build_model, unmet_reasons
 from mplug.nn import AttentionInputs, AttentionSpec
 from mplug.testing.harness import tiny_run
 from mplug.testing.precision import Heads, attention_errors
+from mplug.training.hardware import Moment
 
 ATTENTIONS: dict[str, dict[str, object]] = {
     "sdpa cudnn": {"kernels.attention": "sdpa", "kernels.sdpa.backend": "cudnn"},

@@ -13,13 +13,15 @@ import tempfile
 import time
 from pathlib import Path
 
-from mplug.build import build
 from mplug.cli.tables import human_bytes, table
-from mplug.position import Position
-from mplug.registry import Registry
-from mplug.resolve import default_settings, resolve
-from mplug.run import Run, prepare
-from mplug.settings import read_assignments
+from mplug.config.defaults import default_settings
+from mplug.config.sources import read_assignments
+from mplug.registry.entry_points import Registry
+from mplug.registry.resolve import resolve
+from mplug.run.prepare import prepare
+from mplug.run.run import Run
+from mplug.training.assembly import build
+from mplug.training.position import Position
 
 
 def main() -> None:

@@ -17,17 +17,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from mplug_bench.profiling import COLLECTIVES, profiled
 
-from mplug.build import build_loader, build_model, choose_device
+from mplug.distributed.launch import launch
+from mplug.distributed.world import launched
 from mplug.errors import UsageError
-from mplug.hardware import timed
-from mplug.job import among
-from mplug.launch import launch
+from mplug.model.build import build_model, choose_device
 from mplug.nn import AttentionInputs
-from mplug.profiling import COLLECTIVES, profiled
-from mplug.run import prepare
+from mplug.run.prepare import prepare
 from mplug.testing.harness import tiny_config
-from mplug.world import launched
+from mplug.training.assembly import build_loader
+from mplug.training.hardware import timed
+from mplug.training.job import among
 
 METHODS = ("ring", "all_gather", "ulysses", "hierarchical")
 

@@ -80,14 +80,14 @@ class Misfortune:
         self.strike(run, "step")
 
     def in_loader(self, run):
-        from mplug import feed
+        from mplug.training import prefetch as feed
         def reading(loader, samples):
             self.strike(run, "loader")
             yield from loader.take(samples)
         feed.Feed.take = lambda feeding, samples: feed.Taken(reading(feeding.loader, samples), feeding._move)
 
     def in_evaluation(self, run):
-        from mplug import loop
+        from mplug.training import loop
         original = loop.evaluate
         def evaluate(run, parts):
             self.strike(run, "evaluation")

@@ -18,11 +18,12 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 from rich.table import Table
 
-from mplug.build import build
-from mplug.registry import Registry
-from mplug.resolve import default_settings, resolve
-from mplug.run import prepare
-from mplug.settings import read_assignments
+from mplug.config.defaults import default_settings
+from mplug.config.sources import read_assignments
+from mplug.registry.entry_points import Registry
+from mplug.registry.resolve import resolve
+from mplug.run.prepare import prepare
+from mplug.training.assembly import build
 
 Curves = dict[str, list[float]]
 

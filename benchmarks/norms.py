@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from mplug.cli.tables import table
-from mplug.hardware import Moment
 from mplug.nn.norm import Kind, norm_residual
+from mplug.training.hardware import Moment
 
 NormResidual = Callable[..., tuple[Tensor, Tensor]]
 EPS = 1e-5

@@ -21,9 +21,9 @@ from mplug_adamw.fused import FusedAdamW
 
 from mplug import Init, Mesh, Optimizer, Parameter, Piece, Placement, Sinks, StepScalars
 from mplug.cli.tables import table
-from mplug.hardware import Moment, peak_memory_gib
-from mplug.norm import GlobalNorm, owned_gradients
-from mplug.stepper import write_weights
+from mplug.gradients.norm import GlobalNorm, owned_gradients
+from mplug.model.pieces import write_weights
+from mplug.training.hardware import Moment, peak_memory_gib
 
 LAYERS = 24
 Path = Callable[[], object]

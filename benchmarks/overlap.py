@@ -16,12 +16,12 @@ import sys
 from pathlib import Path
 
 import torch
+from mplug_bench.measure import Measured, Task, turn
+from mplug_bench.profiling import COLLECTIVES
 
-from mplug.bench import Measured, Task, turn
 from mplug.cli.tables import table
+from mplug.config.sources import Settings, merge, read_assignments
 from mplug.errors import UsageError
-from mplug.profiling import COLLECTIVES
-from mplug.settings import Settings, merge, read_assignments
 
 STRATEGIES: dict[str, tuple[str, ...]] = {
     "dp": ("layout=dp{ranks}",),

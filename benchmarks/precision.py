@@ -31,12 +31,13 @@ from typing import Any
 
 import torch
 
-from mplug.build import build_loader
 from mplug.cli.tables import table
-from mplug.registry import Registry
-from mplug.resolve import default_settings, resolve
-from mplug.run import prepare
-from mplug.settings import read_assignments
+from mplug.config.defaults import default_settings
+from mplug.config.sources import read_assignments
+from mplug.registry.entry_points import Registry
+from mplug.registry.resolve import resolve
+from mplug.run.prepare import prepare
+from mplug.training.assembly import build_loader
 
 FROZEN = Path(__file__).parent.parent / "tests" / "frozen"
 SETTINGS = {

@@ -22,10 +22,11 @@ import time
 from typing import Any
 
 from mplug.cli.tables import human_bytes, table
-from mplug.registry import Registry
-from mplug.resolve import default_settings, resolve
-from mplug.run import prepare
-from mplug.settings import Settings, merge, read_assignments
+from mplug.config.defaults import default_settings
+from mplug.config.sources import Settings, merge, read_assignments
+from mplug.registry.entry_points import Registry
+from mplug.registry.resolve import resolve
+from mplug.run.prepare import prepare
 from mplug.testing.memory import kept_bytes
 
 CHOICES: dict[str, list[str]] = {
@@ -52,8 +53,9 @@ def measure(choice: str, options: argparse.Namespace) -> dict[str, Any]:
     """The figures of a choice, in this process."""
     import torch
 
-    from mplug.build import build, choose_device
-    from mplug.loop import launch_step
+    from mplug.model.build import choose_device
+    from mplug.training.assembly import build
+    from mplug.training.loop import launch_step
 
     config = resolve(Registry(), default_settings(), settings_of(choice, options))
     run = prepare(config)

@@ -13,7 +13,7 @@ from unittest import SkipTest
 from rich.console import Console
 from rich.progress import track
 
-from mplug.registry import Registry
+from mplug.registry.entry_points import Registry
 from mplug.testing.harness import EXACT, STEPS, largest_error, train_steps
 from mplug.testing.parity import error_of
 

@@ -23,45 +23,47 @@ from mplug.contracts import (
     Variance,
 )
 from mplug.errors import RunError, UsageError
-from mplug.gathering import GatheredPlacement
-from mplug.loading import MapLoader
-from mplug.mesh import Axis, IndexMap, Mesh, contiguous
-from mplug.plan import Box, Buffer, Flops, Init, Parameter, Placement, Plan, Segment, Stages, Unit
-from mplug.sharding import Bucket, Sharding, Stretch
-from mplug.slots import UNIT, Offer, Site, Wrap, slots_named
-from mplug.specification import hookimpl
-from mplug.toolchain import triton_builds
+from mplug.layout.gathered import GatheredPlacement
+from mplug.layout.mesh import Axis, IndexMap, Mesh, contiguous
+from mplug.layout.ownership import Bucket, Sharding, Stretch
+from mplug.layout.placement import Box, Placement
+from mplug.layout.plan import Buffer, Flops, Init, Parameter, Plan, Segment, Stages, Unit
+from mplug.model.offers import UNIT, Offer, Site, Wrap
+from mplug.registry.specification import hookimpl
+from mplug.run.toolchain import triton_builds
+from mplug.slot_kinds import slots_named
+from mplug.training.map_loader import MapLoader
 from mplug.version import __version__  # noqa: F401
 
 if TYPE_CHECKING:
-    from mplug.config import RunConfig
-    from mplug.gradients import GradientSink, Sinks
-    from mplug.model import Model
-    from mplug.run import Run
-    from mplug.shards import Shard, Shards
-    from mplug.stepper import DefaultStepper
-    from mplug.tokenization import (
+    from mplug.config.binding import RunConfig
+    from mplug.gradients.owned_memory import Shard, Shards
+    from mplug.gradients.sinks import GradientSink, Sinks
+    from mplug.model.model import Model
+    from mplug.registry.tokenizers import (
         TokenizerRecord,
         describe_tokenizer,
         keep_tokenizer,
         load_tokenizer,
         read_tokenizer,
     )
+    from mplug.run.run import Run
+    from mplug.training.stepper import DefaultStepper
 
 _LATE = {
-    "DefaultStepper": "mplug.stepper",
-    "GradientSink": "mplug.gradients",
-    "Model": "mplug.model",
-    "Run": "mplug.run",
-    "RunConfig": "mplug.config",
-    "Shard": "mplug.shards",
-    "Shards": "mplug.shards",
-    "Sinks": "mplug.gradients",
-    "TokenizerRecord": "mplug.tokenization",
-    "describe_tokenizer": "mplug.tokenization",
-    "keep_tokenizer": "mplug.tokenization",
-    "load_tokenizer": "mplug.tokenization",
-    "read_tokenizer": "mplug.tokenization",
+    "DefaultStepper": "mplug.training.stepper",
+    "GradientSink": "mplug.gradients.sinks",
+    "Model": "mplug.model.model",
+    "Run": "mplug.run.run",
+    "RunConfig": "mplug.config.binding",
+    "Shard": "mplug.gradients.owned_memory",
+    "Shards": "mplug.gradients.owned_memory",
+    "Sinks": "mplug.gradients.sinks",
+    "TokenizerRecord": "mplug.registry.tokenizers",
+    "describe_tokenizer": "mplug.registry.tokenizers",
+    "keep_tokenizer": "mplug.registry.tokenizers",
+    "load_tokenizer": "mplug.registry.tokenizers",
+    "read_tokenizer": "mplug.registry.tokenizers",
 }
 """Names whose modules are slow to import (torch, pydantic); `__getattr__` imports them on first use."""
 

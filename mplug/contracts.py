@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from mplug.plan import Parameter, Placement
+    from mplug.layout.placement import Placement
+    from mplug.layout.plan import Parameter
 
 MicroBatch = Mapping[str, "Tensor"]
 Record = dict[str, Any]

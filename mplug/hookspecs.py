@@ -13,20 +13,20 @@ whenever it needs the answer.
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
-from mplug.specification import all_plugins, at_most_one, exactly_one
+from mplug.registry.specification import all_plugins, at_most_one, exactly_one
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from mplug.config import RunConfig
+    from mplug.config.binding import RunConfig
     from mplug.contracts import Loader, Optimizer, Piece, Record, Stateful, Stepper, Tokenizer, Variance
-    from mplug.mesh import Axis
-    from mplug.model import Model
-    from mplug.plan import Stages
-    from mplug.run import Run
-    from mplug.sharding import Sharding
-    from mplug.slots import Offer, Wrap
-    from mplug.stepper import DefaultStepper
+    from mplug.layout.mesh import Axis
+    from mplug.layout.ownership import Sharding
+    from mplug.layout.plan import Stages
+    from mplug.model.model import Model
+    from mplug.model.offers import Offer, Wrap
+    from mplug.run.run import Run
+    from mplug.training.stepper import DefaultStepper
 
 # Build: before any process starts, then again on every rank.
 

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import pytest
 from torch import Tensor
 
-from mplug import UsageError, alternatives
-from mplug.build import build_model, unmet_reasons
+from mplug import UsageError
+from mplug.model import alternatives
+from mplug.model.build import build_model, unmet_reasons
 from mplug.testing import Fault, KernelSuite, ModelSuite
 from mplug.testing.harness import tiny_run
 

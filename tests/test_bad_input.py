@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mplug.checkpoint import read_valid
+from mplug.checkpoint.folder import read_valid
 from mplug.errors import UsageError
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]

@@ -14,21 +14,21 @@ from typing import Any
 
 import pytest
 import torch
+from mplug_bench.ceilings import attentions, products
+from mplug_bench.measure import Measured, Opponent, Task, bench_settings, checked, facts_of
+from mplug_bench.profiling import CLASSES, PRECEDENCE, RECORDED, Event, by_class, class_of, longest, profile_of
+from mplug_bench.script import Script, task_of
 from torch import Tensor
 
 from mplug import RunError, UsageError
-from mplug.against import Script, task_of
-from mplug.bench import Measured, Opponent, Task, bench_settings, checked, facts_of
-from mplug.build import build, build_loader
-from mplug.ceilings import attentions, products
-from mplug.hardware import timed
-from mplug.launch import Stopped
-from mplug.loop import launch_step
-from mplug.profiling import CLASSES, PRECEDENCE, RECORDED, Event, by_class, class_of, longest, profile_of
-from mplug.registry import Registry
-from mplug.resolve import resolve
-from mplug.run import prepare
-from mplug.settings import merge, read_assignments
+from mplug.config.sources import merge, read_assignments
+from mplug.distributed.launch import Stopped
+from mplug.registry.entry_points import Registry
+from mplug.registry.resolve import resolve
+from mplug.run.prepare import prepare
+from mplug.training.assembly import build, build_loader
+from mplug.training.hardware import timed
+from mplug.training.loop import launch_step
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 YARDSTICK = Path(__file__).parent.parent / "benchmarks" / "yardstick.py"

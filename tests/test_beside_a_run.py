@@ -15,21 +15,25 @@ import safetensors
 import torch
 from click.testing import CliRunner
 
-from mplug import checkpoint, hookimpl
-from mplug.build import load_for_inference
-from mplug.checkpoint import choice, path_of, read_manifest, saver
+from mplug import hookimpl
+from mplug.checkpoint import choice, saver
+from mplug.checkpoint import folder as checkpoint
 from mplug.checkpoint.choice import manifest_of
+from mplug.checkpoint.folder import read_manifest
+from mplug.checkpoint.names import path_of
+from mplug.checkpoint.pretrained import load_weights
+from mplug.checkpoint.states import load_for_inference
 from mplug.cli import main
 from mplug.cli import train as command
 from mplug.cli.beginning import readable_after
 from mplug.contracts import Variance
 from mplug.errors import RunError, UsageError
-from mplug.interrupt import Interrupt
-from mplug.job import Job, Outcome
-from mplug.loop import train
-from mplug.pretrained import load_weights
-from mplug.run import Run, prepare
+from mplug.run.prepare import prepare
+from mplug.run.run import Run
 from mplug.testing.harness import tiny_config
+from mplug.training.interrupt import Interrupt
+from mplug.training.job import Job, Outcome
+from mplug.training.loop import train
 
 SETTINGS = {"model.num_layers": 1, "trainer.steps": 3, "trainer.eval_every": 0, "checkpoint.every": 1}
 FILE = "rank00000.safetensors"
@@ -197,7 +201,7 @@ def test_a_restart_says_that_it_begins_with_given_weights_again(
             raise end
         return end
 
-    monkeypatch.setattr("mplug.launch.launch", launch)
+    monkeypatch.setattr("mplug.distributed.launch.launch", launch)
     assert command._work(run, job, None, False, None, 1).step == 3
     assert f"rank 1 has died; going on with the weights of '{given}' (restart 1 of 1)" in capsys.readouterr().err
 
@@ -205,7 +209,7 @@ def test_a_restart_says_that_it_begins_with_given_weights_again(
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_first_rank_alone_reads_the_metrics(folder: Path, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     world = SimpleNamespace(rank=rank, restart=0, may_restart=False, launcher="torchrun", size=1)
-    monkeypatch.setattr("mplug.world.launched", lambda: world)
+    monkeypatch.setattr("mplug.distributed.world.launched", lambda: world)
     (folder / "metrics.jsonl").write_text('damaged\n{"step": 3}\n')
 
     def reached(*_: object) -> None:

@@ -25,10 +25,11 @@ SETTINGS = [
 
 
 def prepared(layout: str, precision: str, **changes: object):
-    from mplug.registry import Registry
-    from mplug.resolve import default_settings, resolve
-    from mplug.run import prepare
-    from mplug.settings import read_assignments
+    from mplug.config.defaults import default_settings
+    from mplug.config.sources import read_assignments
+    from mplug.registry.entry_points import Registry
+    from mplug.registry.resolve import resolve
+    from mplug.run.prepare import prepare
 
     words = [*SETTINGS, f"parallel.layout={layout}", f"trainer.precision={precision}"]
     words += [f"{name}={value}" for name, value in changes.items()]
@@ -37,8 +38,8 @@ def prepared(layout: str, precision: str, **changes: object):
 
 def held(layout: str, precision: str, changes: dict[str, object]) -> tuple[dict[str, int], int]:
     """What a rank holds after a step, kind by kind, and the bytes of all tensors alive in its process."""
-    from mplug.build import build
-    from mplug.groups import Groups
+    from mplug.distributed.groups import Groups
+    from mplug.training.assembly import build
 
     run = prepared(layout, precision, **changes)
     run.rank = dist.get_rank()
@@ -86,7 +87,7 @@ QUICK = [case for case in CASES if case[0] not in ("dp2", "zero4") and case[:2] 
 def test_the_bytes_that_explain_predicts_are_those_that_a_rank_holds(
     layout: str, precision: str, changes: dict[str, object]
 ) -> None:
-    from mplug.build import build_model, measure_bytes
+    from mplug.model.build import build_model, measure_bytes
 
     run = prepared(layout, precision, **changes)
     for rank, (measured, alive) in enumerate(run_workers(run.mesh.world_size, held, layout, precision, changes)):
@@ -100,7 +101,7 @@ def test_the_bytes_that_explain_predicts_are_those_that_a_rank_holds(
 
 
 def test_divided_states_take_their_part_of_the_bytes() -> None:
-    from mplug.build import build_model, measure_bytes
+    from mplug.model.build import build_model, measure_bytes
 
     whole, first, second = (
         measure_bytes(run, build_model(run))

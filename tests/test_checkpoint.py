@@ -14,13 +14,15 @@ import torch
 from safetensors.torch import load_file
 
 from mplug import hookimpl
-from mplug.checkpoint import complete, read_manifest, storage
+from mplug.checkpoint import storage
+from mplug.checkpoint.folder import complete, read_manifest
+from mplug.checkpoint.plain_data import lift
 from mplug.errors import RunError, UsageError
-from mplug.loop import train
-from mplug.plain import lift
-from mplug.run import Run, prepare
-from mplug.stepper import DefaultStepper
+from mplug.run.prepare import prepare
+from mplug.run.run import Run
 from mplug.testing.harness import tiny_config
+from mplug.training.loop import train
+from mplug.training.stepper import DefaultStepper
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 

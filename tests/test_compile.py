@@ -67,9 +67,9 @@ def kept_by_a_block() -> float:
     """What the second block keeps for its backward pass, as a multiple of the residual stream [B, S, D]."""
     from torch.autograd.graph import saved_tensors_hooks
 
-    from mplug.build import build
-    from mplug.compilation import compile_units
+    from mplug.model.compilation import compile_units
     from mplug.testing.harness import tiny_run
+    from mplug.training.assembly import build
 
     warnings.simplefilter("ignore")
     run = tiny_run({"model.num_layers": 2, "model.num_kv_heads": 4, "model.qk_norm": False, "trainer.seq_length": 64})
@@ -104,9 +104,9 @@ def units_of_many_shapes() -> int:
 
     A hook of the model opens a file, which no compiler can trace.
     """
-    from mplug.build import build
-    from mplug.compilation import compiled_graphs
+    from mplug.model.compilation import compiled_graphs
     from mplug.testing.harness import tiny_run
+    from mplug.training.assembly import build
 
     warnings.simplefilter("ignore")
     torch._dynamo.config.recompile_limit = 2
@@ -131,16 +131,16 @@ def test_auto_leaves_units_eager_where_nothing_can_build_kernels(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from mplug import UsageError
-    from mplug.compilation import compiler_of
+    from mplug.model.compilation import compiler_of
     from mplug.testing.harness import tiny_run
 
     wanted = {name: tiny_run({"trainer.compile": name}) for name in ("auto", "inductor", "never")}
     for run in wanted.values():
         run.device = "cuda"
-    for module in ("run", "compilation"):
+    for module in ("run.run", "model.compilation"):
         monkeypatch.setattr(f"mplug.{module}.triton_builds", lambda: True)
     assert [compiler_of(run) for run in wanted.values()] == ["inductor", "inductor", None]
-    for module in ("run", "compilation"):
+    for module in ("run.run", "model.compilation"):
         monkeypatch.setattr(f"mplug.{module}.triton_builds", lambda: False)
     assert compiler_of(wanted["auto"]) is None
     assert "units are not compiled" in caplog.text

@@ -22,20 +22,21 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from mplug.build import load_for_inference
-from mplug.checkpoint import path_of, read_described, read_manifest, read_valid
 from mplug.checkpoint.choice import choose
 from mplug.checkpoint.coverage import uncovered
+from mplug.checkpoint.folder import read_described, read_manifest, read_valid
 from mplug.checkpoint.manifest import DEEPEST, decode, encode
+from mplug.checkpoint.names import path_of
+from mplug.checkpoint.pretrained import pretrained_of, refuse_another_model
 from mplug.checkpoint.reading import CODES, _unique
+from mplug.checkpoint.states import load_for_inference
 from mplug.checkpoint.verified import Verified
 from mplug.cli import main
 from mplug.dtypes import FORMATS
 from mplug.errors import UsageError
-from mplug.loop import train
-from mplug.pretrained import pretrained_of, refuse_another_model
-from mplug.run import prepare
+from mplug.run.prepare import prepare
 from mplug.testing.harness import tiny_config
+from mplug.training.loop import train
 
 SETTINGS = {"model.num_layers": 1, "trainer.steps": 2, "trainer.eval_every": 0, "checkpoint.every": 1}
 WEIGHT, MOMENT = "blocks.0.mlp.up.weight/weight", "blocks.0.mlp.up.weight/exp_avg"
@@ -351,7 +352,9 @@ def test_show_escapes_values_and_names_of_a_checkpoint(crafted: Path, monkeypatc
 
     change(crafted, edit)
     monkeypatch.chdir(crafted.parents[3])
-    monkeypatch.setattr("mplug.checkpoint.read_described", read_manifest)  # the file has the old name of the tensor
+    monkeypatch.setattr(
+        "mplug.checkpoint.folder.read_described", read_manifest
+    )  # the file has the old name of the tensor
     result = CliRunner().invoke(main, ["checkpoint", "show", "--tensors"])
     assert result.exit_code == 0, result.output
     assert "data.path: a\\x1b[2J -> b\\nc, from step 2 on" in result.output

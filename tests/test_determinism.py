@@ -10,10 +10,10 @@ import torch
 from torch._inductor import config as inductor
 from warm import run_module
 
-from mplug.job import Job, work
-from mplug.loop import Ending
-from mplug.resolve import default_settings
-from mplug.settings import merge, read_assignments
+from mplug.config.defaults import default_settings
+from mplug.config.sources import merge, read_assignments
+from mplug.training.job import Job, work
+from mplug.training.loop import Ending
 
 SMALL = [
     "model.preset=null",
@@ -55,7 +55,7 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         found.append(told())
         return Ending()
 
-    monkeypatch.setattr("mplug.loop.train", train)
+    monkeypatch.setattr("mplug.training.loop.train", train)
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     return found
 
@@ -89,7 +89,7 @@ def test_a_run_that_fails_leaves_nothing_behind_either(monkeypatch: pytest.Monke
     def train(*arguments: Any) -> Ending:
         raise RuntimeError("it fails")
 
-    monkeypatch.setattr("mplug.loop.train", train)
+    monkeypatch.setattr("mplug.training.loop.train", train)
     before = told()
     with pytest.raises(RuntimeError, match="it fails"):
         work(job(tmp_path, "trainer.deterministic=true"))

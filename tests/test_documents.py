@@ -8,15 +8,17 @@ import torch
 from torch import Tensor
 
 from mplug import Site, UsageError
-from mplug.build import build, build_model
-from mplug.model import Model
+from mplug.model.build import build_model
+from mplug.model.model import Model
+from mplug.model.offers import PLAIN, Offer, Wrap
+from mplug.model.selection import select
 from mplug.nn import Attention
 from mplug.nn.attention import attention
 from mplug.nn.parts import PLAIN_PARTS, numbered, parts_of
-from mplug.slots import PLAIN, Offer, Wrap, select
 from mplug.testing.capabilities import Setting, parts_fault
 from mplug.testing.harness import tiny_run
 from mplug.testing.samples import malformed
+from mplug.training.assembly import build
 
 PACKED = {"data.documents": 3, "kernels.default": None}
 LENGTHS = torch.tensor([[3, 6, 1], [7, 3, 0]])

@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 
 from mplug import Axis, UsageError
-from mplug.build import build, build_model
-from mplug.draws import ENTRY, Draws, micro_batch_key, place_of
-from mplug.mesh import Mesh, contiguous
-from mplug.plan import Plan, Unit
-from mplug.registry import Registry
+from mplug.layout.mesh import Mesh, contiguous
+from mplug.layout.plan import Plan, Unit
+from mplug.model.build import build_model
+from mplug.model.draws import ENTRY, Draws, micro_batch_key, place_of
+from mplug.registry.entry_points import Registry
 from mplug.testing import run_workers
 from mplug.testing.draws import draws_fault
 from mplug.testing.harness import STEPS, Trace, in_fp64, tiny_run, train_ranks, train_steps
 from mplug.testing.unit_calls import Call, watch_units
+from mplug.training.assembly import build
 
 DROPS = {"model.attention_dropout": 0.2}
 RECOMPUTES = {"memory.recompute.mode": "full"}
@@ -207,7 +208,7 @@ def test_data_parallel_strategies_draw_alike() -> None:
 
 def seeded_once_a_step() -> None:
     """As it was: one key on all ranks, and then the order of execution."""
-    from mplug.stepper import DefaultStepper
+    from mplug.training.stepper import DefaultStepper
 
     original = DefaultStepper.begin_step
 

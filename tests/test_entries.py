@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mplug import Axis, Mesh, contiguous
-from mplug.entries import even_parts, own_entries
-from mplug.loading import MapLoader
-from mplug.run import Run
+from mplug.run.run import Run
+from mplug.training.batch_parts import even_parts, own_entries
+from mplug.training.map_loader import MapLoader
 
 B, S, PIXELS = 2, 24, 5
 CONTEXT = {

@@ -11,18 +11,19 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mplug import evaluation
 from mplug.contracts import MicroBatch
-from mplug.entries import even_parts
-from mplug.evaluation import UntilStopped
-from mplug.groups import Groups
-from mplug.hooks import HOST
-from mplug.loop import Ending, train
-from mplug.mesh import Mesh
-from mplug.observers import MetricsFile
-from mplug.run import Run, prepare
+from mplug.distributed.groups import Groups
+from mplug.layout.mesh import Mesh
+from mplug.registry.hooks import HOST
+from mplug.run.prepare import prepare
+from mplug.run.run import Run
 from mplug.testing.harness import as_rank, tiny_config
 from mplug.testing.workers import run_workers
+from mplug.training import evaluation
+from mplug.training.batch_parts import even_parts
+from mplug.training.evaluation import UntilStopped
+from mplug.training.loop import Ending, train
+from mplug.training.observers import MetricsFile
 
 SHORT = {"trainer.steps": 4, "trainer.eval_every": 2, "trainer.eval_samples": 400, "checkpoint.every": 3}
 

@@ -17,9 +17,9 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mplug.build import load_for_inference
+from mplug.checkpoint.states import load_for_inference
 from mplug.cli import main
-from mplug.statistics import Statistics
+from mplug.gradients.statistics import Statistics
 from mplug.testing import run_workers
 from mplug.testing.harness import EXACT, Trace, difference, tiny_run, train_steps
 from mplug.testing.layouts import ranks_of
@@ -106,7 +106,7 @@ def saved(part: torch.nn.Module) -> list[tuple[str, Tensor]]:
 def router_gradient_not_reduced() -> None:
     from dataclasses import replace
 
-    from mplug.plan import Plan
+    from mplug.layout.plan import Plan
 
     original = Plan.match
 
@@ -131,9 +131,9 @@ def auxiliary_loss_times_ranks() -> None:
 
 
 def shares_of_own_tokens_only() -> None:
-    import mplug.build
+    import mplug.model.build
 
-    mplug.build.token_sums = lambda *_: []  # type: ignore[assignment]
+    mplug.model.build.token_sums = lambda *_: []  # type: ignore[assignment]
 
 
 def bias_from_local_counts() -> None:

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-import mplug.feed
+import mplug.training.prefetch
 from mplug import MapLoader, MicroBatch
-from mplug.build import Parts, build
-from mplug.feed import Feed
 from mplug.testing.harness import tiny_run
+from mplug.training.assembly import Parts, build
+from mplug.training.prefetch import Feed
 
 SIZE = 2
 STEP = 8
@@ -112,7 +112,7 @@ def test_the_time_that_the_loader_takes_is_counted_and_no_other(monkeypatch: pyt
     def clock(seconds: float) -> None:
         now[0] += seconds
 
-    monkeypatch.setattr(mplug.feed.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(mplug.training.prefetch.time, "perf_counter", lambda: now[0])
     taken = Feed(Lazy(lambda number: clock([0.5, 0.25, 2.0][number])), "cpu").take(3)
     clock(64.0)
     waited = []
@@ -124,7 +124,7 @@ def test_the_time_that_the_loader_takes_is_counted_and_no_other(monkeypatch: pyt
 
 def test_the_time_before_a_loader_fails_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([1.0, 4.0])
-    monkeypatch.setattr(mplug.feed.time, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(mplug.training.prefetch.time, "perf_counter", lambda: next(times))
 
     def fail(number: int) -> None:
         raise OSError("the disk is gone")

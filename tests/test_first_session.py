@@ -104,7 +104,7 @@ def test_the_default_model_learns_within_seconds(short: tuple[Path, str]) -> Non
 
 def test_the_readme_quotes_the_lines_of_a_run(short: tuple[Path, str]) -> None:
     _, printed = quoted("mplug train")
-    steps = yaml.safe_load((ROOT / "mplug" / "default.yaml").read_text())["trainer"]["steps"]
+    steps = yaml.safe_load((ROOT / "mplug" / "config" / "default.yaml").read_text())["trainer"]["steps"]
     assert f"{steps} steps, from scratch" in printed
     assert len(printed.splitlines()) > 5
     assert shapes(printed) - shapes(short[1]) == set()

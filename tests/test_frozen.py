@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from mplug import UsageError
-from mplug.build import Parts, build, build_model, load_for_inference, measure_bytes
-from mplug.checkpoint import newest, read_manifest
-from mplug.position import Position
-from mplug.run import prepare
+from mplug.checkpoint.folder import newest, read_manifest
+from mplug.checkpoint.states import load_for_inference
+from mplug.model.build import build_model, measure_bytes
+from mplug.run.prepare import prepare
 from mplug.testing import run_workers
 from mplug.testing.harness import (
     EXACT,
@@ -30,6 +30,8 @@ from mplug.testing.harness import (
 from mplug.testing.parity import trained_once
 from mplug.testing.runs import Witness
 from mplug.testing.runs import trained as run_of
+from mplug.training.assembly import Parts, build
+from mplug.training.position import Position
 
 FIRST: dict[str, Any] = {"model.frozen": ["embedding", "blocks.0"]}
 ALL_BUT_LAST: dict[str, Any] = {"model.frozen": ["embedding", "blocks.0", "blocks.1", "blocks.2", "head"]}
@@ -297,7 +299,7 @@ def test_a_stage_sends_gradients_only_to_where_something_is_trained(
 
 def noted_by_fsdp(settings: dict[str, Any]) -> int:
     """Be one rank for a step and an evaluation: the forward passes that FSDP still remembers."""
-    from mplug.evaluation import evaluate
+    from mplug.training.evaluation import evaluate
 
     run = tiny_run(settings)
     parts = build(run)
@@ -436,7 +438,7 @@ def test_a_checkpoint_without_states_of_another_optimizer_is_told_apart(tmp_path
 
 @pytest.mark.parametrize("case", [FIRST, {}], ids=["frozen", "trained"])
 def test_a_new_run_begins_with_the_weights_of_a_run_that_froze_others(case: dict[str, Any], tmp_path: Path) -> None:
-    from mplug.pretrained import load_weights
+    from mplug.checkpoint.pretrained import load_weights
 
     wanted = values_of(stepped(position_of(ALL_BUT_LAST, tmp_path)))
     begun = position_of({**case, "trainer.seed": 77}, tmp_path / "new")
@@ -488,7 +490,8 @@ def test_explain_tells_frozen_parameters_apart(cli: Callable[..., Any]) -> None:
 
 
 def default_config() -> Any:
-    from mplug.registry import Registry
-    from mplug.resolve import default_settings, resolve
+    from mplug.config.defaults import default_settings
+    from mplug.registry.entry_points import Registry
+    from mplug.registry.resolve import resolve
 
     return resolve(Registry(), default_settings(), {})

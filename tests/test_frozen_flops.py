@@ -4,14 +4,15 @@ from typing import Any
 
 import pytest
 import torch
+from mplug_bench.ceilings import attentions, products
+from mplug_bench.measure import checked, facts_of
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from mplug.bench import checked, facts_of
-from mplug.build import build_model
-from mplug.ceilings import attentions, products
-from mplug.model import allocate, sites
-from mplug.settings import read_assignments
+from mplug.config.sources import read_assignments
+from mplug.model.build import build_model
+from mplug.model.fill import sites
+from mplug.model.memory import allocate
 from mplug.testing.harness import tiny_run
 
 B, S = 2, 16

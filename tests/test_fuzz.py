@@ -21,16 +21,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mplug import UsageError
-from mplug.build import build_model
 from mplug.checkpoint.manifest import checksum
 from mplug.cli import main
-from mplug.config import RunConfig
-from mplug.metrics import read_lines
-from mplug.registry import Registry
-from mplug.resolve import default_settings, resolve, saved_settings
-from mplug.run import prepare
-from mplug.settings import read_assignments, read_yaml
-from mplug.sizes import refuse_beyond_memory
+from mplug.config.binding import RunConfig
+from mplug.config.defaults import default_settings, saved_settings
+from mplug.config.sources import read_assignments, read_yaml
+from mplug.model.build import build_model
+from mplug.model.sizes import refuse_beyond_memory
+from mplug.registry.entry_points import Registry
+from mplug.registry.resolve import resolve
+from mplug.run.metrics_file import read_lines
+from mplug.run.prepare import prepare
 
 SECONDS = 60
 """A case that takes longer hangs."""

@@ -12,11 +12,12 @@ from safetensors.torch import load_file
 
 from mplug import hookimpl
 from mplug.errors import Diverged
-from mplug.feed import Copies, Feed
-from mplug.loop import Ending, train
-from mplug.run import Run, prepare
-from mplug.stepper import DefaultStepper
+from mplug.run.prepare import prepare
+from mplug.run.run import Run
 from mplug.testing.harness import tiny_config
+from mplug.training.loop import Ending, train
+from mplug.training.prefetch import Copies, Feed
+from mplug.training.stepper import DefaultStepper
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")]
 

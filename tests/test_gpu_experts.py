@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from mplug import hookimpl
-from mplug.determinism import deterministic
-from mplug.loop import train
 from mplug.nn import Choice, MixtureOfExperts, Router, Weights, grouped_linear
 from mplug.nn.grouped import _has_kernel
-from mplug.run import prepare
+from mplug.run.prepare import prepare
 from mplug.testing.harness import tiny_config
 from mplug.testing.waiting import never_waiting
+from mplug.training.determinism import deterministic
+from mplug.training.loop import train
 
 pytestmark = [
     pytest.mark.gpu,

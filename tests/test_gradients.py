@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mplug.gradients import GradientSink, Sinks
+from mplug.gradients.sinks import GradientSink, Sinks
 from mplug.nn import MLP, Embedding, Gemm, Linear, Norm, zero_if_stale
 
 V, D, B, S = 11, 6, 3, 5

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 HOST = ROOT / "mplug"
 PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/*/pyproject.toml"))
 STRANGERS = sorted(path.parent for path in ROOT.glob("tests/third_party/*/pyproject.toml"))
-PUBLIC = ("mplug", "mplug.nn", "mplug.ops", "mplug.testing")
+PUBLIC = ("mplug", "mplug.commands", "mplug.nn", "mplug.ops", "mplug.testing")
 
 
 def project(folder: Path) -> dict:
@@ -80,7 +80,9 @@ def test_a_plugin_imports_no_other_plugin_and_only_the_public_modules_of_the_hos
             top = module.split(".")[0]
             assert top not in PACKAGES or top == package_of(plugin), f"{path} imports {module}"
             if top == "mplug":
-                public = module.count(".") <= 1 or module.startswith(("mplug.nn.", "mplug.ops.", "mplug.testing."))
+                public = module.count(".") <= 1 or module.startswith(
+                    ("mplug.commands.", "mplug.nn.", "mplug.ops.", "mplug.testing.")
+                )
                 assert public, f"{path} imports {module}"
 
 
@@ -292,7 +294,7 @@ def test_the_versions_agree() -> None:
 
 
 def test_every_field_of_the_hosts_sections_has_its_default_in_the_data_file_only() -> None:
-    from mplug.config import HOST_SECTIONS
+    from mplug.config.binding import HOST_SECTIONS
 
     def fields(model: type) -> dict:
         nested = {name: field.annotation for name, field in model.model_fields.items()}
@@ -301,7 +303,7 @@ def test_every_field_of_the_hosts_sections_has_its_default_in_the_data_file_only
     def shape(tree: object) -> object:
         return {name: shape(value) for name, value in tree.items()} if isinstance(tree, dict) else None
 
-    default = yaml.safe_load((HOST / "default.yaml").read_text())
+    default = yaml.safe_load((HOST / "config" / "default.yaml").read_text())
     for section, model in HOST_SECTIONS.items():
         assert shape(default[section]) == fields(model)
         assert all(field.is_required() and field.description for field in model.model_fields.values())

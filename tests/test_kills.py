@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mplug.checkpoint import complete, newest, path_of, step_of
+from mplug.checkpoint.folder import complete, newest
+from mplug.checkpoint.names import path_of, step_of
 from mplug.testing import WorkerFailed, run_workers
 
 NUMBER = 50
@@ -67,10 +68,12 @@ def points(number: int) -> list[Point]:
 
 def train(layout: str, directory: Path, resume: bool, point: Point | None, asynchronous: bool) -> list[float]:
     """Be a rank of a run, and die at a point. Returns the losses of the steps that it did."""
-    from mplug import hookimpl, loop
-    from mplug.groups import Groups
-    from mplug.run import Run, prepare
+    from mplug import hookimpl
+    from mplug.distributed.groups import Groups
+    from mplug.run.prepare import prepare
+    from mplug.run.run import Run
     from mplug.testing.harness import tiny_config
+    from mplug.training import loop
 
     losses: list[float] = []
 
@@ -96,7 +99,7 @@ def train(layout: str, directory: Path, resume: bool, point: Point | None, async
 def arm(point: Point, pids: list[int]) -> None:
     """Make a call kill all processes of the run."""
     from mplug.checkpoint import storage
-    from mplug.stepper import DefaultStepper
+    from mplug.training.stepper import DefaultStepper
 
     places: dict[str, tuple[Any, str]] = {
         "forward_backward": (DefaultStepper, "begin_step"),

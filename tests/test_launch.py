@@ -19,10 +19,10 @@ from machines import Machines
 from torch import Tensor
 from warm import Forked
 
-from mplug.checkpoint import path_of
-from mplug.interrupt import HEARD
-from mplug.launch import TERMINATED, Handler, Lines
+from mplug.checkpoint.names import path_of
+from mplug.distributed.launch import TERMINATED, Handler, Lines
 from mplug.testing.harness import EXACT
+from mplug.training.interrupt import HEARD
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked for in /proc")
 
@@ -423,7 +423,12 @@ def test_machines_that_do_not_share_the_folder_of_the_run_are_refused(
         own = tmp_path / f"disk{rank}"
         own.mkdir()
         shutil.copy(folder / "text.txt", own)
-        lines = ("from mplug import sharing", "from mplug import __main__", "sharing.PATIENCE = 0.5", "__main__.main()")
+        lines = (
+            "from mplug.training import shared_folder as sharing",
+            "from mplug import __main__",
+            "sharing.PATIENCE = 0.5",
+            "__main__.main()",
+        )
         (own / "impatient.py").write_text("\n".join(lines))
         environment = {"SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank), "MASTER_ADDR": "127.0.0.1"}
         commands.append(begin(own, "-m", "impatient", "train", *options, **slurm, **environment))
@@ -654,7 +659,7 @@ def test_a_process_that_elastic_ends_has_not_failed() -> None:
 
 TERMINATES = """
 import os, signal, sys, time
-from mplug.launch import launch
+from mplug.distributed.launch import launch
 
 def work(tell):
     if os.environ["RANK"] == "1":

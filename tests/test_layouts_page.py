@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mplug.registry import Registry
+from mplug.registry.entry_points import Registry
 
 DOCS = Path(__file__).parent.parent / "docs"
 FIGURE = re.compile(r"(\d\.\de-\d\d) / \d\.\de[-+]\d\d")

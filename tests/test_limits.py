@@ -10,14 +10,15 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 from torch import nn
 
 from mplug import UsageError
-from mplug.asking import asking
-from mplug.binding import bind
-from mplug.metrics import read_lines
-from mplug.registry import BrokenPlugin, Registry
-from mplug.resolve import default_settings, resolve
-from mplug.run import prepare
-from mplug.settings import read_assignments, read_file, read_yaml
-from mplug.sizes import MOST_PARTS, refuse_beyond_memory, within_reason
+from mplug.config.defaults import default_settings
+from mplug.config.sources import read_assignments, read_file, read_yaml
+from mplug.model.sizes import MOST_PARTS, refuse_beyond_memory, within_reason
+from mplug.registry.asking import asking
+from mplug.registry.bind_section import bind
+from mplug.registry.entry_points import BrokenPlugin, Registry
+from mplug.registry.resolve import resolve
+from mplug.run.metrics_file import read_lines
+from mplug.run.prepare import prepare
 
 
 def refusal(*assignments: str) -> str:
@@ -402,7 +403,7 @@ def test_an_error_of_a_model_that_is_not_about_sizes_stays_as_it_is() -> None:
 def test_what_this_machine_cannot_hold_is_refused_before_a_process_starts(
     assignments: tuple[str, ...], words: tuple[str, ...]
 ) -> None:
-    from mplug.build import build_model
+    from mplug.model.build import build_model
 
     run = prepare(config_with("trainer.device=cpu", *assignments))
     with pytest.raises(UsageError) as refused:

@@ -11,16 +11,16 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from mplug import MapLoader, MicroBatch, hookimpl
-from mplug.blame import cause_of, plugin_error, sentence_of
-from mplug.build import build
 from mplug.contracts import Loader
+from mplug.distributed.launch import Lines
 from mplug.errors import PluginError, RunError, UsageError
-from mplug.feed import Feed
-from mplug.hooks import Hooks
-from mplug.launch import Lines
-from mplug.loop import train
-from mplug.supervision import Source, Supervised
+from mplug.registry.blame import cause_of, plugin_error, sentence_of
+from mplug.registry.hooks import Hooks
 from mplug.testing.harness import tiny_run
+from mplug.training.assembly import build
+from mplug.training.loop import train
+from mplug.training.prefetch import Feed
+from mplug.training.supervised_loader import Source, Supervised
 
 S, V, SIZE = 6, 11, 2
 SOURCE = Source("data/acme", "train", S, shards=1, rank=3)

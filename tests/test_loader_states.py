@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from mplug.build import build
-from mplug.checkpoint import newest, read_manifest
-from mplug.position import Position
+from mplug.checkpoint.folder import newest, read_manifest
 from mplug.testing import run_workers
 from mplug.testing.harness import tiny_run
+from mplug.training.assembly import build
+from mplug.training.position import Position
 
 
 class Plain:

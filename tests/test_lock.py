@@ -15,18 +15,21 @@ from typing import Any
 import pytest
 from warm import Forked
 
-from mplug import hookimpl, lock, process
-from mplug.checkpoint import aside_of, complete, path_of, step_of
+from mplug import hookimpl
+from mplug.checkpoint.folder import complete
+from mplug.checkpoint.names import aside_of, path_of, step_of
 from mplug.checkpoint.storage import FolderWriter
 from mplug.cli.beginning import claim_new
 from mplug.errors import RunError, UsageError
-from mplug.hooks import HOST
-from mplug.lock import FOLDER, Baton, Claim, Lock, take
-from mplug.loop import train
-from mplug.observers import MetricsFile
-from mplug.process import Process
-from mplug.run import Run, prepare
+from mplug.registry.hooks import HOST
+from mplug.run import lock, process
+from mplug.run.lock import FOLDER, Baton, Claim, Lock, take
+from mplug.run.prepare import prepare
+from mplug.run.process import Process
+from mplug.run.run import Run
 from mplug.testing.harness import tiny_config
+from mplug.training.loop import train
+from mplug.training.observers import MetricsFile
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked for in /proc")
 
@@ -92,7 +95,7 @@ def test_of_a_process_in_another_place_nothing_is_known(monkeypatch: pytest.Monk
 
 def test_a_container_of_the_same_host_name_is_another_place() -> None:
     words = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", sys.executable, "-c"]
-    asked = [*words, "from mplug.process import Process; print(Process.this().place)"]
+    asked = [*words, "from mplug.run.process import Process; print(Process.this().place)"]
     found = subprocess.run(asked, capture_output=True, text=True)
     if found.returncode:
         pytest.skip(f"no namespaces here: {found.stderr}")
@@ -291,7 +294,7 @@ def test_sigterm_in_a_block_releases_the_lock(tmp_path: Path) -> None:
 
 STUCK = """
 import hashlib, pathlib
-from mplug import lock
+from mplug.run import lock
 lock.STUCK = 0.1
 with lock.Lock(print) as held:
     held.take(pathlib.Path("run"))

@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from mplug.build import Parts, build
 from mplug.errors import Diverged, UsageError
-from mplug.run import Run
-from mplug.scaling import LossScale
+from mplug.gradients.loss_scale import LossScale
+from mplug.run.run import Run
 from mplug.testing import run_workers
 from mplug.testing.harness import logical, tiny_config, tiny_run, train_steps
 from mplug.testing.runs import trained
 from mplug.testing.waiting import never_waiting
+from mplug.training.assembly import Parts, build
 
 Settings = dict[str, Any]
 FP16: Settings = {"trainer.precision": "fp16"}
@@ -109,7 +109,7 @@ def test_losses_inside_of_blocks_are_scaled_like_the_models() -> None:
 
 
 def test_the_comparison_catches_an_auxiliary_loss_that_is_not_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mplug.scaling.BUFFER", "another")
+    monkeypatch.setattr("mplug.gradients.loss_scale.BUFFER", "another")
     exact = router_gradient({})
     assert off(router_gradient({**FP16, **loss_scale(initial=SCALE)}) / SCALE, exact) > 0.2
 

@@ -22,7 +22,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mplug.checkpoint import complete, newest, path_of, read_valid, step_of
+from mplug.checkpoint.folder import complete, newest, read_valid
+from mplug.checkpoint.names import path_of, step_of
 from mplug.errors import UsageError
 from mplug.testing import WorkerFailed, run_workers
 
@@ -80,10 +81,12 @@ class Life:
 
 def live(layout: str, directory: Path, keep: int, asynchronous: bool, moment: Moment | None, whole: Any) -> Life:
     """Be a rank of a run that continues where it can, and dies at a moment."""
-    from mplug import hookimpl, loop
-    from mplug.groups import Groups
-    from mplug.run import Run, prepare
+    from mplug import hookimpl
+    from mplug.distributed.groups import Groups
+    from mplug.run.prepare import prepare
+    from mplug.run.run import Run
     from mplug.testing.harness import tiny_config
+    from mplug.training import loop
 
     losses: list[float] = []
 

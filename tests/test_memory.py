@@ -8,14 +8,16 @@ import pytest
 from click.testing import CliRunner
 from torch import Tensor
 
-import mplug.build
+import mplug.model.build
 from mplug import UNIT, Offer, Run, Site, UsageError, Wrap
-from mplug.build import build, build_model
 from mplug.cli import main
 from mplug.cli.options import added_flags
+from mplug.config.entry import Entry
+from mplug.model.build import build_model
 from mplug.nn import experts
-from mplug.registry import Entry, Registry
+from mplug.registry.entry_points import Registry
 from mplug.testing.harness import tiny_run
+from mplug.training.assembly import build
 
 EXPERTS: dict[str, Any] = {
     "model.name": "mixtral",
@@ -30,8 +32,8 @@ def offering(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Let further offers count, as if plugins had made them."""
 
     def add(*offers: Offer | Wrap) -> None:
-        original = mplug.build.collect_offers
-        monkeypatch.setattr(mplug.build, "collect_offers", lambda run, model: [*original(run, model), *offers])
+        original = mplug.model.build.collect_offers
+        monkeypatch.setattr(mplug.model.build, "collect_offers", lambda run, model: [*original(run, model), *offers])
 
     return add
 

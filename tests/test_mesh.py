@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mplug import Axis, Mesh, UsageError, contiguous, hookimpl
-from mplug.mesh import parse_layout
-from mplug.run import Run, prepare
-from mplug.settings import Setting
+from mplug.config.sources import Setting
+from mplug.layout.mesh import parse_layout
+from mplug.run.prepare import prepare
+from mplug.run.run import Run
 
 TP = Axis("tp", 2, splits=("heads", "mlp"))
 CP = Axis("cp", 2, entries={"sequence": contiguous}, distance=1)

@@ -9,8 +9,8 @@ import torch
 from click.testing import CliRunner
 
 from mplug import UsageError
-from mplug.build import build_model
 from mplug.cli import main
+from mplug.model.build import build_model
 from mplug.nn import MixtureOfExperts, Router
 from mplug.testing import Fault, ModelSuite
 from mplug.testing.harness import EXACT, tiny_run

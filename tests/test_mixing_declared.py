@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor, nn
 
 from mplug import Flops, Model, Plan, Unit, UsageError
-from mplug.mixing import statements
+from mplug.model.mixing import statements
 from mplug.nn import MLP
 
 

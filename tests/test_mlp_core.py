@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-import mplug.build
+import mplug.model.build
 from mplug import Offer
 from mplug.nn import Weights, weight_gradient
 from mplug.testing.harness import Trace, difference, train_steps, weights_off
@@ -51,9 +51,9 @@ def fused(
 
 def offer_it() -> None:
     """Let this process's models have it."""
-    original = mplug.build.collect_offers
+    original = mplug.model.build.collect_offers
     offer = Offer({"MLP.core": fused}, plugin="parallel/fused")
-    mplug.build.collect_offers = lambda run, model: [*original(run, model), offer]  # type: ignore[assignment]
+    mplug.model.build.collect_offers = lambda run, model: [*original(run, model), offer]  # type: ignore[assignment]
 
 
 @cache
@@ -65,7 +65,7 @@ def alone() -> Trace:
 @pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
 def test_it_is_the_run_of_the_narrower_slots(monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]) -> None:
     expected = alone()  # before anything is offered
-    monkeypatch.setattr(mplug.build, "collect_offers", mplug.build.collect_offers)  # is put back in the end
+    monkeypatch.setattr(mplug.model.build, "collect_offers", mplug.model.build.collect_offers)  # is put back in the end
     found = train_steps(GELU | more, offer_it)
     assert difference([found], expected) == ""
     assert weights_off([found], expected) == ""

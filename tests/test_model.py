@@ -25,16 +25,23 @@ from mplug import (
     Wrap,
     contiguous,
 )
-from mplug import model as model_module
-from mplug.build import build, build_model, measure_bytes
-from mplug.config import Kernels
-from mplug.model import allocate, fill_slots, initialize, role_of, run_units, sites
+from mplug.config.binding import Kernels
+from mplug.config.defaults import default_settings
+from mplug.config.sources import read_assignments
+from mplug.layout.names import role_of
+from mplug.model import memory as model_module
+from mplug.model.build import build_model, measure_bytes
+from mplug.model.fill import fill_slots, sites
+from mplug.model.memory import allocate, initialize
+from mplug.model.selection import Selection, select
+from mplug.model.units import run_units
 from mplug.nn import MLP, Activation, Attention, DotProductAttention, Dropout, Embedding, Linear, Loss, Norm
-from mplug.registry import Registry
-from mplug.resolve import default_settings, resolve
-from mplug.run import Run, prepare
-from mplug.settings import read_assignments
-from mplug.slots import KIND_OF, Selection, select
+from mplug.registry.entry_points import Registry
+from mplug.registry.resolve import resolve
+from mplug.run.prepare import prepare
+from mplug.run.run import Run
+from mplug.slot_kinds import KIND_OF
+from mplug.training.assembly import build
 
 V, D, K, FFN = 10, 6, 4, 8
 HEADS, KV_HEADS = Segment("heads", 4, K), Segment("kv_heads", 2, K, "copy")

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mplug import norm
-from mplug.norm import GlobalNorm, merged
+from mplug.gradients import norm
+from mplug.gradients.norm import GlobalNorm, merged
 
 SHAPES = [(3, 4), (5,), (2, 2, 2), (), (7,)]
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mplug.build import Parts, build
-from mplug.run import Run
+from mplug.run.run import Run
 from mplug.testing.harness import Boxes, tiny_run, train_steps
+from mplug.training.assembly import Parts, build
 
 SUITE = runpy.run_path(str(Path(__file__).with_name("test_suite_optimizers.py")))
 Plant = Callable[..., None]

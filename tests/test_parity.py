@@ -30,7 +30,7 @@ def over_changed(names: tuple[str, ...], over: tuple[str, ...]) -> Callable[[], 
     def plant() -> None:
         from dataclasses import replace
 
-        from mplug.plan import Plan
+        from mplug.layout.plan import Plan
 
         original = Plan.match
 
@@ -44,7 +44,7 @@ def over_changed(names: tuple[str, ...], over: tuple[str, ...]) -> Callable[[], 
 
 
 def untied() -> None:
-    from mplug.model import Model
+    from mplug.model.model import Model
 
     original = Model.place
 
@@ -60,8 +60,8 @@ def untied() -> None:
 
 
 def counted_twice() -> None:
-    import mplug.stepper
-    from mplug.model import region
+    import mplug.training.stepper
+    from mplug.gradients.region import region
 
     def owned(pieces: list, rank: int) -> list[Tensor]:
         return [
@@ -71,23 +71,23 @@ def counted_twice() -> None:
             if min(box.copies) == rank or piece.name == "head.norm.weight"
         ]
 
-    mplug.stepper.owned_gradients = owned  # type: ignore[assignment]
+    mplug.training.stepper.owned_gradients = owned  # type: ignore[assignment]
 
 
 def kv_heads_swapped() -> None:
-    import mplug.plan
+    import mplug.layout.placement
 
-    original = mplug.plan._cut
+    original = mplug.layout.placement._cut
 
     def cut(segment: object, axis: str, size: int, index: int) -> object:
         swapped = size - 1 - index if segment.axis == "kv_heads" else index  # type: ignore[attr-defined]
         return original(segment, axis, size, swapped)  # type: ignore[arg-type]
 
-    mplug.plan._cut = cut  # type: ignore[assignment]
+    mplug.layout.placement._cut = cut  # type: ignore[assignment]
 
 
 def micro_batches_averaged() -> None:
-    from mplug.model import Model
+    from mplug.model.model import Model
 
     original = Model.loss
 
@@ -101,7 +101,7 @@ def micro_batches_averaged() -> None:
 def off_on_one_rank() -> None:
     import torch.distributed as dist
 
-    from mplug.stepper import DefaultStepper
+    from mplug.training.stepper import DefaultStepper
 
     def loss_gradient(self: DefaultStepper, loss: Tensor) -> Tensor:
         return torch.full_like(loss, 1 + 1e-7 * (dist.get_rank() == 1))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mplug import Axis, Box, Buffer, Flops, Init, Mesh, Parameter, Placement, Plan, Segment, UsageError, contiguous
-from mplug.sharding import flat_boxes
+from mplug.layout.ownership import flat_boxes
 
 SPLIT_BY_TP = ("heads", "kv_heads", "mlp", "vocab")
 NORMAL = Init("normal", std=0.02)

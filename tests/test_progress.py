@@ -11,8 +11,8 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from mplug.cli import generate, main
-from mplug.interrupt import Interrupt
-from mplug.observers import ProgressLine
+from mplug.training.interrupt import Interrupt
+from mplug.training.observers import ProgressLine
 
 RECORD: dict[str, Any] = {
     "step": 12_345,

@@ -15,13 +15,13 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from mplug import alternatives
-from mplug.build import can_be_built
 from mplug.cli.plugins import command as plugins_command
 from mplug.errors import UsageError
-from mplug.registry import BrokenPlugin, Registry
-from mplug.scaffold import describe
-from mplug.slots import Site, Unmet
+from mplug.model import alternatives
+from mplug.model.build import can_be_built
+from mplug.model.offers import Site, Unmet
+from mplug.registry.entry_points import BrokenPlugin, Registry
+from mplug.registry.scaffold import describe
 from mplug.testing.harness import tiny_config
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]

@@ -10,25 +10,18 @@ from typing import Any
 import pytest
 
 from mplug import hookimpl
-from mplug.build import build
-from mplug.checkpoint import (
-    OtherVersion,
-    complete,
-    manifest,
-    path_of,
-    read_manifest,
-    read_valid,
-    retention,
-    saver,
-    step_of,
-)
+from mplug.checkpoint import manifest, retention, saver
 from mplug.checkpoint.choice import choose, newest_readable
+from mplug.checkpoint.folder import OtherVersion, complete, read_manifest, read_valid
+from mplug.checkpoint.names import path_of, step_of
 from mplug.checkpoint.verified import Verified
 from mplug.errors import RunError, UsageError
-from mplug.loop import train
-from mplug.position import Position
-from mplug.run import Run, prepare
+from mplug.run.prepare import prepare
+from mplug.run.run import Run
 from mplug.testing.harness import tiny_config
+from mplug.training.assembly import build
+from mplug.training.loop import train
+from mplug.training.position import Position
 
 SETTINGS = {"model.num_layers": 1, "trainer.eval_every": 0, "checkpoint.every": 1, "checkpoint.asynchronous": False}
 FILE = "rank00000.safetensors"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from mplug import Flops, Model, Plan, Unit
-from mplug.sampling import Sampling, choose, sample
+from mplug.model.sampling import Sampling, choose, sample
 
 PROBABILITIES = [0.05, 0.4, 0.1, 0.25, 0.2]
 LOGITS = torch.tensor(PROBABILITIES, dtype=torch.float64).log() + 3.5

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from warm import STRICT, run_module
 
-from mplug.registry import KINDS
+from mplug.registry.entry_points import KINDS
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 SMALL = {"trainer.steps": 3, "trainer.global_batch_size": 4, "trainer.eval_every": 0, "trainer.seq_length": 32}

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 
-from mplug.resolve import default_settings
-from mplug.schedule import batch_size, learning_rate, weight_decay
-from mplug.sections import BatchRampup, Schedule, Trainer, WeightDecay
-from mplug.settings import nested
+from mplug.config.defaults import default_settings
+from mplug.config.host_sections import BatchRampup, Schedule, Trainer, WeightDecay
+from mplug.config.sources import nested
+from mplug.training.schedule import batch_size, learning_rate, weight_decay
 
 CONSTANT_DECAY = WeightDecay(name="constant", end=None)
 NO_RAMPUP = BatchRampup(start=None, increment=1, samples=0)

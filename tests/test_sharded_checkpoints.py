@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mplug import Run, hookimpl
-from mplug.checkpoint import newest
 from mplug.checkpoint.choice import choose
+from mplug.checkpoint.folder import newest
 from mplug.checkpoint.verified import Verified
-from mplug.loop import train
-from mplug.run import prepare
+from mplug.run.prepare import prepare
 from mplug.testing import run_workers
 from mplug.testing.harness import EXACT, as_rank, tiny_config
+from mplug.training.loop import train
 
 QUICK, ALL = 3, 40
 """Pairs of layouts in the quick set, and with `pytest --wide reshard` in all."""
@@ -56,8 +56,8 @@ def trained(settings: dict[str, Any], steps: int, directory: Path, resume_from: 
 
 def resaved(settings: dict[str, Any], directory: Path, resume_from: Path) -> None:
     """Be one rank of a run that loads a checkpoint, and saves it again as it is."""
-    from mplug.build import build
-    from mplug.position import Position
+    from mplug.training.assembly import build
+    from mplug.training.position import Position
 
     run: Run = as_rank(prepare(tiny_config({**SMALL, **settings}), directory=directory))
     position = Position(run, build(run))
@@ -142,7 +142,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 def inferred(settings: dict[str, Any], path: Path) -> list[Tensor]:
     """The weights that a process without processes beside it loads for inference."""
-    from mplug.build import load_for_inference
+    from mplug.checkpoint.states import load_for_inference
 
     model = load_for_inference(prepare(tiny_config({**SMALL, **settings})), path)
     return [parameter.detach() for parameter in model.parameters().values()]

@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from mplug.build import build, measure_bytes
-from mplug.build import build_model as model_of
+from mplug.model.build import build_model as model_of
+from mplug.model.build import measure_bytes
 from mplug.nn import Embedding, add_rows
 from mplug.nn import sink as module
 from mplug.testing.harness import tiny_run, train_steps
+from mplug.training.assembly import build
 
 V, D = 7, 3
 INDICES = torch.tensor([2, 2, 6, 0, 2, 6])
@@ -113,7 +114,7 @@ def test_gradients_that_are_added_to_are_in_fp32(changes: dict[str, object]) -> 
 
 @pytest.mark.usefixtures("takes_bf16")
 def test_gradients_that_are_summed_over_replicas_are_in_fp32() -> None:
-    from mplug.build import gradient_dtype
+    from mplug.model.build import gradient_dtype
 
     run = tiny_run({**ONE_BATCH, "parallel.layout": "dp2"})
     assert gradient_dtype(run, model_of(run)) is torch.float32

@@ -16,7 +16,7 @@ from mplug.nn.experts import combine, compute, dispatch
 from mplug.nn.loss import cross_entropy
 from mplug.nn.mlp import activation
 from mplug.nn.norm import norm_residual
-from mplug.slots import KIND_OF
+from mplug.slot_kinds import KIND_OF
 from mplug.testing import Fault, KernelSuite
 from mplug.testing.kernel_cases import cases
 from mplug.testing.trials import Trial, own_dropout_fault

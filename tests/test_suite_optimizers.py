@@ -10,9 +10,10 @@ from unittest import SkipTest
 import pytest
 
 from mplug import UsageError
-from mplug.build import build, build_model
+from mplug.model.build import build_model
 from mplug.testing import Fault, OptimizerSuite
 from mplug.testing.harness import tiny_run
+from mplug.training.assembly import build
 
 PACKAGE = Path(__file__).parent / "third_party" / "nova-orthon"
 Suite: type[OptimizerSuite] = runpy.run_path(str(PACKAGE / "tests" / "test_orthon.py"))["TestOrthon"]

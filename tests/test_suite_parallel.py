@@ -7,7 +7,7 @@ from unittest import SkipTest
 import pytest
 
 from mplug import UsageError
-from mplug.build import build_model
+from mplug.model.build import build_model
 from mplug.testing import Fault, ParallelSuite
 from mplug.testing.harness import tiny_run
 

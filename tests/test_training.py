@@ -30,20 +30,22 @@ from mplug import (
     StepScalars,
     UsageError,
     hookimpl,
-    loop,
 )
-from mplug.build import Parts, _wrap, build, build_model
+from mplug.config.defaults import default_settings, saved_settings
+from mplug.config.sources import read_assignments
 from mplug.errors import Diverged
-from mplug.evaluation import evaluate
-from mplug.hooks import Hooks
-from mplug.loop import Ending, train
-from mplug.observers import MetricsFile
-from mplug.registry import Registry
-from mplug.report import Figures
-from mplug.resolve import default_settings, resolve, saved_settings
-from mplug.run import prepare
-from mplug.settings import read_assignments
-from mplug.stepper import DefaultStepper
+from mplug.model.build import build_model
+from mplug.registry.entry_points import Registry
+from mplug.registry.hooks import Hooks
+from mplug.registry.resolve import resolve
+from mplug.run.prepare import prepare
+from mplug.training import loop
+from mplug.training.assembly import Parts, _wrap, build
+from mplug.training.evaluation import evaluate
+from mplug.training.figures import Figures
+from mplug.training.loop import Ending, train
+from mplug.training.observers import MetricsFile
+from mplug.training.stepper import DefaultStepper
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 NOISY = ["model.dropout=0.1", "model.attention_dropout=0.1"]

@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from mplug import UsageError, Variance
-from mplug.build import build_model
 from mplug.cli import main
+from mplug.model.build import build_model
 from mplug.testing import Fault, ParallelSuite
 from mplug.testing.harness import tiny_run, train_ranks
 

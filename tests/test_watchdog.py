@@ -15,13 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from mplug import beating
-from mplug.beating import Exchange, beating_to, watching
-from mplug.build import build
-from mplug.errors import RunError
-from mplug.feed import Feed
-from mplug.groups import Groups
-from mplug.heartbeats import (
+from mplug.distributed import heartbeat_transport as beating
+from mplug.distributed.groups import Groups
+from mplug.distributed.heartbeat_transport import Exchange, beating_to, watching
+from mplug.distributed.heartbeats import (
     EVALUATION,
     LONGEST_WRITE,
     SAVES,
@@ -38,12 +35,15 @@ from mplug.heartbeats import (
     collectives_begun,
     main_thread,
 )
-from mplug.launch import Lines
-from mplug.loop import train
-from mplug.position import Position
+from mplug.distributed.launch import Lines
+from mplug.distributed.watchdog import Ward, waited_for
+from mplug.errors import RunError
 from mplug.testing import run_workers
 from mplug.testing.harness import tiny_run
-from mplug.watchdog import Ward, waited_for
+from mplug.training.assembly import build
+from mplug.training.loop import train
+from mplug.training.position import Position
+from mplug.training.prefetch import Feed
 
 LIMITS = Limits(timeout=300, first=1800, multiple=10)
 BEAT = Beat(
@@ -265,7 +265,7 @@ def test_a_wait_for_an_asynchronous_write_is_no_save_and_may_take_hours(
     saver = SimpleNamespace(
         wait=lambda: taking(3600), saved=list, expected_seconds=float, let_finish=lambda: None, expect=lambda _: None
     )
-    monkeypatch.setattr("mplug.position.Saver", lambda _: saver)
+    monkeypatch.setattr("mplug.training.position.Saver", lambda _: saver)
     monkeypatch.setattr(Position, "save", lambda _: taking(1))
     monkeypatch.setattr(run.pulse, "enter", entering)
     train(run)

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from mplug import RunError, UsageError, meeting
-from mplug.launch import joined
-from mplug.meeting import Member, decide, gpu_of, interfaces, meet, member, num_threads, open_store
-from mplug.world import World, first_host, launched, tasks_per_node
+from mplug import RunError, UsageError
+from mplug.distributed import meeting
+from mplug.distributed.launch import joined
+from mplug.distributed.meeting import Member, decide, gpu_of, interfaces, meet, member, num_threads, open_store
+from mplug.distributed.world import World, first_host, launched, tasks_per_node
 
 TORCHRUN = {
     "RANK": "3",

@@ -28,8 +28,9 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from mplug.model import Model, region
-from mplug.plan import Placement
+from mplug.gradients.region import region
+from mplug.layout.placement import Placement
+from mplug.model.model import Model
 
 Start = tuple[int, ...]
 

@@ -4,22 +4,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mplug.checkpoint import (
+from mplug.checkpoint.folder import (
     REMEDY,
     OtherVersion,
     complete,
     is_named_as_checkpoint,
     newest,
     read_manifest,
-    step_of,
     verify,
 )
+from mplug.checkpoint.names import step_of
 from mplug.checkpoint.verified import Verified
 from mplug.errors import RunError, UsageError
 
 if TYPE_CHECKING:
     from mplug.checkpoint.manifest import Manifest
-    from mplug.run import Run
+    from mplug.run.run import Run
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Annotated, Any, NotRequired, TypeVar
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic reads typing's from Python 3.12 on
 
-from mplug.checkpoint import MANIFEST
 from mplug.checkpoint.coverage import uncovered
+from mplug.checkpoint.names import MANIFEST
 from mplug.checkpoint.reading import LARGEST, MOST_DIMS, Expected, parse_json
 from mplug.dtypes import FORMATS
 from mplug.errors import LONGEST_TEXT

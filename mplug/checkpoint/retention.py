@@ -6,7 +6,8 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from mplug.checkpoint import MANIFEST, OtherVersion, aside_of, complete, read_manifest, step_of, verify
+from mplug.checkpoint.folder import OtherVersion, complete, read_manifest, verify
+from mplug.checkpoint.names import MANIFEST, aside_of, step_of
 from mplug.checkpoint.verified import Signature, Verified, signature_of
 from mplug.errors import RunError, UsageError
 

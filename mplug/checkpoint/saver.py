@@ -16,15 +16,16 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from mplug.checkpoint import aside_of, complete, path_of, read_manifest, verify
 from mplug.checkpoint.boxes import Boxed, BoxLoadPlanner, BoxSavePlanner, Start, State
 from mplug.checkpoint.choice import raise_alike, same_everywhere, share_of
+from mplug.checkpoint.folder import complete, read_manifest, verify
 from mplug.checkpoint.manifest import Manifest
+from mplug.checkpoint.names import aside_of, path_of
 from mplug.checkpoint.retention import Retention
 from mplug.checkpoint.storage import FolderReader, FolderWriter
 from mplug.checkpoint.verified import Verified
 from mplug.errors import RunError, UsageError, listed
-from mplug.run import Run
+from mplug.run.run import Run
 
 
 class Saver:

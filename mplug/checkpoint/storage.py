@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from mplug.checkpoint import MANIFEST, aside_of
 from mplug.checkpoint.manifest import FORMAT, Manifest, encode, name_in_file
+from mplug.checkpoint.names import MANIFEST, aside_of
 from mplug.checkpoint.reading import checksum_of, open_file
 from mplug.checkpoint.retention import Retention, sync
 from mplug.files import write_whole

@@ -12,15 +12,15 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from mplug.config.entry import Entry
 from mplug.errors import RunError, UsageError, suggest
-from mplug.registry import Entry, Registry
+from mplug.registry.entry_points import Registry
 from mplug.version import __version__
 
 COMMANDS = {
     "train": "Train a model, or continue a run.",
     "generate": "Sample text from a trained run.",
     "explain": "Show what a run would be: units, slots, placements, bytes.",
-    "bench": "Measure the steps of a run, or of several variants in turn.",
     "config": "Show the resolved config, or its JSON Schema.",
     "checkpoint": "List, show and verify the checkpoints of a run.",
     "plugins": "List, show and check installed plugins, or begin a new one.",

@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING
 from mplug.errors import RunError, UsageError
 
 if TYPE_CHECKING:
-    from mplug.changes import Changes
     from mplug.checkpoint.choice import Choice
-    from mplug.lock import Claim, Lock
-    from mplug.run import Run
+    from mplug.run.lock import Claim, Lock
+    from mplug.run.run import Run
+    from mplug.training.changes import Changes
 
 
 def claim_existing(lock: "Lock", directory: Path | None, name: str | None) -> "Claim | None":
     """Take the lock of a run that is continued, or of one that has the name of a new run and is under way."""
-    from mplug.lock import FOLDER
-    from mplug.run import RUNS
+    from mplug.run.folder import RUNS
+    from mplug.run.lock import FOLDER
 
     if directory is None and name is not None and (RUNS / name / FOLDER).is_dir():
         directory = RUNS / name
@@ -24,7 +24,7 @@ def claim_existing(lock: "Lock", directory: Path | None, name: str | None) -> "C
 
 def claim_new(lock: "Lock", run: "Run", name: str | None) -> "Claim":
     """Take the lock of a new run's folder. A run without --name takes another one if two start in the same second."""
-    from mplug.run import new_directory
+    from mplug.run.folder import new_directory
 
     assert run.directory is not None
     stamped = run.directory
@@ -44,7 +44,7 @@ def claim_new(lock: "Lock", run: "Run", name: str | None) -> "Claim":
 
 def newest_of(directory: Path, restarted: bool) -> Path | None:
     """The newest checkpoint; a restarted run that had none yet begins again."""
-    from mplug.checkpoint import complete, newest
+    from mplug.checkpoint.folder import complete, newest
 
     folder = directory / "checkpoints"
     return None if restarted and not complete(folder) else newest(folder)
@@ -74,7 +74,7 @@ def readable_after(error: RunError, run: "Run", newest: Path | None) -> "Choice 
 
 def changes_of(run: "Run", readable: "Choice | None", allowed: tuple[str, ...]) -> "Changes":
     """What the run changes since its checkpoint; UsageError for what the user has not allowed."""
-    from mplug.changes import Changes, changes_on_resume, refuse_unknown_fields
+    from mplug.training.changes import Changes, changes_on_resume, refuse_unknown_fields
 
     if readable is None:
         return Changes()
@@ -84,7 +84,7 @@ def changes_of(run: "Run", readable: "Choice | None", allowed: tuple[str, ...]) 
 
 def saved_since(run: "Run", before: "Choice | None") -> int:
     """The step of the newest checkpoint, if it is not the one from which the run has continued; else 0."""
-    from mplug.checkpoint import complete
+    from mplug.checkpoint.folder import complete
 
     found = complete(run.checkpoints)
     now = readable_of(found[-1]) if found else None

@@ -31,7 +31,8 @@ def command() -> None:
 @run_option
 def list_(name: str | None) -> None:
     """List the complete checkpoints of a run, the oldest first."""
-    from mplug.checkpoint import complete, read_described, step_of
+    from mplug.checkpoint.folder import complete, read_described
+    from mplug.checkpoint.names import step_of
 
     folder = _folder(name)
     rows = []
@@ -53,8 +54,8 @@ def list_(name: str | None) -> None:
 @click.option("--tensors", is_flag=True, help="Every tensor: its shape, type and boxes.")
 def show(name: str | None, step: int | None, tensors: bool) -> None:
     """Show what a checkpoint holds: position, layout, provenance, files, tensors."""
-    from mplug.changes import shown
-    from mplug.checkpoint import read_described
+    from mplug.checkpoint.folder import read_described
+    from mplug.training.changes import shown
 
     path = _path(name, step)
     manifest = read_described(path)
@@ -93,7 +94,8 @@ def verify_(name: str | None, step: int | None) -> None:
     from rich.console import Console
     from rich.progress import track
 
-    from mplug.checkpoint import complete, read_valid, step_of
+    from mplug.checkpoint.folder import complete, read_valid
+    from mplug.checkpoint.names import step_of
 
     console = Console()
     paths = [_path(name, step)] if step is not None else complete(_folder(name))
@@ -118,13 +120,13 @@ def verify_(name: str | None, step: int | None) -> None:
 
 
 def _folder(name: str | None) -> Path:
-    from mplug.run import find_directory
+    from mplug.run.folder import find_directory
 
     return find_directory(name) / "checkpoints"
 
 
 def _path(name: str | None, step: int | None) -> Path:
-    from mplug.checkpoint import at_step
+    from mplug.checkpoint.folder import at_step
 
     return at_step(_folder(name), step)
 

@@ -24,8 +24,8 @@ def show(sources: bool, **options: Any) -> None:
     """
     import yaml
 
-    from mplug.run import prepare
-    from mplug.settings import from_mapping
+    from mplug.config.sources import from_mapping
+    from mplug.run.prepare import prepare
 
     config = resolved(options)
     prepare(config)  # raises the usage errors of plugins
@@ -47,9 +47,9 @@ def schema(**names: str | None) -> None:
 
     A kind that is left out is the default run's.
     """
-    from mplug.registry import Registry
-    from mplug.resolve import default_settings
-    from mplug.schema import config_schema
+    from mplug.config.defaults import default_settings
+    from mplug.registry.entry_points import Registry
+    from mplug.registry.json_schema import config_schema
 
     default = default_settings()
     words = {section: word or default[section, "name"].value for section, word in names.items()}

@@ -10,10 +10,10 @@ from mplug.cli.tables import human_bytes, table
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from mplug.mesh import Axis
-    from mplug.model import Model
-    from mplug.plan import Placement
-    from mplug.run import Run
+    from mplug.layout.mesh import Axis
+    from mplug.layout.placement import Placement
+    from mplug.model.model import Model
+    from mplug.run.run import Run
 
 
 @click.command()
@@ -26,9 +26,9 @@ def command(rank: int, **options: Any) -> None:
     parameter lives and which are frozen, what a step computes, the bytes that a rank holds, and what in this run would
     depend on the layout. Where a module does not say what it mixes, it prints "not known".
     """
-    from mplug.build import build_model
     from mplug.errors import UsageError
-    from mplug.run import prepare
+    from mplug.model.build import build_model
+    from mplug.run.prepare import prepare
 
     run = prepare(resolved(options))
     if not 0 <= rank < run.mesh.world_size:
@@ -77,7 +77,7 @@ def _plugins(run: "Run") -> str:
 
 def _grouped(names: list[str]) -> dict[str, list[str]]:
     """Names by their role: 'blocks.*.attn'."""
-    from mplug.model import role_of
+    from mplug.layout.names import role_of
 
     groups: dict[str, list[str]] = {}
     for name in names:
@@ -142,7 +142,7 @@ def _slots(run: "Run", model: "Model") -> str:
 
 def _mixing(model: "Model") -> str:
     """A table of the modules that mix tokens, or do not declare it, with the axes that they mix."""
-    from mplug.model import role_of
+    from mplug.layout.names import role_of
 
     groups: dict[tuple[str, ...], int] = {}
     for one in model.mixing:
@@ -187,7 +187,7 @@ def _placements(model: "Model", rank: int) -> str:
 
 def _shards(run: "Run", model: "Model") -> str:
     """A table of the sharded optimizer state: for each set of axes, the buckets and this rank's elements."""
-    from mplug.sharding import owner_of
+    from mplug.layout.ownership import owner_of
 
     assert model.sharding is not None
     rows = []
@@ -205,7 +205,7 @@ def _by(shape: tuple[int, ...]) -> str:
 
 
 def _bytes(run: "Run", model: "Model") -> str:
-    from mplug.build import measure_bytes
+    from mplug.model.build import measure_bytes
 
     measured = measure_bytes(run, model)
     rows = [(what, human_bytes(count), f"{count:,}") for what, count in measured.items()]
@@ -213,6 +213,6 @@ def _bytes(run: "Run", model: "Model") -> str:
 
 
 def _variance(run: "Run", model: "Model") -> str:
-    from mplug.variance import layout_dependence
+    from mplug.model.variance import layout_dependence
 
     return "\n".join(layout_dependence(run, model)) or "nothing: the same losses to rounding under any layout"

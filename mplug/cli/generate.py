@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mplug.contracts import Tokenizer
-    from mplug.run import Run
-    from mplug.sampling import Sampling
+    from mplug.model.sampling import Sampling
+    from mplug.run.run import Run
 
 
 @click.command()
@@ -45,13 +45,15 @@ def command(
     \b
     mplug generate --prompt "class Parser" --tokens 500 --temperature 0.7
     """
-    from mplug.checkpoint import at_step
+    from mplug.checkpoint.folder import at_step
+    from mplug.config.defaults import saved_settings
+    from mplug.config.sources import read_assignments
     from mplug.errors import UsageError
-    from mplug.registry import Registry
-    from mplug.resolve import resolve, saved_settings
-    from mplug.run import find_directory, prepare
-    from mplug.sampling import Sampling
-    from mplug.settings import read_assignments
+    from mplug.model.sampling import Sampling
+    from mplug.registry.entry_points import Registry
+    from mplug.registry.resolve import resolve
+    from mplug.run.folder import find_directory
+    from mplug.run.prepare import prepare
 
     directory = find_directory(name)
     checkpoint = at_step(directory / "checkpoints", step)
@@ -70,8 +72,8 @@ def command(
 def _print(
     run: "Run", checkpoint: "Path", tokenizer: "Tokenizer", encoded: list[int], count: int, sampling: "Sampling"
 ) -> None:
-    from mplug.build import load_for_inference
-    from mplug.sampling import sample
+    from mplug.checkpoint.states import load_for_inference
+    from mplug.model.sampling import sample
 
     model = load_for_inference(run, checkpoint)
     tokens, written = list(encoded), tokenizer.decode(encoded)

@@ -10,7 +10,7 @@ def fields_meant(error: click.NoSuchOption) -> str:
 
     Only commands that take --set get it.
     """
-    from mplug.resolve import default_settings  # reads YAML, which only this error needs
+    from mplug.config.defaults import default_settings  # reads YAML, which only this error needs
 
     command = error.ctx.command if error.ctx else None
     takes_set = command is not None and any("--set" in option.opts for option in command.params)

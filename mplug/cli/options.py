@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from mplug.registry import Entry, Registry
+from mplug.config.entry import Entry
+from mplug.registry.entry_points import Registry
 
 if TYPE_CHECKING:
-    from mplug.config import RunConfig
-    from mplug.settings import Settings
+    from mplug.config.binding import RunConfig
+    from mplug.config.sources import Settings
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -116,7 +117,7 @@ def overrides(
     *, file: Path | None, assignments: tuple[str, ...], kernels: tuple[str, ...], **flags: str | None
 ) -> "Settings":
     """The settings of the command line, merged over those of the file that `--config` names."""
-    from mplug.settings import merge, read_assignments, read_file
+    from mplug.config.sources import merge, read_assignments, read_file
 
     settings: Settings = read_file(file) if file else {}
     fields = {**{name: entry.target for name, entry in added_flags().items()}, **FLAGS}
@@ -131,6 +132,7 @@ def overrides(
 
 def resolved(options: dict[str, Any]) -> "RunConfig":
     """The config of the default run, changed by the options of `config_options`."""
-    from mplug.resolve import default_settings, resolve
+    from mplug.config.defaults import default_settings
+    from mplug.registry.resolve import resolve
 
     return resolve(Registry(), default_settings(), overrides(**options))

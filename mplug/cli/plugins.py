@@ -9,8 +9,9 @@ from click.shell_completion import CompletionItem
 
 from mplug.cli.options import OWN
 from mplug.cli.tables import table
+from mplug.config.entry import Entry
 from mplug.errors import listed
-from mplug.registry import KINDS, Entry, Registry
+from mplug.registry.entry_points import KINDS, Registry
 
 
 @click.group()
@@ -99,7 +100,7 @@ def show(plugin: str) -> None:
 
     PLUGIN is its name, or KIND/NAME where several kinds use the name. It is imported, in a process of its own.
     """
-    from mplug.inspection import inspect_apart
+    from mplug.registry.inspection import inspect_apart
 
     for entry in _named(plugin):
         click.echo(f"{entry.label}: {entry.summary}")
@@ -130,7 +131,7 @@ def check(plugins: tuple[str, ...]) -> None:
 
     With names, only those. Exit status 1 if any is broken.
     """
-    from mplug.inspection import check_apart
+    from mplug.registry.inspection import check_apart
 
     registry = Registry()
     entries = [entry for word in plugins for entry in _named(word)] if plugins else registry.entries()
@@ -164,7 +165,7 @@ def new(distribution: str, kind: str, folder: Path | None) -> None:
     \b
     mplug plugins new --kind kernels acme-ringo
     """
-    from mplug.scaffold import describe, write
+    from mplug.registry.scaffold import describe, write
 
     package = describe(kind, distribution)
     folder = folder or Path(distribution)

@@ -21,9 +21,9 @@ from mplug.errors import Diverged, RunError, UsageError
 
 if TYPE_CHECKING:
     from mplug.checkpoint.choice import Choice
-    from mplug.job import Job, Outcome
-    from mplug.run import Run
-    from mplug.world import World
+    from mplug.distributed.world import World
+    from mplug.run.run import Run
+    from mplug.training.job import Job, Outcome
 
 PORT = click.IntRange(1, 65535)
 
@@ -90,15 +90,15 @@ def command(
     mplug train --resume --set trainer.steps=3000
     mplug train --resume --set optimizer.lr=1e-3 --allow-change optimizer.lr
     """
-    from mplug.job import Job, settle
-    from mplug.launch import refuse_port_in_use
-    from mplug.lock import Lock
-    from mplug.metrics import METRICS, read_lines
-    from mplug.pretrained import pretrained_of, refuse_another_model
-    from mplug.resolve import default_settings, saved_settings
-    from mplug.run import RUNS, find_directory, new_directory
-    from mplug.settings import merge, read_assignments
-    from mplug.world import launched
+    from mplug.checkpoint.pretrained import pretrained_of, refuse_another_model
+    from mplug.config.defaults import default_settings, saved_settings
+    from mplug.config.sources import merge, read_assignments
+    from mplug.distributed.launch import refuse_port_in_use
+    from mplug.distributed.world import launched
+    from mplug.run.folder import RUNS, find_directory, new_directory
+    from mplug.run.lock import Lock
+    from mplug.run.metrics_file import METRICS, read_lines
+    from mplug.training.job import Job, settle
 
     began = time.time()
     world = launched()
@@ -125,9 +125,10 @@ def command(
         read_lines(directory / METRICS)  # refuses a damaged file, which the first rank alone writes
     readable = readable_of(resume_from)
     since = changes_of(run, readable, names)
-    from mplug.build import build_model, refuse_unsavable_states  # import torch, which a refused config never waits for
-    from mplug.mixing import refuse_other_micro_batches
-    from mplug.sizes import refuse_beyond_memory
+    from mplug.checkpoint.states import refuse_unsavable_states  # import torch, which a refused config never waits for
+    from mplug.model.build import build_model
+    from mplug.model.sizes import refuse_beyond_memory
+    from mplug.training.changes import refuse_other_micro_batches
 
     run.directory = directory or new_directory(run.config, name, check=first)
     model = build_model(run)  # refuses what cannot be built before any process starts
@@ -171,10 +172,10 @@ def _refuse_port(world: "World", port: int | None) -> None:
 def _work(
     run: "Run", job: "Job", readable: "Choice | None", launched: bool, port: int | None, restarts: int
 ) -> "Outcome":
-    from mplug.checkpoint import complete
-    from mplug.job import Outcome, work
-    from mplug.launch import Stopped, launch
-    from mplug.pretrained import pretrained_of
+    from mplug.checkpoint.folder import complete
+    from mplug.checkpoint.pretrained import pretrained_of
+    from mplug.distributed.launch import Stopped, launch
+    from mplug.training.job import Outcome, work
 
     if launched or (run.mesh.world_size == 1 and not restarts):
         return work(job)
@@ -221,7 +222,7 @@ def _idle_gpus(run: "Run", gpus: int) -> str:
 
 
 def _report(outcome: "Outcome", run: "Run", seconds: float) -> None:
-    from mplug.observers import duration
+    from mplug.training.observers import duration
 
     name = outcome.directory.name
     if outcome.signal is not None and outcome.step == 0:

@@ -10,15 +10,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mplug.errors import UsageError, listed, suggest
-from mplug.mesh import Mesh
-from mplug.model import Model, allocate, sites
+from mplug.layout.mesh import Mesh
+from mplug.layout.plan import Plan, Segment, Unit
+from mplug.model.fill import sites
+from mplug.model.memory import allocate
+from mplug.model.model import Model
+from mplug.model.offers import Site
 from mplug.nn import DotProductAttention
 from mplug.nn.arguments import by_specification
 from mplug.nn.attention import attention, scaled_dot_product
 from mplug.nn.specification import KNOWN
-from mplug.plan import Plan, Segment, Unit
-from mplug.run import Run
-from mplug.slots import Site
+from mplug.run.run import Run
 from mplug.testing.capabilities import is_specified
 from mplug.testing.suite import Fault, naming_failures, require
 

@@ -70,7 +70,7 @@ class CommandSuite(PluginSuite):
     def test_it_keeps_the_contract(self) -> None:
         """It can be imported, and is a click command. No command of the host has its name."""
         from mplug.cli import COMMANDS
-        from mplug.inspection import inspect_here
+        from mplug.registry.inspection import inspect_here
 
         entry = self.entry()
         require(entry.name not in COMMANDS, f"'{entry.name}' is a command of the host, which goes first; rename it")

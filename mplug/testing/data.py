@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import SkipTest
 
 from mplug.errors import UsageError, counted
-from mplug.microbatches import out_of_range
-from mplug.registry import Registry
-from mplug.run import prepare
+from mplug.registry.entry_points import Registry
+from mplug.run.prepare import prepare
 from mplug.testing.leftovers import nothing_left
 from mplug.testing.samples import (
     difference,
@@ -40,11 +39,12 @@ from mplug.testing.samples import (
     unpacked,
 )
 from mplug.testing.suite import Fault, PluginSuite, naming_failures, require, smoke
+from mplug.training.micro_batch_checks import out_of_range
 
 if TYPE_CHECKING:
-    from mplug.config import RunConfig
+    from mplug.config.binding import RunConfig
     from mplug.contracts import Loader
-    from mplug.run import Run
+    from mplug.run.run import Run
 
 LOOK = 64
 """Number of samples that a test reads if it needs no whole epoch."""
@@ -103,7 +103,7 @@ class DataSuite(PluginSuite):
     @classmethod
     def ranks(cls, config: "RunConfig") -> "list[Run]":
         """The prepared runs of all ranks of a config, without starting a process."""
-        from mplug.build import choose_device
+        from mplug.model.build import choose_device
 
         with naming_failures("preparing a run"):
             runs = [prepare(config)]
@@ -115,7 +115,7 @@ class DataSuite(PluginSuite):
     @classmethod
     def loader(cls, run: "Run", split: str = "train") -> "Loader":
         """The loader of a split on a rank."""
-        from mplug.build import build_loader
+        from mplug.training.assembly import build_loader
 
         with naming_failures(f"build_loader of the {split} split"):
             return build_loader(run, split)
@@ -142,7 +142,7 @@ class DataSuite(PluginSuite):
     @smoke
     def test_it_builds_loaders(self) -> None:
         """`build_loader` is the one hook that a run requires of a data plugin."""
-        from mplug.hooks import implemented
+        from mplug.registry.hooks import implemented
 
         hooks = implemented(Registry().load(self.entry()))
         require("build_loader" in hooks, f"'{self.plugin}' does not implement the hook 'build_loader'")
@@ -162,7 +162,7 @@ class DataSuite(PluginSuite):
 
     def test_a_run_finds_no_fault_in_its_micro_batches(self, world_size: int, split: str) -> None:
         """A run checks every micro batch and counts the samples of every rank. A fault ends the run."""
-        from mplug.supervision import Source, Supervised
+        from mplug.training.supervised_loader import Source, Supervised
 
         for run in self.ranks(self.layout(world_size)):
             supervised = Supervised(self.loader(run, split), Source.of(run, split))
@@ -251,7 +251,7 @@ class DataSuite(PluginSuite):
 
     def test_ranks_that_split_the_model_read_the_same_samples(self) -> None:
         """`run.mesh.batch_shard(run.rank)` gives a rank's part of the batch; the rank's number does not."""
-        from mplug.mesh import Axis, Mesh
+        from mplug.layout.mesh import Axis, Mesh
 
         config, parts = self.layout(2), []
         for rank in range(4):

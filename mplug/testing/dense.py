@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from mplug.contracts import Optimizer, Piece, StepScalars
-from mplug.mesh import Axis, Mesh
+from mplug.layout.mesh import Axis, Mesh
+from mplug.layout.placement import Placement
+from mplug.layout.plan import Init, Parameter, Segment
 from mplug.nn.random import key_of
-from mplug.plan import Init, Parameter, Placement, Segment
-from mplug.run import Run
+from mplug.run.run import Run
 from mplug.testing.suite import naming_failures
 
 INIT = Init("constant")

@@ -80,8 +80,8 @@ def drawing_attention(calls: list[None]) -> Iterator[None]:
 
 def first_gradients(settings: "TinySettings") -> "dict[str, Tensor]":
     """The gradients in the sinks after the first micro batch of a tiny run."""
-    from mplug.build import build
     from mplug.testing.harness import in_fp64, tiny_run
+    from mplug.training.assembly import build
 
     run = tiny_run(in_fp64(settings))
     parts = build(run)

@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import SkipTest
 
 from mplug.errors import counted
-from mplug.hooks import implemented
-from mplug.registry import Registry
+from mplug.registry.entry_points import Registry
+from mplug.registry.hooks import implemented
 from mplug.testing.harness import tiny_config
 from mplug.testing.leftovers import nothing_left
 from mplug.testing.suite import Fault, PluginSuite, require
 
 if TYPE_CHECKING:
-    from mplug.config import RunConfig
+    from mplug.config.binding import RunConfig
     from mplug.testing.runs import Witness
     from mplug.testing.watch import Watch
 

@@ -14,22 +14,24 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mplug.config.defaults import default_settings
+from mplug.config.sources import Settings, from_mapping, merge, read_file
 from mplug.errors import UsageError
-from mplug.registry import Registry
-from mplug.resolve import default_settings, resolve
-from mplug.run import Run, prepare
-from mplug.settings import Settings, from_mapping, merge, read_file
+from mplug.registry.entry_points import Registry
+from mplug.registry.resolve import resolve
+from mplug.run.prepare import prepare
+from mplug.run.run import Run
 from mplug.testing.unit_calls import Call, generator_state, watch_units
 from mplug.testing.workers import WorkerFailed, run_workers
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mplug.build import Parts
-    from mplug.config import RunConfig
+    from mplug.config.binding import RunConfig
     from mplug.contracts import MicroBatch
-    from mplug.gradients import GradientSink
-    from mplug.plan import Placement
+    from mplug.gradients.sinks import GradientSink
+    from mplug.layout.placement import Placement
+    from mplug.training.assembly import Parts
 
 TinySettings = Mapping[str, Any]
 Boxes = list[tuple[tuple[int, ...], "Tensor"]]
@@ -59,8 +61,8 @@ class Trace:
     first step, `weights` those after the last. `announced` holds for every step how often each gradient of the rank was
     announced as final. `statistics` are those of each step, over all ranks. `drawn` holds the states of torch's
     generator when a unit began to compute. `places` holds the rank's index among the ranks that compute different parts
-    of a unit (`mplug.draws`). `taken` is the number of micro batches of the evaluation. `taken_early` is whether the
-    stepper took many of them before it needed them.
+    of a unit (`mplug.model.draws`). `taken` is the number of micro batches of the evaluation. `taken_early` is whether
+    the stepper took many of them before it needed them.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -101,7 +103,7 @@ def as_rank(run: Run) -> Run:
     """The run with the rank of this process, if torch's default process group exists."""
     import torch.distributed as dist
 
-    from mplug.groups import Groups
+    from mplug.distributed.groups import Groups
 
     if dist.is_initialized():
         assert run.mesh.world_size == dist.get_world_size(), f"the layout is for {run.mesh.world_size} ranks"
@@ -134,9 +136,9 @@ def train_steps(
     Some labels are ignored, so that micro batches differ in their number of targets. `portions` may divide micro
     batches in another way.
     """
-    from mplug.build import build
-    from mplug.evaluation import evaluate
-    from mplug.schedule import learning_rate
+    from mplug.training.assembly import build
+    from mplug.training.evaluation import evaluate
+    from mplug.training.schedule import learning_rate
 
     run = tiny_run(in_fp64(settings))
     if before is not None:
@@ -226,7 +228,7 @@ def owned_values(run: Run, parts: "Parts") -> dict[str, Boxes]:
 
 
 def _owned(run: Run, tensors: "Iterable[tuple[str, Tensor, Placement]]") -> dict[str, Boxes]:
-    from mplug.model import region
+    from mplug.gradients.region import region
 
     return {
         name: [

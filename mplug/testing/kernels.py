@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import SkipTest
 
 from mplug.errors import UsageError, listed
-from mplug.slots import Filled, Offer, Site
+from mplug.model.offers import Filled, Offer, Site
 from mplug.testing.harness import difference, tiny_run, train_steps
 from mplug.testing.suite import Fault, PluginSuite, naming_failures, refusals, require, smoke
 
 if TYPE_CHECKING:
     from mplug.nn.parts import AttentionParts
-    from mplug.run import Run
+    from mplug.run.run import Run
     from mplug.testing.capabilities import Setting
     from mplug.testing.kernel_cases import Case
     from mplug.testing.trials import Trial
@@ -104,7 +104,7 @@ class KernelSuite(PluginSuite):
         return parts_fault(parts, self._setting(site), packed)
 
     def _setting(self, site: Site) -> "Setting":
-        from mplug.precision import DTYPES
+        from mplug.gradients.precision import DTYPES
         from mplug.testing.capabilities import Setting
 
         run, _ = self._offered()
@@ -274,7 +274,7 @@ class KernelSuite(PluginSuite):
         """The tiny run in a dtype, and the kernel's offers for it."""
         import torch
 
-        from mplug.build import choose_device, collect_offers
+        from mplug.model.build import choose_device, collect_offers
 
         run = tiny_run(self.tiny(trainer__precision=dtype or self.dtypes[0]))
         with refusals("the device of this suite's runs", named_by_author=False):  # skips if this machine lacks it
@@ -311,7 +311,7 @@ class KernelSuite(PluginSuite):
 
     def _asked(self, dtype: str, only: str | None) -> "tuple[dict[str, list[Trial]], dict[str, list[str]]]":
         """The trials of every slot (or of slot `only`), and the refusals of the other cases."""
-        from mplug.precision import DTYPES
+        from mplug.gradients.precision import DTYPES
         from mplug.testing.trials import Trial
 
         run, offers = self._offered(dtype)
@@ -342,7 +342,7 @@ class KernelSuite(PluginSuite):
 
     def _filled(self) -> list[Filled]:
         """The slots that it fills in the tiny run's model, as 'mplug explain' shows them."""
-        from mplug.build import build_model
+        from mplug.model.build import build_model
 
         self._offered()  # skips if this machine lacks the device of the settings
         label = self.entry().label

@@ -9,16 +9,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mplug.errors import UsageError, listed
-from mplug.mesh import Axis, IndexMap
-from mplug.run import Run, prepare
-from mplug.sharding import FlatBox
-from mplug.slots import Offer, Site, Wrap
+from mplug.layout.mesh import Axis, IndexMap
+from mplug.layout.ownership import FlatBox
+from mplug.model.offers import Offer, Site, Wrap
+from mplug.run.prepare import prepare
+from mplug.run.run import Run
 from mplug.testing.harness import TinySettings, tiny_config
 from mplug.testing.suite import Fault, require
 
 if TYPE_CHECKING:
-    from mplug.model import Model
-    from mplug.plan import Box, Placement
+    from mplug.layout.placement import Box, Placement
+    from mplug.model.model import Model
 
 Ranks = list[tuple[Run, "Model"]]
 """Every rank's run, with the rank's model."""
@@ -50,7 +51,7 @@ def ranks_of(settings: TinySettings) -> Ranks:
 
     Before a launch the host builds only rank 0's model. So a refusal by another rank comes too late, and is a Fault.
     """
-    from mplug.build import build_model  # imports torch
+    from mplug.model.build import build_model  # imports torch
 
     run, found = prepared(settings), []
     for rank in range(run.mesh.world_size):
@@ -181,8 +182,8 @@ def require_one_truth(ranks: Ranks) -> None:
 
 def tokens_of(run: Run, model: "Model") -> Tokens:
     """The tokens and labels of the next global batch with which a rank computes."""
-    from mplug.build import build_loader
-    from mplug.entries import own_entries
+    from mplug.training.assembly import build_loader
+    from mplug.training.batch_parts import own_entries
 
     found: Tokens = {}
     for batch in build_loader(run, "train").take(run.config.trainer.global_batch_size):
@@ -236,7 +237,7 @@ def require_pure_offers(run: Run, model: "Model", label: str) -> None:
 
 
 def _state_of(model: "Model") -> dict[str, object]:
-    from mplug.model import sites
+    from mplug.model.fill import sites
 
     slots = {f"{s.slot} of '{s.name}'": getattr(s.module, s.slot.rpartition(".")[2]) for s in sites(model.module)}
     return {
@@ -257,7 +258,7 @@ def _told(offered: list[Offer | Wrap]) -> list[str]:
 
 def require_true_offers(run: Run, model: "Model", label: str) -> None:
     """Each offer answers for every site of its slots with True, False or a reason."""
-    from mplug.model import sites
+    from mplug.model.fill import sites
 
     for offered in offers_of(run, model, label):
         for site in (site for site in sites(model.module) if site.slot in _slots(offered)):

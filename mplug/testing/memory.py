@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import SkipTest
 
-from mplug.hooks import implemented
-from mplug.registry import Registry
+from mplug.registry.entry_points import Registry
+from mplug.registry.hooks import implemented
 from mplug.testing.draws import drawing_attention, first_gradients
 from mplug.testing.harness import STEPS, TinySettings, Trace, tiny_run, train_ranks, train_steps
 from mplug.testing.suite import PluginSuite, require
@@ -23,8 +23,8 @@ from mplug.testing.suite import PluginSuite, require
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mplug.build import Parts
-    from mplug.run import Run
+    from mplug.run.run import Run
+    from mplug.training.assembly import Parts
 
 
 class MemorySuite(PluginSuite):
@@ -90,7 +90,7 @@ class MemorySuite(PluginSuite):
 
     def test_a_run_with_it_under_a_layout_is_the_run_without_it(self, layout: str) -> None:
         """The same on every rank."""
-        from mplug.settings import read_assignments
+        from mplug.config.sources import read_assignments
 
         word, *assignments = layout.split()
         more = {".".join(key): setting.value for key, setting in read_assignments(assignments).items()}
@@ -114,7 +114,7 @@ class MemorySuite(PluginSuite):
 
     def test_less_stays_on_the_device(self, model: str) -> None:
         """Autograd saves fewer bytes of a forward pass on the device."""
-        from mplug.build import build
+        from mplug.training.assembly import build
 
         runs = [tiny_run(one) for one in self.pair(model)]
         found, plain = (kept_bytes(run, build(run)) for run in runs)

@@ -17,9 +17,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from mplug.errors import listed
-from mplug.mixing import INDEX_OF, NAME, Statement, statements
-from mplug.model import Model, role_of, run_units, sites
-from mplug.plan import Unit
+from mplug.layout.names import role_of
+from mplug.layout.plan import Unit
+from mplug.model.fill import sites
+from mplug.model.mixing import INDEX_OF, NAME, statements
+from mplug.model.mixing_statement import Statement
+from mplug.model.model import Model
+from mplug.model.units import run_units
 from mplug.testing.suite import Fault
 from mplug.testing.trial import Trial
 

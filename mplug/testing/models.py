@@ -5,17 +5,18 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import SkipTest
 
+from mplug.config.defaults import default_settings
+from mplug.config.sources import from_mapping
 from mplug.errors import UsageError
-from mplug.registry import Registry
-from mplug.resolve import default_settings, resolve
-from mplug.run import prepare
-from mplug.settings import from_mapping
+from mplug.registry.entry_points import Registry
+from mplug.registry.resolve import resolve
+from mplug.run.prepare import prepare
 from mplug.testing.harness import tiny_run
 from mplug.testing.suite import Fault, PluginSuite, smoke
 
 if TYPE_CHECKING:
-    from mplug.model import Model
-    from mplug.plan import Flops
+    from mplug.layout.plan import Flops
+    from mplug.model.model import Model
     from mplug.testing.trial import Trial
 
 

@@ -18,7 +18,7 @@ An optimizer's author subclasses it in a test module, and writes a reference of 
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from unittest import SkipTest
 
-from mplug.registry import Registry
+from mplug.registry.entry_points import Registry
 from mplug.testing.harness import STEPS, Trace, difference, logical, tiny_run, train_steps
 from mplug.testing.suite import Fault, naming_failures, refusals, require, smoke
 from mplug.testing.waiting import never_waiting
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mplug.contracts import Piece
-    from mplug.plan import Parameter
+    from mplug.layout.plan import Parameter
 
 SCHEDULE = [(1e-2, 0.1, 1.0), (2e-2, 0.1, 0.25), (5e-3, 0.0, 4.0), (0.0, 0.5, 1.0), (3e-2, 0.3, 0.125)]
 """(learning rate, weight decay, scale of gradients) of the steps that the suite compares with the reference."""
@@ -324,7 +324,7 @@ class OptimizerSuite(WeightSuite):
 
         A layout that the host refuses is skipped, unless `layouts` names it.
         """
-        from mplug.build import build_model
+        from mplug.model.build import build_model
 
         settings = self.tiny(parallel__layout=layout)
         with refusals(f"layout '{layout}'", named_by_author=self.layouts is not None):

@@ -9,9 +9,9 @@ from unittest import SkipTest
 import yaml
 
 from mplug.errors import UsageError, listed
-from mplug.mesh import Axis, parse_layout
-from mplug.registry import BrokenPlugin, Registry
-from mplug.run import Run
+from mplug.layout.mesh import Axis, parse_layout
+from mplug.registry.entry_points import BrokenPlugin, Registry
+from mplug.run.run import Run
 from mplug.testing import layouts
 from mplug.testing.draws import draws_fault
 from mplug.testing.harness import (

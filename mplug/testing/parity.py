@@ -2,9 +2,9 @@
 
 import json
 
+from mplug.config.sources import read_assignments
 from mplug.errors import UsageError
-from mplug.registry import BrokenPlugin
-from mplug.settings import read_assignments
+from mplug.registry.entry_points import BrokenPlugin
 from mplug.testing.harness import (
     Portions,
     TinySettings,
@@ -85,7 +85,7 @@ def _require_one_process(alone: TinySettings) -> None:
 
 def _world_size(settings: TinySettings) -> int:
     """The number of ranks of a run; UsageError if it is refused before any process starts."""
-    from mplug.build import build_model
+    from mplug.model.build import build_model
 
     try:
         run = tiny_run(settings)

@@ -6,8 +6,8 @@
 import sys
 
 from mplug.errors import listed
-from mplug.inspection import Report, inspect_here, print_report
-from mplug.registry import Registry
+from mplug.registry.entry_points import Registry
+from mplug.registry.inspection import Report, inspect_here, print_report
 from mplug.testing import suite_of
 from mplug.testing.suite import smoke_faults, unset_fields
 

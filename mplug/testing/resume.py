@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mplug.run import prepare
+from mplug.run.prepare import prepare
 from mplug.testing.harness import TinySettings, tiny_config
 from mplug.testing.samples import kept, merged_state
 from mplug.testing.suite import require
@@ -38,7 +38,7 @@ def require_exact_resume(settings: TinySettings, before: str, portions: Sequence
 
 def _loaders(settings: TinySettings, layout: str) -> "dict[int, Loader]":
     """One training loader for each part of the batch, as the ranks of a layout would build it."""
-    from mplug.build import build_loader
+    from mplug.training.assembly import build_loader
 
     run, found = prepare(tiny_config({**settings, "parallel.layout": layout})), dict[int, "Loader"]()
     run.device = "cpu"

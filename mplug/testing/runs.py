@@ -4,18 +4,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mplug.hooks import HOST
-from mplug.run import prepare
-from mplug.specification import hookimpl
+from mplug.registry.hooks import HOST
+from mplug.registry.specification import hookimpl
+from mplug.run.prepare import prepare
 from mplug.testing.harness import as_rank
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mplug.config import RunConfig
+    from mplug.config.binding import RunConfig
     from mplug.contracts import Record
-    from mplug.model import Model
-    from mplug.run import Run
+    from mplug.model.model import Model
+    from mplug.run.run import Run
 
 
 class PlannedFailure(Exception):
@@ -86,9 +86,9 @@ def trained(
     """
     from contextlib import suppress
 
-    from mplug.build import choose_device
-    from mplug.loop import train
-    from mplug.observers import MetricsFile
+    from mplug.model.build import choose_device
+    from mplug.training.loop import train
+    from mplug.training.observers import MetricsFile
 
     witness = Witness(fails_at)
     run = as_rank(prepare(config, {f"{HOST}metrics": MetricsFile(), f"{HOST}witness": witness}, directory))

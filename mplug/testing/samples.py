@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mplug import microbatches
 from mplug.testing.suite import Fault, naming_failures, require
+from mplug.training import micro_batch_checks as microbatches
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -145,7 +145,7 @@ def leaked(training: Iterable[Sample], validation: Iterable[Sample]) -> Sample |
 
 def stored(state: Any) -> "tuple[str, dict[str, Tensor]]":
     """A state as a checkpoint holds it: plain data as JSON, and tensors. Fault if the data is not plain."""
-    from mplug.plain import lift
+    from mplug.checkpoint.plain_data import lift
 
     tensors: dict[str, Tensor] = {}
     try:
@@ -167,7 +167,7 @@ def merged_state(loaders: "Sequence[Loader]") -> Any:
 
 def kept(state: Any) -> Any:
     """A state as a checkpoint restores it."""
-    from mplug.plain import lower
+    from mplug.checkpoint.plain_data import lower
 
     text, tensors = stored(state)
     return lower(json.loads(text), {path: tensor.clone() for path, tensor in tensors.items()})
@@ -190,8 +190,9 @@ def image(state: Any) -> str:
 
 def first_samples(settings: Mapping[str, Any], num_samples: int) -> list[Sample]:
     """Read the first samples; called in another process."""
-    from mplug.build import build_loader, choose_device
+    from mplug.model.build import choose_device
     from mplug.testing.harness import tiny_run
+    from mplug.training.assembly import build_loader
 
     run = tiny_run(settings)
     run.device = choose_device(run.config)

@@ -19,9 +19,10 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
 from unittest import SkipTest
 
-from mplug.config import RunConfig
+from mplug.config.binding import RunConfig
+from mplug.config.entry import Entry
 from mplug.errors import UsageError
-from mplug.registry import BrokenPlugin, Entry, Registry
+from mplug.registry.entry_points import BrokenPlugin, Registry
 from mplug.testing.harness import tiny_config
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -33,7 +34,7 @@ sys.path[:] = {{path!r}}
 importlib.import_module({{module!r}})
 if "torch" in sys.modules:
     sys.exit({_IMPORTED})
-from mplug.run import prepare
+from mplug.run.prepare import prepare
 from mplug.testing.harness import tiny_config
 prepare(tiny_config({{settings!r}}))
 sys.exit({_CONFIGURED} if "torch" in sys.modules else 0)

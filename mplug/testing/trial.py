@@ -12,17 +12,19 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from mplug.build import build
 from mplug.contracts import MicroBatch
 from mplug.errors import listed
-from mplug.model import Model, run_units, sites
+from mplug.layout.plan import Flops, Unit
+from mplug.model.fill import sites
+from mplug.model.model import Model
+from mplug.model.units import run_units
 from mplug.nn.loss import IGNORED
 from mplug.nn.random import sample_keys
-from mplug.plan import Flops, Unit
-from mplug.run import Run
+from mplug.run.run import Run
 from mplug.testing.blueprint import other_functions
 from mplug.testing.harness import TinySettings, tiny_run, with_ragged_labels
 from mplug.testing.suite import Fault, require
+from mplug.training.assembly import build
 
 SAMPLES = 4
 """B: number of samples of a micro batch."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mplug.build import Parts
-    from mplug.run import Run
+    from mplug.run.run import Run
+    from mplug.training.assembly import Parts
 
 Call = tuple[int, tuple[int, ...], str]
 """(step, samples of the micro batch, unit) of a call in training."""

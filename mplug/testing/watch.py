@@ -12,10 +12,10 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mplug.hooks import implemented
+from mplug.registry.hooks import implemented
 
 if TYPE_CHECKING:
-    from mplug.config import RunConfig
+    from mplug.config.binding import RunConfig
 
 
 @dataclass

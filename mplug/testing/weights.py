@@ -7,7 +7,7 @@ from mplug.testing.harness import tiny_run
 from mplug.testing.suite import PluginSuite, refusals, require, smoke
 
 if TYPE_CHECKING:
-    from mplug.run import Run
+    from mplug.run.run import Run
     from mplug.testing.dense import Bench
 
 
@@ -73,7 +73,7 @@ class WeightSuite(PluginSuite):
     # Shared by the tests.
 
     def _run(self) -> "Run":
-        from mplug.build import choose_device
+        from mplug.model.build import choose_device
 
         run = tiny_run(self.tiny())
         with refusals("the device of this suite's runs", named_by_author=False):  # skips if this machine lacks it

@@ -35,13 +35,21 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from mplug.errors import UsageError
-from mplug.registry import BrokenPlugin
+from mplug.registry.entry_points import BrokenPlugin
 
 R = TypeVar("R")
 
 PRELOAD = [
     *("torch.distributed", "torch._dynamo", "torch._inductor.config", "torch.onnx", "torch.profiler"),
-    *("mplug.groups", "mplug.job", "mplug.loop", "mplug.ops", "mplug.testing.parallel", "pytest", "hypothesis"),
+    *(
+        "mplug.distributed.groups",
+        "mplug.training.job",
+        "mplug.training.loop",
+        "mplug.ops",
+        "mplug.testing.parallel",
+        "pytest",
+        "hypothesis",
+    ),
 ]
 """Modules that the server imports once for all workers; it skips those that are not installed.
 

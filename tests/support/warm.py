@@ -169,7 +169,7 @@ def start_server() -> None:
 
 
 def forking_modules(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the host's own subprocesses, such as `python -m mplug.inspection`, forks too."""
+    """Make the host's own subprocesses, such as `python -m mplug.registry.inspection`, forks too."""
 
     def fork(command: list[str], **options: Any) -> Any:
         if command[:2] != [sys.executable, "-m"] or not command[2].startswith("mplug."):

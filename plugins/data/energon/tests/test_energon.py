@@ -12,11 +12,12 @@ import torch
 import yaml
 
 from mplug import Loader, MicroBatch, RunError, UsageError
-from mplug.build import build_loader, build_model
+from mplug.model.build import build_model
 from mplug.testing import DataSuite, run_workers
 from mplug.testing.harness import tiny_config, tiny_run
 from mplug.testing.runs import trained
 from mplug.testing.samples import malformed
+from mplug.training.assembly import build_loader
 
 S = 32
 END = 256

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from mplug import RunError, UsageError
-from mplug.build import build_loader
-from mplug.feed import Feed
-from mplug.supervision import Source
 from mplug.testing.harness import tiny_run
+from mplug.training.assembly import build_loader
+from mplug.training.prefetch import Feed
+from mplug.training.supervised_loader import Source
 
 TINY: dict[str, Any] = {"data.name": "energon", "data.streams": 1, "trainer.seq_length": 32}
 IMAGES = {"data.task_encoder": "mplug_energon.encoders:ImageText"}

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from mplug import Loader, MicroBatch, UsageError
-from mplug.build import build_loader
 from mplug.testing import DataSuite
 from mplug.testing.harness import difference, tiny_run, train_ranks, train_steps
+from mplug.training.assembly import build_loader
 
 CHATS = Path(__file__).with_name("chats.jsonl")
 S = 128
@@ -295,7 +295,7 @@ def test_it_says_beforehand_that_it_packs() -> None:
 
 def test_answers_depend_on_their_own_conversation_alone() -> None:
     """Losses of a packed sample are those of its conversations, each by itself."""
-    from mplug.build import build
+    from mplug.training.assembly import build
 
     run = tiny_run({**TINY, "data.path": str(CHATS)})
     parts = build(run)

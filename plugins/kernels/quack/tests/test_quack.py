@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mplug import Site
-from mplug.build import build_model
 from mplug.errors import UsageError
+from mplug.model.build import build_model
 from mplug.nn import MLP, Weights, normal
 from mplug.nn.linear import PLAIN, multiply
 from mplug.nn.mlp import activation

@@ -18,9 +18,9 @@ from torch._functorch import config as functorch
 from torch.nn import functional as F
 
 from mplug import Site, UsageError
-from mplug.build import build_model
+from mplug.model.build import build_model
+from mplug.model.offers import PLAIN
 from mplug.nn.mlp import activation as composition
-from mplug.slots import PLAIN
 from mplug.testing import run_workers
 from mplug.testing.harness import Trace, difference, tiny_run, train_steps
 

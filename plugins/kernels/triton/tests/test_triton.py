@@ -127,7 +127,7 @@ def test_neither_importing_it_nor_asking_it_imports_triton() -> None:
 @pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="it is for machines that cannot run it")
 @pytest.mark.parametrize(("kind", "slot", "role"), [("qk", QKV, r"blocks\.\*\.attn"), ("norm", NORM, r".*norm.*")])
 def test_a_run_that_names_it_without_a_gpu_is_refused_with_the_reason(kind: str, slot: str, role: str) -> None:
-    from mplug.build import build_model
+    from mplug.model.build import build_model
 
     with pytest.raises(UsageError, match=rf"kernels/triton cannot serve {slot} of '{role}': "):
         build_model(tiny_run({f"kernels.{kind}": "triton"}))

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from mplug import UsageError
-from mplug.build import build, build_model
+from mplug.model.build import build_model
 from mplug.testing import Fault, MemorySuite
 from mplug.testing.harness import tiny_config, tiny_run, train_steps
 from mplug.testing.memory import kept_bytes, require_same
+from mplug.training.assembly import build
 
 DROPOUT = {"model.dropout": 0.1, "model.attention_dropout": 0.1}
 EXPERTS: dict[str, Any] = {

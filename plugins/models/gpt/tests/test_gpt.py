@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from mplug import Axis, Mesh, Model, UsageError
-from mplug.model import allocate, initialize
+from mplug.model.memory import allocate, initialize
 from mplug.nn.random import sample_keys
 from mplug.testing import ModelSuite
 

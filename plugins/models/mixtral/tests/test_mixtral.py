@@ -11,9 +11,9 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from mplug import Axis, Mesh, Model
-from mplug.model import allocate, initialize
+from mplug.model.memory import allocate, initialize
 from mplug.nn.random import sample_keys
-from mplug.registry import Registry
+from mplug.registry.entry_points import Registry
 from mplug.testing import ModelSuite
 
 B, S, V = 2, 6, 13

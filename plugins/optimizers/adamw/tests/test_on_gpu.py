@@ -12,11 +12,11 @@ from mplug_adamw.fused import FusedAdamW
 from torch import Tensor
 
 from mplug import Optimizer, Piece, StepScalars
-from mplug.build import Parts, build
-from mplug.run import Run
-from mplug.stepper import write_weights
+from mplug.model.pieces import write_weights
+from mplug.run.run import Run
 from mplug.testing import DenseStep, OptimizerSuite
 from mplug.testing.harness import tiny_run
+from mplug.training.assembly import Parts, build
 
 pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")]

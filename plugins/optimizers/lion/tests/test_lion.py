@@ -8,9 +8,9 @@ from mplug_lion import Lion, foreach
 from torch import Tensor
 
 from mplug import Parameter
-from mplug.build import build
 from mplug.testing import DenseStep, OptimizerSuite, dense
 from mplug.testing.harness import tiny_run
+from mplug.training.assembly import build
 
 
 class TestLion(OptimizerSuite):

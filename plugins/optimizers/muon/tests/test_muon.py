@@ -8,9 +8,10 @@ from mplug_muon import Muon, hidden, newton_schulz
 from torch import Tensor
 
 from mplug import Parameter, UsageError
-from mplug.build import build, build_model
+from mplug.model.build import build_model
 from mplug.testing import DenseStep, OptimizerSuite, dense
 from mplug.testing.harness import tiny_run
+from mplug.training.assembly import build
 
 HIDDEN = {"matrix", "wide matrix", "fused matrices", "matrix that does not decay", "experts"}
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mplug import UsageError
-from mplug.build import build_model, unmet_reasons
+from mplug.model.build import build_model, unmet_reasons
 from mplug.testing import ParallelSuite, run_workers
 from mplug.testing.harness import Trace, difference, tiny_run, train_steps
 
@@ -127,10 +127,10 @@ def leaking() -> None:
 
 def straight() -> None:
     """Positions are cut into contiguous parts, and everything else in zigzag."""
-    import mplug.stepper
+    import mplug.training.stepper
     from mplug import contiguous
 
-    original = mplug.stepper.own_entries
+    original = mplug.training.stepper.own_entries
 
     def own_entries(batch: Any, context: Any, mesh: Any, rank: int) -> Any:
         own = dict(original(batch, context, mesh, rank))
@@ -138,14 +138,14 @@ def straight() -> None:
         own["positions"] = batch["positions"][:, part.start : part.stop]
         return own
 
-    mplug.stepper.own_entries = own_entries
+    mplug.training.stepper.own_entries = own_entries
 
 
 def unsummed() -> None:
     """The norms' gradients are not summed over context-parallel ranks."""
     from dataclasses import replace
 
-    from mplug.plan import Plan
+    from mplug.layout.plan import Plan
 
     original = Plan.match
 
@@ -175,9 +175,9 @@ LARGE = "every gradient is large"
 
 
 def large() -> None:
-    import mplug.reduction
+    import mplug.gradients.reduction
 
-    mplug.reduction.IN_PLACE = 1
+    mplug.gradients.reduction.IN_PLACE = 1
 
 
 def test_large_gradients_which_the_host_sums_in_place_are_those_of_one_process() -> None:

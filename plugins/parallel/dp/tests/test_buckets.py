@@ -12,13 +12,14 @@ from mplug_dp.buckets import Bucket, reduce_in_buckets
 from torch import Tensor, nn
 
 from mplug import Sinks
-from mplug.build import Parts, build
+from mplug.config.defaults import default_settings
+from mplug.config.sources import read_assignments
 from mplug.nn import Linear
-from mplug.registry import Registry
-from mplug.resolve import default_settings, resolve
-from mplug.run import prepare
-from mplug.settings import read_assignments
+from mplug.registry.entry_points import Registry
+from mplug.registry.resolve import resolve
+from mplug.run.prepare import prepare
 from mplug.testing import run_workers
+from mplug.training.assembly import Parts, build
 
 D, DEPTH = 8, 5
 LAYER_BYTES = D * D * 4

@@ -11,16 +11,16 @@ import pytest
 from torch import Tensor
 
 from mplug import Run, UsageError, hookimpl
-from mplug.checkpoint import newest
-from mplug.job import settle
-from mplug.loop import train
-from mplug.resolve import default_settings
-from mplug.run import prepare
-from mplug.settings import from_mapping
+from mplug.checkpoint.folder import newest
+from mplug.config.defaults import default_settings
+from mplug.config.sources import from_mapping
+from mplug.distributed.world import World
+from mplug.run.prepare import prepare
 from mplug.testing import ParallelSuite, run_workers
 from mplug.testing.harness import EXACT, Trace, as_rank, difference, tiny_config, train_steps
 from mplug.testing.parity import require_parity
-from mplug.world import World
+from mplug.training.job import settle
+from mplug.training.loop import train
 
 EXPERTS: dict[str, Any] = {
     "model.name": "mixtral",
@@ -101,8 +101,8 @@ def test_several_strategies_together_give_the_run_of_one_process(layout: str, mo
 
 def sums(settings: dict[str, Any]) -> tuple[set[str], int]:
     """Be one rank: the axes over which listeners sum, and how many sums they leave to the host."""
-    from mplug.build import build
     from mplug.testing.harness import tiny_run
+    from mplug.training.assembly import build
 
     parts = build(tiny_run(settings))
     return parts.model.sinks.reduced_over, len(parts.stepper.reduction.sums)  # type: ignore[attr-defined]
@@ -120,7 +120,7 @@ def test_all_gradients_are_summed_while_backward_runs_those_of_experts_over_thei
 def router_gradient_stays_local() -> None:
     from dataclasses import replace
 
-    from mplug.plan import Plan
+    from mplug.layout.plan import Plan
 
     original = Plan.match
 
@@ -132,13 +132,13 @@ def router_gradient_stays_local() -> None:
 
 
 def experts_summed_over_the_others_ranks() -> None:
-    from mplug.plan import Placement
+    from mplug.layout.placement import Placement
 
     Placement.data_axes = property(lambda _: ("dp",))  # type: ignore[assignment, method-assign]
 
 
 def experts_left_to_themselves() -> None:
-    from mplug.mesh import Mesh
+    from mplug.layout.mesh import Mesh
 
     original = Mesh.group
 
@@ -282,7 +282,7 @@ def test_a_run_with_divided_experts_goes_on_under_another_layout(tmp_path: Path)
     ],
 )
 def test_what_does_not_fit_is_refused_before_launch_with_its_numbers(changes: dict[str, Any], said: tuple[str]) -> None:
-    from mplug.build import build_model
+    from mplug.model.build import build_model
 
     with pytest.raises(UsageError) as caught:
         build_model(prepare(tiny_config(changes)))

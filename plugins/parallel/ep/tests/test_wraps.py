@@ -14,9 +14,9 @@ from mplug_ep.wraps import wraps_of_ep, wraps_of_etp
 from torch import Tensor
 
 from mplug import Axis, Mesh, contiguous
-from mplug.groups import Groups
+from mplug.distributed.groups import Groups
 from mplug.nn import Experts
-from mplug.run import Run
+from mplug.run.run import Run
 from mplug.testing import run_workers
 
 D = 3

@@ -15,12 +15,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mplug import UsageError
-from mplug.build import build, build_model
-from mplug.checkpoint import newest, read_manifest
+from mplug.checkpoint.folder import newest, read_manifest
+from mplug.model.build import build_model
 from mplug.testing import ParallelSuite, run_workers
 from mplug.testing.harness import EXACT, Trace, difference, tiny_config, tiny_run, train_steps
 from mplug.testing.parity import require_parity
 from mplug.testing.runs import trained as run_of
+from mplug.training.assembly import build
 
 KEPT = {"parallel.fsdp.reshard_after_forward": False}
 UNEVEN = {"model.vocab_size": 257, "data.vocab_size": 257, "model.hidden_size": 24, "model.ffn_hidden_size": 50}
@@ -72,7 +73,7 @@ def test_other_models_give_the_run_of_one_process(layout: str) -> None:
 
 def by_another_method() -> None:
     """Units run by a method of another name, and 'forward' is nobody's business."""
-    from mplug.model import Model
+    from mplug.model.model import Model
 
     place = Model.place
 
@@ -166,7 +167,7 @@ def averaged() -> None:
 
 def overwritten() -> None:
     """A micro batch's gradient replaces that of the one before it."""
-    from mplug.gradients import GradientSink
+    from mplug.gradients.sinks import GradientSink
 
     original = GradientSink.contribute
 
@@ -179,8 +180,8 @@ def overwritten() -> None:
 
 def summed_again() -> None:
     """What the reduce-scatter has summed is partial over the axis still."""
-    from mplug.gathering import GatheredPlacement
-    from mplug.plan import Placement
+    from mplug.layout.gathered import GatheredPlacement
+    from mplug.layout.placement import Placement
 
     GatheredPlacement.partial_axes = Placement.partial_axes  # type: ignore[assignment]
 
@@ -265,7 +266,7 @@ def resaved(path: Path, folder: Path) -> None:
     """Load a checkpoint on all ranks (of which two divide the weights), and save it again, untouched."""
     import torch.distributed as dist
 
-    from mplug.position import Position
+    from mplug.training.position import Position
 
     layout = "fsdp2" if dist.get_world_size() == 2 else ""
     settings = {"parallel.layout": layout, "trainer.eval_every": 0, "trainer.precision": "fp64"}
@@ -327,7 +328,7 @@ def test_what_does_not_fit_is_refused_before_launch(changes: dict[str, Any], sai
 
 
 def test_a_schedule_that_splits_backward_is_refused_before_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mplug.model import Model
+    from mplug.model.model import Model
 
     place = Model.place
     monkeypatch.setattr(Model, "place", lambda self, mesh, stages: place(self, mesh, replace(stages, backward="split")))

@@ -15,11 +15,13 @@ from mplug_pp import PipelineParallel
 from mplug_pp.stages import divide, lightest
 
 from mplug import Mesh, Model, Stages, UsageError
-from mplug.build import build_model
-from mplug.registry import Registry
-from mplug.resolve import default_settings, resolve
-from mplug.run import Run, prepare
-from mplug.settings import read_assignments
+from mplug.config.defaults import default_settings
+from mplug.config.sources import read_assignments
+from mplug.model.build import build_model
+from mplug.registry.entry_points import Registry
+from mplug.registry.resolve import resolve
+from mplug.run.prepare import prepare
+from mplug.run.run import Run
 
 
 def cuts(number: int, parts: int) -> Iterator[tuple[int, ...]]:

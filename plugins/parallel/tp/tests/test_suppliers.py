@@ -10,15 +10,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mplug import Model, Run, UsageError
-from mplug.build import build_model
-from mplug.groups import Groups
+from mplug.config.defaults import default_settings
+from mplug.config.sources import read_assignments
+from mplug.distributed.groups import Groups
+from mplug.model.build import build_model
 from mplug.nn import AttentionInputs, AttentionSpec, Dropout
 from mplug.nn.attention import attention
 from mplug.nn.random import sample_keys
-from mplug.registry import Registry
-from mplug.resolve import default_settings, resolve
-from mplug.run import prepare
-from mplug.settings import read_assignments
+from mplug.registry.entry_points import Registry
+from mplug.registry.resolve import resolve
+from mplug.run.prepare import prepare
 from mplug.testing import run_workers
 
 B, S, D, HEADS, V = 2, 8, 16, 4, 30

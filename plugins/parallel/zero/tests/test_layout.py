@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from mplug_zero.layout import ALIGNED, Item, in_buckets, in_matrices, in_ranges, owners
 
 from mplug import Piece, UsageError, hookimpl
-from mplug.build import build_model
-from mplug.model import region
-from mplug.plan import Placement
-from mplug.run import prepare
-from mplug.sharding import ShardedPlacement, Stretch
+from mplug.gradients.region import region
+from mplug.layout.ownership import ShardedPlacement, Stretch
+from mplug.layout.placement import Placement
+from mplug.model.build import build_model
+from mplug.run.prepare import prepare
 from mplug.testing.harness import tiny_config
 from mplug.testing.layouts import require_exact_cover
 
@@ -240,7 +240,7 @@ class Rows:
 
 
 def test_an_optimizer_with_other_needs_is_refused_before_launch() -> None:
-    from mplug.hooks import Hooks
+    from mplug.registry.hooks import Hooks
 
     run = prepare(tiny_config({"parallel.layout": "zero2"}))
     plugins = {label: plugin for label, plugin in run.hooks.plugins.items() if not label.startswith("optimizers/")}

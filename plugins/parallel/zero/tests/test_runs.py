@@ -28,7 +28,7 @@ def events(changes: dict[str, Any], num_steps: int) -> list[list[str]]:
     """Be one rank: of every step, when buckets are begun and ended, and when backward passes the first block."""
     from mplug_zero.sums import Lane, Sums
 
-    from mplug.build import build
+    from mplug.training.assembly import build
 
     told: list[str] = []
     begin, end = Sums.begin, Sums.end
@@ -84,8 +84,8 @@ def test_without_overlap_nothing_travels_while_backward_computes(stage: int) -> 
 
 def memory(changes: dict[str, Any]) -> tuple[int, int, int]:
     """Be one rank: the most buckets that had gradients at once in a step, those of them after it, and all buckets."""
-    from mplug.build import build
-    from mplug.shards import Shard
+    from mplug.gradients.owned_memory import Shard
+    from mplug.training.assembly import build
 
     present: set[int] = set()
     most: list[int] = []
@@ -179,7 +179,8 @@ def test_gradients_that_travel_in_bf16_are_those_of_fp32_to_its_precision(replic
 
 
 def ranges_swapped() -> None:
-    from mplug import sharding, shards
+    from mplug.gradients import owned_memory as shards
+    from mplug.layout import ownership as sharding
 
     original = sharding.owner_of
     sharding.owner_of = shards.owner_of = lambda *where: 1 - original(*where)  # type: ignore[assignment]

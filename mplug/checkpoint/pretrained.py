@@ -1,0 +1,79 @@
+"""Start a run with the weights of another run's checkpoint (`checkpoint.pretrained`), under any layout of both."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mplug.checkpoint.folder import complete, read_manifest
+from mplug.checkpoint.names import MANIFEST
+from mplug.contracts import Piece
+from mplug.errors import UsageError
+from mplug.run.run import Run
+
+if TYPE_CHECKING:
+    from mplug.checkpoint.manifest import Manifest
+    from mplug.model.model import Model
+
+FIELD = "checkpoint.pretrained"
+
+
+def pretrained_of(run: Run) -> Path | None:
+    """The checkpoint that the config names by its own folder or its run's; UsageError if there is none.
+
+    None if the config names no checkpoint.
+    """
+    given = run.config.checkpoint.pretrained
+    if given is None:
+        return None
+    folder = Path(given).expanduser()
+    if os.path.lexists(folder / MANIFEST):
+        return folder.resolve() if folder.is_symlink() else folder  # the user has named the link
+    found = complete(folder / "checkpoints")
+    if not found:
+        raise UsageError(f"{FIELD} '{given}' is no checkpoint, nor the folder of a run that has one; name either")
+    return found[-1]
+
+
+def refuse_another_model(path: Path, model: "Model") -> None:
+    """Raise UsageError unless the checkpoint has the model's parameters, by name and logical shape."""
+    manifest = read_manifest(path)
+    saved = weights_in(manifest)
+    for name, placement in model.placements.items():
+        if name not in saved:
+            raise UsageError(f"{FIELD} '{path}' has no parameter '{name}'; it is of another model")
+        if saved[name] != placement.shape:
+            raise UsageError(
+                f"{FIELD} '{path}' holds '{name}' with shape {saved[name]}, and the model has {placement.shape}; "
+                f"give the model the config that it was saved under"
+            )
+    refuse_larger(f"{FIELD} '{path}'", manifest, model)
+
+
+def refuse_larger(named: str, manifest: "Manifest", model: "Model") -> None:
+    """Raise UsageError if a checkpoint has a parameter that the model lacks; the message calls it `named`."""
+    for extra in sorted(weights_in(manifest).keys() - model.placements.keys()):
+        raise UsageError(f"{named} has a parameter '{extra}' that the model lacks; it is of another model")
+
+
+def weights_in(manifest: "Manifest") -> dict[str, tuple[int, ...]]:
+    """The logical shape of every parameter in a checkpoint."""
+    return {
+        name.removesuffix("/weight"): tuple(saved["shape"])
+        for name, saved in manifest["tensors"].items()
+        if name.endswith("/weight") and name[0] != "/"
+    }
+
+
+def load_weights(run: Run, model: "Model", pieces: list[Piece], path: Path) -> None:
+    """Begin with a checkpoint's weights and the states of its modules; all else of the run is new."""
+    from mplug.checkpoint.boxes import State, buffer_boxes, held_boxes
+    from mplug.checkpoint.choice import manifest_of
+    from mplug.checkpoint.saver import load
+    from mplug.model.pieces import held_values, write_weights
+
+    state: State = {
+        f"{one.name}/weight": held_boxes(one.placement, one.values, run.rank) for one in held_values(model, pieces)
+    }
+    load(run, path, manifest_of(run, path), state | buffer_boxes(model, run.rank, held_boxes))
+    write_weights(pieces)
+    model.weights_written()

@@ -1,0 +1,52 @@
+"""Checkpoints against a model: what cannot be saved or loaded is refused, and weights load for inference."""
+
+from pathlib import Path
+
+from mplug.checkpoint.boxes import Boxed, buffer_boxes, held_boxes
+from mplug.checkpoint.choice import manifest_of
+from mplug.checkpoint.folder import read_manifest
+from mplug.checkpoint.saver import load, refuse_another
+from mplug.errors import RunError, UsageError
+from mplug.model.build import allocate_parts, build_model, states_without_memory
+from mplug.model.model import Model
+from mplug.run.run import Run
+
+
+def refuse_unsavable_states(run: Run, model: Model, resume_from: Path | None = None) -> None:
+    """Raise UsageError if a checkpoint cannot hold a state of the optimizer, without allocating memory.
+
+    Also raise it if the checkpoint to resume from lacks a state that the optimizer keeps for this rank's parameters.
+    """
+    optimizer, pieces = states_without_memory(run, model)
+    if resume_from is not None:
+        state = {
+            f"{piece.name}/{name}": Boxed(piece.placement.shape if tensor.dim() else (), {})
+            for piece in pieces
+            for name, tensor in {"weight": piece.master, **optimizer.state(piece)}.items()
+        }
+        refuse_another(resume_from, read_manifest(resume_from)["tensors"], state)
+
+
+def load_for_inference(run: Run, path: Path) -> Model:
+    """The model of a run with a checkpoint's weights, without gradients or optimizer.
+
+    A run that goes on may replace the checkpoint meanwhile: the new one is loaded then.
+    """
+    manifest, model = manifest_of(run, path), build_model(run)
+    described = {f"{name}/weight": Boxed(placement.shape, {}) for name, placement in model.placements.items()}
+    refuse_another(path, manifest["tensors"], described)  # before anything is allocated
+    allocate_parts(run, model)
+    weights = {
+        f"{name}/weight": held_boxes(model.placements[name], parameter.data, run.rank)
+        for name, parameter in model.parameters().items()
+    }
+    while True:
+        try:
+            load(run, path, manifest, weights | buffer_boxes(model, run.rank, held_boxes))
+            return model
+        except (UsageError, RunError):  # the same on all ranks
+            newer = manifest_of(run, path)
+            if newer == manifest:
+                raise
+            manifest = newer
+            refuse_another(path, manifest["tensors"], described)

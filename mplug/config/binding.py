@@ -1,0 +1,129 @@
+"""The run's config: the settings of all sources, bound to typed sections, one for each chosen plugin.
+
+It is data; `mplug.registry.resolve` makes it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mplug.config import host_sections as sections
+from mplug.config.entry import Entry
+from mplug.config.sources import NAMED_SECTIONS, Key, Settings, from_mapping, merge, nested, source_of
+
+KIND_OF_SECTION = {"model": "models", "optimizer": "optimizers", "data": "data"}
+HOST_SECTIONS: dict[str, type[sections.Section]] = {
+    "trainer": sections.Trainer,
+    "schedule": sections.Schedule,
+    "checkpoint": sections.Checkpoint,
+    "watchdog": sections.Watchdog,
+}
+FREE_SECTIONS = ("memory", "extensions")
+"""Sections that choose any number of plugins: a sub-section with a plugin's name chooses it."""
+PLUGIN_SECTIONS = ("parallel", "kernels", *FREE_SECTIONS)
+SECTIONS = (*NAMED_SECTIONS, *PLUGIN_SECTIONS, *HOST_SECTIONS)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A plugin that the config names: where it comes from, its class, and its bound section."""
+
+    entry: Entry
+    plugin: type[Any]
+    config: Any
+    section: Key
+
+    @property
+    def label(self) -> str:
+        """'models/gpt'."""
+        return self.entry.label
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """The layout: each named strategy's degree, and the strategy `data` that takes the remaining ranks.
+
+    `rest` is the strategy `data` with its bound config; None if the layout names that strategy, or if `data` is None.
+    """
+
+    layout: str
+    degrees: Mapping[str, int]
+    data: str | None
+    rest: Chosen | None = None
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kernel plugin that the config names for each kind of slot (labels such as 'kernels/NAME').
+
+    `default` fills every slot that it supports and whose kind is not in `kinds`. A kind with the value None keeps the
+    composition in plain torch.
+    """
+
+    kinds: Mapping[str, str | None]
+    default: str | None
+
+    def chosen(self, kind: str) -> str | None:
+        """The label of the plugin for a kind of slot; None means the composition in plain torch."""
+        return self.kinds.get(kind, self.default)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A complete, valid config. `model`, `optimizer` and `data` are the chosen plugins' own `Config` objects."""
+
+    model: Any
+    optimizer: Any
+    data: Any
+    trainer: sections.Trainer
+    schedule: sections.Schedule
+    checkpoint: sections.Checkpoint
+    watchdog: sections.Watchdog
+    parallel: Parallel
+    kernels: Kernels
+    chosen: tuple[Chosen, ...]
+    settings: Settings
+    frozen: tuple[str, ...] = ()
+    """Patterns of parameters that are not trained: the field `frozen` of the section 'model'."""
+
+    def with_rest(self, degree: int, source: str) -> "RunConfig":
+        """The config whose layout also names the strategy of `parallel.data`, with the degree that `source` set."""
+        parallel = self.parallel
+        assert parallel.data is not None
+        assert parallel.rest is not None
+        layout = f"{parallel.layout}{parallel.data}{degree}"
+        named = Parallel(layout, {**parallel.degrees, parallel.data: degree}, parallel.data)
+        settings = merge(self.settings, from_mapping(layout, source, ("parallel", "layout")))
+        return replace(self, parallel=named, chosen=(*self.chosen, parallel.rest), settings=settings)
+
+    def resolved(self) -> dict[str, Any]:
+        """Every value of the run as a plain nested mapping, including the plugins' defaults and presets."""
+        tree: dict[str, Any] = {}
+        for section in NAMED_SECTIONS:
+            tree[section] = {"name": self.settings[section, "name"].value, **_plain(getattr(self, section))}
+        tree["model"].setdefault("frozen", list(self.frozen))
+        said = nested(self.settings)
+        for section in PLUGIN_SECTIONS:
+            tree[section] = dict(said.get(section, {}))
+        for chosen in self.chosen:
+            if len(chosen.section) == 2:
+                tree[chosen.section[0]][chosen.section[1]] = _plain(chosen.config)
+        tree |= {section: _plain(getattr(self, section)) for section in HOST_SECTIONS}
+        return {section: tree[section] for section in SECTIONS}
+
+    def sources(self) -> dict[str, str]:
+        """Where every value of `resolved()` was written; a plugin's own default names the plugin."""
+        owners: dict[Key, str] = {}
+        if "frozen" not in type(self.model).model_fields:
+            owners["model", "frozen"] = "default of mplug"
+        owners |= {chosen.section: f"default of {chosen.label}" for chosen in self.chosen}
+        return {
+            ".".join(key): source_of({key: self.settings[key]}, key) or ""
+            if key in self.settings
+            else next((owner for section, owner in owners.items() if key[: len(section)] == section), "")
+            for key in from_mapping(self.resolved(), "")
+        }
+
+
+def _plain(config: Any) -> Any:
+    return config.model_dump(mode="json")

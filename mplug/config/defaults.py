@@ -1,0 +1,18 @@
+"""The settings that a run begins with: the defaults of the host, or those of a saved run."""
+
+from pathlib import Path
+
+from mplug.config.binding import FREE_SECTIONS, HOST_SECTIONS, SECTIONS
+from mplug.config.sources import Settings, merge, read_file
+
+
+def default_settings() -> Settings:
+    """The settings of the default run."""
+    return read_file(Path(__file__).with_name("default.yaml"), "default.yaml")
+
+
+def saved_settings(directory: Path) -> Settings:
+    """The settings that a run's directory holds; host fields that are newer than the run have their defaults."""
+    ours = {key: setting for key, setting in default_settings().items() if key[0] in HOST_SECTIONS}
+    needed = [section for section in SECTIONS if section not in FREE_SECTIONS]
+    return merge(ours, read_file(directory / "config.yaml", needed=needed))

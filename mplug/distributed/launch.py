@@ -1,0 +1,373 @@
+"""The processes of a run: `launch` starts them on this machine, `joined` makes the current process one of them."""
+
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from typing import Any
+
+from mplug.distributed.heartbeat_transport import Spoken
+from mplug.distributed.heartbeats import Beat
+from mplug.distributed.signals import Signals
+from mplug.distributed.watchdog import Ward
+from mplug.distributed.world import World
+from mplug.errors import Diverged, PluginError, RunError, UsageError
+
+GRACE = 3.0
+"""Seconds that the processes have to report their errors and end, after one has failed."""
+AT_ONCE = 0.3
+"""Maximum delay in seconds with which the death of a process is noticed after the errors that it causes elsewhere."""
+TERMINATED = "terminated"
+"""The message of a process that ends on SIGTERM from the launcher: it has not failed."""
+SAID_AS_THEY_ARE: dict[str, type[UsageError | RunError]] = {
+    error.__name__: error for error in (UsageError, RunError, Diverged)
+}
+"""Errors whose message is already a sentence for the user."""
+
+
+class Failed(RunError):
+    """The report of torch elastic about the first process that it saw fail."""
+
+    def __init__(self, message: str, exit_codes: Mapping[int, int]) -> None:
+        super().__init__(message)
+        self.exit_codes = exit_codes
+
+
+class Stopped(Exception):
+    """A signal has ended the processes of a launch; they handled it themselves."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.signal = int(number)
+
+
+def refuse_port_in_use(port: int) -> None:
+    """Raise UsageError if a port is in use."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            raise UsageError(
+                f"--master-port {port} is in use; choose another, or leave it out for a free one"
+            ) from None
+
+
+@contextmanager
+def joined(
+    world: World,
+    device: str,
+    timeout: timedelta | None = None,
+    watching: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Iterator[None]:
+    """Make this process part of its world for the block: set its GPU, its threads, torch's default process group.
+
+    `timeout` is torch's time-out for a collective. The context manager that `watching` returns is entered after the
+    processes have met, and surrounds the rest of the block.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+    from mplug.distributed.meeting import gpu_of, interfaces, meet, member, num_threads, open_store
+
+    gpus = torch.cuda.device_count() if device == "cuda" else 0
+    gpu = gpu_of(world.local_rank, gpus) if gpus else 0
+    if gpus:
+        torch.cuda.set_device(gpu)
+    # A restarted agent keeps its store, and ranks would read the addresses of the previous attempt (pytorch #135712).
+    # Another job may use the same port: its processes have another prefix and do not read these keys.
+    store = PrefixStore(f"{world.job}_attempt_{world.restart}", open_store(world))
+    own = member(world.address, device, str(torch.cuda.get_device_properties(gpu).uuid) if gpus else "", gpus)
+    decision = meet(world, store, own)
+    os.environ |= interfaces(world, own, decision)
+    if not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys():
+        torch.set_num_threads(num_threads(own.cpus, decision.cpus, torch.get_num_threads()))
+    options: dict[str, Any] = {"backend": "gloo"}
+    if gpus:
+        torch.zeros((), device="cuda", requires_grad=True).backward()  # creates the CUDA context of autograd's thread
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")  # known, and intended
+        options = {"backend": "nccl", "device_id": torch.device("cuda", gpu)}
+    with watching():
+        dist.init_process_group(store=store, rank=world.rank, world_size=world.size, timeout=timeout, **options)
+        yield
+        dist.destroy_process_group()  # not after an error: it would wait for the other ranks
+
+
+def agreed(value: Any) -> Any:
+    """Rank 0's value, on every rank."""
+    import torch.distributed as dist
+
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
+
+
+def launch(size: int, work: Callable[..., Any], *arguments: Any, port: int | None = None) -> Any:
+    """Run `work(*arguments, tell)` in `size` processes on this machine, and return the result of rank 0.
+
+    Each process reads its rank from the environment, as under torchrun, and calls `tell(step)` at every step. If a
+    process dies, the launcher ends the others and raises the error of the first one: a UsageError or RunError
+    unchanged, anything else as a RunError that names rank, host and step. If the processes send heartbeats
+    (`tell(beat)`), the launcher kills a process that hangs, and the error names it. It forwards SIGINT and SIGTERM to
+    the processes; a second signal kills them at once. No process outlives this one.
+    """
+    multiprocessing.set_forkserver_preload(["mplug.training.loop", "mplug.training.job"])
+    lines = Lines(size)
+    with ThreadPoolExecutor(1) as pool, Handler(lines) as handler:
+        # In a separate thread: in the main thread, elastic installs signal handlers, and does not poll while it stops.
+        running = pool.submit(_elastic, size, port, work, arguments, lines.theirs)
+        while not running.done():
+            lines.listen(0.2)
+            lines.watch()
+            if lines.failing_for() > GRACE:
+                lines.kill()  # a process that waits in a collective for a dead one does not handle elastic's SIGTERM
+    lines.listen(0.0)
+    lines.close()
+    error = running.exception()
+    if error is None:
+        return running.result()
+    if handler.signal is not None and not lines.failed_before(handler.when):
+        raise Stopped(handler.signal) from error
+    raise lines.first_failure(_exit_codes(error)) or error
+
+
+def _exit_codes(error: BaseException) -> Mapping[int, int]:
+    return error.exit_codes if isinstance(error, Failed) else {}
+
+
+def _how(exit_code: int) -> str:
+    """How a process died without a message; a negative status is the number of a signal."""
+    if exit_code < 0:
+        return f"of {signal.Signals(-exit_code).name}"
+    return "without a word, as by SIGKILL or where memory runs out"
+
+
+@dataclass(frozen=True)
+class Started:
+    """The first message of a process. Its process id is also the id of its process group."""
+
+    pid: int
+
+
+class Lines:
+    """The launcher's pipes to its processes: it sends signals, and receives messages.
+
+    A process sends `Started`, the number of each step that it starts, a heartbeat per second, and at its end "done",
+    "terminated" or its error. A process whose pipe closes without one of these three was killed. The launcher needs
+    these messages because elastic reports one failure only, which may be that of a process whose connection broke when
+    another one died.
+    """
+
+    def __init__(self, size: int) -> None:
+        pairs = [multiprocessing.Pipe() for _ in range(size)]
+        self.theirs = [theirs for _, theirs in pairs]
+        self.ours = {ours: rank for rank, (ours, _) in enumerate(pairs)}
+        self.heard: list[tuple[float, int, Any]] = []
+        self.steps: dict[int, int] = {}
+        self.pids: dict[int, int] = {}
+        self.ward = Ward(range(size))
+        self.looked = time.monotonic()
+
+    def listen(self, seconds: float) -> None:
+        """Receive the messages of the processes; wait at most `seconds` for the first."""
+        if not self.ours:
+            time.sleep(seconds)
+        for line in connection.wait(list(self.ours), seconds) if self.ours else ():
+            assert isinstance(line, Connection)
+            rank = self.ours.get(line)
+            if rank is None:  # a second signal has closed the pipe in the meantime
+                continue
+            try:
+                word = line.recv()
+                if isinstance(word, Started):
+                    self.pids[rank] = word.pid
+                elif isinstance(word, Beat):
+                    self.ward.hear(word)
+                elif isinstance(word, int):
+                    self.steps[rank] = word
+                    self.ward.note_step(rank, word)
+                else:
+                    self.heard.append((time.monotonic(), rank, word))
+                    self.ward.leave(rank)
+            except (EOFError, OSError):
+                self.heard.append((time.monotonic(), rank, None))
+                self.ward.leave(rank)
+                self.ours.pop(line, None)
+        if self.theirs and len(self.pids) == len(self.theirs):
+            self._forget_theirs()
+
+    def watch(self) -> None:
+        """Kill the processes that hang, as heartbeats show, and record their failure as the first."""
+        now = time.monotonic()
+        self.ward.pass_time(now - self.looked)
+        self.looked = now
+        verdict = self.ward.verdict()
+        if verdict is None or self._failures():
+            return
+        for rank in verdict.ranks:
+            self.heard.append((now - 2 * AT_ONCE, rank, (RunError.__name__, verdict.text)))
+            self._kill(rank)
+            self.ward.leave(rank)
+
+    def _kill(self, rank: int) -> None:
+        """Kill a process and its children with SIGKILL, which also works on stopped processes."""
+        if rank in self.pids and rank in self.ours.values():
+            with suppress(ProcessLookupError):
+                os.killpg(self.pids[rank], signal.SIGKILL)
+
+    def _forget_theirs(self) -> None:
+        """Close the launcher's copies of the processes' ends, so that the death of a process closes its pipe."""
+        for end in self.theirs:
+            end.close()
+        self.theirs = []
+
+    def failed_before(self, when: float) -> bool:
+        """Whether a process died before the time `when`, or has reported an error."""
+        return any(word is not None or heard < when for heard, _, word in self._failures())
+
+    def failing_for(self) -> float:
+        """Seconds since the first process failed or was terminated; 0 if there was none."""
+        ended = [when for when, _, word in self.heard if word == TERMINATED]
+        ended += [when for when, _, _ in self._failures()]
+        return time.monotonic() - min(ended) if ended else 0.0
+
+    def _failures(self) -> list[tuple[float, int, Any]]:
+        """(time, rank, error message or None) of every failed process.
+
+        A process that dies breaks the connections of others, whose errors may arrive before its death is noticed. So
+        the time of a death is moved `AT_ONCE` seconds back, before those errors.
+        """
+        told = {rank for _, rank, word in self.heard if word in ("done", TERMINATED) or isinstance(word, tuple)}
+        return [
+            (when - (AT_ONCE if word is None else 0), rank, word)
+            for when, rank, word in self.heard
+            if isinstance(word, tuple) or (word is None and rank not in told)
+        ]
+
+    def first_failure(self, exit_codes: Mapping[int, int]) -> UsageError | RunError | None:
+        """The error of the first process that failed, with the type that it had there; None if no process failed."""
+        first = min(self._failures(), default=None, key=lambda failure: failure[0])
+        if first is None:
+            return None
+        _, rank, word = first
+        if word is None:
+            return RunError(f"{self._named(rank)} died {_how(exit_codes.get(rank, 0))}")
+        kind, text = word
+        if kind == PluginError.__name__:
+            return PluginError(f"rank {rank} on {socket.gethostname()}: {text}")
+        if kind in SAID_AS_THEY_ARE:
+            return SAID_AS_THEY_ARE[kind](text)
+        return RunError(f"{self._named(rank)} failed with {kind}: {text}")
+
+    def _named(self, rank: int) -> str:
+        where = f"in step {self.steps[rank]}" if rank in self.steps else "before its first step"
+        return f"rank {rank} on {socket.gethostname()}, {where},"
+
+    def kill(self) -> None:
+        """Kill all processes at once, including stopped ones."""
+        for rank in list(self.ours.values()):
+            self._kill(rank)
+        self.close()
+
+    def close(self) -> None:
+        """Close all pipes; processes that still run then end."""
+        self._forget_theirs()
+        for line in list(self.ours):
+            line.close()
+        self.ours = {}
+
+
+class Handler(Signals):
+    """Forwards the first SIGINT or SIGTERM to the processes; a later one kills them."""
+
+    def __init__(self, lines: Lines) -> None:
+        self.lines = lines
+
+    def first(self, number: int) -> None:
+        """Forward the signal."""
+        for line in list(self.lines.ours):
+            with suppress(OSError):  # that process has ended
+                line.send(number)
+
+    def later(self, number: int) -> None:
+        """Kill the processes."""
+        self.lines.kill()
+
+
+def _elastic(size: int, port: int | None, work: Callable[..., Any], arguments: tuple[Any, ...], ends: Any) -> Any:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # pytorch #135712
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # the launcher reports failures in one sentence itself
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=size,
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"localhost:{port or 0}",
+        run_id=str(os.getpid()),
+        start_method="forkserver",
+        max_restarts=0,
+        monitor_interval=0.1,
+        local_addr="127.0.0.1",
+    )
+    try:
+        return elastic_launch(config, _process)(ends, work, *arguments)[0]
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        raise Failed(
+            f"rank {rank} ended with status {failure.exitcode}; see its log", {rank: failure.exitcode}
+        ) from None
+
+
+def _process(ends: list[Connection], work: Callable[..., Any], *arguments: Any) -> Any:
+    """Do the work of one process in a session of its own: only the launcher receives Ctrl-C, and forwards it once."""
+    os.setsid()
+    line = Spoken(ends.pop(int(os.environ["LOCAL_RANK"])))
+    for end in ends:
+        end.close()
+    _say_when_terminated(line)
+    line.send(Started(os.getpid()))
+    threading.Thread(target=_obey, args=(line,), daemon=True).start()
+    try:
+        result = work(*arguments, line.send)
+    except Exception as error:
+        line.send((type(error).__name__, str(error)))
+        raise
+    line.send("done")
+    return result
+
+
+def _say_when_terminated(line: Spoken) -> None:
+    """Send `TERMINATED` before dying of SIGTERM: elastic ends processes whose errors it has not received yet."""
+
+    def terminated(number: int, frame: object) -> None:
+        with suppress(OSError):  # the launcher has hung up
+            line.send(TERMINATED)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, terminated)
+
+
+def _obey(line: Spoken) -> None:
+    """Send this process the signals that the launcher forwards; kill it when the launcher closes the pipe."""
+    while True:
+        try:
+            os.kill(os.getpid(), line.recv())
+        except (EOFError, OSError):
+            os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,69 @@
+"""Dynamic loss scaling for fp16 (arXiv 1710.03740, section 3.2), whose range is 6e-8 to 65504.
+
+Backward starts with the scale instead of 1, so that small gradients do not become zero. If scaled gradients overflow,
+the step is skipped and the scale falls; after many steps without an overflow it rises. All of it stays on the device.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mplug.run.run import Run
+
+BUFFER = "loss_scale"
+"""The name of the module buffer that holds the scale, for losses that add their gradient inside blocks."""
+
+
+class LossScale:
+    """The loss scale of a run. It is equal on every rank, because it follows from the norm over all ranks.
+
+    `scale` [], `good` [] and `overflows` [] are fp32. `good` counts the steps without an overflow since the scale last
+    changed; `overflows` counts the steps that overflowed so far.
+    """
+
+    def __init__(self, run: Run, module: nn.Module) -> None:
+        self.config, device = run.config.trainer.loss_scale, run.device
+        self.scale = torch.full((), self.config.initial, device=device)
+        self.good, self.overflows = torch.zeros((2,), device=device).unbind()
+        for part in module.modules():
+            if BUFFER in part._buffers:
+                part._buffers[BUFFER] = self.scale  # the same tensor, so that no copy is needed
+
+    @classmethod
+    def of(cls, run: Run, module: nn.Module) -> "LossScale | None":
+        """The loss scale of a run in fp16; None in every other precision, whose exponents are fp32's."""
+        return cls(run, module) if run.config.trainer.precision == "fp16" else None
+
+    def gradient_of(self, loss: Tensor) -> Tensor:
+        """The gradient with which backward starts: the scale, in the loss's precision."""
+        return self.scale.to(loss.dtype)
+
+    def failed(self, overflow: Tensor) -> Tensor:
+        """Whether gradients overflow although the scale is at its minimum."""
+        return overflow & (self.scale <= self.config.smallest)
+
+    @torch.no_grad()
+    def update(self, overflow: Tensor, halted: Tensor) -> None:
+        """Adapt the scale after a step. `overflow` [] and `halted` [] are booleans; `halted` freezes all values."""
+        config = self.config
+        good = torch.where(overflow, 0.0, self.good + 1)
+        rises = good >= config.growth_interval
+        scale = torch.where(overflow, (self.scale * config.backoff_factor).clamp(min=config.smallest), self.scale)
+        scale = torch.where(rises, scale * config.growth_factor, scale)
+        scale = torch.where(scale.isfinite(), scale, self.scale)
+        for own, value in (
+            (self.scale, scale),
+            (self.good, torch.where(rises, 0.0, good)),
+            (self.overflows, self.overflows + overflow),
+        ):
+            own.copy_(torch.where(halted, own, value))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The tensors `scale`, `good` and `overflows`."""
+        return {"scale": self.scale, "good": self.good, "overflows": self.overflows}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Copy the values of `state` into the live tensors."""
+        for name, own in self.state_dict().items():
+            own.copy_(state[name])

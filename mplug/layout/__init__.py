@@ -1,0 +1,1 @@
+"""Mesh, plan and placements: pure data without torch, computed for any rank on a laptop."""

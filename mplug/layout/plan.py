@@ -1,0 +1,210 @@
+"""The plan: what a model publishes about its units, parameters, buffers and FLOPs."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from mplug.errors import listed, suggest
+from mplug.layout.names import compiled, within
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A named submodule that runs as a whole. Pipelines split a model between units; recompute and compile wrap units.
+
+    `name` is the submodule's fully qualified name, which a split does not change. `inputs` are the positional arguments
+    of `method`: activations and batch entries. `outputs` are the activations that it returns (one value, or a tuple in
+    this order). `optional` are entries that only some loaders supply: keyword arguments of `method` if they are there.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    method: str = "forward"
+    optional: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A range of a dimension: `count` items of `width` elements each, along one named axis.
+
+    An item (a head with `width` = head_dim) is never cut. `uneven` applies if the ranks do not divide `count`:
+    `refuse` is a UsageError, `pad` pads (a vocabulary), `copy` puts an item on several ranks (few KV heads).
+    """
+
+    axis: str
+    count: int
+    width: int = 1
+    uneven: Literal["refuse", "pad", "copy"] = "refuse"
+
+    @property
+    def length(self) -> int:
+        """Elements along the dimension."""
+        return self.count * self.width
+
+
+@dataclass(frozen=True)
+class Init:
+    """How initial values are made: `normal` with standard deviation `std`, or `constant` with `value`."""
+
+    kind: Literal["normal", "constant"]
+    std: float = 0.0
+    value: float = 0.0
+
+
+def axes_of(dims: Iterable[str | Segment | tuple[Segment, ...]]) -> frozenset[str]:
+    """The named axes of a tensor's dimensions."""
+    parts = [dim if isinstance(dim, tuple) else (dim,) for dim in dims]
+    return frozenset(part if isinstance(part, str) else part.axis for dim in parts for part in dim)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """The meaning of a parameter's dimensions, its initial values, and how it is trained.
+
+    `dims` has one entry per dimension: a named axis, one segment, or several segments if weights are fused (QKV has
+    three). `over` are the activation axes that the parameter is broadcast over: its gradient is partial over exactly
+    the mesh axes that divide them. `decay` says whether weight decay applies; by default it applies to parameters with
+    at least two dimensions. A parameter that is not `trainable` is frozen: it has values, a placement and a place in
+    checkpoints, but no gradient, master or optimizer state.
+    """
+
+    dims: tuple[str | Segment | tuple[Segment, ...], ...]
+    init: Init
+    over: tuple[str, ...] = ("batch", "sequence")
+    decay: bool | None = None
+    trainable: bool = True
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """The named axes of all dimensions."""
+        return axes_of(self.dims)
+
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay applies."""
+        return len(self.dims) >= 2 if self.decay is None else self.decay
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """The meaning of a buffer's dimensions. Every element starts as `value`.
+
+    With empty `over` it is a state: equal on all ranks that hold the same part, and saved in checkpoints. Otherwise it
+    is a statistic of a step: the host zeroes it at the start, and each rank adds what it sees of the activation axes
+    `over`. At the end the host replaces it by the sum over all ranks and micro batches, and calls the module's method
+    `step_ended` if it has one. Metrics report that sum, divided by the step's number of targets if `per_target` is set.
+    """
+
+    dims: tuple[str | Segment | tuple[Segment, ...], ...]
+    value: float = 0.0
+    over: tuple[str, ...] = ()
+    per_target: bool = False
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """The named axes of all dimensions."""
+        return axes_of(self.dims)
+
+    @property
+    def is_statistic(self) -> bool:
+        """Whether the buffer is a statistic, which every step counts from zero."""
+        return bool(self.over)
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The units of each pipeline stage, in order, and the mesh axis that the stages lie along.
+
+    `backward` is 'split' if the schedule computes the gradients of weights later than those of activations.
+    """
+
+    axis: str
+    units: tuple[tuple[str, ...], ...]
+    backward: Literal["whole", "split"] = "whole"
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Floating-point operations of a forward and backward pass (2 per multiply-add; backward is twice forward).
+
+    `per_token` counts products with weights, `per_squared_length` attention (only the unmasked half if it is causal).
+    """
+
+    per_token: int
+    per_squared_length: int
+
+    def of(self, tokens: int, squared_lengths: int) -> int:
+        """FLOPs of sequences with `tokens` tokens in total, whose squared lengths sum to `squared_lengths`."""
+        return self.per_token * tokens + self.per_squared_length * squared_lengths
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The data that a model publishes about itself.
+
+    `units` run in order. `inference` are the units that end in `logits` instead of a loss. `parameters` map patterns of
+    fully qualified names ('*' matches one dotted component) to the meaning of their dimensions. `context` names the
+    axes of every batch entry, `activations` those of every activation that travels between units. `tied` are groups of
+    names of the same parameter; the pattern of the first name describes it. `buffers` map patterns to the modules'
+    buffers, except those that the host sets itself. `mixing` maps patterns of modules to the named axes that these
+    modules and their submodules mix; use it for classes of other packages, which cannot declare it (`mixes`). `frozen`
+    are patterns of parameters and modules that are not trained, even if `parameters` says otherwise; the host adds the
+    patterns of the config (`model.frozen`).
+    """
+
+    units: tuple[Unit, ...]
+    parameters: Mapping[str, Parameter]
+    context: Mapping[str, tuple[str, ...]]
+    activations: Mapping[str, tuple[str, ...]]
+    flops: Flops
+    inference: tuple[Unit, ...] = ()
+    tied: tuple[tuple[str, ...], ...] = ()
+    buffers: Mapping[str, Buffer] = field(default_factory=dict)
+    mixing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    frozen: tuple[str, ...] = ()
+
+    def match_buffers(self, names: Iterable[str]) -> dict[str, Buffer]:
+        """Each matched buffer's entry; ValueError if a pattern matches no buffer, or two match the same buffer."""
+        regexes = {pattern: compiled(pattern) for pattern in self.buffers}
+        hits = [(name, pattern) for name in names for pattern, regex in regexes.items() if regex.fullmatch(name)]
+        found = {name: self.buffers[pattern] for name, pattern in hits}
+        if len(found) < len(hits):
+            raise ValueError(f"two patterns of the plan's buffers describe one of {listed(sorted(found))}")
+        if unused := set(regexes) - {pattern for _, pattern in hits}:
+            raise ValueError(f"no buffer matches the plan's pattern '{min(unused)}'")
+        return found
+
+    def match(self, names: Iterable[str]) -> dict[str, Parameter]:
+        """Each parameter's entry; ValueError if not exactly one pattern matches a name, or a pattern matches none."""
+        regexes = {pattern: compiled(pattern) for pattern in self.parameters}
+        unused, found = set(regexes), dict[str, Parameter]()
+        for name in names:
+            hits = [pattern for pattern, regex in regexes.items() if regex.fullmatch(name)]
+            if not hits:
+                raise ValueError(f"no pattern of the plan describes parameter '{name}'{suggest(name, regexes)}")
+            if len(hits) > 1:
+                raise ValueError(f"patterns {listed(hits)} of the plan both describe parameter '{name}'")
+            unused.discard(hits[0])
+            found[name] = self.parameters[hits[0]]
+        if unused:
+            tied = next((names for names in self.tied if set(names[1:]) & unused), None)
+            if tied is not None:
+                raise ValueError(
+                    f"{listed(tied)} are one parameter, which the pattern of the first describes; keep that"
+                )
+            raise ValueError(f"no parameter matches the plan's pattern '{min(unused)}'")
+        frozen = self._frozen_among(found)
+        return {name: replace(one, trainable=False) if name in frozen else one for name, one in found.items()}
+
+    def names_of(self, name: str) -> tuple[str, ...]:
+        """All names of a parameter: the group that contains `name` if it is tied, else `name` alone."""
+        return next((names for names in self.tied if name in names), (name,))
+
+    def _frozen_among(self, names: Iterable[str]) -> set[str]:
+        """The parameters that a pattern of `frozen` matches; a tied parameter matches by any of its names."""
+        aliases = [(name, alias) for name in names for alias in self.names_of(name)]
+        hits = {pattern: {n for n, alias in aliases if within(pattern).fullmatch(alias)} for pattern in self.frozen}
+        if unused := [pattern for pattern, found in hits.items() if not found]:
+            raise ValueError(f"no parameter or module matches the pattern '{unused[0]}' that the plan freezes")
+        return set().union(*hits.values())

@@ -1,0 +1,58 @@
+"""Which installed kernel plugins can replace one that cannot serve a slot. Used only to complete an error message.
+
+Each plugin is tried in a process of its own (`python -m mplug.model.kernel_trial`), so that a plugin that fails to
+import or hangs has no effect on this one.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from mplug.config.binding import RunConfig
+from mplug.errors import listed
+from mplug.model.offers import PLAIN, Unmet
+from mplug.registry.entry_points import Registry
+
+TRIAL = "mplug.model.kernel_trial"
+"""The module that a trial's process runs; it imports torch and the plugins that the config names."""
+TIMEOUT = 60
+"""Seconds that a plugin may take to answer."""
+YES = "the kernel can serve the model"
+"""The last line of the output if the kernels can serve the model. A plugin that exits at import never prints it."""
+
+
+def kernels_that_would_do(config: RunConfig, unmet: Unmet, can_be_built: Callable[[Mapping[str, Any]], bool]) -> str:
+    """The end of an error message: which installed plugins can supply the slot instead, or whether plain torch can.
+
+    `can_be_built` says whether the kernels of a whole config can serve its model. It is called in this process, for
+    plain torch only, because a kernel plugin may fail to import.
+    """
+    chosen = unmet.plugin.partition("/")[2]
+    others = [name for name in Registry().names("kernels") if name != chosen]
+    with ThreadPoolExecutor() as pool:
+        answers = pool.map(lambda name: _would_do(config, unmet.kind, name), others)
+    able = [name for name, would_do in zip(others, answers, strict=True) if would_do]
+    able.sort(key=lambda name: name != (config.kernels.default or "").rpartition("/")[2])  # the default is the fast one
+    if able:
+        return f"; {listed(able)} would do: set kernels.{unmet.kind}={able[0]}"
+    if unmet.plugin != PLAIN and can_be_built(_with_kernel(config, unmet.kind, None)):
+        return f"; no other installed kernel would do; set kernels.{unmet.kind}=null for the composition in plain torch"
+    return "; no other installed kernel would do, nor would the composition in plain torch"
+
+
+def _with_kernel(config: RunConfig, kind: str, name: str | None) -> dict[str, Any]:
+    settings = config.resolved()
+    return {**settings, "kernels": {**settings["kernels"], kind: name}}
+
+
+def _would_do(config: RunConfig, kind: str, name: str) -> bool:
+    settings = _with_kernel(config, kind, name)
+    command = [sys.executable, "-m", TRIAL]
+    try:
+        finished = subprocess.run(command, input=json.dumps(settings), capture_output=True, text=True, timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        return False
+    return finished.stdout.endswith(f"{YES}\n")

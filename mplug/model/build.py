@@ -1,0 +1,227 @@
+"""From a prepared run to a model: split, placed, its slots filled, measured."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mplug.config.binding import RunConfig
+from mplug.config.sources import from_mapping
+from mplug.contracts import Optimizer, Piece
+from mplug.errors import UsageError, listed
+from mplug.gradients.precision import DTYPES, wide
+from mplug.model.alternatives import kernels_that_would_do
+from mplug.model.count_passes import passes_of
+from mplug.model.draws import Draws, drawing_plugin
+from mplug.model.fill import fill_slots
+from mplug.model.freezing import freeze
+from mplug.model.memory import allocate
+from mplug.model.mixing import refuse_mixing
+from mplug.model.model import Model
+from mplug.model.offers import PLAIN, Offer, Unmet, Wrap
+from mplug.model.pieces import make_pieces
+from mplug.model.selection import Selection
+from mplug.model.sizes import within_reason
+from mplug.model.token_sums import token_sums
+from mplug.model.variance import refuse_bypassing_layout
+from mplug.registry.entry_points import Registry
+from mplug.registry.resolve import resolve
+from mplug.run.prepare import prepare
+from mplug.run.run import Run
+
+
+def choose_device(config: RunConfig) -> str:
+    """'cpu' or 'cuda': the config's choice; with 'auto', 'cuda' if torch sees a GPU."""
+    wanted, available = config.trainer.device, torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise UsageError("trainer.device is 'cuda', and torch sees no GPU here; use 'auto' or 'cpu'")
+    return "cuda" if wanted != "cpu" and available else "cpu"
+
+
+def build_model(run: Run) -> Model:
+    """The model on the meta device: split into stages, placed, and with its slots filled.
+
+    Raises UsageError if the chosen plugins do not meet a need, or if the layout cuts matrices that the optimizer needs
+    whole.
+    """
+    model, selection = _build_model(run)
+    if selection.unmet:
+        different = {str(unmet): unmet for unmet in selection.unmet}
+        remedies = {(u.plugin, u.kind): u for u in different.values()}  # asking another kernel costs one process
+        told = {key: _remedy(run.config, unmet) for key, unmet in remedies.items()}
+        raise UsageError("\n".join(f"{text}{told[u.plugin, u.kind]}" for text, u in different.items()))
+    trained = {name: placement for name, placement in model.placements.items() if placement.parameter.trainable}
+    cut = [(axis, name) for name, placement in trained.items() for axis in placement.cut_by]
+    shards = bool(run.hooks.implementers("shard_states"))
+    if cut or shards:  # building an optimizer takes longer than the rest of this function
+        needs = _optimizer_without_memory(run, model).needs
+        if cut and needs == "matrices":
+            _refuse_cut_matrices(run, cut)
+        if shards:
+            model.sharding = run.hooks.call.shard_states(run=run, model=model, needs=needs)
+            _refuse_states_of_frozen(run, model)
+    refuse_bypassing_layout(run, model)
+    return model
+
+
+def _refuse_states_of_frozen(run: Run, model: Model) -> None:
+    """Raise UsageError if a plugin shards the optimizer state of a frozen parameter, which has no state."""
+    for name in model.sharding.of if model.sharding else ():
+        if not model.placements[name].parameter.trainable:
+            (label,) = run.hooks.implementers("shard_states")
+            raise UsageError(
+                f"{label} divides the optimizer's state of '{name}', which is frozen and has none: it ignores "
+                f"Parameter.trainable of the placements; use a layout without it, or freeze nothing"
+            )
+
+
+def _remedy(config: RunConfig, unmet: Unmet) -> str:
+    """The end of the error message: the kernels to use instead; empty if a plugin of another kind has the need."""
+    is_kernel = unmet.plugin == PLAIN or unmet.plugin.startswith("kernels/")
+    return kernels_that_would_do(config, unmet, can_be_built) if is_kernel else ""
+
+
+def _build_model(run: Run) -> tuple[Model, Selection]:
+    run.device = choose_device(run.config)
+    (label,) = run.hooks.implementers("build_model")
+    with torch.device("meta"), within_reason(run.config, label):
+        model: Model = run.hooks.call.build_model(run=run)
+    _refuse_untaken_entries(run, model)
+    freeze(model, run.config)
+    model.place(run.mesh, run.hooks.call.split_model(run=run, model=model))
+    refuse_mixing(run, model)
+    model.passes = passes_of(model)
+    model.keep_stage(run.mesh.index(run.rank, model.stages.axis))
+    run.hooks.call.shard_model(run=run, model=model)
+    selection = fill_slots(model, run, collect_offers(run, model))
+    drawing = drawing_plugin(run, model.slots)
+    model.draws = Draws(model.plan, run.mesh, run.rank, run.device, drawing)
+    return model, selection
+
+
+def _refuse_untaken_entries(run: Run, model: Model) -> None:
+    """Raise UsageError if no unit takes an optional entry: a model without document lengths would mix documents."""
+    taken = {name for unit in model.plan.units for name in (*unit.inputs, *unit.optional)}
+    untaken = sorted(run.entries - taken)
+    if untaken:
+        (loader,), (owner,) = (run.hooks.implementers(hook) for hook in ("build_loader", "build_model"))
+        raise UsageError(
+            f"micro batches of {loader} have {listed(map(repr, untaken))}, which no unit of {owner} takes; "
+            f"let the data do without, or choose another model"
+        )
+
+
+def _refuse_cut_matrices(run: Run, cut: list[tuple[str, str]]) -> NoReturn:
+    """Raise the UsageError for `cut`: pairs (axis, parameter) such that the axis cuts a matrix of the parameter."""
+    (axis, name), (optimizer,) = cut[0], run.hooks.implementers("build_optimizer")
+    raise UsageError(
+        f"{optimizer} needs whole matrices, and {axis}={run.mesh.axes[axis].size} cuts '{name}'; "
+        f"use a layout without {listed(dict.fromkeys(axis for axis, _ in cut))}, or another optimizer"
+    )
+
+
+def _optimizer_without_memory(run: Run, model: Model) -> Optimizer:
+    """The optimizer, built of tensors without memory, for what it says of itself."""
+    return states_without_memory(run, model)[0]
+
+
+def states_without_memory(run: Run, model: Model) -> tuple[Optimizer, list[Piece]]:
+    """The optimizer and its pieces, of tensors without memory."""
+    pieces, masters = [], wide(DTYPES[run.config.trainer.precision])
+    with FakeTensorMode():
+        for name, parameter in model.parameters().items():
+            if parameter.requires_grad:
+                placement = model.placements[name]
+                shape = (2, *placement.local_shape(run.rank))
+                master, gradient = torch.zeros(shape, dtype=masters, device=run.device).unbind()
+                pieces.append(Piece(name, master, gradient, None, placement.parameter, placement))
+        optimizer: Optimizer = run.hooks.call.build_optimizer(run=run, pieces=pieces)
+        refuse_unsavable(run, optimizer, pieces)
+    return optimizer, pieces
+
+
+def refuse_unsavable(run: Run, optimizer: Optimizer, pieces: list[Piece]) -> None:
+    """Raise UsageError if the optimizer keeps a state that no checkpoint can hold."""
+    (label,) = run.hooks.implementers("build_optimizer")
+    for piece in pieces:
+        for name, tensor in optimizer.state(piece).items():
+            what = f"{label} keeps a state '{name}' of '{piece.name}'"
+            if name == "weight":
+                raise UsageError(f"{what}: in a checkpoint this is the name of the weight itself; rename the state")
+            if tensor.shape not in ((), piece.master.shape):
+                raise UsageError(
+                    f"{what} of shape {tuple(tensor.shape)}, where the weight has {tuple(piece.master.shape)}: "
+                    f"checkpoints hold states of the weight's shape and scalars; use another optimizer"
+                )
+
+
+def gradient_dtype(run: Run, model: Model) -> torch.dtype:
+    """The dtype of the gradients that sinks hold.
+
+    It is bf16 if weights are bf16, every gradient is one product that is never added to, and the optimizer accepts it;
+    otherwise it is the dtype of the masters.
+    """
+    trainer = run.config.trainer
+    weights = DTYPES[trainer.precision]
+    _, shards = run.mesh.batch_shard(run.rank)
+    is_summed = (
+        run.micro_batch_size * shards < trainer.global_batch_size
+        or any(axis.entries and axis.size > 1 for axis in run.mesh.axes.values())
+        or bool(model.plan.tied)
+    )
+    if trainer.gradients == "fp32" or weights != torch.bfloat16 or is_summed:
+        return wide(weights)
+    taken = getattr(_optimizer_without_memory(run, model), "low_precision_gradients", False)
+    return weights if taken else wide(weights)
+
+
+def collect_offers(run: Run, model: Model) -> list[Offer | Wrap]:
+    """The offers of all plugins, with their labels, in the order of the hooks; then the host's own offers."""
+    answers = run.hooks.each("offer", run=run, model=model)
+    offered = [replace(offered, plugin=label) for label, answer in answers for offered in answer]
+    return [*offered, *token_sums(run, model)]
+
+
+def unmet_reasons(run: Run) -> list[str]:
+    """Why the chosen kernels cannot serve this run's model; empty if they can."""
+    return [str(unmet) for unmet in _build_model(run)[1].unmet]
+
+
+def can_be_built(settings: Mapping[str, Any]) -> bool:
+    """Whether the kernels of a whole config can serve its model."""
+    try:
+        return not unmet_reasons(prepare(resolve(Registry(), from_mapping(settings, "the run's config"), {})))
+    except UsageError:
+        return False
+
+
+def allocate_parts(run: Run, model: Model) -> None:
+    """Allocate the parameters and buffers of this rank in the run's precision."""
+    trainer = run.config.trainer
+    allocate(model, run.rank, torch.device(run.device), DTYPES[trainer.precision], trainer.seed)
+
+
+def measure_bytes(run: Run, model: Model) -> dict[str, int]:
+    """Bytes that a rank will hold: the storages of a real build, made of tensors without memory."""
+    gradients = gradient_dtype(run, model)
+    with FakeTensorMode():
+        allocate_parts(run, model)
+        model.listen(gradients)
+        pieces = make_pieces(model)
+        optimizer: Optimizer = run.hooks.call.build_optimizer(run=run, pieces=pieces)
+        states = [tensor for piece in pieces for tensor in optimizer.state(piece).values()]
+        kinds: dict[str, list[torch.Tensor]] = {
+            "weights": [parameter for parameter in model.parameters().values() if parameter.requires_grad],
+            "frozen weights": list(model.frozen.values()),
+            "masters": [piece.master for piece in pieces if piece.weight is not None],
+            "gradients": [*(sink.buffer for sink in model.sinks.values()), *(piece.gradient for piece in pieces)],
+            "optimizer state": states,
+        }
+        return {kind: _nbytes(tensors) for kind, tensors in kinds.items() if tensors}
+
+
+def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    storages = {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
+    return sum(storages.values())

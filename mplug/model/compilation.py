@@ -1,0 +1,84 @@
+"""Compile the units of a model, each as one graph. Functions import torch's compiler themselves: it imports slowly."""
+
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch.fx import GraphModule
+
+from mplug.errors import UsageError
+from mplug.model.model import Model
+from mplug.run.run import Run
+from mplug.run.toolchain import triton_builds
+
+log = logging.getLogger("mplug")
+
+
+SHAPES = 256
+"""Maximum number of micro batch shapes for which a unit is compiled. Torch's limit is 8; a batch ramp-up has more."""
+
+
+def compiler_of(run: Run) -> str | None:
+    """`run.compiler`, after a check that inductor can build kernels for a GPU.
+
+    If it cannot, `trainer.compile=inductor` is a UsageError; 'auto' leaves the units eager and logs a warning. Also
+    raises UsageError if `tune_kernels` and `deterministic` are both set.
+    """
+    wanted = run.config.trainer.compile
+    if run.config.trainer.tune_kernels and run.config.trainer.deterministic:
+        raise UsageError(
+            "trainer.tune_kernels lets the clock choose kernels, which trainer.deterministic forbids; unset one of them"
+        )
+    if run.device.startswith("cuda") and wanted in ("auto", "inductor") and not triton_builds():
+        lacks = "inductor builds kernels with Triton, a C compiler and Python's headers, and one is not installed here"
+        if wanted == "inductor":
+            raise UsageError(f"trainer.compile=inductor: {lacks}; install it, or set trainer.compile=never")
+        log.warning("units are not compiled: %s", lacks)
+    return run.compiler
+
+
+def compile_units(model: Model, backend: str | None, tune_kernels: bool = False) -> None:
+    """Compile each unit of this rank as one graph, without a break; blocks of one kind share the compiled code.
+
+    Module hooks around a unit's call stay outside of the graph, and eager.
+    """
+    if backend is None:
+        return
+    import torch
+    from torch._dynamo import config as dynamo
+    from torch._inductor import config as inductor
+
+    inductor.coordinate_descent_tuning = tune_kernels
+    dynamo.recompile_limit = max(dynamo.recompile_limit, SHAPES)
+    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)  # precision fp32 is deliberate
+    compiled = _recomputing(backend)
+    for unit in model.own_units:
+        part = model.module.get_submodule(unit.name)
+        run = torch.compile(getattr(part, unit.method), backend=compiled, fullgraph=True, dynamic=False)
+        setattr(part, unit.method, run)
+
+
+def _recomputing(name: str) -> Callable[..., Any]:
+    """The backend, set to recompute cheap inputs of a backward product (outputs of norms, activations).
+
+    Torch saves them in the forward pass by default, because the product needs them in memory. Recomputed, they are in
+    memory only during the product; saved, for all blocks at once: a third of the memory that blocks keep.
+    """
+    from torch._dynamo import lookup_backend
+    from torch._functorch import config as functorch
+
+    backend = lookup_backend(name)
+
+    def compile_graph(graph: GraphModule, inputs: Any) -> Any:
+        with functorch.patch(ban_recompute_materialized_backward=False):
+            return backend(graph, inputs)
+
+    return compile_graph
+
+
+def compiled_graphs() -> int:
+    """How many graphs this process has compiled so far."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])

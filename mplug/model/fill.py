@@ -1,0 +1,83 @@
+"""Puts the selected suppliers and wraps into the slots of a model."""
+
+from collections.abc import Callable, Container, Iterable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from mplug.errors import UsageError
+from mplug.layout.names import role_of
+from mplug.model.model import Model
+from mplug.model.offers import UNIT, Filled, Site
+from mplug.model.selection import Selection, select
+from mplug.nn import Attention, AttentionSpec, DotProductAttention, arguments
+from mplug.nn.specification import DOCUMENTS
+
+if TYPE_CHECKING:
+    from mplug.run.run import Run
+
+
+def sites(module: nn.Module, entries: Container[str] = ()) -> Iterator[Site]:
+    """Every slot of every module, in order. `entries` are the optional entries that micro batches have."""
+    for name, part in module.named_modules():
+        needs = getattr(part, "needs", _needs_nothing)
+        for slot in getattr(type(part), "SLOTS", ()):
+            said = _needs_of_spec(part, entries) if slot == "Attention.core" else frozenset()
+            yield Site(role_of(name), slot, part, name, needs(slot, entries) | said)
+
+
+def _needs_of_spec(part: nn.Module, entries: Container[str]) -> frozenset[str]:
+    """The needs of a module's attention specification; they apply in addition to its method `needs`."""
+    spec = getattr(part, "spec", None)
+    return replace(spec, documents=DOCUMENTS in entries).needs if isinstance(spec, AttentionSpec) else frozenset()
+
+
+def _needs_nothing(slot: str, entries: Container[str]) -> frozenset[str]:
+    return frozenset()
+
+
+def fill_slots(model: Model, run: "Run", offers: Iterable[Any]) -> Selection:
+    """Select among offers, install the selected suppliers, and apply the wraps around them from inner to outer."""
+    names = [unit.name for unit in model.own_units]
+    units = [Site(role_of(name), UNIT, model.module.get_submodule(name), name) for name in names]
+    selection = select([*sites(model.module, run.entries), *units], offers, run.config.kernels, run)
+    built: dict[tuple[Any, ...], Callable[..., Any]] = {}
+    for filled in selection.filled:
+        attribute = filled.site.slot.rpartition(".")[2]
+        default = getattr(filled.site.module, attribute)
+        supplier = filled.offer.suppliers[filled.site.slot] if filled.offer else default
+        key = (filled.site.role, supplier, *filled.wraps)
+        if key not in built:  # one callable per role: one closure per site would recompile every block
+            built[key] = _wrapped(filled, supplier)
+        setattr(filled.site.module, attribute, built[key])
+    model.slots, model.unit_wraps = selection.filled, selection.units
+    return selection
+
+
+def _wrapped(filled: Filled, supplier: Callable[..., Any]) -> Callable[..., Any]:
+    """A supplier with its wraps applied; attention suppliers and wraps with the signature of 0.1 get an adapter."""
+    if filled.site.slot != "Attention.core":
+        for wrap in filled.wraps:
+            supplier = wrap.wrap(supplier)
+        return supplier
+    module, needs, plugin = filled.site.module, filled.site.needs, filled.supplier
+    try:
+        supplier = arguments.by_specification(supplier, needs)
+        for wrap in filled.wraps:
+            plugin = wrap.plugin
+            supplier = arguments.wrapped(wrap.wrap, supplier, needs)
+    except ValueError as error:
+        raise UsageError(f"{plugin} cannot serve {filled.site.slot} of '{filled.site.role}': {error}") from None
+    if not hasattr(module, "spec"):
+        return arguments.by_arguments(supplier)
+    return supplier if type(module) in (Attention, DotProductAttention) else arguments.by_either(supplier)
+
+
+def wrap_units(model: Model) -> None:
+    """Apply the selected wraps around the (possibly compiled) units of this rank, from inner to outer."""
+    methods = {unit.name: unit.method for unit in model.own_units}
+    for filled in model.unit_wraps:
+        part, method = filled.site.module, methods[filled.site.name]
+        for wrap in filled.wraps:
+            setattr(part, method, wrap.wrap(getattr(part, method)))

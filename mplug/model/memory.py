@@ -1,0 +1,80 @@
+"""Allocates the parameters and buffers of a rank, and gives them initial values."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from mplug.gradients.owned_memory import Shards
+from mplug.gradients.precision import wide
+from mplug.gradients.region import region
+from mplug.layout.placement import Box, Placement
+from mplug.model.model import Model
+from mplug.nn.random import key_of, normal
+
+CHUNK = 1 << 22
+"""Number of initial values that are generated at a time: it bounds the memory of fp64 temporaries."""
+
+
+def allocate(model: Model, rank: int, device: torch.device, dtype: torch.dtype, seed: int) -> None:
+    """Allocate this rank's parameters (zeros of `dtype`) and buffers.
+
+    A parameter that is gathered for computation gets memory for this rank's rows only: those of the master if it is
+    trained (fp32, or fp64 in a run in fp64).
+    """
+    replaced: dict[int, nn.Parameter] = {}
+    model.shards = Shards(model.sharding, model.placements, rank, device, dtype) if model.sharding else None
+    for name, old in model.parameters().items():
+        placement = model.placements[name]
+        trained = placement.parameter.trainable
+        kept = wide(dtype) if placement.gathered_along and trained else dtype
+        where = torch.device("cpu") if placement.offloaded else device
+        local = model.shards.weight(name) if model.shards else None
+        if local is None:
+            local = torch.zeros(placement.local_shape(rank), device=where, dtype=kept)
+        replaced[id(old)] = nn.Parameter(local, requires_grad=trained)
+        if not trained:
+            model.frozen[name] = replaced[id(old)]
+    for name, module in model.module.named_modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[attribute] = replaced[id(parameter)]
+        for attribute, buffer in module._buffers.items():
+            if buffer is not None:
+                full_name = f"{name}.{attribute}" if name else attribute
+                module._buffers[attribute] = _first_value(model, full_name, buffer, rank, device, seed)
+
+
+def _first_value(model: Model, name: str, buffer: Tensor, rank: int, device: torch.device, seed: int) -> Tensor:
+    """A buffer with its initial value: `site` and `loss_scale` are the host's; the plan describes all others."""
+    module, _, attribute = name.rpartition(".")
+    if attribute == "site":
+        return torch.tensor(key_of(seed, "site", module), device=device)
+    if attribute == "loss_scale":
+        return torch.ones((), device=device)
+    if name not in model.buffer_placements:
+        raise ValueError(f"buffer '{name}' has no initial value; describe it in the plan's buffers")
+    placement = model.buffer_placements[name]
+    return torch.full(placement.local_shape(rank), placement.parameter.init.value, dtype=buffer.dtype, device=device)
+
+
+@torch.no_grad()
+def initialize(tensors: Mapping[str, Tensor], placements: Mapping[str, Placement], rank: int, seed: int) -> None:
+    """Fill this rank's tensors with initial values, which do not depend on the layout; padding stays zero."""
+    for name, parameter in tensors.items():
+        placement = placements[name]
+        for box in placement.boxes(rank):
+            region(parameter, box).copy_(_initial(name, placement, box, parameter.device, seed))
+
+
+def _initial(name: str, placement: Placement, box: Box, device: torch.device, seed: int) -> Tensor:
+    init = placement.parameter.init
+    if init.kind == "constant":
+        return torch.full(box.shape, init.value, device=device)
+    key, strides = key_of(seed, "parameter", name), torch.empty(placement.shape, device="meta").stride()
+    counter = torch.zeros((), dtype=torch.int64, device=device)
+    for dim, (start, length) in enumerate(zip(box.start, box.shape, strict=True)):
+        counter = counter[..., None] + torch.arange(start, start + length, device=device) * strides[dim]
+    flat = counter.flatten()
+    values = [normal(key, part).float() * init.std for part in flat.split(CHUNK)]
+    return torch.cat(values).view(box.shape)

@@ -1,0 +1,212 @@
+"""A model as the host handles it: a module, its plan, the placements of its parameters, its slots."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from mplug.errors import UsageError
+from mplug.gradients.owned_memory import Shards
+from mplug.gradients.sinks import Sinks
+from mplug.layout.gradient_flow import carrying
+from mplug.layout.ownership import Sharding
+from mplug.layout.placement import Placement
+from mplug.layout.plan import Flops, Init, Parameter, Plan, Stages, Unit
+from mplug.model.draws import Draws
+from mplug.model.offers import Filled
+from mplug.model.units import run_units
+from mplug.nn.linear import Linear
+from mplug.nn.moe import MixtureOfExperts
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from mplug.layout.mesh import Mesh
+    from mplug.model.mixing_statement import Statement
+    from mplug.model.passes import Passes
+    from mplug.run.run import Run
+
+
+@dataclass
+class Model:
+    """A module on the meta device, and its plan. `build_model` returns both; the host fills in the other fields.
+
+    `frozen` are this rank's untrained parameters, as stored at rest. A plugin that moves the memory of one, or replaces
+    it in the module, must keep its `data` pointing to the values. `sharding` says which rank owns which part of a
+    sharded optimizer state; `shards` is its memory on this rank. A plugin that exchanges updated weights between ranks
+    appends to `when_written` a function that starts the exchange. `passes` says what a step of the whole model
+    computes.
+    """
+
+    module: nn.Module
+    plan: Plan
+    placements: dict[str, Placement] = field(default_factory=dict)
+    buffer_placements: dict[str, Placement] = field(default_factory=dict)
+    slots: list[Filled] = field(default_factory=list)
+    unit_wraps: list[Filled] = field(default_factory=list)
+    stages: Stages = field(default=Stages("", ()))
+    own_units: tuple[Unit, ...] = ()
+    sharding: Sharding | None = None
+    shards: Shards | None = None
+    when_written: list[Callable[[], None]] = field(default_factory=list)
+    frozen: dict[str, nn.Parameter] = field(default_factory=dict)
+    passes: "Passes | None" = None
+    mixing: "tuple[Statement, ...]" = ()
+    draws: Draws | None = None
+    _sinks: Sinks | None = None
+
+    @property
+    def sinks(self) -> Sinks:
+        """The gradient sinks of this rank's parameters; they exist after `listen`."""
+        assert self._sinks is not None, "the model has no memory yet"
+        return self._sinks
+
+    @property
+    def flops(self) -> Flops:
+        """The FLOPs of a step's passes: the plan's, minus those that frozen parameters make unnecessary."""
+        return self.plan.flops if self.passes is None else self.passes.flops
+
+    def listen(self, dtype: torch.dtype = torch.float32) -> None:
+        """Give every parameter of this rank a gradient sink with a buffer of `dtype`."""
+        families = {name: placement.data_axes for name, placement in self.placements.items()}
+        self._sinks = Sinks(self.parameters(), families, dtype, self.shards.listen(dtype) if self.shards else None)
+
+    def weights_written(self) -> None:
+        """Call the functions in `when_written`: this rank's pieces have new weights, other ranks' copies do not."""
+        for begin in self.when_written:
+            begin()
+
+    def data_groups(self, run: "Run") -> dict[str, "ProcessGroup | None"]:
+        """The process group of each parameter of the whole model over which its gradient is data-parallel.
+
+        It consists of the ranks along the placement's `data_axes`; it is None if that is this rank alone. Collective:
+        all ranks must call it in the same order.
+        """
+        groups = {axes: run.group(*axes) for axes in dict.fromkeys(one.data_axes for one in self.placements.values())}
+        return {name: groups[placement.data_axes] for name, placement in self.placements.items()}
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Every parameter of this rank once; a tied one has the first of its names in the whole model."""
+        first = {name: names[0] for names in self.plan.tied for name in names}
+        return {first.get(name, name): parameter for name, parameter in self.module.named_parameters()}
+
+    def buffers(self) -> dict[str, Tensor]:
+        """This rank's buffers that the plan describes, by name."""
+        return {name: buffer for name, buffer in self.module.named_buffers() if name in self.buffer_placements}
+
+    def states(self) -> dict[str, Tensor]:
+        """The buffers among them that are states, not statistics: checkpoints save these."""
+        return {n: buffer for n, buffer in self.buffers().items() if not self.buffer_placements[n].parameter.over}
+
+    def place(self, mesh: "Mesh", stages: Stages | None) -> None:
+        """Compute where each parameter and buffer lives, from the plan, the stages and the mesh alone."""
+        self.stages = stages or Stages("", (tuple(unit.name for unit in self.plan.units),))
+        parameters = self.parameters()
+        for name, described in self.plan.match(parameters).items():
+            _freeze_as_planned(name, parameters[name], described)
+            self.placements[name] = self._placed(name, described, tuple(parameters[name].shape), mesh)
+        buffers = dict(self.module.named_buffers())
+        for name, buffer in self.plan.match_buffers(buffers).items():
+            described = Parameter(buffer.dims, Init("constant", value=buffer.value), buffer.over)
+            self.buffer_placements[name] = self._placed(name, described, tuple(buffers[name].shape), mesh)
+
+    def _placed(self, name: str, described: Parameter, shape: tuple[int, ...], mesh: "Mesh") -> Placement:
+        _refuse_other_shape(name, described, shape)
+        used_in = self._stages_of(name)
+        if not used_in:
+            raise ValueError(f"parameter '{name}' lies in no unit of the plan")
+        holders = tuple(r for r in range(mesh.world_size) if mesh.index(r, self.stages.axis) in used_in)
+        over = (*described.over, "units") if len(used_in) > 1 else described.over
+        placement = Placement(name, replace(described, over=over), shape, mesh, holders)
+        placement.local_shape(0)  # raises UsageError if the ranks do not divide a dimension
+        return placement
+
+    def _stages_of(self, name: str) -> set[int]:
+        names = self.plan.names_of(name)
+        return {
+            stage
+            for stage, units in enumerate(self.stages.units)
+            if any(one.startswith(f"{unit}.") for one in names for unit in units)
+        }
+
+    def trained_units(self) -> set[str]:
+        """The names of the units, of all stages, that have a trained parameter."""
+        trained = [name for name, placement in self.placements.items() if placement.parameter.trainable]
+        names = [alias for name in trained for alias in self.plan.names_of(name)]
+        return {unit.name for unit in self.plan.units if any(name.startswith(f"{unit.name}.") for name in names)}
+
+    def learning(self, stage: int) -> frozenset[str]:
+        """The activations before a stage that carry a gradient because an earlier unit is trained.
+
+        Backward sends the gradients of exactly these activations to the previous stage. For the stage number after the
+        last one, they are the activations with which backward starts.
+        """
+        before = sum(len(units) for units in self.stages.units[:stage])
+        return carrying(self.plan.units, self.trained_units())[before]
+
+    def keep_stage(self, stage: int) -> None:
+        """Remove the units of all other stages from the module, and set `own_units` to the remaining ones."""
+        kept = set(self.stages.units[stage])
+        for unit in self.plan.units:
+            if unit.name not in kept:
+                parent, _, child = unit.name.rpartition(".")
+                delattr(self.module.get_submodule(parent), child)
+        self.own_units = tuple(unit for unit in self.plan.units if unit.name in kept)
+
+    def crossing(self, stage: int) -> tuple[str, ...]:
+        """The activations that enter a stage from the previous one: computed before it, and used in it or later."""
+        before = {name for units in self.stages.units[:stage] for name in units}
+        made = [name for unit in self.plan.units if unit.name in before for name in unit.outputs]
+        used = {name for unit in self.plan.units if unit.name not in before for name in unit.inputs}
+        return tuple(name for name in dict.fromkeys(made) if name in used)
+
+    def unit_weight(self, name: str) -> int:
+        """Number of weight elements that a unit multiplies with a token: those of linear layers and chosen experts."""
+        unit = self.module.get_submodule(name)
+        linear = sum(part.weight.numel() for part in unit.modules() if isinstance(part, Linear))
+        return linear + sum(part.weights_per_token for part in unit.modules() if isinstance(part, MixtureOfExperts))
+
+    def placement_of(self, name: str) -> Placement:
+        """The placement of a parameter by any of its names."""
+        return self.placements[self.plan.names_of(name)[0]]
+
+    def run(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Run this rank's units on a micro batch's entries and the activations of earlier stages."""
+        if self.draws is None or not self.module.training:
+            return run_units(self.module, self.own_units, batch)
+        key = self.draws.key_in(batch)
+        begin = None if key is None else partial(self.draws.begin, key=key)
+        return run_units(self.module, self.own_units, batch, begin)
+
+    def loss(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Run all units on a micro batch: (sum of the losses, number of targets)."""
+        values = self.run(batch)
+        return values["loss"], values["num_targets"]
+
+    def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """The logits [B, S, V] that the plan's inference units compute."""
+        return run_units(self.module, self.plan.inference, batch)["logits"]
+
+
+def _freeze_as_planned(name: str, parameter: nn.Parameter, described: Parameter) -> None:
+    """Set `requires_grad` as the plan says; UsageError if the module freezes a parameter that the plan trains."""
+    if described.trainable and not parameter.requires_grad:
+        raise UsageError(
+            f"the model's module sets requires_grad of parameter '{name}' to False, and its plan says that it is "
+            f"trained; freeze it in the plan (Parameter.trainable=False, or Plan.frozen) or by model.frozen, and leave "
+            f"requires_grad alone"
+        )
+    parameter.requires_grad_(described.trainable)
+
+
+def _refuse_other_shape(name: str, described: Parameter, shape: tuple[int, ...]) -> None:
+    if len(described.dims) != len(shape):
+        raise ValueError(f"the plan gives parameter '{name}' {len(described.dims)} dimensions; it has shape {shape}")
+    for dim, length in zip(described.dims, shape, strict=True):
+        if not isinstance(dim, str):
+            segments = dim if isinstance(dim, tuple) else (dim,)
+            if sum(segment.length for segment in segments) != length:
+                raise ValueError(f"the plan's segments of parameter '{name}' do not add up to its shape {shape}")

@@ -1,0 +1,184 @@
+"""What plugins offer for slots: suppliers and wraps, and the sites that they fill. Imports no torch."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from mplug.errors import listed, suggest
+from mplug.slot_kinds import KIND_OF
+
+if TYPE_CHECKING:
+    from mplug.run.run import Run
+
+UNIT = "Unit.call"
+"""The slot of a `Wrap` around the call of a unit of the plan. Only the model supplies this slot."""
+INVENTED = "what no site needs"
+"""A need that no supplier knows."""
+AGAIN = 1000
+"""Wraps whose layer is at least this call the inner callable again (recomputation), with unchanged arguments."""
+PLAIN = "plain torch"
+"""The label of the default compositions of `mplug.nn`."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """One slot of one module of a model.
+
+    `role` is the module's name with its indices replaced by stars ('blocks.*.attn'); the sites of a role share one
+    supplier. `module` is the `mplug.nn` module, on the meta device. `needs` are what a supplier must offer beyond the
+    plain case. They come from the module (its attention's specification: 'document_lengths', 'window') and from the
+    selected wraps ('log-sum-exp').
+    """
+
+    role: str
+    slot: str
+    module: Any
+    name: str
+    needs: frozenset[str] = frozenset()
+
+    @property
+    def not_offered(self) -> str:
+        """The refusal of a supplier that offers only the plain case; empty if the site needs nothing more."""
+        return self.lacking(())
+
+    def lacking(self, offered: Iterable[str]) -> str:
+        """The refusal of a supplier that offers `offered` beyond the plain case; empty if that suffices."""
+        missing = self.needs.difference(offered)
+        return f"it does not offer {', '.join(sorted(missing))}" if missing else ""
+
+
+Supports = Callable[[Site, "Run"], bool | str]
+"""(site, run) -> True; a reason why it cannot serve the site; or False if it is not meant for the site."""
+
+
+def _refuse_unknown(slots: Iterable[str]) -> None:
+    for slot in slots:
+        if slot not in KIND_OF:
+            raise ValueError(f"'{slot}' is not a slot{suggest(slot, KIND_OF)}")
+
+
+def _always(site: Site, run: "Run") -> bool:
+    return True
+
+
+def _never(site: Site, run: "Run") -> str:
+    return ""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Suppliers for one slot, or for several slots of one module at once (a fused norm and gemm).
+
+    `supports` must be truthful: only it states capabilities, and it must refuse every need that it does not know.
+    `varies(site, run)` returns what in the supplier depends on the layout, or an empty string; attention whose dropout
+    draws from torch's generators must report that. `note(site, run)` returns which of several implementations it will
+    use ('cuDNN'), or an empty string.
+
+    Each supplier is one callable for all sites of a role. It owns no parameter. A plugin that chooses between several
+    suppliers makes one offer of each; only one of them may support a site. An unknown slot is a ValueError.
+    """
+
+    suppliers: Mapping[str, Callable[..., Any]]
+    supports: Supports = _always
+    varies: Callable[[Site, "Run"], str] = _never
+    plugin: str = ""
+    note: Callable[[Site, "Run"], str] = _never
+
+    def __post_init__(self) -> None:
+        _refuse_unknown(self.suppliers)
+
+    def answer(self, site: Site, run: "Run") -> bool | str:
+        """The answer of `supports` for a site, or a refusal if `supports` also accepts a need that does not exist."""
+        answer = self.supports(site, run)
+        if answer is True and site.needs:
+            invented = replace(site, needs=site.needs | {INVENTED})
+            if self.supports(invented, run) is True:
+                needs = listed(sorted(site.needs))
+                return f"the site needs {needs}, and its 'supports' grants needs that do not exist as well"
+        return answer
+
+
+@dataclass(frozen=True)
+class Wrap:
+    """A wrap of a slot: `wrap(inner)` takes the callable in the slot and returns the callable to use instead.
+
+    `needs` are capabilities that the inner supplier must have; the host adds them to `site.needs` for its `supports`.
+    `serves` are the needs of a site that the wrapped callable still meets. The host refuses a site that needs more.
+
+    Wraps of one slot are applied from the smallest `layer` outwards:
+
+    - 0: a wrap that calls the supplier part by part.
+    - 50: a wrap that moves whole tensors between ranks.
+    - 100: a wrap of a plugin that shards weights; it sees a slot's tensors as the sharded weights produce them.
+    - `AGAIN` and above: a wrap that calls the inner callable again with unchanged arguments (recomputation). It serves
+      every need.
+
+    `note` names the method in a word if the plugin has several. A `dispensable` wrap changes no result: if the supplier
+    of a wider slot does not call the wrapped slot, the run works without the wrap. An unknown slot is a ValueError.
+
+    The slot `UNIT` is the call of a unit: `site.module` is the unit's module, `site.name` its name. These wraps
+    surround the compiled unit and stay eager. They take and return what the unit takes and returns.
+    """
+
+    slot: str
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+    layer: int
+    needs: frozenset[str] = frozenset()
+    supports: Supports = _always
+    plugin: str = ""
+    note: str = ""
+    dispensable: bool = False
+    serves: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.slot != UNIT:
+            _refuse_unknown([self.slot])
+
+    @property
+    def told(self) -> str:
+        """The plugin's label and the note: 'parallel/NAME (ring)'."""
+        return f"{self.plugin} ({self.note})" if self.note else self.plugin
+
+    def answer(self, site: Site, run: "Run") -> bool | str:
+        """The answer of `supports` for a site, or a refusal if the wrap does not serve all needs of the site."""
+        answer = self.supports(site, run)
+        lost = sorted(site.needs - self.serves) if self.layer < AGAIN else []
+        if answer is True and lost:
+            return f"the site needs {listed(lost)}, and its wrap does not say that it serves that (Wrap.serves)"
+        return answer
+
+
+@dataclass(frozen=True)
+class Filled:
+    """The content of a site: its supplier (None: the default in plain torch) and its wraps, from inner to outer."""
+
+    site: Site
+    offer: Offer | None = None
+    wraps: tuple[Wrap, ...] = ()
+
+    @property
+    def supplier(self) -> str:
+        """The label of the supplying plugin."""
+        return self.offer.plugin if self.offer else "the model" if self.site.slot == UNIT else PLAIN
+
+    def told(self, run: "Run") -> str:
+        """The supplier's label and its note: 'kernels/NAME (cuDNN)'."""
+        note = self.offer.note(self.site, run) if self.offer else ""
+        return f"{self.supplier} ({note})" if note else self.supplier
+
+
+@dataclass(frozen=True)
+class Unmet:
+    """Why a plugin that the config names cannot serve a site."""
+
+    plugin: str
+    site: Site
+    reason: str
+
+    @property
+    def kind(self) -> str:
+        """The kind of the slot, as the config's `kernels` section calls it."""
+        return KIND_OF.get(self.site.slot, UNIT)
+
+    def __str__(self) -> str:
+        return f"{self.plugin} cannot serve {self.site.slot} of '{self.site.role}': {self.reason}"

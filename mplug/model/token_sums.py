@@ -1,0 +1,33 @@
+"""The host's own offer for `Router.summed`: sums over the ranks that divide tokens, which modules use in forward."""
+
+from itertools import combinations
+
+from torch import Tensor
+
+from mplug import ops
+from mplug.model.model import Model
+from mplug.model.offers import Offer
+from mplug.run.run import Run
+
+TOKENS = ("batch", "sequence")
+"""The activation axes of tokens."""
+
+
+def token_sums(run: Run, model: Model) -> list[Offer]:
+    """The supplier of `Router.summed`: it sums over the mesh axes of the attention view that divide the named axes.
+
+    Collective: all ranks make the process groups here, including ranks whose stage has no router.
+    """
+    view = [axis for axis in run.mesh.views["attention"] if any(axis.divides(named) for named in TOKENS)]
+    if not model.plan.buffers or not view:
+        return []
+    wanted = [named for count in (1, 2) for named in combinations(TOKENS, count)]
+    groups = {
+        frozenset(over): run.group(*(axis.name for axis in view if any(axis.divides(named) for named in over)))
+        for over in wanted
+    }
+
+    def summed(values: Tensor, over: tuple[str, ...]) -> Tensor:
+        return ops.all_reduce(values, groups[frozenset(over)])
+
+    return [Offer({"Router.summed": summed}, plugin="host")]

@@ -1,0 +1,98 @@
+"""What in a run depends on its layout, and the check that nothing bypasses a declared way of summing gradients.
+
+A strategy that does not sum gradients exactly (it compresses them to bf16, for example) declares this by the hook
+`varies`, with the mesh axes over which it sums. No other strategy may then sum over these axes, and neither may the
+host: the sum would differ from what `mplug explain` and the test suites state.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from mplug.errors import UsageError
+from mplug.layout.names import role_of
+from mplug.model.mixing import NAME
+from mplug.model.model import Model
+from mplug.run.run import Run
+
+
+def layout_dependence(run: Run, model: Model) -> list[str]:
+    """What makes losses and gradients depend on the layout beyond rounding: a sentence per plugin, supplier and module.
+
+    A module that does not declare what it mixes is listed as not known.
+    """
+    plugins = {
+        f"{label}: {variance.reason} (relative error up to {variance.tolerance:.2g})"
+        for label, variance in run.variances.items()
+    }
+    suppliers = {
+        f"{filled.site.slot} of {filled.site.role} ({filled.supplier}): {reason}"
+        for filled in model.slots
+        if filled.offer and (reason := filled.offer.varies(filled.site, run))
+    }
+    modules = {
+        f"{role_of(one.name)}: {reason}" for one in model.mixing if (reason := getattr(one.module, "varies", ""))
+    }
+    unknown = {
+        f"{role_of(one.name)}: not known, because {one.kind} does not declare what it mixes (`{NAME}`)"
+        for one in model.mixing
+        if one.axes is None
+    }
+    return sorted(plugins | suppliers | modules | unknown)
+
+
+def layout_dependence_of_all(run: Run, model: Model) -> tuple[str, ...]:
+    """`layout_dependence` of all ranks' parts of a model together. Collective: all ranks must call it."""
+    return tuple(sorted({one for told in run.gathered(layout_dependence(run, model)) for one in told}))
+
+
+def refuse_bypassing_layout(run: Run, model: Model) -> None:
+    """Raise UsageError if the layout bypasses a declared sum; this check needs no processes.
+
+    The plugin that shards optimizer states sums over all axes of its buckets. The gradient of a parameter that is
+    gathered along an axis is summed over it before the sink receives it.
+    """
+    buckets = model.sharding.buckets if model.sharding is not None else ()
+    summed = {axis for bucket in buckets for axis in (*bucket.axes, *bucket.copied)}
+    for owner, axis in _declared(run):
+        for label in run.hooks.implementers("shard_states") if axis in summed else ():
+            if label != owner:
+                raise _bypassed(run, owner, axis, label)
+        gathered = [name for name, placement in model.placements.items() if placement.gathered_along == axis]
+        if gathered:
+            raise UsageError(
+                f"{owner} declares that it sums gradients over '{axis}' by listening to sinks, and '{gathered[0]}' is "
+                f"gathered along '{axis}': its gradient is summed before its sink has it; the strategy that gathers "
+                f"must leave '{axis}' to {owner}, or {owner} leave it out of its variance's sums"
+            )
+
+
+def refuse_bypassing(run: Run, model: Model, summers: Mapping[str, str]) -> None:
+    """Raise UsageError if another plugin than the one that declares an axis, or the host, sums gradients over it.
+
+    `summers` maps the axes in `sinks.reduced_over` to the labels of the plugins that sum over them; the host sums over
+    all other axes.
+    """
+    for owner, axis in _declared(run):
+        partial = [name for name in model.sinks if axis in model.placements[name].partial_axes]
+        label = summers.get(axis)
+        if label not in (None, owner):
+            raise _bypassed(run, owner, axis, str(label))
+        if partial and label is None and run.groups is not None:
+            raise UsageError(
+                f"{owner} declares that it sums gradients over '{axis}' ({run.variances[owner].reason}), and does not "
+                f"name the axis in sinks.reduced_over: the host would sum '{partial[0]}' as it is; name it there, or "
+                f"leave it out of the variance's sums"
+            )
+
+
+def _declared(run: Run) -> Iterator[tuple[str, str]]:
+    """(plugin, axis) for every declared axis with more than one rank."""
+    for owner, variance in run.variances.items():
+        yield from ((owner, axis) for axis in variance.sums if run.mesh.axes[axis].size > 1)
+
+
+def _bypassed(run: Run, owner: str, axis: str, label: str) -> UsageError:
+    return UsageError(
+        f"layout '{run.config.parallel.layout}': {label} would sum gradients over the axis '{axis}', and so bypass "
+        f"{owner}, which declares that it sums over this axis in its own way ({run.variances[owner].reason}); use a "
+        f"layout without '{label.rpartition('/')[2]}' or without '{owner.rpartition('/')[2]}'"
+    )

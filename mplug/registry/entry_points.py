@@ -1,0 +1,210 @@
+"""Entry points -> names -> plugins. Listing reads distribution metadata only and never imports a plugin."""
+
+import json
+import re
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from importlib.metadata import Distribution, PackageMetadata, distributions
+from typing import Any
+from urllib.parse import unquote
+
+from mplug.config.entry import Entry
+from mplug.errors import UsageError, listed, suggest
+from mplug.slot_kinds import SLOT_KINDS
+from mplug.version import __version__
+
+KINDS = ("models", "parallel", "kernels", "optimizers", "data", "tokenizers", "memory", "extensions", "commands")
+FLAGS = "flags"
+"""Entry points of the group 'mplug.flags' are not plugins: each maps a flag's name to the config field that it sets."""
+RESERVED_FIELDS = ("name", "preset")
+RESERVED_NAMES = {"kernels": (*SLOT_KINDS, "default"), "parallel": ("layout", "data")}
+"""By kind, the host's own fields of the sections in which plugins have sub-sections: no plugin may have these names."""
+
+
+class BrokenPlugin(UsageError):
+    """A plugin that the user named cannot be used: it does not import, or breaks the contract."""
+
+
+@dataclass(frozen=True)
+class Shadowed:
+    """Metadata of a distribution that another copy earlier on the path hides."""
+
+    distribution: str
+    version: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Misplaced:
+    """An entry point without effect: its group begins with 'mplug.', but mplug has no such group."""
+
+    group: str
+    name: str
+    distribution: str
+    version: str
+
+    def __str__(self) -> str:
+        groups = [f"mplug.{kind}" for kind in (*KINDS, FLAGS)]
+        return (
+            f"the entry point '{self.name}' of {self.distribution} {self.version} is in the group '{self.group}', "
+            f"which mplug {__version__} does not have{suggest(self.group, groups)}"
+        )
+
+
+class Registry:
+    """The plugins installed for this interpreter."""
+
+    def __init__(self, installed: Iterable[Distribution] | None = None) -> None:
+        self._installed = distributions() if installed is None else installed
+
+    @cached_property
+    def _scan(self) -> tuple[list[Entry], list[Shadowed], list[Misplaced]]:
+        entries: list[Entry] = []
+        shadowed: list[Shadowed] = []
+        misplaced: list[Misplaced] = []
+        seen: set[str] = set()
+        for distribution in self._installed:
+            text = distribution.read_text("entry_points.txt") or ""
+            if "[mplug." not in text:
+                continue
+            metadata, source = distribution.metadata, _source(distribution)  # each access reads and parses it anew
+            name = metadata["Name"]
+            normalized = re.sub(r"[-_.]+", "-", name).lower()
+            if normalized in seen:
+                shadowed.append(Shadowed(name, metadata["Version"], source))
+                continue
+            seen.add(normalized)
+            entries += _entries(distribution, metadata, source)
+            misplaced += [
+                Misplaced(point.group, point.name, name, metadata["Version"])
+                for point in distribution.entry_points
+                if point.group.startswith("mplug.") and point.group.removeprefix("mplug.") not in (*KINDS, FLAGS)
+            ]
+        return sorted(entries, key=lambda entry: (entry.kind, entry.name, entry.distribution)), shadowed, misplaced
+
+    def entries(self, kind: str | None = None) -> list[Entry]:
+        """Installed plugins of a kind (of all kinds if None), sorted by kind and name."""
+        return [entry for entry in self._scan[0] if kind == entry.kind or (kind is None and entry.kind != FLAGS)]
+
+    def flags(self) -> list[Entry]:
+        """Short flags that installed distributions add to the command line; `target` is the field that each sets."""
+        return [entry for entry in self._scan[0] if entry.kind == FLAGS]
+
+    def shadowed(self) -> list[Shadowed]:
+        """Copies of plugins' metadata that never take effect."""
+        return self._scan[1]
+
+    def misplaced(self) -> list[Misplaced]:
+        """Entry points in groups that mplug does not have."""
+        return self._scan[2]
+
+    def names(self, kind: str) -> list[str]:
+        """The words that a user can type for a kind; 'DISTRIBUTION/NAME' if several distributions claim a name."""
+        claims = [entry.name for entry in self.entries(kind)]
+        return [
+            entry.name if claims.count(entry.name) == 1 else f"{entry.distribution}/{entry.name}"
+            for entry in self.entries(kind)
+        ]
+
+    def find(self, kind: str, word: str) -> Entry:
+        """The plugin of a kind that a user's word names: 'gpt', or 'acme-gpt/gpt' if two distributions claim 'gpt'.
+
+        Raises UsageError if no plugin or several plugins match.
+        """
+        distribution, _, name = word.rpartition("/")
+        claims = [
+            entry for entry in self.entries(kind) if entry.name == name and distribution in ("", entry.distribution)
+        ]
+        if len(claims) > 1:
+            choices = [f"'{entry.distribution}/{name}'" for entry in claims]
+            raise UsageError(
+                f"'{name}' is claimed by {listed(entry.origin for entry in claims)}; choose {' or '.join(choices)}"
+            )
+        if not claims:
+            names = self.names(kind)
+            if lost := [one for one in self.misplaced() if one.name == name]:
+                raise UsageError(f"no plugin '{word}' among {kind} is installed: {lost[0]}")
+            raise UsageError(
+                f"no plugin '{word}' among {kind} is installed{suggest(word, names)} (installed: {listed(names)})"
+            )
+        return claims[0]
+
+    def load(self, entry: Entry) -> type[Any]:
+        """Import a plugin's class and check it against the contract; raises BrokenPlugin with the reason."""
+        from mplug.registry.hooks import faults  # pluggy is not needed to list plugins
+
+        refuse_other_versions(entry)
+        module, _, attribute = entry.target.partition(":")
+        try:
+            plugin = getattr(import_module(module), attribute)
+        except (Exception, SystemExit) as error:  # a plugin that exits must not look like a run that is done
+            raise BrokenPlugin(f"{entry.label} ({entry.origin}) does not import:\n{_trace(error)}") from error
+        if not isinstance(plugin, type):
+            raise BrokenPlugin(f"{entry.label} ({entry.origin}): '{entry.target}' is not a class")
+        found = [*filter(None, [name_fault(entry.kind, entry.name)]), *faults(plugin), *_config_faults(plugin)]
+        if found:
+            raise BrokenPlugin(f"{entry.label} ({entry.origin}) breaks the plugin contract: {'; '.join(found)}")
+        return plugin
+
+
+def name_fault(kind: str, name: str) -> str:
+    """Why a plugin of a kind cannot have a name; the empty string if it can."""
+    if name not in RESERVED_NAMES.get(kind, ()):
+        return ""
+    return f"'{kind}.{name}' is the host's own field, where the fields of a plugin '{name}' would be; rename the plugin"
+
+
+def refuse_other_versions(entry: Entry) -> None:
+    """Raise BrokenPlugin if the plugin's 'Requires-Dist: mplug' does not admit this host."""
+    from packaging.specifiers import SpecifierSet  # costs start-up time, and listing does not need it
+
+    if entry.speaks is not None and __version__ not in SpecifierSet(entry.speaks, prereleases=True):
+        raise BrokenPlugin(
+            f"{entry.label} ({entry.origin}) speaks mplug {entry.speaks}, and this is mplug {__version__}; "
+            f"install a release of {entry.distribution} for it, or another mplug"
+        )
+
+
+def _entries(distribution: Distribution, metadata: PackageMetadata, source: str) -> list[Entry]:
+    name, version = metadata["Name"], metadata["Version"]
+    summary = next(iter(metadata.get_all("Summary") or []), "")
+    speaks = _requirement_on_host(metadata.get_all("Requires-Dist") or distribution.requires or [])
+    return [
+        Entry(point.group.removeprefix("mplug."), point.name, point.value, name, version, summary, speaks, source)
+        for point in distribution.entry_points
+        if point.group.startswith("mplug.") and point.group.removeprefix("mplug.") in (*KINDS, FLAGS)
+    ]
+
+
+def _source(distribution: Distribution) -> str:
+    """The folder that an editable install points to, else the one that holds the metadata."""
+    origin = json.loads(distribution.read_text("direct_url.json") or "{}")
+    if origin.get("dir_info", {}).get("editable"):
+        return unquote(origin["url"].removeprefix("file://"))
+    return str(distribution.locate_file(""))
+
+
+def _requirement_on_host(requirements: Iterable[str]) -> str | None:
+    for requirement in requirements:
+        found = re.match(r"mplug\s*\(?([<>=!~][^;)]*)?\)?\s*(?:;|$)", requirement)
+        if found:
+            return (found[1] or "").strip()
+    return None
+
+
+def _config_faults(plugin: type[Any]) -> list[str]:
+    fields = getattr(getattr(plugin, "Config", None), "model_fields", None)
+    if fields is None:
+        return ["it has no 'Config', a pydantic model"]
+    found = [f"its Config's field '{name}' is the host's word" for name in RESERVED_FIELDS if name in fields]
+    if plugin.Config.model_config.get("extra") != "forbid":
+        found.append("its Config does not forbid unknown fields (set extra='forbid')")
+    found += [f"its Config's field '{name}' has no description" for name, f in fields.items() if not f.description]
+    return found
+
+
+def _trace(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error)).rstrip()

@@ -1,0 +1,129 @@
+"""What a plugin says of itself, found in a process of its own, so that a plugin that fails to import is harmless.
+
+`python -m mplug.registry.inspection KIND DISTRIBUTION/NAME` prints a report as JSON.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
+
+from mplug.config.entry import Entry
+from mplug.errors import UsageError
+from mplug.registry.entry_points import Registry
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
+MARK = "mplug report: "
+"""The prefix of the line of a report; it is needed because a plugin may print, too."""
+TIMEOUT = 120
+"""Maximum time in seconds for the import and the check of a plugin."""
+
+
+@dataclass
+class Report:
+    """The result of importing a plugin. `fields` are (name, type, default, description)."""
+
+    fault: str = ""
+    note: str = ""
+    hooks: list[str] = field(default_factory=list)
+    presets: list[str] = field(default_factory=list)
+    fields: list[tuple[str, str, str, str]] = field(default_factory=list)
+
+
+def inspect_apart(entry: Entry) -> Report:
+    """What a plugin says of itself, found in a subprocess."""
+    return report_apart("mplug.registry.inspection", entry)
+
+
+def check_apart(entry: Entry) -> Report:
+    """What a plugin says of itself, and what the quick part of its kind's suite finds wrong; found in a subprocess."""
+    return report_apart("mplug.testing.plugin_check", entry)
+
+
+def report_apart(module: str, entry: Entry) -> Report:
+    """The report that a module of the host prints about a plugin, as `python -m MODULE KIND DISTRIBUTION/NAME`."""
+    command = [sys.executable, "-m", module, entry.kind, f"{entry.distribution}/{entry.name}"]
+    try:
+        finished = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        return Report(fault=f"it was not done within {TIMEOUT} s")
+    if finished.returncode != 0:
+        return Report(fault=finished.stderr.strip() or f"its process ended with status {finished.returncode}")
+    try:
+        told = next(line for line in reversed(finished.stdout.splitlines()) if line.startswith(MARK))
+        return Report(**json.loads(told.removeprefix(MARK)))
+    except StopIteration:
+        return Report(fault="it ends the process that imports it")
+
+
+def inspect_here(kind: str, word: str) -> Report:
+    """The report of a plugin, made in this process."""
+    registry = Registry()
+    entry = registry.find(kind, word)
+    if entry.kind == "commands":
+        return _inspect_command(entry)
+    try:
+        plugin = registry.load(entry)
+    except UsageError as error:
+        return Report(fault=str(error))
+    from mplug.registry.hooks import implemented
+
+    fields = [
+        (name, _type(described.annotation, described.metadata), _default(described), described.description or "")
+        for name, described in plugin.Config.model_fields.items()
+    ]
+    presets = [str(name) for name in getattr(plugin, "presets", {})]
+    return Report(hooks=implemented(plugin), presets=presets, fields=fields)
+
+
+def _inspect_command(entry: Entry) -> Report:
+    from importlib import import_module
+
+    import click
+
+    module, _, attribute = entry.target.partition(":")
+    try:
+        command = getattr(import_module(module), attribute)
+    except (Exception, SystemExit) as error:
+        return Report(f"it does not import: {error!r}")
+    return Report("" if isinstance(command, click.Command) else f"'{entry.target}' is not a click command")
+
+
+BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+
+
+def _type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    """A field's type as text, such as: int > 0 | None, 'run' | 'epoch'."""
+    bounds = ",".join(
+        f" {sign} {getattr(one, name)}" for one in metadata for name, sign in BOUNDS.items() if hasattr(one, name)
+    )
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type(inner[0], inner[1:]) + bounds
+    if origin in (Union, UnionType):
+        return " | ".join(_type(one, metadata if one is not NoneType else ()) for one in inner)
+    if origin is Literal:
+        return " | ".join(map(repr, inner))
+    if annotation is NoneType:
+        return "None"
+    plain = isinstance(annotation, type) and not inner
+    return (annotation.__name__ if plain else str(annotation).replace("typing.", "")) + bounds
+
+
+def _default(described: "FieldInfo") -> str:
+    """A field's default as text; empty if the field is required."""
+    return "" if described.is_required() else repr(described.get_default(call_default_factory=True))
+
+
+def print_report(report: Report) -> None:
+    """Print a report for `report_apart`."""
+    print(f"\n{MARK}{json.dumps(asdict(report))}")
+
+
+if __name__ == "__main__":
+    print_report(inspect_here(sys.argv[1], sys.argv[2]))

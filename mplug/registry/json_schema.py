@@ -1,0 +1,46 @@
+"""The JSON Schema of a config file, for editors."""
+
+from collections.abc import Mapping
+from copy import copy
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, create_model
+
+from mplug.config import host_sections as sections
+from mplug.config.binding import FREE_SECTIONS, HOST_SECTIONS, KIND_OF_SECTION
+from mplug.config.sources import NAMED_SECTIONS
+from mplug.registry.entry_points import Registry
+from mplug.slot_kinds import SLOT_KINDS
+
+
+def config_schema(registry: Registry, names: Mapping[str, str]) -> dict[str, Any]:
+    """The JSON Schema of a config file whose sections name these plugins ({'model': 'gpt', ...})."""
+    fields: dict[str, Any] = {}
+    for section in NAMED_SECTIONS:
+        plugin = registry.load(registry.find(KIND_OF_SECTION[section], names[section]))
+        extra: dict[str, Any] = {"name": (sections.PluginName, ...)}
+        if section == "model":
+            extra["preset"] = (str | None, None)
+            if "frozen" not in plugin.Config.model_fields:
+                frozen = sections.Model.model_fields["frozen"]
+                extra["frozen"] = (frozen.annotation, frozen)
+        fields[section] = (_partial(create_model(section, __base__=plugin.Config, **extra)), None)
+    for section, model in HOST_SECTIONS.items():
+        fields[section] = (_partial(model), None)
+    kernels: dict[str, Any] = dict.fromkeys((*SLOT_KINDS, "default"), (str | None, None))
+    fields["kernels"] = (create_model("kernels", __config__=ConfigDict(extra="allow"), **kernels), None)
+    parallel: dict[str, Any] = {"layout": (str, ""), "data": (str | None, None)}
+    fields["parallel"] = (create_model("parallel", __config__=ConfigDict(extra="allow"), **parallel), None)
+    fields |= dict.fromkeys(FREE_SECTIONS, (dict[str, Any], None))
+    whole = create_model("mplug run", __config__=ConfigDict(extra="forbid"), **fields)
+    return TypeAdapter(whole).json_schema()
+
+
+def _partial(model: type[BaseModel]) -> type[BaseModel]:
+    """The same fields, all optional: a config file contains only the values that it changes."""
+    fields: dict[str, Any] = {}
+    for name, field in model.model_fields.items():
+        optional = copy(field)
+        optional.default = None if field.is_required() else field.default
+        fields[name] = (field.annotation, optional)
+    return create_model(model.__name__, __config__=ConfigDict(extra="forbid"), **fields)

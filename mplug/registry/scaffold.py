@@ -1,0 +1,124 @@
+"""Write the package of a new plugin: complete and small, a starting point for changes."""
+
+import keyword
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from string import Template
+
+from mplug.errors import UsageError
+from mplug.registry.entry_points import Registry, name_fault
+
+TEMPLATES = Path(__file__).with_name("templates")
+SPEAKS = "mplug>=0.1,<0.2"
+"""The requirement on the host of a plugin that is written for this version."""
+SUMMARIES = {
+    "models": "A small decoder",
+    "parallel": "A data-parallel strategy",
+    "kernels": "Causal attention, a part of the heads at a time",
+    "optimizers": "Gradient descent with momentum",
+    "data": "Samples that count upwards",
+    "tokenizers": "A token is a character of a file's alphabet, or a byte",
+    "memory": "Units that are run again in backward",
+    "extensions": "A table of losses in the run's folder",
+    "commands": "A command that lists the newest runs",
+}
+USES = {
+    "models": "mplug train --model {name}",
+    "parallel": "mplug train --parallel {name}2",
+    "kernels": "mplug train --attention {name}",
+    "optimizers": "mplug train --optimizer {name}",
+    "data": "mplug train --data {name}",
+    "tokenizers": "mplug data preprocess texts.jsonl --tokenizer {name}",
+    "memory": "mplug train --set memory.{name}.every=1",
+    "extensions": "mplug train --set extensions.{name}.every=10",
+    "commands": "mplug {name}",
+}
+
+
+@dataclass(frozen=True)
+class Package:
+    """A new package: its kind, the name of its distribution, and the plugin's name, which users type."""
+
+    kind: str
+    distribution: str
+    name: str
+
+    @property
+    def use(self) -> str:
+        """The command that uses the plugin."""
+        return USES[self.kind].format(name=self.name)
+
+    @property
+    def _taken(self) -> set[str]:
+        """The names that the templates import; the plugin's class must not have one of them."""
+        lines = [line for path in (TEMPLATES / self.kind).glob("*.txt") for line in path.read_text().splitlines()]
+        return {word for line in lines if "import " in line for word in re.findall(r"\w+", line)}
+
+    @property
+    def words(self) -> dict[str, str]:
+        """The values of the templates' placeholders."""
+        package = re.sub("[-.]", "_", self.distribution)
+        camel = "".join(part.capitalize() for part in re.split("[-_]", self.name))
+        if keyword.iskeyword(camel) or camel in self._taken:
+            camel += "Plugin"
+        return {
+            "distribution": self.distribution,
+            "package": package,
+            "kind": self.kind,
+            "name": self.name,
+            "Class": camel,
+            "target": "command" if self.kind == "commands" else camel,
+            "summary": SUMMARIES[self.kind],
+            "speaks": SPEAKS,
+            "use": self.use,
+        }
+
+
+def describe(kind: str, distribution: str) -> Package:
+    """The package for a distribution's name: 'acme-ringo' has the plugin 'ringo'. UsageError for an unusable name."""
+    if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", distribution):
+        raise UsageError(
+            f"'{distribution}' is not a distribution's name; use small letters, digits and '-', as in 'acme-ringo'"
+        )
+    name = distribution.partition("-")[2] or distribution
+    if not name[0].isalpha():
+        raise UsageError(f"the plugin's name, '{name}', must begin with a letter, as in 'acme-ringo'")
+    package = distribution.replace("-", "_")
+    if find_spec(package) is not None and distribution not in {entry.distribution for entry in Registry().entries()}:
+        raise UsageError(f"there is a module '{package}' already; choose another name, as in 'acme-{package}'")
+    if fault := name_fault(kind, name):
+        raise UsageError(fault)
+    if kind == "parallel" and not name.isalpha():
+        raise UsageError(f"a strategy's name stands before its degree, so '{name}' must be letters only")
+    for entry in Registry().entries(kind):
+        if entry.name == name and entry.distribution != distribution:
+            raise UsageError(f"{entry.label} is installed already ({entry.origin}); choose another name")
+    return Package(kind, distribution, name)
+
+
+def write(package: Package, folder: Path) -> list[Path]:
+    """Write the package to a new folder; returns its files. UsageError if the folder exists."""
+    if folder.exists():
+        raise UsageError(f"'{folder}' exists; choose another name, or another place with --folder")
+    words = package.words
+    source = TEMPLATES / package.kind
+    files = {
+        folder / "pyproject.toml": TEMPLATES / "pyproject.toml.txt",
+        folder / "README.md": TEMPLATES / "README.md.txt",
+        folder / "tests" / f"test_{package.name.replace('-', '_')}.py": source / "test.py.txt",
+    }
+    for template in sorted(source.glob("*.py.txt")):
+        name = template.name.removesuffix(".txt")
+        if name != "test.py":
+            files[folder / "src" / words["package"] / ("__init__.py" if name == "plugin.py" else name)] = template
+    for path, template in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(_filled(template, words), encoding="utf-8")
+    return list(files)
+
+
+def _filled(template: Path, words: Mapping[str, str]) -> str:
+    return Template(template.read_text(encoding="utf-8")).substitute(words)

@@ -1,0 +1,1 @@
+"""One run before it trains: its config, hooks, mesh, folder and record."""

@@ -1,0 +1,83 @@
+"""The folder of a run: its name, its config and its logs."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from io import TextIOWrapper
+from pathlib import Path
+
+import yaml
+
+from mplug.config.binding import RunConfig
+from mplug.errors import UsageError, listed
+from mplug.files import write_whole
+from mplug.run.run import Run
+
+RUNS = Path("runs")
+
+
+def new_directory(config: RunConfig, name: str | None, check: bool = True) -> Path:
+    """The directory of a new run; UsageError if a run with this name exists. This function does not create it."""
+    if name is not None and (not name or name.startswith(".") or Path(name).name != name):
+        raise UsageError(f"--name '{name}' is not the name of a folder; give it without '/' and without a leading '.'")
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    directory = RUNS / (name or f"{config.settings['model', 'name'].value.rpartition('/')[2]}-{stamp}")
+    if check and (directory / "config.yaml").exists():
+        raise UsageError(f"the run '{directory}' exists; continue it with --resume, or choose another --name")
+    return directory
+
+
+def find_directory(name: str | None) -> Path:
+    """The directory of the run called `name`; if it is None, that of the newest run."""
+    if name is not None:
+        if not (RUNS / name / "config.yaml").is_file():
+            known = [path.parent.name for path in _all_runs()][:5]
+            raise UsageError(f"there is no run '{name}' in '{RUNS}' (newest there: {listed(known)})")
+        return RUNS / name
+    runs = _all_runs()
+    if not runs:
+        raise UsageError(f"there is no run in '{RUNS}'; start one with 'mplug train'")
+    return runs[0].parent
+
+
+def _all_runs() -> list[Path]:
+    return sorted(RUNS.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime, reverse=True)
+
+
+def make_directory(run: Run) -> None:
+    """Create the run's directory, and save the fully resolved config on rank 0."""
+    assert run.directory is not None
+    (run.directory / "logs").mkdir(parents=True, exist_ok=True)
+    if run.rank != 0:
+        return
+    text = yaml.safe_dump(run.config.resolved(), sort_keys=False)
+    write_whole(run.directory / "config.yaml", f"# The resolved config of this run: continue it with --resume.\n{text}")
+
+
+@contextmanager
+def logging_to(run: Run) -> Iterator[None]:
+    """Write the log messages of the block to this rank's log file."""
+    assert run.directory is not None
+    logger = logging.getLogger("mplug")
+    level, handler = logger.level, _LogFile(run.directory / "logs" / f"rank{run.rank}.log", delay=True)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        handler.close()
+
+
+class _LogFile(logging.FileHandler):
+    """A log file that is created with its first line. A write error ends the run instead of printing tracebacks."""
+
+    def _open(self) -> TextIOWrapper:
+        Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+        return super()._open()
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's name)
+        raise

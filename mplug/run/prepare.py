@@ -1,0 +1,159 @@
+"""From a config to a run: plugins are created and check the config, and the mesh is laid out. Imports no torch."""
+
+import math
+from pathlib import Path
+
+from mplug.config.binding import RunConfig
+from mplug.config.sources import source_of
+from mplug.contracts import Variance
+from mplug.errors import UsageError, listed, suggest
+from mplug.layout.mesh import Axis, Mesh, contiguous, view_sizes
+from mplug.registry.asking import asking
+from mplug.registry.hooks import Hooks
+from mplug.run.rank_limit import refuse_too_many_ranks
+from mplug.run.run import Run
+
+
+def prepare(
+    config: RunConfig,
+    host_plugins: dict[str, object] | None = None,
+    directory: Path | None = None,
+    world_size: int | None = None,
+) -> Run:
+    """Instantiate the chosen plugins, let them check the config, and make the mesh. Imports no torch.
+
+    The default of `world_size` is the smallest number of ranks that every view of the mesh divides. The strategy of
+    `parallel.data` takes the ranks that the layout's own axes do not use; the layout in the run's config then names it.
+    """
+    hooks = _hooks_of(config, host_plugins)
+    problems = []
+    for label, check in hooks.layered("configure"):
+        try:
+            with asking(label, "configure"):
+                check(config=config)
+        except UsageError as error:
+            problems.append(str(error))
+    if problems:
+        raise UsageError("\n".join(problems))
+    answers = _answered_axes(hooks, config)
+    _refuse_rest_without_data(config)
+    axes, degrees = _named_apart(answers), config.parallel.degrees
+    if degrees and not axes:
+        raise UsageError(f"none of the strategies {listed(degrees)} adds an axis to the mesh")
+    sizes = view_sizes(axes)
+    ranks = world_size or math.lcm(*sizes.values())
+    refuse_too_many_ranks(config, ranks)
+    mesh = Mesh.of(axes, ranks)
+    if ranks > sizes["attention"]:
+        return prepare(_with_rest(config, axes, ranks), host_plugins, directory, ranks)
+    _refuse_uneven_batch(config, mesh)
+    _refuse_uneven_sequence(config, mesh)
+    entries = frozenset(hooks.call.batch_entries(config=config) or ())
+    run = Run(config, hooks, mesh, device=config.trainer.device, directory=directory, entries=entries)
+    _refuse_wrong_variances(run)
+    return run
+
+
+def _refuse_wrong_variances(run: Run) -> None:
+    for label, variance in run.variances.items():
+        if not isinstance(variance, Variance):
+            raise UsageError(f"{label} answers 'varies' with {variance!r}; the answer is a mplug.Variance or None")
+        for axis in variance.sums:
+            if axis not in run.mesh.axes:
+                known = list(run.mesh.axes)
+                raise UsageError(
+                    f"{label} declares that it sums gradients over the axis '{axis}', which the mesh does not "
+                    f"have{suggest(axis, known)} (axes: {listed(known)})"
+                )
+
+
+def _with_rest(config: RunConfig, axes: list[Axis], ranks: int) -> RunConfig:
+    """The config with a data-parallel strategy over the ranks that the axes of the attention view do not use."""
+    sizes, parallel = view_sizes(axes), config.parallel
+    if parallel.rest is not None:
+        return config.with_rest(ranks // sizes["attention"], f"{ranks} ranks")
+    needs = " and ".join(f"{size} of the view '{view}'" for view, size in sizes.items())
+    data = f"parallel.data={parallel.data} has a degree there already" if parallel.data else "parallel.data is null"
+    raise UsageError(
+        f"layout '{parallel.layout}' has {needs} ranks, which fit into {ranks} ranks only with "
+        f"{ranks // sizes['attention']} times as many data-parallel ones, and {data}; name them in the layout"
+    )
+
+
+def _hooks_of(config: RunConfig, host_plugins: dict[str, object] | None = None) -> Hooks:
+    plugins = dict(host_plugins or {})
+    for chosen in config.chosen:
+        with asking(chosen.label, "__init__"):
+            plugins[chosen.label] = chosen.plugin(chosen.config)
+    return Hooks(plugins)
+
+
+def _answered_axes(hooks: Hooks, config: RunConfig) -> dict[str, list[Axis]]:
+    """The axes of all strategies, by their labels."""
+    found: dict[str, list[Axis]] = {}
+    for label, answer in hooks.layered("mesh_axes"):
+        with asking(label, "mesh_axes"):
+            found[label] = [*(answer(config=config) or ())]
+    return found
+
+
+def _named_apart(answers: dict[str, list[Axis]]) -> list[Axis]:
+    """The axes of all strategies; UsageError if two have the same name."""
+    owners: dict[str, str] = {}
+    for label, axes in answers.items():
+        for axis in axes:
+            if axis.name in owners:
+                raise UsageError(f"{owners[axis.name]} and {label} both add an axis '{axis.name}'; name one of them")
+            owners[axis.name] = label
+    return [axis for axes in answers.values() for axis in axes]
+
+
+def _refuse_rest_without_data(config: RunConfig) -> None:
+    """Raise UsageError if the strategy of `parallel.data` does not divide the batch."""
+    rest = config.parallel.rest
+    if rest is None:
+        return
+    asked = config.with_rest(2, "parallel.data")
+    try:
+        axes = _answered_axes(_hooks_of(asked), asked).get(rest.label, [])
+    except UsageError:
+        return  # the error is about the trial degree 2, which is not the user's
+    if not any("batch" in axis.entries for axis in axes):
+        source = source_of(config.settings, ("parallel", "data"))
+        raise UsageError(
+            f"parallel.data ({source}): {rest.label} does not divide the batch, so it is no strategy of data "
+            f"parallelism; name one that is, or null, and give {rest.entry.name} a degree in the layout"
+        )
+
+
+def _refuse_uneven_batch(config: RunConfig, mesh: Mesh) -> None:
+    trainer, rampup, (_, shards) = config.trainer, config.schedule.batch_rampup, mesh.batch_shard(0)
+    sizes = {"trainer.global_batch_size": trainer.global_batch_size}
+    if rampup.start is not None:
+        sizes |= {"schedule.batch_rampup.start": rampup.start, "schedule.batch_rampup.increment": rampup.increment}
+    factors = [f"trainer.micro_batch_size={trainer.micro_batch_size}"] if trainer.micro_batch_size else []
+    factors += [f"{shards} data-parallel ranks"] if shards > 1 else []
+    least = (trainer.micro_batch_size or 1) * shards
+    for name, size in sizes.items():
+        if size % least:
+            source = source_of(config.settings, tuple(name.split(".")))
+            raise UsageError(
+                f"{name} ({source}): {size} is no multiple of {' times '.join(factors)}; choose a multiple of {least}"
+            )
+
+
+def _refuse_uneven_sequence(config: RunConfig, mesh: Mesh) -> None:
+    """Raise UsageError if the axes cannot divide the sequence: first in batch entries, then inside the model."""
+    dividing = [axis for axis in mesh.views["attention"] if axis.divides("sequence")]
+    dividing.sort(key=lambda axis: "sequence" not in axis.entries)
+    length, names = config.trainer.seq_length, list[str]()
+    for axis in dividing:
+        names.append(f"{axis.name}={axis.size}")
+        try:
+            length = sum(map(len, axis.entries.get("sequence", contiguous)(length, axis.size, 0)))
+        except UsageError as error:
+            source = source_of(config.settings, ("trainer", "seq_length"))
+            raise UsageError(
+                f"trainer.seq_length ({source}): {listed(names)} cannot divide {config.trainer.seq_length}: {error}; "
+                f"change one of them"
+            ) from None

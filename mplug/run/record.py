@@ -1,0 +1,51 @@
+"""The record of a run: which plugin, version and source supplied each part."""
+
+import hashlib
+import json
+import platform
+import sys
+from datetime import datetime
+from importlib.metadata import version
+from typing import Any
+
+from mplug.errors import printable
+from mplug.files import write_whole
+from mplug.run.run import Run
+from mplug.version import __version__
+
+
+def provenance(run: Run) -> dict[str, Any]:
+    """The distribution, version and source of every plugin; saved with the run and with every checkpoint."""
+    plugins = [
+        {
+            "plugin": chosen.label,
+            "distribution": printable(chosen.entry.distribution),
+            "version": printable(chosen.entry.version),
+            "source": printable(chosen.entry.source),
+        }
+        for chosen in sorted(run.config.chosen, key=lambda chosen: chosen.label)
+    ]
+    order = [[plugin["plugin"], plugin["distribution"], plugin["version"]] for plugin in plugins]
+    digest = hashlib.sha256(json.dumps(order).encode()).hexdigest()
+    return {"mplug": __version__, "torch": version("torch"), "plugins": plugins, "plugins_hash": digest}
+
+
+def write_record(run: Run, facts: dict[str, Any]) -> None:
+    """Write record.json on rank 0: provenance, layout, versions, and the facts that the caller adds."""
+    assert run.directory is not None
+    if run.rank != 0:
+        return
+    preset = run.config.settings.get(("model", "preset"))
+    record = {
+        "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "preset": preset.value if preset else None,
+        **provenance(run),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "layout": run.config.parallel.layout,
+        "world_size": run.mesh.world_size,
+        "device": run.device,
+        **facts,
+    }
+    write_whole(run.directory / "record.json", json.dumps(record, indent=2) + "\n")

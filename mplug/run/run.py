@@ -1,0 +1,112 @@
+"""One run, as every hook receives it."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mplug.config.binding import RunConfig
+from mplug.contracts import Variance
+from mplug.distributed.heartbeats import Pulse
+from mplug.layout.mesh import Mesh
+from mplug.registry.hooks import Hooks
+from mplug.run.toolchain import triton_builds
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+    from mplug.distributed.groups import Groups
+    from mplug.run.lock import Claim
+
+
+@dataclass
+class Run:
+    """The run that every hook receives. `step` is the number of the current step; the first is 1."""
+
+    config: RunConfig
+    hooks: Hooks
+    mesh: Mesh
+    device: str
+    rank: int = 0
+    directory: Path | None = None
+    step: int = 0
+    stop_requested: bool = False
+    groups: "Groups | None" = None
+    claim: "Claim | None" = None
+    """The lock of the directory, on rank 0 of a run that a command has started."""
+    pulse: Pulse = field(default_factory=Pulse)
+    """The current activity of this process; heartbeats report it."""
+    entries: frozenset[str] = frozenset()
+    """The optional entries of the loader's micro batches."""
+    depends_on_layout: tuple[str, ...] = ()
+    """What in the run depends on the layout, as sentences; set when a training process is built."""
+
+    @cached_property
+    def variances(self) -> dict[str, Variance]:
+        """By plugin label, how the run differs from the run of one process, as plugins declare it (`varies`)."""
+        return dict(self.hooks.each("varies", config=self.config))
+
+    def group(self, *axes: str, use: str = "") -> "ProcessGroup | None":
+        """The process group of this rank along mesh axes; None if the rank is alone or no processes run yet.
+
+        Collectives of one group wait for each other. A different `use` gives a separate group for the same ranks: then
+        a collective that backward needs does not queue behind a gradient sum (axes of two views can have the same
+        ranks).
+
+        Collective: all ranks must call it in the same order, because all ranks take part in making a group.
+        """
+        if self.groups is None:
+            return None
+        return self.groups.of((self.mesh.group(rank, *axes) for rank in range(self.mesh.world_size)), use)
+
+    @property
+    def compiler(self) -> str | None:
+        """The name of torch.compile's backend for the model's units; None leaves them eager.
+
+        'auto' is inductor on a GPU for which it can build kernels.
+        """
+        wanted = self.config.trainer.compile
+        if wanted == "auto":
+            return "inductor" if self.device.startswith("cuda") and triton_builds() else None
+        return None if wanted == "never" else wanted
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Number of samples of one forward and backward pass on a rank."""
+        trainer, (_, shards) = self.config.trainer, self.mesh.batch_shard(self.rank)
+        return trainer.micro_batch_size or trainer.global_batch_size // shards
+
+    @property
+    def counts_losses(self) -> bool:
+        """Whether this rank's losses count; of ranks that compute the same losses, only the first one's do."""
+        own = self.mesh.coordinates(self.rank)
+        return all(
+            own[axis.name] == 0
+            for axis in self.mesh.views["attention"]
+            if not axis.entries and "units" not in axis.activations
+        )
+
+    def summed(self, values: "Tensor") -> "Tensor":
+        """The sum of a small tensor over all ranks."""
+        if self.groups is None:
+            return values
+        from mplug.ops import all_reduce  # imports torch
+
+        return all_reduce(values, self.groups.of([tuple(range(self.mesh.world_size))]))
+
+    def gathered(self, value: Any) -> list[Any]:
+        """The values of all ranks (small plain data), in rank order."""
+        if self.groups is None:
+            return [value]
+        import torch.distributed as dist
+
+        values: list[Any] = [None] * self.mesh.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the run's checkpoints."""
+        assert self.directory is not None
+        return self.directory / "checkpoints"

@@ -1,0 +1,47 @@
+"""The slots of the building blocks by kind, as configs name them."""
+
+from collections.abc import Iterable
+
+from mplug.errors import UsageError, listed, suggest
+
+SLOT_KINDS: dict[str, tuple[str, ...]] = {
+    "attention": ("Attention.core",),
+    "qk": ("Attention.prepare_qk", "Attention.prepare_qkv"),
+    "linear": ("Linear.gemm", "Linear.gather", "Linear.scatter"),
+    "norm": ("Norm.norm_residual",),
+    "activation": ("MLP.activation",),
+    "mlp": ("MLP.core",),
+    "embedding": ("Embedding.lookup",),
+    "dropout": ("Dropout.rows",),
+    "loss": ("Loss.cross_entropy",),
+    "router": ("Router.summed",),
+    "experts": ("Experts.dispatch", "Experts.compute", "Experts.combine"),
+}
+"""Kinds of slots (the keys of the config's `kernels` section) -> the slots of each kind."""
+CALLED_BY: dict[tuple[str, str], tuple[str, ...]] = {
+    ("", "Attention.prepare_qk"): ("Attention.prepare_qkv",),
+    ("", "MLP.activation"): ("Experts.compute", "MLP.core"),
+    ("up", "Linear.gemm"): ("MLP.core",),
+    ("up", "Linear.scatter"): ("MLP.core",),
+    ("down", "Linear.gather"): ("MLP.core",),
+    ("down", "Linear.gemm"): ("MLP.core",),
+}
+"""(part, slot) -> the wider slots whose default calls this slot. Other suppliers of a wider slot do not call it.
+
+`part` is the name of the submodule that has the slot, in the module of the wider slot; '' is that module itself.
+"""
+KIND_OF = {slot: kind for kind, slots in SLOT_KINDS.items() for slot in slots}
+
+
+def slots_named(words: Iterable[str], field: str) -> tuple[str, ...]:
+    """The slots that a user's words name; each word is a kind ('attention') or a slot ('Attention.core').
+
+    Raises UsageError for any other word. `field` is the config field that holds the words; the error names it.
+    """
+    found: dict[str, None] = {}
+    for word in words:
+        if word not in SLOT_KINDS and word not in KIND_OF:
+            known = [*SLOT_KINDS, *KIND_OF]
+            raise UsageError(f"{field}: '{word}' names no slot{suggest(word, known)} (kinds: {listed(SLOT_KINDS)})")
+        found |= dict.fromkeys(SLOT_KINDS.get(word, (word,)))
+    return tuple(found)

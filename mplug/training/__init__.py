@@ -1,0 +1,1 @@
+"""A run, as its processes execute it."""

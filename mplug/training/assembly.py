@@ -1,0 +1,108 @@
+"""From a prepared run to the objects that train: every build hook, in order."""
+
+from dataclasses import dataclass
+from itertools import combinations
+
+from mplug.contracts import Loader, Optimizer, Piece, Stepper
+from mplug.errors import UsageError, listed
+from mplug.gradients.loss_scale import LossScale
+from mplug.model.build import allocate_parts, build_model, gradient_dtype, refuse_unsavable
+from mplug.model.compilation import compile_units, compiler_of
+from mplug.model.fill import wrap_units
+from mplug.model.memory import initialize
+from mplug.model.model import Model
+from mplug.model.pieces import Held, held_values, make_pieces, write_weights
+from mplug.model.variance import refuse_bypassing
+from mplug.run.run import Run
+from mplug.training.prefetch import Feed
+from mplug.training.stepper import DefaultStepper
+from mplug.training.supervised_loader import Source
+
+
+@dataclass
+class Parts:
+    """The objects of a training process."""
+
+    model: Model
+    pieces: list[Piece]
+    optimizer: Optimizer
+    stepper: Stepper
+    train_loader: Feed
+    validation_loader: Feed | None
+    loss_scale: LossScale | None = None
+
+    def held(self) -> list[Held]:
+        """The values of all parameters of this rank, trained or not: initialisation and checkpoints use them."""
+        return held_values(self.model, self.pieces)
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of elements of all parameters; it does not depend on the layout."""
+        return sum(placement.numel for placement in self.model.placements.values())
+
+    @property
+    def num_frozen(self) -> int:
+        """Number of elements of the frozen parameters."""
+        return sum(one.numel for one in self.model.placements.values() if not one.parameter.trainable)
+
+
+def build(run: Run) -> Parts:
+    """Build everything that a training process needs; cheap checks come first."""
+    trainer, model = run.config.trainer, build_model(run)
+    train_loader = _feed(run, "train")
+    validation_loader = _feed(run, "validation") if trainer.eval_every else None
+    compile_units(model, compiler_of(run), tune_kernels=trainer.tune_kernels)
+    wrap_units(model)
+    gradients = gradient_dtype(run, model)
+    allocate_parts(run, model)
+    model.listen(gradients)
+    _wrap(run, model)
+    pieces = make_pieces(model)
+    held = held_values(model, pieces)
+    placements = {one.name: one.placement for one in held}
+    initialize({one.name: one.values for one in held}, placements, run.rank, trainer.seed)
+    write_weights(pieces)
+    model.weights_written()
+    optimizer: Optimizer = run.hooks.call.build_optimizer(run=run, pieces=pieces)
+    refuse_unsavable(run, optimizer, pieces)
+    default = DefaultStepper(run, model, pieces, optimizer)
+    stepper: Stepper | None = run.hooks.call.build_stepper(run=run, model=model, default=default)
+    return Parts(model, pieces, optimizer, stepper or default, train_loader, validation_loader, default.loss_scale)
+
+
+def _wrap(run: Run, model: Model) -> None:
+    """Call `wrap_model` of every plugin; UsageError if two strategies sum the same buffers, which would be a race."""
+    summing: list[tuple[str, set[str]]] = []
+    summers: dict[str, str] = {}
+    for label, wrap in run.hooks.layered("wrap_model"):
+        known = set(model.sinks.reduced_over)
+        wrap(run=run, model=model)
+        named = model.sinks.reduced_over - known
+        summers |= dict.fromkeys(named, label)
+        if named:
+            trained = {name: one for name, one in model.placements.items() if one.parameter.trainable}
+            summed = {name for name, one in trained.items() if named.intersection(one.partial_axes)}
+            summing.append((listed(sorted(named)), summed or set(trained)))
+    for (axes, summed), (others, theirs) in combinations(summing, 2):
+        if summed & theirs:
+            raise UsageError(
+                f"strategies of the axes {axes} and {others} both sum gradients while backward runs, in the same "
+                f"buffers; use one of them"
+            )
+    refuse_bypassing(run, model, summers)
+
+
+def _feed(run: Run, split: str) -> Feed:
+    return Feed(build_loader(run, split), run.device, Source.of(run, split))
+
+
+def build_loader(run: Run, split: str) -> Loader:
+    """The loader of a split; UsageError if its vocabulary is larger than the model's."""
+    loader: Loader = run.hooks.call.build_loader(run=run, split=split)
+    vocab_size = getattr(run.config.model, "vocab_size", None)
+    if vocab_size is not None and loader.vocab_size > vocab_size:
+        raise UsageError(
+            f"the data has tokens up to {loader.vocab_size - 1}, and model.vocab_size is {vocab_size}; "
+            f"set model.vocab_size={loader.vocab_size} or more"
+        )
+    return loader

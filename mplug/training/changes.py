@@ -1,0 +1,365 @@
+"""The settings that a resumed run changes compared with its checkpoint, and which of them may change. Torch-free.
+
+The host compares the checkpoint's config with the config of the run, field by field. A field may change if the kind of
+its section permits it (layouts and kernels give the same run, extensions only observe), or if its own annotation
+permits it (`MAY_CHANGE`, `MAY_MOVE`). The host refuses every other change unless the user allows it by name: the effect
+of a plugin's field on training is unknown until the plugin states it.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from mplug.checkpoint.folder import damaged
+from mplug.config.binding import HOST_SECTIONS, KIND_OF_SECTION, PLUGIN_SECTIONS, Chosen, RunConfig
+from mplug.config.defaults import default_settings
+from mplug.config.host_sections import Schedule
+from mplug.config.sources import NAMED_SECTIONS, Key, nested, source_of
+from mplug.contracts import MAY_CHANGE, MAY_MOVE, Mark
+from mplug.errors import UsageError, listed, printable, suggest
+from mplug.model.mixing import MICRO_BATCH, SAMPLES
+from mplug.model.model import Model
+from mplug.run.record import provenance
+from mplug.run.run import Run
+from mplug.training.schedule import learning_rate
+
+OPTION = "--allow-change"
+ABSENT = "(not set)"
+OBSERVING = "extensions"
+"""The section of plugins that only observe: all their fields may change."""
+FINGERPRINT = "data_fingerprint"
+"""The key of a checkpoint's manifest that holds the fingerprint of the loader's data."""
+
+
+def shown(value: Any) -> str:
+    """A value as a config file writes it."""
+    return json.dumps(value) if value in (None, "") or isinstance(value, bool) else str(value)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A setting that differs from the checkpoint's.
+
+    `refusal` says why the change needs permission; it is empty if it needs none. `source` is where the new value was
+    written.
+    """
+
+    key: Key
+    old: Any
+    new: Any
+    refusal: str = ""
+    source: str = ""
+    moves_data: bool = False
+    """Whether the change is harmless if the loader's fingerprint is the same."""
+
+    @property
+    def field(self) -> str:
+        """'optimizer.lr'."""
+        return ".".join(self.key)
+
+    def __str__(self) -> str:
+        return f"{self.field}: {shown(self.old)} -> {shown(self.new)}"
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Everything that a resumed run changes: settings, versions of plugins, and the resulting learning rate."""
+
+    settings: list[Change] = field(default_factory=list)
+    versions: list[str] = field(default_factory=list)
+    effects: list[str] = field(default_factory=list)
+    allowed: tuple[str, ...] = ()
+
+    def allows(self, change: Change) -> bool:
+        """Whether the user has named the field, or a section that contains it."""
+        return any(change.field == name or change.field.startswith(f"{name}.") for name in self.allowed)
+
+    def lines(self) -> list[str]:
+        """The changes as lines of a log."""
+        settings = [f"{one} ({OPTION})" if self.allows(one) else str(one) for one in self.settings]
+        return [*settings, *self.versions, *self.effects]
+
+    def record(self, step: int) -> list[dict[str, Any]]:
+        """The changes as plain data, for records and checkpoints."""
+        settings = [
+            {
+                "step": step,
+                "field": printable(one.field),
+                "old": one.old,
+                "new": one.new,
+                "allowed_by_user": self.allows(one),
+            }
+            for one in self.settings
+        ]
+        return [*settings, *({"step": step, "version": printable(version)} for version in self.versions)]
+
+
+def changes_on_resume(path: Path, manifest: Mapping[str, Any], run: Run, allowed: tuple[str, ...]) -> Changes:
+    """What the run changes compared with the checkpoint; UsageError if a setting changes that may not.
+
+    `allowed` are the fields and sections that the user allows to change.
+    """
+    if not isinstance(manifest.get("config"), dict):
+        raise damaged(path, "it does not hold the config of its run")
+    settings = list(_settings(manifest, run))
+    changes = Changes(settings, _versions(manifest, run), _effects(manifest, run.config), allowed)
+    refused = [one for one in settings if one.refusal and not changes.allows(one)]
+    if refused:
+        raise UsageError(_refusal(path, refused))
+    return changes
+
+
+def refuse_unknown_fields(manifest: Mapping[str, Any], config: RunConfig, allowed: Iterable[str]) -> None:
+    """Raise UsageError for a name that is no field or section of the checkpoint's config or of the run's."""
+    known: dict[str, None] = {}
+    for tree in (manifest.get("config"), config.resolved()):
+        known |= dict.fromkeys(_names(tree))
+    for name in allowed:
+        if name not in known:
+            raise UsageError(f"{OPTION} '{name}' is no field or section of this run's config{suggest(name, known)}")
+
+
+def _names(tree: Any, prefix: str = "") -> Iterator[str]:
+    for name, inner in tree.items() if isinstance(tree, dict) else ():
+        yield f"{prefix}{name}"
+        yield from _names(inner, f"{prefix}{name}.")
+
+
+def _refusal(path: Path, refused: list[Change]) -> str:
+    lines = [
+        f"  {one}{f' ({one.source})' if one.source else ''}{'' if one.refusal == COURSE else f': {one.refusal}'}"
+        for one in refused
+    ]
+    sections = {one.key[0] for one in refused if one.key[0] in NAMED_SECTIONS and one.key[1:] == ("name",)}
+    names = dict.fromkeys(one.key[0] if one.key[0] in sections else one.field for one in refused)
+    return (
+        f"checkpoint '{path}' was trained with other settings, and these decide how training goes on:\n"
+        + "\n".join(lines)
+        + f"\nto resume with the change, add: {OPTION} {','.join(names)}\n"
+        f"to go on as before, leave the change out"
+    )
+
+
+def same_data(path: Path, manifest: Mapping[str, Any], fingerprint: str | None, changes: Changes) -> None:
+    """Raise UsageError if the loader's data is not the data of the checkpoint, or if a change leaves this unknown.
+
+    Data counts as the same if no setting that moves it has changed and one of the fingerprints is missing.
+    """
+    before, moved = manifest.get(FINGERPRINT), [one for one in changes.settings if one.moves_data]
+    if any(changes.allows(one) for one in moved) or "data" in changes.allowed:
+        return
+    named = [one.field for one in moved] or ["data"]
+    if before is not None and fingerprint is not None and before != fingerprint:
+        what = "has other content than the data that the checkpoint was trained on"
+    elif before != fingerprint and moved:
+        what = "is elsewhere, and its loader states no fingerprint by which it could be known to be the same"
+    else:
+        return
+    raise UsageError(
+        f"checkpoint '{path}': the training data {what}; name the data of before, or add {OPTION} {','.join(named)}"
+    )
+
+
+COURSE = "it decides how training goes on"
+UNDECLARED = "{owner} does not say that it may change"
+UNVERIFIED = "the checkpoint holds no fingerprint of its data, so it may be other data"
+
+
+def _settings(manifest: Mapping[str, Any], run: Run) -> Iterator[Change]:
+    """Every change, in the order of the config's sections."""
+    config, old = run.config, manifest["config"]
+    defaults, new = nested(default_settings()), config.resolved()
+    before = {plugin["plugin"]: plugin for plugin in manifest["provenance"]["plugins"]}
+    by_section = {chosen.section: chosen for chosen in config.chosen}
+
+    def compared(key: Key, model: type[BaseModel] | None, one: Any, other: Any, judge: "_Judge") -> Iterator[Change]:
+        left, right = (dict(_leaves(model, values)) for values in (one, other))
+        for inner in dict.fromkeys([*left, *right]):
+            was, now = left.get(inner, ABSENT), right.get(inner, ABSENT)
+            if was != now:
+                source = source_of(config.settings, (*key, *inner)) or ""
+                yield judge((*key, *inner), was, now, _mark(model, inner), source)
+
+    for section in NAMED_SECTIONS:
+        chosen = by_section[section,]
+        one, other = dict(old.get(section) or {}), new[section]
+        if _is_same(chosen, one.get("name"), before):
+            hosts = {} if "frozen" in chosen.plugin.Config.model_fields else _OF_HOST.get(section, {})
+            own = {name: value for name, value in one.items() if name not in hosts}
+            one = {**hosts, **one, **_bound(chosen, own), "name": other["name"]}
+            yield from compared((section,), chosen.plugin.Config, one, other, _by_mark(chosen, manifest))
+        else:  # compare only the fields that both plugins have
+            one["name"] = _named(one.get("name"), before.get(_label(section, one.get("name"))), chosen)
+            common = {name: value for name, value in one.items() if name in other}
+            other = {name: value for name, value in other.items() if name in one}
+            yield from compared((section,), None, common, other, _refused)
+    for section in PLUGIN_SECTIONS:
+        plugins = [chosen for chosen in config.chosen if chosen.section[0] == section and len(chosen.section) == 2]
+        found = list(_of_plugins(section, plugins, old.get(section) or {}, new[section], before, manifest, compared))
+        yield from found
+        said = {one.key[:2] for one in found if one.refusal}
+        yield from (one for one in _of_variances(section, manifest, run) if one.key not in said)
+    for section, model in HOST_SECTIONS.items():
+        one = {**defaults[section], **(old.get(section) or {})}
+        yield from compared((section,), model, one, new[section], _by_mark(None, manifest))
+
+
+_OF_HOST: dict[str, dict[str, Any]] = {"model": {"frozen": []}}
+"""Fields of named sections that belong to the host instead of a plugin, with their defaults."""
+_Judge = Callable[[Key, Any, Any, Mark | None, str], Change]
+
+
+def _free(key: Key, old: Any, new: Any, mark: Mark | None, source: str) -> Change:
+    return Change(key, old, new, source=source)
+
+
+def _refused(key: Key, old: Any, new: Any, mark: Mark | None, source: str) -> Change:
+    return Change(key, old, new, COURSE, source)
+
+
+def _by_mark(chosen: Chosen | None, manifest: Mapping[str, Any]) -> _Judge:
+    """Judge by the field's mark. Without a mark, a field of the host, a model or an optimizer decides training."""
+    is_course = chosen is None or len(chosen.section) == 1
+    refusal = COURSE if is_course or chosen is None else UNDECLARED.format(owner=chosen.label)
+    verifiable = manifest.get(FINGERPRINT) is not None
+
+    def judge(key: Key, old: Any, new: Any, mark: Mark | None, source: str) -> Change:
+        if mark == MAY_MOVE:
+            return Change(key, old, new, "" if verifiable else UNVERIFIED, source, moves_data=True)
+        return Change(key, old, new, "" if mark == MAY_CHANGE else refusal, source)
+
+    return judge
+
+
+def _of_plugins(
+    section: str,
+    plugins: list[Chosen],
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    before: Mapping[str, Any],
+    manifest: Mapping[str, Any],
+    compared: Callable[..., Iterator[Change]],
+) -> Iterator[Change]:
+    """The changes of a section that names several plugins: its own fields, its list of plugins, and their fields.
+
+    The section's own fields say which strategies and kernels are chosen. Sections of plugins that are not chosen change
+    nothing.
+    """
+    own, other = ({n: v for n, v in tree.items() if not isinstance(v, dict)} for tree in (old, new))
+    yield from compared((section,), None, own, other, _free)
+    held = {label for label in before if label.startswith(f"{section}/")}
+    if not other:
+        for label in sorted(held ^ {chosen.label for chosen in plugins}):
+            key = (section, label.partition("/")[2])
+            was, now = ("used", "not used") if label in held else ("not used", "used")
+            yield Change(key, was, now)
+    for chosen in plugins:
+        if chosen.label in held:
+            said = old.get(chosen.section[1], old.get(chosen.entry.name))
+            said = said if isinstance(said, dict) else {}
+            judge = _free if section == OBSERVING else _by_mark(chosen, manifest)
+            yield from compared(
+                chosen.section, chosen.plugin.Config, _bound(chosen, said), new[chosen.section[1]], judge
+            )
+
+
+def _of_variances(section: str, manifest: Mapping[str, Any], run: Run) -> Iterator[Change]:
+    """Plugins of a section that make a run differ from one process by more than rounding, where they come or go."""
+    old, new = manifest.get("varies") or {}, {label: printable(one.reason) for label, one in run.variances.items()}
+    for label in sorted({*old, *new}):
+        if label.startswith(f"{section}/") and old.get(label) != new.get(label):
+            was, now = (reasons.get(label, "exact but for rounding") for reasons in (old, new))
+            yield Change(tuple(label.split("/", 1)), was, now, COURSE)
+
+
+def _leaves(model: Any, values: Mapping[str, Any], key: Key = ()) -> Iterator[tuple[Key, Any]]:
+    """The fields of a section and its nested sections; a mapping that is the value of one field is one value."""
+    for name, value in values.items():
+        inner = model.model_fields[name].annotation if model is not None and name in model.model_fields else None
+        if isinstance(value, dict) and isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from _leaves(inner, value, (*key, name))
+        else:
+            yield (*key, name), value
+
+
+def _mark(model: Any, key: Key) -> Mark | None:
+    """The mark of a field, or of the outermost section around it that has one."""
+    for name in key:
+        described = model.model_fields.get(name) if model is not None else None
+        if described is None:
+            return None
+        found: Mark | None = next((one for one in described.metadata if isinstance(one, Mark)), None)
+        if found is not None:
+            return found
+        model = described.annotation if hasattr(described.annotation, "model_fields") else None
+    return None
+
+
+def _bound(chosen: Chosen, said: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved section with the defaults of newer fields; unchanged if the plugin can no longer read it."""
+    values = {name: value for name, value in said.items() if name != "name"}
+    try:
+        bound: dict[str, Any] = chosen.plugin.Config.model_validate(values).model_dump(mode="json")
+    except ValidationError:
+        return values
+    return bound
+
+
+def _label(section: str, word: Any) -> str:
+    return f"{KIND_OF_SECTION[section]}/{str(word).rpartition('/')[2]}"
+
+
+def _is_same(chosen: Chosen, word: Any, before: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint's word for a plugin means the chosen plugin, of the same distribution."""
+    label = _label(chosen.section[0], word)
+    return chosen.label == label and before.get(label, {}).get("distribution") == chosen.entry.distribution
+
+
+def _named(word: Any, recorded: Mapping[str, Any] | None, chosen: Chosen) -> Any:
+    """The checkpoint's word for a plugin; with its distribution, if a plugin of another one has this name now."""
+    if recorded is not None and recorded["plugin"] == chosen.label:
+        return f"{word} of {recorded['distribution']}"
+    return word
+
+
+def _versions(manifest: Mapping[str, Any], run: Run) -> list[str]:
+    """Changes of version or distribution of the host, torch and plugins."""
+    old, new = manifest["provenance"], provenance(run)
+    lines = [f"{name}: {old[name]} -> {new[name]}" for name in ("mplug", "torch") if old[name] != new[name]]
+    before = {plugin["plugin"]: f"{plugin['distribution']} {plugin['version']}" for plugin in old["plugins"]}
+    for plugin in new["plugins"]:
+        label, now = plugin["plugin"], f"{plugin['distribution']} {plugin['version']}"
+        if label in before and before[label] != now:
+            lines.append(f"{label}: {before[label]} -> {now}")
+    return lines
+
+
+def _effects(manifest: Mapping[str, Any], config: RunConfig) -> list[str]:
+    """A line about the learning rate of the next step, if the changes alter it."""
+    old, step = manifest["config"], manifest["step"] + 1
+    defaults = nested(default_settings())["schedule"]
+    try:
+        schedule = Schedule.model_validate({**defaults, **(old.get("schedule") or {})})
+    except ValidationError as error:
+        return [f"the checkpoint's schedule cannot be compared: {listed(str(e['msg']) for e in error.errors())}"]
+    was = learning_rate(step, float(old["optimizer"]["lr"]), schedule, int(old["trainer"]["steps"]))
+    now = learning_rate(step, config.optimizer.lr, config.schedule, config.trainer.steps)
+    if was == now:
+        return []
+    return [f"the learning rate of step {step} is {now:.4g}; with the checkpoint's settings it was {was:.4g}"]
+
+
+def refuse_other_micro_batches(model: Model, changes: "Changes") -> None:
+    """Raise UsageError if a module mixes the samples of a micro batch and the resumed run changes the micro batches."""
+    mixing = [one for one in model.mixing if SAMPLES in (one.axes or ())]
+    for change in changes.settings if mixing else ():
+        if change.field == MICRO_BATCH and not changes.allows(change):
+            raise UsageError(
+                f"{mixing[0].told} mixes the samples of a micro batch, and the checkpoint was trained with others "
+                f"({change}): training would go on differently; leave the change out, or add: --allow-change "
+                f"{MICRO_BATCH}"
+            )

@@ -1,0 +1,115 @@
+"""Evaluation: the mean loss over the validation samples. If the run must stop, all ranks end it early together."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mplug.contracts import MicroBatch
+from mplug.run.run import Run
+from mplug.training.assembly import Parts
+from mplug.training.batch_parts import even_parts
+from mplug.training.prefetch import Feed
+
+PAUSE = 0.25
+"""Minimum time between votes, in seconds, if micro batches are shorter than that."""
+
+
+Watch = Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]]
+
+
+def evaluate(run: Run, parts: Parts, watch: Watch = iter) -> float:
+    """The mean validation loss in nats per token, over the same `trainer.eval_samples` samples every time.
+
+    `watch` wraps the iterator over micro batches that the stepper receives.
+    """
+    assert parts.validation_loader is not None
+    beginning = parts.validation_loader.state_dict()
+    loss = float(parts.stepper.evaluate(watch(_micro_batches(run, parts.validation_loader))))
+    parts.validation_loader.load_state_dict(beginning)
+    return loss
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The loss, or None if the evaluation ended early; `stop` (equal on all ranks) says whether a rank must stop."""
+
+    loss: float | None
+    stop: bool
+
+
+def evaluate_unless_stopped(run: Run, parts: Parts, due: Callable[[float], bool]) -> Evaluation:
+    """Evaluate; if a rank is asked to stop in the meantime, all ranks end before the same micro batch.
+
+    `due(seconds)` says whether the run must stop now, if it takes `seconds` until the evaluation ends.
+    """
+    assert parts.validation_loader is not None
+    beginning = parts.validation_loader.state_dict()
+    batches = UntilStopped(_micro_batches(run, parts.validation_loader), run, len(parts.model.stages.units), due)
+    loss = parts.stepper.evaluate(batches)
+    if batches.left:
+        return Evaluation(None, stop=True)
+    parts.validation_loader.load_state_dict(beginning)
+    return Evaluation(float(loss), batches.stop)
+
+
+def _micro_batches(run: Run, loader: Feed) -> Iterator[MicroBatch]:
+    return even_parts(loader.take, run.config.trainer.eval_samples, run)
+
+
+class UntilStopped:
+    """An iterator over micro batches that ends early if any rank asks to stop (`stop`); `left` is then true.
+
+    Every rank takes the same number. Ranks vote before a micro batch, and read that vote before a later one: pipeline
+    stages are at different micro batches at the same time. With as many micro batches between vote and reading as there
+    are stages, no stage waits for another. Votes also carry the duration of micro batches; if these are short, ranks
+    vote less often.
+    """
+
+    def __init__(self, batches: Iterable[MicroBatch], run: Run, stages: int, due: Callable[[float], bool]) -> None:
+        self._batches, self._run, self._age, self._due = iter(batches), run, stages, due
+        self._group = run.groups.beside("votes") if run.groups is not None else None
+        self._votes: deque[tuple[int, Any, torch.Tensor]] = deque()
+        self._number = self._next_vote = 0
+        self._began = time.monotonic()
+        self.stop = self.left = False
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return self
+
+    def __next__(self) -> MicroBatch:
+        if self._number > 0:  # steppers need not support an evaluation without micro batches
+            self._vote()
+        if self.stop:
+            self.left = True
+        batch = next(self._batches, None) if not self.left else None
+        if batch is None:
+            while self._votes:
+                self._read()
+            raise StopIteration
+        self._number += 1
+        return batch
+
+    def _vote(self) -> None:
+        seconds = (time.monotonic() - self._began) / self._number
+        asked = self._run.stop_requested or self._due((self._age + 1) * seconds)
+        if self._group is None:
+            self.stop = asked
+            return
+        if self._number >= self._next_vote:
+            vote = torch.tensor([float(asked), seconds], dtype=torch.float64)
+            self._votes.append((self._number, dist.all_reduce(vote, dist.ReduceOp.MAX, self._group, True), vote))
+            self._next_vote = self._number + 1
+        while self._votes and self._votes[0][0] + self._age <= self._number:
+            self._read()
+
+    def _read(self) -> None:
+        number, vote, result = self._votes.popleft()
+        vote.wait()
+        asked, seconds = result.tolist()
+        self.stop = self.stop or asked > 0
+        self._next_vote = max(self._next_vote, number + int(PAUSE / max(seconds, 1e-6)))

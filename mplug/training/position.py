@@ -1,0 +1,185 @@
+"""The position of a run: the samples and tokens that it has consumed, and how checkpoints save and load it."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mplug.checkpoint.boxes import Boxed, State, buffer_boxes, held_boxes, owned_boxes
+from mplug.checkpoint.choice import Choice, choose
+from mplug.checkpoint.folder import damaged
+from mplug.checkpoint.manifest import Manifest
+from mplug.checkpoint.plain_data import lift, lower
+from mplug.checkpoint.pretrained import refuse_larger
+from mplug.checkpoint.saver import Saver, load
+from mplug.checkpoint.storage import FolderReader
+from mplug.contracts import Stateful
+from mplug.errors import RunError, UsageError, printable
+from mplug.layout.placement import Placement
+from mplug.model.pieces import write_weights
+from mplug.run.record import provenance
+from mplug.run.run import Run
+from mplug.training.assembly import Parts
+from mplug.training.changes import FINGERPRINT, Changes, changes_on_resume, same_data
+
+log = logging.getLogger("mplug")
+
+LOSS_SCALE = "loss_scale"
+PLAIN = ("samples", "tokens", "loader", "states")
+"""The keys of a manifest that hold a run's position; the names of its tensors are paths: '/states/NAME/...'."""
+
+
+class Position:
+    """The samples and tokens that a run has consumed. With the run's parts, it is everything that a checkpoint holds.
+
+    `changes` are the changes of this resume compared with its checkpoint; `history` also lists those of every earlier
+    resume.
+    """
+
+    def __init__(self, run: Run, parts: Parts) -> None:
+        self.run, self.parts = run, parts
+        self.samples = self.tokens = 0
+        self.changes = Changes()
+        self.history: list[dict[str, Any]] = []
+        self.saver = Saver(run)
+        self.saver.expect(sum(tensor.nbytes for _, _, tensor in self._tensors()))
+        self.stateful = _stateful(run)
+
+    def save(self) -> None:
+        """Save the current step, synchronously or while training continues; `saver` reports when it is complete."""
+        run = self.run
+        states = {name: stateful.state_dict() for name, stateful in self.stateful.items()}
+        plain = {
+            "samples": self.samples,
+            "tokens": self.tokens,
+            "loader": self._loader_state(),
+            "states": states,
+        }
+        if self.parts.loss_scale is not None:
+            plain[LOSS_SCALE] = self.parts.loss_scale.state_dict()
+        tensors: dict[str, Tensor] = {}
+        plain = lift(plain, tensors, "")
+        facts = {
+            "step": run.step,
+            "saved": datetime.now().astimezone().isoformat(timespec="seconds"),
+            "layout": run.config.parallel.layout,
+            "world_size": run.mesh.world_size,
+            "provenance": provenance(run),
+            "config": run.config.resolved(),
+            "changes": self.history,
+            "varies": {label: printable(variance.reason) for label, variance in run.variances.items()},
+            FINGERPRINT: self._fingerprint(),
+        }
+        state = {name: owned_boxes(placement, tensor, run.rank) for name, placement, tensor in self._tensors()}
+        state |= buffer_boxes(self.parts.model, run.rank, owned_boxes)
+        if run.rank == 0:
+            state |= {name: Boxed(tuple(t.shape), {(0,) * t.dim(): t.clone()}) for name, t in tensors.items()}
+        self.saver.save(state, {**facts, **plain})
+
+    def load(self, newest: Path, allowed: tuple[str, ...] = ()) -> Choice:
+        """Continue exactly at a checkpoint: `newest`, or the newest valid one before it in its folder.
+
+        `allowed` are the fields that the user allows to change.
+        """
+        run, parts = self.run, self.parts
+        choice = choose(run, newest, self.saver.verified)
+        path, manifest = choice.path, choice.manifest
+        if manifest["step"] >= run.config.trainer.steps:
+            raise UsageError(
+                f"checkpoint '{path}' has done all {run.config.trainer.steps} steps of its run; "
+                f"to go on, set trainer.steps to more"
+            )
+        self.changes = changes_on_resume(path, manifest, run, allowed)
+        self.history = [*map(dict, manifest.get("changes", [])), *self.changes.record(manifest["step"])]
+        same_data(path, manifest, self._fingerprint(), self.changes)
+        refuse_larger(f"checkpoint '{path}'", manifest, parts.model)
+        state: State = {name: held_boxes(placement, tensor, run.rank) for name, placement, tensor in self._tensors()}
+        state |= buffer_boxes(parts.model, run.rank, held_boxes)
+        load(run, path, manifest, state, self.saver.verified)
+        write_weights(parts.pieces)
+        parts.model.weights_written()
+        self._load_plain(path, manifest)
+        run.step, self.samples, self.tokens = manifest["step"], manifest["samples"], manifest["tokens"]
+        self.saver.retention.base = path
+        return choice
+
+    def _load_plain(self, path: Path, manifest: Manifest) -> None:
+        """Load the states of the loader, the plugins and the loss scale."""
+        plain = _plain_of(path, manifest)
+        for name in self.stateful.keys() ^ plain["states"].keys():
+            have, lack = ("the run", "the checkpoint") if name in self.stateful else ("the checkpoint", "the run")
+            raise UsageError(
+                f"checkpoint '{path}': {have} has the state '{name}' of a plugin, and {lack} does not; "
+                f"resume with the plugins that it was saved with"
+            )
+        for name, stateful in self.stateful.items():
+            with _taking_state(path, f"the state '{name}' of a plugin"):
+                stateful.load_state_dict(plain["states"][name])
+        if self.parts.loss_scale is not None and LOSS_SCALE in plain:  # a run that continues in fp16 begins a new one
+            with _taking_state(path, "the loss scale"):
+                self.parts.loss_scale.load_state_dict(plain[LOSS_SCALE])
+        with _taking_state(path, "the state of the data loader"):
+            self.parts.train_loader.load_state_dict(plain["loader"], plain["samples"])
+
+    def _fingerprint(self) -> str | None:
+        return getattr(self.parts.train_loader.loader, "fingerprint", None)
+
+    def _loader_state(self) -> dict[str, Any]:
+        """The training loader's state; if it has `merge_states`, the merged state of all parts of the batch."""
+        feed, run = self.parts.train_loader, self.run
+        state, merge = feed.state_dict(), getattr(feed.loader, "merge_states", None)
+        if merge is None:
+            return state
+        parts = dict(run.gathered((run.mesh.batch_shard(run.rank)[0], state)))
+        merged: dict[str, Any] = merge([parts[part] for part in sorted(parts)])
+        return merged
+
+    def _tensors(self) -> list[tuple[str, Placement, Tensor]]:
+        """(name in a checkpoint, placement, tensor) of every parameter's values and every piece's optimizer states."""
+        values = [(f"{one.name}/weight", one.placement, one.values) for one in self.parts.held()]
+        return values + [
+            (f"{piece.name}/{name}", piece.placement, tensor)
+            for piece in self.parts.pieces
+            for name, tensor in self.parts.optimizer.state(piece).items()
+        ]
+
+
+def _stateful(run: Run) -> dict[str, Stateful]:
+    """The objects of all plugins whose state a checkpoint holds, by name."""
+    found: dict[str, Stateful] = {}
+    owners: dict[str, str] = {}
+    for label, offered in run.hooks.each("state", run=run):
+        for name, stateful in offered.items():
+            if name in owners:
+                raise UsageError(f"{owners[name]} and {label} both save a state named '{name}'; use one of them")
+            found[name], owners[name] = stateful, label
+    return found
+
+
+@contextmanager
+def _taking_state(path: Path, name: str) -> Iterator[None]:
+    """Turn an exception of `load_state_dict` into a UsageError; the log gets the traceback of a possible plugin bug."""
+    try:
+        yield
+    except (UsageError, RunError):
+        raise
+    except Exception as error:
+        log.error("checkpoint '%s': %s cannot be loaded", path, name, exc_info=error)
+        raise UsageError(
+            f"checkpoint '{path}': {name} cannot be loaded ({type(error).__name__}: {error}); resume with the plugins "
+            f"that it was saved with, in the same versions"
+        ) from error
+
+
+def _plain_of(path: Path, manifest: Manifest) -> dict[str, Any]:
+    reader, held = FolderReader(path, manifest), {**manifest}
+    tensors = {name: reader.whole(name) for name in manifest["tensors"] if name.startswith("/")}
+    try:
+        plain: dict[str, Any] = lower({name: held[name] for name in (*PLAIN, LOSS_SCALE) if name in held}, tensors)
+    except (KeyError, TypeError) as error:
+        raise damaged(path, f"a state refers to a tensor {error} that the checkpoint does not have") from error
+    return plain

@@ -1,0 +1,156 @@
+"""The default stepper: it accumulates micro batches, then updates. The CPU never waits for the device here."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mplug.contracts import MicroBatch, Optimizer, Piece, StepResult, StepScalars
+from mplug.gradients.loss_scale import LossScale
+from mplug.gradients.norm import GlobalNorm, owned_gradients
+from mplug.gradients.precision import DTYPES, wide
+from mplug.gradients.reduction import Reduction
+from mplug.gradients.statistics import Statistics
+from mplug.model.draws import ENTRY, micro_batch_key
+from mplug.model.model import Model
+from mplug.model.pieces import write_weights
+from mplug.nn.random import sample_keys
+from mplug.run.run import Run
+from mplug.training.batch_parts import own_entries
+
+
+class DefaultStepper:
+    """Runs micro batches in order through all units, then one update.
+
+    A strategy with a stepper of its own calls the methods `begin_step`, `entries`, `loss_gradient`, `finish_step` and
+    `update` of this one.
+    """
+
+    def __init__(self, run: Run, model: Model, pieces: list[Piece], optimizer: Optimizer) -> None:
+        self.run, self.model, self.sinks, self.pieces, self.optimizer = run, model, model.sinks, pieces, optimizer
+        self.seed, self.max_norm = run.config.trainer.seed, run.config.trainer.max_grad_norm
+        self.one_pass: bool = getattr(optimizer, "one_pass", False)
+        self.updated_on = pieces[0].master.device if pieces else torch.device(run.device)  # the CPU, if offloaded
+        self.wide = wide(DTYPES[run.config.trainer.precision])
+        self.norm = GlobalNorm(owned_gradients(pieces, run.rank), self.updated_on.type, self.wide)
+        self.reduction = Reduction(run, model.placements, model.sinks.reduced_over, pieces)
+        self.statistics = Statistics(run, model.module, model.plan, model.buffer_placements)
+        self.loss_scale = LossScale.of(run, model.module)
+        self.sums = torch.zeros(2, dtype=self.wide, device=run.device)
+        self.stop_at_nonfinite = run.config.trainer.nonfinite == "stop"
+        self.halted = torch.zeros((), device=run.device)
+        self.micro_batches = 0
+
+    def begin_step(self, step: int) -> None:
+        """Set training mode, mark gradients as stale, and set statistics to zero."""
+        self.model.module.train()
+        self.micro_batches = 0
+        self.sinks.begin_step()
+        self.statistics.begin_step()
+
+    def entries(self, batch: MicroBatch, step: int) -> MicroBatch:
+        """The entries of a micro batch for this rank's units: its part of each entry, and this step's random keys.
+
+        `keys` [B] are those of the samples; `draws` is the key of the random numbers that kernels draw themselves
+        (`mplug.model.draws`). The latter depends on the number of the micro batch in the step, so call this method once
+        for each micro batch, in the loader's order, after `begin_step`.
+        """
+        own = own_entries(batch, self.model.plan.context, self.run.mesh, self.run.rank)
+        draws: Any = micro_batch_key(self.seed, step, self.micro_batches)
+        self.micro_batches += 1
+        return {**own, "keys": sample_keys(self.seed, step, batch["sample_ids"]), ENTRY: draws}
+
+    def forward_backward(self, micro_batches: Iterable[MicroBatch], step: int) -> None:
+        """Sum the gradients of a step's micro batches into the sinks, and sum their losses and target counts."""
+        self.begin_step(step)
+        losses = []
+        for batch, last in _marking_last(micro_batches):
+            if last:
+                self.sinks.expect_last()
+            loss, num_targets = self.model.loss(self.entries(batch, step))
+            loss.backward(self.loss_gradient(loss))
+            losses.append((loss.detach(), num_targets))
+        self.finish_step(losses)
+
+    def loss_gradient(self, loss: Tensor) -> Tensor | None:
+        """The gradient with which a micro batch's backward starts; None means 1."""
+        return None if self.loss_scale is None else self.loss_scale.gradient_of(loss)
+
+    def finish_step(self, losses: list[tuple[Tensor, Tensor]]) -> None:
+        """Finish the gradients, and keep this rank's sums of `losses`: (loss, number of targets) per micro batch."""
+        self.sinks.finish()
+        self.reduction.finish()
+        self.sums = self._own_sums(losses)
+
+    def _own_sums(self, losses: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """[sum of losses, number of targets] of this rank; zeros if another rank counts the same losses."""
+        if not losses or not self.run.counts_losses:
+            return torch.zeros(2, dtype=self.wide, device=self.run.device)
+        sums = [torch.stack([loss.to(self.wide), count.to(self.wide)]) for loss, count in losses]
+        return torch.stack(sums).sum(dim=0)
+
+    def update(self, lr: float, weight_decay: float) -> StepResult:
+        """Compute the norm and the loss, check that both are finite, and let the optimizer update its pieces.
+
+        The optimizer applies clipping and the division by the token count (`StepScalars.scale`).
+        """
+        stop = torch.full_like(self.sums[0], float(self.run.stop_requested))
+        squares = self.norm().square().to(self.run.device)
+        sums = self.run.summed(torch.stack([*self.sums, squares, stop]))
+        loss_sum, num_targets, squares, stop = sums.unbind()
+        counted = num_targets if self.loss_scale is None else num_targets * self.loss_scale.scale
+        loss, norm, scale = loss_sum / num_targets, squares.sqrt() / counted, 1 / counted
+        if self.max_norm > 0:
+            scale = scale * (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
+        skip, failed, figures = self._judged(loss, norm)
+        where = self.updated_on
+        rate = torch.full((), lr, dtype=torch.float32, device=where)  # a copy from CPU memory would make the CPU wait
+        scalars = StepScalars(rate, scale.to(where, torch.float32), skip.to(where), weight_decay)
+        self.optimizer.step(scalars)
+        if not self.one_pass:
+            write_weights(self.pieces)
+        self.model.weights_written()
+        statistics = self.statistics.finish(num_targets)
+        self.statistics.tell(skip)
+        return StepResult(loss, norm, num_targets, skip, stop, statistics, failed, figures)
+
+    def _judged(self, loss: Tensor, norm: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """(skip: 1 if the step is skipped, failed: 1 if that is a failure, figures of the loss scale).
+
+        It also updates the loss scale. The overflow of a scaled gradient is no failure: the scale falls for the next
+        step.
+        """
+        skip = ~(norm.isfinite() & loss.isfinite())
+        failed, overflow = skip, skip & loss.isfinite()
+        if self.loss_scale is not None:
+            failed = (skip & ~overflow) | self.loss_scale.failed(overflow)
+        if self.stop_at_nonfinite:  # the CPU reads `failed` one step later; until then no step may change weights
+            self.halted = torch.maximum(self.halted, failed.float())
+            skip = skip | (self.halted > 0)
+        figures = {}
+        if self.loss_scale is not None:
+            used = self.loss_scale.scale.clone()
+            self.loss_scale.update(overflow, self.halted > 0)
+            figures = {"loss_scale": used, "overflows": self.loss_scale.overflows.clone()}
+        return skip.float(), torch.maximum(failed.float(), self.halted), figures
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
+        """The mean loss over all tokens of the micro batches, without gradients or dropout."""
+        self.model.module.eval()
+        return self.mean_loss([self.model.loss(self.entries(batch, self.run.step)) for batch in micro_batches])
+
+    def mean_loss(self, losses: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """The mean loss over the targets of all ranks; `losses` are this rank's (loss, number of targets)."""
+        loss_sum, num_targets = self.run.summed(self._own_sums(losses)).unbind()
+        return loss_sum / num_targets
+
+
+def _marking_last(micro_batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:
+    iterator = iter(micro_batches)
+    held = next(iterator)
+    for following in iterator:
+        yield held, False
+        held = following
+    yield held, True

@@ -1,0 +1,140 @@
+"""Failures of loaders: micro batches that break the contract, too few samples, exceptions.
+
+Each becomes one sentence with the plugin, the samples and the cause. A loader that breaks the contract, or raises an
+unforeseen exception, has a bug (`PluginError`, exit status 1). A value that no model can take is bad data
+(`UsageError`, 2). A file that cannot be read is a failure of the machine (`RunError`, 1).
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from mplug.contracts import Loader, MicroBatch
+from mplug.errors import PluginError, RunError, UsageError
+from mplug.registry.blame import cause_of, sentence_of
+from mplug.training.micro_batch_checks import malformed, out_of_range
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mplug.run.run import Run
+
+T = TypeVar("T")
+END = object()
+"""What `next` returns at the end of the micro batches: a loader may yield None by mistake."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a loader comes from, and what its micro batches must be like on this rank."""
+
+    plugin: str
+    split: str
+    seq_length: int
+    shards: int
+    rank: int
+
+    @staticmethod
+    def of(run: "Run", split: str) -> "Source":
+        """The source of a run's split."""
+        (plugin,) = run.hooks.implementers("build_loader")
+        return Source(plugin, split, run.config.trainer.seq_length, run.mesh.batch_shard(run.rank)[1], run.rank)
+
+
+class Supervised:
+    """A loader whose failures name its plugin and the samples. `samples` global samples have been taken of it."""
+
+    def __init__(self, loader: Loader, source: Source) -> None:
+        self.loader, self.source, self.samples = loader, source, 0
+        self._last: int | Tensor | None = None
+
+    def take(self, num_samples: int) -> Iterator[MicroBatch]:
+        """The loader's micro batches, each looked at; too few samples are refused when the last one is asked for."""
+        first, self.samples = self.samples, self.samples + num_samples
+        # The loader is called now: samples count as taken even if none of them is read.
+        unread = self._calling(lambda: iter(self.loader.take(num_samples)), first, num_samples)
+        return self._checked(unread, first, num_samples)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's."""
+        return self._stating("state_dict", self.loader.state_dict)
+
+    def load_state_dict(self, state: dict[str, Any], samples: int = 0) -> None:
+        """Continue where the loader's state was taken, after so many global samples."""
+        self._stating("load_state_dict", lambda: self.loader.load_state_dict(state))
+        self.samples, self._last = samples, None
+
+    def _checked(self, unread: Iterator[MicroBatch], first: int, num_samples: int) -> Iterator[MicroBatch]:
+        source, count, most = self.source, 0, -(-num_samples // self.source.shards)
+        while (batch := self._calling(lambda: next(unread, END), first, num_samples, count)) is not END:
+            fault = malformed(batch, source.seq_length)
+            count += 0 if fault else len(batch["sample_ids"])
+            if count > most:
+                fault = f"it gives {count} samples, of which rank {source.rank} reads at most {most}"
+            if fault:
+                where = self._where(first, num_samples)
+                raise PluginError(f"{source.plugin} breaks the contract of loaders {where}: {fault}")
+            fault = out_of_range(batch, self.loader.vocab_size)
+            if fault:
+                raise UsageError(
+                    f"{source.plugin} gives data that cannot be used, {self._where(first, num_samples)}: {fault}; "
+                    f"correct the data, or prepare them with the tokenizer of this run"
+                )
+            self._last = _last_of(batch["sample_ids"]) if count else None
+            yield batch
+        if count < num_samples // source.shards:
+            raise self._early(first, num_samples, count)
+
+    def _calling(self, work: Callable[[], Any], first: int, num_samples: int, count: int = 0) -> Any:
+        """Do what calls the loader; what it raises names the plugin and the samples."""
+        try:
+            return work()
+        except (UsageError, RunError) as error:
+            plain = sentence_of(error)
+            if plain is error:
+                raise
+            raise plain from error
+        except StopIteration as error:
+            raise self._early(first, num_samples, count) from error
+        except Exception as error:
+            if isinstance(error.__cause__, StopIteration):  # in a generator, where Python makes it a RuntimeError
+                raise self._early(first, num_samples, count) from error
+            self._failed(error, f"failed {self._where(first, num_samples)}")
+
+    def _stating(self, name: str, work: Callable[[], T]) -> T:
+        try:
+            return work()
+        except (UsageError, RunError):
+            raise
+        except Exception as error:
+            self._failed(error, f"failed in {name} of the {self._data}, after {self.samples} samples")
+
+    def _failed(self, error: Exception, what: str) -> NoReturn:
+        sentence = f"{self.source.plugin} {what}: {cause_of(error)}"
+        if isinstance(error, OSError):
+            raise RunError(sentence) from error
+        raise PluginError(f"{sentence}; its traceback is in logs/rank{self.source.rank}.log") from error
+
+    def _early(self, first: int, num_samples: int, count: int) -> PluginError:
+        least = num_samples // self.source.shards
+        return PluginError(
+            f"{self.source.plugin} ended early {self._where(first, num_samples)}: it gave {count} of the {least} that "
+            f"rank {self.source.rank} reads of them; after its last epoch "
+            f"a loader begins the next one"
+        )
+
+    @property
+    def _data(self) -> str:
+        return f"{'training' if self.source.split == 'train' else self.source.split} data"
+
+    def _where(self, first: int, num_samples: int) -> str:
+        """The samples of one call of `take`, by their numbers in the global order, and the epoch if it is stated."""
+        epoch = getattr(self.loader, "samples_per_epoch", None)
+        named = f" (epoch {first // epoch + 1})" if isinstance(epoch, int) and epoch > 0 else ""
+        after = "" if self._last is None else f", after sample {int(self._last)}"
+        return f"in samples {first} to {first + num_samples - 1} of the {self._data}{named}{after}"
+
+
+def _last_of(numbers: "Tensor") -> "int | Tensor":
+    """The last sample's number; a tensor on a device stays there, because the host would wait for the device."""
+    return int(numbers[-1]) if numbers.device.type == "cpu" else numbers[-1]

@@ -1,0 +1,278 @@
+"""Measure the steps of a run as `mplug train` executes them, without logs, evaluation or checkpoints."""
+
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mplug import Run, RunError, UsageError
+from mplug.commands import (
+    Beat,
+    Registry,
+    Settings,
+    among,
+    default_settings,
+    launch,
+    launched,
+    merge,
+    prepare,
+    read_assignments,
+    read_file,
+    resolve,
+)
+from mplug_bench.profiling import RECORDED, Event, Profile, profile_of, profiled
+from mplug_bench.script import Script, task_of
+
+if TYPE_CHECKING:
+    from mplug import Model
+    from mplug_bench.ceilings import Limits
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every process of a measurement receives from the command; plain data that can be pickled."""
+
+    overrides: Settings
+    warmup: int
+    steps: int
+    profile: bool = False
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The size of a step, known before it runs.
+
+    `flops` are the FLOPs of a step that count only the unmasked half of attention (A = 6); `flops_full` count the full
+    square (A = 12).
+    """
+
+    tokens: int
+    flops: int
+    flops_full: int
+    world_size: int
+    parameters: int
+    device: str
+
+
+@dataclass(frozen=True)
+class Measured(Facts):
+    """The figures of one participant over all its rounds.
+
+    `rounds` are the seconds of every step, one list per round; `memory_gib` is the maximum over all ranks.
+    """
+
+    peak_tflops: float | None
+    memory_gib: float
+    rounds: list[list[float]]
+    profile: Profile | None = None
+
+    @property
+    def seconds(self) -> list[float]:
+        """The seconds of every step of all rounds."""
+        return [seconds for steps in self.rounds for seconds in steps]
+
+    @property
+    def step(self) -> float:
+        """The median of `seconds`."""
+        return statistics.median(self.seconds)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second and GPU."""
+        return self.tokens / self.step / self.world_size
+
+    def tflops(self, flops: int) -> float:
+        """TFLOP/s per GPU, for a step of `flops` FLOPs."""
+        return flops / self.step / 1e12 / self.world_size
+
+    @property
+    def mfu(self) -> float | None:
+        """The fraction of the chip's dense bf16 peak (A = 6); None if the peak is unknown."""
+        return self.tflops(self.flops) / self.peak_tflops if self.peak_tflops else None
+
+    def ratios(self, other: "Measured") -> list[float]:
+        """The ratio of this participant's tokens per second and GPU to another's, for each round of both."""
+        mine, theirs = (
+            [one.tokens / one.world_size / statistics.median(r) for r in one.rounds] for one in (self, other)
+        )
+        return [own / its for own, its in zip(mine, theirs, strict=False)]
+
+    def joined(self, other: "Measured") -> "Measured":
+        """These figures together with those of the next round of the same participant."""
+        memory = max(self.memory_gib, other.memory_gib)
+        return replace(
+            self, rounds=self.rounds + other.rounds, memory_gib=memory, profile=self.profile or other.profile
+        )
+
+
+def bench_settings() -> Settings:
+    """The settings of the default run, changed for measurements (bench.yaml)."""
+    return merge(default_settings(), read_file(Path(__file__).with_name("bench.yaml"), "bench.yaml"))
+
+
+def checked(changes: Settings) -> "tuple[Run, Model]":
+    """The prepared run, and its model on the meta device; UsageError if the config is invalid or cannot be built."""
+    run = prepare(resolve(Registry(), bench_settings(), changes))
+    from mplug.commands import build_model  # imports torch, so only after the config is valid
+
+    return run, build_model(run)
+
+
+def facts_of(run: Run, model: "Model") -> Facts:
+    """The facts of a step of a run."""
+    samples, length, flops = run.config.trainer.global_batch_size, run.config.trainer.seq_length, model.flops
+    return Facts(
+        tokens=samples * length,
+        flops=flops.of(samples * length, samples * length**2),
+        flops_full=flops.of(samples * length, 2 * samples * length**2),
+        world_size=run.mesh.world_size,
+        parameters=sum(placement.numel for placement in model.placements.values()),
+        device=run.device,
+    )
+
+
+# A variant's turn, in processes of its own.
+
+
+def turn(task: Task, world_size: int) -> Measured:
+    """Measure one round of a variant."""
+    found: Measured = launch(world_size, _measure, task)
+    return found
+
+
+def limits(task: Task, world_size: int) -> "Limits":
+    """Measure the limits of the machine, and the time of a variant's work at these limits."""
+    found: Limits = launch(world_size, _limits, task)
+    return found
+
+
+@contextmanager
+def _running(task: Task, tell: Callable[[int | Beat], None]) -> Iterator[Run]:
+    """Make this process one of a measurement for the block."""
+    run = prepare(resolve(Registry(), bench_settings(), task.overrides))
+    from mplug.commands import choose_device  # imports torch, so only after the config is valid
+
+    run.device = choose_device(run.config)
+    with among(launched(), run, tell):
+        yield run
+
+
+def _measure(task: Task, tell: Callable[[int | Beat], None]) -> Measured:
+    """Measure one round in this process; `tell` receives the number of every step, and a heartbeat every second."""
+    with _running(task, tell) as run:
+        from mplug.commands import build, compiled_graphs, launch_step, peak_memory_gib, peak_tflops, timed
+
+        parts, config = build(run), run.config
+
+        def step() -> None:
+            run.step += 1
+            tell(run.step)
+            samples, optimizer = config.trainer.global_batch_size, config.optimizer
+            launch_step(run, parts, samples, optimizer.lr, optimizer.weight_decay)
+
+        for _ in range(task.warmup):
+            step()
+        compiled = compiled_graphs()
+        seconds = timed(step, task.steps, run.device)
+        if compiled_graphs() > compiled:
+            raise RunError(
+                f"{compiled_graphs() - compiled} graphs were compiled while steps were measured; use a longer --warmup"
+            )
+        memory = max(run.gathered(peak_memory_gib(run.device)))
+        profile = profiled(step, run.device) if task.profile else None
+        facts = asdict(facts_of(run, parts.model))
+        return Measured(
+            **facts, peak_tflops=peak_tflops(run.device), memory_gib=memory, rounds=[seconds], profile=profile
+        )
+
+
+def _limits(task: Task, tell: Callable[[int | Beat], None]) -> "Limits":
+    with _running(task, tell) as run:
+        from mplug_bench.ceilings import ceilings
+
+        return ceilings(run)
+
+
+# A script's turn.
+
+
+@dataclass(frozen=True)
+class Opponent:
+    """A script that takes part in a measurement, and its task (`told`): the same work as every variant."""
+
+    script: Script
+    told: dict[str, Any]
+    facts: Facts
+
+    @property
+    def name(self) -> str:
+        """The name of its row and its turns."""
+        return self.script.path.name
+
+    @classmethod
+    def of(cls, script: Script, base: Settings, variants: dict[str, Facts]) -> "Opponent":
+        """The script with the run's settings and its own; UsageError if it is not comparable with a variant."""
+        run, model = checked(merge(base, read_assignments(script.assignments, "--against")))
+        facts = facts_of(run, model)
+        for name, one in ((str(script.path), facts), *((shown(name), one) for name, one in variants.items())):
+            if one.world_size > 1:
+                raise UsageError(
+                    f"--against is for runs of one process, and '{name}' takes {one.world_size}; leave it out"
+                )
+        opponent = cls(script, task_of(run, model), facts)
+        opponent._refuse_other_work(script.ask(opponent.told), variants)
+        return opponent
+
+    def _refuse_other_work(self, answer: dict[str, Any], variants: dict[str, Facts]) -> None:
+        for name, facts in variants.items():
+            for what, ours in (("parameters", facts.parameters), ("flops", facts.flops)):
+                if answer[what] != ours:
+                    raise UsageError(
+                        f"'{self.script.path}' counts {answer[what]:,} {what}, and '{shown(name)}' {ours:,}: they do "
+                        f"not compute the same; give the script the same settings (--against '{self.name} FIELD=VALUE')"
+                    )
+
+    def turn(self, task: Task, peak_tflops: float | None) -> Measured:
+        """Measure one round of the script; `peak_tflops` is the peak of the chip."""
+        found = self.script.ask(
+            self.told, warmup=task.warmup, steps=task.steps, profile=RECORDED if task.profile else 0
+        )
+        events = [Event(*event) for event in found.get("events", ())]
+        profile = profile_of(events) if events else None
+        memory, rounds = found["memory_gib"], [found["seconds"]]
+        return Measured(
+            **asdict(self.facts), peak_tflops=peak_tflops, memory_gib=memory, rounds=rounds, profile=profile
+        )
+
+
+# Output.
+
+
+def shown(variant: str) -> str:
+    """The name of a variant in the output."""
+    return variant or "as it is"
+
+
+def as_json(variants: dict[str, Measured], limits: "dict[str, Limits]", opponent: Measured | None) -> dict[str, Any]:
+    """All figures, for a file."""
+    found = {name: _figures(one) for name, one in variants.items()}
+    for name, one in limits.items():
+        found[name]["limits"] = asdict(one)
+    if opponent is None:
+        return {"variants": found}
+    for name, measured in variants.items():
+        found[name]["ratios_against"] = measured.ratios(opponent)
+    return {"variants": found, "against": _figures(opponent)}
+
+
+def _figures(one: Measured) -> dict[str, Any]:
+    return {
+        **asdict(one),
+        "median_s": one.step,
+        "tokens_per_s_per_gpu": one.tokens_per_s,
+        "tflops_a6": one.tflops(one.flops),
+        "tflops_a12": one.tflops(one.flops_full),
+        "mfu_a6": one.mfu,
+    }

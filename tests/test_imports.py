@@ -1,0 +1,52 @@
+"""The import graph, derived from the code: no circle, no upward import, and its picture is current."""
+
+import runpy
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SCRIPT: Mapping[str, Any] = runpy.run_path(str(ROOT / "docs" / "import_graph.py"))
+import_graph: Callable[[Path], Mapping[str, frozenset[str]]] = SCRIPT["import_graph"]
+circle: Callable[[Mapping[str, frozenset[str]]], list[str]] = SCRIPT["circle"]
+upward: Callable[[Mapping[str, frozenset[str]]], list[str]] = SCRIPT["upward"]
+
+HOST = ROOT / "mplug"
+PACKAGES = [HOST, *sorted(path for path in ROOT.glob("plugins/*/*/src/*") if (path / "__init__.py").is_file())]
+
+
+@pytest.mark.parametrize("folder", PACKAGES, ids=lambda path: path.name)
+def test_no_package_imports_in_a_circle(folder: Path) -> None:
+    assert circle(import_graph(folder)) == []
+
+
+def test_every_import_of_the_host_runs_downwards() -> None:
+    assert upward(import_graph(HOST)) == []
+
+
+def test_the_picture_of_the_imports_is_current() -> None:
+    assert SCRIPT["PICTURE"].read_text() == SCRIPT["draw"](import_graph(HOST)), "run: python docs/import_graph.py"
+
+
+@pytest.mark.parametrize(
+    ("importing", "found"),
+    [
+        ("from house.low import b", []),
+        ("def late():\n    import house.high", ["house.high", "house.low"]),
+        ("if TYPE_CHECKING:\n    from house import high", ["house.high", "house.low"]),
+    ],
+)
+def test_a_circle_is_found_wherever_its_imports_stand(tmp_path: Path, importing: str, found: list[str]) -> None:
+    house = tmp_path / "house"
+    house.mkdir()
+    (house / "__init__.py").touch()
+    (house / "high.py").write_text("from house.low import a\n")
+    (house / "low.py").write_text(importing if found else "a = 1\n")
+    assert sorted(set(circle(import_graph(house)))) == found
+
+
+def test_an_import_that_runs_upwards_is_found() -> None:
+    graph = {"mplug.nn.linear": frozenset({"mplug.run.run"}), "mplug.run.run": frozenset({"mplug.nn.linear"})}
+    assert upward(graph) == ["mplug.nn.linear -> mplug.run.run"]

@@ -487,6 +487,7 @@ def test_with_a_restart_a_run_of_which_a_worker_is_killed_or_stopped_ends_as_if_
     words = ("--name", f"restarted-{layout}", "--parallel", layout, "--restarts", "1", "--set", "watchdog.timeout=6")
     command, run = begin(folder, *MPLUG, "train", *words, *options), folder / "runs" / f"restarted-{layout}"
     wait_for_steps(command, run, 7)
+    poll(lambda: any((run / "checkpoints").glob("step_*")), f"{run.name} has saved a checkpoint")
     worker = command.worker(rank)
     assert worker is not None
     os.kill(worker, number)

@@ -155,7 +155,7 @@ def _say(sentence: str) -> None:
 
 
 def _refuse_restarts(world: "World", restarts: int, name: str | None, resume: bool) -> None:
-    """Whoever has launched the processes restarts them; a restarted process must find its run."""
+    """Refuse --restarts under a launcher, which has its own option, and a restartable run that has no name."""
     if restarts:
         raise UsageError(f"--restarts is for processes that this command starts; {world.launcher} has its own option")
     if world.may_restart and name is None and not resume:
@@ -163,7 +163,7 @@ def _refuse_restarts(world: "World", restarts: int, name: str | None, resume: bo
 
 
 def _refuse_port(world: "World", port: int | None) -> None:
-    """Whoever has launched the processes chooses the port, or the user does for all of them alike."""
+    """Refuse --master-port under a launcher: all of its processes must use one port."""
     if port is not None:
         remedy = "it has an option of the same name" if world.launcher == "torchrun" else "set MASTER_PORT instead"
         raise UsageError(f"--master-port is for processes that this command starts; for {world.launcher}, {remedy}")

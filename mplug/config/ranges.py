@@ -1,4 +1,4 @@
-"""The range of a config's numbers, whoever reads them: none is larger than the machine's own numbers.
+"""The range of the numbers in a config: integers of at most 63 bits, floats that fp32 can hold.
 
 A section that is bound may hold an integer of thirty digits, an infinity or 1e300, because its author thought of none.
 Such a value reaches a kernel, a file or a loop hours later. The host therefore checks the values of every section,

@@ -118,7 +118,7 @@ class FlatBox(Box):
 
 @dataclass(frozen=True)
 class ShardedPlacement(Placement):
-    """The placement of a parameter of which each rank owns a part: the bucket's stretch of the local tensor of `whole`.
+    """The placement of a parameter whose optimizer state is sharded: each rank owns the bucket's stretch of `whole`.
 
     `holders` are the ranks that own at least one element. The local tensor is flat; if matrices stay whole (`flat` is
     False), it is a range of rows of the local tensor of `whole`.

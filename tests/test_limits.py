@@ -347,7 +347,10 @@ def test_any_other_error_of_a_plugin_is_its_fault_and_names_the_line() -> None:
         ("return 1 // 0", "extensions/watch fails in 'configure': ZeroDivisionError"),
     ],
 )
-def test_a_hook_that_raises_is_one_sentence(plant: Callable[..., None], raised: str, words: str) -> None:
+def test_a_hook_that_raises_is_one_sentence(
+    plant: Callable[..., None], raised: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # importing the package leaves a file in the current folder
     observer = '    def run_started(self, run: "Run") -> None:'
     plant("acme-watch", observer, f"    def configure(self) -> None:\n        {raised}\n\n    @hookimpl\n{observer}")
     assert words in refusal("extensions.watch={}")

@@ -44,7 +44,9 @@ def test_ranges_are_equal_cover_a_bucket_and_give_every_element_to_one_rank(
     for bucket in buckets:
         assert bucket.is_even(ranks)
         assert not bucket.is_even(ranks + 1)
-        assert {stretch.length for stretch in bucket.stretches} == {bucket.length // ranks}
+        assert [stretch.start for owner in range(ranks) for stretch in bucket.of_owner(owner)] == [
+            owner * bucket.length // ranks for owner in range(ranks)
+        ]
         assert bucket.length - sum(bucket.sizes) < ALIGNED * (ranks + len(bucket.sizes))
         assert all(start % ALIGNED == 0 for start in bucket.starts)
         for name, size in zip(bucket.names, bucket.sizes, strict=True):

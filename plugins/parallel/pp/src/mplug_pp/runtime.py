@@ -22,7 +22,7 @@ class PipelineStepper:
 
     def __init__(self, run: Run, model: Model, default: DefaultStepper, schedule: Callable[[int, int], Table]) -> None:
         self.model, self.default, self.schedule = model, default, schedule
-        ranks = run.mesh.group(run.rank, "pp")
+        ranks = [*run.mesh.group(run.rank, "pp")]
         self.stage, self.num_stages = ranks.index(run.rank), len(ranks)
         self.takes, self.gives = model.crossing(self.stage), model.crossing(self.stage + 1)
         self.returned = [name in model.learning(self.stage) for name in self.takes]

@@ -1,34 +1,17 @@
-"""The config of Mixtral."""
+"""The config of Mixtral: its fields beyond those of every decoder, and its dense and sparse blocks."""
 
 from typing import Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from mplug import BlockConfig, DecoderConfig, ExpertsConfig, MLPConfig
 
 
-class MixtralConfig(BaseModel):
+class MixtralConfig(DecoderConfig):
     """The shape of the decoder, how tokens choose experts, and what keeps their load even."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    num_layers: PositiveInt = Field(12, le=10_000, description="transformer blocks")
-    hidden_size: PositiveInt = Field(768, description="width of the residual stream")
-    num_attention_heads: PositiveInt = Field(12, description="query heads")
-    num_kv_heads: PositiveInt | None = Field(None, description="key-value heads (GQA); null: as many as query heads")
-    head_dim: PositiveInt | None = Field(None, description="width of a head; null: hidden_size / heads")
     vocab_size: PositiveInt = Field(32000, description="tokens that the model knows")
     rope_theta: PositiveFloat = Field(1e6, description="base of the rotary frequencies")
-    qk_norm: bool = Field(False, description="RMSNorm on the queries and keys of each head")
-    norm_eps: PositiveFloat = Field(1e-5, description="added to the mean square in norms")
-    init_std: NonNegativeFloat = Field(0.02, description="standard deviation of initial weights")
     ffn_hidden_size: PositiveInt = Field(2048, description="width of an MLP: of the dense blocks', of an expert")
     moe_ffn_hidden_size: PositiveInt | None = Field(None, description="width of an expert; null: ffn_hidden_size")
     num_dense_layers: NonNegativeInt = Field(0, description="blocks at the beginning with an MLP, not experts")
@@ -59,19 +42,6 @@ class MixtralConfig(BaseModel):
     )
 
     @model_validator(mode="after")
-    def _heads_fit(self) -> Self:
-        heads, kv_heads = self.num_attention_heads, self.kv_heads
-        if self.head_dim is None and self.hidden_size % heads:
-            raise ValueError(
-                f"num_attention_heads={heads} does not divide hidden_size={self.hidden_size}; set head_dim"
-            )
-        if heads % kv_heads:
-            raise ValueError(f"num_kv_heads={kv_heads} does not divide num_attention_heads={heads}")
-        if self.head_width % 2:
-            raise ValueError(f"rotary positions need an even head_dim, not {self.head_width}")
-        return self
-
-    @model_validator(mode="after")
     def _experts_fit(self) -> Self:
         experts, groups, chosen = self.num_experts, self.moe_router_num_groups, self.num_experts_per_token
         if experts % groups:
@@ -88,16 +58,6 @@ class MixtralConfig(BaseModel):
         return self
 
     @property
-    def kv_heads(self) -> int:
-        """Key-value heads."""
-        return self.num_kv_heads or self.num_attention_heads
-
-    @property
-    def head_width(self) -> int:
-        """Width of a head."""
-        return self.head_dim or self.hidden_size // self.num_attention_heads
-
-    @property
     def expert_width(self) -> int:
         """Width of an expert."""
         return self.moe_ffn_hidden_size or self.ffn_hidden_size
@@ -106,3 +66,30 @@ class MixtralConfig(BaseModel):
     def shared_width(self) -> int:
         """Width of all shared experts together, which are one MLP."""
         return self.num_shared_experts * self.expert_width
+
+    def block_config(self, number: int) -> BlockConfig:
+        """A block: the first `num_dense_layers` have an MLP, the others experts."""
+        dense = number < self.num_dense_layers
+        feed_forward = MLPConfig(self.ffn_hidden_size) if dense else self._experts_config()
+        return BlockConfig(self.norm_config(), self.attention_config(), feed_forward)
+
+    def _experts_config(self) -> ExpertsConfig:
+        return ExpertsConfig(
+            ffn_dim=self.expert_width,
+            num_experts=self.num_experts,
+            top_k=self.num_experts_per_token,
+            score=self.moe_router_score,
+            num_groups=self.moe_router_num_groups,
+            top_groups=self.moe_router_top_groups,
+            normalize=self.moe_router_normalize,
+            scale=self.moe_router_scale,
+            balance=self.moe_balance,
+            balance_coefficient=self.aux_loss_coefficient,
+            z_coefficient=self.z_loss_coefficient,
+            bias_rate=self.expert_bias_rate,
+            jitter=self.moe_router_jitter,
+            capacity_factor=self.capacity_factor,
+            dropping=self.capacity_dropping,
+            shared_ffn_dim=self.shared_width,
+            shared_gate=self.shared_expert_gate,
+        )

@@ -19,4 +19,4 @@ def build_decoder(config: DecoderConfig) -> Model:
         Head(config.norm_config().build(size), size, vocab),
         tied=embedding.tied,
     )
-    return Model(decoder, decoder_plan(decoder, Inits.normal(config.init_std, config.num_layers)))
+    return Model(decoder, decoder_plan(decoder, Inits.normal(config.init_std, config.residual_init_std)))

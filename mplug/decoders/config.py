@@ -51,6 +51,14 @@ class DecoderConfig(BaseModel, ABC):
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
+    def residual_init_std(self) -> float:
+        """Standard deviation of projections into the residual stream, unless a family overrides this.
+
+        It falls with the number of blocks: init_std / sqrt(2 num_layers) (GPT-2, section 2.3).
+        """
+        return self.init_std / float((2 * self.num_layers) ** 0.5)
+
+    @property
     def has_rotary_positions(self) -> bool:
         """Whether queries and keys are rotated by their positions."""
         return True

@@ -23,6 +23,6 @@ class Inits(NamedTuple):
     residual: Init
 
     @classmethod
-    def normal(cls, std: float, num_layers: int) -> "Inits":
-        """Normal values; a projection into the residual stream has std / sqrt(2 num_layers) (GPT-2, section 2.3)."""
-        return cls(Init("normal", std=std), Init("normal", std=std / (2 * num_layers) ** 0.5))
+    def normal(cls, std: float, residual_std: float) -> "Inits":
+        """Normal values with these standard deviations."""
+        return cls(Init("normal", std=std), Init("normal", std=residual_std))

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         NormConfig,
         PartConfig,
     )
+    from mplug.decoders.sparse import SparseDecoderConfig
     from mplug.errors import RunError, UsageError
     from mplug.gradients.owned_memory import Shard, Shards
     from mplug.gradients.sinks import GradientSink, Sinks
@@ -104,6 +105,7 @@ _MODULES = {
     "Shards": "mplug.gradients.owned_memory",
     "Sinks": "mplug.gradients.sinks",
     "Site": "mplug.model.offers",
+    "SparseDecoderConfig": "mplug.decoders.sparse",
     "Stages": "mplug.layout.plan",
     "Stateful": "mplug.contracts",
     "StepResult": "mplug.contracts",
@@ -183,6 +185,7 @@ __all__ = [
     "Shards",
     "Sinks",
     "Site",
+    "SparseDecoderConfig",
     "Stages",
     "Stateful",
     "StepResult",

@@ -16,6 +16,7 @@ ORDER = (
     ("cli",),
     ("training",),
     ("checkpoint",),
+    ("decoders",),
     ("model",),
     ("gradients",),
     ("run",),
@@ -23,8 +24,8 @@ ORDER = (
     ("registry",),
     ("config",),
     ("contracts", "slot_kinds"),
-    ("layout",),
     ("nn",),
+    ("layout",),
     ("dtypes", "errors", "files", "version"),
 )
 """The packages and files of `mplug`, top to bottom. An import never runs upwards."""

@@ -19,8 +19,7 @@ from mplug.layout.plan import Flops, Init, Parameter, Plan, Stages, Unit
 from mplug.model.draws import Draws
 from mplug.model.offers import Filled
 from mplug.model.units import run_units
-from mplug.nn.linear import Linear
-from mplug.nn.moe import MixtureOfExperts
+from mplug.nn.description import weights_per_token
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -162,9 +161,7 @@ class Model:
 
     def unit_weight(self, name: str) -> int:
         """Number of weight elements that a unit multiplies with a token: those of linear layers and chosen experts."""
-        unit = self.module.get_submodule(name)
-        linear = sum(part.weight.numel() for part in unit.modules() if isinstance(part, Linear))
-        return linear + sum(part.weights_per_token for part in unit.modules() if isinstance(part, MixtureOfExperts))
+        return weights_per_token(self.module.get_submodule(name))
 
     def placement_of(self, name: str) -> Placement:
         """The placement of a parameter by any of its names."""

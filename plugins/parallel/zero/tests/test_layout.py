@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mplug_zero.layout import ALIGNED, Item, in_buckets, in_matrices, in_ranges, owners
 
-from mplug import Piece, UsageError, hookimpl
+from mplug import Piece, Run, UsageError, hookimpl
 from mplug.gradients.region import region
 from mplug.layout.ownership import ShardedPlacement, Stretch
 from mplug.layout.placement import Placement
 from mplug.model.build import build_model
+from mplug.registry.hooks import Hooks
 from mplug.run.prepare import prepare
 from mplug.testing.harness import tiny_config
 from mplug.testing.layouts import require_exact_cover
@@ -239,12 +240,20 @@ class Rows:
         return {}
 
 
-def test_an_optimizer_with_other_needs_is_refused_before_launch() -> None:
-    from mplug.registry.hooks import Hooks
-
-    run = prepare(tiny_config({"parallel.layout": "zero2"}))
+def with_rows(layout: str) -> Run:
+    """A run with the optimizer `Rows`."""
+    run = prepare(tiny_config({"parallel.layout": layout}))
     plugins = {label: plugin for label, plugin in run.hooks.plugins.items() if not label.startswith("optimizers/")}
     run.hooks = Hooks({**plugins, "optimizers/rows": Rows()})
+    return run
+
+
+def test_zero_over_one_rank_accepts_an_optimizer_with_other_needs() -> None:
+    assert build_model(with_rows("zero1")).sharding is None
+
+
+def test_an_optimizer_with_other_needs_is_refused_before_launch() -> None:
+    run = with_rows("zero2")
     with pytest.raises(UsageError, match=r"optimizers/rows needs 'rows' of parameters, and zero=2 .* without zero"):
         build_model(run)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import flip_bit, valid_in
 
 from mplug import hookimpl
 from mplug.checkpoint import manifest, retention, saver
@@ -37,11 +38,9 @@ def trained(directory: Path, steps: int, keep: int, resume_from: Path | None = N
     return run.checkpoints
 
 
-def damage(path: Path, file: str = FILE) -> None:
-    """Flip a bit of a file, whose size stays."""
-    data = bytearray((path / file).read_bytes())
-    data[-1] ^= 1
-    (path / file).write_bytes(data)
+def damage(path: Path) -> None:
+    """Flip a bit of a file of a checkpoint."""
+    flip_bit(path / FILE)
 
 
 def steps(folder: Path) -> list[int]:
@@ -50,14 +49,7 @@ def steps(folder: Path) -> list[int]:
 
 def valid(folder: Path) -> list[int]:
     """The steps of the checkpoints that can be loaded."""
-    found = []
-    for path in complete(folder):
-        try:
-            read_valid(path)
-        except UsageError:
-            continue
-        found.append(step_of(path))
-    return found
+    return [step_of(path) for path in valid_in(folder)]
 
 
 # What counts.

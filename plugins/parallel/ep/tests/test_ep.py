@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
 from torch import Tensor
 
 from mplug import Run, UsageError, hookimpl
@@ -22,18 +23,7 @@ from mplug.testing.parity import require_parity
 from mplug.training.job import settle
 from mplug.training.loop import train
 
-EXPERTS: dict[str, Any] = {
-    "model.name": "mixtral",
-    "model.num_layers": 2,
-    "model.hidden_size": 32,
-    "model.num_attention_heads": 4,
-    "model.num_kv_heads": 2,
-    "model.vocab_size": 259,
-    "model.qk_norm": True,
-    "model.init_std": 0.06,
-    "model.ffn_hidden_size": 24,
-    "model.num_experts": 4,
-}
+EXPERTS: dict[str, Any] = {**tiny_models.EXPERTS, "model.qk_norm": True}
 GATHERED = {"parallel.ep.dispatch": "all_gather"}
 EVERYTHING = {
     "model.num_experts": 8,

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -149,15 +150,7 @@ def _placements(changes: str) -> tuple[dict[str, Placement], dict[int, dict[str,
     return model.placements, found
 
 
-EXPERTS = {
-    "model.name": "mixtral",
-    "model.num_layers": 2,
-    "model.hidden_size": 32,
-    "model.num_attention_heads": 4,
-    "model.vocab_size": 320,
-    "model.num_experts": 4,
-    "model.ffn_hidden_size": 24,
-}
+EXPERTS: dict[str, Any] = {**tiny_models.EXPERTS, "model.vocab_size": 320}
 CASES: list[dict[str, Any]] = [
     {"parallel.layout": "zero4"},
     {"parallel.layout": "zero3", "trainer.global_batch_size": 6},

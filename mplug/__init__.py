@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from mplug.slot_kinds import slots_named as slots_named
     from mplug.training.map_loader import MapLoader as MapLoader
     from mplug.training.stepper import DefaultStepper as DefaultStepper
+    from mplug.training.torch_optimizer import TorchOptimizer as TorchOptimizer
 
 publish(
     __name__,
@@ -111,5 +112,6 @@ publish(
         "mplug.slot_kinds": ("slots_named",),
         "mplug.training.map_loader": ("MapLoader",),
         "mplug.training.stepper": ("DefaultStepper",),
+        "mplug.training.torch_optimizer": ("TorchOptimizer",),
     },
 )

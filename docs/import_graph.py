@@ -26,7 +26,7 @@ ORDER = (
     ("contracts", "slot_kinds"),
     ("nn",),
     ("layout",),
-    ("dtypes", "errors", "files", "version"),
+    ("dtypes", "errors", "files", "lazy", "version"),
 )
 """The packages and files of `mplug`, top to bottom. An import never runs upwards."""
 

@@ -1,5 +1,6 @@
 """The newest valid checkpoint, from which a run continues; those that it skips, and why."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ from mplug.checkpoint.folder import (
     is_named_as_checkpoint,
     newest,
     read_manifest,
-    verify,
+    read_valid,
 )
 from mplug.checkpoint.names import step_of
 from mplug.checkpoint.verified import Verified
@@ -30,11 +31,11 @@ class Choice:
     manifest: "Manifest"
     skipped: tuple[str, ...] = ()
 
-    def lines(self) -> list[str]:
-        """What to report: nothing where no checkpoint was skipped."""
+    def lines(self, use: str = "continuing from") -> list[str]:
+        """What to report: nothing where no checkpoint was skipped. `use` is what is done with the chosen step."""
         if not self.skipped:
             return []
-        return [*(f"skipped: {reason}" for reason in self.skipped), f"continuing from step {step_of(self.path)}"]
+        return [*(f"skipped: {reason}" for reason in self.skipped), f"{use} step {step_of(self.path)}"]
 
 
 def newest_readable(folder: Path) -> Choice:
@@ -79,9 +80,9 @@ def choose(run: "Run", path: Path, verified: Verified) -> Choice:
     raise _none_is_valid(path.parent, skipped)
 
 
-def share_of(run: "Run", manifest: "Manifest") -> list[str]:
+def share_of(run: "Run", files: Iterable[str]) -> list[str]:
     """The files of a checkpoint that this rank reads when all ranks verify it together."""
-    return sorted(manifest["files"])[run.rank :: run.mesh.world_size]
+    return sorted(files)[run.rank :: run.mesh.world_size]
 
 
 def raise_alike(run: "Run", error: UsageError | RunError | None) -> None:
@@ -123,12 +124,10 @@ def manifest_of(run: "Run", path: Path) -> "Manifest":
 def _looked_at(run: "Run", path: Path, verified: Verified) -> "tuple[Manifest | None, UsageError | RunError | None]":
     """What this rank finds: the manifest, or why the checkpoint is not valid or cannot be read."""
     try:
-        manifest = read_manifest(path)
-        share = share_of(run, manifest)
-        verify(path, manifest, verified.unknown(path, share))
+        manifest = read_valid(path, lambda names: verified.unknown(path, share_of(run, names)))
     except (UsageError, RunError) as error:
         return None, error
-    verified.note(path, share)
+    verified.note(path, share_of(run, manifest["files"]))
     return manifest, None
 
 

@@ -161,7 +161,7 @@ def _fault(run: Run, path: Path, manifest: Manifest, state: State, verified: Ver
     """Why this rank cannot load a checkpoint; of the files, each rank reads its share."""
     try:
         refuse_another(path, manifest["tensors"], state)
-        verify(path, manifest, verified.unknown(path, share_of(run, manifest)))
+        verify(path, manifest, verified.unknown(path, share_of(run, manifest["files"])))
     except (UsageError, RunError) as error:
         return error
     return None

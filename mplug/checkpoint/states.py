@@ -6,6 +6,7 @@ from mplug.checkpoint.boxes import Boxed, buffer_boxes, held_boxes
 from mplug.checkpoint.choice import manifest_of
 from mplug.checkpoint.folder import read_manifest
 from mplug.checkpoint.saver import load, refuse_another
+from mplug.checkpoint.verified import Verified
 from mplug.errors import RunError, UsageError
 from mplug.model.build import allocate_parts, build_model, states_without_memory
 from mplug.model.model import Model
@@ -27,10 +28,11 @@ def refuse_unsavable_states(run: Run, model: Model, resume_from: Path | None = N
         refuse_another(resume_from, read_manifest(resume_from)["tensors"], state)
 
 
-def load_for_inference(run: Run, path: Path) -> Model:
+def load_for_inference(run: Run, path: Path, verified: Verified | None = None) -> Model:
     """The model of a run with a checkpoint's weights, without gradients or optimizer.
 
-    A run that goes on may replace the checkpoint meanwhile: the new one is loaded then.
+    Files in `verified` are not read to compare their checksums. If a run replaces the checkpoint meanwhile, the new one
+    is loaded.
     """
     manifest, model = manifest_of(run, path), build_model(run)
     described = {f"{name}/weight": Boxed(placement.shape, {}) for name, placement in model.placements.items()}
@@ -42,7 +44,7 @@ def load_for_inference(run: Run, path: Path) -> Model:
     }
     while True:
         try:
-            load(run, path, manifest, weights | buffer_boxes(model, run.rank, held_boxes))
+            load(run, path, manifest, weights | buffer_boxes(model, run.rank, held_boxes), verified)
             return model
         except (UsageError, RunError):  # the same on all ranks
             newer = manifest_of(run, path)

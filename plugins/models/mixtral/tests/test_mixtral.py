@@ -1,7 +1,6 @@
 """Mixtral keeps the contract of models, and its loss and gradients are those of the papers' formulas."""
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -44,15 +43,6 @@ FINE: dict[str, Any] = {
     "qk_norm": True,
 }
 SHAPES = [SMALL, {**SMALL, "moe_router_normalize": False}, {**SMALL, "num_experts_per_token": 1}, FINE]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small gain nothing from more, and threads wait for each other where the machine is busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def on_meta(shape: dict[str, Any]) -> Model:

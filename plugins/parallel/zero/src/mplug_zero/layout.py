@@ -44,6 +44,8 @@ class Item:
 
 def sharding_of(run: "Run", model: "Model", needs: str, config: "ZeROConfig") -> Sharding | None:
     """The buckets of this rank's parameters; None where no rank shares anything."""
+    if run.mesh.axes["zero"].size == 1:
+        return None
     if needs not in ("elements", "matrices"):
         raise UsageError(
             f"{''.join(run.hooks.implementers('build_optimizer'))} needs '{needs}' of parameters, and "
@@ -52,7 +54,7 @@ def sharding_of(run: "Run", model: "Model", needs: str, config: "ZeROConfig") ->
         )
     names = [name for name, parameter in model.parameters().items() if parameter.requires_grad]
     items = [item for name in reversed(names) if (item := _item(run, model, model.placements[name], needs)) is not None]
-    if run.mesh.axes["zero"].size == 1 or not items:
+    if not items:
         return None
     buckets = list(in_buckets(items, int(config.bucket_mib * 2**18)))
     sizes = {axes: prod(run.mesh.axes[axis].size for axis in axes) for axes in {bucket.axes for bucket in buckets}}

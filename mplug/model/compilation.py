@@ -9,7 +9,7 @@ from torch.fx import GraphModule
 
 from mplug.errors import UsageError
 from mplug.model.model import Model
-from mplug.model.tracer import correct_tracer
+from mplug.model.tracer import prepare_compiler
 from mplug.run.run import Run
 from mplug.run.toolchain import triton_builds
 
@@ -49,11 +49,9 @@ def compile_units(model: Model, backend: str | None, tune_kernels: bool = False)
         return
     import torch
     from torch._dynamo import config as dynamo
-    from torch._functorch import config as functorch
     from torch._inductor import config as inductor
 
-    correct_tracer()
-    functorch.error_on_custom_op_aliasing = True
+    prepare_compiler()
     inductor.coordinate_descent_tuning = tune_kernels
     dynamo.recompile_limit = max(dynamo.recompile_limit, SHAPES)
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)  # precision fp32 is deliberate

@@ -22,8 +22,15 @@ REMEDY = "install torch 2.13 or newer, or set trainer.compile=never"
 
 
 @cache
-def correct_tracer() -> None:
-    """Correct the tracer of this process, if its version needs it; call this before `torch.compile`."""
+def prepare_compiler() -> None:
+    """Correct the tracer of this process, if its version needs it; call this before `torch.compile`.
+
+    Also makes it an error, at the first call of a graph, that an operator returns memory of its arguments. Compiled
+    code assumes that operators do not, and torch only warns.
+    """
+    from torch._functorch import config
+
+    config.error_on_custom_op_aliasing = True
     if torch.__version__ < "2.12":
         _separate_aliases()
     if torch.__version__ < "2.13":

@@ -13,6 +13,7 @@ from mplug.testing import run_workers
 from mplug.testing.harness import Trace, difference, train_steps
 
 Counts = dict[str, int]
+Gradients = dict[str, tuple[Any, Any]]
 
 
 def compiled(settings: dict[str, object]) -> tuple[Trace, Counts]:
@@ -33,6 +34,16 @@ FUSED = {**KEYED, "model.attention_dropout": 0.1}
 def eager() -> list[Trace]:
     """The runs of one process, eager."""
     return run_workers(1, trained, [KEYED, FUSED])[0]
+
+
+@pytest.fixture(scope="module")
+def in_one_process() -> tuple[float, Gradients]:
+    """What `kept_by_a_block` and `gradients` find, in one process that imports the compiler once."""
+    return run_workers(1, compiled_alone)[0]
+
+
+def compiled_alone() -> tuple[float, Gradients]:
+    return kept_by_a_block(), gradients()
 
 
 def trained(runs: list[dict[str, object]]) -> list[Trace]:
@@ -98,9 +109,11 @@ def kept_by_a_block() -> float:
     return sum(kept.values()) / (4 * size * length * width)
 
 
-def test_a_compiled_block_keeps_no_norms_outputs_and_no_activations_that_it_can_compute_again() -> None:
+def test_a_compiled_block_keeps_no_norms_outputs_and_no_activations_that_it_can_compute_again(
+    in_one_process: tuple[float, Gradients],
+) -> None:
     """The stream, q, k, v (in the packed projection), what attention gives, its projection, and the MLP's 4 wide."""
-    assert run_workers(1, kept_by_a_block)[0] < 13
+    assert in_one_process[0] < 13
 
 
 def units_of_many_shapes() -> int:
@@ -220,7 +233,7 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def gradients() -> dict[str, tuple[Tensor, Tensor | str]]:
+def gradients() -> Gradients:
     """For each function: the gradient of an eager unit, and that of a compiled unit or the error of compiling it."""
     from mplug.model.compilation import compile_units
     from mplug.nn import fake, operator
@@ -229,7 +242,7 @@ def gradients() -> dict[str, tuple[Tensor, Tensor | str]]:
     aliasing = operator("mplug_tests::returned")(returned)
     fake("mplug_tests::returned")(torch.empty_like)
     functions = {**CORRECT, **REFUSED, "an operator that returns its argument": lambda x: Tripled.apply(aliasing(x))}
-    found: dict[str, tuple[Tensor, Tensor | str]] = {}
+    found: Gradients = {}
     for name, function in functions.items():
         unit: Any = nn.Identity()
         unit.forward = lambda x, function=function: function(x * 1.0).square().sum()
@@ -248,9 +261,11 @@ def gradients() -> dict[str, tuple[Tensor, Tensor | str]]:
     return found
 
 
-def test_a_compiled_autograd_function_has_its_eager_gradient_or_is_refused() -> None:
+def test_a_compiled_autograd_function_has_its_eager_gradient_or_is_refused(
+    in_one_process: tuple[float, Gradients],
+) -> None:
     """Torch 2.11 compiles all of them but the first and the views to wrong gradients; 2.12 those of `REFUSED`."""
-    (found,) = run_workers(1, gradients)
+    found = in_one_process[1]
     for name in CORRECT:
         torch.testing.assert_close(found[name][1], found[name][0], msg=name)
     assert "same tensor" in str(found["one tensor twice"][1])

@@ -203,6 +203,16 @@ class Weighted(Tripled):
         return grad * weight, grad * x
 
 
+class Offset(Tripled):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, one: Tensor, other: Tensor) -> Tensor:  # noqa: ARG004
+        return x * 3 + one - other
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # noqa: ARG004
+        return grad * 3, None, None
+
+
 class Dirty(Tripled):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -230,6 +240,7 @@ CORRECT: dict[str, Callable[[Tensor], Any]] = {
 REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "one tensor twice": lambda x: Weighted.apply(x, x),
     "a dirty argument": changed,
+    "indices twice": lambda x: Offset.apply(x, *[torch.arange(3)] * 2),
 }
 
 
@@ -268,9 +279,10 @@ def test_a_compiled_autograd_function_has_its_eager_gradient_or_is_refused(
     found = in_one_process[1]
     for name in CORRECT:
         torch.testing.assert_close(found[name][1], found[name][0], msg=name)
-    assert "same tensor" in str(found["one tensor twice"][1])
-    eager, dirty = found["a dirty argument"]
-    assert "mark_dirty" in dirty if isinstance(dirty, str) else torch.equal(dirty, eager)
+    assert "same tensor" in found["one tensor twice"][1]
+    for name, reason in {"a dirty argument": "mark_dirty", "indices twice": "same tensor"}.items():
+        eager, compiled = found[name]  # each of these is refused under some versions, and correct under the others
+        assert reason in compiled if isinstance(compiled, str) else torch.equal(compiled, eager)
     assert "alias" in str(found["an operator that returns its argument"][1])
 
 

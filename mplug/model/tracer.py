@@ -6,7 +6,8 @@ Three faults concern any `torch.autograd.Function` in a compiled unit. Torch rep
     2.11           returns a tensor that came out of an operation    zero (pytorch issue 180642)
                    unchanged: `y.contiguous()`, `y.to(y.dtype)`,
                    `y.mul_(2)`
-    2.11 and 2.12  receives one tensor as two arguments              that of one argument (issue 181146)
+    2.11 and 2.12  receives one tensor, which requires a gradient,   that of one argument (issue 181146)
+                   as two arguments
     2.11 and 2.12  calls `ctx.mark_dirty`                            wrong if the result is dropped (issue 184113)
 
 The first is corrected as in torch 2.12 (pull request 180921). The others are refused: torch 2.13 refuses the second,
@@ -17,8 +18,6 @@ from functools import cache
 from typing import Any, NoReturn
 
 import torch
-
-REMEDY = "install torch 2.13 or newer, or set trainer.compile=never"
 
 
 @cache
@@ -58,16 +57,19 @@ def _separate_aliases() -> None:
 
 
 def _refuse_equal_arguments() -> None:
-    """Refuse an autograd function that receives one tensor twice: the tracer drops one of its two gradients."""
+    """Refuse an autograd function that receives one tensor twice: the tracer drops one of its two gradients.
+
+    Torch 2.13 refuses tensors without a gradient too, such as offsets. Before, these are compiled correctly.
+    """
     from torch._dynamo.variables.higher_order_ops import AutogradFunctionApplyVariable
 
     function: Any = AutogradFunctionApplyVariable
     call = function.call_function
 
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        nodes = [argument.as_proxy().node for argument in args if argument.is_tensor()]
+        nodes = [argument.as_proxy().node for argument in args if argument.is_tensor() and argument.requires_grad]
         if len(set(nodes)) < len(nodes):
-            _refuse("receives the same tensor as two arguments", "pass x.view_as(x) as the second argument")
+            _refuse("receives the same tensor as two arguments", "pass x.view_as(x) as the second argument, or")
         return call(self, tx, args, kwargs)
 
     function.call_function = call_function
@@ -82,13 +84,13 @@ def _refuse_dirty_arguments() -> None:
 
     def var_getattr(self: Any, tx: Any, name: str) -> Any:
         if name == "mark_dirty":
-            _refuse("calls ctx.mark_dirty", "return a new tensor from its forward method")
+            _refuse("calls ctx.mark_dirty", "return a new tensor instead, install torch 2.13 or newer, or")
         return attribute(self, tx, name)
 
     context.var_getattr = var_getattr
 
 
-def _refuse(fault: str, change: str) -> NoReturn:
+def _refuse(fault: str, remedy: str) -> NoReturn:
     """Raise the tracer's exception for code that it does not support; the tracer adds the line of the unit's code."""
     from torch._dynamo.exc import unimplemented
 
@@ -96,5 +98,5 @@ def _refuse(fault: str, change: str) -> NoReturn:
         gb_type=f"an autograd function {fault}",
         context="",
         explanation=f"torch {torch.__version__} would compile it to a wrong gradient.",
-        hints=[f"{change}, {REMEDY}"],
+        hints=[f"{remedy} set trainer.compile=never"],
     )

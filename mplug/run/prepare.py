@@ -54,6 +54,18 @@ def prepare(
     return run
 
 
+def check_data(run: Run) -> list[str]:
+    """Let the data plugin check its data; returns what the user must know about it. Imports no torch."""
+    sentences: list[str] = []
+    for label, check in run.hooks.layered("check_data"):
+        with asking(label, "check_data"):
+            answer = check(config=run.config)
+        if isinstance(answer, str) or not all(isinstance(sentence, str) for sentence in answer or ()):
+            raise UsageError(f"{label} answers 'check_data' with {answer!r}; the answer is a list of sentences or None")
+        sentences += answer or ()
+    return sentences
+
+
 def _refuse_wrong_variances(run: Run) -> None:
     for label, variance in run.variances.items():
         if not isinstance(variance, Variance):

@@ -18,7 +18,7 @@ from unittest import SkipTest
 
 from mplug.errors import UsageError, counted
 from mplug.registry.entry_points import Registry
-from mplug.run.prepare import prepare
+from mplug.run.prepare import check_data, prepare
 from mplug.testing.leftovers import nothing_left
 from mplug.testing.samples import (
     difference,
@@ -136,6 +136,24 @@ class DataSuite(PluginSuite):
         stated = getattr(loader, "samples_per_epoch", None)
         require(stated is None or stated > 0, f"samples_per_epoch is {stated}; an epoch has samples")
         return stated if stated is not None and stated <= LONGEST_EPOCH else None
+
+    # Before a run.
+
+    @smoke
+    def test_missing_data_is_refused_before_a_run_is_announced(self) -> None:
+        """If its Config has a field `path`: by `check_data` or `configure`, with the path in the sentence."""
+        if "path" not in self.fields():
+            raise SkipTest("its Config has no field 'path'")
+        missing = "no-such-folder/data"
+        try:
+            check_data(prepare(self.config(data__path=missing)))
+        except UsageError as error:
+            require(missing in str(error), f"the error about missing data does not name data.path '{missing}': {error}")
+        else:
+            raise Fault(
+                f"data.path '{missing}' does not exist, and neither 'check_data' nor 'configure' refuses it; a user "
+                f"would see the error only after the run has started its processes"
+            )
 
     # Micro batches.
 

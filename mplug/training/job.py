@@ -71,6 +71,8 @@ class Outcome:
     val_loss: float | None = None
     signal: int | None = None
     out_of_time: bool = False
+    nothing_left: bool = False
+    """The run had done all its steps before."""
 
 
 def work(job: Job, tell: Callable[[int | Beat], None] | None = None) -> Outcome:
@@ -135,7 +137,7 @@ def _trained(run: Run, job: Job) -> Outcome:
 
     assert run.directory is not None
     ending = train(run, job.resume_from, job.deadline, job.allowed)
-    return Outcome(run.directory, run.step, ending.val_loss, ending.signal, ending.out_of_time)
+    return Outcome(run.directory, run.step, ending.val_loss, ending.signal, ending.out_of_time, ending.nothing_left)
 
 
 def _refuse_other_plugins(run: Run) -> None:

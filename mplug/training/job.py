@@ -152,13 +152,13 @@ def _refuse_other_plugins(run: Run) -> None:
 
 
 def _observers(config: RunConfig, rank: int) -> dict[str, object]:
-    """The host's own observers, which run on rank 0 only."""
+    """The host's own observers, which run on rank 0 only. A failure of those named `HOST` ends the run."""
     from rich.console import Console
 
-    from mplug.training.observers import MetricsFile, ProgressLine
+    from mplug.training.observers import LossPicture, MetricsFile, ProgressLine
 
     found: dict[str, object] = {}
     if rank == 0:
         progress = ProgressLine(Console(), config.trainer.steps, config.trainer.log_every)
-        found |= {f"{HOST}metrics": MetricsFile(), f"{HOST}progress": progress}
+        found |= {f"{HOST}metrics": MetricsFile(), f"{HOST}progress": progress, LossPicture.NAME: LossPicture()}
     return found

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         Variance,
     )
     from mplug.errors import RunError, UsageError
+    from mplug.files import sync_file, sync_path, write_whole
     from mplug.gradients.owned_memory import Shard, Shards
     from mplug.gradients.sinks import GradientSink, Sinks
     from mplug.layout.gathered import GatheredPlacement
@@ -105,7 +106,10 @@ _MODULES = {
     "load_tokenizer": "mplug.registry.tokenizers",
     "read_tokenizer": "mplug.registry.tokenizers",
     "slots_named": "mplug.slot_kinds",
+    "sync_file": "mplug.files",
+    "sync_path": "mplug.files",
     "triton_builds": "mplug.run.toolchain",
+    "write_whole": "mplug.files",
 }
 """Each public name and its module, which is imported when the name is first used: most commands need few of them."""
 
@@ -174,5 +178,8 @@ __all__ = [
     "load_tokenizer",
     "read_tokenizer",
     "slots_named",
+    "sync_file",
+    "sync_path",
     "triton_builds",
+    "write_whole",
 ]

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from mplug import UsageError
 from mplug_indexed.cache import Cache, digest
-from mplug_indexed.files import Reader
 from mplug_indexed.indices import (
     SURPLUS,
     Blend,
@@ -24,6 +23,7 @@ from mplug_indexed.indices import (
     samples_of,
     total,
 )
+from mplug_indexed.reader import Reader
 
 FORMAT = 1
 """Version of the cache's content; incremented when the same description gives different indices."""

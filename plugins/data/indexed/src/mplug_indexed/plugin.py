@@ -10,9 +10,9 @@ from mplug_indexed.config import IndexedConfig
 
 if TYPE_CHECKING:
     from mplug import Run, RunConfig
-    from mplug_indexed.files import Reader
     from mplug_indexed.indices import Cut
     from mplug_indexed.order import Order
+    from mplug_indexed.reader import Reader
     from mplug_indexed.samples import Treatment
 
 SPLITS = ("train", "validation")
@@ -41,7 +41,7 @@ class Indexed:
     @cached_property
     def readers(self) -> "list[Reader]":
         """The opened data sets; raises UsageError if one does not hold integers."""
-        from mplug_indexed.files import Reader
+        from mplug_indexed.reader import Reader
 
         readers = [Reader(prefix) for prefix in self.prefixes]
         for reader in readers:

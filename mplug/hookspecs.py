@@ -77,8 +77,9 @@ def check_data(config: "RunConfig") -> "Sequence[str] | None":
 
     Check everything that is cheap: the files exist and can be read, their headers are those of the format, each split
     that the run reads has enough for a sample (validation is read if `trainer.eval_every` is not 0). Do not read a
-    whole corpus. Raise UsageError, and name the file. The host prints the sentences below the line that announces the
-    run. `build_loader` is also called without this check (in tests, for example), so it must refuse bad data as well.
+    whole corpus. Raise UsageError, and name the file; an OSError also refuses the data. The host prints the sentences
+    below the line that announces the run. `build_loader` is also called without this check (in tests, for example), so
+    it must refuse bad data as well.
     """
 
 

@@ -6,12 +6,15 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
 
 from mplug.checkpoint.folder import read_valid
 from mplug.errors import UsageError
+from mplug.run.prepare import check_data
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -331,6 +334,22 @@ def test_data_that_a_run_cannot_read_is_refused_before_the_run_is_announced(
     assert_refused(result, *words)
     assert result.stdout == ""
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_file_system_that_refuses_is_a_sentence_and_a_wrong_answer_too() -> None:
+    def run(check: Callable[..., object]) -> Any:
+        return SimpleNamespace(config=None, hooks=SimpleNamespace(layered=lambda _: [("data/mine", check)]))
+
+    def fails(config: object) -> None:
+        raise PermissionError(13, "Permission denied", "corpus")
+
+    with pytest.raises(UsageError, match=r"^data/mine cannot read 'corpus': Permission denied$"):
+        check_data(run(fails))
+    for answer in ("one sentence", 3, [3]):
+        with pytest.raises(UsageError, match="the answer is a list of sentences or None"):
+            check_data(run(lambda answer=answer, **_: answer))
+    assert check_data(run(lambda **_: None)) == []
+    assert check_data(run(lambda **_: ["one sentence"])) == ["one sentence"]
 
 
 def test_data_is_checked_without_torch(new_interpreter_cli: Cli, no_torch: Path) -> None:

@@ -59,10 +59,14 @@ def check_data(run: Run) -> list[str]:
     sentences: list[str] = []
     for label, check in run.hooks.layered("check_data"):
         with asking(label, "check_data"):
-            answer = check(config=run.config)
-        if isinstance(answer, str) or not all(isinstance(sentence, str) for sentence in answer or ()):
+            try:
+                answer = check(config=run.config)
+            except OSError as error:  # a folder that may not be searched, a name that is too long
+                raise UsageError(f"{label} cannot read '{error.filename}': {error.strerror or error}") from error
+        answer = [] if answer is None else answer
+        if not isinstance(answer, list | tuple) or not all(isinstance(sentence, str) for sentence in answer):
             raise UsageError(f"{label} answers 'check_data' with {answer!r}; the answer is a list of sentences or None")
-        sentences += answer or ()
+        sentences += answer
     return sentences
 
 

@@ -439,7 +439,7 @@ POINTS = 1 + 3 * 6 + 2 + 1 + 2 + 1
 the tokenizer's record, both files again into their place, the report."""
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.wide("kills")) for seed in (1, 2, 3))])
 def test_a_kill_at_any_moment_leaves_nothing_that_looks_whole_and_costs_only_time(tmp_path: Path, seed: int) -> None:
     path = written(tmp_path / "t.jsonl", lines_of(DOCUMENTS))
     assert len(list(cut(find_sources([str(path)], None, None), 3300))) == 6

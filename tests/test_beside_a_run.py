@@ -23,16 +23,18 @@ from mplug.checkpoint.folder import read_manifest
 from mplug.checkpoint.names import path_of
 from mplug.checkpoint.pretrained import load_weights
 from mplug.checkpoint.states import load_for_inference
-from mplug.cli import main
+from mplug.cli import main, train_start
 from mplug.cli import train as command
 from mplug.cli.beginning import readable_after
+from mplug.cli.train_start import Request, Start
 from mplug.contracts import Variance
 from mplug.errors import RunError, UsageError
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
 from mplug.testing.harness import tiny_config
+from mplug.training.changes import Changes
 from mplug.training.interrupt import Interrupt
-from mplug.training.job import Job, Outcome
+from mplug.training.job import Outcome
 from mplug.training.loop import train
 
 SETTINGS = {"model.num_layers": 1, "trainer.steps": 3, "trainer.eval_every": 0, "checkpoint.every": 1}
@@ -193,7 +195,9 @@ def test_a_restart_says_that_it_begins_with_given_weights_again(
     given = path_of(folder / "checkpoints", 3)
     run = prepare(tiny_config({**SETTINGS, "checkpoint.pretrained": str(given)}), directory=folder.parent / "two")
     assert run.directory is not None
-    job, ends = Job({}, {}, run.directory, None), iter((RunError("rank 1 has died"), Outcome(run.directory, 3)))
+    ends = iter((RunError("rank 1 has died"), Outcome(run.directory, 3)))
+    request = Request(name=None, resume=False, allowed=(), overrides={}, restarts=1)
+    start = Start(request, None, run, {}, {}, None, None, given, Changes(), [], None)
 
     def launch(*_: object, **__: object) -> Outcome:
         end = next(ends)
@@ -202,7 +206,7 @@ def test_a_restart_says_that_it_begins_with_given_weights_again(
         return end
 
     monkeypatch.setattr("mplug.distributed.launch.launch", launch)
-    assert command._work(run, job, None, False, None, 1).step == 3
+    assert command._work(start, None).step == 3
     assert f"rank 1 has died; going on with the weights of '{given}' (restart 1 of 1)" in capsys.readouterr().err
 
 
@@ -215,7 +219,7 @@ def test_the_first_rank_alone_reads_the_metrics(folder: Path, monkeypatch: pytes
     def reached(*_: object) -> None:
         raise UsageError("not the metrics")
 
-    monkeypatch.setattr(command, "readable_of", reached)
+    monkeypatch.setattr(train_start, "readable_of", reached)
     result = CliRunner().invoke(main, ["train", "--resume", "--name", "one"])
     assert ("is damaged" if rank == 0 else "not the metrics") in result.output
 

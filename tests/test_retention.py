@@ -227,7 +227,7 @@ def position_of(directory: Path, keep: int, resume_from: Path | None = None) -> 
     run = prepare(tiny_config({**SETTINGS, "trainer.steps": 9, "checkpoint.keep": keep}), directory=directory)
     position = Position(run, build(run))
     if resume_from is not None:
-        position.load(resume_from)
+        position.load(position.choose(resume_from))
     return position
 
 

@@ -47,7 +47,7 @@ def resaved(settings: dict[str, Any], directory: Path, resume_from: Path) -> Non
 
     run: Run = as_rank(prepare(tiny_config({**SMALL, **settings}), directory=directory))
     position = Position(run, build(run))
-    position.load(resume_from)
+    position.load(position.choose(resume_from))
     position.save()
 
 

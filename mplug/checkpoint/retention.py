@@ -10,6 +10,7 @@ from mplug.checkpoint.folder import OtherVersion, complete, read_manifest, verif
 from mplug.checkpoint.names import MANIFEST, aside_of, step_of
 from mplug.checkpoint.verified import Signature, Verified, signature_of
 from mplug.errors import RunError, UsageError
+from mplug.files import sync_path
 
 log = logging.getLogger("mplug")
 
@@ -51,7 +52,7 @@ class Retention:
             return  # they may be the only valid ones
         for path in later:
             self._remove(path, f"the run continues from step {step_of(base)}")
-        sync(final.parent)
+        sync_path(final.parent)
         sweep(final.parent)
 
     def after(self, final: Path, names: Iterable[str]) -> None:
@@ -148,12 +149,3 @@ def sweep(folder: Path) -> None:
                 leftover.unlink()
         except OSError as error:
             log.warning("cannot remove '%s': %s", leftover, error)
-
-
-def sync(path: Path) -> None:
-    """Put a file, or the entries of a folder, on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

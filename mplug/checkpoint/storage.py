@@ -27,8 +27,8 @@ from torch.futures import Future
 from mplug.checkpoint.manifest import FORMAT, Manifest, encode, name_in_file
 from mplug.checkpoint.names import MANIFEST, aside_of
 from mplug.checkpoint.reading import checksum_of, open_file
-from mplug.checkpoint.retention import Retention, sync
-from mplug.files import write_whole
+from mplug.checkpoint.retention import Retention
+from mplug.files import sync_path, write_whole
 
 log = logging.getLogger("mplug")
 
@@ -73,8 +73,8 @@ class FolderWriter(StorageWriter):
             self.retention.before(self.final)
             shutil.rmtree(self.aside, ignore_errors=True)
             self.aside.mkdir(parents=True)
-            sync(self.final.parent)
-            sync(self.final.parent.parent)
+            sync_path(self.final.parent)
+            sync_path(self.final.parent.parent)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Nothing to add."""
@@ -93,7 +93,7 @@ class FolderWriter(StorageWriter):
         tensors = {key_of(item.index): _on_host(planner.resolve_data(item)) for item in plan.items}
         path = self.aside / f"rank{self.rank:05d}{SUFFIX}"
         save_file(tensors, path)
-        sync(path)
+        sync_path(path)
         written = Written(path.name, path.stat().st_size, crc32(path))
         future.set_result([WriteResult(item.index, tensors[key_of(item.index)].nbytes, written) for item in plan.items])
         return future
@@ -119,9 +119,9 @@ class FolderWriter(StorageWriter):
             _replace(self.aside, self.final, names, text)
         else:
             write_whole(self.aside / MANIFEST, text)
-            sync(self.aside)
+            sync_path(self.aside)
             self.aside.rename(self.final)
-            sync(self.final.parent)
+            sync_path(self.final.parent)
         self.retention.after(self.final, files)
 
     def _refuse_if_taken_over(self) -> None:
@@ -214,9 +214,9 @@ def _replace(aside: Path, final: Path, names: Mapping[str, str], manifest: str) 
     """
     for old, new in names.items():
         (aside / old).rename(final / new)
-    sync(final)
+    sync_path(final)
     write_whole(final / MANIFEST, manifest)
-    sync(final)
+    sync_path(final)
     for path in [*final.iterdir(), aside]:
         if path.name != MANIFEST and path.name not in names.values():
             try:

@@ -54,6 +54,22 @@ def prepare(
     return run
 
 
+def check_data(run: Run) -> list[str]:
+    """Let the data plugin check its data; returns what the user must know about it. Imports no torch."""
+    sentences: list[str] = []
+    for label, check in run.hooks.layered("check_data"):
+        with asking(label, "check_data"):
+            try:
+                answer = check(config=run.config)
+            except OSError as error:  # a folder that may not be searched, a name that is too long
+                raise UsageError(f"{label} cannot read '{error.filename}': {error.strerror or error}") from error
+        answer = [] if answer is None else answer
+        if not isinstance(answer, list | tuple) or not all(isinstance(sentence, str) for sentence in answer):
+            raise UsageError(f"{label} answers 'check_data' with {answer!r}; the answer is a list of sentences or None")
+        sentences += answer
+    return sentences
+
+
 def _refuse_wrong_variances(run: Run) -> None:
     for label, variance in run.variances.items():
         if not isinstance(variance, Variance):

@@ -156,7 +156,7 @@ def test_a_damaged_checkpoint_is_found_by_verifying(cli: Cli, tmp_path: Path) ->
     path.write_bytes(data)
     result = cli("checkpoint", "verify")
     assert result.returncode == 2
-    assert "step 6: 1 files are what was saved" in result.stdout
+    assert "step 6: 1 files match their checksums" in result.stdout
     assert "step_00000004' is damaged: 'rank00000.safetensors' is not what was saved" in result.stderr
 
 

@@ -472,7 +472,7 @@ def test_a_run_without_a_valid_checkpoint_is_refused_with_all_of_them(cli: Cli, 
     for path in (trained / "checkpoints").iterdir():
         DAMAGES["no manifest"](path)
     before = contents(trained)
-    assert_refused(cli("train", "--resume"), "no checkpoint in", "step_00000002", "step_00000004", "begin a new run")
+    assert_refused(cli("train", "--resume"), "no checkpoint in", "step_00000002", "step_00000004", "start a new run")
     assert contents(trained) == before
 
 
@@ -505,7 +505,7 @@ def test_a_run_does_not_resume_with_a_model_of_another_shape(cli: Cli, trained: 
 
 
 def test_a_step_without_a_checkpoint_is_refused(cli: Cli, trained: Path) -> None:
-    assert_refused(cli("generate", "--step", "3"), "runs/done", "step 3", "steps there: 2 and 4")
+    assert_refused(cli("generate", "--step", "3"), "runs/done", "step 3", "available steps: 2 and 4")
 
 
 def test_an_empty_prompt_is_refused(cli: Cli, trained: Path) -> None:

@@ -17,7 +17,7 @@ from warm import Forked
 
 from mplug import hookimpl
 from mplug.checkpoint.folder import complete
-from mplug.checkpoint.names import aside_of, path_of, step_of
+from mplug.checkpoint.names import partial_path, path_of, step_of
 from mplug.checkpoint.storage import FolderWriter
 from mplug.cli.beginning import claim_new
 from mplug.errors import RunError, UsageError
@@ -376,7 +376,7 @@ def test_a_save_during_which_the_run_is_taken_over_does_not_become_visible(
     with pytest.raises(RunError, match="another process took over the run"):
         run_with_lock(tmp_path, lambda run: claims.append(run.claim), {"checkpoint.asynchronous": asynchronous})  # type: ignore[arg-type]
     assert [step_of(path) for path in complete(tmp_path / "checkpoints")] == [1, 2]
-    assert aside_of(path_of(tmp_path / "checkpoints", 3)).is_dir(), "it may be the new holder's by now"
+    assert partial_path(path_of(tmp_path / "checkpoints", 3)).is_dir(), "it may be the new holder's by now"
 
 
 def test_a_second_command_is_refused_while_a_run_goes_on_and_continues_it_once_it_is_killed(

@@ -44,7 +44,7 @@ def list_(name: str | None) -> None:
             continue
         rows.append((manifest["step"], manifest["saved"], _layout(manifest), human_bytes(_bytes(manifest)), "complete"))
     if not rows:
-        raise UsageError(f"there is no complete checkpoint in '{folder}'")
+        raise UsageError(f"there is no complete checkpoint in '{folder}'; use another run with --name")
     click.echo(table(("STEP", "SAVED", "LAYOUT", "SIZE", "STATE"), rows))
 
 
@@ -101,7 +101,7 @@ def verify_(name: str | None, step: int | None) -> None:
     console = Console()
     paths = [_path(name, step)] if step is not None else complete(_folder(name))
     if not paths:
-        raise UsageError(f"there is no complete checkpoint in '{_folder(name)}'")
+        raise UsageError(f"there is no complete checkpoint in '{_folder(name)}'; use another run with --name")
     problems: list[UsageError | RunError] = []
     for path in paths:
         label = f"step {step_of(path)}"

@@ -166,9 +166,7 @@ def _refuse_restarts(world: "World", restarts: int, name: str | None, resume: bo
             f"--restarts applies only to processes that this command starts; use the option of {world.launcher}"
         )
     if world.may_restart and name is None and not resume:
-        raise UsageError(
-            f"the run has no name, with which a process that {world.launcher} restarts finds it; add --name"
-        )
+        raise UsageError(f"{world.launcher} may restart processes, which find their run by its name; add --name")
 
 
 def _refuse_port(world: "World", port: int | None) -> None:

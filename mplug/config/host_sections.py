@@ -57,7 +57,7 @@ class LossScale(Section):
     @model_validator(mode="after")
     def _starts_at_or_above_smallest(self) -> Self:
         if self.smallest > self.initial:
-            raise ValueError(f"smallest={self.smallest:g} is above initial={self.initial:g}; set it lower")
+            raise ValueError(f"smallest={self.smallest:g} is above initial={self.initial:g}; set it to a lower value")
         return self
 
 

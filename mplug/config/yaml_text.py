@@ -30,10 +30,14 @@ def read_text(path: Path) -> str:
         with path.open("rb") as file:
             content = file.read(LONGEST + 1)
         text = content.decode("utf-8")
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read the config file '{path}': {error}") from None
+    except OSError as error:
+        raise UsageError(f"cannot read the config file '{path}': {error.strerror}; use another file") from None
+    except ValueError as error:
+        raise UsageError(f"cannot read the config file '{path}': {error}; save it as UTF-8 text") from None
     if len(content) > LONGEST:
-        raise UsageError(f"cannot read the config file '{path}': it is longer than {LONGEST:,} bytes")
+        raise UsageError(
+            f"cannot read the config file '{path}': it is longer than {LONGEST:,} bytes; remove what is not a setting"
+        )
     return text
 
 

@@ -121,7 +121,7 @@ class Registry:
         if len(claims) > 1:
             choices = [f"'{entry.distribution}/{name}'" for entry in claims]
             raise UsageError(
-                f"'{name}' is claimed by {listed(entry.origin for entry in claims)}; choose {' or '.join(choices)}"
+                f"'{name}' is claimed by {listed(entry.origin for entry in claims)}; use {' or '.join(choices)}"
             )
         if not claims:
             names = self.names(kind)

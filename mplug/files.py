@@ -7,30 +7,31 @@ from typing import IO, Any
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a small file aside and rename it: after any failure, `path` has its old or new content. Text is UTF-8.
+    """Write a small file under a temporary name, then rename it to `path`. Text is encoded as UTF-8.
 
-    Only one process may write a path at a time. Raises OSError.
+    After any failure, `path` has either its old or its new content. Only one process may write a path at a time. Raises
+    OSError.
     """
-    aside = path.with_name(f".{path.name}.partial")
+    temporary = path.with_name(f".{path.name}.partial")
     try:
-        with aside.open("wb") as file:
+        with temporary.open("wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             sync_file(file)
-        aside.replace(path)
+        temporary.replace(path)
     except OSError:
-        with suppress(OSError):  # if not even its name could be written
-            aside.unlink(missing_ok=True)
+        with suppress(OSError):  # not even its name could be written
+            temporary.unlink(missing_ok=True)
         raise
 
 
 def sync_file(file: IO[Any]) -> None:
-    """Put what has been written to an open file on the disk. Raises OSError."""
+    """Flush what has been written to an open file to the disk. Raises OSError."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def sync_path(path: Path) -> None:
-    """Put a closed file on the disk, or the names in a folder: files that were created, renamed or removed."""
+    """Flush a closed file, or the entries of a folder, to the disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -51,7 +51,7 @@ def refuse_file(cli: Cli, folder: Path, text: str, *words: str) -> None:
         (("--set", "parallel.data=xyzzy"), ("parallel.data (--set)", "'xyzzy'", "installed: ")),
         (("--parallel", "xyzzy2"), ("parallel.layout (--parallel)", "unknown strategy 'xyzzy'", "installed: ")),
         (("--parallel", "8"), ("parallel.layout (--parallel)", "'8'", "strategy's name", "tp4pp2")),
-        (("--set", "model.name="), ("model.name (--set)", "name the plugin", "gpt")),
+        (("--set", "model.name="), ("model.name (--set)", "is required", "the name of a plugin", "gpt")),
     ],
     ids=" ".join,
 )
@@ -110,9 +110,7 @@ def test_a_misspelt_or_mistyped_field_is_refused_with_its_path_and_source(
     assert_refused(cli("config", "show", "--set", assignment), f"{field} (--set): ", *words)
 
 
-@pytest.mark.parametrize(
-    ("layout", "end"), [("pp2", "a degree belongs to the layout: --parallel pp2tp2"), ("tp4", "not 2")]
-)
+@pytest.mark.parametrize(("layout", "end"), [("pp2", "to set the degree, use --parallel pp2tp2"), ("tp4", "not 2")])
 def test_a_degree_in_the_place_of_a_section_is_refused_beside_a_layout(cli: Cli, layout: str, end: str) -> None:
     result = cli("config", "show", "--parallel", layout, "--set", "parallel.tp=2")
     assert_refused(result, "parallel.tp (--set): ")
@@ -423,7 +421,7 @@ def test_the_name_of_an_existing_run_is_refused_and_that_run_is_left_alone(
     cli: Cli, tiny: list[str], trained: Path
 ) -> None:
     before = contents(trained)
-    assert_refused(cli("train", *tiny, "--name", "done"), "'runs/done' exists", "--resume", "another --name")
+    assert_refused(cli("train", *tiny, "--name", "done"), "'runs/done' already exists", "--resume", "another --name")
     assert contents(trained) == before
 
 
@@ -529,7 +527,7 @@ def test_a_run_without_a_valid_checkpoint_is_refused_with_all_of_them(cli: Cli, 
     for path in (trained / "checkpoints").iterdir():
         DAMAGES["no manifest"](path)
     before = contents(trained)
-    assert_refused(cli("train", "--resume"), "no checkpoint in", "step_00000002", "step_00000004", "begin a new run")
+    assert_refused(cli("train", "--resume"), "no checkpoint in", "step_00000002", "step_00000004", "start a new run")
     assert contents(trained) == before
 
 
@@ -564,7 +562,7 @@ def test_a_run_does_not_resume_with_a_model_of_another_shape(cli: Cli, trained: 
 
 
 def test_a_step_without_a_checkpoint_is_refused(cli: Cli, trained: Path) -> None:
-    assert_refused(cli("generate", "--step", "3"), "runs/done", "step 3", "steps there: 2 and 4")
+    assert_refused(cli("generate", "--step", "3"), "runs/done", "step 3", "available steps: 2 and 4")
 
 
 def test_an_empty_prompt_is_refused(cli: Cli, trained: Path) -> None:

@@ -153,7 +153,7 @@ def test_verify_reports_every_problem_and_skips_what_is_removed_meanwhile(
     monkeypatch.setattr(checkpoint, "check_file", check_file)
     result = CliRunner().invoke(main, ["checkpoint", "verify"])
     assert result.exit_code == 2
-    assert "step 1: was removed meanwhile" in result.output
+    assert "step 1: the run has removed it meanwhile" in result.output
     assert "step_00000002' is damaged" in result.output
     assert "cannot read checkpoint" in result.output
     shutil.rmtree(folder / "checkpoints" / "step_00000002")
@@ -180,7 +180,9 @@ def test_a_reason_of_any_characters_is_saved_escaped(tmp_path: Path) -> None:
 def test_a_run_whose_last_step_is_saved_ends_with_its_error_and_is_not_restarted(folder: Path) -> None:
     path, died = path_of(folder / "checkpoints", 3), RunError("rank 1 has died")
     run: Any = SimpleNamespace(config=SimpleNamespace(trainer=SimpleNamespace(steps=3)))
-    with pytest.raises(RunError, match=r"^rank 1 has died; the run is not restarted: its 3 steps are done, and '.*3'"):
+    with pytest.raises(
+        RunError, match=r"^rank 1 has died; the run is not restarted, because its 3 steps are complete, and '.*3'"
+    ):
         readable_after(died, run, path)
     run.config.trainer.steps = 4
     found = readable_after(died, run, path)
@@ -207,7 +209,7 @@ def test_a_restart_says_that_it_begins_with_given_weights_again(
 
     monkeypatch.setattr("mplug.distributed.launch.launch", launch)
     assert command._work(start, None).step == 3
-    assert f"rank 1 has died; going on with the weights of '{given}' (restart 1 of 1)" in capsys.readouterr().err
+    assert f"rank 1 has died; continuing with the weights of '{given}' (restart 1 of 1)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -411,10 +411,10 @@ def test_what_was_frozen_cannot_be_trained_from_a_checkpoint_on_and_the_error_sa
     with pytest.raises(UsageError) as caught:
         resumed.load(resumed.choose(saved(tmp_path)), ("model.frozen",))
     assert (
-        "of 'blocks.0.norm1.weight', which was frozen when it was saved; freeze it (model.frozen), or begin a new "
+        "of 'blocks.0.norm1.weight', because the parameter was frozen in that run; add it to model.frozen, or start a "
         in (str(caught.value))
     )
-    assert "run with the checkpoint's weights (checkpoint.pretrained)" in str(caught.value)
+    assert "new run with the weights of the checkpoint: mplug train --set checkpoint.pretrained=" in str(caught.value)
 
 
 def test_a_checkpoint_without_states_of_another_optimizer_is_told_apart(tmp_path: Path) -> None:
@@ -422,7 +422,7 @@ def test_a_checkpoint_without_states_of_another_optimizer_is_told_apart(tmp_path
     resumed = position_of(FIRST, tmp_path)
     names = [name for name in read_manifest(saved(tmp_path))["tensors"] if name.startswith("blocks.1.mlp.up.weight/")]
     assert not any(name.endswith("exp_avg") for name in names)
-    with pytest.raises(UsageError, match="its optimizer was another one"):
+    with pytest.raises(UsageError, match="because another optimizer saved it"):
         resumed.load(resumed.choose(saved(tmp_path)), ("optimizer",))
 
 

@@ -63,7 +63,7 @@ def test_a_run_that_continues_before_damaged_checkpoints_keeps_valid_ones(tmp_pa
     trained(tmp_path, 4, keep, path_of(folder, 3))
     assert steps(folder) == valid(folder) == [3, 4][-keep:]
     told = (tmp_path / "logs" / "rank0.log").read_text()
-    assert "step_00000003': the run continues from step 1" in told
+    assert "step_00000003': the run continues from the earlier step 1" in told
     assert "replacing checkpoint" in told
 
 
@@ -115,10 +115,12 @@ def test_a_checkpoint_of_another_version_is_neither_skipped_nor_removed(
     make_newer(path_of(folder, 3))
     run = prepare(tiny_config(SETTINGS))
     for look in (lambda: newest_readable(folder), lambda: choose(run, path_of(folder, 3), Verified())):
-        with pytest.raises(OtherVersion, match="00003' has format 3; this mplug reads format 2; use the mplug"):
+        with pytest.raises(
+            OtherVersion, match="00003' has format 3; this version of mplug reads format 2; use the version"
+        ):
             look()
     position = position_of(tmp_path, 1, path_of(folder, 2))
-    with pytest.raises(RunError, match="00003' is not replaced: another version"):
+    with pytest.raises(RunError, match=r"cannot replace checkpoint '.*00003', because another version"):
         save(position, 3, 0)
     save(position, 4, 0)
     save(position, 5, 0)
@@ -141,7 +143,7 @@ def test_a_save_decodes_its_own_manifest_once_and_those_of_others_never(
     save(position, 5, 1)
     assert decoded == [1, 2, 3, 4, 5, 5]
     assert steps(position.run.checkpoints) == [4, 5]
-    files = [path for path in position.saver.verified._known if not path.exists()]
+    files = [path for path in position.saver.verified._signatures if not path.exists()]
     assert files == [], "what is removed is forgotten"
 
 
@@ -155,7 +157,7 @@ def test_resuming_reports_the_checkpoints_that_it_skips(tmp_path: Path, capfd: p
     trained(tmp_path, 4, 3, path_of(folder, 3))
     told = capfd.readouterr().err.splitlines()
     assert [line for line in told if line.startswith("mplug: ")] == [
-        f"mplug: skipped: checkpoint '{path_of(folder, 3)}' is damaged: '{FILE}' is not what was saved",
+        f"mplug: skipped: checkpoint '{path_of(folder, 3)}' is damaged: '{FILE}' has changed since it was saved",
         f"mplug: skipped: checkpoint '{path_of(folder, 2)}' is damaged: 'checkpoint.json' is not valid JSON: "
         f"Expecting property name enclosed in double quotes: line 1 column 2 (char 1)",
         "mplug: continuing from step 1",

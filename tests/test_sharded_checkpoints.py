@@ -162,4 +162,4 @@ def test_all_ranks_choose_the_same_checkpoint_although_each_reads_other_files(tm
     one, other = run_workers(2, chosen, tmp_path)
     assert one == other
     assert one[0] == "step_00000001"
-    assert "'rank00001.safetensors' is not what was saved" in one[1][0]
+    assert "'rank00001.safetensors' has changed since it was saved" in one[1][0]

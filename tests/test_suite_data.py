@@ -196,7 +196,7 @@ FAULTS = {
         '"buffer": torch.tensor(self.buffer, dtype=torch.int64)}',
         '"buffer": torch.tensor(self.buffer, dtype=torch.int64), "drawn": {self.samples}}',
         lambda: Buffered().test_its_state_is_small_plain_data(),
-        "holds a set; a checkpoint holds tensors and plain data only",
+        "contains a set; use only tensors and plain data",
     ),
     "the state lists every sample so far": (
         '"buffer": torch.tensor(self.buffer, dtype=torch.int64)}',

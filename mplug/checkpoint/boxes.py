@@ -1,7 +1,8 @@
-"""Tensors by boxes, as torch.distributed.checkpoint's planners see them.
+"""Planners for torch.distributed.checkpoint that save and load tensors as boxes.
 
-A `Boxed` is one logical tensor: its shape, and the parts of it that a rank writes or reads. torch's planners know whole
-tensors, DTensors and ShardedTensors; these know parts at any place, several a rank (a fused QKV is three).
+A `Boxed` is one logical tensor: its shape, and the parts of it that this rank writes or reads. torch's own planners
+support whole tensors, DTensors and ShardedTensors. The planners of this module support parts at any position, and
+several parts per rank (a fused QKV has three).
 """
 
 from collections.abc import Callable
@@ -37,20 +38,20 @@ Start = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Boxed:
-    """A logical tensor of `shape`: where each part that this rank has begins, and the part, a view or a copy."""
+    """A logical tensor of `shape`, with the parts of this rank by their start positions. A part is a view or a copy."""
 
     shape: tuple[int, ...]
     parts: dict[Start, Tensor]
 
 
 State = dict[str, Boxed]
-"""The tensors of a checkpoint by name; what a rank has no part of, it may leave out."""
+"""The tensors of a checkpoint by name. A rank may leave out a tensor of which it has no part."""
 
 
 def held_boxes(placement: Placement, tensor: Tensor, rank: int) -> Boxed:
-    """What a rank holds of one of a parameter's tensors (its weight, the optimizer's): what it reads.
+    """The parts that a rank reads of a parameter's weight or of one of its optimizer states: all that the rank holds.
 
-    A scalar belongs to the whole parameter, and every holder has it.
+    A scalar state belongs to the whole parameter, so every holder reads it.
     """
     if tensor.dim() == 0:
         return Boxed((), {(): tensor} if placement.holds(rank) else {})
@@ -58,7 +59,7 @@ def held_boxes(placement: Placement, tensor: Tensor, rank: int) -> Boxed:
 
 
 def owned_boxes(placement: Placement, tensor: Tensor, rank: int) -> Boxed:
-    """The boxes of one of a parameter's tensors that a rank writes: it is their first holder.
+    """The boxes of one of a parameter's tensors that a rank writes: those of which it is the first holder.
 
     The first holder of the parameter's first element writes a scalar.
     """
@@ -69,19 +70,19 @@ def owned_boxes(placement: Placement, tensor: Tensor, rank: int) -> Boxed:
 
 
 def buffer_boxes(model: Model, rank: int, boxes_of: Callable[[Placement, Tensor, int], Boxed]) -> State:
-    """The states of the model's modules, as a rank reads (`held_boxes`) or writes (`owned_boxes`) them."""
+    """The states of the model's modules; `boxes_of` is `held_boxes` to read them, or `owned_boxes` to write them."""
     states = model.states().items()
     return {f"{name}/buffer": boxes_of(model.buffer_placements[name], state, rank) for name, state in states}
 
 
 class BoxSavePlanner(DefaultSavePlanner):
-    """Plans to write every part that a rank has. The global plan checks that parts neither overlap nor leave gaps."""
+    """Plans to write every part of a rank. torch's global plan checks that the parts neither overlap nor leave gaps."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def create_local_plan(self) -> SavePlan:
-        """One item a part."""
+        """One item per part."""
         self.plan = SavePlan(
             [_item(name, boxed, start) for name, boxed in self.state_dict.items() for start in boxed.parts]
         )
@@ -101,16 +102,16 @@ def _item(name: str, boxed: Boxed, start: Start) -> WriteItem:
 
 
 class BoxLoadPlanner(DefaultLoadPlanner):
-    """Plans to read, of every saved box, what lies in a part that this rank has."""
+    """Plans to read the overlaps of saved boxes with the parts of this rank."""
 
     state_dict: State
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """Remember what to fill and what there is."""
+        """Store the tensors to fill and the metadata of the saved tensors."""
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
-        """The overlaps of saved and wanted parts."""
+        """One item per overlap of a saved box and a part of this rank."""
         assert self.metadata is not None
         items: list[ReadItem] = []
         for name, boxed in self.state_dict.items():

@@ -1,4 +1,4 @@
-"""The newest valid checkpoint, from which a run continues; those that it skips, and why."""
+"""Choose the newest valid checkpoint to continue from, and report the newer ones that are skipped."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -25,23 +25,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Choice:
-    """A checkpoint, and why each newer one was skipped."""
+    """A checkpoint to continue from, with the reason why each newer one was skipped."""
 
     path: Path
     manifest: "Manifest"
     skipped: tuple[str, ...] = ()
 
     def lines(self, use: str = "continuing from") -> list[str]:
-        """What to report: nothing where no checkpoint was skipped. `use` is what is done with the chosen step."""
+        """The messages to print; empty if no checkpoint was skipped. `use` says what happens with the chosen step."""
         if not self.skipped:
             return []
         return [*(f"skipped: {reason}" for reason in self.skipped), f"{use} step {step_of(self.path)}"]
 
 
 def newest_readable(folder: Path) -> Choice:
-    """The newest checkpoint whose manifest is valid and whose files have the right sizes; reads no tensor.
+    """The newest checkpoint whose manifest is valid and whose files have the sizes that it states. Reads no tensor.
 
-    UsageError where there is none, or where another version of mplug has saved a newer one.
+    Raises UsageError if there is none, or if another version of mplug saved a newer one.
     """
     skipped: list[str] = []
     for path in reversed(complete(folder)):
@@ -57,14 +57,15 @@ def newest_readable(folder: Path) -> Choice:
 
 
 def choose(run: "Run", path: Path, verified: Verified) -> Choice:
-    """The newest valid checkpoint of a folder that is not newer than `path`; all ranks choose the same.
+    """The newest valid checkpoint in the folder of `path` that is not newer than `path`; the same on all ranks.
 
-    Of the files of a checkpoint, each rank reads its share. What they find goes to `verified`. Raises UsageError where
-    none is valid or another version of mplug has saved one, and RunError where ranks do not see the same.
+    The ranks divide the files of a checkpoint among them, and compare the checksums. `verified` notes the valid files.
+    Raises UsageError if no checkpoint is valid or another version of mplug saved one. Raises RunError if the ranks read
+    different checkpoints.
     """
     skipped: list[str] = []
     for candidate in run.gathered(_not_newer(path))[0]:
-        manifest, error = _looked_at(run, candidate, verified)
+        manifest, error = _check(run, candidate, verified)
         try:
             raise_alike(run, error)
         except OtherVersion:
@@ -81,17 +82,17 @@ def choose(run: "Run", path: Path, verified: Verified) -> Choice:
 
 
 def share_of(run: "Run", files: Iterable[str]) -> list[str]:
-    """The files of a checkpoint that this rank reads when all ranks verify it together."""
+    """The files of a checkpoint that this rank verifies when all ranks verify it together."""
     return sorted(files)[run.rank :: run.mesh.world_size]
 
 
 def raise_alike(run: "Run", error: UsageError | RunError | None) -> None:
-    """Raise on all ranks what one of them has found: first that a rank cannot read, then that a checkpoint is wrong."""
-    found = run.gathered(None if error is None else (_kind(error), str(error)))
+    """Raise the error of one rank on all ranks. A failure to read comes first, then a damaged checkpoint."""
+    errors = run.gathered(None if error is None else (_kind(error), str(error)))
     for kind in (RunError, OtherVersion, UsageError):
-        for rank, fault in enumerate(found):
-            if fault is not None and fault[0] == kind.__name__:
-                raise kind(f"rank {rank}: {fault[1]}" if kind is RunError else fault[1])
+        for rank, of_rank in enumerate(errors):
+            if of_rank is not None and of_rank[0] == kind.__name__:
+                raise kind(f"rank {rank}: {of_rank[1]}" if kind is RunError else of_rank[1])
 
 
 def _kind(error: UsageError | RunError) -> str:
@@ -99,17 +100,18 @@ def _kind(error: UsageError | RunError) -> str:
 
 
 def same_everywhere(run: "Run", path: Path, manifest: "Manifest | None") -> None:
-    """Raise RunError on all ranks where one has read another manifest."""
+    """Raise RunError on all ranks if a rank read a different manifest than rank 0."""
     from mplug.checkpoint.manifest import checksum  # imports pydantic
 
-    found = run.gathered(None if manifest is None else checksum(manifest))
-    for rank, other in enumerate(found):
-        if other != found[0]:
-            raise RunError(f"rank {rank} reads another checkpoint at '{path}' than rank 0; is the folder shared?")
+    checksums = run.gathered(None if manifest is None else checksum(manifest))
+    for rank, of_rank in enumerate(checksums):
+        if of_rank != checksums[0]:
+            different = f"rank {rank} reads a different checkpoint at '{path}' than rank 0"
+            raise RunError(f"{different}; put the folder on a file system that all ranks share")
 
 
 def manifest_of(run: "Run", path: Path) -> "Manifest":
-    """The plain data of a checkpoint, read by all ranks together; what one cannot read is raised on all."""
+    """The manifest of a checkpoint, which all ranks read together. An error of one rank is raised on all ranks."""
     manifest, error = None, None
     try:
         manifest = read_manifest(path)
@@ -121,10 +123,10 @@ def manifest_of(run: "Run", path: Path) -> "Manifest":
     return manifest
 
 
-def _looked_at(run: "Run", path: Path, verified: Verified) -> "tuple[Manifest | None, UsageError | RunError | None]":
-    """What this rank finds: the manifest, or why the checkpoint is not valid or cannot be read."""
+def _check(run: "Run", path: Path, verified: Verified) -> "tuple[Manifest | None, UsageError | RunError | None]":
+    """Read and verify this rank's share: the manifest, or the error if the checkpoint is damaged or unreadable."""
     try:
-        manifest = read_valid(path, lambda names: verified.unknown(path, share_of(run, names)))
+        manifest = read_valid(path, lambda names: verified.unverified(path, share_of(run, names)))
     except (UsageError, RunError) as error:
         return None, error
     verified.note(path, share_of(run, manifest["files"]))
@@ -132,7 +134,7 @@ def _looked_at(run: "Run", path: Path, verified: Verified) -> "tuple[Manifest | 
 
 
 def _not_newer(path: Path) -> list[Path]:
-    """A checkpoint, and those before it in its folder, the newest first."""
+    """A checkpoint and the earlier ones in its folder, newest first."""
     if not is_named_as_checkpoint(path):
         return [path]
     older = [other for other in complete(path.parent) if step_of(other) < step_of(path)]
@@ -140,5 +142,5 @@ def _not_newer(path: Path) -> list[Path]:
 
 
 def _none_is_valid(folder: Path, reasons: list[str]) -> UsageError:
-    found = "\n".join(f"  {reason}" for reason in reasons)
-    return UsageError(f"no checkpoint in '{folder}' is valid:\n{found}\nrestore one of them, or begin a new run")
+    lines = "\n".join(f"  {reason}" for reason in reasons)
+    return UsageError(f"no checkpoint in '{folder}' is valid:\n{lines}\nrestore one of them, or start a new run")

@@ -1,4 +1,4 @@
-"""A checkpoint's folder as torch.distributed.checkpoint writes and reads it: safetensors and JSON, nothing pickled."""
+"""Storage for torch.distributed.checkpoint: a folder of safetensors files and a JSON manifest, without pickle."""
 
 import logging
 import os
@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from mplug.checkpoint.manifest import FORMAT, Manifest, encode, name_in_file
-from mplug.checkpoint.names import MANIFEST, aside_of
+from mplug.checkpoint.names import MANIFEST, partial_path
 from mplug.checkpoint.reading import checksum_of, open_file
 from mplug.checkpoint.retention import Retention
 from mplug.files import sync_path, write_whole
@@ -35,7 +35,7 @@ log = logging.getLogger("mplug")
 
 @dataclass(frozen=True)
 class Written:
-    """What a rank has written: its file, the file's size and checksum."""
+    """The file that a rank has written, with its size and checksum."""
 
     file: str
     size: int
@@ -46,10 +46,10 @@ SUFFIX = ".safetensors"
 
 
 class FolderWriter(StorageWriter):
-    """Writes a file a rank aside; the coordinator adds the manifest, makes both visible, and removes old checkpoints.
+    """Writes one file per rank to a temporary folder. The coordinator adds the manifest and makes the folder visible.
 
-    `manifest` is the plain data to keep beside the tensors. `confirm` raises if another process has taken the run over:
-    the coordinator calls it before it changes anything.
+    The coordinator also removes old checkpoints. `manifest` is the plain data to save with the tensors. The coordinator
+    calls `confirm` before it changes a visible checkpoint; it raises if another process has taken over the run.
     """
 
     def __init__(
@@ -60,38 +60,38 @@ class FolderWriter(StorageWriter):
         retention: Retention,
         confirm: Callable[[], None] | None = None,
     ) -> None:
-        self.final, self.aside, self.rank = final, aside_of(final), rank
+        self.final, self.partial, self.rank = final, partial_path(final), rank
         self.manifest, self.retention, self.confirm = manifest, retention, confirm
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A writer writes once."""
+        """Do nothing: a writer writes one checkpoint."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Make the folder aside, and remove what a killed run has left there."""
+        """Create the temporary folder, after removing one that a killed run has left."""
         if is_coordinator:
             self._refuse_if_taken_over()
             self.retention.before(self.final)
-            shutil.rmtree(self.aside, ignore_errors=True)
-            self.aside.mkdir(parents=True)
+            shutil.rmtree(self.partial, ignore_errors=True)
+            self.partial.mkdir(parents=True)
             sync_path(self.final.parent)
             sync_path(self.final.parent.parent)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Nothing to add."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Nothing to add."""
+        """Return the plans unchanged."""
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
         """Write this rank's parts to its file."""
         future: Future[list[WriteResult]] = Future()
-        if not plan.items:  # a replica of others
+        if not plan.items:  # other ranks write all of the boxes of this rank
             future.set_result([])
             return future
         tensors = {key_of(item.index): _on_host(planner.resolve_data(item)) for item in plan.items}
-        path = self.aside / f"rank{self.rank:05d}{SUFFIX}"
+        path = self.partial / f"rank{self.rank:05d}{SUFFIX}"
         save_file(tensors, path)
         sync_path(path)
         written = Written(path.name, path.stat().st_size, crc32(path))
@@ -99,28 +99,28 @@ class FolderWriter(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Make the checkpoint visible, once all ranks have written."""
+        """Make the checkpoint visible after all ranks have written their files."""
         flat = [result for of_rank in results for result in of_rank]
-        written = {one.file: one for one in (result.storage_data for result in flat)}
+        written = {result.storage_data.file: result.storage_data for result in flat}
         names = {file: file for file in written}
         replaces = self.final.is_dir() and not self.final.is_symlink()
         if replaces:
             names = _unused_names(self.final, written)
         file_of = {result.index: names[result.storage_data.file] for result in flat}
         tensors = {
-            name: _described(name, saved, file_of)
+            name: _saved_tensor(name, saved, file_of)
             for name, saved in metadata.state_dict_metadata.items()
             if isinstance(saved, TensorStorageMetadata)
         }
-        files = {names[one.file]: {"bytes": one.size, "crc32": one.crc32} for one in written.values()}
+        files = {names[name]: {"bytes": file.size, "crc32": file.crc32} for name, file in written.items()}
         text = encode({"format": FORMAT, "files": files, "tensors": tensors, **self.manifest})
         self._refuse_if_taken_over()
         if replaces:
-            _replace(self.aside, self.final, names, text)
+            _replace(self.partial, self.final, names, text)
         else:
-            write_whole(self.aside / MANIFEST, text)
-            sync_path(self.aside)
-            self.aside.rename(self.final)
+            write_whole(self.partial / MANIFEST, text)
+            sync_path(self.partial)
+            self.partial.rename(self.final)
             sync_path(self.final.parent)
         self.retention.after(self.final, files)
 
@@ -130,12 +130,12 @@ class FolderWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003
-        """Nothing chooses this writer by a path."""
+        """False: torch must not select this writer by a path."""
         return False
 
 
 class FolderReader(StorageReader):
-    """Reads the parts that a plan asks for out of the ranks' files."""
+    """Reads the parts of a load plan from the files of a checkpoint."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path, self.tensors = path, manifest["tensors"]
@@ -146,25 +146,25 @@ class FolderReader(StorageReader):
         }
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A reader reads one checkpoint."""
+        """Do nothing: a reader reads one checkpoint."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What the manifest says of the tensors."""
+        """The tensors of the manifest, as torch's metadata."""
         return Metadata({name: _metadata(saved) for name, saved in self.tensors.items()})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to prepare."""
+        """Do nothing: the reader needs no preparation."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Nothing to add."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Nothing to add."""
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
-        """Copy every part into its place; a file is opened once."""
+        """Copy every part to its destination. Each file is opened once."""
         by_file = defaultdict(list)
         for item in plan.items:
             by_file[self.file_of[item.storage_index]].append(item)
@@ -180,14 +180,14 @@ class FolderReader(StorageReader):
         return future
 
     def whole(self, name: str) -> Tensor:
-        """A tensor that lies in one part."""
+        """A tensor that was saved as one part."""
         ((file, start, _),) = self.tensors[name]["chunks"]
         with safetensors.safe_open(self.path / file, framework="pt") as opened:
             return _read(opened, MetadataIndex(name, start), ())
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003
-        """Nothing chooses this reader by a path."""
+        """False: torch must not select this reader by a path."""
         return False
 
 
@@ -195,9 +195,9 @@ class FolderReader(StorageReader):
 
 
 def _unused_names(final: Path, files: Iterable[str]) -> dict[str, str]:
-    """For each of a new checkpoint's files, a name that the old one does not have: 'rank00000.2.safetensors'."""
-    taken, number = set(os.listdir(final)), 2
-    while taken & {_numbered(file, number) for file in files}:
+    """For each new file, a name that the folder of the old checkpoint does not have: 'rank00000.2.safetensors'."""
+    existing, number = set(os.listdir(final)), 2
+    while existing & {_numbered(file, number) for file in files}:
         number += 1
     return {file: _numbered(file, number) for file in files}
 
@@ -206,18 +206,18 @@ def _numbered(file: str, number: int) -> str:
     return f"{file.removesuffix(SUFFIX)}.{number}{SUFFIX}"
 
 
-def _replace(aside: Path, final: Path, names: Mapping[str, str], manifest: str) -> None:
-    """Put new files into a checkpoint's folder, then its new manifest in the place of the old, then remove old files.
+def _replace(partial: Path, final: Path, names: Mapping[str, str], manifest: str) -> None:
+    """Replace a visible checkpoint: add the new files to its folder, replace its manifest, remove the old files.
 
-    The folder is visible all the while. Its manifest is replaced by one rename, which every POSIX file system has, so
-    it is the old checkpoint before that and the new one after it. An old file that cannot be removed then is logged.
+    The folder stays visible. One rename replaces the manifest, and a POSIX file system makes it atomic: before it, the
+    folder is the old checkpoint, and after it, the new one. If an old file cannot be removed, the function logs it.
     """
     for old, new in names.items():
-        (aside / old).rename(final / new)
+        (partial / old).rename(final / new)
     sync_path(final)
     write_whole(final / MANIFEST, manifest)
     sync_path(final)
-    for path in [*final.iterdir(), aside]:
+    for path in [*final.iterdir(), partial]:
         if path.name != MANIFEST and path.name not in names.values():
             try:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -240,7 +240,7 @@ def _read(opened: Any, index: MetadataIndex, where: tuple[slice, ...]) -> Tensor
     return values
 
 
-def _described(name: str, saved: TensorStorageMetadata, file_of: Mapping[MetadataIndex, str]) -> dict[str, Any]:
+def _saved_tensor(name: str, saved: TensorStorageMetadata, file_of: Mapping[MetadataIndex, str]) -> dict[str, Any]:
     chunks = [[file_of[MetadataIndex(name, chunk.offsets)], [*chunk.offsets], [*chunk.sizes]] for chunk in saved.chunks]
     return {"shape": [*saved.size], "dtype": str(saved.properties.dtype).removeprefix("torch."), "chunks": chunks}
 
@@ -251,6 +251,6 @@ def _metadata(saved: Mapping[str, Any]) -> TensorStorageMetadata:
 
 
 def crc32(path: Path) -> int:
-    """The checksum of a file that has just been written."""
+    """The CRC-32 of a file on the disk."""
     with open_file(path.parent, path.name) as file:
         return checksum_of(file)

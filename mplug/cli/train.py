@@ -20,27 +20,29 @@ PORT = click.IntRange(1, 65535)
 
 @click.command()
 @config_options
-@click.option("--name", type=RunName(), help="Name of the run; its folder is runs/NAME.")
-@click.option("--master-port", type=PORT, help="Port for the processes that this command starts; default: a free one.")
-@click.option("--resume", is_flag=True, help="Continue the newest valid checkpoint of --name, or of the newest run.")
+@click.option("--name", type=RunName(), help="Name of the run. Its folder is runs/NAME.")
+@click.option("--master-port", type=PORT, help="Port of the processes that this command starts; default: a free port.")
+@click.option(
+    "--resume", is_flag=True, help="Continue from the newest valid checkpoint of --name, or of the newest run."
+)
 @click.option(
     "--allow-change",
     "allowed",
     metavar="FIELDS",
     multiple=True,
-    help="With --resume: fields or sections that may differ from the checkpoint's: optimizer.lr,schedule.",
+    help="With --resume: fields or sections that may differ from the checkpoint: optimizer.lr,schedule.",
 )
 @click.option(
     "--restarts",
     type=click.IntRange(0, 10**6),
     default=0,
-    help="How often to go on from the newest valid checkpoint when a process dies or hangs (watchdog.timeout).",
+    help="Maximum restarts from the newest valid checkpoint after a process dies or hangs (watchdog.timeout).",
 )
-@click.option("--deterministic", is_flag=True, help="The same run twice gives the same bits, on the same machines.")
+@click.option("--deterministic", is_flag=True, help="Make the run repeatable bit for bit on the same machines.")
 @click.option(
     "--max-minutes",
     type=Finite(0, 1e9, min_open=True),
-    help="Save and end before so much time; an evaluation is left for it.",
+    help="Save and end the run within this time. An evaluation under way is cancelled.",
 )
 def command(
     name: str | None,
@@ -54,21 +56,24 @@ def command(
 ) -> None:
     """Train a model, or continue a run.
 
-    Without options, trains a small byte-level GPT on the source text of Python's standard library: it downloads nothing
-    and needs no GPU. 'mplug explain' shows the run before it starts, and 'mplug config show' every field of its config.
+    Without options, the command trains a small byte-level GPT on the source text of Python's standard library. It
+    downloads nothing and needs no GPU. 'mplug explain' shows the parts of a run before it starts, and 'mplug config
+    show' shows every field of its config.
 
-    --deterministic (trainer.deterministic) leaves out kernels that do not give the same bits twice, or refuses them if
-    you name them. 'mplug explain' lists what still depends on the layout.
+    With --deterministic (trainer.deterministic), mplug omits kernels that are not repeatable bit for bit, and refuses
+    them if the config names them. Results can still depend on the layout: 'mplug explain' lists how.
 
-    A run of several processes ends if one of them hangs for minutes (watchdog.timeout, in seconds; longer if steps are
-    long). The error names its rank and what it was doing.
+    A run of several processes ends when one of them hangs for minutes (watchdog.timeout, in seconds; longer if steps
+    are long). The error names its rank and its last activity.
 
-    --resume keeps the settings of the checkpoint. You may change the number of steps, the layout, the kernels, and when
-    the run saves, evaluates and reports; the run logs every change. It refuses any other change, such as another
-    learning rate or data, unless --allow-change names it. If all steps are done, it says so and ends.
+    A resumed run keeps the settings of its checkpoint. You may change the number of steps, the layout, the kernels, and
+    how the run saves, evaluates and reports; the log lists every change. mplug refuses any other change, such as
+    another learning rate, optimizer, seed or data, unless --allow-change names it. If all steps are done, the command
+    says so and ends.
 
-    One command at a time trains a run. A second one of the same name is refused, with the process and the machine of
-    the first one. SIGTERM and Ctrl-C finish the current step, save and end the run; they interrupt an evaluation.
+    Only one command at a time can train a run. A second command for the same run ends with an error that names the
+    process and machine of the first. SIGTERM and Ctrl-C complete the current step, save, and end the run; they cancel
+    an evaluation.
 
     On several machines, start one process per GPU with srun, torchrun or mpirun; docs/machines.md has the commands.
 
@@ -88,7 +93,7 @@ def command(
     if deterministic:
         changes = merge(changes, read_assignments(["trainer.deterministic=true"], "--deterministic"))
     names = tuple(name.strip() for words in allowed for name in words.split(","))
-    lock = click.get_current_context().with_resource(Lock(_say))
+    lock = click.get_current_context().with_resource(Lock(_print_notice))
     start = prepare_start(Request(name, resume, names, changes, master_port, restarts), launched(), lock)
     if start.is_first:
         _announce(start)
@@ -99,8 +104,8 @@ def command(
         raise SystemExit(128 + outcome.signal)
 
 
-def _say(sentence: str) -> None:
-    click.echo(f"mplug: {sentence}", err=True)
+def _print_notice(message: str) -> None:
+    click.echo(f"mplug: {message}", err=True)
 
 
 def _work(start: Start, deadline: float | None) -> "Outcome":
@@ -130,7 +135,7 @@ def _work(start: Start, deadline: float | None) -> "Outcome":
             job = replace(job, resume_from=found[-1] if found else None)
             readable = readable_after(error, run, job.resume_from)
             where = beginning(readable, pretrained_of(run) if readable is None else None)
-            click.echo(f"mplug: {error}; going on {where} (restart {restart} of {restarts})", err=True)
+            click.echo(f"mplug: {error}; continuing {where} (restart {restart} of {restarts})", err=True)
     raise AssertionError("the last attempt returns or raises")
 
 
@@ -139,17 +144,17 @@ def _announce(start: Start) -> None:
 
     for line in start.lines():
         click.echo(line)
-    if start.run.config.trainer.device != "cpu" and start.world is None:  # else a launcher has decided their number
+    if start.run.config.trainer.device != "cpu" and start.world is None:  # a launcher chooses the number of processes
         click.echo(_idle_gpus(start.run, torch.cuda.device_count()), nl=False)
 
 
 def _idle_gpus(run: "Run", gpus: int) -> str:
-    """How to use the GPUs that a run leaves idle; nothing where none is idle."""
+    """The notice about GPUs that the run does not use; empty if it uses all of them."""
     if gpus <= run.mesh.world_size:
         return ""
     data = run.config.parallel.data
-    remedy = f"--parallel {data}{gpus} uses all" if data else "a parallel strategy is a plugin; none is set to use them"
-    return f"{gpus} GPUs are here, and this run uses {run.mesh.world_size}: {remedy}\n"
+    remedy = f"--parallel {data}{gpus} uses all" if data else "add a parallel strategy to use more"
+    return f"this machine has {gpus} GPUs, and the run uses {run.mesh.world_size}; {remedy}\n"
 
 
 def _report(outcome: "Outcome", run: "Run", seconds: float) -> None:
@@ -163,16 +168,16 @@ def _report(outcome: "Outcome", run: "Run", seconds: float) -> None:
         )
         return
     if outcome.signal is not None and outcome.step == 0:
-        click.echo("stopped before a step was saved")
+        click.echo("stopped before a checkpoint was saved")
         return
     if outcome.signal is not None or outcome.out_of_time:
-        why = "out of time" if outcome.out_of_time else "stopped"
+        reason = "out of time" if outcome.out_of_time else "stopped"
         rest = f"continue with: mplug train --resume --name {name}"
         if outcome.step == run.config.trainer.steps:
-            rest = "it was the last, and its evaluation was left out"
-        click.echo(f"{why} after step {outcome.step}, which is saved; {rest}")
+            rest = "it was the last step, and its evaluation was cancelled"
+        click.echo(f"{reason} after step {outcome.step}, which is saved; {rest}")
         return
     loss = f", validation loss {outcome.val_loss:.4f}" if outcome.val_loss is not None else ""
-    speaks = run.hooks.implementers("build_tokenizer")
-    sample = f"; sample from it with: mplug generate --name {name}" if speaks else ""
+    has_tokenizer = run.hooks.implementers("build_tokenizer")
+    sample = f"; sample from it with: mplug generate --name {name}" if has_tokenizer else ""
     click.echo(f"done in {duration(seconds)}{loss}{sample}")

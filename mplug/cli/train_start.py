@@ -103,7 +103,7 @@ def prepare_start(request: Request, world: "World | None", lock: "Lock") -> Star
     about_data = check_data(run)
     resume_from = newest_of(directory, restarted) if directory else None
     if directory is not None and first:
-        read_lines(directory / METRICS)  # refuses a damaged file, which the first rank alone writes
+        read_lines(directory / METRICS)  # refuses a damaged file; only the first rank writes it
     readable = readable_of(resume_from)
     since = changes_of(run, readable, request.allowed)
     run.directory = directory or new_directory(run.config, request.name, check=first)
@@ -124,15 +124,15 @@ def _refuse_options(request: Request, world: "World | None") -> None:
     if world is not None:
         if request.restarts:
             raise UsageError(
-                f"--restarts is for processes that this command starts; {world.launcher} has its own option"
+                f"--restarts applies only to processes that this command starts; use the option of {world.launcher}"
             )
         if world.may_restart and request.name is None and not request.resume:
-            raise UsageError(f"give --name, so that a process which {world.launcher} restarts finds its run")
-        if request.master_port is not None:  # all of its processes must use one port
-            remedy = "it has an option of the same name" if world.launcher == "torchrun" else "set MASTER_PORT instead"
-            raise UsageError(f"--master-port is for processes that this command starts; for {world.launcher}, {remedy}")
+            raise UsageError(f"{world.launcher} may restart processes, which find their run by its name; add --name")
+        if request.master_port is not None:  # all of its processes must use the same port
+            remedy = "use torchrun's --master-port" if world.launcher == "torchrun" else "set MASTER_PORT instead"
+            raise UsageError(f"--master-port applies only to processes that this command starts; {remedy}")
     if request.allowed and not request.resume:
-        raise UsageError("--allow-change is for a run that goes on from a checkpoint; add --resume, or leave it out")
+        raise UsageError("--allow-change applies only to resumed runs; add --resume, or remove --allow-change")
 
 
 def _continues(request: Request, restarted: bool) -> bool:
@@ -153,7 +153,7 @@ def _refuse_model(
 ) -> Path | None:
     """Build the model on the meta device, and refuse what cannot train; returns the folder of pretrained weights."""
     from mplug.checkpoint.pretrained import pretrained_of, refuse_another_model
-    from mplug.checkpoint.states import refuse_unsavable_states  # imports torch, which a refused config never waits for
+    from mplug.checkpoint.states import refuse_unsavable_states  # imports torch: refused configs end before
     from mplug.model.build import build_model
     from mplug.model.sizes import refuse_beyond_memory
     from mplug.training.changes import refuse_other_micro_batches

@@ -142,7 +142,8 @@ class PluginSuite:
         except UsageError as error:
             raise Fault(str(error)) from None
         require(
-            entry.speaks, f"{entry.distribution} does not say which mplug it speaks; add 'mplug>=0.1,<0.2' to its needs"
+            entry.requires,
+            f"{entry.distribution} does not say which mplug it speaks; add 'mplug>=0.1,<0.2' to its needs",
         )
         for misplaced in Registry().misplaced():
             require(misplaced.distribution != entry.distribution, str(misplaced))

@@ -84,7 +84,7 @@ def _pass(run: Any) -> tuple[Callable[[], None], str]:
     def once() -> None:
         torch.autograd.grad(module.core(*leaves, spec, inputs), leaves, gradient)
 
-    return once, " in ".join([filled.told(run), *(wrap.told for wrap in filled.wraps)])
+    return once, " in ".join([filled.supplier_label(run), *(wrap.label for wrap in filled.wraps)])
 
 
 def settings(options: argparse.Namespace, attention: str, layout: str, **changes: Any) -> dict[str, Any]:

@@ -84,7 +84,7 @@ class Misfortune:
         def reading(loader, samples):
             self.strike(run, "loader")
             yield from loader.take(samples)
-        feed.Feed.take = lambda feeding, samples: feed.Taken(reading(feeding.loader, samples), feeding._move)
+        feed.Feed.take = lambda feeding, samples: feed.MovedBatches(reading(feeding.loader, samples), feeding._move)
 
     def in_evaluation(self, run):
         from mplug.training import loop

@@ -199,8 +199,8 @@ def test_a_kernel_of_softmax_attention_is_refused_and_none_that_computes_another
     refused = cli(*words, path=sys.path[0])
     assert refused.returncode == 2, refused.stdout + refused.stderr
     assert refused.stderr.rstrip().endswith(
-        "kernels/sdpa cannot serve Attention.core of 'blocks.*.attn': it does not offer linear attention; chunked "
-        "would do: set kernels.attention=chunked"
+        "kernels/sdpa cannot serve Attention.core of 'blocks.*.attn': it does not offer linear attention; chunked can "
+        "serve it: set kernels.attention=chunked"
     )
 
 
@@ -216,11 +216,11 @@ def test_a_site_of_softmax_attention_is_none_of_the_kernels(plant: Plant) -> Non
 @pytest.mark.parametrize(
     ("old", "new", "proposed"),
     [
-        ("", "", "; no other installed kernel would do; set kernels.attention=null for the composition in plain torch"),
+        ("", "", "; no other installed kernel can; set kernels.attention=null for the composition in plain torch"),
         (
             "linear_attention.offers = frozenset({LINEAR})",
             "linear_attention.offers = frozenset()",
-            "; no other installed kernel would do, nor would the composition in plain torch",
+            "; no other installed kernel can, and neither can the composition in plain torch",
         ),
     ],
 )
@@ -239,6 +239,6 @@ def test_a_strategy_that_does_not_know_the_function_is_refused_and_no_kernel_is_
     with pytest.raises(UsageError) as refused:
         build_model(tiny_run({**TINY, "kernels.default": None, "parallel.layout": "tp2"}))
     assert str(refused.value).endswith(
-        "the site needs linear attention, and its wrap does not say that it serves that (Wrap.serves)"
+        "the site needs linear attention, and the plugin's wrap does not declare it in Wrap.serves"
     )
     assert unmet_reasons(tiny_run({**TINY, "kernels.attention": "chunked"})) == []

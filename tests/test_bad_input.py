@@ -315,8 +315,14 @@ def texts(tmp_path: Path, text_file: Path) -> None:
         (["data.path=nothing.txt"], ("data.path 'nothing.txt'", "0 bytes", "trainer.seq_length=32")),
         (["data.path=short.txt"], ("data.path 'short.txt'", "trainer.seq_length=32", "at least")),
         (["data.path=middling.txt", "trainer.eval_every=2"], ("data.path 'middling.txt'", "validation", "at least")),
-        (["data.path=text.txt", "model.vocab_size=100"], ("model.vocab_size is 100", "255", "model.vocab_size=256")),
-        (["data.path=text.txt", "trainer.device=cuda"], ("trainer.device is 'cuda'", "no GPU", "'cpu'")),
+        (
+            ["data.path=text.txt", "model.vocab_size=100"],
+            ("model.vocab_size=100 is too small", "255", "model.vocab_size=256"),
+        ),
+        (
+            ["data.path=text.txt", "trainer.device=cuda"],
+            ("trainer.device=cuda: torch finds no GPU", "trainer.device=auto or cpu"),
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -354,7 +354,9 @@ def test_a_micro_batch_without_a_key_is_an_error_where_a_kernel_draws() -> None:
         without = {name: entry for name, entry in batch.items() if name != ENTRY}
         parts.model.loss(batch)
         if draws:
-            with pytest.raises(RuntimeError, match=r"^kernels/sdpa draws .*give them what DefaultStepper\.entries"):
+            with pytest.raises(
+                RuntimeError, match=r"^kernels/sdpa draws .*the micro batch that DefaultStepper\.entries"
+            ):
                 parts.model.loss(without)
         else:
             parts.model.loss(without)

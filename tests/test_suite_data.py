@@ -45,31 +45,31 @@ FAULTS = {
         '"positions": torch.arange(self.seq_length)[None],',
         "",
         lambda: Jotter().test_a_micro_batch_is_what_the_contract_says("train"),
-        "a micro batch has no 'positions' [1 or B, S]",
+        "the micro batch has no entry 'positions' [1 or B, S]",
     ),
     "positions lack their first dimension": (
         "torch.arange(self.seq_length)[None]",
         "torch.arange(self.seq_length)",
         lambda: Jotter().test_a_micro_batch_is_what_the_contract_says("train"),
-        "'positions' has shape (16,); it is [1 or B, S], here with B=2 and S=16",
+        "'positions' has shape (16,); it must be [1 or B, S], here with B=2 and S=16",
     ),
     "positions count from one": (
         "torch.arange(self.seq_length)[None]",
         "torch.arange(1, self.seq_length + 1)[None]",
         lambda: Jotter().test_a_micro_batch_is_what_the_contract_says("train"),
-        "'positions' holds 16; they are 0 to 15, for the sequence length is 16",
+        "'positions' holds 16; values must be 0 to 15, because the sequence length is 16",
     ),
     "labels are too narrow": (
         ".astype(np.int64)",
         ".astype(np.int32)",
         lambda: Jotter().test_a_micro_batch_is_what_the_contract_says("train"),
-        "'labels' are torch.int32; a loss takes int64",
+        "'labels' has dtype torch.int32; a loss takes int64",
     ),
     "tokens are no integers": (
         ".astype(np.int64)",
         ".astype(np.float32)",
         lambda: Jotter().test_a_micro_batch_is_what_the_contract_says("train"),
-        "'tokens' is torch.float32; it holds signed integers",
+        "'tokens' has dtype torch.float32; it must hold signed integers",
     ),
     # A machine without a GPU has one other device than its CPU: "meta", whose tensors have no memory.
     "micro batches are not on the CPU": (
@@ -88,7 +88,7 @@ FAULTS = {
         "vocab_size=VOCAB_SIZE,",
         "vocab_size=VOCAB_SIZE - 1,",
         lambda: Jotter().test_a_micro_batch_is_what_the_contract_says("train"),
-        "in sample 11; they are 0 to 254, for the loader's vocab_size is 255",
+        "in sample 11; values must be 0 to 254, because the loader's vocab_size is 255",
     ),
     "micro batches have a size of their own": (
         BEGINS,

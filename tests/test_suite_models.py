@@ -116,7 +116,7 @@ FAULTS = {
         TABLE,
         f"{TABLE}\n        self.embedding.requires_grad_(False)",
         COVERED,
-        "sets requires_grad of parameter 'embedding.weight' to False, and its plan says that it is trained",
+        "sets requires_grad=False on parameter 'embedding.weight', and its plan trains the parameter",
     ),
     "a frozen layer that keeps its input's gradient": Planted(
         "*qkv, gate_up = self.enter(h)",
@@ -140,7 +140,7 @@ FAULTS = {
         "keys_or_values, mlp, mlp)",
         "keys_or_values, mlp)",
         COVERED,
-        "segments of parameter 'layers.0.enter.weight' do not add up to its shape (112, 32)",
+        "segments of parameter 'layers.0.enter.weight' do not sum to its shape (112, 32)",
     ),
     "a dimension too many": Planted(
         '"layers.*.norm.weight": Parameter(("embed",), ONES)',
@@ -171,7 +171,7 @@ FAULTS = {
         TABLE,
         f"{TABLE}\n        self.scale = nn.Parameter(torch.ones(()))",
         COVERED,
-        "parameter 'scale' lies in no unit of the plan",
+        "parameter 'scale' is in no unit of the plan",
     ),
     "a unit that takes what no unit gives": Planted(
         '("hidden", "positions", "keys")',

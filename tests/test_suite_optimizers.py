@@ -329,7 +329,7 @@ def test_a_layout_that_cuts_matrices_is_refused_before_a_process_starts(
     [
         (
             '{"rows": piece.master.sum(dim=-1)}',
-            r"keeps a state 'rows' of '.*' of shape \(\d+,\), where the weight has \(\d+, \d+\)",
+            r"keeps a state 'rows' of '.*' of shape \(\d+,\), and the weight has shape \(\d+, \d+\)",
         ),
         ('{"weight": piece.master}', "keeps a state 'weight' of '.*': .*rename the state"),
     ],

@@ -86,7 +86,7 @@ def require_covered(model: Model) -> None:
     _require_ties(model)
     for name, _ in model.module.named_parameters(remove_duplicate=False):
         units = [unit.name for unit in model.plan.units if name.startswith(f"{unit.name}.")]
-        require(units, f"parameter '{name}' lies in no unit of the plan")
+        require(units, f"parameter '{name}' is in no unit of the plan")
         require(len(units) == 1, f"parameter '{name}' lies in units {listed(units)}; units may not overlap")
     try:
         model.place(Mesh.of([], 1), None)

@@ -49,7 +49,7 @@ def require_declared_mixing(trial: Trial) -> None:
                 mixed = _Probe(model, unit, values, axis, inside).mixes()
                 if mixed:
                     raise Fault(_sentence(unit, axis, inside, training))
-    silent = list(dict.fromkeys(one.told for one in found if one.axes is None))
+    silent = list(dict.fromkeys(one.label for one in found if one.axes is None))
     if silent:
         raise SkipTest(
             f"nothing says what is mixed in {listed(silent)}, and nothing was seen to be; add `{NAME} = frozenset()` "

@@ -235,7 +235,7 @@ def test_a_kernel_that_gives_no_log_sum_exp_is_refused_where_a_method_needs_it(m
 
 def test_explain_says_by_which_method() -> None:
     wraps = {
-        wrap.told
+        wrap.label
         for filled in build_model(tiny_run({"parallel.layout": "cp4", **HIERARCHICAL})).slots
         for wrap in filled.wraps
     }

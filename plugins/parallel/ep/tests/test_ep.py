@@ -322,5 +322,5 @@ def test_of_more_processes_those_that_are_left_are_data_parallel(word: str, star
 
 def test_processes_that_the_views_do_not_divide_are_refused_with_the_numbers() -> None:
     overrides = from_mapping({"model": {"name": "mixtral"}, "parallel": {"layout": "ep4"}}, "")
-    with pytest.raises(UsageError, match=r"'ep4' is for 4 processes, and torchrun has started 6"):
+    with pytest.raises(UsageError, match=r"'ep4' needs a multiple of 4 processes, and torchrun has started 6"):
         settle(default_settings(), overrides, World(0, 6, 0, "torchrun"))

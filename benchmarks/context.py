@@ -69,7 +69,7 @@ def measure(task: Task, tell: Callable[[int], None]) -> Found:
 
 def _pass(run: Any) -> tuple[Callable[[], None], str]:
     """A forward and backward pass of this rank's attention core, and who computes it."""
-    (filled,) = (one for one in build_model(run).slots if one.site.slot == "Attention.core")
+    (filled,) = (slot for slot in build_model(run).slots if slot.site.slot == "Attention.core")
     module, length = filled.site.module, run.config.trainer.seq_length
     own = length // run.mesh.world_size
     dtype = torch.bfloat16 if run.config.trainer.precision == "bf16" else torch.float32

@@ -382,4 +382,7 @@ def test_the_fault_of_a_run_names_units_ranks_and_the_remedy() -> None:
     )
     assert same.startswith("the same numbers in unit 'block', samples 0 of step 1, on rank 1 as in unit 'block'")
     assert copies.startswith("other numbers in unit 'block', samples 0 of step 1, on rank 1 than on rank 0")
-    assert "than in one process: the order of execution decides; give units what DefaultStepper.entries" in order
+    assert (
+        "than in one process, so they depend on the order of execution; run units on the entries of "
+        "DefaultStepper.entries" in order
+    )

@@ -97,7 +97,7 @@ def test_the_check_catches_rows_that_two_ranks_keep(monkeypatch: pytest.MonkeyPa
         return range(min(3, count))
 
     monkeypatch.setattr(GatheredPlacement, "_rows", rows)
-    with pytest.raises(Fault, match=r"says that a box of 'one' is held by ranks"):
+    with pytest.raises(Fault, match=r"states that a box of 'one' is held by ranks"):
         require_exact_cover(GatheredPlacement.of(SHAPES["a vector"], "rows"))
 
 

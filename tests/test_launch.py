@@ -625,21 +625,21 @@ def test_an_error_of_one_worker_ends_the_run_in_one_sentence(
 
 def test_a_signal_reaches_the_processes_that_live_though_others_have_died() -> None:
     lines = Pipes(3)
-    lines.theirs[1].close()
+    lines.child_ends[1].close()
     with Handler(lines) as handler:
         handler._handle(signal.SIGTERM, None)
         handler._handle(signal.SIGINT, None)  # at once: of the same stop
     assert handler.signal == signal.SIGTERM
-    assert [lines.theirs[rank].recv() for rank in (0, 2)] == [signal.SIGTERM] * 2
+    assert [lines.child_ends[rank].recv() for rank in (0, 2)] == [signal.SIGTERM] * 2
     handler.when -= 60
     handler._handle(signal.SIGINT, None)  # later: everybody ends
-    assert lines.ours == {}
+    assert lines.own_ends == {}
     lines.listen(0.0)
 
 
 def test_what_failed_before_a_signal_is_told_and_not_the_signal() -> None:
     lines = Pipes(2)
-    lines.theirs[1].send(("RunError", "no space left on the device"))
+    lines.child_ends[1].send(("RunError", "no space left on the device"))
     lines.listen(0.1)
     assert lines.failed_before(time.monotonic() - 60)
     assert str(lines.first_failure({})) == "no space left on the device"
@@ -648,9 +648,9 @@ def test_what_failed_before_a_signal_is_told_and_not_the_signal() -> None:
 
 def test_a_process_that_elastic_ends_has_not_failed() -> None:
     lines = Pipes(2)
-    lines.theirs[0].send(("ValueError", "over the second step"))
-    lines.theirs[1].send(TERMINATED)
-    lines.theirs[1].close()  # heard at once, as a death would be that had caused the other's error
+    lines.child_ends[0].send(("ValueError", "over the second step"))
+    lines.child_ends[1].send(TERMINATED)
+    lines.child_ends[1].close()  # heard at once, as a death would be that had caused the other's error
     for _ in range(3):
         lines.listen(0.05)
     assert str(lines.first_failure({})).endswith("failed with ValueError: over the second step")

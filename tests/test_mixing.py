@@ -101,9 +101,13 @@ NORMED = "        h, x = self.norm(x)\n"
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        (DECLARATION, WITHOUT, "(modules that declare nothing: Recurrence); add to the class that mixes `mixes = "),
-        (NORMED, f"{NORMED}        h = h + h.roll(1, 1)\n", "(modules that declare nothing: none)"),
-        (NORMED, f"{NORMED}        h = h - h.mean(0)\n", "unit 'blocks.*' mixes the batch: what one sample is given"),
+        (DECLARATION, WITHOUT, "(modules without a declaration: Recurrence); add `mixes = "),
+        (NORMED, f"{NORMED}        h = h + h.roll(1, 1)\n", "(modules without a declaration: none)"),
+        (
+            NORMED,
+            f"{NORMED}        h = h - h.mean(0)\n",
+            "unit 'blocks.*' mixes the batch: the input at one sample changes",
+        ),
         (
             NORMED,
             f"{NORMED}        h = h if self.training else h + h.roll(1, 1)\n",
@@ -256,7 +260,7 @@ def test_blocks_without_declarations_are_refused_where_a_sequence_is_divided_and
 def test_the_suite_says_what_to_add_to_blocks_that_mix_nothing(plant: Plant) -> None:
     plant("nova-peregrine")
     kind = type("Suite", (ModelSuite,), {"plugin": "peregrine", "settings": PEREGRINE})
-    with pytest.raises(SkipTest, match=r"ParallelBlock.*nothing was seen to be; add `mixes = frozenset\(\)`"):
+    with pytest.raises(SkipTest, match=r"ParallelBlock.*this test observed none; add `mixes = frozenset\(\)`"):
         kind().test_what_its_modules_mix_is_declared()
 
 

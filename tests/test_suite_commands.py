@@ -124,7 +124,7 @@ FAULTS = {
         NO_RUN,
         "raise SystemExit(2)",
         lambda: Tally().test_wrong_arguments_are_refused_in_a_sentence(),
-        "'mplug tally --runs nowhere' does not say what is wrong",
+        "'mplug tally --runs nowhere' prints no error message",
     ),
 }
 

@@ -58,13 +58,13 @@ FAULTS = {
         'config.parallel.degrees["ulys"]',
         "2",
         "test_its_degree_is_the_size_of_its_axes",
-        "in layout 'ulys4' its axes have 2 ranks in the view 'attention'; its degree is 4",
+        "in layout 'ulys4' its axes have 2 ranks in the view 'attention'; they must have 4",
     ),
     "axes that add up over calls": Planted(
         f"        return [{AXIS}]",
         f"        self.axes = [*getattr(self, 'axes', []), {AXIS}]\n        return self.axes",
         "test_its_axes_are_the_same_on_every_call",
-        "the axes of 'ulys2' are not the same on every call",
+        "three calls return different axes of 'ulys2'",
     ),
     "an axis that goes by another strategy's name": Planted(
         'Axis("ulys"',
@@ -112,7 +112,7 @@ FAULTS = {
             "        model.placements[name] = replace(placement, holders=(run.rank,))",
         ),
         "test_its_layouts_are_data",
-        "ranks 0 and 1 disagree on where",
+        "ranks 0 and 1 compute different placements of",
     ),
     "an offer that already takes effect": Planted(
         OFFER,
@@ -136,7 +136,7 @@ FAULTS = {
         "        return True\n",
         "",
         "test_its_offers_are_pure_and_true",
-        "asked whether it supports Attention.core of 'blocks.0.attn', it answers None",
+        "`supports` for Attention.core of 'blocks.0.attn' returns None",
     ),
     "a closure for every site": Planted(
         OFFER,
@@ -153,7 +153,7 @@ FAULTS = {
         "if heads % size:",
         "if size > 8:",
         "test_what_does_not_fit_is_refused_before_launch",
-        "layout 'ulys8' does not fit the run, and is not refused before launch",
+        "layout 'ulys8' does not fit the run, and the plugin does not refuse it before launch",
         "ulys8",
     ),
     "a refusal without numbers": Planted(
@@ -184,7 +184,7 @@ FAULTS = {
             "    return default",
         ),
         "test_each_gradient_is_final_once_a_step",
-        "is announced as final 4 times in step 1 on rank 0",
+        "announces 4 final gradients in step 1 on rank 0",
     ),
     "a stepper that makes up what units get": Planted(
         CONFIGURED,
@@ -195,8 +195,9 @@ FAULTS = {
             "    return default",
         ),
         "test_what_kernels_draw_is_other_wherever_work_is",
-        "under layout 'ulys2' kernels that draw by themselves draw the same numbers in unit 'blocks.0', samples 0, 1 "
-        "of step 1, on rank 0 as in unit 'embedding', samples 0, 1 of step 1, on rank 0; give units what Default",
+        "under layout 'ulys2' kernels that draw random numbers themselves draw the same numbers in unit 'blocks.0', "
+        "samples 0, 1 of step 1, on rank 0 as in unit 'embedding', samples 0, 1 of step 1, on rank 0; run units on "
+        "the entries of Default",
     ),
     "dropout that forgets which heads these are": Planted(
         "first_head + index * q.shape[HEADS]",
@@ -240,7 +241,7 @@ FAULTS = {
         "q, k, v = (ops.exchange(x, group, HEADS, SEQUENCE) for x in (q, k, v))",
         "q, k, v = (ops.exchange(x.bfloat16(), group, HEADS, SEQUENCE).to(x.dtype) for x in (q, k, v))",
         "test_a_degree_of_one_changes_nothing",
-        "layout 'ulys1' is not, bit by bit, one process: the loss of step 1",
+        "the run under layout 'ulys1' is not bitwise equal to one process: the loss of step 1",
     ),
 }
 
@@ -254,7 +255,7 @@ IN_ANOTHER_ORDER = Planted(
         "    return default",
     ),
     "test_what_kernels_draw_is_other_wherever_work_is",
-    "than in one process: the order of execution decides",
+    "than in one process, so they depend on the order of execution",
 )
 ON_RANKS_ALONE = Planted(
     "from pydantic import BaseModel, ConfigDict\n",
@@ -342,7 +343,7 @@ def test_what_the_author_names_may_not_be_refused(plant: Callable[..., None]) ->
     plant("nova-ulys")
     suite = NamingLayouts()
     for test in (suite.test_a_layout_gives_the_run_of_one_process, suite.test_a_layout_is_data):
-        with pytest.raises(Fault, match=r"layout 'ulys8' .*is refused; give 'settings' or 'layouts' .*ulys=8"):
+        with pytest.raises(Fault, match=r"layout 'ulys8' .*is refused; set 'settings' or 'layouts' .*ulys=8"):
             test("ulys8")
         with pytest.raises(SkipTest, match=r"layout 'ulys8dp2' .*is refused: .*ulys=8"):
             test("ulys8dp2")

@@ -478,7 +478,7 @@ def infinite_at_step_3(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def late_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: the host reads a step's figures when it has launched the next."""
-    monkeypatch.setattr(Figures, "known", False)
+    monkeypatch.setattr(Figures, "ready", False)
 
 
 @pytest.mark.usefixtures("infinite_at_step_3")

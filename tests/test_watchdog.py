@@ -368,12 +368,12 @@ def test_the_launcher_hears_heartbeats_and_kills_the_rank_that_hangs(monkeypatch
     monkeypatch.setattr("os.killpg", lambda pid, _: killed.append(pid))
     lines = Pipes(2)
     lines.pids = {0: 1000, 1: 1001}  # as `Started` tells them
-    for rank, end in enumerate(lines.theirs):
+    for rank, end in enumerate(lines.child_ends):
         end.send(replace(BEAT, rank=rank))
         end.send(9)  # a step begins after the heartbeat
     for _ in range(2):
         lines.listen(0.0)
-    lines.ward.heard[1].silent = 301.0
+    lines.ward.last_beats[1].silent = 301.0
     lines.watch()
     assert killed == [1001]
     assert str(lines.first_failure({})).startswith("rank 1 on node01, last seen in step 9, stopped sending heartbeats")

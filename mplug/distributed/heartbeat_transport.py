@@ -242,7 +242,7 @@ class Exchange:
 
     def _exchange(self, store: Any) -> None:
         store.set(f"beat/{self.heart.rank}", json.dumps(asdict(self._latest)))
-        for rank, beat in self._read(store, self.ward.heard).items():
+        for rank, beat in self._read(store, self.ward.last_beats).items():
             self.ward.hear(beat)
             if rank == 0:
                 self.first = beat
@@ -272,8 +272,8 @@ class Exchange:
     def _verdict(self) -> Verdict | None:
         """The verdict about all ranks, including rank 0 itself."""
         everyone = Ward([], late=self.ward.late)
-        everyone.heard = dict(self.ward.heard)
-        everyone.heard[0] = LastBeat(self._latest)
+        everyone.last_beats = dict(self.ward.last_beats)
+        everyone.last_beats[0] = LastBeat(self._latest)
         return everyone.verdict()
 
     def _end(self, text: str, named: Collection[Beat]) -> None:

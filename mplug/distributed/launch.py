@@ -126,7 +126,7 @@ def launch(size: int, work: Callable[..., Any], *arguments: Any, port: int | Non
     pipes = Pipes(size)
     with ThreadPoolExecutor(1) as pool, Handler(pipes) as handler:
         # In a separate thread: in the main thread, elastic installs signal handlers, and does not poll while it stops.
-        running = pool.submit(_elastic, size, port, work, arguments, pipes.theirs)
+        running = pool.submit(_elastic, size, port, work, arguments, pipes.child_ends)
         while not running.done():
             pipes.listen(0.2)
             pipes.watch()
@@ -171,8 +171,8 @@ class Pipes:
 
     def __init__(self, size: int) -> None:
         pairs = [multiprocessing.Pipe() for _ in range(size)]
-        self.theirs = [theirs for _, theirs in pairs]
-        self.ours = {ours: rank for rank, (ours, _) in enumerate(pairs)}
+        self.child_ends = [child_end for _, child_end in pairs]
+        self.own_ends = {own_end: rank for rank, (own_end, _) in enumerate(pairs)}
         self.ends: list[tuple[float, int, Any]] = []
         """(time, rank, last message or None) of every process that has ended or is about to end."""
         self.steps: dict[int, int] = {}
@@ -182,11 +182,11 @@ class Pipes:
 
     def listen(self, seconds: float) -> None:
         """Receive the messages of the processes; wait at most `seconds` for the first."""
-        if not self.ours:
+        if not self.own_ends:
             time.sleep(seconds)
-        for line in connection.wait(list(self.ours), seconds) if self.ours else ():
+        for line in connection.wait(list(self.own_ends), seconds) if self.own_ends else ():
             assert isinstance(line, Connection)
-            rank = self.ours.get(line)
+            rank = self.own_ends.get(line)
             if rank is None:  # a second signal has closed the pipe in the meantime
                 continue
             try:
@@ -204,9 +204,9 @@ class Pipes:
             except (EOFError, OSError):
                 self.ends.append((time.monotonic(), rank, None))
                 self.ward.leave(rank)
-                self.ours.pop(line, None)
-        if self.theirs and len(self.pids) == len(self.theirs):
-            self._close_theirs()
+                self.own_ends.pop(line, None)
+        if self.child_ends and len(self.pids) == len(self.child_ends):
+            self._close_child_ends()
 
     def watch(self) -> None:
         """Kill the processes that hang, as heartbeats show, and record their failure as the first."""
@@ -223,15 +223,15 @@ class Pipes:
 
     def _kill(self, rank: int) -> None:
         """Kill a process and its children with SIGKILL, which also works on stopped processes."""
-        if rank in self.pids and rank in self.ours.values():
+        if rank in self.pids and rank in self.own_ends.values():
             with suppress(ProcessLookupError):
                 os.killpg(self.pids[rank], signal.SIGKILL)
 
-    def _close_theirs(self) -> None:
+    def _close_child_ends(self) -> None:
         """Close the launcher's copies of the processes' ends, so that the death of a process closes its pipe."""
-        for end in self.theirs:
+        for end in self.child_ends:
             end.close()
-        self.theirs = []
+        self.child_ends = []
 
     def failed_before(self, when: float) -> bool:
         """Whether a process died before the time `when`, or has reported an error."""
@@ -277,16 +277,16 @@ class Pipes:
 
     def kill(self) -> None:
         """Kill all processes at once, including stopped ones."""
-        for rank in list(self.ours.values()):
+        for rank in list(self.own_ends.values()):
             self._kill(rank)
         self.close()
 
     def close(self) -> None:
         """Close all pipes; processes that still run then end."""
-        self._close_theirs()
-        for line in list(self.ours):
+        self._close_child_ends()
+        for line in list(self.own_ends):
             line.close()
-        self.ours = {}
+        self.own_ends = {}
 
 
 class Handler(Signals):
@@ -297,7 +297,7 @@ class Handler(Signals):
 
     def first(self, number: int) -> None:
         """Forward the signal."""
-        for line in list(self.pipes.ours):
+        for line in list(self.pipes.own_ends):
             with suppress(OSError):  # that process has ended
                 line.send(number)
 

@@ -41,31 +41,31 @@ class Ward:
     """
 
     def __init__(self, ranks: Iterable[int], longest: float = 2 * TICK, late: float = LATE) -> None:
-        self.heard = {rank: LastBeat() for rank in ranks}
+        self.last_beats = {rank: LastBeat() for rank in ranks}
         self.longest, self.late = longest, late
 
     def hear(self, beat: Beat) -> None:
         """Store a heartbeat; ignore it if it is the stored one."""
-        last = self.heard.get(beat.rank)
+        last = self.last_beats.get(beat.rank)
         if last is None or (last.beat is not None and last.beat.number == beat.number):
             return
-        self.heard[beat.rank] = LastBeat(beat)
+        self.last_beats[beat.rank] = LastBeat(beat)
         if beat.over:
             self.leave(beat.rank)
 
     def note_step(self, rank: int, step: int) -> None:
         """Store that a process begins a step, which is newer than its last heartbeat."""
-        last = self.heard.get(rank)
+        last = self.last_beats.get(rank)
         if last is not None and last.beat is not None:
             last.beat = replace(last.beat, phrase=PHRASES[STEP].format(step))
 
     def leave(self, rank: int) -> None:
         """Stop listening to a process that has ended or is about to end."""
-        self.heard.pop(rank, None)
+        self.last_beats.pop(rank, None)
 
     def pass_time(self, seconds: float) -> None:
         """Count the seconds since the last call."""
-        for last in self.heard.values():
+        for last in self.last_beats.values():
             last.silent += min(seconds, self.longest)
 
     def verdict(self) -> Verdict | None:
@@ -74,12 +74,12 @@ class Ward:
 
     def silence(self) -> Verdict | None:
         """The error for ranks that have sent no heartbeat for longer than the time-out, or None."""
-        beats = [last.beat for last in self.heard.values() if last.beat is not None]
+        beats = [last.beat for last in self.last_beats.values() if last.beat is not None]
         if not beats:  # the processes are starting, or the watchdog is off
             return None
         timeout, first = max(beat.timeout for beat in beats), max(beat.first for beat in beats)
-        never = [rank for rank, last in self.heard.items() if last.beat is None and last.silent > first]
-        silent = {rank: last.silent for rank, last in self.heard.items() if last.beat is not None or rank in never}
+        never = [rank for rank, last in self.last_beats.items() if last.beat is None and last.silent > first]
+        silent = {rank: last.silent for rank, last in self.last_beats.items() if last.beat is not None or rank in never}
         longest = max(silent.values())
         if longest <= timeout:
             return None
@@ -104,8 +104,8 @@ class Ward:
 
     def _no_progress(self) -> Verdict | None:
         """The error for ranks whose main threads make no progress although all heartbeats arrive, or None."""
-        beats = [last.beat for last in self.heard.values() if last.beat is not None and last.silent <= self.late]
-        if not beats or len(beats) < len(self.heard):
+        beats = [last.beat for last in self.last_beats.values() if last.beat is not None and last.silent <= self.late]
+        if not beats or len(beats) < len(self.last_beats):
             return None
         blocking = waited_for(beats)
         if not all(beat.quiet > beat.allowed for beat in blocking):

@@ -70,7 +70,7 @@ def named_axes(model: Model) -> frozenset[str]:
     plan = model.plan
     flowing = [axis for axes in (*plan.context.values(), *plan.activations.values()) for axis in axes]
     return frozenset(flowing).union(
-        *(one.axes for one in plan.parameters.values()), *(one.axes for one in plan.buffers.values())
+        *(parameter.axes for parameter in plan.parameters.values()), *(buffer.axes for buffer in plan.buffers.values())
     )
 
 

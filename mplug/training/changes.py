@@ -80,7 +80,7 @@ class Changes:
 
     def lines(self) -> list[str]:
         """The changes as lines of a log."""
-        settings = [f"{one} ({OPTION})" if self.allows(one) else str(one) for one in self.settings]
+        settings = [f"{change} ({OPTION})" if self.allows(change) else str(change) for change in self.settings]
         return [*settings, *self.versions, *self.effects]
 
     def record(self, step: int) -> list[dict[str, Any]]:
@@ -88,12 +88,12 @@ class Changes:
         settings = [
             {
                 "step": step,
-                "field": printable(one.field),
-                "old": one.old,
-                "new": one.new,
-                "allowed_by_user": self.allows(one),
+                "field": printable(change.field),
+                "old": change.old,
+                "new": change.new,
+                "allowed_by_user": self.allows(change),
             }
-            for one in self.settings
+            for change in self.settings
         ]
         return [*settings, *({"step": step, "version": printable(version)} for version in self.versions)]
 
@@ -107,7 +107,7 @@ def changes_on_resume(path: Path, manifest: Mapping[str, Any], run: Run, allowed
         raise damaged(path, "it does not hold the config of its run")
     settings = list(_settings(manifest, run))
     changes = Changes(settings, _versions(manifest, run), _effects(manifest, run.config), allowed)
-    refused = [one for one in settings if one.refusal and not changes.allows(one)]
+    refused = [change for change in settings if change.refusal and not changes.allows(change)]
     if refused:
         raise UsageError(_refusal(path, refused))
     return changes
@@ -130,12 +130,13 @@ def _names(tree: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _refusal(path: Path, refused: list[Change]) -> str:
-    lines = [
-        f"  {one}{f' ({one.source})' if one.source else ''}{'' if one.refusal == COURSE else f': {one.refusal}'}"
-        for one in refused
-    ]
-    sections = {one.key[0] for one in refused if one.key[0] in NAMED_SECTIONS and one.key[1:] == ("name",)}
-    names = dict.fromkeys(one.key[0] if one.key[0] in sections else one.field for one in refused)
+    lines = []
+    for change in refused:
+        source, reason = f" ({change.source})" if change.source else "", f": {change.refusal}"
+        lines.append(f"  {change}{source}{'' if change.refusal == COURSE else reason}")
+    keys = [change.key for change in refused]
+    sections = {key[0] for key in keys if key[0] in NAMED_SECTIONS and key[1:] == ("name",)}
+    names = dict.fromkeys(change.key[0] if change.key[0] in sections else change.field for change in refused)
     return (
         f"checkpoint '{path}' was trained with other settings, and the run would train differently with these:\n"
         + "\n".join(lines)
@@ -270,7 +271,10 @@ def _of_plugins(
 
 def _of_variances(section: str, manifest: Mapping[str, Any], run: Run) -> Iterator[Change]:
     """The declared variances (`mplug.Variance`) of a section's plugins that the run adds, drops or changes."""
-    old, new = manifest.get("varies") or {}, {label: printable(one.reason) for label, one in run.variances.items()}
+    old, new = (
+        manifest.get("varies") or {},
+        {label: printable(variance.reason) for label, variance in run.variances.items()},
+    )
     for label in sorted({*old, *new}):
         if label.startswith(f"{section}/") and old.get(label) != new.get(label):
             was, now = (reasons.get(label, "exact up to rounding") for reasons in (old, new))
@@ -293,7 +297,7 @@ def _mark(model: Any, key: Key) -> Mark | None:
         described = model.model_fields.get(name) if model is not None else None
         if described is None:
             return None
-        found: Mark | None = next((one for one in described.metadata if isinstance(one, Mark)), None)
+        found: Mark | None = next((mark for mark in described.metadata if isinstance(mark, Mark)), None)
         if found is not None:
             return found
         model = described.annotation if hasattr(described.annotation, "model_fields") else None

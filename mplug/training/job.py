@@ -143,10 +143,10 @@ def _refuse_other_plugins(run: Run) -> None:
     """Raise RunError unless every rank has the same plugins, in the same versions and order."""
     keys = ("plugin", "distribution", "version")
     plugins = run.gathered([[plugin[key] for key in keys] for plugin in provenance(run)["plugins"]])
-    for rank, theirs in enumerate(plugins):
-        if theirs != plugins[0]:
+    for rank, of_rank in enumerate(plugins):
+        if of_rank != plugins[0]:
             raise RunError(
-                f"rank {rank} has the plugins {theirs}, and rank 0 has {plugins[0]}; install the same versions of the "
+                f"rank {rank} has the plugins {of_rank}, and rank 0 has {plugins[0]}; install the same versions of the "
                 f"same plugins on all machines"
             )
 

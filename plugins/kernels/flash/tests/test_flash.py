@@ -125,7 +125,7 @@ def test_what_it_cannot_serve_is_refused_with_the_reason(
 def test_chips_are_refused_by_their_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, (4, 3), (8, 9))
     reason = refusal(site(), run())
-    assert "flash-attn-4 is for compute capabilities from 9.0 to 12.x, and this GPU has 8.9" in reason
+    assert "flash-attn-4 supports compute capabilities 9.0 to 12.x, and this GPU has 8.9" in reason
     assert "flash-attn-3 is for" in reason
     machine(monkeypatch, (4,), (12, 0))
     assert chosen(site(), run()) == "flash-attn-4"
@@ -152,7 +152,7 @@ def test_versions_are_found_without_importing_them() -> None:
 def test_a_run_on_a_cpu_that_names_it_is_refused_before_it_starts() -> None:
     result = CliRunner().invoke(main, ["explain", "--attention", "flash", "--set", "trainer.device=cpu"])
     assert result.exit_code == 2
-    assert "kernels/flash cannot serve Attention.core of 'blocks.*.attn': flash-attn is for CUDA GPUs" in result.output
+    assert "kernels/flash cannot serve Attention.core of 'blocks.*.attn': flash-attn needs a CUDA GPU" in result.output
     assert result.output.count("cannot serve") == 1
 
 

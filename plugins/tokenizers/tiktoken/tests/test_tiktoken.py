@@ -73,8 +73,8 @@ def test_a_named_encoding_is_refused_and_nothing_is_fetched(monkeypatch: pytest.
         (["!!! 1"], "line 1 is not a base64 token and a number"),
         (["YQ== -1"], "line 1 is not a base64 token and a number from 0 to"),
         ([f"YQ== {2**31}"], "line 1 is not a base64 token and a number from 0 to"),
-        (["YQ== 1", "YQ== 2"], "line 2, has a token that has been"),
-        ([""], "is no file of ranks: it is empty; fetch the file again"),
+        (["YQ== 1", "YQ== 2"], "line 2, repeats the token of an earlier line"),
+        ([""], "is no file of ranks: it is empty; download the file again"),
     ],
 )
 def test_a_broken_file_is_refused(tmp_path: Path, tokens: list, said: str) -> None:

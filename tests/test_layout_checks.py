@@ -36,11 +36,11 @@ def test_a_placement_as_the_host_computes_it_covers_its_parameter() -> None:
 WRONG_BOXES: dict[str, tuple[Change, str]] = {
     "a column is left out": (
         lambda _, box: (replace(box, shape=(4, 5)),),
-        r"element \[0, 5\] of 'w' is held by no rank",
+        r"element \[0, 5\] of 'w' is in no box",
     ),
     "a row is held twice": (
         lambda _, box: (box, replace(box, shape=(1, 6))),
-        r"element \[0, 0\] of 'w' is held by 2 different boxes",
+        r"element \[0, 0\] of 'w' is in 2 different boxes",
     ),
     "a copy that is not there": (
         lambda rank, box: (box,) if rank else (),

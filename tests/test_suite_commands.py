@@ -34,7 +34,7 @@ FAULTS = {
         COMMAND,
         COMMAND,
         lambda: Untried().test_wrong_arguments_are_known_of_every_command(),
-        "`refused` has no wrong arguments for 'mplug tally', which takes 'names'; name some",
+        "`refused` has no wrong arguments for 'mplug tally', which takes 'names'; add some",
     ),
     "it does not import": (
         IMPORTS,

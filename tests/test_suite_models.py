@@ -92,7 +92,7 @@ FAULTS = {
         TABLE,
         f"with torch.device('cpu'):\n            {TABLE}",
         ON_META,
-        "'embedding.weight' lies on cpu",
+        "'embedding.weight' is on cpu",
     ),
     "a table computed by the constructor": Planted(
         'self.mlp = Activation("swiglu")',
@@ -226,7 +226,7 @@ FAULTS = {
         "return loss\n",
         "return loss[0] / loss[1], loss[1]\n",
         SUM,
-        "it must be a sum over targets, not a mean",
+        "the loss must be a sum over targets, not a mean",
     ),
     "ignored labels that count": Planted(
         "return loss\n",
@@ -257,7 +257,7 @@ FAULTS = {
         "return x + y",
         "return x + torch.dropout(y, 0.1, True)",
         "test_evaluation_draws_no_random_numbers",
-        "in evaluation the loss of one micro batch is",
+        "in evaluation the loss of one micro batch depends on torch's generator",
     ),
     "logits without the last norm": Planted(
         "h, _ = self.norm(x)\n        logits: Tensor = self.project(h)",
@@ -307,7 +307,7 @@ FAULTS = {
         "h, x = self.norm(x)",
         "h, x = self.norm(x - x.mean(dim=0))",
         SUM,
-        "it must be a sum over targets, not a mean, and no sample may change the loss of another",
+        "the loss must be a sum over targets, not a mean, and no sample may change the loss of another",
     ),
     "a unit that reaches for the weights of another": Planted(
         "self.readout = Readout(config)",

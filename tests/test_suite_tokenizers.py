@@ -96,7 +96,7 @@ FAULTS = {
         BATCH,
         "return [self.encode(text) for text in texts if text]",
         lambda: Glyph().test_a_batch_is_its_texts_one_by_one(),
-        "encode_batch of 218 texts gives 2",
+        "encode_batch of 218 texts returns the tokens of 2",
     ),
     "a batch is sorted by length": (
         BATCH,

@@ -113,7 +113,7 @@ def test_what_a_machine_lacks_is_said(machine: Callable[..., None]) -> None:
     machine(capability=(8, 0))
     assert supports(site(), run()) == "it supports compute capability 9.0, and this GPU has 8.0"
     machine(broken="no cutlass\nat all")
-    assert supports(site(), run()) == "QuACK is installed and cannot be used: no cutlass"
+    assert supports(site(), run()) == "QuACK is installed, and its import fails: no cutlass"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it is for machines that cannot run it")

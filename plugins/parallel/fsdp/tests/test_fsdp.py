@@ -312,7 +312,7 @@ def assert_same_tensors(one: Path, other: Path) -> None:
         ),
         (
             {"parallel.layout": "dp2fsdp2", "parallel.fsdp.cpu_offload": True},
-            ("parallel.fsdp.cpu_offload", "dp cannot sum them", "give its ranks to fsdp"),
+            ("parallel.fsdp.cpu_offload", "the axis 'dp' cannot sum them", "give its ranks to fsdp"),
         ),
         (
             {**EXPERTS, "parallel.layout": "ep2fsdp2", "parallel.fsdp.cpu_offload": True},

@@ -168,7 +168,7 @@ def test_a_good_table_that_loses_or_repeats_any_action_is_refused(data: st.DataO
     at = data.draw(st.integers(0, len(rows[stage]) - 1))
     left_out = (*rows[stage][:at], *rows[stage][at + 1 :])
     repeated = (*rows[stage], rows[stage][at])
-    for actions, said in ((left_out, f"stage {stage} leaves out {rows[stage][at]}"), (repeated, "twice")):
+    for actions, said in ((left_out, f"stage {stage} lacks {rows[stage][at]}"), (repeated, "twice")):
         with pytest.raises(ValueError, match=said):
             check((*rows[:stage], actions, *rows[stage + 1 :]), number)
 

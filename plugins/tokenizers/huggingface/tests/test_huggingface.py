@@ -100,7 +100,7 @@ def test_a_tokenizer_that_cannot_encode_is_refused(tmp_path: Path) -> None:
     words.save(str(tmp_path / "words.json"))
     tokenizer = HuggingFace(HuggingFace.Config(path=str(tmp_path / "words.json"))).build_tokenizer()
     for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text])):
-        with pytest.raises(UsageError, match=r"the tokenizer cannot encode a text: .*mend its tokenizer\.json"):
+        with pytest.raises(UsageError, match=r"the tokenizer cannot encode a text: .*correct its tokenizer\.json"):
             encode("b")
     Tokenizer(models.BPE()).save(str(tmp_path / "empty.json"))
     with pytest.raises(UsageError, match=r"empty\.json' has no tokens"):

@@ -61,7 +61,10 @@ def test_a_file_that_changes_under_its_name_is_read_anew(tmp_path: Path) -> None
 
 def test_a_named_encoding_is_refused_and_nothing_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "socket", lambda *_: pytest.fail("it opens a connection"))
-    with pytest.raises(UsageError, match=r"'cl100k_base' would be downloaded.*set path=cl100k_base\.tiktoken"):
+    with pytest.raises(
+        UsageError,
+        match=r"'cl100k_base' is the name of an encoding, and mplug downloads no files.*set path=cl100k_base\.tiktoken",
+    ):
         build("cl100k_base")
 
 

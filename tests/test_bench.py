@@ -349,12 +349,12 @@ print(json.dumps({"parameters": 41184, "flops": 53477376 * told["seq_length"] //
 def test_a_script_is_not_compared_with_a_run_that_computes_something_else(tmp_path: Path) -> None:
     script = tmp_path / "one.py"
     script.write_text(COUNTING)
-    assert opponent(f"{script} trainer.seq_length=64", small()).told["seq_length"] == 64
+    assert opponent(f"{script} trainer.seq_length=64", small()).task["seq_length"] == 64
     with pytest.raises(
         UsageError, match=r"reports 41,184 parameters, and 'larger' has 45,280, so they do not compute the same"
     ):
         opponent(str(script), small(), same=["model.init_std=0.1"], larger=["model.ffn_hidden_size=160"])
-    with pytest.raises(UsageError, match=r"one.py' counts 53,477,376 flops, and 'longer' 113,246,208"):
+    with pytest.raises(UsageError, match=r"one.py' reports 53,477,376 flops, and 'longer' has 113,246,208"):
         opponent(str(script), small(), longer=["trainer.seq_length=64"])
     with pytest.raises(UsageError, match=r"runs of one process, and 'wide' needs 2; remove --against"):
         opponent(str(script), small(), same=[], wide=["parallel.layout=dp2"])

@@ -76,7 +76,7 @@ FAULTS = {
         '"sequence": contiguous',
         '"sequence": lambda n, size, index: (range(index * (n // size), (index + 1) * (n // size)),)',
         "test_its_index_maps_give_every_index_to_one_rank",
-        "the index map of axis 'ulys' along 'sequence' gives index 4 of 5 to 0 of 2 ranks",
+        "the index map of axis 'ulys' along 'sequence' assigns index 4 of 5 to 0 of 2 ranks",
     ),
     "frozen parameters that are copied before they have values": Planted(
         CONFIGURED,
@@ -101,7 +101,7 @@ FAULTS = {
         'run.mesh.index(run.rank, "ulys")',
         'run.group("ulys").rank()',
         "test_its_layouts_are_data",
-        "building rank 0 without processes, from run.mesh and the plan alone, ends in AttributeError",
+        "building rank 0 without processes, from run.mesh and the plan alone, raises AttributeError",
     ),
     "placements that depend on who computes them": Planted(
         CONFIGURED,
@@ -124,7 +124,7 @@ FAULTS = {
         "                module.core = offered.wrap(module.core)\n"
         "        return [offered]\n",
         "test_its_offers_are_pure_and_true",
-        "offering changes Attention.core of 'blocks.0.attn'",
+        "`offer` changes Attention.core of 'blocks.0.attn'",
     ),
     "a misspelt slot": Planted(
         '"Attention.core"',
@@ -160,7 +160,7 @@ FAULTS = {
         "return f\"ulys={size} does not divide the {heads} query heads of a rank; use ulys={' or '.join(fitting)}\"",
         'return "too few heads"',
         "test_what_does_not_fit_is_refused_before_launch",
-        "the refusal of layout 'ulys8' does not say 'ulys=8' and '4 query heads'",
+        "the refusal of layout 'ulys8' lacks 'ulys=8' and '4 query heads'",
         "ulys8",
     ),
     "gradients that are summed twice": Planted(
@@ -172,7 +172,7 @@ FAULTS = {
             "        sink.listeners.append(lambda sink: dist.all_reduce(sink.buffer, group=run.group('ulys')))",
         ),
         "test_a_layout_gives_the_run_of_one_process",
-        "under layout 'ulys2': the gradient of 'embedding.token.weight' at step 1 is off",
+        "under layout 'ulys2': the gradient of 'embedding.token.weight' at step 1 has an error of",
         "ulys2",
     ),
     "a step for every micro batch": Planted(

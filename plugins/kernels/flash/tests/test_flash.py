@@ -101,7 +101,7 @@ def test_an_older_version_serves_what_a_newer_one_cannot(monkeypatch: pytest.Mon
 def test_where_none_is_installed_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, ())
     reason = refusal(site(), run())
-    assert reason.startswith("no flash-attn is installed; install mplug-flash[fa4] for Hopper and Blackwell")
+    assert reason.startswith("flash-attn is not installed; install mplug-flash[fa4] for Hopper and Blackwell")
     assert refusal(site(), run(), 3).startswith("no flash-attn-3 is installed")
 
 
@@ -361,7 +361,7 @@ class TestFlash(KernelSuite):
     @pytest.fixture(autouse=True)
     def installed(self) -> None:
         if torch.cuda.is_available() and not any(version.installed for version in VERSIONS.values()):
-            pytest.skip("no flash-attn is installed")
+            pytest.skip("flash-attn is not installed")
 
 
 class TestDeterministicFlash(TestFlash):

@@ -257,8 +257,8 @@ def test_a_run_with_divided_experts_goes_on_under_another_layout(tmp_path: Path)
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model.name": "gpt", "parallel.layout": "ep2"}, ("ep=2 divides experts", "'gpt' has none", "without ep")),
-        ({"model.name": "gpt", "parallel.layout": "tp2etp2"}, ("etp=2 divides experts", "'gpt' has none")),
+        ({"model.name": "gpt", "parallel.layout": "ep2"}, ("ep=2 splits experts", "'gpt' has none", "without ep")),
+        ({"model.name": "gpt", "parallel.layout": "tp2etp2"}, ("etp=2 splits experts", "'gpt' has none")),
         (
             {**EXPERTS, "model.num_experts": 6, "parallel.layout": "ep4"},
             ("ep=4 does not divide the 6 expert", "1 or 2 or 3 or 6"),

@@ -117,7 +117,7 @@ FAULTS = {
         "scalars.weight_decay if piece.parameter.decays else 0.0",
         "scalars.weight_decay",
         "test_weight_decay_applies_where_the_plan_says",
-        ("'matrix that does not decay' decays", "piece.parameter.decays"),
+        ("'matrix that does not decay' does not decay in the plan, and the step decays it", "piece.parameter.decays"),
     ),
     "the strength of weight decay is the config's": Planted(
         "scalars.weight_decay if piece.parameter.decays else 0.0",
@@ -268,7 +268,7 @@ FAULTS = {
         "skipped = scalars.skip > 0",
         "skipped = scalars.skip > 0\n        if skipped:\n            return",
         "test_a_step_does_not_wait_for_the_device",
-        ("reads a tensor's value on the host", "__bool__"),
+        ("reads a tensor's value on the CPU", "__bool__"),
     ),
     "its config has no weight decay": Planted(
         "weight_decay: float = Field(",

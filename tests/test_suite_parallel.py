@@ -217,7 +217,7 @@ FAULTS = {
         "layer=50",
         "layer=150",
         "test_a_layout_gives_the_run_of_one_process",
-        "a wrap of Attention.core has numbered the heads before tensor parallelism; give it a layer below 100",
+        "a wrap of Attention.core outside of tensor parallelism has set `first_head`; give this wrap a layer below 100",
         "ulys2tp2",
     ),
     "the size of the first micro batch taken for that of all": Planted(

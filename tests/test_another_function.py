@@ -153,7 +153,7 @@ def acausal(self: Any, q: Tensor, k: Tensor, v: Tensor, spec: Any, inputs: Any) 
         ({"reference": KernelSuite.reference}, NAMED, "computes = 'linear attention' without a reference; override"),
         ({"reference": KernelSuite.reference}, "test_attention_is_causal", "override 'reference'"),
         ({"computes": ""}, NAMED, "overrides 'reference' without 'computes'"),
-        ({"computes": "window"}, NAMED, "computes = 'window', which mplug.nn computes itself"),
+        ({"computes": "window"}, NAMED, "computes = 'window', whose reference is mplug.nn"),
         (
             {"computes": "linear"},
             "test_attention_is_causal",

@@ -378,8 +378,7 @@ class KernelSuite(PluginSuite):
         )
         require(
             self.computes not in KNOWN | {LOG_SUM_EXP},
-            f"{setting}, which mplug.nn computes itself, so mplug.nn is the reference; remove 'computes' and "
-            f"'reference'",
+            f"{setting}, whose reference is mplug.nn, which computes it; remove 'computes' and 'reference'",
         )
 
     def _about_computes(self) -> str:

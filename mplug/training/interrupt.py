@@ -11,7 +11,7 @@ from mplug.run.run import Run
 
 STDERR = 2
 STOPPING = (
-    b"stopping: the run finishes and saves the current step, and abandons an evaluation; "
+    b"stopping: the run finishes and saves the current step, and cancels an evaluation; "
     b"a second Ctrl-C ends it at once\n"
 )
 """Printed at the first SIGINT."""

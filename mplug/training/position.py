@@ -88,8 +88,8 @@ class Position:
         choice, steps = choose(self.run, newest, self.saver.verified), self.run.config.trainer.steps
         if choice.manifest["step"] > steps:
             raise UsageError(
-                f"checkpoint '{choice.path}' is at step {choice.manifest['step']}, and trainer.steps={steps} ends the run "
-                f"there; set a larger trainer.steps to continue"
+                f"checkpoint '{choice.path}' is at step {choice.manifest['step']}, and trainer.steps={steps} ends the "
+                f"run there; set a larger trainer.steps to continue"
             )
         return choice
 

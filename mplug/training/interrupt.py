@@ -45,7 +45,7 @@ LEAVING = 10.0
 class TimeLeft:
     """Asks the run to stop early enough that its last steps, the save and the processes end before `deadline`.
 
-    The run abandons an evaluation when it stops, so evaluations do not count. Rank 0's clock decides for all ranks.
+    The run cancels an evaluation when it stops, so evaluations do not count. Rank 0's clock decides for all ranks.
     `deadline` is in seconds since the epoch; None means no deadline. `save` returns the seconds that a save may take
     until the checkpoint is visible.
     """

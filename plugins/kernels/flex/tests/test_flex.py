@@ -6,22 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from mplug_flex import Flex, masks, programs
 from mplug_flex.attention import attention
 from mplug_flex.masks import BLOCK, Form, Mask, mask_of
 
 from mplug import Site
-from mplug.cli import main
 from mplug.nn import AttentionInputs, AttentionSpec
 from mplug.nn.attention import scaled_dot_product
 from mplug.nn.specification import DOCUMENTS, KEY_LENGTH, unseen
 from mplug.testing import KernelSuite, kernel_cases
-from mplug.testing.harness import EXACT, train_steps
+from mplug.testing.harness import EXACT, difference, train_ranks, train_steps
 
+DOCUMENTS_OF_5 = {"data.documents": 5}
 CASES = {
     "one KV head",
-    "documents and no causal mask",
     "a soft cap and a window",
     "attention sinks and a window",
     "ALiBi of six heads",
@@ -283,9 +281,37 @@ def test_old_gpus_and_machines_without_a_compiler_are_refused(monkeypatch: pytes
     assert "needs Triton" in str(answer(site(), run()))
 
 
-def test_explain_names_it_and_dropout_is_refused_before_the_run_starts() -> None:
-    command = ["explain", "--attention", "flex", "--set", "trainer.device=cpu"]
-    assert "kernels/flex (not compiled on a CPU)" in CliRunner().invoke(main, command).output
-    result = CliRunner().invoke(main, [*command, "--set", "model.attention_dropout=0.1"])
-    assert result.exit_code == 2
-    assert "kernels/flex cannot serve Attention.core of 'blocks.*.attn': it does not support dropout" in result.output
+def test_its_note_tells_that_it_is_not_compiled_on_a_cpu() -> None:
+    (offer,) = Flex(Flex.Config()).offer()
+    assert [offer.note(site(), run(device)) for device in ("cpu", "cuda")] == ["not compiled on a CPU", ""]
+
+
+# Layouts.
+
+ALIBI_POSITIONS = {"model.position": "alibi"}
+COMPILED = {"trainer.compile": "aot_eager"}
+
+
+@pytest.mark.wide("layouts")
+@pytest.mark.filterwarnings("ignore")  # those of torch's tracer
+@pytest.mark.parametrize(
+    ("layout", "ranks", "settings"),
+    [
+        ("cp2", 2, {}),
+        ("cp4", 4, DOCUMENTS_OF_5),
+        ("cp2", 2, {**DOCUMENTS_OF_5, **COMPILED}),
+        ("cp2", 2, {**DOCUMENTS_OF_5, **ALIBI_POSITIONS, "parallel.cp.method": "ulysses"}),
+        ("tp2", 2, {**DOCUMENTS_OF_5, **ALIBI_POSITIONS}),
+        ("pp2", 2, {**DOCUMENTS_OF_5, **COMPILED}),
+        ("fsdp2", 2, {**DOCUMENTS_OF_5, **ALIBI_POSITIONS}),
+        ("tp2", 2, {**DOCUMENTS_OF_5, "memory.recompute": {}}),
+    ],
+    ids=str,
+)
+def test_a_layout_has_the_numbers_of_one_process_in_plain_torch(
+    layout: str, ranks: int, settings: dict[str, Any]
+) -> None:
+    plain = {name: value for name, value in settings.items() if name.startswith(("model", "data"))}
+    alone = train_steps({**plain, "kernels.default": None})
+    found = train_ranks(ranks, {**settings, "parallel.layout": layout, "kernels.attention": "flex"})
+    assert difference(found, alone) == ""

@@ -103,8 +103,9 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        sinks, table = ctx.saved_tensors[5:7]
-        *grads, of_sinks, of_table = backward(gradient, *ctx.saved_tensors, *ctx.static)
+        saved = ctx.saved_tensors  # recomputation refuses a second access
+        sinks, table = saved[5:7]
+        *grads, of_sinks, of_table = backward(gradient, *saved, *ctx.static)
         optional = (None if sinks is None else of_sinks, None if table is None else of_table)
         return *grads, *optional, None, *(None for _ in ctx.static)
 

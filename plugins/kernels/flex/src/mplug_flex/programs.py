@@ -12,6 +12,7 @@ its formulas hold for both.
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import torch
@@ -180,9 +181,14 @@ def _program(direction: str, form: Form, compute: Program, tensors: tuple[Tensor
 
 
 def _in_thread(make: Callable[..., Program], compute: Program, tensors: tuple[Tensor, ...]) -> Program:
-    """The result of `make` in a thread of its own: operators are called under modes of torch that disturb a tracer."""
-    with ThreadPoolExecutor(1) as executor:
-        return executor.submit(make, compute, tensors).result()
+    """The result of `make` in another thread: operators are called under modes of torch that disturb a tracer."""
+    return _thread().submit(make, compute, tensors).result()
+
+
+@cache
+def _thread() -> ThreadPoolExecutor:
+    """One thread until the process ends. Torch 2.11 crashes in backward after a thread that has traced ends."""
+    return ThreadPoolExecutor(1)
 
 
 def _traced(compute: Program, tensors: tuple[Tensor, ...], mode: str = "real") -> Program:

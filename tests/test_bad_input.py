@@ -619,12 +619,30 @@ def test_a_disk_that_is_full_before_any_checkpoint_ends_the_run_in_one_sentence(
 @pytest.mark.parametrize(
     ("words", "remedies"),
     [
-        (["--lr", "1e-3"], ["'--lr'", "--set optimizer.lr=VALUE"]),
-        (["--steps", "10"], ["--set trainer.steps=VALUE"]),
-        (["--batch-size", "8"], ["--set trainer.global_batch_size=VALUE", "--set trainer.micro_batch_size=VALUE"]),
+        (["--lr", "1e-3"], ["'--lr'", "instead: --set optimizer.lr=1e-3\n"]),
+        (
+            ["--steps=10", "--batch-size", "8", "--optimizer", "sgd", "--epochs"],
+            [
+                "'--steps'; set the field of the config instead: --set trainer.steps=10\n",
+                "instead: --set trainer.global_batch_size=8 or --set trainer.micro_batch_size=8\n",
+                "'--epochs'; 'mplug config show' prints the fields",
+            ],
+        ),
+        (["--stpes", "10"], ["--set trainer.steps=10\n"]),
+        (["--hidden-size", "64"], ["--set model.hidden_size=64\n"]),
+        (["--set", "steps=10"], ["--set 'steps=10'", "'steps' lacks the section", "use --set trainer.steps=10\n"]),
+        (["--set", "trainer.steps", "10"], ["'trainer.steps' is not an assignment; use --set trainer.steps=10\n"]),
+        (["."], ["to train on the file or folder '.', use --set data.path=.\n"]),
         (["--data", "book.txt"], ["no plugin 'book.txt'", "--set data.path=book.txt"]),
     ],
-    ids=["lr", "steps", "batch-size", "data"],
+    ids=["lr", "three options", "typo", "field of a plugin", "no section", "space", "path", "data"],
 )
-def test_an_option_that_is_a_field_points_to_it(cli: Cli, words: list[str], remedies: list[str]) -> None:
+def test_a_word_that_is_a_field_points_to_it(cli: Cli, words: list[str], remedies: list[str]) -> None:
     assert_refused(cli("train", *words), *remedies)
+
+
+def test_a_misspelled_option_points_to_the_option_rather_than_to_a_field(cli: Cli) -> None:
+    refused = cli("train", "--optimiser", "sgd")
+    assert refused.returncode == 2
+    assert "--optimizer" in refused.stderr
+    assert "--set" not in refused.stderr

@@ -16,11 +16,11 @@ import torch
 from click.testing import CliRunner
 
 from mplug import hookimpl
-from mplug.checkpoint import choice, saver
 from mplug.checkpoint import folder as checkpoint
-from mplug.checkpoint.choice import manifest_of
+from mplug.checkpoint import opened, saver, together
 from mplug.checkpoint.folder import read_manifest
 from mplug.checkpoint.names import path_of
+from mplug.checkpoint.opened import Opened, open_together
 from mplug.checkpoint.pretrained import load_weights
 from mplug.checkpoint.states import load_for_inference
 from mplug.cli import main
@@ -74,10 +74,13 @@ def failing_read(*_: object) -> None:
 # Several ranks.
 
 
-READS: dict[str, Callable[[Run, Path], object]] = {
-    "load": lambda run, path: saver.load(run, path, read_manifest(path), {}),
-    "manifest_of": manifest_of,
-    "load_weights": lambda run, path: load_weights(run, cast(Any, SimpleNamespace(frozen={})), [], path),
+TWO = {"parallel.layout": "dp2"}
+
+
+READS: dict[str, Callable[[Run, Opened], object]] = {
+    "load": lambda run, one: saver.load(run, one, {}),
+    "open_together": lambda run, one: open_together(run, one.path),
+    "load_weights": lambda run, one: load_weights(run, cast(Any, SimpleNamespace(frozen={})), [], one.path),
 }
 
 
@@ -85,28 +88,31 @@ READS: dict[str, Callable[[Run, Path], object]] = {
 def test_what_one_rank_cannot_read_is_raised_on_all_ranks(
     folder: Path, monkeypatch: pytest.MonkeyPatch, read: str
 ) -> None:
-    path, run, gathered = path_of(folder / "checkpoints", 3), prepare(tiny_config(SETTINGS)), list[Any]()
+    one = open_together(prepare(tiny_config(SETTINGS)), path_of(folder / "checkpoints", 3))
+    run, sent = prepare(tiny_config({**SETTINGS, **TWO})), list[int]()
+    nothing, on_rank_1 = 3 * 2, 1  # a RunError is the first kind
 
-    def beside_another(self: Run, value: Any) -> list[Any]:
-        gathered.append(value)
-        return [value, ("RunError", "no answer")]
+    def beside_another(_: Run, number: int) -> int:
+        sent.append(number)
+        return min(number, on_rank_1)
 
-    monkeypatch.setattr(Run, "gathered", beside_another)
+    monkeypatch.setattr(together, "_least", beside_another)
+    monkeypatch.setattr(together, "from_rank", lambda _, rank, value: value if rank == 0 else "no answer")
     with pytest.raises(RunError, match="rank 1: no answer"):
-        READS[read](run, path)
-    assert gathered == [None]
+        READS[read](run, one)
+    assert sent == [nothing]
     monkeypatch.setattr(saver, "verify", failing_read)
-    monkeypatch.setattr(choice, "read_manifest", failing_read)
+    monkeypatch.setattr(opened, "read_with_checksum", failing_read)
     with pytest.raises(RunError, match="rank 0: this rank cannot read"):
-        READS[read](run, path)
-    assert len(gathered) == 2, "this rank has told the others before it raised"
+        READS[read](run, one)
+    assert sent == [nothing, 0], "this rank has told the others before it raised"
 
 
 def test_a_file_that_cannot_be_read_while_it_is_loaded_is_an_error_of_the_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(safetensors, "safe_open", failing)
-    with pytest.raises(RunError, match=r"^cannot read checkpoint '.*step_00000003' \(rank 0\): .*Input/output error"):
+    with pytest.raises(RunError, match=r"^rank 0: cannot read checkpoint '.*step_00000003': .*Input/output error"):
         load_for_inference(prepare(tiny_config(SETTINGS)), path_of(folder / "checkpoints", 3))
 
 

@@ -1,6 +1,6 @@
 """The newest valid checkpoint, from which a run continues; those that it skips, and why."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,11 +14,13 @@ from mplug.checkpoint.folder import (
     verify,
 )
 from mplug.checkpoint.names import step_of
+from mplug.checkpoint.opened import Opened, open_together
+from mplug.checkpoint.together import from_rank, raise_alike
 from mplug.checkpoint.verified import Verified
 from mplug.errors import RunError, UsageError
 
 if TYPE_CHECKING:
-    from mplug.checkpoint.manifest import Manifest
+    from mplug.checkpoint.manifest import Facts
     from mplug.run.run import Run
 
 
@@ -27,7 +29,7 @@ class Choice:
     """A checkpoint, and why each newer one was skipped."""
 
     path: Path
-    manifest: "Manifest"
+    manifest: "Facts"
     skipped: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
@@ -35,6 +37,13 @@ class Choice:
         if not self.skipped:
             return []
         return [*(f"skipped: {reason}" for reason in self.skipped), f"continuing from step {step_of(self.path)}"]
+
+
+@dataclass(frozen=True)
+class Chosen(Choice):
+    """A checkpoint that all ranks have chosen together."""
+
+    opened: Opened = field(kw_only=True)
 
 
 def newest_readable(folder: Path) -> Choice:
@@ -55,81 +64,35 @@ def newest_readable(folder: Path) -> Choice:
     raise _none_is_valid(folder, skipped)
 
 
-def choose(run: "Run", path: Path, verified: Verified) -> Choice:
+def choose(run: "Run", path: Path, verified: Verified) -> Chosen:
     """The newest valid checkpoint of a folder that is not newer than `path`; all ranks choose the same.
 
     Of the files of a checkpoint, each rank reads its share. What they find goes to `verified`. Raises UsageError where
     none is valid or another version of mplug has saved one, and RunError where ranks do not see the same.
     """
     skipped: list[str] = []
-    for candidate in run.gathered(_not_newer(path))[0]:
-        manifest, error = _looked_at(run, candidate, verified)
+    for candidate in from_rank(run, 0, _not_newer(path) if run.rank == 0 else []):
         try:
-            raise_alike(run, error)
+            opened = open_together(run, candidate)
+            _refuse_damaged_share(run, opened, verified)
         except OtherVersion:
             raise
-        except UsageError as fault:
+        except UsageError as fault:  # the same on all ranks
             skipped.append(str(fault).removesuffix(REMEDY))
             continue
-        same_everywhere(run, candidate, manifest)
-        assert manifest is not None
-        if run.rank == 0:
-            verified.note(candidate, manifest["files"])  # the other ranks have read their shares
-        return Choice(candidate, manifest, tuple(skipped))
+        return Chosen(candidate, opened.facts, tuple(skipped), opened=opened)
     raise _none_is_valid(path.parent, skipped)
 
 
-def share_of(run: "Run", manifest: "Manifest") -> list[str]:
-    """The files of a checkpoint that this rank reads when all ranks verify it together."""
-    return sorted(manifest["files"])[run.rank :: run.mesh.world_size]
-
-
-def raise_alike(run: "Run", error: UsageError | RunError | None) -> None:
-    """Raise on all ranks what one of them has found: first that a rank cannot read, then that a checkpoint is wrong."""
-    found = run.gathered(None if error is None else (_kind(error), str(error)))
-    for kind in (RunError, OtherVersion, UsageError):
-        for rank, fault in enumerate(found):
-            if fault is not None and fault[0] == kind.__name__:
-                raise kind(f"rank {rank}: {fault[1]}" if kind is RunError else fault[1])
-
-
-def _kind(error: UsageError | RunError) -> str:
-    return next(kind.__name__ for kind in (RunError, OtherVersion, UsageError) if isinstance(error, kind))
-
-
-def same_everywhere(run: "Run", path: Path, manifest: "Manifest | None") -> None:
-    """Raise RunError on all ranks where one has read another manifest."""
-    from mplug.checkpoint.manifest import checksum  # imports pydantic
-
-    found = run.gathered(None if manifest is None else checksum(manifest))
-    for rank, other in enumerate(found):
-        if other != found[0]:
-            raise RunError(f"rank {rank} reads another checkpoint at '{path}' than rank 0; is the folder shared?")
-
-
-def manifest_of(run: "Run", path: Path) -> "Manifest":
-    """The plain data of a checkpoint, read by all ranks together; what one cannot read is raised on all."""
-    manifest, error = None, None
+def _refuse_damaged_share(run: "Run", opened: Opened, verified: Verified) -> None:
+    """Raise on all ranks if files of the checkpoint do not match their checksums; each rank reads its share of them."""
+    error, names = None, list(opened.share["files"])
     try:
-        manifest = read_manifest(path)
+        verify(opened.path, opened.share, verified.unknown(opened.path, names))
     except (UsageError, RunError) as raised:
         error = raised
     raise_alike(run, error)
-    same_everywhere(run, path, manifest)
-    assert manifest is not None
-    return manifest
-
-
-def _looked_at(run: "Run", path: Path, verified: Verified) -> "tuple[Manifest | None, UsageError | RunError | None]":
-    """What this rank finds: the manifest, or why the checkpoint is not valid or cannot be read."""
-    try:
-        manifest = read_manifest(path)
-        share = share_of(run, manifest)
-        verify(path, manifest, verified.unknown(path, share))
-    except (UsageError, RunError) as error:
-        return None, error
-    verified.note(path, share)
-    return manifest, None
+    verified.note(opened.path, opened.index.files if run.rank == 0 else names)  # the other ranks have read the others
 
 
 def _not_newer(path: Path) -> list[Path]:

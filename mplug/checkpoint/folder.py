@@ -2,17 +2,18 @@
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mplug.checkpoint.names import MANIFEST, path_of, step_of
-from mplug.checkpoint.reading import check_file, check_header, read_small, status_of
+from mplug.checkpoint.reading import Expected, check_file, check_header, read_small, status_of
 from mplug.errors import RunError, UsageError, listed, printable
 
 if TYPE_CHECKING:
-    from mplug.checkpoint.manifest import Manifest
+    from mplug.checkpoint.manifest import Contents, Manifest
 
 LONGEST_REASON = 500
 REMEDY = "; remove it to use the one before it"
@@ -60,15 +61,25 @@ def read_manifest(path: Path) -> "Manifest":
     Raises UsageError where the checkpoint is damaged, and RunError where the file system fails. A save may replace the
     checkpoint meanwhile: the new manifest is read then.
     """
+    return read_with_checksum(path)[0]
+
+
+def read_with_checksum(path: Path) -> "tuple[Manifest, int]":
+    """The plain data of a checkpoint, and the CRC-32 of the manifest's text. Raises as above."""
     text = _text_of(path)
     while True:
         try:
-            return _parsed(path, text)
+            return _parsed(path, text), zlib.crc32(text)
         except UsageError:
             newer = _text_of(path)
             if newer == text:
                 raise
             text = newer
+
+
+def checksum_of_manifest(path: Path) -> int:
+    """The CRC-32 of a manifest's text, which is not parsed. Raises as above."""
+    return zlib.crc32(_text_of(path))
 
 
 def read_valid(path: Path, each: Callable[[list[str]], Iterable[str]] = list) -> "Manifest":
@@ -88,12 +99,13 @@ def read_valid(path: Path, each: Callable[[list[str]], Iterable[str]] = list) ->
             manifest = newer
 
 
-def verify(path: Path, manifest: "Manifest", names: Iterable[str]) -> None:
+def verify(path: Path, manifest: "Contents", names: Iterable[str]) -> None:
     """Read files whole and compare their checksums and headers; UsageError names the first that is not right."""
     from mplug.checkpoint.manifest import expected_in  # imports pydantic
 
-    expected = expected_in(manifest)
+    expected: Mapping[str, Expected] = {}
     for name in names:
+        expected = expected or expected_in(manifest)  # takes as long as the manifest has chunks
         with _explained(path):
             check_file(path, name, manifest["files"][name]["crc32"], expected[name])
 

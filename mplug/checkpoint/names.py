@@ -3,6 +3,7 @@
 from pathlib import Path
 
 MANIFEST = "checkpoint.json"
+SUFFIX = ".safetensors"
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -18,3 +19,8 @@ def step_of(path: Path) -> int:
 def aside_of(final: Path) -> Path:
     """Where a checkpoint is written before it is complete, and where an old one goes before it is removed."""
     return final.with_name(f".{final.name}.partial")
+
+
+def file_of(rank: int) -> str:
+    """The file that a rank writes."""
+    return f"rank{rank:05d}{SUFFIX}"

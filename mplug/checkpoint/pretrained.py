@@ -5,13 +5,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mplug.checkpoint.folder import complete, read_manifest
+from mplug.checkpoint.index import shapes_of
 from mplug.checkpoint.names import MANIFEST
 from mplug.contracts import Piece
 from mplug.errors import UsageError
 from mplug.run.run import Run
 
 if TYPE_CHECKING:
-    from mplug.checkpoint.manifest import Manifest
+    from collections.abc import Iterable, Mapping
+
     from mplug.model.model import Model
 
 FIELD = "checkpoint.pretrained"
@@ -36,8 +38,7 @@ def pretrained_of(run: Run) -> Path | None:
 
 def refuse_another_model(path: Path, model: "Model") -> None:
     """Raise UsageError unless the checkpoint has the model's parameters, by name and logical shape."""
-    manifest = read_manifest(path)
-    saved = weights_in(manifest)
+    saved = weights_in(shapes_of(read_manifest(path)))
     for name, placement in model.placements.items():
         if name not in saved:
             raise UsageError(f"{FIELD} '{path}' has no parameter '{name}'; it is of another model")
@@ -46,20 +47,23 @@ def refuse_another_model(path: Path, model: "Model") -> None:
                 f"{FIELD} '{path}' holds '{name}' with shape {saved[name]}, and the model has {placement.shape}; "
                 f"give the model the config that it was saved under"
             )
-    refuse_larger(f"{FIELD} '{path}'", manifest, model)
+    refuse_larger(f"{FIELD} '{path}'", saved, model)
 
 
-def refuse_larger(named: str, manifest: "Manifest", model: "Model") -> None:
-    """Raise UsageError if a checkpoint has a parameter that the model lacks; the message calls it `named`."""
-    for extra in sorted(weights_in(manifest).keys() - model.placements.keys()):
+def refuse_larger(named: str, weights: "Iterable[str]", model: "Model") -> None:
+    """Raise UsageError if a checkpoint has a parameter that the model lacks; the message calls it `named`.
+
+    `weights` are the names of the checkpoint's parameters.
+    """
+    for extra in sorted(set(weights) - model.placements.keys()):
         raise UsageError(f"{named} has a parameter '{extra}' that the model lacks; it is of another model")
 
 
-def weights_in(manifest: "Manifest") -> dict[str, tuple[int, ...]]:
-    """The logical shape of every parameter in a checkpoint."""
+def weights_in(shapes: "Mapping[str, tuple[int, ...]]") -> dict[str, tuple[int, ...]]:
+    """Of the shapes of a checkpoint's tensors, those of its parameters, by their names."""
     return {
-        name.removesuffix("/weight"): tuple(saved["shape"])
-        for name, saved in manifest["tensors"].items()
+        name.removesuffix("/weight"): shape
+        for name, shape in shapes.items()
         if name.endswith("/weight") and name[0] != "/"
     }
 
@@ -67,13 +71,13 @@ def weights_in(manifest: "Manifest") -> dict[str, tuple[int, ...]]:
 def load_weights(run: Run, model: "Model", pieces: list[Piece], path: Path) -> None:
     """Begin with a checkpoint's weights and the states of its modules; all else of the run is new."""
     from mplug.checkpoint.boxes import State, buffer_boxes, held_boxes
-    from mplug.checkpoint.choice import manifest_of
+    from mplug.checkpoint.opened import open_together
     from mplug.checkpoint.saver import load
     from mplug.model.pieces import held_values, write_weights
 
     state: State = {
         f"{one.name}/weight": held_boxes(one.placement, one.values, run.rank) for one in held_values(model, pieces)
     }
-    load(run, path, manifest_of(run, path), state | buffer_boxes(model, run.rank, held_boxes))
+    load(run, open_together(run, path), state | buffer_boxes(model, run.rank, held_boxes))
     write_weights(pieces)
     model.weights_written()

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from mplug.checkpoint.boxes import Boxed, buffer_boxes, held_boxes
-from mplug.checkpoint.choice import manifest_of
 from mplug.checkpoint.folder import read_manifest
+from mplug.checkpoint.index import shapes_of
+from mplug.checkpoint.opened import open_together
 from mplug.checkpoint.saver import load, refuse_another
 from mplug.errors import RunError, UsageError
 from mplug.model.build import allocate_parts, build_model, states_without_memory
@@ -24,7 +25,7 @@ def refuse_unsavable_states(run: Run, model: Model, resume_from: Path | None = N
             for piece in pieces
             for name, tensor in {"weight": piece.master, **optimizer.state(piece)}.items()
         }
-        refuse_another(resume_from, read_manifest(resume_from)["tensors"], state)
+        refuse_another(resume_from, shapes_of(read_manifest(resume_from)), state)
 
 
 def load_for_inference(run: Run, path: Path) -> Model:
@@ -32,9 +33,9 @@ def load_for_inference(run: Run, path: Path) -> Model:
 
     A run that goes on may replace the checkpoint meanwhile: the new one is loaded then.
     """
-    manifest, model = manifest_of(run, path), build_model(run)
+    opened, model = open_together(run, path), build_model(run)
     described = {f"{name}/weight": Boxed(placement.shape, {}) for name, placement in model.placements.items()}
-    refuse_another(path, manifest["tensors"], described)  # before anything is allocated
+    refuse_another(path, opened.index.shapes, described)  # before anything is allocated
     allocate_parts(run, model)
     weights = {
         f"{name}/weight": held_boxes(model.placements[name], parameter.data, run.rank)
@@ -42,11 +43,11 @@ def load_for_inference(run: Run, path: Path) -> Model:
     }
     while True:
         try:
-            load(run, path, manifest, weights | buffer_boxes(model, run.rank, held_boxes))
+            load(run, opened, weights | buffer_boxes(model, run.rank, held_boxes))
             return model
         except (UsageError, RunError):  # the same on all ranks
-            newer = manifest_of(run, path)
-            if newer == manifest:
+            newer = open_together(run, path)
+            if newer.checksum == opened.checksum:
                 raise
-            manifest = newer
-            refuse_another(path, manifest["tensors"], described)
+            opened = newer
+            refuse_another(path, opened.index.shapes, described)

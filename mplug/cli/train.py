@@ -123,7 +123,8 @@ def command(
     resume_from = newest_of(directory, restarted) if directory else None
     if directory is not None and first:
         read_lines(directory / METRICS)  # refuses a damaged file, which the first rank alone writes
-    readable = readable_of(resume_from)
+    looks = world is None or world.local_rank == 0  # thousands of ranks would read the same manifest
+    readable = readable_of(resume_from) if looks else None
     since = changes_of(run, readable, names)
     from mplug.checkpoint.states import refuse_unsavable_states  # import torch, which a refused config never waits for
     from mplug.model.build import build_model
@@ -136,7 +137,7 @@ def command(
     refuse_other_micro_batches(model, since)
     refuse_unsavable_states(run, model, readable.path if readable else None)
     pretrained = None if resume_from else pretrained_of(run)
-    if pretrained is not None:
+    if pretrained is not None and looks:
         refuse_another_model(pretrained, model)
     if first:
         claim = claim or claim_new(lock, run, name)

@@ -5,9 +5,9 @@
 Each rank's state is built from the placements, on the meta device: weights and the two moments of AdamW. The script
 then calls what the ranks call, one rank at a time, and measures
 
-    seconds     the time of the planning alone: no tensor is copied, and nothing is sent or read from a disk
-    received    the bytes of the objects that a rank receives from other ranks, or reads from the disk, as they are sent
-    sent        the bytes of the objects that a rank sends to the coordinator (rank 0), or the coordinator to the others
+    seconds     the CPU time of the planning alone: no tensor is copied, and nothing is sent or read from a disk
+    received    the bytes that a rank receives from other ranks, and those of the manifest that it reads from the disk
+    sent        the bytes that a rank sends to the coordinator (rank 0), or the coordinator to all others
 
 for the coordinator and for an ordinary rank, in three cases: the first save, a later save with the same layout, and a
 load under the same layout. The time of the placements is printed apart. What a broadcast sends is counted once.
@@ -22,11 +22,15 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
 
 from mplug.checkpoint.boxes import Boxed, BoxLoadPlanner, BoxSavePlanner, State, held_boxes, owned_boxes
 from mplug.checkpoint.index import Index
 from mplug.checkpoint.manifest import contents_by_rank, decode, encode, expected_in
+from mplug.checkpoint.names import file_of
 from mplug.checkpoint.plans import KeptPlans
+from mplug.checkpoint.storage import Written
 from mplug.cli.tables import human_bytes, table
 from mplug.config.defaults import default_settings
 from mplug.config.sources import read_assignments
@@ -53,12 +57,12 @@ def main() -> None:
     parser.add_argument("--layout", default="tp8pp16zero8")
     options = parser.parse_args()
     run = prepared(options.preset, options.layout)
-    size, began = run.mesh.world_size, time.perf_counter()
+    size, began = run.mesh.world_size, time.process_time()
     ordinary = size // 2 + 1
     owned, held = states_of(run, (0, ordinary))
     parts = sum(len(boxed.parts) for state in owned for boxed in state.values())
     print(f"{options.preset} {options.layout}: {size} ranks, {parts:,} chunks")
-    print(f"placements of all ranks: {time.perf_counter() - began:.1f} s\n")
+    print(f"placements of all ranks: {time.process_time() - began:.1f} s\n")
     plans = [KeptPlans() for _ in range(size)]
     rows = saved("first save", owned, plans, ordinary) + saved("later save", owned, plans, ordinary)
     rows += loaded(plans[0], held[0], held[1], size, ordinary)
@@ -106,19 +110,22 @@ def saved(case: str, states: list[State], plans: list[KeptPlans], ordinary: int)
     """A save: every rank plans, the coordinator merges the plans and writes the manifest."""
     sent, seconds, planners = [], [], []
     for state, kept in zip(states, plans, strict=True):
-        began, planner = time.perf_counter(), BoxSavePlanner(kept)
+        began, planner = time.process_time(), BoxSavePlanner(kept)
         planner.set_up_planner(state)
         sent.append(planner.create_local_plan())
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.process_time() - began)
         planners.append(planner)
     merged, (answers, metadata) = timed(lambda: planners[0].create_global_plan(sent))
     for planner, answer in zip(planners, answers, strict=True):
         planner.finish_plan(answer)
     composed, _ = timed(lambda: text_of(plans[0]))
     received = size_of(answers[ordinary]) + size_of(metadata)
+    result = size_of([WriteResult(MetadataIndex(file_of(ordinary)), 1 << 40, Written(file_of(ordinary), 1 << 40, 1))])
+    gathered = sum(map(size_of, sent)) + len(states) * result
+    scattered = sum(map(size_of, answers)) + size_of(metadata)
     return [
-        row(case, "coordinator", seconds[0] + merged + composed, sum(map(size_of, sent)), received),
-        row(case, "another", seconds[ordinary], received, size_of(sent[ordinary])),
+        row(case, "coordinator", seconds[0] + merged + composed, gathered, scattered),
+        row(case, "another", seconds[ordinary], received, size_of(sent[ordinary]) + result),
     ]
 
 
@@ -154,9 +161,9 @@ def planned(index: Index, state: State) -> object:
 
 
 def timed(call: Callable[[], T]) -> tuple[float, T]:
-    began = time.perf_counter()
+    began = time.process_time()
     found = call()
-    return time.perf_counter() - began, found
+    return time.process_time() - began, found
 
 
 def size_of(value: object) -> int:

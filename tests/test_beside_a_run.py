@@ -214,7 +214,7 @@ def test_a_restart_says_that_it_begins_with_given_weights_again(
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_first_rank_alone_reads_the_metrics(folder: Path, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-    world = SimpleNamespace(rank=rank, restart=0, may_restart=False, launcher="torchrun", size=1)
+    world = SimpleNamespace(rank=rank, local_rank=0, restart=0, may_restart=False, launcher="torchrun", size=1)
     monkeypatch.setattr("mplug.distributed.world.launched", lambda: world)
     (folder / "metrics.jsonl").write_text('damaged\n{"step": 3}\n')
 
@@ -224,6 +224,24 @@ def test_the_first_rank_alone_reads_the_metrics(folder: Path, monkeypatch: pytes
     monkeypatch.setattr(command, "readable_of", reached)
     result = CliRunner().invoke(main, ["train", "--resume", "--name", "one"])
     assert ("is damaged" if rank == 0 else "not the metrics") in result.output
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_one_rank_of_a_machine_reads_the_checkpoint_before_the_run_starts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, local_rank: int
+) -> None:
+    world = SimpleNamespace(rank=1, local_rank=local_rank, restart=0, may_restart=False, launcher="srun", size=1)
+    monkeypatch.setattr("mplug.distributed.world.launched", lambda: world)
+
+    def reached(*_: object) -> None:
+        raise UsageError("the model")
+
+    monkeypatch.setattr("mplug.model.build.build_model", reached)
+    (path_of(folder / "checkpoints", 3) / "checkpoint.json").write_text("damaged")
+    shutil.rmtree(path_of(folder / "checkpoints", 2))
+    shutil.rmtree(path_of(folder / "checkpoints", 1))
+    result = CliRunner().invoke(main, ["train", "--resume", "--name", "one"])
+    assert ("no checkpoint in" if local_rank == 0 else "the model") in result.output
 
 
 # Stopping at once.

@@ -20,13 +20,13 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from mplug import DTYPES
 from mplug.cli.tables import table
 from mplug.nn.norm import Kind, norm_residual
 from mplug.training.hardware import Moment
 
 NormResidual = Callable[..., tuple[Tensor, Tensor]]
 EPS = 1e-5
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 HEADER = ("WHAT", "RESIDUAL", "FORWARD US", "TB/S", "BACKWARD US", "TB/S", "DIFFERS")
 TRITON = "mplug_triton.norm:norm_residual"
 
@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--kind", choices=get_args(Kind), default="layernorm")
     parser.add_argument("--bias", action="store_true")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--supplier", action="append", help=f"MODULE:FUNCTION; may be said several times ({TRITON})")
     options = parser.parse_args(arguments)

@@ -21,19 +21,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mplug import DTYPES
 from mplug.cli.tables import table
 from mplug.nn.attention import prepare_qk, prepare_qkv, rotations
 
 Prepare = Callable[..., tuple[Tensor, Tensor, Tensor]]
 EPS, THETA = 1e-5, 10000.0
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, size in (("batch", 4), ("length", 4096), ("heads", 16), ("kv-heads", 16), ("head-dim", 128)):
         parser.add_argument(f"--{name}", type=int, default=size)
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
     parser.add_argument("--qk-norm", action="store_true")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--bandwidth", type=float, default=4.28e12, help="bytes a second that a copy moves")

@@ -16,6 +16,7 @@ ORDER = (
     ("cli",),
     ("training",),
     ("checkpoint",),
+    ("decoders",),
     ("model",),
     ("gradients",),
     ("run",),
@@ -23,9 +24,9 @@ ORDER = (
     ("registry",),
     ("config",),
     ("contracts", "slot_kinds"),
-    ("layout",),
     ("nn",),
-    ("dtypes", "errors", "files", "version"),
+    ("layout",),
+    ("dtypes", "errors", "files", "lazy", "version"),
 )
 """The packages and files of `mplug`, top to bottom. An import never runs upwards."""
 

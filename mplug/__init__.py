@@ -3,176 +3,172 @@
 Plugin authors import this module, `mplug.nn`, `mplug.ops` and `mplug.testing`. This module does not import torch.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mplug import hookspecs as _hookspecs  # noqa: F401 (fills the table of specifications)
+from mplug.lazy import publish
 from mplug.version import __version__  # noqa: F401
 
 if TYPE_CHECKING:
-    from mplug.config.binding import RunConfig
-    from mplug.contracts import (
-        MAY_CHANGE,
-        MAY_MOVE,
-        CorpusTokenizer,
-        Loader,
-        MicroBatch,
-        Optimizer,
-        Piece,
-        Record,
-        Stateful,
-        Stepper,
-        StepResult,
-        StepScalars,
-        Tokenizer,
-        Variance,
-    )
-    from mplug.errors import RunError, UsageError
-    from mplug.gradients.owned_memory import Shard, Shards
-    from mplug.gradients.sinks import GradientSink, Sinks
-    from mplug.layout.gathered import GatheredPlacement
-    from mplug.layout.mesh import Axis, IndexMap, Mesh, contiguous
-    from mplug.layout.ownership import Bucket, Sharding, Stretch
-    from mplug.layout.placement import Box, Placement
-    from mplug.layout.plan import Buffer, Flops, Init, Parameter, Plan, Segment, Stages, Unit
-    from mplug.model.model import Model
-    from mplug.model.offers import UNIT, Offer, Site, Wrap
-    from mplug.registry.specification import hookimpl
-    from mplug.registry.tokenizers import (
-        TokenizerRecord,
-        describe_tokenizer,
-        keep_tokenizer,
-        load_tokenizer,
-        read_tokenizer,
-    )
-    from mplug.run.run import Run
-    from mplug.run.toolchain import triton_builds
-    from mplug.slot_kinds import slots_named
-    from mplug.training.map_loader import MapLoader
-    from mplug.training.stepper import DefaultStepper
+    from mplug.config.binding import RunConfig as RunConfig
+    from mplug.contracts import MAY_CHANGE as MAY_CHANGE
+    from mplug.contracts import MAY_MOVE as MAY_MOVE
+    from mplug.contracts import CorpusTokenizer as CorpusTokenizer
+    from mplug.contracts import Loader as Loader
+    from mplug.contracts import MicroBatch as MicroBatch
+    from mplug.contracts import Optimizer as Optimizer
+    from mplug.contracts import Piece as Piece
+    from mplug.contracts import Record as Record
+    from mplug.contracts import Stateful as Stateful
+    from mplug.contracts import Stepper as Stepper
+    from mplug.contracts import StepResult as StepResult
+    from mplug.contracts import StepScalars as StepScalars
+    from mplug.contracts import Tokenizer as Tokenizer
+    from mplug.contracts import Variance as Variance
+    from mplug.decoders.build import build_decoder as build_decoder
+    from mplug.decoders.config import DecoderConfig as DecoderConfig
+    from mplug.decoders.parts import AttentionConfig as AttentionConfig
+    from mplug.decoders.parts import BlockConfig as BlockConfig
+    from mplug.decoders.parts import EmbeddingConfig as EmbeddingConfig
+    from mplug.decoders.parts import ExpertsConfig as ExpertsConfig
+    from mplug.decoders.parts import MLPConfig as MLPConfig
+    from mplug.decoders.parts import NormConfig as NormConfig
+    from mplug.decoders.parts import PartConfig as PartConfig
+    from mplug.decoders.sparse import SparseDecoderConfig as SparseDecoderConfig
+    from mplug.errors import RunError as RunError
+    from mplug.errors import UsageError as UsageError
+    from mplug.gradients.owned_memory import Shard as Shard
+    from mplug.gradients.owned_memory import Shards as Shards
+    from mplug.gradients.precision import DTYPES as DTYPES
+    from mplug.gradients.sinks import GradientSink as GradientSink
+    from mplug.gradients.sinks import Sinks as Sinks
+    from mplug.layout.gathered import GatheredPlacement as GatheredPlacement
+    from mplug.layout.mesh import Axis as Axis
+    from mplug.layout.mesh import IndexMap as IndexMap
+    from mplug.layout.mesh import Mesh as Mesh
+    from mplug.layout.mesh import contiguous as contiguous
+    from mplug.layout.ownership import Bucket as Bucket
+    from mplug.layout.ownership import Sharding as Sharding
+    from mplug.layout.ownership import Stretch as Stretch
+    from mplug.layout.placement import Box as Box
+    from mplug.layout.placement import Placement as Placement
+    from mplug.layout.plan import Buffer as Buffer
+    from mplug.layout.plan import Flops as Flops
+    from mplug.layout.plan import Init as Init
+    from mplug.layout.plan import Parameter as Parameter
+    from mplug.layout.plan import Plan as Plan
+    from mplug.layout.plan import Segment as Segment
+    from mplug.layout.plan import Stages as Stages
+    from mplug.layout.plan import Unit as Unit
+    from mplug.model.model import Model as Model
+    from mplug.model.offers import UNIT as UNIT
+    from mplug.model.offers import Offer as Offer
+    from mplug.model.offers import Site as Site
+    from mplug.model.offers import Wrap as Wrap
+    from mplug.registry.specification import hookimpl as hookimpl
+    from mplug.registry.tokenizers import TokenizerRecord as TokenizerRecord
+    from mplug.registry.tokenizers import describe_tokenizer as describe_tokenizer
+    from mplug.registry.tokenizers import keep_tokenizer as keep_tokenizer
+    from mplug.registry.tokenizers import load_tokenizer as load_tokenizer
+    from mplug.registry.tokenizers import read_tokenizer as read_tokenizer
+    from mplug.run.run import Run as Run
+    from mplug.run.toolchain import triton_builds as triton_builds
+    from mplug.slot_kinds import slots_named as slots_named
+    from mplug.training.map_loader import MapLoader as MapLoader
+    from mplug.training.stepper import DefaultStepper as DefaultStepper
+    from mplug.training.torch_optimizer import TorchOptimizer as TorchOptimizer
 
-_MODULES = {
-    "Axis": "mplug.layout.mesh",
-    "Box": "mplug.layout.placement",
-    "Bucket": "mplug.layout.ownership",
-    "Buffer": "mplug.layout.plan",
-    "CorpusTokenizer": "mplug.contracts",
-    "DefaultStepper": "mplug.training.stepper",
-    "Flops": "mplug.layout.plan",
-    "GatheredPlacement": "mplug.layout.gathered",
-    "GradientSink": "mplug.gradients.sinks",
-    "IndexMap": "mplug.layout.mesh",
-    "Init": "mplug.layout.plan",
-    "Loader": "mplug.contracts",
-    "MAY_CHANGE": "mplug.contracts",
-    "MAY_MOVE": "mplug.contracts",
-    "MapLoader": "mplug.training.map_loader",
-    "Mesh": "mplug.layout.mesh",
-    "MicroBatch": "mplug.contracts",
-    "Model": "mplug.model.model",
-    "Offer": "mplug.model.offers",
-    "Optimizer": "mplug.contracts",
-    "Parameter": "mplug.layout.plan",
-    "Piece": "mplug.contracts",
-    "Placement": "mplug.layout.placement",
-    "Plan": "mplug.layout.plan",
-    "Record": "mplug.contracts",
-    "Run": "mplug.run.run",
-    "RunConfig": "mplug.config.binding",
-    "RunError": "mplug.errors",
-    "Segment": "mplug.layout.plan",
-    "Shard": "mplug.gradients.owned_memory",
-    "Sharding": "mplug.layout.ownership",
-    "Shards": "mplug.gradients.owned_memory",
-    "Sinks": "mplug.gradients.sinks",
-    "Site": "mplug.model.offers",
-    "Stages": "mplug.layout.plan",
-    "Stateful": "mplug.contracts",
-    "StepResult": "mplug.contracts",
-    "StepScalars": "mplug.contracts",
-    "Stepper": "mplug.contracts",
-    "Stretch": "mplug.layout.ownership",
-    "Tokenizer": "mplug.contracts",
-    "TokenizerRecord": "mplug.registry.tokenizers",
-    "UNIT": "mplug.model.offers",
-    "Unit": "mplug.layout.plan",
-    "UsageError": "mplug.errors",
-    "Variance": "mplug.contracts",
-    "Wrap": "mplug.model.offers",
-    "contiguous": "mplug.layout.mesh",
-    "describe_tokenizer": "mplug.registry.tokenizers",
-    "hookimpl": "mplug.registry.specification",
-    "keep_tokenizer": "mplug.registry.tokenizers",
-    "load_tokenizer": "mplug.registry.tokenizers",
-    "read_tokenizer": "mplug.registry.tokenizers",
-    "slots_named": "mplug.slot_kinds",
-    "triton_builds": "mplug.run.toolchain",
-}
-"""Each public name and its module, which is imported when the name is first used: most commands need few of them."""
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'mplug' has no attribute '{name}'")
-    from importlib import import_module
-
-    value = globals()[name] = getattr(import_module(_MODULES[name]), name)
-    return value
-
-
-__all__ = [
-    "MAY_CHANGE",
-    "MAY_MOVE",
-    "UNIT",
-    "Axis",
-    "Box",
-    "Bucket",
-    "Buffer",
-    "CorpusTokenizer",
-    "DefaultStepper",
-    "Flops",
-    "GatheredPlacement",
-    "GradientSink",
-    "IndexMap",
-    "Init",
-    "Loader",
-    "MapLoader",
-    "Mesh",
-    "MicroBatch",
-    "Model",
-    "Offer",
-    "Optimizer",
-    "Parameter",
-    "Piece",
-    "Placement",
-    "Plan",
-    "Record",
-    "Run",
-    "RunConfig",
-    "RunError",
-    "Segment",
-    "Shard",
-    "Sharding",
-    "Shards",
-    "Sinks",
-    "Site",
-    "Stages",
-    "Stateful",
-    "StepResult",
-    "StepScalars",
-    "Stepper",
-    "Stretch",
-    "Tokenizer",
-    "TokenizerRecord",
-    "Unit",
-    "UsageError",
-    "Variance",
-    "Wrap",
-    "contiguous",
-    "describe_tokenizer",
-    "hookimpl",
-    "keep_tokenizer",
-    "load_tokenizer",
-    "read_tokenizer",
-    "slots_named",
-    "triton_builds",
-]
+publish(
+    __name__,
+    {
+        "mplug.config.binding": ("RunConfig",),
+        "mplug.contracts": (
+            "CorpusTokenizer",
+            "Loader",
+            "MAY_CHANGE",
+            "MAY_MOVE",
+            "MicroBatch",
+            "Optimizer",
+            "Piece",
+            "Record",
+            "Stateful",
+            "StepResult",
+            "StepScalars",
+            "Stepper",
+            "Tokenizer",
+            "Variance",
+        ),
+        "mplug.decoders.build": ("build_decoder",),
+        "mplug.decoders.config": ("DecoderConfig",),
+        "mplug.decoders.parts": (
+            "AttentionConfig",
+            "BlockConfig",
+            "EmbeddingConfig",
+            "ExpertsConfig",
+            "MLPConfig",
+            "NormConfig",
+            "PartConfig",
+        ),
+        "mplug.decoders.sparse": ("SparseDecoderConfig",),
+        "mplug.errors": (
+            "RunError",
+            "UsageError",
+        ),
+        "mplug.gradients.owned_memory": (
+            "Shard",
+            "Shards",
+        ),
+        "mplug.gradients.precision": ("DTYPES",),
+        "mplug.gradients.sinks": (
+            "GradientSink",
+            "Sinks",
+        ),
+        "mplug.layout.gathered": ("GatheredPlacement",),
+        "mplug.layout.mesh": (
+            "Axis",
+            "IndexMap",
+            "Mesh",
+            "contiguous",
+        ),
+        "mplug.layout.ownership": (
+            "Bucket",
+            "Sharding",
+            "Stretch",
+        ),
+        "mplug.layout.placement": (
+            "Box",
+            "Placement",
+        ),
+        "mplug.layout.plan": (
+            "Buffer",
+            "Flops",
+            "Init",
+            "Parameter",
+            "Plan",
+            "Segment",
+            "Stages",
+            "Unit",
+        ),
+        "mplug.model.model": ("Model",),
+        "mplug.model.offers": (
+            "Offer",
+            "Site",
+            "UNIT",
+            "Wrap",
+        ),
+        "mplug.registry.specification": ("hookimpl",),
+        "mplug.registry.tokenizers": (
+            "TokenizerRecord",
+            "describe_tokenizer",
+            "keep_tokenizer",
+            "load_tokenizer",
+            "read_tokenizer",
+        ),
+        "mplug.run.run": ("Run",),
+        "mplug.run.toolchain": ("triton_builds",),
+        "mplug.slot_kinds": ("slots_named",),
+        "mplug.training.map_loader": ("MapLoader",),
+        "mplug.training.stepper": ("DefaultStepper",),
+        "mplug.training.torch_optimizer": ("TorchOptimizer",),
+    },
+)

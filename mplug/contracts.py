@@ -182,8 +182,8 @@ class Optimizer(Protocol):
     """Updates pieces.
 
     Gradients belong to the optimizer, which may overwrite them; the next step writes them anew. By default `step` does
-    not write weights: after it, the host rounds masters into weights, which is one more pass over memory. Optional
-    attributes:
+    not write weights: after it, the host rounds masters into weights, which is one more pass over memory.
+    `mplug.TorchOptimizer` makes one from a fused optimizer of torch. Optional attributes:
 
     - `one_pass` True: `step` writes the weights itself. Afterwards each piece's `weight`, if it has one, is its master
       rounded to nearest. If `skip` is 1, `step` writes no weight.

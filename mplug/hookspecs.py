@@ -133,7 +133,7 @@ def wrap_model(run: "Run", model: "Model") -> None:
     - A plugin that gathers parameters adds the gradient that it has reduced to the sink (`GradientSink.contribute`).
     - If a plugin has declared an axis by `varies`, only that plugin sums over it: the host refuses any other sum.
     - Frozen parameters have no sinks, and a stage may have frozen parameters only. All ranks must still ask for the
-      same process groups.
+      same process groups and name the same axes; the host refuses a run whose ranks name different ones.
     """
 
 

@@ -478,11 +478,13 @@ def test_a_run_without_a_valid_checkpoint_is_refused_with_all_of_them(cli: Cli, 
     assert contents(trained) == before
 
 
-def test_nothing_is_sampled_from_a_damaged_checkpoint(cli: Cli, trained: Path) -> None:
+def test_a_sample_is_of_the_newest_valid_checkpoint_and_reports_the_one_that_it_skips(cli: Cli, trained: Path) -> None:
     DAMAGES["a flipped bit in the weights"](trained / "checkpoints" / "step_00000004")
-    result = cli("generate", "--tokens", "1")
-    assert_refused(result, "runs/done/checkpoints/step_00000004", "damaged", "remove it")
-    assert result.stdout == ""
+    result = cli("generate", "--tokens", "1", "--prompt", "ab")
+    assert result.returncode == 0, result.stderr
+    assert "mplug: skipped: checkpoint 'runs/done/checkpoints/step_00000004' is damaged" in result.stderr
+    assert "mplug: sampling from step 2" in result.stderr
+    assert result.stdout.startswith("ab")
 
 
 def test_without_the_damaged_checkpoint_the_one_before_it_is_used(cli: Cli, trained: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import flip_bit
 from safetensors.torch import load_file
 
 from mplug import hookimpl
@@ -151,9 +152,7 @@ def test_a_damaged_checkpoint_is_found_by_verifying(cli: Cli, tmp_path: Path) ->
     trained(tmp_path / "runs" / "one", {})
     assert cli("checkpoint", "verify").returncode == 0
     path = tmp_path / "runs" / "one" / "checkpoints" / "step_00000004" / "rank00000.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    flip_bit(path)
     result = cli("checkpoint", "verify")
     assert result.returncode == 2
     assert "step 6: 1 files are what was saved" in result.stdout

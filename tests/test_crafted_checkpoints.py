@@ -365,7 +365,7 @@ def test_show_escapes_values_and_names_of_a_checkpoint(crafted: Path, monkeypatc
 WORDS = [
     ("checkpoint", "verify"),
     ("checkpoint", "show", "--step", "2"),
-    ("generate", "--tokens", "1", "--prompt", "a"),
+    ("generate", "--tokens", "1", "--prompt", "a", "--step", "2"),
 ]
 BY_COMMAND = [
     *[("a gap", words) for words in WORDS],

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
@@ -25,18 +26,7 @@ from mplug.testing.harness import EXACT, Trace, difference, tiny_run, train_step
 from mplug.testing.layouts import ranks_of
 
 Settings = dict[str, Any]
-TINY: Settings = {
-    "model.name": "mixtral",
-    "model.num_layers": 2,
-    "model.hidden_size": 32,
-    "model.num_attention_heads": 4,
-    "model.num_kv_heads": 2,
-    "model.vocab_size": 259,
-    "model.init_std": 0.06,
-    "model.ffn_hidden_size": 32,
-    "model.num_experts": 4,
-    "model.aux_loss_coefficient": 0.1,
-}
+TINY: Settings = {**tiny_models.EXPERTS, "model.ffn_hidden_size": 32, "model.aux_loss_coefficient": 0.1}
 PLAIN: Settings = {**TINY, "model.z_loss_coefficient": 0.01, "model.moe_router_jitter": 0.1}
 FINE: Settings = {
     **TINY,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from torch import Tensor
 
@@ -40,18 +41,7 @@ ONLY_NORMS: dict[str, Any] = {
     "model.frozen": ["embedding", "head", "blocks.*.attn.qkv", "blocks.*.attn.out", "blocks.*.mlp", "blocks.*.norm1"]
 }
 TIED: dict[str, Any] = {**FIRST, "model.tie_embeddings": True}
-EXPERTS: dict[str, Any] = {
-    "model.name": "mixtral",
-    "model.num_layers": 2,
-    "model.hidden_size": 32,
-    "model.num_attention_heads": 4,
-    "model.num_kv_heads": 2,
-    "model.vocab_size": 259,
-    "model.init_std": 0.06,
-    "model.ffn_hidden_size": 24,
-    "model.num_experts": 4,
-    "model.expert_bias_rate": 0.05,
-}
+EXPERTS: dict[str, Any] = {**tiny_models.EXPERTS, "model.expert_bias_rate": 0.05}
 STAGE_2 = {"parallel.zero.stage": 2}
 
 

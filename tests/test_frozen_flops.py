@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from mplug_bench.ceilings import attentions, products
 from mplug_bench.measure import checked, facts_of
@@ -16,18 +17,7 @@ from mplug.model.memory import allocate
 from mplug.testing.harness import tiny_run
 
 B, S = 2, 16
-SPARSE = {
-    "model.name": "mixtral",
-    "model.num_layers": 2,
-    "model.hidden_size": 32,
-    "model.num_attention_heads": 4,
-    "model.num_kv_heads": 2,
-    "model.vocab_size": 259,
-    "model.ffn_hidden_size": 24,
-    "model.num_experts": 4,
-    "model.num_shared_experts": 1,
-    "model.shared_expert_gate": True,
-}
+SPARSE: dict[str, Any] = {**tiny_models.EXPERTS, "model.num_shared_experts": 1, "model.shared_expert_gate": True}
 DENSE = {"model.activation": "swiglu", "model.ffn_hidden_size": 64, "model.bias": True}
 CASES = [
     (DENSE, []),

@@ -1,7 +1,9 @@
 """The import graph, derived from the code: no circle, no upward import, and its picture is current."""
 
+import ast
 import runpy
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +52,33 @@ def test_a_circle_is_found_wherever_its_imports_stand(tmp_path: Path, importing:
 def test_an_import_that_runs_upwards_is_found() -> None:
     graph = {"mplug.nn.linear": frozenset({"mplug.run.run"}), "mplug.run.run": frozenset({"mplug.nn.linear"})}
     assert upward(graph) == ["mplug.nn.linear -> mplug.run.run"]
+
+
+# Names that are imported when they are first used.
+
+PUBLISHED = ("mplug", "mplug.commands", "mplug.testing")
+
+
+def declared_in(module: str) -> dict[str, str]:
+    """The names that a module imports under TYPE_CHECKING, each as itself, and the modules that define them."""
+    tree = ast.parse(Path(str(import_module(module).__file__)).read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    imported = [(alias, node.module) for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    return {alias.asname: str(defining) for alias, defining in imported if alias.asname == alias.name}
+
+
+@pytest.mark.parametrize("module", PUBLISHED)
+def test_type_checkers_and_dir_see_the_names_that_are_imported_on_first_use(module: str) -> None:
+    published, declared = import_module(module), declared_in(module)
+    assert sorted(declared) == published.__all__
+    assert set(dir(published)) >= {*declared, "__name__"}
+    for name, defining in declared.items():
+        assert getattr(published, name) is getattr(import_module(defining), name)
+        assert vars(published)[name] is getattr(published, name), "the second use imports nothing"
+
+
+@pytest.mark.parametrize("module", PUBLISHED)
+def test_a_name_that_is_not_published_is_an_attribute_error(module: str) -> None:
+    with pytest.raises(AttributeError, match=f"^module '{module}' has no attribute 'hookimp'$") as raised:
+        _ = import_module(module).hookimp
+    assert (raised.value.name, raised.value.obj) == ("hookimp", import_module(module))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from torch import Tensor
 
@@ -27,18 +28,7 @@ from mplug.training.assembly import Parts, build
 Settings = dict[str, Any]
 FP16: Settings = {"trainer.precision": "fp16"}
 SCALE = 1024.0
-EXPERTS: Settings = {
-    "model.name": "mixtral",
-    "model.num_layers": 2,
-    "model.hidden_size": 32,
-    "model.num_attention_heads": 4,
-    "model.num_kv_heads": 2,
-    "model.vocab_size": 259,
-    "model.init_std": 0.06,
-    "model.ffn_hidden_size": 32,
-    "model.num_experts": 4,
-    "model.aux_loss_coefficient": 1.0,
-}
+EXPERTS: Settings = {**tiny_models.EXPERTS, "model.ffn_hidden_size": 32, "model.aux_loss_coefficient": 1.0}
 
 
 def loss_scale(**fields: float) -> Settings:

@@ -21,10 +21,10 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from checkpoints import flip_bit, valid_in
 
-from mplug.checkpoint.folder import complete, newest, read_valid
+from mplug.checkpoint.folder import complete, newest
 from mplug.checkpoint.names import path_of, step_of
-from mplug.errors import UsageError
 from mplug.testing import WorkerFailed, run_workers
 
 KILLS, DAMAGED = int(os.environ.get("MPLUG_KILLS", "12")), int(os.environ.get("MPLUG_DAMAGED", "6"))
@@ -129,18 +129,12 @@ def die(pids: list[int]) -> None:
 # Damage.
 
 
-def flip(path: Path, draw: random.Random) -> None:
-    data = bytearray(path.read_bytes())
-    data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
-    path.write_bytes(data)
-
-
 def damage(path: Path, draw: random.Random) -> None:
     """Damage a file of a checkpoint in one of the ways of disks and copies."""
     file = draw.choice(sorted(path.iterdir()))
     kind = draw.choice(["flip", "truncate", "remove", "empty", "lengthen"])
     if kind == "flip":
-        flip(file, draw)
+        flip_bit(file, draw.randrange(file.stat().st_size), draw.randrange(8))
     elif kind == "truncate":
         os.truncate(file, draw.randrange(file.stat().st_size))
     elif kind == "remove":
@@ -150,18 +144,6 @@ def damage(path: Path, draw: random.Random) -> None:
     else:
         with file.open("ab") as end:
             end.write(b"\0")
-
-
-def valid(folder: Path) -> list[Path]:
-    """The checkpoints that can be loaded, the oldest first."""
-    found = []
-    for path in complete(folder):
-        try:
-            read_valid(path)
-        except UsageError:
-            continue
-        found.append(path)
-    return found
 
 
 # Journeys.
@@ -225,7 +207,7 @@ def test_a_run_that_is_killed_many_times_ends_like_one_that_nothing_disturbed(
             losses = None
         if (directory / "begun").exists():
             assert int((directory / "begun").read_text()) == begins, "it continues from the newest valid checkpoint"
-        found = valid(directory / "checkpoints")
+        found = valid_in(directory / "checkpoints")
         assert found or not known, "a valid checkpoint was there, and none is left"
         assert not known or step_of(found[-1]) >= begins
         for path in found:
@@ -237,7 +219,7 @@ def test_a_run_that_is_killed_many_times_ends_like_one_that_nothing_disturbed(
             continue
         if damaged and len(found) > 1:
             damage(found[-1], draw)
-            assert valid(directory / "checkpoints") == found[:-1]
+            assert valid_in(directory / "checkpoints") == found[:-1]
             found, damaged = found[:-1], damaged - 1
         known = found
     begins = step_of(known[-1]) if known else 0
@@ -245,7 +227,7 @@ def test_a_run_that_is_killed_many_times_ends_like_one_that_nothing_disturbed(
     assert losses == whole.losses[begins:]
     folder = directory / "checkpoints"
     assert_bitwise(newest(folder), path_of(reference, STEPS))
-    assert complete(folder) == valid(folder)
+    assert complete(folder) == valid_in(folder)
     assert len(complete(folder)) == min(keep, STEPS - begins + len(known))
     assert [path.name for path in folder.glob(".*")] == []
     print(json.dumps({"layout": layout, "keep": keep, "kills": done, "seed": seed}))

@@ -36,7 +36,12 @@ def place(
     mesh: Mesh, shape: tuple[int, ...], *dims: object, over: tuple[str, ...] = ("batch", "sequence")
 ) -> Placement:
     described = Parameter(dims, NORMAL, over=over)  # type: ignore[arg-type]
-    return Placement("w", described, shape, mesh, tuple(range(mesh.world_size)))
+    return Placement("w", described, shape, mesh)
+
+
+def listed(boxes: tuple[Box, ...]) -> tuple[Box, ...]:
+    """The boxes with tuples of ranks."""
+    return tuple(replace(box, copies=tuple(box.copies), partial=tuple(box.partial)) for box in boxes)  # type: ignore[arg-type]
 
 
 # Patterns.
@@ -129,27 +134,27 @@ def test_flops_are_linear_in_tokens_and_in_squared_lengths() -> None:
 
 def test_one_process_holds_everything() -> None:
     placement = place(Mesh.of([], 1), (6, 4), "mlp", "embed")
-    assert placement.boxes(0) == (Box((0, 0), (6, 4), (0, 0), (0,), (0,)),)
+    assert listed(placement.boxes(0)) == (Box((0, 0), (6, 4), (0, 0), (0,), (0,)),)
     assert placement.local_shape(0) == (6, 4)
     assert placement.numel == 24
 
 
 def test_an_output_axis_that_is_split_is_column_parallel() -> None:
     placement = place(mesh_of(tp(2), dp(2)), (8, 3), "mlp", "embed")
-    assert placement.boxes(0) == (Box((0, 0), (4, 3), (0, 0), (0, 2), (0, 2)),)
-    assert placement.boxes(1) == (Box((4, 0), (4, 3), (0, 0), (1, 3), (1, 3)),)
+    assert listed(placement.boxes(0)) == (Box((0, 0), (4, 3), (0, 0), (0, 2), (0, 2)),)
+    assert listed(placement.boxes(1)) == (Box((4, 0), (4, 3), (0, 0), (1, 3), (1, 3)),)
     assert placement.boxes(3) == placement.boxes(1)
     assert [placement.local_shape(rank) for rank in range(4)] == [(4, 3)] * 4
 
 
 def test_an_input_axis_that_is_split_is_row_parallel() -> None:
     placement = place(mesh_of(tp(4)), (3, 8), "embed", Segment("mlp", 8))
-    assert placement.boxes(2) == (Box((0, 4), (3, 2), (0, 0), (2,), (2,)),)
+    assert listed(placement.boxes(2)) == (Box((0, 4), (3, 2), (0, 0), (2,), (2,)),)
 
 
 def test_heads_are_cut_whole() -> None:
     placement = place(mesh_of(tp(2)), (3, 12), "embed", Segment("heads", 4, 3))
-    assert placement.boxes(1) == (Box((0, 6), (3, 6), (0, 0), (1,), (1,)),)
+    assert listed(placement.boxes(1)) == (Box((0, 6), (3, 6), (0, 0), (1,), (1,)),)
 
 
 QKV = (Segment("heads", 8, 2), Segment("kv_heads", 2, 2, "copy"), Segment("kv_heads", 2, 2, "copy"))
@@ -165,7 +170,7 @@ def test_ranks_that_share_a_kv_head_hold_copies_whose_gradients_add_up(
 ) -> None:
     placement = place(mesh_of(tp(4)), (24, 5), QKV, "embed")
     assert placement.local_shape(rank) == (8, 5)
-    assert placement.boxes(rank) == (
+    assert listed(placement.boxes(rank)) == (
         Box((query, 0), (4, 5), (0, 0), (rank,), (rank,)),
         Box((key, 0), (2, 5), (4, 0), copies, copies),
         Box((value, 0), (2, 5), (6, 0), copies, copies),
@@ -175,15 +180,15 @@ def test_ranks_that_share_a_kv_head_hold_copies_whose_gradients_add_up(
 def test_data_parallel_copies_of_a_fused_qkv_add_up_too() -> None:
     placement = place(mesh_of(tp(4), dp(2)), (24, 5), QKV, "embed")
     queries, keys, values = placement.boxes(6)  # dp 1, tp 2
-    assert (queries.start, queries.copies, queries.partial) == ((8, 0), (2, 6), (2, 6))
-    assert (keys.start, keys.copies, keys.partial) == ((18, 0), (2, 3, 6, 7), (2, 3, 6, 7))
-    assert (values.start, values.copies, values.partial) == ((22, 0), (2, 3, 6, 7), (2, 3, 6, 7))
+    assert (queries.start, [*queries.copies], [*queries.partial]) == ((8, 0), [2, 6], [2, 6])
+    assert (keys.start, [*keys.copies], [*keys.partial]) == ((18, 0), [2, 3, 6, 7], [2, 3, 6, 7])
+    assert (values.start, [*values.copies], [*values.partial]) == ((22, 0), [2, 3, 6, 7], [2, 3, 6, 7])
 
 
 def test_kv_heads_that_the_ranks_divide_are_split_and_nobody_shares_them() -> None:
     placement = place(mesh_of(tp(2)), (24,), QKV)
     assert placement.local_shape(1) == (12,)
-    assert placement.boxes(1) == (
+    assert listed(placement.boxes(1)) == (
         Box((8,), (8,), (0,), (1,), (1,)),
         Box((18,), (2,), (8,), (1,), (1,)),
         Box((22,), (2,), (10,), (1,), (1,)),
@@ -193,8 +198,8 @@ def test_kv_heads_that_the_ranks_divide_are_split_and_nobody_shares_them() -> No
 def test_a_vocabulary_that_the_ranks_do_not_divide_is_padded_at_its_end() -> None:
     placement = place(mesh_of(tp(4)), (10, 2), Segment("vocab", 10, uneven="pad"), "embed")
     assert [placement.local_shape(rank) for rank in range(4)] == [(3, 2)] * 4
-    assert placement.boxes(2) == (Box((6, 0), (3, 2), (0, 0), (2,), (2,)),)
-    assert placement.boxes(3) == (Box((9, 0), (1, 2), (0, 0), (3,), (3,)),)
+    assert listed(placement.boxes(2)) == (Box((6, 0), (3, 2), (0, 0), (2,), (2,)),)
+    assert listed(placement.boxes(3)) == (Box((9, 0), (1, 2), (0, 0), (3,), (3,)),)
 
 
 def test_a_rank_may_hold_nothing_but_padding() -> None:
@@ -207,7 +212,7 @@ def test_a_fused_segment_after_a_padded_one_comes_after_its_padding() -> None:
     fused = (Segment("vocab", 5, uneven="pad"), Segment("mlp", 4))
     placement = place(mesh_of(tp(2)), (9,), fused)
     assert placement.local_shape(1) == (5,)
-    assert placement.boxes(1) == (Box((3,), (2,), (0,), (1,), (1,)), Box((7,), (2,), (3,), (1,), (1,)))
+    assert listed(placement.boxes(1)) == (Box((3,), (2,), (0,), (1,), (1,)), Box((7,), (2,), (3,), (1,), (1,)))
 
 
 def test_segments_of_two_dimensions_make_a_box_for_each_pair() -> None:
@@ -236,21 +241,21 @@ def test_a_norm_is_partial_over_what_divides_batch_and_sequence(
     axes: tuple[Axis, ...], partial: tuple[int, ...]
 ) -> None:
     (box,) = place(mesh_of(*axes), (8,), "embed").boxes(0)
-    assert box.copies == (0, 1, 2, 3)
-    assert box.partial == partial
+    assert tuple(box.copies) == (0, 1, 2, 3)
+    assert tuple(box.partial) == partial
 
 
 @pytest.mark.parametrize("named", ["heads", "kv_heads"])
 def test_a_qk_norm_is_partial_over_the_ranks_that_divide_the_heads_too(named: str) -> None:
     placement = place(mesh_of(tp(2), dp(2)), (16,), "head_dim", over=("batch", "sequence", named))
     (box,) = placement.boxes(3)
-    assert box == Box((0,), (16,), (0,), (0, 1, 2, 3), (0, 1, 2, 3))
+    assert listed((box,)) == (Box((0,), (16,), (0,), (0, 1, 2, 3), (0, 1, 2, 3)),)
 
 
 def test_a_split_weight_is_partial_over_context_ranks_and_not_over_sequence_parallel_tensor_ranks() -> None:
     placement = place(mesh_of(tp(2, "sequence"), cp(2)), (8, 3), "mlp", "embed")
     (box,) = placement.boxes(2)  # cp 1, tp 0
-    assert (box.copies, box.partial) == ((0, 2), (0, 2))
+    assert ([*box.copies], [*box.partial]) == ([0, 2], [0, 2])
 
 
 def test_an_expert_is_partial_over_the_data_ranks_of_its_own_view() -> None:
@@ -258,9 +263,9 @@ def test_an_expert_is_partial_over_the_data_ranks_of_its_own_view() -> None:
     mesh = mesh_of(tp(2), dp(4), ep)
     placement = place(mesh, (8, 3), "expert", "embed")
     (box,) = placement.boxes(5)  # expert_data 1, ep 1
-    assert box == Box((2, 0), (2, 3), (0, 0), (1, 5), (1, 5))
+    assert listed((box,)) == (Box((2, 0), (2, 3), (0, 0), (1, 5), (1, 5)),)
     (dense,) = place(mesh, (3,), "embed").boxes(5)
-    assert dense.partial == (1, 3, 5, 7)
+    assert tuple(dense.partial) == (1, 3, 5, 7)
 
 
 def test_data_parallelism_sums_over_what_divides_the_batchs_entries_in_the_view_of_the_parameter() -> None:
@@ -273,9 +278,9 @@ def test_data_parallelism_sums_over_what_divides_the_batchs_entries_in_the_view_
 
 
 def test_only_holders_hold() -> None:
-    stage = Placement("w", VECTOR, (4,), mesh_of(dp(2), tp(2)), (2, 3))
+    stage = Placement("w", VECTOR, (4,), mesh_of(dp(2), tp(2)), "dp", (1,))
     assert stage.boxes(0) == ()
-    assert stage.boxes(2) == (Box((0,), (4,), (0,), (2, 3), (2,)),)
+    assert listed(stage.boxes(2)) == (Box((0,), (4,), (0,), (2, 3), (2,)),)
 
 
 # Refusals.
@@ -413,7 +418,7 @@ def test_copies_are_exactly_the_ranks_that_hold_the_same_box(placement: Placemen
     held = {rank: {(box.start, box.shape) for box in placement.boxes(rank)} for rank in placement.holders}
     for rank in placement.holders:
         for box in placement.boxes(rank):
-            assert box.copies == tuple(r for r in placement.holders if (box.start, box.shape) in held[r])
+            assert tuple(box.copies) == tuple(r for r in placement.holders if (box.start, box.shape) in held[r])
 
 
 @settings(max_examples=80)

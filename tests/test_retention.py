@@ -1,5 +1,6 @@
 """Which checkpoints stay: the newest valid ones. None is removed or replaced before a valid one is visible."""
 
+import json
 import os
 import shutil
 import threading
@@ -8,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import flip_bit, valid_in
 
 from mplug import hookimpl
 from mplug.checkpoint import manifest, retention, saver
 from mplug.checkpoint.choice import choose, newest_readable
 from mplug.checkpoint.folder import OtherVersion, complete, read_manifest, read_valid
 from mplug.checkpoint.names import path_of, step_of
+from mplug.checkpoint.pretrained import pretrained_of
 from mplug.checkpoint.verified import Verified
 from mplug.errors import RunError, UsageError
 from mplug.run.prepare import prepare
@@ -35,11 +38,9 @@ def trained(directory: Path, steps: int, keep: int, resume_from: Path | None = N
     return run.checkpoints
 
 
-def damage(path: Path, file: str = FILE) -> None:
-    """Flip a bit of a file, whose size stays."""
-    data = bytearray((path / file).read_bytes())
-    data[-1] ^= 1
-    (path / file).write_bytes(data)
+def damage(path: Path) -> None:
+    """Flip a bit of a file of a checkpoint."""
+    flip_bit(path / FILE)
 
 
 def steps(folder: Path) -> list[int]:
@@ -48,14 +49,7 @@ def steps(folder: Path) -> list[int]:
 
 def valid(folder: Path) -> list[int]:
     """The steps of the checkpoints that can be loaded."""
-    found = []
-    for path in complete(folder):
-        try:
-            read_valid(path)
-        except UsageError:
-            continue
-        found.append(step_of(path))
-    return found
+    return [step_of(path) for path in valid_in(folder)]
 
 
 # What counts.
@@ -174,6 +168,32 @@ def test_resuming_reports_the_checkpoints_that_it_skips(tmp_path: Path, capfd: p
         "mplug: continuing from step 1",
     ]
     assert valid(folder)[-1] == 4
+
+
+def test_a_new_run_begins_with_the_newest_valid_weights_of_the_run_that_it_names(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = trained(tmp_path / "base", 3, 3)
+    damage(path_of(folder, 3))
+    (path_of(folder, 2) / "checkpoint.json").write_text("{")
+
+    def beginning_with(path: Path) -> Run:
+        settings = {**SETTINGS, "trainer.steps": 1, "checkpoint.pretrained": str(path)}
+        return prepare(tiny_config(settings), directory=tmp_path / "new")
+
+    run = beginning_with(tmp_path / "base")
+    assert pretrained_of(run) == path_of(folder, 3), "before launch, files have the right sizes"
+    train(run)
+    told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("mplug: ")]
+    assert told[0] == f"mplug: skipped: checkpoint '{path_of(folder, 3)}' is damaged: '{FILE}' is not what was saved"
+    assert told[1].startswith(f"mplug: skipped: checkpoint '{path_of(folder, 2)}' is damaged: 'checkpoint.json'")
+    assert told[2:] == ["mplug: beginning with the weights of step 1"]
+    record = json.loads((tmp_path / "new" / "record.json").read_text())
+    assert record["pretrained"] == str(path_of(folder, 1))
+    (path_of(folder, 3) / FILE).unlink()
+    assert pretrained_of(run) == path_of(folder, 1)
+    with pytest.raises(UsageError, match="step_00000003' is damaged"):
+        train(beginning_with(path_of(folder, 3)))
 
 
 def test_without_a_valid_checkpoint_one_error_lists_all(tmp_path: Path) -> None:

@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mplug import Run, hookimpl
+from mplug import Run
 from mplug.checkpoint import opened
 from mplug.checkpoint.choice import choose
 from mplug.checkpoint.folder import newest
 from mplug.checkpoint.plans import KeptPlans
 from mplug.checkpoint.verified import Verified
 from mplug.run.prepare import prepare
-from mplug.testing import run_workers
+from mplug.testing import run_workers, runs
 from mplug.testing.harness import EXACT, as_rank, tiny_config
 from mplug.training.loop import train
 
@@ -36,24 +36,10 @@ SEED = 279
 LAYOUTS = ("", "zero2", "zero4", "tp2zero2", "zero2pp2", "cp2zero2", "dp2zero2", "dp2", "tp2", "tp2pp2")
 
 
-class Losses:
-    """The losses of a run's steps."""
-
-    def __init__(self) -> None:
-        self.told: list[float] = []
-
-    @hookimpl
-    def step_finished(self, record: dict[str, Any]) -> None:
-        self.told.append(record["loss"])
-
-
 def trained(settings: dict[str, Any], steps: int, directory: Path, resume_from: Path | None = None) -> list[float]:
     """Be one rank of a run that is saved at its end: its losses."""
-    losses = Losses()
     config = tiny_config({**SMALL, **settings, "trainer.steps": steps})
-    run: Run = as_rank(prepare(config, {"host/losses": losses}, directory))
-    train(run, resume_from)
-    return losses.told
+    return runs.trained(config, directory, resume_from=resume_from).losses
 
 
 def resaved(settings: dict[str, Any], directory: Path, resume_from: Path) -> None:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from mplug import Offer, Site, Wrap
 from mplug.model.fill import sites
 from mplug.model.selection import Selection, select
-from mplug.nn import Attention, AttentionInputs, AttentionSpec
+from mplug.nn import Attention, AttentionInputs, AttentionSpec, scaled_dot_product
 from mplug.nn.arguments import by_arguments, by_either, by_specification, takes_specification, wrapped
-from mplug.nn.attention import attention, scaled_dot_product
+from mplug.nn.attention import attention
 from mplug.nn.parts import PLAIN_PARTS, parts_of
 
 H, G, K, V, R = 4, 2, 6, 10, 2

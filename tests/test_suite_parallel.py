@@ -109,7 +109,7 @@ FAULTS = {
             'def shard_model(self, run: "Run", model: "Model") -> None:',
             "    from dataclasses import replace",
             "    for name, placement in model.placements.items():",
-            "        model.placements[name] = replace(placement, holders=(run.rank,))",
+            "        model.placements[name] = replace(placement, stage_axis='ulys', stages=(run.rank,))",
         ),
         "test_its_layouts_are_data",
         "ranks 0 and 1 disagree on where",

@@ -62,15 +62,6 @@ def no_handler_outlives_its_run() -> Iterator[None]:
         handler.close()
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small gain nothing from more, and threads wait for each other where the machine is busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def fields(tiny: list[str], text_file: Path) -> list[str]:
     """The tiny run on the small text, as assignments."""

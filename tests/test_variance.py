@@ -17,6 +17,8 @@ from mplug.testing.harness import tiny_run, train_ranks
 Plant = Callable[..., None]
 DECLARED = 'return Variance(REASON, tolerance=2.0**-6, sums=("squeeze",))'
 BEFORE_OTHERS = "layer = -1"
+SUMMED = "sinks.reduced_over.update(*summed.values())"
+FIRST_STAGE = {"model.frozen": ["embedding", "blocks.0", "blocks.1"]}
 
 
 class Squeezed(ParallelSuite):
@@ -78,7 +80,7 @@ def test_replicas_that_would_sum_in_its_stead_are_refused(plant: Plant) -> None:
 
 
 def test_a_sum_that_is_left_to_the_host_is_refused(plant: Plant) -> None:
-    plant("acme-squeeze", "if run.groups is not None:", "if not run.groups:")
+    plant("acme-squeeze", SUMMED, "")
     with pytest.raises(UsageError, match=r"parallel/squeeze declares .* does not name the axis in sinks.reduced_over"):
         train_ranks(2, Squeezed.at("squeeze2"))
 
@@ -90,6 +92,22 @@ def test_with_strategies_that_leave_it_its_axis_gradients_are_compressed(plant: 
     """The suite compares with the declared tolerance, and requires an error above that of rounding."""
     plant("acme-squeeze")
     require_parity(layout)
+
+
+# Stages of frozen parameters only.
+
+
+def test_a_stage_without_trained_parameters_names_the_axes_of_the_others(plant: Plant) -> None:
+    plant("acme-squeeze")
+    Squeezed()._require_parity("squeeze2pp2", FIRST_STAGE)
+
+
+def test_ranks_that_name_different_axes_are_refused(plant: Plant) -> None:
+    plant("acme-squeeze", SUMMED, "sinks.reduced_over.update(*(trained[name] for name in sinks))")
+    with pytest.raises(
+        UsageError, match=r"squeeze names the axis 'squeeze' in .*reduced_over on rank 2, and not on ra"
+    ):
+        train_ranks(4, {**Squeezed.at("squeeze2pp2"), **FIRST_STAGE})
 
 
 # What users and authors see.

@@ -41,15 +41,18 @@ def held_boxes(placement: Placement, tensor: Tensor, rank: int) -> Boxed:
     A scalar belongs to the whole parameter, and every holder has it.
     """
     if tensor.dim() == 0:
-        return Boxed((), {(): tensor} if rank in placement.holders else {})
+        return Boxed((), {(): tensor} if placement.holds(rank) else {})
     return Boxed(placement.shape, {box.start: region(tensor, box) for box in placement.boxes(rank)})
 
 
 def owned_boxes(placement: Placement, tensor: Tensor, rank: int) -> Boxed:
-    """What a rank holds first of one of a parameter's tensors: what it writes."""
+    """The boxes of one of a parameter's tensors that a rank writes: it is their first holder.
+
+    The first holder of the parameter's first element writes a scalar.
+    """
+    boxes = [box for box in placement.boxes(rank) if box.copies.first == rank]
     if tensor.dim() == 0:
-        return Boxed((), {(): tensor} if rank == min(placement.holders) else {})
-    boxes = (box for box in placement.boxes(rank) if min(box.copies) == rank)
+        return Boxed((), {(): tensor} if any(not any(box.start) for box in boxes) else {})
     return Boxed(placement.shape, {box.start: region(tensor, box) for box in boxes})
 
 

@@ -32,11 +32,11 @@ class Choice:
     manifest: "Facts"
     skipped: tuple[str, ...] = ()
 
-    def lines(self) -> list[str]:
-        """What to report: nothing where no checkpoint was skipped."""
+    def lines(self, use: str = "continuing from") -> list[str]:
+        """What to report: nothing where no checkpoint was skipped. `use` is what is done with the chosen step."""
         if not self.skipped:
             return []
-        return [*(f"skipped: {reason}" for reason in self.skipped), f"continuing from step {step_of(self.path)}"]
+        return [*(f"skipped: {reason}" for reason in self.skipped), f"{use} step {step_of(self.path)}"]
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,7 @@ def choose(run: "Run", path: Path, verified: Verified) -> Chosen:
     skipped: list[str] = []
     for candidate in from_rank(run, 0, _not_newer(path) if run.rank == 0 else []):
         try:
-            opened = open_together(run, candidate)
-            _refuse_damaged_share(run, opened, verified)
+            opened = _open_valid(run, candidate, verified)
         except OtherVersion:
             raise
         except UsageError as fault:  # the same on all ranks
@@ -82,6 +81,20 @@ def choose(run: "Run", path: Path, verified: Verified) -> Chosen:
             continue
         return Chosen(candidate, opened.facts, tuple(skipped), opened=opened)
     raise _none_is_valid(path.parent, skipped)
+
+
+def _open_valid(run: "Run", path: Path, verified: Verified) -> Opened:
+    """A checkpoint whose files match their checksums. If a save replaces it meanwhile, the new one."""
+    opened = open_together(run, path)
+    while True:
+        try:
+            _refuse_damaged_share(run, opened, verified)
+            return opened
+        except (UsageError, RunError):  # the same on all ranks
+            newer = open_together(run, path)
+            if newer.checksum == opened.checksum:
+                raise
+            opened = newer
 
 
 def _refuse_damaged_share(run: "Run", opened: Opened, verified: Verified) -> None:

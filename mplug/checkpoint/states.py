@@ -7,6 +7,7 @@ from mplug.checkpoint.folder import read_manifest
 from mplug.checkpoint.index import shapes_of
 from mplug.checkpoint.opened import open_together
 from mplug.checkpoint.saver import load, refuse_another
+from mplug.checkpoint.verified import Verified
 from mplug.errors import RunError, UsageError
 from mplug.model.build import allocate_parts, build_model, states_without_memory
 from mplug.model.model import Model
@@ -28,10 +29,11 @@ def refuse_unsavable_states(run: Run, model: Model, resume_from: Path | None = N
         refuse_another(resume_from, shapes_of(read_manifest(resume_from)), state)
 
 
-def load_for_inference(run: Run, path: Path) -> Model:
+def load_for_inference(run: Run, path: Path, verified: Verified | None = None) -> Model:
     """The model of a run with a checkpoint's weights, without gradients or optimizer.
 
-    A run that goes on may replace the checkpoint meanwhile: the new one is loaded then.
+    Files in `verified` are not read to compare their checksums. If a run replaces the checkpoint meanwhile, the new one
+    is loaded.
     """
     opened, model = open_together(run, path), build_model(run)
     described = {f"{name}/weight": Boxed(placement.shape, {}) for name, placement in model.placements.items()}
@@ -43,7 +45,7 @@ def load_for_inference(run: Run, path: Path) -> Model:
     }
     while True:
         try:
-            load(run, opened, weights | buffer_boxes(model, run.rank, held_boxes))
+            load(run, opened, weights | buffer_boxes(model, run.rank, held_boxes), verified)
             return model
         except (UsageError, RunError):  # the same on all ranks
             newer = open_together(run, path)

@@ -86,17 +86,16 @@ def _grouped(names: list[str]) -> dict[str, list[str]]:
 
 
 def _units(run: "Run", model: "Model") -> str:
+    from mplug.layout.names import modules_around
+
     rows = []
     frozen = any(not placement.parameter.trainable for placement in model.placements.values())
+    around = {name: set(modules_around(name)) for name in model.placements}
     for stage, names in enumerate(model.stages.units):
-        for members in _grouped(list(names)).values():
-            unit = next(unit for unit in model.plan.units if unit.name == members[0])
-            own = [
-                placement
-                for name, placement in model.placements.items()
-                if any(name.startswith(f"{member}.") for member in members)
-            ]
-            which = members[0] if len(members) == 1 else f"{members[0]} to {members[-1].rpartition('.')[2]}"
+        for units in _grouped(list(names)).values():
+            unit, members = next(unit for unit in model.plan.units if unit.name == units[0]), set(units)
+            own = [placement for name, placement in model.placements.items() if not members.isdisjoint(around[name])]
+            which = units[0] if len(units) == 1 else f"{units[0]} to {units[-1].rpartition('.')[2]}"
             takes = (*unit.inputs, *(name for name in unit.optional if name in run.entries))
             counts = (f"{_elements(own):,}", f"{_frozen_elements(own):,}")[: 1 + frozen]
             rows.append((stage, which, len(members), ", ".join(takes), ", ".join(unit.outputs), *counts))
@@ -187,13 +186,11 @@ def _placements(model: "Model", rank: int) -> str:
 
 def _shards(run: "Run", model: "Model") -> str:
     """A table of the sharded optimizer state: for each set of axes, the buckets and this rank's elements."""
-    from mplug.layout.ownership import owner_of
-
     assert model.sharding is not None
     rows = []
     for axes, copied in dict.fromkeys((one.axes, one.copied) for one in model.sharding.buckets):
         buckets = [one for one in model.sharding.buckets if (one.axes, one.copied) == (axes, copied)]
-        owner = owner_of(run.mesh, run.rank, axes)
+        owner = run.mesh.number(run.rank, axes)
         own = sum(stretch.length for bucket in buckets for stretch, _ in bucket.owned(owner))
         counts = (len(buckets), sum(len(one.names) for one in buckets), f"{sum(one.length for one in buckets):,}")
         rows.append((", ".join(axes), ", ".join(copied) or "-", *counts, f"{own:,}"))

@@ -10,13 +10,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mplug.contracts import Tokenizer
+    from mplug.model.model import Model
     from mplug.model.sampling import Sampling
     from mplug.run.run import Run
 
 
 @click.command()
 @click.option("--name", type=RunName(), help="The run to sample from; without it, the newest.")
-@click.option("--step", type=click.IntRange(0), help="The checkpoint to sample from; without it, the newest.")
+@click.option("--step", type=click.IntRange(0), help="The checkpoint to sample from; without it, the newest valid one.")
 @click.option("--prompt", default="def ", show_default=True, help="Text that the sample continues.")
 @click.option("--tokens", default=300, show_default=True, type=click.IntRange(1, 10**9), help="Tokens to add.")
 @click.option("--temperature", default=0.8, show_default=True, type=Finite(0), help="0 takes the likeliest.")
@@ -66,16 +67,34 @@ def command(
     if not encoded:
         raise UsageError("--prompt is empty; give at least one character to continue")
     sampling = Sampling(temperature, top_k, top_p, seed, getattr(tokenizer, "vocab_size", None))
-    _print(run, checkpoint, tokenizer, encoded, tokens, sampling)
+    model = _loaded(run, checkpoint) if step is not None else _loaded_from_newest_valid(run, checkpoint)
+    _print(run, model, tokenizer, encoded, tokens, sampling)
+
+
+def _loaded(run: "Run", checkpoint: "Path") -> "Model":
+    from mplug.checkpoint.states import load_for_inference
+
+    return load_for_inference(run, checkpoint)
+
+
+def _loaded_from_newest_valid(run: "Run", newest: "Path") -> "Model":
+    """The model of the newest valid checkpoint; report those that are skipped, as `mplug train --resume` does."""
+    from mplug.checkpoint.choice import choose
+    from mplug.checkpoint.states import load_for_inference
+    from mplug.checkpoint.verified import Verified
+
+    verified = Verified()
+    choice = choose(run, newest, verified)
+    for line in choice.lines("sampling from"):
+        click.echo(f"mplug: {line}", err=True)
+    return load_for_inference(run, choice.path, verified)
 
 
 def _print(
-    run: "Run", checkpoint: "Path", tokenizer: "Tokenizer", encoded: list[int], count: int, sampling: "Sampling"
+    run: "Run", model: "Model", tokenizer: "Tokenizer", encoded: list[int], count: int, sampling: "Sampling"
 ) -> None:
-    from mplug.checkpoint.states import load_for_inference
     from mplug.model.sampling import sample
 
-    model = load_for_inference(run, checkpoint)
     tokens, written = list(encoded), tokenizer.decode(encoded)
     click.echo(written, nl=False)
     for token in sample(model, encoded, count, run.config.trainer.seq_length, sampling):

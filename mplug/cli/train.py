@@ -136,8 +136,8 @@ def command(
     refuse_beyond_memory(run, model, world)
     refuse_other_micro_batches(model, since)
     refuse_unsavable_states(run, model, readable.path if readable else None)
-    pretrained = None if resume_from else pretrained_of(run)
-    if pretrained is not None and looks:
+    pretrained = pretrained_of(run) if looks and not resume_from else None
+    if pretrained is not None:
         refuse_another_model(pretrained, model)
     if first:
         claim = claim or claim_new(lock, run, name)

@@ -76,17 +76,26 @@ class Launcher:
     """Where a launcher describes a process. The functions return None for what the environment does not hold."""
 
     name: str
-    rank: str
-    size: str
-    local_rank: str
+    variables: tuple[str, str, str]
+    """The variables of a process's rank, of the number of processes, and of the rank among those of its machine."""
     local_size: Callable[[Environment], int | None]
-    address: Callable[[Environment], str | None]
-    port: Callable[[Environment], int]
-    job: Callable[[Environment], str]
-    marks: tuple[str, ...]
-    """The variables that belong to this launcher alone: with all of them, the others must be there too."""
     remedy: str
     """How to give the processes MASTER_ADDR."""
+    job: tuple[str, ...] = ()
+    """The variables that together identify the job."""
+    address: Callable[[Environment], str | None] = lambda _: None
+    port: Callable[[Environment], int] = lambda _: DEFAULT_PORT
+    own: tuple[str, ...] = ()
+    """Variables besides rank and size by which this launcher is recognized."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The variables that belong to this launcher alone: with all of them, the others must be there too."""
+        return (*self.variables[:2], *self.own)
+
+    def job_in(self, environment: Environment) -> str:
+        """What distinguishes this job from others of the launcher; empty if the launcher gives nothing."""
+        return ".".join(environment.get(name, "") for name in self.job)
 
 
 def launched(environment: Environment = os.environ) -> World | None:
@@ -102,10 +111,11 @@ def launched(environment: Environment = os.environ) -> World | None:
 
 
 def _world(launcher: Launcher, environment: Environment) -> World | None:
-    size = _number(launcher, environment, launcher.size)
+    rank_in, size_in, local_rank_in = launcher.variables
+    size = _number(launcher, environment, size_in)
     if size <= 1:
         return None
-    rank, local_rank = (_number(launcher, environment, name) for name in (launcher.rank, launcher.local_rank))
+    rank, local_rank = (_number(launcher, environment, name) for name in (rank_in, local_rank_in))
     local_size = launcher.local_size(environment)
     if rank >= size or not local_rank < (local_size or size) <= size:
         raise UsageError(
@@ -124,7 +134,9 @@ def _world(launcher: Launcher, environment: Environment) -> World | None:
             f"set MASTER_ADDR to the machine of rank 0: {launcher.remedy}"
         )
     port = _port(environment["MASTER_PORT"]) if environment.get("MASTER_PORT") else launcher.port(environment)
-    return World(rank, size, local_rank, launcher.name, local_size, address, port, launcher.job(environment), derived)
+    return World(
+        rank, size, local_rank, launcher.name, local_size, address, port, launcher.job_in(environment), derived
+    )
 
 
 def _number(launcher: Launcher, environment: Environment, name: str) -> int:
@@ -203,10 +215,6 @@ def _slurm_job_address(environment: Environment) -> str | None:
     return first_host(environment.get("SLURM_JOB_NODELIST", ""))
 
 
-def _slurm_job(environment: Environment) -> str:
-    return ".".join(environment.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-
-
 def _slurm_port(environment: Environment) -> int:
     """The first port that `srun --resv-ports` has reserved; else one that differs between jobs, and between steps.
 
@@ -241,67 +249,44 @@ def _is_reachable(address: str) -> bool:
     return not (parsed.is_loopback or parsed.is_link_local)
 
 
-def _open_mpi_job(environment: Environment) -> str:
-    return environment.get("PMIX_NAMESPACE", "")
-
-
 def _open_mpi_port(environment: Environment) -> int:
-    job = _open_mpi_job(environment)
+    job = environment.get("PMIX_NAMESPACE", "")
     return PORTS[zlib.crc32(job.encode()) % len(PORTS)] if job else DEFAULT_PORT
-
-
-def _none(environment: Environment) -> None:
-    return None
 
 
 LAUNCHERS = (
     Launcher(
-        name="torchrun",
-        rank="RANK",
-        size="WORLD_SIZE",
-        local_rank="LOCAL_RANK",
-        local_size=_integer("LOCAL_WORLD_SIZE"),
-        address=_none,
-        port=lambda _: DEFAULT_PORT,
-        job=lambda environment: environment.get("TORCHELASTIC_RUN_ID", ""),
-        marks=("RANK", "WORLD_SIZE"),
+        "torchrun",
+        ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+        _integer("LOCAL_WORLD_SIZE"),
         remedy="export MASTER_ADDR=HOST on every machine",
+        job=("TORCHELASTIC_RUN_ID",),
     ),
     Launcher(
-        name="mpirun",
-        rank="OMPI_COMM_WORLD_RANK",
-        size="OMPI_COMM_WORLD_SIZE",
-        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-        local_size=_integer("OMPI_COMM_WORLD_LOCAL_SIZE"),
+        "mpirun",
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+        _integer("OMPI_COMM_WORLD_LOCAL_SIZE"),
+        remedy="mpirun -x MASTER_ADDR=HOST ...",
+        job=("PMIX_NAMESPACE",),
         address=_open_mpi_address,
         port=_open_mpi_port,
-        job=_open_mpi_job,
-        marks=("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-        remedy="mpirun -x MASTER_ADDR=HOST ...",
     ),
     Launcher(
-        name="mpiexec",
-        rank="PMI_RANK",
-        size="PMI_SIZE",
-        local_rank="MPI_LOCALRANKID",
-        local_size=_integer("MPI_LOCALNRANKS"),
-        address=_slurm_job_address,
-        port=lambda _: DEFAULT_PORT,
-        job=lambda _: "",
-        marks=("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),  # srun --mpi=pmi2 sets the first two as well
+        "mpiexec",
+        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+        _integer("MPI_LOCALNRANKS"),
         remedy="mpiexec -genv MASTER_ADDR HOST ...",
+        address=_slurm_job_address,
+        own=("MPI_LOCALRANKID",),  # srun --mpi=pmi2 sets the first two variables as well
     ),
     Launcher(
-        name="srun",
-        rank="SLURM_PROCID",
-        size="SLURM_STEP_NUM_TASKS",
-        local_rank="SLURM_LOCALID",
-        local_size=_slurm_local_size,
+        "srun",
+        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),  # a batch script has the first, and no step
+        _slurm_local_size,
+        remedy="export MASTER_ADDR=HOST before srun",
+        job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
         address=_slurm_address,
         port=_slurm_port,
-        job=_slurm_job,
-        marks=("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),  # a batch script has the first, and no step
-        remedy="export MASTER_ADDR=HOST before srun",
     ),
 )
 """The launchers in the order in which they are looked for: an inner one, such as mpirun inside a Slurm job, first."""

@@ -20,7 +20,7 @@ def owned_gradients(pieces: Iterable[Piece], rank: int) -> list[Tensor]:
         region(piece.gradient, box)
         for piece in pieces
         for box in piece.placement.boxes(rank)
-        if min(box.copies) == rank
+        if box.copies.first == rank
     ]
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mplug.contracts import Piece
 from mplug.gradients.precision import wide
-from mplug.layout.ownership import Bucket, Sharding, Stretch, owner_of
+from mplug.layout.ownership import Bucket, Sharding, Stretch
 from mplug.layout.placement import Placement
 
 
@@ -97,7 +97,7 @@ class Shards:
         self.placements = {name: sharding.placed(placements[name]) for name in sharding.of}
         mesh = next(iter(placements.values())).mesh
         self.all = [
-            Shard(bucket, owner_of(mesh, rank, bucket.axes), device, dtype, sharding.transient)
+            Shard(bucket, mesh.number(rank, bucket.axes), device, dtype, sharding.transient)
             for bucket in sharding.buckets
         ]
         self._of = {name: shard for shard in self.all for name in shard.bucket.names}

@@ -5,6 +5,7 @@ For every gradient, the host sums over the axes over which its placement says th
 under sequence parallelism, QK-norms, KV heads that several ranks hold, tied embeddings on two stages.
 """
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor
 from mplug.contracts import Piece
 from mplug.gradients.precision import wide
 from mplug.gradients.region import region
-from mplug.layout.placement import Box, Placement
+from mplug.layout.placement import Placement
+from mplug.layout.ranks import Ranks
 from mplug.run.run import Run
 
 IN_PLACE = 1 << 18
@@ -27,38 +29,22 @@ class Reduction:
     def __init__(
         self, run: Run, placements: Mapping[str, Placement], reduced_over: Collection[str], pieces: list[Piece]
     ) -> None:
-        self.run, self.done = run, reduced_over
+        self.run = run
         self.sums: list[tuple[dist.ProcessGroup | None, list[Tensor]]] = []
         if run.groups is None:
             return
         trained = [placement for placement in placements.values() if placement.parameter.trainable]
-        different = {(p.parameter, p.shape, p.holders): p for p in trained}  # blocks are alike
-        families = {
-            self._left(placement, box, rank)
-            for placement in different.values()
-            for rank in placement.holders
-            for box in placement.boxes(rank)
-        }
-        wanted = sorted(ranks for ranks in families if len(ranks) > 1)
-        run.groups.of(wanted)  # a collective: all ranks make all groups
-        for ranks in wanted:
-            views = [
-                region(piece.gradient, box)
-                for piece in pieces
-                for box in piece.placement.boxes(run.rank)
-                if self._left(piece.placement, box, run.rank) == ranks
-            ]
-            if views:
-                self.sums.append((run.groups.of([ranks]), views))
-
-    def _left(self, placement: Placement, box: Box, rank: int) -> tuple[int, ...]:
-        """The ranks over which a box's gradient is still partial after the sums of listeners.
-
-        Only the axes in `placement.partial_axes` count: a listener along an axis of another view has not summed it.
-        """
-        mesh, done = self.run.mesh, [axis for axis in self.done if axis in placement.partial_axes]
-        own = [mesh.index(rank, axis) for axis in done]
-        return tuple(other for other in box.partial if [mesh.index(other, axis) for axis in done] == own)
+        different = {(one.parameter, one.shape, one.stages): one for one in trained}  # blocks are alike
+        left = [part.partial for one in different.values() for part in one.after_summing(reduced_over).regions]
+        views = defaultdict[Ranks, list[Tensor]](list)
+        for piece in pieces:
+            for box in piece.placement.after_summing(reduced_over).boxes(run.rank):
+                views[box.partial].append(region(piece.gradient, box))
+        different_groups = {grouping.leader: grouping for grouping in left if grouping.size > 1}
+        for grouping in different_groups.values():  # in the order of the plan, on every rank
+            group, own = run.groups.of(grouping), grouping.of(run.rank)
+            if len(own) > 1 and own in views:
+                self.sums.append((group, views[own]))
 
     def finish(self) -> None:
         """Sum the gradients that are still partial, and wait for the sums."""

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mplug.errors import UsageError
-from mplug.layout.placement import Box, Placement
+from mplug.layout.placement import Box, Cut, Placement, facts_of
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GatheredPlacement(Placement):
     """A placement whose rows are sharded along a mesh axis: each rank keeps a range of rows, cut by `torch.chunk`.
 
@@ -35,15 +35,8 @@ class GatheredPlacement(Placement):
                 f"name one of their strategies in the layout"
             )
         assert axis in placement.data_axes, f"the gradient of '{placement.name}' is not partial over axis '{axis}'"
-        return cls(
-            placement.name,
-            placement.parameter,
-            placement.shape,
-            placement.mesh,
-            placement.holders,
-            axis,
-            in_host_memory,
-        )
+        facts = facts_of(replace(placement, apart=(axis,), summed=(axis,)))
+        return cls(**facts, axis=axis, in_host_memory=in_host_memory)
 
     @property
     def gathered_along(self) -> str | None:
@@ -61,18 +54,13 @@ class GatheredPlacement(Placement):
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """The shape of the rows that the rank keeps."""
-        rows, *rest = self.gathered_shape(rank)
-        return (len(self._rows(rank, rows)), *rest)
+        rows = self._rows(rank)
+        return (len(rows), *self.gathered_shape(rank)[1:])
 
     def boxes(self, rank: int) -> tuple[Box, ...]:
         """The parts of the gathered tensor's boxes that lie in the rank's rows."""
-        whole = super().boxes(rank)
-        if not whole:
-            return ()
-        rows = self._rows(rank, self.gathered_shape(rank)[0])
-        index = self.mesh.index(rank, self.axis)
-        found = []
-        for box in whole:
+        rows, found = self._rows(rank), list[Box]()
+        for box in super().boxes(rank):
             first, last = box.offset[0], box.offset[0] + box.shape[0]
             start, stop = max(first, rows.start), min(last, rows.stop)
             if start < stop:
@@ -82,15 +70,9 @@ class GatheredPlacement(Placement):
                         start=(box.start[0] + start - first, *box.start[1:]),
                         shape=(stop - start, *box.shape[1:]),
                         offset=(start - rows.start, *box.offset[1:]),
-                        copies=tuple(other for other in box.copies if self.mesh.index(other, self.axis) == index),
                     )
                 )
         return tuple(found)
-
-    @cached_property
-    def partial_axes(self) -> tuple[str, ...]:
-        """The partial axes without the gathering axis: the sink receives gradients that are summed over it."""
-        return tuple(axis for axis in super().partial_axes if axis != self.axis)
 
     @cached_property
     def cut_by(self) -> tuple[str, ...]:
@@ -98,11 +80,19 @@ class GatheredPlacement(Placement):
         cut = super().cut_by
         if len(self.dims) != 2 or self.axis in cut:
             return cut
-        whole = {(box.start, box.shape) for rank in self.holders for box in super(GatheredPlacement, self).boxes(rank)}
-        kept = {(box.start, box.shape) for rank in self.holders for box in self.boxes(rank)}
-        return cut if kept <= whole else (*cut, self.axis)
+        return (*cut, self.axis) if any(map(self._divides_rows, self.cuts[0])) else cut
 
-    def _rows(self, rank: int, count: int) -> range:
-        each = -(-count // self.mesh.axes[self.axis].size)
-        start = min(self.mesh.index(rank, self.axis) * each, count)
-        return range(start, min(start + each, count))
+    def _divides_rows(self, cut: Cut) -> bool:
+        """Whether a boundary of rows falls inside a segment's part on some rank, not between parts or into padding."""
+        size = self.mesh.axes[cut.axis].size if cut.axis else 1
+        longest = max(cut.range_at(index)[1] for index in range(size))
+        return (cut.offset // self._rows_each + 1) * self._rows_each < cut.offset + longest
+
+    @cached_property
+    def _rows_each(self) -> int:
+        return max(1, -(-self.gathered_shape(0)[0] // self.mesh.axes[self.axis].size))
+
+    def _rows(self, rank: int) -> range:
+        rows, each = self.gathered_shape(rank)[0], self._rows_each
+        start = min(self.mesh.index(rank, self.axis) * each, rows)
+        return range(start, min(start + each, rows))

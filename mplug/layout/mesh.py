@@ -8,9 +8,10 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import pairwise
 
 from mplug.errors import UsageError, listed, suggest
+from mplug.layout.ranks import Grouping, Ranks
 
 IndexMap = Callable[[int, int, int], tuple[range, ...]]
 """(length, size, index) -> the ranges of a dimension of `length` that the `index`-th of `size` ranks holds."""
@@ -145,24 +146,36 @@ class Mesh:
         """The index of `rank` along one axis; 0 along an axis that the mesh does not have."""
         return self.coordinates(rank, self._view_of(axis))[axis] if axis in self.axes else 0
 
-    def group(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The ranks that differ from `rank` only along `axes` (of one view), in rank order, including `rank`."""
+    def group(self, rank: int, *axes: str) -> Ranks:
+        """The ranks that differ from `rank` only along `axes` (of one view), including `rank`."""
+        return self.grouping(*axes).of(rank)
+
+    def grouping(self, *axes: str) -> Grouping:
+        """The partition of all ranks into groups that differ only along `axes` (of one view)."""
         present = [axis for axis in axes if axis in self.axes]
-        if not present:
-            return (rank,)
         view = self.views[self._view_of(*present)]
-        own = self.coordinates(rank, self._view_of(*present))
-        choices = [range(axis.size) if axis.name in present else (own[axis.name],) for axis in view]
-        return tuple(sorted(self._rank(view, indices) for indices in product(*choices)))
+        sizes = tuple(axis.size for axis in view)
+        together = tuple(axis.size if axis.name in present else 1 for axis in view)
+        return Grouping(tuple(axis.name for axis in view), sizes, together)
+
+    @property
+    def everyone(self) -> Grouping:
+        """All ranks in one group."""
+        return Grouping(("",), (self.world_size,), (self.world_size,))
+
+    def number(self, rank: int, axes: Collection[str]) -> int:
+        """The number of `rank` among the ranks that differ from it only along `axes` (of one view), in rank order."""
+        number, view = 0, self._view_of(*axes)
+        own = self.coordinates(rank, view)
+        for axis in self.views[view]:
+            if axis.name in axes:
+                number = number * axis.size + own[axis.name]
+        return number
 
     def batch_shard(self, rank: int) -> tuple[int, int]:
         """(index, count): this rank reads part `index` of the `count` equal parts of the global batch."""
-        index, count = 0, 1
-        own = self.coordinates(rank)
-        for axis in self.views["attention"]:
-            if "batch" in axis.entries:
-                index, count = index * axis.size + own[axis.name], count * axis.size
-        return index, count
+        axes = [axis for axis in self.views["attention"] if "batch" in axis.entries]
+        return self.number(rank, [axis.name for axis in axes]), math.prod(axis.size for axis in axes)
 
     def place(self, rank: int, flowing: Collection[str], weights: str) -> int:
         """The number of `rank` among the ranks that compute different parts of a result; the slowest axis counts most.
@@ -171,24 +184,18 @@ class Mesh:
         of the inputs, or the named axis `weights` of the weights. Ranks that differ only along other axes compute the
         same part and have the same place.
         """
-        place, own = 0, self.coordinates(rank)
-        for axis in self.views["attention"]:
-            if axis.divides(weights) or not {*axis.entries, *axis.activations}.isdisjoint(flowing):
-                place = place * axis.size + own[axis.name]
-        return place
+        dividing = [
+            axis.name
+            for axis in self.views["attention"]
+            if axis.divides(weights) or not {*axis.entries, *axis.activations}.isdisjoint(flowing)
+        ]
+        return self.number(rank, dividing)
 
     def _view_of(self, *axes: str) -> str:
         for view, members in self.views.items():
             if set(axes) <= {axis.name for axis in members}:
                 return view
         raise ValueError(f"no view of the mesh holds all of {listed(axes)}")
-
-    @staticmethod
-    def _rank(view: tuple[Axis, ...], indices: tuple[int, ...]) -> int:
-        rank = 0
-        for axis, index in zip(view, indices, strict=True):
-            rank = rank * axis.size + index
-        return rank
 
 
 def _refuse_shared_within(axes: list[Axis]) -> None:

@@ -1,7 +1,7 @@
 """Dotted names of modules and parameters: patterns with '*', and roles."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 def compiled(pattern: str) -> re.Pattern[str]:
@@ -26,3 +26,9 @@ def _expression(pattern: str) -> str:
 def role_of(name: str) -> str:
     """A name with its indices starred: 'blocks.3.attn' -> 'blocks.*.attn'."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
+
+
+def modules_around(name: str) -> Iterator[str]:
+    """The modules that a parameter lies in, the outermost first: 'blocks', 'blocks.3', 'blocks.3.attn', ..."""
+    parts = name.split(".")
+    return (".".join(parts[:count]) for count in range(1, len(parts)))

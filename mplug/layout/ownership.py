@@ -7,11 +7,12 @@ placements of the pieces, which describe a flat range of a tensor as boxes, like
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Self
 
-from mplug.layout.mesh import Mesh
-from mplug.layout.placement import Box, Placement
+from mplug.layout.placement import Box, Placement, facts_of
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class Bucket:
 
     Elements between them, and after the last up to `length`, are padding. The ranks along the mesh axes `axes` hold the
     same bucket, and each owns some of the `stretches`, which are in order. A rank owns at most one contiguous range of
-    a tensor. `copied` are the other axes over which the gradients are partial.
+    a tensor. Without `stretches`, the ranks own `num_owners` equal parts, in order. `copied` are the other axes over
+    which the gradients are partial.
     """
 
     names: tuple[str, ...]
@@ -42,32 +44,50 @@ class Bucket:
     sizes: tuple[int, ...]
     length: int
     axes: tuple[str, ...]
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[Stretch, ...] = ()
     copied: tuple[str, ...] = ()
+    num_owners: int = 0
 
     def is_even(self, num_owners: int) -> bool:
         """Whether the stretches divide the bucket into `num_owners` equal parts, one per owner, in order."""
         each = self.length // num_owners
-        return self.stretches == tuple(Stretch(n * each, (n + 1) * each, n) for n in range(num_owners))
+        even = (Stretch(owner * each, (owner + 1) * each, owner) for owner in range(num_owners))
+        return num_owners == self.num_owners if not self.stretches else self.stretches == tuple(even)
+
+    def of_owner(self, owner: int) -> Sequence[Stretch]:
+        """The stretches of an owner, in order."""
+        if self.stretches:
+            return self._of_owners.get(owner, ())
+        each = self.length // self.num_owners
+        return (Stretch(owner * each, (owner + 1) * each, owner),)
 
     def owned(self, owner: int) -> list[tuple[Stretch, int]]:
         """The stretches of an owner, each with its start when the owner's stretches are concatenated."""
         found, end = [], 0
-        for stretch in self.stretches:
-            if stretch.owner == owner:
-                found.append((stretch, end))
-                end += stretch.length
+        for stretch in self.of_owner(owner):
+            found.append((stretch, end))
+            end += stretch.length
         return found
 
     def part(self, name: str, owner: int) -> tuple[int, int]:
         """(start, stop): the elements of the flat tensor that the owner owns; (0, 0) if it owns none."""
-        where = self.names.index(name)
-        first, size = self.starts[where], self.sizes[where]
-        for stretch in self.stretches:
+        first, size = self._places[name]
+        for stretch in self.of_owner(owner):
             start, stop = max(stretch.start - first, 0), min(stretch.stop - first, size)
-            if stretch.owner == owner and start < stop:
+            if start < stop:
                 return start, stop
         return 0, 0
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[int, int]]:
+        return dict(zip(self.names, zip(self.starts, self.sizes, strict=True), strict=True))
+
+    @cached_property
+    def _of_owners(self) -> dict[int, list[Stretch]]:
+        found: dict[int, list[Stretch]] = {}
+        for stretch in self.stretches:
+            found.setdefault(stretch.owner, []).append(stretch)
+        return found
 
 
 @dataclass(frozen=True)
@@ -92,21 +112,9 @@ class Sharding:
 
     def placed(self, whole: Placement) -> "ShardedPlacement":
         """The placement of the owned parts of a parameter whose unsharded placement is `whole`."""
-        mesh, bucket = whole.mesh, self.of[whole.name]
-        held = [bucket.part(whole.name, owner) for owner in range(math.prod(mesh.axes[a].size for a in bucket.axes))]
-        owners = {owner for owner, (start, stop) in enumerate(held) if start < stop}
-        holders = tuple(rank for rank in whole.holders if owner_of(mesh, rank, bucket.axes) in owners)
-        return ShardedPlacement(
-            whole.name, whole.parameter, whole.shape, mesh, holders, whole, bucket, flat=not self.matrices
-        )
-
-
-def owner_of(mesh: Mesh, rank: int, axes: tuple[str, ...]) -> int:
-    """The number of `rank` among the ranks that differ from it only along `axes` (of one view), in rank order."""
-    number = 0
-    for axis in (axis for view in mesh.views.values() for axis in view if axis.name in axes):
-        number = number * axis.size + mesh.index(rank, axis.name)
-    return number
+        facts, bucket = facts_of(whole), self.of[whole.name]
+        by_owner = replace(whole, apart=(*whole.apart, *bucket.axes))
+        return ShardedPlacement(**facts, whole=by_owner, bucket=bucket, flat=not self.matrices)
 
 
 @dataclass(frozen=True)
@@ -116,12 +124,12 @@ class FlatBox(Box):
     strides: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ShardedPlacement(Placement):
     """The placement of a parameter whose optimizer state is sharded: each rank owns the bucket's stretch of `whole`.
 
-    `holders` are the ranks that own at least one element. The local tensor is flat; if matrices stay whole (`flat` is
-    False), it is a range of rows of the local tensor of `whole`.
+    A rank that owns no element does not hold it. The local tensor is flat; if matrices stay whole (`flat` is False), it
+    is a range of rows of the local tensor of `whole`.
     """
 
     whole: Placement
@@ -130,7 +138,21 @@ class ShardedPlacement(Placement):
 
     def part(self, rank: int) -> tuple[int, int]:
         """(start, stop) of the rank's part of the flat local tensor."""
-        return self.bucket.part(self.name, owner_of(self.mesh, rank, self.bucket.axes))
+        return self.bucket.part(self.name, self.mesh.number(rank, self.bucket.axes))
+
+    def holds(self, rank: int) -> bool:
+        """Whether the rank owns an element."""
+        start, stop = self.part(rank)
+        return start < stop and self.whole.holds(rank)
+
+    @cached_property
+    def partial_axes(self) -> tuple[str, ...]:
+        """Those of `whole`."""
+        return self.whole.partial_axes
+
+    def after_summing(self, axes: Iterable[str]) -> Self:
+        """The placement after the gradient has been summed over `axes`."""
+        return replace(self, whole=self.whole.after_summing(axes))
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """The shape of the part: [elements], or [rows, ...]."""
@@ -147,24 +169,19 @@ class ShardedPlacement(Placement):
         strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
         first = (start // strides[0], *(0,) * len(shape[1:])) if shape else ()  # the first row of a matrix piece
         found: list[Box] = []
-        for box in self.whole.boxes(rank):
+        for box in self.whole.boxes(rank) if start < stop else ():
             for part in flat_boxes(shape, start, stop):
                 if (cut := _overlap(box, part)) is None:
                     continue
                 where, length = cut
                 begin = tuple(s + w - o for s, w, o in zip(box.start, where, box.offset, strict=True))
-                owners = (self._owners(rank, box.copies), self._owners(rank, box.partial))
                 if self.flat:
                     at = sum(w * stride for w, stride in zip(where, strides, strict=True)) - start
-                    found.append(FlatBox(begin, length, (at,), *owners, strides))
+                    found.append(FlatBox(begin, length, (at,), box.copies, box.partial, strides))
                 else:
                     offset = tuple(w - f for w, f in zip(where, first, strict=True))
-                    found.append(Box(begin, length, offset, *owners))
+                    found.append(Box(begin, length, offset, box.copies, box.partial))
         return tuple(found)
-
-    def _owners(self, rank: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        own = owner_of(self.mesh, rank, self.bucket.axes)
-        return tuple(other for other in ranks if owner_of(self.mesh, other, self.bucket.axes) == own)
 
 
 def _overlap(box: Box, part: Box) -> tuple[tuple[int, ...], tuple[int, ...]] | None:

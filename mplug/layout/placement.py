@@ -1,13 +1,18 @@
-"""Placements: the boxes of a parameter on each rank, their copies, and the ranks over which gradients are partial."""
+"""Placements: where a parameter lives, as facts about mesh axes, and what one rank holds by these facts."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from typing import Any, Self
 
 from mplug.errors import UsageError, listed
 from mplug.layout.mesh import Axis, Mesh
 from mplug.layout.plan import Parameter, Segment
+from mplug.layout.ranks import Grouping, Ranks
+
+ALONE = Ranks(0)
 
 
 @dataclass(frozen=True)
@@ -21,8 +26,8 @@ class Box:
     start: tuple[int, ...]
     shape: tuple[int, ...]
     offset: tuple[int, ...]
-    copies: tuple[int, ...] = (0,)
-    partial: tuple[int, ...] = (0,)
+    copies: Ranks = ALONE
+    partial: Ranks = ALONE
 
     @property
     def numel(self) -> int:
@@ -31,17 +36,78 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Placement:
-    """Where one parameter lives: for any rank, the boxes of the logical tensor that it holds.
+class Cut:
+    """A segment of a dimension, and how a mesh axis shards it.
 
-    `holders` are the ranks that hold a part of it: the ranks of one pipeline stage, or of two for tied embeddings.
+    The axis' index i holds `each` items, from item (i // `copies`) * `each` on. With `copies` > 1, so many consecutive
+    indices hold the same items. If the indices do not divide the items, the last ones hold fewer, and padding. Without
+    an axis, every rank holds all items. The segment begins at `start` in the logical tensor, at `offset` in local ones.
+    """
+
+    segment: Segment
+    axis: str | None
+    each: int
+    copies: int
+    start: int
+    offset: int
+
+    @property
+    def local_length(self) -> int:
+        """Elements along the dimension of a local tensor, padding included."""
+        return self.each * self.segment.width
+
+    def range_at(self, index: int) -> tuple[int, int]:
+        """(start, length), in the logical tensor, of what an index of the axis holds."""
+        first = min(index // self.copies * self.each, self.segment.count)
+        last = min(first + self.each, self.segment.count)
+        return self.start + first * self.segment.width, (last - first) * self.segment.width
+
+
+def _shares(segment: Segment, axis: Axis) -> tuple[int, int]:
+    """(`each`, `copies`) of a cut; UsageError if the axis does not divide the segment."""
+    count, size = segment.count, axis.size
+    if count % size == 0 or segment.uneven == "pad":
+        return -(-count // size), 1
+    if segment.uneven == "copy" and size % count == 0:
+        return 1, size // count
+    divisors = [str(number) for number in range(1, count + 1) if count % number == 0]
+    raise UsageError(
+        f"{axis.name}={size} does not divide the {count} {segment.axis.replace('_', ' ')}; use {' or '.join(divisors)}"
+    )
+
+
+@dataclass(frozen=True)
+class Region:
+    """A segment of every dimension, of which each rank holds at most one box.
+
+    `copies` groups the ranks that hold the same box, and `partial` those whose gradients sum to the box's.
+    """
+
+    cuts: tuple[Cut, ...]
+    copies: Grouping
+    partial: Grouping
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one parameter lives: which mesh axes shard it, along which ranks hold copies, over which to sum.
+
+    `stages` are the indices along `stage_axis` whose ranks hold it: one pipeline stage, or two for tied embeddings. On
+    an axis that the mesh does not have, every rank has index 0. Along the axes in `apart`, ranks keep different parts
+    of what would be copies (rows at rest, ranges of an optimizer's state). Over those in `summed`, the gradient is
+    complete before the gradient sink receives it.
+
+    Everything about one rank follows from these facts, in a time that does not depend on the number of ranks.
     """
 
     name: str
     parameter: Parameter
     shape: tuple[int, ...]
     mesh: Mesh
-    holders: tuple[int, ...]
+    stage_axis: str = ""
+    stages: tuple[int, ...] = (0,)
+    apart: tuple[str, ...] = ()
+    summed: tuple[str, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -60,6 +126,8 @@ class Placement:
     def offloaded(self) -> bool:
         """Whether the local tensor is in CPU memory, even if the run's device is a GPU."""
         return False
+
+    # The facts.
 
     @cached_property
     def dims(self) -> tuple[tuple[Segment, ...], ...]:
@@ -100,10 +168,11 @@ class Placement:
     @cached_property
     def partial_axes(self) -> tuple[str, ...]:
         """Mesh axes over which the gradient is partial: they divide axes that the parameter is broadcast over."""
+        done = {*self.splits.values(), *self.summed}
         return tuple(
             axis.name
             for axis in self.view
-            if axis.name not in self.splits.values() and any(axis.divides(named) for named in self.parameter.over)
+            if axis.name not in done and any(axis.divides(named) for named in self.parameter.over)
         )
 
     @cached_property
@@ -116,87 +185,75 @@ class Placement:
         return tuple(axis.name for axis in axes if any(named in axis.entries for named in self.parameter.over))
 
     @cached_property
+    def cuts(self) -> tuple[tuple[Cut, ...], ...]:
+        """The segments of each dimension, and how they are sharded; UsageError if an axis does not divide one."""
+        dims = []
+        for dim in self.dims:
+            found, start, offset = list[Cut](), 0, 0
+            for segment in dim:
+                axis = self.splits.get(segment.axis)
+                shares = (segment.count, 1) if axis is None else _shares(segment, self.mesh.axes[axis])
+                found.append(Cut(segment, axis, *shares, start, offset))
+                start, offset = start + segment.length, offset + found[-1].local_length
+            dims.append(tuple(found))
+        return tuple(dims)
+
+    @cached_property
+    def regions(self) -> tuple[Region, ...]:
+        """Every combination of segments, with its copies and the groups over which its gradient is partial."""
+        return tuple(self._region(cuts) for cuts in product(*self.cuts))
+
+    @cached_property
     def cut_by(self) -> tuple[str, ...]:
         """Mesh axes that cut a matrix, that is, a segment along one of the last two dimensions."""
-        dims = self.dims[-2:] if len(self.dims) >= 2 else ()
-        cut = [
-            self.splits[segment.axis]
-            for dim in dims
-            for segment in dim
-            if self._part(segment, self.holders[0]).length < segment.length
-        ]
-        return tuple(dict.fromkeys(cut))
+        cuts = (cut for dim in self.cuts[-2:] for cut in dim if len(self.dims) >= 2)
+        return tuple(dict.fromkeys(cut.axis for cut in cuts if cut.axis is not None and cut.each < cut.segment.count))
+
+    def after_summing(self, axes: Iterable[str]) -> Self:
+        """The placement after the gradient has been summed over `axes`."""
+        return replace(self, summed=(*self.summed, *axes))
+
+    # One rank.
+
+    def holds(self, rank: int) -> bool:
+        """Whether the rank's stage has the parameter; its part may still be empty (padding)."""
+        return self.mesh.index(rank, self.stage_axis) in self.stages
+
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """Every rank that holds it; asks each rank of the mesh."""
+        return tuple(filter(self.holds, range(self.mesh.world_size)))
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """The shape of the rank's local tensor, padding included."""
-        return tuple(sum(self._part(segment, rank).padded for segment in dim) for dim in self.dims)
+        return tuple(sum(cut.local_length for cut in dim) for dim in self.cuts)
 
     def boxes(self, rank: int) -> tuple[Box, ...]:
         """The boxes that `rank` holds, one for each combination of segments; none if it holds nothing."""
-        if rank not in self._held:
+        if not self.holds(rank):
             return ()
+        own = {axis: self.mesh.index(rank, axis) for axis in self.splits.values()}
         boxes = []
-        for segments in product(*(range(len(dim)) for dim in self.dims)):
-            parts = [self._located(dim, which, rank) for dim, which in zip(self.dims, segments, strict=True)]
-            shape = tuple(part.length for part in parts)
+        for region in self.regions:
+            ranges = [cut.range_at(own[cut.axis] if cut.axis else 0) for cut in region.cuts]
+            start, shape = tuple(start for start, _ in ranges), tuple(length for _, length in ranges)
             if math.prod(shape):
-                chosen = [dim[which] for dim, which in zip(self.dims, segments, strict=True)]
-                copies = self._same(rank, chosen)
-                partial = self._partial(rank, chosen, copies)
-                starts, offsets = tuple(part.start for part in parts), tuple(part.offset for part in parts)
-                boxes.append(Box(starts, shape, offsets, copies, partial))
+                offset = tuple(cut.offset for cut in region.cuts)
+                boxes.append(Box(start, shape, offset, region.copies.of(rank), region.partial.of(rank)))
         return tuple(boxes)
 
-    def _part(self, segment: Segment, rank: int) -> "_Part":
-        axis = self.splits.get(segment.axis)
-        if axis is None:
-            return _Part(0, segment.length, segment.length)
-        return _cut(segment, axis, self.mesh.axes[axis].size, self.mesh.index(rank, axis))
-
-    def _located(self, dim: tuple[Segment, ...], which: int, rank: int) -> "_Part":
-        part = self._part(dim[which], rank)
-        before = sum(segment.length for segment in dim[:which])
-        offset = sum(self._part(segment, rank).padded for segment in dim[:which])
-        return _Part(before + part.start, part.length, part.padded, offset)
-
-    def _same(self, rank: int, segments: list[Segment]) -> tuple[int, ...]:
-        """The holders of the same parts; it skips ranks along axes that never leave copies."""
-        own = [self._part(segment, rank) for segment in segments]
-        cutting = {self.splits[s.axis] for s in segments if s.axis in self.splits and s.uneven == "refuse"}
-        group = self.mesh.group(rank, *(axis.name for axis in self.view if axis.name not in cutting))
-        return tuple(r for r in group if r in self._held and [self._part(segment, r) for segment in segments] == own)
-
-    @cached_property
-    def _held(self) -> frozenset[int]:
-        return frozenset(self.holders)
-
-    def _partial(self, rank: int, segments: list[Segment], copies: tuple[int, ...]) -> tuple[int, ...]:
-        # Copies of an uneven segment do different work (query heads that share a KV head), so the sum includes them.
-        shared = [self.splits[s.axis] for s in segments if s.axis in self.splits and s.uneven == "copy"]
-        group = self.mesh.group(rank, *self.partial_axes, *shared)
-        return tuple(r for r in group if r in copies)
+    def _region(self, cuts: tuple[Cut, ...]) -> Region:
+        """Copies share the index along each axis that cuts; those of few KV heads do different work, so they sum."""
+        names, sizes = tuple(axis.name for axis in self.view), tuple(axis.size for axis in self.view)
+        together: dict[str, int | tuple[int, ...]] = dict(zip(names, sizes, strict=True))
+        together |= dict.fromkeys(self.apart, 1) | {cut.axis: cut.copies for cut in cuts if cut.axis}
+        if len(self.stages) != together.get(self.stage_axis, 1):
+            together[self.stage_axis] = self.stages if len(self.stages) > 1 else 1
+        summing = {*self.partial_axes, *(cut.axis for cut in cuts if cut.copies > 1)}
+        copies = Grouping(names, sizes, tuple(together[name] for name in names))
+        return Region(cuts, copies, copies.without(name for name in names if name not in summing))
 
 
-@dataclass(frozen=True)
-class _Part:
-    start: int
-    length: int
-    padded: int
-    offset: int = 0
-
-
-def _cut(segment: Segment, axis: str, size: int, index: int) -> _Part:
-    count, width = segment.count, segment.width
-    if count % size == 0:
-        each = count // size
-        return _Part(index * each * width, each * width, each * width)
-    if segment.uneven == "pad":
-        each = -(-count // size)
-        start = min(index * each, count)
-        return _Part(start * width, (min(start + each, count) - start) * width, each * width)
-    if segment.uneven == "copy" and size % count == 0:
-        return _Part(index * count // size * width, width, width)
-    divisors = [str(number) for number in range(1, count + 1) if count % number == 0]
-    raise UsageError(
-        f"{axis}={size} does not divide the {count} {segment.axis.replace('_', ' ')}; use {' or '.join(divisors)}"
-    )
+def facts_of(placement: Placement) -> dict[str, Any]:
+    """The facts of a placement by name, from which one of another class can be made."""
+    return {name: getattr(placement, name) for name in Placement.__dataclass_fields__}

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 from mplug.errors import listed, suggest
@@ -122,6 +123,11 @@ class Stages:
     axis: str
     units: tuple[tuple[str, ...], ...]
     backward: Literal["whole", "split"] = "whole"
+
+    @cached_property
+    def of(self) -> dict[str, int]:
+        """The stage of every unit."""
+        return {unit: stage for stage, units in enumerate(self.units) for unit in units}
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,14 @@ from mplug.errors import UsageError
 from mplug.gradients.owned_memory import Shards
 from mplug.gradients.sinks import Sinks
 from mplug.layout.gradient_flow import carrying
+from mplug.layout.names import modules_around
 from mplug.layout.ownership import Sharding
 from mplug.layout.placement import Placement
 from mplug.layout.plan import Flops, Init, Parameter, Plan, Stages, Unit
 from mplug.model.draws import Draws
 from mplug.model.offers import Filled
 from mplug.model.units import run_units
-from mplug.nn.linear import Linear
-from mplug.nn.moe import MixtureOfExperts
+from mplug.nn.description import weights_per_token
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -118,25 +118,21 @@ class Model:
         used_in = self._stages_of(name)
         if not used_in:
             raise ValueError(f"parameter '{name}' lies in no unit of the plan")
-        holders = tuple(r for r in range(mesh.world_size) if mesh.index(r, self.stages.axis) in used_in)
         over = (*described.over, "units") if len(used_in) > 1 else described.over
-        placement = Placement(name, replace(described, over=over), shape, mesh, holders)
+        stages = tuple(sorted(used_in))
+        placement = Placement(name, replace(described, over=over), shape, mesh, self.stages.axis, stages)
         placement.local_shape(0)  # raises UsageError if the ranks do not divide a dimension
         return placement
 
     def _stages_of(self, name: str) -> set[int]:
-        names = self.plan.names_of(name)
-        return {
-            stage
-            for stage, units in enumerate(self.stages.units)
-            if any(one.startswith(f"{unit}.") for one in names for unit in units)
-        }
+        around = (module for alias in self.plan.names_of(name) for module in modules_around(alias))
+        return {self.stages.of[module] for module in around if module in self.stages.of}
 
     def trained_units(self) -> set[str]:
         """The names of the units, of all stages, that have a trained parameter."""
         trained = [name for name, placement in self.placements.items() if placement.parameter.trainable]
-        names = [alias for name in trained for alias in self.plan.names_of(name)]
-        return {unit.name for unit in self.plan.units if any(name.startswith(f"{unit.name}.") for name in names)}
+        around = {one for name in trained for alias in self.plan.names_of(name) for one in modules_around(alias)}
+        return {unit.name for unit in self.plan.units if unit.name in around}
 
     def learning(self, stage: int) -> frozenset[str]:
         """The activations before a stage that carry a gradient because an earlier unit is trained.
@@ -165,9 +161,7 @@ class Model:
 
     def unit_weight(self, name: str) -> int:
         """Number of weight elements that a unit multiplies with a token: those of linear layers and chosen experts."""
-        unit = self.module.get_submodule(name)
-        linear = sum(part.weight.numel() for part in unit.modules() if isinstance(part, Linear))
-        return linear + sum(part.weights_per_token for part in unit.modules() if isinstance(part, MixtureOfExperts))
+        return weights_per_token(self.module.get_submodule(name))
 
     def placement_of(self, name: str) -> Placement:
         """The placement of a parameter by any of its names."""

@@ -5,11 +5,14 @@ them. A slot holds a composition in plain torch until the host puts a plugin's s
 never the module.
 """
 
-from mplug.nn.attention import Attention, DotProductAttention
+from mplug.nn.attention import Attention, DotProductAttention, scaled_dot_product
+from mplug.nn.decoder import Block, Decoder, DenseBlock, SparseBlock, TokenEmbedding, decoder_plan
+from mplug.nn.description import Description, describe, flops_of, weights_per_token
 from mplug.nn.embedding import Embedding
 from mplug.nn.experts import Experts, Route, within_capacity
 from mplug.nn.grouped import grouped_linear
 from mplug.nn.head import Head
+from mplug.nn.inits import Entries, Inits
 from mplug.nn.linear import Gemm, Linear, weight_gradient
 from mplug.nn.loss import Loss
 from mplug.nn.mlp import MLP, Activation
@@ -17,6 +20,7 @@ from mplug.nn.moe import MixtureOfExperts
 from mplug.nn.norm import Norm
 from mplug.nn.normal import NORMAL_TAIL, NORMAL_TAIL_END, NORMAL_TAIL_SLOPE
 from mplug.nn.operator import fake, operator
+from mplug.nn.parts import AttentionParts, Part, parts_of, with_parts
 from mplug.nn.random import Dropout, Jitter
 from mplug.nn.router import Choice, Router
 from mplug.nn.sink import Weights, add_product, add_rows, zero_if_stale
@@ -31,30 +35,47 @@ __all__ = [
     "Activation",
     "Attention",
     "AttentionInputs",
+    "AttentionParts",
     "AttentionSpec",
+    "Block",
     "Choice",
+    "Decoder",
+    "DenseBlock",
+    "Description",
     "DotProductAttention",
     "Dropout",
     "Embedding",
+    "Entries",
     "Experts",
     "Gemm",
     "Head",
+    "Inits",
     "Jitter",
     "Linear",
     "Loss",
     "MixtureOfExperts",
     "Norm",
+    "Part",
     "Route",
     "Router",
+    "SparseBlock",
+    "TokenEmbedding",
     "Weights",
     "add_auxiliary",
     "add_product",
     "add_rows",
     "count",
+    "decoder_plan",
+    "describe",
     "fake",
+    "flops_of",
     "grouped_linear",
     "operator",
+    "parts_of",
+    "scaled_dot_product",
     "weight_gradient",
+    "weights_per_token",
+    "with_parts",
     "within_capacity",
     "zero_if_stale",
 ]

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mplug.layout.plan import Parameter, Segment
 from mplug.nn.arguments import by_arguments
+from mplug.nn.inits import ONES, TOKENS, ZEROS, Entries, Inits
 from mplug.nn.linear import Linear
 from mplug.nn.operator import fake, operator
 from mplug.nn.parts import PLAIN_PARTS, with_parts
@@ -40,7 +42,7 @@ def scaled_dot_product(
     everything that the two define. A site's needs are `spec.needs`. The `supports` of a supplier must refuse every need
     that it does not know.
 
-    A supplier that offers 'log-sum-exp' has an attribute `parts` (`mplug.nn.parts.AttentionParts`). Wraps that compute
+    A supplier that offers 'log-sum-exp' has an attribute `parts` (`mplug.nn.AttentionParts`). Wraps that compute
     attention part by part (context parallelism) call it.
     """
     heads, groups, length = q.shape[2], k.shape[2], (q.shape[1], k.shape[1])
@@ -204,6 +206,16 @@ class DotProductAttention(nn.Module):
         self.core = scaled_dot_product
         self.prepare_qk = prepare_qk
 
+    def plan_entries(self, inits: Inits) -> Entries:
+        """The meaning of the parameters between the projections."""
+        entries = {}
+        if self.q_norm is not None:
+            entries["q_norm"] = Parameter(("head_dim",), ONES, over=(*TOKENS, "heads"))
+            entries["k_norm"] = Parameter(("head_dim",), ONES, over=(*TOKENS, "kv_heads"))
+        if self.sinks is not None:
+            entries["sinks"] = Parameter((Segment("heads", self.num_heads),), inits.weight)
+        return entries
+
     @property
     def scale(self) -> float:
         """The factor of the scores."""
@@ -288,6 +300,20 @@ class Attention(DotProductAttention):
         self.qkv = Linear(dim, (num_heads + 2 * num_kv_heads) * head_dim, bias)
         self.out = Linear(num_heads * head_dim, dim, bias)
         self.prepare_qkv = prepare_qkv
+
+    def plan_entries(self, inits: Inits) -> Entries:
+        """The meaning of the parameters."""
+        heads = Segment("heads", self.num_heads, self.head_dim)
+        keys_or_values = Segment("kv_heads", self.num_kv_heads, self.head_dim, uneven="copy")
+        qkv = (heads, keys_or_values, keys_or_values)
+        entries = {
+            **super().plan_entries(inits),
+            "qkv.weight": Parameter((qkv, "embed"), inits.weight),
+            "out.weight": Parameter(("embed", heads), inits.residual),
+        }
+        if self.qkv.bias is not None:
+            entries |= {"qkv.bias": Parameter((qkv,), ZEROS), "out.bias": Parameter(("embed",), ZEROS)}
+        return entries
 
     def forward(self, x: Tensor, positions: Tensor, keys: Tensor, document_lengths: Tensor | None = None) -> Tensor:
         """x [B, S, D], positions [1 or B, S], the samples' random keys [B] -> [B, S, D].

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mplug.layout.plan import Parameter, Segment
+from mplug.nn.inits import Entries, Inits
 from mplug.nn.sink import Weights, add_rows
 
 
@@ -52,6 +54,11 @@ class Embedding(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_embeddings, dim))
         self.lookup = lookup
+
+    def plan_entries(self, inits: Inits) -> Entries:
+        """The meaning of the table, as one of tokens."""
+        vocab = Segment("vocab", self.weight.shape[0], uneven="pad")
+        return {"weight": Parameter((vocab, "embed"), inits.weight)}
 
     def forward(self, indices: Tensor) -> Tensor:
         """[...] -> [..., D]."""

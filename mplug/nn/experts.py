@@ -11,7 +11,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from mplug.layout.plan import Parameter, Segment
 from mplug.nn.grouped import grouped_linear
+from mplug.nn.inits import Entries, Inits
 from mplug.nn.mlp import Activation, Kind
 from mplug.nn.sink import Weights
 
@@ -119,6 +121,15 @@ class Experts(Activation):
         self.up = nn.Parameter(torch.empty(num_experts, ffn_dim * (2 if kind == "swiglu" else 1), dim))
         self.down = nn.Parameter(torch.empty(num_experts, dim, ffn_dim))
         self.dispatch, self.compute, self.combine = dispatch, compute, combine
+
+    def plan_entries(self, inits: Inits) -> Entries:
+        """The meaning of the weights."""
+        wide = Segment("expert_mlp", self.down.shape[2])
+        up = (wide, wide) if self.kind == "swiglu" else wide
+        return {
+            "up": Parameter(("expert", up, "embed"), inits.weight),
+            "down": Parameter(("expert", "embed", wide), inits.residual),
+        }
 
     def forward(self, x: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
         """x [N, D], chosen [N, k] (`num_experts`: dropped), gates [N, k] -> [N, D]."""

@@ -4,6 +4,8 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from mplug.layout.plan import Parameter, Segment
+from mplug.nn.inits import Entries, Inits
 from mplug.nn.linear import Linear
 from mplug.nn.loss import Loss
 from mplug.nn.norm import Norm
@@ -19,6 +21,11 @@ class Head(nn.Module):
         self.norm = norm
         self.project = Linear(hidden_size, vocab_size, bias=False)
         self.loss = Loss()
+
+    def plan_entries(self, inits: Inits) -> Entries:
+        """The meaning of the projection."""
+        vocab = Segment("vocab", self.project.weight.shape[0], uneven="pad")
+        return {"project.weight": Parameter((vocab, "embed"), inits.weight)}
 
     def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """x [B, S, D], labels [B, S] -> (sum of the losses in nats, number of targets)."""

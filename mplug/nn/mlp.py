@@ -6,6 +6,8 @@ from typing import ClassVar, Literal
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mplug.layout.plan import Parameter, Segment
+from mplug.nn.inits import ZEROS, Entries, Inits
 from mplug.nn.linear import Linear
 from mplug.nn.sink import Weights
 
@@ -67,6 +69,18 @@ class MLP(Activation):
         self.up = Linear(dim, ffn_dim * (2 if kind == "swiglu" else 1), bias)
         self.down = Linear(ffn_dim, dim, bias)
         self.core = core
+
+    def plan_entries(self, inits: Inits) -> Entries:
+        """The meaning of the parameters."""
+        mlp = Segment("mlp", self.down.weight.shape[1])
+        up = (mlp, mlp) if self.kind == "swiglu" else mlp
+        entries = {
+            "up.weight": Parameter((up, "embed"), inits.weight),
+            "down.weight": Parameter(("embed", mlp), inits.residual),
+        }
+        if self.up.bias is not None:
+            entries |= {"up.bias": Parameter((up,), ZEROS), "down.bias": Parameter(("embed",), ZEROS)}
+        return entries
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, D] -> [B, S, D]."""

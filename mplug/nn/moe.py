@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor, nn
 
+from mplug.layout.plan import Parameter
 from mplug.nn.experts import Dropping, Experts, within_capacity
+from mplug.nn.inits import Entries, Inits
 from mplug.nn.linear import Linear
 from mplug.nn.mlp import MLP, Kind
 from mplug.nn.router import Router
@@ -34,6 +36,10 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(dim, ffn_dim, router.choice.num_experts, kind)
         self.shared = MLP(dim, shared_ffn_dim, kind, bias=False) if shared_ffn_dim else None
         self.shared_gate = Linear(dim, 1, bias=False) if shared_ffn_dim and shared_gate else None
+
+    def plan_entries(self, inits: Inits) -> Entries:
+        """The meaning of the shared MLP's gate; router, experts and shared MLP describe themselves."""
+        return {"shared_gate.weight": Parameter(("gate", "embed"), inits.weight)} if self.shared_gate else {}
 
     @property
     def weights_per_token(self) -> int:

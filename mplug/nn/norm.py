@@ -6,6 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mplug.layout.plan import Parameter
+from mplug.nn.inits import ONES, ZEROS, Entries, Inits
+
 Kind = Literal["layernorm", "rmsnorm"]
 
 
@@ -35,6 +38,11 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.empty(dim))
         self.bias = nn.Parameter(torch.empty(dim)) if bias else None
         self.norm_residual = norm_residual
+
+    def plan_entries(self, inits: Inits) -> Entries:
+        """The meaning of the parameters, for a norm of the residual stream."""
+        bias = {} if self.bias is None else {"bias": Parameter(("embed",), ZEROS)}
+        return {"weight": Parameter(("embed",), ONES), **bias}
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x [..., D] and the residual stream [..., D] to add it to, or None -> (the normalised sum, the sum)."""

@@ -7,7 +7,7 @@ whole: with P = exp(scores - log-sum-exp), every part computes its own share of 
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,24 +21,54 @@ Segment n of the queries sees only segment n of the keys.
 C = TypeVar("C", bound=Callable[..., Any])
 
 
-class AttentionParts(Protocol):
-    """The attribute `parts` of a supplier of `Attention.core` that offers 'log-sum-exp'.
+class Part(NamedTuple):
+    """One part of attention: some queries, some keys with their values, and which query sees which key.
 
     q [B, S, H, K], k and v [B, T, G, K], of any strides, with G dividing H. A part is full or causal. A causal part has
-    as many keys as queries, also in every segment of `lengths`. Callers pass `lengths` if the site needs
-    'document_lengths'. Both methods are called inside an operator, so neither a compiler nor autograd traces them.
+    as many keys as queries, also in every segment of `lengths`. `lengths` is None unless the site needs
+    'document_lengths'.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    causal: bool
+    lengths: Lengths | None = None
+
+
+class AttentionParts:
+    """The attribute `parts` of a supplier of `Attention.core` that offers 'log-sum-exp'.
+
+    A supplier's class implements `attend` and `differentiate`. Wraps that compute attention part by part (context
+    parallelism) call `forward` and `backward`, inside an operator, so neither a compiler nor autograd traces them. A
+    class written for version 0.1 implements `forward` and `backward` itself, and need not inherit from this class.
     """
 
     name: str
     """A word that is unique among the parts of the process. It becomes part of an operator's name."""
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, lengths: Lengths | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, part: Part) -> tuple[Tensor, Tensor]:
         """(output [B, S, H, K], log-sum-exp [B, H, S] of the scores in at least fp32).
 
         For a query without a key, the output is zeros and the log-sum-exp minus infinity.
         """
+        raise NotImplementedError
+
+    def differentiate(
+        self, part: Part, grad: Tensor, output: Tensor, log_sum_exp: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """This part's (dq [B, S, H, K], dk and dv [B, T, G, K]).
+
+        `grad` [B, S, H, K], `output` [B, S, H, K] and `log_sum_exp` [B, H, S] are those of the whole, over all parts.
+        """
+        raise NotImplementedError
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, lengths: Lengths | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`attend`, for callers."""
+        return self.attend(Part(q, k, v, scale, causal, lengths))
 
     def backward(
         self,
@@ -53,7 +83,8 @@ class AttentionParts(Protocol):
         causal: bool,
         lengths: Lengths | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """This part's (dq, dk, dv), from the gradient, the output and the log-sum-exp of the whole."""
+        """`differentiate`, for callers."""
+        return self.differentiate(Part(q, k, v, scale, causal, lengths), grad, output, log_sum_exp)
 
 
 def with_parts(core: C, parts: AttentionParts) -> C:
@@ -78,39 +109,28 @@ def numbered(lengths: Tensor, length: int) -> Tensor:
     )
 
 
-class PlainParts:
+class PlainParts(AttentionParts):
     """The parts of the plain-torch composition: scores are materialized, in at least fp32."""
 
     name = "plain"
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, lengths: Lengths | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, part: Part) -> tuple[Tensor, Tensor]:
         """(output [B, S, H, K], log-sum-exp [B, H, S])."""
-        scores = _scores(q, k, scale, causal, lengths)
+        scores = _scores(part)
         log_sum_exp = scores.logsumexp(dim=-1)
-        output = torch.einsum("bhst,bthk->bshk", _weights(scores, log_sum_exp), _wide(v, q))
-        return output.to(q.dtype), log_sum_exp
+        output = torch.einsum("bhst,bthk->bshk", _weights(scores, log_sum_exp), _wide(part.v, part.q))
+        return output.to(part.q.dtype), log_sum_exp
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        output: Tensor,
-        log_sum_exp: Tensor,
-        *,
-        scale: float,
-        causal: bool,
-        lengths: Lengths | None = None,
+    def differentiate(
+        self, part: Part, grad: Tensor, output: Tensor, log_sum_exp: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq [B, S, H, K], dk and dv [B, T, G, K])."""
-        weights = _weights(_scores(q, k, scale, causal, lengths), log_sum_exp)  # [B, H, S, T]
+        q, k, v = part.q, part.k, part.v
+        weights = _weights(_scores(part), log_sum_exp)  # [B, H, S, T]
         grad, output = grad.to(weights.dtype), output.to(weights.dtype)
         of_weights = torch.einsum("bshk,bthk->bhst", grad, _wide(v, q))
         inner = (grad * output).sum(dim=-1).transpose(1, 2)[..., None]  # [B, H, S, 1]
-        of_scores = weights * (of_weights - inner) * scale
+        of_scores = weights * (of_weights - inner) * part.scale
         dq = torch.einsum("bhst,bthk->bshk", of_scores, _wide(k, q))
         dk = torch.einsum("bhst,bshk->bthk", of_scores, q.to(weights.dtype))
         dv = torch.einsum("bhst,bshk->bthk", weights, grad)
@@ -126,8 +146,9 @@ def _wide(x: Tensor, q: Tensor) -> Tensor:
     return x.repeat_interleave(q.shape[2] // x.shape[2], dim=2)
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, causal: bool, lengths: Lengths | None) -> Tensor:
+def _scores(part: Part) -> Tensor:
     """[B, H, S, T], minus infinity for pairs in which the query does not see the key."""
+    q, k, _, scale, causal, lengths = part
     scores = torch.einsum("bshk,bthk->bhst", q.to(torch.promote_types(q.dtype, torch.float32)), _wide(k, q)) * scale
     if causal:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)

@@ -48,6 +48,12 @@ def normal(key: int, counter: Tensor) -> Tensor:
     return torch.erfinv((bits.to(torch.float64) + 0.5) * 2.0**-51 - 1) * math.sqrt(2)
 
 
+def uniform_like(x: Tensor, keys: Tensor, rows: Tensor) -> Tensor:
+    """fp32 numbers in [0, 1) for x [B, S, D], by keys [B] and numbers of the rows [1 or B, S] -> [B, S, D]."""
+    of_rows = mix(mix(keys)[:, None] + rows)  # [B, S]
+    return uniform(of_rows[..., None], torch.arange(x.shape[-1], device=x.device))
+
+
 def sample_keys(seed: int, step: int, sample_ids: Tensor) -> Tensor:
     """The random keys [B] of a micro batch's samples in one step."""
     return mix(sample_ids.to(torch.int64) * _GOLDEN + key_of(seed, "step", step))
@@ -79,8 +85,7 @@ class Dropout(nn.Module):
         """x [B, S, D], keys [B], positions [1 or B, S] -> [B, S, D]."""
         if not self.training or self.probability == 0:
             return x
-        rows = mix(mix(keys ^ self.site)[:, None] + self.rows(positions))  # [B, S]
-        kept = uniform(rows[..., None], torch.arange(x.shape[-1], device=x.device)) >= self.probability
+        kept = uniform_like(x, keys ^ self.site, self.rows(positions)) >= self.probability
         return x * kept / (1 - self.probability)
 
 
@@ -104,6 +109,5 @@ class Jitter(nn.Module):
         """x [B, S, D], keys [B], positions [1 or B, S] -> [B, S, D]."""
         if not self.training or self.epsilon == 0:
             return x
-        rows = mix(mix(keys ^ self.site)[:, None] + self.rows(positions))  # [B, S]
-        noise = uniform(rows[..., None], torch.arange(x.shape[-1], device=x.device))
+        noise = uniform_like(x, keys ^ self.site, self.rows(positions))
         return x * (1 + self.epsilon * (2 * noise - 1)).to(x.dtype)

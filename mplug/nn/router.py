@@ -11,12 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mplug.layout.plan import Buffer, Parameter
+from mplug.nn.inits import TOKENS, Entries, Inits
 from mplug.nn.linear import Gemm, multiply
 from mplug.nn.random import Jitter
 from mplug.nn.sink import Weights, add_product
 from mplug.nn.statistics import add_auxiliary, count
 
 Score = Literal["softmax", "sigmoid"]
+ALL_EXPERTS = "router_expert"
+"""The router's axis of experts: every rank holds all of it, even if the experts are split over ranks."""
 Balance = Literal["none", "micro_batch", "sequence", "global_batch"]
 
 
@@ -144,6 +148,17 @@ class Router(nn.Module):
         self.register_buffer("bias", torch.zeros(experts) if bias_rate > 0 else None)
         last_load = torch.zeros(experts, dtype=torch.float64) if balance == "global_batch" else None
         self.register_buffer("last_load", last_load)
+
+    def plan_entries(self, inits: Inits) -> Entries:
+        """The meaning of the weight and of the buffers."""
+        state = Buffer((ALL_EXPERTS,))
+        return {
+            "weight": Parameter((ALL_EXPERTS, "embed"), inits.weight),
+            "load": Buffer((ALL_EXPERTS,), over=TOKENS),
+            "losses": Buffer(("loss",), over=TOKENS, per_target=True),
+            **({} if self.bias is None else {"bias": state}),
+            **({} if self.last_load is None else {"last_load": state}),
+        }
 
     @property
     def mixes(self) -> frozenset[str]:

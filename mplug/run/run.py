@@ -56,9 +56,7 @@ class Run:
 
         Collective: all ranks must call it in the same order, because all ranks take part in making a group.
         """
-        if self.groups is None:
-            return None
-        return self.groups.of((self.mesh.group(rank, *axes) for rank in range(self.mesh.world_size)), use)
+        return None if self.groups is None else self.groups.of(self.mesh.grouping(*axes), use)
 
     @property
     def compiler(self) -> str | None:
@@ -93,7 +91,7 @@ class Run:
             return values
         from mplug.ops import all_reduce  # imports torch
 
-        return all_reduce(values, self.groups.of([tuple(range(self.mesh.world_size))]))
+        return all_reduce(values, self.groups.of(self.mesh.everyone))
 
     def gathered(self, value: Any) -> list[Any]:
         """The values of all ranks (small plain data), in rank order."""

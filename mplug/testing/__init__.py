@@ -1,71 +1,42 @@
 """The kit for testing a plugin: a test suite per kind of plugin, and `run_workers` for functions on several ranks."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mplug.testing.workers import WorkerFailed, run_workers
+from mplug.lazy import publish
 
 if TYPE_CHECKING:
-    from mplug.testing.commands import CommandSuite
-    from mplug.testing.data import DataSuite
-    from mplug.testing.extensions import ExtensionSuite
-    from mplug.testing.kernels import KernelSuite
-    from mplug.testing.memory import MemorySuite
-    from mplug.testing.models import ModelSuite
-    from mplug.testing.optimizers import DenseStep, OptimizerSuite
-    from mplug.testing.parallel import ParallelSuite
-    from mplug.testing.suite import Fault, PluginSuite, require, smoke
-    from mplug.testing.tokenizers import TokenizerSuite
+    from mplug.testing.commands import CommandSuite as CommandSuite
+    from mplug.testing.data import DataSuite as DataSuite
+    from mplug.testing.extensions import ExtensionSuite as ExtensionSuite
+    from mplug.testing.kernels import KernelSuite as KernelSuite
+    from mplug.testing.memory import MemorySuite as MemorySuite
+    from mplug.testing.models import ModelSuite as ModelSuite
+    from mplug.testing.optimizers import DenseStep as DenseStep
+    from mplug.testing.optimizers import OptimizerSuite as OptimizerSuite
+    from mplug.testing.parallel import ParallelSuite as ParallelSuite
+    from mplug.testing.plugin_check import suite_of as suite_of
+    from mplug.testing.suite import Fault as Fault
+    from mplug.testing.suite import PluginSuite as PluginSuite
+    from mplug.testing.suite import require as require
+    from mplug.testing.suite import smoke as smoke
+    from mplug.testing.tokenizers import TokenizerSuite as TokenizerSuite
+    from mplug.testing.workers import WorkerFailed as WorkerFailed
+    from mplug.testing.workers import run_workers as run_workers
 
-_LATE = {
-    "CommandSuite": "commands",
-    "DataSuite": "data",
-    "DenseStep": "optimizers",
-    "ExtensionSuite": "extensions",
-    "Fault": "suite",
-    "KernelSuite": "kernels",
-    "MemorySuite": "memory",
-    "ModelSuite": "models",
-    "OptimizerSuite": "optimizers",
-    "ParallelSuite": "parallel",
-    "PluginSuite": "suite",
-    "TokenizerSuite": "tokenizers",
-    "require": "suite",
-    "smoke": "suite",
-}
-"""Names that are imported on first use, because a suite imports what its kind needs."""
-
-
-def suite_of(kind: str) -> "type[PluginSuite]":
-    """The suite for plugins of a kind: 'kernels' -> KernelSuite."""
-    name = next(name for name, module in _LATE.items() if module == kind and name.endswith("Suite"))
-    suite: type[PluginSuite] = __getattr__(name)
-    return suite
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _LATE:
-        raise AttributeError(f"module 'mplug.testing' has no attribute '{name}'")
-    from importlib import import_module
-
-    return getattr(import_module(f"mplug.testing.{_LATE[name]}"), name)
-
-
-__all__ = [
-    "CommandSuite",
-    "DataSuite",
-    "DenseStep",
-    "ExtensionSuite",
-    "Fault",
-    "KernelSuite",
-    "MemorySuite",
-    "ModelSuite",
-    "OptimizerSuite",
-    "ParallelSuite",
-    "PluginSuite",
-    "TokenizerSuite",
-    "WorkerFailed",
-    "require",
-    "run_workers",
-    "smoke",
-    "suite_of",
-]
+publish(
+    __name__,
+    {
+        "mplug.testing.commands": ("CommandSuite",),
+        "mplug.testing.data": ("DataSuite",),
+        "mplug.testing.extensions": ("ExtensionSuite",),
+        "mplug.testing.kernels": ("KernelSuite",),
+        "mplug.testing.memory": ("MemorySuite",),
+        "mplug.testing.models": ("ModelSuite",),
+        "mplug.testing.optimizers": ("DenseStep", "OptimizerSuite"),
+        "mplug.testing.parallel": ("ParallelSuite",),
+        "mplug.testing.plugin_check": ("suite_of",),
+        "mplug.testing.suite": ("Fault", "PluginSuite", "require", "smoke"),
+        "mplug.testing.tokenizers": ("TokenizerSuite",),
+        "mplug.testing.workers": ("WorkerFailed", "run_workers"),
+    },
+)

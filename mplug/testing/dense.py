@@ -50,7 +50,7 @@ def make_pieces(device: str) -> list[Piece]:
     """A piece of every shape, whole, that is its own weight."""
     mesh, pieces = Mesh.of([], 1), []
     for name, (parameter, shape) in PARAMETERS.items():
-        master, placement = drawn(shape, device, name), Placement(name, parameter, shape, mesh, (0,))
+        master, placement = drawn(shape, device, name), Placement(name, parameter, shape, mesh)
         pieces.append(Piece(name, master, torch.zeros_like(master), None, parameter, placement))
     return pieces
 
@@ -64,7 +64,7 @@ def padding(device: str) -> tuple[Piece, int]:
     """(a piece that is only padding, its rank): the last of four ranks that share five rows."""
     mesh = Mesh.of([Axis("rows", 4, splits=("vocab",))], 4)
     parameter = Parameter((Segment("vocab", 5, uneven="pad"), "embed"), INIT)
-    placement = Placement("padding", parameter, (5, 12), mesh, (0, 1, 2, 3))
+    placement = Placement("padding", parameter, (5, 12), mesh)
     master = torch.zeros(placement.local_shape(3), device=device)
     return Piece("padding", master, torch.zeros_like(master), None, parameter, placement), 3
 

@@ -232,7 +232,9 @@ def _owned(run: Run, tensors: "Iterable[tuple[str, Tensor, Placement]]") -> dict
 
     return {
         name: [
-            (box.start, region(tensor, box).clone()) for box in placement.boxes(run.rank) if min(box.copies) == run.rank
+            (box.start, region(tensor, box).clone())
+            for box in placement.boxes(run.rank)
+            if box.copies.first == run.rank
         ]
         for name, tensor, placement in tensors
     }

@@ -157,10 +157,10 @@ def _require_agreement(name: str, boxes: "dict[int, Box]") -> None:
     ranks = tuple(boxes)
     for rank, box in boxes.items():
         said = f"rank {rank} says that a box of '{name}'"
-        require(box.copies == ranks, f"{said} is held by ranks {box.copies}; it is held by {ranks}")
+        require(tuple(box.copies) == ranks, f"{said} is held by ranks {tuple(box.copies)}; it is held by {ranks}")
         partners = {boxes[other].partial for other in box.partial if other in boxes}
         agreed = rank in box.partial and partners == {box.partial} and set(box.partial) <= set(ranks)
-        require(agreed, f"{said} is partial over ranks {box.partial}, and these say otherwise")
+        require(agreed, f"{said} is partial over ranks {tuple(box.partial)}, and these say otherwise")
 
 
 def require_one_truth(ranks: Ranks) -> None:

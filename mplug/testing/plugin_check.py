@@ -4,12 +4,18 @@
 """
 
 import sys
+from importlib import import_module
 
 from mplug.errors import listed
 from mplug.registry.entry_points import Registry
 from mplug.registry.inspection import Report, inspect_here, print_report
-from mplug.testing import suite_of
-from mplug.testing.suite import smoke_faults, unset_fields
+from mplug.testing.suite import PluginSuite, smoke_faults, unset_fields
+
+
+def suite_of(kind: str) -> type[PluginSuite]:
+    """The suite for plugins of a kind: 'kernels' -> KernelSuite."""
+    defined = vars(import_module(f"mplug.testing.{kind}")).values()
+    return next(one for one in defined if isinstance(one, type) and getattr(one, "kind", None) == kind)
 
 
 def check_here(kind: str, word: str) -> Report:

@@ -89,7 +89,24 @@ def _wrap(run: Run, model: Model) -> None:
                 f"strategies of the axes {axes} and {others} both sum gradients while backward runs, in the same "
                 f"buffers; use one of them"
             )
+    _refuse_other_axes(run, summers)
     refuse_bypassing(run, model, summers)
+
+
+def _refuse_other_axes(run: Run, summers: dict[str, str]) -> None:
+    """Raise UsageError on all ranks if they name different axes in `sinks.reduced_over`: their sums would never match.
+
+    `summers` maps each named axis to the label of the plugin that names it.
+    """
+    found = run.gathered(sorted(summers.items()))
+    for rank, named in enumerate(found):
+        for axis, label in set(named) ^ set(found[0]):
+            naming, silent = (rank, 0) if (axis, label) in named else (0, rank)
+            raise UsageError(
+                f"{label} names the axis '{axis}' in sinks.reduced_over on rank {naming}, and not on rank "
+                f"{silent}; it must name the axes of all trained parameters of the model (model.placements) that it "
+                f"sums, also of parameters in other pipeline stages"
+            )
 
 
 def _feed(run: Run, split: str) -> Feed:

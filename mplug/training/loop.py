@@ -10,8 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mplug.checkpoint.choice import Choice
-from mplug.checkpoint.pretrained import load_weights, pretrained_of
+from mplug.checkpoint.pretrained import load_weights, newest_pretrained
 from mplug.contracts import StepResult
 from mplug.distributed.heartbeats import EVALUATION, SAVING, STEP, WRITING
 from mplug.errors import Diverged, PluginError, UsageError
@@ -57,13 +56,15 @@ def train(
         run.depends_on_layout = layout_dependence_of_all(run, parts.model)
         position = Position(run, parts)
         run.pulse.enter("loading a checkpoint" if resume_from else "beginning the run")
-        pretrained = pretrained_of(run) if resume_from is None else None
+        pretrained = newest_pretrained(run) if resume_from is None else None
         if resume_from is not None:
             choice = position.load(resume_from, allowed)
             resume_from = choice.path
-            _report_skipped(run, choice)
+            _report(run, choice.lines())
         elif pretrained is not None:
-            load_weights(run, parts.model, parts.pieces, pretrained)
+            choice = load_weights(run, parts.model, parts.pieces, pretrained)
+            pretrained = choice.path
+            _report(run, choice.lines("beginning with the weights of"))
         if run.claim is not None:
             run.claim.confirm()
         make_directory(run)
@@ -87,9 +88,9 @@ def train(
     return Ending(val_loss, stopped_by, out_of_time=stopped_by is None)
 
 
-def _report_skipped(run: Run, choice: Choice) -> None:
-    """Say which checkpoints the run does not continue from, because they are not valid, and from which it does."""
-    for line in choice.lines():
+def _report(run: Run, lines: list[str]) -> None:
+    """Write lines to the log and, once for all ranks, to stderr."""
+    for line in lines:
         log.warning("%s", line)
         if run.rank == 0:
             print(f"mplug: {line}", file=sys.stderr, flush=True)

@@ -1,26 +1,19 @@
-"""Flash: which version it chooses, what it refuses, and what it calls. Its numbers are a GPU's to show."""
+"""Flash: which version it chooses, what it refuses, and on a GPU its numbers."""
 
-import sys
-from dataclasses import replace
-from itertools import pairwise
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
-from warnings import catch_warnings
 
 import pytest
 import torch
 from click.testing import CliRunner
 from mplug_flash import Flash
 from mplug_flash.attention import core
-from mplug_flash.fourth import backward, forward
 from mplug_flash.versions import VERSIONS, Version
-from torch import Tensor
 
 from mplug import Offer, Site
 from mplug.cli import main
 from mplug.nn import AttentionInputs, AttentionSpec
-from mplug.nn.attention import scaled_dot_product
-from mplug.nn.parts import PLAIN_PARTS, parts_of
+from mplug.nn.parts import parts_of
 from mplug.testing import KernelSuite
 from mplug.testing.capabilities import Setting, core_fault, parts_fault
 from mplug.testing.harness import train_steps
@@ -28,7 +21,6 @@ from mplug.testing.precision import Heads, attention_errors
 
 quiet = pytest.mark.filterwarnings("ignore")
 """What flash-attn and compilers warn of is not the supplier's to answer for."""
-SPEC = AttentionSpec(0.3, 8, 8)
 HEADS_OF_64 = {"model.hidden_size": 128, "model.num_attention_heads": 2, "model.num_kv_heads": 1}
 
 
@@ -156,146 +148,6 @@ def test_a_run_on_a_cpu_that_names_it_is_refused_before_it_starts() -> None:
     assert result.output.count("cannot serve") == 1
 
 
-# What it calls. B batch, S sequence, H query heads, G KV heads, K head dim.
-
-
-class Fake(ModuleType):
-    """flash-attn-4's two functions by their formulas, and how they were called."""
-
-    def __init__(self) -> None:
-        super().__init__("flash_attn.cute.interface")
-        self.calls: list[tuple[str, dict[str, Any]]] = []
-
-    def _flash_attn_fwd(self, q: Tensor, k: Tensor, v: Tensor, **named: Any) -> tuple[Any, ...]:
-        self.calls.append(("forward", dict(named)))
-        scores = self._scores(q, k, named["softmax_scale"])
-        output = torch.einsum("bhst,bthk->bshk", scores.softmax(-1), self._whole(q, v))
-        return output.contiguous(), scores.logsumexp(-1).float(), None, None, None
-
-    def _flash_attn_bwd(self, q: Tensor, k: Tensor, v: Tensor, *others: Tensor, **named: Any) -> tuple[Tensor, ...]:
-        output, gradient, sums = others
-        dq, dk, dv = (named.pop(name) for name in ("dq", "dk", "dv"))
-        self.calls.append(("backward", dict(named)))
-        scale, keys = named["softmax_scale"], self._whole(q, k)
-        weights = (self._scores(q, k, scale) - sums[..., None].to(q.dtype)).exp()  # [B, H, S, S]
-        of_weights = torch.einsum("bshk,bthk->bhst", gradient, self._whole(q, v))
-        of_scores = scale * weights * (of_weights - (gradient * output).sum(-1).transpose(1, 2)[..., None])
-        dq.copy_(torch.einsum("bhst,bthk->bshk", of_scores, keys))
-        dk.copy_(self._summed(torch.einsum("bhst,bshk->bthk", of_scores, q), k))
-        dv.copy_(self._summed(torch.einsum("bhst,bshk->bthk", weights, gradient), v))
-        return dq, dk, dv
-
-    def _scores(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
-        scores = torch.einsum("bshk,bthk->bhst", q, self._whole(q, k)) * scale
-        return scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
-
-    @staticmethod
-    def _whole(q: Tensor, x: Tensor) -> Tensor:
-        return x.repeat_interleave(q.shape[2] // x.shape[2], dim=2)
-
-    @staticmethod
-    def _summed(whole: Tensor, x: Tensor) -> Tensor:
-        return whole.unflatten(2, (x.shape[2], -1)).sum(3)
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
-    module = Fake()
-    for name in ("flash_attn", "flash_attn.cute"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    return module
-
-
-def drawn(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
-
-
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_the_fourth_version_is_called_with_a_causal_mask_and_no_window(
-    fake: Fake, deterministic: bool, compiled: bool
-) -> None:
-    leaf, gradient = drawn(2, 9, 8, 8).requires_grad_(), drawn(2, 9, 4, 8)
-    call = core(4, deterministic)
-    if compiled:
-        torch.compiler.reset()
-        call = torch.compile(call, backend="aot_eager", fullgraph=True)
-    with catch_warnings(action="ignore"):
-        output = call(*leaf.split((4, 2, 2), dim=2), SPEC, AttentionInputs())
-        (found,) = torch.autograd.grad(output, leaf, gradient)
-    assert [name for name, _ in fake.calls] == ["forward", "backward"]
-    assert fake.calls[0][1] == {"softmax_scale": 0.3, "causal": True, "return_lse": True}
-    assert fake.calls[1][1] == {"softmax_scale": 0.3, "causal": True, "deterministic": deterministic}
-    assert output.is_contiguous()
-    exact = scaled_dot_product(*leaf.split((4, 2, 2), dim=2), SPEC)
-    torch.testing.assert_close(output, exact)
-    right = torch.autograd.grad(exact, leaf, gradient)[0]
-    torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)  # the sums between them are fp32
-
-
-@pytest.mark.usefixtures("fake")
-def test_the_fourth_version_is_an_operator_as_torch_wants_one() -> None:
-    q, k, v = drawn(2, 5, 4, 8), drawn(2, 5, 2, 8), drawn(2, 5, 2, 8) + 1
-    output, sums = forward(q, k, v, 0.3, False)
-    with catch_warnings(action="ignore"):
-        torch.library.opcheck(forward, (q, k, v, 0.3, False))
-        torch.library.opcheck(backward, (drawn(2, 5, 4, 8), q, k, v, output, sums, 0.3, True))
-
-
-class FakeOfStretches(Fake):
-    """The same functions, full or causal, of stretches of a long row of tokens, too."""
-
-    def _flash_attn_fwd(self, q: Tensor, k: Tensor, v: Tensor, **named: Any) -> tuple[Any, ...]:
-        self.calls.append(("forward", {name: type(value) for name, value in named.items()}))
-        how = {"scale": named["softmax_scale"], "causal": named["causal"]}
-        if "cu_seqlens_q" not in named:
-            return *PLAIN_PARTS.forward(q, k, v, **how), None, None, None
-        found = [PLAIN_PARTS.forward(q[i][None], *(x[j][None] for x in (k, v)), **how) for i, j in _stretches(named)]
-        return torch.cat([output[0] for output, _ in found]), torch.cat([sums[0] for _, sums in found], 1), None
-
-    def _flash_attn_bwd(self, q: Tensor, k: Tensor, v: Tensor, *others: Tensor, **named: Any) -> tuple[Tensor, ...]:
-        output, gradient, sums = others
-        into = [named[name] for name in ("dq", "dk", "dv")]
-        how = {"scale": named["softmax_scale"], "causal": named["causal"]}
-        if "cu_seqlens_q" not in named:
-            found = PLAIN_PARTS.backward(gradient, q, k, v, output, sums, **how)
-        else:
-            parts = [
-                PLAIN_PARTS.backward(*(x[None] for x in (gradient[i], q[i], k[j], v[j], output[i], sums[:, i])), **how)
-                for i, j in _stretches(named)
-            ]
-            found = tuple(torch.cat([one[0] for one in each]) for each in zip(*parts, strict=True))  # type: ignore[assignment]
-        for place, gradients in zip(into, found, strict=True):
-            place.copy_(gradients)
-        return tuple(into)
-
-
-def _stretches(named: dict[str, Any]) -> list[tuple[slice, slice]]:
-    begins = [named[name].tolist() for name in ("cu_seqlens_q", "cu_seqlens_k")]
-    assert all(named[name].dtype == torch.int32 for name in ("cu_seqlens_q", "cu_seqlens_k"))
-    return [(slice(a, b), slice(c, d)) for (a, b), (c, d) in zip(*(pairwise(x) for x in begins), strict=True)]
-
-
-@pytest.fixture
-def fake_of_stretches(monkeypatch: pytest.MonkeyPatch) -> FakeOfStretches:
-    module = FakeOfStretches()
-    for name in ("flash_attn", "flash_attn.cute"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    return module
-
-
-@pytest.mark.usefixtures("fake_of_stretches")
-@pytest.mark.parametrize("heads", [(4, 4, 8), (4, 1, 8)])
-def test_the_fourth_version_keeps_to_documents_and_computes_parts(heads: tuple[int, int, int]) -> None:
-    setting, call = Setting(*heads, torch.float32, "cpu"), core(4, False)
-    with catch_warnings(action="ignore"):
-        assert core_fault(call, setting, causal=False) == ""
-        assert core_fault(call, setting, documents=True) == ""
-    assert parts_fault(parts_of(call), setting, packed=True) == ""
-
-
 def test_only_the_fourth_version_computes_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     needing = site(needs=("log-sum-exp", "document_lengths"))
     machine(monkeypatch, (4, 2))
@@ -303,44 +155,6 @@ def test_only_the_fourth_version_computes_parts(monkeypatch: pytest.MonkeyPatch)
     machine(monkeypatch, (3,))
     assert refusal(needing, run()) == "flash-attn-3 cannot serve: it does not offer log-sum-exp"
     assert chosen(site(needs=("document_lengths", "full attention")), run()) == "flash-attn-3"
-
-
-@pytest.mark.parametrize(("version", "module"), [(3, "flash_attn_interface"), (2, "flash_attn")])
-def test_older_versions_are_told_where_documents_begin(
-    monkeypatch: pytest.MonkeyPatch, version: int, module: str
-) -> None:
-    heard: list[tuple[Any, ...]] = []
-
-    def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, *where: Any, **named: Any) -> Tensor:
-        heard.append((q.shape, k.shape, *where, named["causal"]))
-        return q
-
-    monkeypatch.setitem(sys.modules, module, SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
-    packed, lengths = drawn(2, 5, 8, 8), torch.tensor([[2, 3, 0], [1, 1, 3]])
-    q, k, v = packed.split((4, 2, 2), dim=2)
-    assert torch.equal(core(version, False)(q, k, v, replace(SPEC, documents=True), AttentionInputs(None, lengths)), q)
-    of_q, of_k, begins, same, *longest = heard[0]
-    assert (of_q, of_k, longest) == ((10, 4, 8), (10, 2, 8), [5, 5, True])
-    assert begins is same
-    assert begins.tolist() == [0, 2, 5, 5, 6, 7, 10]
-
-
-@pytest.mark.parametrize(("version", "module"), [(3, "flash_attn_interface"), (2, "flash_attn")])
-@pytest.mark.parametrize("gives_sums", [False, True])
-def test_older_versions_are_called_with_a_causal_mask_and_no_window(
-    monkeypatch: pytest.MonkeyPatch, version: int, module: str, gives_sums: bool
-) -> None:
-    heard: list[dict[str, Any]] = []
-
-    def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **named: Any) -> Any:
-        heard.append(named)
-        return (q, q) if gives_sums else q
-
-    monkeypatch.setitem(sys.modules, module, SimpleNamespace(flash_attn_func=flash_attn_func))
-    q = drawn(2, 5, 4, 8)
-    assert core(version, True)(q, q, q, replace(SPEC, dropout=0.25), AttentionInputs()) is q
-    dropout = {"dropout_p": 0.25} if version == 2 else {}
-    assert heard == [{"softmax_scale": 0.3, "causal": True, "deterministic": True, **dropout}]
 
 
 def test_all_sites_share_one_callable_of_a_version() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from mplug_sdpa import SDPA
-from mplug_sdpa.attention import CORES, OPERATORS
+from mplug_sdpa.attention import CORES
 from mplug_sdpa.limits import OFFERED
 
 from mplug import Offer, Site
@@ -289,8 +289,8 @@ def test_a_single_key_which_cudnn_does_not_take_is_left_to_torch() -> None:
     torch.testing.assert_close(CORES["cudnn"](q, k, v, SPEC, AttentionInputs()), v)
 
 
-def test_every_choice_has_an_operator() -> None:
-    assert set(OPERATORS) == {"torch", *BACKENDS}
+def test_every_choice_has_a_supplier() -> None:
+    assert set(CORES) == {"torch", *BACKENDS}
 
 
 # On a GPU.

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 
 from mplug import UsageError
@@ -19,15 +20,8 @@ from mplug.training.assembly import build
 
 DROPOUT = {"model.dropout": 0.1, "model.attention_dropout": 0.1}
 EXPERTS: dict[str, Any] = {
-    "model.name": "mixtral",
-    "model.num_layers": 2,
-    "model.hidden_size": 32,
-    "model.num_attention_heads": 4,
-    "model.num_kv_heads": 2,
-    "model.vocab_size": 259,
-    "model.init_std": 0.06,
+    **tiny_models.EXPERTS,
     "model.ffn_hidden_size": 32,
-    "model.num_experts": 4,
     "model.aux_loss_coefficient": 0.1,
     "model.moe_router_jitter": 0.1,
     "model.expert_bias_rate": 0.05,

@@ -1,7 +1,6 @@
 """GPT keeps the contract of models, and its loss and gradients are those of the papers' formulas."""
 
 import math
-from collections.abc import Iterator
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -39,15 +38,6 @@ SHAPES = [
     for combination in product(*CHOICES.values())
 ]
 SHAPES += [{**SMALL, **heads, "position": "alibi"} for heads in CHOICES["heads"]]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small gain nothing from more, and threads wait for each other where the machine is busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def on_meta(shape: dict[str, Any]) -> Model:

@@ -1,7 +1,6 @@
 """Mixtral keeps the contract of models, and its loss and gradients are those of the papers' formulas."""
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -44,15 +43,6 @@ FINE: dict[str, Any] = {
     "qk_norm": True,
 }
 SHAPES = [SMALL, {**SMALL, "moe_router_normalize": False}, {**SMALL, "num_experts_per_token": 1}, FINE]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small gain nothing from more, and threads wait for each other where the machine is busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def on_meta(shape: dict[str, Any]) -> Model:
@@ -237,6 +227,18 @@ def test_loss_logits_and_all_gradients_are_those_of_the_papers(shape: dict[str, 
 
 
 # The plan.
+
+
+def test_the_documents_of_a_packed_sample_do_not_see_each_other() -> None:
+    model, given = shaken(FINE), batch()
+    packed = model.loss({**given, "document_lengths": torch.tensor([[2, S - 2], [2, S - 2]])})
+    parts = [
+        model.loss({name: x[:, cut] if name in ("tokens", "labels", "positions") else x for name, x in given.items()})
+        for cut in (slice(2), slice(2, S))
+    ]
+    torch.testing.assert_close(packed[0], parts[0][0] + parts[1][0])
+    assert packed[1] == parts[0][1] + parts[1][1]
+    assert not torch.isclose(packed[0], model.loss(given)[0])
 
 
 def test_a_layout_cuts_experts_their_width_and_the_shared_part_and_leaves_routers_whole() -> None:

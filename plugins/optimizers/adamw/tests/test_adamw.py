@@ -23,7 +23,7 @@ def pieces() -> list[Piece]:
     found = []
     for number, (name, shape) in enumerate(SHAPES.items()):
         parameter = Parameter(("a", "b")[: len(shape)], INIT, decay=DECAY.get(name))
-        placement = Placement(name, parameter, shape, MESH, (0,))
+        placement = Placement(name, parameter, shape, MESH)
         found.append(Piece(name, drawn(*shape, seed=number), torch.zeros(shape), None, parameter, placement))
     return found
 

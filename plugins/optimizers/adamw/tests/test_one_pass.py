@@ -90,7 +90,7 @@ class Held:
 
     def _piece(self, number: int, kind: Kind) -> Piece:
         parameter = Parameter(("a",), Init("constant"), decay=kind.decays)
-        placement = Placement(f"{number}", parameter, (kind.numel,), Mesh.of([], 1), (0,))
+        placement = Placement(f"{number}", parameter, (kind.numel,), Mesh.of([], 1))
         master, gradient = self._between(kind, torch.float32), self._between(kind, self.gradients)
         master.copy_(drawn(kind.numel, number))
         weight = self._between(kind, torch.bfloat16).copy_(master) if kind.in_bf16 else None

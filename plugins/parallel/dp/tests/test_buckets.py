@@ -1,6 +1,5 @@
 """Buckets: what is in them, when they leave, and that their sums are those of the whole batch."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,14 +24,6 @@ D, DEPTH = 8, 5
 LAYER_BYTES = D * D * 4
 GROUP: Any = object()
 """Stands for a process group where nothing is sent."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Chain(nn.Module):

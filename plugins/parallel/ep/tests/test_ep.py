@@ -8,32 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
 from torch import Tensor
 
-from mplug import Run, UsageError, hookimpl
+from mplug import UsageError
 from mplug.checkpoint.folder import newest
 from mplug.config.defaults import default_settings
 from mplug.config.sources import from_mapping
 from mplug.distributed.world import World
 from mplug.run.prepare import prepare
-from mplug.testing import ParallelSuite, run_workers
-from mplug.testing.harness import EXACT, Trace, as_rank, difference, tiny_config, train_steps
+from mplug.testing import ParallelSuite, run_workers, runs
+from mplug.testing.harness import EXACT, Trace, difference, tiny_config, train_steps
 from mplug.testing.parity import require_parity
 from mplug.training.job import settle
-from mplug.training.loop import train
 
-EXPERTS: dict[str, Any] = {
-    "model.name": "mixtral",
-    "model.num_layers": 2,
-    "model.hidden_size": 32,
-    "model.num_attention_heads": 4,
-    "model.num_kv_heads": 2,
-    "model.vocab_size": 259,
-    "model.qk_norm": True,
-    "model.init_std": 0.06,
-    "model.ffn_hidden_size": 24,
-    "model.num_experts": 4,
-}
+EXPERTS: dict[str, Any] = {**tiny_models.EXPERTS, "model.qk_norm": True}
 GATHERED = {"parallel.ep.dispatch": "all_gather"}
 EVERYTHING = {
     "model.num_experts": 8,
@@ -222,25 +211,11 @@ def test_a_compiled_run_is_the_eager_run_of_one_process(how: str, alone: Trace) 
 # Checkpoints.
 
 
-class Losses:
-    """The losses of a run's steps."""
-
-    def __init__(self) -> None:
-        self.told: list[float] = []
-
-    @hookimpl
-    def step_finished(self, record: dict[str, Any]) -> None:
-        self.told.append(record["loss"])
-
-
 def trained(layout: str, steps: int, directory: Path, resume_from: Path | None = None) -> list[float]:
     """Be one rank of a run that is saved at its end: its losses."""
     settings = {**EXPERTS, "parallel.layout": layout, "trainer.steps": steps, "trainer.eval_every": 0}
     settings |= {"trainer.precision": "fp64"}
-    losses = Losses()
-    run: Run = as_rank(prepare(tiny_config(settings), {"host/losses": losses}, directory))
-    train(run, resume_from)
-    return losses.told
+    return runs.trained(tiny_config(settings), directory, resume_from=resume_from).losses
 
 
 def test_a_run_with_divided_experts_goes_on_under_another_layout(tmp_path: Path) -> None:

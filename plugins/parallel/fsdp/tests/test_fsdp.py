@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_models import EXPERTS
 from torch import Tensor
 
 from mplug import UsageError
@@ -45,17 +46,6 @@ class TestFullyShardedDataParallelBesideOthers(TestFullyShardedDataParallel):
     refused = {}
 
 
-EXPERTS = {
-    "model.name": "mixtral",
-    "model.num_layers": 2,
-    "model.hidden_size": 32,
-    "model.num_attention_heads": 4,
-    "model.num_kv_heads": 2,
-    "model.vocab_size": 259,
-    "model.init_std": 0.06,
-    "model.ffn_hidden_size": 24,
-    "model.num_experts": 4,
-}
 QUICK: dict[str, dict[str, Any]] = {"fsdp4": {**UNEVEN, "model.tie_embeddings": True}}
 WIDE: dict[str, dict[str, Any]] = {
     "ep2fsdp2": EXPERTS,

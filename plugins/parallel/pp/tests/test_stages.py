@@ -241,7 +241,7 @@ def test_stages_are_one_axis_that_all_views_share() -> None:
     config = prepared("parallel.layout=pp4").config
     (axis,) = PipelineParallel(PipelineParallel.Config()).mesh_axes(config=config)
     assert (axis.name, axis.size, axis.splits, dict(axis.entries)) == ("pp", 4, (), {})
-    assert Mesh.of([axis], 4).group(0, "pp") == (0, 1, 2, 3)
+    assert tuple(Mesh.of([axis], 4).group(0, "pp")) == (0, 1, 2, 3)
 
 
 def test_no_module_of_the_schedules_imports_torch() -> None:

@@ -8,16 +8,18 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mplug_zero.layout import ALIGNED, Item, in_buckets, in_matrices, in_ranges, owners
 
-from mplug import Piece, UsageError, hookimpl
+from mplug import Piece, Run, UsageError, hookimpl
 from mplug.gradients.region import region
 from mplug.layout.ownership import ShardedPlacement, Stretch
 from mplug.layout.placement import Placement
 from mplug.model.build import build_model
+from mplug.registry.hooks import Hooks
 from mplug.run.prepare import prepare
 from mplug.testing.harness import tiny_config
 from mplug.testing.layouts import require_exact_cover
@@ -44,7 +46,9 @@ def test_ranges_are_equal_cover_a_bucket_and_give_every_element_to_one_rank(
     for bucket in buckets:
         assert bucket.is_even(ranks)
         assert not bucket.is_even(ranks + 1)
-        assert {stretch.length for stretch in bucket.stretches} == {bucket.length // ranks}
+        assert [stretch.start for owner in range(ranks) for stretch in bucket.of_owner(owner)] == [
+            owner * bucket.length // ranks for owner in range(ranks)
+        ]
         assert bucket.length - sum(bucket.sizes) < ALIGNED * (ranks + len(bucket.sizes))
         assert all(start % ALIGNED == 0 for start in bucket.starts)
         for name, size in zip(bucket.names, bucket.sizes, strict=True):
@@ -148,15 +152,7 @@ def _placements(changes: str) -> tuple[dict[str, Placement], dict[int, dict[str,
     return model.placements, found
 
 
-EXPERTS = {
-    "model.name": "mixtral",
-    "model.num_layers": 2,
-    "model.hidden_size": 32,
-    "model.num_attention_heads": 4,
-    "model.vocab_size": 320,
-    "model.num_experts": 4,
-    "model.ffn_hidden_size": 24,
-}
+EXPERTS: dict[str, Any] = {**tiny_models.EXPERTS, "model.vocab_size": 320}
 CASES: list[dict[str, Any]] = [
     {"parallel.layout": "zero4"},
     {"parallel.layout": "zero3", "trainer.global_batch_size": 6},
@@ -239,12 +235,20 @@ class Rows:
         return {}
 
 
-def test_an_optimizer_with_other_needs_is_refused_before_launch() -> None:
-    from mplug.registry.hooks import Hooks
-
-    run = prepare(tiny_config({"parallel.layout": "zero2"}))
+def with_rows(layout: str) -> Run:
+    """A run with the optimizer `Rows`."""
+    run = prepare(tiny_config({"parallel.layout": layout}))
     plugins = {label: plugin for label, plugin in run.hooks.plugins.items() if not label.startswith("optimizers/")}
     run.hooks = Hooks({**plugins, "optimizers/rows": Rows()})
+    return run
+
+
+def test_zero_over_one_rank_accepts_an_optimizer_with_other_needs() -> None:
+    assert build_model(with_rows("zero1")).sharding is None
+
+
+def test_an_optimizer_with_other_needs_is_refused_before_launch() -> None:
+    run = with_rows("zero2")
     with pytest.raises(UsageError, match=r"optimizers/rows needs 'rows' of parameters, and zero=2 .* without zero"):
         build_model(run)
 

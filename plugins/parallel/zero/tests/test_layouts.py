@@ -7,18 +7,11 @@ from itertools import product
 from typing import Any
 
 import pytest
+import tiny_models
 
 from mplug.testing.parity import require_parity
 
-EXPERTS: dict[str, Any] = {
-    "model.name": "mixtral",
-    "model.num_layers": 2,
-    "model.hidden_size": 32,
-    "model.num_attention_heads": 4,
-    "model.vocab_size": 320,
-    "model.num_experts": 4,
-    "model.ffn_hidden_size": 24,
-}
+EXPERTS: dict[str, Any] = {**tiny_models.EXPERTS, "model.vocab_size": 320}
 TIED = {"model.tie_embeddings": True}
 STAGE2 = {"parallel.zero.stage": 2}
 MUON = {"optimizer.name": "muon"}

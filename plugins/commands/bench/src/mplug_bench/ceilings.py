@@ -98,7 +98,7 @@ def _bus_rates(run: Run) -> dict[str, float]:
     ranks, size = run.mesh.world_size, SENT[run.device]
     if run.groups is None or ranks == 1:
         return {}
-    group, whole = run.groups.of([tuple(range(ranks))]), torch.zeros(size // 4 // ranks * ranks, device=run.device)
+    group, whole = run.groups.of(run.mesh.everyone), torch.zeros(size // 4 // ranks * ranks, device=run.device)
     part = whole[: len(whole) // ranks].clone()
     calls: dict[str, tuple[float, Callable[[], object]]] = {
         "all-reduce": (2.0, lambda: dist.all_reduce(whole, group=group)),

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from mplug.nn import fake, operator
-from mplug.nn.parts import Lengths
+from mplug.nn.parts import AttentionParts, Lengths, Part
+
+# torch reads an operator's schema from its annotated arguments, so `forward` and `backward` list them one by one.
 
 
 @operator("mplug_flash::forward")
@@ -31,7 +33,7 @@ def forward(
     `deterministic` applies to backward; forward is always deterministic.
     """
     lengths = None if document_lengths is None else (document_lengths, document_lengths)
-    return compute(q, k, v, scale, causal, lengths)
+    return compute(Part(q, k, v, scale, causal, lengths))
 
 
 @fake("mplug_flash::forward")
@@ -55,7 +57,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of the output [B, S, H, K] -> the gradients of q [B, S, H, K], k and v [B, S, G, K]."""
     lengths = None if document_lengths is None else (document_lengths, document_lengths)
-    return differentiate(gradient, q, k, v, output, sums, scale, causal, lengths, deterministic)
+    return differentiate(Part(q, k, v, scale, causal, lengths), gradient, output, sums, deterministic)
 
 
 @fake("mplug_flash::backward")
@@ -99,12 +101,11 @@ def attention(
     return output
 
 
-def compute(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, lengths: Lengths | None
-) -> tuple[Tensor, Tensor]:
-    """q [B, S, H, K], k and v [B, T, G, K] -> (output [B, S, H, K], log-sum-exp [B, H, S])."""
+def compute(part: Part) -> tuple[Tensor, Tensor]:
+    """(output [B, S, H, K], log-sum-exp [B, H, S]) of a part."""
     from flash_attn.cute.interface import _flash_attn_fwd
 
+    q, k, v, scale, causal, lengths = part
     named = {"softmax_scale": scale, "causal": causal, "return_lse": True}
     if lengths is None:
         output, sums, *_ = _flash_attn_fwd(q, k, v, **named)
@@ -114,20 +115,12 @@ def compute(
 
 
 def differentiate(
-    gradient: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    output: Tensor,
-    sums: Tensor,
-    scale: float,
-    causal: bool,
-    lengths: Lengths | None,
-    deterministic: bool,
+    part: Part, gradient: Tensor, output: Tensor, sums: Tensor, deterministic: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q [B, S, H, K], k and v [B, T, G, K], given the output and log-sum-exp over all parts."""
     from flash_attn.cute.interface import _flash_attn_bwd
 
+    q, k, v, scale, causal, lengths = part
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     named = {"softmax_scale": scale, "causal": causal, "deterministic": deterministic}
     if lengths is None:
@@ -160,31 +153,18 @@ def begins(lengths: Tensor) -> Tensor:
     return torch.nn.functional.pad(lengths.flatten().cumsum(dim=0), (1, 0)).to(torch.int32)
 
 
-class FourthParts:
+class FourthParts(AttentionParts):
     """Attention by parts; with `deterministic`, its backward is bitwise reproducible."""
 
     def __init__(self, deterministic: bool) -> None:
         self.deterministic, self.name = deterministic, f"flash_attn_4{'_deterministic' if deterministic else ''}"
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, lengths: Lengths | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, part: Part) -> tuple[Tensor, Tensor]:
         """(output [B, S, H, K], log-sum-exp [B, H, S])."""
-        return compute(q, k, v, scale, causal, lengths)
+        return compute(part)
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        output: Tensor,
-        log_sum_exp: Tensor,
-        *,
-        scale: float,
-        causal: bool,
-        lengths: Lengths | None = None,
+    def differentiate(
+        self, part: Part, grad: Tensor, output: Tensor, log_sum_exp: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq [B, S, H, K], dk and dv [B, T, G, K])."""
-        whole = (output, log_sum_exp)
-        return differentiate(grad, q, k, v, *whole, scale, causal, lengths, self.deterministic)
+        return differentiate(part, grad, output, log_sum_exp, self.deterministic)

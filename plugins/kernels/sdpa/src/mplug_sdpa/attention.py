@@ -122,13 +122,6 @@ def _documents_by_flash(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, in
     return packed_by_flash(q, k, v, inputs.document_lengths, spec.scale, spec.dropout, spec.causal)
 
 
-OPERATORS: dict[str, Operator] = {
-    "torch": _torch,
-    "cudnn": _cudnn,
-    "flash": _flash,
-    "efficient": _efficient,
-    "math": _math,
-}
 CORES = {
     "torch": with_parts(attention_by(_torch, _masked_by_torch), PLAIN_PARTS),
     "cudnn": with_parts(attention_by(_cudnn), CUDNN_PARTS),

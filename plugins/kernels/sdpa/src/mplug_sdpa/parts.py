@@ -7,7 +7,7 @@ receives the tokens of all samples concatenated, [B S, H, K], and the start of e
 import torch
 from torch import Tensor
 
-from mplug.nn.parts import AttentionParts, Lengths
+from mplug.nn.parts import AttentionParts, Lengths, Part
 
 aten = torch.ops.aten
 
@@ -27,15 +27,14 @@ def packed_by_flash(
     return mixed.unflatten(0, q.shape[:2])
 
 
-class FlashParts:
+class FlashParts(AttentionParts):
     """Parts by torch's own flash attention (FlashAttention-2)."""
 
     name = "torch_flash"
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, lengths: Lengths | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, part: Part) -> tuple[Tensor, Tensor]:
         """(output [B, S, H, K], log-sum-exp [B, H, S])."""
+        q, k, v, scale, causal, lengths = part
         rows, where = _rows((q, k, v), lengths)
         size = (q.shape[1], k.shape[1])
         output, sums, *_ = aten._flash_attention_forward(*rows, *where, *size, 0.0, causal, False, scale=scale)
@@ -44,20 +43,11 @@ class FlashParts:
         sums = sums.masked_fill(sums == float("inf"), float("-inf"))  # the kernel's value for a query without keys
         return output.unflatten(0, q.shape[:2]), sums.unflatten(1, q.shape[:2]).transpose(0, 1)
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        output: Tensor,
-        log_sum_exp: Tensor,
-        *,
-        scale: float,
-        causal: bool,
-        lengths: Lengths | None = None,
+    def differentiate(
+        self, part: Part, grad: Tensor, output: Tensor, log_sum_exp: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq [B, S, H, K], dk and dv [B, T, G, K])."""
+        q, k, v, scale, causal, lengths = part
         (grad, output, *rows), where = _rows((grad.contiguous(), output, q, k, v), lengths)
         sums = log_sum_exp if lengths is None else log_sum_exp.transpose(0, 1).flatten(1)  # [H, B S]
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout's generator; unused
@@ -72,47 +62,38 @@ class FlashParts:
 FLASH_PARTS = FlashParts()
 
 
-class CudnnParts:
+class CudnnParts(AttentionParts):
     """Parts by cuDNN, without stretches; a single key, which cuDNN rejects, goes to torch's flash attention."""
 
     name = "cudnn"
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, lengths: Lengths | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, part: Part) -> tuple[Tensor, Tensor]:
         """(output [B, S, H, K], log-sum-exp [B, H, S])."""
-        if k.shape[1] == 1:
-            return FLASH_PARTS.forward(q, k, v, scale=scale, causal=causal)
-        heads = [x.transpose(1, 2) for x in (q, k, v)]
-        output, sums, *_ = aten._scaled_dot_product_cudnn_attention(*heads, None, True, 0.0, causal, False, scale=scale)
+        if part.k.shape[1] == 1:
+            return FLASH_PARTS.attend(part)
+        heads = [x.transpose(1, 2) for x in (part.q, part.k, part.v)]
+        output, sums, *_ = aten._scaled_dot_product_cudnn_attention(
+            *heads, None, True, 0.0, part.causal, False, scale=part.scale
+        )
         return output.transpose(1, 2), sums.flatten(2)
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        output: Tensor,
-        log_sum_exp: Tensor,
-        *,
-        scale: float,
-        causal: bool,
-        lengths: Lengths | None = None,
+    def differentiate(
+        self, part: Part, grad: Tensor, output: Tensor, log_sum_exp: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq [B, S, H, K], dk and dv [B, T, G, K])."""
+        q, k, v = part.q, part.k, part.v
         if k.shape[1] == 1:
-            return FLASH_PARTS.backward(grad, q, k, v, output, log_sum_exp, scale=scale, causal=causal)
+            return FLASH_PARTS.differentiate(part, grad, output, log_sum_exp)
         heads = [x.transpose(1, 2) for x in (grad, q, k, v, output)]
         state = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout's generator; unused
         sums, size = log_sum_exp[..., None].contiguous(), (q.shape[1], k.shape[1])
         dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
-            *heads, sums, state, state, None, None, None, *size, 0.0, causal, scale=scale
+            *heads, sums, state, state, None, None, None, *size, 0.0, part.causal, scale=part.scale
         )
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
-CUDNN_PARTS: AttentionParts = CudnnParts()
+CUDNN_PARTS = CudnnParts()
 
 
 def _rows(xs: tuple[Tensor, ...], lengths: Lengths | None) -> tuple[list[Tensor], tuple[Tensor | None, Tensor | None]]:

@@ -32,8 +32,6 @@ class GPT:
     @hookimpl
     def build_model(self) -> "Model":
         """The decoder on the meta device, and its plan."""
-        from mplug import Model
-        from mplug_gpt.decoder import Decoder
-        from mplug_gpt.plan import make_plan
+        from mplug import build_decoder
 
-        return Model(Decoder(self.config), make_plan(self.config))
+        return build_decoder(self.config)

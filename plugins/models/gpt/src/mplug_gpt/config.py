@@ -1,67 +1,60 @@
-"""The config of GPT."""
+"""The config of GPT: its fields beyond those of every decoder, and its blocks."""
 
-from typing import Literal, Self
+from dataclasses import replace
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveInt
+
+from mplug import BlockConfig, DecoderConfig, EmbeddingConfig, MLPConfig, NormConfig
 
 
-class GPTConfig(BaseModel):
+class GPTConfig(DecoderConfig):
     """The shape of the decoder."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    num_layers: PositiveInt = Field(12, le=10_000, description="transformer blocks")
-    hidden_size: PositiveInt = Field(768, description="width of the residual stream")
-    num_attention_heads: PositiveInt = Field(12, description="query heads")
-    num_kv_heads: PositiveInt | None = Field(None, description="key-value heads (GQA); null: as many as query heads")
-    head_dim: PositiveInt | None = Field(None, description="width of a head; null: hidden_size / heads")
     ffn_hidden_size: PositiveInt | None = Field(
         None,
         description="width of the MLP; null: 4 hidden_size, with swiglu 8/3 of it rounded up to a multiple of 64",
     )
-    vocab_size: PositiveInt = Field(50257, description="tokens that the model knows")
     position: Literal["learned", "rotary", "alibi"] = Field(
         "rotary",
         description="how the model knows positions; alibi: attention scores fall with the distance, by a slope of "
         "each head's own",
     )
     max_position_embeddings: PositiveInt = Field(2048, description="longest sequence, where positions are learned")
-    rope_theta: PositiveFloat = Field(10000.0, description="base of the rotary frequencies")
-    qk_norm: bool = Field(False, description="RMSNorm on the queries and keys of each head")
     activation: Literal["gelu", "gelu_tanh", "swiglu"] = Field("gelu", description="activation of the MLP")
     norm: Literal["layernorm", "rmsnorm"] = Field("layernorm", description="normalisation before each part")
-    norm_eps: PositiveFloat = Field(1e-5, description="added to the variance in norms")
     tie_embeddings: bool = Field(False, description="the output projection is the embedding's table")
     bias: bool = Field(False, description="biases in linear layers and layer norms")
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout of the embeddings and of each part's output")
     attention_dropout: float = Field(0.0, ge=0, lt=1, description="dropout of attention weights")
-    init_std: NonNegativeFloat = Field(0.02, description="standard deviation of initial weights")
-
-    @model_validator(mode="after")
-    def _heads_fit(self) -> Self:
-        heads, kv_heads = self.num_attention_heads, self.num_kv_heads or self.num_attention_heads
-        if self.head_dim is None and self.hidden_size % heads:
-            raise ValueError(
-                f"num_attention_heads={heads} does not divide hidden_size={self.hidden_size}; set head_dim"
-            )
-        if heads % kv_heads:
-            raise ValueError(f"num_kv_heads={kv_heads} does not divide num_attention_heads={heads}")
-        if self.position == "rotary" and self.head_width % 2:
-            raise ValueError(f"rotary positions need an even head_dim, not {self.head_width}")
-        return self
 
     @property
-    def kv_heads(self) -> int:
-        """Key-value heads."""
-        return self.num_kv_heads or self.num_attention_heads
-
-    @property
-    def head_width(self) -> int:
-        """Width of a head."""
-        return self.head_dim or self.hidden_size // self.num_attention_heads
+    def has_rotary_positions(self) -> bool:
+        """Whether queries and keys are rotated by their positions."""
+        return self.position == "rotary"
 
     @property
     def ffn_width(self) -> int:
         """Width of the MLP."""
         wide = 4 * self.hidden_size
         return self.ffn_hidden_size or (-(-wide * 2 // 3 // 64) * 64 if self.activation == "swiglu" else wide)
+
+    def norm_config(self) -> NormConfig:
+        """LayerNorm or RMSNorm; only LayerNorm has a bias."""
+        return NormConfig(self.norm, self.norm_eps, self.bias and self.norm == "layernorm")
+
+    def embedding_config(self) -> EmbeddingConfig:
+        """Tokens, and learned positions."""
+        positions = self.max_position_embeddings if self.position == "learned" else None
+        return EmbeddingConfig(positions, self.dropout, self.tie_embeddings)
+
+    def block_config(self, number: int) -> BlockConfig:
+        """A block."""
+        attention = replace(
+            self.attention_config(),
+            bias=self.bias,
+            dropout=self.attention_dropout,
+            attention_bias="alibi" if self.position == "alibi" else "",
+        )
+        mlp = MLPConfig(self.ffn_width, self.activation, self.bias)
+        return BlockConfig(self.norm_config(), attention, mlp, self.dropout)

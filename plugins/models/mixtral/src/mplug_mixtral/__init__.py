@@ -23,8 +23,6 @@ class Mixtral:
     @hookimpl
     def build_model(self) -> "Model":
         """The decoder on the meta device, and its plan."""
-        from mplug import Model
-        from mplug_mixtral.decoder import Decoder
-        from mplug_mixtral.plan import make_plan
+        from mplug import build_decoder
 
-        return Model(Decoder(self.config), make_plan(self.config))
+        return build_decoder(self.config)

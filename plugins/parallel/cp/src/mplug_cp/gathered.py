@@ -38,18 +38,9 @@ def by_rank(whole: Tensor, size: int) -> Tensor:
     return held.unflatten(0, (size, 2)).movedim(1, 3).flatten(3, 4)
 
 
-def _forward(
-    parts: AttentionParts,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    documents: Tensor | None,
-    scale: float,
-    causal: bool,
-    group: str,
-) -> tuple[Tensor, Tensor]:
-    ranks, total = group_named(group), Forward(parts, q, documents, scale)
-    where = (ranks.rank(), ranks.size(), q.shape[1])
+def _forward(total: Forward, k: Tensor, v: Tensor, causal: bool, group: str) -> tuple[Tensor, Tensor]:
+    ranks = group_named(group)
+    where = (ranks.rank(), ranks.size(), k.shape[1])
     coming = gathering(torch.stack((k, v)), ranks)
     if causal:
         total.add(own_block(*where), k, v)
@@ -59,21 +50,9 @@ def _forward(
     return total.result()
 
 
-def _backward(
-    parts: AttentionParts,
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    output: Tensor,
-    sums: Tensor,
-    documents: Tensor | None,
-    scale: float,
-    causal: bool,
-    group: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    ranks, total = group_named(group), Backward(parts, grad, q, output, sums, documents, scale)
-    where = (ranks.rank(), ranks.size(), q.shape[1])
+def _backward(total: Backward, k: Tensor, v: Tensor, causal: bool, group: str) -> tuple[Tensor, Tensor, Tensor]:
+    ranks = group_named(group)
+    where = (ranks.rank(), ranks.size(), k.shape[1])
     coming = gathering(torch.stack((k, v)), ranks)
     own = own_block(*where)
     of_own = total.of(own, k, v) if causal else None
@@ -98,6 +77,7 @@ def gathered_of(parts: AttentionParts) -> Operator:
     Dual: grad [B, S, H, K] -> dq [B, S, H, K], dk and dv [B, S, G, K]. Forward gathers k and v; backward sums dk and
     dv over the ranks and returns each rank its own part.
     """
+    # torch reads an operator's schema from its annotated arguments, so both operators list them one by one.
 
     @torch.library.custom_op(f"mplug_cp::gathered_{parts.name}", mutates_args=())
     def forward(
@@ -109,7 +89,7 @@ def gathered_of(parts: AttentionParts) -> Operator:
         causal: bool,
         group: str,
     ) -> tuple[Tensor, Tensor]:
-        return _forward(parts, q, k, v, documents, scale, causal, group)
+        return _forward(Forward(parts, q, documents, scale), k, v, causal, group)
 
     @torch.library.custom_op(f"mplug_cp::gathered_{parts.name}_backward", mutates_args=())
     def backward(
@@ -124,7 +104,7 @@ def gathered_of(parts: AttentionParts) -> Operator:
         causal: bool,
         group: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return _backward(parts, grad, q, k, v, output, sums, documents, scale, causal, group)
+        return _backward(Backward(parts, grad, q, output, sums, documents, scale), k, v, causal, group)
 
     @forward.register_fake
     def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:

@@ -24,42 +24,22 @@ from mplug_cp.totals import Backward, Forward, add_to, wide
 Operator = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
-def _forward(
-    parts: AttentionParts,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    documents: Tensor | None,
-    scale: float,
-    causal: bool,
-    group: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    ring, total = group_named(group), Forward(parts, q, documents, scale)
+def _forward(total: Forward, k: Tensor, v: Tensor, causal: bool, group: str) -> tuple[Tensor, Tensor, Tensor]:
+    ring = group_named(group)
     kv = torch.stack((k, v))  # [2, B, S, G, K]: one message
     for step in range(ring.size()):
         coming = shift(kv, ring, by=1) if step + 1 < ring.size() else None
-        total.add(ring_block(step, ring.rank(), ring.size(), q.shape[1], causal), *kv)
+        total.add(ring_block(step, ring.rank(), ring.size(), k.shape[1], causal), *kv)
         kv = coming.wait() if coming else kv
     return *total.result(), kv
 
 
-def _backward(
-    parts: AttentionParts,
-    grad: Tensor,
-    q: Tensor,
-    kv: Tensor,
-    output: Tensor,
-    sums: Tensor,
-    documents: Tensor | None,
-    scale: float,
-    causal: bool,
-    group: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    ring, total = group_named(group), Backward(parts, grad, q, output, sums, documents, scale)
+def _backward(total: Backward, kv: Tensor, causal: bool, group: str) -> tuple[Tensor, Tensor, Tensor]:
+    ring = group_named(group)
     following: Transfer | None = None
     for step in reversed(range(ring.size())):
         coming = shift(kv, ring, by=-1) if step else None
-        block = ring_block(step, ring.rank(), ring.size(), q.shape[1], causal)
+        block = ring_block(step, ring.rank(), ring.size(), kv.shape[2], causal)
         gradients = total.of(block, *kv)
         dkv = following.wait() if following else torch.zeros(kv.shape, dtype=wide(kv), device=kv.device)
         add_to(dkv, block, gradients)
@@ -80,6 +60,7 @@ def ring_of(parts: AttentionParts) -> Operator:
     Dual: grad [B, S, H, K] -> dq [B, S, H, K], dk and dv [B, S, G, K]. Forward shifts k and v by +1 rank per step;
     backward shifts them, and their gradients, by -1.
     """
+    # torch reads an operator's schema from its annotated arguments, so both operators list them one by one.
 
     @torch.library.custom_op(f"mplug_cp::ring_{parts.name}", mutates_args=())
     def forward(
@@ -91,7 +72,7 @@ def ring_of(parts: AttentionParts) -> Operator:
         causal: bool,
         group: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return _forward(parts, q, k, v, documents, scale, causal, group)
+        return _forward(Forward(parts, q, documents, scale), k, v, causal, group)
 
     @torch.library.custom_op(f"mplug_cp::ring_{parts.name}_backward", mutates_args=())
     def backward(
@@ -105,7 +86,7 @@ def ring_of(parts: AttentionParts) -> Operator:
         causal: bool,
         group: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return _backward(parts, grad, q, kv, output, sums, documents, scale, causal, group)
+        return _backward(Backward(parts, grad, q, output, sums, documents, scale), kv, causal, group)
 
     @forward.register_fake
     def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:

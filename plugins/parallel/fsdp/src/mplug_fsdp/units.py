@@ -26,15 +26,13 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from mplug import GatheredPlacement, GradientSink
+from mplug import DTYPES, GatheredPlacement, GradientSink
 from mplug_fsdp.fit import AXIS
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from mplug import Model, Run
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
 @dataclass(frozen=True)

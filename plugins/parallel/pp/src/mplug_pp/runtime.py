@@ -22,15 +22,15 @@ class PipelineStepper:
 
     def __init__(self, run: Run, model: Model, default: DefaultStepper, schedule: Callable[[int, int], Table]) -> None:
         self.model, self.default, self.schedule = model, default, schedule
-        ranks = run.mesh.group(run.rank, "pp")
+        ranks = [*run.mesh.group(run.rank, "pp")]
         self.stage, self.num_stages = ranks.index(run.rank), len(ranks)
         self.takes, self.gives = model.crossing(self.stage), model.crossing(self.stage + 1)
         self.returned = [name in model.learning(self.stage) for name in self.takes]
         learning = model.learning(self.stage + 1)
         ends = self.gives if self.stage + 1 < self.num_stages else ("loss",)
         self.awaited = [name in learning for name in ends]
-        self.previous = Wire(run, ranks[self.stage - 1]) if self.stage > 0 else None
-        self.next = Wire(run, ranks[self.stage + 1]) if self.stage + 1 < self.num_stages else None
+        self.previous = Wire(run, ranks[self.stage - 1], self.takes) if self.stage > 0 else None
+        self.next = Wire(run, ranks[self.stage + 1], self.gives) if self.stage + 1 < self.num_stages else None
         self.do: dict[Kind, Callable[[int], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -77,11 +77,11 @@ class PipelineStepper:
 
     def _send_forward(self, number: int) -> None:
         assert self.next is not None
-        self.next.send_announced([tensor.detach() for tensor in self.given[number]])
+        self.next.send_announced([tensor.detach() for tensor in self.given[number]], self.batches[number])
 
     def _receive_forward(self, number: int) -> None:
         assert self.previous is not None
-        received = self.previous.receive(len(self.takes), self.batches[number])
+        received = self.previous.receive(self.batches[number])
         self.taken[number] = [x.requires_grad_(goes) for x, goes in zip(received, self.returned, strict=True)]
 
     def _send_backward(self, number: int) -> None:
@@ -103,11 +103,11 @@ class PipelineStepper:
         losses = []
         for batch in micro_batches:
             batch = self.default.entries(batch, self.default.run.step)
-            values = self._run(batch, self.previous.receive(len(self.takes), batch) if self.previous else [])
+            values = self._run(batch, self.previous.receive(batch) if self.previous else [])
             if self.next is None:
                 losses.append((values["loss"], values["num_targets"]))
             else:
-                self.next.send_announced([values[name] for name in self.gives])
+                self.next.send_announced([values[name] for name in self.gives], batch)
         self._finish_sends()
         return self.default.mean_loss(losses)
 

@@ -44,6 +44,8 @@ class Item:
 
 def sharding_of(run: "Run", model: "Model", needs: str, config: "ZeROConfig") -> Sharding | None:
     """The buckets of this rank's parameters; None where no rank shares anything."""
+    if run.mesh.axes["zero"].size == 1:
+        return None
     if needs not in ("elements", "matrices"):
         raise UsageError(
             f"{''.join(run.hooks.implementers('build_optimizer'))} needs '{needs}' of parameters, and "
@@ -52,7 +54,7 @@ def sharding_of(run: "Run", model: "Model", needs: str, config: "ZeROConfig") ->
         )
     names = [name for name, parameter in model.parameters().items() if parameter.requires_grad]
     items = [item for name in reversed(names) if (item := _item(run, model, model.placements[name], needs)) is not None]
-    if run.mesh.axes["zero"].size == 1 or not items:
+    if not items:
         return None
     buckets = list(in_buckets(items, int(config.bucket_mib * 2**18)))
     sizes = {axes: prod(run.mesh.axes[axis].size for axis in axes) for axes in {bucket.axes for bucket in buckets}}
@@ -73,8 +75,8 @@ def _item(run: "Run", model: "Model", placement: Placement, needs: str) -> Item 
         return None
     shape = placement.local_shape(run.rank)
     parts = (prod(shape),) if needs == "elements" else matrices(placement, shape)
-    stages = {run.mesh.index(rank, model.stages.axis) for rank in placement.holders}
-    return Item(placement.name, parts, *axes, alone=len(stages) > 1)  # both stages must cut a tied tensor alike
+    is_tied = len(placement.stages) > 1  # all its stages must cut it alike
+    return Item(placement.name, parts, *axes, alone=is_tied)
 
 
 def owning_axes(mesh: Mesh, placement: Placement) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
@@ -120,7 +122,7 @@ def in_buckets(items: Iterable[Item], numel: int) -> Iterator[Bucket]:
 def _bucket(items: list[Item]) -> Bucket:
     *starts, length = accumulate((_padded(item.size, ALIGNED) for item in items), initial=0)
     names, sizes = (tuple(item.name for item in items), tuple(item.size for item in items))
-    return Bucket(names, tuple(starts), sizes, length, items[0].axes, (), items[0].copied)
+    return Bucket(names, tuple(starts), sizes, length, items[0].axes, copied=items[0].copied)
 
 
 def _padded(number: int, multiple: int) -> int:
@@ -130,9 +132,7 @@ def _padded(number: int, multiple: int) -> int:
 def in_ranges(bucket: Bucket, size: int) -> Bucket:
     """The bucket padded and cut into `size` equal ranges, one per rank; a cut may fall inside a tensor."""
     length = _padded(bucket.length, ALIGNED * size)
-    each = length // size
-    stretches = tuple(Stretch(owner * each, (owner + 1) * each, owner) for owner in range(size))
-    return replace(bucket, length=length, stretches=stretches)
+    return replace(bucket, length=length, num_owners=size)
 
 
 def in_matrices(

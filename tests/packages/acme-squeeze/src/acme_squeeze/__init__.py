@@ -46,9 +46,9 @@ class Squeeze:
         from acme_squeeze.sums import sum_compressed
 
         sinks, groups = model.sinks, model.data_groups(run)
+        trained = {name: one.data_axes for name, one in model.placements.items() if one.parameter.trainable}
+        summed = {name: axes for name, axes in trained.items() if groups[name] and sinks.reduced_over.isdisjoint(axes)}
         for name, sink in sinks.items():
-            group, axes = groups[name], model.placements[name].data_axes
-            if group is not None and sinks.reduced_over.isdisjoint(axes):
-                sink.listeners.append(sum_compressed(group, self.config.smallest))
-        if run.groups is not None:
-            sinks.reduced_over.update(*(model.placements[name].data_axes for name in sinks))
+            if name in summed:
+                sink.listeners.append(sum_compressed(groups[name], self.config.smallest))
+        sinks.reduced_over.update(*summed.values())  # also those of other pipeline stages: alike on all ranks

@@ -1,0 +1,22 @@
+"""From a config to a model."""
+
+from mplug.decoders.config import DecoderConfig
+from mplug.model.model import Model
+from mplug.nn.decoder import Decoder, decoder_plan
+from mplug.nn.head import Head
+from mplug.nn.inits import Inits
+
+
+def build_decoder(config: DecoderConfig) -> Model:
+    """Return the decoder that a config describes, with its plan: the whole `build_model` of most families.
+
+    Call it in the hook `build_model`, in which new parameters are on the meta device.
+    """
+    size, vocab, embedding = config.hidden_size, config.vocab_size, config.embedding_config()
+    decoder = Decoder(
+        embedding.build(vocab, size),
+        (block.build(size) for block in config.blocks),
+        Head(config.norm_config().build(size), size, vocab),
+        tied=embedding.tied,
+    )
+    return Model(decoder, decoder_plan(decoder, Inits.normal(config.init_std, config.residual_init_std)))

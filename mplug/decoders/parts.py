@@ -1,0 +1,153 @@
+"""The parts of a decoder as a config describes them: data without torch, until `build` makes the module.
+
+The fields of a part have the names of the arguments of its module in `mplug.nn`, where they are documented. Widths are
+those of the whole model.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from inspect import signature
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from mplug.nn import MLP, Attention, MixtureOfExperts, Norm, TokenEmbedding
+
+Kind = Literal["gelu", "gelu_tanh", "swiglu"]
+
+
+class PartConfig(Protocol):
+    """A part of a block, or a whole block: the bundled ones below, or a frozen dataclass of your own."""
+
+    def build(self, hidden_size: int) -> "nn.Module":
+        """The module, for a residual stream of this width. The import of torch belongs inside this method."""
+
+
+@dataclass(frozen=True)
+class NormConfig:
+    """A norm: `mplug.nn.Norm`."""
+
+    kind: Literal["layernorm", "rmsnorm"] = "rmsnorm"
+    eps: float = 1e-5
+    bias: bool = False
+
+    def build(self, hidden_size: int) -> "Norm":
+        """The norm."""
+        from mplug.nn import Norm
+
+        return Norm(hidden_size, **vars(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """Attention with its projections: `mplug.nn.Attention`. `theta` None: no rotary positions."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    theta: float | None
+    bias: bool = False
+    qk_norm: bool = False
+    dropout: float = 0.0
+    eps: float = 1e-5
+    causal: bool = True
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+    attention_bias: str = ""
+
+    def build(self, hidden_size: int) -> "Attention":
+        """The attention."""
+        from mplug.nn import Attention
+
+        return Attention(hidden_size, **vars(self))
+
+
+@dataclass(frozen=True)
+class MLPConfig:
+    """A dense feed-forward part: `mplug.nn.MLP`."""
+
+    ffn_dim: int
+    kind: Kind = "swiglu"
+    bias: bool = False
+
+    def build(self, hidden_size: int) -> "MLP":
+        """The MLP."""
+        from mplug.nn import MLP
+
+        return MLP(hidden_size, **vars(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """A mixture of experts: `mplug.nn.Choice`, `mplug.nn.Router` and `mplug.nn.MixtureOfExperts`."""
+
+    ffn_dim: int
+    num_experts: int
+    top_k: int
+    kind: Kind = "swiglu"
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    num_groups: int = 1
+    top_groups: int = 1
+    normalize: bool = True
+    scale: float = 1.0
+    balance: Literal["none", "micro_batch", "sequence", "global_batch"] = "none"
+    balance_coefficient: float = 0.0
+    z_coefficient: float = 0.0
+    bias_rate: float = 0.0
+    jitter: float = 0.0
+    capacity_factor: float | None = None
+    dropping: Literal["position", "probability"] = "probability"
+    shared_ffn_dim: int = 0
+    shared_gate: bool = False
+
+    def build(self, hidden_size: int) -> "MixtureOfExperts":
+        """The router and its experts."""
+        from mplug.nn import Choice, MixtureOfExperts, Router
+
+        choice = Choice(**self._arguments_of(Choice))
+        router = Router(hidden_size, choice, **self._arguments_of(Router))
+        return MixtureOfExperts(router, hidden_size, **self._arguments_of(MixtureOfExperts))
+
+    def _arguments_of(self, function: Callable[..., Any]) -> dict[str, Any]:
+        """The fields that are arguments of a function."""
+        return {name: value for name, value in vars(self).items() if name in signature(function).parameters}
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    """A block: `mplug.nn.SparseBlock` if its feed-forward part is a mixture of experts, else `mplug.nn.DenseBlock`.
+
+    The two norms are equal. `dropout` is that of each part's output.
+    """
+
+    norm: NormConfig
+    attention: PartConfig
+    feed_forward: PartConfig
+    dropout: float = 0.0
+
+    def build(self, hidden_size: int) -> "nn.Module":
+        """The block."""
+        from mplug.nn import DenseBlock, MixtureOfExperts, SparseBlock
+
+        norm1, norm2 = self.norm.build(hidden_size), self.norm.build(hidden_size)
+        attn, feed_forward = self.attention.build(hidden_size), self.feed_forward.build(hidden_size)
+        if isinstance(feed_forward, MixtureOfExperts):
+            return SparseBlock(norm1, attn, norm2, feed_forward, self.dropout)
+        return DenseBlock(norm1, attn, norm2, feed_forward, self.dropout)
+
+
+@dataclass(frozen=True)
+class EmbeddingConfig:
+    """The embedding: `mplug.nn.TokenEmbedding`. With `tied`, the output projection is its table of tokens."""
+
+    num_positions: int | None = None
+    dropout: float = 0.0
+    tied: bool = False
+
+    def build(self, vocab_size: int, hidden_size: int) -> "TokenEmbedding":
+        """The embedding."""
+        from mplug.nn import TokenEmbedding
+
+        return TokenEmbedding(vocab_size, hidden_size, self.num_positions, self.dropout)

@@ -1,0 +1,99 @@
+"""Sets of ranks that follow from mesh axes. Nothing here lists ranks before a caller iterates over them."""
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import prod
+
+
+@dataclass(frozen=True)
+class Ranks(Collection[int]):
+    """Ranks in ascending order: `first` plus one number from each of `offsets`.
+
+    Each of `offsets` begins with 0; a step of it is larger than the sum of all that follow. `Ranks.of` makes the one
+    canonical form of a set, so equal sets compare equal, also if they come from different views of a mesh.
+    """
+
+    first: int
+    offsets: tuple[Sequence[int], ...] = ()
+
+    @classmethod
+    def of(cls, first: int, offsets: Iterable[Sequence[int]]) -> "Ranks":
+        """The canonical form: two ranges of which the inner one fills the outer one's step are one range."""
+        found: list[Sequence[int]] = []
+        for inner in (one for one in offsets if len(one) > 1):
+            outer = found[-1] if found else None
+            if isinstance(outer, range) and isinstance(inner, range) and outer.step == inner.step * len(inner):
+                found[-1] = range(0, len(outer) * outer.step, inner.step)
+            else:
+                found.append(inner)
+        return cls(first, tuple(found))
+
+    def __len__(self) -> int:
+        return prod(map(len, self.offsets))
+
+    def __iter__(self) -> Iterator[int]:
+        return (self.first + sum(chosen) for chosen in product(*self.offsets))
+
+    def __contains__(self, rank: object) -> bool:
+        return any(rank == one for one in self)
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """A partition of ranks into groups, in which ranks differ only along some axes of one view.
+
+    `axes` and `sizes` are the view's, the slowest-varying first. `together` says, for each axis, which indices a group
+    spans: blocks of so many consecutive indices (1: the ranks of a group have the same index; the axis' size: they have
+    all), or these indices only (tied embeddings are on the first and the last stage). A rank at another index is alone.
+    """
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    together: tuple[int | tuple[int, ...], ...]
+
+    @property
+    def size(self) -> int:
+        """Number of ranks of a group."""
+        return prod(one if isinstance(one, int) else len(one) for one in self.together)
+
+    @cached_property
+    def leader(self) -> Ranks:
+        """The first group: groupings with the same first group are the same."""
+        firsts = (0 if isinstance(one, int) else one[0] for one in self.together)
+        return self.of(sum(first * step for first, step in zip(firsts, self._steps, strict=True)))
+
+    def of(self, rank: int) -> Ranks:
+        """The group of a rank."""
+        first, offsets = rank, list[Sequence[int]]()
+        for size, together, step in zip(self.sizes, self.together, self._steps, strict=True):
+            index = rank // step % size
+            if isinstance(together, int):
+                first -= index % together * step
+                offsets.append(range(0, together * step, step))
+            elif index in together:
+                first -= (index - together[0]) * step
+                offsets.append(tuple((other - together[0]) * step for other in together))
+            else:
+                return Ranks(rank)
+        return Ranks.of(first, offsets)
+
+    def all(self) -> Iterator[Ranks]:
+        """Every group; their number grows with the number of ranks."""
+        starts = (
+            range(0, size * step, one * step) if isinstance(one, int) else (one[0] * step,)
+            for size, one, step in zip(self.sizes, self.together, self._steps, strict=True)
+        )
+        return (self.of(sum(chosen)) for chosen in product(*starts))
+
+    def without(self, axes: Iterable[str]) -> "Grouping":
+        """The groups within these groups in which ranks have the same index along `axes`."""
+        fixed = set(axes)
+        together = (1 if axis in fixed else one for axis, one in zip(self.axes, self.together, strict=True))
+        return Grouping(self.axes, self.sizes, tuple(together))
+
+    @cached_property
+    def _steps(self) -> tuple[int, ...]:
+        """By how much the rank grows from one index of an axis to the next."""
+        return tuple(prod(self.sizes[number + 1 :]) for number in range(len(self.sizes)))

@@ -1,0 +1,157 @@
+"""A decoder of blocks with two residual branches, and its plan. B batch, S sequence, D embed, M documents."""
+
+from collections.abc import Iterable
+from inspect import signature
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from mplug.layout.plan import Parameter, Plan, Unit
+from mplug.nn.description import describe
+from mplug.nn.embedding import Embedding
+from mplug.nn.head import Head
+from mplug.nn.inits import TOKENS, Entries, Inits
+from mplug.nn.moe import MixtureOfExperts
+from mplug.nn.norm import Norm
+from mplug.nn.random import Dropout
+
+DOCUMENTS = "document_lengths"
+
+
+class TokenEmbedding(nn.Module):
+    """Embeds tokens, and positions if they are learned (`num_positions` is then the length of the longest sequence)."""
+
+    mixes: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, vocab_size: int, dim: int, num_positions: int | None = None, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.token = Embedding(vocab_size, dim)
+        self.position = Embedding(num_positions, dim) if num_positions is not None else None
+        self.dropout = Dropout(dropout)
+
+    def plan_entries(self, inits: Inits) -> Entries:
+        """The meaning of the table of positions; the table of tokens describes itself."""
+        if self.position is None:
+            return {}
+        return {"position.weight": Parameter(("positions", "embed"), inits.weight, over=TOKENS)}
+
+    def forward(self, tokens: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
+        """tokens [B, S], positions [1 or B, S], the samples' random keys [B] -> [B, S, D]."""
+        x = self.token(tokens)
+        if self.position is not None:
+            x = x + self.position(positions)
+        y: Tensor = self.dropout(x, keys, positions)
+        return y
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + feed_forward(norm(x)).
+
+    `attn(x [B, S, D], positions, keys, document_lengths)` returns [B, S, D]: an `Attention`, or a module of your own.
+    `Block` is the common part of `DenseBlock` and `SparseBlock`.
+    """
+
+    mixes: ClassVar[frozenset[str]] = frozenset()  # attention mixes positions, in a slot; a router declares its mixing
+
+    def __init__(self, norm1: Norm, attn: nn.Module, norm2: Norm, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm1, self.attn = norm1, attn
+        self.dropout1 = Dropout(dropout)
+        self.norm2 = norm2
+        self.dropout2 = Dropout(dropout)
+
+    def feed_forward(self, x: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
+        """The block's second part, without norm and residual: [B, S, D] -> [B, S, D]."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, positions: Tensor, keys: Tensor, document_lengths: Tensor | None = None) -> Tensor:
+        """x [B, S, D], positions [1 or B, S], keys [B], lengths [B, M] if samples are packed -> [B, S, D]."""
+        h, x = self.norm1(x)
+        h = self.attn(h, positions, keys, document_lengths)
+        h, x = self.norm2(self.dropout1(h, keys, positions), x)
+        y: Tensor = self.dropout2(self.feed_forward(h, positions, keys), keys, positions)
+        return x + y
+
+
+class DenseBlock(Block):
+    """A block whose feed-forward part is an MLP, or a module of your own that is called as `mlp(x [B, S, D])`."""
+
+    mixes: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, norm1: Norm, attn: nn.Module, norm2: Norm, mlp: nn.Module, dropout: float = 0.0) -> None:
+        super().__init__(norm1, attn, norm2, dropout)
+        self.mlp = mlp
+
+    def feed_forward(self, x: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
+        """[B, S, D] -> [B, S, D]."""
+        y: Tensor = self.mlp(x)
+        return y
+
+
+class SparseBlock(Block):
+    """A block whose feed-forward part is a mixture of experts."""
+
+    mixes: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, norm1: Norm, attn: nn.Module, norm2: Norm, moe: MixtureOfExperts, dropout: float = 0.0) -> None:
+        super().__init__(norm1, attn, norm2, dropout)
+        self.moe = moe
+
+    def feed_forward(self, x: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
+        """[B, S, D] -> [B, S, D]."""
+        y: Tensor = self.moe(x, positions, keys)
+        return y
+
+
+class Decoder(nn.Module):
+    """The units of a decoder: embedding, blocks, head. The host runs them in the plan's order.
+
+    Blocks may differ. Each is called as `block(x [B, S, D], positions, keys)`, with `document_lengths` by name if
+    micro batches have them. With `tied`, the head's projection is the table of tokens.
+    """
+
+    def __init__(
+        self, embedding: TokenEmbedding, blocks: Iterable[nn.Module], head: Head, *, tied: bool = False
+    ) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.blocks = nn.ModuleDict({str(number): block for number, block in enumerate(blocks)})
+        self.head = head
+        if tied:
+            self.head.project.weight = self.embedding.token.weight
+
+
+def decoder_plan(decoder: Decoder, inits: Inits) -> Plan:
+    """The plan of a decoder on the meta device.
+
+    The decoder takes documents (`document_lengths`) if all its blocks do: one block without them would let a position
+    see another document.
+    """
+    packed = all(DOCUMENTS in signature(block.forward).parameters for block in decoder.blocks.values())
+    optional = (DOCUMENTS,) if packed else ()
+    takes = ("hidden", "positions", "keys")
+    blocks = [Unit(f"blocks.{name}", takes, ("hidden",), optional=optional) for name in decoder.blocks]
+    body = (Unit("embedding", ("tokens", "positions", "keys"), ("hidden",)), *blocks)
+    described = describe(decoder, inits)
+    return Plan(
+        units=(*body, Unit("head", ("hidden", "labels"), ("loss", "num_targets"))),
+        inference=(*body, Unit("head", ("hidden",), ("logits",), method="logits")),
+        parameters=described.parameters,
+        buffers=described.buffers,
+        context={
+            "tokens": TOKENS,
+            "labels": TOKENS,
+            "positions": TOKENS,
+            "sample_ids": ("batch",),
+            "keys": ("batch",),
+            **({DOCUMENTS: ("batch", "documents")} if packed else {}),
+        },
+        activations={
+            "hidden": (*TOKENS, "embed"),
+            "loss": (),
+            "num_targets": (),
+            "logits": (*TOKENS, "vocab"),
+        },
+        tied=described.tied,
+        flops=described.flops,
+    )

@@ -299,6 +299,23 @@ def test_a_reader_sees_every_replaced_checkpoint_in_its_old_or_new_version(tmp_p
     assert len(list(path.iterdir())) == 2, "the files of the old version are removed"
 
 
+def test_a_manifest_that_is_replaced_while_it_is_opened_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    position, original = position_of(tmp_path, 1), os.open
+    save(position, 5, 0)
+    path = path_of(tmp_path / "checkpoints", 5)
+
+    def replaced(file: Any, *arguments: Any, **named: Any) -> int:
+        if Path(file).name == "checkpoint.json":
+            monkeypatch.setattr(os, "open", original)
+            save(position, 5, 1)
+        return original(file, *arguments, **named)
+
+    monkeypatch.setattr(os, "open", replaced)
+    assert read_manifest(path)["samples"] == 1
+
+
 CALLS = ("mkdir", "open", "rename", "replace", "unlink", "rmdir", "fsync", "write", "lstat")
 """Functions of `os` before which a process dies; between two of them it changes nothing on the disk."""
 

@@ -4,12 +4,12 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mplug.checkpoint.names import MANIFEST, path_of, step_of
-from mplug.checkpoint.reading import Expected, check_file, check_header, read_small, status_of
+from mplug.checkpoint.reading import Expected, Replaced, check_file, check_header, read_small, status_of
 from mplug.errors import RunError, UsageError, listed, printable
 
 if TYPE_CHECKING:
@@ -132,7 +132,9 @@ def _text_of(path: Path) -> bytes:
     with _explained(path):
         if path.is_symlink():
             raise ValueError("it is a link")
-        return read_small(path, MANIFEST)
+        while True:
+            with suppress(Replaced):  # a save has replaced the manifest by the next one
+                return read_small(path, MANIFEST)
 
 
 def _parsed(path: Path, text: bytes) -> "Manifest":

@@ -27,7 +27,9 @@ def commands() -> str:
 
 
 def _helps(command: click.Command, name: str, parent: click.Context | None) -> list[tuple[str, str]]:
-    context = click.Context(command, info_name=name.rpartition(" ")[2], parent=parent, max_content_width=100)
+    options = command.context_settings.get("help_option_names")  # subcommands take over those of their parent
+    word = name.rpartition(" ")[2]
+    context = click.Context(command, info_name=word, parent=parent, max_content_width=100, help_option_names=options)
     context.terminal_width = 100
     found = [(name, command.get_help(context))]
     if isinstance(command, click.Group):

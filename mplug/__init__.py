@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from mplug.decoders.sparse import SparseDecoderConfig as SparseDecoderConfig
     from mplug.errors import RunError as RunError
     from mplug.errors import UsageError as UsageError
+    from mplug.files import sync_file as sync_file
+    from mplug.files import sync_path as sync_path
+    from mplug.files import write_whole as write_whole
     from mplug.gradients.owned_memory import Shard as Shard
     from mplug.gradients.owned_memory import Shards as Shards
     from mplug.gradients.precision import DTYPES as DTYPES
@@ -113,6 +116,11 @@ publish(
         "mplug.errors": (
             "RunError",
             "UsageError",
+        ),
+        "mplug.files": (
+            "sync_file",
+            "sync_path",
+            "write_whole",
         ),
         "mplug.gradients.owned_memory": (
             "Shard",

@@ -1,4 +1,4 @@
-"""What a plugin of the kind `commands` may use of the host: configs, the launch of processes, models and steps.
+"""The names of the host that a plugin of kind `commands` may use: configs, launching processes, models and steps.
 
 The names are imported when they are first used, because some of them import torch or pydantic.
 """

@@ -1,4 +1,4 @@
-"""The errors that end a run early, one class for each cause: the user's input, the environment, a plugin's bug."""
+"""The errors that end a run early (one class per cause), and the helpers that format values for their messages."""
 
 import difflib
 import reprlib
@@ -29,10 +29,10 @@ class Diverged(RunError):
     """A loss or gradient norm is not finite; another attempt with the same settings would end in the same way."""
 
 
-def suggest(word: str, known: Iterable[str]) -> str:
-    """'; did you mean 'gpt'?' if a known word is close to `word`, else the empty string."""
-    close = difflib.get_close_matches(word, list(known), n=5, cutoff=0.6)
-    close.sort(key=lambda other: sorted(other) != sorted(word))  # swapped letters are the most likely mistake
+def suggest(word: str, candidates: Iterable[str]) -> str:
+    """'; did you mean 'gpt'?' if a candidate is close to `word`, else the empty string."""
+    close = difflib.get_close_matches(word, list(candidates), n=5, cutoff=0.6)
+    close.sort(key=lambda candidate: sorted(candidate) != sorted(word))  # swapped letters are the most likely mistake
     return f"; did you mean '{close[0]}'?" if close else ""
 
 
@@ -54,25 +54,28 @@ LONGEST_SHOWN = 80
 
 
 def brief(text: str) -> str:
-    """A text on one line; the middle of a long one is left out."""
+    """A text on one line; ` ... ` replaces the middle of a text that is longer than LONGEST_SHOWN."""
     text = " ".join(text.split())
     kept = LONGEST_SHOWN // 2 - 2
     return text if len(text) <= LONGEST_SHOWN else f"{text[:kept]} ... {text[-kept:]}"
 
 
 LONGEST_TEXT = 10_000
-"""Characters of a text that a checkpoint holds."""
+"""Maximum number of characters of a text in a checkpoint's manifest."""
 
 
 def printable(text: str, longest: int = LONGEST_TEXT) -> str:
-    """A text that a terminal can show on one line: other characters are escaped, and its end is left out where long."""
-    shown = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
-    return shown if len(shown) <= longest else f"{shown[: longest - 3]}..."
+    """A text that a terminal can show on one line.
+
+    Characters that are not printable are escaped. A text that is then longer than `longest` is cut and ends in '...'.
+    """
+    escaped = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    return escaped if len(escaped) <= longest else f"{escaped[: longest - 3]}..."
 
 
 def quoted(value: Any) -> str:
-    """A value of any size for an error message: its repr; the middle of a long one is left out."""
-    if isinstance(value, int) and value.bit_length() > 256:  # Python refuses to write very long ones
+    """The repr of a value of any size for an error message, shortened as `brief` shortens a text."""
+    if isinstance(value, int) and value.bit_length() > 256:  # Python refuses to convert very long integers to text
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, date | datetime):
         return repr(str(value))

@@ -10,7 +10,7 @@ that the answer depends on the arguments alone and that the call changes nothing
 whenever it needs the answer.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from mplug.registry.specification import all_plugins, at_most_one, exactly_one
@@ -64,6 +64,22 @@ def batch_entries(config: "RunConfig") -> "tuple[str, ...] | None":
 
     The host needs the answer before launch: it refuses a model that does not take these entries, and a kernel that
     cannot serve them. Called while the host prepares a run, before torch is imported.
+    """
+
+
+@at_most_one
+def check_data(config: "RunConfig") -> "Sequence[str] | None":
+    """Check the data that `build_loader` will read. Return sentences that the user must know ("... is repeated").
+
+    Only `mplug train` calls it, on every process that a user or a launcher has started: before it announces the run,
+    creates its folder or starts a process, and before torch is imported. `mplug explain` and `mplug generate` work
+    without the data, so `configure` must not read it.
+
+    Check everything that is cheap: the files exist and can be read, their headers are those of the format, each split
+    that the run reads has enough for a sample (validation is read if `trainer.eval_every` is not 0). Do not read a
+    whole corpus. Raise UsageError, and name the file; an OSError also refuses the data. The host prints the sentences
+    below the line that announces the run. `build_loader` is also called without this check (in tests, for example), so
+    it must refuse bad data as well.
     """
 
 

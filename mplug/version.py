@@ -1,3 +1,3 @@
-"""The version of the host; plugins have the same one."""
+"""The version of the host. The bundled plugins have the same version."""
 
 __version__ = "0.1.0"

@@ -103,7 +103,7 @@ def install() -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def logical() -> Callable[[Path], dict[str, Tensor]]:
-    """Every whole tensor of a checkpoint whose files are what was saved, and whose boxes cover each element once."""
+    """The tensors of a checkpoint whose files match their checksums, and whose boxes cover each element once."""
 
     def read(path: Path) -> dict[str, Tensor]:
         manifest = read_manifest(path)

@@ -6,12 +6,15 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
 
 from mplug.checkpoint.folder import read_valid
 from mplug.errors import UsageError
+from mplug.run.prepare import check_data
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -48,7 +51,7 @@ def refuse_file(cli: Cli, folder: Path, text: str, *words: str) -> None:
         (("--set", "parallel.data=xyzzy"), ("parallel.data (--set)", "'xyzzy'", "installed: ")),
         (("--parallel", "xyzzy2"), ("parallel.layout (--parallel)", "unknown strategy 'xyzzy'", "installed: ")),
         (("--parallel", "8"), ("parallel.layout (--parallel)", "'8'", "strategy's name", "tp4pp2")),
-        (("--set", "model.name="), ("model.name (--set)", "name the plugin", "gpt")),
+        (("--set", "model.name="), ("model.name (--set)", "is required", "the name of a plugin", "gpt")),
     ],
     ids=" ".join,
 )
@@ -107,9 +110,7 @@ def test_a_misspelt_or_mistyped_field_is_refused_with_its_path_and_source(
     assert_refused(cli("config", "show", "--set", assignment), f"{field} (--set): ", *words)
 
 
-@pytest.mark.parametrize(
-    ("layout", "end"), [("pp2", "a degree belongs to the layout: --parallel pp2tp2"), ("tp4", "not 2")]
-)
+@pytest.mark.parametrize(("layout", "end"), [("pp2", "to set the degree, use --parallel pp2tp2"), ("tp4", "not 2")])
 def test_a_degree_in_the_place_of_a_section_is_refused_beside_a_layout(cli: Cli, layout: str, end: str) -> None:
     result = cli("config", "show", "--parallel", layout, "--set", "parallel.tp=2")
     assert_refused(result, "parallel.tp (--set): ")
@@ -299,11 +300,12 @@ def test_what_only_tells_runs_without_torch(new_interpreter_cli: Cli, no_torch: 
 
 @pytest.fixture
 def texts(tmp_path: Path, text_file: Path) -> None:
-    """Texts that do not do, beside text.txt, which does."""
+    """Files and folders without text, beside text.txt, which has some."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "nothing.txt").touch()
-    (tmp_path / "short.txt").write_text("to be or not")
-    (tmp_path / "middling.txt").write_text(text_file.read_text()[:1000])
+    (tmp_path / "one.txt").write_text("x")
+    (tmp_path / "cut.idx").write_bytes(b"MMIDIDX\0\0\1")
+    (tmp_path / "cut.bin").touch()
 
 
 @pytest.mark.usefixtures("texts")
@@ -312,9 +314,51 @@ def texts(tmp_path: Path, text_file: Path) -> None:
     [
         (["data.path=nowhere.txt"], ("data.path 'nowhere.txt'",)),
         (["data.path=empty"], ("data.path 'empty'", "no file")),
-        (["data.path=nothing.txt"], ("data.path 'nothing.txt'", "0 bytes", "trainer.seq_length=32")),
-        (["data.path=short.txt"], ("data.path 'short.txt'", "trainer.seq_length=32", "at least")),
-        (["data.path=middling.txt", "trainer.eval_every=2"], ("data.path 'middling.txt'", "validation", "at least")),
+        (["data.path=nothing.txt"], ("data.path 'nothing.txt'", "the train split has no text")),
+        (["data.path=one.txt"], ("data.path 'one.txt'", "the train split has no text")),
+        (["data.name=indexed", "data.path=nowhere"], ("'nowhere.idx' is not there",)),
+        (["data.name=indexed", "data.path=cut"], ("'cut.idx' has 10 bytes, less than a header",)),
+        (["data.name=packed", "data.path=nowhere.jsonl"], ("data.path 'nowhere.jsonl' does not exist",)),
+        (["data.name=packed", "data.path=text.txt"], ("text.txt:1 is not JSON",)),
+        (["data.name=energon", "data.path=nowhere"], ("data.path 'nowhere' does not exist",)),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_data_that_a_run_cannot_read_is_refused_before_the_run_is_announced(
+    cli: Cli, tiny: list[str], tmp_path: Path, fields: list[str], words: tuple[str, ...]
+) -> None:
+    before = sorted(tmp_path.iterdir())
+    result = cli("train", *tiny, *(word for field in fields for word in ("--set", field)), "--name", "mine")
+    assert_refused(result, *words)
+    assert result.stdout == ""
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_file_system_that_refuses_is_a_sentence_and_a_wrong_answer_too() -> None:
+    def run(check: Callable[..., object]) -> Any:
+        return SimpleNamespace(config=None, hooks=SimpleNamespace(layered=lambda _: [("data/mine", check)]))
+
+    def fails(config: object) -> None:
+        raise PermissionError(13, "Permission denied", "corpus")
+
+    with pytest.raises(UsageError, match=r"^data/mine cannot read 'corpus': Permission denied$"):
+        check_data(run(fails))
+    for answer in ("one sentence", 3, [3]):
+        with pytest.raises(UsageError, match="the answer is a list of sentences or None"):
+            check_data(run(lambda answer=answer, **_: answer))
+    assert check_data(run(lambda **_: None)) == []
+    assert check_data(run(lambda **_: ["one sentence"])) == ["one sentence"]
+
+
+def test_data_is_checked_without_torch(new_interpreter_cli: Cli, no_torch: Path) -> None:
+    result = new_interpreter_cli("train", "--set", "data.path=nowhere", path=no_torch)
+    assert_refused(result, "data.path 'nowhere' does not exist")
+
+
+@pytest.mark.usefixtures("texts")
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
         (["data.path=text.txt", "model.vocab_size=100"], ("model.vocab_size is 100", "255", "model.vocab_size=256")),
         (["data.path=text.txt", "trainer.device=cuda"], ("trainer.device is 'cuda'", "no GPU", "'cpu'")),
     ],
@@ -364,11 +408,20 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
+def test_resuming_a_run_whose_steps_are_done_says_so_and_changes_nothing(cli: Cli, trained: Path) -> None:
+    before = contents(trained)
+    result = cli("train", "--resume", "--name", "done")
+    assert result.returncode == 0, result.stderr
+    assert "nothing is left to do: all 4 steps of run 'done' are done" in result.stdout
+    assert contents(trained) == before
+    assert_refused(cli("train", "--resume", "--name", "done", "--set", "trainer.steps=3"), "has done 4 steps")
+
+
 def test_the_name_of_an_existing_run_is_refused_and_that_run_is_left_alone(
     cli: Cli, tiny: list[str], trained: Path
 ) -> None:
     before = contents(trained)
-    assert_refused(cli("train", *tiny, "--name", "done"), "'runs/done' exists", "--resume", "another --name")
+    assert_refused(cli("train", *tiny, "--name", "done"), "'runs/done' already exists", "--resume", "another --name")
     assert contents(trained) == before
 
 
@@ -474,7 +527,7 @@ def test_a_run_without_a_valid_checkpoint_is_refused_with_all_of_them(cli: Cli, 
     for path in (trained / "checkpoints").iterdir():
         DAMAGES["no manifest"](path)
     before = contents(trained)
-    assert_refused(cli("train", "--resume"), "no checkpoint in", "step_00000002", "step_00000004", "begin a new run")
+    assert_refused(cli("train", "--resume"), "no checkpoint in", "step_00000002", "step_00000004", "start a new run")
     assert contents(trained) == before
 
 
@@ -509,7 +562,7 @@ def test_a_run_does_not_resume_with_a_model_of_another_shape(cli: Cli, trained: 
 
 
 def test_a_step_without_a_checkpoint_is_refused(cli: Cli, trained: Path) -> None:
-    assert_refused(cli("generate", "--step", "3"), "runs/done", "step 3", "steps there: 2 and 4")
+    assert_refused(cli("generate", "--step", "3"), "runs/done", "step 3", "available steps: 2 and 4")
 
 
 def test_an_empty_prompt_is_refused(cli: Cli, trained: Path) -> None:

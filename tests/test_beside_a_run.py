@@ -23,16 +23,18 @@ from mplug.checkpoint.names import path_of
 from mplug.checkpoint.opened import Opened, open_together
 from mplug.checkpoint.pretrained import load_weights
 from mplug.checkpoint.states import load_for_inference
-from mplug.cli import main
+from mplug.cli import main, train_start
 from mplug.cli import train as command
 from mplug.cli.beginning import readable_after
+from mplug.cli.train_start import Request, Start
 from mplug.contracts import Variance
 from mplug.errors import RunError, UsageError
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
 from mplug.testing.harness import tiny_config
+from mplug.training.changes import Changes
 from mplug.training.interrupt import Interrupt
-from mplug.training.job import Job, Outcome
+from mplug.training.job import Outcome
 from mplug.training.loop import train
 
 SETTINGS = {"model.num_layers": 1, "trainer.steps": 3, "trainer.eval_every": 0, "checkpoint.every": 1}
@@ -157,7 +159,7 @@ def test_verify_reports_every_problem_and_skips_what_is_removed_meanwhile(
     monkeypatch.setattr(checkpoint, "check_file", check_file)
     result = CliRunner().invoke(main, ["checkpoint", "verify"])
     assert result.exit_code == 2
-    assert "step 1: was removed meanwhile" in result.output
+    assert "step 1: the run has removed it meanwhile" in result.output
     assert "step_00000002' is damaged" in result.output
     assert "cannot read checkpoint" in result.output
     shutil.rmtree(folder / "checkpoints" / "step_00000002")
@@ -184,7 +186,9 @@ def test_a_reason_of_any_characters_is_saved_escaped(tmp_path: Path) -> None:
 def test_a_run_whose_last_step_is_saved_ends_with_its_error_and_is_not_restarted(folder: Path) -> None:
     path, died = path_of(folder / "checkpoints", 3), RunError("rank 1 has died")
     run: Any = SimpleNamespace(config=SimpleNamespace(trainer=SimpleNamespace(steps=3)))
-    with pytest.raises(RunError, match=r"^rank 1 has died; the run is not restarted: its 3 steps are done, and '.*3'"):
+    with pytest.raises(
+        RunError, match=r"^rank 1 has died; the run is not restarted, because its 3 steps are complete, and '.*3'"
+    ):
         readable_after(died, run, path)
     run.config.trainer.steps = 4
     found = readable_after(died, run, path)
@@ -199,7 +203,9 @@ def test_a_restart_says_that_it_begins_with_given_weights_again(
     given = path_of(folder / "checkpoints", 3)
     run = prepare(tiny_config({**SETTINGS, "checkpoint.pretrained": str(given)}), directory=folder.parent / "two")
     assert run.directory is not None
-    job, ends = Job({}, {}, run.directory, None), iter((RunError("rank 1 has died"), Outcome(run.directory, 3)))
+    ends = iter((RunError("rank 1 has died"), Outcome(run.directory, 3)))
+    request = Request(name=None, resume=False, allowed=(), overrides={}, restarts=1)
+    start = Start(request, None, run, {}, {}, None, None, given, Changes(), [], None)
 
     def launch(*_: object, **__: object) -> Outcome:
         end = next(ends)
@@ -208,8 +214,8 @@ def test_a_restart_says_that_it_begins_with_given_weights_again(
         return end
 
     monkeypatch.setattr("mplug.distributed.launch.launch", launch)
-    assert command._work(run, job, None, False, None, 1).step == 3
-    assert f"rank 1 has died; going on with the weights of '{given}' (restart 1 of 1)" in capsys.readouterr().err
+    assert command._work(start, None).step == 3
+    assert f"rank 1 has died; continuing with the weights of '{given}' (restart 1 of 1)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -221,7 +227,7 @@ def test_the_first_rank_alone_reads_the_metrics(folder: Path, monkeypatch: pytes
     def reached(*_: object) -> None:
         raise UsageError("not the metrics")
 
-    monkeypatch.setattr(command, "readable_of", reached)
+    monkeypatch.setattr(train_start, "readable_of", reached)
     result = CliRunner().invoke(main, ["train", "--resume", "--name", "one"])
     assert ("is damaged" if rank == 0 else "not the metrics") in result.output
 

@@ -155,8 +155,8 @@ def test_a_damaged_checkpoint_is_found_by_verifying(cli: Cli, tmp_path: Path) ->
     flip_bit(path)
     result = cli("checkpoint", "verify")
     assert result.returncode == 2
-    assert "step 6: 1 files are what was saved" in result.stdout
-    assert "step_00000004' is damaged: 'rank00000.safetensors' is not what was saved" in result.stderr
+    assert "step 6: 1 files match their checksums" in result.stdout
+    assert "step_00000004' is damaged: 'rank00000.safetensors' has changed since it was saved" in result.stderr
 
 
 @pytest.mark.parametrize("words", [("list",), ("show",), ("verify",)], ids=" ".join)
@@ -210,7 +210,10 @@ def test_a_plugin_that_the_saved_run_did_not_have_is_named_with_a_remedy(tmp_pat
 
 @pytest.mark.parametrize(
     ("state", "said"),
-    [({"a": {1: 2}}, "has the key 1"), ({"a/b": torch.ones(1), "a": {"b": torch.ones(1)}}, "stands for two tensors")],
+    [
+        ({"a": {1: 2}}, "has the key 1"),
+        ({"a/b": torch.ones(1), "a": {"b": torch.ones(1)}}, "two tensors of the state have the path '/a/b'"),
+    ],
 )
 def test_state_that_would_not_come_back_as_it_was_is_refused(state: dict[str, Any], said: str) -> None:
     with pytest.raises(TypeError, match=said):
@@ -239,7 +242,7 @@ def test_a_checkpoint_of_another_format_is_not_called_damaged(tmp_path: Path) ->
     trained(tmp_path, {})
     manifest = complete(tmp_path / "checkpoints")[-1] / "checkpoint.json"
     manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 1'))
-    with pytest.raises(UsageError, match="has format 1; this mplug reads format 2"):
+    with pytest.raises(UsageError, match="has format 1; this version of mplug reads format 2"):
         read_manifest(manifest.parent)
 
 

@@ -121,7 +121,7 @@ def test_a_rank_sends_its_plan_once_and_again_when_it_changes() -> None:
     coordinator.receive([None, None])
     assert coordinator.table() is before
     assert other.to_send(plan(1, 3)) == plan(1, 3)
-    with pytest.raises(ValueError, match="'x/weight' is not whole: its chunks overlap"):
+    with pytest.raises(ValueError, match="'x/weight' is not complete: its chunks overlap"):
         coordinator.receive([None, plan(1, 3)])
     coordinator.receive([plan(0, 1), plan(1, 3)])
     assert coordinator.table().needed == {"rank00000.safetensors": 4, "rank00001.safetensors": 12}

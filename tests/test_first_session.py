@@ -100,6 +100,7 @@ def test_the_default_model_learns_within_seconds(short: tuple[Path, str]) -> Non
     assert len(steps) == 40
     assert steps[0]["loss"] == pytest.approx(math.log(256), abs=0.2)
     assert steps[-1]["val_loss"] < 3.5
+    assert "validation loss" in next(short[0].glob("runs/*/loss.svg")).read_text()
 
 
 def test_the_readme_quotes_the_lines_of_a_run(short: tuple[Path, str]) -> None:

@@ -397,7 +397,7 @@ def values_of(position: Position) -> dict[str, Tensor]:
 def test_what_was_trained_may_be_frozen_from_a_checkpoint_on(tmp_path: Path) -> None:
     wanted = values_of(stepped(position_of({}, tmp_path)))
     resumed = position_of({**FIRST, "trainer.precision": "bf16"}, tmp_path)
-    resumed.load(saved(tmp_path), ("model.frozen", "trainer.precision"))
+    resumed.load(resumed.choose(saved(tmp_path)), ("model.frozen", "trainer.precision"))
     for name, values in values_of(resumed).items():
         kept = wanted[name].bfloat16() if is_frozen(name, FIRST) else wanted[name]
         assert torch.equal(values, kept), name
@@ -407,14 +407,14 @@ def test_what_was_frozen_cannot_be_trained_from_a_checkpoint_on_and_the_error_sa
     stepped(position_of(FIRST, tmp_path))
     resumed = position_of({"model.frozen": ["embedding"]}, tmp_path)
     with pytest.raises(UsageError, match=r"model\.frozen: \[.*'blocks\.0'\] -> \['embedding'\]"):
-        resumed.load(saved(tmp_path))
+        resumed.load(resumed.choose(saved(tmp_path)))
     with pytest.raises(UsageError) as caught:
-        resumed.load(saved(tmp_path), ("model.frozen",))
+        resumed.load(resumed.choose(saved(tmp_path)), ("model.frozen",))
     assert (
-        "of 'blocks.0.norm1.weight', which was frozen when it was saved; freeze it (model.frozen), or begin a new "
+        "of 'blocks.0.norm1.weight', because the parameter was frozen in that run; add it to model.frozen, or start a "
         in (str(caught.value))
     )
-    assert "run with the checkpoint's weights (checkpoint.pretrained)" in str(caught.value)
+    assert "new run with the weights of the checkpoint: mplug train --set checkpoint.pretrained=" in str(caught.value)
 
 
 def test_a_checkpoint_without_states_of_another_optimizer_is_told_apart(tmp_path: Path) -> None:
@@ -422,8 +422,8 @@ def test_a_checkpoint_without_states_of_another_optimizer_is_told_apart(tmp_path
     resumed = position_of(FIRST, tmp_path)
     names = [name for name in read_manifest(saved(tmp_path))["tensors"] if name.startswith("blocks.1.mlp.up.weight/")]
     assert not any(name.endswith("exp_avg") for name in names)
-    with pytest.raises(UsageError, match="its optimizer was another one"):
-        resumed.load(saved(tmp_path), ("optimizer",))
+    with pytest.raises(UsageError, match="because another optimizer saved it"):
+        resumed.load(resumed.choose(saved(tmp_path)), ("optimizer",))
 
 
 @pytest.mark.parametrize("case", [FIRST, {}], ids=["frozen", "trained"])

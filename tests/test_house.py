@@ -318,6 +318,23 @@ def test_the_generated_pages_are_what_the_code_says(tmp_path: Path) -> None:
         assert (ROOT / "docs" / page).read_text() == (tmp_path / page).read_text(), f"run docs/generate.py for {page}"
 
 
+def test_h_is_help_for_every_command() -> None:
+    from click.testing import CliRunner
+
+    from mplug.cli import main
+
+    for words in ((), ("train",), ("plugins", "list"), ("data", "merge")):
+        short, long = (CliRunner().invoke(main, [*words, option]) for option in ("-h", "--help"))
+        assert (short.exit_code, short.output) == (0, long.output)
+        assert "-h, --help" in short.output
+
+
+def test_the_pages_show_what_ctrl_c_prints() -> None:
+    from mplug.training.interrupt import HEARD
+
+    assert HEARD.decode() in (ROOT / "docs" / "preprocess.md").read_text()
+
+
 def test_the_code_is_formatted_linted_and_typed() -> None:
     for command in (["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]):
         finished = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)

@@ -496,7 +496,7 @@ def test_with_a_restart_a_run_of_which_a_worker_is_killed_or_stopped_ends_as_if_
     assert len(result.stderr.splitlines()) == 1, result.stderr
     assert f"rank {rank}" in result.stderr
     assert ("stopped sending heartbeats" in result.stderr) == (number == signal.SIGSTOP)
-    assert "going on from step" in result.stderr
+    assert "continuing from step" in result.stderr
     assert "restart 1 of 1" in result.stderr
     assert figures(run) == figures(whole(layout))
     assert_bitwise(saved_at(run, 20), saved_at(whole(layout), 20))
@@ -525,7 +525,7 @@ def test_a_run_that_torchrun_may_restart_needs_a_name(folder: Path, options: lis
     command = begin(folder, *torchrun, "--master-port", free_port(), *MPLUG, "train", "--parallel", "tp2", *options)
     result = command.ended()
     assert result.returncode != 0
-    assert "give --name" in result.stderr
+    assert "add --name" in result.stderr
 
 
 def test_workers_do_not_outlive_the_command_that_is_killed(folder: Path, options: list[str]) -> None:

@@ -92,7 +92,7 @@ def test_a_number_that_no_run_can_use_is_refused(assignments: tuple[str, ...], s
         ),
         (
             ("schedule.batch_rampup.start=16",),
-            ("schedule.batch_rampup.start (--set", "above trainer.global_batch_size=8"),
+            ("schedule.batch_rampup.start (--set", "more than trainer.global_batch_size=8"),
         ),
         (("schedule.min_lr=1",), ("schedule.min_lr (--set", "above the peak optimizer.lr=0.005")),
         (("schedule.name=wsd", "schedule.decay_steps=2000"), ("schedule.decay_steps (--set", "trainer.steps=950")),
@@ -122,20 +122,20 @@ def test_settings_that_only_look_odd_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("trainer: " + "{a: " * 3000 + "1" + "}" * 3000, "run.yaml:1: this is nested more than 64 levels deep"),
-        ("data:\n  path: " + "[" * 3000 + "]" * 3000, "run.yaml:2: this is nested more than 64 levels deep"),
+        ("trainer: " + "{a: " * 3000 + "1" + "}" * 3000, "run.yaml:1: the value is nested more than 64 levels deep"),
+        ("data:\n  path: " + "[" * 3000 + "]" * 3000, "run.yaml:2: the value is nested more than 64 levels deep"),
         (
             "b0: &b0 {x: 1}\n" + "".join(f"b{n}: &b{n} {{x: *b{n - 1}}}\n" for n in range(1, 99)),
-            "with its aliases written out, this is nested more than 64 levels deep",
+            "with its aliases written out, the value is nested more than 64 levels deep",
         ),
         (
             "b0: &b0 {x: 1, y: 1}\n" + "".join(f"b{n}: &b{n} {{x: *b{n - 1}, y: *b{n - 1}}}\n" for n in range(1, 19)),
-            "with its aliases written out, this has more than 100,000 values",
+            "with its aliases written out, the value contains more than 100,000 values",
         ),
         ("trainer:\n  [1, 2]: 3\n", "run.yaml:2: the name of a field must be a word, not a list or a mapping"),
         ("trainer:\n  ? {a: b}\n  : 3\n", "run.yaml:2: the name of a field must be a word, not a list or a mapping"),
         ("trainer:\n  steps: \0\n", "run.yaml:2 is not YAML: the character #x0000 is not allowed"),
-        ("trainer: &t\n  steps: *t\n", "run.yaml:2: an alias stands inside the value that it repeats; write it out"),
+        ("trainer: &t\n  steps: *t\n", "run.yaml:2: an alias is inside the value that it repeats; write the value out"),
     ],
     ids=["mappings", "lists", "aliases deep", "aliases wide", "list as a name", "mapping as a name", "NUL", "itself"],
 )  # fmt: skip
@@ -147,7 +147,9 @@ def test_a_text_that_is_too_deep_or_too_large_is_refused_with_its_line(text: str
 
 
 def test_an_assignment_that_is_too_deep_is_refused() -> None:
-    assert refusal("data.x=" + "[" * 3000 + "]" * 3000) == "data.x (--set): this is nested more than 64 levels deep"
+    assert (
+        refusal("data.x=" + "[" * 3000 + "]" * 3000) == "data.x (--set): the value is nested more than 64 levels deep"
+    )
     assert "64 levels" in refusal("data" + ".x" * 3000 + "=1")
 
 
@@ -215,10 +217,10 @@ class Section(BaseModel):
         ({"samples": "foo"}, {"samples": "must be 'run' or 'epoch' or a valid integer, not 'foo'"}),
         ({"samples": 0}, {"samples": "must be 'run' or 'epoch' or greater than 0, not 0"}),
         ({"samples": [1]}, {"samples": "must be 'run' or 'epoch' or a valid integer, not [1]"}),
-        ({"nested": 3}, {"nested": "must be a section with fields of its own, not 3"}),
+        ({"nested": 3}, {"nested": "must be a section (a mapping of fields), not 3"}),
         ({"nested": {"pte": 3}}, {"nested.pte": "unknown field; did you mean 'pet'? (fields: pet)"}),
         ({"nested": {"pet": {"kind": "cow"}}}, {"nested.pet.kind": "must be 'cat' or 'dog', not 'cow'"}),
-        ({"nested": {"pet": {"lives": 1}}}, {"nested.pet.kind": "is required: it says which fields follow"}),
+        ({"nested": {"pet": {"lives": 1}}}, {"nested.pet.kind": "is required, because it selects the other fields"}),
         ({"nested": {"pet": {"kind": "cat", "lives": "x"}}}, {"nested.pet.lives": "must be a valid integer, not 'x'"}),
         (
             {"nested": {"pet": {"kind": "dog", "tricks": ["sit", "stay"]}}},
@@ -229,7 +231,7 @@ class Section(BaseModel):
         ({"paths": ["a", 3]}, {"paths.1": "must be a valid string, not 3"}),
         ({"paths": 3}, {"paths": "must be a valid string or a list or a mapping, not 3"}),
         ({"rates": {"dict": 2}}, {"rates.dict": "must be less than or equal to 1, not 2"}),
-        ({"numbered": {"x": 1}}, {"numbered.x": "has the key 'x', and a key must be a valid integer"}),
+        ({"numbered": {"x": 1}}, {"numbered.x": "has the key 'x', but a key must be a valid integer"}),
         ({"pair": [1]}, {"pair.1": "is required"}),
         ({"pair": ["x", "y"]}, {"pair.0": "must be a valid integer, not 'x'"}),
         ({"plain": float("-inf")}, {"plain": "must be a finite number, not -inf"}),
@@ -330,7 +332,7 @@ def test_a_fault_in_the_checks_of_a_section_names_its_line() -> None:
 def test_a_value_error_of_a_plugin_is_its_word_on_the_config() -> None:
     with pytest.raises(UsageError) as refused, asking("extensions/nova", "configure"):
         raise ValueError("every=3 is\nodd")
-    assert str(refused.value) == "extensions/nova refuses the config ('configure'): every=3 is odd"
+    assert str(refused.value) == "extensions/nova refuses the config (in 'configure'): every=3 is odd"
 
 
 def test_any_other_error_of_a_plugin_is_its_fault_and_names_the_line() -> None:
@@ -343,7 +345,7 @@ def test_any_other_error_of_a_plugin_is_its_fault_and_names_the_line() -> None:
 @pytest.mark.parametrize(
     ("raised", "words"),
     [
-        ('raise ValueError("every is odd")', "extensions/watch refuses the config ('configure'): every is odd"),
+        ('raise ValueError("every is odd")', "extensions/watch refuses the config (in 'configure'): every is odd"),
         ("return 1 // 0", "extensions/watch fails in 'configure': ZeroDivisionError"),
     ],
 )
@@ -423,17 +425,17 @@ def test_a_run_whose_config_lacks_a_section_is_refused(tmp_path: Path, section: 
     path.write_text("\n".join(f"{name}: {{}}" for name in ("model", "trainer", "kernels") if name != section))
     with pytest.raises(UsageError) as refused:
         read_file(path, needed=("model", "trainer", "kernels"))
-    assert str(refused.value) == f"{path} lacks 1 section that every run has: {section}"
+    assert str(refused.value) == f"{path} lacks 1 section that every run has: {section}; restore the file"
 
 
 @pytest.mark.parametrize(
     ("line", "words"),
     [
         (b"\xff\xfe", "line 2 is not UTF-8"),
-        (b'{"step": 1, "lo', "line 2 is no record of a step"),
-        (b'{"step": Infinity}', "line 2 is no record of a step"),
-        (b"[" * 100_000, "line 2 is no record of a step"),
-        (b"3", "line 2 is no record of a step"),
+        (b'{"step": 1, "lo', "line 2 is not the record of a step"),
+        (b'{"step": Infinity}', "line 2 is not the record of a step"),
+        (b"[" * 100_000, "line 2 is not the record of a step"),
+        (b"3", "line 2 is not the record of a step"),
     ],
     ids=["bytes", "cut", "infinity", "deep", "number"],
 )

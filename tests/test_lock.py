@@ -17,7 +17,7 @@ from warm import Forked
 
 from mplug import hookimpl
 from mplug.checkpoint.folder import complete
-from mplug.checkpoint.names import aside_of, path_of, step_of
+from mplug.checkpoint.names import partial_path, path_of, step_of
 from mplug.checkpoint.storage import FolderWriter
 from mplug.cli.beginning import claim_new
 from mplug.errors import RunError, UsageError
@@ -169,7 +169,7 @@ def test_two_processes_may_confirm_one_claim(tmp_path: Path) -> None:
         claim.confirm()
         copied.confirm()
     claim.release()
-    with pytest.raises(RunError, match=r"the lock of the run .* is gone"):
+    with pytest.raises(RunError, match=r"the lock of the run .* no longer exists"):
         copied.confirm()
 
 
@@ -187,7 +187,7 @@ def test_a_paused_holder_learns_that_it_has_lost_the_lock_and_leaves_the_new_one
     paused.keep()  # it has just been confirmed
     holder = take(tmp_path, waits)
     for check in (paused.confirm, paused.keep):
-        with pytest.raises(RunError, match=rf"taken over.*process {os.getpid()} on .* holds it now"):
+        with pytest.raises(RunError, match=rf"another process took over.*process {os.getpid()} on .* holds it now"):
             check()
     paused.release()
     holder.confirm()
@@ -355,7 +355,7 @@ def test_a_run_that_has_been_taken_over_writes_no_metrics_and_no_checkpoint(tmp_
             assert run.claim is not None
             lose_it(run.claim)
 
-    with pytest.raises(RunError, match=r"was taken over.*process 12 holds it now"):
+    with pytest.raises(RunError, match=r"another process took over the run .*process 12 holds it now"):
         run_with_lock(tmp_path, lose, {"checkpoint.asynchronous": False})
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
     assert [step_of(path) for path in complete(tmp_path / "checkpoints")] == [1, 2]
@@ -373,10 +373,10 @@ def test_a_save_during_which_the_run_is_taken_over_does_not_become_visible(
         return write(writer, *arguments)
 
     monkeypatch.setattr(FolderWriter, "write_data", lose_while_writing)
-    with pytest.raises(RunError, match="was taken over"):
+    with pytest.raises(RunError, match="another process took over the run"):
         run_with_lock(tmp_path, lambda run: claims.append(run.claim), {"checkpoint.asynchronous": asynchronous})  # type: ignore[arg-type]
     assert [step_of(path) for path in complete(tmp_path / "checkpoints")] == [1, 2]
-    assert aside_of(path_of(tmp_path / "checkpoints", 3)).is_dir(), "it may be the new holder's by now"
+    assert partial_path(path_of(tmp_path / "checkpoints", 3)).is_dir(), "it may be the new holder's by now"
 
 
 def test_a_second_command_is_refused_while_a_run_goes_on_and_continues_it_once_it_is_killed(

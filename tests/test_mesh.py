@@ -324,8 +324,8 @@ def test_views_whose_degrees_differ_need_a_data_parallel_strategy_for_the_rest()
     with pytest.raises(UsageError) as caught:
         divided(TP, EP)
     for words in (
-        "2 of the view 'attention' and 4 of the view 'expert'",
-        "4 ranks",
+        "2 ranks in the view 'attention' and 4 ranks in the view 'expert'",
+        "a run of 4 ranks",
         "2 times",
         "parallel.data is null",
     ):

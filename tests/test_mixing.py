@@ -268,7 +268,7 @@ def test_explain_says_what_is_mixed_and_what_is_not_known(plant: Plant) -> None:
         assert finished.exit_code == 0, finished.output
         return finished.output.partition("Mixed outside of slots\n")[2]
 
-    assert "nothing: every module computes each position of each sample by itself" in said(MIXTRAL)
+    assert "nothing: every module computes each position of each sample independently" in said(MIXTRAL)
     plant("nova-lento")
     assert "blocks.*.scan      3  Recurrence  sequence" in said(LENTO)
     plant("nova-peregrine")

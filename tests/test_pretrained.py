@@ -71,11 +71,14 @@ def test_what_cannot_be_begun_with_is_refused_before_launch(
     words = [*tiny, "--set", f"data.path={text_file}", "--set", "checkpoint.pretrained=runs/before"]
     (runs / "empty" / "checkpoints").mkdir(parents=True)
     for changes, sentence in (
-        (("checkpoint.pretrained=runs/empty",), "'runs/empty' is no checkpoint, nor the folder of a run that has one"),
-        (("checkpoint.pretrained=runs/none",), "'runs/none' is no checkpoint"),
-        (("model.hidden_size=48",), "and the model has (256, 48); give the model the config that it was saved under"),
+        (
+            ("checkpoint.pretrained=runs/empty",),
+            "(--set): 'runs/empty' is not a checkpoint or the folder of a run with one",
+        ),
+        (("checkpoint.pretrained=runs/none",), "'runs/none' is not a checkpoint"),
+        (("model.hidden_size=48",), "but the model has (256, 48); use the model config of the checkpoint"),
         (("model.num_layers=3",), "has no parameter 'blocks.2."),
-        (("model.num_layers=1",), "that the model lacks; it is of another model"),
+        (("model.num_layers=1",), "which the model lacks; use a checkpoint of this model"),
     ):
         given = [word for change in changes for word in ("--set", change)]
         result = cli("train", "--name", "refused", *words, *given)

@@ -74,10 +74,10 @@ def test_a_new_plugin_passes_its_suite(site: Path, written: Path, kind: str) -> 
 def test_what_is_written_is_neither_over_another_nor_named_like_one(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "acme-ringo").mkdir()
     for words, said in (
-        (("--kind", "kernels", "acme-ringo"), "'acme-ringo' exists"),
-        (("--kind", "kernels", "acme-sdpa"), "kernels/sdpa is installed already"),
-        (("--kind", "kernels", "Acme Ringo"), "is not a distribution's name"),
-        (("--kind", "parallel", "acme-r2"), "letters only"),
+        (("--kind", "kernels", "acme-ringo"), "'acme-ringo' already exists"),
+        (("--kind", "kernels", "acme-sdpa"), "kernels/sdpa is already installed"),
+        (("--kind", "kernels", "Acme Ringo"), "is not a valid distribution name"),
+        (("--kind", "parallel", "acme-r2"), "only letters"),
     ):
         result = cli("plugins", "new", *words)
         assert result.returncode == 2

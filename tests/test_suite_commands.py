@@ -40,13 +40,13 @@ FAULTS = {
         IMPORTS,
         f"import clack\n{IMPORTS}",
         lambda: Tally().test_it_keeps_the_contract(),
-        "commands/tally (nova-tally 1.0.0): it does not import: ModuleNotFoundError(\"No module named 'clack'\")",
+        "commands/tally (nova-tally 1.0.0): it cannot be imported: ModuleNotFoundError(\"No module named 'clack'\")",
     ),
     "importing it ends the process": (
         IMPORTS,
         f"{IMPORTS}\n\nraise SystemExit(0)",
         lambda: Tally().test_it_keeps_the_contract(),
-        "it does not import: SystemExit(0)",
+        "it cannot be imported: SystemExit(0)",
     ),
     "its function is no command": (
         COMMAND,
@@ -76,7 +76,7 @@ FAULTS = {
         'default=Path("runs"),',
         'default=min(Path("runs").iterdir()).parent,',
         lambda: Tally().test_it_explains_itself(),
-        "'mplug tally --help' ends with status 2: mplug: command 'tally' (nova-tally 1.0.0) does not import",
+        "'mplug tally --help' ends with status 2: mplug: command 'tally' (nova-tally 1.0.0) cannot be imported",
     ),
     "importing it prints": (
         IMPORTS,

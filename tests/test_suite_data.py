@@ -35,6 +35,12 @@ START = "self.samples = self.next = 0"
 THREAD = "import threading as t; t.Thread(target=t.Event().wait, name='read-ahead', daemon=True).start()"
 
 FAULTS = {
+    "missing data is found in the loader only": (
+        "if not Path(self.config.path).is_file():",
+        "if False:",
+        lambda: Jotter().test_missing_data_is_refused_before_a_run_is_announced(),
+        "does not exist, and neither 'check_data' nor 'configure' refuses it",
+    ),
     "the order depends on the length of the run": (
         "Permutations(windows.count, trainer.seed)",
         "Permutations(windows.count, trainer.seed + trainer.steps)",
@@ -190,7 +196,7 @@ FAULTS = {
         '"buffer": torch.tensor(self.buffer, dtype=torch.int64)}',
         '"buffer": torch.tensor(self.buffer, dtype=torch.int64), "drawn": {self.samples}}',
         lambda: Buffered().test_its_state_is_small_plain_data(),
-        "holds a set; a checkpoint holds tensors and plain data only",
+        "contains a set; use only tensors and plain data",
     ),
     "the state lists every sample so far": (
         '"buffer": torch.tensor(self.buffer, dtype=torch.int64)}',

@@ -48,7 +48,7 @@ FAULTS = {
         "from mplug import Record, hookimpl",
         "from mplug import Record\n\n\ndef hookimpl(function):\n    function.__name__ += '_'\n    return function",
         lambda: Plotter().test_it_keeps_the_contract(),
-        "'run_started' has a hook's name but no @hookimpl",
+        "'run_started' has the name of a hook but no @hookimpl",
     ),
     "a hook answers for another": (
         "    @hookimpl\n    def run_failed(self)",

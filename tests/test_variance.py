@@ -146,7 +146,7 @@ def test_an_axis_that_the_mesh_does_not_have_is_refused_with_did_you_mean(plant:
 
 def test_an_answer_that_is_no_variance_is_refused(plant: Plant) -> None:
     plant("acme-squeeze", DECLARED, "return REASON")
-    with pytest.raises(UsageError, match="parallel/squeeze answers 'varies' with 'gradients are rounded"):
+    with pytest.raises(UsageError, match="the hook 'varies' of parallel/squeeze returned 'gradients are rounded"):
         tiny_run({"parallel.layout": "squeeze2"})
 
 

@@ -1,7 +1,8 @@
-"""Tensors by boxes, as torch.distributed.checkpoint's planners see them.
+"""Planners for torch.distributed.checkpoint that save and load tensors as boxes.
 
-A `Boxed` is one logical tensor: its shape, and the parts of it that a rank writes or reads. torch's planners know whole
-tensors, DTensors and ShardedTensors; these know parts at any place, several a rank (a fused QKV is three).
+A `Boxed` is one logical tensor: its shape, and the parts of it that this rank writes or reads. torch's own planners
+support whole tensors, DTensors and ShardedTensors. The planners of this module support parts at any position, and
+several parts per rank (a fused QKV has three).
 """
 
 from collections.abc import Callable
@@ -25,20 +26,20 @@ Start = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Boxed:
-    """A logical tensor of `shape`: where each part that this rank has begins, and the part, a view or a copy."""
+    """A logical tensor of `shape`, with the parts of this rank by their start positions. A part is a view or a copy."""
 
     shape: tuple[int, ...]
     parts: dict[Start, Tensor]
 
 
 State = dict[str, Boxed]
-"""The tensors of a checkpoint by name; what a rank has no part of, it may leave out."""
+"""The tensors of a checkpoint by name. A rank may leave out a tensor of which it has no part."""
 
 
 def held_boxes(placement: Placement, tensor: Tensor, rank: int) -> Boxed:
-    """What a rank holds of one of a parameter's tensors (its weight, the optimizer's): what it reads.
+    """The parts that a rank reads of a parameter's weight or of one of its optimizer states: all that the rank holds.
 
-    A scalar belongs to the whole parameter, and every holder has it.
+    A scalar state belongs to the whole parameter, so every holder reads it.
     """
     if tensor.dim() == 0:
         return Boxed((), {(): tensor} if placement.holds(rank) else {})
@@ -46,7 +47,7 @@ def held_boxes(placement: Placement, tensor: Tensor, rank: int) -> Boxed:
 
 
 def owned_boxes(placement: Placement, tensor: Tensor, rank: int) -> Boxed:
-    """The boxes of one of a parameter's tensors that a rank writes: it is their first holder.
+    """The boxes of one of a parameter's tensors that a rank writes: those of which it is the first holder.
 
     The first holder of the parameter's first element writes a scalar.
     """
@@ -57,13 +58,13 @@ def owned_boxes(placement: Placement, tensor: Tensor, rank: int) -> Boxed:
 
 
 def buffer_boxes(model: Model, rank: int, boxes_of: Callable[[Placement, Tensor, int], Boxed]) -> State:
-    """The states of the model's modules, as a rank reads (`held_boxes`) or writes (`owned_boxes`) them."""
+    """The states of the model's modules; `boxes_of` is `held_boxes` to read them, or `owned_boxes` to write them."""
     states = model.states().items()
     return {f"{name}/buffer": boxes_of(model.buffer_placements[name], state, rank) for name, state in states}
 
 
 class BoxSavePlanner(SavePlanner):
-    """Plans to write every part that a rank has.
+    """Plans to write every part of a rank.
 
     The ranks send compact plans, and only those that have changed since the last save (`plans`). What torch gathers,
     scatters and broadcasts besides is empty. The coordinator checks that parts neither overlap nor leave gaps.
@@ -108,7 +109,7 @@ class BoxSavePlanner(SavePlanner):
 
 
 class BoxLoadPlanner(DefaultLoadPlanner):
-    """Plans to read, of every saved box, the overlap with each part that this rank has."""
+    """Plans to read the overlaps of saved boxes with the parts of this rank."""
 
     state_dict: State
 
@@ -117,11 +118,11 @@ class BoxLoadPlanner(DefaultLoadPlanner):
         self.index = index
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """Remember what to fill."""
+        """Store the tensors to fill."""
         self.state_dict = state_dict
 
     def create_local_plan(self) -> LoadPlan:
-        """The overlaps of saved and wanted parts. The plan's data gives the file of each saved part."""
+        """One item per overlap of a saved box and a part of this rank. The plan's data names the files."""
         items: list[ReadItem] = []
         files: dict[MetadataIndex, str] = {}
         for name, boxed in self.state_dict.items():

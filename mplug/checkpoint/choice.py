@@ -1,4 +1,4 @@
-"""The newest valid checkpoint, from which a run continues; those that it skips, and why."""
+"""Choose the newest valid checkpoint to continue from, and report the newer ones that are skipped."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Choice:
-    """A checkpoint, and why each newer one was skipped."""
+    """A checkpoint to continue from, with the reason why each newer one was skipped."""
 
     path: Path
     manifest: "Facts"
     skipped: tuple[str, ...] = ()
 
     def lines(self, use: str = "continuing from") -> list[str]:
-        """What to report: nothing where no checkpoint was skipped. `use` is what is done with the chosen step."""
+        """The messages to print; empty if no checkpoint was skipped. `use` says what happens with the chosen step."""
         if not self.skipped:
             return []
         return [*(f"skipped: {reason}" for reason in self.skipped), f"{use} step {step_of(self.path)}"]
@@ -47,9 +47,9 @@ class Chosen(Choice):
 
 
 def newest_readable(folder: Path) -> Choice:
-    """The newest checkpoint whose manifest is valid and whose files have the right sizes; reads no tensor.
+    """The newest checkpoint whose manifest is valid and whose files have the sizes that it states. Reads no tensor.
 
-    UsageError where there is none, or where another version of mplug has saved a newer one.
+    Raises UsageError if there is none, or if another version of mplug saved a newer one.
     """
     skipped: list[str] = []
     for path in reversed(complete(folder)):
@@ -65,10 +65,11 @@ def newest_readable(folder: Path) -> Choice:
 
 
 def choose(run: "Run", path: Path, verified: Verified) -> Chosen:
-    """The newest valid checkpoint of a folder that is not newer than `path`; all ranks choose the same.
+    """The newest valid checkpoint in the folder of `path` that is not newer than `path`; the same on all ranks.
 
-    Of the files of a checkpoint, each rank reads its share. What they find goes to `verified`. Raises UsageError where
-    none is valid or another version of mplug has saved one, and RunError where ranks do not see the same.
+    The ranks divide the files of a checkpoint among them, and compare the checksums. `verified` notes the valid files.
+    Raises UsageError if no checkpoint is valid or another version of mplug saved one. Raises RunError if the ranks read
+    different checkpoints.
     """
     skipped: list[str] = []
     for candidate in from_rank(run, 0, _not_newer(path) if run.rank == 0 else []):
@@ -101,7 +102,7 @@ def _refuse_damaged_share(run: "Run", opened: Opened, verified: Verified) -> Non
     """Raise on all ranks if files of the checkpoint do not match their checksums; each rank reads its share of them."""
     error, names = None, list(opened.share["files"])
     try:
-        verify(opened.path, opened.share, verified.unknown(opened.path, names))
+        verify(opened.path, opened.share, verified.unverified(opened.path, names))
     except (UsageError, RunError) as raised:
         error = raised
     raise_alike(run, error)
@@ -109,7 +110,7 @@ def _refuse_damaged_share(run: "Run", opened: Opened, verified: Verified) -> Non
 
 
 def _not_newer(path: Path) -> list[Path]:
-    """A checkpoint, and those before it in its folder, the newest first."""
+    """A checkpoint and the earlier ones in its folder, newest first."""
     if not is_named_as_checkpoint(path):
         return [path]
     older = [other for other in complete(path.parent) if step_of(other) < step_of(path)]
@@ -117,5 +118,5 @@ def _not_newer(path: Path) -> list[Path]:
 
 
 def _none_is_valid(folder: Path, reasons: list[str]) -> UsageError:
-    found = "\n".join(f"  {reason}" for reason in reasons)
-    return UsageError(f"no checkpoint in '{folder}' is valid:\n{found}\nrestore one of them, or begin a new run")
+    lines = "\n".join(f"  {reason}" for reason in reasons)
+    return UsageError(f"no checkpoint in '{folder}' is valid:\n{lines}\nrestore one of them, or start a new run")

@@ -1,4 +1,4 @@
-"""Whether boxes cover a tensor: each element lies in exactly one of them."""
+"""Check that boxes cover a tensor: each element is in exactly one box."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -6,34 +6,35 @@ from itertools import product
 from math import prod
 
 Box = tuple[Sequence[int], Sequence[int]]
-"""Where a part of a tensor begins, and its shape."""
+"""The start and the shape of a part of a tensor."""
 MOST_DIVIDED = 8
-"""Dimensions along which a tensor may be divided: the check looks at 2 to this power corners of every box."""
+"""Maximum number of dimensions along which a tensor is divided. The check visits 2 to this power corners per box."""
 
 
 def uncovered(shape: Sequence[int], boxes: Iterable[Box]) -> str:
-    """Why boxes do not cover a tensor exactly once, in words; the empty string if they do.
+    """The reason why boxes do not cover a tensor exactly once; the empty string if they do.
 
-    The time is linear in the number of boxes. The sum of the boxes' indicator functions is that of the whole tensor if
-    and only if their mixed differences agree, and those of a box are its corners, with alternating signs.
+    The boxes cover the tensor exactly once if the sum of their indicator functions is the indicator function of the
+    tensor. Two such functions are equal if and only if their mixed differences are equal. The mixed difference of a box
+    is non-zero only at its corners, with alternating signs. So the time is linear in the number of boxes.
     """
-    found = [box for box in boxes if prod(box[1])]
-    for start, size in found:
+    nonempty = [box for box in boxes if prod(box[1])]
+    for start, size in nonempty:
         if any(s + n > whole for s, n, whole in zip(start, size, shape, strict=True)):
-            return "a chunk reaches beyond its shape"
-    missing = prod(shape) - sum(prod(size) for _, size in found)
+            return "a chunk exceeds its shape"
+    missing = prod(shape) - sum(prod(size) for _, size in nonempty)
     if missing:
         return "its chunks do not cover its shape" if missing > 0 else "its chunks overlap"
-    if not found:
+    if not nonempty:
         return ""
-    divided = [axis for axis, whole in enumerate(shape) if any(size[axis] != whole for _, size in found)]
+    divided = [axis for axis, whole in enumerate(shape) if any(size[axis] != whole for _, size in nonempty)]
     if len(divided) > MOST_DIVIDED:
-        return f"it is divided along {len(divided)} dimensions, and at most {MOST_DIVIDED} are supported"
+        return f"its chunks divide {len(divided)} dimensions, but at most {MOST_DIVIDED} are supported"
     corners = Counter[tuple[int, ...]]()
-    for start, size in found:
+    for start, size in nonempty:
         _count_corners(corners, [(start[axis], start[axis] + size[axis]) for axis in divided], 1)
     _count_corners(corners, [(0, shape[axis]) for axis in divided], -1)
-    return "its chunks overlap, and leave gaps" if any(corners.values()) else ""
+    return "its chunks overlap and leave gaps" if any(corners.values()) else ""
 
 
 def _count_corners(corners: "Counter[tuple[int, ...]]", spans: list[tuple[int, int]], sign: int) -> None:

@@ -1,4 +1,4 @@
-"""The folder of checkpoints on the disk: which are complete, and whether they are valid. Imports no torch."""
+"""List the checkpoints in a folder, read their manifests, and verify their files. Imports no torch."""
 
 import os
 import re
@@ -16,50 +16,51 @@ if TYPE_CHECKING:
     from mplug.checkpoint.manifest import Contents, Manifest
 
 LONGEST_REASON = 500
-REMEDY = "; remove it to use the one before it"
+"""Maximum number of characters of the reason in the message about a damaged checkpoint."""
+REMEDY = "; remove it to use the previous checkpoint"
 
 
 class OtherVersion(UsageError):
-    """A checkpoint of another format, which another version of mplug has saved and can read.
+    """A checkpoint in another format, which another version of mplug saved and can read.
 
-    It is not damaged: no run skips it to continue from one before it, and no save removes it.
+    It is not damaged. A run does not skip it to continue from an earlier checkpoint, and a save does not remove it.
     """
 
 
 def is_named_as_checkpoint(path: Path) -> bool:
-    """Whether a folder's name is that of a checkpoint of some step."""
+    """Whether a path has the name of a checkpoint: 'step_00000100'."""
     return re.fullmatch(r"step_[0-9]{8,18}", path.name) is not None
 
 
 def complete(folder: Path) -> list[Path]:
-    """The complete checkpoints of a folder, the oldest first."""
+    """The complete checkpoints in a folder, oldest first."""
     return sorted(filter(is_named_as_checkpoint, folder.glob("step_*")), key=step_of)
 
 
 def newest(folder: Path) -> Path:
-    """The newest complete checkpoint; UsageError where there is none."""
-    found = complete(folder)
-    if not found:
-        raise UsageError(f"there is no complete checkpoint in '{folder}'; choose another run with --name")
-    return found[-1]
+    """The newest complete checkpoint in a folder. UsageError if there is none."""
+    paths = complete(folder)
+    if not paths:
+        raise UsageError(f"there is no complete checkpoint in '{folder}'; use another run with --name")
+    return paths[-1]
 
 
 def at_step(folder: Path, step: int | None) -> Path:
-    """The complete checkpoint of a step, or the newest; UsageError where there is none."""
+    """The complete checkpoint of a step, or the newest one if `step` is None. UsageError if there is none."""
     if step is None:
         return newest(folder)
     path = path_of(folder, step)
     if not path.is_dir():
-        known = listed(str(step_of(found)) for found in complete(folder))
-        raise UsageError(f"there is no checkpoint of step {step} in '{folder}' (steps there: {known})")
+        steps = listed(str(step_of(other)) for other in complete(folder))
+        raise UsageError(f"there is no checkpoint of step {step} in '{folder}' (available steps: {steps})")
     return path
 
 
 def read_manifest(path: Path) -> "Manifest":
-    """The plain data of a checkpoint, whose files have the sizes that it states.
+    """The manifest of a checkpoint whose files have the sizes that the manifest states.
 
-    Raises UsageError where the checkpoint is damaged, and RunError where the file system fails. A save may replace the
-    checkpoint meanwhile: the new manifest is read then.
+    Raises UsageError if the checkpoint is damaged, and RunError if the file system fails. If a save replaces the
+    checkpoint at the same time, the function reads the new manifest.
     """
     return read_with_checksum(path)[0]
 
@@ -83,16 +84,16 @@ def checksum_of_manifest(path: Path) -> int:
 
 
 def read_valid(path: Path, each: Callable[[list[str]], Iterable[str]] = list) -> "Manifest":
-    """The plain data of a checkpoint, whose files all match their checksums: reads all of it. Raises as above.
+    """The manifest of a checkpoint whose files all match their checksums. Reads all files.
 
-    `each` iterates over the names of the files, as a progress bar does.
+    `each` wraps the list of file names; a progress bar does this. Raises the errors of `read_manifest`.
     """
     manifest = read_manifest(path)
     while True:
         try:
             verify(path, manifest, each(list(manifest["files"])))
             return manifest
-        except (UsageError, RunError):  # a file may vanish between two looks at it
+        except (UsageError, RunError):  # a save may have replaced the checkpoint
             newer = read_manifest(path)
             if newer == manifest:
                 raise
@@ -100,7 +101,7 @@ def read_valid(path: Path, each: Callable[[list[str]], Iterable[str]] = list) ->
 
 
 def verify(path: Path, manifest: "Contents", names: Iterable[str]) -> None:
-    """Read files whole and compare their checksums and headers; UsageError names the first that is not right."""
+    """Read files completely and compare their checksums and headers. UsageError names the first file that differs."""
     from mplug.checkpoint.manifest import expected_in  # imports pydantic
 
     expected: Mapping[str, Expected] = {}
@@ -111,7 +112,10 @@ def verify(path: Path, manifest: "Contents", names: Iterable[str]) -> None:
 
 
 def read_described(path: Path) -> "Manifest":
-    """The plain data of a checkpoint, whose files have the headers that it states; reads no tensor. Raises as above."""
+    """The manifest of a checkpoint whose files have the headers that it states. Reads no tensor.
+
+    Raises the errors of `read_manifest`.
+    """
     from mplug.checkpoint.manifest import expected_in  # imports pydantic
 
     manifest = read_manifest(path)
@@ -122,13 +126,13 @@ def read_described(path: Path) -> "Manifest":
 
 
 def damaged(path: Path, reason: str) -> UsageError:
-    """What to report about a checkpoint that is not what was saved, or that mplug cannot have saved."""
+    """The error about a checkpoint that has changed since it was saved, or that mplug cannot have saved."""
     return UsageError(f"checkpoint '{path}' is damaged: {printable(reason, LONGEST_REASON)}{REMEDY}")
 
 
 def _text_of(path: Path) -> bytes:
     if not os.path.lexists(path):
-        raise UsageError(f"there is no checkpoint '{path}'; it was removed meanwhile, or never saved")
+        raise UsageError(f"there is no checkpoint '{path}'; it was never saved, or it was removed")
     with _explained(path):
         if path.is_symlink():
             raise ValueError("it is a link")
@@ -144,19 +148,21 @@ def _parsed(path: Path, text: bytes) -> "Manifest":
         try:
             manifest = decode(text)
         except OtherFormat as error:
-            remedy = "use the mplug that has saved it, or move it away"
+            remedy = "use the version of mplug that saved it, or move it to another folder"
             raise OtherVersion(f"checkpoint '{path}' {error}; {remedy}") from None
         if is_named_as_checkpoint(path) and manifest["step"] != step_of(path):
-            raise ValueError(f"its folder is named after step {step_of(path)}, and it is of step {manifest['step']}")
+            raise ValueError(
+                f"its folder has the name of step {step_of(path)}, but its manifest states step {manifest['step']}"
+            )
         for name, expected in manifest["files"].items():
             if status_of(path, name).st_size != expected["bytes"]:
-                raise ValueError(f"'{name}' is not what was saved")
+                raise ValueError(f"'{name}' has changed since it was saved")
     return manifest
 
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Raise the errors of reading a checkpoint as the errors of a run."""
+    """Convert the errors of reading a checkpoint to a UsageError (damaged) or a RunError (unreadable)."""
     try:
         yield
     except ValueError as error:

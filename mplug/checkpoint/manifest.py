@@ -1,4 +1,4 @@
-"""The schema of a checkpoint's manifest, and the check that chunks cover tensors. Imports pydantic, and no torch."""
+"""The schema of a checkpoint's manifest, and the check that chunks cover their tensors. Imports pydantic, not torch."""
 
 import json
 import math
@@ -18,41 +18,42 @@ from mplug.dtypes import FORMATS
 from mplug.errors import LONGEST_TEXT
 
 FORMAT = 2
+"""The version of the format that this version of mplug writes and reads."""
 DEEPEST = 100
-"""How deep the state of a plugin may be nested."""
+"""Maximum nesting of a plugin's state."""
 
 
 class OtherFormat(ValueError):
-    """A manifest of another format than this version of mplug reads."""
+    """The manifest has a format that this version of mplug does not read."""
 
 
 def _plain(value: Any, number_is_valid: Callable[[float], bool]) -> Any:
-    """`value`, which must be nested at most DEEPEST deep and have numbers that are valid."""
+    """Return `value`. ValueError if it is nested more than DEEPEST levels deep, or contains an invalid number."""
     pending = [(value, 0)]
     while pending:
         inner, depth = pending.pop()
         if depth > DEEPEST:
             raise ValueError(f"it is nested more than {DEEPEST} levels deep")
         if isinstance(inner, float) and not number_is_valid(inner):
-            raise ValueError(f"it has the number {inner}")
+            raise ValueError(f"it contains the number {inner}")
         if isinstance(inner, dict):
             pending += [(key, depth) for key in inner]
         if isinstance(inner, dict | list):
-            pending += [(each, depth + 1) for each in (inner.values() if isinstance(inner, dict) else inner)]
+            pending += [(part, depth + 1) for part in (inner.values() if isinstance(inner, dict) else inner)]
         if isinstance(inner, str) and not inner.isascii():
-            inner.encode()  # a surrogate without its other half
+            inner.encode()  # fails for an unpaired surrogate
     return value
 
 
-def _known(name: str) -> str:
+def _dtype_name(name: str) -> str:
     if name not in FORMATS:
-        raise ValueError(f"'{name}' is not a dtype that checkpoints hold")
+        raise ValueError(f"'{name}' is not a dtype that a checkpoint can hold")
     return name
 
 
-def _shown_as_it_is(text: str) -> str:
+def _printable(text: str) -> str:
     if not text.isprintable():
-        raise ValueError("it has characters that a terminal cannot show")
+        raise ValueError("it contains characters that a terminal cannot show")
     return text
 
 
@@ -65,16 +66,16 @@ def _of_host(value: Any) -> Any:
 
 
 def _of_config(value: Any) -> Any:
-    return _plain(value, lambda number: not math.isnan(number))  # a field of a plugin may be unlimited
+    return _plain(value, lambda number: not math.isnan(number))  # a field of a plugin may be infinite
 
 
 Count = Annotated[int, Field(strict=True, ge=0, le=LARGEST)]
 Dims = Annotated[list[Count], Field(max_length=MOST_DIMS)]
-Dtype = Annotated[str, AfterValidator(_known)]
-Text = Annotated[str, Field(max_length=LONGEST_TEXT), AfterValidator(_shown_as_it_is)]
-"""A line that commands print; `errors.printable` makes one of any text."""
+Dtype = Annotated[str, AfterValidator(_dtype_name)]
+Text = Annotated[str, Field(max_length=LONGEST_TEXT), AfterValidator(_printable)]
+"""A line that commands print. `errors.printable` converts any text to one."""
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors$", max_length=200)]
-"""A name in the checkpoint's own folder."""
+"""The name of a file in the checkpoint's own folder."""
 TensorName = Annotated[str, Field(min_length=1)]
 Section = Annotated[dict[str, Any] | None, BeforeValidator(_of_config)]
 
@@ -87,7 +88,7 @@ class SavedFile(TypedDict):
 
 
 class SavedTensor(TypedDict):
-    """A logical tensor, and its chunks: the file of each, where it begins, and its shape."""
+    """A logical tensor and its chunks: the file, start and shape of each chunk."""
 
     shape: Dims
     dtype: Dtype
@@ -95,7 +96,7 @@ class SavedTensor(TypedDict):
 
 
 class SavedPlugin(TypedDict):
-    """A plugin of the run, as its record names it."""
+    """A plugin of the run, as in the record of the run."""
 
     plugin: Text
     distribution: Text
@@ -104,7 +105,7 @@ class SavedPlugin(TypedDict):
 
 
 class Provenance(TypedDict):
-    """What made a checkpoint."""
+    """The versions and plugins that made a checkpoint."""
 
     mplug: Text
     torch: Text
@@ -113,19 +114,19 @@ class Provenance(TypedDict):
 
 
 class SavedTrainer(TypedDict):
-    """Of the section `trainer`, the field that a resumed run calculates with."""
+    """The field of the section `trainer` that a resumed run computes with."""
 
     steps: Annotated[int, Field(strict=True, ge=1, le=LARGEST)]
 
 
 class SavedOptimizer(TypedDict):
-    """Of the section `optimizer`, the field that a resumed run calculates with."""
+    """The field of the section `optimizer` that a resumed run computes with."""
 
     lr: Annotated[float, Field(allow_inf_nan=False)]
 
 
 class SavedChange(TypedDict):
-    """A change on resume: of a version, in words, or of a field from its old to its new value."""
+    """A change on resume: a message about a version, or a field with its old and new value."""
 
     step: Count
     version: NotRequired[Text]
@@ -135,14 +136,14 @@ class SavedChange(TypedDict):
     allowed_by_user: NotRequired[bool]
 
 
-def _whole(change: SavedChange) -> SavedChange:
+def _complete_change(change: SavedChange) -> SavedChange:
     if not (change.get("version") or {"field", "old", "new"} <= change.keys()):
-        raise ValueError("a change has neither 'version' nor 'field', 'old' and 'new'")
+        raise ValueError("a change must have 'version', or 'field', 'old' and 'new'")
     return change
 
 
 class Facts(TypedDict):
-    """A manifest without its files and tensors. The data of plugins (`loader`, `states`) has any plain form."""
+    """A manifest without its files and tensors. The data of plugins (`loader`, `states`) is plain data of any form."""
 
     format: int
     step: Count
@@ -156,7 +157,7 @@ class Facts(TypedDict):
     loss_scale: NotRequired[Annotated[dict[str, Any], BeforeValidator(_of_plugin)]]
     provenance: Provenance
     config: NotRequired[dict[str, Section]]
-    changes: NotRequired[list[Annotated[SavedChange, AfterValidator(_whole)]]]
+    changes: NotRequired[list[Annotated[SavedChange, AfterValidator(_complete_change)]]]
     varies: NotRequired[dict[Text, Text] | None]
     data_fingerprint: NotRequired[Annotated[Any, BeforeValidator(_of_host)]]
 
@@ -221,7 +222,7 @@ def encode(head: Mapping[str, Any], table: TensorTable) -> str:
 
 
 def decode(data: bytes) -> Manifest:
-    """The manifest that a text holds; ValueError says what is wrong with it."""
+    """The manifest in a text. ValueError, with the reason, if it is not valid."""
     plain = parse_json(data, MANIFEST)
     if not isinstance(plain, dict):
         raise ValueError(f"'{MANIFEST}' is not a mapping")
@@ -229,11 +230,11 @@ def decode(data: bytes) -> Manifest:
         if name not in plain:
             raise ValueError(f"'{MANIFEST}' lacks '{name}'")
     if type(plain["format"]) is not int:
-        raise ValueError(f"'format' in '{MANIFEST}' is no number")
+        raise ValueError(f"'format' in '{MANIFEST}' is not an integer")
     if plain["format"] != FORMAT:
-        raise OtherFormat(f"has format {plain['format']!r:.20}; this mplug reads format {FORMAT}")
+        raise OtherFormat(f"has format {plain['format']!r:.20}; this version of mplug reads format {FORMAT}")
     if plain.pop("crc32") != checksum(plain):
-        raise ValueError(f"'{MANIFEST}' is not what was saved")
+        raise ValueError(f"'{MANIFEST}' has changed since it was saved")
     manifest = _validated(_SCHEMA, plain)
     _check_settings(manifest)
     _refuse_short_files(_bytes_needed(manifest["tensors"]), manifest["files"])
@@ -287,12 +288,12 @@ def contents_by_rank(manifest: Manifest, num_ranks: int) -> list[Contents]:
 
 
 def expected_in(manifest: Contents) -> Mapping[str, Expected]:
-    """What each file must hold: every part in it by its name there, with dtype and shape."""
-    found: dict[str, dict[str, tuple[str, list[int]]]] = {name: {} for name in manifest["files"]}
+    """The expected contents of each file: the name, dtype and shape of every part in it."""
+    contents: dict[str, dict[str, tuple[str, list[int]]]] = {name: {} for name in manifest["files"]}
     for tensor, saved in manifest["tensors"].items():
         for file, start, shape in saved["chunks"]:
-            found[file][name_in_file(tensor, start)] = (saved["dtype"], shape)
-    return found
+            contents[file][name_in_file(tensor, start)] = (saved["dtype"], shape)
+    return contents
 
 
 def name_in_file(tensor: str, start: Iterable[int]) -> str:
@@ -306,11 +307,11 @@ def _bytes_needed(tensors: Mapping[str, SavedTensor]) -> dict[str, int]:
     for name, saved in tensors.items():
         dims = len(saved["shape"])
         if any(len(start) != dims or len(shape) != dims for _, start, shape in saved["chunks"]):
-            raise ValueError(f"a chunk of '{name}' has other dimensions than the tensor")
+            raise ValueError(f"a chunk of '{name}' has another number of dimensions than the tensor")
         if name[0] == "/" and len(saved["chunks"]) != 1:
-            raise ValueError(f"'{name}' is state of a plugin, and has {len(saved['chunks'])} chunks in place of one")
+            raise ValueError(f"'{name}' is state of a plugin and must have one chunk, not {len(saved['chunks'])}")
         if flaw := uncovered(saved["shape"], [(start, shape) for _, start, shape in saved["chunks"]]):
-            raise ValueError(f"'{name}' is not whole: {flaw}")
+            raise ValueError(f"'{name}' is not complete: {flaw}")
         for file, _, shape in saved["chunks"]:
             sizes[file] += math.prod(shape) * FORMATS[saved["dtype"]].bytes
     return sizes
@@ -320,6 +321,6 @@ def _refuse_short_files(needed: Mapping[str, int], files: Mapping[str, SavedFile
     """Raise ValueError where chunks lie in a file that the manifest does not list, or that is too short for them."""
     for file, size in needed.items():
         if file not in files:
-            raise ValueError(f"a chunk is in '{file}', which is none of the checkpoint's files")
+            raise ValueError(f"a chunk is in '{file}', which is not a file of the checkpoint")
         if size > files[file]["bytes"]:
-            raise ValueError(f"'{file}' has {files[file]['bytes']} bytes, and its chunks need {size}")
+            raise ValueError(f"'{file}' has {files[file]['bytes']} bytes, but its chunks need {size}")

@@ -1,4 +1,4 @@
-"""The names of checkpoints and of the files in them."""
+"""The names of checkpoints and of their manifests."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ SUFFIX = ".safetensors"
 
 
 def path_of(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step is, once it is complete."""
+    """The folder of the complete checkpoint of a step."""
     return folder / f"step_{step:08d}"
 
 
@@ -16,8 +16,8 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
-def aside_of(final: Path) -> Path:
-    """Where a checkpoint is written before it is complete, and where an old one goes before it is removed."""
+def partial_path(final: Path) -> Path:
+    """The folder for an incomplete checkpoint: one that is being written, or one that is being removed."""
     return final.with_name(f".{final.name}.partial")
 
 

@@ -1,4 +1,4 @@
-"""Start a run with the weights of another run's checkpoint (`checkpoint.pretrained`), under any layout of both."""
+"""Start a run with the weights of another run's checkpoint (`checkpoint.pretrained`). The layouts may differ."""
 
 import os
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from mplug.checkpoint.folder import complete, read_manifest
 from mplug.checkpoint.index import shapes_of
 from mplug.checkpoint.names import MANIFEST
+from mplug.config.sources import source_of
 from mplug.contracts import Piece
 from mplug.errors import UsageError
 from mplug.run.run import Run
@@ -14,16 +15,16 @@ from mplug.run.run import Run
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from mplug.checkpoint.choice import Choice
+    from mplug.checkpoint.choice import Chosen
     from mplug.model.model import Model
 
 FIELD = "checkpoint.pretrained"
 
 
 def pretrained_of(run: Run) -> Path | None:
-    """The checkpoint that a new run begins with, by the manifests alone: if the config names a run, its newest valid.
+    """The checkpoint with which a new run begins, by manifests alone: the newest valid one if the config names a run.
 
-    None if the config names no checkpoint. Raises UsageError if there is none.
+    None if `checkpoint.pretrained` is null. Raises UsageError if there is no such checkpoint.
     """
     path = newest_pretrained(run)
     if path is None or not _is_of_named_run(run, path):
@@ -34,20 +35,23 @@ def pretrained_of(run: Run) -> Path | None:
 
 
 def newest_pretrained(run: Run) -> Path | None:
-    """The checkpoint that the config names, or the newest complete one of the run that it names, which may be damaged.
+    """The checkpoint that `checkpoint.pretrained` names by its folder or the folder of its run; None if it is null.
 
-    None if the config names neither. Raises UsageError if there is no checkpoint.
+    Of a run it is the newest complete one, which may be damaged. Raises UsageError if there is no such checkpoint.
     """
-    given = run.config.checkpoint.pretrained
-    if given is None:
+    word = run.config.checkpoint.pretrained
+    if word is None:
         return None
-    folder = Path(given).expanduser()
+    folder = Path(word).expanduser()
     if os.path.lexists(folder / MANIFEST):
-        return folder.resolve() if folder.is_symlink() else folder  # the user has named the link
-    found = complete(folder / "checkpoints")
-    if not found:
-        raise UsageError(f"{FIELD} '{given}' is no checkpoint, nor the folder of a run that has one; name either")
-    return found[-1]
+        return folder.resolve() if folder.is_symlink() else folder  # the user may name a link
+    paths = complete(folder / "checkpoints")
+    if not paths:
+        source = source_of(run.config.settings, ("checkpoint", "pretrained"))
+        raise UsageError(
+            f"{FIELD} ({source}): '{word}' is not a checkpoint or the folder of a run with one; use either of them"
+        )
+    return paths[-1]
 
 
 def _is_of_named_run(run: Run, path: Path) -> bool:
@@ -61,22 +65,24 @@ def refuse_another_model(path: Path, model: "Model") -> None:
     saved = weights_in(shapes_of(read_manifest(path)))
     for name, placement in model.placements.items():
         if name not in saved:
-            raise UsageError(f"{FIELD} '{path}' has no parameter '{name}'; it is of another model")
+            raise UsageError(
+                f"{FIELD} '{path}' has no parameter '{name}', which the model has; use a checkpoint of this model"
+            )
         if saved[name] != placement.shape:
             raise UsageError(
-                f"{FIELD} '{path}' holds '{name}' with shape {saved[name]}, and the model has {placement.shape}; "
-                f"give the model the config that it was saved under"
+                f"{FIELD} '{path}' has '{name}' with shape {saved[name]}, but the model has {placement.shape}; "
+                f"use the model config of the checkpoint"
             )
     refuse_larger(f"{FIELD} '{path}'", saved, model)
 
 
-def refuse_larger(named: str, weights: "Iterable[str]", model: "Model") -> None:
-    """Raise UsageError if a checkpoint has a parameter that the model lacks; the message calls it `named`.
+def refuse_larger(label: str, weights: "Iterable[str]", model: "Model") -> None:
+    """Raise UsageError if a checkpoint has a parameter that the model lacks; `label` names the checkpoint.
 
     `weights` are the names of the checkpoint's parameters.
     """
     for extra in sorted(set(weights) - model.placements.keys()):
-        raise UsageError(f"{named} has a parameter '{extra}' that the model lacks; it is of another model")
+        raise UsageError(f"{label} has the parameter '{extra}', which the model lacks; use a checkpoint of this model")
 
 
 def weights_in(shapes: "Mapping[str, tuple[int, ...]]") -> dict[str, tuple[int, ...]]:
@@ -88,10 +94,10 @@ def weights_in(shapes: "Mapping[str, tuple[int, ...]]") -> dict[str, tuple[int, 
     }
 
 
-def load_weights(run: Run, model: "Model", pieces: list[Piece], path: Path) -> "Choice":
-    """Begin with a checkpoint's weights and the states of its modules; all else of the run is new.
+def load_weights(run: Run, model: "Model", pieces: list[Piece], path: Path) -> "Chosen":
+    """Load the weights and module states of a checkpoint into the model of a new run.
 
-    If the config names the checkpoint's run and the checkpoint is not valid, begin with the newest valid one before it.
+    If the config names the checkpoint's run and the checkpoint is not valid, load the newest valid one before it.
     """
     from mplug.checkpoint.boxes import State, buffer_boxes, held_boxes
     from mplug.checkpoint.choice import Chosen, choose
@@ -101,7 +107,7 @@ def load_weights(run: Run, model: "Model", pieces: list[Piece], path: Path) -> "
     from mplug.model.pieces import held_values, write_weights
 
     state: State = {
-        f"{one.name}/weight": held_boxes(one.placement, one.values, run.rank) for one in held_values(model, pieces)
+        f"{held.name}/weight": held_boxes(held.placement, held.values, run.rank) for held in held_values(model, pieces)
     }
     verified = Verified()
     if _is_of_named_run(run, path):

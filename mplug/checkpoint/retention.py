@@ -1,4 +1,4 @@
-"""Which checkpoints stay in a run's folder. A removal leaves a valid checkpoint at every moment."""
+"""Remove old checkpoints from a run's folder. A removal always leaves a valid checkpoint in the folder."""
 
 import logging
 import os
@@ -7,66 +7,71 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mplug.checkpoint.folder import OtherVersion, complete, read_manifest, verify
-from mplug.checkpoint.names import MANIFEST, aside_of, step_of
+from mplug.checkpoint.names import MANIFEST, partial_path, step_of
 from mplug.checkpoint.verified import Signature, Verified, signature_of
 from mplug.errors import RunError, UsageError
+from mplug.files import sync_path
 
 log = logging.getLogger("mplug")
 
 
 class Retention:
-    """Keeps the newest `keep` checkpoints that are valid; a damaged one does not count.
+    """Keeps the newest `keep` valid checkpoints. Rank 0 alone uses it.
 
-    One that another version of mplug has saved does not count either, and stays.
+    Damaged checkpoints do not count. Checkpoints of another version of mplug do not count either, and are never
+    removed.
 
-    `base` is the checkpoint from which the run continues. Checkpoints of later steps belong to a course of the run that
-    it has left. Used on rank 0 only.
+    `base` is the checkpoint from which the run continued, or the last one that it saved. Checkpoints of later steps are
+    obsolete, because the run continues from `base`.
     """
 
     def __init__(self, keep: int, verified: Verified) -> None:
         self.keep, self.verified, self.base = keep, verified, None
         self._damaged: dict[Path, Signature | None] = {}
-        self._valid: dict[Path, tuple[Signature | None, list[str]]] = {}  # of the manifest; the names of the files
+        # The signature of each valid checkpoint's manifest, and the names of its files.
+        self._valid: dict[Path, tuple[Signature | None, list[str]]] = {}
         self._warned: set[Path] = set()
 
     base: Path | None
 
     def before(self, final: Path) -> None:
-        """Before a checkpoint becomes visible at `final`: remove those of steps after the base, which stays.
+        """Before a checkpoint becomes visible at `final`: remove checkpoints of steps after the base.
 
-        One of the same step is replaced by the new one.
+        The base stays. The new checkpoint replaces one of the same step.
         """
         if os.path.lexists(final) and (final.is_symlink() or not final.is_dir()):
             self._set_aside(final)  # only a folder can be replaced in place
         if final.exists():
             if self._is_other_versions(final):
-                raise OtherVersion(f"checkpoint '{final}' is not replaced: another version of mplug has saved it")
-            log.warning("replacing checkpoint '%s', which the run saves again", final)
+                raise OtherVersion(
+                    f"cannot replace checkpoint '{final}', because another version of mplug saved it; move it elsewhere"
+                )
+            log.warning("replacing checkpoint '%s': the run saves this step again", final)
         sweep(final.parent)
         base = self.base
         if base is None or base.parent != final.parent:
             return
         later = [path for path in complete(final.parent) if step_of(path) > step_of(base) and path != final]
         if not later or not self._is_valid(base):
-            return  # they may be the only valid ones
+            return  # the later checkpoints may be the only valid ones
         for path in later:
-            self._remove(path, f"the run continues from step {step_of(base)}")
-        sync(final.parent)
+            self._remove(path, f"the run continues from the earlier step {step_of(base)}")
+        sync_path(final.parent)
         sweep(final.parent)
 
     def after(self, final: Path, names: Iterable[str]) -> None:
-        """After a checkpoint of these files became visible: remove later ones, and those older than the `keep` newest.
+        """After a checkpoint of these files became visible: remove later checkpoints, and older ones beyond `keep`.
 
-        What is valid is found out only where a removal depends on it.
+        The method verifies a checkpoint only if a removal depends on the result.
         """
-        self._forget(final)  # the version that it has replaced
+        self._forget(final)  # the checkpoint of the same step that it may have replaced
         self._note_valid(final, signature_of(final / MANIFEST), list(names))
         self.base, valid = final, 0
-        found = complete(final.parent)
-        for path in found:
+        paths = complete(final.parent)
+        for path in paths:
             if step_of(path) > step_of(final):
-                self._remove(path, f"the run has saved step {step_of(final)} after it")
-        kept = [path for path in found if step_of(path) <= step_of(final)]
+                self._remove(path, f"the run has since saved the earlier step {step_of(final)}")
+        kept = [path for path in paths if step_of(path) <= step_of(final)]
         for path in reversed(kept if len(kept) > self.keep else []):
             if valid == self.keep:
                 self._remove(path)
@@ -75,7 +80,7 @@ class Retention:
         sweep(final.parent)
 
     def _is_valid(self, path: Path) -> bool:
-        """Whether a checkpoint's files match their checksums; each is read once, unless it changes."""
+        """Whether the files of a checkpoint match their checksums. A file is read again only after it has changed."""
         signature = signature_of(path / MANIFEST)
         if path in self._damaged and self._damaged[path] == signature:
             return False
@@ -83,7 +88,7 @@ class Retention:
             return True
         try:
             manifest = read_manifest(path)
-            verify(path, manifest, self.verified.unknown(path, manifest["files"]))
+            verify(path, manifest, self.verified.unverified(path, manifest["files"]))
         except (UsageError, RunError) as error:
             self._damaged[path] = signature
             log.warning("%s (it does not count towards checkpoint.keep)", error)
@@ -92,16 +97,16 @@ class Retention:
         return True
 
     def _is_known_as_valid(self, path: Path, signature: Signature | None) -> bool:
-        """Whether a checkpoint was valid, and the disk has it unchanged."""
-        before, names = self._valid.get(path, (None, []))
-        return before is not None and before == signature and not self.verified.unknown(path, names)
+        """Whether a checkpoint was valid and has not changed on the disk since."""
+        previous, names = self._valid.get(path, (None, []))
+        return previous is not None and previous == signature and not self.verified.unverified(path, names)
 
     def _note_valid(self, path: Path, signature: Signature | None, names: list[str]) -> None:
         self._valid[path] = (signature, names)
         self.verified.note(path, names)
 
     def _is_other_versions(self, path: Path) -> bool:
-        """Whether another version of mplug has saved a checkpoint, or may have: one that cannot be read stays, too."""
+        """Whether another version of mplug saved a checkpoint. True also if the checkpoint cannot be read now."""
         if self._is_known_as_valid(path, signature_of(path / MANIFEST)):
             return False
         try:
@@ -116,7 +121,7 @@ class Retention:
         return False
 
     def _remove(self, path: Path, reason: str = "") -> None:
-        """Set a checkpoint aside, unless another version of mplug has saved it; a reason is logged."""
+        """Set a checkpoint aside, unless another version of mplug saved it. A reason is logged."""
         if self._is_other_versions(path):
             return
         if reason:
@@ -124,11 +129,11 @@ class Retention:
         self._set_aside(path)
 
     def _set_aside(self, path: Path) -> None:
-        """Rename a checkpoint, because one that is half removed must not be seen."""
-        target, number = aside_of(path), 1
-        while os.path.lexists(target):  # what resisted an earlier removal
+        """Rename a checkpoint before its removal, so that a partly removed checkpoint is not visible."""
+        target, number = partial_path(path), 1
+        while os.path.lexists(target):  # an earlier removal failed
             number += 1
-            target = aside_of(path.with_name(f"{path.name}.{number}"))
+            target = partial_path(path.with_name(f"{path.name}.{number}"))
         path.rename(target)
         self._forget(path)
 
@@ -139,7 +144,7 @@ class Retention:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what has been renamed aside or left there; a failure is logged, and the next save tries again."""
+    """Remove checkpoints that were set aside or never completed. A failure is logged; the next save tries again."""
     for leftover in folder.glob(".step_*.partial"):
         try:
             if leftover.is_dir() and not leftover.is_symlink():
@@ -148,12 +153,3 @@ def sweep(folder: Path) -> None:
                 leftover.unlink()
         except OSError as error:
             log.warning("cannot remove '%s': %s", leftover, error)
-
-
-def sync(path: Path) -> None:
-    """Put a file, or the entries of a folder, on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

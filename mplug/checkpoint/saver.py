@@ -1,4 +1,4 @@
-"""Saving, while training waits or while it goes on; and loading."""
+"""Save checkpoints, synchronously or while training continues, and load them."""
 
 import shutil
 import time
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from mplug.checkpoint.boxes import Boxed, BoxLoadPlanner, BoxSavePlanner, Start, State
 from mplug.checkpoint.folder import complete, read_manifest, verify
-from mplug.checkpoint.names import aside_of, path_of
+from mplug.checkpoint.names import partial_path, path_of
 from mplug.checkpoint.opened import Opened
 from mplug.checkpoint.plans import KeptPlans
 from mplug.checkpoint.retention import Retention
@@ -32,8 +32,9 @@ from mplug.run.run import Run
 class Saver:
     """Saves a run's checkpoints, one at a time, on all ranks together.
 
-    A full disk leaves the earlier checkpoints as they were. It raises RunError, the same on every rank: at once, or,
-    where training goes on meanwhile, at the next `wait`; until then it asks the run to stop.
+    If a save fails, for example on a full disk, the earlier checkpoints stay unchanged, and every rank raises the same
+    RunError. A synchronous save raises it at once. An asynchronous save requests the run to stop, and the next `wait`
+    raises the error.
     """
 
     def __init__(self, run: Run) -> None:
@@ -45,10 +46,10 @@ class Saver:
         self._longest = 0.0
         self._expected = 0.0
         if run.groups is not None:
-            run.groups.beside()  # made by all ranks together
+            run.groups.beside()  # all ranks must make this group together
 
     def save(self, state: State, manifest: Mapping[str, Any]) -> None:
-        """Save the current step; where that goes on beside the training, `state` may change once this returns."""
+        """Save the current step. `state` may change as soon as the method returns, also for an asynchronous save."""
         self.wait()
         run, began = self.run, time.monotonic()
         final = path_of(run.checkpoints, run.step)
@@ -63,28 +64,28 @@ class Saver:
                 saving.set_result(dcp_save(state, **options))
             except CheckpointException as error:
                 saving.set_exception(error)
-        saving.add_done_callback(lambda ended: self._note(ended, began))
+        saving.add_done_callback(lambda ended: self._finished(ended, began))
         self._pending = (final, saving)
         if not run.config.checkpoint.asynchronous:
             self.wait()
 
     def saved(self) -> list[Path]:
-        """The checkpoints that have become visible since this was last asked."""
+        """The checkpoints that have become visible since the last call."""
         if self._pending is not None and self._pending[1].done() and self._pending[1].exception() is None:
             self.wait()
-        found, self._visible = self._visible, []
-        return found
+        paths, self._visible = self._visible, []
+        return paths
 
     def expect(self, num_bytes: int) -> None:
-        """Before the first save: this rank will write so many bytes, at 100 MB/s."""
+        """Set the expected duration of the first save: this rank writes `num_bytes`, at an assumed 100 MB/s."""
         self._expected = num_bytes / 100e6
 
     def expected_seconds(self) -> float:
-        """How long a save may take until it is visible: as the longest so far."""
+        """The expected time in seconds until a save is visible: that of the longest save so far."""
         return self._longest or self._expected
 
     def wait(self) -> None:
-        """Wait until what is being saved is visible; RunError where that fails."""
+        """Wait until the pending checkpoint is visible. RunError if the save fails."""
         if self._pending is None:
             return
         final, saving = self._pending
@@ -92,24 +93,24 @@ class Saver:
         self._pending = None
         if error is not None:
             if self.run.rank == 0 and (self.run.claim is None or self.run.claim.held()):
-                shutil.rmtree(aside_of(final), ignore_errors=True)
+                shutil.rmtree(partial_path(final), ignore_errors=True)
             raise RunError(_explained(error, final)) from error
         self._visible.append(final)
 
     def let_finish(self) -> None:
-        """Wait until what is being saved is visible, or has failed, which is not told: the run has failed already."""
+        """Wait for the pending save of a run that has failed. Its own error is not reported."""
         if self._pending is not None:
             wait([self._pending[1]])
 
-    def _note(self, ended: "Future[Any]", began: float) -> None:
-        """Keep how long it took, and ask the run to stop where it failed."""
+    def _finished(self, ended: "Future[Any]", began: float) -> None:
+        """Record the duration of a save. If the save failed, request the run to stop."""
         self._longest = max(self._longest, time.monotonic() - began)
         if ended.exception() is not None:
             self.run.stop_requested = True
 
 
 class _HostCopy(AsyncStager):
-    """Copies a state to buffers in the host's memory, which it keeps from one save to the next."""
+    """Copies a state to buffers in the host's memory, and reuses the buffers for each save."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, Start], Tensor] = {}
@@ -120,7 +121,7 @@ class _HostCopy(AsyncStager):
         return False
 
     def stage(self, state_dict: Any) -> Any:
-        """The same state in the host's memory."""
+        """A copy of the state in the host's memory."""
         copied = {
             name: Boxed(boxed.shape, {start: self._copied(name, start, part) for start, part in boxed.parts.items()})
             for name, boxed in state_dict.items()
@@ -137,19 +138,20 @@ class _HostCopy(AsyncStager):
         return buffer.copy_(part, non_blocking=True)
 
     def synchronize_staging(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: `stage` has completed the copy."""
 
     def close(self) -> None:
-        """Give the buffers back."""
+        """Free the buffers."""
         self._buffers.clear()
 
 
 def load(run: Run, opened: Opened, state: State, verified: Verified | None = None) -> None:
-    """Fill the parts of `state` on all ranks together; UsageError where the checkpoint is damaged or another's.
+    """Load a checkpoint into the parts of `state`, on all ranks together. Each rank plans its own reads.
 
-    Files in `verified` are not read to compare their checksums. Each rank plans its reads alone, from the index.
+    The function does not compare the checksums of files in `verified` again. Raises UsageError if the checkpoint is
+    damaged or belongs to another model or optimizer.
     """
-    raise_alike(run, _fault(opened, state, verified or Verified()))
+    raise_alike(run, _error_of(opened, state, verified or Verified()))
     error = None
     try:
         dcp_load(state, storage_reader=FolderReader(opened.path), planner=BoxLoadPlanner(opened.index), **_alone())
@@ -160,54 +162,61 @@ def load(run: Run, opened: Opened, state: State, verified: Verified | None = Non
     raise_alike(run, error)
 
 
-def _fault(opened: Opened, state: State, verified: Verified) -> UsageError | RunError | None:
-    """Why this rank cannot load a checkpoint; of the files, each rank reads its share."""
+def _error_of(opened: Opened, state: State, verified: Verified) -> UsageError | RunError | None:
+    """The reason why this rank cannot load a checkpoint, or None. Each rank verifies its share of the files."""
     try:
         refuse_another(opened.path, opened.index.shapes, state)
-        verify(opened.path, opened.share, verified.unknown(opened.path, opened.share["files"]))
+        verify(opened.path, opened.share, verified.unverified(opened.path, opened.share["files"]))
     except (UsageError, RunError) as error:
         return error
     return None
 
 
 def refuse_another(path: Path, saved: Mapping[str, tuple[int, ...]], state: State) -> None:
-    """Raise UsageError where a checkpoint lacks a tensor of `state`, or has it in another shape; reads no tensor.
+    """Raise UsageError if a checkpoint lacks a tensor of `state`, or has it with another shape. Reads no tensor.
 
     `saved` are the shapes of the checkpoint's tensors.
     """
     for name, boxed in state.items():
         parameter, _, tensor = name.rpartition("/")
         if tensor == "buffer" and name not in saved:
-            raise UsageError(f"checkpoint '{path}' has no state '{parameter}'; it is of a model without it")
+            raise UsageError(
+                f"checkpoint '{path}' has no state '{parameter}', which the model has; resume with the config of the "
+                f"checkpoint"
+            )
         if tensor != "buffer" and f"{parameter}/weight" not in saved:
-            raise UsageError(f"checkpoint '{path}' has no parameter '{parameter}'; it is of another model")
+            raise UsageError(
+                f"checkpoint '{path}' has no parameter '{parameter}', which the model has; resume with the config of "
+                f"the checkpoint"
+            )
         if name not in saved and tensor != "buffer" and _was_frozen(parameter, tensor, saved):
             raise UsageError(
-                f"checkpoint '{path}' has no '{tensor}' of '{parameter}', which was frozen when it was saved; freeze "
-                f"it (model.frozen), or begin a new run with the checkpoint's weights (checkpoint.pretrained)"
+                f"checkpoint '{path}' has no optimizer state '{tensor}' of '{parameter}', because the parameter was "
+                f"frozen in that run; add it to model.frozen, or start a new run with the weights of the checkpoint: "
+                f"mplug train --set checkpoint.pretrained={path}"
             )
         if name not in saved:
-            kept = sorted({one.rpartition("/")[2] for one in saved if one.startswith(f"{parameter}/")} - {"weight"})
+            states = sorted({key.rpartition("/")[2] for key in saved if key.startswith(f"{parameter}/")} - {"weight"})
             raise UsageError(
-                f"checkpoint '{path}' has no optimizer state '{tensor}' of '{parameter}' (it has {listed(kept)}): its "
-                f"optimizer was another one; resume with that, or begin a new run with its weights: "
-                f"mplug train --set checkpoint.pretrained={path}"
+                f"checkpoint '{path}' has no optimizer state '{tensor}' of '{parameter}' (it has {listed(states)}), "
+                f"because another optimizer saved it; resume with that optimizer, or start a new run with the weights "
+                f"of the checkpoint: mplug train --set checkpoint.pretrained={path}"
             )
         if saved[name] != boxed.shape:
             raise UsageError(
-                f"checkpoint '{path}' holds '{parameter}' with shape {saved[name]}, and the model has "
-                f"{boxed.shape}; resume with the config that it was saved under"
+                f"checkpoint '{path}' has '{parameter}' with shape {saved[name]}, but the model has "
+                f"{boxed.shape}; resume with the config of the checkpoint"
             )
 
 
 def _was_frozen(parameter: str, state: str, saved: Iterable[str]) -> bool:
-    """Whether a checkpoint has a state of other parameters, and of this one nothing but the weight."""
+    """Whether a checkpoint has `state` for other parameters, but only the weight of this one."""
     own = {name for name in saved if name.startswith(f"{parameter}/")}
     return own == {f"{parameter}/weight"} and any(name.endswith(f"/{state}") and name[0] != "/" for name in saved)
 
 
 def _together(run: Run) -> dict[str, Any]:
-    """How torch.distributed.checkpoint reaches the other ranks; of a run without any, it need not warn."""
+    """Arguments that give torch.distributed.checkpoint the process group; a run of one process has none."""
     if run.groups is not None:
         return {"process_group": run.groups.beside()}
     return _alone()
@@ -225,13 +234,13 @@ def _explained(error: BaseException, final: Path) -> str:
     full = "os error 28" in str(cause) or getattr(cause, "errno", None) == 28
     where = f" on rank {rank}" if len(failures) > 1 or rank > 0 else ""
     earlier = _intact_before(final)
-    survivor = f"; the earlier checkpoint '{earlier}' is intact" if earlier is not None else ""
+    intact = f"; the earlier checkpoint '{earlier}' is intact" if earlier is not None else ""
     reason = "no space left on the device" if full else str(cause)
-    return f"cannot save the checkpoint '{final}'{where}: {reason}{survivor}"
+    return f"cannot save the checkpoint '{final}'{where}: {reason}{intact}"
 
 
 def _intact_before(final: Path) -> Path | None:
-    """The newest other checkpoint whose manifest is valid and whose files have the right sizes."""
+    """The newest other checkpoint whose manifest is valid and whose files have the sizes that it states, or None."""
     for path in reversed(complete(final.parent)):
         if path == final:
             continue

@@ -1,4 +1,4 @@
-"""Checkpoints against a model: what cannot be saved or loaded is refused, and weights load for inference."""
+"""Refuse optimizer states that a checkpoint cannot hold or lacks, and load weights for inference."""
 
 from pathlib import Path
 
@@ -15,9 +15,9 @@ from mplug.run.run import Run
 
 
 def refuse_unsavable_states(run: Run, model: Model, resume_from: Path | None = None) -> None:
-    """Raise UsageError if a checkpoint cannot hold a state of the optimizer, without allocating memory.
+    """Raise UsageError if a checkpoint cannot hold a state of the optimizer. Allocates no memory.
 
-    Also raise it if the checkpoint to resume from lacks a state that the optimizer keeps for this rank's parameters.
+    Also raises UsageError if the checkpoint `resume_from` lacks an optimizer state of this rank's parameters.
     """
     optimizer, pieces = states_without_memory(run, model)
     if resume_from is not None:
@@ -30,14 +30,14 @@ def refuse_unsavable_states(run: Run, model: Model, resume_from: Path | None = N
 
 
 def load_for_inference(run: Run, path: Path, verified: Verified | None = None) -> Model:
-    """The model of a run with a checkpoint's weights, without gradients or optimizer.
+    """The model of a run with the weights of a checkpoint, without gradients and optimizer.
 
-    Files in `verified` are not read to compare their checksums. If a run replaces the checkpoint meanwhile, the new one
-    is loaded.
+    Files in `verified` are not read to compare their checksums. If the run is still training and replaces the
+    checkpoint at the same time, the function loads the new one.
     """
     opened, model = open_together(run, path), build_model(run)
-    described = {f"{name}/weight": Boxed(placement.shape, {}) for name, placement in model.placements.items()}
-    refuse_another(path, opened.index.shapes, described)  # before anything is allocated
+    expected = {f"{name}/weight": Boxed(placement.shape, {}) for name, placement in model.placements.items()}
+    refuse_another(path, opened.index.shapes, expected)  # before memory is allocated
     allocate_parts(run, model)
     weights = {
         f"{name}/weight": held_boxes(model.placements[name], parameter.data, run.rank)
@@ -52,4 +52,4 @@ def load_for_inference(run: Run, path: Path, verified: Verified | None = None) -
             if newer.checksum == opened.checksum:
                 raise
             opened = newer
-            refuse_another(path, opened.index.shapes, described)
+            refuse_another(path, opened.index.shapes, expected)

@@ -1,4 +1,4 @@
-"""A checkpoint's folder as torch.distributed.checkpoint writes and reads it: safetensors and JSON, nothing pickled."""
+"""Storage for torch.distributed.checkpoint: a folder of safetensors files and a JSON manifest, without pickle."""
 
 import logging
 import os
@@ -19,18 +19,18 @@ from torch.futures import Future
 
 from mplug.checkpoint.boxes import BoxSavePlanner
 from mplug.checkpoint.manifest import encode, name_in_file
-from mplug.checkpoint.names import MANIFEST, SUFFIX, aside_of, file_of
+from mplug.checkpoint.names import MANIFEST, SUFFIX, file_of, partial_path
 from mplug.checkpoint.plans import KeptPlans
 from mplug.checkpoint.reading import checksum_of, open_file
-from mplug.checkpoint.retention import Retention, sync
-from mplug.files import write_whole
+from mplug.checkpoint.retention import Retention
+from mplug.files import sync_path, write_whole
 
 log = logging.getLogger("mplug")
 
 
 @dataclass(frozen=True)
 class Written:
-    """What a rank has written: its file, the file's size and checksum."""
+    """The file that a rank has written, with its size and checksum."""
 
     file: str
     size: int
@@ -38,10 +38,11 @@ class Written:
 
 
 class FolderWriter(StorageWriter):
-    """Writes a file a rank aside; the coordinator adds the manifest, makes both visible, and removes old checkpoints.
+    """Writes one file per rank to a temporary folder. The coordinator adds the manifest and makes the folder visible.
 
-    `manifest` is the plain data to keep beside the tensors, and `plans` describe the tensors. `confirm` raises if
-    another process has taken the run over: the coordinator calls it before it changes anything.
+    The coordinator also removes old checkpoints. `manifest` is the plain data to save with the tensors, which `plans`
+    describe. The coordinator calls `confirm` before it changes a visible checkpoint; it raises if another process has
+    taken over the run.
     """
 
     def __init__(
@@ -53,28 +54,28 @@ class FolderWriter(StorageWriter):
         retention: Retention,
         confirm: Callable[[], None] | None = None,
     ) -> None:
-        self.final, self.aside, self.rank = final, aside_of(final), rank
+        self.final, self.partial, self.rank = final, partial_path(final), rank
         self.manifest, self.plans, self.retention, self.confirm = manifest, plans, retention, confirm
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A writer writes once."""
+        """Do nothing: a writer writes one checkpoint."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Make the folder aside, and remove what a killed run has left there."""
+        """Create the temporary folder, after removing one that a killed run has left."""
         if is_coordinator:
             self._refuse_if_taken_over()
             self.retention.before(self.final)
-            shutil.rmtree(self.aside, ignore_errors=True)
-            self.aside.mkdir(parents=True)
-            sync(self.final.parent)
-            sync(self.final.parent.parent)
+            shutil.rmtree(self.partial, ignore_errors=True)
+            self.partial.mkdir(parents=True)
+            sync_path(self.final.parent)
+            sync_path(self.final.parent.parent)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Nothing to add."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Nothing to add."""
+        """Return the plans unchanged."""
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
@@ -88,16 +89,16 @@ class FolderWriter(StorageWriter):
         }
         written = []
         if tensors:
-            path = self.aside / file_of(self.rank)
+            path = self.partial / file_of(self.rank)
             save_file(tensors, path)
-            sync(path)
+            sync_path(path)
             size = path.stat().st_size
             written.append(WriteResult(MetadataIndex(path.name), size, Written(path.name, size, crc32(path))))
         future.set_result(written)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Make the checkpoint visible, once all ranks have written."""
+        """Make the checkpoint visible after all ranks have written their files."""
         written: list[Written] = [result.storage_data for of_rank in results for result in of_rank]
         names = {one.file: one.file for one in written}
         table = self.plans.table()
@@ -109,12 +110,12 @@ class FolderWriter(StorageWriter):
         text = encode({**self.manifest, "files": files}, table)
         self._refuse_if_taken_over()
         if replaces:
-            _replace(self.aside, self.final, names, text)
+            _replace(self.partial, self.final, names, text)
         else:
-            write_whole(self.aside / MANIFEST, text)
-            sync(self.aside)
-            self.aside.rename(self.final)
-            sync(self.final.parent)
+            write_whole(self.partial / MANIFEST, text)
+            sync_path(self.partial)
+            self.partial.rename(self.final)
+            sync_path(self.final.parent)
         self.retention.after(self.final, files)
 
     def _refuse_if_taken_over(self) -> None:
@@ -123,36 +124,36 @@ class FolderWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003
-        """Nothing chooses this writer by a path."""
+        """False: torch must not select this writer by a path."""
         return False
 
 
 class FolderReader(StorageReader):
-    """Reads the parts that a plan asks for out of the ranks' files."""
+    """Reads the parts of a load plan from the files of a checkpoint."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A reader reads one checkpoint."""
+        """Do nothing: a reader reads one checkpoint."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Nothing: the planner has the index of the checkpoint."""
         return Metadata({})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to prepare."""
+        """Do nothing: the reader needs no preparation."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Nothing to add."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Nothing to add."""
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
-        """Copy every part into its place; a file is opened once."""
+        """Copy every part to its destination. Each file is opened once."""
         by_file = defaultdict(list)
         for item in plan.items:
             by_file[plan.planner_data[item.storage_index]].append(item)
@@ -176,7 +177,7 @@ class FolderReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003
-        """Nothing chooses this reader by a path."""
+        """False: torch must not select this reader by a path."""
         return False
 
 
@@ -184,9 +185,9 @@ class FolderReader(StorageReader):
 
 
 def _unused_names(final: Path, files: Iterable[str]) -> dict[str, str]:
-    """For each of a new checkpoint's files, a name that the old one does not have: 'rank00000.2.safetensors'."""
-    taken, number = set(os.listdir(final)), 2
-    while taken & {_numbered(file, number) for file in files}:
+    """For each new file, a name that the folder of the old checkpoint does not have: 'rank00000.2.safetensors'."""
+    existing, number = set(os.listdir(final)), 2
+    while existing & {_numbered(file, number) for file in files}:
         number += 1
     return {file: _numbered(file, number) for file in files}
 
@@ -195,18 +196,18 @@ def _numbered(file: str, number: int) -> str:
     return f"{file.removesuffix(SUFFIX)}.{number}{SUFFIX}"
 
 
-def _replace(aside: Path, final: Path, names: Mapping[str, str], manifest: str) -> None:
-    """Put new files into a checkpoint's folder, then its new manifest in the place of the old, then remove old files.
+def _replace(partial: Path, final: Path, names: Mapping[str, str], manifest: str) -> None:
+    """Replace a visible checkpoint: add the new files to its folder, replace its manifest, remove the old files.
 
-    The folder is visible all the while. Its manifest is replaced by one rename, which every POSIX file system has, so
-    it is the old checkpoint before that and the new one after it. An old file that cannot be removed then is logged.
+    The folder stays visible. One rename replaces the manifest, and a POSIX file system makes it atomic: before it, the
+    folder is the old checkpoint, and after it, the new one. If an old file cannot be removed, the function logs it.
     """
     for old, new in names.items():
-        (aside / old).rename(final / new)
-    sync(final)
+        (partial / old).rename(final / new)
+    sync_path(final)
     write_whole(final / MANIFEST, manifest)
-    sync(final)
-    for path in [*final.iterdir(), aside]:
+    sync_path(final)
+    for path in [*final.iterdir(), partial]:
         if path.name != MANIFEST and path.name not in names.values():
             try:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -225,6 +226,6 @@ def _on_host(part: Any) -> Tensor:
 
 
 def crc32(path: Path) -> int:
-    """The checksum of a file that has just been written."""
+    """The CRC-32 of a file on the disk."""
     with open_file(path.parent, path.name) as file:
         return checksum_of(file)

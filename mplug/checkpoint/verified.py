@@ -1,4 +1,4 @@
-"""Files of checkpoints that need not be read again: they matched their checksums, and the disk has them unchanged."""
+"""Remember verified files of checkpoints: a file is read again only after it has changed on the disk."""
 
 import os
 from collections.abc import Iterable
@@ -8,26 +8,26 @@ Signature = tuple[int, int, int, int]
 
 
 class Verified:
-    """Files that this process has written, or has compared with their checksums alone or with the other ranks."""
+    """The files that this process has written, or that it or other ranks have compared with their checksums."""
 
     def __init__(self) -> None:
-        self._known: dict[Path, Signature] = {}
+        self._signatures: dict[Path, Signature] = {}
 
     def note(self, path: Path, names: Iterable[str]) -> None:
-        """Files of a checkpoint have matched their checksums just now."""
-        self._known |= {path / name: signature for name in names if (signature := signature_of(path / name))}
+        """Add files of a checkpoint, which have just matched their checksums."""
+        self._signatures |= {path / name: signature for name in names if (signature := signature_of(path / name))}
 
     def forget(self, path: Path) -> None:
-        """A checkpoint is removed or replaced."""
-        self._known = {file: signature for file, signature in self._known.items() if file.parent != path}
+        """Remove the files of a checkpoint, which is removed or replaced."""
+        self._signatures = {file: signature for file, signature in self._signatures.items() if file.parent != path}
 
-    def unknown(self, path: Path, names: Iterable[str]) -> list[str]:
-        """The files of a checkpoint that must be read to know whether they match their checksums."""
-        return [name for name in names if self._known.get(path / name, ()) != signature_of(path / name)]
+    def unverified(self, path: Path, names: Iterable[str]) -> list[str]:
+        """Those of the files of a checkpoint that are not known to match their checksums: they must be read."""
+        return [name for name in names if self._signatures.get(path / name, ()) != signature_of(path / name)]
 
 
 def signature_of(file: Path) -> Signature | None:
-    """What changes when a file does: device, inode, size and time of modification. None where there is no file."""
+    """Device, inode, size and modification time, which change with the file. None if there is no file."""
     try:
         status = os.lstat(file)
     except OSError:

@@ -20,16 +20,16 @@ from mplug.version import __version__
 COMMANDS = {
     "train": "Train a model, or continue a run.",
     "generate": "Sample text from a trained run.",
-    "explain": "Show what a run would be: units, slots, placements, bytes.",
+    "explain": "Show the units, slots, placements and bytes of a run, without starting it.",
     "config": "Show the resolved config, or its JSON Schema.",
     "checkpoint": "List, show and verify the checkpoints of a run.",
-    "plugins": "List, show and check installed plugins, or begin a new one.",
+    "plugins": "List, show and check installed plugins, or create a new one.",
 }
-"""The host's own commands, in the order in which a new user needs them; each is a module of this package."""
+"""The host's own commands, in the order in which a new user needs them. Each is a module of this package."""
 
 
 class Commands(click.Group):
-    """The commands of the host and of plugins; each is imported when it is called."""
+    """The commands of the host and of plugins. The group imports a command when the user calls it."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The names of all commands."""
@@ -47,7 +47,7 @@ class Commands(click.Group):
         try:
             command = getattr(import_module(module), attribute)
         except (Exception, SystemExit) as error:
-            raise UsageError(f"command '{name}' ({entry.origin}) does not import: {error}") from error
+            raise UsageError(f"command '{name}' ({entry.origin}) cannot be imported: {error}") from error
         return command
 
     def resolve_command(
@@ -60,31 +60,31 @@ class Commands(click.Group):
         return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Complete names of commands, without importing any, and the host's own options."""
+        """Complete the names of commands and the host's own options, without importing a command."""
         found = [CompletionItem(name) for name in self.list_commands(ctx) if name.startswith(incomplete)]
         return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List commands without importing any."""
-        summaries = {entry.name: f"{_said_of(entry)} ({entry.origin})" for entry in Registry().entries("commands")}
+        """List the commands without importing one."""
+        summaries = {entry.name: f"{_summary_of(entry)} ({entry.origin})" for entry in Registry().entries("commands")}
         with formatter.section("Commands"):
             formatter.write_dl([(name, {**summaries, **COMMANDS}[name]) for name in self.list_commands(ctx)])
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command. Ctrl-C has the status of its signal; an unknown option names the field that it means."""
+        """Run a command. Ctrl-C gives the exit status of its signal. For an unknown option, suggest config fields."""
         try:
             return super().invoke(ctx)
         except click.NoSuchOption as error:
-            from mplug.cli.hints import fields_meant  # only this error needs it
+            from mplug.cli.hints import field_hint  # only this error needs it
 
-            if meant := fields_meant(error):
-                raise UsageError(meant) from None
+            if hint := field_hint(error):
+                raise UsageError(hint) from None
             raise
         except KeyboardInterrupt:
             sys.exit(128 + signal.SIGINT)
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a command; an error becomes one sentence and its exit status (2 or 1)."""
+        """Run a command. An error becomes a message on stderr and an exit status (2 or 1)."""
         try:
             return super().main(*args, **kwargs)
         except UsageError as error:
@@ -92,25 +92,25 @@ class Commands(click.Group):
         except RunError as error:
             _fail(str(error), 1)
         except OSError as error:
-            named = f": {error.filename}" if error.filename else ""
-            _fail(f"{error.strerror or error}{named}", 2 if error.errno == errno.ENAMETOOLONG else 1)
+            file = f": '{error.filename}'" if error.filename else ""
+            _fail(f"{error.strerror or error}{file}", 2 if error.errno == errno.ENAMETOOLONG else 1)
 
 
-def _said_of(entry: Entry) -> str:
-    """The summary of a plugin's command: from the docstring in its source, without an import, or its distribution's."""
+def _summary_of(entry: Entry) -> str:
+    """The summary of a plugin's command: the docstring in its source, read without an import, or its distribution's."""
     module, _, attribute = entry.target.partition(":")
     package, *inner = module.split(".")
     try:
         spec = find_spec(package)
-        found = Path(*(spec.submodule_search_locations or ()) if spec else (), *inner)
-        source = found.with_suffix(".py") if found.with_suffix(".py").is_file() else found / "__init__.py"
+        path = Path(*(spec.submodule_search_locations or ()) if spec else (), *inner)
+        source = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
         tree = ast.parse(source.read_text(encoding="utf-8"))
     except (ImportError, OSError, ValueError, SyntaxError):
         return entry.summary
-    written = (
+    docstrings = (
         ast.get_docstring(part) for part in tree.body if isinstance(part, ast.FunctionDef) and part.name == attribute
     )
-    return next((" ".join(text.split("\n\n")[0].split()) for text in written if text), entry.summary)
+    return next((" ".join(text.split("\n\n")[0].split()) for text in docstrings if text), entry.summary)
 
 
 def _fail(message: str, status: int) -> None:

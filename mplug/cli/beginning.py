@@ -1,4 +1,4 @@
-"""Where a training run begins: the lock of its folder, and the checkpoint or the weights that it continues."""
+"""The start of a training run: the lock of its folder, and the checkpoint or the weights that it starts from."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def claim_existing(lock: "Lock", directory: Path | None, name: str | None) -> "Claim | None":
-    """Take the lock of a run that is continued, or of one that has the name of a new run and is under way."""
+    """Take the lock of the run to continue, or of an existing run that has the name of the new run. None if neither."""
     from mplug.run.folder import RUNS
     from mplug.run.lock import FOLDER
 
@@ -23,7 +23,7 @@ def claim_existing(lock: "Lock", directory: Path | None, name: str | None) -> "C
 
 
 def claim_new(lock: "Lock", run: "Run", name: str | None) -> "Claim":
-    """Take the lock of a new run's folder. A run without --name takes another one if two start in the same second."""
+    """Take the lock of a new run's folder. Without --name, append a number to a name that is in use."""
     from mplug.run.folder import new_directory
 
     assert run.directory is not None
@@ -37,13 +37,15 @@ def claim_new(lock: "Lock", run: "Run", name: str | None) -> "Claim":
                 raise
             run.directory = stamped.with_name(f"{stamped.name}-{number}")
     else:
-        raise UsageError(f"'{stamped}' and 98 folders beside it are taken; give the run a --name")
-    new_directory(run.config, run.directory.name)  # it may have begun, and ended, since its name was checked
+        raise UsageError(f"'{stamped}' and 98 numbered folders next to it exist already; add --name")
+    new_directory(
+        run.config, run.directory.name
+    )  # refuses a run of this name that started and ended since the first check
     return claim
 
 
 def newest_of(directory: Path, restarted: bool) -> Path | None:
-    """The newest checkpoint; a restarted run that had none yet begins again."""
+    """The newest checkpoint. None if a launcher restarted the run before its first checkpoint: the run starts anew."""
     from mplug.checkpoint.folder import complete, newest
 
     folder = directory / "checkpoints"
@@ -51,7 +53,7 @@ def newest_of(directory: Path, restarted: bool) -> Path | None:
 
 
 def readable_of(resume_from: Path | None) -> "Choice | None":
-    """The newest checkpoint by its manifest, before any process starts; the ranks then read the files together."""
+    """The newest checkpoint with a valid manifest, before any process starts. The ranks read its files later."""
     if resume_from is None:
         return None
     from mplug.checkpoint.choice import newest_readable  # imports pydantic
@@ -60,20 +62,20 @@ def readable_of(resume_from: Path | None) -> "Choice | None":
 
 
 def readable_after(error: RunError, run: "Run", newest: Path | None) -> "Choice | None":
-    """The checkpoint from which a run is restarted after an error, which is raised where that is not possible."""
+    """The checkpoint from which a run restarts after `error`. Raises `error` with a reason if it cannot restart."""
     try:
         readable = readable_of(newest)
-    except UsageError as none:
-        raise UsageError(f"{error}; {none}") from error
+    except UsageError as reason:
+        raise UsageError(f"{error}; {reason}") from error
     steps = run.config.trainer.steps
     if readable is not None and readable.manifest["step"] >= steps:
-        done = f"its {steps} steps are done, and '{readable.path}' holds the last"
-        raise RunError(f"{error}; the run is not restarted: {done}") from error
+        done = f"its {steps} steps are complete, and '{readable.path}' has the last one"
+        raise RunError(f"{error}; the run is not restarted, because {done}") from error
     return readable
 
 
 def changes_of(run: "Run", readable: "Choice | None", allowed: tuple[str, ...]) -> "Changes":
-    """What the run changes since its checkpoint; UsageError for what the user has not allowed."""
+    """The changes of the config since the checkpoint. UsageError for a change that the user must allow."""
     from mplug.training.changes import Changes, changes_on_resume, refuse_unknown_fields
 
     if readable is None:
@@ -83,18 +85,18 @@ def changes_of(run: "Run", readable: "Choice | None", allowed: tuple[str, ...]) 
 
 
 def saved_since(run: "Run", before: "Choice | None") -> int:
-    """The step of the newest checkpoint, if it is not the one from which the run has continued; else 0."""
+    """The step of the newest checkpoint. 0 if it is still the one from which the run continued, or if there is none."""
     from mplug.checkpoint.folder import complete
 
-    found = complete(run.checkpoints)
-    now = readable_of(found[-1]) if found else None
-    if now is None or (before is not None and now.manifest == before.manifest):
+    paths = complete(run.checkpoints)
+    newest = readable_of(paths[-1]) if paths else None
+    if newest is None or (before is not None and newest.manifest == before.manifest):
         return 0
-    return now.manifest["step"]
+    return newest.manifest["step"]
 
 
 def beginning(readable: "Choice | None", pretrained: Path | None) -> str:
-    """Where a run begins, in words."""
+    """Text about the start of a run: 'from step 100', 'with the weights of ...' or 'from scratch'."""
     if readable is not None:
         return f"from step {readable.manifest['step']}"
     return f"with the weights of '{pretrained}'" if pretrained is not None else "from scratch"

@@ -15,15 +15,15 @@ from mplug.errors import RunError, UsageError, printable
 if TYPE_CHECKING:
     from mplug.checkpoint.manifest import Manifest, SavedTensor
 
-run_option = click.option("--name", type=RunName(), help="The run; without it, the newest.")
-step_option = click.option("--step", type=int, help="The checkpoint of this step; without it, the newest.")
+run_option = click.option("--name", type=RunName(), help="Name of the run; default: the newest run.")
+step_option = click.option("--step", type=int, help="Step of the checkpoint; default: the newest checkpoint.")
 
 
 @click.group()
 def command() -> None:
     """List, show and verify the checkpoints of a run.
 
-    Nothing in a checkpoint is code: it is safetensors and JSON, and these commands read both.
+    A checkpoint consists of safetensors files and JSON. Reading it runs no code from it.
     """
 
 
@@ -44,34 +44,34 @@ def list_(name: str | None) -> None:
             continue
         rows.append((manifest["step"], manifest["saved"], _layout(manifest), human_bytes(_bytes(manifest)), "complete"))
     if not rows:
-        raise UsageError(f"there is no complete checkpoint in '{folder}'")
+        raise UsageError(f"there is no complete checkpoint in '{folder}'; use another run with --name")
     click.echo(table(("STEP", "SAVED", "LAYOUT", "SIZE", "STATE"), rows))
 
 
 @command.command()
 @run_option
 @step_option
-@click.option("--tensors", is_flag=True, help="Every tensor: its shape, type and boxes.")
+@click.option("--tensors", is_flag=True, help="Also list every tensor with its shape, type and boxes.")
 def show(name: str | None, step: int | None, tensors: bool) -> None:
-    """Show what a checkpoint holds: position, layout, provenance, files, tensors."""
+    """Show the contents of a checkpoint: position, layout, provenance, files, tensors."""
     from mplug.checkpoint.folder import read_described
     from mplug.training.changes import shown
 
     path = _path(name, step)
     manifest = read_described(path)
-    made = manifest["provenance"]
+    provenance = manifest["provenance"]
     click.echo(f"{path}")
     click.echo(f"  step     {manifest['step']}, {manifest['samples']:,} samples, {manifest['tokens']:,} tokens")
-    click.echo(f"  saved    {manifest['saved']} by mplug {made['mplug']}, torch {made['torch']}")
+    click.echo(f"  saved    {manifest['saved']} by mplug {provenance['mplug']}, torch {provenance['torch']}")
     click.echo(f"  layout   {_layout(manifest)}, {manifest['world_size']} processes")
-    for plugin in made["plugins"]:
+    for plugin in provenance["plugins"]:
         click.echo(f"  plugin   {plugin['plugin']} ({plugin['distribution']} {plugin['version']})")
     for change in manifest.get("changes", []):
-        what = change.get("version")
-        if what is None:
+        text = change.get("version")
+        if text is None:
             old, new = (printable(shown(value)) for value in (change["old"], change["new"]))
-            what = f"{change['field']}: {old} -> {new}"
-        click.echo(f"  changed  {what}, from step {change['step'] + 1} on")
+            text = f"{change['field']}: {old} -> {new}"
+        click.echo(f"  changed  {text}, from step {change['step'] + 1} on")
     weights = [saved for key, saved in manifest["tensors"].items() if key.endswith("/weight") and key[0] != "/"]
     click.echo(f"  weights  {sum(_numel(saved) for saved in weights):,} in {len(weights)} parameters")
     click.echo(f"  files    {len(manifest['files'])}, {human_bytes(_bytes(manifest))}")
@@ -87,9 +87,10 @@ def show(name: str | None, step: int | None, tensors: bool) -> None:
 @run_option
 @step_option
 def verify_(name: str | None, step: int | None) -> None:
-    """Read checkpoints whole and compare every checksum and header: all of a run's, or that of --step.
+    """Verify the checksums and headers of all checkpoints of a run, or of one with --step.
 
-    Exit status 2 if one is not valid, and 1 if one cannot be read.
+    The command reads all files completely. The exit status is 2 if a checkpoint is not valid, and 1 if a
+    file cannot be read.
     """
     from rich.console import Console
     from rich.progress import track
@@ -100,7 +101,7 @@ def verify_(name: str | None, step: int | None) -> None:
     console = Console()
     paths = [_path(name, step)] if step is not None else complete(_folder(name))
     if not paths:
-        raise UsageError(f"there is no complete checkpoint in '{_folder(name)}'")
+        raise UsageError(f"there is no complete checkpoint in '{_folder(name)}'; use another run with --name")
     problems: list[UsageError | RunError] = []
     for path in paths:
         label = f"step {step_of(path)}"
@@ -109,11 +110,11 @@ def verify_(name: str | None, step: int | None) -> None:
             manifest = read_valid(path, shown)
         except (UsageError, RunError) as error:
             if not os.path.lexists(path):
-                click.echo(f"{label}: was removed meanwhile")
+                click.echo(f"{label}: the run has removed it meanwhile")
                 continue
             problems.append(error)
             continue
-        click.echo(f"{label}: {len(manifest['files'])} files are what was saved")
+        click.echo(f"{label}: {len(manifest['files'])} files match their checksums")
     if problems:
         kind = UsageError if any(isinstance(error, UsageError) for error in problems) else RunError
         raise kind("\n".join(map(str, problems)))

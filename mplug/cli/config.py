@@ -16,11 +16,11 @@ def command() -> None:
 
 @command.command()
 @config_options
-@click.option("--sources", is_flag=True, help="Say where every value was written.")
+@click.option("--sources", is_flag=True, help="Also print the source of every value.")
 def show(sources: bool, **options: Any) -> None:
-    """Print the config that `train` would run with the same options, as YAML.
+    """Print the config that `train` would use with the same options, as YAML.
 
-    What it prints is a complete config file: mplug config show > run.yaml; mplug train --config run.yaml
+    The output is a complete config file: mplug config show > run.yaml; mplug train --config run.yaml
     """
     import yaml
 
@@ -34,8 +34,8 @@ def show(sources: bool, **options: Any) -> None:
         return
     origin = config.sources()
     rows = [(".".join(key), setting.value) for key, setting in from_mapping(config.resolved(), "").items()]
-    shown = [(name, json.dumps(value), origin[name]) for name, value in rows]
-    click.echo(table(("FIELD", "VALUE", "SOURCE"), shown))
+    cells = [(name, json.dumps(value), origin[name]) for name, value in rows]
+    click.echo(table(("FIELD", "VALUE", "SOURCE"), cells))
 
 
 @command.command()
@@ -45,7 +45,7 @@ def show(sources: bool, **options: Any) -> None:
 def schema(**names: str | None) -> None:
     """Print the JSON Schema of a config file that names these plugins, for editors.
 
-    A kind that is left out is the default run's.
+    An omitted option selects the plugin of the default run.
     """
     from mplug.config.defaults import default_settings
     from mplug.registry.entry_points import Registry

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 @click.command()
 @config_options
-@click.option("--rank", default=0, show_default=True, help="The rank whose parameters and bytes are shown.")
+@click.option("--rank", default=0, show_default=True, help="Show the parameters and bytes of this rank.")
 def command(rank: int, **options: Any) -> None:
-    """Show what a run would be, without starting it: nothing is allocated, read or trained.
+    """Show the parts of a run without starting it. No memory is allocated, and no data is read.
 
-    Prints the mesh, the units, who fills each slot and by what, which modules mix tokens outside of slots, where each
-    parameter lives and which are frozen, what a step computes, the bytes that a rank holds, and what in this run would
-    depend on the layout. Where a module does not say what it mixes, it prints "not known".
+    Prints the mesh, the units, the supplier of each slot, the modules that mix tokens outside of slots, the placement
+    of each parameter, the frozen parameters, the FLOPs of a step, the bytes that a rank holds, and everything in this
+    run that depends on the layout. A module that does not declare what it mixes is listed as "not known".
     """
     from mplug.errors import UsageError
     from mplug.model.build import build_model
@@ -32,7 +32,7 @@ def command(rank: int, **options: Any) -> None:
 
     run = prepare(resolved(options))
     if not 0 <= rank < run.mesh.world_size:
-        raise UsageError(f"--rank {rank} is not in this layout; its ranks are 0 to {run.mesh.world_size - 1}")
+        raise UsageError(f"--rank {rank} does not exist in this layout; its ranks are 0 to {run.mesh.world_size - 1}")
     run.rank = rank
     model = build_model(run)
     for title, text in (
@@ -42,7 +42,7 @@ def command(rank: int, **options: Any) -> None:
         ("Slots", _slots(run, model)),
         ("Mixed outside of slots", _mixing(model)),
         (f"Parameters of rank {rank}", _placements(model, rank)),
-        *([(f"Divided over ranks, and rank {rank}'s part", _shards(run, model))] if model.sharding else []),
+        *([(f"Sharded over ranks, with the part of rank {rank}", _shards(run, model))] if model.sharding else []),
         ("A step", _step(run, model)),
         (f"Bytes of rank {rank}", _bytes(run, model)),
         ("Depends on the layout", _variance(run, model)),
@@ -95,11 +95,11 @@ def _units(run: "Run", model: "Model") -> str:
         for units in _grouped(list(names)).values():
             unit, members = next(unit for unit in model.plan.units if unit.name == units[0]), set(units)
             own = [placement for name, placement in model.placements.items() if not members.isdisjoint(around[name])]
-            which = units[0] if len(units) == 1 else f"{units[0]} to {units[-1].rpartition('.')[2]}"
-            takes = (*unit.inputs, *(name for name in unit.optional if name in run.entries))
+            label = units[0] if len(units) == 1 else f"{units[0]} to {units[-1].rpartition('.')[2]}"
+            inputs = (*unit.inputs, *(name for name in unit.optional if name in run.entries))
             counts = (f"{_elements(own):,}", f"{_frozen_elements(own):,}")[: 1 + frozen]
-            rows.append((stage, which, len(members), ", ".join(takes), ", ".join(unit.outputs), *counts))
-    return table(("STAGE", "UNITS", "COUNT", "TAKES", "GIVES", "PARAMETERS", "FROZEN")[: 6 + frozen], rows)
+            rows.append((stage, label, len(members), ", ".join(inputs), ", ".join(unit.outputs), *counts))
+    return table(("STAGE", "UNITS", "COUNT", "INPUTS", "OUTPUTS", "PARAMETERS", "FROZEN")[: 6 + frozen], rows)
 
 
 def _elements(placements: "Iterable[Placement]") -> int:
@@ -118,8 +118,8 @@ def _step(run: "Run", model: "Model") -> str:
     all_elements, frozen = _elements(everything), _frozen_elements(everything)
     samples, length = trainer.global_batch_size, trainer.seq_length
     rows = [
-        (what, f"{flops.of(samples * length, samples * length**2):,}")
-        for what, flops in (
+        (label, f"{flops.of(samples * length, samples * length**2):,}")
+        for label, flops in (
             ("forward", passes.forward),
             ("gradients of activations", passes.activations),
             ("gradients of weights", passes.weights),
@@ -144,13 +144,13 @@ def _mixing(model: "Model") -> str:
     from mplug.layout.names import role_of
 
     groups: dict[tuple[str, ...], int] = {}
-    for one in model.mixing:
-        if one.axes is None or one.axes:
-            mixed = "not known" if one.axes is None else ", ".join(sorted(one.axes))
-            key = (role_of(one.name), one.kind, mixed)
+    for module in model.mixing:
+        if module.axes is None or module.axes:
+            mixed = "not known" if module.axes is None else ", ".join(sorted(module.axes))
+            key = (role_of(module.name), module.kind, mixed)
             groups[key] = groups.get(key, 0) + 1
     if not groups:
-        return "nothing: every module computes each position of each sample by itself"
+        return "nothing: every module computes each position of each sample independently"
     return table(("MODULE", "COUNT", "CLASS", "MIXES"), [(key[0], n, *key[1:]) for key, n in groups.items()])
 
 
@@ -181,20 +181,21 @@ def _placements(model: "Model", rank: int) -> str:
                 "frozen" if not placement.parameter.trainable else len(boxes[0].partial) if boxes else 0,
             )
         )
-    return table(("PARAMETER", "COUNT", "SHAPE", "AXES", "HERE", "BOXES", "COPIES", "PARTIAL OVER"), rows)
+    return table(("PARAMETER", "COUNT", "SHAPE", "AXES", "LOCAL", "BOXES", "COPIES", "PARTIAL OVER"), rows)
 
 
 def _shards(run: "Run", model: "Model") -> str:
     """A table of the sharded optimizer state: for each set of axes, the buckets and this rank's elements."""
     assert model.sharding is not None
     rows = []
-    for axes, copied in dict.fromkeys((one.axes, one.copied) for one in model.sharding.buckets):
-        buckets = [one for one in model.sharding.buckets if (one.axes, one.copied) == (axes, copied)]
+    for axes, copied in dict.fromkeys((bucket.axes, bucket.copied) for bucket in model.sharding.buckets):
+        buckets = [bucket for bucket in model.sharding.buckets if (bucket.axes, bucket.copied) == (axes, copied)]
         owner = run.mesh.number(run.rank, axes)
         own = sum(stretch.length for bucket in buckets for stretch, _ in bucket.owned(owner))
-        counts = (len(buckets), sum(len(one.names) for one in buckets), f"{sum(one.length for one in buckets):,}")
+        names, elements = sum(len(bucket.names) for bucket in buckets), sum(bucket.length for bucket in buckets)
+        counts = (len(buckets), names, f"{elements:,}")
         rows.append((", ".join(axes), ", ".join(copied) or "-", *counts, f"{own:,}"))
-    return table(("OVER", "COPIES OVER", "BUCKETS", "PARAMETERS", "ELEMENTS", "HERE"), rows)
+    return table(("OVER", "COPIES OVER", "BUCKETS", "PARAMETERS", "ELEMENTS", "LOCAL"), rows)
 
 
 def _by(shape: tuple[int, ...]) -> str:
@@ -205,7 +206,7 @@ def _bytes(run: "Run", model: "Model") -> str:
     from mplug.model.build import measure_bytes
 
     measured = measure_bytes(run, model)
-    rows = [(what, human_bytes(count), f"{count:,}") for what, count in measured.items()]
+    rows = [(label, human_bytes(count), f"{count:,}") for label, count in measured.items()]
     return table(("WHAT", "SIZE", "BYTES"), rows)
 
 

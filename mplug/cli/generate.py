@@ -16,20 +16,30 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--name", type=RunName(), help="The run to sample from; without it, the newest.")
-@click.option("--step", type=click.IntRange(0), help="The checkpoint to sample from; without it, the newest valid one.")
-@click.option("--prompt", default="def ", show_default=True, help="Text that the sample continues.")
-@click.option("--tokens", default=300, show_default=True, type=click.IntRange(1, 10**9), help="Tokens to add.")
-@click.option("--temperature", default=0.8, show_default=True, type=Finite(0), help="0 takes the likeliest.")
-@click.option("--top-k", default=0, type=click.IntRange(0, 2**31), help="Draw from the k likeliest; 0 keeps all.")
+@click.option("--name", type=RunName(), help="Name of the run; default: the newest run.")
+@click.option("--step", type=click.IntRange(0), help="Step of the checkpoint; default: the newest valid one.")
+@click.option("--prompt", default="def ", show_default=True, help="Text to continue.")
+@click.option(
+    "--tokens", default=300, show_default=True, type=click.IntRange(1, 10**9), help="Number of tokens to add."
+)
+@click.option(
+    "--temperature",
+    default=0.8,
+    show_default=True,
+    type=Finite(0),
+    help="Sampling temperature; 0: always the most probable token.",
+)
+@click.option(
+    "--top-k", default=0, type=click.IntRange(0, 2**31), help="Sample from the k most probable tokens; 0: from all."
+)
 @click.option(
     "--top-p",
     default=1.0,
     type=Finite(0, 1, min_open=True),
-    help="Draw from the likeliest tokens that hold this probability.",
+    help="Sample from the most probable tokens that together have this probability.",
 )
-@click.option("--seed", default=0, show_default=True, type=int, help="A seed gives one text.")
-@click.option("--device", default="auto", type=click.Choice(["auto", "cpu", "cuda"]), help="Where to compute.")
+@click.option("--seed", default=0, show_default=True, type=int, help="The same seed gives the same text.")
+@click.option("--device", default="auto", type=click.Choice(["auto", "cpu", "cuda"]), help="Device to compute on.")
 def command(
     name: str | None,
     step: int | None,
@@ -62,7 +72,9 @@ def command(
     run = prepare(resolve(Registry(), saved_settings(directory), here))
     tokenizer = run.hooks.call.build_tokenizer(run=run)
     if tokenizer is None:
-        raise UsageError(f"the data of run '{directory}' has no tokenizer, so there is no text to sample")
+        raise UsageError(
+            f"the data plugin of run '{directory}' has no tokenizer to decode tokens; use another run with --name"
+        )
     encoded = tokenizer.encode(prompt)
     if not encoded:
         raise UsageError("--prompt is empty; give at least one character to continue")

@@ -1,24 +1,24 @@
-"""Which fields of the config an unknown option may mean: '--lr' -> optimizer.lr."""
+"""Suggest fields of the config for an unknown option: '--lr' -> optimizer.lr."""
 
 import click
 
 from mplug.errors import listed
 
 
-def fields_meant(error: click.NoSuchOption) -> str:
-    """The sentence for an unknown option that is named like a field of the config; empty if there is none.
+def field_hint(error: click.NoSuchOption) -> str:
+    """The message for an unknown option that has the name of a field of the config.
 
-    Only commands that take --set get it.
+    The result is empty if no field has this name, or if the command has no option --set.
     """
     from mplug.config.defaults import default_settings  # reads YAML, which only this error needs
 
     command = error.ctx.command if error.ctx else None
-    takes_set = command is not None and any("--set" in option.opts for option in command.params)
+    has_set = command is not None and any("--set" in option.opts for option in command.params)
     word = error.option_name.lstrip("-").replace("-", "_")
-    found = [".".join(key) for key in default_settings() if key[-1] == word or key[-1].endswith(f"_{word}")]
-    if not takes_set or not found:
+    fields = [".".join(key) for key in default_settings() if key[-1] == word or key[-1].endswith(f"_{word}")]
+    if not has_set or not fields:
         return ""
     return (
         f"there is no option '{error.option_name}'; set the field of the config instead: "
-        f"{listed(f'--set {field}=VALUE' for field in found)}"
+        f"{listed(f'--set {field}=VALUE' for field in fields)}"
     )

@@ -1,4 +1,4 @@
-"""Options that several commands share, and the settings that they set."""
+"""Options that several commands share, and their conversion to settings of the config."""
 
 import math
 from collections.abc import Callable, Container
@@ -26,11 +26,11 @@ FLAGS = {
     "data": "data.name",
     "precision": "trainer.precision",
 }
-"""Short flags, and the fields that they set."""
+"""Short flags, each with the field that it sets."""
 
 
 class PluginName(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
-    """The name of an installed plugin; the shell completes it from metadata alone."""
+    """The name of an installed plugin. The shell completes it from metadata, without importing a plugin."""
 
     name = "name"
 
@@ -45,10 +45,10 @@ class PluginName(click.ParamType):  # type: ignore[type-arg]  # generic since cl
 
 
 class Finite(click.FloatRange):
-    """A number within a range; click lets NaN through every range."""
+    """A finite number within a range. Click's own FloatRange accepts NaN in every range."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The number; an error if it is not finite."""
+        """The number. Fails if it is not finite."""
         number = super().convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{number} is not a finite number.", param, ctx)
@@ -62,55 +62,56 @@ class RunName(click.ParamType):  # type: ignore[type-arg]  # generic since click
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """The names of runs that begin with `incomplete`."""
-        found = sorted(path.parent.name for path in Path("runs").glob("*/config.yaml"))
-        return [CompletionItem(name) for name in found if name.startswith(incomplete)]
+        names = sorted(path.parent.name for path in Path("runs").glob("*/config.yaml"))
+        return [CompletionItem(name) for name in names if name.startswith(incomplete)]
 
 
-def added_flags(taken: Container[str] = ()) -> dict[str, Entry]:
+def added_flags(reserved: Container[str] = ()) -> dict[str, Entry]:
     """Short flags that installed distributions add (the group 'mplug.flags'); `target` is the field that each sets.
 
-    A flag in `taken`, or one that two distributions claim, is left out, so that it does not disturb other runs.
+    Flags in `reserved`, and flags that two distributions claim, are left out, so that they do not disturb other runs.
     """
     claims: dict[str, list[Entry]] = {}
     for entry in Registry().flags():
         claims.setdefault(entry.name, []).append(entry)
-    alone = {name.replace("-", "_"): found[0] for name, found in claims.items() if len(found) == 1}
-    return {name: entry for name, entry in alone.items() if name not in taken}
+    unique = {name.replace("-", "_"): entries[0] for name, entries in claims.items() if len(entries) == 1}
+    return {name: entry for name, entry in unique.items() if name not in reserved}
 
 
 def config_options(function: F) -> F:
     """Decorate a command with the options that choose and change a run's config."""
-    options = [*HOSTS]
-    others = {parameter.name for parameter in getattr(function, "__click_params__", ())}
-    for name, entry in added_flags({*OWN, *others}).items():
-        told = f"Sets {entry.target} (of {entry.distribution})."
-        options.insert(-2, click.option(f"--{entry.name}", name, metavar="VALUE", help=told))
+    options = [*HOST_OPTIONS]
+    of_command = {parameter.name for parameter in getattr(function, "__click_params__", ())}
+    for name, entry in added_flags({*HOST_NAMES, *of_command}).items():
+        text = f"Set {entry.target} (from {entry.distribution})."
+        options.insert(-2, click.option(f"--{entry.name}", name, metavar="VALUE", help=text))
     for option in reversed(options):
         function = option(function)
     return function
 
 
-HOSTS = [
-    click.option("--model", type=PluginName("models"), help="Model family, an installed plugin."),
-    click.option("--preset", metavar="NAME", help="A named size of the model: nano, 125m, ..."),
-    click.option("--parallel", metavar="LAYOUT", help="Layout, as strategies and degrees: tp4pp2."),
-    click.option("--attention", type=PluginName("kernels"), help="Plugin for the attention core."),
+HOST_OPTIONS = [
+    click.option("--model", type=PluginName("models"), help="Model family (an installed plugin)."),
+    click.option("--preset", metavar="NAME", help="Preset of the model: nano, 125m, ..."),
+    click.option("--parallel", metavar="LAYOUT", help="Layout: strategies with their degrees, such as tp4pp2."),
+    click.option("--attention", type=PluginName("kernels"), help="Kernel plugin for the attention core."),
     click.option(
         "--kernels",
         metavar="NAME",
         multiple=True,
-        help="Plugin for every slot that it offers, or for one kind: norm=NAME (norm=null: plain torch).",
+        help="Kernel plugin for every slot that it offers, or for one kind: norm=NAME (norm=null: plain torch).",
     ),
-    click.option("--optimizer", type=PluginName("optimizers"), help="Optimizer, an installed plugin."),
-    click.option("--data", type=PluginName("data"), help="Data loader, an installed plugin."),
+    click.option("--optimizer", type=PluginName("optimizers"), help="Optimizer (an installed plugin)."),
+    click.option("--data", type=PluginName("data"), help="Data loader (an installed plugin)."),
     click.option("--precision", metavar="FORMAT", help="Number format of weights and activations."),
-    click.option("--config", "file", type=click.Path(path_type=Path), help="A YAML file of settings."),
+    click.option("--config", "file", type=click.Path(path_type=Path), help="YAML file with settings."),
     click.option(
         "--set", "assignments", metavar="FIELD=VALUE", multiple=True, help="Set any field: trainer.steps=100."
     ),
 ]
 """The host's own options of `config_options`."""
-OWN = (*FLAGS, "kernels", "file", "assignments", "config", "set")
+HOST_NAMES = (*FLAGS, "kernels", "file", "assignments", "config", "set")
+"""Names that a plugin's flag must not have."""
 
 
 def overrides(

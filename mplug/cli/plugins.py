@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 from click.shell_completion import CompletionItem
 
-from mplug.cli.options import OWN
+from mplug.cli.options import HOST_NAMES
 from mplug.cli.tables import table
 from mplug.config.entry import Entry
 from mplug.errors import listed
@@ -16,31 +16,31 @@ from mplug.registry.entry_points import KINDS, Registry
 
 @click.group()
 def command() -> None:
-    """List, show and check installed plugins, and begin a new one.
+    """List, show and check installed plugins, and create a new one.
 
-    Installing a plugin changes nothing; naming it in a run's config does.
+    Installing a plugin changes no run. A run uses only the plugins that its config names.
     """
 
 
 @command.command("list")
-@click.option("--kind", type=click.Choice(KINDS), help="Only plugins of this kind.")
+@click.option("--kind", type=click.Choice(KINDS), help="List only plugins of this kind.")
 def list_(kind: str | None) -> None:
-    """List installed plugins by reading metadata only: no plugin is imported."""
+    """List installed plugins. The command reads metadata only, and imports no plugin."""
     registry = Registry()
     entries = registry.entries(kind)
     if not entries:
         click.echo("no plugin is installed")
         return
-    rows = [(e.kind, e.name, e.origin, f"mplug {e.speaks}" if e.speaks else "-", e.summary) for e in entries]
-    click.echo(table(("KIND", "NAME", "DISTRIBUTION", "SPEAKS", "WHAT IT IS"), rows))
+    rows = [(e.kind, e.name, e.origin, f"mplug {e.requires}" if e.requires else "-", e.summary) for e in entries]
+    click.echo(table(("KIND", "NAME", "DISTRIBUTION", "REQUIRES", "SUMMARY"), rows))
     for clash in _clashes(entries):
         click.echo(f"\n{clash}")
-    for flag in _lost_flags(registry):
+    for flag in _ignored_flags(registry):
         click.echo(f"\n{flag}")
     for misplaced in registry.misplaced():
         click.echo(f"\n{misplaced}")
     for copy in registry.shadowed():
-        click.echo(f"\nmetadata of {copy.distribution} {copy.version} in {copy.source} is hidden by another copy of it")
+        click.echo(f"\nanother copy of {copy.distribution} hides {copy.distribution} {copy.version} in {copy.source}")
 
 
 def _clashes(entries: list[Entry]) -> list[str]:
@@ -49,22 +49,22 @@ def _clashes(entries: list[Entry]) -> list[str]:
         claims.setdefault((entry.kind, entry.name), []).append(entry)
     return [
         f"'{name}' ({kind}) is claimed by {' and '.join(entry.origin for entry in claimed)}; "
-        f"choose one as {' or '.join(f'{entry.distribution}/{name}' for entry in claimed)}"
+        f"use {' or '.join(f'{entry.distribution}/{name}' for entry in claimed)}"
         for (kind, name), claimed in claims.items()
         if len(claimed) > 1
     ]
 
 
-def _lost_flags(registry: Registry) -> list[str]:
+def _ignored_flags(registry: Registry) -> list[str]:
     claims: dict[str, list[Entry]] = {}
     for entry in registry.flags():
         claims.setdefault(entry.name, []).append(entry)
     return [
-        f"--{name} of {listed(entry.origin for entry in claimed)} is no option: "
-        f"{'several claim it' if len(claimed) > 1 else 'the host has one'}; "
-        f"use --set with {listed(sorted({entry.target for entry in claimed}))}"
+        f"the flag --{name} of {listed(entry.origin for entry in claimed)} is ignored, because "
+        f"{'several distributions claim it' if len(claimed) > 1 else 'the host has an option of this name'}; "
+        f"use {listed(f'--set {field}=VALUE' for field in sorted({entry.target for entry in claimed}))}"
         for name, claimed in claims.items()
-        if name in OWN or len(claimed) > 1
+        if name in HOST_NAMES or len(claimed) > 1
     ]
 
 
@@ -86,19 +86,20 @@ def _named(word: str) -> list[Entry]:
     entries = registry.entries()
     found = [e for e in entries if word in (e.label, e.name, f"{e.distribution}/{e.name}")]
     if not found:
-        if lost := [one for one in registry.misplaced() if word in (one.name, f"{one.distribution}/{one.name}")]:
-            raise UsageError(f"no plugin '{word}' is installed: {lost[0]}")
-        known = [w for e in entries for w in (e.name, e.label)]
-        raise UsageError(f"no plugin '{word}' is installed{suggest(word, known)} (see mplug plugins list)")
+        misplaced = [p for p in registry.misplaced() if word in (p.name, f"{p.distribution}/{p.name}")]
+        if misplaced:
+            raise UsageError(f"no plugin '{word}' is installed: {misplaced[0]}")
+        candidates = [candidate for e in entries for candidate in (e.name, e.label)]
+        raise UsageError(f"no plugin '{word}' is installed{suggest(word, candidates)} (see mplug plugins list)")
     return found
 
 
 @command.command()
 @click.argument("plugin", type=AnyPlugin())
 def show(plugin: str) -> None:
-    """Show one plugin: where it comes from, its hooks, presets and config fields.
+    """Show one plugin: its distribution, hooks, presets and config fields.
 
-    PLUGIN is its name, or KIND/NAME where several kinds use the name. It is imported, in a process of its own.
+    PLUGIN is a name, or KIND/NAME if several kinds use the name. The command imports the plugin in a separate process.
     """
     from mplug.registry.inspection import inspect_apart
 
@@ -107,9 +108,9 @@ def show(plugin: str) -> None:
         click.echo(f"  from     {entry.origin}, in {entry.source}")
         click.echo(f"  class    {entry.target}")
         click.echo(
-            f"  speaks   mplug {entry.speaks}"
-            if entry.speaks
-            else "  speaks   it does not say (no Requires-Dist: mplug)"
+            f"  requires mplug {entry.requires}"
+            if entry.requires
+            else "  requires no stated version of mplug (no Requires-Dist: mplug)"
         )
         report = inspect_apart(entry)
         if report.fault:
@@ -127,18 +128,18 @@ def show(plugin: str) -> None:
 @command.command()
 @click.argument("plugins", nargs=-1, type=AnyPlugin())
 def check(plugins: tuple[str, ...]) -> None:
-    """Import every installed plugin, each in a process of its own, and run the quick part of its kind's suite.
+    """Import every installed plugin in a separate process, and run the quick part of the suite of its kind.
 
-    With names, only those. Exit status 1 if any is broken.
+    PLUGINS limits the check to these plugins. The exit status is 1 if one of them is broken.
     """
     from mplug.registry.inspection import check_apart
 
     registry = Registry()
     entries = [entry for word in plugins for entry in _named(word)] if plugins else registry.entries()
-    lost = [] if plugins else registry.misplaced()
-    broken = len(lost)
-    for misplaced in lost:
-        click.echo(f"broken  {misplaced}")
+    misplaced = [] if plugins else registry.misplaced()
+    broken = len(misplaced)
+    for point in misplaced:
+        click.echo(f"broken  {point}")
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         for entry, report in zip(entries, pool.map(check_apart, entries), strict=True):
             broken += bool(report.fault)
@@ -147,20 +148,20 @@ def check(plugins: tuple[str, ...]) -> None:
             if report.fault:
                 click.echo("\n".join(f"          {line}" for line in report.fault.splitlines()))
     click.echo(
-        f"{len(entries) + len(lost) - broken} of {len(entries) + len(lost)} plugins pass the quick checks; "
-        f"pytest runs their whole suites"
+        f"{len(entries) + len(misplaced) - broken} of {len(entries) + len(misplaced)} plugins pass the quick checks; "
+        f"pytest runs their complete suites"
     )
     raise SystemExit(1 if broken else 0)
 
 
 @command.command()
 @click.argument("distribution")
-@click.option("--kind", type=click.Choice(KINDS), required=True, help="What the plugin is.")
-@click.option("--folder", type=click.Path(path_type=Path), help="Where to write it; without it, ./DISTRIBUTION.")
+@click.option("--kind", type=click.Choice(KINDS), required=True, help="Kind of the plugin.")
+@click.option("--folder", type=click.Path(path_type=Path), help="Folder to create; default: ./DISTRIBUTION.")
 def new(distribution: str, kind: str, folder: Path | None) -> None:
-    """Write the package of a new plugin, which installs, passes its suite and runs as it is.
+    """Write the package of a new plugin: a working example that can be installed and passes its suite.
 
-    The plugin's name, the word that users type, is what follows the first '-' of DISTRIBUTION.
+    The part of DISTRIBUTION after the first '-' becomes the plugin's name, which users type.
 
     \b
     mplug plugins new --kind kernels acme-ringo

@@ -1,6 +1,6 @@
-"""The run's config: the settings of all sources, bound to typed sections, one for each chosen plugin.
+"""The config of a run, as data: the settings of all sources, bound to typed sections.
 
-It is data; `mplug.registry.resolve` makes it.
+`mplug.registry.resolve` makes a `RunConfig`.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ HOST_SECTIONS: dict[str, type[sections.Section]] = {
     "watchdog": sections.Watchdog,
 }
 FREE_SECTIONS = ("memory", "extensions")
-"""Sections that choose any number of plugins: a sub-section with a plugin's name chooses it."""
+"""Sections that choose any number of plugins. A sub-section with the name of a plugin chooses this plugin."""
 PLUGIN_SECTIONS = ("parallel", "kernels", *FREE_SECTIONS)
 SECTIONS = (*NAMED_SECTIONS, *PLUGIN_SECTIONS, *HOST_SECTIONS)
 
@@ -102,9 +102,9 @@ class RunConfig:
         for section in NAMED_SECTIONS:
             tree[section] = {"name": self.settings[section, "name"].value, **_plain(getattr(self, section))}
         tree["model"].setdefault("frozen", list(self.frozen))
-        said = nested(self.settings)
+        raw = nested(self.settings)
         for section in PLUGIN_SECTIONS:
-            tree[section] = dict(said.get(section, {}))
+            tree[section] = dict(raw.get(section, {}))
         for chosen in self.chosen:
             if len(chosen.section) == 2:
                 tree[chosen.section[0]][chosen.section[1]] = _plain(chosen.config)
@@ -112,7 +112,7 @@ class RunConfig:
         return {section: tree[section] for section in SECTIONS}
 
     def sources(self) -> dict[str, str]:
-        """Where every value of `resolved()` was written; a plugin's own default names the plugin."""
+        """The source of every value of `resolved()`; the source of a plugin's default names the plugin."""
         owners: dict[Key, str] = {}
         if "frozen" not in type(self.model).model_fields:
             owners["model", "frozen"] = "default of mplug"

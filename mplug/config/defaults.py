@@ -1,4 +1,4 @@
-"""The settings that a run begins with: the defaults of the host, or those of a saved run."""
+"""The settings that a run starts from: the defaults of the host, or those of a saved run."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ def default_settings() -> Settings:
 
 
 def saved_settings(directory: Path) -> Settings:
-    """The settings that a run's directory holds; host fields that are newer than the run have their defaults."""
+    """The settings in the folder of a run. Host fields that were added after the run was saved have their defaults."""
     ours = {key: setting for key, setting in default_settings().items() if key[0] in HOST_SECTIONS}
     needed = [section for section in SECTIONS if section not in FREE_SECTIONS]
     return merge(ours, read_file(directory / "config.yaml", needed=needed))

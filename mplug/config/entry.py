@@ -10,15 +10,18 @@ class Entry:
     kind: str
     name: str
     target: str
+    """The object that the entry point names: 'mplug_gpt:GPT'."""
     distribution: str
     version: str
     summary: str
-    speaks: str | None
+    requires: str | None
+    """The versions of mplug that the distribution requires ('>=0.1,<0.2'); None if it states no requirement."""
     source: str
+    """The folder of the distribution, or of its source in an editable install."""
 
     @property
     def label(self) -> str:
-        """How errors and records name it: 'models/gpt'."""
+        """The name in errors and records: 'models/gpt'."""
         return f"{self.kind}/{self.name}"
 
     @property

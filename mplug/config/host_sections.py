@@ -1,6 +1,6 @@
-"""The config's sections that are the host's own. Their defaults stand in `default.yaml` and nowhere else.
+"""The sections of the config that the host owns. Their defaults are in `default.yaml` only.
 
-A field with the mark `MAY_CHANGE` may be another one when a run resumes. The others decide the course of training.
+A run that resumes may change the fields with the mark `MAY_CHANGE`. The other fields determine the course of training.
 """
 
 import math
@@ -20,7 +20,7 @@ from pydantic import (
 from mplug.contracts import MAY_CHANGE
 
 LEAST_TIMEOUT = 3.0
-"""Seconds in which a process sends three heartbeats."""
+"""Minimum watchdog timeout in seconds: a process sends three heartbeats in this time."""
 
 
 class Section(BaseModel):
@@ -31,14 +31,14 @@ class Section(BaseModel):
 
 def _power_of_two(value: float) -> float:
     if math.frexp(value)[0] != 0.5:
-        raise ValueError(f"must be a power of two, so that scaling rounds nothing, not {value:g}")
+        raise ValueError(f"must be a power of two, because other factors cause rounding, not {value:g}")
     return value
 
 
 PowerOfTwo = Annotated[float, Field(gt=0, allow_inf_nan=False), AfterValidator(_power_of_two)]
 Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
-# Bounds that no run meets: a slip of the keyboard must not become hours of waiting or a full memory.
+# Bounds above any real run: they stop a typing error before it costs hours of waiting or all of the memory.
 Size = Annotated[int, Field(gt=0, le=10**9)]
 """Samples of a batch, tokens of a sample, steps."""
 Count = Annotated[int, Field(ge=0, le=10**15)]
@@ -46,79 +46,82 @@ Count = Annotated[int, Field(ge=0, le=10**15)]
 
 
 class LossScale(Section):
-    """How fp16 keeps its gradients within its range; bf16 and fp32 have no use for it."""
+    """Dynamic loss scaling, which keeps fp16 gradients in range. Runs in other formats do not use it."""
 
-    initial: PowerOfTwo = Field(description="what the loss of the first step is multiplied with before backward")
-    smallest: PowerOfTwo = Field(description="where gradients overflow at this scale, `trainer.nonfinite` decides")
-    growth_interval: Size = Field(description="steps without an overflow after which the scale rises")
-    growth_factor: PowerOfTwo = Field(ge=1, description="what the scale is multiplied with then; 1: it never rises")
-    backoff_factor: PowerOfTwo = Field(lt=1, description="what it is multiplied with after an overflow")
+    initial: PowerOfTwo = Field(description="factor on the loss of the first step before backward")
+    smallest: PowerOfTwo = Field(description="minimum scale; `trainer.nonfinite` handles an overflow at this scale")
+    growth_interval: Size = Field(description="number of steps without an overflow after which the scale rises")
+    growth_factor: PowerOfTwo = Field(ge=1, description="factor by which the scale rises; 1: it never rises")
+    backoff_factor: PowerOfTwo = Field(lt=1, description="factor on the scale after an overflow")
 
     @model_validator(mode="after")
-    def _begins_above_the_smallest(self) -> Self:
+    def _starts_at_or_above_smallest(self) -> Self:
         if self.smallest > self.initial:
-            raise ValueError(f"smallest={self.smallest:g} is above initial={self.initial:g}; the scale begins there")
+            raise ValueError(f"smallest={self.smallest:g} is above initial={self.initial:g}; set it to a lower value")
         return self
 
 
 class Trainer(Section):
-    """How long, on what, and in which portions to train."""
+    """Length of the run, batch sizes, number formats, device, and evaluation."""
 
     steps: Annotated[Size, MAY_CHANGE] = Field(description="optimizer steps of the whole run")
-    seq_length: Size = Field(description="tokens of a sample")
+    seq_length: Size = Field(description="tokens per sample")
     micro_batch_size: Annotated[Size | None, MAY_CHANGE] = Field(
-        description="samples of one forward and backward pass on a rank; null: all of the global batch that it reads"
+        description="samples per forward and backward pass on a rank; null: the rank's whole share of the global batch"
     )
-    global_batch_size: Size = Field(description="samples of one optimizer step, over all ranks")
+    global_batch_size: Size = Field(description="samples per optimizer step, over all ranks")
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
-        description="number format of weights and activations; masters and moments are fp32. "
-        "Products of fp32 matrices are fp32's own, as torch has it by default, not TF32's. "
-        "fp64, masters and moments included, is for tests: it tells a wrong sum from rounding"
+        description="number format of weights and activations; master weights and optimizer moments are fp32. "
+        "Matrix products of fp32 tensors use full fp32, which is torch's default, and not TF32. "
+        "fp64 (master weights and moments included) is for tests that separate wrong sums from rounding errors"
     )
-    loss_scale: LossScale = Field(description="dynamic loss scaling, in fp16")
+    loss_scale: LossScale = Field(description="dynamic loss scaling of fp16 runs")
     gradients: Literal["auto", "fp32"] = Field(
-        description="number format of gradients; 'auto' is the weights' where nothing is added to a gradient (one "
-        "micro batch a step, no data parallelism) and the optimizer takes it, else fp32; in fp16 always fp32"
+        description="number format of gradients; 'auto' uses the format of the weights if nothing is added to a "
+        "gradient (one micro batch per step, no data parallelism) and the optimizer supports that format, else fp32; "
+        "fp16 runs always use fp32"
     )
     compile: Annotated[Literal["auto", "never", "inductor", "aot_eager"], MAY_CHANGE] = Field(
-        description="torch.compile's backend for each unit of the model; 'auto' is inductor on a GPU, never on a CPU; "
-        "aot_eager is for tests"
+        description="torch.compile's backend for each unit of the model; 'auto' uses inductor on a GPU and does not "
+        "compile on a CPU; 'never' does not compile; 'aot_eager' is for tests"
     )
     tune_kernels: Annotated[bool, MAY_CHANGE] = Field(
-        description="let inductor time launch shapes of the kernels that it builds: a longer start, faster steps"
+        description="let inductor benchmark launch configurations of its kernels: a slower start, faster steps"
     )
     deterministic: Annotated[bool, MAY_CHANGE] = Field(
-        description="the same run twice gives the same bits: only kernels that promise that, some of them slower"
+        description="make the run repeatable bit for bit: use deterministic kernels only, some of which are slower"
     )
     device: Annotated[Literal["auto", "cpu", "cuda"], MAY_CHANGE] = Field(
-        description="where to train; 'auto' takes a GPU if there is one"
+        description="device to train on; 'auto' uses a GPU if there is one"
     )
-    seed: NonNegativeInt = Field(description="decides initial weights, data order and dropout, under any layout")
-    max_grad_norm: Finite = Field(description="gradients are scaled down to this global norm; 0: never")
+    seed: NonNegativeInt = Field(description="seed of initial weights, data order and dropout, under any layout")
+    max_grad_norm: Finite = Field(
+        description="maximum global gradient norm; gradients above it are scaled down; 0: never"
+    )
     nonfinite: Annotated[Literal["stop", "skip"], MAY_CHANGE] = Field(
-        description="what a loss or gradient norm that is not finite does: end the run, or leave the step out; "
-        "either way no weight changes"
+        description="reaction to a loss or gradient norm that is not finite: 'stop' ends the run, 'skip' omits the "
+        "update of this step; neither changes a weight"
     )
     log_every: Annotated[Size, MAY_CHANGE] = Field(description="steps between two progress lines")
     eval_every: Annotated[NonNegativeInt, MAY_CHANGE] = Field(
-        description="steps between two evaluations; 0: none, not even at the end"
+        description="steps between two evaluations; 0: no evaluation, not even at the end"
     )
-    eval_samples: Annotated[Size, MAY_CHANGE] = Field(description="validation samples of one evaluation")
+    eval_samples: Annotated[Size, MAY_CHANGE] = Field(description="validation samples per evaluation")
 
 
 class WeightDecay(Section):
-    """How the optimizer's weight decay changes over a run."""
+    """Schedule of the optimizer's weight decay over a run."""
 
     name: Literal["constant", "linear", "cosine"] = Field(description="shape of the change over the run")
-    end: Finite | None = Field(description="value at the last step; null: the optimizer's own")
+    end: Finite | None = Field(description="value at the last step; null: the value of `optimizer.weight_decay`")
 
 
 class BatchRampup(Section):
-    """How the global batch grows to `trainer.global_batch_size`."""
+    """Growth of the global batch to `trainer.global_batch_size` over the first samples of a run."""
 
-    start: Size | None = Field(description="samples of the first steps' global batch; null: no ramp-up")
-    increment: Size = Field(description="samples that each increase adds")
-    samples: Count = Field(description="samples over which the increases are spread evenly")
+    start: Size | None = Field(description="global batch size of the first steps; null: no ramp-up")
+    increment: Size = Field(description="samples that each increase adds to the global batch")
+    samples: Count = Field(description="training samples over which the increases are spread evenly")
 
 
 class Schedule(Section):
@@ -129,9 +132,9 @@ class Schedule(Section):
     )
     warmup_steps: NonNegativeInt = Field(description="steps over which the rate rises linearly from 0 to optimizer.lr")
     decay_steps: Size | None = Field(
-        description="length of the decay; null: all that follows the warm-up (wsd: the last fifth of the run)"
+        description="steps of the decay; null: all steps after the warm-up (wsd: the last fifth of the run)"
     )
-    min_lr: Finite = Field(description="the rate never decays below this")
+    min_lr: Finite = Field(description="minimum learning rate of the decay")
     weight_decay: WeightDecay = Field(description="schedule of the weight decay")
     batch_rampup: BatchRampup = Field(description="schedule of the global batch size")
 
@@ -143,53 +146,53 @@ class Checkpoint(Section):
         description="steps between two checkpoints; 0: only at the end of the run"
     )
     keep: Annotated[PositiveInt, MAY_CHANGE] = Field(
-        description="newest valid checkpoints to keep; older ones are removed after a save"
+        description="number of valid checkpoints to keep; each save removes older ones"
     )
     asynchronous: Annotated[bool, MAY_CHANGE] = Field(
-        description="write while training goes on, from a copy in the host's memory"
+        description="write while training continues, from a copy in the host's memory"
     )
     pretrained: Annotated[str | None, MAY_CHANGE] = Field(
-        description="a checkpoint, or a run's folder: a new run begins with its weights, and with nothing else of it"
+        description="a checkpoint, or a run's folder: a new run starts with its weights; it takes over nothing else"
     )
 
 
-def _three_ticks(value: float) -> float:
+def _timeout_is_valid(value: float) -> float:
     if 0 < value < LEAST_TIMEOUT:
         raise ValueError(
-            f"must be 0, or at least {LEAST_TIMEOUT:g} (a process sends a heartbeat a second), not {value:g}"
+            f"must be 0, or at least {LEAST_TIMEOUT:g} (a process sends one heartbeat per second), not {value:g}"
         )
     return value
 
 
 class Watchdog(Section):
-    """When a process of several is taken to hang: the run then ends with an error that names the rank."""
+    """Detection of processes that hang in a run of several: the run ends with an error that names the rank."""
 
-    timeout: Annotated[FiniteFloat, Field(ge=0, le=10**7), AfterValidator(_three_ticks), MAY_CHANGE] = Field(
-        description="seconds without a heartbeat, or without progress in a step, after which the run ends: at least 3, "
-        "or 0 for never"
+    timeout: Annotated[FiniteFloat, Field(ge=0, le=10**7), AfterValidator(_timeout_is_valid), MAY_CHANGE] = Field(
+        description="the run ends after this many seconds without a heartbeat, or without progress in a step; at least "
+        "3, or 0 to disable the watchdog"
     )
     first: Annotated[FiniteFloat, Field(ge=0, le=10**7), MAY_CHANGE] = Field(
-        description="the same for an activity of unknown duration: building, loading, the first step (it compiles), "
-        "the first evaluation and the first save"
+        description="timeout in seconds for activities of unknown duration: building, loading, the first step (which "
+        "compiles), the first evaluation and the first save"
     )
     multiple: Annotated[FiniteFloat, Field(ge=1, le=10**4), MAY_CHANGE] = Field(
-        description="steps, evaluations and saves may take so many times as long as the longest of their kind, if that "
-        "is more than `timeout`"
+        description="a step, an evaluation or a save may take this many times as long as the longest one so far, if "
+        "that is more than `timeout`"
     )
 
     @property
     def collective(self) -> float:
-        """Seconds after which torch ends a collective by itself: long after the watchdog, if it is on, has acted."""
+        """Timeout in seconds of torch's own collectives: much longer than that of the watchdog, if it is enabled."""
         return max(24 * 3600, 2 * self.timeout, 2 * self.first) if self.timeout else max(1800, self.first)
 
 
 class Model(Section):
-    """What the host reads of the section 'model', whichever family it names; all other fields are the family's."""
+    """The host's own fields in the section 'model'. The model family owns all other fields."""
 
     frozen: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         (),
-        description="parameters that are not trained: patterns of their names or of modules that they lie in, as "
-        "'embedding', 'blocks.0' or 'blocks.*.attn.qkv.weight' ('*' stands for one part of a name)",
+        description="parameters that are not trained, as patterns of the names of parameters or modules: 'embedding', "
+        "'blocks.0' or 'blocks.*.attn.qkv.weight' ('*' matches one part of a name)",
     )
 
 

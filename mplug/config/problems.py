@@ -1,8 +1,9 @@
-"""What pydantic finds wrong with a section, as sentences about the fields that the user wrote.
+"""Convert pydantic's errors about a section to messages about the fields that the user wrote.
 
-A pydantic error names a place by steps: fields, indices and keys, but also steps of its own, such as the members of a
-union ('constrained-int') or the tag of a discriminated one. A step that leads nowhere in the section's values is
-pydantic's own and is no part of the field's name. The members of a union give one sentence.
+A pydantic error gives its location as a list of steps: fields, indices and keys. It also contains steps of pydantic's
+own, such as the member of a union ('constrained-int') or the tag of a discriminated union. A step that does not exist
+in the section's values is pydantic's own and is not part of the field's name. The errors of all members of one union
+become one message.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,11 +15,12 @@ from pydantic import BaseModel, ValidationError
 from mplug.errors import listed, quoted, suggest
 
 KEY = "[key]"
-"""Pydantic's last step for a key of a mapping that is not of its type."""
+"""Pydantic's last step of an error about the key of a mapping."""
+NO_SECTION = "must be a section (a mapping of fields)"
 TYPES = {
-    "model_type": "must be a section with fields of its own",
-    "model_attributes_type": "must be a section with fields of its own",
-    "dataclass_type": "must be a section with fields of its own",
+    "model_type": NO_SECTION,
+    "model_attributes_type": NO_SECTION,
+    "dataclass_type": NO_SECTION,
     "dict_type": "must be a mapping",
     "mapping_type": "must be a mapping",
     "list_type": "must be a list",
@@ -31,16 +33,16 @@ TYPES = {
     "float_parsing": "must be a valid number",
     "bool_parsing": "must be a valid boolean",
 }
-"""Our words for types of problems, where pydantic's are about Python."""
-OWN_WORDS = ("value_error", "assertion_error")
-"""Problems whose message the author of the section wrote: it says what it needs of the value."""
+"""Messages for types of errors about which pydantic's own messages use Python's terms."""
+MESSAGE_OF_AUTHOR = ("value_error", "assertion_error")
+"""Types of errors whose message the author of the section wrote. It states the requirement on the value."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong with a field: the steps to it in the section, and the sentence about it.
+    """A problem of a field: the steps from the section to the field, and the message.
 
-    `is_fault` says that the code of the section's author raised something that is no refusal.
+    `is_fault` means that a validator of the section raised an exception that does not refuse a value.
     """
 
     path: tuple[str, ...]
@@ -49,78 +51,79 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class _Found:
-    """An error of pydantic: its steps, each with whether it is a step in the section's values."""
+class _Located:
+    """An error of pydantic with its steps; the flag of a step says whether the step exists in the section's values."""
 
-    error: Any
+    details: Any
     steps: tuple[tuple[Any, bool], ...]
 
     @property
     def path(self) -> tuple[str, ...]:
-        return tuple(str(step) for step, is_own in self.steps if is_own)
+        return tuple(str(step) for step, is_in_values in self.steps if is_in_values)
 
 
 def problems_of(error: ValidationError, model: type[BaseModel], values: Mapping[str, Any]) -> list[Problem]:
     """Every problem of a section with these values."""
-    found = [_Found(one, _steps(one, values)) for one in error.errors(include_url=False)]
-    told = [Problem(_place(one), _sentence(one, model)) for one in _without_unions(found, 0)]
-    return list(dict.fromkeys(told))
+    located = [_Located(details, _steps(details, values)) for details in error.errors(include_url=False)]
+    problems = [Problem(_field_of(error), _message(error, model)) for error in _join_unions(located, 0)]
+    return list(dict.fromkeys(problems))
 
 
-def booleans_as_numbers(said: Any, bound: Any) -> Iterator[tuple[tuple[str, ...], str]]:
-    """The path of every `true` or `false` of a section that is bound as 1 or 0, with a sentence.
+def booleans_as_numbers(raw: Any, bound: Any) -> Iterator[tuple[tuple[str, ...], str]]:
+    """The path of every `true` or `false` in a section that was bound as 1 or 0, with a message.
 
-    A validator of the section's author may turn a boolean into any other number.
+    A boolean that was bound as another number is accepted: a validator of the section converted it on purpose.
     """
-    if isinstance(said, bool) and isinstance(bound, int | float) and not isinstance(bound, bool) and bound == said:
-        yield (), f"must be a valid {'integer' if isinstance(bound, int) else 'number'}, not {said!r}"
+    if isinstance(raw, bool) and isinstance(bound, int | float) and not isinstance(bound, bool) and bound == raw:
+        yield (), f"must be a valid {'integer' if isinstance(bound, int) else 'number'}, not {raw!r}"
     pairs: list[tuple[Any, Any, Any]] = []
-    if isinstance(said, Mapping) and isinstance(bound, BaseModel):
-        named = [(name, field.alias or name) for name, field in type(bound).model_fields.items()]
-        pairs = [(alias, said[alias], getattr(bound, name)) for name, alias in named if alias in said]
-    elif isinstance(said, Mapping) and isinstance(bound, Mapping):
-        pairs = [(name, inner, bound[name]) for name, inner in said.items() if name in bound]
-    elif isinstance(said, list) and isinstance(bound, list | tuple) and len(said) == len(bound):
-        pairs = [(n, inner, bound[n]) for n, inner in enumerate(said)]
-    for name, one, other in pairs:
-        for path, message in booleans_as_numbers(one, other):
+    if isinstance(raw, Mapping) and isinstance(bound, BaseModel):
+        names = [(name, field.alias or name) for name, field in type(bound).model_fields.items()]
+        pairs = [(alias, raw[alias], getattr(bound, name)) for name, alias in names if alias in raw]
+    elif isinstance(raw, Mapping) and isinstance(bound, Mapping):
+        pairs = [(name, inner, bound[name]) for name, inner in raw.items() if name in bound]
+    elif isinstance(raw, list) and isinstance(bound, list | tuple) and len(raw) == len(bound):
+        pairs = [(n, inner, bound[n]) for n, inner in enumerate(raw)]
+    for name, raw_inner, bound_inner in pairs:
+        for path, message in booleans_as_numbers(raw_inner, bound_inner):
             yield (str(name), *path), message
 
 
-def _steps(error: Any, values: Any) -> tuple[tuple[Any, bool], ...]:
-    """The error's steps, each with whether the user wrote it: those that lead to the value that is wrong."""
-    location, missing = tuple(error["loc"]), error["type"] == "missing"
-    inner, tail = (location[:-1], location[-1:]) if missing or _is_of_key(error) else (location, ())
-    chosen = None if _is_of_key(error) else _leading(inner, values, error["input"])
-    if chosen is None:
-        chosen = _greedy(inner, values)
-    return (*zip(inner, chosen, strict=True), *((step, missing) for step in tail))
+def _steps(details: Any, values: Any) -> tuple[tuple[Any, bool], ...]:
+    """The steps of an error, each with whether it is one of the steps in `values` that lead to the wrong value."""
+    location, missing = tuple(details["loc"]), details["type"] == "missing"
+    inner, tail = (location[:-1], location[-1:]) if missing or _is_of_key(details) else (location, ())
+    flags = None if _is_of_key(details) else _flags_to(details["input"], inner, values)
+    if flags is None:
+        flags = _existing_steps(inner, values)
+    return (*zip(inner, flags, strict=True), *((step, missing) for step in tail))
 
 
-def _is_of_key(error: Any) -> bool:
-    """Whether the error is about a mapping's key; a user may call a field '[key]', too."""
-    return error["loc"][-1:] == (KEY,) and len(error["loc"]) > 1 and bool(error["input"] == error["loc"][-2])
+def _is_of_key(details: Any) -> bool:
+    """Whether the error is about the key of a mapping. A field that a user calls '[key]' gives the same last step."""
+    location = details["loc"]
+    return location[-1:] == (KEY,) and len(location) > 1 and bool(details["input"] == location[-2])
 
 
-def _leading(location: tuple[Any, ...], value: Any, target: Any) -> tuple[bool, ...] | None:
-    """Which steps to take so that they lead to `target` itself, as many as possible; None where no choice does."""
+def _flags_to(target: Any, location: tuple[Any, ...], value: Any) -> tuple[bool, ...] | None:
+    """Which steps lead from `value` to the object `target`, with as many steps as possible; None if no choice does."""
     if not location:
         return () if value is target else None
     inner = _step(value, location[0])
-    if inner is not _NOWHERE and (rest := _leading(location[1:], inner, target)) is not None:
-        return (True, *rest)
-    rest = _leading(location[1:], value, target)
-    return None if rest is None else (False, *rest)
+    if inner is not _NOWHERE and (flags := _flags_to(target, location[1:], inner)) is not None:
+        return (True, *flags)
+    flags = _flags_to(target, location[1:], value)
+    return None if flags is None else (False, *flags)
 
 
-def _greedy(location: tuple[Any, ...], value: Any) -> tuple[bool, ...]:
-    """Take every step that leads somewhere; a validator may have put another value in the place of the user's."""
-    taken = []
+def _existing_steps(location: tuple[Any, ...], value: Any) -> tuple[bool, ...]:
+    """Which steps exist in `value`: the fallback for a validator that replaced the user's value by another object."""
+    flags = []
     for step in location:
         inner = _step(value, step)
-        taken.append(inner is not _NOWHERE)
+        flags.append(inner is not _NOWHERE)
         value = value if inner is _NOWHERE else inner
-    return tuple(taken)
+    return tuple(flags)
 
 
 _NOWHERE = object()
@@ -134,74 +137,77 @@ def _step(value: Any, step: Any) -> Any:
     return _NOWHERE
 
 
-def _without_unions(found: list[_Found], depth: int) -> list[_Found]:
-    """One problem for each union, in place of those of each of its members."""
-    if len(found) < 2:
-        return found
-    groups: dict[Any, list[_Found]] = {}
-    for one in found:
-        groups.setdefault(one.steps[depth] if depth < len(one.steps) else None, []).append(one)
-    kept = {key: _without_unions(group, depth + 1) if key is not None else group for key, group in groups.items()}
-    members = [group for key, group in kept.items() if key is not None and not key[1]]
-    chosen = _chosen_member(members, depth) if len(members) > 1 else None
-    if chosen is None:
-        return [one for group in kept.values() for one in group]
-    return [one for key, group in kept.items() if key is None or key[1] for one in group] + chosen
+def _join_unions(errors: list[_Located], depth: int) -> list[_Located]:
+    """The errors, with those of all members of a union joined to one; `depth` counts the steps handled so far."""
+    if len(errors) < 2:
+        return errors
+    groups: dict[Any, list[_Located]] = {}
+    for error in errors:
+        groups.setdefault(error.steps[depth] if depth < len(error.steps) else None, []).append(error)
+    joined = {key: _join_unions(group, depth + 1) if key is not None else group for key, group in groups.items()}
+    members = [group for key, group in joined.items() if key is not None and not key[1]]
+    of_union = _errors_of_union(members, depth) if len(members) > 1 else None
+    if of_union is None:
+        return [error for group in joined.values() for error in group]
+    return [error for key, group in joined.items() if key is None or key[1] for error in group] + of_union
 
 
-def _chosen_member(members: list[list[_Found]], depth: int) -> list[_Found]:
-    """The problems of the union's member that the value nearly is; where it is none, one problem that names all."""
-    outer = tuple(str(step) for step, is_own in members[0][0].steps[:depth] if is_own)
-    near = [member for member in members if all(one.path != outer for one in member)]
-    if near:
-        return min(near, key=len)
+def _errors_of_union(members: list[list[_Located]], depth: int) -> list[_Located]:
+    """The errors of the union's member that fits the value best; if none fits, one error that names all members.
+
+    A member fits if only parts of the value are wrong.
+    """
+    outer = tuple(str(step) for step, is_in_values in members[0][0].steps[:depth] if is_in_values)
+    fitting = [member for member in members if all(error.path != outer for error in member)]
+    if fitting:
+        return min(fitting, key=len)
     first = members[0][0]
-    words = dict.fromkeys(_words(one) for member in members for one in member if one.path == outer)
-    message = " or ".join(word if not number else word.removeprefix("must be ") for number, word in enumerate(words))
-    joined = {**first.error, "type": "union", "msg": f"{message}, not {quoted(first.error['input'])}"}
-    return [_Found(joined, first.steps)]
+    needs = dict.fromkeys(_requirement(error) for member in members for error in member if error.path == outer)
+    message = " or ".join(need if not number else need.removeprefix("must be ") for number, need in enumerate(needs))
+    joined = {**first.details, "type": "union", "msg": f"{message}, not {quoted(first.details['input'])}"}
+    return [_Located(joined, first.steps)]
 
 
-def _place(one: _Found) -> tuple[str, ...]:
-    if one.error["type"] in ("union_tag_invalid", "union_tag_not_found"):
-        return (*one.path, *_discriminator(one.error))
-    return one.path
+def _field_of(error: _Located) -> tuple[str, ...]:
+    if error.details["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        return (*error.path, *_discriminator(error.details))
+    return error.path
 
 
-def _discriminator(error: Any) -> tuple[str, ...]:
-    """The field that says which member of a union is meant; none where a function finds it out."""
-    name = str(error["ctx"]["discriminator"]).partition(" | ")[0]
+def _discriminator(details: Any) -> tuple[str, ...]:
+    """The field that selects the member of a union; empty if a function selects the member."""
+    name = str(details["ctx"]["discriminator"]).partition(" | ")[0]
     return (name.strip("'"),) if name.startswith("'") else ()
 
 
-def _words(one: _Found) -> str:
-    """What the value must be, without the value."""
-    kind, message = one.error["type"], str(one.error["msg"])
-    if kind in OWN_WORDS:
+def _requirement(error: _Located) -> str:
+    """The requirement on the value ('must be a list'), without the value."""
+    kind, message = error.details["type"], str(error.details["msg"])
+    if kind in MESSAGE_OF_AUTHOR:
         return message.removeprefix("Value error, ").removeprefix("Assertion failed, ")
-    words = TYPES.get(kind) or message.replace("Input should be", "must be").replace("String should", "must")
-    return " ".join(words.split())
+    text = TYPES.get(kind) or message.replace("Input should be", "must be").replace("String should", "must")
+    return " ".join(text.split())
 
 
-def _sentence(one: _Found, model: type[BaseModel]) -> str:
-    kind, error = one.error["type"], one.error
+def _message(error: _Located, model: type[BaseModel]) -> str:
+    kind, details = error.details["type"], error.details
     if kind == "extra_forbidden":
-        fields = _fields(model, one.path[:-1])
-        return f"unknown field{suggest(one.path[-1], fields)}" + (f" (fields: {listed(fields)})" if fields else "")
+        fields = _fields(model, error.path[:-1])
+        return f"unknown field{suggest(error.path[-1], fields)}" + (f" (fields: {listed(fields)})" if fields else "")
     if kind == "missing":
-        missing = model.model_fields.get(one.path[0]) if len(one.path) == 1 else None
+        missing = model.model_fields.get(error.path[0]) if len(error.path) == 1 else None
         return f"is required: {missing.description}" if missing and missing.description else "is required"
     if kind == "union_tag_not_found":
-        return "is required: it says which fields follow" if _discriminator(error) else _words(one)
+        return "is required, because it selects the other fields" if _discriminator(details) else _requirement(error)
     if kind == "union_tag_invalid":
-        return f"must be {_alternatives(error['ctx']['expected_tags'])}, not {quoted(error['ctx']['tag'])}"
+        return f"must be {_alternatives(details['ctx']['expected_tags'])}, not {quoted(details['ctx']['tag'])}"
     if kind == "union":
-        return str(error["msg"])
-    if _is_of_key(error):
-        return f"has the key {quoted(error['input'])}, and a key {_words(one)}"
-    if kind in OWN_WORDS:
-        return " ".join(_words(one).split())
-    return f"{_words(one)}, not {quoted(error['input'])}"
+        return str(details["msg"])
+    if _is_of_key(details):
+        return f"has the key {quoted(details['input'])}, but a key {_requirement(error)}"
+    if kind in MESSAGE_OF_AUTHOR:
+        return " ".join(_requirement(error).split())
+    return f"{_requirement(error)}, not {quoted(details['input'])}"
 
 
 def _alternatives(tags: str) -> str:
@@ -210,9 +216,9 @@ def _alternatives(tags: str) -> str:
 
 
 def _fields(model: Any, path: Iterable[str]) -> list[str]:
-    """The fields of the section at a path, by the names that a user writes; none where it is not a plain section."""
+    """The names of the fields of the section at a path, as a user writes them; empty if it is not a plain section."""
     for name in path:
-        described = getattr(model, "model_fields", {}).get(name)
-        model = described.annotation if described is not None else None
-    named = getattr(model, "model_fields", {})
-    return sorted(described.alias or name for name, described in named.items())
+        field = getattr(model, "model_fields", {}).get(name)
+        model = field.annotation if field is not None else None
+    fields = getattr(model, "model_fields", {})
+    return sorted(field.alias or name for name, field in fields.items())

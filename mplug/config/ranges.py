@@ -1,8 +1,7 @@
-"""The range of the numbers in a config: integers of at most 63 bits, floats that fp32 can hold.
+"""Check the range of the numbers in a config: integers of at most 63 bits, floats within the range of fp32.
 
-A section that is bound may hold an integer of thirty digits, an infinity or 1e300, because its author thought of none.
-Such a value reaches a kernel, a file or a loop hours later. The host therefore checks the values of every section,
-also those of third parties, once they are bound.
+The type of a field often admits an integer of thirty digits, an infinity or 1e300. Such a value would reach a kernel, a
+file or a loop hours later. The host therefore checks the bound values of every section, including third-party ones.
 """
 
 import math
@@ -15,48 +14,48 @@ from pydantic.fields import FieldInfo
 from mplug.errors import quoted
 
 LARGEST_INTEGER = 2**63 - 1
-"""What a tensor's size, an index and a seed can be."""
+"""The largest size of a tensor, index and seed."""
 LARGEST_NUMBER = 3.4028234663852886e38
 """The largest finite number of fp32, in which masters, moments and schedules are computed."""
 Key = tuple[str, ...]
 
 
 def out_of_range(config: BaseModel) -> Iterator[tuple[Key, str]]:
-    """The path of every number of a bound section that the user set out of range, and the sentence about it.
+    """The path of every number of a bound section that the user set and that is out of range, with a message.
 
-    A field may be infinite where its default is, or where it says so: `Field(allow_inf_nan=True)`.
+    A field may be infinite if its default is infinite, or if its type admits it: `Field(allow_inf_nan=True)`.
     """
     everywhere = type(config).model_config.get("allow_inf_nan") is True
     for name, field in type(config).model_fields.items():
         if name not in config.model_fields_set:
             continue
         value = getattr(config, name)
-        found = [*_of_value(value, everywhere or _may_be_infinite(field.annotation, field.metadata))]
-        if found and not _is_default(value, field, config):
-            yield from (((field.alias or name, *key), message) for key, message in found)
+        problems = [*_of_value(value, everywhere or _may_be_infinite(field.annotation, field.metadata))]
+        if problems and not _is_default(value, field, config):
+            yield from (((field.alias or name, *key), message) for key, message in problems)
 
 
 def _may_be_infinite(annotation: Any, marks: Iterable[Any]) -> bool:
-    """Whether a field's type says so, or a type within it: a member of a union, the entries of a tuple."""
+    """Whether a field's type admits infinity, or a type inside it: a member of a union, the entries of a tuple."""
     for mark in marks:
         inner = mark.metadata if isinstance(mark, FieldInfo) else [mark]
-        if any(getattr(one, "allow_inf_nan", None) is True for one in inner):
+        if any(getattr(constraint, "allow_inf_nan", None) is True for constraint in inner):
             return True
     return any(_may_be_infinite(inner, getattr(inner, "__metadata__", ())) for inner in get_args(annotation))
 
 
 def _is_default(value: Any, field: FieldInfo, config: BaseModel) -> bool:
-    """Whether a field has its default, which a saved config states like any other value."""
+    """Whether a field has its default value. A saved config states defaults like all other values."""
     if field.is_required():
         return False
-    takes = getattr(field, "default_factory_takes_validated_data", False)  # pydantic 2.10 and later
-    given = {"validated_data": dict(config.__dict__)} if takes else {}
-    default = field.get_default(call_default_factory=True, **given)
+    needs_data = getattr(field, "default_factory_takes_validated_data", False)  # pydantic 2.10 and later
+    arguments = {"validated_data": dict(config.__dict__)} if needs_data else {}
+    default = field.get_default(call_default_factory=True, **arguments)
     return type(value) is type(default) and bool(value == default)
 
 
 def integers_out_of_range(value: Any) -> Iterator[tuple[Key, str]]:
-    """The same for the integers of values that are not bound yet."""
+    """The path of every integer that is out of range in values that are not bound yet, with a message."""
     if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
         yield (), f"must be an integer of at most 63 bits ({LARGEST_INTEGER}), not {quoted(value)}"
     for name, inner in _parts(value):

@@ -1,4 +1,4 @@
-"""Raw settings: the values of each source with their place in it, and the precedence of sources.
+"""Raw settings: the values of all sources with their positions in these sources, and the precedence of sources.
 
 A setting is one leaf of the config ('model.num_layers') with its value and its source. Sources are merged before any
 name is resolved, so the host imports no plugin to read another plugin's config.
@@ -25,7 +25,7 @@ Key = tuple[str, ...]
 class Setting:
     """A value and its source: 'run.yaml:12', '--set', 'preset nano'.
 
-    `enclosing` are the sources of the mappings around a value of a file, the outermost first.
+    `enclosing` has the sources of the mappings that contain a value of a file, outermost first.
     """
 
     value: Any
@@ -48,28 +48,29 @@ def read_yaml(text: str, label: str, needed: Iterable[str] = ()) -> Settings:
     """The settings of a YAML text, each with the source 'label:line'."""
     root = compose(text, partial("{}:{}".format, label))
     settings: Settings = {}
-    held = {name_of(name, label) for name, _ in root.value} if isinstance(root, yaml.MappingNode) else set()
-    if missing := [section for section in needed if section not in held]:
-        raise UsageError(f"{label} lacks {counted(len(missing), 'section')} that every run has: {listed(missing)}")
+    names = {name_of(name, label) for name, _ in root.value} if isinstance(root, yaml.MappingNode) else set()
+    if missing := [section for section in needed if section not in names]:
+        lacks = f"{label} lacks {counted(len(missing), 'section')} that every run has: {listed(missing)}"
+        raise UsageError(f"{lacks}; restore the file")
     if root is not None:
         if not isinstance(root, yaml.MappingNode):
-            raise UsageError(f"{label} must hold a mapping of sections ('model:', 'trainer:', ...), not a single value")
+            raise UsageError(f"{label} must be a mapping of sections ('model:', 'trainer:', ...), not a single value")
         _collect(root, (), label, settings, set())
     return settings
 
 
 def _collect(
-    node: yaml.MappingNode, key: Key, label: str, settings: Settings, met: set[Key], enclosing: tuple[str, ...] = ()
+    node: yaml.MappingNode, key: Key, label: str, settings: Settings, seen: set[Key], enclosing: tuple[str, ...] = ()
 ) -> None:
-    """Collect the leaves of a mapping in `settings`; `met` are the keys of leaves and sections so far."""
+    """Add the leaves of a mapping to `settings`, and the keys of its leaves and sections to `seen`."""
     for name_node, value_node in node.value:
         source = f"{label}:{name_node.start_mark.line + 1}"
         path = (*key, name_of(name_node, source))
-        if path in met:
-            raise UsageError(f"{source}: '{'.'.join(path)}' stands there twice; keep one")
-        met.add(path)
+        if path in seen:
+            raise UsageError(f"{source}: '{'.'.join(path)}' is set twice; remove one of the two")
+        seen.add(path)
         if isinstance(value_node, yaml.MappingNode) and value_node.value:
-            _collect(value_node, path, label, settings, met, (*enclosing, source))
+            _collect(value_node, path, label, settings, seen, (*enclosing, source))
             continue
         value = construct(value_node, partial("{}:{}".format, label))
         if key or value not in (None, {}):  # an empty section changes nothing
@@ -84,10 +85,10 @@ def read_assignments(assignments: Iterable[str], source: str = "--set") -> Setti
         key = tuple(dotted.split("."))
         if not equals or len(key) < 2 or not all(key):
             raise UsageError(
-                f"{source} '{brief(assignment)}': write it as section.field=value, as in trainer.steps=100"
+                f"{source} '{brief(assignment)}' is not an assignment; use section.field=value, as in trainer.steps=100"
             )
         if len(key) > DEEPEST:
-            raise UsageError(f"{source} '{brief(assignment)}': this is nested more than {DEEPEST} levels deep")
+            raise UsageError(f"{source} '{brief(assignment)}': the field is nested more than {DEEPEST} levels deep")
         settings = merge(settings, from_mapping(_assigned(text, f"{dotted} ({source})"), source, key))
     return settings
 
@@ -104,10 +105,10 @@ def _assigned(text: str, source: str) -> Any:
 def from_mapping(value: Any, source: str, key: Key = ()) -> Settings:
     """The settings of a nested mapping, all from one source."""
     if isinstance(value, Mapping) and (value or not key):
-        found: Settings = {}
+        settings: Settings = {}
         for name, inner in value.items():
-            found |= from_mapping(inner, source, (*key, str(name)))
-        return found
+            settings |= from_mapping(inner, source, (*key, str(name)))
+        return settings
     return {key: Setting(value, source)}
 
 
@@ -128,13 +129,13 @@ def merge(low: Settings, high: Settings) -> Settings:
     return kept | high
 
 
-def _overlap(one: Key, other: Key) -> bool:
-    shorter = min(len(one), len(other))
-    return one[:shorter] == other[:shorter]
+def _overlap(first: Key, second: Key) -> bool:
+    shorter = min(len(first), len(second))
+    return first[:shorter] == second[:shorter]
 
 
 def nested(settings: Settings) -> dict[str, Any]:
-    """Settings as the nested mapping that they came from."""
+    """The values of settings as a nested mapping."""
     tree: dict[str, Any] = {}
     for key, setting in settings.items():
         branch = tree
@@ -145,9 +146,9 @@ def nested(settings: Settings) -> dict[str, Any]:
 
 
 def source_of(settings: Settings, key: Key) -> str | None:
-    """The source of a key; if it has none, that of a key inside it or of the nearest section around it."""
+    """The source of a key. If it is not set: the source of a key inside it, or of the nearest section around it."""
     for length in range(len(key), 0, -1):
-        for known, setting in settings.items():
-            if known[:length] == key[:length]:
+        for other, setting in settings.items():
+            if other[:length] == key[:length]:
                 return (*setting.enclosing, setting.source)[length - 1] if setting.enclosing else setting.source
     return None

@@ -1,7 +1,7 @@
 """Parse YAML text to nodes, within limits on its size.
 
-A short text can nest thousands of levels deep, or expand to billions of values through aliases. Both are refused while
-the text is parsed, before a value is built from it.
+A short text can nest thousands of levels deep, or expand to billions of values through aliases. The parser refuses both
+before it builds a value.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,12 +28,16 @@ def read_text(path: Path) -> str:
     """The text of a small file; UsageError if it cannot be read, is too long, or is not UTF-8."""
     try:
         with path.open("rb") as file:
-            held = file.read(LONGEST + 1)
-        text = held.decode("utf-8")
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read the config file '{path}': {error}") from None
-    if len(held) > LONGEST:
-        raise UsageError(f"cannot read the config file '{path}': it is longer than {LONGEST:,} bytes")
+            content = file.read(LONGEST + 1)
+        text = content.decode("utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot read the config file '{path}': {error.strerror}; use another file") from None
+    except ValueError as error:
+        raise UsageError(f"cannot read the config file '{path}': {error}; save it as UTF-8 text") from None
+    if len(content) > LONGEST:
+        raise UsageError(
+            f"cannot read the config file '{path}': it is longer than {LONGEST:,} bytes; remove what is not a setting"
+        )
     return text
 
 
@@ -108,13 +112,13 @@ class _Loader(yaml.SafeLoader):
         self._extent: dict[int, tuple[int, int]] = {}  # of a complete node, by its id: (levels, values)
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """A node; an error if it is nested too deep, expands too far, or contains itself."""
-        if self.check_event(yaml.AliasEvent):  # its size is that of the node that it repeats
+        """Compose a node. UsageError if it is nested too deep, has too many values, or contains itself."""
+        if self.check_event(yaml.AliasEvent):  # it has the size of the node that it repeats
             return super().compose_node(parent, index)
         start = self.peek_event().start_mark  # type: ignore[no-untyped-call]
         self._level += 1
         if self._level > DEEPEST:
-            raise self._too_large(f"this is nested more than {DEEPEST} levels deep", start)
+            raise self._too_large(f"the value is nested more than {DEEPEST} levels deep", start)
         node = super().compose_node(parent, index)
         self._level -= 1
         if node is not None:
@@ -122,19 +126,21 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def _measured(self, node: yaml.Node, start: yaml.Mark) -> tuple[int, int]:
-        levels, values, near = 0, 1, start
+        levels, values, previous = 0, 1, start
         for child in _children(node):
-            if id(child) not in self._extent:  # an alias of what is still being composed
-                raise self._too_large("an alias stands inside the value that it repeats; write it out", near)
-            near = child.start_mark
+            if id(child) not in self._extent:  # an alias of a node that is not complete yet
+                raise self._too_large("an alias is inside the value that it repeats; write the value out", previous)
+            previous = child.start_mark
             inner_levels, inner_values = self._extent[id(child)]
             levels, values = max(levels, inner_levels), values + inner_values
         if levels >= DEEPEST:
             raise self._too_large(
-                f"with its aliases written out, this is nested more than {DEEPEST} levels deep", start
+                f"with its aliases written out, the value is nested more than {DEEPEST} levels deep", start
             )
         if values > MOST_VALUES:
-            raise self._too_large(f"with its aliases written out, this has more than {MOST_VALUES:,} values", start)
+            raise self._too_large(
+                f"with its aliases written out, the value contains more than {MOST_VALUES:,} values", start
+            )
         return levels + 1, values
 
     def _too_large(self, problem: str, mark: yaml.Mark) -> UsageError:

@@ -9,6 +9,7 @@ from torch.fx import GraphModule
 
 from mplug.errors import UsageError
 from mplug.model.model import Model
+from mplug.model.tracer import prepare_compiler
 from mplug.run.run import Run
 from mplug.run.toolchain import triton_builds
 
@@ -41,7 +42,8 @@ def compiler_of(run: Run) -> str | None:
 def compile_units(model: Model, backend: str | None, tune_kernels: bool = False) -> None:
     """Compile each unit of this rank as one graph, without a break; blocks of one kind share the compiled code.
 
-    Module hooks around a unit's call stay outside of the graph, and eager.
+    Module hooks around a unit's call stay outside of the graph, and eager. The first call of a graph raises
+    RuntimeError if an operator returns memory of its arguments.
     """
     if backend is None:
         return
@@ -49,6 +51,7 @@ def compile_units(model: Model, backend: str | None, tune_kernels: bool = False)
     from torch._dynamo import config as dynamo
     from torch._inductor import config as inductor
 
+    prepare_compiler()
     inductor.coordinate_descent_tuning = tune_kernels
     dynamo.recompile_limit = max(dynamo.recompile_limit, SHAPES)
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)  # precision fp32 is deliberate

@@ -67,7 +67,9 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, gates, order, back, total):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(rows, gates, order, back, total)
-        return (_picked(rows, back, total) * gates[..., None]).sum(dim=1).to(rows.dtype)
+        y = (_picked(rows, back, total) * gates[..., None]).sum(dim=1)
+        # Compiled by torch 2.11, a tensor that `to` returns unchanged has a zero gradient (pytorch issue 180642).
+        return y if y.dtype == rows.dtype else y.to(rows.dtype)
 
     @staticmethod
     def backward(ctx, grad_y):  # type: ignore[no-untyped-def]

@@ -12,6 +12,8 @@ R = TypeVar("R")
 def operator(name: str, mutates_args: Iterable[str] = ()) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Register a function with annotated arguments as the operator `name` ('namespace::name'), on every device.
 
+    The function may change only the arguments in `mutates_args`, and its results must not share memory with an argument
+    or with each other: a compiler relies on both. A compiled unit raises RuntimeError for a result that shares memory.
     Unless the function returns nothing, `fake(name)` must define the results for tensors without memory. The operator
     has no derivative: for a gradient, call it inside a `torch.autograd.Function`. In return, a call costs little CPU
     time: `torch.library.custom_op` adds five Python functions to each call, and a micro batch makes hundreds of calls.

@@ -58,7 +58,8 @@ def own_part(x: Tensor, group: Group, dim: int) -> Tensor:
         return x
     dim = dim % x.dim()
     part: Tensor = x.unflatten(dim, (group.size(), -1)).select(dim, group.rank())
-    return part.contiguous()
+    # Compiled by torch 2.11, a tensor that `contiguous` returns unchanged has a zero gradient (pytorch issue 180642).
+    return part if part.is_contiguous() else part.contiguous()
 
 
 def all_to_all(x: Tensor, group: Group, split_dim: int, join_dim: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Bind values to a section of the host, a plugin or a tokenizer. Each problem is a sentence."""
+"""Bind values to a section of the host, a plugin or a tokenizer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,16 +11,16 @@ from mplug.registry.asking import fault
 
 
 def bind(model: type[BaseModel], values: Mapping[str, Any]) -> tuple[Any, list[Problem]]:
-    """(section, no problems), or (None, every problem of the values)."""
+    """The bound section and an empty list; or None and all problems of the values."""
     problems = [Problem(path, message) for path, message in integers_out_of_range(values)]
-    if problems:  # the section's own checks may compute with these integers
+    if problems:  # validators of the section may compute with these integers
         return None, problems
     try:
         config = model.model_validate(dict(values))
     except ValidationError as error:
         return None, problems_of(error, model, values)
     except Exception as error:
-        return None, [Problem((), f"the section's own checks fail: {fault(error)}", is_fault=True)]
-    found = (*booleans_as_numbers(values, config), *out_of_range(config))
-    problems = [Problem(path, message) for path, message in found]
+        return None, [Problem((), f"a validator of the section failed: {fault(error)}", is_fault=True)]
+    checks = (*booleans_as_numbers(values, config), *out_of_range(config))
+    problems = [Problem(path, message) for path, message in checks]
     return (None if problems else config), problems

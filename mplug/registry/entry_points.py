@@ -18,19 +18,19 @@ from mplug.version import __version__
 
 KINDS = ("models", "parallel", "kernels", "optimizers", "data", "tokenizers", "memory", "extensions", "commands")
 FLAGS = "flags"
-"""Entry points of the group 'mplug.flags' are not plugins: each maps a flag's name to the config field that it sets."""
+"""The group 'mplug.flags', whose entry points are not plugins: each maps a flag to the config field that it sets."""
 RESERVED_FIELDS = ("name", "preset")
 RESERVED_NAMES = {"kernels": (*SLOT_KINDS, "default"), "parallel": ("layout", "data")}
-"""By kind, the host's own fields of the sections in which plugins have sub-sections: no plugin may have these names."""
+"""By kind, the names that no plugin may have: the host has fields with these names beside the plugins' sub-sections."""
 
 
 class BrokenPlugin(UsageError):
-    """A plugin that the user named cannot be used: it does not import, or breaks the contract."""
+    """A plugin that the user named cannot be used: its import fails, or it breaks the contract."""
 
 
 @dataclass(frozen=True)
 class Shadowed:
-    """Metadata of a distribution that another copy earlier on the path hides."""
+    """Metadata of a distribution that has no effect, because another copy comes earlier on the path."""
 
     distribution: str
     version: str
@@ -39,7 +39,7 @@ class Shadowed:
 
 @dataclass(frozen=True)
 class Misplaced:
-    """An entry point without effect: its group begins with 'mplug.', but mplug has no such group."""
+    """An entry point without effect: the name of its group starts with 'mplug.', but mplug has no such group."""
 
     group: str
     name: str
@@ -94,7 +94,7 @@ class Registry:
         return [entry for entry in self._scan[0] if entry.kind == FLAGS]
 
     def shadowed(self) -> list[Shadowed]:
-        """Copies of plugins' metadata that never take effect."""
+        """Copies of plugins' metadata that have no effect."""
         return self._scan[1]
 
     def misplaced(self) -> list[Misplaced]:
@@ -102,7 +102,7 @@ class Registry:
         return self._scan[2]
 
     def names(self, kind: str) -> list[str]:
-        """The words that a user can type for a kind; 'DISTRIBUTION/NAME' if several distributions claim a name."""
+        """The names that a user can type for a kind; 'DISTRIBUTION/NAME' if several distributions claim a name."""
         claims = [entry.name for entry in self.entries(kind)]
         return [
             entry.name if claims.count(entry.name) == 1 else f"{entry.distribution}/{entry.name}"
@@ -110,7 +110,7 @@ class Registry:
         ]
 
     def find(self, kind: str, word: str) -> Entry:
-        """The plugin of a kind that a user's word names: 'gpt', or 'acme-gpt/gpt' if two distributions claim 'gpt'.
+        """The plugin of a kind that the user named: 'gpt', or 'acme-gpt/gpt' if two distributions claim 'gpt'.
 
         Raises UsageError if no plugin or several plugins match.
         """
@@ -121,32 +121,31 @@ class Registry:
         if len(claims) > 1:
             choices = [f"'{entry.distribution}/{name}'" for entry in claims]
             raise UsageError(
-                f"'{name}' is claimed by {listed(entry.origin for entry in claims)}; choose {' or '.join(choices)}"
+                f"'{name}' is claimed by {listed(entry.origin for entry in claims)}; use {' or '.join(choices)}"
             )
         if not claims:
             names = self.names(kind)
-            if lost := [one for one in self.misplaced() if one.name == name]:
-                raise UsageError(f"no plugin '{word}' among {kind} is installed: {lost[0]}")
-            raise UsageError(
-                f"no plugin '{word}' among {kind} is installed{suggest(word, names)} (installed: {listed(names)})"
-            )
+            missing = f"no plugin '{word}' of kind '{kind}' is installed"
+            if misplaced := [point for point in self.misplaced() if point.name == name]:
+                raise UsageError(f"{missing}: {misplaced[0]}")
+            raise UsageError(f"{missing}{suggest(word, names)} (installed: {listed(names)})")
         return claims[0]
 
     def load(self, entry: Entry) -> type[Any]:
-        """Import a plugin's class and check it against the contract; raises BrokenPlugin with the reason."""
+        """Import a plugin's class and check it against the contract. Raises BrokenPlugin with the reason."""
         from mplug.registry.hooks import faults  # pluggy is not needed to list plugins
 
         refuse_other_versions(entry)
         module, _, attribute = entry.target.partition(":")
         try:
             plugin = getattr(import_module(module), attribute)
-        except (Exception, SystemExit) as error:  # a plugin that exits must not look like a run that is done
-            raise BrokenPlugin(f"{entry.label} ({entry.origin}) does not import:\n{_trace(error)}") from error
+        except (Exception, SystemExit) as error:  # a plugin that calls exit() must not look like a completed run
+            raise BrokenPlugin(f"{entry.label} ({entry.origin}) cannot be imported:\n{_trace(error)}") from error
         if not isinstance(plugin, type):
             raise BrokenPlugin(f"{entry.label} ({entry.origin}): '{entry.target}' is not a class")
-        found = [*filter(None, [name_fault(entry.kind, entry.name)]), *faults(plugin), *_config_faults(plugin)]
-        if found:
-            raise BrokenPlugin(f"{entry.label} ({entry.origin}) breaks the plugin contract: {'; '.join(found)}")
+        broken = [*filter(None, [name_fault(entry.kind, entry.name)]), *faults(plugin), *_config_faults(plugin)]
+        if broken:
+            raise BrokenPlugin(f"{entry.label} ({entry.origin}) breaks the plugin contract: {'; '.join(broken)}")
         return plugin
 
 
@@ -154,33 +153,33 @@ def name_fault(kind: str, name: str) -> str:
     """Why a plugin of a kind cannot have a name; the empty string if it can."""
     if name not in RESERVED_NAMES.get(kind, ()):
         return ""
-    return f"'{kind}.{name}' is the host's own field, where the fields of a plugin '{name}' would be; rename the plugin"
+    return f"no plugin of kind '{kind}' can be named '{name}', a field of the host ('{kind}.{name}'); rename the plugin"
 
 
 def refuse_other_versions(entry: Entry) -> None:
     """Raise BrokenPlugin if the plugin's 'Requires-Dist: mplug' does not admit this host."""
     from packaging.specifiers import SpecifierSet  # costs start-up time, and listing does not need it
 
-    if entry.speaks is not None and __version__ not in SpecifierSet(entry.speaks, prereleases=True):
+    if entry.requires is not None and __version__ not in SpecifierSet(entry.requires, prereleases=True):
         raise BrokenPlugin(
-            f"{entry.label} ({entry.origin}) speaks mplug {entry.speaks}, and this is mplug {__version__}; "
-            f"install a release of {entry.distribution} for it, or another mplug"
+            f"{entry.label} ({entry.origin}) requires mplug {entry.requires}, but mplug {__version__} is installed; "
+            f"install another release of {entry.distribution} or of mplug"
         )
 
 
 def _entries(distribution: Distribution, metadata: PackageMetadata, source: str) -> list[Entry]:
     name, version = metadata["Name"], metadata["Version"]
     summary = next(iter(metadata.get_all("Summary") or []), "")
-    speaks = _requirement_on_host(metadata.get_all("Requires-Dist") or distribution.requires or [])
+    requires = _requirement_on_host(metadata.get_all("Requires-Dist") or distribution.requires or [])
     return [
-        Entry(point.group.removeprefix("mplug."), point.name, point.value, name, version, summary, speaks, source)
+        Entry(point.group.removeprefix("mplug."), point.name, point.value, name, version, summary, requires, source)
         for point in distribution.entry_points
         if point.group.startswith("mplug.") and point.group.removeprefix("mplug.") in (*KINDS, FLAGS)
     ]
 
 
 def _source(distribution: Distribution) -> str:
-    """The folder that an editable install points to, else the one that holds the metadata."""
+    """The source folder of an editable install, else the folder that contains the metadata."""
     origin = json.loads(distribution.read_text("direct_url.json") or "{}")
     if origin.get("dir_info", {}).get("editable"):
         return unquote(origin["url"].removeprefix("file://"))
@@ -189,21 +188,25 @@ def _source(distribution: Distribution) -> str:
 
 def _requirement_on_host(requirements: Iterable[str]) -> str | None:
     for requirement in requirements:
-        found = re.match(r"mplug\s*\(?([<>=!~][^;)]*)?\)?\s*(?:;|$)", requirement)
-        if found:
-            return (found[1] or "").strip()
+        host = re.match(r"mplug\s*\(?([<>=!~][^;)]*)?\)?\s*(?:;|$)", requirement)
+        if host:
+            return (host[1] or "").strip()
     return None
 
 
 def _config_faults(plugin: type[Any]) -> list[str]:
     fields = getattr(getattr(plugin, "Config", None), "model_fields", None)
     if fields is None:
-        return ["it has no 'Config', a pydantic model"]
-    found = [f"its Config's field '{name}' is the host's word" for name in RESERVED_FIELDS if name in fields]
+        return ["it has no inner class 'Config' that is a pydantic model"]
+    broken = [
+        f"its Config has a field '{name}', which is reserved for the host" for name in RESERVED_FIELDS if name in fields
+    ]
     if plugin.Config.model_config.get("extra") != "forbid":
-        found.append("its Config does not forbid unknown fields (set extra='forbid')")
-    found += [f"its Config's field '{name}' has no description" for name, f in fields.items() if not f.description]
-    return found
+        broken.append("its Config does not forbid unknown fields (set extra='forbid')")
+    broken += [
+        f"the field '{name}' of its Config has no description" for name, f in fields.items() if not f.description
+    ]
+    return broken
 
 
 def _trace(error: BaseException) -> str:

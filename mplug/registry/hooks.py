@@ -1,4 +1,4 @@
-"""The hooks of one run: plugins checked against the specifications, then called through pluggy."""
+"""The hooks of one run: check plugins against the specifications, and call them through pluggy."""
 
 import inspect
 import logging
@@ -15,7 +15,7 @@ from mplug.registry.specification import SPECIFICATIONS, hooks_answered_by
 log = logging.getLogger("mplug")
 
 HOST = "host/"
-"""The prefix of the labels of the host's own observers."""
+"""Prefix of the labels of the host's own observers."""
 
 
 def implemented(plugin: type) -> list[str]:
@@ -24,23 +24,23 @@ def implemented(plugin: type) -> list[str]:
 
 
 def faults(plugin: type) -> list[str]:
-    """What is wrong with a plugin class, one sentence each: pluggy alone stays silent on most of these."""
-    found = []
+    """The faults of a plugin class, one message each. Pluggy alone does not report most of them."""
+    messages = []
     for name, function in _methods(plugin):
         marked = hasattr(function, "mplug_impl")
         if marked and name not in SPECIFICATIONS:
-            found.append(f"'{name}' is not a hook{suggest(name, SPECIFICATIONS)}")
+            messages.append(f"'{name}' is not a hook{suggest(name, SPECIFICATIONS)}")
         elif name in SPECIFICATIONS and not marked:
-            found.append(f"'{name}' has a hook's name but no @hookimpl; mark it, or rename it")
+            messages.append(f"'{name}' has the name of a hook but no @hookimpl; add @hookimpl, or rename the method")
         elif marked:
-            known = list(inspect.signature(SPECIFICATIONS[name]).parameters)
-            given = list(inspect.signature(function).parameters)[1:]
-            found += [
-                f"hook '{name}' has no argument '{argument}'{suggest(argument, known)} (it has {listed(known)})"
-                for argument in given
-                if argument not in known
+            specified = list(inspect.signature(SPECIFICATIONS[name]).parameters)
+            arguments = list(inspect.signature(function).parameters)[1:]
+            messages += [
+                f"hook '{name}' has no argument '{argument}'{suggest(argument, specified)} (it has {listed(specified)})"
+                for argument in arguments
+                if argument not in specified
             ]
-    return found
+    return messages
 
 
 def _methods(plugin: type) -> list[tuple[str, Callable[..., Any]]]:
@@ -48,9 +48,10 @@ def _methods(plugin: type) -> list[tuple[str, Callable[..., Any]]]:
 
 
 class Hooks:
-    """The plugins of one run, ready to be called: `hooks.call.build_model(run=run)`.
+    """The registered plugins of one run. Example of a call: `hooks.call.build_model(run=run)`.
 
-    Pluggy calls the last registered plugin first; plugins are registered in reverse, so the calls are sorted by name.
+    Plugins are called in the order of their labels. Pluggy calls the last registered plugin first, so plugins are
+    registered in reverse order.
     """
 
     def __init__(self, plugins: dict[str, object]) -> None:
@@ -60,11 +61,11 @@ class Hooks:
         for label, plugin in reversed(self.plugins.items()):
             self._manager.register(plugin, label)
             for caller in self._manager.get_hookcallers(plugin) or ():
-                for one in caller.get_hookimpls():
-                    if one.plugin is plugin:
-                        one.function = _noting(one)  # type: ignore[misc]  # pluggy has no hook for exceptions
+                for implementation in caller.get_hookimpls():
+                    if implementation.plugin is plugin:  # pluggy has no hook for exceptions
+                        implementation.function = _with_note(implementation)  # type: ignore[misc]
         self.call = self._manager.hook
-        self._told: set[tuple[str, str]] = set()
+        self._reported: set[tuple[str, str]] = set()
         self._refuse_rivals()
 
     def implementers(self, hook: str) -> list[str]:
@@ -72,33 +73,35 @@ class Hooks:
         return [implementation.plugin_name for implementation in reversed(self._implementations(hook))]
 
     def each(self, hook: str, **arguments: Any) -> list[tuple[str, Any]]:
-        """Every plugin's label and answer, in the order of the calls, without answers that are None."""
-        answers = [(one.plugin_name, _bound(one)(**arguments)) for one in reversed(self._implementations(hook))]
+        """The label and answer of every plugin that does not answer None, in the order of the calls."""
+        implementations = reversed(self._implementations(hook))
+        answers = [
+            (implementation.plugin_name, _bound(implementation)(**arguments)) for implementation in implementations
+        ]
         return [(label, answer) for label, answer in answers if answer is not None]
 
     def layered(self, hook: str) -> list[tuple[str, Callable[..., Any]]]:
-        """The labels and implementations of a hook, sorted by their plugins' declared `layer`, the innermost first."""
-        called = list(reversed(self._implementations(hook)))
-        called.sort(key=lambda implementation: getattr(implementation.plugin, "layer", 0))
-        return [(implementation.plugin_name, _bound(implementation)) for implementation in called]
+        """The labels and implementations of a hook, sorted by their plugins' declared `layer`, innermost first."""
+        ordered = list(reversed(self._implementations(hook)))
+        ordered.sort(key=lambda implementation: getattr(implementation.plugin, "layer", 0))
+        return [(implementation.plugin_name, _bound(implementation)) for implementation in ordered]
 
     def observe(self, hook: str, **arguments: Any) -> None:
-        """Call observers. An exception of a plugin is logged and does not end the run; one of the host's own does."""
+        """Call observers. The exception of a plugin is logged; the exception of a host's own observer ends the run."""
         for implementation in reversed(self._implementations(hook)):
             try:
                 _bound(implementation)(**arguments)
             except Exception:
                 if implementation.plugin_name.startswith(HOST):
                     raise
-                self._tell_once(implementation.plugin_name, hook)
-                log.exception("observer '%s' failed in %s; the run goes on", implementation.plugin_name, hook)
+                self._report_once(implementation.plugin_name, hook)
+                log.exception("observer '%s' failed in %s; the run continues", implementation.plugin_name, hook)
 
-    def _tell_once(self, label: str, hook: str) -> None:
-        if (label, hook) not in self._told:
-            self._told.add((label, hook))
-            print(
-                f"mplug: observer '{label}' failed in {hook}; the run goes on, and its log says more", file=sys.stderr
-            )
+    def _report_once(self, label: str, hook: str) -> None:
+        if (label, hook) not in self._reported:
+            self._reported.add((label, hook))
+            message = f"observer '{label}' failed in {hook}; the run continues; its log has the traceback"
+            print(f"mplug: {message}", file=sys.stderr)
 
     def _implementations(self, hook: str) -> list[pluggy.HookImpl]:
         caller: pluggy.HookCaller = getattr(self.call, hook)
@@ -108,10 +111,14 @@ class Hooks:
         for hook in (*hooks_answered_by("exactly one"), *hooks_answered_by("at most one")):
             rivals = self.implementers(hook)
             if len(rivals) > 1:
-                raise UsageError(f"{listed(rivals)} all answer '{hook}', which takes one answer; name only one of them")
+                raise UsageError(
+                    f"{listed(rivals)} all implement '{hook}', which takes one answer; use only one of them"
+                )
         for hook in hooks_answered_by("exactly one"):
             if not self.implementers(hook):
-                raise UsageError(f"none of the chosen plugins ({listed(self.plugins)}) implements '{hook}'")
+                raise UsageError(
+                    f"none of the chosen plugins ({listed(self.plugins)}) implements '{hook}'; add one that does"
+                )
 
 
 def _bound(implementation: pluggy.HookImpl) -> Callable[..., Any]:
@@ -121,10 +128,10 @@ def _bound(implementation: pluggy.HookImpl) -> Callable[..., Any]:
     return call
 
 
-def _noting(implementation: pluggy.HookImpl) -> Callable[..., Any]:
-    """The implementation, wrapped to add a note with plugin and hook to an unexpected exception.
+def _with_note(implementation: pluggy.HookImpl) -> Callable[..., Any]:
+    """Wrap an implementation to add a note with plugin and hook to an unexpected exception.
 
-    Hooks also run before a run has a log. Then the terminal shows the traceback, and the note is its last line.
+    A hook can run before the run has a log. The terminal then shows the traceback with this note as its last line.
     """
     function = implementation.function
 

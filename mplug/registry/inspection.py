@@ -1,4 +1,4 @@
-"""What a plugin says of itself, found in a process of its own, so that a plugin that fails to import is harmless.
+"""Inspect a plugin in a process of its own, so that a plugin whose import fails is harmless.
 
 `python -m mplug.registry.inspection KIND DISTRIBUTION/NAME` prints a report as JSON.
 """
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
 MARK = "mplug report: "
-"""The prefix of the line of a report; it is needed because a plugin may print, too."""
+"""Prefix of the line that holds the report. The plugin may print other lines."""
 TIMEOUT = 120
-"""Maximum time in seconds for the import and the check of a plugin."""
+"""Maximum time in seconds for the import and the checks of a plugin."""
 
 
 @dataclass
@@ -36,12 +36,12 @@ class Report:
 
 
 def inspect_apart(entry: Entry) -> Report:
-    """What a plugin says of itself, found in a subprocess."""
+    """The hooks, presets and fields of a plugin, found in a subprocess."""
     return report_apart("mplug.registry.inspection", entry)
 
 
 def check_apart(entry: Entry) -> Report:
-    """What a plugin says of itself, and what the quick part of its kind's suite finds wrong; found in a subprocess."""
+    """The report of `inspect_apart`, with the faults that the quick part of the suite of its kind finds."""
     return report_apart("mplug.testing.plugin_check", entry)
 
 
@@ -51,14 +51,14 @@ def report_apart(module: str, entry: Entry) -> Report:
     try:
         finished = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
-        return Report(fault=f"it was not done within {TIMEOUT} s")
+        return Report(fault=f"its import and checks did not end within {TIMEOUT} s")
     if finished.returncode != 0:
         return Report(fault=finished.stderr.strip() or f"its process ended with status {finished.returncode}")
     try:
-        told = next(line for line in reversed(finished.stdout.splitlines()) if line.startswith(MARK))
-        return Report(**json.loads(told.removeprefix(MARK)))
+        line = next(line for line in reversed(finished.stdout.splitlines()) if line.startswith(MARK))
+        return Report(**json.loads(line.removeprefix(MARK)))
     except StopIteration:
-        return Report(fault="it ends the process that imports it")
+        return Report(fault="its import ends the process")
 
 
 def inspect_here(kind: str, word: str) -> Report:
@@ -74,8 +74,8 @@ def inspect_here(kind: str, word: str) -> Report:
     from mplug.registry.hooks import implemented
 
     fields = [
-        (name, _type(described.annotation, described.metadata), _default(described), described.description or "")
-        for name, described in plugin.Config.model_fields.items()
+        (name, _type(details.annotation, details.metadata), _default(details), details.description or "")
+        for name, details in plugin.Config.model_fields.items()
     ]
     presets = [str(name) for name in getattr(plugin, "presets", {})]
     return Report(hooks=implemented(plugin), presets=presets, fields=fields)
@@ -90,7 +90,7 @@ def _inspect_command(entry: Entry) -> Report:
     try:
         command = getattr(import_module(module), attribute)
     except (Exception, SystemExit) as error:
-        return Report(f"it does not import: {error!r}")
+        return Report(f"it cannot be imported: {error!r}")
     return Report("" if isinstance(command, click.Command) else f"'{entry.target}' is not a click command")
 
 
@@ -100,13 +100,16 @@ BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 def _type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     """A field's type as text, such as: int > 0 | None, 'run' | 'epoch'."""
     bounds = ",".join(
-        f" {sign} {getattr(one, name)}" for one in metadata for name, sign in BOUNDS.items() if hasattr(one, name)
+        f" {sign} {getattr(constraint, name)}"
+        for constraint in metadata
+        for name, sign in BOUNDS.items()
+        if hasattr(constraint, name)
     )
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _type(inner[0], inner[1:]) + bounds
     if origin in (Union, UnionType):
-        return " | ".join(_type(one, metadata if one is not NoneType else ()) for one in inner)
+        return " | ".join(_type(member, metadata if member is not NoneType else ()) for member in inner)
     if origin is Literal:
         return " | ".join(map(repr, inner))
     if annotation is NoneType:
@@ -115,9 +118,9 @@ def _type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     return (annotation.__name__ if plain else str(annotation).replace("typing.", "")) + bounds
 
 
-def _default(described: "FieldInfo") -> str:
+def _default(details: "FieldInfo") -> str:
     """A field's default as text; empty if the field is required."""
-    return "" if described.is_required() else repr(described.get_default(call_default_factory=True))
+    return "" if details.is_required() else repr(details.get_default(call_default_factory=True))
 
 
 def print_report(report: Report) -> None:

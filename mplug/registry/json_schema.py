@@ -1,4 +1,4 @@
-"""The JSON Schema of a config file, for editors."""
+"""The JSON Schema of a config file, with which an editor checks and completes the file."""
 
 from collections.abc import Mapping
 from copy import copy

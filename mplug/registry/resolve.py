@@ -1,6 +1,6 @@
-"""Resolve raw settings to a config: names become plugins, and each chosen plugin's `Config` binds its own section.
+"""Resolve raw settings to a config: names become plugins, and the `Config` of each chosen plugin binds its section.
 
-All errors are reported at once, each with its path, its source and a suggestion for a misspelt word.
+The resolver reports all problems at once, each with its field, its source and a suggestion for a misspelt word.
 """
 
 import re
@@ -22,6 +22,7 @@ from mplug.config.binding import (
 )
 from mplug.config.contradictions import contradictions
 from mplug.config.entry import Entry
+from mplug.config.problems import NO_SECTION
 from mplug.config.sources import NAMED_SECTIONS, Key, Settings, from_mapping, merge, nested, source_of
 from mplug.errors import UsageError, brief, listed, quoted, suggest
 from mplug.layout.mesh import parse_layout
@@ -33,7 +34,7 @@ from mplug.slot_kinds import SLOT_KINDS
 def resolve(registry: Registry, base: Settings, overrides: Settings) -> RunConfig:
     """The config of a run: `overrides` (a file, the command line) over the model's preset over `base`.
 
-    Raises a UsageError that lists every problem with its path and source; it is a BrokenPlugin if one of them is.
+    Raises a UsageError that lists every problem with its field and source; a BrokenPlugin if a plugin is at fault.
     """
     return _Resolver(registry, base, overrides).run()
 
@@ -41,7 +42,7 @@ def resolve(registry: Registry, base: Settings, overrides: Settings) -> RunConfi
 class _Resolver:
     def __init__(self, registry: Registry, base: Settings, overrides: Settings) -> None:
         self.registry = registry
-        self.problems: dict[str, None] = {}  # an ordered set: a mistake that is found twice is one problem
+        self.problems: dict[str, None] = {}  # an ordered set, because two checks may find the same problem
         self.error: type[UsageError] = UsageError
         self.chosen: list[Chosen] = []
         self.loaded: dict[Entry, type[Any]] = {}
@@ -51,24 +52,24 @@ class _Resolver:
         self.tree = nested(self.settings)
 
     def run(self) -> RunConfig:
-        unreadable: set[str] = set()
+        malformed: set[str] = set()
         for section in self.tree:
             if section not in SECTIONS:
                 self._problem((section,), f"unknown section{suggest(section, SECTIONS)} (sections: {listed(SECTIONS)})")
             elif not isinstance(self.tree[section], dict | None):
-                self._problem((section,), f"must be a section with fields of its own, not {quoted(self.tree[section])}")
-                unreadable.add(section)
-        readable = [section for section in SECTIONS if section not in unreadable]
+                self._problem((section,), f"{NO_SECTION}, not {quoted(self.tree[section])}")
+                malformed.add(section)
+        readable = [section for section in SECTIONS if section not in malformed]
         named = {section: self._named(section) for section in NAMED_SECTIONS if section in readable}
         hosts = {
-            section: self._bind((section,), model, self._said(section))
+            section: self._bind((section,), model, self._raw(section))
             for section, model in HOST_SECTIONS.items()
             if section in readable
         }
         parallel, kernels, frozen = self._parallel(), self._kernels(), self._frozen()
         for section in FREE_SECTIONS:
-            said = self._said(section)
-            self._sub_sections(section, list(said), said)
+            raw = self._raw(section)
+            self._sub_sections(section, list(raw), raw)
         if self.problems:
             raise self.error("\n".join(self.problems))
         config = RunConfig(
@@ -84,9 +85,9 @@ class _Resolver:
             raise UsageError("\n".join(problems))
         return config
 
-    def _said(self, section: str) -> dict[str, Any]:
-        said = self.tree.get(section)
-        return dict(said) if isinstance(said, dict) else {}
+    def _raw(self, section: str) -> dict[str, Any]:
+        fields = self.tree.get(section)
+        return dict(fields) if isinstance(fields, dict) else {}
 
     def _problem(self, key: Key, message: str, source: str | None = None) -> None:
         source = source or source_of(self.settings, key)
@@ -114,49 +115,51 @@ class _Resolver:
             return {}
         presets = getattr(self.loaded[entry], "presets", {})
         if str(preset.value) not in presets:
-            known = list(map(str, presets))
-            message = f"'{name.value}' has no preset '{preset.value}'{suggest(str(preset.value), known)}"
-            self._problem(("model", "preset"), f"{message} (it has {listed(known)})")
+            names = list(map(str, presets))
+            message = f"'{name.value}' has no preset '{preset.value}'{suggest(str(preset.value), names)}"
+            self._problem(("model", "preset"), f"{message} (it has {listed(names)})")
             return {}
         return from_mapping(presets[str(preset.value)], f"preset {preset.value}")
 
     def _named(self, section: str) -> Any:
-        said = self._said(section)
-        word, kind = said.pop("name", None), KIND_OF_SECTION[section]
+        raw = self._raw(section)
+        word, kind = raw.pop("name", None), KIND_OF_SECTION[section]
         if section == "model":
-            said.pop("preset", None)  # `_preset` has merged its settings
+            raw.pop("preset", None)  # `_preset` has merged its settings
         if not word:
-            self._problem((section, "name"), f"name the plugin to use ({listed(self.registry.names(kind))})")
+            self._problem(
+                (section, "name"), f"is required: the name of a plugin (installed: {listed(self.registry.names(kind))})"
+            )
             return None
         entry = self._plugin(kind, word, (section, "name"))
         if entry and section == "model" and not self._freezes_itself(entry):
-            said.pop("frozen", None)  # the field belongs to the host
-        return self._choose(entry, (section,), said) if entry else None
+            raw.pop("frozen", None)  # the field belongs to the host
+        return self._choose(entry, (section,), raw) if entry else None
 
     def _freezes_itself(self, entry: Entry) -> bool:
-        """Whether a model family has a field `frozen` of its own, which then has its own meaning."""
+        """Whether a model family has a field `frozen` of its own. The host's field `frozen` then does not apply."""
         return "frozen" in self.loaded[entry].Config.model_fields
 
     def _frozen(self) -> tuple[str, ...]:
         """The host's own field `frozen` of the section 'model'."""
-        said = self._said("model")
-        entry = self._plugin("models", said["name"], ("model", "name")) if said.get("name") else None
-        if "frozen" not in said or entry is None or self._freezes_itself(entry):
+        raw = self._raw("model")
+        entry = self._plugin("models", raw["name"], ("model", "name")) if raw.get("name") else None
+        if "frozen" not in raw or entry is None or self._freezes_itself(entry):
             return ()
-        bound = self._bind(("model",), sections.Model, {"frozen": said["frozen"]})
+        bound = self._bind(("model",), sections.Model, {"frozen": raw["frozen"]})
         return bound.frozen if bound else ()
 
-    def _choose(self, entry: Entry, key: Key, said: dict[str, Any]) -> Any:
-        chosen = self._bound(entry, key, said)
+    def _choose(self, entry: Entry, key: Key, raw: dict[str, Any]) -> Any:
+        chosen = self._bound(entry, key, raw)
         self.chosen.append(chosen)
         return chosen.config
 
-    def _bound(self, entry: Entry, key: Key, said: dict[str, Any]) -> Chosen:
+    def _bound(self, entry: Entry, key: Key, raw: dict[str, Any]) -> Chosen:
         plugin = self.loaded[entry]
-        return Chosen(entry, plugin, self._bind(key, plugin.Config, said), key)
+        return Chosen(entry, plugin, self._bind(key, plugin.Config, raw), key)
 
-    def _bind(self, key: Key, model: type[BaseModel], said: dict[str, Any]) -> Any:
-        config, problems = bind(model, said)
+    def _bind(self, key: Key, model: type[BaseModel], raw: dict[str, Any]) -> Any:
+        config, problems = bind(model, raw)
         for problem in problems:
             if problem.is_fault:
                 self.error = BrokenPlugin
@@ -166,16 +169,16 @@ class _Resolver:
 
     def _sources_of_fields(self, key: Key, message: str) -> str:
         """The sources of the fields of a section that a message about the section mentions."""
-        said: Any = self.tree
+        section: Any = self.tree
         for name in key:
-            said = said.get(name) if isinstance(said, dict) else None
-        fields = said if isinstance(said, dict) else {}
-        named = [field for field in fields if re.search(rf"\b{re.escape(field)}\b", message)]
-        return ", ".join(dict.fromkeys(source_of(self.settings, (*key, field)) or "" for field in named))
+            section = section.get(name) if isinstance(section, dict) else None
+        fields = section if isinstance(section, dict) else {}
+        mentioned = [field for field in fields if re.search(rf"\b{re.escape(field)}\b", message)]
+        return ", ".join(dict.fromkeys(source_of(self.settings, (*key, field)) or "" for field in mentioned))
 
     def _parallel(self) -> Parallel:
-        said = self._said("parallel")
-        word, data = str(said.pop("layout", None) or ""), said.pop("data", None)
+        raw = self._raw("parallel")
+        word, data = str(raw.pop("layout", None) or ""), raw.pop("data", None)
         names = self.registry.names("parallel")
         degrees: dict[str, int] = {}
         try:
@@ -185,18 +188,18 @@ class _Resolver:
         rest = self._plugin("parallel", data, ("parallel", "data")) if data is not None else None
         replicated = None
         if rest is not None and data not in degrees:
-            key, own = self._sub_section("parallel", rest, data, said)
+            key, own = self._sub_section("parallel", rest, data, raw)
             replicated = self._bound(rest, key, own)
-        self._sub_sections("parallel", list(degrees), said, met=[replicated.section] if replicated else ())
+        self._sub_sections("parallel", list(degrees), raw, bound=[replicated.section] if replicated else ())
         return Parallel(word, degrees, data, replicated)
 
     def _kernels(self) -> Kernels:
-        said = self._said("kernels")
+        raw = self._raw("kernels")
         fields = (*SLOT_KINDS, "default")
-        words = {kind: said.pop(kind) for kind in fields if kind in said}
+        words = {kind: raw.pop(kind) for kind in fields if kind in raw}
         entries = {kind: word and self._plugin("kernels", word, ("kernels", kind)) for kind, word in words.items()}
-        found = dict.fromkeys(str(words[kind]) for kind, entry in entries.items() if entry)
-        self._sub_sections("kernels", found, said, fields)
+        chosen = dict.fromkeys(str(words[kind]) for kind, entry in entries.items() if entry)
+        self._sub_sections("kernels", chosen, raw, fields)
         labels = {kind: entry.label if entry else None for kind, entry in entries.items()}
         default = labels.pop("default", None)
         return Kernels(labels, default)
@@ -205,56 +208,56 @@ class _Resolver:
         self,
         section: str,
         words: Iterable[str],
-        said: dict[str, Any],
+        raw: dict[str, Any],
         fields: Iterable[str] = (),
-        met: Iterable[Key] = (),
+        bound: Iterable[Key] = (),
     ) -> None:
         """Bind `section.NAME` for every chosen plugin, and check the sections of installed plugins that are not chosen.
 
-        `met` are the keys of sections that are bound already.
+        `bound` lists the keys of sections that are bound already.
         """
         for word in words:
             entry = self._plugin(section, word, (section, word))
-            if entry and not self._met(entry, (section, word)):
-                self._choose(entry, *self._sub_section(section, entry, word, said))
-        known = {name for e in self.registry.entries(section) for name in (e.name, f"{e.distribution}/{e.name}")}
-        bound = {*met, *(chosen.section for chosen in self.chosen)}
-        for name in said:
-            if name not in known and section not in FREE_SECTIONS:
-                self._problem((section, name), f"no such field or plugin{suggest(name, [*fields, *known])}")
-            elif name in known and (section, name) not in bound:
+            if entry and not self._is_chosen(entry, (section, word)):
+                self._choose(entry, *self._sub_section(section, entry, word, raw))
+        installed = {name for e in self.registry.entries(section) for name in (e.name, f"{e.distribution}/{e.name}")}
+        done = {*bound, *(chosen.section for chosen in self.chosen)}
+        for name in raw:
+            if name not in installed and section not in FREE_SECTIONS:
+                self._problem((section, name), f"unknown field or plugin{suggest(name, [*fields, *installed])}")
+            elif name in installed and (section, name) not in done:
                 entry = self._plugin(section, name, (section, name))
                 if entry:
-                    self._bound(entry, *self._sub_section(section, entry, name, said))
+                    self._bound(entry, *self._sub_section(section, entry, name, raw))
 
-    def _sub_section(self, section: str, entry: Entry, word: str, said: dict[str, Any]) -> tuple[Key, dict[str, Any]]:
+    def _sub_section(self, section: str, entry: Entry, word: str, raw: dict[str, Any]) -> tuple[Key, dict[str, Any]]:
         """(key, fields) of the sub-section of a plugin that the config names by `word`."""
-        name = word if word in said else entry.name
-        own = said.get(name)
+        name = word if word in raw else entry.name
+        own = raw.get(name)
         if isinstance(own, dict | None):
             return (section, name), dict(own or {})
         self._problem(
             (section, name),
-            f"must be a section with fields of its own, not {quoted(own)}{self._remedy(section, name, own)}",
+            f"{NO_SECTION}, not {quoted(own)}{self._remedy(section, name, own)}",
         )
         return (section, name), {}
 
     def _remedy(self, section: str, name: str, own: Any) -> str:
-        """The remedy for a degree that was written in the place of a strategy's section."""
+        """The remedy if the user wrote a degree in the place of a strategy's section."""
         if section != "parallel" or isinstance(own, bool) or not isinstance(own, int) or own < 1:
             return ""
-        layout = str(self._said("parallel").get("layout") or "")
-        return "" if name in layout else f"; a degree belongs to the layout: --parallel {layout}{name}{own}"
+        layout = str(self._raw("parallel").get("layout") or "")
+        return "" if name in layout else f"; to set the degree, use --parallel {layout}{name}{own}"
 
-    def _met(self, entry: Entry, key: Key) -> bool:
+    def _is_chosen(self, entry: Entry, key: Key) -> bool:
         """Whether a plugin with this label is chosen already; if it is from another distribution, that is a problem."""
         other = next((chosen.entry for chosen in self.chosen if chosen.label == entry.label), None)
         if other is not None and other != entry:
-            self._problem(key, f"{other.origin} and {entry.origin} both go by {entry.label}; name one of them")
+            self._problem(key, f"{other.origin} and {entry.origin} both provide {entry.label}; use only one of them")
         return other is not None
 
 
 def _path_hint(key: Key, word: str) -> str:
-    """The remedy for a path that stands where the name of a data plugin belongs."""
+    """The remedy if the user wrote a path in the place of a data plugin's name."""
     is_path = key == ("data", "name") and len(word) < 200 and "\n" not in word and ("/" in word or "." in word)
-    return f"; to train on the file or folder '{word}', write --set data.path={word}" if is_path else ""
+    return f"; to train on the file or folder '{word}', use --set data.path={word}" if is_path else ""

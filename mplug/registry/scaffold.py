@@ -1,4 +1,4 @@
-"""Write the package of a new plugin: complete and small, a starting point for changes."""
+"""Write the package of a new plugin: a small, complete example that its author then changes."""
 
 import keyword
 import re
@@ -12,17 +12,17 @@ from mplug.errors import UsageError
 from mplug.registry.entry_points import Registry, name_fault
 
 TEMPLATES = Path(__file__).with_name("templates")
-SPEAKS = "mplug>=0.1,<0.2"
-"""The requirement on the host of a plugin that is written for this version."""
+REQUIREMENT = "mplug>=0.1,<0.2"
+"""The requirement on mplug of a plugin that is written for this version."""
 SUMMARIES = {
     "models": "A small decoder",
     "parallel": "A data-parallel strategy",
-    "kernels": "Causal attention, a part of the heads at a time",
+    "kernels": "Causal attention that computes some heads at a time",
     "optimizers": "Gradient descent with momentum",
-    "data": "Samples that count upwards",
-    "tokenizers": "A token is a character of a file's alphabet, or a byte",
-    "memory": "Units that are run again in backward",
-    "extensions": "A table of losses in the run's folder",
+    "data": "Synthetic samples that count upwards",
+    "tokenizers": "A tokenizer with a token per character of a file, and a token per byte",
+    "memory": "Recomputation of units in backward",
+    "extensions": "A table of losses in the folder of a run",
     "commands": "A command that lists the newest runs",
 }
 USES = {
@@ -52,8 +52,8 @@ class Package:
         return USES[self.kind].format(name=self.name)
 
     @property
-    def _taken(self) -> set[str]:
-        """The names that the templates import; the plugin's class must not have one of them."""
+    def _imported_names(self) -> set[str]:
+        """The names that the templates import. The plugin's class must have another name."""
         lines = [line for path in (TEMPLATES / self.kind).glob("*.txt") for line in path.read_text().splitlines()]
         return {word for line in lines if "import " in line for word in re.findall(r"\w+", line)}
 
@@ -62,7 +62,7 @@ class Package:
         """The values of the templates' placeholders."""
         package = re.sub("[-.]", "_", self.distribution)
         camel = "".join(part.capitalize() for part in re.split("[-_]", self.name))
-        if keyword.iskeyword(camel) or camel in self._taken:
+        if keyword.iskeyword(camel) or camel in self._imported_names:
             camel += "Plugin"
         return {
             "distribution": self.distribution,
@@ -72,37 +72,39 @@ class Package:
             "Class": camel,
             "target": "command" if self.kind == "commands" else camel,
             "summary": SUMMARIES[self.kind],
-            "speaks": SPEAKS,
+            "requirement": REQUIREMENT,
             "use": self.use,
         }
 
 
 def describe(kind: str, distribution: str) -> Package:
-    """The package for a distribution's name: 'acme-ringo' has the plugin 'ringo'. UsageError for an unusable name."""
+    """The package of a distribution: 'acme-ringo' has the plugin 'ringo'. UsageError if the name cannot be used."""
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", distribution):
         raise UsageError(
-            f"'{distribution}' is not a distribution's name; use small letters, digits and '-', as in 'acme-ringo'"
+            f"'{distribution}' is not a valid distribution name; use lower-case letters, digits and '-': 'acme-ringo'"
         )
     name = distribution.partition("-")[2] or distribution
     if not name[0].isalpha():
         raise UsageError(f"the plugin's name, '{name}', must begin with a letter, as in 'acme-ringo'")
     package = distribution.replace("-", "_")
     if find_spec(package) is not None and distribution not in {entry.distribution for entry in Registry().entries()}:
-        raise UsageError(f"there is a module '{package}' already; choose another name, as in 'acme-{package}'")
+        raise UsageError(f"a module '{package}' is already installed; use another name, such as 'acme-{distribution}'")
     if fault := name_fault(kind, name):
         raise UsageError(fault)
     if kind == "parallel" and not name.isalpha():
-        raise UsageError(f"a strategy's name stands before its degree, so '{name}' must be letters only")
+        raise UsageError(
+            f"the strategy's name '{name}' must contain only letters, because layouts append the degree to it ('tp2')"
+        )
     for entry in Registry().entries(kind):
         if entry.name == name and entry.distribution != distribution:
-            raise UsageError(f"{entry.label} is installed already ({entry.origin}); choose another name")
+            raise UsageError(f"{entry.label} is already installed ({entry.origin}); use another name")
     return Package(kind, distribution, name)
 
 
 def write(package: Package, folder: Path) -> list[Path]:
     """Write the package to a new folder; returns its files. UsageError if the folder exists."""
     if folder.exists():
-        raise UsageError(f"'{folder}' exists; choose another name, or another place with --folder")
+        raise UsageError(f"'{folder}' already exists; use another name, or another folder with --folder")
     words = package.words
     source = TEMPLATES / package.kind
     files = {

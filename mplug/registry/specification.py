@@ -1,4 +1,4 @@
-"""How a hook is specified: markers for specifications and implementations, and the table of all specifications.
+"""Markers for the specifications and implementations of hooks, and the table of all specifications.
 
 `mplug.hookspecs` fills the table when the package `mplug` is imported.
 """

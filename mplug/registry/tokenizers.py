@@ -1,7 +1,7 @@
-"""Tokenizers by name, and the record that ties a corpus to its tokenizer. Torch-free.
+"""Tokenizers by name, and the record of the tokenizer that made a corpus. Imports no torch.
 
-The file `corpus.tokenizer.json` is next to the data `corpus.bin`. It says which tokenizer made the data, with which
-options, and holds a fingerprint of the tokenizer's files. Copies of these files are in the same folder.
+The record `corpus.tokenizer.json` is next to the data `corpus.bin`. It states the tokenizer that made the data, its
+options, and a fingerprint of its files. Copies of these files are in the same folder.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from mplug.registry.entry_points import Registry
 
 KIND = "tokenizers"
 SUFFIX = ".tokenizer"
-"""The suffix that the names of the record and of the copies have after the data's name."""
+"""The suffix after the name of the data, in the names of the record and of the copies."""
 HOOK = "build_tokenizer"
 FILES = "files"
 """The attribute in which a plugin's class lists the options that are files of the tokenizer."""
@@ -32,7 +32,7 @@ FILES = "files"
 
 @dataclass(frozen=True)
 class TokenizerFile:
-    """A file of the tokenizer: its path, its original name, the SHA-256 of its bytes."""
+    """A file of a tokenizer: its path, its original name, and the SHA-256 of its bytes."""
 
     path: str
     name: str
@@ -56,8 +56,8 @@ class TokenizerRecord:
     @property
     def fingerprint(self) -> str:
         """A digest of everything that determines its tokens: name, options, contents of its files (not their paths)."""
-        said = [self.name, self.options, {option: file.sha256 for option, file in sorted(self.files.items())}]
-        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+        parts = [self.name, self.options, {option: file.sha256 for option, file in sorted(self.files.items())}]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def as_mapping(self) -> dict[str, Any]:
         """The record as plain data for JSON."""
@@ -73,14 +73,14 @@ def describe_tokenizer(name: str, options: Mapping[str, Any], source: str = "--t
     plugin = _load(entry)
     config = _bind(entry, plugin, options, source)
     tokenizer = plugin(config).build_tokenizer()
-    said = config.model_dump(mode="json")
+    fields = config.model_dump(mode="json")
     files = {
-        option: _file(entry.label, option, Path(said.pop(option)))
+        option: _file(entry.label, option, Path(fields[option]))
         for option in getattr(plugin, FILES, ())
-        if said.get(option) is not None
+        if fields.get(option) is not None
     }
-    said = {option: value for option, value in said.items() if option not in files}
-    return TokenizerRecord(name, said, files, tokenizer.vocab_size, tokenizer.eod, entry.distribution, entry.version)
+    fields = {option: value for option, value in fields.items() if option not in files}
+    return TokenizerRecord(name, fields, files, tokenizer.vocab_size, tokenizer.eod, entry.distribution, entry.version)
 
 
 def load_tokenizer(record: TokenizerRecord | Mapping[str, Any]) -> CorpusTokenizer:
@@ -89,22 +89,22 @@ def load_tokenizer(record: TokenizerRecord | Mapping[str, Any]) -> CorpusTokeniz
     Raises UsageError if the plugin is not installed, if a file is missing or has changed, or if the installed release
     of the plugin makes another vocabulary from the files.
     """
-    record = record if isinstance(record, TokenizerRecord) else _from_mapping(record, "the tokenizer's record", Path())
-    made = f"'{record.name}' of {record.distribution} {record.version}"
+    record = record if isinstance(record, TokenizerRecord) else _from_mapping(record, "the given mapping", Path())
+    label = f"'{record.name}' of {record.distribution} {record.version}"
     try:
         entry = Registry().find(KIND, record.name)
     except UsageError as error:
-        raise UsageError(f"the data was made with tokenizer {made}: {error}") from None
+        raise UsageError(f"the data was made with tokenizer {label}: {error}") from None
     plugin = _load(entry)
     for option, file in record.files.items():
         _refuse_changed(file, _file(entry.label, option, Path(file.path)))
     options = {**record.options, **{option: file.path for option, file in record.files.items()}}
     tokenizer: CorpusTokenizer = plugin(_bind(entry, plugin, options, "recorded")).build_tokenizer()
-    found_of, made_of = (tokenizer.vocab_size, tokenizer.eod), (record.vocab_size, record.eod)
-    if found_of != made_of:
+    if (tokenizer.vocab_size, tokenizer.eod) != (record.vocab_size, record.eod):
         raise UsageError(
-            f"tokenizer {made} had vocab_size={made_of[0]} and eod={made_of[1]}, and with {entry.origin} it has "
-            f"{found_of[0]} and {found_of[1]}; install the release of then, or preprocess again"
+            f"tokenizer {label} made the data with vocab_size={record.vocab_size} and eod={record.eod}, but the "
+            f"installed {entry.origin} has vocab_size={tokenizer.vocab_size} and eod={tokenizer.eod}; install "
+            f"{record.distribution} {record.version}, or preprocess the data again"
         )
     return tokenizer
 
@@ -112,8 +112,8 @@ def load_tokenizer(record: TokenizerRecord | Mapping[str, Any]) -> CorpusTokeniz
 def _refuse_changed(file: TokenizerFile, found: TokenizerFile) -> None:
     if found.sha256 != file.sha256:
         raise UsageError(
-            f"'{file.path}' has changed since the data was made with it (sha256 {found.sha256[:12]}, then "
-            f"{file.sha256[:12]}); put back the file '{file.name}' of then, or preprocess again"
+            f"'{file.path}' has changed since the data was made with it (sha256 {file.sha256[:12]} then, "
+            f"{found.sha256[:12]} now); restore the original file '{file.name}', or preprocess the data again"
         )
 
 
@@ -144,9 +144,9 @@ def keep_tokenizer(record: TokenizerRecord | None, prefix: Path | str) -> Tokeni
             shutil.copystat(file.path, copy)
         copies[option] = replace(file, path=str(copy.resolve()))
     kept = replace(record, files=copies)
-    said = kept.as_mapping()
-    said["files"] = {option: {**asdict(file), "path": Path(file.path).name} for option, file in copies.items()}
-    write_whole(target, json.dumps(said, indent=2, ensure_ascii=False) + "\n")
+    saved = kept.as_mapping()
+    saved["files"] = {option: {**asdict(file), "path": Path(file.path).name} for option, file in copies.items()}
+    write_whole(target, json.dumps(saved, indent=2, ensure_ascii=False) + "\n")
     return kept
 
 
@@ -156,14 +156,15 @@ def read_tokenizer(prefix: Path | str) -> TokenizerRecord | None:
     if not path.is_file():
         return None
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
+        saved = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"'{path}' is not a tokenizer's record: {error}; remove it, or preprocess again") from None
-    record = _from_mapping(said, f"'{path}'", path.parent)
-    for option, file in said["files"].items():
+        raise UsageError(f"'{path}' is not a valid tokenizer record: {error}; preprocess the data again") from None
+    record = _from_mapping(saved, f"'{path}'", path.parent)
+    for option, file in saved["files"].items():
         if Path(file["path"]).name != file["path"]:
             raise UsageError(
-                f"'{path}' names the file '{file['path']}' of '{option}', which is not beside it; preprocess again"
+                f"'{path}' has the path '{file['path']}' for '{option}', but the file must be in the same folder; "
+                f"preprocess the data again"
             )
     return record
 
@@ -185,26 +186,28 @@ class _SavedRecord(TypedDict):
     fingerprint: str
 
 
-def _from_mapping(said: Any, where: str, folder: Path) -> TokenizerRecord:
+def _from_mapping(saved: Any, where: str, folder: Path) -> TokenizerRecord:
     try:
-        plain = TypeAdapter(_SavedRecord).validate_python(said)
+        fields = TypeAdapter(_SavedRecord).validate_python(saved)
     except (ValidationError, RecursionError) as error:
-        raise UsageError(f"{where} is not a tokenizer's record: {_first_of(error)}; preprocess again") from None
+        raise UsageError(
+            f"{where} is not a valid tokenizer record: {_first_problem(error)}; preprocess the data again"
+        ) from None
     files = {
         option: TokenizerFile(str((folder / file["path"]).resolve()), file["name"], file["sha256"])
-        for option, file in plain["files"].items()
+        for option, file in fields["files"].items()
     }
-    options, size, eod = plain["options"], plain["vocab_size"], plain["eod"]
-    record = TokenizerRecord(plain["name"], options, files, size, eod, plain["distribution"], plain["version"])
-    if record.fingerprint != plain["fingerprint"]:
+    options, size, eod = fields["options"], fields["vocab_size"], fields["eod"]
+    record = TokenizerRecord(fields["name"], options, files, size, eod, fields["distribution"], fields["version"])
+    if record.fingerprint != fields["fingerprint"]:
         raise UsageError(
-            f"{where} was edited: its fingerprint is not that of its fields; put it back, or preprocess again"
+            f"{where} was edited: its fingerprint does not match its fields; restore it, or preprocess the data again"
         )
     return record
 
 
-def _first_of(error: ValidationError | RecursionError) -> str:
-    """The first reason why a mapping is not a record."""
+def _first_problem(error: ValidationError | RecursionError) -> str:
+    """The first reason why a mapping is not a valid record."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
@@ -222,9 +225,11 @@ def _load(entry: Entry) -> Any:
 def _bind(entry: Entry, plugin: Any, options: Mapping[str, Any], source: str) -> Any:
     config, problems = bind(plugin.Config, options)
     if problems:
-        named = [(".".join(problem.path), problem.message) for problem in problems]
+        fields = [(".".join(problem.path), problem.message) for problem in problems]
         raise UsageError(
-            "\n".join(f"{entry.label}{f': {field}' if field else ''} ({source}): {message}" for field, message in named)
+            "\n".join(
+                f"{entry.label}{f': {field}' if field else ''} ({source}): {message}" for field, message in fields
+            )
         )
     return config
 
@@ -235,6 +240,6 @@ def _file(label: str, option: str, path: Path) -> TokenizerFile:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise UsageError(
-            f"{label}: {option} '{path}' cannot be read: {error.strerror}; put the file there, or name another"
+            f"{label}: cannot read {option} '{path}': {error.strerror}; restore the file, or use another one"
         ) from None
     return TokenizerFile(str(path.resolve()), path.name, digest)

@@ -1,4 +1,4 @@
-"""The folder of a run: its name, its config and its logs."""
+"""The folder of a run: its name, its config file and its log files."""
 
 import logging
 from collections.abc import Iterator
@@ -18,22 +18,24 @@ RUNS = Path("runs")
 
 
 def new_directory(config: RunConfig, name: str | None, check: bool = True) -> Path:
-    """The directory of a new run; UsageError if a run with this name exists. This function does not create it."""
+    """The path of a new run's folder, which the function does not create. UsageError if a run of this name exists."""
     if name is not None and (not name or name.startswith(".") or Path(name).name != name):
-        raise UsageError(f"--name '{name}' is not the name of a folder; give it without '/' and without a leading '.'")
+        raise UsageError(
+            f"--name '{name}' cannot be the name of a folder; use a name without '/' that does not start with '.'"
+        )
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     directory = RUNS / (name or f"{config.settings['model', 'name'].value.rpartition('/')[2]}-{stamp}")
     if check and (directory / "config.yaml").exists():
-        raise UsageError(f"the run '{directory}' exists; continue it with --resume, or choose another --name")
+        raise UsageError(f"the run '{directory}' already exists; continue it with --resume, or use another --name")
     return directory
 
 
 def find_directory(name: str | None) -> Path:
-    """The directory of the run called `name`; if it is None, that of the newest run."""
+    """The folder of the run `name`, or of the newest run if `name` is None. UsageError if there is none."""
     if name is not None:
         if not (RUNS / name / "config.yaml").is_file():
-            known = [path.parent.name for path in _all_runs()][:5]
-            raise UsageError(f"there is no run '{name}' in '{RUNS}' (newest there: {listed(known)})")
+            newest = [path.parent.name for path in _all_runs()][:5]
+            raise UsageError(f"there is no run '{name}' in '{RUNS}' (newest runs: {listed(newest)})")
         return RUNS / name
     runs = _all_runs()
     if not runs:
@@ -46,13 +48,15 @@ def _all_runs() -> list[Path]:
 
 
 def make_directory(run: Run) -> None:
-    """Create the run's directory, and save the fully resolved config on rank 0."""
+    """Create the run's folder. Rank 0 also saves the resolved config."""
     assert run.directory is not None
     (run.directory / "logs").mkdir(parents=True, exist_ok=True)
     if run.rank != 0:
         return
     text = yaml.safe_dump(run.config.resolved(), sort_keys=False)
-    write_whole(run.directory / "config.yaml", f"# The resolved config of this run: continue it with --resume.\n{text}")
+    write_whole(
+        run.directory / "config.yaml", f"# The resolved config of this run. To continue the run, use --resume.\n{text}"
+    )
 
 
 @contextmanager
@@ -73,7 +77,7 @@ def logging_to(run: Run) -> Iterator[None]:
 
 
 class _LogFile(logging.FileHandler):
-    """A log file that is created with its first line. A write error ends the run instead of printing tracebacks."""
+    """A log file that is created with its first line. A write error ends the run; logging would print a traceback."""
 
     def _open(self) -> TextIOWrapper:
         Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)

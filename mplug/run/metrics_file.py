@@ -1,7 +1,7 @@
 """Read the file metrics.jsonl of a run: one JSON object per step.
 
-A run that is killed can leave an incomplete last line; resuming drops it. An invalid line before a valid one is not
-from a run: resuming then refuses the file, instead of dropping data that the user may need.
+A killed run can leave an incomplete last line, which a resumed run drops. An invalid line before a valid one does not
+come from a run. A resumed run then refuses the file, because it must not drop data that the user may need.
 """
 
 import json
@@ -14,12 +14,14 @@ METRICS = "metrics.jsonl"
 
 
 def read_lines(path: Path) -> list[tuple[int, str]]:
-    """Every line with the step of its record; none if there is no file. UsageError names a damaged line."""
+    """Every line with the step of its record; empty if there is no file. UsageError for a damaged line."""
     try:
-        held = path.read_bytes() if path.exists() else b""
+        content = path.read_bytes() if path.exists() else b""
     except OSError as error:
-        raise UsageError(f"cannot read '{path}': {error.strerror}; move it away to resume without it") from None
-    lines, found, problem = held.split(b"\n"), list[tuple[int, str]](), ""
+        raise UsageError(
+            f"cannot read '{path}': {error.strerror}; move it to another folder to resume without it"
+        ) from None
+    lines, records, problem = content.split(b"\n"), list[tuple[int, str]](), ""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -29,12 +31,12 @@ def read_lines(path: Path) -> list[tuple[int, str]]:
             problem = problem or f"line {number} is not UTF-8"
             continue
         except (ValueError, RecursionError):
-            problem = problem or f"line {number} is no record of a step: {brief(line.decode())!r}"
+            problem = problem or f"line {number} is not the record of a step: {brief(line.decode())!r}"
             continue
         if problem:
-            raise UsageError(f"'{path}' is damaged: {problem}; mend the line, or move the file away to resume")
-        found.append((step, line.decode("utf-8").rstrip("\r")))
-    return found
+            raise UsageError(f"'{path}' is damaged: {problem}; repair the line, or move the file to another folder")
+        records.append((step, line.decode("utf-8").rstrip("\r")))
+    return records
 
 
 def _step_of(record: Any) -> int:

@@ -1,4 +1,4 @@
-"""From a config to a run: plugins are created and check the config, and the mesh is laid out. Imports no torch."""
+"""Make a run from a config: instantiate the plugins, let them check the config, make the mesh. Imports no torch."""
 
 import math
 from pathlib import Path
@@ -10,7 +10,7 @@ from mplug.errors import UsageError, listed, suggest
 from mplug.layout.mesh import Axis, Mesh, contiguous, view_sizes
 from mplug.registry.asking import asking
 from mplug.registry.hooks import Hooks
-from mplug.run.rank_limit import refuse_too_many_ranks
+from mplug.run.rank_limit import layout_words, refuse_too_many_ranks
 from mplug.run.run import Run
 
 
@@ -20,10 +20,10 @@ def prepare(
     directory: Path | None = None,
     world_size: int | None = None,
 ) -> Run:
-    """Instantiate the chosen plugins, let them check the config, and make the mesh. Imports no torch.
+    """The run of a config. Raises UsageError with the problems that the plugins and the host find in the config.
 
     The default of `world_size` is the smallest number of ranks that every view of the mesh divides. The strategy of
-    `parallel.data` takes the ranks that the layout's own axes do not use; the layout in the run's config then names it.
+    `parallel.data` gets the ranks that the layout's own axes do not use; the layout in the run's config then names it.
     """
     hooks = _hooks_of(config, host_plugins)
     problems = []
@@ -37,9 +37,11 @@ def prepare(
         raise UsageError("\n".join(problems))
     answers = _answered_axes(hooks, config)
     _refuse_rest_without_data(config)
-    axes, degrees = _named_apart(answers), config.parallel.degrees
+    axes, degrees = _with_unique_names(answers), config.parallel.degrees
     if degrees and not axes:
-        raise UsageError(f"none of the strategies {listed(degrees)} adds an axis to the mesh")
+        raise UsageError(
+            f"{layout_words(config)}: none of the strategies {listed(degrees)} adds a mesh axis; use another one"
+        )
     sizes = view_sizes(axes)
     ranks = world_size or math.lcm(*sizes.values())
     refuse_too_many_ranks(config, ranks)
@@ -54,29 +56,47 @@ def prepare(
     return run
 
 
+def check_data(run: Run) -> list[str]:
+    """Let the data plugin check its data; returns what the user must know about it. Imports no torch."""
+    sentences: list[str] = []
+    for label, check in run.hooks.layered("check_data"):
+        with asking(label, "check_data"):
+            try:
+                answer = check(config=run.config)
+            except OSError as error:  # a folder that may not be searched, a name that is too long
+                raise UsageError(f"{label} cannot read '{error.filename}': {error.strerror or error}") from error
+        answer = [] if answer is None else answer
+        if not isinstance(answer, list | tuple) or not all(isinstance(sentence, str) for sentence in answer):
+            raise UsageError(f"{label} answers 'check_data' with {answer!r}; the answer is a list of sentences or None")
+        sentences += answer
+    return sentences
+
+
 def _refuse_wrong_variances(run: Run) -> None:
     for label, variance in run.variances.items():
         if not isinstance(variance, Variance):
-            raise UsageError(f"{label} answers 'varies' with {variance!r}; the answer is a mplug.Variance or None")
+            raise UsageError(
+                f"the hook 'varies' of {label} returned {variance!r}; it must return a mplug.Variance or None"
+            )
         for axis in variance.sums:
             if axis not in run.mesh.axes:
-                known = list(run.mesh.axes)
+                axes = list(run.mesh.axes)
                 raise UsageError(
-                    f"{label} declares that it sums gradients over the axis '{axis}', which the mesh does not "
-                    f"have{suggest(axis, known)} (axes: {listed(known)})"
+                    f"the hook 'varies' of {label} names the axis '{axis}', which the mesh does not "
+                    f"have{suggest(axis, axes)} (axes: {listed(axes)})"
                 )
 
 
 def _with_rest(config: RunConfig, axes: list[Axis], ranks: int) -> RunConfig:
-    """The config with a data-parallel strategy over the ranks that the axes of the attention view do not use."""
+    """The config, with the data-parallel strategy over the ranks that the axes of the attention view do not use."""
     sizes, parallel = view_sizes(axes), config.parallel
     if parallel.rest is not None:
         return config.with_rest(ranks // sizes["attention"], f"{ranks} ranks")
-    needs = " and ".join(f"{size} of the view '{view}'" for view, size in sizes.items())
-    data = f"parallel.data={parallel.data} has a degree there already" if parallel.data else "parallel.data is null"
+    views = " and ".join(f"{size} ranks in the view '{view}'" for view, size in sizes.items())
+    data = f"the layout fixes the degree of '{parallel.data}'" if parallel.data else "parallel.data is null"
     raise UsageError(
-        f"layout '{parallel.layout}' has {needs} ranks, which fit into {ranks} ranks only with "
-        f"{ranks // sizes['attention']} times as many data-parallel ones, and {data}; name them in the layout"
+        f"{layout_words(config)} has {views}; a run of {ranks} ranks needs {ranks // sizes['attention']} times as many "
+        f"data-parallel ranks, but {data}; change the degrees in the layout"
     )
 
 
@@ -90,20 +110,22 @@ def _hooks_of(config: RunConfig, host_plugins: dict[str, object] | None = None) 
 
 def _answered_axes(hooks: Hooks, config: RunConfig) -> dict[str, list[Axis]]:
     """The axes of all strategies, by their labels."""
-    found: dict[str, list[Axis]] = {}
-    for label, answer in hooks.layered("mesh_axes"):
+    answers: dict[str, list[Axis]] = {}
+    for label, mesh_axes in hooks.layered("mesh_axes"):
         with asking(label, "mesh_axes"):
-            found[label] = [*(answer(config=config) or ())]
-    return found
+            answers[label] = [*(mesh_axes(config=config) or ())]
+    return answers
 
 
-def _named_apart(answers: dict[str, list[Axis]]) -> list[Axis]:
+def _with_unique_names(answers: dict[str, list[Axis]]) -> list[Axis]:
     """The axes of all strategies; UsageError if two have the same name."""
     owners: dict[str, str] = {}
     for label, axes in answers.items():
         for axis in axes:
             if axis.name in owners:
-                raise UsageError(f"{owners[axis.name]} and {label} both add an axis '{axis.name}'; name one of them")
+                raise UsageError(
+                    f"{owners[axis.name]} and {label} both add an axis '{axis.name}'; remove one from the layout"
+                )
             owners[axis.name] = label
     return [axis for axes in answers.values() for axis in axes]
 
@@ -113,16 +135,16 @@ def _refuse_rest_without_data(config: RunConfig) -> None:
     rest = config.parallel.rest
     if rest is None:
         return
-    asked = config.with_rest(2, "parallel.data")
+    trial = config.with_rest(2, "parallel.data")
     try:
-        axes = _answered_axes(_hooks_of(asked), asked).get(rest.label, [])
+        axes = _answered_axes(_hooks_of(trial), trial).get(rest.label, [])
     except UsageError:
-        return  # the error is about the trial degree 2, which is not the user's
+        return  # the error is about the trial degree 2, which the user did not set
     if not any("batch" in axis.entries for axis in axes):
         source = source_of(config.settings, ("parallel", "data"))
         raise UsageError(
-            f"parallel.data ({source}): {rest.label} does not divide the batch, so it is no strategy of data "
-            f"parallelism; name one that is, or null, and give {rest.entry.name} a degree in the layout"
+            f"parallel.data ({source}): {rest.label} does not divide the batch, so it is not a data-parallel strategy; "
+            f"use a data-parallel strategy or null, and give {rest.entry.name} a degree in the layout"
         )
 
 
@@ -138,12 +160,12 @@ def _refuse_uneven_batch(config: RunConfig, mesh: Mesh) -> None:
         if size % least:
             source = source_of(config.settings, tuple(name.split(".")))
             raise UsageError(
-                f"{name} ({source}): {size} is no multiple of {' times '.join(factors)}; choose a multiple of {least}"
+                f"{name} ({source}): {size} is not a multiple of {' times '.join(factors)}; use a multiple of {least}"
             )
 
 
 def _refuse_uneven_sequence(config: RunConfig, mesh: Mesh) -> None:
-    """Raise UsageError if the axes cannot divide the sequence: first in batch entries, then inside the model."""
+    """Raise UsageError if the mesh axes cannot divide the sequence, in batch entries and then inside the model."""
     dividing = [axis for axis in mesh.views["attention"] if axis.divides("sequence")]
     dividing.sort(key=lambda axis: "sequence" not in axis.entries)
     length, names = config.trainer.seq_length, list[str]()

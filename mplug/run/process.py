@@ -1,7 +1,7 @@
-"""The identity of a process, with which another process checks whether it still runs.
+"""The identity of a process. Another process uses it to check whether the process still runs.
 
-A process id alone is not sufficient: ids are reused, also after a restart of the machine, and containers on one machine
-can have the same host name, each with ids of its own.
+A process id alone is not sufficient. The system reuses ids, also after a restart of the machine. Containers on one
+machine can have the same host name, and each has its own ids.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ UNKNOWN = "unknown"
 STATE, START = 0, 19
 """Fields of /proc/PID/stat after the name of the command (proc_pid_stat(5) counts them from 3)."""
 DEAD = (b"Z", b"X", b"x")
-"""States of processes that have ended; the parent of a zombie has not asked for its status yet."""
+"""States of processes that have ended. The parent of a zombie has not read its exit status yet."""
 
 
 @dataclass(frozen=True)
@@ -34,21 +34,21 @@ class Process:
     def this(cls) -> "Process":
         """This process."""
         pid = os.getpid()
-        found = _stat(pid)
-        return cls(_place(), pid, int(found[START])) if found else cls(UNKNOWN, pid, 0)
+        fields = _stat(pid)
+        return cls(_place(), pid, int(fields[START])) if fields else cls(UNKNOWN, pid, 0)
 
     def runs(self) -> bool | None:
-        """Whether it still runs; None if this process cannot know, as for a process in another place."""
+        """Whether the process still runs. None if this process cannot know it, as for a process in another place."""
         if self.place == UNKNOWN or self.place != _place():
             return None
-        found = _stat(self.pid)
-        if found is not None:
-            return found[STATE] not in DEAD and int(found[START]) == self.start
+        fields = _stat(self.pid)
+        if fields is not None:
+            return fields[STATE] not in DEAD and int(fields[START]) == self.start
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
             return False
-        except PermissionError:  # another user's, hidden from this one: it may be another process of the same id
+        except PermissionError:  # the process belongs to another user and may be a new one with the same id
             return None
         return None
 
@@ -63,7 +63,7 @@ def _place() -> str:
     try:
         namespaces.append(os.readlink("/proc/self/ns/time"))
     except FileNotFoundError:
-        namespaces.append("")  # a kernel before 5.6 has one time for all
+        namespaces.append("")  # kernels before 5.6 have no time namespaces
     except OSError:
         return UNKNOWN
     text = "\n".join([socket.gethostname(), boot, *namespaces])

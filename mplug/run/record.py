@@ -15,7 +15,7 @@ from mplug.version import __version__
 
 
 def provenance(run: Run) -> dict[str, Any]:
-    """The distribution, version and source of every plugin; saved with the run and with every checkpoint."""
+    """The distribution, version and source of every plugin. The run and every checkpoint save it."""
     plugins = [
         {
             "plugin": chosen.label,

@@ -40,11 +40,11 @@ class Run:
     entries: frozenset[str] = frozenset()
     """The optional entries of the loader's micro batches."""
     depends_on_layout: tuple[str, ...] = ()
-    """What in the run depends on the layout, as sentences; set when a training process is built."""
+    """Messages about everything in the run that depends on the layout. Set when a training process is built."""
 
     @cached_property
     def variances(self) -> dict[str, Variance]:
-        """By plugin label, how the run differs from the run of one process, as plugins declare it (`varies`)."""
+        """By plugin label, the declared differences between this run and a run of one process (hook `varies`)."""
         return dict(self.hooks.each("varies", config=self.config))
 
     def group(self, *axes: str, use: str = "") -> "ProcessGroup | None":
@@ -64,10 +64,10 @@ class Run:
 
         'auto' is inductor on a GPU for which it can build kernels.
         """
-        wanted = self.config.trainer.compile
-        if wanted == "auto":
+        backend = self.config.trainer.compile
+        if backend == "auto":
             return "inductor" if self.device.startswith("cuda") and triton_builds() else None
-        return None if wanted == "never" else wanted
+        return None if backend == "never" else backend
 
     @property
     def micro_batch_size(self) -> int:
@@ -77,7 +77,7 @@ class Run:
 
     @property
     def counts_losses(self) -> bool:
-        """Whether this rank's losses count; of ranks that compute the same losses, only the first one's do."""
+        """Whether the host counts this rank's losses. Of ranks with the same losses, it counts only the first."""
         own = self.mesh.coordinates(self.rank)
         return all(
             own[axis.name] == 0

@@ -18,8 +18,10 @@ from unittest import SkipTest
 
 from mplug.errors import UsageError, counted
 from mplug.registry.entry_points import Registry
+from mplug.registry.hooks import implemented
 from mplug.run.prepare import prepare
 from mplug.testing.leftovers import nothing_left
+from mplug.testing.missing_data import accepted_missing_data
 from mplug.testing.samples import (
     difference,
     first_samples,
@@ -137,15 +139,19 @@ class DataSuite(PluginSuite):
         require(stated is None or stated > 0, f"samples_per_epoch is {stated}; an epoch has samples")
         return stated if stated is not None and stated <= LONGEST_EPOCH else None
 
-    # Micro batches.
+    @smoke
+    def test_missing_data_is_refused_before_a_run_is_announced(self) -> None:
+        """If its Config has a field `path`: by `check_data` or `configure`, with the path in the sentence."""
+        if "path" in self.fields():
+            refuse(accepted_missing_data(self.config))
 
     @smoke
     def test_it_builds_loaders(self) -> None:
         """`build_loader` is the one hook that a run requires of a data plugin."""
-        from mplug.registry.hooks import implemented
-
         hooks = implemented(Registry().load(self.entry()))
         require("build_loader" in hooks, f"'{self.plugin}' does not implement the hook 'build_loader'")
+
+    # Micro batches.
 
     def test_a_micro_batch_is_what_the_contract_says(self, split: str) -> None:
         """Entries, shapes, dtypes, device, and `trainer.micro_batch_size` samples."""
@@ -231,11 +237,8 @@ class DataSuite(PluginSuite):
 
     def test_its_fingerprint_is_one_text_on_every_rank(self) -> None:
         """It depends only on the data. Another seed gives the same fingerprint, so that data may move."""
-        loaders = [
-            self.alone(),
-            self.alone(trainer__seed=self.config().trainer.seed + 1),
-            *self.loaders(self.layout(2)),
-        ]
+        seed = self.config().trainer.seed + 1
+        loaders = [self.alone(), self.alone(trainer__seed=seed), *self.loaders(self.layout(2))]
         found = [getattr(loader, "fingerprint", None) for loader in loaders]
         require(
             found == [None] * len(found) or (isinstance(found[0], str) and len(set(found)) == 1),
@@ -351,8 +354,6 @@ class DataSuite(PluginSuite):
         found = leaked(training, read(other, min(self._epoch(other) or LOOK, LOOK)))
         if found is not None:
             raise Fault(f"validation sample {found.number} is in the training text: tokens {list(found.tokens)}")
-
-    # The rest.
 
     def test_text_survives_the_tokenizer(self) -> None:
         """If the plugin builds a tokenizer."""

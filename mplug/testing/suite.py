@@ -34,12 +34,15 @@ sys.path[:] = {{path!r}}
 importlib.import_module({{module!r}})
 if "torch" in sys.modules:
     sys.exit({_IMPORTED})
-from mplug.run.prepare import prepare
+from mplug.run.prepare import check_data, prepare
 from mplug.testing.harness import tiny_config
-prepare(tiny_config({{settings!r}}))
+check_data(prepare(tiny_config({{settings!r}})))
 sys.exit({_CONFIGURED} if "torch" in sys.modules else 0)
 """
-"""A script for a separate process. Its exit status tells which step imported torch: importing or configuring."""
+"""A script for a separate process.
+
+Its exit status tells which step imported torch: importing the plugin, or checking the config and the data.
+"""
 
 
 class Fault(AssertionError):
@@ -139,7 +142,8 @@ class PluginSuite:
         except UsageError as error:
             raise Fault(str(error)) from None
         require(
-            entry.speaks, f"{entry.distribution} does not say which mplug it speaks; add 'mplug>=0.1,<0.2' to its needs"
+            entry.requires,
+            f"{entry.distribution} does not say which mplug it speaks; add 'mplug>=0.1,<0.2' to its needs",
         )
         for misplaced in Registry().misplaced():
             require(misplaced.distribution != entry.distribution, str(misplaced))
@@ -162,7 +166,7 @@ class PluginSuite:
             path=sys.path, module=self.entry().target.partition(":")[0], settings=dict(self.tiny())
         )
         finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-        what = {_IMPORTED: "importing", _CONFIGURED: "configuring"}.get(finished.returncode, "")
+        what = {_IMPORTED: "importing", _CONFIGURED: "checking the config or the data of"}.get(finished.returncode, "")
         require(not what, f"{what} '{self.plugin}' imports torch; import it inside hooks")
         require(finished.returncode == 0, f"importing or configuring '{self.plugin}' fails:\n{finished.stderr}")
 

@@ -15,6 +15,7 @@ from warnings import catch_warnings
 import torch
 from torch import Tensor, nn
 
+from mplug.model.tracer import prepare_compiler
 from mplug.nn import AttentionInputs, AttentionSpec
 from mplug.nn.arguments import by_specification
 from mplug.testing.harness import EXACT
@@ -70,6 +71,7 @@ class Trial:
 
     def compiled_fault(self, factor: float) -> str:
         """A call whose forward and backward do not trace into one graph, or whose compiled results are wrong."""
+        prepare_compiler()
         torch.compiler.reset()
         compiled = partial(torch.compile, backend="aot_eager", fullgraph=True)
         try:

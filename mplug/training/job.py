@@ -71,6 +71,8 @@ class Outcome:
     val_loss: float | None = None
     signal: int | None = None
     out_of_time: bool = False
+    nothing_left: bool = False
+    """The run had done all its steps before."""
 
 
 def work(job: Job, tell: Callable[[int | Beat], None] | None = None) -> Outcome:
@@ -135,7 +137,7 @@ def _trained(run: Run, job: Job) -> Outcome:
 
     assert run.directory is not None
     ending = train(run, job.resume_from, job.deadline, job.allowed)
-    return Outcome(run.directory, run.step, ending.val_loss, ending.signal, ending.out_of_time)
+    return Outcome(run.directory, run.step, ending.val_loss, ending.signal, ending.out_of_time, ending.nothing_left)
 
 
 def _refuse_other_plugins(run: Run) -> None:
@@ -150,13 +152,13 @@ def _refuse_other_plugins(run: Run) -> None:
 
 
 def _observers(config: RunConfig, rank: int) -> dict[str, object]:
-    """The host's own observers, which run on rank 0 only."""
+    """The host's own observers, which run on rank 0 only. A failure of those named `HOST` ends the run."""
     from rich.console import Console
 
-    from mplug.training.observers import MetricsFile, ProgressLine
+    from mplug.training.observers import LossPicture, MetricsFile, ProgressLine
 
     found: dict[str, object] = {}
     if rank == 0:
         progress = ProgressLine(Console(), config.trainer.steps, config.trainer.log_every)
-        found |= {f"{HOST}metrics": MetricsFile(), f"{HOST}progress": progress}
+        found |= {f"{HOST}metrics": MetricsFile(), f"{HOST}progress": progress, LossPicture.NAME: LossPicture()}
     return found

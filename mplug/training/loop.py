@@ -36,6 +36,8 @@ class Ending:
     val_loss: float | None = None
     signal: int | None = None
     out_of_time: bool = False
+    nothing_left: bool = False
+    """The checkpoint had done all steps: a launcher has restarted the processes after the last one, for example."""
 
 
 def train(
@@ -58,9 +60,13 @@ def train(
         run.pulse.enter("loading a checkpoint" if resume_from else "beginning the run")
         pretrained = newest_pretrained(run) if resume_from is None else None
         if resume_from is not None:
-            choice = position.load(resume_from, allowed)
+            choice = position.choose(resume_from)
             resume_from = choice.path
             _report(run, choice.lines())
+            if choice.manifest["step"] == run.config.trainer.steps:
+                run.step = choice.manifest["step"]
+                return Ending(nothing_left=True)
+            position.load(choice, allowed)
         elif pretrained is not None:
             choice = load_weights(run, parts.model, parts.pieces, pretrained)
             pretrained = choice.path

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from mplug.checkpoint.boxes import Boxed, State, buffer_boxes, held_boxes, owned_boxes
-from mplug.checkpoint.choice import Choice, choose
+from mplug.checkpoint.choice import Chosen, choose
 from mplug.checkpoint.folder import damaged
 from mplug.checkpoint.opened import Opened
 from mplug.checkpoint.plain_data import lift, lower
@@ -82,19 +82,23 @@ class Position:
             state |= {name: Boxed(tuple(t.shape), {(0,) * t.dim(): t.clone()}) for name, t in tensors.items()}
         self.saver.save(state, {**facts, **plain})
 
-    def load(self, newest: Path, allowed: tuple[str, ...] = ()) -> Choice:
-        """Continue exactly at a checkpoint: `newest`, or the newest valid one before it in its folder.
+    def choose(self, newest: Path) -> Chosen:
+        """The checkpoint from which the run continues: `newest`, or the newest valid one before it in its folder.
 
-        `allowed` are the fields that the user allows to change.
+        UsageError if it has done more steps than the run has.
         """
-        run, parts = self.run, self.parts
-        choice = choose(run, newest, self.saver.verified)
-        path, manifest, opened = choice.path, choice.manifest, choice.opened
-        if manifest["step"] >= run.config.trainer.steps:
+        choice, steps = choose(self.run, newest, self.saver.verified), self.run.config.trainer.steps
+        if choice.manifest["step"] > steps:
             raise UsageError(
-                f"checkpoint '{path}' has done all {run.config.trainer.steps} steps of its run; "
-                f"to go on, set trainer.steps to more"
+                f"checkpoint '{choice.path}' has done {choice.manifest['step']} steps, and trainer.steps={steps}; set "
+                f"trainer.steps to more"
             )
+        return choice
+
+    def load(self, choice: Chosen, allowed: tuple[str, ...] = ()) -> None:
+        """Continue exactly at a chosen checkpoint; `allowed` are the fields that the user allows to change."""
+        run, parts = self.run, self.parts
+        path, manifest, opened = choice.path, choice.manifest, choice.opened
         self.changes = changes_on_resume(path, manifest, run, allowed)
         self.history = [*map(dict, manifest.get("changes", [])), *self.changes.record(manifest["step"])]
         same_data(path, manifest, self._fingerprint(), self.changes)
@@ -107,7 +111,6 @@ class Position:
         self._load_plain(opened)
         run.step, self.samples, self.tokens = manifest["step"], manifest["samples"], manifest["tokens"]
         self.saver.retention.base = path
-        return choice
 
     def _load_plain(self, opened: Opened) -> None:
         """Load the states of the loader, the plugins and the loss scale."""

@@ -13,6 +13,7 @@ import yaml
 
 from mplug import Loader, MicroBatch, RunError, UsageError
 from mplug.model.build import build_model
+from mplug.run.prepare import check_data
 from mplug.testing import DataSuite, run_workers
 from mplug.testing.harness import tiny_config, tiny_run
 from mplug.testing.runs import trained
@@ -236,7 +237,7 @@ def test_what_cannot_be_is_refused_before_launch(
         blend = f"splits: {{train: {{blend: [{{path: {text_set}, weight: {weight}}}]}}}}"
         (tmp_path / f"weight{weight}.yaml").write_text(blend)
     with pytest.raises(UsageError, match=what):
-        tiny_run({**TINY, "data.path": str(text_set), **changes})
+        check_data(tiny_run({**TINY, "data.path": str(text_set), **changes}))
 
 
 @pytest.fixture

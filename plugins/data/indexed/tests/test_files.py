@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mplug_indexed.files import CODES, HEADER, MAGIC, Reader, Writer, bin_path, dtype_for, idx_path, parse_header
+from mplug_indexed.files import Reader, Writer, bin_path, dtype_for, idx_path
+from mplug_indexed.format import CODES, HEADER, MAGIC, parse_header
 from mplug_indexed.overlaps import refuse_overlaps
 
 from mplug import RunError, UsageError

@@ -87,6 +87,7 @@ def build(config: dict[str, Any], split: str = "train", shard: tuple[int, int] =
     plugin = Indexed(Indexed.Config(**config))
     if split == "train":
         plugin.configure(run.config)
+        plugin.check_data(run.config)
     return plugin.build_loader(run, split)  # type: ignore[arg-type]
 
 
@@ -340,9 +341,11 @@ def test_data_sets_of_a_mix_come_by_their_sizes() -> None:
     ],
 )
 def test_what_is_wrong_is_said_before_launch(config: dict[str, Any], sentence: str) -> None:
-    run = SimpleNamespace(trainer=SimpleNamespace(seed=1, eval_every=1), model=SimpleNamespace(vocab_size=256))
+    trainer = SimpleNamespace(seed=1, eval_every=1, seq_length=S)
+    run: Any = SimpleNamespace(trainer=trainer, model=SimpleNamespace(vocab_size=256))
+    plugin = Indexed(Indexed.Config(**config))
     with pytest.raises(UsageError, match=sentence) as refused:
-        Indexed(Indexed.Config(**config)).configure(run)  # type: ignore[arg-type]
+        (plugin.configure(run), plugin.check_data(run))
     assert "\n" not in str(refused.value)
 
 
@@ -418,10 +421,50 @@ def test_a_seed_beyond_32_bits_is_refused() -> None:
         build({"path": ONE, "split": "1"}, seed=2**32)
 
 
-def test_a_corpus_that_is_too_short_is_refused_with_the_numbers() -> None:
+@pytest.mark.parametrize("samples", ["run", "epoch", 5])
+def test_a_corpus_shorter_than_a_sample_is_repeated_in_every_order(samples: str | int) -> None:
     path = str(write(FOLDER / "short", [[1, 2, 3]]))
-    with pytest.raises(UsageError, match=r"short' has 3 tokens .* trainer\.seq_length=16, which takes 17"):
+    found = taken(build({"path": path, "split": "1", "samples": samples}), 40)
+    for tokens, labels in zip(found["tokens"].tolist(), found["labels"].tolist(), strict=True):
+        row = [*tokens, labels[-1]]
+        assert row == [(row[0] - 1 + place) % 3 + 1 for place in range(S + 1)]
+        assert labels[:-1] == tokens[1:]
+
+
+def test_short_documents_are_shuffled_over_the_epochs_that_a_sample_needs() -> None:
+    path = str(write(FOLDER / "shorts", [[1, 1], [2, 2], [3, 3]]))
+    found = taken(build({"path": path, "split": "1", "samples": "epoch"}), 12)
+    assert found["tokens"].shape == (12, S)
+    assert len({tuple(row) for row in found["tokens"].tolist()}) > 8, "every round is drawn with another seed"
+    loader = build({"path": path, "split": "1", "samples": "epoch"})
+    taken(loader, 5)
+    resumed = build({"path": path, "split": "1", "samples": "epoch"}, shard=(1, 2))
+    resumed.load_state_dict(loader.state_dict())
+    assert taken(resumed, 4)["tokens"].tolist() == found["tokens"][7:9].tolist()
+
+
+def test_a_short_corpus_beside_a_long_one_gives_as_many_samples_as_its_epochs_need() -> None:
+    path = str(write(FOLDER / "short", [[1, 2, 3]]))
+    loader = build({"path": [ONE, path], "split": "1", "samples": "epoch"})
+    assert [epochs.number for epochs in loader.order.epochs(None)] == [1, 6]  # 17 tokens from 3
+    assert loader.samples_per_epoch is None
+    assert len(taken(loader, loader.order.size)["sample_ids"]) == loader.order.size
+
+
+def test_what_is_repeated_is_reported_with_its_numbers_and_no_tokens_at_all_are_refused() -> None:
+    path, trainer = str(write(FOLDER / "short", [[1, 2, 3]])), SimpleNamespace(seed=1, eval_every=0, seq_length=S)
+    run: Any = SimpleNamespace(trainer=trainer, model=SimpleNamespace(vocab_size=256))
+    (sentence,) = Indexed(Indexed.Config(path=path, split="1")).check_data(run)
+    assert "short' has 3 tokens, and a sample of trainer.seq_length=16 takes 17; samples are cut from its" in sentence
+    assert Indexed(Indexed.Config(path=ONE, split="1")).check_data(run) == []
+    path = str(write(FOLDER / "hollow", [[], []]))
+    with pytest.raises(UsageError, match=r"hollow' has no tokens in this part of data\.split"):
         build({"path": path, "split": "1"})
+
+
+def test_a_run_is_prepared_without_its_data() -> None:
+    run: Any = SimpleNamespace(trainer=SimpleNamespace(seed=1, eval_every=1, seq_length=S))
+    Indexed(Indexed.Config(path="moved")).configure(run)
 
 
 def test_numbers_that_are_no_tokens_are_refused() -> None:

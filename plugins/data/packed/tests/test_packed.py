@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mplug import Loader, MicroBatch, UsageError
+from mplug.run.prepare import check_data
 from mplug.testing import DataSuite
 from mplug.testing.harness import difference, tiny_run, train_ranks, train_steps
 from mplug.training.assembly import build_loader
@@ -283,7 +284,20 @@ def test_what_cannot_be_is_refused_before_launch(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=said):
-        tiny_run({**TINY, "data.path": str(CHATS), **changes})
+        check_data(tiny_run({**TINY, "data.path": str(CHATS), "trainer.eval_every": 1, **changes}))
+
+
+def test_a_run_is_prepared_without_its_data_so_that_its_checkpoints_can_be_sampled() -> None:
+    assert tiny_run({**TINY, "data.path": "moved.jsonl"}).hooks.call.build_tokenizer(run=None) is not None
+
+
+def test_a_file_without_a_conversation_and_one_that_is_damaged_are_refused_before_launch(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(UsageError, match=r"empty\.jsonl' has no conversation; name other files"):
+        check_data(tiny_run({**TINY, "data.path": str(tmp_path / "empty.jsonl")}))
+    (tmp_path / "bad.jsonl").write_text("[1]\n")
+    with pytest.raises(UsageError, match=r"bad\.jsonl:1 has no list 'messages'"):
+        check_data(tiny_run({**TINY, "data.path": str(tmp_path)}))
 
 
 def test_it_says_beforehand_that_it_packs() -> None:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from mplug_text import Bytes, Text
-from mplug_text.corpus import find_files, read_split
-from mplug_text.windows import Windows
+from mplug_text.corpus import find_files, measure_split, read_split
+from mplug_text.windows import RepeatedWindows, Windows
 
 from mplug import MapLoader, Mesh, MicroBatch, UsageError
 from mplug.testing import DataSuite
@@ -250,17 +250,89 @@ def test_a_micro_batch_may_span_the_border_of_epochs() -> None:
     assert torch.equal(Windows(stream(100), S, 1).read(border)["tokens"], torch.cat(one_by_one))
 
 
-@pytest.mark.parametrize("length", [0, 1, S, S + 1, 2 * S])
-def test_a_stream_that_is_too_short_is_refused_with_the_numbers(length: int) -> None:
-    with pytest.raises(ValueError, match=rf"{length} bytes.*seq_length={S}.*{2 * S + 1}"):
-        Windows(stream(length), S, 1)
+# Short texts.
 
 
-def test_a_corpus_that_is_too_short_is_refused_by_path_and_split(tmp_path: Path) -> None:
+def bytes_of(windows: RepeatedWindows, samples: range) -> bytes:
+    """The text that consecutive samples cover."""
+    found = windows.read(samples)
+    assert torch.equal(found["labels"][:-1, -1], found["tokens"][1:, 0])
+    assert torch.equal(found["labels"][:, :-1], found["tokens"][:, 1:])
+    return bytes(found["tokens"].flatten().tolist())
+
+
+@pytest.mark.parametrize("text", [b"x\0", b"abcdefg\0", b"0123456789abcde\0"])
+def test_a_text_shorter_than_two_windows_is_repeated_without_end(text: bytes) -> None:
+    windows = RepeatedWindows(np.frombuffer(text, np.uint8), S, 1)
+    found = bytes_of(windows, range(30))
+    offset = (text * 2).index(found[: len(text)])
+    assert found == (text * 300)[offset : offset + 30 * S]
+
+
+def test_every_epoch_of_short_documents_has_each_once_in_its_own_order() -> None:
+    documents = [b"one\0", b"two\0", b"six\0"]
+    windows = RepeatedWindows(np.frombuffer(b"".join(documents), np.uint8), S, 1)
+    found = bytes_of(windows, range(60))
+    start = 12 - windows.offset
+    epochs = [found[at : at + 12] for at in range(start, len(found) - 12, 12)]
+    assert all(sorted(epoch[at : at + 4] for at in (0, 4, 8)) == sorted(documents) for epoch in epochs)
+    assert len(set(epochs)) > 3
+    assert bytes_of(windows, range(17, 23)) == found[17 * S : 23 * S]  # any sample can be read first
+    other = RepeatedWindows(np.frombuffer(b"".join(documents), np.uint8), S, 2)
+    assert bytes_of(other, range(60)) != found
+
+
+class ShortTexts(DataSuite):
+    """Three files; each split of them is shorter than a sample."""
+
+    plugin = "text"
+    settings = {"data.path": str(Path(__file__).with_name("short"))}
+    splits_are_disjoint = False
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_short_texts_are_the_same_under_every_layout_and_resume_exactly(split: str) -> None:
+    suite = ShortTexts()
+    suite.test_labels_are_the_next_tokens(split)
+    suite.test_samples_have_one_order_whatever_the_portions_and_micro_batches(split)
+    suite.test_a_run_of_another_length_has_the_same_order_or_is_refused_the_state(split)
+    suite.test_ranks_together_read_what_one_rank_reads(4, split)
+    suite.test_it_resumes_exactly((1, 4), split)
+
+
+def test_the_size_of_a_split_is_known_without_reading_it(tmp_path: Path) -> None:
+    write(tmp_path / "few", a_txt="0123456789", b_txt="abcdefghi", c_txt="", d_txt="x")
+    numbered(tmp_path / "many", 60)
+    for name in ("few", "many"):
+        root, files = find_files(str(tmp_path / name), "**/*")
+        for split in ("train", "validation"):
+            for percent in (5, 20, 50):
+                assert measure_split(root, files, split, percent) == len(read_split(root, files, split, percent))
+
+
+def checked(path: Path, **trainer: int) -> list[str]:
+    config: Any = SimpleNamespace(trainer=SimpleNamespace(**{"seq_length": S, "seed": 1, "eval_every": 1, **trainer}))
+    return Text(Text.Config(path=str(path))).check_data(config)
+
+
+def test_a_split_that_is_repeated_is_reported_and_one_without_text_is_refused(tmp_path: Path, book: Path) -> None:
     path = tmp_path / "short.txt"
     path.write_text("x" * 100)
-    with pytest.raises(UsageError, match=r"short\.txt.*validation split has 6 bytes"):
+    (sentence,) = checked(path)
+    assert re.search(r"short\.txt': the validation split has 6 bytes, and .*=8 needs 17; .* repetitions", sentence)
+    assert checked(path, eval_every=0) == []
+    assert checked(book) == []
+    path.write_text("")
+    with pytest.raises(UsageError, match=r"short\.txt': the train split has no text; name more text$"):
+        checked(path)
+    with pytest.raises(UsageError, match=r"the validation split has no text; .* or set trainer\.eval_every=0"):
         loader(path, "validation")
+
+
+def test_a_file_that_may_not_be_read_is_refused(book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda *_: False)  # root may read every file
+    with pytest.raises(UsageError, match=r"cannot read '.*book\.txt': permission denied"):
+        checked(book)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".bin"])

@@ -248,11 +248,11 @@ def test_a_run_with_divided_experts_goes_on_under_another_layout(tmp_path: Path)
         ),
         (
             {**EXPERTS, "parallel.layout": "dp2ep4"},
-            ("layout 'dp2ep4'", "2 of the view 'attention' and 4 of the view 'expert'", "fit into 4 ranks", "2 times"),
+            ("'dp2ep4'", "2 ranks in the view 'attention' and 4 ranks in the view 'expert'", "4 ranks needs 2 times"),
         ),
         (
             {**EXPERTS, "parallel.layout": "tp2ep4", "parallel.data": None},
-            ("layout 'tp2ep4'", "2 times as many data-parallel ones", "parallel.data is null"),
+            ("'tp2ep4'", "2 times as many data-parallel ranks", "parallel.data is null"),
         ),
     ],
 )

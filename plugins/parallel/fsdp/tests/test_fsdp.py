@@ -263,7 +263,7 @@ def resaved(path: Path, folder: Path) -> None:
     run = tiny_run({**settings, **UNEVEN})
     run.directory = folder
     position = Position(run, build(run))
-    position.load(path)
+    position.load(position.choose(path))
     position.save()
     position.saver.wait()
 

@@ -62,8 +62,8 @@ class Energon:
         self.config = config
 
     @hookimpl
-    def configure(self) -> None:
-        """Refuse a data set that is missing or not prepared, and an encoder whose package is not installed."""
+    def check_data(self) -> None:
+        """Refuse a data set that is missing or not prepared, and a metadataset that is none."""
         path = Path(self.config.path)
         if not path.exists():
             raise UsageError(f"data.path '{path}' does not exist; name a prepared data set, or a metadataset's YAML")
@@ -77,6 +77,10 @@ class Energon:
             raise UsageError(f"data.path '{path}' is a file, and no metadataset's YAML; name one, or a prepared folder")
         if path.is_file():
             refuse_wrong_blend(path)
+
+    @hookimpl
+    def configure(self) -> None:
+        """Refuse a wrong tokenizer, and an encoder whose package is not installed."""
         assert self.described
         package = self.config.task_encoder.partition(":")[0].partition(".")[0]
         if find_spec(package) is None:
@@ -110,6 +114,7 @@ class Energon:
         """Open this rank's streams of the split's part of the data set."""
         from mplug_energon.reading import make_loader
 
+        self.check_data()
         config, trainer = self.config, run.config.trainer
         return make_loader(
             config,

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mplug import UsageError
-from mplug_indexed.files import cannot_write
+from mplug import UsageError, sync_file
+from mplug_indexed.failures import cannot_write
 
 Arrays = dict[str, NDArray[Any]]
 BLOCK = 1 << 24
@@ -101,11 +101,11 @@ class Cache:
             for name, array in arrays.items():
                 with (unfinished / f"{name}.npy").open("xb") as file:
                     np.save(file, array)
-                    _to_disk(file)
+                    sync_file(file)
             checksums = {name: _checksum(unfinished / f"{name}.npy") for name in arrays}
             with (unfinished / "entry.json").open("x") as file:
                 json.dump({"description": json.loads(description), "checksums": checksums}, file)
-                _to_disk(file)
+                sync_file(file)
             if path.exists():
                 path.rename(damaged)
             unfinished.rename(path)
@@ -117,11 +117,6 @@ class Cache:
         finally:
             for rest in (unfinished, damaged):
                 shutil.rmtree(rest, ignore_errors=True)
-
-
-def _to_disk(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def _checksum(path: Path) -> int:

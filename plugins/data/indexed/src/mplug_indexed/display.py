@@ -44,7 +44,7 @@ def progress_of(total: int) -> "Iterator[Progress]":
 
 def told(job: "Job", outcome: "Outcome", seconds: float) -> Iterator[str]:
     """The lines of the summary: what was written, and what was omitted."""
-    from mplug_indexed.files import dtype_for
+    from mplug_indexed.format import dtype_for
 
     record = job.tokenizer
     yield (

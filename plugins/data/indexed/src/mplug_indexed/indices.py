@@ -80,9 +80,12 @@ class Cut:
         return (tokens - self.extra) // self.seq_length
 
     def epochs(self, tokens: int, samples: int | None) -> Epochs:
-        """How often a stream of `tokens` must be read for `samples` samples; None means once."""
+        """How often a stream of `tokens` must be read for `samples` samples.
+
+        None means once, or until there is one sample, if the stream is shorter.
+        """
         if samples is None:
-            return Epochs(1, None)
+            return Epochs(1 if self.samples(tokens) > 0 else -(-(self.seq_length + self.extra) // tokens), None)
         number = max(1, -(-(samples * self.seq_length + self.extra) // tokens))
         if number == 1:
             return Epochs(1, None)

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from mplug import UsageError
 from mplug_indexed.cache import Cache, digest
-from mplug_indexed.files import Reader
 from mplug_indexed.indices import (
     SURPLUS,
     Blend,
@@ -24,6 +23,7 @@ from mplug_indexed.indices import (
     samples_of,
     total,
 )
+from mplug_indexed.reader import Reader
 
 FORMAT = 1
 """Version of the cache's content; incremented when the same description gives different indices."""
@@ -50,6 +50,26 @@ class Part:
     def tokens(self) -> int:
         """The number of tokens of the sequences."""
         return total(self.reader.lengths, self.sequences)
+
+    def without_tokens(self) -> UsageError:
+        """The error for a part without tokens."""
+        remedy = "give this part more, or leave the data set out"
+        return UsageError(f"'{self.reader.prefix}' has no tokens in this part of data.split; {remedy}")
+
+    def repeated(self, cut: Cut, split: str) -> list[str]:
+        """The sentence about a part that is too short for a sample, so that samples are cut from its repetitions.
+
+        Raises UsageError if it has no tokens.
+        """
+        if not self.tokens:
+            raise self.without_tokens()
+        if cut.samples(self.tokens) > 0:
+            return []
+        return [
+            f"the {split} part of '{self.reader.prefix}' has {self.tokens} tokens, and a sample of "
+            f"trainer.seq_length={cut.seq_length} takes {cut.seq_length + cut.extra}; samples are cut from its "
+            f"repetitions"
+        ]
 
     @cached_property
     def digest(self) -> str:
@@ -87,7 +107,8 @@ class Order:
     """The order of a split; `samples` is the number of samples drawn per round, None for one epoch.
 
     Round 0 is Megatron's order for that number of samples. Each further round is drawn with the next seed. Without
-    weights, several data sets are read completely, mixed in proportion to their sizes.
+    weights, several data sets are read completely, mixed in proportion to their sizes. A part that is shorter than a
+    sample is read in as many epochs as its samples need.
     """
 
     parts: Sequence[Part]
@@ -100,12 +121,8 @@ class Order:
 
     def __post_init__(self) -> None:
         for part in self.parts:
-            if not self.cut.samples(part.tokens) > 0:
-                raise UsageError(
-                    f"'{part.reader.prefix}' has {part.tokens} tokens in this part of data.split, too few for a sample "
-                    f"of trainer.seq_length={self.cut.seq_length}, which takes {self.cut.seq_length + self.cut.extra}; "
-                    f"give this part more, or shorten trainer.seq_length"
-                )
+            if not part.tokens:
+                raise part.without_tokens()
         if self.weights is not None and self.samples is None:
             raise UsageError("data.samples=epoch has no meaning for weighted data sets; name a number, or 'run'")
         self._refuse_too_many()

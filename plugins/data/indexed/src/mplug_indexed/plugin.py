@@ -10,8 +10,9 @@ from mplug_indexed.config import IndexedConfig
 
 if TYPE_CHECKING:
     from mplug import Run, RunConfig
-    from mplug_indexed.files import Reader
+    from mplug_indexed.indices import Cut
     from mplug_indexed.order import Order
+    from mplug_indexed.reader import Reader
     from mplug_indexed.samples import Treatment
 
 SPLITS = ("train", "validation")
@@ -40,7 +41,7 @@ class Indexed:
     @cached_property
     def readers(self) -> "list[Reader]":
         """The opened data sets; raises UsageError if one does not hold integers."""
-        from mplug_indexed.files import Reader
+        from mplug_indexed.reader import Reader
 
         readers = [Reader(prefix) for prefix in self.prefixes]
         for reader in readers:
@@ -50,15 +51,30 @@ class Indexed:
 
     @hookimpl
     def configure(self, config: "RunConfig") -> None:
-        """Refuse damaged files, splits without sequences, and tokens outside the vocabulary."""
+        """Refuse settings that cannot be meant, whatever the files hold."""
         if config.trainer.seed > LARGEST_SEED:
             raise UsageError(f"trainer.seed={config.trainer.seed} is too great for data's order; take one below 2^32")
         if self.config.samples == "epoch" and self.weights is not None:
             raise UsageError("data.samples=epoch has no meaning for weighted data sets; name a number, or 'run'")
         self._refuse_twice()
-        for split in SPLITS if config.trainer.eval_every else SPLITS[:1]:
+        for split in self._splits(config):
+            self._share(split)
+
+    @hookimpl
+    def check_data(self, config: "RunConfig") -> list[str]:
+        """Refuse damaged files, splits without tokens, and tokens outside the vocabulary; report repeated splits."""
+        from mplug_indexed.order import Part
+
+        self._refuse_tokens_outside(config)
+        sentences = []
+        for split in self._splits(config):
+            cut = self._cut(config, split)
             for reader in self.readers:
-                self._sequences(reader, split)
+                sentences += Part(reader, self._sequences(reader, split)).repeated(cut, split)
+        return sentences
+
+    def _refuse_tokens_outside(self, config: "RunConfig") -> None:
+        """Raise UsageError if a tokenizer beside the data, or a token of the config, has no place in the vocabulary."""
         vocab_size = self.config.vocab_size or getattr(config.model, "vocab_size", None)
         tokenizer_of(self.prefixes, vocab_size)
         for name, token in self.marks.named:
@@ -67,6 +83,10 @@ class Indexed:
                     f"data.{name}={token} is none of the vocabulary's {vocab_size} tokens; name that of the data's "
                     f"tokenizer ('mplug data inspect' tells the end of a document)"
                 )
+
+    def _splits(self, config: "RunConfig") -> tuple[str, ...]:
+        """The splits that a run reads."""
+        return SPLITS if config.trainer.eval_every else SPLITS[:1]
 
     @cached_property
     def marks(self) -> Marks:
@@ -78,21 +98,29 @@ class Indexed:
             weights = "" if self.weights is None else ", with the sum of its weights"
             raise UsageError(f"data.path names '{prefix}' twice; name it once{weights}")
 
-    def _sequences(self, reader: "Reader", split: str) -> range:
-        """The sequences of a data set in a split; raises UsageError if there are none."""
-        from mplug_indexed.indices import parse_split, sequences_of
+    def _share(self, split: str) -> tuple[float, float]:
+        """The part of the sequences that `data.split` gives to a split; raises UsageError if it is empty."""
+        from mplug_indexed.indices import parse_split
 
         part = parse_split(self.config.split)[SPLITS.index(split)]
-        remedy = ", or set trainer.eval_every=0" if split == "validation" else ""
         if part is None:
-            raise UsageError(f"data.split '{self.config.split}' leaves nothing for {split}; give it a weight{remedy}")
+            raise UsageError(
+                f"data.split '{self.config.split}' leaves nothing for {split}; give it a weight{_remedy(split)}"
+            )
+        return part
+
+    def _sequences(self, reader: "Reader", split: str) -> range:
+        """The sequences of a data set in a split; raises UsageError if there are none."""
+        from mplug_indexed.indices import sequences_of
+
+        part = self._share(split)
         if not len(reader):
             raise UsageError(f"'{reader.prefix}' has no documents; leave it out, or preprocess its texts again")
         found = sequences_of(part, len(reader))
         if not found:
             raise UsageError(
                 f"'{reader.prefix}' has {len(reader)} sequences, of which data.split '{self.config.split}' leaves none "
-                f"for {split}; give it a greater weight{remedy}"
+                f"for {split}; give it a greater weight{_remedy(split)}"
             )
         return found
 
@@ -112,6 +140,7 @@ class Indexed:
         """Map the split's indices from the cache, or build them if this file system has none."""
         from mplug_indexed.samples import IndexedLoader, Samples
 
+        self._refuse_tokens_outside(run.config)
         order = self._order(run, split)
         samples = Samples(order, self._treatment(run, split))
         order.round(0)
@@ -122,11 +151,9 @@ class Indexed:
 
     def _order(self, run: "Run", split: str) -> "Order":
         from mplug_indexed.cache import Cache, choose_folder
-        from mplug_indexed.indices import Cut
         from mplug_indexed.order import Order, Part
 
         trainer, samples = run.config.trainer, self.config.samples
-        keep_rest = split == "validation" and not self.config.drop_last
         wanted: int | None = trainer.steps * trainer.global_batch_size
         if split == "validation":
             wanted = trainer.eval_samples
@@ -135,11 +162,17 @@ class Indexed:
         return Order(
             parts=[Part(reader, self._sequences(reader, split)) for reader in self.readers],
             weights=self.weights,
-            cut=Cut(trainer.seq_length, int(self.config.extra_token), keep_rest),
+            cut=self._cut(run.config, split),
             seed=trainer.seed,
             samples=wanted,
             cache=Cache(choose_folder(self.config.cache, self.prefixes[0])),
         )
+
+    def _cut(self, config: "RunConfig", split: str) -> "Cut":
+        from mplug_indexed.indices import Cut
+
+        keep_rest = split == "validation" and not self.config.drop_last
+        return Cut(config.trainer.seq_length, int(self.config.extra_token), keep_rest)
 
     def _treatment(self, run: "Run", split: str) -> "Treatment":
         from mplug.nn.random import key_of
@@ -163,6 +196,9 @@ class Indexed:
         """M, the room for documents, common to both splits because all micro batches of a run have the same shape."""
         if self.config.max_documents is not None:
             return self.config.max_documents
-        splits = SPLITS if run.config.trainer.eval_every else SPLITS[:1]
-        most = max(self._order(run, split).most_pieces() for split in splits)
+        most = max(self._order(run, split).most_pieces() for split in self._splits(run.config))
         return min(1 << most.bit_length(), run.config.trainer.seq_length)
+
+
+def _remedy(split: str) -> str:
+    return ", or set trainer.eval_every=0" if split == "validation" else ""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mplug import UsageError
-from mplug_indexed.files import cannot_write
+from mplug_indexed.failures import cannot_write
 from mplug_indexed.preprocess.documents import Texts
 from mplug_indexed.preprocess.sources import Source, cut
 

@@ -70,19 +70,23 @@ class Packed:
 
     @hookimpl
     def configure(self, config: "RunConfig") -> None:
-        """Refuse missing files, a wrong template or tokenizer, and too many documents per sample."""
-        from mplug_packed.conversations import find_files
-
+        """Refuse a wrong template or tokenizer, and too many documents per sample."""
         if self.config.max_documents > config.trainer.seq_length:
             raise UsageError(
                 f"data.max_documents={self.config.max_documents} is more than "
                 f"trainer.seq_length={config.trainer.seq_length} tokens can hold; set it to that at most"
             )
-        find_files(self.config.path)
-        if self.config.validation_path is not None:
-            find_files(self.config.validation_path, "data.validation_path")
         assert self.template
         assert self.tokenizer
+
+    @hookimpl
+    def check_data(self, config: "RunConfig") -> None:
+        """Refuse missing and unreadable files, and files whose first line is not a conversation."""
+        from mplug_packed.conversations import check_files
+
+        check_files(self.config.path, "data.path")
+        if self.config.validation_path is not None and config.trainer.eval_every:
+            check_files(self.config.validation_path, "data.validation_path")
 
     @hookimpl
     def batch_entries(self) -> tuple[str, ...]:

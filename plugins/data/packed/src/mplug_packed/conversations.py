@@ -48,6 +48,13 @@ def find_files(path: str, field: str = "data.path") -> list[Path]:
     return sorted(found)
 
 
+def check_files(path: str, field: str) -> None:
+    """Read the first conversation of each file of `field`; UsageError if one is wrong or if there is none at all."""
+    first = [next(read_conversations([file]), None) for file in find_files(path, field)]
+    if not any(first):
+        raise UsageError(f"{field} '{path}' has no conversation; name other files")
+
+
 def read_conversations(files: list[Path]) -> Iterator[Conversation]:
     """Every conversation of the files, in order; UsageError names the first line without a valid conversation."""
     for file in files:

@@ -10,7 +10,7 @@ from mplug import MAY_MOVE, MapLoader, UsageError, hookimpl
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from mplug import Run
+    from mplug import Run, RunConfig
 
 log = logging.getLogger("mplug.text")
 
@@ -33,7 +33,7 @@ class Bytes:
 
 
 class Text:
-    """Windows of a stream of bytes, in a seeded order that differs in every epoch."""
+    """Windows of a stream of bytes, in a seeded order that differs in every epoch. A short text is repeated."""
 
     class Config(BaseModel):
         """The text, and the share of it for validation."""
@@ -59,21 +59,47 @@ class Text:
         return Bytes()
 
     @hookimpl
+    def check_data(self, config: "RunConfig") -> list[str]:
+        """Refuse missing and unreadable files and splits without text; report a split that is repeated."""
+        from mplug_text.corpus import enough_for_windows, find_files, measure_split
+
+        trainer, percent = config.trainer, self.config.validation_percent
+        root, files = find_files(self.config.path, self.config.pattern)
+        sentences = [_not_text(files)]
+        for split in ("train", "validation") if trainer.eval_every else ("train",):
+            size = measure_split(root, files, split, percent)
+            if not size:
+                raise self._without_text(split)
+            if not enough_for_windows(size, trainer.seq_length):
+                sentences.append(
+                    f"{self._where}: the {split} split has {size} bytes, and trainer.seq_length={trainer.seq_length} "
+                    f"needs {2 * trainer.seq_length + 1}; samples are cut from its repetitions"
+                )
+        return [sentence for sentence in sentences if sentence]
+
+    @property
+    def _where(self) -> str:
+        return f"data.path '{self.config.path}'" if self.config.path else "Python's standard library"
+
+    def _without_text(self, split: str) -> UsageError:
+        remedy = "; name more text, or set trainer.eval_every=0" if split == "validation" else "; name more text"
+        return UsageError(f"{self._where}: the {split} split has no text{remedy}")
+
+    @hookimpl
     def build_loader(self, run: "Run", split: Literal["train", "validation"]) -> MapLoader:
         """Read the split's files into memory."""
-        from mplug_text.corpus import find_files, fingerprint_of, read_split
-        from mplug_text.windows import Windows
+        from mplug_text.corpus import enough_for_windows, find_files, fingerprint_of, read_split
+        from mplug_text.windows import RepeatedWindows, Windows
 
         trainer = run.config.trainer
         root, files = find_files(self.config.path, self.config.pattern)
-        if split == "train" and run.rank == 0:
-            _warn_of(files)
+        if split == "train" and run.rank == 0 and (sentence := _not_text(files)):
+            log.warning("%s", sentence)
         stream = read_split(root, files, split, self.config.validation_percent)
-        try:
-            windows = Windows(stream, trainer.seq_length, trainer.seed)
-        except ValueError as error:
-            where = f"data.path '{self.config.path}'" if self.config.path else "the standard library"
-            raise UsageError(f"{where}: the {split} split {error}") from None
+        if not len(stream):
+            raise self._without_text(split)
+        kind = Windows if enough_for_windows(len(stream), trainer.seq_length) else RepeatedWindows
+        windows = kind(stream, trainer.seq_length, trainer.seed)
         return MapLoader(
             windows.read,
             vocab_size=Bytes.vocab_size,
@@ -84,12 +110,12 @@ class Text:
         )
 
 
-def _warn_of(files: "list[Path]") -> None:
-    """Warn of files that contain documents in a format that this plugin does not parse."""
+def _not_text(files: "list[Path]") -> str:
+    """The warning about files that contain documents in a format that this plugin does not parse, or ''."""
     found = sorted({file.suffix for file in files} & NO_TEXT)
-    if found:
-        log.warning(
-            "data/text reads every byte of a file as text, of %s too; where documents in it are meant, make a "
-            "corpus of them (mplug data preprocess) and train with --data indexed",
-            ", ".join(found),
-        )
+    if not found:
+        return ""
+    return (
+        f"data/text reads every byte of a file as text, also of {', '.join(found)} files; if they contain documents, "
+        f"make a corpus of them (mplug data preprocess) and train with --data indexed"
+    )

@@ -2,6 +2,7 @@
 
 import glob
 import hashlib
+import os
 import sysconfig
 from pathlib import Path
 
@@ -70,13 +71,36 @@ def read_split(root: Path, files: list[Path], split: str, validation_percent: in
     A hash of a file's path below `root` decides whether it is for validation. If there are fewer than FEW_FILES files,
     or if the hash leaves a side empty, validation gets the last part of every file instead.
     """
-    held_out = {file for file in files if _hash_percent(file.relative_to(root)) < validation_percent}
-    wanted = [file for file in files if (file in held_out) == (split == "validation")]
-    if len(files) >= FEW_FILES and 0 < len(held_out) < len(files):
-        texts = [_read(file) for file in wanted]
+    held_out = _held_out(root, files, validation_percent)
+    if held_out is not None:
+        texts = [_read(file) for file in files if (file in held_out) == (split == "validation")]
     else:
         texts = [_part(_read(file), split, validation_percent) for file in files]
     return np.frombuffer(b"".join(text + SEPARATOR for text in texts if text), dtype=np.uint8)
+
+
+def measure_split(root: Path, files: list[Path], split: str, validation_percent: int) -> int:
+    """The number of bytes that `read_split` returns, from the sizes of the files: no file is read.
+
+    Raises UsageError for a file that this user may not read.
+    """
+    held_out, sizes = _held_out(root, files, validation_percent), {file: _size(file) for file in files}
+    if held_out is not None:
+        parts = [sizes[file] for file in files if (file in held_out) == (split == "validation")]
+    else:
+        parts = [len(range(size)[_bounds(size, split, validation_percent)]) for size in sizes.values()]
+    return sum(part + len(SEPARATOR) for part in parts if part)
+
+
+def enough_for_windows(length: int, seq_length: int) -> bool:
+    """Whether a stream of `length` bytes has a whole window of S + 1 bytes at every offset below S."""
+    return length >= 2 * seq_length + 1
+
+
+def _held_out(root: Path, files: list[Path], validation_percent: int) -> set[Path] | None:
+    """The files that are for validation as a whole; None if validation gets a part of every file."""
+    found = {file for file in files if _hash_percent(file.relative_to(root)) < validation_percent}
+    return found if len(files) >= FEW_FILES and 0 < len(found) < len(files) else None
 
 
 def fingerprint_of(stream: NDArray[np.uint8]) -> str:
@@ -95,6 +119,21 @@ def _read(file: Path) -> bytes:
         raise UsageError(f"cannot read '{file}': {error.strerror}") from None
 
 
+def _size(file: Path) -> int:
+    try:
+        size = file.stat().st_size
+    except OSError as error:
+        raise UsageError(f"cannot read '{file}': {error.strerror}") from None
+    if not os.access(file, os.R_OK):
+        raise UsageError(f"cannot read '{file}': permission denied; make it readable, or leave it out of data.path")
+    return size
+
+
 def _part(text: bytes, split: str, validation_percent: int) -> bytes:
-    cut = len(text) * (100 - validation_percent) // 100
-    return text[cut:] if split == "validation" else text[:cut]
+    return text[_bounds(len(text), split, validation_percent)]
+
+
+def _bounds(size: int, split: str, validation_percent: int) -> slice:
+    """The part of a file of `size` bytes that a split gets."""
+    cut = size * (100 - validation_percent) // 100
+    return slice(cut, None) if split == "validation" else slice(cut)

@@ -1,9 +1,11 @@
-"""Windows of a byte stream in a seeded order."""
+"""Samples of a byte stream, in a seeded order: windows of S + 1 bytes, the inputs and the last label."""
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from mplug_text.corpus import SEPARATOR, enough_for_windows
 
 
 class Windows:
@@ -14,25 +16,14 @@ class Windows:
 
     def __init__(self, stream: NDArray[np.uint8], seq_length: int, seed: int) -> None:
         self.count = (len(stream) - 1) // seq_length - 1
-        if self.count < 1:
-            raise ValueError(
-                f"has {len(stream)} bytes, too few for samples of trainer.seq_length={seq_length}; "
-                f"it needs at least {2 * seq_length + 1}"
-            )
+        assert enough_for_windows(len(stream), seq_length)
         self.stream, self.seq_length, self.seed = stream, seq_length, seed
         self._epoch = -1
         self._starts = np.empty(0, dtype=np.int64)
 
     def read(self, sample_ids: range) -> dict[str, Tensor]:
         """The micro batch of these samples."""
-        rows = np.stack([self._window(*divmod(number, self.count)) for number in sample_ids])
-        windows = torch.from_numpy(rows.astype(np.int64))  # [B, S + 1]
-        return {
-            "tokens": windows[:, :-1].contiguous(),
-            "labels": windows[:, 1:].contiguous(),
-            "positions": torch.arange(self.seq_length)[None],
-            "sample_ids": torch.tensor(list(sample_ids)),
-        }
+        return micro_batch([self._window(*divmod(number, self.count)) for number in sample_ids], sample_ids)
 
     def _window(self, epoch: int, index: int) -> NDArray[np.uint8]:
         if epoch != self._epoch:
@@ -42,3 +33,48 @@ class Windows:
             self._epoch = epoch
         start = self._starts[index]
         return self.stream[start : start + self.seq_length + 1]
+
+
+class RepeatedWindows:
+    """Samples of a stream that is too short for `Windows`, by their number in the global order.
+
+    The stream is repeated without end: an epoch has every document once, in its own order. The epochs are concatenated,
+    and the result is cut every S bytes, from an offset that follows from the seed. So a sample may contain the border
+    of two epochs, or several epochs.
+    """
+
+    count = None
+    """An epoch has no whole number of samples."""
+
+    def __init__(self, stream: NDArray[np.uint8], seq_length: int, seed: int) -> None:
+        assert len(stream)
+        ends = np.flatnonzero(stream == SEPARATOR[0]) + 1
+        self.documents = [part for part in np.split(stream, ends) if len(part)]
+        self.length, self.seq_length, self.seed = len(stream), seq_length, seed
+        self.offset = int(np.random.Generator(np.random.PCG64([seed])).integers(len(stream)))
+
+    def read(self, sample_ids: range) -> dict[str, Tensor]:
+        """The micro batch of these samples."""
+        return micro_batch([self._window(number) for number in sample_ids], sample_ids)
+
+    def _window(self, number: int) -> NDArray[np.uint8]:
+        start = self.offset + number * self.seq_length
+        stop = start + self.seq_length + 1
+        first, last = start // self.length, (stop - 1) // self.length
+        epochs = np.concatenate([self._epoch(epoch) for epoch in range(first, last + 1)])
+        return epochs[start - first * self.length : stop - first * self.length]
+
+    def _epoch(self, epoch: int) -> NDArray[np.uint8]:
+        random = np.random.Generator(np.random.PCG64([self.seed, epoch]))
+        return np.concatenate([self.documents[place] for place in random.permutation(len(self.documents))])
+
+
+def micro_batch(rows: list[NDArray[np.uint8]], sample_ids: range) -> dict[str, Tensor]:
+    """The micro batch of samples whose windows are `rows`."""
+    windows = torch.from_numpy(np.stack(rows).astype(np.int64))  # [B, S + 1]
+    return {
+        "tokens": windows[:, :-1].contiguous(),
+        "labels": windows[:, 1:].contiguous(),
+        "positions": torch.arange(windows.shape[1] - 1)[None],
+        "sample_ids": torch.tensor(list(sample_ids)),
+    }

@@ -98,7 +98,7 @@ def _unfit(site: Site, run: "Run") -> str:
         return "flash-attn is for CUDA GPUs, and this run is on the CPU"
     precision = run.config.trainer.precision
     wider = precision in ("fp32", "fp64")
-    return f"flash-attn computes in bf16, and trainer.precision is {precision}" if wider else ""
+    return f"flash-attn computes in bf16 or fp16, and trainer.precision is {precision}" if wider else ""
 
 
 def _limit(one: Version, site: Site, run: "Run", capability: tuple[int, int]) -> str:

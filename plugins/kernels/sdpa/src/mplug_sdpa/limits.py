@@ -79,7 +79,7 @@ def limit(backend: str, site: Site, run: "Run") -> str:
         multiple = 4 if precision == "fp32" else 8
         return "" if site.module.head_dim % multiple == 0 else _other_head_dim(site, f"multiples of {multiple}")
     if precision == "fp32":
-        return "computes in bf16, and trainer.precision is fp32"
+        return "computes in bf16 or fp16, and trainer.precision is fp32"
     return _flash_limit(site, capability) if backend == "flash" else _cudnn_limit(site, run)
 
 

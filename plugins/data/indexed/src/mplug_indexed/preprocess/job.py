@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 
 from mplug import RunError, TokenizerRecord, UsageError, keep_tokenizer
-from mplug_indexed.files import Writer, bin_path, cannot_write, dtype_for, idx_path
+from mplug_indexed.failures import cannot_write
+from mplug_indexed.format import bin_path, dtype_for, idx_path
 from mplug_indexed.preprocess.parts import (
     Encoder,
     Part,
@@ -34,6 +35,7 @@ from mplug_indexed.preprocess.parts import (
     write_json,
 )
 from mplug_indexed.preprocess.sources import Chunk, Source, cut
+from mplug_indexed.writer import Writer
 
 TOLD = 100
 """Maximum number of bad lines that the report of a data set names."""
@@ -183,7 +185,7 @@ def _begin(job: Job, manifest: Path) -> None:
         manifest.unlink()
         found = None
     for path in job.folder.iterdir():
-        if path.name.endswith(".tmp") or (found is None and path.name != "lock"):
+        if path.name.endswith((".tmp", ".partial")) or (found is None and path.name != "lock"):
             path.unlink()
     if found is None:
         write_json(manifest, identity)

@@ -11,10 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mplug import TokenizerRecord, UsageError, load_tokenizer
-from mplug_indexed.files import Reader, Writer, write_text
+from mplug_indexed.failures import write_text
 from mplug_indexed.preprocess.documents import Bad, Texts
 from mplug_indexed.preprocess.report import SavedPart
 from mplug_indexed.preprocess.sources import Chunk
+from mplug_indexed.reader import Reader
+from mplug_indexed.writer import Writer
 
 if TYPE_CHECKING:
     from mplug import CorpusTokenizer

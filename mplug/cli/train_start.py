@@ -1,0 +1,173 @@
+"""The start of `mplug train`: everything that is decided, and refused, before a training process starts."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mplug.cli.beginning import (
+    beginning,
+    changes_of,
+    claim_existing,
+    claim_new,
+    newest_of,
+    readable_of,
+)
+from mplug.errors import UsageError
+
+if TYPE_CHECKING:
+    from mplug.checkpoint.choice import Choice
+    from mplug.config.sources import Settings
+    from mplug.distributed.world import World
+    from mplug.run.lock import Claim, Lock
+    from mplug.run.run import Run
+    from mplug.training.changes import Changes
+    from mplug.training.job import Job
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for."""
+
+    name: str | None
+    resume: bool
+    allowed: tuple[str, ...]
+    """The fields and sections that may differ from the checkpoint's."""
+    overrides: "Settings"
+    master_port: int | None = None
+    restarts: int = 0
+
+
+@dataclass(frozen=True)
+class Start:
+    """A run that may start. `claim` is the lock of its folder, on the process that has it."""
+
+    request: Request
+    world: "World | None"
+    run: "Run"
+    base: "Settings"
+    changes: "Settings"
+    resume_from: Path | None
+    readable: "Choice | None"
+    pretrained: Path | None
+    since: "Changes"
+    about_data: list[str]
+    """What the data plugin reports about its data."""
+    claim: "Claim | None"
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process speaks for the run: it is the only one, or rank 0 of those that a launcher started."""
+        return _is_first(self.world)
+
+    def job(self, deadline: float | None) -> "Job":
+        """What each training process receives."""
+        from mplug.training.job import Job
+
+        assert self.run.directory is not None
+        return Job(
+            self.base, self.changes, self.run.directory, self.resume_from, deadline, self.request.allowed, self.claim
+        )
+
+    def lines(self) -> list[str]:
+        """The announcement of the run."""
+        run = self.run
+        layout = f", {run.config.parallel.layout} on {run.mesh.world_size} processes" if run.mesh.world_size > 1 else ""
+        steps, where = run.config.trainer.steps, beginning(self.readable, self.pretrained)
+        return [
+            f"run {run.directory}: {steps} step{'s' * (steps != 1)}, {where}{layout}",
+            *(f"  changed since the checkpoint: {line}" for line in self.since.lines()),
+            *(f"  {sentence}" for sentence in self.about_data),
+        ]
+
+
+def prepare_start(request: Request, world: "World | None", lock: "Lock") -> Start:
+    """Prepare the run that is asked for, and take the lock of its folder; UsageError for what cannot run.
+
+    The config and the data come first, because they need no torch; then the checkpoint; then the model, on the meta
+    device.
+    """
+    from mplug.distributed.launch import refuse_port_in_use
+    from mplug.run.folder import find_directory, new_directory
+    from mplug.run.metrics_file import METRICS, read_lines
+    from mplug.run.prepare import check_data
+    from mplug.training.job import settle
+
+    restarted, first = world is not None and world.restart > 0, _is_first(world)
+    _refuse_options(request, world)
+    directory = find_directory(request.name) if _continues(request, restarted) else None
+    claim = claim_existing(lock, directory, request.name) if first else None
+    base = _base(directory)
+    run, changes = settle(base, request.overrides, world)
+    if request.master_port is not None:
+        refuse_port_in_use(request.master_port)
+    about_data = check_data(run)
+    resume_from = newest_of(directory, restarted) if directory else None
+    if directory is not None and first:
+        read_lines(directory / METRICS)  # refuses a damaged file; only the first rank writes it
+    readable = readable_of(resume_from) if _reads_checkpoints(world) else None
+    since = changes_of(run, readable, request.allowed)
+    run.directory = directory or new_directory(run.config, request.name, check=first)
+    pretrained = _refuse_model(run, world, resume_from, readable, since)
+    if first:
+        claim = claim or claim_new(lock, run, request.name)
+    return Start(
+        request, world, run, base, changes, resume_from, readable, pretrained, since, about_data, claim
+    )  # fmt: skip
+
+
+def _is_first(world: "World | None") -> bool:
+    return world is None or world.rank == 0
+
+
+def _reads_checkpoints(world: "World | None") -> bool:
+    """Whether this process validates the checkpoint before the run starts: one process per machine does."""
+    return world is None or world.local_rank == 0
+
+
+def _refuse_options(request: Request, world: "World | None") -> None:
+    """Refuse options that contradict each other, or that a launcher has, and a restartable run without a name."""
+    if world is not None:
+        if request.restarts:
+            raise UsageError(
+                f"--restarts applies only to processes that this command starts; use the option of {world.launcher}"
+            )
+        if world.may_restart and request.name is None and not request.resume:
+            raise UsageError(f"{world.launcher} may restart processes, which find their run by its name; add --name")
+        if request.master_port is not None:  # all of its processes must use the same port
+            remedy = "use torchrun's --master-port" if world.launcher == "torchrun" else "set MASTER_PORT instead"
+            raise UsageError(f"--master-port applies only to processes that this command starts; {remedy}")
+    if request.allowed and not request.resume:
+        raise UsageError("--allow-change applies only to resumed runs; add --resume, or remove --allow-change")
+
+
+def _continues(request: Request, restarted: bool) -> bool:
+    """Whether the run exists: the user continues it, or a launcher has restarted this process."""
+    from mplug.run.folder import RUNS
+
+    return request.resume or (restarted and (RUNS / str(request.name) / "config.yaml").is_file())
+
+
+def _base(directory: Path | None) -> "Settings":
+    from mplug.config.defaults import default_settings, saved_settings
+
+    return saved_settings(directory) if directory else default_settings()
+
+
+def _refuse_model(
+    run: "Run", world: "World | None", resume_from: Path | None, readable: "Choice | None", since: "Changes"
+) -> Path | None:
+    """Build the model on the meta device, and refuse what cannot train; returns the folder of pretrained weights."""
+    from mplug.checkpoint.pretrained import pretrained_of, refuse_another_model
+    from mplug.checkpoint.states import refuse_unsavable_states  # imports torch: refused configs end before
+    from mplug.model.build import build_model
+    from mplug.model.sizes import refuse_beyond_memory
+    from mplug.training.changes import refuse_other_micro_batches
+
+    model = build_model(run)
+    refuse_beyond_memory(run, model, world)
+    refuse_other_micro_batches(model, since)
+    refuse_unsavable_states(run, model, readable.path if readable else None)
+    pretrained = pretrained_of(run) if _reads_checkpoints(world) and not resume_from else None
+    if pretrained is not None:
+        refuse_another_model(pretrained, model)
+    return pretrained

@@ -1,0 +1,26 @@
+"""The errors of files that cannot be written."""
+
+import errno
+from pathlib import Path
+
+from mplug import RunError, UsageError, write_whole
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+BROKEN = (errno.EIO, errno.EROFS, errno.EFBIG)
+"""Error numbers of a failed environment, as opposed to wrong input by the user."""
+
+
+def cannot_write(path: Path | str, error: OSError, instead: str = "choose another place") -> UsageError | RunError:
+    """The error to raise if a file cannot be written: RunError if the disk is full or broken, else UsageError."""
+    said = f"cannot write '{path}': {error.strerror or error}"
+    if error.errno in FULL:
+        return RunError(f"{said}; make room, then run the same command again, or {instead}")
+    return (RunError if error.errno in BROKEN else UsageError)(f"{said}; {instead}")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file, whole or not at all."""
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise cannot_write(path, error) from None

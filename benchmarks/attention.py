@@ -75,7 +75,7 @@ def supplier(settings: dict[str, object], heads: Heads, device: str) -> Core | s
     unmet = unmet_reasons(run)
     if unmet:
         return unmet[0].partition("': ")[2]
-    module = next(one.site.module for one in build_model(run).slots if one.site.slot == "Attention.core")
+    module = next(slot.site.module for slot in build_model(run).slots if slot.site.slot == "Attention.core")
     core: Core = module.core
     return core
 
@@ -125,15 +125,15 @@ def seconds(core: Core, heads: Heads, device: str, calls: int) -> float:
     return statistics.median(after.since(before) for before, after in pairwise(moments))
 
 
-def tflops(heads: Heads, taken: float) -> float:
+def tflops(heads: Heads, elapsed: float) -> float:
     """TFLOP/s of a causal forward and backward pass."""
-    return 4 * heads.b * heads.h * heads.s**2 * heads.k * 3.5 / 2 / taken / 1e12
+    return 4 * heads.b * heads.h * heads.s**2 * heads.k * 3.5 / 2 / elapsed / 1e12
 
 
 def main() -> int:
     """Print a row for every attention."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--only", nargs="*", default=list(ATTENTIONS), help="names, or what they begin with")
+    parser.add_argument("--only", nargs="*", default=list(ATTENTIONS), help="names of attentions, or their beginnings")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--calls", type=int, default=20)
     parser.add_argument("--without", nargs="*", choices=["errors", "losses", "speed"], default=[])
@@ -160,8 +160,8 @@ def main() -> int:
                 off = max(abs(a - b) / abs(b) for a, b in zip(found, reference, strict=True))
                 cells[2], failed = f"{off:.1e}", failed or not off <= BAND
             if "speed" not in options.without:
-                taken = seconds(core, timed, device, options.calls)
-                cells[3:] = [f"{taken * 1e3:.3f}", f"{tflops(timed, taken):.4g}"]
+                elapsed = seconds(core, timed, device, options.calls)
+                cells[3:] = [f"{elapsed * 1e3:.3f}", f"{tflops(timed, elapsed):.4g}"]
             print(f"{name:<16}{cells[0]:>9}{cells[1]:>9}{cells[2]:>14}{cells[3]:>9}{cells[4]:>9}", flush=True)
     return int(failed)
 

@@ -69,7 +69,7 @@ def measure(task: Task, tell: Callable[[int], None]) -> Found:
 
 def _pass(run: Any) -> tuple[Callable[[], None], str]:
     """A forward and backward pass of this rank's attention core, and who computes it."""
-    (filled,) = (one for one in build_model(run).slots if one.site.slot == "Attention.core")
+    (filled,) = (slot for slot in build_model(run).slots if slot.site.slot == "Attention.core")
     module, length = filled.site.module, run.config.trainer.seq_length
     own = length // run.mesh.world_size
     dtype = torch.bfloat16 if run.config.trainer.precision == "bf16" else torch.float32
@@ -84,7 +84,7 @@ def _pass(run: Any) -> tuple[Callable[[], None], str]:
     def once() -> None:
         torch.autograd.grad(module.core(*leaves, spec, inputs), leaves, gradient)
 
-    return once, " in ".join([filled.told(run), *(wrap.told for wrap in filled.wraps)])
+    return once, " in ".join([filled.supplier_label(run), *(wrap.label for wrap in filled.wraps)])
 
 
 def settings(options: argparse.Namespace, attention: str, layout: str, **changes: Any) -> dict[str, Any]:

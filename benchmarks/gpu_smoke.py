@@ -42,15 +42,15 @@ def metrics(
     name = f"{device}-{precision}-{layout or 'one'}"
     command = [sys.executable, "-m", "mplug", "train", "--name", name, "--precision", precision, "--parallel", layout]
     fields = {**SETTINGS, "trainer.device": device, "trainer.steps": steps}
-    said = [*(f"{field}={value}" for field, value in fields.items()), *more]
-    command += [word for assignment in said for word in ("--set", assignment)]
+    assignments = [*(f"{field}={value}" for field, value in fields.items()), *more]
+    command += [word for assignment in assignments for word in ("--set", assignment)]
     subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
     return [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
 
 
-def worst(found: list[dict[str, float]], reference: list[dict[str, float]], what: str) -> float:
+def worst(found: list[dict[str, float]], reference: list[dict[str, float]], figure: str) -> float:
     """The largest relative difference over all steps."""
-    return max(abs(a[what] - b[what]) / abs(b[what]) for a, b in zip(found, reference, strict=True))
+    return max(abs(a[figure] - b[figure]) / abs(b[figure]) for a, b in zip(found, reference, strict=True))
 
 
 def main() -> int:

@@ -84,7 +84,7 @@ class Misfortune:
         def reading(loader, samples):
             self.strike(run, "loader")
             yield from loader.take(samples)
-        feed.Feed.take = lambda feeding, samples: feed.Taken(reading(feeding.loader, samples), feeding._move)
+        feed.Feed.take = lambda feeding, samples: feed.MovedBatches(reading(feeding.loader, samples), feeding._move)
 
     def in_evaluation(self, run):
         from mplug.training import loop
@@ -171,20 +171,20 @@ class Process:
     """A process that the script started: when its first sentence came, and its exit status."""
 
     popen: Forked
-    said: str = ""
+    sentence: str = ""
     at: float = 0.0
 
     @property
     def errors(self) -> Path:
-        """Where it writes its errors."""
+        """The file to which the process writes its errors."""
         return Path(self.popen.output).with_name("err")
 
-    def look(self) -> None:
-        """Read what it says."""
-        if not self.said and self.errors.exists():
+    def read_sentence(self) -> None:
+        """Read the first error sentence of the process, if it has printed one."""
+        if not self.sentence and self.errors.exists():
             lines = [line for line in self.errors.read_text().splitlines() if line.startswith("mplug: ")]
             if lines:
-                self.said, self.at = lines[0].removeprefix("mplug: "), time.monotonic()
+                self.sentence, self.at = lines[0].removeprefix("mplug: "), time.monotonic()
 
 
 def prepare(folder: Path) -> None:
@@ -221,7 +221,7 @@ def begin(case: Case, folder: Path, machines: list[Machine]) -> Iterator[Process
 
 
 def struck(folder: Path, processes: list[Process]) -> tuple[int, float]:
-    """The process id of the rank that the misfortune has met, and when."""
+    """The process id of the rank that met the misfortune, and the time."""
     deadline = time.monotonic() + PATIENCE
     while not (folder / "struck").exists():
         ended = [process.errors.read_text() for process in processes if process.popen.poll() is not None]
@@ -233,7 +233,7 @@ def struck(folder: Path, processes: list[Process]) -> tuple[int, float]:
 
 
 def measured(case: Case, folder: Path, machines: Machines | None) -> list[str]:
-    """The rows of a case: what each machine says, and when."""
+    """The rows of a case: each sentence, the ranks that print it, and the time."""
     processes = list(begin(case, folder, list(machines or ())))
     pid, when = struck(folder, processes)
     if case.kind == "cut":
@@ -242,36 +242,36 @@ def measured(case: Case, folder: Path, machines: Machines | None) -> list[str]:
         when = time.monotonic()
     try:
         deadline = time.monotonic() + PATIENCE
-        lost = case.rank if machines is not None and case.kind in ("stopped", "killed") else None
+        lost_rank = case.rank if machines is not None and case.kind in ("stopped", "killed") else None
         while time.monotonic() < deadline:
             for process in processes:
-                process.look()
+                process.read_sentence()
             if all(process.popen.poll() is not None for process in processes):
                 break
             time.sleep(0.02)
         for process in processes:
-            process.look()
+            process.read_sentence()
     finally:
         if machines is not None:
             machines.mend(1)
         for process in processes:
             if process.popen.poll() is None:
                 process.popen.kill()
-                process.said = process.said or "DOES NOT END"
+                process.sentence = process.sentence or "DOES NOT END"
             process.popen.communicate()
     alive = "alive" if running(pid) else "dead"
-    said: dict[str, list[tuple[int, Process]]] = {}
+    by_sentence: dict[str, list[tuple[int, Process]]] = {}
     for rank, process in enumerate(processes):
-        if rank != lost:
-            said.setdefault(process.said or "(nothing)", []).append((rank, process))
+        if rank != lost_rank:
+            by_sentence.setdefault(process.sentence or "(nothing)", []).append((rank, process))
     rows = []
-    for sentence, those in said.items():
-        late = max(process.at for _, process in those) - when
-        who = "the launcher" if machines is None else f"ranks {', '.join(str(rank) for rank, _ in those)}"
-        status = sorted({process.popen.returncode for _, process in those})
-        told = f"{who} (status {', '.join(map(str, status))})"
-        times = f"{late:.1f} | {late - TIMEOUT:+.1f}" if all(process.at for _, process in those) else "- | -"
-        rows.append(f"{times} | {told} | {alive} | {sentence} |")
+    for sentence, reporters in by_sentence.items():
+        late = max(process.at for _, process in reporters) - when
+        names = "the launcher" if machines is None else f"ranks {', '.join(str(rank) for rank, _ in reporters)}"
+        status = sorted({process.popen.returncode for _, process in reporters})
+        reported_by = f"{names} (status {', '.join(map(str, status))})"
+        times = f"{late:.1f} | {late - TIMEOUT:+.1f}" if all(process.at for _, process in reporters) else "- | -"
+        rows.append(f"{times} | {reported_by} | {alive} | {sentence} |")
     return rows
 
 
@@ -294,18 +294,18 @@ def main() -> None:
         "misfortune",
         "s",
         "s after the time-out",
-        "who says it",
+        "reported by",
         "the process",
         "sentence",
     )
     print(f"| {' | '.join(titles)} |\n{'|---' * len(titles)}|")
     for number in numbers:
         case = CASES[number - 1]
-        whose = "link of ranks 2, 3" if case.kind == "cut" else f"rank {case.rank}"
-        what = f"{whose} {case.kind} in {case.activity}"
-        first = f"| {number} | {case.machines} | {case.layout} | {what} | "
+        subject = "link of ranks 2, 3" if case.kind == "cut" else f"rank {case.rank}"
+        misfortune = f"{subject} {case.kind} in {case.activity}"
+        first = f"| {number} | {case.machines} | {case.layout} | {misfortune} | "
         if case.machines == 2 and reason is not None:
-            print(f"{first} left out: {reason} |")
+            print(f"{first} skipped: {reason} |")
             continue
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)

@@ -281,7 +281,7 @@ def compare_blend(core: Any, number: int) -> dict[str, Any]:
 def timed(function: Callable[[], Any]) -> float:
     """Seconds of CPU time in user mode: what one thread computes, on a busy machine too.
 
-    Page faults are left out: they cost ten times as much for who touches a virtual machine's memory first.
+    Page faults are left out: they cost ten times as much for the process that touches a virtual machine's memory first.
     """
     began = resource.getrusage(resource.RUSAGE_SELF).ru_utime
     function()
@@ -292,7 +292,7 @@ def peak_gib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def build_once(who: str, documents: int, epochs: int, seq_length: int) -> None:
+def build_once(library: str, documents: int, epochs: int, seq_length: int) -> None:
     """In a process of its own: seconds and peak memory of the three indices of many documents, as JSON."""
     lengths = np.random.default_rng(1).integers(1, 1000, documents, dtype=np.int32)
     tokens = total(lengths, range(documents))
@@ -300,7 +300,7 @@ def build_once(who: str, documents: int, epochs: int, seq_length: int) -> None:
     cut = Cut(seq_length, 1)
     times = cut.epochs(tokens, samples)
     build_indices(lengths[:100], range(100), cut, cut.epochs(total(lengths, range(100)), None), 1)  # compiles
-    core = megatron() if who == "megatron" else None
+    core = megatron() if library == "megatron" else None
     before = peak_gib()
     if core is None:
         parts = {"all": timed(lambda: build_indices(lengths, range(documents), cut, times, 1))}
@@ -323,27 +323,27 @@ def megatron_indices(core: Any, lengths: Any, cut: Cut, epochs: Any, tokens: int
 def speed(documents: list[int], epochs: int) -> None:
     for number in documents:
         found = {}
-        for who in ("ours", "megatron") * (3 if number < 10**7 else 1):
-            command = [sys.executable, __file__, "build", "--who", who, "--documents", str(number)]
+        for library in ("ours", "megatron") * (3 if number < 10**7 else 1):
+            command = [sys.executable, __file__, "build", "--library", library, "--documents", str(number)]
             command += ["--epochs", str(epochs)]
             line = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
             one = json.loads(line)
-            best = found.setdefault(who, one)
-            found[who] = {name: min(value, best[name]) for name, value in one.items()}
-        report(f"indices of {number:,} documents, {epochs} epochs", found["ours"], found["megatron"])
+            best = found.setdefault(library, one)
+            found[library] = {name: min(value, best[name]) for name, value in one.items()}
+        print_ratios(f"indices of {number:,} documents, {epochs} epochs", found["ours"], found["megatron"])
     core = megatron()
     for members, size in ((2, 10**8), (8, 10**7), (32, 10**7), (300, 10**6)):
-        report(f"blend of {members} data sets, {size:,} samples", *blend_seconds(core, members, size))
+        print_ratios(f"blend of {members} data sets, {size:,} samples", *blend_seconds(core, members, size))
     with TemporaryDirectory() as folder:
-        report("one reader, S=4096, documents of 500 tokens", *reader_seconds(core, Path(folder), 500, 4096))
-        report("one reader, S=4096, documents of 20 tokens", *reader_seconds(core, Path(folder), 20, 4096))
+        print_ratios("one reader, S=4096, documents of 500 tokens", *reader_seconds(core, Path(folder), 500, 4096))
+        print_ratios("one reader, S=4096, documents of 20 tokens", *reader_seconds(core, Path(folder), 20, 4096))
 
 
-def report(what: str, ours: dict[str, float], theirs: dict[str, float]) -> None:
+def print_ratios(title: str, ours: dict[str, float], theirs: dict[str, float]) -> None:
     parts = [
         f"{name} {ours[name]:.3f} : {theirs[name]:.3f} = {ours[name] / max(theirs[name], 1e-9):.2f}" for name in ours
     ]
-    print(f"{what}: {', '.join(parts)} (ours : Megatron Core's)", flush=True)
+    print(f"{title}: {', '.join(parts)} (ours : Megatron Core's)", flush=True)
 
 
 def blend_seconds(core: Any, members: int, size: int) -> tuple[dict[str, float], dict[str, float]]:
@@ -383,11 +383,11 @@ if __name__ == "__main__":
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--documents", type=int, nargs="*", default=[10**6])
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--who", choices=["ours", "megatron"])
+    parser.add_argument("--library", choices=["ours", "megatron"])
     given = parser.parse_args()
     if given.what == "compare":
         compare(given.record, given.cases)
     elif given.what == "speed":
         speed(given.documents, given.epochs)
     else:
-        build_once(given.who, given.documents[0], given.epochs, 2048)
+        build_once(given.library, given.documents[0], given.epochs, 2048)

@@ -66,7 +66,7 @@ def curves(layout: str, precision: str, steps: int, settings: list[str]) -> Curv
 
 def off(found: list[float], expected: list[float]) -> list[float]:
     """The relative difference of every step."""
-    return [abs(mine - theirs) / abs(theirs) for mine, theirs in zip(found, expected, strict=True)]
+    return [abs(value - reference) / abs(reference) for value, reference in zip(found, expected, strict=True)]
 
 
 def gradients(settings: list[str]) -> Table:

@@ -39,21 +39,25 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--bias", action="store_true")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--supplier", action="append", help=f"MODULE:FUNCTION; may be said several times ({TRITON})")
+    parser.add_argument("--supplier", action="append", help=f"MODULE:FUNCTION; may be repeated ({TRITON})")
     options = parser.parse_args(arguments)
     for name in ("rows", "width", "repeats"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} is {getattr(options, name)}; it must be at least 1")
     if not torch.cuda.is_available():
-        parser.error("torch sees no GPU here, and a norm is measured on one: run it where there is one")
+        parser.error("torch finds no GPU on this machine, and this script measures norms on a GPU")
     try:
         ways = {"plain torch": norm_residual, **named(options.supplier or [TRITON])}
     except (AttributeError, ImportError, ValueError) as error:
-        parser.error(f"--supplier must be MODULE:FUNCTION of what is installed: {error}")
+        parser.error(f"--supplier must be MODULE:FUNCTION of an installed package: {error}")
     size = f"{options.rows:,} rows of {options.width:,} in {options.dtype}"
     print(f"{options.kind}{' with a bias' if options.bias else ''}, {size}, {torch.cuda.get_device_name()}\n")
     problems = [Problem(options, residual, "cuda") for residual in (False, True)]
-    print(table(HEADER, [row(one, name, norm, options.repeats) for one in problems for name, norm in ways.items()]))
+    print(
+        table(
+            HEADER, [row(problem, name, norm, options.repeats) for problem in problems for name, norm in ways.items()]
+        )
+    )
 
 
 def named(suppliers: list[str]) -> dict[str, NormResidual]:

@@ -91,7 +91,7 @@ def main() -> int:
         try:
             found[strategy] = figures(turn(task, options.ranks))
         except UsageError as error:
-            print(f"'{strategy}' is left out: {error}", file=sys.stderr)
+            print(f"'{strategy}' is skipped: {error}", file=sys.stderr)
     print(table(HEADER, (row(strategy, one) for strategy, one in found.items())))
     if options.out is not None:
         options.out.write_text(json.dumps(found, indent=1) + "\n")

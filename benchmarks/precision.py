@@ -79,22 +79,24 @@ def main() -> int:
     parser.add_argument("--reference", type=Path, metavar="FILE", help="compare with the CPU's losses in this file")
     options = parser.parse_args()
     if options.reference is None and "cpu" not in options.only:
-        parser.error("there is nothing to compare with: add 'cpu' to --only, or name a --reference")
+        parser.error("a comparison needs a reference: add 'cpu' to --only, or set --reference")
     if options.only != ["cpu"] and not torch.cuda.is_available():
-        parser.error("torch sees no GPU here; use --only cpu")
+        parser.error("torch finds no GPU on this machine; use --only cpu")
     with tempfile.TemporaryDirectory(prefix="mplug-precision-") as folder:
         text = options.text.resolve() if options.text else frozen_source(Path(folder) / "text")
         about = {"settings": {**SETTINGS, "trainer.steps": options.steps}}
         about["tokens_sha256"] = digest({**about["settings"], "data.path": text})
-        known = json.loads(options.reference.read_text()) if options.reference else {}
-        for fact in about if known else ():
-            if known.get(fact) != about[fact]:
-                parser.error(f"{options.reference} has other {fact}: {known.get(fact)}; here they are {about[fact]}")
+        saved = json.loads(options.reference.read_text()) if options.reference else {}
+        for fact in about if saved else ():
+            if saved.get(fact) != about[fact]:
+                parser.error(
+                    f"--reference {options.reference} has {fact}={saved.get(fact)}; this run has {about[fact]}"
+                )
         losses, rows = {}, []
         for name in [name for name in RUNS if name in options.only]:  # the CPU first
-            losses[name], *told = trained(Path(folder), name, {**about["settings"], "data.path": text})
-            reference = known["losses"]["cpu"] if known else losses["cpu"]
-            rows.append((name, *compared(losses[name], reference, BANDS[name]), *told))
+            losses[name], *figures = trained(Path(folder), name, {**about["settings"], "data.path": text})
+            reference = saved["losses"]["cpu"] if saved else losses["cpu"]
+            rows.append((name, *compared(losses[name], reference, BANDS[name]), *figures))
             print(table(HEADER, rows), end="\n\n", flush=True)
     if options.save:
         options.save.write_text(json.dumps({**about, "torch": torch.__version__, "losses": losses}) + "\n")

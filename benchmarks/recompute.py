@@ -43,10 +43,10 @@ CHOICES: dict[str, list[str]] = {
 
 def settings_of(choice: str, options: argparse.Namespace) -> Settings:
     """The run's settings with a choice's."""
-    said = [f"memory.recompute.{one}" for one in CHOICES[choice]]
+    assignments = [f"memory.recompute.{assignment}" for assignment in CHOICES[choice]]
     given = [f"{section}={value}" for section, value in (("model.preset", options.preset),) if value]
     given += [f"trainer.precision={options.precision}", "data.name=mock", "trainer.eval_every=0"]
-    return merge(read_assignments([*given, *options.assignments]), read_assignments(said))
+    return merge(read_assignments([*given, *options.assignments]), read_assignments(assignments))
 
 
 def measure(choice: str, options: argparse.Namespace) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How long a run that has lost a worker takes to go on: from the kill to the first step that is done again.
+"""How long a run that has recovery_seconds a worker takes to go on: from the kill to the first step that is done again.
 
     python benchmarks/recovery.py [--layout dp2tp2] [--kills 3] [--device cuda]
 
@@ -45,13 +45,15 @@ def main() -> None:
             for word in ("--set", f"{name}={value}")
         ]
         with subprocess.Popen(command, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}) as process:
-            seconds = [lost(Path(folder) / "runs" / "one", last_rank, process) for _ in range(options.kills)]
+            seconds = [
+                recovery_seconds(Path(folder) / "runs" / "one", last_rank, process) for _ in range(options.kills)
+            ]
             process.send_signal(signal.SIGTERM)
     print(f"{options.layout}: {statistics.median(seconds):.1f} s to recover (of {options.kills}: ", end="")
     print(", ".join(f"{value:.1f}" for value in seconds) + ")")
 
 
-def lost(run: Path, rank: int, process: subprocess.Popen[bytes]) -> float:
+def recovery_seconds(run: Path, rank: int, process: subprocess.Popen[bytes]) -> float:
     """Kill a rank's worker, and the seconds until a step is done again."""
     metrics = run / "metrics.jsonl"
     first = done(metrics)
@@ -60,7 +62,7 @@ def lost(run: Path, rank: int, process: subprocess.Popen[bytes]) -> float:
         time.sleep(0.01)
     os.kill(worker(run, rank), signal.SIGKILL)
     began = time.monotonic()
-    time.sleep(0.5)  # what was under way is told
+    time.sleep(0.5)  # lines that were being written arrive
     lines = done(metrics)
     while (found := done(metrics)) <= lines:  # first the steps that are to be repeated are dropped
         assert process.poll() is None

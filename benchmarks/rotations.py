@@ -36,8 +36,8 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
     parser.add_argument("--qk-norm", action="store_true")
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--bandwidth", type=float, default=4.28e12, help="bytes a second that a copy moves")
-    parser.add_argument("--supplier", action="append", default=[], help="MODULE:FUNCTION; may be said several times")
+    parser.add_argument("--bandwidth", type=float, default=4.28e12, help="bytes per second of a copy")
+    parser.add_argument("--supplier", action="append", default=[], help="MODULE:FUNCTION; may be repeated")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     problem = Problem(options, device)

@@ -41,7 +41,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 MATRIX_PRODUCTS = "torch's matrix products"
-KNOWN: dict[str, tuple[Any, ...]] = {
+SUPPORTED: dict[str, tuple[Any, ...]] = {
     "position": ("learned", "rotary"),
     "activation": ("gelu", "gelu_tanh", "swiglu"),
     "norm": ("layernorm", "rmsnorm"),
@@ -91,13 +91,13 @@ class Shape:
 
 
 def shape_of(task: dict[str, Any]) -> Shape:
-    """The model's shape; exits with a sentence where the task is not one for this script."""
-    if other := task["model"].keys() ^ {field.name for field in fields(Shape)}:
-        sys.exit(f"it knows other fields of a model; these are not in both: {', '.join(sorted(other))}")
-    said = {**task, **task["model"], "optimizer": task["optimizer"]["name"]}
-    for what, known in KNOWN.items():
-        if said[what] not in known:
-            sys.exit(f"it does not know {what} {said[what]!r}, only {', '.join(map(repr, known))}")
+    """The model's shape; exits with a sentence if this script does not support the task."""
+    if different := task["model"].keys() ^ {field.name for field in fields(Shape)}:
+        sys.exit(f"this script supports other fields of a model; these differ: {', '.join(sorted(different))}")
+    values = {**task, **task["model"], "optimizer": task["optimizer"]["name"]}
+    for field, supported in SUPPORTED.items():
+        if values[field] not in supported:
+            sys.exit(f"this script does not support {field} {values[field]!r}, only {', '.join(map(repr, supported))}")
     return Shape(**task["model"])
 
 

@@ -38,10 +38,10 @@ def slots_named(words: Iterable[str], field: str) -> tuple[str, ...]:
 
     Raises UsageError for any other word. `field` is the config field that holds the words; the error names it.
     """
-    found: dict[str, None] = {}
+    slots: dict[str, None] = {}
     for word in words:
         if word not in SLOT_KINDS and word not in KIND_OF:
-            known = [*SLOT_KINDS, *KIND_OF]
-            raise UsageError(f"{field}: '{word}' names no slot{suggest(word, known)} (kinds: {listed(SLOT_KINDS)})")
-        found |= dict.fromkeys(SLOT_KINDS.get(word, (word,)))
-    return tuple(found)
+            names = [*SLOT_KINDS, *KIND_OF]
+            raise UsageError(f"{field}: '{word}' names no slot{suggest(word, names)} (kinds: {listed(SLOT_KINDS)})")
+        slots |= dict.fromkeys(SLOT_KINDS.get(word, (word,)))
+    return tuple(slots)

@@ -38,7 +38,7 @@ class TestChunked(KernelsSuite):  # type: ignore[misc, valid-type]
 @pytest.mark.wide("suites")
 def test_the_package_as_it_is_passes_its_own_tests(own_tests: Callable[..., str]) -> None:
     skipped = [line for line in own_tests(PACKAGE, "-rs").splitlines() if line.startswith("SKIPPED")]
-    assert all("has no dropout mask of its own" in line for line in skipped), skipped
+    assert all("draws no dropout mask itself" in line for line in skipped), skipped
 
 
 # Planted faults.
@@ -63,13 +63,13 @@ FAULTS = {
         ANOTHER,
         "        return not site.needs",
         "test_it_refuses_sites_that_ask_for_another_function",
-        ("supports says True to Attention.core", "does not need 'linear attention'", "require 'linear attention'"),
+        ("supports returns True for Attention.core", "does not need 'linear attention'", "require 'linear attention'"),
     ),
     "the kernel forgets the normaliser": Planted(
         "output = summed[..., :-1] / summed[..., -1:]",
         "output = summed[..., :-1]",
         VALUES,
-        ("Attention.core with as many KV heads as query heads, fp32: the output is off by",),
+        ("Attention.core with as many KV heads as query heads, fp32: the output has an error of",),
         ("fp32",),
     ),
     "supports ignores other needs": Planted(
@@ -82,7 +82,7 @@ FAULTS = {
         "torch.where(x > 0, x + 1, x.clamp(max=0).exp())",
         "torch.nn.functional.elu(x) + 1",
         VALUES,
-        ("scores whose exponentials vanish", "the output is off by"),
+        ("scores whose exponentials vanish", "the output has an error of"),
         ("fp32",),
     ),
     "a chunk sees the sums of its own keys": Planted(
@@ -103,8 +103,8 @@ FAULTS = {
         "return needs",
         "test_an_attention_core_of_its_own_is_asked_for",
         (
-            "'blocks.0.attn' does not compute what its specification says",
-            "the site asks for nothing else",
+            "'blocks.0.attn' computes another function than its specification",
+            "the site has no need for this function",
             "override 'needs'",
         ),
         suite=ModelsSuite,
@@ -113,14 +113,14 @@ FAULTS = {
         "Flops(6 * weights + config.num_layers * core.per_token, 0)",
         "Flops(6 * weights, 6 * config.num_layers * hidden)",
         FLOPS,
-        ("FLOPs a token, and the products with weights have", "and its attention cores 9,216"),
+        ("FLOPs per token, and the products with weights need", "and its attention cores 9,216"),
         suite=ModelsSuite,
     ),
     "the plan states the FLOPs of both": Planted(
         "core.per_token, 0)",
         "core.per_token, 6 * config.num_layers * hidden)",
         FLOPS,
-        ("states 576 FLOPs a squared length, and cores of linear attention have 0",),
+        ("states 576 FLOPs per squared length, and cores of linear attention need 0",),
         suite=ModelsSuite,
     ),
 }
@@ -150,15 +150,19 @@ def acausal(self: Any, q: Tensor, k: Tensor, v: Tensor, spec: Any, inputs: Any) 
 @pytest.mark.parametrize(
     ("changes", "test", "words"),
     [
-        ({"reference": KernelSuite.reference}, NAMED, "computes 'linear attention', and not what that is; override"),
+        ({"reference": KernelSuite.reference}, NAMED, "computes = 'linear attention' without a reference; override"),
         ({"reference": KernelSuite.reference}, "test_attention_is_causal", "override 'reference'"),
-        ({"computes": ""}, NAMED, "overrides 'reference', and does not say which sites ask for that function"),
-        ({"computes": "window"}, NAMED, "computes 'window', which mplug.nn computes, too"),
-        ({"computes": "linear"}, "test_attention_is_causal", "all of them need 'linear', as the suite's 'computes'"),
+        ({"computes": ""}, NAMED, "overrides 'reference' without 'computes'"),
+        ({"computes": "window"}, NAMED, "computes = 'window', whose reference is mplug.nn"),
+        (
+            {"computes": "linear"},
+            "test_attention_is_causal",
+            "every case needs 'linear', because the suite sets 'computes'",
+        ),
         (
             {"computes": "", "reference": KernelSuite.reference},
             "test_attention_is_causal",
-            "if the core is no softmax attention, name the need of its sites in the suite's 'computes'",
+            "if the core is not softmax attention, set the suite's 'computes' to the need of its sites",
         ),
         ({"reference": detached}, "test_its_reference_is_a_core", "the reference of Attention.core with as many"),
         ({"reference": detached}, "test_its_reference_is_a_core", "gives q no gradient"),
@@ -183,7 +187,7 @@ def test_a_suite_that_does_not_say_what_the_kernel_computes_is_a_fault(
 def test_a_model_whose_suite_does_not_say_what_its_cores_cost_is_a_fault(plant: Plant) -> None:
     plant(PACKAGE)
     suite = type("Wrong", (ModelsSuite,), {"core_flops": ModelSuite.core_flops})()
-    with pytest.raises(Fault, match="need 'linear attention', and nothing says what that costs: override 'core_flops'"):
+    with pytest.raises(Fault, match="need 'linear attention', whose FLOPs are unknown: override 'core_flops'"):
         suite.test_its_flops_are_those_of_its_matrix_products()
     ModelsSuite().test_its_flops_are_those_of_its_matrix_products()
 
@@ -199,8 +203,8 @@ def test_a_kernel_of_softmax_attention_is_refused_and_none_that_computes_another
     refused = cli(*words, path=sys.path[0])
     assert refused.returncode == 2, refused.stdout + refused.stderr
     assert refused.stderr.rstrip().endswith(
-        "kernels/sdpa cannot serve Attention.core of 'blocks.*.attn': it does not offer linear attention; chunked "
-        "would do: set kernels.attention=chunked"
+        "kernels/sdpa cannot serve Attention.core of 'blocks.*.attn': it does not offer linear attention; chunked can "
+        "serve it: set kernels.attention=chunked"
     )
 
 
@@ -216,11 +220,11 @@ def test_a_site_of_softmax_attention_is_none_of_the_kernels(plant: Plant) -> Non
 @pytest.mark.parametrize(
     ("old", "new", "proposed"),
     [
-        ("", "", "; no other installed kernel would do; set kernels.attention=null for the composition in plain torch"),
+        ("", "", "; no other installed kernel can; set kernels.attention=null for the composition in plain torch"),
         (
             "linear_attention.offers = frozenset({LINEAR})",
             "linear_attention.offers = frozenset()",
-            "; no other installed kernel would do, nor would the composition in plain torch",
+            "; no other installed kernel can, and neither can the composition in plain torch",
         ),
     ],
 )
@@ -239,6 +243,6 @@ def test_a_strategy_that_does_not_know_the_function_is_refused_and_no_kernel_is_
     with pytest.raises(UsageError) as refused:
         build_model(tiny_run({**TINY, "kernels.default": None, "parallel.layout": "tp2"}))
     assert str(refused.value).endswith(
-        "the site needs linear attention, and its wrap does not say that it serves that (Wrap.serves)"
+        "the site needs linear attention, and the plugin's wrap does not declare it in Wrap.serves"
     )
     assert unmet_reasons(tiny_run({**TINY, "kernels.attention": "chunked"})) == []

@@ -359,8 +359,14 @@ def test_data_is_checked_without_torch(new_interpreter_cli: Cli, no_torch: Path)
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        (["data.path=text.txt", "model.vocab_size=100"], ("model.vocab_size is 100", "255", "model.vocab_size=256")),
-        (["data.path=text.txt", "trainer.device=cuda"], ("trainer.device is 'cuda'", "no GPU", "'cpu'")),
+        (
+            ["data.path=text.txt", "model.vocab_size=100"],
+            ("model.vocab_size=100 is too small", "255", "model.vocab_size=256"),
+        ),
+        (
+            ["data.path=text.txt", "trainer.device=cuda"],
+            ("trainer.device=cuda: torch finds no GPU", "trainer.device=auto or cpu"),
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -349,16 +349,16 @@ print(json.dumps({"parameters": 41184, "flops": 53477376 * told["seq_length"] //
 def test_a_script_is_not_compared_with_a_run_that_computes_something_else(tmp_path: Path) -> None:
     script = tmp_path / "one.py"
     script.write_text(COUNTING)
-    assert opponent(f"{script} trainer.seq_length=64", small()).told["seq_length"] == 64
+    assert opponent(f"{script} trainer.seq_length=64", small()).task["seq_length"] == 64
     with pytest.raises(
-        UsageError, match=r"counts 41,184 parameters, and 'larger' 45,280: they do not compute the same"
+        UsageError, match=r"reports 41,184 parameters, and 'larger' has 45,280, so they do not compute the same"
     ):
         opponent(str(script), small(), same=["model.init_std=0.1"], larger=["model.ffn_hidden_size=160"])
-    with pytest.raises(UsageError, match=r"one.py' counts 53,477,376 flops, and 'longer' 113,246,208"):
+    with pytest.raises(UsageError, match=r"one.py' reports 53,477,376 flops, and 'longer' has 113,246,208"):
         opponent(str(script), small(), longer=["trainer.seq_length=64"])
-    with pytest.raises(UsageError, match=r"for runs of one process, and 'wide' takes 2; leave it out"):
+    with pytest.raises(UsageError, match=r"runs of one process, and 'wide' needs 2; remove --against"):
         opponent(str(script), small(), same=[], wide=["parallel.layout=dp2"])
-    with pytest.raises(UsageError, match=r"for runs of one process, and '.*one.py' takes 2; leave it out"):
+    with pytest.raises(UsageError, match=r"runs of one process, and '.*one.py' needs 2; remove --against"):
         opponent(f"{script} parallel.layout=dp2", small())
     with pytest.raises(UsageError, match=r"trainer.stpes \(--against\): unknown field; did you mean 'steps'"):
         opponent(f"{script} trainer.stpes=1", small())
@@ -411,9 +411,9 @@ def test_the_yardstick_refuses_a_model_with_other_fields(yardstick: ModuleType) 
         ("import sys\nprint('{}')\nsys.exit('first\\nno room here')", "ended with status 1: no room here"),
         (
             "print('{}'); print('ready')",
-            "must end with a line of JSON that has parameters and flops; it ended with: ready",
+            "must end with a line of JSON with the keys parameters and flops; it ended with: ready",
         ),
-        ("print('{\"parameters\": 1}')", "must end with a line of JSON that has parameters and flops"),
+        ("print('{\"parameters\": 1}')", "must end with a line of JSON with the keys parameters and flops"),
         ("pass", "it ended with: nothing"),
     ],
 )
@@ -431,7 +431,7 @@ def test_a_script_that_forgets_its_times_is_told_so(tmp_path: Path) -> None:
     script = tmp_path / "one.py"
     script.write_text("""print('{"parameters": 1, "flops": 2}')""")
     assert Script.read(str(script)).ask({}) == {"parameters": 1, "flops": 2}
-    with pytest.raises(RunError, match="a line of JSON that has parameters, flops, seconds and memory_gib"):
+    with pytest.raises(RunError, match="a line of JSON with the keys parameters, flops, seconds and memory_gib"):
         Script.read(str(script)).ask({}, steps=1)
 
 
@@ -481,10 +481,10 @@ def test_the_yardstick_takes_turns_with_the_variants(cli: Cli, tmp_path: Path) -
     result = cli("bench", *words, "--against", f"{YARDSTICK} trainer.seed=3", *counts)
     assert result.returncode == 0, result.stderr
     told = [line.partition(": ")[2] for line in result.stderr.splitlines() if line.startswith("round ")]
-    assert told == ["as it is", "yardstick.py"] * 2
+    assert told == ["unchanged", "yardstick.py"] * 2
     header, *rows = result.stdout.splitlines()
     assert header.split("  ")[-1].strip() == "TO yardstick.py"
-    assert [row.split("  ")[0].strip() for row in rows] == ["as it is", "yardstick.py"]
+    assert [row.split("  ")[0].strip() for row in rows] == ["unchanged", "yardstick.py"]
     assert rows[-1].endswith("1.000 (1.000 to 1.000)")
     kept = json.loads((tmp_path / "bench.json").read_text())
     ours, theirs = kept["variants"][""], kept["against"]
@@ -499,7 +499,7 @@ def test_the_yardstick_takes_turns_with_the_variants(cli: Cli, tmp_path: Path) -
     ("words", "sentence"),
     [
         (("--variant", "trainer.stpes=1"), "trainer.stpes (--variant): unknown field; did you mean 'steps'?"),
-        (("--against", "none.py"), "--against 'none.py': there is no such script"),
+        (("--against", "none.py"), "--against 'none.py': this file does not exist"),
     ],
     ids=["variant", "script"],
 )

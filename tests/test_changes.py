@@ -101,7 +101,7 @@ def test_what_decides_how_training_goes_on_is_refused_unless_it_is_allowed_by_na
     assert line.startswith(f"  {field}: ")
     assert f" -> {COURSE[field]} (the suite's settings)" in line
     assert str(PATH) in str(caught.value)
-    assert f"add: --allow-change {field}\n" in str(caught.value)
+    assert f"add --allow-change {field}\n" in str(caught.value)
     for allowed in (field, field.split(".")[0]):
         told = changes({}, after, allowed).lines()
         assert [line for line in told if line.startswith(f"{field}: ") and line.endswith("(--allow-change)")]
@@ -111,10 +111,10 @@ def test_all_changes_are_refused_at_once_and_a_field_is_no_permission_for_anothe
     after = {"optimizer.lr": 1e-4, "trainer.seed": 7, "trainer.steps": 200}
     with pytest.raises(UsageError) as caught:
         changes({}, after)
-    assert "add: --allow-change optimizer.lr,trainer.seed\n" in str(caught.value)
+    assert "add --allow-change optimizer.lr,trainer.seed\n" in str(caught.value)
     with pytest.raises(UsageError) as caught:
         changes({}, after, "optimizer.lr")
-    assert "add: --allow-change trainer.seed\n" in str(caught.value)
+    assert "add --allow-change trainer.seed\n" in str(caught.value)
     with pytest.raises(UsageError, match=r"optimizer\.lr"):
         changes({}, after, "trainer.seed", "optimizer.lr_scale")
 
@@ -153,7 +153,7 @@ def test_a_field_of_a_third_partys_plugin_is_refused_until_the_plugin_says_that_
 ) -> None:
     before, after = ({"kernels.attention": "ringo", "kernels.ringo.block": block} for block in (4, 8))
     plant("nova-ringo")
-    with pytest.raises(UsageError, match=r"kernels.ringo.block: 4 -> 8 .*: kernels/ringo does not say that it may cha"):
+    with pytest.raises(UsageError, match=r"kernels.ringo.block: 4 -> 8 .*: kernels/ringo does not declare"):
         changes(before, after)
     assert changes(before, after, "kernels.ringo").lines() == ["kernels.ringo.block: 4 -> 8 (--allow-change)"]
     marked = '__import__("typing").Annotated[PositiveInt, __import__("mplug").MAY_CHANGE]'
@@ -211,7 +211,7 @@ def test_the_precision_of_a_strategys_sums_is_one_change_and_its_buckets_are_fre
 def test_an_unknown_name_is_refused_with_did_you_mean() -> None:
     config = tiny_config({})
     for name, close in (("optimizer.lrr", "optimizer.lr"), ("optimzer", "optimizer")):
-        with pytest.raises(UsageError, match=f"--allow-change '{name}' .*; did you mean '{close}'"):
+        with pytest.raises(UsageError, match=f"--allow-change '{name}': .*; did you mean '{close}'"):
             refuse_unknown_fields(manifest_of({}), config, (name,))
     refuse_unknown_fields(manifest_of({}), config, ("optimizer.lr", "schedule", "trainer.loss_scale.initial"))
 
@@ -241,7 +241,7 @@ def test_other_data_is_refused_wherever_it_is(text_run: tuple[dict[str, Any], Pa
     other = tmp_path / path
     other.write_text(Path(settings["data.path"]).read_text().replace("1 times 1 is 1", "1 times 1 is 2"))
     config = tiny_config({**settings, "data.path": str(other)})
-    with pytest.raises(UsageError, match=r"the training data has other content .* --allow-change data"):
+    with pytest.raises(UsageError, match=r"the training data differs in content .* --allow-change data"):
         trained(config, tmp_path / "run", resume_from=checkpoint)
     trained(config, tmp_path / "run", resume_from=checkpoint, allowed=("data",))
 
@@ -271,7 +271,7 @@ def test_a_resumed_run_refuses_logs_and_records_its_changes(
     more = ("train", "--resume", "--set", "trainer.steps=5")
     refused = mplug(*more, "--set", "optimizer.lr=1e-4")
     assert refused.exit_code == 2
-    for words in ("optimizer.lr: 0.005 -> 0.0001 (--set)", "add: --allow-change optimizer.lr"):
+    for words in ("optimizer.lr: 0.005 -> 0.0001 (--set)", "add --allow-change optimizer.lr"):
         assert words in refused.output, refused.output
     assert "lr: 0.005" in (run / "config.yaml").read_text()
     unfit = mplug(*more, "--optimizer", "sgd", "--allow-change", "optimizer")

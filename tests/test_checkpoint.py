@@ -204,7 +204,9 @@ def test_two_plugins_that_save_a_state_of_one_name_are_named(tmp_path: Path) -> 
 
 def test_a_plugin_that_the_saved_run_did_not_have_is_named_with_a_remedy(tmp_path: Path) -> None:
     trained(tmp_path, {})
-    with pytest.raises(UsageError, match=r"has the state 'count' of a plugin.*with the plugins that it was saved with"):
+    with pytest.raises(
+        UsageError, match=r"has a plugin's state 'count'.*with the plugins that the checkpoint was saved with"
+    ):
         trained(tmp_path, {"trainer.steps": 7}, complete(tmp_path / "checkpoints")[-1], counter=Counter())
 
 

@@ -189,9 +189,9 @@ def test_a_kernel_hears_what_the_module_needs_beside_what_wraps_need() -> None:
     ("lengths", "said"),
     [
         ([[4, 4], [8, 0]], ""),
-        ([[4, 3], [8, 0]], "add up to 7 in a sample of 8 tokens"),
-        ([[9, -1], [8, 0]], "hold -1"),
-        ([[8, 0]], "must be [B, M] and int64"),
+        ([[4, 3], [8, 0]], "sums to 7 in a sample of 8 tokens"),
+        ([[9, -1], [8, 0]], "holds -1"),
+        ([[8, 0]], "must be [B, M] of int64"),
     ],
 )
 def test_lengths_that_are_not_those_of_the_sample_are_malformed(lengths: list[list[int]], said: str) -> None:

@@ -146,7 +146,7 @@ def test_under_a_layout_masks_differ_wherever_rank_micro_batch_step_or_block_do(
         build_model(tiny_run({**DROPS, **settings, "parallel.layout": layout}))
     except UsageError as refusal:
         told = str(refusal)
-        assert "divides experts, and the model 'gpt' has none" in told or "name one of them in the layout" in told, told
+        assert "splits experts, and the model 'gpt' has none" in told or "name one of them in the layout" in told, told
         pytest.skip(f"{layout} is refused: {told}")
     assert_own(masks_of(layout, settings), recomputes=True)
 
@@ -354,7 +354,9 @@ def test_a_micro_batch_without_a_key_is_an_error_where_a_kernel_draws() -> None:
         without = {name: entry for name, entry in batch.items() if name != ENTRY}
         parts.model.loss(batch)
         if draws:
-            with pytest.raises(RuntimeError, match=r"^kernels/sdpa draws .*give them what DefaultStepper\.entries"):
+            with pytest.raises(
+                RuntimeError, match=r"^kernels/sdpa draws .*the micro batch that DefaultStepper\.entries"
+            ):
                 parts.model.loss(without)
         else:
             parts.model.loss(without)
@@ -380,4 +382,7 @@ def test_the_fault_of_a_run_names_units_ranks_and_the_remedy() -> None:
     )
     assert same.startswith("the same numbers in unit 'block', samples 0 of step 1, on rank 1 as in unit 'block'")
     assert copies.startswith("other numbers in unit 'block', samples 0 of step 1, on rank 1 than on rank 0")
-    assert "than in one process: the order of execution decides; give units what DefaultStepper.entries" in order
+    assert (
+        "than in one process, so they depend on the order of execution; run units on the entries of "
+        "DefaultStepper.entries" in order
+    )

@@ -117,9 +117,9 @@ def test_the_time_that_the_loader_takes_is_counted_and_no_other(monkeypatch: pyt
     clock(64.0)
     waited = []
     for _ in taken:
-        waited.append(taken.waited)
+        waited.append(taken.wait_seconds)
         clock(32.0)
-    assert [*waited, taken.waited] == [0.5, 0.75, 2.75, 2.75]
+    assert [*waited, taken.wait_seconds] == [0.5, 0.75, 2.75, 2.75]
 
 
 def test_the_time_before_a_loader_fails_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +132,7 @@ def test_the_time_before_a_loader_fails_is_counted(monkeypatch: pytest.MonkeyPat
     taken = Feed(Lazy(fail), "cpu").take(1)
     with pytest.raises(OSError, match="gone"):
         next(taken)
-    assert taken.waited == 3.0
+    assert taken.wait_seconds == 3.0
 
 
 # Who asks for it, and when.

@@ -113,7 +113,7 @@ def test_a_module_that_freezes_what_its_plan_trains_is_refused() -> None:
 
     implementation.function = freezing
     with pytest.raises(
-        UsageError, match=r"sets requires_grad of parameter 'head\.norm\.weight' to False, and its plan"
+        UsageError, match=r"sets requires_grad=False on parameter 'head\.norm\.weight', and its plan trains"
     ):
         build_model(run)
 

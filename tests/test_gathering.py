@@ -96,7 +96,7 @@ def test_a_matrix_is_cut_unless_each_rank_has_whole_segments() -> None:
 
 def test_the_check_catches_rows_that_two_ranks_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GatheredPlacement, "_rows", lambda *_: range(3))
-    with pytest.raises(Fault, match=r"says that a box of 'one' is held by ranks"):
+    with pytest.raises(Fault, match=r"states that a box of 'one' is held by ranks"):
         require_exact_cover(GatheredPlacement.of(SHAPES["a vector"], "rows"))
 
 

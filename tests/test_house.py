@@ -330,9 +330,9 @@ def test_h_is_help_for_every_command() -> None:
 
 
 def test_the_pages_show_what_ctrl_c_prints() -> None:
-    from mplug.training.interrupt import HEARD
+    from mplug.training.interrupt import STOPPING
 
-    assert HEARD.decode() in (ROOT / "docs" / "preprocess.md").read_text()
+    assert STOPPING.decode() in (ROOT / "docs" / "preprocess.md").read_text()
 
 
 def test_the_code_is_formatted_linted_and_typed() -> None:

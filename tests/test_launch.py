@@ -20,9 +20,9 @@ from torch import Tensor
 from warm import Forked
 
 from mplug.checkpoint.names import path_of
-from mplug.distributed.launch import TERMINATED, Handler, Lines
+from mplug.distributed.launch import TERMINATED, Handler, Pipes
 from mplug.testing.harness import EXACT
-from mplug.training.interrupt import HEARD
+from mplug.training.interrupt import STOPPING
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked for in /proc")
 
@@ -408,7 +408,7 @@ def test_processes_of_mpirun_on_two_machines_join(
     if not provided:
         refused = ended()
         assert refused.returncode == 2, refused.stderr
-        assert "provides no address where they can meet; set MASTER_ADDR" in refused.stderr
+        assert "provides no address at which they can meet; set MASTER_ADDR" in refused.stderr
     result = ended(*(() if provided else ("-x", "MASTER_ADDR=node01")))
     assert result.returncode == 0, result.stderr
     assert_same_losses(folder / "runs" / "mpirun-on-two", whole(""))
@@ -624,22 +624,22 @@ def test_an_error_of_one_worker_ends_the_run_in_one_sentence(
 
 
 def test_a_signal_reaches_the_processes_that_live_though_others_have_died() -> None:
-    lines = Lines(3)
-    lines.theirs[1].close()
+    lines = Pipes(3)
+    lines.child_ends[1].close()
     with Handler(lines) as handler:
         handler._handle(signal.SIGTERM, None)
         handler._handle(signal.SIGINT, None)  # at once: of the same stop
     assert handler.signal == signal.SIGTERM
-    assert [lines.theirs[rank].recv() for rank in (0, 2)] == [signal.SIGTERM] * 2
+    assert [lines.child_ends[rank].recv() for rank in (0, 2)] == [signal.SIGTERM] * 2
     handler.when -= 60
     handler._handle(signal.SIGINT, None)  # later: everybody ends
-    assert lines.ours == {}
+    assert lines.own_ends == {}
     lines.listen(0.0)
 
 
 def test_what_failed_before_a_signal_is_told_and_not_the_signal() -> None:
-    lines = Lines(2)
-    lines.theirs[1].send(("RunError", "no space left on the device"))
+    lines = Pipes(2)
+    lines.child_ends[1].send(("RunError", "no space left on the device"))
     lines.listen(0.1)
     assert lines.failed_before(time.monotonic() - 60)
     assert str(lines.first_failure({})) == "no space left on the device"
@@ -647,10 +647,10 @@ def test_what_failed_before_a_signal_is_told_and_not_the_signal() -> None:
 
 
 def test_a_process_that_elastic_ends_has_not_failed() -> None:
-    lines = Lines(2)
-    lines.theirs[0].send(("ValueError", "over the second step"))
-    lines.theirs[1].send(TERMINATED)
-    lines.theirs[1].close()  # heard at once, as a death would be that had caused the other's error
+    lines = Pipes(2)
+    lines.child_ends[0].send(("ValueError", "over the second step"))
+    lines.child_ends[1].send(TERMINATED)
+    lines.child_ends[1].close()  # heard at once, as a death would be that had caused the other's error
     for _ in range(3):
         lines.listen(0.05)
     assert str(lines.first_failure({})).endswith("failed with ValueError: over the second step")
@@ -706,7 +706,7 @@ def stopped(folder: Path, options: list[str], name: str, stop: Callable[[Command
     stop(command)
     result = command.ended()
     assert result.returncode == 128 + number, result.stdout + result.stderr
-    assert result.stderr == (HEARD.decode() if number == signal.SIGINT else "")
+    assert result.stderr == (STOPPING.decode() if number == signal.SIGINT else "")
     command.assert_nothing_is_left()
     last = metrics(run)[-1]["step"]
     assert 3 <= last < 20

@@ -36,31 +36,31 @@ def test_a_placement_as_the_host_computes_it_covers_its_parameter() -> None:
 WRONG_BOXES: dict[str, tuple[Change, str]] = {
     "a column is left out": (
         lambda _, box: (replace(box, shape=(4, 5)),),
-        r"element \[0, 5\] of 'w' is held by no rank",
+        r"element \[0, 5\] of 'w' is in no box",
     ),
     "a row is held twice": (
         lambda _, box: (box, replace(box, shape=(1, 6))),
-        r"element \[0, 0\] of 'w' is held by 2 different boxes",
+        r"element \[0, 0\] of 'w' is in 2 different boxes",
     ),
     "a copy that is not there": (
         lambda rank, box: (box,) if rank else (),
-        r"rank 2 says that a box of 'w' is held by ranks \(0, 2\); it is held by \(2,\)",
+        r"rank 2 states that a box of 'w' is held by ranks \(0, 2\); it is held by ranks \(2,\)",
     ),
     "copies that do not know each other": (
         lambda rank, box: (replace(box, copies=(rank,)),),
-        r"rank 0 says that a box of 'w' is held by ranks \(0,\); it is held by \(0, 2\)",
+        r"rank 0 states that a box of 'w' is held by ranks \(0,\); it is held by ranks \(0, 2\)",
     ),
     "sums over others' ranks": (
         lambda rank, box: (replace(box, partial=(rank, 3)),),
-        r"rank 0 says that a box of 'w' is partial over ranks \(0, 3\), and these say otherwise",
+        r"rank 0 states that a box of 'w' is partial over ranks \(0, 3\), and these ranks state otherwise",
     ),
     "one-sided sums": (
         lambda rank, box: (replace(box, partial=(rank,)) if rank == 2 else box,),
-        r"rank 0 says that a box of 'w' is partial over ranks \(0, 2\), and these say otherwise",
+        r"rank 0 states that a box of 'w' is partial over ranks \(0, 2\), and these ranks state otherwise",
     ),
     "a box beyond the local tensor": (
         lambda _, box: (replace(box, offset=(1, 0)),),
-        r"rank 0 keeps \(4, 6\) of 'w' at \(1, 0\) in a tensor of shape \(4, 6\)",
+        r"rank 0 holds a box of shape \(4, 6\) of 'w' at offset \(1, 0\), which exceeds its tensor of shape \(4, 6\)",
     ),
 }
 
@@ -95,11 +95,11 @@ def refusing(length: int, size: int, index: int) -> tuple[range, ...]:
 @pytest.mark.parametrize(
     ("cut", "said"),
     [
-        (gaps, "gives index 2 of 4 to 0 of 2 ranks"),
-        (everything, "gives index 0 of 2 to 2 of 2 ranks"),
-        (beyond, "gives index 2 of 2 to 1 of 2 ranks"),
-        (crashing, "ends in ZeroDivisionError"),
-        (refusing, "refuses every length of 2, 4, 8 and 5"),
+        (gaps, "assigns index 2 of 4 to 0 of 2 ranks"),
+        (everything, "assigns index 0 of 2 to 2 of 2 ranks"),
+        (beyond, "assigns index 2 of 2 to 1 of 2 ranks"),
+        (crashing, "raises ZeroDivisionError"),
+        (refusing, "refuses all the lengths 2, 4, 8 and 5"),
     ],
 )
 def test_an_index_map_that_is_no_partition_is_named(cut: IndexMap, said: str) -> None:
@@ -127,8 +127,8 @@ ONE_PROCESS = trace([1.0, 2.0], [1.1, 2.1])
         ([1.0, 2.0], [1.1, 2.1], ""),
         ([1.0, 2.0], [1.1, 2.1 + 5e-8], ""),
         ([1.0, 2.0000002], [1.1, 2.1], "the initial values of 'w' are not those of one process"),
-        ([1.0, 2.0], [1.1, 2.1 + 5e-7], "'w' is off by 5e-07 after 2 steps"),
-        ([1.0, 2.0], [1.1, float("nan")], "'w' is off by nan"),
+        ([1.0, 2.0], [1.1, 2.1 + 5e-7], "'w' has an error of 5e-07 after 2 steps"),
+        ([1.0, 2.0], [1.1, float("nan")], "'w' has an error of nan"),
     ],
 )
 def test_weights_are_compared_by_how_far_they_have_moved(first: list[float], last: list[float], said: str) -> None:

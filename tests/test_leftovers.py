@@ -66,7 +66,7 @@ def test_a_file_that_was_forgotten_is_left(tmp_path: Path) -> None:
     def use() -> None:
         tmp_path.joinpath("index.txt").open("w")
 
-    with pytest.raises(Fault, match=r"it leaves something unclosed: unclosed file .*index\.txt"):
+    with pytest.raises(Fault, match=r"it leaves resources unclosed: unclosed file .*index\.txt"):
         nothing_left("it", use)
 
 

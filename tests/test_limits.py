@@ -12,7 +12,7 @@ from torch import nn
 from mplug import UsageError
 from mplug.config.defaults import default_settings
 from mplug.config.sources import read_assignments, read_file, read_yaml
-from mplug.model.sizes import MOST_PARTS, refuse_beyond_memory, within_reason
+from mplug.model.sizes import MAX_SUBMODULES, refuse_beyond_memory, within_reason
 from mplug.registry.asking import asking
 from mplug.registry.bind_section import bind
 from mplug.registry.entry_points import BrokenPlugin, Registry
@@ -378,10 +378,12 @@ def test_a_model_that_grows_without_end_stops_at_once() -> None:
     config = config_with("model.num_layers=9999")
     with pytest.raises(UsageError) as refused, torch.device("meta"), within_reason(config, "models/nova"):
         Deep(10**9)
-    assert "the model of models/nova is too large: one of its modules has more than 16,384 parts" in str(refused.value)
+    assert "the model of models/nova is too large: one of its modules has more than 16,384 submodules" in str(
+        refused.value
+    )
     assert "model.num_layers=9999 (--set)" in str(refused.value)
     with torch.device("meta"), within_reason(config, "models/nova"):
-        assert len(Deep(MOST_PARTS).blocks) == MOST_PARTS
+        assert len(Deep(MAX_SUBMODULES).blocks) == MAX_SUBMODULES
 
 
 @pytest.mark.parametrize("rows", [10**12, 2**50, 2**62])

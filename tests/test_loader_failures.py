@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from mplug import MapLoader, MicroBatch, hookimpl
 from mplug.contracts import Loader
-from mplug.distributed.launch import Lines
+from mplug.distributed.launch import Pipes
 from mplug.errors import PluginError, RunError, UsageError
 from mplug.registry.blame import cause_of, plugin_error, sentence_of
 from mplug.registry.hooks import Hooks
@@ -78,7 +78,10 @@ WHERE = "in samples 8 to 15 of the training data (epoch 1), after sample 9"
         (RuntimeError("two\nlines"), f"PluginError: data/acme failed {WHERE}: RuntimeError: two lines; its"),
         (OSError(5, "Input/output error", "/data/x.bin"), f"RunError: data/acme failed {WHERE}: OSError: [Errno 5]"),
         (OSError(5, "Input/output error", "/data/x.bin"), "Input/output error: '/data/x.bin'"),
-        (StopIteration(), f"PluginError: data/acme ended early {WHERE}: it gave 2 of the 8 that rank 3 reads"),
+        (
+            StopIteration(),
+            f"PluginError: data/acme ended early {WHERE}: it yielded 2 of the 8 samples that rank 3 reads",
+        ),
         (UsageError("'x.txt' is empty"), "UsageError: 'x.txt' is empty"),
     ],
 )
@@ -94,18 +97,28 @@ def test_a_loader_that_gives_too_few_samples_or_too_many_is_refused(given: int) 
 
     fed = feed(Short(batch, vocab_size=V, shard=(0, 1), micro_batch_size=SIZE))
     words = (
-        f"ended early .* it gave {given} of the 8" if given < 8 else "gives 9 samples, of which rank 3 reads at most 8"
+        f"ended early .* it yielded {given} of the 8 samples"
+        if given < 8
+        else "yields 9 samples, and rank 3 reads at most 8 of them"
     )
     with pytest.raises(PluginError, match=words):
         list(fed.take(8))
 
 
 FAULTS: dict[str, tuple[Callable[[MicroBatch], Any], type[Exception], str]] = {
-    "no batch": (lambda _: 3, PluginError, "a micro batch is a dict of tensors, and this one is a int"),
-    "a missing entry": (lambda b: {k: x for k, x in b.items() if k != "positions"}, PluginError, "has no 'positions'"),
-    "a list": (lambda b: {**b, "tokens": b["tokens"].tolist()}, PluginError, "'tokens' is a list; every entry is a"),
+    "no batch": (lambda _: 3, PluginError, "the micro batch is a int; it must be a dict"),
+    "a missing entry": (
+        lambda b: {k: x for k, x in b.items() if k != "positions"},
+        PluginError,
+        "has no entry 'positions'",
+    ),
+    "a list": (
+        lambda b: {**b, "tokens": b["tokens"].tolist()},
+        PluginError,
+        "'tokens' is a list; every entry must be a",
+    ),
     "fewer tokens": (lambda b: {**b, "labels": b["labels"][:, 1:]}, PluginError, r"'labels' has shape \(2, 5\)"),
-    "floats": (lambda b: {**b, "tokens": b["tokens"].float()}, PluginError, "'tokens' is torch.float32"),
+    "floats": (lambda b: {**b, "tokens": b["tokens"].float()}, PluginError, "'tokens' has dtype torch.float32"),
     "a label": (
         lambda b: b["labels"][1].fill_(V) is None,
         UsageError,
@@ -115,12 +128,12 @@ FAULTS: dict[str, tuple[Callable[[MicroBatch], Any], type[Exception], str]] = {
     "a position": (
         lambda b: b["positions"].fill_(S) is None,
         UsageError,
-        f"'positions' holds {S}; they are 0 to {S - 1}",
+        f"'positions' holds {S}; values must be 0 to {S - 1}",
     ),
     "a NaN": (
         lambda b: {**b, "images": torch.tensor([[0.0], [float("nan")]])},
         UsageError,
-        "'images' holds a number that is not finite in sample 11",
+        "'images' holds a value that is not finite in sample 11",
     ),
 }
 
@@ -305,8 +318,8 @@ def test_a_bug_in_an_optimizer_ends_a_run_in_one_sentence_and_keeps_its_tracebac
 
 
 def test_the_launcher_repeats_the_sentence_of_a_plugins_bug_and_names_the_rank() -> None:
-    lines = Lines(2)
-    lines.heard.append((0.0, 1, ("PluginError", "extensions/falls failed in step 2")))
+    lines = Pipes(2)
+    lines.ends.append((0.0, 1, ("PluginError", "extensions/falls failed in step 2")))
     error = lines.first_failure({})
     lines.close()
     assert isinstance(error, PluginError)

@@ -95,7 +95,7 @@ def test_a_wrap_that_is_dispensable_may_be_lost_and_another_may_not(offering: Ca
     offering(Offer({"Experts.compute": fused}, plugin="parallel/fused"), around)
     build_model(tiny_run(EXPERTS))
     offering(replace(around, dispensable=False, layer=1001))
-    with pytest.raises(UsageError, match=r"would not call what memory/ringo puts into MLP\.activation"):
+    with pytest.raises(UsageError, match=r"the part that memory/ringo puts into MLP\.activation would never run"):
         build_model(tiny_run(EXPERTS))
 
 

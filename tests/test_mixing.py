@@ -73,16 +73,16 @@ def test_a_recurrence_whose_sequence_is_divided_is_refused(strategy: str, plant:
     plant("nova-lento")
     plant("nova-ulys")
     assert refusal(LENTO, f"{strategy}2") == (
-        f"parallel/{strategy} divides the sequence ({strategy}=2), which is mixed in 'blocks.*.scan' (Recurrence): one "
-        f"position sees another there, outside of slots; use a layout without {strategy}"
+        f"parallel/{strategy} divides the sequence ({strategy}=2), and 'blocks.*.scan' (Recurrence) mixes it (one "
+        f"position depends on another outside of slots); use a layout without {strategy}"
     )
 
 
 def test_a_recurrence_that_declares_nothing_is_refused_with_the_declaration_to_add(plant: Plant) -> None:
     plant("nova-lento", DECLARATION, WITHOUT)
     assert refusal(LENTO, "cp2") == (
-        "parallel/cp divides the sequence (cp=2), and nothing says whether it is mixed in 'blocks.*.scan' "
-        "(Recurrence), that is, whether one position sees another there, outside of slots; add to Recurrence `mixes = "
+        "parallel/cp divides the sequence (cp=2), and no declaration states whether 'blocks.*.scan' (Recurrence) mixes "
+        "it (whether one position depends on another outside of slots); add to Recurrence `mixes = "
         "frozenset({'sequence'})` if so, `mixes = frozenset()` if not; or use a layout without cp"
     )
     for layout in ("", "tp2", "pp2", "zero2", "fsdp2"):  # of none of them the recurrence sees a part of the sequence
@@ -101,9 +101,13 @@ NORMED = "        h, x = self.norm(x)\n"
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        (DECLARATION, WITHOUT, "(modules that declare nothing: Recurrence); add to the class that mixes `mixes = "),
-        (NORMED, f"{NORMED}        h = h + h.roll(1, 1)\n", "(modules that declare nothing: none)"),
-        (NORMED, f"{NORMED}        h = h - h.mean(0)\n", "unit 'blocks.*' mixes the batch: what one sample is given"),
+        (DECLARATION, WITHOUT, "(modules without a declaration: Recurrence); add `mixes = "),
+        (NORMED, f"{NORMED}        h = h + h.roll(1, 1)\n", "(modules without a declaration: none)"),
+        (
+            NORMED,
+            f"{NORMED}        h = h - h.mean(0)\n",
+            "unit 'blocks.*' mixes the batch: the input at one sample changes",
+        ),
         (
             NORMED,
             f"{NORMED}        h = h if self.training else h + h.roll(1, 1)\n",
@@ -126,8 +130,8 @@ SQUARE: Settings = {**LENTO, "model.state_size": 32}
 def test_a_recurrence_on_the_divided_residual_stream_is_refused(plant: Plant) -> None:
     plant("nova-lento", SCAN, "F.silu(gate) * value)\n        y = self.scan(y, y)\n")
     assert refusal(SQUARE, "tp2") == (
-        "parallel/tp divides the sequence (tp=2), which is mixed in 'blocks.*.scan' (Recurrence): one position sees "
-        "another there, outside of slots; use a layout without tp, or set parallel.tp.sequence_parallel=false"
+        "parallel/tp divides the sequence (tp=2), and 'blocks.*.scan' (Recurrence) mixes it (one position depends on "
+        "another outside of slots); use a layout without tp, or set parallel.tp.sequence_parallel=false"
     )
     accept({**SQUARE, **WHOLE_STREAM}, "tp2")
 
@@ -194,8 +198,8 @@ def test_what_mixes_samples_computes_what_one_process_does(settings: Settings, l
 def test_experts_with_a_capacity_whose_sequence_is_divided_are_refused(layout: str, more: str) -> None:
     name = layout[:2]
     assert refusal(CAPACITY, layout) == (
-        f"parallel/{name} divides the sequence ({name}=2), which is mixed in 'blocks.*.moe' (MixtureOfExperts): one "
-        f"position sees another there, outside of slots; use a layout without {name}{more}"
+        f"parallel/{name} divides the sequence ({name}=2), and 'blocks.*.moe' (MixtureOfExperts) mixes it (one "
+        f"position depends on another outside of slots); use a layout without {name}{more}"
     )
     accept(MIXTRAL, layout)  # without a capacity it computes each position by itself
 
@@ -209,15 +213,15 @@ def test_experts_with_a_capacity_whose_sequence_is_divided_are_refused(layout: s
 )
 def test_what_mixes_samples_needs_micro_batches_whose_size_no_layout_changes(feature: Settings, module: str) -> None:
     free: Settings = {**MIXTRAL, **feature, "trainer.micro_batch_size": None}
-    mixed = f"the samples of a micro batch are mixed in {module}"
+    mixed = f"{module} mixes the samples of a micro batch"
     assert refusal(free, "dp2") == (
-        f"{mixed}, and trainer.micro_batch_size is null, so what is in one depends on the 2 data-parallel ranks; set "
-        f"trainer.micro_batch_size"
+        f"{mixed}, and trainer.micro_batch_size is null, so the content of a micro batch depends on the 2 "
+        f"data-parallel ranks; set trainer.micro_batch_size"
     )
     uneven: Settings = {**MIXTRAL, **feature, "trainer.eval_samples": 6}
     assert refusal(uneven, "dp2") == (
-        f"{mixed}, and trainer.eval_samples=6 is no multiple of 2 times 2 data-parallel ranks, so what is in one "
-        f"depends on the layout; choose a multiple of 4"
+        f"{mixed}, and trainer.eval_samples=6 is no multiple of 2 x 2 data-parallel ranks, so the content of a micro "
+        f"batch depends on the layout; set trainer.eval_samples to a multiple of 4"
     )
     accept(free, "")
     accept({**MIXTRAL, "trainer.micro_batch_size": None}, "dp2")
@@ -248,15 +252,15 @@ def test_blocks_without_declarations_are_refused_where_a_sequence_is_divided_and
     accept({**PEREGRINE, **WHOLE_STREAM}, "tp2")
     for layout, name in (("cp2", "cp"), ("tp2", "tp")):
         said = refusal(PEREGRINE, layout)
-        assert f"parallel/{name} divides the sequence ({name}=2), and nothing says whether it is mixed in" in said
-        assert "'layers.*' (ParallelBlock) and 'readout' (Readout)" in said
+        assert f"parallel/{name} divides the sequence ({name}=2), and no declaration states whether" in said
+        assert "'layers.*' (ParallelBlock) and 'readout' (Readout) mix it" in said
         assert "add to ParallelBlock and Readout `mixes = frozenset({'sequence'})` if so" in said
 
 
 def test_the_suite_says_what_to_add_to_blocks_that_mix_nothing(plant: Plant) -> None:
     plant("nova-peregrine")
     kind = type("Suite", (ModelSuite,), {"plugin": "peregrine", "settings": PEREGRINE})
-    with pytest.raises(SkipTest, match=r"ParallelBlock.*nothing was seen to be; add `mixes = frozenset\(\)`"):
+    with pytest.raises(SkipTest, match=r"ParallelBlock.*this test observed none; add `mixes = frozenset\(\)`"):
         kind().test_what_its_modules_mix_is_declared()
 
 
@@ -274,7 +278,7 @@ def test_explain_says_what_is_mixed_and_what_is_not_known(plant: Plant) -> None:
     plant("nova-peregrine")
     unknown = said(PEREGRINE)
     assert "ParallelBlock  not known" in unknown
-    assert "layers.*: not known, because ParallelBlock does not declare what it mixes (`mixes`)" in unknown
+    assert "layers.*: unknown, because ParallelBlock does not declare which axes it mixes (`mixes`)" in unknown
     assert "nothing: the same losses" not in unknown
 
 
@@ -321,8 +325,8 @@ def test_one_strategys_yes_is_not_anothers(plant: Plant) -> None:
 def test_a_named_axis_of_a_strategy_that_the_plan_does_not_have_is_refused(plant: Plant) -> None:
     plant("nova-ulys", 'entries={"sequence": contiguous}', 'entries={"sequnce": contiguous}')
     assert refusal({}, "ulys2") == (
-        "parallel/ulys divides 'sequnce' of batch entries, which no entry of the model's plan has; did you mean "
-        "'sequence'?"
+        "parallel/ulys divides 'sequnce' of batch entries, and no entry of the model's plan has this axis; did you "
+        "mean 'sequence'?"
     )
 
 
@@ -330,13 +334,13 @@ def test_an_axis_that_a_parameter_is_broadcast_over_and_the_plan_does_not_have_i
     norm = '"blocks.*.norm.weight": Parameter(("embed",), ones)'
     plant("nova-lento", norm, '"blocks.*.norm.weight": Parameter(("embed",), ones, over=("batch", "sequnce"))')
     assert refusal(LENTO) == (
-        "the plan says that parameter 'blocks.*.norm.weight' is over 'sequnce', which is an axis of no parameter, "
-        "entry or activation; did you mean 'sequence'?"
+        "the plan declares that parameter 'blocks.*.norm.weight' is over 'sequnce', and no parameter, entry or "
+        "activation has this axis; did you mean 'sequence'?"
     )
 
 
 def test_what_mixes_heads_is_refused_where_weights_are_divided_by_heads(plant: Plant) -> None:
     plant("nova-lento", DECLARATION, DECLARATION.replace('"sequence"', '"sequence", "mlp"'))
     said = refusal({**LENTO, **WHOLE_STREAM}, "tp2")
-    assert said.startswith("parallel/tp divides the mlp (tp=2), which is mixed in 'blocks.*.scan' (Recurrence)")
+    assert said.startswith("parallel/tp divides the mlp (tp=2), and 'blocks.*.scan' (Recurrence) mixes it")
     accept(LENTO, "pp2")

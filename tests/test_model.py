@@ -216,8 +216,8 @@ def test_a_buffer_that_nobody_initializes_is_refused_by_its_name() -> None:
     ("parameter", "said"),
     [
         (Parameter(("embed",), NORMAL), "1 dimensions"),
-        (Parameter((Segment("vocab", V - 1), "embed"), NORMAL), "do not add up"),
-        (Parameter((VOCAB, (Segment("a", 2), Segment("b", 3))), NORMAL), "do not add up"),
+        (Parameter((Segment("vocab", V - 1), "embed"), NORMAL), "do not sum to"),
+        (Parameter((VOCAB, (Segment("a", 2), Segment("b", 3))), NORMAL), "do not sum to"),
     ],
 )
 def test_a_plan_of_another_shape_is_refused_naming_the_parameter(parameter: Parameter, said: str) -> None:
@@ -382,8 +382,8 @@ def test_a_kernel_that_is_named_and_fills_nothing_is_told() -> None:
         assert len(selection.unmet) == unmet
     told = select([site(narrow)], [offer("kernels/fast", wide)], chosen(qk="kernels/fast"), RUN).unmet
     assert str(told[0]) == (
-        "kernels/fast cannot serve Attention.prepare_qk of 'blocks.*.part': of the slots of the kind 'qk' that this "
-        "model has, it fills none"
+        "kernels/fast cannot serve Attention.prepare_qk of 'blocks.*.part': it fills none of the slots of the kind "
+        "'qk' that this model has"
     )
 
 
@@ -503,7 +503,7 @@ NARROW, WIDE = "Attention.prepare_qk", "Attention.prepare_qkv"
 @pytest.mark.parametrize("lost", [wrap("parallel/x", NARROW), offer("parallel/x", NARROW)], ids=["wrap", "supplier"])
 def test_what_a_strategy_puts_into_a_slot_is_not_lost_in_a_wider_one(lost: Offer | Wrap) -> None:
     there, fused = [site(NARROW), site(WIDE)], offer("kernels/fused", WIDE)
-    with pytest.raises(UsageError, match=r"kernels/fused fills .*prepare_qkv.*parallel/x.*set kernels\.qk=null"):
+    with pytest.raises(UsageError, match=r"kernels/fused replaces .*prepare_qkv.*parallel/x.*set kernels\.qk=null"):
         select(there, [lost, fused], chosen(qk="kernels/fused"), RUN)
     assert "kernels/fused" not in suppliers(select(there, [lost, fused], chosen(), RUN))
     elsewhere = [site(NARROW, "blocks.1.attn"), site(WIDE, "blocks.0.attn")]
@@ -527,7 +527,10 @@ def test_what_is_put_into_a_part_of_a_module_is_not_lost_in_the_slot_around_it(
         [site("MLP.core", "blocks.0.mlp"), site(slot, f"blocks.0.mlp.{part}")],
         offer("kernels/f", "MLP.core"),
     )
-    message = rf"kernels/f fills MLP\.core of .*, and would not call what parallel/x puts into {slot}; set kernels\.mlp"
+    message = (
+        rf"kernels/f replaces MLP\.core of .* as a whole, so the part that parallel/x puts into {slot} would never "
+        rf"run; set kernels\.mlp"
+    )
     with pytest.raises(UsageError, match=message):
         select(there, [put("parallel/x", slot), fused], chosen(mlp="kernels/f"), RUN)
 

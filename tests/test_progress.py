@@ -53,7 +53,7 @@ def test_ctrl_c_is_acknowledged_at_once_and_by_one_process(capfd: pytest.Capture
         Interrupt(run).first(number)
         assert run.stop_requested
     told = capfd.readouterr().err
-    assert told.startswith("stopping: a step under way is finished and saved, an evaluation is left;")
+    assert told.startswith("stopping: the run finishes and saves the current step, and cancels an evaluation;")
     assert told.count("\n") == 1
 
 

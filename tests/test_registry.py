@@ -382,7 +382,7 @@ def test_a_kernel_that_cannot_serve_is_refused_with_its_reason_and_those_that_wo
     cli: Cli, installed: Path, tiny: list[str], text_file: Path
 ) -> None:
     result = cli("train", *tiny, "--set", f"data.path={text_file}", "--attention", "picky", path=installed)
-    assert_refused(result, "kernels/picky", "Attention.core", "it needs a chip of the year 2040", "would do")
+    assert_refused(result, "kernels/picky", "Attention.core", "it needs a chip of the year 2040", "can serve it")
     remedy = result.stderr.partition("2040")[2]
     assert all(name in remedy for name in ("reference", "sdpa", "verbose"))
     assert "set kernels.attention=sdpa" in remedy, "the default kernel, which is fast, comes first"
@@ -392,14 +392,14 @@ def test_a_kernel_that_cannot_serve_is_refused_with_its_reason_and_those_that_wo
 
 def test_what_a_wrap_needs_is_asked_of_every_kernel(cli: Cli, installed: Path, tiny: list[str]) -> None:
     result = cli("explain", *tiny, "--set", "extensions.ring={}", path=installed)
-    assert_refused(result, "kernels/sdpa", "largest scores", "; verbose would do", "kernels.attention=verbose")
+    assert_refused(result, "kernels/sdpa", "largest scores", "; verbose can serve it", "kernels.attention=verbose")
 
 
 def test_a_kernel_that_does_not_answer_in_time_is_none_that_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(alternatives, "TIMEOUT", 0.0)
     site = Site("blocks.*.attn", "Attention.core", None, "blocks.0.attn")
     told = alternatives.kernels_that_would_do(tiny_config({}), Unmet("kernels/sdpa", site, "it may not"), can_be_built)
-    assert told.startswith("; no other installed kernel would do; set kernels.attention=null")
+    assert told.startswith("; no other installed kernel can; set kernels.attention=null")
 
 
 def test_the_kernel_that_would_do_does(cli: Cli, installed: Path, tiny: list[str]) -> None:

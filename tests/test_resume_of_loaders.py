@@ -71,5 +71,5 @@ def test_a_state_that_is_a_sample_off_is_found(corpora: dict[str, Any], monkeypa
 
     state_dict = MapLoader.state_dict
     monkeypatch.setattr(MapLoader, "state_dict", lambda self: {n: v + 4 for n, v in state_dict(self).items()})
-    with pytest.raises(Fault, match=r"after 8 samples under 'dp2', resumed under 'dp4': lacks the samples \[8, 9,"):
+    with pytest.raises(Fault, match=r"after 8 samples under 'dp2', resumed under 'dp4': the samples \[8, 9,"):
         require_exact_resume(corpora["text"], "dp2", [8], "dp4", count=16)

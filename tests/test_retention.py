@@ -187,10 +187,8 @@ def test_a_new_run_begins_with_the_newest_valid_weights_of_the_run_that_it_names
     assert pretrained_of(run) == path_of(folder, 3), "before launch, files have the right sizes"
     train(run)
     told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("mplug: ")]
-    assert (
-        told[0]
-        == f"mplug: skipped: checkpoint '{path_of(folder, 3)}' is damaged: '{FILE}' has changed since it was saved"
-    )
+    reason = f"'{FILE}' has changed since it was saved"
+    assert told[0] == f"mplug: skipped: checkpoint '{path_of(folder, 3)}' is damaged: {reason}"
     assert told[1].startswith(f"mplug: skipped: checkpoint '{path_of(folder, 2)}' is damaged: 'checkpoint.json'")
     assert told[2:] == ["mplug: beginning with the weights of step 1"]
     record = json.loads((tmp_path / "new" / "record.json").read_text())

@@ -177,8 +177,8 @@ def test_a_wrap_serves_what_it_names_and_nothing_else() -> None:
     assert unmet(wrap) == []
     (told,) = unmet(wrap, window=4)
     assert told == (
-        "parallel/x cannot serve Attention.core of 'attn': the site needs window, and its wrap does not say that it "
-        "serves that (Wrap.serves)"
+        "parallel/x cannot serve Attention.core of 'attn': the site needs window, and the plugin's wrap does not "
+        "declare it in Wrap.serves"
     )
     assert unmet(replace(wrap, serves=frozenset({"window"})), window=4) == []
     (told,) = unmet(replace(wrap, serves=frozenset({"window"})), window=4, soft_cap=2.0)
@@ -195,7 +195,7 @@ def test_a_supplier_that_says_yes_to_needs_that_do_not_exist_is_not_believed() -
     assert selection.filled[0].offer is offer
     selection = selected([offer], "kernels/x", attention_bias="alibi")
     assert [one.reason for one in selection.unmet] == [
-        "the site needs alibi bias, and its 'supports' grants needs that do not exist as well"
+        "the site needs alibi bias, and the plugin's `supports` accepts every need, even an unknown one"
     ]
 
 

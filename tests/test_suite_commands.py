@@ -34,7 +34,7 @@ FAULTS = {
         COMMAND,
         COMMAND,
         lambda: Untried().test_wrong_arguments_are_known_of_every_command(),
-        "`refused` has no wrong arguments for 'mplug tally', which takes 'names'; name some",
+        "`refused` has no wrong arguments for 'mplug tally', which takes 'names'; add some",
     ),
     "it does not import": (
         IMPORTS,
@@ -124,7 +124,7 @@ FAULTS = {
         NO_RUN,
         "raise SystemExit(2)",
         lambda: Tally().test_wrong_arguments_are_refused_in_a_sentence(),
-        "'mplug tally --runs nowhere' does not say what is wrong",
+        "'mplug tally --runs nowhere' prints no error message",
     ),
 }
 

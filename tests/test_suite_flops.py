@@ -67,11 +67,13 @@ def test_true_flops_of_attention_without_the_slot_pass(
 @pytest.mark.parametrize(
     ("attention", "stated", "words"),
     [
-        pytest.param(DENSE, NO_ATTENTION, "states 0 FLOPs a squared length; in forward passes of 8 and 16", id="dense"),
-        pytest.param(DENSE, NO_READOUT, "states 96,768 FLOPs a token; in forward passes of 8 and 16", id="readout"),
+        pytest.param(
+            DENSE, NO_ATTENTION, "states 0 FLOPs per squared length; in forward passes of 8 and 16", id="dense"
+        ),
+        pytest.param(DENSE, NO_READOUT, "states 96,768 FLOPs per token; in forward passes of 8 and 16", id="readout"),
         pytest.param(FUSED, NO_ATTENTION, "torch counts 1,152 with backward", id="fused", marks=WIDE),
-        pytest.param(ROW_BY_ROW, NO_ATTENTION, "states 0 FLOPs a squared length", id="row by row", marks=WIDE),
-        pytest.param(LINEAR, NO_ATTENTION, "FLOPs a token; in forward passes of", id="linear", marks=WIDE),
+        pytest.param(ROW_BY_ROW, NO_ATTENTION, "states 0 FLOPs per squared length", id="row by row", marks=WIDE),
+        pytest.param(LINEAR, NO_ATTENTION, "FLOPs per token; in forward passes of", id="linear", marks=WIDE),
     ],
 )
 def test_flops_that_are_too_low_fail_without_the_slot_too(

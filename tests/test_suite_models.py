@@ -37,7 +37,7 @@ def test_the_package_as_it_is_passes_its_own_tests(own_tests: Callable[..., str]
         name = f"{suite_of}::test_a_layout_gives_the_run_of_one_process[{layout}]"
         assert any(line.startswith("PASSED") and line.endswith(name) for line in told), name
     skipped = [line for line in told if line.startswith("SKIPPED")]
-    undeclared = "nothing says what is mixed in 'layers.*' (ParallelBlock)"  # it was written before declarations
+    undeclared = "(ParallelBlock) and 'readout' (Readout) declare no mixing"  # it was written before declarations
     assert all("is refused" in line or undeclared in line for line in skipped), skipped
 
 
@@ -86,13 +86,13 @@ FAULTS = {
         TABLE,
         f"{TABLE}\n        torch.nn.init.normal_(torch.empty(3, 3, device='cpu'))",
         ON_META,
-        "building draws random numbers from torch's generator; say in the plan how each parameter begins",
+        "build_model draws random numbers from torch's generator; describe initial values in the plan",
     ),
     "a parameter made on the CPU": Planted(
         TABLE,
         f"with torch.device('cpu'):\n            {TABLE}",
         ON_META,
-        "'embedding.weight' lies on cpu",
+        "'embedding.weight' is on cpu",
     ),
     "a table computed by the constructor": Planted(
         'self.mlp = Activation("swiglu")',
@@ -104,7 +104,7 @@ FAULTS = {
         TABLE,
         f"{TABLE}\n        torch.ones(config.vocab_size, 2000, device='cpu')",
         ON_META,
-        "building computes with 2,072,000 bytes of memory",
+        "build_model allocates 2,072,000 bytes",
     ),
     "a buffer": Planted(
         TABLE,
@@ -116,7 +116,7 @@ FAULTS = {
         TABLE,
         f"{TABLE}\n        self.embedding.requires_grad_(False)",
         COVERED,
-        "sets requires_grad of parameter 'embedding.weight' to False, and its plan says that it is trained",
+        "sets requires_grad=False on parameter 'embedding.weight', and its plan trains the parameter",
     ),
     "a frozen layer that keeps its input's gradient": Planted(
         "*qkv, gate_up = self.enter(h)",
@@ -140,7 +140,7 @@ FAULTS = {
         "keys_or_values, mlp, mlp)",
         "keys_or_values, mlp)",
         COVERED,
-        "segments of parameter 'layers.0.enter.weight' do not add up to its shape (112, 32)",
+        "segments of parameter 'layers.0.enter.weight' do not sum to its shape (112, 32)",
     ),
     "a dimension too many": Planted(
         '"layers.*.norm.weight": Parameter(("embed",), ONES)',
@@ -152,39 +152,39 @@ FAULTS = {
         "if config.tie_embeddings:\n            self",
         "if True:\n            self",
         COVERED,
-        "embedding.weight and readout.project.weight are one parameter, and the plan's 'tied' does not say so",
+        "embedding.weight and readout.project.weight are one parameter, and Plan.tied lacks them",
     ),
     "ties that the module does not have": Planted(
         "if config.tie_embeddings else ()",
         "if True else ()",
         COVERED,
-        "the plan ties embedding.weight and readout.project.weight, and they are not one parameter",
+        "Plan.tied ties embedding.weight and readout.project.weight, and they are different parameters",
     ),
     "an axis misspelt": Planted(
         '("batch", "sequence", "kv_heads")',
         '("batch", "sequence", "kv_head")',
         COVERED,
-        "'layers.*.attn.k_norm' is broadcast over 'kv_head', which is an axis of no parameter, entry or activation; "
-        "did you mean 'kv_heads'?",
+        "'layers.*.attn.k_norm' is broadcast over 'kv_head', and no parameter, entry or activation "
+        "has this axis; did you mean 'kv_heads'?",
     ),
     "a parameter outside all units": Planted(
         TABLE,
         f"{TABLE}\n        self.scale = nn.Parameter(torch.ones(()))",
         COVERED,
-        "parameter 'scale' lies in no unit of the plan",
+        "parameter 'scale' is in no unit of the plan",
     ),
     "a unit that takes what no unit gives": Planted(
         '("hidden", "positions", "keys")',
         '("hidden", "position", "keys")',
         FITTING,
-        "unit 'layers.0' takes 'position', which is neither an entry of the plan's context nor an output of a unit "
-        "before it; did you mean 'positions'?",
+        "unit 'layers.0' takes 'position', which is neither an entry of the plan's context nor an output of an "
+        "earlier unit; did you mean 'positions'?",
     ),
     "a unit named after no module": Planted(
         'Unit("readout", ("hidden", "labels")',
         'Unit("head", ("hidden", "labels")',
         FITTING,
-        "unit 'head' of the plan is no submodule of the model",
+        "unit 'head' of the plan is not a submodule of the model",
     ),
     "a unit whose method does not exist": Planted(
         'method="logits"',
@@ -196,7 +196,7 @@ FAULTS = {
         '("loss", "num_targets"))',
         '("loss",))',
         FITTING,
-        "the last unit, 'readout', gives loss; it must give loss and num_targets",
+        "the last unit, 'readout', returns loss; it must return loss and num_targets",
     ),
     "a preset with a field that does not exist": Planted(
         '"vocab_size": 256,',
@@ -208,37 +208,37 @@ FAULTS = {
         '"hidden": ("batch", "sequence", "embed")',
         '"hidden": ("sequence", "batch", "embed")',
         "test_the_plan_names_the_axes_of_all_that_flows",
-        "the plan calls a dimension of 'hidden' (4, 16, 32) 'sequence', which is 4 long there, and 16 in 'tokens'",
+        "the axis 'sequence' has length 4 in 'hidden' of shape (4, 16, 32), and length 16 in 'tokens'",
     ),
     "dropout by torch's generator": Planted(
         "return x + y",
         "return x + torch.dropout(y, 0.1, self.training)",
         "test_a_seed_gives_one_model_and_one_loss",
-        "as torch's generator stands; draw random numbers from the samples' keys (mplug.nn.Dropout)",
+        "the loss of one micro batch depends on torch's generator",
     ),
     "weights that all begin alike": Planted(
         'weight = Init("normal", std=config.init_std)',
         'weight = ONES\n    config = config.model_copy(update={"init_std": 0.0})',
         "test_a_seed_gives_one_model_and_one_loss",
-        "no parameter begins with random values (Init)",
+        "no parameter has random initial values (Init)",
     ),
     "a mean for a sum": Planted(
         "return loss\n",
         "return loss[0] / loss[1], loss[1]\n",
         SUM,
-        "it must be a sum over targets, not a mean",
+        "the loss must be a sum over targets, not a mean",
     ),
     "ignored labels that count": Planted(
         "return loss\n",
         "return loss[0], torch.tensor(labels.numel())\n",
         SUM,
-        "it counts 64 targets in a micro batch of 58: labels of -100 do not count, all others do",
+        "the loss counts 64 targets in a micro batch of 58; count every label except -100",
     ),
     "ignored labels that contribute": Planted(
         "self.loss(h, self.project, labels)",
         "(self.loss(h, self.project, labels.clamp(min=0))[0], (labels >= 0).sum())",
         SUM,
-        "ignored labels contribute to the loss",
+        "ignored labels change the loss",
     ),
     "a layer cut off from the loss": Planted(
         "self.enter(h)",
@@ -251,70 +251,70 @@ FAULTS = {
         "h, _ = self.norm(x)\n        h, self.seen = h - getattr(self, 'seen', 0), h.detach().mean(1)[:, None]\n"
         "        loss:",
         "test_gradients_of_two_micro_batches_add_up_in_the_sinks",
-        "is something of one micro batch kept for the next?",
+        "does the model keep state of one micro batch for the next?",
     ),
     "dropout in evaluation": Planted(
         "return x + y",
         "return x + torch.dropout(y, 0.1, True)",
         "test_evaluation_draws_no_random_numbers",
-        "in evaluation the loss of one micro batch is",
+        "in evaluation the loss of one micro batch depends on torch's generator",
     ),
     "logits without the last norm": Planted(
         "h, _ = self.norm(x)\n        logits: Tensor = self.project(h)",
         "logits: Tensor = self.project(x)",
         "test_the_loss_is_the_cross_entropy_of_the_logits",
-        "the units of inference do not compute what is trained",
+        "the units of inference must compute the same function as those of training",
     ),
     "a block that looks ahead": Planted(
         "h, x = self.norm(x)",
         "h, x = self.norm(x)\n        h = h + h.roll(-1, dims=1)",
         "test_a_later_token_changes_no_earlier_logit",
-        "change the logits of position 5: the model sees ahead",
+        "change the logits of position 5, so the model is not causal",
     ),
     "FLOPs without the readout": Planted(
         "(config.num_layers * (enter + leave) + config.vocab_size)",
         "config.num_layers * (enter + leave)",
         FLOPS,
-        "the plan states 96,768 FLOPs a token, and the products with weights have 146,496",
+        "the plan states 96,768 FLOPs per token, and the products with weights need 146,496",
     ),
     "attention counted twice": Planted(
         "6 * config.num_layers * queries)",
         "12 * config.num_layers * queries)",
         FLOPS,
-        "the plan states 1,152 FLOPs a squared length, and causal attention counted once has 576",
+        "the plan states 1,152 FLOPs per squared length, and causal attention, counted once, needs 576",
     ),
     "a QK-norm whose gradient is not summed over heads": Planted(
         'ONES, over=("batch", "sequence", "heads"))',
         "ONES)",
         COVERED,
-        "'layers.0.attn.q_norm' is broadcast over batch and sequence; it is broadcast over heads too",
+        "'layers.0.attn.q_norm' is broadcast over batch and sequence; add heads to its `over`",
     ),
     "fused parts in another order than the plan's": Planted(
         "(heads, keys_or_values, keys_or_values, mlp, mlp)",
         "(mlp, mlp, heads, keys_or_values, keys_or_values)",
         PARITY,
-        f"the run under the layout '{WHOLE_STREAM}' is not that of one process: the loss of step 1",
+        f"the run under layout '{WHOLE_STREAM}' differs from one process: the loss of step 1",
         layout=WHOLE_STREAM,
     ),
     "widths of the whole model on every rank": Planted(
         "(self.query_width + self.mlp_width) // self.leave.weight.shape[1]",
         "1",
         PARITY,
-        f"the run fails under the layout '{WHOLE_STREAM}': rank",
+        f"the run under layout '{WHOLE_STREAM}' fails: rank",
         layout=WHOLE_STREAM,
     ),
     "numbers that depend on which samples are together": Planted(
         "h, x = self.norm(x)",
         "h, x = self.norm(x - x.mean(dim=0))",
         SUM,
-        "it must be a sum over targets, not a mean, and no sample may change another's",
+        "the loss must be a sum over targets, not a mean, and no sample may change the loss of another",
     ),
     "a unit that reaches for the weights of another": Planted(
         "self.readout = Readout(config)",
         "self.readout = Readout(config)\n"
         "        self.readout.project.product = lambda h: nn.functional.linear(h, self.embedding.weight)",
         PARITY,
-        "the run fails under the layout 'pp2': rank 1 failed",
+        "the run under layout 'pp2' fails: rank 1 failed",
         layout="pp2",
     ),
 }
@@ -340,7 +340,9 @@ def test_a_layout_that_the_author_names_may_not_be_refused(plant: Callable[..., 
     with pytest.raises(SkipTest, match=r"^layout 'tp3' is refused"):
         tried.test_a_layout_gives_the_run_of_one_process("tp3")
     type(tried).layouts = ("tp3",)
-    with pytest.raises(Fault, match=r"^layout 'tp3' is refused; give 'settings' or 'layouts' that are not: .*tp=3"):
+    with pytest.raises(
+        Fault, match=r"^layout 'tp3' is refused; set 'settings' or 'layouts' that are not refused: .*tp=3"
+    ):
         tried.test_a_layout_gives_the_run_of_one_process("tp3")
 
 

@@ -58,13 +58,13 @@ FAULTS = {
         'config.parallel.degrees["ulys"]',
         "2",
         "test_its_degree_is_the_size_of_its_axes",
-        "in layout 'ulys4' its axes have 2 ranks in the view 'attention'; its degree is 4",
+        "in layout 'ulys4' its axes have 2 ranks in the view 'attention'; they must have 4",
     ),
     "axes that add up over calls": Planted(
         f"        return [{AXIS}]",
         f"        self.axes = [*getattr(self, 'axes', []), {AXIS}]\n        return self.axes",
         "test_its_axes_are_the_same_on_every_call",
-        "the axes of 'ulys2' are not the same on every call",
+        "three calls return different axes of 'ulys2'",
     ),
     "an axis that goes by another strategy's name": Planted(
         'Axis("ulys"',
@@ -76,7 +76,7 @@ FAULTS = {
         '"sequence": contiguous',
         '"sequence": lambda n, size, index: (range(index * (n // size), (index + 1) * (n // size)),)',
         "test_its_index_maps_give_every_index_to_one_rank",
-        "the index map of axis 'ulys' along 'sequence' gives index 4 of 5 to 0 of 2 ranks",
+        "the index map of axis 'ulys' along 'sequence' assigns index 4 of 5 to 0 of 2 ranks",
     ),
     "frozen parameters that are copied before they have values": Planted(
         CONFIGURED,
@@ -101,7 +101,7 @@ FAULTS = {
         'run.mesh.index(run.rank, "ulys")',
         'run.group("ulys").rank()',
         "test_its_layouts_are_data",
-        "building rank 0 without processes, from run.mesh and the plan alone, ends in AttributeError",
+        "building rank 0 without processes, from run.mesh and the plan alone, raises AttributeError",
     ),
     "placements that depend on who computes them": Planted(
         CONFIGURED,
@@ -112,7 +112,7 @@ FAULTS = {
             "        model.placements[name] = replace(placement, stage_axis='ulys', stages=(run.rank,))",
         ),
         "test_its_layouts_are_data",
-        "ranks 0 and 1 disagree on where",
+        "ranks 0 and 1 compute different placements of",
     ),
     "an offer that already takes effect": Planted(
         OFFER,
@@ -124,7 +124,7 @@ FAULTS = {
         "                module.core = offered.wrap(module.core)\n"
         "        return [offered]\n",
         "test_its_offers_are_pure_and_true",
-        "offering changes Attention.core of 'blocks.0.attn'",
+        "`offer` changes Attention.core of 'blocks.0.attn'",
     ),
     "a misspelt slot": Planted(
         '"Attention.core"',
@@ -136,7 +136,7 @@ FAULTS = {
         "        return True\n",
         "",
         "test_its_offers_are_pure_and_true",
-        "asked whether it supports Attention.core of 'blocks.0.attn', it answers None",
+        "`supports` for Attention.core of 'blocks.0.attn' returns None",
     ),
     "a closure for every site": Planted(
         OFFER,
@@ -153,14 +153,14 @@ FAULTS = {
         "if heads % size:",
         "if size > 8:",
         "test_what_does_not_fit_is_refused_before_launch",
-        "layout 'ulys8' does not fit the run, and is not refused before launch",
+        "layout 'ulys8' does not fit the run, and the plugin does not refuse it before launch",
         "ulys8",
     ),
     "a refusal without numbers": Planted(
         "return f\"ulys={size} does not divide the {heads} query heads of a rank; use ulys={' or '.join(fitting)}\"",
         'return "too few heads"',
         "test_what_does_not_fit_is_refused_before_launch",
-        "the refusal of layout 'ulys8' does not say 'ulys=8' and '4 query heads'",
+        "the refusal of layout 'ulys8' lacks 'ulys=8' and '4 query heads'",
         "ulys8",
     ),
     "gradients that are summed twice": Planted(
@@ -172,7 +172,7 @@ FAULTS = {
             "        sink.listeners.append(lambda sink: dist.all_reduce(sink.buffer, group=run.group('ulys')))",
         ),
         "test_a_layout_gives_the_run_of_one_process",
-        "under layout 'ulys2': the gradient of 'embedding.token.weight' at step 1 is off",
+        "under layout 'ulys2': the gradient of 'embedding.token.weight' at step 1 has an error of",
         "ulys2",
     ),
     "a step for every micro batch": Planted(
@@ -184,7 +184,7 @@ FAULTS = {
             "    return default",
         ),
         "test_each_gradient_is_final_once_a_step",
-        "is announced as final 4 times in step 1 on rank 0",
+        "announces 4 final gradients in step 1 on rank 0",
     ),
     "a stepper that makes up what units get": Planted(
         CONFIGURED,
@@ -195,8 +195,9 @@ FAULTS = {
             "    return default",
         ),
         "test_what_kernels_draw_is_other_wherever_work_is",
-        "under layout 'ulys2' kernels that draw by themselves draw the same numbers in unit 'blocks.0', samples 0, 1 "
-        "of step 1, on rank 0 as in unit 'embedding', samples 0, 1 of step 1, on rank 0; give units what Default",
+        "under layout 'ulys2' kernels that draw random numbers themselves draw the same numbers in unit 'blocks.0', "
+        "samples 0, 1 of step 1, on rank 0 as in unit 'embedding', samples 0, 1 of step 1, on rank 0; run units on "
+        "the entries of Default",
     ),
     "dropout that forgets which heads these are": Planted(
         "first_head + index * q.shape[HEADS]",
@@ -216,7 +217,7 @@ FAULTS = {
         "layer=50",
         "layer=150",
         "test_a_layout_gives_the_run_of_one_process",
-        "a wrap of Attention.core has numbered the heads before tensor parallelism; give it a layer below 100",
+        "a wrap of Attention.core outside of tensor parallelism has set `first_head`; give this wrap a layer below 100",
         "ulys2tp2",
     ),
     "the size of the first micro batch taken for that of all": Planted(
@@ -240,7 +241,7 @@ FAULTS = {
         "q, k, v = (ops.exchange(x, group, HEADS, SEQUENCE) for x in (q, k, v))",
         "q, k, v = (ops.exchange(x.bfloat16(), group, HEADS, SEQUENCE).to(x.dtype) for x in (q, k, v))",
         "test_a_degree_of_one_changes_nothing",
-        "layout 'ulys1' is not, bit by bit, one process: the loss of step 1",
+        "the run under layout 'ulys1' is not bitwise equal to one process: the loss of step 1",
     ),
 }
 
@@ -254,7 +255,7 @@ IN_ANOTHER_ORDER = Planted(
         "    return default",
     ),
     "test_what_kernels_draw_is_other_wherever_work_is",
-    "than in one process: the order of execution decides",
+    "than in one process, so they depend on the order of execution",
 )
 ON_RANKS_ALONE = Planted(
     "from pydantic import BaseModel, ConfigDict\n",
@@ -342,7 +343,7 @@ def test_what_the_author_names_may_not_be_refused(plant: Callable[..., None]) ->
     plant("nova-ulys")
     suite = NamingLayouts()
     for test in (suite.test_a_layout_gives_the_run_of_one_process, suite.test_a_layout_is_data):
-        with pytest.raises(Fault, match=r"layout 'ulys8' .*is refused; give 'settings' or 'layouts' .*ulys=8"):
+        with pytest.raises(Fault, match=r"layout 'ulys8' .*is refused; set 'settings' or 'layouts' .*ulys=8"):
             test("ulys8")
         with pytest.raises(SkipTest, match=r"layout 'ulys8dp2' .*is refused: .*ulys=8"):
             test("ulys8dp2")

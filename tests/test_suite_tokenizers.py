@@ -36,7 +36,7 @@ FAULTS = {
         'files = ("path",)',
         "files = ()",
         lambda: Glyph().test_its_config_survives_being_saved_and_read_again(),
-        "words.txt' is not named in its 'files', so the file is not kept beside the data",
+        "words.txt', so no copy of the file is kept with the data",
     ),
     "unknown options pass": (
         'extra="forbid"',
@@ -48,7 +48,7 @@ FAULTS = {
         "self.eod = END",
         "self.eod = self.vocab_size",
         lambda: Glyph().test_the_end_of_a_document_is_a_token_that_no_text_has(),
-        "the vocabulary counts it",
+        "vocab_size must include the eod",
     ),
     "the last word is beyond the vocabulary": (
         "self.vocab_size = END + 1 + len(self.words)",
@@ -60,7 +60,7 @@ FAULTS = {
         "return tokens\n",
         "return [str(token) for token in tokens]\n",
         lambda: Glyph().test_tokens_are_below_its_vocabulary(),
-        "they are integers",
+        "tokens must be integers",
     ),
     "what is not ASCII is dropped": (
         ENCODED,
@@ -78,25 +78,25 @@ FAULTS = {
         "tokens: list[int] = []",
         "tokens: list[int] = [END]",
         lambda: Glyph().test_text_comes_back(),
-        "encoding no text gives tokens",
+        "encoding the empty text gives tokens",
     ),
     "a text that spells the end of a document ends it": (
         ENCODED,
         f"{ENCODED}\n        tokens += [END] if '</s>' in text else []",
         lambda: Glyph().test_the_end_of_a_document_is_a_token_that_no_text_has(),
-        "gives its eod, 256",
+        "gives the eod 256",
     ),
     "the end of a document is text": (
         'if token == END:\n            return b""',
         'if token == END:\n            return b"</s>"',
         lambda: Glyph().test_the_end_of_a_document_is_a_token_that_no_text_has(),
-        "decoding its eod gives text: 'one</s>', without it 'one'",
+        "decoding the eod gives text: 'one</s>' with it, 'one' without it",
     ),
     "a batch drops empty texts": (
         BATCH,
         "return [self.encode(text) for text in texts if text]",
         lambda: Glyph().test_a_batch_is_its_texts_one_by_one(),
-        "encode_batch of 218 texts gives 2",
+        "encode_batch of 218 texts returns the tokens of 2",
     ),
     "a batch is sorted by length": (
         BATCH,

@@ -121,7 +121,7 @@ def assert_undeclared_blocks_are_refused(forked: Mplug) -> None:
     """A model that does not say what its blocks mix does not train where its sequence is divided."""
     refused = forked("train", "--name", "refused", *NAMED, *OPTIONS, "--parallel", "ulys2")
     assert refused.returncode == 2, refused.stdout + refused.stderr
-    assert "parallel/ulys divides the sequence (ulys=2), and nothing says whether it is mixed in" in refused.stderr
+    assert "parallel/ulys divides the sequence (ulys=2), and no declaration states whether" in refused.stderr
     assert "add to ParallelBlock and Readout `mixes = frozenset({'sequence'})` if so" in refused.stderr
 
 

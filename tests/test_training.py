@@ -470,7 +470,7 @@ def infinite_at_step_3(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def late_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: the host reads a step's figures when it has launched the next."""
-    monkeypatch.setattr(Figures, "known", False)
+    monkeypatch.setattr(Figures, "ready", False)
 
 
 @pytest.mark.usefixtures("infinite_at_step_3")
@@ -524,7 +524,7 @@ class Sums:
 
 
 def test_two_strategies_that_would_sum_the_same_buffers_at_once_are_refused(tmp_path: Path, fields: list[str]) -> None:
-    with pytest.raises(UsageError, match="axes near and far both sum gradients while backward runs"):
+    with pytest.raises(UsageError, match="axes near and far both sum gradients during backward"):
         trained(tmp_path, fields, one=Sums("near"), other=Sums("far"))
 
 

@@ -35,7 +35,7 @@ from mplug.distributed.heartbeats import (
     collectives_begun,
     main_thread,
 )
-from mplug.distributed.launch import Lines
+from mplug.distributed.launch import Pipes
 from mplug.distributed.watchdog import Ward, waited_for
 from mplug.errors import RunError
 from mplug.testing import run_workers
@@ -52,7 +52,7 @@ BEAT = Beat(
     host="node01",
     pid=1,
     born="",
-    words="in step 5",
+    phrase="in step 5",
     entered=7,
     collectives={},
     quiet=0,
@@ -97,8 +97,8 @@ def test_the_rank_whose_heartbeats_cease_is_named_within_seconds_of_the_timeout(
     found = ranks.seconds_until_verdict(1000)
     assert found is not None
     assert 300 <= found[0] <= 302
-    assert found[1].startswith("rank 2 on node02, last heard in step 5, stopped sending heartbeats 301 s ago")
-    assert "watchdog.timeout is 300 s" in found[1]
+    assert found[1].startswith("rank 2 on node02, last seen in step 5, stopped sending heartbeats 301 s ago")
+    assert "watchdog.timeout=300 s" in found[1]
 
 
 def test_all_ranks_behind_a_cut_link_are_named_together() -> None:
@@ -110,7 +110,7 @@ def test_all_ranks_behind_a_cut_link_are_named_together() -> None:
     ranks.stopped = {2, 3}
     found = ranks.seconds_until_verdict(1000)
     assert found is not None
-    assert found[1].startswith("ranks 2 and 3 on node02, last heard in step 5, stopped sending heartbeats")
+    assert found[1].startswith("ranks 2 and 3 on node02, last seen in step 5, stopped sending heartbeats")
 
 
 def test_a_run_that_is_suspended_as_a_whole_goes_on() -> None:
@@ -183,13 +183,13 @@ def test_a_stuck_main_thread_is_named_with_its_place() -> None:
 def test_where_no_rank_is_behind_the_error_says_so_and_lists_all() -> None:
     found = Ranks(*[replace(BEAT, waits=True)] * 4).seconds_until_verdict(1000)
     assert found is not None
-    assert "no rank has made progress for 301 s, and none is behind the others: ranks 0, 1, 2 and 3" in found[1]
+    assert "no rank has made progress for 301 s, and no rank is behind the others: ranks 0, 1, 2 and 3" in found[1]
 
 
 def test_ranks_that_wait_for_a_long_phase_of_another_do_not_trip() -> None:
     """Rank 0 saves for the first time, which may take 1,800 s; the others are in the next step already."""
     ahead = replace(BEAT, entered=8)
-    saving = replace(BEAT, words="saving step 5", allowed=1800)
+    saving = replace(BEAT, phrase="saving step 5", allowed=1800)
     ranks = Ranks(saving, ahead, ahead, ahead)
     assert ranks.seconds_until_verdict(1799) is None
     found = ranks.seconds_until_verdict(10)
@@ -231,7 +231,7 @@ def test_a_limit_follows_the_longest_activity_of_its_kind() -> None:
     assert beats.beat(TICK).allowed == 1800
     pulse.enter(EVALUATION, 3)
     assert beats.beat(TICK).allowed == 300
-    assert beats.beat(TICK).words == "in the evaluation after step 3"
+    assert beats.beat(TICK).phrase == "in the evaluation after step 3"
 
 
 def test_the_first_activity_of_a_kind_which_compiles_sets_no_limit_once_there_is_a_second() -> None:
@@ -366,17 +366,17 @@ def test_the_collectives_that_a_rank_has_begun_are_counted_by_group_and_alike_on
 def test_the_launcher_hears_heartbeats_and_kills_the_rank_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     killed: list[int] = []
     monkeypatch.setattr("os.killpg", lambda pid, _: killed.append(pid))
-    lines = Lines(2)
+    lines = Pipes(2)
     lines.pids = {0: 1000, 1: 1001}  # as `Started` tells them
-    for rank, end in enumerate(lines.theirs):
+    for rank, end in enumerate(lines.child_ends):
         end.send(replace(BEAT, rank=rank))
         end.send(9)  # a step begins after the heartbeat
     for _ in range(2):
         lines.listen(0.0)
-    lines.ward.heard[1].silent = 301.0
+    lines.ward.last_beats[1].silent = 301.0
     lines.watch()
     assert killed == [1001]
-    assert str(lines.first_failure({})).startswith("rank 1 on node01, last heard in step 9, stopped sending heartbeats")
+    assert str(lines.first_failure({})).startswith("rank 1 on node01, last seen in step 9, stopped sending heartbeats")
     assert lines.failing_for() > 0
     lines.watch()
     assert killed == [1001]
@@ -435,7 +435,7 @@ def test_through_a_store_every_rank_learns_which_one_stopped(store: TCPStore) ->
         until(lambda: ranks[0].text and ranks[1].text)
     assert ranks[0].text == ranks[1].text
     assert ranks[0].text.startswith("rank 2 on ")
-    assert "last heard in step 4, stopped sending heartbeats" in ranks[0].text
+    assert "last seen in step 4, stopped sending heartbeats" in ranks[0].text
 
 
 def test_without_the_heartbeats_of_rank_0_the_others_name_it(store: TCPStore) -> None:

@@ -224,7 +224,7 @@ def test_a_result_that_cannot_travel_is_an_error_of_its_rank() -> None:
 
 
 def test_a_function_that_workers_cannot_find_is_refused() -> None:
-    with pytest.raises(TypeError, match="at the top level of its module"):
+    with pytest.raises(TypeError, match="from the top level of a module"):
         run_workers(1, lambda: None)
 
 

@@ -81,8 +81,8 @@ class Coverage:
         if not found:
             package = fault.file.partition("src/")[0]
             found = {number for number, test in enumerate(self.tests) if package and test.startswith(package)}
-        kept = (number for number in found if self.tests[number] not in self.failed)
-        return [self.tests[number] for number in sorted(kept, key=lambda number: (self.seconds[number], number))]
+        passing = (number for number in found if self.tests[number] not in self.failed)
+        return [self.tests[number] for number in sorted(passing, key=lambda number: (self.seconds[number], number))]
 
     def _of(self, lines: dict[str, list[int]], place: Place) -> set[int]:
         executed = {number for line in place.lines for number in lines.get(str(line), ())}
@@ -93,17 +93,17 @@ class Coverage:
 
     def batches(self, tests: Iterable[str]) -> Iterator[tuple[list[str], float]]:
         """(tests, the recorded seconds of the slowest) of each pytest session."""
-        known = dict(zip(self.tests, self.seconds, strict=True))
+        seconds_of = dict(zip(self.tests, self.seconds, strict=True))
         bounds, batch, total = iter(BATCHES), list[str](), 0.0
         bound = next(bounds)
         for test in tests:
             batch.append(test)
-            total += known[test]
+            total += seconds_of[test]
             if total >= bound:
-                yield batch, known[test]
+                yield batch, seconds_of[test]
                 batch, total, bound = [], 0.0, next(bounds, bound)
         if batch:
-            yield batch, known[batch[-1]]
+            yield batch, seconds_of[batch[-1]]
 
 
 def read_faults(path: Path, only: list[str]) -> list[Fault]:
@@ -164,9 +164,9 @@ def fold(options: argparse.Namespace) -> None:
     seconds = dict[str, float]()
     for number, test in re.findall(r"^ *([\d.]+)s (?:setup|call|teardown) +(.*)$", text, re.MULTILINE):
         seconds[test] = seconds.get(test, 0.0) + float(number)
-    said = re.findall(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", text, re.MULTILINE)
+    failed = re.findall(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", text, re.MULTILINE)
     files = sorted({fault.file for fault in read_faults(options.faults, [])})
-    _write_map(options, options.lines, options.recorded_tree or options.tree, options.tree, files, seconds, said)
+    _write_map(options, options.lines, options.recorded_tree or options.tree, options.tree, files, seconds, failed)
 
 
 def _write_map(
@@ -276,21 +276,25 @@ def _tried(
 def _confirm(work: Workspace, options: argparse.Namespace) -> set[str]:
     """Run all tests that have caught a fault where nothing is planted; drop the results of those that fail."""
     results = read_results(options.out)
-    wanted = {one["by"] for one in results if one.get("how") == "failure" and "::" in one["by"] and "sound" not in one}
-    if not wanted:
+    tests = {
+        result["by"]
+        for result in results
+        if result.get("how") == "failure" and "::" in result["by"] and "sound" not in result
+    }
+    if not tests:
         return set()
-    arguments = [*options.pytest, f"@{_listed(work, sorted(wanted))}"]
+    arguments = [*options.pytest, f"@{_listed(work, sorted(tests))}"]
     outcome = work.pytest("-q", "-n", str(options.workers), *arguments)
-    if not wanted <= outcome.seconds.keys():
+    if not tests <= outcome.seconds.keys():
         sys.exit(f"tests that caught faults cannot be run without them\n{outcome.output[-3000:]}")
-    failed = wanted.intersection(outcome.failed)
+    failed = tests.intersection(outcome.failed)
     for test in sorted(failed):
         print(f"{'':24}fails without a fault, too: {test}", flush=True)
-    kept = [
-        one | ({"sound": True} if one.get("by") in wanted else {}) for one in results if one.get("by") not in failed
+    sound = [
+        one | ({"sound": True} if one.get("by") in tests else {}) for one in results if one.get("by") not in failed
     ]
     aside = options.out.with_name(f"{options.out.name}.tmp")
-    aside.write_text("".join(json.dumps(one) + "\n" for one in kept))
+    aside.write_text("".join(json.dumps(one) + "\n" for one in sound))
     aside.replace(options.out)
     return failed
 
@@ -330,8 +334,8 @@ def _refuse_what_cannot_be_collected(work: Workspace, tests: list[str], options:
 
 def _last_words(outcome: Outcome) -> str:
     """The first line in which pytest says what is wrong."""
-    said = [line[1:].strip() for line in outcome.output.splitlines() if line.startswith("E  ")]
-    return said[0][:300] if said else outcome.output[-300:]
+    errors = [line[1:].strip() for line in outcome.output.splitlines() if line.startswith("E  ")]
+    return errors[0][:300] if errors else outcome.output[-300:]
 
 
 # table
@@ -339,7 +343,7 @@ def _last_words(outcome: Outcome) -> str:
 
 def table(options: argparse.Namespace) -> None:
     """Two results beside each other, in Markdown."""
-    old, new = ({one["fault"]: one for one in read_results(path)} for path in (options.old, options.new))
+    old, new = ({result["fault"]: result for result in read_results(path)} for path in (options.old, options.new))
     names = [*old, *(name for name in new if name not in old)]
     print("| fault | area | old set | quick set |\n|---|---|---|---|")
     for name in names:
@@ -347,11 +351,11 @@ def table(options: argparse.Namespace) -> None:
         print(f"| {name} | {area} | {_cell(old.get(name))} | {_cell(new.get(name))} |")
     totals = [f"{_count(results, 'caught')} of {len(results)} caught" for results in (old, new)]
     print(f"| **{len(names)} faults** | | **{totals[0]}** | **{totals[1]}** |")
-    lost = [name for name in names if _caught(old.get(name)) and not _caught(new.get(name))]
-    print(f"\nCaught by the old set and not by the quick set: {len(lost)}")
-    for name in lost:
+    missed = [name for name in names if _caught(old.get(name)) and not _caught(new.get(name))]
+    print(f"\nCaught by the old set and not by the quick set: {len(missed)}")
+    for name in missed:
         print(f"- {name}")
-    sys.exit(1 if lost else 0)
+    sys.exit(1 if missed else 0)
 
 
 def _caught(result: dict[str, Any] | None) -> bool:
@@ -359,7 +363,7 @@ def _caught(result: dict[str, Any] | None) -> bool:
 
 
 def _count(results: dict[str, dict[str, Any]], outcome: str) -> int:
-    return sum(one["outcome"] == outcome for one in results.values())
+    return sum(result["outcome"] == outcome for result in results.values())
 
 
 def _cell(result: dict[str, Any] | None) -> str:

@@ -121,8 +121,8 @@ class Workspace:
         )
         command = [str(self.python), "-c", script, json.dumps(packages)]
         environment = {key: value for key, value in os.environ.items() if not key.startswith("MPLUG_")}
-        said = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, check=True).stdout
-        origins = json.loads(said)
+        output = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, check=True).stdout
+        origins = json.loads(output)
         for name, origin in zip(packages, origins, strict=True):
             if origin is not None and not origin.startswith(f"{self.copy}/"):
                 sys.exit(f"'{name}' would be imported from '{origin}', not from the copy '{self.copy}'")
@@ -224,7 +224,7 @@ def function_lines(source: str) -> frozenset[int]:
     nodes = ast.walk(ast.parse(source))
     functions = (node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
     bodies = [statement for function in functions for statement in function.body]
-    return frozenset(line for one in bodies for line in range(one.lineno, (one.end_lineno or one.lineno) + 1))
+    return frozenset(line for body in bodies for line in range(body.lineno, (body.end_lineno or body.lineno) + 1))
 
 
 def _own_lines(node: ast.stmt | ast.ExceptHandler) -> set[int]:

@@ -133,8 +133,8 @@ def _step(run: "Run", model: "Model") -> str:
 def _slots(run: "Run", model: "Model") -> str:
     groups: dict[tuple[str, ...], int] = {}
     for filled in (*model.slots, *model.unit_wraps):
-        wraps = ", ".join(wrap.told for wrap in filled.wraps) or "-"
-        key = (filled.site.role, filled.site.slot, filled.told(run), wraps)
+        wraps = ", ".join(wrap.label for wrap in filled.wraps) or "-"
+        key = (filled.site.role, filled.site.slot, filled.supplier_label(run), wraps)
         groups[key] = groups.get(key, 0) + 1
     return table(("SITE", "COUNT", "SLOT", "SUPPLIER", "WRAPS"), [(key[0], n, *key[1:]) for key, n in groups.items()])
 

@@ -8,7 +8,7 @@ from mplug.distributed.heartbeats import LONGEST_WRITE
 from mplug.layout.ranks import Grouping, Ranks
 
 PATIENCE = {"saves": timedelta(seconds=LONGEST_WRITE)}
-"""Uses in which a rank may be slow without a fault, as a slow writer is; others have the time-out of collectives."""
+"""Time-outs of uses in which a rank may be slow (a write to slow storage). Other uses have that of collectives."""
 
 
 class Groups:
@@ -17,7 +17,7 @@ class Groups:
     def __init__(self, rank: int, timeout: timedelta | None = None) -> None:
         self.rank, self._timeout = rank, timeout
         self._made: dict[tuple[str, Ranks], dist.ProcessGroup | None] = {}
-        self._beside: dict[str, dist.ProcessGroup] = {}
+        self._by_use: dict[str, dist.ProcessGroup] = {}
 
     def beside(self, use: str = "saves") -> dist.ProcessGroup:
         """A gloo group of all ranks, for collectives of another thread while training uses the other groups.
@@ -25,10 +25,10 @@ class Groups:
         Each use has a group of its own, because collectives of one group wait for each other. Collective: all ranks
         must call it.
         """
-        if use not in self._beside:
+        if use not in self._by_use:
             timeout = PATIENCE.get(use, self._timeout)
-            self._beside[use] = dist.new_group(backend="gloo", timeout=timeout, group_desc=f"mplug {use}")
-        return self._beside[use]
+            self._by_use[use] = dist.new_group(backend="gloo", timeout=timeout, group_desc=f"mplug {use}")
+        return self._by_use[use]
 
     def of(self, grouping: Grouping, use: str = "") -> dist.ProcessGroup | None:
         """The process group of this rank's group; None if the rank is alone in it.

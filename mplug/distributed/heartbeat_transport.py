@@ -1,9 +1,11 @@
-"""Heartbeats on their way: through the launcher's pipe, or, where another launcher started the processes, a store.
+"""Transport of heartbeats: through the pipe of mplug's launcher, or through a store under another launcher.
 
-With `mplug train --parallel dp4` the launcher hears the heartbeats of all processes (mplug.distributed.launch). With
-torchrun, srun or mpirun every process writes its heartbeat into the TCP store through which the processes met. Rank 0
-reads all of them and decides. The other ranks read rank 0's heartbeat and its decision, so a second costs the store a
-few messages a rank. A process whose store does not answer knows that rank 0's machine is gone.
+- `mplug train --parallel dp4` starts the processes itself. They send their heartbeats through pipes to the launcher
+  (`mplug.distributed.launch`), which decides.
+- Under torchrun, srun or mpirun, each process writes its heartbeats to the TCP store through which the processes met.
+  Rank 0 reads all of them and decides. The other ranks read only rank 0's heartbeat and its decision, so the store
+  handles a few messages per rank and second. A process whose store does not answer concludes that rank 0's machine is
+  down.
 """
 
 import json
@@ -22,39 +24,39 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from mplug.distributed.heartbeats import TICK, Beat, Heart, born
-from mplug.distributed.watchdog import LATE, Heard, Verdict, Ward
+from mplug.distributed.watchdog import LATE, LastBeat, Verdict, Ward
 from mplug.errors import RunError, UsageError
 
 log = logging.getLogger("mplug")
 PER_SECOND = 256
-"""Heartbeats that the store takes in a second; with more ranks, each exchanges its own less often."""
+"""Maximum number of heartbeats per second in the store; with more ranks, each rank sends its own less often."""
 READERS = 256
-"""With more ranks, a rank whose connection breaks does not read all heartbeats to find the lost rank."""
+"""Maximum number of ranks with which a rank whose connection breaks reads all heartbeats to find the lost rank."""
 BROKEN = "ending with a RuntimeError"
-"""What a rank does whose connection to a lost rank broke: it is not the lost rank."""
-SAY = 2.0
-"""Seconds that a process has to write into its log why it ends: the disk may hang too."""
+"""The activity of a rank whose connection to a lost rank broke; such a rank is not the lost one."""
+LOG_SECONDS = 2.0
+"""Seconds in which a process writes the reason of its end to its log; the disk may hang too."""
 
 
-class Spoken:
-    """A process's end of the launcher's pipe, for all of its threads."""
+class Pipe:
+    """A process's end of the pipe to the launcher; all threads of the process may use it."""
 
     def __init__(self, line: Connection) -> None:
         self._line, self._lock = line, threading.RLock()  # a signal may interrupt the main thread while it sends
 
-    def send(self, word: object) -> None:
-        """Send a word; drop a heartbeat while the launcher, which may be suspended, does not read."""
+    def send(self, message: object) -> None:
+        """Send a message; drop a heartbeat if the pipe is full, because the launcher may be suspended."""
         with self._lock:
-            if not isinstance(word, Beat) or select.select([], [self._line], [], 0)[1]:
-                self._line.send(word)
+            if not isinstance(message, Beat) or select.select([], [self._line], [], 0)[1]:
+                self._line.send(message)
 
     def recv(self) -> Any:
-        """Wait for the launcher's next word."""
+        """Wait for the launcher's next message."""
         return self._line.recv()
 
 
 class Ticks:
-    """Calls a function about once a second on a daemon thread, with the seconds since the last call, for a block."""
+    """Calls a function about once a second during a block, on a daemon thread; it receives the elapsed seconds."""
 
     def __init__(self, call: Callable[[float], None]) -> None:
         self._call, self._ended = call, threading.Event()
@@ -78,27 +80,28 @@ class Ticks:
 
 
 @contextmanager
-def beating_to(tell: Callable[[Beat], None] | None, heart: Heart | None) -> Iterator[None]:
-    """Send a heartbeat a second through the launcher's pipe for a block, and a last one at its end."""
-    if tell is None or heart is None:
+def beating_to(send: Callable[[Beat], None] | None, heart: Heart | None) -> Iterator[None]:
+    """Send one heartbeat per second through the launcher's pipe during a block, and a last one at its end."""
+    if send is None or heart is None:
         yield
         return
 
-    def send(seconds: float, over: bool = False) -> None:
-        with suppress(OSError):  # the launcher has hung up, and another thread ends this process
-            tell(heart.beat(seconds, over))
+    def beat(seconds: float, over: bool = False) -> None:
+        with suppress(OSError):  # the launcher has closed the pipe, and another thread ends this process
+            send(heart.beat(seconds, over))
 
-    with Ticks(send):
+    with Ticks(beat):
         yield
-    send(0.0, over=True)  # an error goes through the pipe itself
+    beat(0.0, over=True)  # not after an error, which the process itself sends through the pipe
 
 
 @contextmanager
 def watching(heart: Heart | None, size: int, attempt: str) -> Iterator[None]:
-    """Exchange heartbeats through the store for a block, and end this process when the run cannot go on.
+    """Exchange heartbeats through the store during a block, and end this process when the run cannot continue.
 
-    `attempt` distinguishes this attempt of this job from others. The processes have met: MASTER_ADDR and MASTER_PORT
-    are those of the store. An error that is a broken connection becomes a RunError that names the rank which is gone.
+    `attempt` distinguishes this attempt of this job from others. Enter the block after the processes have met, when
+    MASTER_ADDR and MASTER_PORT are those of the store. If a broken connection raises an error in the block, the error
+    becomes a RunError that names the lost rank.
     """
     if heart is None:
         yield
@@ -113,16 +116,17 @@ def watching(heart: Heart | None, size: int, attempt: str) -> Iterator[None]:
         except Exception as error:
             broken = isinstance(error, RuntimeError)
             heart.pulse.enter(BROKEN if broken else f"ending with {type(error).__name__}: {error}")
-            gone = exchange.gone() if broken else None
-            if gone is None:
+            sentence = exchange.lost_rank() if broken else None
+            if sentence is None:
                 raise
-            raise RunError(gone) from error
+            raise RunError(sentence) from error
 
 
 class Exchange:
     """The exchange of heartbeats with the other ranks through the store.
 
-    One thread beats and counts how long the store has not answered. Another talks to the store, where it may hang.
+    One thread makes heartbeats and counts the seconds since the store answered. Another thread uses the store, where it
+    may hang.
     """
 
     def __init__(self, heart: Heart, size: int, attempt: str) -> None:
@@ -133,7 +137,7 @@ class Exchange:
         watched = [rank for rank in range(size) if rank != heart.rank] if heart.rank == 0 else [0]
         self.ward = Ward(watched, longest=2 * self.interval, late=max(LATE, 3 * self.interval))
         self.first: Beat | None = None
-        """The last heartbeat of rank 0 that was heard."""
+        """The last heartbeat that this process has read of rank 0."""
         self._latest = heart.beat(0.0)
         self._unanswered = self._suspended = 0.0
         self._over = threading.Event()
@@ -141,8 +145,8 @@ class Exchange:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Exchange heartbeats for a block."""
-        thread = threading.Thread(target=self._talk, daemon=True, name="mplug store")
+        """Exchange heartbeats during a block."""
+        thread = threading.Thread(target=self._exchange_until_over, daemon=True, name="mplug store")
         thread.start()
         with Ticks(self._tick):
             try:
@@ -156,8 +160,8 @@ class Exchange:
                 self._over.set()
                 thread.join(2 * self.interval)
 
-    def gone(self) -> str | None:
-        """After a broken connection: which rank has sent no heartbeat for a few seconds, in a sentence."""
+    def lost_rank(self) -> str | None:
+        """After a broken connection: a sentence that names the ranks without a heartbeat for a few seconds, or None."""
         if self.size > READERS:
             return None
         try:
@@ -167,15 +171,15 @@ class Exchange:
             after = self._read(store, range(self.size))
         except RuntimeError:
             return (
-                f"{self._rank_zero()} has ended, or its machine is down or unreachable: "
-                f"the store {self.address} does not answer"
+                f"{self._rank_zero()} has ended, or its machine is down or unreachable: its store at {self.address} "
+                f"does not answer"
             )
         lost = [beat for rank, beat in after.items() if before.get(rank) == beat and not beat.over]
-        lost = [beat for beat in lost if not beat.words.startswith(BROKEN)] or lost
-        names = " and ".join(f"rank {beat.rank} on {beat.host}, last heard {beat.words}," for beat in lost)
-        return f"{names} died or is unreachable, and the connection to it broke" if lost else None
+        lost = [beat for beat in lost if not beat.phrase.startswith(BROKEN)] or lost
+        names = " and ".join(f"rank {beat.rank} on {beat.host}, last seen {beat.phrase}," for beat in lost)
+        return f"{names} died or is unreachable: the connection broke" if lost else None
 
-    # The thread that beats.
+    # The thread that makes heartbeats.
 
     def _tick(self, seconds: float) -> None:
         if self._over.is_set():
@@ -189,18 +193,18 @@ class Exchange:
 
     def _without_store(self) -> str:
         return (
-            f"{self._rank_zero()} stopped answering {self._unanswered:.0f} s ago: it is suspended, or its machine, "
-            f"which holds the store {self.address}, is down or unreachable "
-            f"(watchdog.timeout is {self.heart.limits.timeout:g} s)"
+            f"{self._rank_zero()} stopped answering {self._unanswered:.0f} s ago: the process is suspended, or its "
+            f"machine, which serves the store at {self.address}, is down or unreachable "
+            f"(watchdog.timeout={self.heart.limits.timeout:g} s)"
         )
 
     def _rank_zero(self) -> str:
-        return f"rank 0 on {self.first.host}, last heard {self.first.words}," if self.first else "rank 0"
+        return f"rank 0 on {self.first.host}, last seen {self.first.phrase}," if self.first else "rank 0"
 
-    # The thread that talks to the store.
+    # The thread that uses the store.
 
-    def _talk(self) -> None:
-        """Exchange heartbeats until the block ends; connect again after an error, while the other thread counts on."""
+    def _exchange_until_over(self) -> None:
+        """Exchange heartbeats until the block ends; connect again after an error, while the other thread counts."""
         while True:
             try:
                 self._exchange_all(self._connected())
@@ -209,7 +213,7 @@ class Exchange:
                 log.info("the connection to the store %s broke: %s", self.address, error)
             if self._suspended > self.heart.limits.timeout and not self._over.is_set():
                 self._end(
-                    f"this process was suspended for {self._suspended:.0f} s, and the run has ended meanwhile", ()
+                    f"this process was suspended for {self._suspended:.0f} s, and the run ended in the meantime", ()
                 )
             if self._over.wait(self.interval):
                 return
@@ -229,7 +233,7 @@ class Exchange:
             self._over.wait(self.interval)
 
     def _connected(self, seconds: float = 60) -> Any:
-        """A connection of this thread's own: calls of one connection wait for each other."""
+        """A new connection for this thread only, because calls on one connection wait for each other."""
         from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
         host, _, port = self.address.rpartition(":")
@@ -238,57 +242,57 @@ class Exchange:
 
     def _exchange(self, store: Any) -> None:
         store.set(f"beat/{self.heart.rank}", json.dumps(asdict(self._latest)))
-        for rank, beat in self._read(store, self.ward.heard).items():
+        for rank, beat in self._read(store, self.ward.last_beats).items():
             self.ward.hear(beat)
             if rank == 0:
                 self.first = beat
 
     def _read(self, store: Any, ranks: Collection[int]) -> dict[int, Beat]:
-        """The last heartbeats of ranks; a rank that has sent none yet is left out."""
+        """The last heartbeats of `ranks`, without those of ranks that have sent none yet."""
         keys = {f"beat/{rank}": rank for rank in ranks}
-        known = list(keys) if keys and store.check(list(keys)) else [key for key in keys if store.check([key])]
-        texts = store.multi_get(known) if known else []
-        return {keys[key]: Beat(**json.loads(text)) for key, text in zip(known, texts, strict=True)}
+        present = list(keys) if keys and store.check(list(keys)) else [key for key in keys if store.check([key])]
+        texts = store.multi_get(present) if present else []
+        return {keys[key]: Beat(**json.loads(text)) for key, text in zip(present, texts, strict=True)}
 
     def _judge(self, store: Any) -> None:
         if self.heart.rank != 0:
             if store.check(["verdict"]):
-                said = json.loads(store.get("verdict"))
-                self._end(said["sentence"], [Beat(**beat) for beat in said["beats"]])
-            found = self.ward.silence()
+                published = json.loads(store.get("verdict"))
+                self._end(published["sentence"], [Beat(**beat) for beat in published["beats"]])
+            verdict = self.ward.silence()
         else:
-            found = self._verdict()
-            if found is not None:
-                beats = [asdict(beat) for beat in found.beats]
-                store.set("verdict", json.dumps({"sentence": found.text, "beats": beats}))
-                time.sleep(3 * self.interval)  # the others read it before this process, and perhaps the store, ends
-        if found is not None:
-            self._end(found.text, found.beats)
+            verdict = self._verdict()
+            if verdict is not None:
+                beats = [asdict(beat) for beat in verdict.beats]
+                store.set("verdict", json.dumps({"sentence": verdict.text, "beats": beats}))
+                time.sleep(3 * self.interval)  # the other ranks read it before this process, and the store, ends
+        if verdict is not None:
+            self._end(verdict.text, verdict.beats)
 
     def _verdict(self) -> Verdict | None:
-        """Rank 0 judges itself as it judges the others."""
+        """The verdict about all ranks, including rank 0 itself."""
         everyone = Ward([], late=self.ward.late)
-        everyone.heard = dict(self.ward.heard)
-        everyone.heard[0] = Heard(self._latest)
+        everyone.last_beats = dict(self.ward.last_beats)
+        everyone.last_beats[0] = LastBeat(self._latest)
         return everyone.verdict()
 
     def _end(self, text: str, named: Collection[Beat]) -> None:
-        """End this process with a sentence and status 1: its main thread may wait in a collective for ever."""
+        """Print a sentence and end this process with status 1; its main thread may wait in a collective forever."""
         with self._lock:
-            if self._over.is_set():  # the run has ended by itself
+            if self._over.is_set():  # the block has ended
                 return
             os.write(2, f"mplug: {text}\n".encode())
             for beat in named:
                 kill_if_here(beat)
             writing = threading.Thread(target=log.error, args=("the run ends: %s", text), daemon=True)
             writing.start()
-            writing.join(SAY)
+            writing.join(LOG_SECONDS)
             os._exit(1)
 
 
 def kill_if_here(beat: Beat) -> None:
-    """Kill a process that the others waited for, if it is on this machine, so that it never wakes up and writes."""
-    here = beat.host == socket.gethostname() and beat.pid != os.getpid()
-    if here and beat.born and born(beat.pid) == beat.born:
+    """Kill the process of a heartbeat if it is on this machine, so that it cannot resume and write to files."""
+    is_local = beat.host == socket.gethostname() and beat.pid != os.getpid()
+    if is_local and beat.born and born(beat.pid) == beat.born:
         with suppress(OSError):
             os.kill(beat.pid, signal.SIGKILL)

@@ -1,8 +1,9 @@
-"""Heartbeats: what a process of a run reports about itself once a second, from a thread of its own.
+"""Heartbeats: reports about the progress of a process, which a separate thread makes once a second.
 
-The main thread only notes what it begins (`Pulse.enter`). A thread adds how many collectives the process has begun and
-where the main thread is (`Heart.beat`). `mplug.distributed.watchdog` decides from the beats of all processes which rank
-the others wait for; `mplug.distributed.heartbeat_transport` carries the beats.
+The main thread records each activity when it begins (`Pulse.enter`). The heartbeat thread makes a `Beat` of it
+(`Heart.beat`) and adds the number of collectives that the process has begun and the source line of its main thread.
+`mplug.distributed.heartbeat_transport` sends the beats. `mplug.distributed.watchdog` finds, from the beats of all
+processes, the ranks for which the others wait.
 """
 
 import functools
@@ -21,9 +22,9 @@ TICK = 1.0
 """Seconds between two heartbeats."""
 STEP, EVALUATION, SAVING = "step", "evaluation", "saving"
 PHRASES = {STEP: "in step {}", EVALUATION: "in the evaluation after step {}", SAVING: "saving step {}"}
-"""Activities that a run repeats, as an error names them. Any other activity is named by its own words."""
+"""The activities that a run repeats, and the phrases by which errors name them. Other activities are phrases."""
 WRITING = "waiting until a checkpoint is written"
-"""The duration of an asynchronous write depends on the storage, and no earlier activity predicts it."""
+"""The activity of waiting for an asynchronous write. Its duration depends on the storage; no measurement bounds it."""
 LONGEST_WRITE = 6 * 3600.0
 """Seconds that a rank may wait for an asynchronous write."""
 SAVES = "mplug saves"
@@ -42,47 +43,48 @@ class Limits:
 
 
 class Pulse:
-    """What the main thread of a process does now. `enter` stores a few numbers and costs about a microsecond.
+    """The current activity of a process's main thread. `enter` stores a few numbers and costs about a microsecond.
 
-    `clock` counts the seconds in which this process ran: the thread that beats advances it, so it stands still while
-    the process is suspended. `tell` receives the number of every step that begins.
+    `clock` counts the seconds in which this process ran. The heartbeat thread advances it, so it stops while the
+    process is suspended. If `send` is set, it receives the number of each step at its beginning.
     """
 
-    tell: Callable[[int], None] | None = None
+    send: Callable[[int], None] | None = None
 
     def __init__(self) -> None:
         self.activity, self.step, self.entered = "starting", 0, 0
-        self.clock = self._began = 0.0
+        self.clock = self._start = 0.0
         self._longest: dict[str, float] = {}
         self._completed: dict[str, int] = {}
 
     def enter(self, activity: str, step: int = 0) -> None:
-        """The main thread begins an activity, which ends the one before it.
+        """Record that the main thread ends its activity and begins another one.
 
-        The second duration of a kind replaces the first, which includes compilation. Later ones take the maximum.
+        The longest duration of each repeated activity is stored. The first duration includes compilation, so the
+        second one replaces it.
         """
         if self.activity in PHRASES:
-            seconds, completed = self.clock - self._began, self._completed.get(self.activity, 0)
+            seconds, completed = self.clock - self._start, self._completed.get(self.activity, 0)
             self._longest[self.activity] = max(self._longest[self.activity], seconds) if completed > 1 else seconds
             self._completed[self.activity] = completed + 1
-        self._began = self.clock
+        self._start = self.clock
         self.activity, self.step = activity, step
         self.entered += 1
-        if self.tell is not None and activity == STEP:
-            self.tell(step)
+        if self.send is not None and activity == STEP:
+            self.send(step)
 
     @property
-    def words(self) -> str:
-        """'in step 12', 'building the model'."""
+    def phrase(self) -> str:
+        """The activity as an error names it: 'in step 12', 'building the model'."""
         return PHRASES.get(self.activity, self.activity).format(self.step)
 
     @property
     def measured(self) -> bool:
-        """Whether the process has done this activity before, so that its duration is known."""
+        """Whether the process has completed this kind of activity before, so that its duration is known."""
         return self.activity in self._longest
 
     def allowed(self, limits: Limits) -> float:
-        """Seconds without progress that are no fault in this activity."""
+        """The maximum number of seconds without progress in the current activity."""
         if self.activity == WRITING:
             return max(limits.timeout, limits.first, LONGEST_WRITE)
         longest = self._longest.get(self.activity)
@@ -91,40 +93,41 @@ class Pulse:
 
 @dataclass(frozen=True)
 class Beat:
-    """One heartbeat."""
+    """One heartbeat: the progress and the limits of one process at one moment."""
 
     rank: int
     number: int
     host: str
     pid: int
     born: str
-    """When the process began, as the kernel counts: together with `pid` it is of this process and of no other."""
-    words: str
+    """The start time of the process in the kernel's clock ticks; `pid` and `born` together identify the process."""
+    phrase: str
+    """The current activity, as an error names it."""
     entered: int
-    """How many activities the main thread has begun; all ranks of a run begin the same ones in the same order."""
+    """Number of activities that the main thread has begun; all ranks of a run begin the same ones in the same order."""
     collectives: Mapping[str, int]
-    """How many collectives the main thread has begun in each process group. Those of saves count while it saves."""
+    """Number of collectives that the process has begun, by process group; those of saves only during a save."""
     quiet: float
     """Seconds in which the process ran without progress."""
     allowed: float
-    """How long it may do so."""
+    """Maximum of `quiet` in the current activity."""
     timeout: float
-    """How long the process may send no heartbeat."""
+    """Maximum number of seconds between two heartbeats."""
     first: float
-    """How long it may take until its first heartbeat."""
+    """Maximum number of seconds until the first heartbeat."""
     at: str
-    """Where the main thread is: file, line and function."""
+    """The position of the main thread: file, line and function."""
     reads: bool = False
     """Whether the main thread waits for the data loader."""
     waits: bool = False
     """Whether the main thread seems to wait for other ranks."""
     over: bool = False
-    """Whether this is the last heartbeat of a process that has done its work."""
+    """Whether this is the last heartbeat of a process that has finished its work."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the main thread is; `mark` changes when it moves."""
+    """The position of a main thread in the code; `mark` changes when the thread moves."""
 
     at: str
     mark: int
@@ -134,7 +137,7 @@ class Place:
 
 @dataclass
 class Heart:
-    """Makes the heartbeats of one process."""
+    """Makes the heartbeats of one process. `collectives` and `place` read the state that a heartbeat reports."""
 
     rank: int
     pulse: Pulse
@@ -143,22 +146,22 @@ class Heart:
     place: Callable[[], Place]
     _number: int = 0
     _quiet: float = 0.0
-    _seen: object = None
+    _progress: object = None
 
     def beat(self, seconds: float, over: bool = False) -> Beat:
         """The next heartbeat, `seconds` after the one before it.
 
-        Progress is a new activity or a new collective. In an activity of unknown duration (the first step, building,
-        loading) it is progress too that the main thread moves: it may compile, or read a large file.
+        A new activity or a new collective counts as progress. In an activity of unknown duration (the first step,
+        building, loading), a main thread that moves counts as progress too: it may compile or read a large file.
         """
-        seconds = min(seconds, 2 * TICK)  # a suspended process has not run meanwhile
-        pulse, place, begun = self.pulse, self.place(), self.collectives()
+        seconds = min(seconds, 2 * TICK)  # a longer gap means that the process was suspended
+        pulse, place, collectives = self.pulse, self.place(), self.collectives()
         pulse.clock += seconds
-        seen = (pulse.entered, begun, 0 if pulse.measured else place.mark)
-        self._quiet = self._quiet + seconds if seen == self._seen else 0.0
-        if pulse.activity not in (SAVING, WRITING):  # another thread begins them: they say nothing about this one
-            begun = {group: number for group, number in begun.items() if not group.startswith(SAVES)}
-        self._seen = seen
+        progress = (pulse.entered, collectives, 0 if pulse.measured else place.mark)
+        self._quiet = self._quiet + seconds if progress == self._progress else 0.0
+        if pulse.activity not in (SAVING, WRITING):  # the thread of a save begins these, not the main thread
+            collectives = {group: count for group, count in collectives.items() if not group.startswith(SAVES)}
+        self._progress = progress
         self._number += 1
         return Beat(
             rank=self.rank,
@@ -166,9 +169,9 @@ class Heart:
             host=socket.gethostname(),
             pid=os.getpid(),
             born=born(os.getpid()),
-            words=pulse.words,
+            phrase=pulse.phrase,
             entered=pulse.entered,
-            collectives=begun,
+            collectives=collectives,
             quiet=self._quiet,
             allowed=pulse.allowed(self.limits),
             timeout=self.limits.timeout,
@@ -181,9 +184,9 @@ class Heart:
 
 
 def born(pid: int) -> str:
-    """When a process began, in the kernel's clock ticks; empty where the system does not tell, or has no such process.
+    """The start time of a process in the kernel's clock ticks: /proc/pid/stat, field 22, see proc(5).
 
-    See proc(5), /proc/pid/stat, field 22.
+    It is empty if the process does not exist, or if the system has no /proc.
     """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
@@ -192,25 +195,25 @@ def born(pid: int) -> str:
 
 
 def collectives_begun() -> dict[str, int]:
-    """How many collectives this process has begun in each process group, as the group counts.
+    """The number of collectives that this process has begun, by process group. It is the group's sequence number.
 
-    The same group has the same key on all of its ranks. The key of the group of saves begins with `SAVES`.
+    A group has the same key on all of its ranks. The key of the group of saves begins with `SAVES`.
     """
-    module = sys.modules.get("torch.distributed.distributed_c10d")  # not imported here, beside the main thread
+    module = sys.modules.get("torch.distributed.distributed_c10d")  # an import in this thread could deadlock
     world = getattr(module, "_world", None)
     if world is None:
         return {}
-    found = {}
+    numbers = {}
     for group, name in list(world.pg_names.items()):
         ranks = world.pg_group_ranks.get(group)
         try:
             number = group._get_sequence_number_for_group()
-        except (RuntimeError, AttributeError):  # its backend does not count, or it is not a group of this rank
+        except (RuntimeError, AttributeError):  # the backend does not count, or the rank is not in the group
             continue
         if ranks and number >= 0:
             use = f"{SAVES} " if group.group_desc == SAVES else ""
-            found[f"{use}{name}/{hash(tuple(sorted(ranks))):x}"] = int(number)
-    return found
+            numbers[f"{use}{name}/{hash(tuple(sorted(ranks))):x}"] = int(number)
+    return numbers
 
 
 READING: set[CodeType] = set()
@@ -219,27 +222,30 @@ LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 
 
 def main_thread() -> Place:
-    """Where the main thread of this process is."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    """The position of this process's main thread.
+
+    `at` is the innermost frame outside of torch and Python's library, because that line identifies the fault.
+    """
+    innermost = sys._current_frames().get(threading.main_thread().ident or 0)
     frames: list[FrameType] = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
+    while innermost is not None:
+        frames.append(innermost)
+        innermost = innermost.f_back
     if not frames:
         return Place("an unknown place", 0, reads=False, waits=False)
-    own = next((one for one in frames if not _of_library(one.f_code.co_filename)), frames[0])
-    files = [one.f_code.co_filename for one in frames]
-    line = linecache.getline(own.f_code.co_filename, own.f_lineno)
+    caller = next((frame for frame in frames if not _of_library(frame.f_code.co_filename)), frames[0])
+    files = [frame.f_code.co_filename for frame in frames]
+    line = linecache.getline(caller.f_code.co_filename, caller.f_lineno)
     return Place(
-        f"{'/'.join(Path(own.f_code.co_filename).parts[-2:])}:{own.f_lineno} in {own.f_code.co_name}",
-        hash(tuple((id(one.f_code), one.f_lasti) for one in frames)),
-        reads=any(one.f_code in READING for one in frames),
+        f"{'/'.join(Path(caller.f_code.co_filename).parts[-2:])}:{caller.f_lineno} in {caller.f_code.co_name}",
+        hash(tuple((id(frame.f_code), frame.f_lasti) for frame in frames)),
+        reads=any(frame.f_code in READING for frame in frames),
         waits=any("/torch/distributed/" in file for file in files) or "wait(" in line,
     )
 
 
 @functools.cache
 def _of_library(file: str) -> bool:
-    """Whether a file is Python's or torch's, whose lines say nothing about a run."""
+    """Whether a file belongs to Python's library or to torch."""
     installed = "site-packages" in file
     return "/torch/" in file or file.startswith("<") or (file.startswith(LIBRARIES) and not installed)

@@ -16,7 +16,7 @@ from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any
 
-from mplug.distributed.heartbeat_transport import Spoken
+from mplug.distributed.heartbeat_transport import Pipe
 from mplug.distributed.heartbeats import Beat
 from mplug.distributed.signals import Signals
 from mplug.distributed.watchdog import Ward
@@ -24,15 +24,15 @@ from mplug.distributed.world import World
 from mplug.errors import Diverged, PluginError, RunError, UsageError
 
 GRACE = 3.0
-"""Seconds that the processes have to report their errors and end, after one has failed."""
+"""Seconds in which the other processes may report their errors and end, after one has failed."""
 AT_ONCE = 0.3
 """Maximum delay in seconds with which the death of a process is noticed after the errors that it causes elsewhere."""
 TERMINATED = "terminated"
-"""The message of a process that ends on SIGTERM from the launcher: it has not failed."""
-SAID_AS_THEY_ARE: dict[str, type[UsageError | RunError]] = {
+"""The message of a process that ends because the launcher sent SIGTERM; it has not failed."""
+PASSED_UNCHANGED: dict[str, type[UsageError | RunError]] = {
     error.__name__: error for error in (UsageError, RunError, Diverged)
 }
-"""Errors whose message is already a sentence for the user."""
+"""Errors of a process that the launcher raises unchanged, because their message addresses the user."""
 
 
 class Failed(RunError):
@@ -59,7 +59,7 @@ def refuse_port_in_use(port: int) -> None:
             probe.bind(("127.0.0.1", port))
         except OSError:
             raise UsageError(
-                f"--master-port {port} is in use; choose another, or leave it out for a free one"
+                f"--master-port {port}: this port is in use; use another one, or remove the option for a free port"
             ) from None
 
 
@@ -114,43 +114,43 @@ def agreed(value: Any) -> Any:
 
 
 def launch(size: int, work: Callable[..., Any], *arguments: Any, port: int | None = None) -> Any:
-    """Run `work(*arguments, tell)` in `size` processes on this machine, and return the result of rank 0.
+    """Run `work(*arguments, send)` in `size` processes on this machine, and return the result of rank 0.
 
-    Each process reads its rank from the environment, as under torchrun, and calls `tell(step)` at every step. If a
+    Each process reads its rank from the environment, as under torchrun, and calls `send(step)` at every step. If a
     process dies, the launcher ends the others and raises the error of the first one: a UsageError or RunError
-    unchanged, anything else as a RunError that names rank, host and step. If the processes send heartbeats
-    (`tell(beat)`), the launcher kills a process that hangs, and the error names it. It forwards SIGINT and SIGTERM to
+    unchanged, any other error as a RunError that names rank, host and step. If the processes send heartbeats
+    (`send(beat)`), the launcher kills a process that hangs, and the error names it. It forwards SIGINT and SIGTERM to
     the processes; a second signal kills them at once. No process outlives this one.
     """
     multiprocessing.set_forkserver_preload(["mplug.training.loop", "mplug.training.job"])
-    lines = Lines(size)
-    with ThreadPoolExecutor(1) as pool, Handler(lines) as handler:
+    pipes = Pipes(size)
+    with ThreadPoolExecutor(1) as pool, Handler(pipes) as handler:
         # In a separate thread: in the main thread, elastic installs signal handlers, and does not poll while it stops.
-        running = pool.submit(_elastic, size, port, work, arguments, lines.theirs)
+        running = pool.submit(_elastic, size, port, work, arguments, pipes.child_ends)
         while not running.done():
-            lines.listen(0.2)
-            lines.watch()
-            if lines.failing_for() > GRACE:
-                lines.kill()  # a process that waits in a collective for a dead one does not handle elastic's SIGTERM
-    lines.listen(0.0)
-    lines.close()
+            pipes.listen(0.2)
+            pipes.watch()
+            if pipes.failing_for() > GRACE:
+                pipes.kill()  # a process that waits in a collective for a dead one does not handle elastic's SIGTERM
+    pipes.listen(0.0)
+    pipes.close()
     error = running.exception()
     if error is None:
         return running.result()
-    if handler.signal is not None and not lines.failed_before(handler.when):
+    if handler.signal is not None and not pipes.failed_before(handler.when):
         raise Stopped(handler.signal) from error
-    raise lines.first_failure(_exit_codes(error)) or error
+    raise pipes.first_failure(_exit_codes(error)) or error
 
 
 def _exit_codes(error: BaseException) -> Mapping[int, int]:
     return error.exit_codes if isinstance(error, Failed) else {}
 
 
-def _how(exit_code: int) -> str:
-    """How a process died without a message; a negative status is the number of a signal."""
+def _cause_of_death(exit_code: int) -> str:
+    """How a process died that sent no error; a negative status is the number of a signal."""
     if exit_code < 0:
         return f"of {signal.Signals(-exit_code).name}"
-    return "without a word, as by SIGKILL or where memory runs out"
+    return "without an error message, for example by SIGKILL or because memory ran out"
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class Started:
     pid: int
 
 
-class Lines:
+class Pipes:
     """The launcher's pipes to its processes: it sends signals, and receives messages.
 
     A process sends `Started`, the number of each step that it starts, a heartbeat per second, and at its end "done",
@@ -171,74 +171,75 @@ class Lines:
 
     def __init__(self, size: int) -> None:
         pairs = [multiprocessing.Pipe() for _ in range(size)]
-        self.theirs = [theirs for _, theirs in pairs]
-        self.ours = {ours: rank for rank, (ours, _) in enumerate(pairs)}
-        self.heard: list[tuple[float, int, Any]] = []
+        self.child_ends = [child_end for _, child_end in pairs]
+        self.own_ends = {own_end: rank for rank, (own_end, _) in enumerate(pairs)}
+        self.ends: list[tuple[float, int, Any]] = []
+        """(time, rank, last message or None) of every process that has ended or is about to end."""
         self.steps: dict[int, int] = {}
         self.pids: dict[int, int] = {}
         self.ward = Ward(range(size))
-        self.looked = time.monotonic()
+        self.last_watch = time.monotonic()
 
     def listen(self, seconds: float) -> None:
         """Receive the messages of the processes; wait at most `seconds` for the first."""
-        if not self.ours:
+        if not self.own_ends:
             time.sleep(seconds)
-        for line in connection.wait(list(self.ours), seconds) if self.ours else ():
+        for line in connection.wait(list(self.own_ends), seconds) if self.own_ends else ():
             assert isinstance(line, Connection)
-            rank = self.ours.get(line)
+            rank = self.own_ends.get(line)
             if rank is None:  # a second signal has closed the pipe in the meantime
                 continue
             try:
-                word = line.recv()
-                if isinstance(word, Started):
-                    self.pids[rank] = word.pid
-                elif isinstance(word, Beat):
-                    self.ward.hear(word)
-                elif isinstance(word, int):
-                    self.steps[rank] = word
-                    self.ward.note_step(rank, word)
+                message = line.recv()
+                if isinstance(message, Started):
+                    self.pids[rank] = message.pid
+                elif isinstance(message, Beat):
+                    self.ward.hear(message)
+                elif isinstance(message, int):
+                    self.steps[rank] = message
+                    self.ward.note_step(rank, message)
                 else:
-                    self.heard.append((time.monotonic(), rank, word))
+                    self.ends.append((time.monotonic(), rank, message))
                     self.ward.leave(rank)
             except (EOFError, OSError):
-                self.heard.append((time.monotonic(), rank, None))
+                self.ends.append((time.monotonic(), rank, None))
                 self.ward.leave(rank)
-                self.ours.pop(line, None)
-        if self.theirs and len(self.pids) == len(self.theirs):
-            self._forget_theirs()
+                self.own_ends.pop(line, None)
+        if self.child_ends and len(self.pids) == len(self.child_ends):
+            self._close_child_ends()
 
     def watch(self) -> None:
         """Kill the processes that hang, as heartbeats show, and record their failure as the first."""
         now = time.monotonic()
-        self.ward.pass_time(now - self.looked)
-        self.looked = now
+        self.ward.pass_time(now - self.last_watch)
+        self.last_watch = now
         verdict = self.ward.verdict()
         if verdict is None or self._failures():
             return
         for rank in verdict.ranks:
-            self.heard.append((now - 2 * AT_ONCE, rank, (RunError.__name__, verdict.text)))
+            self.ends.append((now - 2 * AT_ONCE, rank, (RunError.__name__, verdict.text)))
             self._kill(rank)
             self.ward.leave(rank)
 
     def _kill(self, rank: int) -> None:
         """Kill a process and its children with SIGKILL, which also works on stopped processes."""
-        if rank in self.pids and rank in self.ours.values():
+        if rank in self.pids and rank in self.own_ends.values():
             with suppress(ProcessLookupError):
                 os.killpg(self.pids[rank], signal.SIGKILL)
 
-    def _forget_theirs(self) -> None:
+    def _close_child_ends(self) -> None:
         """Close the launcher's copies of the processes' ends, so that the death of a process closes its pipe."""
-        for end in self.theirs:
+        for end in self.child_ends:
             end.close()
-        self.theirs = []
+        self.child_ends = []
 
     def failed_before(self, when: float) -> bool:
         """Whether a process died before the time `when`, or has reported an error."""
-        return any(word is not None or heard < when for heard, _, word in self._failures())
+        return any(message is not None or failed < when for failed, _, message in self._failures())
 
     def failing_for(self) -> float:
         """Seconds since the first process failed or was terminated; 0 if there was none."""
-        ended = [when for when, _, word in self.heard if word == TERMINATED]
+        ended = [when for when, _, message in self.ends if message == TERMINATED]
         ended += [when for when, _, _ in self._failures()]
         return time.monotonic() - min(ended) if ended else 0.0
 
@@ -248,11 +249,11 @@ class Lines:
         A process that dies breaks the connections of others, whose errors may arrive before its death is noticed. So
         the time of a death is moved `AT_ONCE` seconds back, before those errors.
         """
-        told = {rank for _, rank, word in self.heard if word in ("done", TERMINATED) or isinstance(word, tuple)}
+        reported = {rank for _, rank, message in self.ends if message is not None}
         return [
-            (when - (AT_ONCE if word is None else 0), rank, word)
-            for when, rank, word in self.heard
-            if isinstance(word, tuple) or (word is None and rank not in told)
+            (when - (AT_ONCE if message is None else 0), rank, message)
+            for when, rank, message in self.ends
+            if isinstance(message, tuple) or (message is None and rank not in reported)
         ]
 
     def first_failure(self, exit_codes: Mapping[int, int]) -> UsageError | RunError | None:
@@ -260,49 +261,49 @@ class Lines:
         first = min(self._failures(), default=None, key=lambda failure: failure[0])
         if first is None:
             return None
-        _, rank, word = first
-        if word is None:
-            return RunError(f"{self._named(rank)} died {_how(exit_codes.get(rank, 0))}")
-        kind, text = word
+        _, rank, message = first
+        if message is None:
+            return RunError(f"{self._rank_name(rank)} died {_cause_of_death(exit_codes.get(rank, 0))}")
+        kind, text = message
         if kind == PluginError.__name__:
             return PluginError(f"rank {rank} on {socket.gethostname()}: {text}")
-        if kind in SAID_AS_THEY_ARE:
-            return SAID_AS_THEY_ARE[kind](text)
-        return RunError(f"{self._named(rank)} failed with {kind}: {text}")
+        if kind in PASSED_UNCHANGED:
+            return PASSED_UNCHANGED[kind](text)
+        return RunError(f"{self._rank_name(rank)} failed with {kind}: {text}")
 
-    def _named(self, rank: int) -> str:
+    def _rank_name(self, rank: int) -> str:
         where = f"in step {self.steps[rank]}" if rank in self.steps else "before its first step"
         return f"rank {rank} on {socket.gethostname()}, {where},"
 
     def kill(self) -> None:
         """Kill all processes at once, including stopped ones."""
-        for rank in list(self.ours.values()):
+        for rank in list(self.own_ends.values()):
             self._kill(rank)
         self.close()
 
     def close(self) -> None:
         """Close all pipes; processes that still run then end."""
-        self._forget_theirs()
-        for line in list(self.ours):
+        self._close_child_ends()
+        for line in list(self.own_ends):
             line.close()
-        self.ours = {}
+        self.own_ends = {}
 
 
 class Handler(Signals):
     """Forwards the first SIGINT or SIGTERM to the processes; a later one kills them."""
 
-    def __init__(self, lines: Lines) -> None:
-        self.lines = lines
+    def __init__(self, pipes: Pipes) -> None:
+        self.pipes = pipes
 
     def first(self, number: int) -> None:
         """Forward the signal."""
-        for line in list(self.lines.ours):
+        for line in list(self.pipes.own_ends):
             with suppress(OSError):  # that process has ended
                 line.send(number)
 
     def later(self, number: int) -> None:
         """Kill the processes."""
-        self.lines.kill()
+        self.pipes.kill()
 
 
 def _elastic(size: int, port: int | None, work: Callable[..., Any], arguments: tuple[Any, ...], ends: Any) -> Any:
@@ -330,19 +331,19 @@ def _elastic(size: int, port: int | None, work: Callable[..., Any], arguments: t
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         raise Failed(
-            f"rank {rank} ended with status {failure.exitcode}; see its log", {rank: failure.exitcode}
+            f"rank {rank} ended with status {failure.exitcode}; see its log in the run folder", {rank: failure.exitcode}
         ) from None
 
 
 def _process(ends: list[Connection], work: Callable[..., Any], *arguments: Any) -> Any:
     """Do the work of one process in a session of its own: only the launcher receives Ctrl-C, and forwards it once."""
     os.setsid()
-    line = Spoken(ends.pop(int(os.environ["LOCAL_RANK"])))
+    line = Pipe(ends.pop(int(os.environ["LOCAL_RANK"])))
     for end in ends:
         end.close()
-    _say_when_terminated(line)
+    _report_termination(line)
     line.send(Started(os.getpid()))
-    threading.Thread(target=_obey, args=(line,), daemon=True).start()
+    threading.Thread(target=_forward_signals, args=(line,), daemon=True).start()
     try:
         result = work(*arguments, line.send)
     except Exception as error:
@@ -352,11 +353,11 @@ def _process(ends: list[Connection], work: Callable[..., Any], *arguments: Any) 
     return result
 
 
-def _say_when_terminated(line: Spoken) -> None:
+def _report_termination(line: Pipe) -> None:
     """Send `TERMINATED` before dying of SIGTERM: elastic ends processes whose errors it has not received yet."""
 
     def terminated(number: int, frame: object) -> None:
-        with suppress(OSError):  # the launcher has hung up
+        with suppress(OSError):  # the launcher has closed the pipe
             line.send(TERMINATED)
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
@@ -364,7 +365,7 @@ def _say_when_terminated(line: Spoken) -> None:
     signal.signal(signal.SIGTERM, terminated)
 
 
-def _obey(line: Spoken) -> None:
+def _forward_signals(line: Pipe) -> None:
     """Send this process the signals that the launcher forwards; kill it when the launcher closes the pipe."""
     while True:
         try:

@@ -1,8 +1,9 @@
-"""How the processes of a run meet: the store that rank 0 serves, and what each process learns there about the others.
+"""The start of a run of several processes: they meet in a store that rank 0 serves, and rank 0 checks all of them.
 
-Every process publishes where it runs (`Member`). Rank 0 checks all of them and publishes a decision for each host
-(`Decision`): a sentence that refuses the run on all ranks, or what each process needs to choose its threads and its
-network interface. A rank reads only the decision of its host, whose size does not depend on the number of hosts.
+Every process publishes its host and devices (`Member`). Rank 0 checks all members and publishes a decision for each
+host (`Decision`): a sentence that refuses the run on all ranks, or the data from which a process chooses its number of
+threads and its network interface. A rank reads only the decision of its host, whose size does not depend on the number
+of hosts.
 """
 
 import json
@@ -24,12 +25,12 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 PATIENCE = timedelta(minutes=10)
-"""How long a process waits for the others at the start: file systems deliver the same packages at different speeds."""
+"""How long a process waits for the others at the start; hosts may load the packages at very different speeds."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """Where one process of a run runs."""
+    """The host and the devices of one process of a run."""
 
     host: str
     machine: str
@@ -42,7 +43,7 @@ class Member:
     num_gpus: int
     """Number of GPUs that the process sees."""
     address: str
-    """Its own address on the way to rank 0's machine; empty if that way does not leave the machine."""
+    """The address from which the process reaches rank 0's machine; empty if it runs on that machine."""
 
     @property
     def place(self) -> str:
@@ -64,16 +65,16 @@ class Decision:
 
 
 def decide(members: Sequence[Member]) -> Mapping[str, Decision]:
-    """For each place what its processes need to know about the others, or the sentence that refuses them."""
-    places = {one.place: one.machine for one in members}
+    """The decision for each place, from all members of the run."""
+    places = {member.place: member.machine for member in members}
     cpus: dict[str, list[list[int]]] = {}
-    for one in members:
-        cpus.setdefault(one.machine, []).append(list(one.cpus))
-    known = list({one.place: one.address for one in reversed(members) if one.address}.items())
+    for member in members:
+        cpus.setdefault(member.machine, []).append(list(member.cpus))
+    addresses = list({member.place: member.address for member in reversed(members) if member.address}.items())
     refusal = _refusal(members)
 
     def elsewhere(place: str) -> str:
-        return next((address for other, address in known[:2] if other != place), "")
+        return next((address for other, address in addresses[:2] if other != place), "")
 
     return {
         place: Decision(refusal, len(places) > 1, cpus[machine], elsewhere(place)) for place, machine in places.items()
@@ -82,20 +83,20 @@ def decide(members: Sequence[Member]) -> Mapping[str, Decision]:
 
 def _refusal(members: Sequence[Member]) -> str | None:
     first = members[0]
-    for rank, one in enumerate(members):
-        if one.device != first.device:
+    for rank, member in enumerate(members):
+        if member.device != first.device:
             return (
-                f"rank {rank} on {one.host} computes on '{one.device}', and rank 0 on {first.host} on "
+                f"rank {rank} on {member.host} computes on '{member.device}', and rank 0 on {first.host} computes on "
                 f"'{first.device}'; make GPUs visible on all machines, or set trainer.device=cpu"
             )
-    shared = Counter((one.machine, one.gpu) for one in members if one.gpu)
-    for rank, one in enumerate(members):
-        if one.gpu and shared[one.machine, one.gpu] > 1:
-            processes = sum(other.machine == one.machine for other in members)
+    users = Counter((member.machine, member.gpu) for member in members if member.gpu)
+    for rank, member in enumerate(members):
+        if member.gpu and users[member.machine, member.gpu] > 1:
+            processes = sum(other.machine == member.machine for other in members)
             return (
-                f"{shared[one.machine, one.gpu]} processes on {one.host} compute on the same GPU: "
-                f"rank {rank} is one of {processes} processes there, and sees {counted(one.num_gpus, 'GPU')}; use "
-                f"fewer processes, more GPUs, or trainer.device=cpu"
+                f"{users[member.machine, member.gpu]} processes on {member.host} compute on the same GPU: {processes} "
+                f"processes run on this machine, and rank {rank} sees {counted(member.num_gpus, 'GPU')}; start fewer "
+                f"processes, make more GPUs visible, or set trainer.device=cpu"
             )
     return None
 
@@ -121,7 +122,7 @@ def num_threads(own: Sequence[int], everyone: Iterable[Sequence[int]], default: 
     return max(1, int(default * share + 1e-6))
 
 
-# What a process knows about itself.
+# The description of the current process.
 
 
 def member(address: str, device: str, gpu: str, num_gpus: int) -> Member:
@@ -144,10 +145,10 @@ def source_towards(address: str) -> str:
     No packet is sent: to connect a UDP socket only chooses the route.
     """
     try:
-        found = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)
+        targets = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)
     except OSError:
         return ""
-    for family, kind, protocol, _, target in found:
+    for family, kind, protocol, _, target in targets:
         with suppress(OSError), socket.socket(family, kind, protocol) as probe:  # no route there: try the next
             probe.connect(target)
             source = str(probe.getsockname()[0]).partition("%")[0]
@@ -161,7 +162,7 @@ def interface_of(address: str) -> str | None:
     import psutil
 
     for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address.partition("%")[0] == address for one in addresses):
+        if any(candidate.address.partition("%")[0] == address for candidate in addresses):
             return str(name)
     return None
 
@@ -177,12 +178,12 @@ def interfaces(world: World, own: Member, decision: Decision) -> dict[str, str]:
     address = own.address or source_towards(decision.elsewhere)
     if not address:
         raise UsageError(
-            f"MASTER_ADDR is '{world.address}', which other machines than {own.host} cannot reach; set it to a host "
-            f"name or an address of rank 0's machine that all machines can reach"
+            f"MASTER_ADDR='{world.address}' is an address that only {own.host} itself can reach; set it to a host name "
+            f"or an address of rank 0's machine that all machines can reach"
         )
     name = interface_of(address)
-    found = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"} if name else {}
-    return {variable: value for variable, value in found.items() if not os.environ.get(variable)}
+    variables = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"} if name else {}
+    return {variable: value for variable, value in variables.items() if not os.environ.get(variable)}
 
 
 # The store.
@@ -209,43 +210,43 @@ def open_store(world: World) -> "Store":
     except (DistError, OSError) as error:
         if serves and "EADDRINUSE" in str(error):
             raise UsageError(
-                f"port {world.port} of {socket.gethostname()}, where the processes meet, is in use; set MASTER_PORT "
-                f"to a free port on all machines"
+                f"port {world.port} of {socket.gethostname()}, at which the processes would meet, is in use; set "
+                f"MASTER_PORT to a free port, the same on all machines"
             ) from None
         raise RunError(
             f"rank {world.rank} on {socket.gethostname()} has not reached rank 0 at {world.address}, port "
-            f"{world.port}, within {PATIENCE.seconds} s; see rank 0's output, and whether a firewall is between them "
-            f"(MASTER_ADDR and MASTER_PORT choose another way)"
+            f"{world.port}, within {PATIENCE.seconds} s; see rank 0's output, check that no firewall blocks the port, "
+            f"or set another address by MASTER_ADDR and MASTER_PORT"
         ) from error
 
 
 def _refuse_other_machine(world: World) -> None:
     """Rank 0 serves the store, so a derived address must be one of its machine's own."""
     try:
-        found = socket.getaddrinfo(world.address, 0, type=socket.SOCK_STREAM)
+        targets = socket.getaddrinfo(world.address, 0, type=socket.SOCK_STREAM)
     except OSError:
-        found = []
-    for family, kind, protocol, _, target in found:
+        targets = []
+    for family, kind, protocol, _, target in targets:
         with suppress(OSError), socket.socket(family, kind, protocol) as probe:
             probe.bind(target)
             return
     raise UsageError(
-        f"rank 0 runs on {socket.gethostname()}, and by {world.launcher}'s variables the processes would meet at "
-        f"'{world.address}', which is {'another machine' if found else 'unknown there'}; set MASTER_ADDR to an address "
-        f"of rank 0's machine"
+        f"{world.launcher}'s variables give '{world.address}' as the address at which the processes meet, and rank 0 "
+        f"runs on {socket.gethostname()}, where this is {'another machine' if targets else 'an unknown host'}; set "
+        f"MASTER_ADDR to an address of rank 0's machine"
     )
 
 
 def meet(world: World, store: "Store", own: Member) -> Decision:
-    """Publish where this process runs, and return what rank 0 decides about all.
+    """Publish this process's member, and return rank 0's decision for its host.
 
-    Raises UsageError, on every rank the same, where the processes cannot work together.
+    Raises UsageError, with the same text on every rank, if the processes cannot work together.
     """
     from torch.distributed.constants import default_pg_timeout
 
     store.set(f"member_{world.rank}", json.dumps(asdict(own)))
     if world.rank == 0:
-        members = [_member(value) for value in _all(world, store)]
+        members = [_member(value) for value in _all_members(world, store)]
         for place, decision in decide(members).items():
             store.set(f"decision_{place}", json.dumps(asdict(decision)))
     key = f"decision_{own.place}"
@@ -253,8 +254,7 @@ def meet(world: World, store: "Store", own: Member) -> Decision:
         store.wait([key], PATIENCE)
     except RuntimeError as error:
         raise RunError(
-            f"rank {world.rank} on {own.host} has waited {PATIENCE.seconds} s for rank 0 to begin; its error is in the "
-            f"output of rank 0"
+            f"rank {world.rank} on {own.host} has waited {PATIENCE.seconds} s for rank 0; see rank 0's output"
         ) from error
     decision = Decision(**json.loads(store.get(key)))
     store.set_timeout(default_pg_timeout)
@@ -263,8 +263,8 @@ def meet(world: World, store: "Store", own: Member) -> Decision:
     return decision
 
 
-def _all(world: World, store: "Store") -> list[bytes]:
-    """What every rank has published; RunError names those that have not come."""
+def _all_members(world: World, store: "Store") -> list[bytes]:
+    """The published member of every rank; RunError names the ranks that have published none."""
     keys = [f"member_{rank}" for rank in range(world.size)]
     try:
         store.wait(keys, PATIENCE)

@@ -5,7 +5,7 @@ import time
 from types import FrameType
 from typing import Self
 
-SAME = 2.0
+SAME_SIGNAL = 2.0
 """Seconds within which signals count as one: a scheduler may signal each process as well as its launcher."""
 
 
@@ -20,7 +20,7 @@ class Signals:
         raise NotImplementedError
 
     def later(self, number: int) -> None:
-        """Called for each signal that comes more than `SAME` seconds after the first."""
+        """Called for each signal that comes more than `SAME_SIGNAL` seconds after the first."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -35,5 +35,5 @@ class Signals:
         if self.signal is None:
             self.signal, self.when = number, time.monotonic()
             self.first(number)
-        elif time.monotonic() - self.when > SAME:
+        elif time.monotonic() - self.when > SAME_SIGNAL:
             self.later(number)

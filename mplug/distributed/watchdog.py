@@ -1,4 +1,7 @@
-"""Which rank do the others wait for? Decided from the heartbeats of all processes, without a clock or a process."""
+"""The watchdog: find the ranks for which the others wait, from the heartbeats of all processes.
+
+It is pure data: it reads no clock and starts no process. The launcher, or rank 0 under another launcher, feeds it.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -7,14 +10,14 @@ from mplug.distributed.heartbeats import PHRASES, STEP, TICK, Beat
 from mplug.errors import listed
 
 LATE = 5 * TICK
-"""Seconds without a heartbeat after which a process may be suspended: what it reported last may be old."""
+"""Seconds without a heartbeat after which the last report of a process may be out of date."""
 SHOWN = 8
 """Groups of ranks that an error lists."""
 
 
 @dataclass
-class Heard:
-    """The last heartbeat of a rank, and the seconds since then in which the listener ran."""
+class LastBeat:
+    """The last heartbeat of a rank, and the seconds since then, as far as the listener ran."""
 
     beat: Beat | None = None
     silent: float = 0.0
@@ -22,7 +25,7 @@ class Heard:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why a run must end, in a sentence, and the ranks that the others wait for."""
+    """The error that ends a run: its text, and the ranks for which the others wait, with their last heartbeats."""
 
     text: str
     ranks: tuple[int, ...]
@@ -30,96 +33,102 @@ class Verdict:
 
 
 class Ward:
-    """The processes that one process listens to.
+    """The processes to which one process listens, with their last heartbeats.
 
-    Time is what `pass_time` counts. The listener reports the time between two of its own turns, and no turn counts for
-    more than `longest` seconds. So a run that is suspended as a whole, and continued later, has lost no time. The last
-    heartbeat of a process counts as current for `late` seconds.
+    The listener calls `pass_time` with the seconds between two of its turns; a turn counts for at most `longest`
+    seconds. So the watchdog does not count the time in which the whole run was suspended. The last heartbeat of a
+    process counts as current for `late` seconds.
     """
 
     def __init__(self, ranks: Iterable[int], longest: float = 2 * TICK, late: float = LATE) -> None:
-        self.heard = {rank: Heard() for rank in ranks}
+        self.last_beats = {rank: LastBeat() for rank in ranks}
         self.longest, self.late = longest, late
 
     def hear(self, beat: Beat) -> None:
-        """Take a heartbeat; one that was heard before counts for nothing."""
-        heard = self.heard.get(beat.rank)
-        if heard is None or (heard.beat is not None and heard.beat.number == beat.number):
+        """Store a heartbeat; ignore it if it is the stored one."""
+        last = self.last_beats.get(beat.rank)
+        if last is None or (last.beat is not None and last.beat.number == beat.number):
             return
-        self.heard[beat.rank] = Heard(beat)
+        self.last_beats[beat.rank] = LastBeat(beat)
         if beat.over:
             self.leave(beat.rank)
 
     def note_step(self, rank: int, step: int) -> None:
-        """A process says that it begins a step, which is newer than what its last heartbeat says."""
-        heard = self.heard.get(rank)
-        if heard is not None and heard.beat is not None:
-            heard.beat = replace(heard.beat, words=PHRASES[STEP].format(step))
+        """Store that a process begins a step, which is newer than its last heartbeat."""
+        last = self.last_beats.get(rank)
+        if last is not None and last.beat is not None:
+            last.beat = replace(last.beat, phrase=PHRASES[STEP].format(step))
 
     def leave(self, rank: int) -> None:
-        """A process has ended, or is about to: nobody waits for its heartbeats."""
-        self.heard.pop(rank, None)
+        """Stop listening to a process that has ended or is about to end."""
+        self.last_beats.pop(rank, None)
 
     def pass_time(self, seconds: float) -> None:
-        """So many seconds have passed since the last call."""
-        for heard in self.heard.values():
-            heard.silent += min(seconds, self.longest)
+        """Count the seconds since the last call."""
+        for last in self.last_beats.values():
+            last.silent += min(seconds, self.longest)
 
     def verdict(self) -> Verdict | None:
-        """Why the run must end; None while all is well."""
-        return self.silence() or self._standstill()
+        """The error that must end the run, or None."""
+        return self.silence() or self._no_progress()
 
     def silence(self) -> Verdict | None:
-        """The ranks whose heartbeats have ceased; None while none has for longer than the time-out."""
-        beats = [heard.beat for heard in self.heard.values() if heard.beat is not None]
-        if not beats:  # the processes are starting, or do not beat at all
+        """The error for ranks that have sent no heartbeat for longer than the time-out, or None."""
+        beats = [last.beat for last in self.last_beats.values() if last.beat is not None]
+        if not beats:  # the processes are starting, or the watchdog is off
             return None
         timeout, first = max(beat.timeout for beat in beats), max(beat.first for beat in beats)
-        never = [rank for rank, heard in self.heard.items() if heard.beat is None and heard.silent > first]
-        silent = {rank: heard.silent for rank, heard in self.heard.items() if heard.beat is not None or rank in never}
+        never = [rank for rank, last in self.last_beats.items() if last.beat is None and last.silent > first]
+        silent = {rank: last.silent for rank, last in self.last_beats.items() if last.beat is not None or rank in never}
         longest = max(silent.values())
         if longest <= timeout:
             return None
-        # A cut link silences all ranks behind it within a tick or two.
-        alike = max(timeout - 3 * TICK, timeout / 2)
-        ranks = tuple(rank for rank, seconds in silent.items() if seconds > alike)
-        last = [beat for beat in beats if beat.rank in ranks]
-        who = [*_groups(last, "last heard "), *([f"{_ranks(never)}, before the first heartbeat,"] if never else [])]
+        # A broken link silences all ranks behind it within one or two ticks, so the error names them together.
+        same_cause = max(timeout - 3 * TICK, timeout / 2)
+        ranks = tuple(rank for rank, seconds in silent.items() if seconds > same_cause)
+        of_ranks = [beat for beat in beats if beat.rank in ranks]
+        groups = [
+            *_groups(of_ranks, "last seen "),
+            *([f"{_ranks(never)}, before the first heartbeat,"] if never else []),
+        ]
         state = (
-            "it is suspended, it hangs in native code, or its machine is down or unreachable"
+            "the process is suspended, it hangs in native code, or its machine is down or unreachable"
             if len(ranks) == 1
-            else "they are suspended, they hang in native code, or their machine is down or unreachable"
+            else "the processes are suspended, they hang in native code, or their machine is down or unreachable"
         )
         text = (
-            f"{_shown(who)} stopped sending heartbeats {longest:.0f} s ago: {state} (watchdog.timeout is {timeout:g} s)"
+            f"{_listed(groups)} stopped sending heartbeats {longest:.0f} s ago: {state} "
+            f"(watchdog.timeout={timeout:g} s)"
         )
-        return Verdict(text, ranks, tuple(last))
+        return Verdict(text, ranks, tuple(of_ranks))
 
-    def _standstill(self) -> Verdict | None:
-        """The ranks whose main threads are stuck while all heartbeats come."""
-        beats = [heard.beat for heard in self.heard.values() if heard.beat is not None and heard.silent <= self.late]
-        if not beats or len(beats) < len(self.heard):
+    def _no_progress(self) -> Verdict | None:
+        """The error for ranks whose main threads make no progress although all heartbeats arrive, or None."""
+        beats = [last.beat for last in self.last_beats.values() if last.beat is not None and last.silent <= self.late]
+        if not beats or len(beats) < len(self.last_beats):
             return None
-        found = waited_for(beats)
-        if not all(beat.quiet > beat.allowed for beat in found):
+        blocking = waited_for(beats)
+        if not all(beat.quiet > beat.allowed for beat in blocking):
             return None
-        quiet, allowed = min(beat.quiet for beat in found), max(beat.allowed for beat in found)
+        quiet, allowed = min(beat.quiet for beat in blocking), max(beat.allowed for beat in blocking)
         limit = f"the watchdog allows {allowed:.0f} s here"
-        ranks, places = tuple(beat.rank for beat in found), _shown(_groups(found, places=True))
-        if len(found) == len(beats) > 1:
-            text = f"no rank has made progress for {quiet:.0f} s, and none is behind the others: {places} ({limit})"
+        ranks, places = tuple(beat.rank for beat in blocking), _listed(_groups(blocking, places=True))
+        if len(blocking) == len(beats) > 1:
+            text = f"no rank has made progress for {quiet:.0f} s, and no rank is behind the others: {places} ({limit})"
         else:
             waiting = " while the other ranks wait" if len(beats) > 1 else ""
             text = f"{places} made no progress for {quiet:.0f} s{waiting} ({limit})"
-        return Verdict(text, ranks, tuple(found))
+        return Verdict(text, ranks, tuple(blocking))
 
 
 def waited_for(beats: Sequence[Beat]) -> list[Beat]:
-    """The ranks that the others wait for, as far as their heartbeats tell; all ranks where they do not.
+    """The ranks for which the others wait, as far as heartbeats show it; otherwise all ranks.
 
-    A rank that has begun fewer activities is behind. Among equals, a rank waits for another of the same process group
-    if it has begun more of the group's collectives; the ranks at the end of such chains are waited for. If no numbers
-    differ, a rank that waits for its loader, or for nothing that looks like communication, is.
+    1. The ranks that have begun the fewest activities are behind.
+    2. Among these, a rank waits for another rank of a process group if it has begun more collectives of the group. The
+       result is the ranks that wait for no rank and for which a rank waits.
+    3. If no numbers differ, the result is the ranks that wait for their data loader; if there are none, those whose
+       main thread does not seem to communicate.
     """
     fewest = min(beat.entered for beat in beats)
     behind = [beat for beat in beats if beat.entered == fewest]
@@ -129,28 +138,26 @@ def waited_for(beats: Sequence[Beat]) -> list[Beat]:
         low, high = min(numbers.values()), max(numbers.values())
         waiting |= {rank for rank, number in numbers.items() if number > low}
         awaited |= {rank for rank, number in numbers.items() if number < high}
-    for found in (
+    candidates = (
         [beat for beat in behind if beat.rank in awaited - waiting],
         [beat for beat in behind if beat.reads],
         [beat for beat in behind if not beat.waits],
-    ):
-        if found:
-            return found
-    return behind
+    )
+    return next((beats for beats in candidates if beats), behind)
 
 
 def _groups(beats: Sequence[Beat], when: str = "", places: bool = False) -> list[str]:
-    """'ranks 2 and 3 on node02, last heard in step 12,': ranks that say the same of themselves stand together."""
+    """A phrase for each group of ranks with the same host and activity: 'ranks 2 and 3 on node02, in step 12,'."""
     groups: dict[tuple[str, str, str], list[int]] = {}
     for beat in beats:
-        groups.setdefault((beat.host, beat.words, f" at {beat.at}" if places else ""), []).append(beat.rank)
-    return [f"{_ranks(ranks)} on {host}, {when}{words}{at}," for (host, words, at), ranks in groups.items()]
+        groups.setdefault((beat.host, beat.phrase, f" at {beat.at}" if places else ""), []).append(beat.rank)
+    return [f"{_ranks(ranks)} on {host}, {when}{phrase}{at}," for (host, phrase, at), ranks in groups.items()]
 
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {listed(map(str, sorted(ranks)))}"
 
 
-def _shown(groups: Sequence[str]) -> str:
+def _listed(groups: Sequence[str]) -> str:
     more = [f"{len(groups) - SHOWN} more groups of ranks"] if len(groups) > SHOWN else []
     return listed([*groups[:SHOWN], *more])

@@ -26,7 +26,7 @@ Environment = Mapping[str, str]
 
 LOCALHOST = "127.0.0.1"
 DEFAULT_PORT = 29500
-"""torch's own default, for launchers that identify their jobs by nothing."""
+"""torch's own default, for launchers that provide no identifier of a job."""
 PORTS = range(20000, 30000)
 """Ports derived from a job's id: below the ephemeral ports of Linux (from 32768), which any connection may occupy."""
 
@@ -45,7 +45,7 @@ class World:
     """Host name or IP address of the machine of rank 0, where the processes meet."""
     port: int = DEFAULT_PORT
     job: str = ""
-    """What distinguishes this job from others of the launcher; empty where the launcher gives nothing."""
+    """The launcher's identifier of this job; empty if the launcher provides none."""
     derived: bool = False
     """Whether the address is derived from the launcher's variables, so that rank 0 must check that it is its own."""
 
@@ -73,7 +73,7 @@ class World:
 
 @dataclass(frozen=True)
 class Launcher:
-    """Where a launcher describes a process. The functions return None for what the environment does not hold."""
+    """The variables by which a launcher describes a process; the functions return None if their variables are unset."""
 
     name: str
     variables: tuple[str, str, str]
@@ -119,8 +119,9 @@ def _world(launcher: Launcher, environment: Environment) -> World | None:
     local_size = launcher.local_size(environment)
     if rank >= size or not local_rank < (local_size or size) <= size:
         raise UsageError(
-            f"the environment of {launcher.name} contradicts itself: rank {rank} of {size}, and rank {local_rank} of "
-            f"{local_size or 'an unknown number'} on this machine; unset what is left of another launcher"
+            f"the environment variables of {launcher.name} contradict each other: rank {rank} of {size}, and local "
+            f"rank {local_rank} of {local_size or 'an unknown number'} on this machine; unset the variables of an "
+            f"earlier launcher"
         )
     address, derived = environment.get("MASTER_ADDR"), False
     if not address and local_size == size:
@@ -128,10 +129,10 @@ def _world(launcher: Launcher, environment: Environment) -> World | None:
     if not address:
         address, derived = launcher.address(environment), True
     if not address:
-        where = "on several machines" if local_size else "on machines whose number it does not give"
+        machines = "several machines" if local_size else "an unknown number of machines"
         raise UsageError(
-            f"{launcher.name} has started {size} processes {where} and provides no address where they can meet; "
-            f"set MASTER_ADDR to the machine of rank 0: {launcher.remedy}"
+            f"{launcher.name} has started {size} processes on {machines}, and provides no address at which they can "
+            f"meet; set MASTER_ADDR to the machine of rank 0: {launcher.remedy}"
         )
     port = _port(environment["MASTER_PORT"]) if environment.get("MASTER_PORT") else launcher.port(environment)
     return World(
@@ -142,21 +143,21 @@ def _world(launcher: Launcher, environment: Environment) -> World | None:
 def _number(launcher: Launcher, environment: Environment, name: str) -> int:
     value = environment.get(name)
     if value is None or not value.isdecimal():
-        found = "is not set" if value is None else f"is '{value}', not a number"
+        fault = f"{name} is not set" if value is None else f"{name}='{value}' is not a number"
+        marks = " and ".join(launcher.marks)
         raise UsageError(
-            f"{name} {found}, though {' and '.join(launcher.marks)} say that {launcher.name} has started this process; "
-            f"set it, or unset the others"
+            f"{fault}, and {marks} show that {launcher.name} has started this process; set {name}, or unset {marks}"
         )
     return int(value)
 
 
 def _port(value: str) -> int:
     if not value.isdecimal() or not 0 < int(value) < 2**16:
-        raise UsageError(f"MASTER_PORT is '{value}', not a port; set it to a number from 1 to 65535, or unset it")
+        raise UsageError(f"MASTER_PORT='{value}' is not a port; set it to a number from 1 to 65535, or unset it")
     return int(value)
 
 
-# What each launcher provides.
+# The variables of each launcher.
 
 
 def _integer(name: str) -> Callable[[Environment], int | None]:
@@ -180,12 +181,12 @@ def first_host(hosts: str) -> str | None:
 
 def tasks_per_node(tasks: str) -> list[int] | None:
     """The tasks of each node from Slurm's short form: `4(x2),3` is [4, 4, 3]; None for anything else."""
-    found: list[int] = []
+    counts: list[int] = []
     for part in tasks.split(","):
         if not (match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())):
             return None
-        found += [int(match[1])] * int(match[2] or 1)
-    return found
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
 
 
 def _slurm_local_size(environment: Environment) -> int | None:

@@ -1,4 +1,4 @@
-"""Which installed kernel plugins can replace one that cannot serve a slot. Used only to complete an error message.
+"""Find installed kernel plugins that can replace one that cannot serve a slot; an error message proposes them.
 
 Each plugin is tried in a process of its own (`python -m mplug.model.kernel_trial`), so that a plugin that fails to
 import or hangs has no effect on this one.
@@ -31,16 +31,16 @@ def kernels_that_would_do(config: RunConfig, unmet: Unmet, can_be_built: Callabl
     plain torch only, because a kernel plugin may fail to import.
     """
     chosen = unmet.plugin.partition("/")[2]
-    others = [name for name in Registry().names("kernels") if name != chosen]
+    candidates = [name for name in Registry().names("kernels") if name != chosen]
     with ThreadPoolExecutor() as pool:
-        answers = pool.map(lambda name: _would_do(config, unmet.kind, name), others)
-    able = [name for name, would_do in zip(others, answers, strict=True) if would_do]
+        results = pool.map(lambda name: _can_serve(config, unmet.kind, name), candidates)
+    able = [name for name, can_serve in zip(candidates, results, strict=True) if can_serve]
     able.sort(key=lambda name: name != (config.kernels.default or "").rpartition("/")[2])  # the default is the fast one
     if able:
-        return f"; {listed(able)} would do: set kernels.{unmet.kind}={able[0]}"
+        return f"; {listed(able)} can serve it: set kernels.{unmet.kind}={able[0]}"
     if unmet.plugin != PLAIN and can_be_built(_with_kernel(config, unmet.kind, None)):
-        return f"; no other installed kernel would do; set kernels.{unmet.kind}=null for the composition in plain torch"
-    return "; no other installed kernel would do, nor would the composition in plain torch"
+        return f"; no other installed kernel can; set kernels.{unmet.kind}=null for the composition in plain torch"
+    return "; no other installed kernel can, and neither can the composition in plain torch"
 
 
 def _with_kernel(config: RunConfig, kind: str, name: str | None) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def _with_kernel(config: RunConfig, kind: str, name: str | None) -> dict[str, An
     return {**settings, "kernels": {**settings["kernels"], kind: name}}
 
 
-def _would_do(config: RunConfig, kind: str, name: str) -> bool:
+def _can_serve(config: RunConfig, kind: str, name: str) -> bool:
     settings = _with_kernel(config, kind, name)
     command = [sys.executable, "-m", TRIAL]
     try:

@@ -34,10 +34,10 @@ from mplug.run.run import Run
 
 def choose_device(config: RunConfig) -> str:
     """'cpu' or 'cuda': the config's choice; with 'auto', 'cuda' if torch sees a GPU."""
-    wanted, available = config.trainer.device, torch.cuda.is_available()
-    if wanted == "cuda" and not available:
-        raise UsageError("trainer.device is 'cuda', and torch sees no GPU here; use 'auto' or 'cpu'")
-    return "cuda" if wanted != "cpu" and available else "cpu"
+    device, available = config.trainer.device, torch.cuda.is_available()
+    if device == "cuda" and not available:
+        raise UsageError("trainer.device=cuda: torch finds no GPU on this machine; set trainer.device=auto or cpu")
+    return "cuda" if device != "cpu" and available else "cpu"
 
 
 def build_model(run: Run) -> Model:
@@ -49,9 +49,9 @@ def build_model(run: Run) -> Model:
     model, selection = _build_model(run)
     if selection.unmet:
         different = {str(unmet): unmet for unmet in selection.unmet}
-        remedies = {(u.plugin, u.kind): u for u in different.values()}  # asking another kernel costs one process
-        told = {key: _remedy(run.config, unmet) for key, unmet in remedies.items()}
-        raise UsageError("\n".join(f"{text}{told[u.plugin, u.kind]}" for text, u in different.items()))
+        representatives = {(u.plugin, u.kind): u for u in different.values()}  # trying a kernel costs one process
+        remedies = {key: _remedy(run.config, unmet) for key, unmet in representatives.items()}
+        raise UsageError("\n".join(f"{text}{remedies[u.plugin, u.kind]}" for text, u in different.items()))
     trained = {name: placement for name, placement in model.placements.items() if placement.parameter.trainable}
     cut = [(axis, name) for name, placement in trained.items() for axis in placement.cut_by]
     shards = bool(run.hooks.implementers("shard_states"))
@@ -72,7 +72,7 @@ def _refuse_states_of_frozen(run: Run, model: Model) -> None:
         if not model.placements[name].parameter.trainable:
             (label,) = run.hooks.implementers("shard_states")
             raise UsageError(
-                f"{label} divides the optimizer's state of '{name}', which is frozen and has none: it ignores "
+                f"{label} shards the optimizer state of '{name}', which is frozen and has none: the plugin ignores "
                 f"Parameter.trainable of the placements; use a layout without it, or freeze nothing"
             )
 
@@ -88,7 +88,7 @@ def _build_model(run: Run) -> tuple[Model, Selection]:
     (label,) = run.hooks.implementers("build_model")
     with torch.device("meta"), within_reason(run.config, label):
         model: Model = run.hooks.call.build_model(run=run)
-    _refuse_untaken_entries(run, model)
+    _refuse_unused_entries(run, model)
     freeze(model, run.config)
     model.place(run.mesh, run.hooks.call.split_model(run=run, model=model))
     refuse_mixing(run, model)
@@ -101,15 +101,15 @@ def _build_model(run: Run) -> tuple[Model, Selection]:
     return model, selection
 
 
-def _refuse_untaken_entries(run: Run, model: Model) -> None:
+def _refuse_unused_entries(run: Run, model: Model) -> None:
     """Raise UsageError if no unit takes an optional entry: a model without document lengths would mix documents."""
-    taken = {name for unit in model.plan.units for name in (*unit.inputs, *unit.optional)}
-    untaken = sorted(run.entries - taken)
-    if untaken:
+    inputs = {name for unit in model.plan.units for name in (*unit.inputs, *unit.optional)}
+    unused = sorted(run.entries - inputs)
+    if unused:
         (loader,), (owner,) = (run.hooks.implementers(hook) for hook in ("build_loader", "build_model"))
         raise UsageError(
-            f"micro batches of {loader} have {listed(map(repr, untaken))}, which no unit of {owner} takes; "
-            f"let the data do without, or choose another model"
+            f"micro batches of {loader} have {listed(map(repr, unused))}, which no unit of {owner} takes as input; "
+            f"change the settings of {loader} so that it omits them, or use another model"
         )
 
 
@@ -123,7 +123,7 @@ def _refuse_cut_matrices(run: Run, cut: list[tuple[str, str]]) -> NoReturn:
 
 
 def _optimizer_without_memory(run: Run, model: Model) -> Optimizer:
-    """The optimizer, built of tensors without memory, for what it says of itself."""
+    """The optimizer, built of tensors without memory; only its attributes are used."""
     return states_without_memory(run, model)[0]
 
 
@@ -147,13 +147,13 @@ def refuse_unsavable(run: Run, optimizer: Optimizer, pieces: list[Piece]) -> Non
     (label,) = run.hooks.implementers("build_optimizer")
     for piece in pieces:
         for name, tensor in optimizer.state(piece).items():
-            what = f"{label} keeps a state '{name}' of '{piece.name}'"
+            state = f"{label} keeps a state '{name}' of '{piece.name}'"
             if name == "weight":
-                raise UsageError(f"{what}: in a checkpoint this is the name of the weight itself; rename the state")
+                raise UsageError(f"{state}: in a checkpoint, this name is the weight's; rename the state")
             if tensor.shape not in ((), piece.master.shape):
                 raise UsageError(
-                    f"{what} of shape {tuple(tensor.shape)}, where the weight has {tuple(piece.master.shape)}: "
-                    f"checkpoints hold states of the weight's shape and scalars; use another optimizer"
+                    f"{state} of shape {tuple(tensor.shape)}, and the weight has shape {tuple(piece.master.shape)}: "
+                    f"checkpoints hold only scalars and states of the weight's shape; use another optimizer"
                 )
 
 
@@ -173,15 +173,15 @@ def gradient_dtype(run: Run, model: Model) -> torch.dtype:
     )
     if trainer.gradients == "fp32" or weights != torch.bfloat16 or is_summed:
         return wide(weights)
-    taken = getattr(_optimizer_without_memory(run, model), "low_precision_gradients", False)
-    return weights if taken else wide(weights)
+    accepted = getattr(_optimizer_without_memory(run, model), "low_precision_gradients", False)
+    return weights if accepted else wide(weights)
 
 
 def collect_offers(run: Run, model: Model) -> list[Offer | Wrap]:
     """The offers of all plugins, with their labels, in the order of the hooks; then the host's own offers."""
-    answers = run.hooks.each("offer", run=run, model=model)
-    offered = [replace(offered, plugin=label) for label, answer in answers for offered in answer]
-    return [*offered, *token_sums(run, model)]
+    by_plugin = run.hooks.each("offer", run=run, model=model)
+    offers = [replace(offer, plugin=label) for label, offers in by_plugin for offer in offers]
+    return [*offers, *token_sums(run, model)]
 
 
 def unmet_reasons(run: Run) -> list[str]:

@@ -26,16 +26,17 @@ def compiler_of(run: Run) -> str | None:
     If it cannot, `trainer.compile=inductor` is a UsageError; 'auto' leaves the units eager and logs a warning. Also
     raises UsageError if `tune_kernels` and `deterministic` are both set.
     """
-    wanted = run.config.trainer.compile
+    setting = run.config.trainer.compile
     if run.config.trainer.tune_kernels and run.config.trainer.deterministic:
         raise UsageError(
-            "trainer.tune_kernels lets the clock choose kernels, which trainer.deterministic forbids; unset one of them"
+            "trainer.tune_kernels=true and trainer.deterministic=true contradict each other: tuning chooses kernels by "
+            "their measured time; set one of them to false"
         )
-    if run.device.startswith("cuda") and wanted in ("auto", "inductor") and not triton_builds():
-        lacks = "inductor builds kernels with Triton, a C compiler and Python's headers, and one is not installed here"
-        if wanted == "inductor":
-            raise UsageError(f"trainer.compile=inductor: {lacks}; install it, or set trainer.compile=never")
-        log.warning("units are not compiled: %s", lacks)
+    if run.device.startswith("cuda") and setting in ("auto", "inductor") and not triton_builds():
+        reason = "inductor needs Triton, a C compiler and Python's headers, and one of them is not installed"
+        if setting == "inductor":
+            raise UsageError(f"trainer.compile=inductor: {reason}; install it, or set trainer.compile=never")
+        log.warning("units are not compiled: %s", reason)
     return run.compiler
 
 

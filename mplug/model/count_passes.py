@@ -43,7 +43,10 @@ def passes_of(model: "Model") -> Passes:
     found = list(_walk(model))
     products = [one for one in found if isinstance(one, _Product)]
     cores = [one for one in found if isinstance(one, _Core)]
-    no_dgrad, no_wgrad = [one for one in products if not one.dgrad], [one for one in products if not one.wgrad]
+    no_dgrad, no_wgrad = (
+        [product for product in products if not product.dgrad],
+        [product for product in products if not product.wgrad],
+    )
     no_backward = [core for core in cores if not core.backward]
     per_token, pairs = model.plan.flops.per_token, model.plan.flops.per_squared_length
     third, backward = per_token // 3, pairs - pairs // 3

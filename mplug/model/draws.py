@@ -65,8 +65,8 @@ class Draws:
         key = batch.get(ENTRY)
         if key is None and self.drawing:
             raise RuntimeError(
-                f"{self.drawing} draws random numbers, and the stepper gives units a micro batch without a key for "
-                f"them; give them what DefaultStepper.entries returns"
+                f"{self.drawing} draws random numbers, and the stepper runs units on a micro batch without the entry "
+                f"'{ENTRY}'; run them on the micro batch that DefaultStepper.entries returns"
             )
         assert key is None or isinstance(key, int), f"the entry '{ENTRY}' of a micro batch is a number on the host"
         return key

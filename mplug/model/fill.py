@@ -23,8 +23,8 @@ def sites(module: nn.Module, entries: Container[str] = ()) -> Iterator[Site]:
     for name, part in module.named_modules():
         needs = getattr(part, "needs", _needs_nothing)
         for slot in getattr(type(part), "SLOTS", ()):
-            said = _needs_of_spec(part, entries) if slot == "Attention.core" else frozenset()
-            yield Site(role_of(name), slot, part, name, needs(slot, entries) | said)
+            of_spec = _needs_of_spec(part, entries) if slot == "Attention.core" else frozenset()
+            yield Site(role_of(name), slot, part, name, needs(slot, entries) | of_spec)
 
 
 def _needs_of_spec(part: nn.Module, entries: Container[str]) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""Adds to the plan which parameters the config freezes."""
+"""Add the parameters that the config freezes (`model.frozen`) to the plan."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -31,10 +31,10 @@ def freeze(model: "Model", config: "RunConfig") -> None:
     model.plan = replace(model.plan, frozen=(*model.plan.frozen, *config.frozen))
     if not any(described.trainable for described in model.plan.match(model.parameters()).values()):
         by = f"{FIELD} ({source}) freezes" if config.frozen else "the plan of the model freezes"
-        raise UsageError(f"{by} every parameter of the model, so that nothing is trained; leave some out")
+        raise UsageError(f"{by} every parameter of the model, so the run would train nothing; freeze fewer parameters")
 
 
 def _nameable(names: Iterable[str]) -> list[str]:
     """Every name that a pattern can match: those of parameters and of the modules that contain them."""
     parts = [name.split(".") for name in names]
-    return list(dict.fromkeys(".".join(one[:end]) for one in parts for end in range(1, len(one) + 1)))
+    return list(dict.fromkeys(".".join(path[:end]) for path in parts for end in range(1, len(path) + 1)))

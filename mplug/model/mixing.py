@@ -50,19 +50,19 @@ def statements(model: Model) -> list[Statement]:
 
     Raises UsageError if a declaration is invalid, or names an axis that the plan does not have.
     """
-    outside = _of_plan(model)
-    found = dict[str, Statement]()
+    of_plan = _of_plan(model)
+    by_name = dict[str, Statement]()
     for unit in model.plan.units:
         for name, module in _modules_of(model, unit.name):
-            found[name] = Statement(name, module, _axes_of(name, module, outside))
-    known = named_axes(model)
-    for one in found.values():
-        for axis in sorted((one.axes or frozenset()) - known):
+            by_name[name] = Statement(name, module, _axes_of(name, module, of_plan))
+    axes = named_axes(model)
+    for statement in by_name.values():
+        for axis in sorted((statement.axes or frozenset()) - axes):
             raise UsageError(
-                f"{one.told} says that it mixes '{axis}', which is an axis of no parameter, entry or activation of the "
-                f"plan{suggest(axis, known)}"
+                f"{statement.label} declares that it mixes '{axis}', and no parameter, entry or activation of the plan "
+                f"has this axis{suggest(axis, axes)}"
             )
-    return list(found.values())
+    return list(by_name.values())
 
 
 def named_axes(model: Model) -> frozenset[str]:
@@ -70,7 +70,7 @@ def named_axes(model: Model) -> frozenset[str]:
     plan = model.plan
     flowing = [axis for axes in (*plan.context.values(), *plan.activations.values()) for axis in axes]
     return frozenset(flowing).union(
-        *(one.axes for one in plan.parameters.values()), *(one.axes for one in plan.buffers.values())
+        *(parameter.axes for parameter in plan.parameters.values()), *(buffer.axes for buffer in plan.buffers.values())
     )
 
 
@@ -86,27 +86,27 @@ def _modules_of(model: Model, unit: str) -> Iterator[tuple[str, nn.Module]]:
 def _of_plan(model: Model) -> dict[str, frozenset[str]]:
     """The plan's declarations (`Plan.mixing`), by module name."""
     names = [name for name, _ in model.module.named_modules() if name]
-    found = dict[str, frozenset[str]]()
+    declarations = dict[str, frozenset[str]]()
     for pattern, axes in model.plan.mixing.items():
         hits = matching(pattern, names)
         if not hits and len(model.own_units) in (0, len(model.plan.units)):  # not those of another stage
-            raise UsageError(f"no module matches '{pattern}' of the plan's mixing{suggest(pattern, names)}")
-        found |= dict.fromkeys(hits, _as_axes(axes, f"the plan's mixing of '{pattern}'"))
-    return found
+            raise UsageError(f"the plan's mixing: no module matches '{pattern}'{suggest(pattern, names)}")
+        declarations |= dict.fromkeys(hits, _as_axes(axes, f"the plan's mixing of '{pattern}'"))
+    return declarations
 
 
-def _axes_of(name: str, module: nn.Module, outside: Mapping[str, frozenset[str]]) -> frozenset[str] | None:
-    if name in outside:
+def _axes_of(name: str, module: nn.Module, of_plan: Mapping[str, frozenset[str]]) -> frozenset[str] | None:
+    if name in of_plan:
         if declared(name, module) is not None and not type(module).__module__.startswith("torch.nn.modules"):
             raise UsageError(
-                f"both the plan's mixing and the class {type(module).__qualname__} say what '{name}' mixes; leave it "
-                f"to the class"
+                f"the plan's mixing and the class {type(module).__qualname__} both declare what '{name}' mixes; remove "
+                f"the declaration from the plan"
             )
-        return outside[name]
-    own = declared(name, module)
-    if own is None and any(name.startswith(f"{above}.") for above in outside):
+        return of_plan[name]
+    axes = declared(name, module)
+    if axes is None and any(name.startswith(f"{outer}.") for outer in of_plan):
         return frozenset()  # the plan's declaration of an enclosing module covers it
-    return own
+    return axes
 
 
 def declared(name: str, module: nn.Module) -> frozenset[str] | None:
@@ -116,7 +116,10 @@ def declared(name: str, module: nn.Module) -> frozenset[str] | None:
     """
     kind = type(module)
     if NAME in vars(module):
-        raise UsageError(f"'{name}' sets `{NAME}` as it is made; make it an attribute or a property of {kind.__name__}")
+        raise UsageError(
+            f"the module '{name}' sets `{NAME}` on itself; make it an attribute or a property of its class "
+            f"{kind.__name__}"
+        )
     for base in kind.__mro__:
         if NAME in vars(base):
             return _as_axes(getattr(module, NAME), f"`{NAME}` of {kind.__qualname__}")
@@ -137,9 +140,9 @@ def _of_torch(module: nn.Module) -> frozenset[str] | None:
     return frozenset() if kind in POSITION_WISE or kind in CONTAINERS or by_vectors else None
 
 
-def _as_axes(value: Any, where: str) -> frozenset[str]:
-    if isinstance(value, str) or not isinstance(value, Iterable) or not all(isinstance(one, str) for one in value):
-        raise UsageError(f"{where} is {value!r}; it must be a set of named axes, such as frozenset({{'sequence'}})")
+def _as_axes(value: Any, owner: str) -> frozenset[str]:
+    if isinstance(value, str) or not isinstance(value, Iterable) or not all(isinstance(axis, str) for axis in value):
+        raise UsageError(f"{owner} is {value!r}; it must be a set of named axes, such as frozenset({{'sequence'}})")
     return frozenset(value)
 
 
@@ -158,32 +161,32 @@ def refuse_mixing(run: Run, model: Model) -> None:
 
     Call it while the model has the units of all stages. It stores the declarations in `model.mixing`.
     """
-    model.mixing = found = tuple(statements(model))
+    model.mixing = declarations = tuple(statements(model))
     refuse_unknown_axes(run, model)
     owners = {axis.name: label for label, axes in run.hooks.each("mesh_axes", config=run.config) for axis in axes}
     cases = [
-        _Case(owners.get(axis.name, "the layout"), axis, named, one)
+        _Case(owners.get(axis.name, "the layout"), axis, named, statement)
         for axis in run.mesh.axes.values()
-        for one in found
-        for named in sorted(_at_risk(one, axis))
+        for statement in declarations
+        for named in sorted(_at_risk(statement, axis))
         if axis.size > 1
     ]
     of_samples = [case for case in cases if case.named == SAMPLES and SAMPLES in case.axis.entries]
-    others = [case for case in cases if case not in of_samples]
-    problems = [*_of_samples(run, of_samples), *_unsupported(run, model, others)]
+    of_other_axes = [case for case in cases if case not in of_samples]
+    problems = [*_of_samples(run, of_samples), *_unsupported(run, model, of_other_axes)]
     if problems:
         raise UsageError("\n".join(problems))
 
 
-def _at_risk(one: Statement, axis: Axis) -> frozenset[str]:
+def _at_risk(statement: Statement, axis: Axis) -> frozenset[str]:
     """The named axes, divided by a mesh axis, along which a module would or could be computed wrongly.
 
     For a module without a declaration these exclude the samples: by the contract of every model, no sample changes the
     loss of another.
     """
-    if one.axes is None:
+    if statement.axes is None:
         return frozenset(axis.entries) - {SAMPLES} | frozenset(axis.activations) - {UNITS}
-    return frozenset(named for named in one.axes if axis.divides(named))
+    return frozenset(named for named in statement.axes if axis.divides(named))
 
 
 def _of_samples(run: Run, cases: list[_Case]) -> Iterator[str]:
@@ -194,19 +197,18 @@ def _of_samples(run: Run, cases: list[_Case]) -> Iterator[str]:
     if not cases:
         return
     trainer, (_, shards) = run.config.trainer, run.mesh.batch_shard(run.rank)
-    who = listed(dict.fromkeys(case.statement.told for case in cases))
-    mixed = f"the samples of a micro batch are mixed in {who}"
+    mixed = f"{_mixers(case.statement for case in cases)} the samples of a micro batch"
     if trainer.micro_batch_size is None:
         yield (
-            f"{mixed}, and trainer.micro_batch_size is null, so what is in one depends on the {shards} data-parallel "
-            f"ranks; set trainer.micro_batch_size"
+            f"{mixed}, and trainer.micro_batch_size is null, so the content of a micro batch depends on the {shards} "
+            f"data-parallel ranks; set trainer.micro_batch_size"
         )
     elif trainer.eval_every and trainer.eval_samples % (trainer.micro_batch_size * shards):
         least = trainer.micro_batch_size * shards
         yield (
             f"{mixed}, and trainer.eval_samples={trainer.eval_samples} is no multiple of "
-            f"{trainer.micro_batch_size} times {shards} data-parallel ranks, so what is in one depends on the layout; "
-            f"choose a multiple of {least}"
+            f"{trainer.micro_batch_size} x {shards} data-parallel ranks, so the content of a micro batch depends on "
+            f"the layout; set trainer.eval_samples to a multiple of {least}"
         )
 
 
@@ -225,28 +227,35 @@ def _unsupported(run: Run, model: Model, cases: list[_Case]) -> Iterator[str]:
             reason = answer if isinstance(answer, str) else ""
             key = (case.label, case.axis.name, case.named, reason, case.statement.axes is None)
             refused.setdefault(key, []).append(case.statement)
-    for (label, axis, named, reason, is_unknown), who in refused.items():
+    for (label, axis, named, reason, is_unknown), mixers in refused.items():
         divides = f"{label} divides the {named} ({axis}={run.mesh.axes[axis].size})"
-        sees = f"one {INDEX_OF.get(named, f'index of the {named}')} sees another there, outside of slots"
+        index = INDEX_OF.get(named, f"index of the {named}")
+        depends = f"one {index} depends on another outside of slots"
         remedy = f"use a layout without {label.rpartition('/')[2]}{reason and f', or {reason}'}"
-        modules = listed(dict.fromkeys(one.told for one in who))
         if is_unknown:
             yield (
-                f"{divides}, and nothing says whether it is mixed in {modules}, that is, whether {sees}; "
-                f"{_declarations(model, who, named)}; or {remedy}"
+                f"{divides}, and no declaration states whether {_mixers(mixers)} it (whether {depends}); "
+                f"{_declarations(model, mixers, named)}; or {remedy}"
             )
         else:
-            yield f"{divides}, which is mixed in {modules}: {sees}; {remedy}"
+            yield f"{divides}, and {_mixers(mixers)} it ({depends}); {remedy}"
 
 
-def _declarations(model: Model, unknown: list[Statement], named: str) -> str:
+def _mixers(of: Iterable[Statement]) -> str:
+    """Subject and verb of a sentence: "'blocks.*.scan' (Recurrence) mixes"."""
+    labels = list(dict.fromkeys(statement.label for statement in of))
+    return f"{listed(labels)} {'mixes' if len(labels) == 1 else 'mix'}"
+
+
+def _declarations(model: Model, undeclared: list[Statement], named: str) -> str:
     """The declarations to add: to the classes, or to the plan if a class is from another package than the model."""
     package = _package_of(model.module)
-    own = [one for one in unknown if _package_of(one.module) == package]
-    added = [f"add to {listed(dict.fromkeys(one.kind for one in own))}"] if own else []
+    own = [statement for statement in undeclared if _package_of(statement.module) == package]
+    added = []
     if own:
-        added[0] += f" `{NAME} = frozenset({{'{named}'}})` if so, `{NAME} = frozenset()` if not"
-    foreign = dict.fromkeys(role_of(one.name) for one in unknown if one not in own)
+        classes = listed(dict.fromkeys(statement.kind for statement in own))
+        added.append(f"add to {classes} `{NAME} = frozenset({{'{named}'}})` if so, `{NAME} = frozenset()` if not")
+    foreign = dict.fromkeys(role_of(statement.name) for statement in undeclared if statement not in own)
     if foreign:
         patterns = ", ".join(f"'{role}': ('{named}',)" for role in foreign)
         added.append(f"add to the plan `mixing={{{patterns}}}` if so, with () if not")
@@ -258,25 +267,25 @@ def _package_of(module: nn.Module) -> str:
 
 
 def refuse_unknown_axes(run: Run, model: Model) -> None:
-    """Raise UsageError if the plan or a strategy names an axis that nothing has: the name would have no effect."""
-    known, plan = named_axes(model), model.plan
-    over = {f"parameter '{pattern}'": one.over for pattern, one in plan.parameters.items()}
-    over |= {f"buffer '{pattern}'": one.over for pattern, one in plan.buffers.items()}
-    for what, axes in over.items():
-        for named in sorted(set(axes) - known):
+    """Raise UsageError if the plan or a strategy names an axis that no entry, activation or parameter has."""
+    known_axes, plan = named_axes(model), model.plan
+    over = {f"parameter '{pattern}'": parameter.over for pattern, parameter in plan.parameters.items()}
+    over |= {f"buffer '{pattern}'": buffer.over for pattern, buffer in plan.buffers.items()}
+    for owner, axes in over.items():
+        for named in sorted(set(axes) - known_axes):
             raise UsageError(
-                f"the plan says that {what} is over '{named}', which is an axis of no parameter, entry or activation"
-                f"{suggest(named, known)}"
+                f"the plan declares that {owner} is over '{named}', and no parameter, entry or activation has this axis"
+                f"{suggest(named, known_axes)}"
             )
     entries = {named for axes in plan.context.values() for named in axes}
     flowing = entries.union(*plan.activations.values())
     for label, axes in run.hooks.each("mesh_axes", config=run.config):
         for axis in axes:
-            _refuse_unknown(f"{label} divides '{{}}' of batch entries, which no entry", axis.entries, entries)
+            _refuse_unknown(f"{label} divides '{{}}' of batch entries, and no entry", axis.entries, entries)
             within = set(axis.activations) - {UNITS}
-            _refuse_unknown(f"{label} divides '{{}}' of activations, which no entry or activation", within, flowing)
+            _refuse_unknown(f"{label} divides '{{}}' of activations, and no entry or activation", within, flowing)
 
 
-def _refuse_unknown(sentence: str, named: Iterable[str], known: Iterable[str]) -> None:
-    for axis in sorted(set(named).difference(known)):
-        raise UsageError(f"{sentence.format(axis)} of the model's plan has{suggest(axis, known)}")
+def _refuse_unknown(sentence: str, axes: Iterable[str], known_axes: Iterable[str]) -> None:
+    for axis in sorted(set(axes).difference(known_axes)):
+        raise UsageError(f"{sentence.format(axis)} of the model's plan has this axis{suggest(axis, known_axes)}")

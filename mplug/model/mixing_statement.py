@@ -1,4 +1,4 @@
-"""What is known about how a module mixes tokens."""
+"""The declaration of the named axes that a module mixes."""
 
 from dataclasses import dataclass
 
@@ -17,10 +17,10 @@ class Statement:
 
     @property
     def kind(self) -> str:
-        """The name of its class."""
+        """The name of the module's class."""
         return type(self.module).__qualname__
 
     @property
-    def told(self) -> str:
-        """Its role and class: "'blocks.*.scan' (Recurrence)"."""
+    def label(self) -> str:
+        """The module's role and class: "'blocks.*.scan' (Recurrence)"."""
         return f"'{role_of(self.name)}' ({self.kind})"

@@ -35,10 +35,10 @@ class Model:
     """A module on the meta device, and its plan. `build_model` returns both; the host fills in the other fields.
 
     `frozen` are this rank's untrained parameters, as stored at rest. A plugin that moves the memory of one, or replaces
-    it in the module, must keep its `data` pointing to the values. `sharding` says which rank owns which part of a
-    sharded optimizer state; `shards` is its memory on this rank. A plugin that exchanges updated weights between ranks
-    appends to `when_written` a function that starts the exchange. `passes` says what a step of the whole model
-    computes.
+    it in the module, must keep its `data` pointing to the values. `sharding` maps each part of a sharded optimizer
+    state to the rank that owns it; `shards` is its memory on this rank. A plugin that exchanges updated weights between
+    ranks appends to `when_written` a function that starts the exchange. `passes` describes the passes that a step of
+    the whole model computes.
     """
 
     module: nn.Module
@@ -117,7 +117,7 @@ class Model:
         _refuse_other_shape(name, described, shape)
         used_in = self._stages_of(name)
         if not used_in:
-            raise ValueError(f"parameter '{name}' lies in no unit of the plan")
+            raise ValueError(f"parameter '{name}' is in no unit of the plan")
         over = (*described.over, "units") if len(used_in) > 1 else described.over
         stages = tuple(sorted(used_in))
         placement = Placement(name, replace(described, over=over), shape, mesh, self.stages.axis, stages)
@@ -189,9 +189,9 @@ def _freeze_as_planned(name: str, parameter: nn.Parameter, described: Parameter)
     """Set `requires_grad` as the plan says; UsageError if the module freezes a parameter that the plan trains."""
     if described.trainable and not parameter.requires_grad:
         raise UsageError(
-            f"the model's module sets requires_grad of parameter '{name}' to False, and its plan says that it is "
-            f"trained; freeze it in the plan (Parameter.trainable=False, or Plan.frozen) or by model.frozen, and leave "
-            f"requires_grad alone"
+            f"the model's module sets requires_grad=False on parameter '{name}', and its plan trains the parameter; "
+            f"freeze it in the plan (Parameter.trainable=False, or Plan.frozen) or by model.frozen, and do not set "
+            f"requires_grad"
         )
     parameter.requires_grad_(described.trainable)
 
@@ -203,4 +203,4 @@ def _refuse_other_shape(name: str, described: Parameter, shape: tuple[int, ...])
         if not isinstance(dim, str):
             segments = dim if isinstance(dim, tuple) else (dim,)
             if sum(segment.length for segment in segments) != length:
-                raise ValueError(f"the plan's segments of parameter '{name}' do not add up to its shape {shape}")
+                raise ValueError(f"the plan's segments of parameter '{name}' do not sum to its shape {shape}")

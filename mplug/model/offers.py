@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 UNIT = "Unit.call"
 """The slot of a `Wrap` around the call of a unit of the plan. Only the model supplies this slot."""
-INVENTED = "what no site needs"
-"""A need that no supplier knows."""
-AGAIN = 1000
+UNKNOWN_NEED = "a need that no site has"
+"""A need that every truthful `supports` refuses."""
+RECOMPUTING = 1000
 """Wraps whose layer is at least this call the inner callable again (recomputation), with unchanged arguments."""
 PLAIN = "plain torch"
 """The label of the default compositions of `mplug.nn`."""
@@ -91,10 +91,10 @@ class Offer:
         """The answer of `supports` for a site, or a refusal if `supports` also accepts a need that does not exist."""
         answer = self.supports(site, run)
         if answer is True and site.needs:
-            invented = replace(site, needs=site.needs | {INVENTED})
-            if self.supports(invented, run) is True:
+            impossible = replace(site, needs=site.needs | {UNKNOWN_NEED})
+            if self.supports(impossible, run) is True:
                 needs = listed(sorted(site.needs))
-                return f"the site needs {needs}, and its 'supports' grants needs that do not exist as well"
+                return f"the site needs {needs}, and the plugin's `supports` accepts every need, even an unknown one"
         return answer
 
 
@@ -110,8 +110,8 @@ class Wrap:
     - 0: a wrap that calls the supplier part by part.
     - 50: a wrap that moves whole tensors between ranks.
     - 100: a wrap of a plugin that shards weights; it sees a slot's tensors as the sharded weights produce them.
-    - `AGAIN` and above: a wrap that calls the inner callable again with unchanged arguments (recomputation). It serves
-      every need.
+    - `RECOMPUTING` and above: a wrap that calls the inner callable again with unchanged arguments (recomputation). It
+      serves every need.
 
     `note` names the method in a word if the plugin has several. A `dispensable` wrap changes no result: if the supplier
     of a wider slot does not call the wrapped slot, the run works without the wrap. An unknown slot is a ValueError.
@@ -135,16 +135,16 @@ class Wrap:
             _refuse_unknown([self.slot])
 
     @property
-    def told(self) -> str:
+    def label(self) -> str:
         """The plugin's label and the note: 'parallel/NAME (ring)'."""
         return f"{self.plugin} ({self.note})" if self.note else self.plugin
 
     def answer(self, site: Site, run: "Run") -> bool | str:
         """The answer of `supports` for a site, or a refusal if the wrap does not serve all needs of the site."""
         answer = self.supports(site, run)
-        lost = sorted(site.needs - self.serves) if self.layer < AGAIN else []
-        if answer is True and lost:
-            return f"the site needs {listed(lost)}, and its wrap does not say that it serves that (Wrap.serves)"
+        unserved = sorted(site.needs - self.serves) if self.layer < RECOMPUTING else []
+        if answer is True and unserved:
+            return f"the site needs {listed(unserved)}, and the plugin's wrap does not declare it in Wrap.serves"
         return answer
 
 
@@ -161,7 +161,7 @@ class Filled:
         """The label of the supplying plugin."""
         return self.offer.plugin if self.offer else "the model" if self.site.slot == UNIT else PLAIN
 
-    def told(self, run: "Run") -> str:
+    def supplier_label(self, run: "Run") -> str:
         """The supplier's label and its note: 'kernels/NAME (cuDNN)'."""
         note = self.offer.note(self.site, run) if self.offer else ""
         return f"{self.supplier} ({note})" if note else self.supplier

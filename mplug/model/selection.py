@@ -31,19 +31,18 @@ def select(sites: Iterable[Site], offers: Iterable[Offer | Wrap], kernels: "Kern
     suppliers claim one site or two plugins wrap one site at the same layer.
     """
     offers = list(offers)
-    suppliers = [offer for offer in offers if isinstance(offer, Offer) and _named(offer, kernels)]
+    suppliers = [offer for offer in offers if isinstance(offer, Offer) and _is_chosen(offer, kernels)]
     wraps = [wrap for wrap in offers if isinstance(wrap, Wrap)]
     selection = Selection()
     for site in sites:
+        applied, unmet = _wraps_of(site, wraps, run)
         if site.slot == UNIT:
-            around, unmet = _wraps_of(site, wraps, run)
-            selection.units += [Filled(site, None, around)] if around else []
+            selection.units += [Filled(site, None, applied)] if applied else []
             selection.unmet += unmet
             continue
-        around, unmet = _wraps_of(site, wraps, run)
-        site = replace(site, needs=site.needs.union(*(wrap.needs for wrap in around)))
+        site = replace(site, needs=site.needs.union(*(wrap.needs for wrap in applied)))
         supplier, reasons = _supplier_of(site, suppliers, kernels, run)
-        selection.filled.append(Filled(site, supplier, around))
+        selection.filled.append(Filled(site, supplier, applied))
         selection.unmet += [*unmet, *reasons]
     selection.unmet += _idle(selection, kernels)
     _refuse_uncalled(selection.filled, kernels)
@@ -51,37 +50,38 @@ def select(sites: Iterable[Site], offers: Iterable[Offer | Wrap], kernels: "Kern
 
 
 def _idle(selection: Selection, kernels: "Kernels") -> list[Unmet]:
-    """Plugins that the config names for a kind, and that fill no site of this kind although the model has some."""
-    working = {(KIND_OF[one.site.slot], one.supplier) for one in selection.filled}
-    told = {(one.kind, one.plugin) for one in selection.unmet}
-    first = {KIND_OF[one.site.slot]: one.site for one in reversed(selection.filled)}
+    """The plugins that the config names for a kind of slot, and that fill none of the model's sites of this kind."""
+    working = {(KIND_OF[filled.site.slot], filled.supplier) for filled in selection.filled}
+    reported = {(unmet.kind, unmet.plugin) for unmet in selection.unmet}
+    first = {KIND_OF[filled.site.slot]: filled.site for filled in reversed(selection.filled)}
     return [
-        Unmet(named, first[kind], f"of the slots of the kind '{kind}' that this model has, it fills none")
-        for kind, named in kernels.kinds.items()
-        if named and kind in first and (kind, named) not in working | told
+        Unmet(plugin, first[kind], f"it fills none of the slots of the kind '{kind}' that this model has")
+        for kind, plugin in kernels.kinds.items()
+        if plugin and kind in first and (kind, plugin) not in working | reported
     ]
 
 
-def _refuse_uncalled(filled: list[Filled], kernels: "Kernels") -> None:
+def _refuse_uncalled(contents: list[Filled], kernels: "Kernels") -> None:
     """Refuse a supplier or wrap that would never run, because another supplier replaces the wider slot around it.
 
     Suppliers of the default kernel are exempt: they are fallbacks.
     """
-    suppliers = {(one.site.name, one.site.slot): one.supplier for one in filled if one.offer}
-    for one in filled:
-        uncalled = [wrap.plugin for wrap in one.wraps if not wrap.dispensable]
-        if one.offer and one.supplier != kernels.default:
-            uncalled.append(one.supplier)
-        for fused, wider in _around(one.site, suppliers):
-            lost = [plugin for plugin in uncalled if plugin != fused]
-            if lost:
+    suppliers = {(filled.site.name, filled.site.slot): filled.supplier for filled in contents if filled.offer}
+    for filled in contents:
+        required = [wrap.plugin for wrap in filled.wraps if not wrap.dispensable]
+        if filled.offer and filled.supplier != kernels.default:
+            required.append(filled.supplier)
+        for fused, wider in _wider_suppliers(filled.site, suppliers):
+            uncalled = [plugin for plugin in required if plugin != fused]
+            if uncalled:
                 raise UsageError(
-                    f"{fused} fills {wider} of '{one.site.role}', and would not call what {lost[0]} puts into "
-                    f"{one.site.slot}; set kernels.{KIND_OF[wider]}=null, or use a layout without {lost[0]}"
+                    f"{fused} replaces {wider} of '{filled.site.role}' as a whole, so the part that {uncalled[0]} puts "
+                    f"into {filled.site.slot} would never run; set kernels.{KIND_OF[wider]}=null, or use a layout "
+                    f"without {uncalled[0]}"
                 )
 
 
-def _around(site: Site, suppliers: Mapping[tuple[str, str], str]) -> Iterator[tuple[str, str]]:
+def _wider_suppliers(site: Site, suppliers: Mapping[tuple[str, str], str]) -> Iterator[tuple[str, str]]:
     """(supplier, slot) of the wider slots around a site that have a supplier."""
     parent, _, child = site.name.rpartition(".")
     for name, part in ((site.name, ""), (parent, child)):
@@ -90,21 +90,21 @@ def _around(site: Site, suppliers: Mapping[tuple[str, str], str]) -> Iterator[tu
                 yield suppliers[name, wider], wider
 
 
-def _named(offer: Offer, kernels: "Kernels") -> bool:
+def _is_chosen(offer: Offer, kernels: "Kernels") -> bool:
     is_kernel = offer.plugin.startswith("kernels/")
     return not is_kernel or all(kernels.chosen(KIND_OF[slot]) == offer.plugin for slot in offer.suppliers)
 
 
 def _wraps_of(site: Site, wraps: list[Wrap], run: "Run") -> tuple[tuple[Wrap, ...], list[Unmet]]:
     answers = [(wrap, wrap.answer(site, run)) for wrap in wraps if wrap.slot == site.slot]
-    around = sorted((wrap for wrap, answer in answers if answer is True), key=lambda wrap: wrap.layer)
-    for inner, outer in pairwise(around):
+    applied = sorted((wrap for wrap, answer in answers if answer is True), key=lambda wrap: wrap.layer)
+    for inner, outer in pairwise(applied):
         if inner.layer == outer.layer and inner.plugin != outer.plugin:
             raise UsageError(
-                f"{inner.plugin} and {outer.plugin} both wrap {site.slot} of '{site.role}' at layer {inner.layer}, and "
-                f"nothing says which is outside; name one of them"
+                f"{inner.plugin} and {outer.plugin} both wrap {site.slot} of '{site.role}' at layer {inner.layer}, so "
+                f"their order is undefined; use only one of them"
             )
-    return tuple(around), [Unmet(wrap.plugin, site, answer) for wrap, answer in answers if isinstance(answer, str)]
+    return tuple(applied), [Unmet(wrap.plugin, site, answer) for wrap, answer in answers if isinstance(answer, str)]
 
 
 def _supplier_of(
@@ -116,15 +116,16 @@ def _supplier_of(
         able = [offer for offer in able if offer.plugin != kernels.default] or able
     if len(able) > 1:
         raise UsageError(
-            f"{listed(offer.plugin for offer in able)} both claim {site.slot} of '{site.role}'; "
-            f"change kernels.{kind} or the layout so that one of them remains"
+            f"{listed(offer.plugin for offer in able)} both fill {site.slot} of '{site.role}'; "
+            f"change kernels.{kind} or the layout so that only one of them remains"
         )
     if able:
         return able[0], []
-    named = kernels.chosen(kind)
+    chosen = kernels.chosen(kind)
     unmet = [Unmet(offer.plugin, site, answer) for offer, answer in answers if isinstance(answer, str)]
-    if named and kind in kernels.kinds and not _supplies(kind, [offer for offer in suppliers if offer.plugin == named]):
-        unmet.append(Unmet(named, site, f"it supplies no slot of the kind '{kind}' alone"))
+    of_chosen = [offer for offer in suppliers if offer.plugin == chosen]
+    if chosen and kind in kernels.kinds and not _supplies(kind, of_chosen):
+        unmet.append(Unmet(chosen, site, f"it offers no supplier for slots of the kind '{kind}' alone"))
     if not unmet and (lacking := site.lacking(_offered_in_plain_torch(site))):
         unmet.append(Unmet(PLAIN, site, lacking))
     return None, unmet

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from mplug.model.model import Model
     from mplug.run.run import Run
 
-MOST_PARTS = 1 << 14
+MAX_SUBMODULES = 1 << 14
 """Maximum number of submodules of one module, such as the list of blocks: more than any network has."""
-MOST_ELEMENTS = 1 << 54
+MAX_ELEMENTS = 1 << 54
 """Maximum number of parameters of a model: a thousand times the largest."""
-MOST_STARTED = 1024
+MAX_PROCESSES = 1024
 """Maximum number of processes that one machine starts for a run."""
 
 
@@ -40,12 +40,12 @@ def within_reason(config: RunConfig, label: str) -> Iterator[None]:
     def count_parameter(owner: nn.Module, name: str, parameter: Any) -> None:
         nonlocal elements
         elements += 0 if parameter is None else parameter.numel()
-        if elements > MOST_ELEMENTS:
-            raise _TooLargeError(f"its parameters have more than {MOST_ELEMENTS:,} elements")
+        if elements > MAX_ELEMENTS:
+            raise _TooLargeError(f"its parameters have more than {MAX_ELEMENTS:,} elements")
 
     def count_part(owner: nn.Module, name: str, part: Any) -> None:
-        if len(owner._modules) > MOST_PARTS:
-            raise _TooLargeError(f"one of its modules has more than {MOST_PARTS:,} parts")
+        if len(owner._modules) > MAX_SUBMODULES:
+            raise _TooLargeError(f"one of its modules has more than {MAX_SUBMODULES:,} submodules")
 
     handles = (
         registering.register_module_parameter_registration_hook(count_parameter),
@@ -54,12 +54,12 @@ def within_reason(config: RunConfig, label: str) -> Iterator[None]:
     try:
         yield
     except _TooLargeError as error:
-        raise UsageError(f"the model of {label} is too large: {error}; {_suspect(config)}") from None
+        raise UsageError(f"the model of {label} is too large: {error}; {_size_remedy(config)}") from None
     except (RuntimeError, OverflowError, TypeError, ValueError, MemoryError) as error:
         if not _is_about_size(error):
             raise
         raise UsageError(
-            f"the model of {label} is too large: torch cannot count the elements of a tensor; {_suspect(config)}"
+            f"the model of {label} is too large: torch cannot count the elements of a tensor; {_size_remedy(config)}"
         ) from error
     finally:
         for handle in handles:
@@ -76,14 +76,14 @@ def _is_about_size(error: Exception) -> bool:
     return isinstance(error, OverflowError | MemoryError) or any(word in str(error).lower() for word in words)
 
 
-def _suspect(config: RunConfig) -> str:
-    """The largest integer of the section 'model' as the user writes it: most likely it is the mistake."""
+def _size_remedy(config: RunConfig) -> str:
+    """The remedy for a model that is too large: it names the largest integer of the section 'model'."""
     sizes = list(_integers(config.model, "model"))
     if not sizes:
-        return "give the section 'model' smaller sizes"
+        return "set smaller sizes in the section 'model'"
     value, field = max(sizes)
     source = source_of(config.settings, tuple(field.split(".")))
-    return f"the largest size of the section is {field}={value}{f' ({source})' if source else ''}: take a smaller one"
+    return f"the largest size of the section is {field}={value}{f' ({source})' if source else ''}; set a smaller one"
 
 
 def _integers(section: BaseModel, path: str) -> Iterator[tuple[int, str]]:
@@ -114,13 +114,13 @@ def refuse_beyond_memory(run: "Run", model: "Model", world: "World | None") -> N
         raise UsageError(
             f"{fields} ({source}): a micro batch of {run.micro_batch_size:,} samples of trainer.seq_length="
             f"{trainer.seq_length:,} ({length}) has tokens of {24 * tokens >> 30:,} GiB, and this machine has "
-            f"{memory >> 30:,} GiB of memory; take fewer or shorter samples"
+            f"{memory >> 30:,} GiB of memory; set fewer or shorter samples"
         )
     if world is not None:
         return
-    if size > MOST_STARTED:
+    if size > MAX_PROCESSES:
         raise UsageError(
-            f"{layout_words(config)} needs {size:,} processes, and one machine starts at most {MOST_STARTED:,}; "
+            f"{layout_words(config)} needs {size:,} processes, and one machine starts at most {MAX_PROCESSES:,}; "
             f"start them with a launcher on several machines"
         )
     elements = sum(placement.numel for placement in model.placements.values())
@@ -128,7 +128,7 @@ def refuse_beyond_memory(run: "Run", model: "Model", world: "World | None") -> N
     if needed > memory:
         raise UsageError(
             f"the model has {elements:,} parameters, which take {needed >> 30:,} GiB in {trainer.precision}, and this "
-            f"machine has {memory >> 30:,} GiB of memory; {_suspect(config)}, or use several machines"
+            f"machine has {memory >> 30:,} GiB of memory; {_size_remedy(config)}, or use several machines"
         )
 
 
@@ -139,7 +139,7 @@ def _memory(device: str) -> int:
         with open("/proc/swaps", encoding="ascii") as file:
             memory += sum(int(line.split()[2]) << 10 for line in file.read().splitlines()[1:])
     except (OSError, ValueError, IndexError):
-        memory *= 2  # a system that does not say: as much again
+        memory *= 2  # the system does not state its swap space; assume as much as main memory
     if device != "cpu":
         import torch
 

@@ -1,4 +1,4 @@
-"""What in a run depends on its layout, and the check that nothing bypasses a declared way of summing gradients.
+"""List the parts of a run that depend on its layout, and check that no plugin bypasses a declared sum of gradients.
 
 A strategy that does not sum gradients exactly (it compresses them to bf16, for example) declares this by the hook
 `varies`, with the mesh axes over which it sums. No other strategy may then sum over these axes, and neither may the
@@ -15,7 +15,7 @@ from mplug.run.run import Run
 
 
 def layout_dependence(run: Run, model: Model) -> list[str]:
-    """What makes losses and gradients depend on the layout beyond rounding: a sentence per plugin, supplier and module.
+    """Why losses and gradients depend on the layout beyond rounding: a sentence per plugin, supplier and module.
 
     A module that does not declare what it mixes is listed as not known.
     """
@@ -29,19 +29,21 @@ def layout_dependence(run: Run, model: Model) -> list[str]:
         if filled.offer and (reason := filled.offer.varies(filled.site, run))
     }
     modules = {
-        f"{role_of(one.name)}: {reason}" for one in model.mixing if (reason := getattr(one.module, "varies", ""))
+        f"{role_of(statement.name)}: {reason}"
+        for statement in model.mixing
+        if (reason := getattr(statement.module, "varies", ""))
     }
     unknown = {
-        f"{role_of(one.name)}: not known, because {one.kind} does not declare what it mixes (`{NAME}`)"
-        for one in model.mixing
-        if one.axes is None
+        f"{role_of(statement.name)}: unknown, because {statement.kind} does not declare which axes it mixes (`{NAME}`)"
+        for statement in model.mixing
+        if statement.axes is None
     }
     return sorted(plugins | suppliers | modules | unknown)
 
 
 def layout_dependence_of_all(run: Run, model: Model) -> tuple[str, ...]:
     """`layout_dependence` of all ranks' parts of a model together. Collective: all ranks must call it."""
-    return tuple(sorted({one for told in run.gathered(layout_dependence(run, model)) for one in told}))
+    return tuple(sorted({line for lines in run.gathered(layout_dependence(run, model)) for line in lines}))
 
 
 def refuse_bypassing_layout(run: Run, model: Model) -> None:
@@ -59,9 +61,9 @@ def refuse_bypassing_layout(run: Run, model: Model) -> None:
         gathered = [name for name, placement in model.placements.items() if placement.gathered_along == axis]
         if gathered:
             raise UsageError(
-                f"{owner} declares that it sums gradients over '{axis}' by listening to sinks, and '{gathered[0]}' is "
-                f"gathered along '{axis}': its gradient is summed before its sink has it; the strategy that gathers "
-                f"must leave '{axis}' to {owner}, or {owner} leave it out of its variance's sums"
+                f"{owner} declares that it sums gradients over the axis '{axis}' (Variance.sums), and another strategy "
+                f"gathers '{gathered[0]}' along this axis, so its gradient is summed before {owner} receives it; "
+                f"gather along other axes, or remove '{axis}' from the Variance.sums of {owner}"
             )
 
 
@@ -78,9 +80,9 @@ def refuse_bypassing(run: Run, model: Model, summers: Mapping[str, str]) -> None
             raise _bypassed(run, owner, axis, str(label))
         if partial and label is None and run.groups is not None:
             raise UsageError(
-                f"{owner} declares that it sums gradients over '{axis}' ({run.variances[owner].reason}), and does not "
-                f"name the axis in sinks.reduced_over: the host would sum '{partial[0]}' as it is; name it there, or "
-                f"leave it out of the variance's sums"
+                f"{owner} declares that it sums gradients over the axis '{axis}' ({run.variances[owner].reason}), and "
+                f"sinks.reduced_over lacks this axis, so the host would sum '{partial[0]}' in its own way; add "
+                f"'{axis}' to sinks.reduced_over, or remove it from the Variance.sums of {owner}"
             )
 
 
@@ -92,7 +94,7 @@ def _declared(run: Run) -> Iterator[tuple[str, str]]:
 
 def _bypassed(run: Run, owner: str, axis: str, label: str) -> UsageError:
     return UsageError(
-        f"layout '{run.config.parallel.layout}': {label} would sum gradients over the axis '{axis}', and so bypass "
-        f"{owner}, which declares that it sums over this axis in its own way ({run.variances[owner].reason}); use a "
-        f"layout without '{label.rpartition('/')[2]}' or without '{owner.rpartition('/')[2]}'"
+        f"layout '{run.config.parallel.layout}': {label} and {owner} would both sum gradients over the axis '{axis}', "
+        f"and {owner} declares its own way of summing ({run.variances[owner].reason}); use a layout without "
+        f"'{label.rpartition('/')[2]}' or without '{owner.rpartition('/')[2]}'"
     )

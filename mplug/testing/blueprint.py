@@ -62,15 +62,15 @@ def require_meta_build(run: Run) -> None:
     with _Memory() as memory:
         module = on_meta(run).module
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
-        require(tensor.is_meta, f"'{name}' lies on {tensor.device}; build it on the device that is set, which is meta")
+        require(tensor.is_meta, f"'{name}' is on {tensor.device}; build it on torch's current device, which is meta")
     require(
         torch.equal(before, torch.get_rng_state()),
-        "building draws random numbers from torch's generator; say in the plan how each parameter begins (Init), and "
-        "leave the drawing to the host",
+        "build_model draws random numbers from torch's generator; describe initial values in the plan (Init), and the "
+        "host draws them",
     )
     require(
         memory.num_bytes <= FREE_BYTES,
-        f"building computes with {memory.num_bytes:,} bytes of memory; leave values to the host",
+        f"build_model allocates {memory.num_bytes:,} bytes; build on the meta device, and the host allocates values",
     )
     for name, part in module.named_modules():
         for attribute, value in vars(part).items():
@@ -86,8 +86,8 @@ def require_covered(model: Model) -> None:
     _require_ties(model)
     for name, _ in model.module.named_parameters(remove_duplicate=False):
         units = [unit.name for unit in model.plan.units if name.startswith(f"{unit.name}.")]
-        require(units, f"parameter '{name}' lies in no unit of the plan")
-        require(len(units) == 1, f"parameter '{name}' lies in units {listed(units)}; units may not overlap")
+        require(units, f"parameter '{name}' is in no unit of the plan")
+        require(len(units) == 1, f"parameter '{name}' is in the units {listed(units)}; units must not overlap")
     try:
         model.place(Mesh.of([], 1), None)
         allocate(model, 0, torch.device("meta"), torch.float32, seed=0)
@@ -103,10 +103,12 @@ def _require_ties(model: Model) -> None:
         names.setdefault(id(parameter), []).append(name)
     shared, stated = ({frozenset(group) for group in groups} for groups in (names.values(), model.plan.tied))
     for group in shared - stated:
-        together = len(group) == 1
-        require(together, f"{listed(sorted(group))} are one parameter, and the plan's 'tied' does not say so")
+        require(
+            len(group) == 1,
+            f"{listed(sorted(group))} are one parameter, and Plan.tied lacks them; add them to Plan.tied",
+        )
     for group in stated - shared:
-        raise Fault(f"the plan ties {listed(sorted(group))}, and they are not one parameter of the model")
+        raise Fault(f"Plan.tied ties {listed(sorted(group))}, and they are different parameters of the module")
 
 
 def _require_known_axes(plan: Plan) -> None:
@@ -117,15 +119,15 @@ def _require_known_axes(plan: Plan) -> None:
         for axis in described.over:
             require(
                 axis in known,
-                f"the plan says that '{pattern}' is broadcast over '{axis}', which is an axis of no parameter, entry "
-                f"or activation{suggest(axis, known)}",
+                f"the plan declares that '{pattern}' is broadcast over '{axis}', and no parameter, entry or activation "
+                f"has this axis{suggest(axis, known)}",
             )
     for pattern, buffer in plan.buffers.items():
         for axis in buffer.over:
             require(
                 axis in known,
-                f"the plan says that '{pattern}' is counted over '{axis}', which is an axis of no parameter, entry or "
-                f"activation{suggest(axis, known)}",
+                f"the plan declares that '{pattern}' is counted over '{axis}', and no parameter, entry or activation "
+                f"has this axis{suggest(axis, known)}",
             )
 
 
@@ -139,7 +141,7 @@ def _require_norms_over_heads(model: Model) -> None:
             over = model.placement_of(f"{name}.{norm}").parameter.over
             require(
                 axis in over or axis not in divisible,
-                f"the plan says that '{name}.{norm}' is broadcast over {listed(over)}; it is broadcast over {axis} too",
+                f"the plan declares that '{name}.{norm}' is broadcast over {listed(over)}; add {axis} to its `over`",
             )
 
 
@@ -171,9 +173,9 @@ def require_own_cores(model: Model) -> None:
                 is_sound = is_specified(by_specification(core), site.module)
             require(
                 is_sound,
-                f"the attention core of '{site.name}' does not compute what its specification says, and the site asks "
-                f"for nothing else, so that a kernel would put another function in its place; override 'needs' so that "
-                f"it names the function that the core computes",
+                f"the attention core of '{site.name}' computes another function than its specification, and the site "
+                f"has no need for this function, so a kernel could replace it by softmax attention; override 'needs' "
+                f"so that it names the function of the core",
             )
 
 
@@ -182,13 +184,13 @@ def require_fitting_units(model: Model) -> None:
     plan = model.plan
     names = [unit.name for unit in plan.units]
     for name in names:
-        require(names.count(name) == 1, f"the plan has {names.count(name)} units '{name}'; a unit runs once")
+        require(names.count(name) == 1, f"the plan has {names.count(name)} units '{name}'; each unit must run once")
     _require_chain(model, plan.units, ("loss", "num_targets"))
     if plan.inference:
         _require_chain(model, plan.inference, ("logits",))
     for unit in plan.inference:
         require(
-            unit.name in names, f"unit '{unit.name}' of the plan's inference is none of the plan's units, and owns none"
+            unit.name in names, f"unit '{unit.name}' of Plan.inference is not in Plan.units; inference units must be"
         )
 
 
@@ -201,24 +203,24 @@ def _require_chain(model: Model, units: tuple[Unit, ...], ends: tuple[str, ...])
             require(
                 name in known,
                 f"unit '{unit.name}' takes '{name}', which is neither an entry of the plan's context nor an output of "
-                f"a unit before it{suggest(name, known)}",
+                f"an earlier unit{suggest(name, known)}",
             )
         for name in unit.optional:
             require(
                 name in model.plan.context,
-                f"unit '{unit.name}' may take '{name}', whose axes the plan's context does not name"
+                f"unit '{unit.name}' has the optional input '{name}', and the plan's context lacks its axes"
                 f"{suggest(name, model.plan.context)}",
             )
         for name in unit.outputs:
             require(
                 name in model.plan.activations,
-                f"unit '{unit.name}' gives '{name}', whose axes the plan's activations do not name",
+                f"unit '{unit.name}' returns '{name}', and the plan's activations lack its axes",
             )
         known |= dict.fromkeys(unit.outputs)
     last = units[-1]
     require(
         set(ends) <= set(last.outputs),
-        f"the last unit, '{last.name}', gives {listed(last.outputs)}; it must give {listed(ends)}",
+        f"the last unit, '{last.name}', returns {listed(last.outputs)}; it must return {listed(ends)}",
     )
 
 
@@ -226,7 +228,7 @@ def _require_callable(model: Model, unit: Unit) -> None:
     try:
         part = model.module.get_submodule(unit.name)
     except AttributeError:
-        raise Fault(f"unit '{unit.name}' of the plan is no submodule of the model") from None
+        raise Fault(f"unit '{unit.name}' of the plan is not a submodule of the model") from None
     require(
         callable(getattr(part, unit.method, None)),
         f"unit '{unit.name}' of the plan has no method '{unit.method}'",

@@ -103,11 +103,11 @@ def parts_fault(parts: AttentionParts, setting: Setting, packed: bool) -> str:
             ("a causal part in stretches", LENGTH, True, (same, same)),
             ("a full part in stretches", 9, False, full),
         ]
-    for what, keys, causal, lengths in tried:
+    for part, keys, causal, lengths in tried:
         queries = LENGTH if causal else 7
         found = _part_fault(parts, setting, setting.qkv(queries, keys), causal, lengths)
         if found:
-            return f"of {what}, {found}"
+            return f"of {part}, {found}"
     return ""
 
 
@@ -134,10 +134,10 @@ def _part_fault(
 def _first_off(
     setting: Setting, names: tuple[str, ...], found: tuple[Tensor, ...], exact: tuple[Tensor, ...], how: str = ""
 ) -> str:
-    for name, one, right in zip(names, found, exact, strict=True):
+    for name, result, expected in zip(names, found, exact, strict=True):
         where = f"{name} {how}".strip()
-        if one.shape != right.shape:
-            return f"{where} has shape {tuple(one.shape)} instead of {tuple(right.shape)}"
-        if setting.off(one, right):
-            return f"{where} is off by {float((one.double() - right).abs().nan_to_num(0.0).max()):.3g}"
+        if result.shape != expected.shape:
+            return f"{where} has shape {tuple(result.shape)} instead of {tuple(expected.shape)}"
+        if setting.off(result, expected):
+            return f"{where} has an error of {float((result.double() - expected).abs().nan_to_num(0.0).max()):.3g}"
     return ""

@@ -40,7 +40,7 @@ print("\\n" + json.dumps([status, sorted(sys.modules)]))
 
 
 @dataclass(frozen=True)
-class Said:
+class Output:
     """The result of a call of `mplug`: its output, its exit status, and the modules that it imported."""
 
     out: str
@@ -80,8 +80,8 @@ class CommandSuite(PluginSuite):
     @smoke
     def test_neither_importing_nor_configuring_it_imports_torch(self) -> None:
         """Nor other slow modules: help and completion must be fast."""
-        said = self._says("--help")
-        heavy = [name for name in HEAVY if name in said.modules]
+        output = self._output("--help")
+        heavy = [name for name in HEAVY if name in output.modules]
         require(not heavy, f"'mplug {self.plugin} --help' imports {', '.join(heavy)}; import it where it is used")
 
     # A command has no config fields, so these tests of the base class do not apply.
@@ -91,20 +91,20 @@ class CommandSuite(PluginSuite):
     @smoke
     def test_it_explains_itself(self) -> None:
         """`mplug NAME --help` works in an empty folder."""
-        said = self._says("--help")
-        require(said.status == 0, f"'mplug {self.plugin} --help' ends with status {said.status}: {_end_of(said)}")
+        output = self._output("--help")
+        require(output.status == 0, f"'mplug {self.plugin} --help' ends with status {output.status}: {_end_of(output)}")
         usage = f"Usage: mplug {self.plugin}"
-        first = said.out.strip().partition("\n")[0]
+        first = output.out.strip().partition("\n")[0]
         require(first.startswith(usage), f"'mplug {self.plugin} --help' begins with '{first}', not with '{usage}'")
 
     @smoke
     def test_it_is_listed_without_being_imported(self) -> None:
         """`mplug --help` shows the summary of its distribution."""
-        said, entry = said_by("--help"), self.entry()
+        output, entry = output_of("--help"), self.entry()
         module = entry.target.partition(":")[0]
-        require(module not in said.modules, f"'mplug --help' imports '{module}'")
-        require(entry.summary, f"'mplug --help' has nothing to say of it: {entry.distribution} has no description")
-        listed = [line for line in said.out.splitlines() if line.split()[:1] == [self.plugin]]
+        require(module not in output.modules, f"'mplug --help' imports '{module}'")
+        require(entry.summary, f"'mplug --help' shows no summary, because {entry.distribution} has no description")
+        listed = [line for line in output.out.splitlines() if line.split()[:1] == [self.plugin]]
         require(listed, f"'mplug --help' does not list '{self.plugin}'")
 
     @smoke
@@ -121,11 +121,12 @@ class CommandSuite(PluginSuite):
     def test_an_unknown_option_is_an_error_that_names_it(self) -> None:
         """A misspelt option must never be ignored."""
         for name, _ in self._commands():
-            said = said_by(*name.split()[1:], NO_SUCH_OPTION)
+            output = output_of(*name.split()[1:], NO_SUCH_OPTION)
             require(
-                said.status == 2, f"'{name} {NO_SUCH_OPTION}' ends with status {said.status}, not 2: {_end_of(said)}"
+                output.status == 2,
+                f"'{name} {NO_SUCH_OPTION}' ends with status {output.status}, not 2: {_end_of(output)}",
             )
-            require(NO_SUCH_OPTION in said.err, f"the error of '{name} {NO_SUCH_OPTION}' does not name the option")
+            require(NO_SUCH_OPTION in output.err, f"the error of '{name} {NO_SUCH_OPTION}' does not name the option")
 
     def test_wrong_arguments_are_known_of_every_command(self) -> None:
         """If `refused` has none for a command, the first user finds the traceback."""
@@ -135,21 +136,22 @@ class CommandSuite(PluginSuite):
             if takes and not hasattr(command, "commands"):
                 require(
                     any(arguments[: len(words)] == words for arguments in self.refused),
-                    f"`refused` has no wrong arguments for '{name}', which takes '{takes[0].name}'; name some",
+                    f"`refused` has no wrong arguments for '{name}', which takes '{takes[0].name}'; add some",
                 )
 
     def test_wrong_arguments_are_refused_in_a_sentence(self) -> None:
         """For the arguments in `refused`, it raises `mplug.UsageError`, which states problem, place and remedy."""
         for arguments in self.refused:
-            said, line = self._says(*arguments), " ".join(("mplug", self.plugin, *arguments))
+            output, line = self._output(*arguments), " ".join(("mplug", self.plugin, *arguments))
             require(
-                "Traceback" not in said.err, f"'{line}' ends in a traceback: {_end_of(said)}; raise mplug.UsageError"
+                "Traceback" not in output.err,
+                f"'{line}' ends in a traceback: {_end_of(output)}; raise mplug.UsageError",
             )
-            require(said.status == 2, f"'{line}' ends with status {said.status}, not 2: {_end_of(said)}")
-            require(said.err.strip(), f"'{line}' does not say what is wrong")
+            require(output.status == 2, f"'{line}' ends with status {output.status}, not 2: {_end_of(output)}")
+            require(output.err.strip(), f"'{line}' prints no error message")
 
-    def _says(self, *arguments: str) -> Said:
-        return said_by(self.plugin, *arguments)
+    def _output(self, *arguments: str) -> Output:
+        return output_of(self.plugin, *arguments)
 
     def _commands(self) -> "Iterator[tuple[str, click.Command]]":
         """The command and its subcommands, each with the words that call it."""
@@ -165,7 +167,7 @@ def _below(name: str, command: Any) -> "Iterator[tuple[str, click.Command]]":
         yield from _below(f"{name} {child.name}", child)
 
 
-def said_by(*arguments: str) -> Said:
+def output_of(*arguments: str) -> Output:
     """Call `mplug` in a separate process in an empty folder."""
     code = SCRIPT.format(path=sys.path)
     with TemporaryDirectory(prefix="mplug-command-") as folder:
@@ -175,10 +177,10 @@ def said_by(*arguments: str) -> Said:
     try:
         status, modules = json.loads(last)
     except ValueError:  # the process ended before SCRIPT printed its last line
-        return Said(finished.stdout, finished.stderr, finished.returncode, frozenset())
-    return Said(out, finished.stderr, status, frozenset(modules))
+        return Output(finished.stdout, finished.stderr, finished.returncode, frozenset())
+    return Output(out, finished.stderr, status, frozenset(modules))
 
 
-def _end_of(said: Said) -> str:
-    lines: Sequence[str] = (said.err.strip() or said.out.strip() or "it says nothing").splitlines()
+def _end_of(output: Output) -> str:
+    lines: Sequence[str] = (output.err.strip() or output.out.strip() or "it prints nothing").splitlines()
     return lines[-1]

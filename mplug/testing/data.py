@@ -136,7 +136,7 @@ class DataSuite(PluginSuite):
     def _epoch(self, loader: "Loader") -> int | None:
         """The number of samples of an epoch; None if the loader does not state it or it is too large to read."""
         stated = getattr(loader, "samples_per_epoch", None)
-        require(stated is None or stated > 0, f"samples_per_epoch is {stated}; an epoch has samples")
+        require(stated is None or stated > 0, f"samples_per_epoch is {stated}; it must be positive, or None")
         return stated if stated is not None and stated <= LONGEST_EPOCH else None
 
     @smoke
@@ -162,7 +162,7 @@ class DataSuite(PluginSuite):
             refuse(malformed(batch, run.config.trainer.seq_length))
         sizes = [len(batch["sample_ids"]) for batch in batches]
         expected = [size] * 4 + [1]
-        require(sizes == expected, f"{4 * size + 1} samples come in micro batches of {sizes}; they are {expected}")
+        require(sizes == expected, f"{4 * size + 1} samples come in micro batches of {sizes}, not of {expected}")
         for batch in taken(loader, LOOK):
             refuse(out_of_range(batch, loader.vocab_size))
 
@@ -184,7 +184,7 @@ class DataSuite(PluginSuite):
         """The host holds several micro batches at a time, so the loader must not reuse their memory."""
         expected = read(self.alone(), LOOK)
         held = [sample for batch in taken(self.alone(), LOOK) for sample in unpacked(batch)]
-        refuse(difference(held, expected), "once the micro batches after it are read; give each one memory of its own")
+        refuse(difference(held, expected), "after later micro batches are read; do not reuse a micro batch's memory")
 
     # One order.
 
@@ -192,21 +192,21 @@ class DataSuite(PluginSuite):
         """`sample_ids` number the samples of the global order."""
         expected = read(self.alone(split), sum(PORTIONS))
         numbers = [sample.number for sample in expected]
-        right = numbers == list(range(len(numbers)))
-        require(right, f"sample_ids are {numbers[:9]}...; a sample's id is its number in the global order: 0, 1, 2 ...")
+        consecutive = numbers == list(range(len(numbers)))
+        require(consecutive, f"sample_ids are {numbers[:9]}...; they must number the global order: 0, 1, 2 ...")
         for size in (1, self.config().trainer.global_batch_size):
             found = read(self.alone(split, trainer__micro_batch_size=size), sum(PORTIONS))
-            refuse(difference(found, expected), f"when micro batches have {counted(size, 'sample')}")
+            refuse(difference(found, expected), f"if micro batches have {counted(size, 'sample')}")
         loader = self.alone(split)
         portions = [sample for portion in PORTIONS for sample in read(loader, portion)]
-        refuse(difference(portions, expected), f"when samples are taken in portions {PORTIONS}")
+        refuse(difference(portions, expected), f"if samples are taken in portions {PORTIONS}")
 
     def test_a_run_of_another_length_has_the_same_order_or_is_refused_the_state(self, split: str) -> None:
         """A resumed run may be longer. The order must then stay the same, or the loader must refuse the state."""
         loader, steps = self.alone(split), self.config().trainer.steps
         expected = read(loader, LOOK)
-        for others in (1, 5 * steps):
-            other = self.alone(split, trainer__steps=others)
+        for other_steps in (1, 5 * steps):
+            other = self.alone(split, trainer__steps=other_steps)
             fault = difference(read(other, LOOK), expected)
             if fault:
                 try:
@@ -214,8 +214,8 @@ class DataSuite(PluginSuite):
                 except UsageError:
                     continue
                 raise Fault(
-                    f"{fault} when trainer.steps is {others} instead of {steps}; make the order independent of the "
-                    f"run's length, or refuse the state of a run of another length by a UsageError"
+                    f"{fault} if trainer.steps is {other_steps} instead of {steps}; make the order independent of the "
+                    f"number of steps, or refuse the state of a run with another number by a UsageError"
                 )
 
     def test_a_seed_gives_one_order_in_every_process(self) -> None:
@@ -225,13 +225,13 @@ class DataSuite(PluginSuite):
         expected = read(self.alone(), LOOK)
         with other_random_numbers():
             again = read(self.alone(), LOOK)
-        refuse(difference(again, expected), "when global random numbers have another state")
+        refuse(difference(again, expected), "if global random numbers have another state")
         (elsewhere,) = run_workers(1, first_samples, self.tiny(), LOOK)
-        refuse(difference(elsewhere, expected), "in another process, of the same seed")
+        refuse(difference(elsewhere, expected), "in another process with the same seed")
         if self.shuffles:
             other = read(self.alone(trainer__seed=self.config().trainer.seed + 1), LOOK)
             changed = difference(other, expected)
-            require(changed, f"another trainer.seed gives the same {LOOK} samples in the same order")
+            require(changed, f"another trainer.seed gives the same order of {LOOK} samples; shuffle by trainer.seed")
 
     # Over ranks.
 
@@ -242,7 +242,8 @@ class DataSuite(PluginSuite):
         found = [getattr(loader, "fingerprint", None) for loader in loaders]
         require(
             found == [None] * len(found) or (isinstance(found[0], str) and len(set(found)) == 1),
-            f"the fingerprints of loaders of the same data are {found}; state one text, made of the samples alone",
+            f"loaders of the same data have the fingerprints {found}; a fingerprint must be one text that depends only "
+            f"on the data",
         )
 
     def test_ranks_together_read_what_one_rank_reads(self, world_size: int, split: str) -> None:
@@ -261,11 +262,11 @@ class DataSuite(PluginSuite):
             run, _ = self.ranks(config)
             run.mesh, run.rank = Mesh.of([*run.mesh.axes.values(), Axis("twin", 2, distance=-1)], 4), rank
             parts.append(read(self.loader(run), 8))
-        remedy = "a rank's part of the batch is run.mesh.batch_shard(run.rank)"
-        for even, odd in ((0, 1), (2, 3)):
-            fault = difference(parts[odd], parts[even])
-            refuse(fault, f"on rank {odd}, which splits the model with rank {even}, and not the batch; {remedy}")
-        refuse(unfair([parts[0], parts[2]], read(self.alone(), 8)), f"(of two that split the batch); {remedy}")
+        remedy = "use run.mesh.batch_shard(run.rank) for a rank's part of the batch"
+        for first, second in ((0, 1), (2, 3)):
+            fault = difference(parts[second], parts[first])
+            refuse(fault, f"on rank {second}, which splits the model with rank {first}, and not the batch; {remedy}")
+        refuse(unfair([parts[0], parts[2]], read(self.alone(), 8)), f"(of two ranks that split the batch); {remedy}")
 
     # Resuming.
 
@@ -286,7 +287,7 @@ class DataSuite(PluginSuite):
                     with naming_failures("load_state_dict"):
                         loader.load_state_dict(copy.deepcopy(state))
                 fault = unfair([read(loader, 8) for loader in loaders], expected[start : start + 8])
-                refuse(fault, f"when resumed on {counted(sizes[1], 'rank')} after {start} samples on {sizes[0]}")
+                refuse(fault, f"after a resume on {counted(sizes[1], 'rank')} from {start} samples on {sizes[0]}")
 
     def test_its_state_is_small_plain_data(self) -> None:
         """Plain data as checkpoints hold it, of a size that does not grow with the steps."""
@@ -296,9 +297,9 @@ class DataSuite(PluginSuite):
             read(loader, LOOK)
             bytes_after.append(size_of(loader.state_dict()))
         largest = max(bytes_after)
-        require(largest <= LARGEST_STATE, f"its state has {largest:,} bytes; it says where to go on, not what was read")
+        require(largest <= LARGEST_STATE, f"its state has {largest:,} bytes; it must hold a position, not data")
         growth = min(after - before for before, after in pairwise(bytes_after))
-        require(growth < LOOK, f"its state grows with every sample: {bytes_after} bytes after each {LOOK}")
+        require(growth < LOOK, f"its state grows with the samples: {bytes_after} bytes, one size per {LOOK} samples")
 
     def test_its_state_is_a_snapshot(self) -> None:
         """The state does not change when the loader that returned it, or a loader that loaded it, reads on."""
@@ -306,13 +307,13 @@ class DataSuite(PluginSuite):
         read(giver, 8)
         state = giver.state_dict()
         before = image(state)
-        require(image(giver.state_dict()) == before, "asking for the state changes it")
+        require(image(giver.state_dict()) == before, "state_dict changes the state; it must only read it")
         read(giver, LOOK)
         giver.state_dict()
-        require(image(state) == before, "the state changes when the loader that gave it goes on; give a copy")
+        require(image(state) == before, "the state changes while the loader that returned it reads on; return a copy")
         receiver.load_state_dict(state)
         read(receiver, LOOK)
-        require(image(state) == before, "the state changes when the loader that loaded it goes on; keep a copy")
+        require(image(state) == before, "the state changes while the loader that loaded it reads on; store a copy")
 
     def test_evaluating_leaves_training_alone(self) -> None:
         """An evaluation reads validation samples and then restores the state. It reads the same samples each time."""
@@ -325,8 +326,8 @@ class DataSuite(PluginSuite):
             evaluated.append(read(validation, 8))
             validation.load_state_dict(beginning)
             found += read(training, 8)
-        refuse(difference(found, expected), "when the run evaluates in between")
-        refuse(difference(evaluated[1], evaluated[0]), "when the run evaluates a second time")
+        refuse(difference(found, expected), "if the run evaluates in between")
+        refuse(difference(evaluated[1], evaluated[0]), "in the run's second evaluation")
 
     # Epochs and splits.
 
@@ -340,15 +341,15 @@ class DataSuite(PluginSuite):
         for name, samples in (("first", first), ("second", second)):
             found = len(samples)
             require(found == epoch, f"the {name} epoch has {found} samples, and samples_per_epoch is {epoch}")
-            refuse(repeated(samples), f"in the {name} epoch, which has each of its {epoch} samples once")
+            refuse(repeated(samples), f"in the {name} epoch, which must have each of its {epoch} samples once")
         if self.shuffles and split == "train":
-            same = [one.tokens for one in first] == [one.tokens for one in second]
-            require(not same, "the second epoch has the order of the first")
+            same = [sample.tokens for sample in first] == [sample.tokens for sample in second]
+            require(not same, "the second epoch has the order of the first; shuffle every epoch")
 
     def test_the_splits_share_no_text(self) -> None:
         """If the author states `splits_are_disjoint`: the training text contains no validation sample."""
         if not self.splits_are_disjoint:
-            raise SkipTest("the author says that the splits are not disjoint")
+            raise SkipTest("the suite sets splits_are_disjoint = False")
         loader, other = self.alone("train"), self.alone("validation")
         training = read(loader, self._epoch(loader) or LOOK)
         found = leaked(training, read(other, min(self._epoch(other) or LOOK, LOOK)))
@@ -366,8 +367,8 @@ class DataSuite(PluginSuite):
         for text in TEXTS:
             with naming_failures(f"encoding {text!r}"):
                 tokens = list(tokenizer.encode(text))
-            wrong = [token for token in tokens if not 0 <= token < vocab_size]
-            require(not wrong, f"encoding {text!r} gives token {wrong and wrong[0]}; vocab_size is {vocab_size}")
+            outside = [token for token in tokens if not 0 <= token < vocab_size]
+            require(not outside, f"encoding {text!r} gives token {outside and outside[0]}; vocab_size is {vocab_size}")
             with naming_failures(f"decoding {text!r}"):
                 again = tokenizer.decode(tokens)
             require(again == text, f"decoding the tokens of {text!r} gives {again!r}")
@@ -395,4 +396,4 @@ class DataSuite(PluginSuite):
                 resumed = trained(config, Path(folder) / "resumed", resume_from=whole.saved[0])
         expected = {step: figures for step, figures in whole.figures.items() if step > 2}
         same = resumed.figures == expected
-        require(same, f"steps after resuming have losses {resumed.losses}, and without stopping {whole.losses}")
+        require(same, f"a resumed run has the losses {resumed.losses}, and an uninterrupted run {whole.losses}")

@@ -108,11 +108,11 @@ def times(factor: float) -> Gradient:
 
 
 class Bench:
-    """An optimizer of artificial pieces; the Fault of a failing optimizer names the pieces by `what`."""
+    """An optimizer of artificial pieces; the Fault of a failing optimizer describes the pieces by `subject`."""
 
-    def __init__(self, run: Run, pieces: list[Piece], what: str = "pieces") -> None:
-        self.run, self.pieces, self.what = run, pieces, what
-        with naming_failures(f"building it of {what}"):
+    def __init__(self, run: Run, pieces: list[Piece], subject: str = "pieces") -> None:
+        self.run, self.pieces, self.subject = run, pieces, subject
+        with naming_failures(f"building it of {subject}"):
             self.optimizer: Optimizer = run.hooks.call.build_optimizer(run=run, pieces=pieces)
 
     def scalars(
@@ -127,7 +127,7 @@ class Bench:
         """Run an update with the gradients of a step; they depend only on its number."""
         for piece in self.pieces:
             piece.gradient.copy_(gradient(piece, number))
-        with naming_failures(f"a step of {self.what}"):
+        with naming_failures(f"a step of {self.subject}"):
             self.optimizer.step(self.scalars(**scalars))
 
     def states(self) -> Iterator[tuple[Piece, str, Tensor]]:

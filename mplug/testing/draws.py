@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from mplug.testing.harness import TinySettings, Trace
 
-REMEDY = "give units what DefaultStepper.entries returns, called once for each micro batch, in the loader's order"
+REMEDY = "run units on the entries of DefaultStepper.entries, called once per micro batch in the loader's order"
 
 
 def draws_fault(traces: "list[Trace]", reference: "Trace") -> str:
@@ -25,20 +25,20 @@ def draws_fault(traces: "list[Trace]", reference: "Trace") -> str:
     """
     first: dict[str, tuple[int, Call, int]] = {}
     states: dict[tuple[Call, int], tuple[int, str]] = {}
-    drawn = [(rank, *one) for rank, trace in enumerate(traces) for one in _states(trace)]
+    drawn = [(rank, call, state) for rank, trace in enumerate(traces) for call, state in _states(trace)]
     for rank, call, state in drawn:
         place = traces[rank].places[call[2]]
-        what = f"{_named(call)} on rank {rank}"
-        other, again, its_place = first.setdefault(state, (rank, call, place))
-        if (again, its_place) != (call, place):
-            return f"the same numbers {what} as {_named(again)} on rank {other}; {REMEDY}"
+        where = f"{_place_name(call)} on rank {rank}"
+        other, earlier, its_place = first.setdefault(state, (rank, call, place))
+        if (earlier, its_place) != (call, place):
+            return f"the same numbers {where} as {_place_name(earlier)} on rank {other}; {REMEDY}"
         other, expected = states.setdefault((call, place), (rank, state))
         if state != expected:
-            return f"other numbers {what} than on rank {other}, which computes the same; {REMEDY}"
+            return f"other numbers {where} than on rank {other}, which computes the same part; {REMEDY}"
     for rank, call, state in drawn:
         if traces[rank].places[call[2]] == 0 and state not in reference.drawn.get(call, {state}):
-            what = f"{_named(call)} on rank {rank}"
-            return f"other numbers {what} than in one process: the order of execution decides; {REMEDY}"
+            where = f"{_place_name(call)} on rank {rank}"
+            return f"other numbers {where} than in one process, so they depend on the order of execution; {REMEDY}"
     return ""
 
 
@@ -46,7 +46,7 @@ def _states(trace: "Trace") -> Iterator[tuple[Call, str]]:
     return ((call, state) for call, found in trace.drawn.items() for state in sorted(found))
 
 
-def _named(call: Call) -> str:
+def _place_name(call: Call) -> str:
     step, samples, unit = call
     return f"in unit '{unit}', samples {', '.join(map(str, samples))} of step {step},"
 

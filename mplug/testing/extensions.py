@@ -129,7 +129,7 @@ class ExtensionSuite(PluginSuite):
         with TemporaryDirectory(prefix="mplug-run-") as folder:
             plain = trained(short(self.without()), Path(folder) / "without")
             found, _ = self.watched(Path(folder) / "with")
-        refuse(departure(found, plain))
+        refuse(difference_of(found, plain))
 
     def test_it_survives_a_resume(self) -> None:
         """In the same directory, from the middle of the run: its files exist already, and some steps repeat."""
@@ -141,22 +141,22 @@ class ExtensionSuite(PluginSuite):
             resumed, watch = self.watched(Path(folder) / "with", STEPS + 2, resume_from=first.saved[0])
         refuse(*(f"{sentence} in a run that resumes" for sentence in watch.raised))
         plain.figures = {step: figures for step, figures in plain.figures.items() if step > 2}
-        refuse(departure(resumed, plain))
+        refuse(difference_of(resumed, plain))
 
     def test_its_files_tell_of_the_whole_run_after_a_resume(self) -> None:
         """Words that two uninterrupted runs both write must also be in the files of a resumed run."""
         if not self.keeps_history:
-            raise SkipTest("the author says that its files tell of one start only")
+            raise SkipTest("the suite sets keeps_history = False")
         with TemporaryDirectory(prefix="mplug-run-") as folder:
             one, other, resumed = (Path(folder) / name / "run" for name in ("one", "other", "resumed"))
             for directory in (one, other):
                 self.watched(directory, STEPS + 2)
             first, _ = self.watched(resumed)
             self.watched(resumed, STEPS + 2, resume_from=first.saved[0])
-            told = [path for path in sorted(files_of(one)) if self._says_that_it_writes(path)]
-            if not told:
-                raise SkipTest("it writes no file in the run's directory")
-            refuse(*(forgotten(path, (one, other), resumed) for path in told))
+            written = [path for path in sorted(files_of(one)) if self._names_file(path)]
+            if not written:
+                raise SkipTest("it writes no file in the run folder")
+            refuse(*(lost_word(path, (one, other), resumed) for path in written))
 
     def test_it_leaves_nothing_open_or_running(self, fails_at: int | None) -> None:
         """No thread, process or open file outlives the run, whether it finishes or fails."""
@@ -168,29 +168,29 @@ class ExtensionSuite(PluginSuite):
     def test_it_writes_the_files_that_it_says_and_no_other(self) -> None:
         """It writes the files in `files`, and no others."""
         with TemporaryDirectory(prefix="mplug-run-") as folder:
-            (told,) = self._on_ranks(1, Path(folder))
-            left = files_of(Path(folder) / "with") - files_of(Path(folder) / "without")
-        outside = [path for path in told.elsewhere if not self._says_that_it_writes(path)]
-        refuse(*(f"it writes '{path}', outside of the run's directory" for path in outside))
-        strays = [path for path in sorted(left) if not self._says_that_it_writes(path)]
-        refuse(*(f"it leaves '{path}' in the run's directory, which `files` does not name" for path in strays))
-        for one in self.files:
-            found = Path(one).is_absolute() or any(fnmatch(path.as_posix(), one) for path in left)
-            require(found, f"`files` says that it writes '{one}', and a run of {STEPS} steps leaves no such file")
+            (report,) = self._on_ranks(1, Path(folder))
+            written = files_of(Path(folder) / "with") - files_of(Path(folder) / "without")
+        outside = [path for path in report.elsewhere if not self._names_file(path)]
+        refuse(*(f"it writes '{path}', outside of the run folder" for path in outside))
+        strays = [path for path in sorted(written) if not self._names_file(path)]
+        refuse(*(f"it writes '{path}' in the run folder, and `files` does not name it" for path in strays))
+        for pattern in self.files:
+            found = Path(pattern).is_absolute() or any(fnmatch(path.as_posix(), pattern) for path in written)
+            require(found, f"`files` names '{pattern}', and a run of {STEPS} steps writes no such file")
 
-    def _says_that_it_writes(self, path: Path) -> bool:
-        return any(fnmatch(path.as_posix(), one) for one in self.files)
+    def _names_file(self, path: Path) -> bool:
+        return any(fnmatch(path.as_posix(), pattern) for pattern in self.files)
 
     def test_it_works_on_every_rank(self) -> None:
         """On two ranks, no hook raises, and no file is written by both ranks."""
         with TemporaryDirectory(prefix="mplug-run-") as folder:
-            told = self._on_ranks(2, Path(folder))
-        first, second = ({*one.inside, *one.elsewhere} for one in told)
+            reports = self._on_ranks(2, Path(folder))
+        first, second = ({*report.inside, *report.elsewhere} for report in reports)
         both = sorted(first & second)
-        refuse(*(f"ranks 0 and 1 both write '{path}'; write it on rank 0, or a file a rank" for path in both))
-        refuse(*(f"{sentence} on rank {rank}" for rank, one in enumerate(told) for sentence in one.raised))
+        refuse(*(f"ranks 0 and 1 both write '{path}'; write it on rank 0 only, or one file per rank" for path in both))
+        refuse(*(f"{sentence} on rank {rank}" for rank, report in enumerate(reports) for sentence in report.raised))
 
-    def _on_ranks(self, world_size: int, folder: Path) -> "list[Told]":
+    def _on_ranks(self, world_size: int, folder: Path) -> "list[RankReport]":
         from mplug.testing.workers import WorkerFailed, run_workers
 
         layout = {"parallel.layout": f"{self.config().parallel.data}{world_size}"} if world_size > 1 else {}
@@ -198,14 +198,14 @@ class ExtensionSuite(PluginSuite):
         try:
             return run_workers(world_size, be_rank, self.entry().label, settings, plain, str(folder))
         except (WorkerFailed, TimeoutError) as error:
-            raise Fault(f"a run with it on {counted(world_size, 'rank')} does not end well: {error}") from error
+            raise Fault(f"a run with it on {counted(world_size, 'rank')} fails: {error}") from error
 
 
 # On a rank.
 
 
 @dataclass(frozen=True)
-class Told:
+class RankReport:
     """A rank's report of a run: the hooks that raised, and the files that hooks wrote."""
 
     raised: list[str]
@@ -213,7 +213,7 @@ class Told:
     elsewhere: list[Path]
 
 
-def be_rank(label: str, settings: Mapping[str, Any], plain: Mapping[str, Any], folder: str) -> Told:
+def be_rank(label: str, settings: Mapping[str, Any], plain: Mapping[str, Any], folder: str) -> RankReport:
     """Act as one rank of a run without the plugin, then of a run with it, in a process whose folder is empty."""
     from mplug.testing.runs import trained
     from mplug.testing.watch import Watch
@@ -227,7 +227,7 @@ def be_rank(label: str, settings: Mapping[str, Any], plain: Mapping[str, Any], f
     trained(watch.over(short(settings)), directory)
     inside = sorted(path.relative_to(directory) for path in watch.written if path.is_relative_to(directory))
     outside = sorted(path for path in watch.written if not path.is_relative_to(directory))
-    return Told(watch.raised, inside, outside)
+    return RankReport(watch.raised, inside, outside)
 
 
 # Functions that return a fault as a sentence, or the empty string if there is none.
@@ -267,7 +267,7 @@ def misordered(calls: Calls, hooks: Iterable[str]) -> str:
             return f"'{hook}' is not the {'last' if place else 'first'} hook of a run; {NAMES_ANOTHER}"
     steps = [step for hook, step in calls if step is not None]
     if steps != sorted(steps):
-        return f"the steps are told in the order {steps}"
+        return f"the hooks receive the steps in the order {steps}"
     return ""
 
 
@@ -275,7 +275,7 @@ OBSERVING = ("run_started", "step_started", "step_finished", "checkpoint_saved",
 NAMES_ANOTHER = "does its @hookimpl name another hook?"
 
 
-def departure(found: "Witness", plain: "Witness") -> str:
+def difference_of(found: "Witness", plain: "Witness") -> str:
     """The first difference between a run with the plugin and the run without it."""
     for step, figures in plain.figures.items():
         if step not in found.figures:
@@ -291,14 +291,14 @@ def departure(found: "Witness", plain: "Witness") -> str:
     return ""
 
 
-def forgotten(path: Path, wholes: tuple[Path, Path], resumed: Path) -> str:
+def lost_word(path: Path, wholes: tuple[Path, Path], resumed: Path) -> str:
     """A word that a file of two uninterrupted runs has in both, and that the file of the resumed run lacks."""
     one, other = (words_of(whole / path) for whole in wholes)
-    lost = (one & other) - words_of(resumed / path)
+    missing = (one & other) - words_of(resumed / path)
     return (
-        f"after a resume '{path}' lacks {min(lost)!r}, which runs without a stop write there; "
-        f"go on with the file that is there, up to run.step, or set keeps_history = False"
-        if lost
+        f"after a resume '{path}' lacks {min(missing)!r}, which uninterrupted runs write; continue the existing file "
+        f"after run.step, or set keeps_history = False"
+        if missing
         else ""
     )
 

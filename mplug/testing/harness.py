@@ -311,24 +311,24 @@ def weights_off(traces: list[Trace], reference: Trace, tolerance: float = EXACT_
     for name, shape in names.items():
         found = logical([trace.weights for trace in traces], name, shape)
         if any(name not in gradients for gradients in reference.gradients) and not bool((found == first[name]).all()):
-            return f"'{name}' is frozen, and has other values after {STEPS} steps"
+            return f"'{name}' is frozen, and its values change within {STEPS} steps"
         error = float((found - last[name]).norm())
         allowed = tolerance * max(float((last[name] - first[name]).norm()), 1e-3 * whole)
         if not error <= allowed:
-            return f"'{name}' is off by {error:.3g} after {STEPS} steps (allowed: {allowed:.3g})"
+            return f"'{name}' has an error of {error:.3g} after {STEPS} steps (allowed: {allowed:.3g})"
     return ""
 
 
-def _of_numbers(what: str, found: list[float], expected: float) -> Iterator[tuple[float, str]]:
+def _of_numbers(figure: str, found: list[float], expected: float) -> Iterator[tuple[float, str]]:
     for rank, value in enumerate(found):
         yield (
             _relative(abs(value - expected), abs(expected)),
-            f"the {what} on rank {rank} is {value}, in one process {expected}",
+            f"the {figure} on rank {rank} is {value}, and in one process {expected}",
         )
 
 
 def _of_evaluation(traces: list[Trace]) -> Iterator[tuple[float, str]]:
-    remedy = "a run that is asked to stop cannot leave the evaluation then (Stepper.evaluate)"
+    remedy = "a run that is asked to stop could not end the evaluation early (Stepper.evaluate)"
     for rank, trace in enumerate(traces):
         if trace.taken != traces[0].taken:
             counts = f"{trace.taken} micro batches of an evaluation on rank {rank}, and {traces[0].taken} on rank 0"
@@ -347,9 +347,9 @@ def _of_gradients(step: int, traces: list[Trace], reference: Trace) -> Iterator[
         size = max(float(gradient.norm()), 1e-3 * whole)
         yield (
             _relative(error, size),
-            f"the gradient of '{name}' at step {step + 1} is off by {error:.3g}, of {size:.3g}; "
-            f"is it summed over the wrong ranks, or twice (an axis that listeners sum over belongs in "
-            f"sinks.reduced_over), or is the plan wrong in what it is broadcast over or how it is divided?",
+            f"the gradient of '{name}' at step {step + 1} has an error of {error:.3g}, and its norm is {size:.3g}; "
+            f"check over which ranks it is summed (an axis over which listeners sum must be in sinks.reduced_over), "
+            f"and the plan's `over` and dims of the parameter",
         )
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mplug.testing.kernel_cases import Case
     from mplug.testing.trials import Trial
 
-UNKNOWN = "a capability that nobody has heard of"
+UNKNOWN = "a capability that does not exist"
 RUN_TOLERANCE = {"fp32": 1e-4, "bf16": 0.1}
 """Maximum relative error of a tiny run's losses and gradients against plain torch, by `trainer.precision`.
 
@@ -93,8 +93,8 @@ class KernelSuite(PluginSuite):
         if need == "log-sum-exp" and hasattr(core, "parts"):
             found = self._parts_fault(core.parts, site, offer)
         else:
-            found = "nothing shows that it has that; let it say otherwise, or override check_capability"
-        require(not found, f"its supports says True to a site that needs '{need}', and {found}")
+            found = "this suite cannot check it; refuse the need, or override check_capability"
+        require(not found, f"supports returns True for a site that needs '{need}', and {found}")
 
     def _parts_fault(self, parts: "AttentionParts", site: Site, offer: Offer) -> str:
         from mplug.testing.capabilities import parts_fault
@@ -129,14 +129,17 @@ class KernelSuite(PluginSuite):
         for offer, case, site in self._sites(offers):
             before = dict(vars(case.module))
             first, again = (_answer(offer, site, run) for _ in range(2))
-            require(first == again, f"supports is not pure: of {_named(case, site)} it says {first!r}, then {again!r}")
+            require(
+                first == again,
+                f"supports is not pure: for {_case_name(case, site)} it returns {first!r}, then {again!r}",
+            )
             after = vars(case.module)
             changed = [name for name in before.keys() | after.keys() if before.get(name) is not after.get(name)]
             require(not changed, f"supports is not pure: it changes {listed(sorted(changed))} of the site's module")
             varies = offer.varies(site, run)
-            require(isinstance(varies, str), f"varies says {varies!r} of {_named(case, site)}; it must say what, or ''")
+            require(isinstance(varies, str), f"varies returns {varies!r} for {_case_name(case, site)}; return a string")
             note = offer.note(site, run)
-            require(isinstance(note, str), f"note says {note!r} of {_named(case, site)}; it must say what, or ''")
+            require(isinstance(note, str), f"note returns {note!r} for {_case_name(case, site)}; return a string")
 
     @smoke
     def test_it_refuses_needs_that_it_does_not_know(self) -> None:
@@ -146,29 +149,29 @@ class KernelSuite(PluginSuite):
             wanting = replace(site, needs=site.needs | {UNKNOWN})
             require(
                 _answer(offer, wanting, run) is not True,
-                f"supports says True to {_named(case, site)} with an unknown need, '{UNKNOWN}'; "
-                f"refuse every need in site.needs that you do not offer",
+                f"supports returns True for {_case_name(case, site)} with an unknown need, '{UNKNOWN}'; it must refuse "
+                f"every need in site.needs that the kernel does not offer",
             )
 
     @smoke
     def test_another_function_has_a_name_and_a_reference(self) -> None:
         """The suite compares a core other than softmax attention only with its author's reference; both must be set."""
         if not self.computes and not self._has_reference():
-            raise SkipTest(f"'{self.plugin}' computes softmax attention, or none")
+            raise SkipTest(f"'{self.plugin}' computes no other function than softmax attention")
         self._require_named_function()
 
     @smoke
     def test_it_refuses_sites_that_ask_for_another_function(self) -> None:
         """A core other than softmax attention must not fill a site that does not request its function."""
         if not self.computes:
-            raise SkipTest(f"'{self.plugin}' computes softmax attention, or none")
+            raise SkipTest(f"'{self.plugin}' computes no other function than softmax attention")
         run, offers = self._offered()
         for offer, case, site in self._sites(offers):
             plain = replace(site, needs=case.needs - {self.computes})
             require(
                 site.slot != "Attention.core" or _answer(offer, plain, run) is not True,
-                f"supports says True to {_named(case, site)}, which does not need '{self.computes}': a model that "
-                f"asks for softmax attention would get another function; require '{self.computes}' in site.needs",
+                f"supports returns True for {_case_name(case, site)}, which does not need '{self.computes}': a model "
+                f"with softmax attention would get another function; require '{self.computes}' in site.needs",
             )
 
     @smoke
@@ -190,7 +193,7 @@ class KernelSuite(PluginSuite):
         for (role, slot), suppliers in shared.items():
             require(
                 len(suppliers) == 1,
-                f"the sites '{role}' have {len(suppliers)} callables in {slot}; share one among all sites of a role",
+                f"the sites '{role}' have {len(suppliers)} callables in {slot}; all sites of a role must share one",
             )
 
     # The results of its suppliers.
@@ -202,7 +205,7 @@ class KernelSuite(PluginSuite):
     def test_its_reference_is_a_core(self) -> None:
         """The author's reference has the right shape, is finite, differentiable and causal."""
         if not self.computes:
-            raise SkipTest(f"'{self.plugin}' is compared with plain torch")
+            raise SkipTest(f"the reference of '{self.plugin}' is plain torch")
         self._try(self.dtypes[0], lambda trial: trial.reference_fault(), only="Attention.core")
 
     def test_tensors_that_are_not_contiguous_give_the_same(self, dtype: str) -> None:
@@ -217,7 +220,7 @@ class KernelSuite(PluginSuite):
     def test_the_same_call_gives_the_same_bits(self, dtype: str) -> None:
         """In forward and backward."""
         if not self.deterministic:
-            raise SkipTest(f"'{self.plugin}' says that it is not deterministic")
+            raise SkipTest(f"'{self.plugin}' sets deterministic = False")
         self._try(dtype, lambda trial: trial.repeated_fault())
 
     def test_attention_is_causal(self, dtype: str) -> None:
@@ -235,7 +238,7 @@ class KernelSuite(PluginSuite):
             if case.dropout and _answer(offer, site, run) is True and offer.varies(site, run)
         ]
         if not own:
-            raise SkipTest(f"'{self.plugin}' has no dropout mask of its own")
+            raise SkipTest(f"'{self.plugin}' draws no dropout mask itself")
         for offer, site in own:
             found = own_dropout_fault(offer.suppliers[site.slot], site.module.dropout, run.device)
             require(not found, f"{site.slot}: {found}")
@@ -243,7 +246,7 @@ class KernelSuite(PluginSuite):
     def test_it_traces_into_one_graph(self) -> None:
         """Forward and backward of the first case of each slot, in the first dtype in which the kernel serves it."""
         if not self.compiles:
-            raise SkipTest(f"'{self.plugin}' says that it does not compile")
+            raise SkipTest(f"'{self.plugin}' sets compiles = False")
         tried = set()
         for trial in chain.from_iterable(map(self._trials, self.dtypes)):
             if trial.case.slots not in tried:
@@ -282,9 +285,9 @@ class KernelSuite(PluginSuite):
         with torch.device("meta"):
             model = run.hooks.call.build_model(run=run)
         model.place(run.mesh, None)
-        with naming_failures("its hook 'offer'"):
+        with naming_failures("the hook 'offer'"):
             offers = collect_offers(run, model)
-        return run, [one for one in offers if isinstance(one, Offer) and one.plugin == self.entry().label]
+        return run, [offer for offer in offers if isinstance(offer, Offer) and offer.plugin == self.entry().label]
 
     def _sites(self, offers: list[Offer]) -> "Iterator[tuple[Offer, Case, Site]]":
         """Every case of every offered slot."""
@@ -301,15 +304,17 @@ class KernelSuite(PluginSuite):
 
     def _trials(self, dtype: str, only: str | None = None) -> "list[Trial]":
         """The cases that it supports in a dtype; Fault for a slot of which it supports no case in any of `dtypes`."""
-        trials, refusals = self._asked(dtype, only)
+        trials, refusals = self._trials_and_refusals(dtype, only)
         for slot, reasons in refusals.items():
-            left = slot in trials or any(slot in self._asked(other, slot)[0] for other in self.dtypes if other != dtype)
-            said = listed(reasons)
+            other_dtypes = [other for other in self.dtypes if other != dtype]
+            checked = slot in trials or any(slot in self._trials_and_refusals(other, slot)[0] for other in other_dtypes)
             hint = self._about_computes() if slot == "Attention.core" else ""
-            require(left, f"nothing is left to check: of every case of {slot} its supports says {said}{hint}")
+            require(checked, f"supports refuses every case of {slot}, so none can be checked: {listed(reasons)}{hint}")
         return [*chain.from_iterable(trials.values())]
 
-    def _asked(self, dtype: str, only: str | None) -> "tuple[dict[str, list[Trial]], dict[str, list[str]]]":
+    def _trials_and_refusals(
+        self, dtype: str, only: str | None
+    ) -> "tuple[dict[str, list[Trial]], dict[str, list[str]]]":
         """The trials of every slot (or of slot `only`), and the refusals of the other cases."""
         from mplug.gradients.precision import DTYPES
         from mplug.testing.trials import Trial
@@ -324,7 +329,7 @@ class KernelSuite(PluginSuite):
             if answer is not True:
                 refusals.setdefault(site.slot, {})[str(answer or "False")] = None
             elif case.dropout == 0 or not offer.varies(site, run):
-                suppliers, where = {**case.plain, **offer.suppliers}, f"{_named(case, site)}, {dtype}"
+                suppliers, where = {**case.plain, **offer.suppliers}, f"{_case_name(case, site)}, {dtype}"
                 trial = Trial(case, suppliers, DTYPES[dtype], run.device, where)
                 trials.setdefault(site.slot, []).append(trial)
         return trials, {slot: list(reasons) for slot, reasons in refusals.items()}
@@ -333,7 +338,7 @@ class KernelSuite(PluginSuite):
         """Run a check in all trials."""
         trials = self._trials(dtype, only)
         if not trials:
-            raise SkipTest(f"'{self.plugin}' does not supply {only or 'anything'} in {dtype}")
+            raise SkipTest(f"'{self.plugin}' supplies no {only or 'slot'} in {dtype}")
         for trial in trials:
             trial = replace(trial, where=f"{trial.where}{how}")
             with naming_failures(trial.where):
@@ -349,11 +354,11 @@ class KernelSuite(PluginSuite):
         try:
             slots = build_model(tiny_run(self.tiny(trainer__precision=self.dtypes[0]))).slots
         except UsageError as error:
-            raise Fault(f"a tiny run that names it is refused: {error}") from None
-        filled = [one for one in slots if one.supplier == label]
-        suppliers = listed(sorted({one.supplier for one in slots}))
+            raise Fault(f"a tiny run that names the kernel is refused: {error}") from None
+        filled = [slot for slot in slots if slot.supplier == label]
+        suppliers = listed(sorted({slot.supplier for slot in slots}))
         hint = f"; do the suite's settings name a model whose sites need '{self.computes}'?" if self.computes else ""
-        require(filled, f"'{label}' fills no slot of a run that names it; they are filled by {suppliers}{hint}")
+        require(filled, f"'{label}' fills no slot of a run that names it; {suppliers} fill its slots{hint}")
         return filled
 
     # Another function than softmax attention.
@@ -365,31 +370,31 @@ class KernelSuite(PluginSuite):
         """`computes` and `reference` are set together, and `computes` is no need that `mplug.nn` serves itself."""
         from mplug.nn.specification import KNOWN, LOG_SUM_EXP
 
-        named, stated = f"the suite says that '{self.plugin}' computes '{self.computes}'", self._has_reference()
-        require(stated or not self.computes, f"{named}, and not what that is; override 'reference'")
+        setting, has_reference = f"the suite sets computes = '{self.computes}'", self._has_reference()
+        require(has_reference or not self.computes, f"{setting} without a reference; override 'reference'")
         require(
-            self.computes or not stated,
-            "the suite overrides 'reference', and does not say which sites ask for that function; set 'computes'",
+            self.computes or not has_reference,
+            "the suite overrides 'reference' without 'computes'; set 'computes' to the need of the sites",
         )
         require(
             self.computes not in KNOWN | {LOG_SUM_EXP},
-            f"{named}, which mplug.nn computes, too: it is compared with that; leave 'computes' and 'reference' out",
+            f"{setting}, whose reference is mplug.nn, which computes it; remove 'computes' and 'reference'",
         )
 
     def _about_computes(self) -> str:
         if self.computes:
-            return f" (all of them need '{self.computes}', as the suite's 'computes' says)"
-        return "; if the core is no softmax attention, name the need of its sites in the suite's 'computes'"
+            return f" (every case needs '{self.computes}', because the suite sets 'computes')"
+        return "; if the core is not softmax attention, set the suite's 'computes' to the need of its sites"
 
 
 def _answer(offer: Offer, site: Site, run: "Run") -> bool | str:
     """The answer of `supports`, which must be True, False or a reason."""
-    with naming_failures(f"supports, asked for a site of {site.slot}"):
+    with naming_failures(f"supports for a site of {site.slot}"):
         answer = offer.supports(site, run)
     sound = answer is True or answer is False or (isinstance(answer, str) and answer.strip())
-    require(sound, f"supports says {answer!r} of a site of {site.slot}; it must say True, False, or the reason why not")
+    require(sound, f"supports returns {answer!r} for a site of {site.slot}; it must return True, False or a reason")
     return answer
 
 
-def _named(case: "Case", site: Site) -> str:
+def _case_name(case: "Case", site: Site) -> str:
     return f"{site.slot} with {case.name}"

@@ -29,20 +29,20 @@ Tokens = dict[tuple[int, int], tuple[int, int]]
 
 
 @contextmanager
-def told_as_fault(what: str) -> Iterator[None]:
-    """Turn any exception in the block, except a refusal, into a Fault whose message begins with `what`."""
+def errors_as_faults(action: str) -> Iterator[None]:
+    """Turn any exception in the block, except a refusal, into a Fault whose message begins with `action`."""
     try:
         yield
     except (UsageError, Fault):
         raise
     except Exception as error:
-        raise Fault(f"{what} ends in {type(error).__name__}: {error}") from error
+        raise Fault(f"{action} raises {type(error).__name__}: {error}") from error
 
 
 def prepared(settings: TinySettings) -> Run:
     """A prepared tiny run; UsageError if it is refused."""
     config = tiny_config(settings)
-    with told_as_fault("checking the config and laying out the mesh"):
+    with errors_as_faults("checking the config and laying out the mesh"):
         return prepare(config)
 
 
@@ -53,17 +53,19 @@ def ranks_of(settings: TinySettings) -> Ranks:
     """
     from mplug.model.build import build_model  # imports torch
 
-    run, found = prepared(settings), []
+    run, ranks = prepared(settings), []
     for rank in range(run.mesh.world_size):
         own = replace(run, rank=rank)
         try:
-            with told_as_fault(f"building rank {rank} without processes, from run.mesh and the plan alone,"):
-                found.append((own, build_model(own)))
+            with errors_as_faults(f"building rank {rank} without processes, from run.mesh and the plan alone,"):
+                ranks.append((own, build_model(own)))
         except UsageError as error:
             if rank == 0:
                 raise
-            raise Fault(f"rank {rank} is refused, and rank 0, which is asked before launch, is not: {error}") from error
-    return found
+            raise Fault(
+                f"rank {rank} is refused and rank 0 is not, and the host checks only rank 0 before launch: {error}"
+            ) from error
+    return ranks
 
 
 # Axes.
@@ -71,14 +73,14 @@ def ranks_of(settings: TinySettings) -> Ranks:
 
 def axes_of(run: Run, label: str) -> list[Axis]:
     """The axes that one plugin adds to the mesh."""
-    answers: dict[str, Any] = dict(run.hooks.each("mesh_axes", config=run.config))
-    axes: list[Axis] = answers.get(label, [])
+    by_plugin: dict[str, Any] = dict(run.hooks.each("mesh_axes", config=run.config))
+    axes: list[Axis] = by_plugin.get(label, [])
     sound = isinstance(axes, list) and axes and all(isinstance(axis, Axis) for axis in axes)
-    require(sound, f"mesh_axes of {label} gives {axes!r}; it must give a list of the axes that it adds")
+    require(sound, f"mesh_axes of {label} returns {axes!r}; it must return a list of the axes that it adds")
     return axes
 
 
-def told(axis: Axis) -> tuple[object, ...]:
+def comparable(axis: Axis) -> tuple[object, ...]:
     """An axis as values that can be compared; an index map is represented by its results."""
     length = 8 * axis.size
     parts = {named: [_part(cut, length, axis.size, n) for n in range(axis.size)] for named, cut in axis.entries.items()}
@@ -88,26 +90,29 @@ def told(axis: Axis) -> tuple[object, ...]:
 def require_partition(axis: Axis) -> None:
     """Each index map assigns every index of a dimension to exactly one rank, or refuses the dimension's length."""
     for named, cut in axis.entries.items():
-        where = f"the index map of axis '{axis.name}' along '{named}'"
+        name = f"the index map of axis '{axis.name}' along '{named}'"
         lengths = [axis.size * factor for factor in (1, 2, 4, 2 * axis.size)] + [2 * axis.size + 1]
         cuts = {length: [_part(cut, length, axis.size, n) for n in range(axis.size)] for length in lengths}
         require(
             any(None not in parts for parts in cuts.values()),
-            f"{where} refuses every length of {listed(map(str, cuts))}",
+            f"{name} refuses all the lengths {listed(map(str, cuts))}",
         )
         for length, parts in cuts.items():
-            held = sorted(index for part in parts if part is not None for index in part)
-            if None in parts or held == list(range(length)):
+            assigned = sorted(index for part in parts if part is not None for index in part)
+            if None in parts or assigned == list(range(length)):
                 continue
-            given = {index: held.count(index) for index in (*range(length), *held)}
-            index = next(index for index, count in given.items() if count != 1 or not 0 <= index < length)
-            raise Fault(f"{where} gives index {index} of {length} to {given[index]} of {axis.size} ranks")
+            counts = {index: assigned.count(index) for index in (*range(length), *assigned)}
+            index = next(index for index, count in counts.items() if count != 1 or not 0 <= index < length)
+            raise Fault(
+                f"{name} assigns index {index} of {length} to {counts[index]} of {axis.size} ranks; it must assign "
+                f"each index to one rank"
+            )
 
 
 def _part(cut: IndexMap, length: int, size: int, index: int) -> list[int] | None:
     """The indices that a rank gets, or None if the map refuses the length."""
     try:
-        with told_as_fault(f"the index map of {length} indices for {size} ranks"):
+        with errors_as_faults(f"the index map of {length} indices for {size} ranks"):
             return [index for part in cut(length, size, index) for index in part]
     except UsageError:
         return None
@@ -139,8 +144,8 @@ def require_exact_cover(placement: "Placement") -> None:
     wrong = (covered != 1).nonzero().tolist()
     if wrong:
         count = int(covered[tuple(wrong[0])])
-        kept = "no rank" if count == 0 else f"{count} different boxes"
-        raise Fault(f"element {wrong[0]} of '{placement.name}' is held by {kept}; every element is held in one box")
+        holder = "no box" if count == 0 else f"{count} different boxes"
+        raise Fault(f"element {wrong[0]} of '{placement.name}' is in {holder}; every element must be in one box")
 
 
 def _require_room(placement: "Placement", rank: int, box: "Box") -> None:
@@ -150,17 +155,21 @@ def _require_room(placement: "Placement", rank: int, box: "Box") -> None:
         fits = last < local[0]
     else:
         fits = all(o + n <= size for o, n, size in zip(box.offset, box.shape, local, strict=True))
-    require(fits, f"rank {rank} keeps {box.shape} of '{placement.name}' at {box.offset} in a tensor of shape {local}")
+    require(
+        fits,
+        f"rank {rank} holds a box of shape {box.shape} of '{placement.name}' at offset {box.offset}, which exceeds its "
+        f"tensor of shape {local}",
+    )
 
 
 def _require_agreement(name: str, boxes: "dict[int, Box]") -> None:
     ranks = tuple(boxes)
     for rank, box in boxes.items():
-        said = f"rank {rank} says that a box of '{name}'"
-        require(tuple(box.copies) == ranks, f"{said} is held by ranks {tuple(box.copies)}; it is held by {ranks}")
-        partners = {boxes[other].partial for other in box.partial if other in boxes}
-        agreed = rank in box.partial and partners == {box.partial} and set(box.partial) <= set(ranks)
-        require(agreed, f"{said} is partial over ranks {tuple(box.partial)}, and these say otherwise")
+        statement, copies, partial = f"rank {rank} states that a box of '{name}'", tuple(box.copies), tuple(box.partial)
+        require(copies == ranks, f"{statement} is held by ranks {copies}; it is held by ranks {ranks}")
+        partners = {boxes[other].partial for other in partial if other in boxes}
+        agreed = rank in partial and partners == {box.partial} and set(partial) <= set(ranks)
+        require(agreed, f"{statement} is partial over ranks {partial}, and these ranks state otherwise")
 
 
 def require_one_truth(ranks: Ranks) -> None:
@@ -173,7 +182,8 @@ def require_one_truth(ranks: Ranks) -> None:
         for name in {**tables[0], **table}:
             require(
                 table.get(name) == tables[0].get(name),
-                f"ranks 0 and {rank} disagree on where '{name}' lives, which the plan and the mesh alone decide",
+                f"ranks 0 and {rank} compute different placements of '{name}'; a placement must depend on the plan and "
+                f"the mesh only",
             )
 
 
@@ -208,15 +218,16 @@ def require_every_token_once(ranks: Ranks, whole: Tokens) -> None:
         first, tokens = parts.setdefault(key, (run.rank, tokens_of(run, model)))
         if first != run.rank:
             same = tokens == tokens_of(run, model)
-            require(same, f"ranks {first} and {run.rank} differ along no axis of the batch, and read different tokens")
+            require(
+                same,
+                f"ranks {first} and {run.rank} read different tokens, and no axis of batch entries distinguishes them",
+            )
     for sample, position in whole:
         found = [(rank, tokens[sample, position]) for rank, tokens in parts.values() if (sample, position) in tokens]
         token = f"the token at position {position} of sample {sample}"
         readers = f"ranks {listed(str(rank) for rank, _ in found)}" if found else "no rank"
-        require(len(found) == 1, f"{token} is read by {readers}; one part of the batch must have it")
-        require(
-            found[0][1] == whole[sample, position], f"{token} is another one, or has another label, than in one process"
-        )
+        require(len(found) == 1, f"{token} is read by {readers}; exactly one part of the batch must have it")
+        require(found[0][1] == whole[sample, position], f"{token}, or its label, differs from the run of one process")
 
 
 # Offers.
@@ -231,9 +242,14 @@ def require_pure_offers(run: Run, model: "Model", label: str) -> None:
     """Two calls of `offer` return the same, and change nothing in the model."""
     before = _state_of(model)
     first, second = (offers_of(run, model, label) for _ in range(2))
-    require(_told(first) == _told(second), f"offering twice offers {_told(first)}, then {_told(second)}; it is pure")
+    same = _descriptions(first) == _descriptions(second)
+    require(
+        same,
+        f"`offer` returns {_descriptions(first)} at the first call and {_descriptions(second)} at the second; it must "
+        f"be a pure function",
+    )
     changed = [name for name, value in _state_of(model).items() if before.get(name) is not value]
-    require(not changed, f"offering changes {listed(sorted(changed))}; it is pure: the host selects and applies")
+    require(not changed, f"`offer` changes {listed(sorted(changed))}; it must change nothing: the host applies offers")
 
 
 def _state_of(model: "Model") -> dict[str, object]:
@@ -251,9 +267,12 @@ def _slots(offered: Offer | Wrap) -> tuple[str, ...]:
     return tuple(offered.suppliers) if isinstance(offered, Offer) else (offered.slot,)
 
 
-def _told(offered: list[Offer | Wrap]) -> list[str]:
-    layers = [f" at layer {one.layer}" if isinstance(one, Wrap) else "" for one in offered]
-    return [f"{type(one).__name__} for {listed(_slots(one))}{at}" for one, at in zip(offered, layers, strict=True)]
+def _descriptions(offered: list[Offer | Wrap]) -> list[str]:
+    layers = [f" at layer {offer.layer}" if isinstance(offer, Wrap) else "" for offer in offered]
+    return [
+        f"{type(offer).__name__} for {listed(_slots(offer))}{layer}"
+        for offer, layer in zip(offered, layers, strict=True)
+    ]
 
 
 def require_true_offers(run: Run, model: "Model", label: str) -> None:
@@ -266,19 +285,19 @@ def require_true_offers(run: Run, model: "Model", label: str) -> None:
 
 
 def _require_answers(offered: Offer | Wrap, site: Site, run: Run) -> None:
-    where = f"{site.slot} of '{site.name}'"
-    with told_as_fault(f"asking whether it supports {where}"):
+    name = f"{site.slot} of '{site.name}'"
+    with errors_as_faults(f"`supports` for {name}"):
         answer = offered.supports(site, run)
     require(
         isinstance(answer, bool) or (isinstance(answer, str) and answer.strip()),
-        f"asked whether it supports {where}, it answers {answer!r}; True, False or the reason why not",
+        f"`supports` for {name} returns {answer!r}; it must return True, False or a reason",
     )
     if isinstance(offered, Wrap) and answer is True:
         inner = getattr(site.module, site.slot.rpartition(".")[2])
-        with told_as_fault(f"wrapping {where}"):
+        with errors_as_faults(f"the wrap of {name}"):
             twice = offered.wrap(offered.wrap(inner))
         fits = callable(twice) or type(twice) is type(inner)
-        require(fits, f"wrapped around {where}, it gives {twice!r}, which cannot fill the slot")
+        require(fits, f"the wrap of {name} returns {twice!r}, which cannot fill the slot")
 
 
 def require_one_callable_a_role(model: "Model", label: str) -> None:
@@ -291,5 +310,6 @@ def require_one_callable_a_role(model: "Model", label: str) -> None:
     for (role, slot), different in found.items():
         require(
             len(different) == 1,
-            f"the sites of '{role}' get {len(different)} different callables for {slot}; offer one for all of them",
+            f"the sites of '{role}' get {len(different)} different callables for {slot}; offer one callable for all "
+            f"of them",
         )

@@ -27,10 +27,10 @@ def nothing_left(by: str, use: Callable[[], object]) -> None:
     _unclosed_by(use)
     threads, children, files = set(threading.enumerate()), _children(), _open_files()
     unclosed = _unclosed_by(use)
-    require(not unclosed, f"{by} leaves something unclosed: {', '.join(unclosed)}")
+    require(not unclosed, f"{by} leaves resources unclosed: {', '.join(unclosed)}")
     for thread in set(threading.enumerate()) - threads:
         thread.join(GRACE)
-        require(not thread.is_alive(), f"{by} leaves the thread '{thread.name}' running; end it where its work ends")
+        require(not thread.is_alive(), f"{by} leaves the thread '{thread.name}' running; end it when its work ends")
     started = [name for number, name in _children().items() if number not in children]
     require(not started, f"{by} leaves a child process running: {', '.join(started)}")
     still_open = [name for number, name in _open_files().items() if files.get(number) != name]

@@ -85,7 +85,7 @@ class MemorySuite(PluginSuite):
     def test_a_compiled_run_with_it_is_the_run_without_it(self, model: str, compiler: str) -> None:
         """The same with compiled units."""
         with _compiling():
-            found, plain = (train_steps(one) for one in self.pair(model, trainer__compile=compiler))
+            found, plain = (train_steps(settings) for settings in self.pair(model, trainer__compile=compiler))
         require_same([found], [plain])
 
     def test_a_run_with_it_under_a_layout_is_the_run_without_it(self, layout: str) -> None:
@@ -94,7 +94,7 @@ class MemorySuite(PluginSuite):
 
         word, *assignments = layout.split()
         more = {".".join(key): setting.value for key, setting in read_assignments(assignments).items()}
-        found, plain = ({**one, "parallel.layout": word, **more} for one in self.pair())
+        found, plain = ({**settings, "parallel.layout": word, **more} for settings in self.pair())
         ranks = tiny_run(found).mesh.world_size
         require_same(train_ranks(ranks, found), train_ranks(ranks, plain))
 
@@ -102,23 +102,23 @@ class MemorySuite(PluginSuite):
         """With attention whose dropout uses torch's generator: recomputation in backward drops the same elements."""
         calls = list[None]()
         with drawing_attention(calls):
-            found, plain = (first_gradients(one) for one in self.pair(model, kernels__default=None))
+            found, plain = (first_gradients(settings) for settings in self.pair(model, kernels__default=None))
         if not calls:
-            raise SkipTest("no attention in plain torch runs in this model")
+            raise SkipTest("this model has no attention in plain torch")
         name = _first_other(found, plain)
         require(
             not name,
-            f"with it, the gradient of '{name}' is another where a kernel draws from torch's generator: what runs "
-            f"again must find the generator as it was",
+            f"with it, the gradient of '{name}' differs if a kernel draws from torch's generator; restore the "
+            f"generator's state before recomputation",
         )
 
     def test_less_stays_on_the_device(self, model: str) -> None:
         """Autograd saves fewer bytes of a forward pass on the device."""
         from mplug.training.assembly import build
 
-        runs = [tiny_run(one) for one in self.pair(model)]
+        runs = [tiny_run(settings) for settings in self.pair(model)]
         found, plain = (kept_bytes(run, build(run)) for run in runs)
-        require(found < plain, f"with it, {found} bytes stay on the device for backward, and without it {plain}")
+        require(found < plain, f"with it, backward keeps {found} bytes on the device, and without it {plain}")
 
 
 def require_same(found: list[Trace], expected: list[Trace]) -> None:
@@ -132,13 +132,13 @@ def require_same(found: list[Trace], expected: list[Trace]) -> None:
 def _difference(found: Trace, expected: Trace) -> str:
     """The first difference between two ranks' traces; empty if there is none."""
     for step in range(STEPS):
-        for what, values, others in (("loss", found.losses, expected.losses), ("norm", found.norms, expected.norms)):
-            if values[step] != others[step]:
-                return f"the {what} of step {step + 1} is {values[step]!r}, and without it {others[step]!r}"
+        for figure, ours, plain in (("loss", found.losses, expected.losses), ("norm", found.norms, expected.norms)):
+            if ours[step] != plain[step]:
+                return f"the {figure} of step {step + 1} is {ours[step]!r}, and without it {plain[step]!r}"
         if name := _first_other(_values(found.gradients[step]), _values(expected.gradients[step])):
             return f"the gradient of '{name}' at step {step + 1} has other bits"
         if name := _first_other(found.statistics[step], expected.statistics[step]):
-            return f"the statistic '{name}' of step {step + 1} is another: is what runs again counted again?"
+            return f"the statistic '{name}' of step {step + 1} differs; is a recomputed result counted twice?"
     if name := _first_other(_values(found.weights), _values(expected.weights)):
         return f"'{name}' has other bits after {STEPS} steps"
     same = found.val_loss == expected.val_loss
@@ -153,8 +153,8 @@ def _first_other(found: "Mapping[str, Tensor]", expected: "Mapping[str, Tensor]"
     import torch
 
     names = [*expected, *(name for name in found if name not in expected)]
-    alike = {name: name in found and name in expected and torch.equal(found[name], expected[name]) for name in names}
-    return next((name for name, is_alike in alike.items() if not is_alike), "")
+    same = {name: name in found and name in expected and torch.equal(found[name], expected[name]) for name in names}
+    return next((name for name, is_same in same.items() if not is_same), "")
 
 
 @contextmanager

@@ -37,42 +37,42 @@ Values = dict[str, Tensor]
 
 def require_declared_mixing(trial: Trial) -> None:
     """Raise Fault if a unit mixes an axis that none of its modules declares; SkipTest if modules declare nothing."""
-    model, found = trial.model, statements(trial.model)
+    model, declarations = trial.model, statements(trial.model)
     _replace_slots(model)
     for parameter in model.parameters().values():
         parameter.requires_grad_(False)
     for training in (True, False):
         model.module.train(training)
         for unit, values in _inputs_of_units(trial):
-            inside = [one for one in found if one.name == unit.name or one.name.startswith(f"{unit.name}.")]
+            inside = [each for each in declarations if each.name == unit.name or each.name.startswith(f"{unit.name}.")]
             for axis in _axes_of_tokens(model, unit, values):
                 mixed = _Probe(model, unit, values, axis, inside).mixes()
                 if mixed:
                     raise Fault(_sentence(unit, axis, inside, training))
-    silent = list(dict.fromkeys(one.told for one in found if one.axes is None))
-    if silent:
+    undeclared = list(dict.fromkeys(each.label for each in declarations if each.axes is None))
+    if undeclared:
         raise SkipTest(
-            f"nothing says what is mixed in {listed(silent)}, and nothing was seen to be; add `{NAME} = frozenset()` "
-            f"to the classes, without which layouts that divide the sequence refuse them"
+            f"{listed(undeclared)} declare no mixing, and this test observed none; add `{NAME} = frozenset()` to the "
+            f"classes, or layouts that divide the sequence refuse them"
         )
 
 
 def _replace_slots(model: Model) -> None:
     for site in sites(model.module):
         if site.slot == "Attention.core":
-            site.module.core = _each_by_itself
+            site.module.core = _position_wise
     for part in model.module.modules():
         if getattr(part, "capacity_factor", None) is not None:
             part.capacity_factor = NO_ROOM  # type: ignore[assignment]
 
 
-def _each_by_itself(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
+def _position_wise(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
     """q [B, S, H, K], k and v [B, S, G, K] -> each position's value, weighted by its own query and key."""
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     return v * (q * k).mean(-1, keepdim=True).tanh()
 
 
-def _sum_over_others(axis: str, values: Tensor, over: tuple[str, ...]) -> Tensor:
+def _ones_along(axis: str, values: Tensor, over: tuple[str, ...]) -> Tensor:
     """The content of `Router.summed` here: a sum along `axis` belongs to the slot, so ones replace it."""
     return torch.ones_like(values) if axis in over else values
 
@@ -104,12 +104,13 @@ def _changeable(unit: Unit, values: Values) -> list[str]:
 
 
 def _sentence(unit: Unit, axis: str, inside: list[Statement], training: bool) -> str:
-    silent = listed(dict.fromkeys(one.kind for one in inside if one.axes is None))
+    undeclared = listed(dict.fromkeys(each.kind for each in inside if each.axes is None))
     index, when = INDEX_OF.get(axis, f"index of the {axis}"), "" if training else " in evaluation"
     return (
-        f"unit '{role_of(unit.name)}' mixes the {axis}{when}: what one {index} is given changes what another gets, "
-        f"outside of slots and of modules that declare it (modules that declare nothing: {silent}); add to the class "
-        f"that mixes `{NAME} = frozenset({{'{axis}'}})`, or layouts that divide the {axis} compute something else"
+        f"unit '{role_of(unit.name)}' mixes the {axis}{when}: the input at one {index} changes the output at another, "
+        f"outside of slots and of modules that declare it (modules without a declaration: {undeclared}); add "
+        f"`{NAME} = frozenset({{'{axis}'}})` to the class that mixes, or layouts that divide the {axis} compute wrong "
+        f"results"
     )
 
 
@@ -125,10 +126,10 @@ class _Probe:
 
     def mixes(self) -> bool:
         """Whether a change at one index of the axis changes a value at another index."""
-        declared = [one for one in self.inside if self.axis in (one.axes or ())]
+        declared = [statement for statement in self.inside if self.axis in (statement.axes or ())]
         for site in sites(self.model.module):
             if site.slot == "Router.summed":
-                site.module.summed = partial(_sum_over_others, self.axis)
+                site.module.summed = partial(_ones_along, self.axis)
         if any(one.name == self.unit.name for one in declared):
             return False
         with _repeating([one.module for one in declared]) as repeat:
@@ -191,8 +192,8 @@ class _Probe:
             if self.axis not in axes or value.dim() != len(axes):
                 continue
             dim = axes.index(self.axis)
-            others = [index for index in range(value.shape[dim]) if index != at[self.axis]]
-            moved = (after[name] - value).abs().index_select(dim, torch.tensor(others))
+            other_indices = [index for index in range(value.shape[dim]) if index != at[self.axis]]
+            moved = (after[name] - value).abs().index_select(dim, torch.tensor(other_indices))
             if bool((moved > TOLERANCE * value.abs().max().clamp(min=1.0)).any()):
                 return True
         return False
@@ -223,8 +224,8 @@ def _repeating(modules: Iterable[nn.Module]) -> Iterator[Callable[[], bool]]:
     repeated = [_Repeated(module) for module in modules]
 
     def repeat() -> bool:
-        for one in repeated:
-            one.repeats = True
+        for module in repeated:
+            module.repeats = True
         return all(one.given for one in repeated)
 
     with ExitStack() as stack:

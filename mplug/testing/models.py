@@ -166,7 +166,7 @@ class ModelSuite(PluginSuite):
         q [B, S, H, K], k [B, T, G, K], v [B, T, G, V] and an `AttentionSpec`. Override this if sites need another
         function than softmax attention. Count the algorithm that costs least for long sequences.
         """
-        raise NotImplementedError("override 'core_flops' of the suite, which says what one call of the core costs")
+        raise NotImplementedError("override 'core_flops' of the suite: the FLOPs of one call of the core")
 
     def test_what_its_modules_mix_is_declared(self) -> None:
         """A change of one token of one sample affects others only through attention and the axes that `mixes` names."""

@@ -77,7 +77,7 @@ class OptimizerSuite(WeightSuite):
         If the optimizer needs whole matrices, `weight` is one matrix: a segment of a fused weight, or an expert.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} has no reference; write what an update is, as plainly as can be"
+            f"{type(self).__name__} must define `reference`: the update, written as plainly as possible"
         )
 
     # Its declarations.
@@ -88,7 +88,7 @@ class OptimizerSuite(WeightSuite):
         config = self.config().optimizer
         for field in ("lr", "weight_decay"):
             value = getattr(config, field, None)
-            require(isinstance(value, float), f"its Config has no number '{field}', which the host's schedule scales")
+            require(isinstance(value, float), f"its Config needs a number '{field}', which the host's schedule scales")
 
     @smoke
     def test_it_says_what_it_needs_and_is_built_without_memory(self) -> None:
@@ -106,8 +106,8 @@ class OptimizerSuite(WeightSuite):
             with naming_failures("its state of tensors without memory"):
                 list(bench.states())
         needs, one_pass = (getattr(bench.optimizer, name, None) for name in ("needs", "one_pass"))
-        require(needs in ("elements", "matrices"), f"its needs must be 'elements' or 'matrices', and it is {needs!r}")
-        require(one_pass in (None, True, False), f"its one_pass must be True or False, and it is {one_pass!r}")
+        require(needs in ("elements", "matrices"), f"its `needs` is {needs!r}; it must be 'elements' or 'matrices'")
+        require(one_pass in (None, True, False), f"its `one_pass` is {one_pass!r}; it must be True or False")
 
     # Updates.
 
@@ -133,10 +133,10 @@ class OptimizerSuite(WeightSuite):
         for bench, lr in ((one, 1e-2), (other, 3e-2)):
             bench.step(1)
             bench.step(2, lr=lr)
-        for mine, theirs in zip(one.pieces, other.pieces, strict=True):
+        for piece, other_piece in zip(one.pieces, other.pieces, strict=True):
             require(
-                not torch.equal(mine.master, theirs.master),
-                f"the learning rate of the second step makes no difference to '{mine.name}': read scalars.lr in step",
+                not torch.equal(piece.master, other_piece.master),
+                f"the learning rate of the second step has no effect on '{piece.name}'; read scalars.lr in step",
             )
 
     @smoke
@@ -151,8 +151,8 @@ class OptimizerSuite(WeightSuite):
         found = dense.apart(one.snapshot(), other.snapshot(), self.tolerance)
         require(
             not found,
-            f"{found} is not the same for gradients with a scale as for scaled gradients; multiply every gradient by "
-            f"scalars.scale",
+            f"{found} differs between a step with scalars.scale and a step with scaled gradients; multiply every "
+            f"gradient by scalars.scale",
         )
 
     @smoke
@@ -163,12 +163,14 @@ class OptimizerSuite(WeightSuite):
         one, other = self._bench(), self._bench()
         one.step(1, weight_decay=0.0)
         other.step(1, weight_decay=0.5)
-        for mine, theirs in zip(one.pieces, other.pieces, strict=True):
-            if torch.equal(mine.master, theirs.master) == mine.parameter.decays:
+        for piece, other_piece in zip(one.pieces, other.pieces, strict=True):
+            if torch.equal(piece.master, other_piece.master) == piece.parameter.decays:
                 raise Fault(
-                    f"'{mine.name}' is the same with scalars.weight_decay of 0 and of 0.5, and its parameter decays"
-                    if mine.parameter.decays
-                    else f"'{mine.name}' decays, and its parameter does not: read piece.parameter.decays"
+                    f"'{piece.name}' decays in the plan, and scalars.weight_decay has no effect on it; read "
+                    f"scalars.weight_decay in step"
+                    if piece.parameter.decays
+                    else f"'{piece.name}' does not decay in the plan, and the step decays it; read "
+                    f"piece.parameter.decays"
                 )
 
     @smoke
@@ -181,11 +183,9 @@ class OptimizerSuite(WeightSuite):
             bench.step(1)
             before = bench.snapshot()
             bench.step(2, dense.times(factor), skip=1.0, scale=factor)
-            changed, what = (
-                dense.other_bits(before, bench.snapshot()),
-                "" if factor == 1 else f" with {factor} gradients",
-            )
-            require(not changed, f"a skipped step{what} changes {changed}; where scalars.skip is 1, nothing may change")
+            changed = dense.other_bits(before, bench.snapshot())
+            gradients = "" if factor == 1 else f" with {factor} gradients"
+            require(not changed, f"a skipped step{gradients} changes {changed}; change nothing if scalars.skip is 1")
 
     @smoke
     def test_a_skipped_step_is_not_remembered(self) -> None:
@@ -199,7 +199,7 @@ class OptimizerSuite(WeightSuite):
         other.step(1)
         other.step(2)
         changed = dense.other_bits(one.masters(), other.masters())
-        require(not changed, f"the step after a skipped one gives {changed} other bits: it remembers the skipped one")
+        require(not changed, f"a skipped step changes the bits of {changed} in the next step; it must have no effect")
 
     @smoke
     def test_a_step_does_not_wait_for_the_device(self) -> None:
@@ -214,7 +214,8 @@ class OptimizerSuite(WeightSuite):
                 bench.optimizer.step(scalars)
         except dense.HostReads as read:
             raise Fault(
-                f"a step reads a tensor's value on the host ({read}); on a GPU it waits for the device"
+                f"a step reads a tensor's value on the CPU ({read}), which waits for the device on a GPU; compute on "
+                f"tensors instead"
             ) from read
 
     def test_no_step_on_a_gpu_synchronises(self) -> None:
@@ -238,14 +239,16 @@ class OptimizerSuite(WeightSuite):
         import torch
 
         for piece, name, tensor in self._bench().states():
-            where = f"the state '{name}' of '{piece.name}'"
-            require(isinstance(tensor, torch.Tensor), f"{where} is no tensor: {tensor!r}")
-            require(name != "weight", f"{where} has the name that checkpoints give to the weight; choose another")
+            state = f"the state '{name}' of '{piece.name}'"
+            require(isinstance(tensor, torch.Tensor), f"{state} is no tensor: {tensor!r}")
+            require(name != "weight", f"{state} has the name that checkpoints give to the weight; rename it")
             fits = tensor.shape in ((), piece.master.shape)
             require(
-                fits, f"{where} has shape {tuple(tensor.shape)}, not the piece's {tuple(piece.master.shape)}, nor ()"
+                fits,
+                f"{state} has shape {tuple(tensor.shape)}; it must have the piece's shape {tuple(piece.master.shape)}, "
+                f"or ()",
             )
-            require(not tensor.requires_grad, f"{where} requires a gradient")
+            require(not tensor.requires_grad, f"{state} requires a gradient; it must not")
 
     @smoke
     def test_state_is_live(self) -> None:
@@ -258,7 +261,7 @@ class OptimizerSuite(WeightSuite):
         bench.step(2)
         for (piece, name, tensor), (_, _, now) in zip(held, bench.states(), strict=True):
             live = torch.equal(tensor, now)
-            require(live, f"the state '{name}' of '{piece.name}' is a copy: later steps do not show in it")
+            require(live, f"the state '{name}' of '{piece.name}' is a copy; return the tensor that later steps update")
 
     @smoke
     def test_copied_state_continues_to_the_bit(self) -> None:
@@ -268,14 +271,18 @@ class OptimizerSuite(WeightSuite):
         one, other = self._bench(), self._bench()
         one.step(1)
         one.step(2)
-        for mine, theirs in zip(other.pieces, one.pieces, strict=True):
-            mine.master.copy_(theirs.master)
+        for piece, other_piece in zip(other.pieces, one.pieces, strict=True):
+            piece.master.copy_(other_piece.master)
         for (_, _, empty), (_, _, saved) in zip(other.states(), one.states(), strict=True):
             empty.copy_(saved)
         one.step(3)
         other.step(3)
         changed = dense.other_bits(one.snapshot(), other.snapshot())
-        require(not changed, f"a step from copied state gives {changed} other bits: it depends on something else")
+        require(
+            not changed,
+            f"a step from copied state gives {changed} other bits; a step must depend only on weights, state and the "
+            f"step's inputs",
+        )
 
     # Parts, and layouts.
 
@@ -289,7 +296,7 @@ class OptimizerSuite(WeightSuite):
             raise SkipTest(f"'{self.plugin}' needs whole matrices")
         pieces = dense.make_pieces(one.run.device)
         cut = [half for piece in pieces for half in dense.halves(piece)]
-        other = dense.Bench(one.run, cut, "halves of pieces, though it says that it needs elements only")
+        other = dense.Bench(one.run, cut, "halves of pieces, although its needs are 'elements'")
         for number in (1, 2):
             one.step(number)
             for piece in pieces:
@@ -300,8 +307,8 @@ class OptimizerSuite(WeightSuite):
         )
         require(
             not found,
-            f"it says that it needs elements only, and {found} is another where its halves are updated alone; "
-            f"if an update looks at a whole matrix, its needs are 'matrices'",
+            f"its needs are 'elements', and {found} differs if its halves are updated separately; if an update reads a "
+            f"whole matrix, set needs to 'matrices'",
         )
 
     @smoke
@@ -310,14 +317,14 @@ class OptimizerSuite(WeightSuite):
         from mplug.testing import dense
 
         run = self._run()
-        empty = dense.Bench(run, [], "no pieces, which is what a rank may have")
+        empty = dense.Bench(run, [], "no pieces, as on a rank without trained parameters")
         empty.step(1)
         if empty.optimizer.needs == "elements":  # for "matrices", the host refuses layouts that cut a table
             piece, run.rank = dense.padding(run.device)
-            bench = dense.Bench(run, [piece], "nothing but padding")
+            bench = dense.Bench(run, [piece], "padding only")
             for number in (1, 2):
                 bench.step(number, dense.times(0.0))
-            require(bool(piece.master.isfinite().all()), "padding, whose gradient is 0, does not stay finite")
+            require(bool(piece.master.isfinite().all()), "padding, whose gradient is 0, becomes infinite or NaN")
 
     def test_a_layout_gives_the_weights_of_one_process(self, layout: str) -> None:
         """Weights, losses, gradients and norms are equal.
@@ -356,7 +363,7 @@ class OptimizerSuite(WeightSuite):
         allowed = self.tolerance * float((exact - old).abs().max()) + rounding
         require(
             error <= allowed,
-            f"after {len(steps)} steps {name} is off the reference by {error:.3g} (allowed: {allowed:.3g})",
+            f"after {len(steps)} steps, {name} differs from the reference by {error:.3g} (allowed: {allowed:.3g})",
         )
 
 
@@ -366,5 +373,5 @@ def _weights_off(traces: list[Trace], reference: Trace, tolerance: float) -> str
         error = float((logical([trace.weights for trace in traces], name, shape) - expected).norm())
         allowed = tolerance * float(expected.norm())
         if not error <= allowed:
-            return f"the weight '{name}' is off by {error:.3g} after {STEPS} steps (allowed: {allowed:.3g})"
+            return f"the weight '{name}' has an error of {error:.3g} after {STEPS} steps (allowed: {allowed:.3g})"
     return ""

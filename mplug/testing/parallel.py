@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 from unittest import SkipTest
@@ -35,7 +36,7 @@ from mplug.testing.workers import WorkerFailed
 
 T = TypeVar("T")
 
-ODD = 3
+UNFIT_DEGREE = 3
 """A degree that divides neither the tiny run's heads nor its batch, sequence, layers or widths."""
 
 
@@ -88,8 +89,8 @@ class ParallelSuite(PluginSuite):
     @classmethod
     def tried(cls) -> tuple[str, ...]:
         """The layouts to run. The suite runs the first of them under every variant."""
-        others = [name for name in Registry().names("parallel") if name != cls.plugin]
-        pairs = (f"{cls.plugin}2{other}2" for other in others)
+        other_names = [name for name in Registry().names("parallel") if name != cls.plugin]
+        pairs = (f"{cls.plugin}2{other}2" for other in other_names)
         return (*cls.alone(), *pairs) if cls.layouts is None else cls.layouts
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
@@ -110,10 +111,11 @@ class ParallelSuite(PluginSuite):
         """`mesh_axes` is a pure function of the config: every rank and every later call gets the same mesh."""
         for layout, run in self._meshes().items():
             again = layouts.prepared(self.at(layout))
-            told = [list(map(layouts.told, self._axes(asked))) for asked in (run, run, again)]
+            calls = [list(map(layouts.comparable, self._axes(each))) for each in (run, run, again)]
             require(
-                told[0] == told[1] == told[2],
-                f"the axes of '{layout}' are not the same on every call: {told[0]}, then {told[1]} and {told[2]}",
+                calls[0] == calls[1] == calls[2],
+                f"three calls return different axes of '{layout}': {calls[0]}, {calls[1]} and {calls[2]}; mesh_axes "
+                f"must be a pure function of the config",
             )
 
     @smoke
@@ -127,14 +129,15 @@ class ParallelSuite(PluginSuite):
             for view, size in sizes.items():
                 require(
                     size == degree,
-                    f"in layout '{layout}' its axes have {size} ranks in the view '{view}'; its degree is {degree}",
+                    f"in layout '{layout}' its axes have {size} ranks in the view '{view}'; they must have {degree}, "
+                    f"the degree in the layout",
                 )
 
     @smoke
     def test_its_axes_share_no_name_with_anothers(self) -> None:
         """The name alone identifies an axis."""
         own = [axis.name for axis in self._axes(next(iter(self._meshes().values())))]
-        require(len(set(own)) == len(own), f"it adds two axes of one name to the mesh: {listed(own)}")
+        require(len(set(own)) == len(own), f"it adds two axes with the same name to the mesh: {listed(own)}")
         for entry in Registry().entries(self.kind):
             if entry != self.entry():
                 try:
@@ -142,7 +145,7 @@ class ParallelSuite(PluginSuite):
                 except UsageError:  # the other strategy refuses this config, which is no fault of this plugin
                     continue
                 shared = {axis.name for axis in axes}.intersection(own)
-                require(not shared, f"{entry.label} adds an axis '{''.join(shared)}' too; give yours a name of its own")
+                require(not shared, f"{entry.label} adds an axis '{''.join(shared)}' too; rename yours")
 
     @smoke
     def test_its_index_maps_give_every_index_to_one_rank(self) -> None:
@@ -181,7 +184,7 @@ class ParallelSuite(PluginSuite):
     def test_its_offers_are_pure_and_true(self) -> None:
         """Offering changes nothing; the slots exist; `supports` answers; all sites of a role get the same callable."""
         label, number = self.entry().label, 0
-        for run, model in (one for ranks in self._ranks().values() for one in ranks):
+        for run, model in chain.from_iterable(self._ranks().values()):
             number += len(layouts.offers_of(run, model, label))
             layouts.require_pure_offers(run, model, label)
             layouts.require_true_offers(run, model, label)
@@ -194,25 +197,28 @@ class ParallelSuite(PluginSuite):
     def test_what_does_not_fit_is_refused_before_launch(self, unfit: str) -> None:
         """The refusal is a UsageError that names the numbers."""
         reason = self._refusal(unfit)
-        require(reason, f"layout '{unfit}' does not fit the run, and is not refused before launch")
+        require(reason, f"layout '{unfit}' does not fit the run, and the plugin does not refuse it before launch")
         missing = [words for words in self.refused[unfit] if words not in reason]
-        require(not missing, f"the refusal of layout '{unfit}' does not say {listed(map(repr, missing))}: {reason}")
+        require(not missing, f"the refusal of layout '{unfit}' lacks {listed(map(repr, missing))}: {reason}")
 
     def test_an_odd_degree_is_refused_or_gives_the_run_of_one_process(self) -> None:
         """A dimension that the degree does not divide is never truncated."""
-        layout = f"{self.plugin}{ODD}"
+        layout = f"{self.plugin}{UNFIT_DEGREE}"
         reason = self._refusal(layout)
         if reason:
-            named = str(ODD) in re.findall(r"\d+", reason.replace(layout, ""))
+            named = str(UNFIT_DEGREE) in re.findall(r"\d+", reason.replace(layout, ""))
             require(
                 named,
-                f"the refusal of layout '{layout}' does not say that {ODD} is the number that does not fit: {reason}",
+                f"the refusal of layout '{layout}' does not name {UNFIT_DEGREE}, the number that does not fit: "
+                f"{reason}",
             )
             return
         try:
             self._require_parity(layout)
         except Fault as fault:
-            raise Fault(f"a degree of {ODD} is neither refused before launch nor right: {fault}") from fault
+            raise Fault(
+                f"degree {UNFIT_DEGREE} is neither refused before launch nor computed correctly: {fault}"
+            ) from fault
 
     # Runs.
 
@@ -222,7 +228,7 @@ class ParallelSuite(PluginSuite):
 
     def test_a_variant_gives_the_run_of_one_process(self, variant: str) -> None:
         """With another model, or other options of the strategy."""
-        self._require_parity(self.tried()[0], self.variants[variant], told=f"with '{variant}'")
+        self._require_parity(self.tried()[0], self.variants[variant], variation=f"with '{variant}'")
 
     def test_a_run_in_fp32_rounds_as_one_process_does(self) -> None:
         """Against one process in fp64, the run in fp32 has about the same error as one process in fp32."""
@@ -236,8 +242,8 @@ class ParallelSuite(PluginSuite):
     def test_micro_batches_may_differ_in_size(self) -> None:
         """For example at the end of an epoch."""
         if not self.uneven_micro_batches:
-            raise SkipTest(f"'{self.plugin}' claims nothing about micro batches of different sizes")
-        self._require_parity(self.tried()[0], portions=unevenly, told="with micro batches of different sizes")
+            raise SkipTest(f"'{self.plugin}' sets uneven_micro_batches = False")
+        self._require_parity(self.tried()[0], portions=unevenly, variation="with micro batches of different sizes")
 
     def test_frozen_parameters_stay_and_the_others_train_as_in_one_process(self) -> None:
         """The test freezes every second unit, beginning with the first.
@@ -246,7 +252,7 @@ class ParallelSuite(PluginSuite):
         """
         layout = self.tried()[0]
         frozen = self._every_second_unit()
-        self._require_parity(layout, {"model.frozen": frozen}, told=f"with {listed(frozen)} frozen")
+        self._require_parity(layout, {"model.frozen": frozen}, variation=f"with {listed(frozen)} frozen")
 
     def _every_second_unit(self) -> list[str]:
         """The names of every second unit that a config can freeze in the suite's model."""
@@ -260,7 +266,7 @@ class ParallelSuite(PluginSuite):
         layout = f"{self.plugin}1"
         traces, reference = self._trained(layout)
         off = difference(traces, reference, tolerance=0.0) or weights_off(traces, reference, tolerance=0.0)
-        require(not off, f"layout '{layout}' is not, bit by bit, one process: {off}")
+        require(not off, f"the run under layout '{layout}' is not bitwise equal to one process: {off}")
 
     def test_each_gradient_is_final_once_a_step(self) -> None:
         """A gradient sink notifies its listeners exactly once a step that the gradient is final."""
@@ -269,17 +275,18 @@ class ParallelSuite(PluginSuite):
         for rank, trace in enumerate(self._trained(layout)[0]):
             for step, announced in enumerate(trace.announced, 1):
                 for name, times in announced.items():
-                    heard = (
-                        f"the gradient of '{name}' is announced as final {times} times in step {step} on rank {rank}"
+                    require(
+                        times == 1,
+                        f"{where} the sink of '{name}' announces {times} final gradients in step {step} on rank "
+                        f"{rank}; it must announce one, in the last micro batch or after it",
                     )
-                    require(times == 1, f"{where} {heard}; it must be once, in the last micro batch or after it")
 
     def test_what_kernels_draw_is_other_wherever_work_is(self) -> None:
         """Masks of fused dropout are equal for copies, whatever the order of execution, and differ everywhere else."""
         layout = self.tried()[0]
         where = f"under layout '{layout}'"
         found = draws_fault(*self._trained(layout))
-        require(not found, f"{where} kernels that draw by themselves draw {found}")
+        require(not found, f"{where} kernels that draw random numbers themselves draw {found}")
 
     # Shared by the tests.
 
@@ -324,9 +331,9 @@ class ParallelSuite(PluginSuite):
         return ""
 
     def _require_parity(
-        self, layout: str, changes: TinySettings | None = None, portions: Portions = as_they_come, told: str = ""
+        self, layout: str, changes: TinySettings | None = None, portions: Portions = as_they_come, variation: str = ""
     ) -> None:
-        where = f"under layout '{layout}'{told and f' {told}'}"
+        where = f"under layout '{layout}'{variation and f' {variation}'}"
         traces, reference = self._trained(layout, changes, where, portions)
         tolerance = tolerance_of(self.at(layout, changes))
         off = difference(traces, reference, tolerance) or weights_off(traces, reference, movement_of(tolerance))
@@ -338,9 +345,9 @@ class ParallelSuite(PluginSuite):
         declared = layouts.prepared(self.at(layout, changes)).variances.get(self.entry().label)
         require(
             declared is None or error > EXACT,
-            f"{where} the run is that of one process but for rounding ({error:.1e}), and the strategy declares that it "
-            f"varies ({declared and declared.reason}): another part of the layout has bypassed it, so name the axes "
-            f"over which it sums in the variance's `sums`; or the declaration is wrong here",
+            f"{where} the run equals one process up to rounding ({error:.1e}), although the strategy declares a "
+            f"variance ({declared and declared.reason}): another part of the layout bypasses the strategy, or the "
+            f"declaration is wrong; name the axes over which it sums in Variance.sums, or correct the declaration",
         )
 
     def _trained(

@@ -42,7 +42,7 @@ def require_parity(settings: TinySettings, layout: str, named_by_author: bool = 
     """
     traces = _traces(settings, layout, named_by_author)
     found = difference(*traces, tolerance_of(_under(settings, layout)))
-    require(not found, f"the run under the layout '{layout}' is not that of one process: {found}")
+    require(not found, f"the run under layout '{layout}' differs from one process: {found}")
 
 
 def error_of(settings: TinySettings, layout: str) -> float:
@@ -65,7 +65,7 @@ def _traces(settings: TinySettings, layout: str, named_by_author: bool) -> tuple
                 _require_one_process(alone)
             raise
         except (WorkerFailed, TimeoutError) as error:
-            raise Fault(f"the run fails under the layout '{layout}': {error}") from None
+            raise Fault(f"the run under layout '{layout}' fails: {error}") from None
 
 
 def _under(settings: TinySettings, layout: str) -> TinySettings:
@@ -80,7 +80,7 @@ def _require_one_process(alone: TinySettings) -> None:
     try:
         _world_size(alone)
     except UsageError as error:
-        raise Fault(f"the run is refused in one process, so that no layout can be compared with it: {error}") from None
+        raise Fault(f"the run is refused in one process, so no layout can be compared with it: {error}") from None
 
 
 def _world_size(settings: TinySettings) -> int:

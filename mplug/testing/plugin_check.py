@@ -26,7 +26,7 @@ def check_here(kind: str, word: str) -> Report:
     suite = type("Check", (suite_of(kind),), {"plugin": word if _is_ambiguous(kind, word) else word.rpartition("/")[2]})
     unset = unset_fields(suite)
     if unset:
-        report.note = f"imported, and not run: its Config's {listed(unset)} must be set"
+        report.note = f"imported but not run, because its Config requires {listed(unset)}"
     else:
         report.fault = "\n".join(smoke_faults(suite))
     return report

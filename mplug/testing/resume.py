@@ -40,13 +40,13 @@ def _loaders(settings: TinySettings, layout: str) -> "dict[int, Loader]":
     """One training loader for each part of the batch, as the ranks of a layout would build it."""
     from mplug.training.assembly import build_loader
 
-    run, found = prepare(tiny_config({**settings, "parallel.layout": layout})), dict[int, "Loader"]()
+    run, loaders = prepare(tiny_config({**settings, "parallel.layout": layout})), dict[int, "Loader"]()
     run.device = "cpu"
     for rank in range(run.mesh.world_size):
         part, _ = run.mesh.batch_shard(rank)
-        if part not in found:
-            found[part] = build_loader(replace(run, rank=rank), "train")
-    return dict(sorted(found.items()))
+        if part not in loaders:
+            loaders[part] = build_loader(replace(run, rank=rank), "train")
+    return dict(sorted(loaders.items()))
 
 
 def _read(loaders: "dict[int, Loader]", count: int) -> Rows:
@@ -61,8 +61,11 @@ def _read(loaders: "dict[int, Loader]", count: int) -> Rows:
 
 
 def _compare(found: Rows, expected: Rows, where: str) -> None:
-    lost, more = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
-    require(not lost and not more, f"{where}: lacks the samples {lost[:5]}, and has {more[:5]} instead")
+    missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    require(
+        not missing and not extra,
+        f"{where}: the samples {missing[:5]} are missing, and the samples {extra[:5]} are read instead",
+    )
     for name, row in expected.items():
         different = [key for key, values in row.items() if found[name].get(key) != values]
-        require(not different, f"{where}: sample {name} has other {different}")
+        require(not different, f"{where}: sample {name} has other values of {different}")

@@ -57,7 +57,7 @@ def malformed(batch: "MicroBatch", length: int) -> str:
     """An entry that is missing, or whose shape, dtype or device violates the contract."""
     elsewhere = ((name, x.device) for name, x in batch.items() if hasattr(x, "device") and x.device.type != "cpu")
     for name, device in elsewhere:
-        return f"'{name}' is on '{device}'; a loader's micro batches are on the CPU, and the host moves them"
+        return f"'{name}' is on '{device}'; a loader must yield CPU tensors, and the host moves them to the device"
     return microbatches.malformed(batch, length)
 
 
@@ -69,14 +69,14 @@ def mislabelled(samples: Iterable[Sample]) -> str:
         for place, (label, following) in enumerate(zip(labels, sample.tokens[1:], strict=False)):
             if label not in (IGNORED, following):
                 return (
-                    f"label {place} of sample {sample.number} is {label}, and the token after it is {following}; "
-                    f"labels are the tokens shifted by one, or {IGNORED} where there is no target"
+                    f"label {place} of sample {sample.number} is {label}, and the next token is {following}; a label "
+                    f"must be the next token, or {IGNORED} for a position without a target"
                 )
     if all(label == IGNORED for sample in samples for label in sample.rows["labels"]):
-        return f"no label of {len(samples)} samples is a target: all are {IGNORED}"
+        return f"all labels of {len(samples)} samples are {IGNORED}, so there is no target"
     varied = [sample for sample in samples if len(set(sample.tokens)) > 1]
     if len(varied) > 1 and all(sample.rows["labels"][-1] == sample.tokens[0] for sample in varied):
-        return "the last label of every sample is its own first token; it must be the one after the last"
+        return "the last label of every sample is the sample's first token; it must be the token after the last one"
     return ""
 
 
@@ -87,27 +87,27 @@ def difference(found: Sequence[Sample], expected: Sequence[Sample]) -> str:
     """The first difference between two segments of a global order."""
     for one, other in zip(found, expected, strict=False):
         if one.number != other.number:
-            return f"sample {one.number} comes where sample {other.number} belongs"
+            return f"sample {one.number} comes in the place of sample {other.number}"
         for name in other.rows:
             if one.rows.get(name) != other.rows[name]:
-                return f"sample {one.number} has other {name}"
-    return "" if len(found) == len(expected) else f"{len(found)} samples come where {len(expected)} belong"
+                return f"sample {one.number} has different {name}"
+    return "" if len(found) == len(expected) else f"{len(found)} samples come instead of {len(expected)}"
 
 
 def unfair(parts: Sequence[Sequence[Sample]], expected: Sequence[Sample]) -> str:
     """A fault in ranks' parts of a segment of the global order: a gap, an overlap, or other contents."""
-    wanted = {sample.number: sample for sample in expected}
+    by_number = {sample.number: sample for sample in expected}
     readers: dict[int, int] = {}
     for rank, part in enumerate(parts):
         for sample in part:
             if sample.number in readers:
                 return f"ranks {readers[sample.number]} and {rank} both read sample {sample.number}"
-            if sample.number not in wanted:
-                return f"rank {rank} reads sample {sample.number}, which is not among the {len(expected)} taken"
-            if changed := difference([sample], [wanted[sample.number]]):
+            if sample.number not in by_number:
+                return f"rank {rank} reads sample {sample.number}, which is not among the {len(expected)} requested"
+            if changed := difference([sample], [by_number[sample.number]]):
                 return f"{changed} on rank {rank}"
             readers[sample.number] = rank
-    for number in wanted:
+    for number in by_number:
         if number not in readers:
             return f"no rank reads sample {number}"
     sizes = [len(part) for part in parts]

@@ -67,21 +67,21 @@ def naming_failures(where: str) -> Iterator[None]:
 
 
 @contextmanager
-def refusals(what: str, named_by_author: bool) -> Iterator[None]:
-    """Classify a refusal (UsageError) in the block; `what` names the refused object: a layout, or a device.
+def refusals(subject: str, named_by_author: bool) -> Iterator[None]:
+    """Classify a refusal (UsageError) in the block; `subject` names the refused layout or device.
 
-    If the suite chose `what` itself, the refusal skips the test. If the suite's author named it, it is meant to be
+    If the suite chose the subject itself, the refusal skips the test. If the suite's author named it, it is meant to be
     tested, and the refusal is a Fault. A plugin that cannot be imported or that violates the contract is always a
     Fault.
     """
     try:
         yield
     except BrokenPlugin as error:
-        raise Fault(f"{what}: {error}") from error
+        raise Fault(f"{subject}: {error}") from error
     except UsageError as error:
         if named_by_author:
-            raise Fault(f"{what} is refused; give 'settings' or 'layouts' that are not: {error}") from error
-        raise SkipTest(f"{what} is refused: {error}") from None
+            raise Fault(f"{subject} is refused; set 'settings' or 'layouts' that are not refused: {error}") from error
+        raise SkipTest(f"{subject} is refused: {error}") from None
 
 
 def smoke(test: F) -> F:
@@ -105,12 +105,12 @@ class PluginSuite:
     @classmethod
     def naming(cls) -> dict[str, Any]:
         """The settings that name the plugin in a run."""
-        raise NotImplementedError(f"{cls.__name__} does not say how a run names a plugin of its kind")
+        raise NotImplementedError(f"{cls.__name__} must define `naming`: the settings that name the plugin in a run")
 
     @classmethod
     def section(cls) -> tuple[str, ...]:
         """The config section that the plugin's `Config` binds."""
-        raise NotImplementedError(f"{cls.__name__} does not say which section its plugins read")
+        raise NotImplementedError(f"{cls.__name__} must define `section`: the config section of its plugins")
 
     @classmethod
     def tiny(cls, **changes: Any) -> dict[str, Any]:
@@ -143,7 +143,8 @@ class PluginSuite:
             raise Fault(str(error)) from None
         require(
             entry.requires,
-            f"{entry.distribution} does not say which mplug it speaks; add 'mplug>=0.1,<0.2' to its needs",
+            f"{entry.distribution} does not state the mplug version that it supports; add 'mplug>=0.1,<0.2' to its "
+            f"dependencies",
         )
         for misplaced in Registry().misplaced():
             require(misplaced.distribution != entry.distribution, str(misplaced))
@@ -166,8 +167,10 @@ class PluginSuite:
             path=sys.path, module=self.entry().target.partition(":")[0], settings=dict(self.tiny())
         )
         finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-        what = {_IMPORTED: "importing", _CONFIGURED: "checking the config or the data of"}.get(finished.returncode, "")
-        require(not what, f"{what} '{self.plugin}' imports torch; import it inside hooks")
+        action = {_IMPORTED: "importing", _CONFIGURED: "checking the config or the data of"}.get(
+            finished.returncode, ""
+        )
+        require(not action, f"{action} '{self.plugin}' imports torch; import it inside hooks")
         require(finished.returncode == 0, f"importing or configuring '{self.plugin}' fails:\n{finished.stderr}")
 
     @smoke
@@ -192,7 +195,7 @@ class PluginSuite:
         except UsageError as error:
             require(field in str(error), f"the error of an unknown field does not name '{field}': {error}")
         else:
-            raise Fault(f"'{field}' is no field of its Config, and is accepted")
+            raise Fault(f"'{field}' is not a field of its Config, and its Config accepts it; forbid extra fields")
 
 
 def unset_fields(suite: type[PluginSuite]) -> list[str]:

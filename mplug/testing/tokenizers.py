@@ -82,13 +82,14 @@ class TokenizerSuite(PluginSuite):
             outside = [str(value) for value in kept.options.values() if _is_a_file(value)]
             require(
                 not outside,
-                f"its option with the file '{outside and outside[0]}' is not named in its 'files', so the file is not "
-                f"kept beside the data",
+                f"its 'files' does not name the option with the file '{outside and outside[0]}', so no copy of the "
+                f"file is kept with the data",
             )
             first, second = self.build(), load_tokenizer(kept)
             for text in TEXTS:
                 require(
-                    list(first.encode(text)) == list(second.encode(text)), f"read again, it encodes {text!r} otherwise"
+                    list(first.encode(text)) == list(second.encode(text)),
+                    f"built from its saved record, it encodes {text!r} differently",
                 )
 
     @smoke
@@ -102,7 +103,7 @@ class TokenizerSuite(PluginSuite):
             named = "no_such_field" in str(error)
             require(named, f"the error of an unknown field does not name 'no_such_field': {error}")
         else:
-            require(False, "'no_such_field' is no field of its Config, and is accepted")
+            require(False, "its Config accepts the unknown field 'no_such_field'; forbid extra fields")
 
     # Tokens.
 
@@ -110,14 +111,14 @@ class TokenizerSuite(PluginSuite):
     def test_tokens_are_below_its_vocabulary(self) -> None:
         """`vocab_size` is the size of a model's embedding, and counts the end of a document."""
         tokenizer = self.build()
-        require(tokenizer.vocab_size > 1, f"its vocab_size is {tokenizer.vocab_size}")
+        require(tokenizer.vocab_size > 1, f"its vocab_size is {tokenizer.vocab_size}; it must be at least 2")
         for text in TEXTS:
             tokens = list(tokenizer.encode(text))
             kinds = {type(token) for token in tokens} - {int}
-            require(not kinds, f"encoding {text[:50]!r} gives tokens of {kinds}; they are integers")
-            wrong = [token for token in tokens if not 0 <= token < tokenizer.vocab_size]
+            require(not kinds, f"encoding {text[:50]!r} gives tokens of {kinds}; tokens must be integers")
+            outside = [token for token in tokens if not 0 <= token < tokenizer.vocab_size]
             size = tokenizer.vocab_size
-            require(not wrong, f"encoding {text[:50]!r} gives token {wrong and wrong[0]}; vocab_size is {size}")
+            require(not outside, f"encoding {text[:50]!r} gives token {outside and outside[0]}; vocab_size is {size}")
 
     @smoke
     def test_text_comes_back(self) -> None:
@@ -130,7 +131,8 @@ class TokenizerSuite(PluginSuite):
                 text, again = again, tokenizer.decode(tokenizer.encode(again))
             require(again == text, f"decoding the tokens of {text[:50]!r} gives {again[:50]!r}")
         require(
-            self.build().encode("") == [], "encoding no text gives tokens; special ones are whoever writes the data's"
+            self.build().encode("") == [],
+            "encoding the empty text gives tokens; do not add special tokens, which the data plugin writes",
         )
 
     @smoke
@@ -140,17 +142,17 @@ class TokenizerSuite(PluginSuite):
         eod = tokenizer.eod
         if eod is None:
             return
-        require(isinstance(eod, int), f"its eod is a {type(eod).__name__}, not a token's number")
+        require(isinstance(eod, int), f"its eod is a {type(eod).__name__}; it must be the number of a token")
         size = tokenizer.vocab_size
-        require(0 <= eod < size, f"its eod is {eod}, and its vocab_size {size}; the vocabulary counts it")
+        require(0 <= eod < size, f"its eod is {eod}, and its vocab_size {size}; vocab_size must include the eod")
         for text in TEXTS:
-            require(eod not in tokenizer.encode(text), f"encoding {text[:50]!r} gives its eod, {eod}")
+            require(eod not in tokenizer.encode(text), f"encoding {text[:50]!r} gives the eod {eod}; no text may")
             (batched,) = tokenizer.encode_batch([text])
-            require(eod not in list(batched), f"encode_batch of {text[:50]!r} gives its eod, {eod}")
+            require(eod not in list(batched), f"encode_batch of {text[:50]!r} gives the eod {eod}; no text may")
         tokens = tokenizer.encode("one")
         with naming_failures("decoding its eod"):
             ended, plain = tokenizer.decode([*tokens, eod]), tokenizer.decode(tokens)
-        require(ended == plain, f"decoding its eod gives text: {ended!r}, without it {plain!r}")
+        require(ended == plain, f"decoding the eod gives text: {ended!r} with it, {plain!r} without it")
 
     @smoke
     def test_a_batch_is_its_texts_one_by_one(self) -> None:
@@ -159,13 +161,13 @@ class TokenizerSuite(PluginSuite):
         An empty text has no tokens, and an empty batch has no texts.
         """
         tokenizer = self.build()
-        require(len(tokenizer.encode_batch([])) == 0, "encode_batch of no texts gives some")
+        require(len(tokenizer.encode_batch([])) == 0, "encode_batch of no texts returns some; it must return none")
         generator = random.Random(0)
         texts = [*TEXTS, *TEXTS[::-1]]
         texts += ["".join(generator.choices("ab \nüß世🌍.", k=generator.randrange(40))) for _ in range(200)]
         with naming_failures("encode_batch"):
             found = [list(map(int, tokens)) for tokens in tokenizer.encode_batch(texts)]
-        require(len(found) == len(texts), f"encode_batch of {len(texts)} texts gives {len(found)}")
+        require(len(found) == len(texts), f"encode_batch of {len(texts)} texts returns the tokens of {len(found)}")
         for text, tokens in zip(texts, found, strict=True):
             alone = tokenizer.encode(text)
             same = tokens == list(alone)
@@ -196,7 +198,9 @@ class TokenizerSuite(PluginSuite):
         before = [list(tokenizer.encode(text)) for text in TEXTS]
         tokenizer.encode_batch(TEXTS * 20)
         for text, tokens in zip(TEXTS, before, strict=True):
-            require(list(tokenizer.encode(text)) == tokens, f"{text[:50]!r} has other tokens once others were encoded")
+            require(
+                list(tokenizer.encode(text)) == tokens, f"{text[:50]!r} has other tokens after other texts were encoded"
+            )
         require(threading.active_count() <= threads, "encode_batch leaves a thread running")
 
     @smoke
@@ -206,10 +210,10 @@ class TokenizerSuite(PluginSuite):
 
         record = describe_tokenizer(self.plugin, self.settings)
         again = pickle.loads(pickle.dumps(record))
-        require(again == record, "its record does not survive pickling; its Config holds plain data")
-        found, wanted = load_tokenizer(again), self.build()
-        same = all(list(found.encode(text)) == list(wanted.encode(text)) for text in TEXTS)
-        require(same, "built twice, it is two tokenizers")
+        require(again == record, "its record changes when it is pickled; its Config must hold plain data")
+        first, second = load_tokenizer(again), self.build()
+        same = all(list(first.encode(text)) == list(second.encode(text)) for text in TEXTS)
+        require(same, "two tokenizers built from one record encode differently")
 
 
 def _is_a_file(value: Any) -> bool:

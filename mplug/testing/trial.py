@@ -69,11 +69,11 @@ class Trial:
 
     def flow(self, units: Iterable[Unit], batch: MicroBatch) -> dict[str, Tensor]:
         """All values that flow through units: the micro batch's entries and the activations."""
-        known = set(batch)
+        available = set(batch)
         for unit in units:
-            missing = sorted(set(unit.inputs) - known)
+            missing = sorted(set(unit.inputs) - available)
             require(not missing, f"unit '{unit.name}' takes {listed(missing)}, which the tiny run's data does not have")
-            known |= set(unit.outputs)
+            available |= set(unit.outputs)
         try:
             return run_units(self.model.module, units, batch)
         except Exception as error:  # the plugin's code may raise anything
@@ -119,11 +119,11 @@ class Trial:
             for axis, length in zip(axes, shape, strict=True):
                 if name in plan.context and length == 1:  # positions [1 or B, S]
                     continue
-                known, other = lengths.setdefault(axis, (length, name))
+                first_length, other = lengths.setdefault(axis, (length, name))
                 require(
-                    length == known,
-                    f"the plan calls a dimension of '{name}' {shape} '{axis}', which is {length} long there, and "
-                    f"{known} in '{other}'",
+                    length == first_length,
+                    f"the axis '{axis}' has length {length} in '{name}' of shape {shape}, and length {first_length} in "
+                    f"'{other}'; correct the plan's axes",
                 )
 
     def require_same_beginning(self, same: "Trial") -> None:
@@ -132,24 +132,27 @@ class Trial:
             other = same.model.parameters().get(name)
             require(
                 other is not None and torch.equal(parameter, other),
-                f"two runs of one seed begin with different values of '{name}'",
+                f"two runs with the same seed begin with different values of '{name}'",
             )
 
     def require_other_beginning(self, other: "Trial") -> None:
         """A run of another seed has other initial weights."""
         drawn = {name for name, placement in other.model.placements.items() if placement.parameter.init.std > 0}
-        require(drawn, "no parameter begins with random values (Init), so that all seeds give the same model")
+        require(drawn, "no parameter has random initial values (Init), so all seeds give the same model")
         own, its = self.model.parameters(), other.model.parameters()
         for name in sorted(drawn & own.keys()):
-            require(not torch.equal(own[name], its[name]), f"runs of two seeds begin with the same values of '{name}'")
+            require(
+                not torch.equal(own[name], its[name]),
+                f"runs with different seeds begin with the same values of '{name}'",
+            )
 
     def require_same_loss_whatever_torch_draws(self) -> None:
         """A training loss is a function of the weights and the micro batch, including its random keys."""
         losses = self._losses_of_two_generator_states()
         require(
             losses[0] == losses[1],
-            f"the loss of one micro batch is {losses[0]}, then {losses[1]}, as torch's generator stands; draw random "
-            f"numbers from the samples' keys (mplug.nn.Dropout)",
+            f"the loss of one micro batch depends on torch's generator ({losses[0]}, {losses[1]}); draw random numbers "
+            f"from the samples' keys (mplug.nn.Dropout)",
         )
 
     def _losses_of_two_generator_states(self) -> list[float]:
@@ -168,22 +171,22 @@ class Trial:
         (whole, count), targets = self.loss(batch), int((batch["labels"] != IGNORED).sum())
         require(
             int(count) == targets,
-            f"it counts {int(count)} targets in a micro batch of {targets}: labels of {IGNORED} do not count, all "
-            f"others do",
+            f"the loss counts {int(count)} targets in a micro batch of {targets}; count every label except {IGNORED}",
         )
         halves = [self.loss(self.part(batch, samples))[0] for samples in (slice(0, 2), slice(2, None))]
         require(
             _close(sum(map(float, halves)), float(whole)),
-            f"the loss of {SAMPLES} samples is {float(whole)}, of the first and the last 2 alone {float(halves[0])} "
-            f"and {float(halves[1])}: it must be a sum over targets, not a mean, and no sample may change another's",
+            f"the loss of {SAMPLES} samples is {float(whole)}, and their halves have {float(halves[0])} and "
+            f"{float(halves[1])}; the loss must be a sum over targets, not a mean, and no sample may change the loss "
+            f"of another",
         )
         first, rest = slice(0, 1), slice(1, None)
         labels = batch["labels"].clone()
         labels[first] = IGNORED
         left, alone = float(self.loss({**batch, "labels": labels})[0]), float(self.loss(self.part(batch, rest))[0])
-        require(_close(left, alone), f"ignored labels contribute to the loss: {left} with, {alone} without them")
+        require(_close(left, alone), f"ignored labels change the loss: {left} with them, {alone} without them")
         none = float(self.loss({**batch, "labels": torch.full_like(labels, IGNORED)})[0])
-        require(none == 0, f"the loss of a micro batch without targets is {none}, not 0")
+        require(none == 0, f"the loss of a micro batch without targets is {none}; it must be 0")
 
     def gradients(self, batches: Iterable[MicroBatch]) -> Gradients:
         """The gradients that a step over micro batches sums in the sinks."""
@@ -206,13 +209,13 @@ class Trial:
             require(bool(gradient.isfinite().all()), f"the gradient of parameter '{name}' is not finite")
             require(
                 bool(gradient.any()),
-                f"parameter '{name}' gets no gradient: nothing uses it, or it is detached on the way to the loss",
+                f"parameter '{name}' gets no gradient; use it in the loss without detaching it, or freeze it",
             )
 
     def require_gradients_of(self, expected: Gradients, frozen: list[str]) -> None:
         """If units are frozen, each remaining gradient equals that of the model that trains all, after `shake`."""
         if self.run.config.frozen != tuple(frozen):
-            raise SkipTest("the model family has a field 'frozen' of its own, whose meaning is its own")
+            raise SkipTest("the model family's Config defines the field 'frozen' itself")
         self.shake()
         found = self.gradients(self.batches[:1])
         total = math.sqrt(sum(float(gradient.norm()) ** 2 for gradient in expected.values()))
@@ -220,8 +223,8 @@ class Trial:
             error = float((gradient - expected[name]).norm())
             require(
                 error <= 1e-5 * max(float(expected[name].norm()), 1e-3 * total),
-                f"where {listed(frozen)} are frozen, the gradient of '{name}' is another (off by {error:.3g}): "
-                f"gradients must flow through frozen parameters to trained ones",
+                f"if {listed(frozen)} are frozen, the gradient of '{name}' differs by {error:.3g}; gradients must flow "
+                f"through frozen parameters to trained ones",
             )
 
     def require_accumulation(self) -> None:
@@ -233,8 +236,8 @@ class Trial:
             error = float((gradient - alone[name] - other[name]).norm())
             require(
                 error <= 1e-5 * max(float(gradient.norm()), 1e-3 * whole),
-                f"the gradient of '{name}' over two micro batches is not the sum of theirs (off by {error:.3g}); is "
-                f"something of one micro batch kept for the next?",
+                f"the gradient of '{name}' over two micro batches differs from the sum of both gradients by "
+                f"{error:.3g}; does the model keep state of one micro batch for the next?",
             )
 
     def require_quiet_evaluation(self) -> None:
@@ -243,8 +246,8 @@ class Trial:
         losses = self._losses_of_two_generator_states()
         require(
             losses[0] == losses[1],
-            f"in evaluation the loss of one micro batch is {losses[0]}, then {losses[1]}, as torch's generator stands; "
-            f"draw in training only",
+            f"in evaluation the loss of one micro batch depends on torch's generator ({losses[0]}, {losses[1]}); draw "
+            f"in training only",
         )
         batch = self.batches[0]
         with torch.no_grad():
@@ -271,8 +274,8 @@ class Trial:
             loss = float(self.loss(batch)[0])
         require(
             _close(loss, float(expected)),
-            f"the cross-entropy of the logits is {float(expected)}, and the loss {loss}: the units of inference do not "
-            f"compute what is trained",
+            f"the cross-entropy of the logits is {float(expected)}, and the loss is {loss}; the units of inference "
+            f"must compute the same function as those of training",
         )
 
     def require_causal_logits(self) -> None:
@@ -287,9 +290,10 @@ class Trial:
         for position, moved in enumerate(changed.tolist()):
             require(
                 position >= at or not moved,
-                f"the tokens from position {at} on change the logits of position {position}: the model sees ahead",
+                f"the tokens from position {at} on change the logits of position {position}, so the model is not "
+                f"causal",
             )
-            require(position < at or moved, f"the tokens do not change the logits of position {position}, their own")
+            require(position < at or moved, f"the token at position {position} does not change the logits there")
 
     @torch.no_grad()
     def require_flops(self, core_flops: Callable[..., Flops]) -> None:
@@ -311,17 +315,20 @@ class Trial:
             return
         stated, weights = self.model.plan.flops, 3 * counted // batch["tokens"].numel()
         cores = [_flops_of(call, other, core_flops) for other, call in calls]
-        per_token, squared = sum(one.per_token for one in cores), sum(one.per_squared_length for one in cores)
+        per_token, squared = sum(core.per_token for core in cores), sum(core.per_squared_length for core in cores)
         more = f", and its attention cores {per_token:,}" if per_token else ""
         require(
             stated.per_token == weights + per_token,
-            f"the plan states {stated.per_token:,} FLOPs a token, and the products with weights have {weights:,}{more}",
+            f"the plan states {stated.per_token:,} FLOPs per token, and the products with weights need "
+            f"{weights:,}{more}",
         )
-        others = {other for other, _ in calls} - {""}
-        what = f"cores of {listed(sorted(others))} have" if others else "causal attention counted once has"
+        functions = {other for other, _ in calls} - {""}
+        cores_need = (
+            f"cores of {listed(sorted(functions))} need" if functions else "causal attention, counted once, needs"
+        )
         require(
             stated.per_squared_length == squared,
-            f"the plan states {stated.per_squared_length:,} FLOPs a squared length, and {what} {squared:,}",
+            f"the plan states {stated.per_squared_length:,} FLOPs per squared length, and {cores_need} {squared:,}",
         )
 
     def _products(self, batch: MicroBatch) -> int:
@@ -343,16 +350,17 @@ class Trial:
         whole, less = (Fraction(3 * count, SAMPLES) for count in (counted, self._products(self._shortened(part))))
         squared = max(Fraction(), (whole / length - less / part) / (length - part))
         per_token = whole / length - squared * length if squared else (whole - less) / (length - part)
-        how = f"in forward passes of {part} and {length} tokens a sample, torch counts"
-        hint = "if it computes in chunks, set trainer.seq_length to twice a chunk or more"
+        how = f"in forward passes of {part} and {length} tokens per sample, torch counts"
+        hint = "if the model computes in chunks, set trainer.seq_length to at least two chunks"
         require(
             stated.per_token >= per_token - squared,
-            f"the plan states {stated.per_token:,} FLOPs a token; {how} {float(per_token):,.0f} with backward; {hint}",
+            f"the plan states {stated.per_token:,} FLOPs per token; {how} {float(per_token):,.0f} with backward; "
+            f"{hint}",
         )
         require(
             stated.per_squared_length >= squared / 2,
-            f"the plan states {stated.per_squared_length:,} FLOPs a squared length; {how} {float(squared):,.0f} with "
-            f"backward, of which a causal mask leaves half; {hint}",
+            f"the plan states {stated.per_squared_length:,} FLOPs per squared length; {how} {float(squared):,.0f} with "
+            f"backward, and a causal mask leaves half of them; {hint}",
         )
 
     def _shortened(self, length: int) -> MicroBatch:
@@ -381,7 +389,7 @@ def _flops_of(call: tuple[Any, ...], other: str, core_flops: Callable[..., Flops
     try:
         return core_flops(*call)
     except NotImplementedError as error:
-        raise Fault(f"its sites need '{other}', and nothing says what that costs: {error}") from None
+        raise Fault(f"its sites need '{other}', whose FLOPs are unknown: {error}") from None
 
 
 def _close(one: float, other: float) -> bool:

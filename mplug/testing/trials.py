@@ -57,8 +57,8 @@ class Trial:
         if all(map(torch.equal, before, _generator_states(self.device))):
             return ""
         return (
-            f"{self.where}: it draws from torch's generator; only attention with dropout may, where `varies` says so: "
-            f"ranks that hold copies would not draw the same"
+            f"{self.where}: it draws from torch's generator, so ranks that hold copies would draw different numbers; "
+            f"only attention with dropout may do this, and `varies` must report it"
         )
 
     def repeated_fault(self) -> str:
@@ -66,7 +66,9 @@ class Trial:
         one, other = self._given(copied), self._given(copied)
         changed = [name for name, x in one.items() if not _same_bits(x, other[name])]
         return (
-            f"{self.where}: {changed[0]} has other bits at the second call; it is not deterministic" if changed else ""
+            f"{self.where}: {changed[0]} has other bits in the second call; set deterministic = False if this is meant"
+            if changed
+            else ""
         )
 
     def compiled_fault(self, factor: float) -> str:
@@ -108,12 +110,12 @@ class Trial:
         q, k, v = (leaves[name] for name in "qkv")
         output, shape = plain._core(leaves), (*q.shape[:3], v.shape[3])
         if output.shape != shape or output.dtype != q.dtype:
-            return f"{where} gives {tuple(output.shape)} in {output.dtype}; it must be {shape} in {q.dtype}"
+            return f"{where} returns {tuple(output.shape)} in {output.dtype}; it must return {shape} in {q.dtype}"
         needs_gradient = [output.sum()] if output.requires_grad else []
         gradients = torch.autograd.grad(needs_gradient, (q, k, v), allow_unused=True) if needs_gradient else [None] * 3
         for name, gradient in zip("qkv", gradients, strict=True):
             if gradient is None:
-                return f"{where} gives {name} no gradient; compute it with differentiable operations of its arguments"
+                return f"{where} gives {name} no gradient; compute it by differentiable operations on its arguments"
         if not all(bool(x.isfinite().all()) for x in (output, *gradients) if x is not None):
             return f"{where} is not finite, or its gradient is not"
         return plain.acausal_fault()
@@ -179,14 +181,14 @@ def outcome(
     """Outputs, and the gradients of backward; the upstream gradients are the same in every dtype."""
     found: dict[str, Tensor | None] = {f"the {name}": y.detach() for name, y in outputs.items()}
     roots = {name: y for name, y in outputs.items() if y.requires_grad}
-    wanted = {name: x for name, x in leaves.items() if x.requires_grad}
-    gradients: tuple[Tensor | None, ...] = (None,) * len(wanted)
+    differentiable = {name: x for name, x in leaves.items() if x.requires_grad}
+    gradients: tuple[Tensor | None, ...] = (None,) * len(differentiable)
     if roots:
         upstream = arranged({name: _drawn_like(y) for name, y in roots.items()})
         gradients = torch.autograd.grad(
-            list(roots.values()), list(wanted.values()), list(upstream.values()), allow_unused=True
+            list(roots.values()), list(differentiable.values()), list(upstream.values()), allow_unused=True
         )
-    found |= {f"the gradient of {name}": gradient for name, gradient in zip(wanted, gradients, strict=True)}
+    found |= {f"the gradient of {name}": gradient for name, gradient in zip(differentiable, gradients, strict=True)}
     return {**found, "the gradient sink": given[SINK]} if SINK in given else found
 
 
@@ -204,8 +206,8 @@ def _fault_of(
     `size` is the largest value of the trial: results that cancel have rounding errors of its size.
     """
     if plain is None or exact is None:
-        why = "the gradient sink has it: it would count twice" if has_sink else "what it is compared with has none"
-        return "" if ours is None else f"comes back although {why}"
+        why = "the gradient sink holds it, so it would count twice" if has_sink else "the reference has none"
+        return "" if ours is None else f"is returned, although {why}"
     if ours is None:
         return "is missing"
     if ours.shape != plain.shape:
@@ -216,12 +218,12 @@ def _fault_of(
         return "" if torch.equal(ours, plain) else "is wrong"
     error, usual = _error(ours, exact), _error(plain, exact)
     if not math.isfinite(usual):
-        return f"cannot be judged: in {plain.dtype} what it is compared with is off by {usual}"
+        return f"cannot be checked: in {plain.dtype} the reference has an error of {usual}"
     in_fp64 = plain.dtype is torch.float64  # the dtype of `exact`, which is then no more precise than `ours`
     allowed = EXACT * size if in_fp64 else factor * (usual + torch.finfo(plain.dtype).eps * size)
     if error <= allowed:  # NaN is not
         return ""
-    return f"is off by {error:.3g} (allowed: {allowed:.3g}; plain torch is off by {usual:.3g})"
+    return f"has an error of {error:.3g} (allowed: {allowed:.3g}; plain torch: {usual:.3g})"
 
 
 def _error(found: Tensor, exact: Tensor) -> float:
@@ -245,7 +247,7 @@ def own_dropout_fault(core: Callable[..., Tensor], probability: float, device: s
     ratio = (dropped / whole)[past]
     kept = ratio.abs() > 0.5
     if not torch.allclose(ratio[kept], torch.full_like(ratio[kept], 1 / (1 - probability)), rtol=1e-2):
-        return f"with dropout {probability}, weights that are kept are not scaled up by 1/(1 - {probability})"
+        return f"with dropout {probability}, the kept weights are not scaled by 1/(1 - {probability})"
     share, spread = float(kept.double().mean()), (probability * (1 - probability) / ratio.numel()) ** 0.5
     if abs(share - (1 - probability)) > 6 * spread:
         return f"with dropout {probability}, it keeps {share:.1%} of the weights"
@@ -269,12 +271,12 @@ def _drawn_fault(drop: Callable[[Tensor], Tensor], v: Tensor) -> str:
         weights, same, other = drawn(1, v), drawn(1, v), drawn(2, v)
         (gradient,) = torch.autograd.grad(drawn(1, leaf), leaf, upstream)
     if not torch.equal(weights != 0, same != 0):
-        return "its mask is another after torch.manual_seed of the same seed: draw from torch's default generators"
+        return "equal seeds of torch.manual_seed give different masks; draw from torch's default generators"
     if torch.equal(weights != 0, other != 0):
-        return "its mask is the same whatever torch's generators are seeded with: every layer and step would drop alike"
+        return "different seeds of torch.manual_seed give the same mask, so every layer and step would drop the same"
     expected = torch.einsum("bsht,bshk->bthk", weights, upstream)
     if not torch.allclose(gradient, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max())):
-        return "backward drops other weights than forward did"
+        return "backward drops other weights than forward"
     return ""
 
 

@@ -37,15 +37,16 @@ class Watch:
     def over(self, config: "RunConfig") -> "RunConfig":
         """The config with the plugin's class replaced by a subclass whose hooks are watched."""
         chosen = [
-            replace(one, plugin=self._watched(one.plugin)) if one.label == self.label else one for one in config.chosen
+            replace(plugin, plugin=self._watched(plugin.plugin)) if plugin.label == self.label else plugin
+            for plugin in config.chosen
         ]
         return replace(config, chosen=tuple(chosen))
 
     def _watched(self, plugin: type[Any]) -> type[Any]:
-        hooks = {name: self._around(name, getattr(plugin, name)) for name in implemented(plugin)}
+        hooks = {name: self._watched_hook(name, getattr(plugin, name)) for name in implemented(plugin)}
         return type(plugin.__name__, (plugin,), hooks)
 
-    def _around(self, hook: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _watched_hook(self, hook: str, function: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(function)
 
         @wraps(function)
@@ -57,7 +58,7 @@ class Watch:
             try:
                 return function(*args, **kwargs)
             except Exception as error:
-                self._tell(self.raised, f"'{hook}' raises {type(error).__name__}: {error}")
+                self._note(self.raised, f"'{hook}' raises {type(error).__name__}: {error}")
                 raise
             finally:
                 self._inside = False
@@ -68,13 +69,13 @@ class Watch:
     def _compare(self, hook: str, given: Any, record: Any, states: dict[str, bytes]) -> None:
         if record != given:
             fields = [name for name in {**given, **record} if given.get(name) != record.get(name)]
-            self._tell(self.changed, f"'{hook}' changes the record's '{min(fields)}'")
+            self._note(self.changed, f"'{hook}' changes the record's '{min(fields)}'")
         for library, state in _random_states().items():
             if state != states[library]:
-                self._tell(self.drawn, f"'{hook}' changes the state of {library}'s global random numbers")
+                self._note(self.drawn, f"'{hook}' changes the state of {library}'s global random numbers")
 
     @staticmethod
-    def _tell(sentences: list[str], sentence: str) -> None:
+    def _note(sentences: list[str], sentence: str) -> None:
         if sentence not in sentences:
             sentences.append(sentence)
 

@@ -1,4 +1,4 @@
-"""Tests of the optimizer suite for low-precision weights: who writes them after a step."""
+"""Tests of the optimizer suite for low-precision weights: the host or the optimizer writes them after a step."""
 
 from typing import TYPE_CHECKING
 from unittest import SkipTest
@@ -33,14 +33,14 @@ class WeightSuite(PluginSuite):
 
         bench = self._weighted()
         if _one_pass(bench):
-            raise SkipTest(f"'{self.plugin}' says that its step writes them")
+            raise SkipTest(f"'{self.plugin}' sets one_pass, so its step writes them")
         before = [piece.master.bfloat16() for piece in bench.pieces]
         bench.step(1)
         for piece, weight in zip(bench.pieces, before, strict=True):
             require(
                 piece.weight is not None and torch.equal(piece.weight, weight),
-                f"it writes to the low-precision weight of '{piece.name}'; its master is what it updates, unless it "
-                f"says one_pass",
+                f"it writes to the low-precision weight of '{piece.name}'; it must update the master only, or set "
+                f"one_pass",
             )
 
     @smoke
@@ -48,12 +48,12 @@ class WeightSuite(PluginSuite):
         """If the optimizer states `one_pass`, the host does not write weights."""
         import torch
 
-        bench = self._that_says_one_pass()
+        bench = self._one_pass_bench()
         for number in (1, 2):
             bench.step(number)
             for piece in bench.pieces:
                 written = piece.weight is not None and torch.equal(piece.weight, piece.master.bfloat16())
-                require(written, f"it says one_pass, and the weight of '{piece.name}' is not its rounded master")
+                require(written, f"it sets one_pass, and the weight of '{piece.name}' is not its rounded master")
 
     @smoke
     def test_one_pass_of_a_skipped_step_writes_no_weight(self) -> None:
@@ -61,14 +61,14 @@ class WeightSuite(PluginSuite):
         from mplug.testing import dense
 
         for factor in (1.0, float("nan"), float("inf")):
-            bench = self._that_says_one_pass()
+            bench = self._one_pass_bench()
             weights = {piece.name: piece.weight for piece in bench.pieces if piece.weight is not None}
             for weight in weights.values():
                 weight.zero_()  # so that it shows if a master is written
             bench.step(1, dense.times(factor), skip=1.0, scale=factor)
-            what = "a skipped step" if factor == 1 else f"a skipped step with {factor} gradients"
+            step = "a skipped step" if factor == 1 else f"a skipped step with {factor} gradients"
             for name, weight in weights.items():
-                require(not bool(weight.any()), f"{what} changes the low-precision weight of '{name}'")
+                require(not bool(weight.any()), f"{step} changes the low-precision weight of '{name}'")
 
     # Shared by the tests.
 
@@ -92,10 +92,10 @@ class WeightSuite(PluginSuite):
         run = self._run()
         return dense.Bench(run, dense.with_weights(dense.make_pieces(run.device)), "pieces with bf16 weights")
 
-    def _that_says_one_pass(self) -> "Bench":
+    def _one_pass_bench(self) -> "Bench":
         bench = self._weighted()
         if not _one_pass(bench):
-            raise SkipTest(f"'{self.plugin}' does not say one_pass")
+            raise SkipTest(f"'{self.plugin}' does not set one_pass")
         return bench
 
 

@@ -123,7 +123,7 @@ def _located(function: Callable[..., Any]) -> tuple[str, str, str]:
     name, qualified = getattr(function, "__module__", None), getattr(function, "__qualname__", "<unnamed>")
     file = getattr(sys.modules.get(name or ""), "__file__", None)
     if name is None or file is None or "<" in qualified:
-        raise TypeError(f"workers cannot find {qualified}: pass a function that stands at the top level of its module")
+        raise TypeError(f"workers cannot import {qualified}; pass a function from the top level of a module")
     return name, file, qualified
 
 
@@ -140,11 +140,11 @@ def _workers(task: _Task) -> Iterator[list[_Worker]]:
     workers: list[_Worker] = []
     try:
         for rank in range(task.world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(rank, task, theirs), name=f"rank{rank}", daemon=True)
+            own_end, child_end = context.Pipe()
+            process = context.Process(target=_work, args=(rank, task, child_end), name=f"rank{rank}", daemon=True)
             process.start()
-            theirs.close()
-            workers.append(_Worker(rank, process, ours))
+            child_end.close()
+            workers.append(_Worker(rank, process, own_end))
         yield workers
     finally:
         for worker in workers:

@@ -86,8 +86,8 @@ def _wrap(run: Run, model: Model) -> None:
     for (axes, summed), (others, theirs) in combinations(summing, 2):
         if summed & theirs:
             raise UsageError(
-                f"strategies of the axes {axes} and {others} both sum gradients while backward runs, in the same "
-                f"buffers; use one of them"
+                f"the strategies of the mesh axes {axes} and {others} both sum gradients during backward in the same "
+                f"buffers; use a layout with one of them"
             )
     _refuse_other_axes(run, summers)
     refuse_bypassing(run, model, summers)
@@ -119,7 +119,7 @@ def build_loader(run: Run, split: str) -> Loader:
     vocab_size = getattr(run.config.model, "vocab_size", None)
     if vocab_size is not None and loader.vocab_size > vocab_size:
         raise UsageError(
-            f"the data has tokens up to {loader.vocab_size - 1}, and model.vocab_size is {vocab_size}; "
+            f"model.vocab_size={vocab_size} is too small: the data has tokens up to {loader.vocab_size - 1}; "
             f"set model.vocab_size={loader.vocab_size} or more"
         )
     return loader

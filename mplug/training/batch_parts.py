@@ -43,11 +43,11 @@ def even_parts(take: Callable[[int], Iterable[MicroBatch]], num_samples: int, ru
     """
     index, shards = run.mesh.batch_shard(run.rank)
     each = -(-num_samples // shards)
-    wanted = num_samples - index * each
+    remaining = num_samples - index * each
     for batch in take(each * shards):
         size = len(batch["sample_ids"])
-        yield batch if size <= wanted else _without_targets_from(max(wanted, 0), batch)
-        wanted -= size
+        yield batch if size <= remaining else _without_targets_from(max(remaining, 0), batch)
+        remaining -= size
 
 
 def _without_targets_from(row: int, batch: MicroBatch) -> MicroBatch:

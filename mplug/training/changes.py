@@ -80,7 +80,7 @@ class Changes:
 
     def lines(self) -> list[str]:
         """The changes as lines of a log."""
-        settings = [f"{one} ({OPTION})" if self.allows(one) else str(one) for one in self.settings]
+        settings = [f"{change} ({OPTION})" if self.allows(change) else str(change) for change in self.settings]
         return [*settings, *self.versions, *self.effects]
 
     def record(self, step: int) -> list[dict[str, Any]]:
@@ -88,12 +88,12 @@ class Changes:
         settings = [
             {
                 "step": step,
-                "field": printable(one.field),
-                "old": one.old,
-                "new": one.new,
-                "allowed_by_user": self.allows(one),
+                "field": printable(change.field),
+                "old": change.old,
+                "new": change.new,
+                "allowed_by_user": self.allows(change),
             }
-            for one in self.settings
+            for change in self.settings
         ]
         return [*settings, *({"step": step, "version": printable(version)} for version in self.versions)]
 
@@ -107,7 +107,7 @@ def changes_on_resume(path: Path, manifest: Mapping[str, Any], run: Run, allowed
         raise damaged(path, "it does not hold the config of its run")
     settings = list(_settings(manifest, run))
     changes = Changes(settings, _versions(manifest, run), _effects(manifest, run.config), allowed)
-    refused = [one for one in settings if one.refusal and not changes.allows(one)]
+    refused = [change for change in settings if change.refusal and not changes.allows(change)]
     if refused:
         raise UsageError(_refusal(path, refused))
     return changes
@@ -115,12 +115,12 @@ def changes_on_resume(path: Path, manifest: Mapping[str, Any], run: Run, allowed
 
 def refuse_unknown_fields(manifest: Mapping[str, Any], config: RunConfig, allowed: Iterable[str]) -> None:
     """Raise UsageError for a name that is no field or section of the checkpoint's config or of the run's."""
-    known: dict[str, None] = {}
+    names: dict[str, None] = {}
     for tree in (manifest.get("config"), config.resolved()):
-        known |= dict.fromkeys(_names(tree))
+        names |= dict.fromkeys(_names(tree))
     for name in allowed:
-        if name not in known:
-            raise UsageError(f"{OPTION} '{name}' is no field or section of this run's config{suggest(name, known)}")
+        if name not in names:
+            raise UsageError(f"{OPTION} '{name}': this run's config has no such field or section{suggest(name, names)}")
 
 
 def _names(tree: Any, prefix: str = "") -> Iterator[str]:
@@ -130,17 +130,18 @@ def _names(tree: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _refusal(path: Path, refused: list[Change]) -> str:
-    lines = [
-        f"  {one}{f' ({one.source})' if one.source else ''}{'' if one.refusal == COURSE else f': {one.refusal}'}"
-        for one in refused
-    ]
-    sections = {one.key[0] for one in refused if one.key[0] in NAMED_SECTIONS and one.key[1:] == ("name",)}
-    names = dict.fromkeys(one.key[0] if one.key[0] in sections else one.field for one in refused)
+    lines = []
+    for change in refused:
+        source, reason = f" ({change.source})" if change.source else "", f": {change.refusal}"
+        lines.append(f"  {change}{source}{'' if change.refusal == COURSE else reason}")
+    keys = [change.key for change in refused]
+    sections = {key[0] for key in keys if key[0] in NAMED_SECTIONS and key[1:] == ("name",)}
+    names = dict.fromkeys(change.key[0] if change.key[0] in sections else change.field for change in refused)
     return (
-        f"checkpoint '{path}' was trained with other settings, and these decide how training goes on:\n"
+        f"checkpoint '{path}' was trained with other settings, and the run would train differently with these:\n"
         + "\n".join(lines)
-        + f"\nto resume with the change, add: {OPTION} {','.join(names)}\n"
-        f"to go on as before, leave the change out"
+        + f"\nto resume with the new settings, add {OPTION} {','.join(names)}\n"
+        f"to continue as before, remove the new settings"
     )
 
 
@@ -149,63 +150,64 @@ def same_data(path: Path, manifest: Mapping[str, Any], fingerprint: str | None, 
 
     Data counts as the same if no setting that moves it has changed and one of the fingerprints is missing.
     """
-    before, moved = manifest.get(FINGERPRINT), [one for one in changes.settings if one.moves_data]
-    if any(changes.allows(one) for one in moved) or "data" in changes.allowed:
+    before, moved = manifest.get(FINGERPRINT), [change for change in changes.settings if change.moves_data]
+    if any(changes.allows(change) for change in moved) or "data" in changes.allowed:
         return
-    named = [one.field for one in moved] or ["data"]
+    fields = [change.field for change in moved] or ["data"]
     if before is not None and fingerprint is not None and before != fingerprint:
-        what = "has other content than the data that the checkpoint was trained on"
+        problem = "differs in content from the data that the checkpoint was trained on"
     elif before != fingerprint and moved:
-        what = "is elsewhere, and its loader states no fingerprint by which it could be known to be the same"
+        problem = "is in another place, and its loader states no fingerprint that shows whether it is the same data"
     else:
         return
     raise UsageError(
-        f"checkpoint '{path}': the training data {what}; name the data of before, or add {OPTION} {','.join(named)}"
+        f"checkpoint '{path}': the training data {problem}; set the data of the checkpoint, or add {OPTION} "
+        f"{','.join(fields)}"
     )
 
 
-COURSE = "it decides how training goes on"
-UNDECLARED = "{owner} does not say that it may change"
-UNVERIFIED = "the checkpoint holds no fingerprint of its data, so it may be other data"
+COURSE = "it changes how training continues"
+UNDECLARED = "{owner} does not declare that it may change"
+UNVERIFIED = "the checkpoint holds no fingerprint of its data, so the new data may differ"
 
 
 def _settings(manifest: Mapping[str, Any], run: Run) -> Iterator[Change]:
     """Every change, in the order of the config's sections."""
     config, old = run.config, manifest["config"]
     defaults, new = nested(default_settings()), config.resolved()
-    before = {plugin["plugin"]: plugin for plugin in manifest["provenance"]["plugins"]}
+    recorded = {plugin["plugin"]: plugin for plugin in manifest["provenance"]["plugins"]}
     by_section = {chosen.section: chosen for chosen in config.chosen}
 
-    def compared(key: Key, model: type[BaseModel] | None, one: Any, other: Any, judge: "_Judge") -> Iterator[Change]:
-        left, right = (dict(_leaves(model, values)) for values in (one, other))
-        for inner in dict.fromkeys([*left, *right]):
-            was, now = left.get(inner, ABSENT), right.get(inner, ABSENT)
+    def compared(key: Key, model: type[BaseModel] | None, was: Any, now: Any, judge: "_Judge") -> Iterator[Change]:
+        before, after = (dict(_leaves(model, values)) for values in (was, now))
+        for inner in dict.fromkeys([*before, *after]):
+            was, now = before.get(inner, ABSENT), after.get(inner, ABSENT)
             if was != now:
                 source = source_of(config.settings, (*key, *inner)) or ""
                 yield judge((*key, *inner), was, now, _mark(model, inner), source)
 
     for section in NAMED_SECTIONS:
         chosen = by_section[section,]
-        one, other = dict(old.get(section) or {}), new[section]
-        if _is_same(chosen, one.get("name"), before):
+        was, now = dict(old.get(section) or {}), new[section]
+        if _is_same(chosen, was.get("name"), recorded):
             hosts = {} if "frozen" in chosen.plugin.Config.model_fields else _OF_HOST.get(section, {})
-            own = {name: value for name, value in one.items() if name not in hosts}
-            one = {**hosts, **one, **_bound(chosen, own), "name": other["name"]}
-            yield from compared((section,), chosen.plugin.Config, one, other, _by_mark(chosen, manifest))
+            own = {name: value for name, value in was.items() if name not in hosts}
+            was = {**hosts, **was, **_bound(chosen, own), "name": now["name"]}
+            yield from compared((section,), chosen.plugin.Config, was, now, _by_mark(chosen, manifest))
         else:  # compare only the fields that both plugins have
-            one["name"] = _named(one.get("name"), before.get(_label(section, one.get("name"))), chosen)
-            common = {name: value for name, value in one.items() if name in other}
-            other = {name: value for name, value in other.items() if name in one}
-            yield from compared((section,), None, common, other, _refused)
+            was["name"] = _named(was.get("name"), recorded.get(_label(section, was.get("name"))), chosen)
+            common = {name: value for name, value in was.items() if name in now}
+            now = {name: value for name, value in now.items() if name in was}
+            yield from compared((section,), None, common, now, _refused)
     for section in PLUGIN_SECTIONS:
         plugins = [chosen for chosen in config.chosen if chosen.section[0] == section and len(chosen.section) == 2]
-        found = list(_of_plugins(section, plugins, old.get(section) or {}, new[section], before, manifest, compared))
+        found = list(_of_plugins(section, plugins, old.get(section) or {}, new[section], recorded, manifest, compared))
         yield from found
-        said = {one.key[:2] for one in found if one.refusal}
-        yield from (one for one in _of_variances(section, manifest, run) if one.key not in said)
+        refused = {change.key[:2] for change in found if change.refusal}
+        yield from (change for change in _of_variances(section, manifest, run) if change.key not in refused)
     for section, model in HOST_SECTIONS.items():
-        one = {**defaults[section], **(old.get(section) or {})}
-        yield from compared((section,), model, one, new[section], _by_mark(None, manifest))
+        was = {**defaults[section], **(old.get(section) or {})}
+        yield from compared((section,), model, was, new[section], _by_mark(None, manifest))
 
 
 _OF_HOST: dict[str, dict[str, Any]] = {"model": {"frozen": []}}
@@ -259,20 +261,23 @@ def _of_plugins(
             yield Change(key, was, now)
     for chosen in plugins:
         if chosen.label in held:
-            said = old.get(chosen.section[1], old.get(chosen.entry.name))
-            said = said if isinstance(said, dict) else {}
+            saved = old.get(chosen.section[1], old.get(chosen.entry.name))
+            saved = saved if isinstance(saved, dict) else {}
             judge = _free if section == OBSERVING else _by_mark(chosen, manifest)
             yield from compared(
-                chosen.section, chosen.plugin.Config, _bound(chosen, said), new[chosen.section[1]], judge
+                chosen.section, chosen.plugin.Config, _bound(chosen, saved), new[chosen.section[1]], judge
             )
 
 
 def _of_variances(section: str, manifest: Mapping[str, Any], run: Run) -> Iterator[Change]:
-    """Plugins of a section that make a run differ from one process by more than rounding, where they come or go."""
-    old, new = manifest.get("varies") or {}, {label: printable(one.reason) for label, one in run.variances.items()}
+    """The declared variances (`mplug.Variance`) of a section's plugins that the run adds, drops or changes."""
+    old, new = (
+        manifest.get("varies") or {},
+        {label: printable(variance.reason) for label, variance in run.variances.items()},
+    )
     for label in sorted({*old, *new}):
         if label.startswith(f"{section}/") and old.get(label) != new.get(label):
-            was, now = (reasons.get(label, "exact but for rounding") for reasons in (old, new))
+            was, now = (reasons.get(label, "exact up to rounding") for reasons in (old, new))
             yield Change(tuple(label.split("/", 1)), was, now, COURSE)
 
 
@@ -292,16 +297,16 @@ def _mark(model: Any, key: Key) -> Mark | None:
         described = model.model_fields.get(name) if model is not None else None
         if described is None:
             return None
-        found: Mark | None = next((one for one in described.metadata if isinstance(one, Mark)), None)
+        found: Mark | None = next((mark for mark in described.metadata if isinstance(mark, Mark)), None)
         if found is not None:
             return found
         model = described.annotation if hasattr(described.annotation, "model_fields") else None
     return None
 
 
-def _bound(chosen: Chosen, said: Mapping[str, Any]) -> dict[str, Any]:
+def _bound(chosen: Chosen, saved: Mapping[str, Any]) -> dict[str, Any]:
     """A saved section with the defaults of newer fields; unchanged if the plugin can no longer read it."""
-    values = {name: value for name, value in said.items() if name != "name"}
+    values = {name: value for name, value in saved.items() if name != "name"}
     try:
         bound: dict[str, Any] = chosen.plugin.Config.model_validate(values).model_dump(mode="json")
     except ValidationError:
@@ -355,11 +360,11 @@ def _effects(manifest: Mapping[str, Any], config: RunConfig) -> list[str]:
 
 def refuse_other_micro_batches(model: Model, changes: "Changes") -> None:
     """Raise UsageError if a module mixes the samples of a micro batch and the resumed run changes the micro batches."""
-    mixing = [one for one in model.mixing if SAMPLES in (one.axes or ())]
+    mixing = [module for module in model.mixing if SAMPLES in (module.axes or ())]
     for change in changes.settings if mixing else ():
         if change.field == MICRO_BATCH and not changes.allows(change):
             raise UsageError(
-                f"{mixing[0].told} mixes the samples of a micro batch, and the checkpoint was trained with others "
-                f"({change}): training would go on differently; leave the change out, or add: --allow-change "
-                f"{MICRO_BATCH}"
+                f"{mixing[0].label} mixes the samples of a micro batch, and the checkpoint was trained with other "
+                f"micro batches ({change}), so the run would train differently; remove the change, or add "
+                f"{OPTION} {MICRO_BATCH}"
             )

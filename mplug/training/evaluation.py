@@ -43,7 +43,7 @@ class Evaluation:
 
 
 def evaluate_unless_stopped(run: Run, parts: Parts, due: Callable[[float], bool]) -> Evaluation:
-    """Evaluate; if a rank is asked to stop in the meantime, all ranks end before the same micro batch.
+    """Evaluate; if any rank is asked to stop in the meantime, all ranks end before the same micro batch.
 
     `due(seconds)` says whether the run must stop now, if it takes `seconds` until the evaluation ends.
     """
@@ -96,12 +96,12 @@ class UntilStopped:
 
     def _vote(self) -> None:
         seconds = (time.monotonic() - self._began) / self._number
-        asked = self._run.stop_requested or self._due((self._age + 1) * seconds)
+        must_stop = self._run.stop_requested or self._due((self._age + 1) * seconds)
         if self._group is None:
-            self.stop = asked
+            self.stop = must_stop
             return
         if self._number >= self._next_vote:
-            vote = torch.tensor([float(asked), seconds], dtype=torch.float64)
+            vote = torch.tensor([float(must_stop), seconds], dtype=torch.float64)
             self._votes.append((self._number, dist.all_reduce(vote, dist.ReduceOp.MAX, self._group, True), vote))
             self._next_vote = self._number + 1
         while self._votes and self._votes[0][0] + self._age <= self._number:
@@ -110,6 +110,6 @@ class UntilStopped:
     def _read(self) -> None:
         number, vote, result = self._votes.popleft()
         vote.wait()
-        asked, seconds = result.tolist()
-        self.stop = self.stop or asked > 0
+        must_stop, seconds = result.tolist()
+        self.stop = self.stop or must_stop > 0
         self._next_vote = max(self._next_vote, number + int(PAUSE / max(seconds, 1e-6)))

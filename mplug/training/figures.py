@@ -22,48 +22,48 @@ SCALARS = 6
 
 
 class Figures:
-    """A step's figures during their copy to CPU memory; `over` is the moment when the copy is complete."""
+    """A step's figures during their copy to CPU memory; the copy is complete at the moment `copied`."""
 
     def __init__(self, result: StepResult, device: str) -> None:
         failed = result.skipped if result.failed is None else result.failed
         scalars = (result.loss, result.grad_norm, result.tokens, result.skipped, result.stop, failed)
         self._names = tuple(result.figures)
         self._shapes = {name: tuple(value.shape) for name, value in result.statistics.items()}
-        rest = result.statistics.values()
-        figures = torch.cat([value.double().flatten() for value in (*scalars, *result.figures.values(), *rest)])
+        tensors = (*scalars, *result.figures.values(), *result.statistics.values())
+        figures = torch.cat([tensor.double().flatten() for tensor in tensors])
         if figures.is_cuda:
-            self._host = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True)
-            self._host.copy_(figures, non_blocking=True)
+            self._values = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True)
+            self._values.copy_(figures, non_blocking=True)
         else:
-            self._host = figures
-        self.over = Moment(device)
+            self._values = figures
+        self.copied = Moment(device)
 
     @property
-    def known(self) -> bool:
-        """Whether reading them does not wait, on any rank."""
-        return self.over.passed
+    def ready(self) -> bool:
+        """Whether `read` returns at once on every rank."""
+        return self.copied.passed
 
     def read(self) -> tuple[float, float, float, bool, bool, bool]:
         """(loss, gradient norm, tokens, skipped, stop, failed); waits for the step and for nothing after it."""
-        self.over.wait()
-        loss, grad_norm, tokens, skipped, stop, failed = self._host[:SCALARS].tolist()
+        self.copied.wait()
+        loss, grad_norm, tokens, skipped, stop, failed = self._values[:SCALARS].tolist()
         return loss, grad_norm, tokens, bool(skipped), bool(stop), bool(failed)
 
     def read_more(self) -> dict[str, float]:
         """Further scalars by name; valid after `read`."""
-        return dict(zip(self._names, self._host[SCALARS : SCALARS + len(self._names)].tolist(), strict=True))
+        return dict(zip(self._names, self._values[SCALARS : SCALARS + len(self._names)].tolist(), strict=True))
 
     def read_statistics(self) -> dict[str, Any]:
         """The step statistics of modules, as numbers and lists, by name; valid after `read`."""
-        parts = self._host[SCALARS + len(self._names) :].split([prod(shape) for shape in self._shapes.values()])
+        parts = self._values[SCALARS + len(self._names) :].split([prod(shape) for shape in self._shapes.values()])
         return {
             name: part.view(shape).tolist() for (name, shape), part in zip(self._shapes.items(), parts, strict=True)
         }
 
 
 @dataclass(frozen=True)
-class Underway:
-    """A launched step that the device may still execute, and its figures that are known already."""
+class LaunchedStep:
+    """A launched step, which the device may still execute, with the figures that the CPU has already."""
 
     step: int
     samples: int
@@ -79,21 +79,21 @@ class Report:
 
     def __init__(self, run: Run, parts: Parts, position: Position) -> None:
         self.run, self.parts, self.position = run, parts, position
-        self._underway: Underway | None = None
+        self._launched: LaunchedStep | None = None
         self._record: Record | None = None
         self._mark = Moment(run.device)
 
     def pause(self) -> None:
         """If no step is running, exclude the time since the last one (an evaluation, a save) from the next one."""
-        if self._underway is None:
+        if self._launched is None:
             self._mark = Moment(self.run.device)
 
-    def follow(self, step: Underway) -> None:
+    def follow(self, step: LaunchedStep) -> None:
         """Register a launched step, and report the previous one."""
         self.settle()
-        self.tell()
-        self._underway = step
-        if step.figures.known:
+        self.publish()
+        self._launched = step
+        if step.figures.ready:
             self.settle()
 
     def settle(self) -> None:
@@ -101,18 +101,18 @@ class Report:
 
         Raises Diverged if the step failed and `trainer.nonfinite` is 'stop'.
         """
-        if self._underway is None:
+        if self._launched is None:
             return
-        step, self._underway = self._underway, None
+        step, self._launched = self._launched, None
         loss, grad_norm, tokens, skipped, stop, failed = step.figures.read()
-        seconds, self._mark = step.figures.over.since(self._mark), step.figures.over
+        seconds, self._mark = step.figures.copied.since(self._mark), step.figures.copied
         if failed and self.run.config.trainer.nonfinite == "stop":
             scale = step.figures.read_more().get("loss_scale")
-            at = f", at the smallest loss scale ({scale:g})" if scale is not None and math.isfinite(loss) else ""
+            at = f" at the smallest loss scale ({scale:g})" if scale is not None and math.isfinite(loss) else ""
             raise Diverged(
-                f"step {step.step} has a loss of {loss} and a gradient norm of {grad_norm}{at}; no weight was changed "
-                f"by it. Resume with a lower optimizer.lr, or look at the data of this step; trainer.nonfinite=skip "
-                f"leaves such steps out"
+                f"step {step.step} has a loss of {loss} and a gradient norm of {grad_norm}{at}; it changed no weight. "
+                f"Resume with a lower optimizer.lr, check the data of this step, or set trainer.nonfinite=skip to skip "
+                f"such steps"
             )
         self.stop = self.stop or stop
         self.position.tokens += int(tokens)
@@ -131,8 +131,8 @@ class Report:
         if statistics := step.figures.read_statistics():
             self._record["statistics"] = statistics
 
-    def tell(self, **more: float) -> None:
-        """Report the step whose figures are read, unless it was reported, with the further figures `more`."""
+    def publish(self, **more: float) -> None:
+        """Report the settled step to observers, once, with the further figures `more`; do nothing if there is none."""
         if self._record is not None:
             if self.run.claim is not None:
                 self.run.claim.keep()

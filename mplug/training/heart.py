@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def heart_of(run: "Run") -> Heart | None:
-    """What makes the heartbeats of this process; None where the config turns the watchdog off."""
+    """The maker of this process's heartbeats; None if `watchdog.timeout` is 0."""
     section = run.config.watchdog
     limits = Limits(section.timeout, section.first, section.multiple)
     return Heart(run.rank, run.pulse, limits, collectives_begun, main_thread) if limits.timeout else None

@@ -1,4 +1,4 @@
-"""Ending a run between two steps when the user or the machine asks for it, or time runs out."""
+"""End a run between two steps: after SIGINT or SIGTERM, or before its deadline."""
 
 import os
 import signal
@@ -10,67 +10,68 @@ from mplug.distributed.signals import Signals
 from mplug.run.run import Run
 
 STDERR = 2
-HEARD = (
-    b"stopping: a step under way is finished and saved, an evaluation is left; asked once more, the run ends at once\n"
+STOPPING = (
+    b"stopping: the run finishes and saves the current step, and cancels an evaluation; "
+    b"a second Ctrl-C ends it at once\n"
 )
+"""Printed at the first SIGINT."""
 
 
 class Interrupt(Signals):
-    """Lets the loop end after a whole step at the first SIGINT or SIGTERM; a later one ends it at once."""
+    """Ends the loop after the current step at the first SIGINT or SIGTERM; a later signal ends the run at once."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
 
     def first(self, number: int) -> None:
-        """Ask the run to stop."""
+        """Ask the run to stop after the current step."""
         self.run.stop_requested = True
-        if number == signal.SIGINT and self.run.rank == 0:  # SIGTERM also comes to those whose neighbour has died
-            below = b"\n" if os.isatty(STDERR) else b""
-            with suppress(OSError):  # nobody hears
-                os.write(STDERR, below + HEARD)  # print() may be under way, and cannot be entered twice
+        if number == signal.SIGINT and self.run.rank == 0:  # a launcher sends SIGTERM too, when another rank has died
+            newline = b"\n" if os.isatty(STDERR) else b""
+            with suppress(OSError):  # stderr is closed
+                os.write(STDERR, newline + STOPPING)  # the signal may have interrupted print(), which is not reentrant
 
     def later(self, number: int) -> None:
-        """End the run at once: SIGTERM ends the process, and SIGINT does what it did before the run."""
-        ends = number == signal.SIGTERM  # the handler of the run's lock, below this one, would only ask once more
+        """End the run at once: SIGTERM ends the process, and SIGINT calls the handler from before the run."""
+        ends = number == signal.SIGTERM  # the previous handler, of the run's lock, would not end the process
         signal.signal(number, signal.SIG_DFL if ends else self.previous[signal.Signals(number)])
         signal.raise_signal(number)
 
 
 LEAVING = 10.0
-"""Seconds that are left for processes to end."""
+"""Seconds reserved for the processes to end."""
 
 
 class TimeLeft:
-    """Asks the run to stop so early that the steps until it does, the save and the processes end before `deadline`.
+    """Asks the run to stop early enough that its last steps, the save and the processes end before `deadline`.
 
-    An evaluation is left early, so its duration does not count.
-
-    Rank 0's clock decides for all. `deadline` is in seconds since the epoch; None never comes. `save` tells how long a
-    save may take until it is visible.
+    The run cancels an evaluation when it stops, so evaluations do not count. Rank 0's clock decides for all ranks.
+    `deadline` is in seconds since the epoch; None means no deadline. `save` returns the seconds that a save may take
+    until the checkpoint is visible.
     """
 
-    asked = False
+    expired = False
 
     def __init__(self, run: Run, deadline: float | None, save: Callable[[], float]) -> None:
         self.run, self.deadline, self.save = run, deadline if run.rank == 0 else None, save
         self._longest = 0.0
-        self._began: float | None = None
+        self._last_check: float | None = None
 
     def check(self) -> None:
-        """Called after every step: it and what was saved after it took as long as the next may."""
-        now, began = time.time(), self._began
-        if began is not None:  # what the first step takes, no other does
-            self._longest = max(self._longest, now - began)
-        self._began = now
+        """Call this after every step. The longest step so far, with its save, bounds the duration of the next."""
+        now, last = time.time(), self._last_check
+        if last is not None:  # the first step includes compilation, so it does not count
+            self._longest = max(self._longest, now - last)
+        self._last_check = now
         self.ends_within(3 * self._longest)
 
     def ends_within(self, seconds: float) -> bool:
-        """Whether the run must stop now, if it takes so many seconds until the save begins; then it is asked to."""
+        """Whether the run must stop now, if the save can begin in `seconds`; if so, ask the run to stop."""
         if self.deadline is not None and time.time() + seconds + self.save() + LEAVING > self.deadline:
-            self.asked = self.run.stop_requested = True
-        return self.asked
+            self.expired = self.run.stop_requested = True
+        return self.expired
 
-    def leave_out(self, seconds: float) -> None:
-        """So many seconds since the last step were of no step."""
-        if self._began is not None:
-            self._began += seconds
+    def exclude(self, seconds: float) -> None:
+        """Exclude `seconds` since the last check from the duration of the step."""
+        if self._last_check is not None:
+            self._last_check += seconds

@@ -27,7 +27,7 @@ from mplug.training.shared_folder import refuse_unshared_folder
 
 @dataclass(frozen=True)
 class Job:
-    """What every process of a run receives from the command; plain data that can be pickled."""
+    """The description of a run that the command passes to each of its processes: plain data that can be pickled."""
 
     base: Settings
     overrides: Settings
@@ -53,9 +53,10 @@ def settle(base: Settings, overrides: Settings, world: World | None) -> tuple[Ru
     if world is None or world.size == size:
         return run, overrides
     if world.size % size or parallel.rest is None:
+        allowed = f"{size} processes" if parallel.rest is None else f"a multiple of {size} processes"
         raise UsageError(
-            f"layout '{parallel.layout}' is for {size} processes, and {world.launcher} has started {world.size}; "
-            f"change the layout, or start {size} or a multiple of it that a data-parallel strategy may take"
+            f"layout '{parallel.layout}' needs {allowed}, and {world.launcher} has started {world.size}; "
+            f"change the layout, or start {allowed}"
         )
     filled = prepare(config, world_size=world.size).config.parallel.layout
     overrides = merge(overrides, read_assignments([f"parallel.layout={filled}"], f"the {world.size} processes"))
@@ -75,20 +76,20 @@ class Outcome:
     """The run had done all its steps before."""
 
 
-def work(job: Job, tell: Callable[[int | Beat], None] | None = None) -> Outcome:
+def work(job: Job, send: Callable[[int | Beat], None] | None = None) -> Outcome:
     """Do the work of one process of a run: join the other processes, if there are any, and train.
 
-    `tell` is called with the number of every step, and with a heartbeat every second.
+    It calls `send` with the number of every step, and with a heartbeat every second.
     """
     config, world = resolve(Registry(), job.base, job.overrides), launched()
     rank = world.rank if world else 0
     run = prepare(config, _observers(config, rank))
-    run.pulse.tell = tell
+    run.pulse.send = send
     from mplug.model.build import choose_device  # imports torch, so only after the config is valid
 
     run.device = choose_device(config)
     run.claim = job.claim if rank == 0 else None
-    with among(world, run, tell):
+    with among(world, run, send):
         run.directory, resume_from = job.directory, job.resume_from
         if world is not None:
             run.directory, resume_from = agreed((run.directory, resume_from))  # nodes may see different folders
@@ -101,22 +102,22 @@ def work(job: Job, tell: Callable[[int | Beat], None] | None = None) -> Outcome:
 
 
 @contextmanager
-def among(world: World | None, run: Run, tell: Callable[[Beat], None] | None = None) -> Iterator[None]:
-    """Make this process one of the world's for the block: it sets the rank and the process groups of the run.
+def among(world: World | None, run: Run, send: Callable[[Beat], None] | None = None) -> Iterator[None]:
+    """Make this process one of the world's for the block: set the rank and the process groups of the run.
 
-    With `trainer.deterministic`, the process computes deterministically in the block. It sends heartbeats to `tell`; if
-    another launcher has started the processes, it exchanges heartbeats with the other ranks instead.
+    With `trainer.deterministic`, the process computes deterministically in the block. It passes its heartbeats to
+    `send`. If another launcher has started the processes, `send` is None and the ranks exchange heartbeats instead.
     """
     run.rank = world.rank if world else 0
     heart = heart_of(run)
-    with _determinism(run), beating_to(tell, heart):
+    with _determinism(run), beating_to(send, heart):
         if world is None:
             yield
             return
         from mplug.distributed.groups import Groups
 
         run.pulse.enter("joining the other processes")
-        own = heart if tell is None else None
+        own = heart if send is None else None
         timeout = timedelta(seconds=run.config.watchdog.collective)
         with joined(world, run.device, timeout, lambda: watching(own, world.size, f"{world.job}_{world.restart}")):
             run.groups = Groups(run.rank, timeout)
@@ -143,11 +144,12 @@ def _trained(run: Run, job: Job) -> Outcome:
 def _refuse_other_plugins(run: Run) -> None:
     """Raise RunError unless every rank has the same plugins, in the same versions and order."""
     keys = ("plugin", "distribution", "version")
-    found = run.gathered([[plugin[key] for key in keys] for plugin in provenance(run)["plugins"]])
-    for rank, plugins in enumerate(found):
-        if plugins != found[0]:
+    plugins = run.gathered([[plugin[key] for key in keys] for plugin in provenance(run)["plugins"]])
+    for rank, of_rank in enumerate(plugins):
+        if of_rank != plugins[0]:
             raise RunError(
-                f"rank {rank} has plugins {plugins}, and rank 0 {found[0]}; install the same on all machines"
+                f"rank {rank} has the plugins {of_rank}, and rank 0 has {plugins[0]}; install the same versions of the "
+                f"same plugins on all machines"
             )
 
 
@@ -157,8 +159,7 @@ def _observers(config: RunConfig, rank: int) -> dict[str, object]:
 
     from mplug.training.observers import LossPicture, MetricsFile, ProgressLine
 
-    found: dict[str, object] = {}
-    if rank == 0:
-        progress = ProgressLine(Console(), config.trainer.steps, config.trainer.log_every)
-        found |= {f"{HOST}metrics": MetricsFile(), f"{HOST}progress": progress, LossPicture.NAME: LossPicture()}
-    return found
+    if rank != 0:
+        return {}
+    progress = ProgressLine(Console(), config.trainer.steps, config.trainer.log_every)
+    return {f"{HOST}metrics": MetricsFile(), f"{HOST}progress": progress, LossPicture.NAME: LossPicture()}

@@ -1,4 +1,7 @@
-"""The training loop."""
+"""The training loop: every step of a run from its start or a checkpoint to its end, with evaluations and saves.
+
+`train` is called once in each process of a run, after the process has joined the others.
+"""
 
 import logging
 import os
@@ -21,7 +24,7 @@ from mplug.run.record import write_record
 from mplug.run.run import Run
 from mplug.training.assembly import Parts, build
 from mplug.training.evaluation import evaluate_unless_stopped
-from mplug.training.figures import Figures, Report, Underway
+from mplug.training.figures import Figures, LaunchedStep, Report
 from mplug.training.interrupt import Interrupt, TimeLeft
 from mplug.training.position import Position
 from mplug.training.schedule import batch_size, learning_rate, weight_decay
@@ -31,7 +34,7 @@ log = logging.getLogger("mplug")
 
 @dataclass(frozen=True)
 class Ending:
-    """How training ended: the last validation loss, if the run has one, and what stopped it early, if something did."""
+    """How training ended: the last validation loss (None if the run has none), and the reason if it stopped early."""
 
     val_loss: float | None = None
     signal: int | None = None
@@ -43,16 +46,17 @@ class Ending:
 def train(
     run: Run, resume_from: Path | None = None, deadline: float | None = None, allowed: tuple[str, ...] = ()
 ) -> Ending:
-    """Train to the config's last step, evaluating and saving on the way; continue from a checkpoint if one is given.
+    """Train to the config's last step; evaluate and save at the config's intervals.
 
-    Where that checkpoint is not valid, the run continues from the newest valid one before it, and says so. `allowed`
-    are the fields and sections whose change since the checkpoint the user lets happen.
+    With `resume_from`, the run continues from this checkpoint. If the checkpoint is not valid, the run warns and
+    continues from the newest valid checkpoint before it. `allowed` names the fields and sections that the user allows
+    to differ from the checkpoint.
 
-    SIGTERM and SIGINT, on any rank, finish the step, save, and end the run; so does time, before `deadline` (seconds
-    since the epoch). They leave an evaluation that is under way, and it has no result. What else ends the run is told
-    in the log of the rank and to observers.
+    SIGTERM or SIGINT on any rank stops the run early, and so does `deadline` (seconds since the epoch): the run
+    finishes the current step, saves, and ends. It abandons a running evaluation, which then has no result. If an
+    exception ends the run, the rank's log and the hook `run_failed` receive it.
     """
-    with logging_to(run), _telling_of_failure(run):
+    with logging_to(run), _reporting_failure(run):
         run.pulse.enter("building the model")
         parts = build(run)
         run.depends_on_layout = layout_dependence_of_all(run, parts.model)
@@ -82,20 +86,20 @@ def train(
         sizes = {"parameters": parts.num_parameters, "frozen": parts.num_frozen}
         facts = {"depends_on_layout": run.depends_on_layout, "changes": position.history, "tokenizer": tokenizer}
         write_record(run, {**sizes, **sources, **facts})
-        with Interrupt(run) as interrupt, _letting_saves_finish(run, position):
+        with Interrupt(run) as interrupt, _finishing_saves_on_failure(run, position):
             run.hooks.observe("run_started", run=run)
             time_left = TimeLeft(run, deadline, position.saver.expected_seconds)
             val_loss = _steps(run, parts, position, time_left)
             run.hooks.observe("run_finished", run=run)
             if run.step == run.config.trainer.steps and (val_loss is not None or parts.validation_loader is None):
                 return Ending(val_loss)
-            reasons = run.gathered((interrupt.signal, time_left.asked))  # any rank's, told alike by all
+            reasons = run.gathered((interrupt.signal, time_left.expired))  # one rank's reason ends all ranks alike
     stopped_by = next((number for number, _ in reasons if number is not None), None)
     return Ending(val_loss, stopped_by, out_of_time=stopped_by is None)
 
 
 def _report(run: Run, lines: list[str]) -> None:
-    """Write lines to the log and, once for all ranks, to stderr."""
+    """Log lines and, on rank 0, print them to stderr."""
     for line in lines:
         log.warning("%s", line)
         if run.rank == 0:
@@ -103,41 +107,46 @@ def _report(run: Run, lines: list[str]) -> None:
 
 
 @contextmanager
-def _telling_of_failure(run: Run) -> Iterator[None]:
+def _reporting_failure(run: Run) -> Iterator[None]:
+    """Write an exception of the block to the log and call `run_failed`; an error of a plugin names the plugin."""
     try:
         yield
     except UsageError:
         raise
     except BaseException as error:
-        named = _blamed(run, error)
-        with suppress(OSError):  # a full disk, of which the error tells already
-            log.error("the run failed%s", f": {named}" if named else "", exc_info=error)
-        run.hooks.observe("run_failed", run=run, error=named or error)
-        if named is None:
+        plugin_bug = _plugin_bug(run, error)
+        with suppress(OSError):  # a full disk; the error itself reports it
+            log.error("the run failed%s", f": {plugin_bug}" if plugin_bug else "", exc_info=error)
+        run.hooks.observe("run_failed", run=run, error=plugin_bug or error)
+        if plugin_bug is None:
             raise
-        raise named from error
+        raise plugin_bug from error
 
 
-def _blamed(run: Run, error: BaseException) -> PluginError | None:
-    """The sentence that names the plugin with the bug, where one has raised this."""
+def _plugin_bug(run: Run, error: BaseException) -> PluginError | None:
+    """An error that names the plugin whose code raised `error`; None if no plugin's code did."""
     step = f"in step {run.step}" if run.step else "before the first step"
     return plugin_error(run.hooks, error, step, f"logs/rank{run.rank}.log")
 
 
 @contextmanager
-def _letting_saves_finish(run: Run, position: Position) -> Iterator[None]:
-    """A checkpoint that is being written is still wanted when the run fails, if no other process ends before it is."""
+def _finishing_saves_on_failure(run: Run, position: Position) -> Iterator[None]:
+    """If the block fails, finish the asynchronous save in progress, provided that every rank can still take part."""
     try:
         yield
     except BaseException as error:
-        if run.groups is None or isinstance(error, Diverged):  # which all raise alike
+        if run.groups is None or isinstance(error, Diverged):  # all ranks raise Diverged at the same step
             run.pulse.enter(WRITING)
             position.saver.let_finish()
         raise
 
 
 def _steps(run: Run, parts: Parts, position: Position, time_left: TimeLeft) -> float | None:
-    """Every step: launch it, tell of the one before it, and now and then evaluate and save."""
+    """Run the remaining steps; return the last validation loss.
+
+    Each iteration launches a step, and reports the previous one while the device computes. `settle` reads the step's
+    figures, and `publish` hands them to observers: an evaluation or a save comes between the two calls.
+    """
     trainer, val_loss, report = run.config.trainer, None, Report(run, parts, position)
     while run.step < trainer.steps and not report.stop:
         run.step += 1
@@ -145,64 +154,64 @@ def _steps(run: Run, parts: Parts, position: Position, time_left: TimeLeft) -> f
         run.hooks.observe("step_started", run=run)
         report.follow(_step(run, parts, position))
         last = run.step == trainer.steps
-        if _due(run.step, trainer.eval_every) or (last and parts.validation_loader is not None):
+        if _is_due(run.step, trainer.eval_every) or (last and parts.validation_loader is not None):
             report.settle()
             run.pulse.enter(EVALUATION, run.step)
             val_loss = _evaluate(run, parts, report, time_left)
-            report.tell(**({} if val_loss is None else {"val_loss": val_loss}))
-        if last or report.stop or _due(run.step, run.config.checkpoint.every):
+            report.publish(**({} if val_loss is None else {"val_loss": val_loss}))
+        if last or report.stop or _is_due(run.step, run.config.checkpoint.every):
             report.settle()
-            report.tell()
+            report.publish()
             run.pulse.enter(WRITING)
             position.saver.wait()
             run.pulse.enter(SAVING, run.step)
             position.save()
-        report.tell()
+        report.publish()
         report.pause()
-        _tell_of_saved(run, position)
+        _report_saved(run, position)
         time_left.check()
     run.pulse.enter(WRITING)
     position.saver.wait()
     run.pulse.enter("ending the run")
-    _tell_of_saved(run, position)
+    _report_saved(run, position)
     return val_loss
 
 
 def _evaluate(run: Run, parts: Parts, report: Report, time_left: TimeLeft) -> float | None:
-    """The validation loss; None if the run is to stop, before the evaluation or while it goes on."""
+    """The validation loss; None if a rank asked the run to stop, before the evaluation or during it."""
     if report.stop:
         return None
-    began = time.time()
-    found = evaluate_unless_stopped(run, parts, time_left.ends_within)
-    time_left.leave_out(time.time() - began)
-    report.stop = found.stop
-    return found.loss
+    start = time.time()
+    evaluation = evaluate_unless_stopped(run, parts, time_left.ends_within)
+    time_left.exclude(time.time() - start)
+    report.stop = evaluation.stop
+    return evaluation.loss
 
 
-def _due(step: int, every: int) -> bool:
+def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _step(run: Run, parts: Parts, position: Position) -> Underway:
-    """Launch a step: nothing here waits for the device."""
+def _step(run: Run, parts: Parts, position: Position) -> LaunchedStep:
+    """Launch a step. The CPU does not wait for the device."""
     config, step = run.config, run.step
     samples = batch_size(position.samples, config.trainer, config.schedule.batch_rampup)
     lr = learning_rate(step, config.optimizer.lr, config.schedule, config.trainer.steps)
     decay = weight_decay(step, config.optimizer.weight_decay, config.schedule.weight_decay, config.trainer.steps)
-    result, waited = launch_step(run, parts, samples, lr, decay)
+    result, wait_seconds = launch_step(run, parts, samples, lr, decay)
     position.samples += samples
-    return Underway(step, samples, lr, waited, Figures(result, run.device))
+    return LaunchedStep(step, samples, lr, wait_seconds, Figures(result, run.device))
 
 
 def launch_step(run: Run, parts: Parts, samples: int, lr: float, decay: float) -> tuple[StepResult, float]:
-    """Launch the step `run.step`: its figures, and the seconds that its micro batches were waited for."""
+    """Launch the step `run.step`; return its result and the seconds that the CPU waited for the data loader."""
     micro_batches = parts.train_loader.take(samples)
     parts.stepper.forward_backward(micro_batches, run.step)
     result = parts.stepper.update(lr, decay)
     run.hooks.call.parameters_updated(run=run)
-    return result, micro_batches.waited
+    return result, micro_batches.wait_seconds
 
 
-def _tell_of_saved(run: Run, position: Position) -> None:
+def _report_saved(run: Run, position: Position) -> None:
     for path in position.saver.saved():
         run.hooks.observe("checkpoint_saved", run=run, path=path)

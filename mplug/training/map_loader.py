@@ -39,7 +39,7 @@ class MapLoader:
         return (self.read(range(begin, min(begin + self.micro_batch_size, stop))) for begin in begins)
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of global samples that were taken."""
+        """The number of global samples that the run has taken."""
         return {"samples": self.samples}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

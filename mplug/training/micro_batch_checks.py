@@ -1,4 +1,4 @@
-"""Check a micro batch against the contract of loaders (`mplug.contracts.Loader`); each fault is a sentence.
+"""Check a micro batch against the contract of loaders (`mplug.contracts.Loader`). Each check returns a sentence.
 
 `B` samples of a micro batch, `S` sequence length. The check runs while the values are on the CPU: on a GPU, a token
 without a row in the embedding ends the process by a device assertion.
@@ -16,45 +16,45 @@ SHAPES = {"tokens": "[B, S]", "labels": "[B, S]", "positions": "[1 or B, S]", "s
 
 
 def malformed(batch: "MicroBatch", length: int) -> str:
-    """An entry that is missing, or has another shape or type than the contract says; '' if there is none."""
+    """A sentence about an entry that is missing, or whose shape or type breaks the contract; '' if there is none."""
     from torch import Tensor  # the suite's module imports without torch
 
     if not isinstance(batch, dict):
-        return f"a micro batch is a dict of tensors, and this one is a {type(batch).__name__}"
+        return f"the micro batch is a {type(batch).__name__}; it must be a dict of tensors"
     for name, shape in SHAPES.items():
         if name not in batch:
-            return f"a micro batch has no '{name}' {shape}"
+            return f"the micro batch has no entry '{name}' {shape}"
     for name, entry in batch.items():
         if not isinstance(entry, Tensor):
-            return f"'{name}' is a {type(entry).__name__}; every entry is a tensor"
+            return f"'{name}' is a {type(entry).__name__}; every entry must be a tensor"
     size = batch["sample_ids"].numel()
     allowed: dict[str, list[tuple[int, ...]]] = {"sample_ids": [(size,)], "positions": [(1, length), (size, length)]}
     for name, shape in SHAPES.items():
         tensor = batch[name]
         if tuple(tensor.shape) not in allowed.get(name, [(size, length)]):
-            return f"'{name}' has shape {tuple(tensor.shape)}; it is {shape}, here with B={size} and S={length}"
+            return f"'{name}' has shape {tuple(tensor.shape)}; it must be {shape}, here with B={size} and S={length}"
         if tensor.is_floating_point() or tensor.is_complex() or not tensor.dtype.is_signed:
-            return f"'{name}' is {tensor.dtype}; it holds signed integers"
+            return f"'{name}' has dtype {tensor.dtype}; it must hold signed integers"
     if batch["labels"].dtype.itemsize != 8:
-        return f"'labels' are {batch['labels'].dtype}; a loss takes int64"
-    return _unmeasured(batch["document_lengths"], size, length) if "document_lengths" in batch else ""
+        return f"'labels' has dtype {batch['labels'].dtype}; a loss takes int64"
+    return _length_fault(batch["document_lengths"], size, length) if "document_lengths" in batch else ""
 
 
-def _unmeasured(lengths: "Tensor", size: int, length: int) -> str:
+def _length_fault(lengths: "Tensor", size: int, length: int) -> str:
     """A fault of the document lengths of samples of `length` tokens; '' if there is none."""
-    told = f"'document_lengths' {tuple(lengths.shape)}, {lengths.dtype},"
+    name = f"'document_lengths' {tuple(lengths.shape)} of {lengths.dtype}"
     if lengths.dim() != 2 or len(lengths) != size or lengths.is_floating_point() or lengths.dtype.itemsize != 8:
-        return f"{told} must be [B, M] and int64, here with B={size}"
+        return f"{name} must be [B, M] of int64, here with B={size}"
     if lengths.device.type != "cpu":
         return ""
     if bool((lengths < 0).any()):
-        return f"{told} hold {int(lengths.min())}; a document has tokens, and zeros fill up"
-    wrong = [total for total in lengths.sum(dim=1).tolist() if total != length]
-    return f"{told} add up to {wrong[0]} in a sample of {length} tokens; every token is in a document" if wrong else ""
+        return f"{name} holds {int(lengths.min())}; a length is positive, or 0 for padding"
+    totals = [total for total in lengths.sum(dim=1).tolist() if total != length]
+    return f"{name} sums to {totals[0]} in a sample of {length} tokens; it must sum to {length}" if totals else ""
 
 
 def out_of_range(batch: "MicroBatch", vocab_size: int) -> str:
-    """A token, label or position that has no row in its table, or a number that is not finite; '' if there is none.
+    """A sentence about a token, label or position out of range, or a value that is not finite; '' if there is none.
 
     Entries on another device than the CPU are not checked: the CPU would wait for the device.
     """
@@ -70,20 +70,21 @@ def out_of_range(batch: "MicroBatch", vocab_size: int) -> str:
         if values.device.type != "cpu" or not values.numel():
             continue
         if values.is_floating_point() and not all(bool(bound.isfinite()) for bound in values.aminmax()):
-            row = next((row for row, one in enumerate(values) if not bool(one.isfinite().all())), 0)
-            return f"'{name}' holds a number that is not finite{_in_sample(batch, values, row)}"
+            row = next((row for row, sample in enumerate(values) if not bool(sample.isfinite().all())), 0)
+            return f"'{name}' holds a value that is not finite{_sample_of(batch, values, row)}"
         if name in ends:
             end, bound = ends[name]
-            held = values.masked_fill(values == IGNORED, 0) if name == "labels" else values
-            if not 0 <= int(held.min()) <= int(held.max()) < end:
-                wrong = ((held < 0) | (held >= end)).nonzero()[0].tolist()
-                where = _in_sample(batch, values, wrong[0])
+            checked = values.masked_fill(values == IGNORED, 0) if name == "labels" else values
+            if not 0 <= int(checked.min()) <= int(checked.max()) < end:
+                index = ((checked < 0) | (checked >= end)).nonzero()[0].tolist()
+                sample = _sample_of(batch, values, index[0])
                 return (
-                    f"'{name}' holds {int(values[tuple(wrong)])}{where}; they are 0 to {end - 1}, for {bound} is {end}"
+                    f"'{name}' holds {int(values[tuple(index)])}{sample}; values must be 0 to {end - 1}, because "
+                    f"{bound} is {end}"
                 )
     return ""
 
 
-def _in_sample(batch: "MicroBatch", values: "Tensor", row: int) -> str:
+def _sample_of(batch: "MicroBatch", values: "Tensor", row: int) -> str:
     numbers = batch["sample_ids"]
     return f" in sample {int(numbers[row])}" if values.dim() and len(values) == len(numbers) else ""

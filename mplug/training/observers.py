@@ -32,9 +32,9 @@ class MetricsFile:
         if run.rank != 0 or run.directory is None:
             return
         path = run.directory / METRICS
-        kept = "".join(f"{line}\n" for step, line in read_lines(path) if step <= run.step).encode()
-        if path.exists() and path.read_bytes() != kept:
-            write_whole(path, kept)
+        lines = "".join(f"{line}\n" for step, line in read_lines(path) if step <= run.step).encode()
+        if path.exists() and path.read_bytes() != lines:
+            write_whole(path, lines)
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     @hookimpl
@@ -157,7 +157,7 @@ class ProgressLine:
 
     @hookimpl
     def run_started(self, run: Run) -> None:
-        """Print what depends on the layout, if anything does, and show the bar."""
+        """Print the parts of the run that depend on the layout, if there are any, and show the bar."""
         if run.depends_on_layout:
             line = f"depends on the layout: {'; '.join(run.depends_on_layout)}"
             self.console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -169,12 +169,12 @@ class ProgressLine:
     @hookimpl
     def step_finished(self, record: Record) -> None:
         """Move the bar; print a line every `log_every` steps and for evaluated, skipped, first and last steps."""
-        step, found = record["step"], "val_loss" in record or record["skipped"]
+        step, notable = record["step"], "val_loss" in record or record["skipped"]
         left = (time.monotonic() - self.mark) / (step - self.first_step) * (self.total_steps - step)
         line = step_line(record, self.total_steps, left)
         assert self.task is not None
         self.bar.update(self.task, completed=step, description=short_line(record, self.total_steps, left))
-        if found or step % self.log_every == 0 or step in (1, self.total_steps):
+        if notable or step % self.log_every == 0 or step in (1, self.total_steps):
             self.console.print(line, highlight=False, soft_wrap=True)
             log.info(line)
 

@@ -90,8 +90,8 @@ class Position:
         choice, steps = choose(self.run, newest, self.saver.verified), self.run.config.trainer.steps
         if choice.manifest["step"] > steps:
             raise UsageError(
-                f"checkpoint '{choice.path}' has done {choice.manifest['step']} steps, and trainer.steps={steps}; set "
-                f"trainer.steps to more"
+                f"checkpoint '{choice.path}' is at step {choice.manifest['step']}, and trainer.steps={steps} ends the "
+                f"run there; set a larger trainer.steps to continue"
             )
         return choice
 
@@ -116,18 +116,18 @@ class Position:
         """Load the states of the loader, the plugins and the loss scale."""
         path, plain = opened.path, _plain_of(opened)
         for name in self.stateful.keys() ^ plain["states"].keys():
-            have, lack = ("the run", "the checkpoint") if name in self.stateful else ("the checkpoint", "the run")
+            owner, other = ("the run", "the checkpoint") if name in self.stateful else ("the checkpoint", "the run")
             raise UsageError(
-                f"checkpoint '{path}': {have} has the state '{name}' of a plugin, and {lack} does not; "
-                f"resume with the plugins that it was saved with"
+                f"checkpoint '{path}': {owner} has a plugin's state '{name}', and {other} does not; "
+                f"resume with the plugins that the checkpoint was saved with"
             )
         for name, stateful in self.stateful.items():
-            with _taking_state(path, f"the state '{name}' of a plugin"):
+            with _loading_state(path, f"the state '{name}' of a plugin"):
                 stateful.load_state_dict(plain["states"][name])
         if self.parts.loss_scale is not None and LOSS_SCALE in plain:  # a run that continues in fp16 begins a new one
-            with _taking_state(path, "the loss scale"):
+            with _loading_state(path, "the loss scale"):
                 self.parts.loss_scale.load_state_dict(plain[LOSS_SCALE])
-        with _taking_state(path, "the state of the data loader"):
+        with _loading_state(path, "the state of the data loader"):
             self.parts.train_loader.load_state_dict(plain["loader"], plain["samples"])
 
     def _fingerprint(self) -> str | None:
@@ -161,13 +161,13 @@ def _stateful(run: Run) -> dict[str, Stateful]:
     for label, offered in run.hooks.each("state", run=run):
         for name, stateful in offered.items():
             if name in owners:
-                raise UsageError(f"{owners[name]} and {label} both save a state named '{name}'; use one of them")
+                raise UsageError(f"{owners[name]} and {label} both save a state named '{name}'; use only one of them")
             found[name], owners[name] = stateful, label
     return found
 
 
 @contextmanager
-def _taking_state(path: Path, name: str) -> Iterator[None]:
+def _loading_state(path: Path, name: str) -> Iterator[None]:
     """Turn an exception of `load_state_dict` into a UsageError; the log gets the traceback of a possible plugin bug."""
     try:
         yield
@@ -176,8 +176,8 @@ def _taking_state(path: Path, name: str) -> Iterator[None]:
     except Exception as error:
         log.error("checkpoint '%s': %s cannot be loaded", path, name, exc_info=error)
         raise UsageError(
-            f"checkpoint '{path}': {name} cannot be loaded ({type(error).__name__}: {error}); resume with the plugins "
-            f"that it was saved with, in the same versions"
+            f"checkpoint '{path}': {name} cannot be loaded ({type(error).__name__}: {error}); resume with the versions "
+            f"of the plugins that the checkpoint was saved with"
         ) from error
 
 
@@ -188,6 +188,6 @@ def _plain_of(opened: Opened) -> dict[str, Any]:
     try:
         plain: dict[str, Any] = lower({name: held[name] for name in (*PLAIN, LOSS_SCALE) if name in held}, tensors)
     except (KeyError, TypeError) as error:
-        reason = f"a state refers to a tensor {error} that the checkpoint does not have"
+        reason = f"a state refers to the tensor {error}, which the checkpoint does not hold"
         raise damaged(opened.path, reason) from error
     return plain

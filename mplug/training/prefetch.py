@@ -26,57 +26,57 @@ class Feed:
 
     def __init__(self, loader: Loader, device: str, source: Source | None = None) -> None:
         self.vocab_size = loader.vocab_size
-        self._reading: Loader | Supervised = loader if source is None else Supervised(loader, source)
+        self._loader: Loader | Supervised = loader if source is None else Supervised(loader, source)
         self._move: Move = Copies() if device.startswith("cuda") else _as_it_is
 
     @property
     def loader(self) -> Loader:
         """The loader itself, for its optional attributes (such as `fingerprint`)."""
-        return self._reading.loader if isinstance(self._reading, Supervised) else self._reading
+        return self._loader.loader if isinstance(self._loader, Supervised) else self._loader
 
     @loader.setter
     def loader(self, loader: Loader) -> None:
-        if isinstance(self._reading, Supervised):
-            self._reading.loader = loader
+        if isinstance(self._loader, Supervised):
+            self._loader.loader = loader
         else:
-            self._reading = loader
+            self._loader = loader
 
-    def take(self, num_samples: int) -> "Taken":
+    def take(self, num_samples: int) -> "MovedBatches":
         """This rank's part of the next `num_samples` global samples, in micro batches on the device."""
-        return Taken(self._reading.take(num_samples), self._move)
+        return MovedBatches(self._loader.take(num_samples), self._move)
 
     def state_dict(self) -> dict[str, Any]:
         """The loader's state."""
-        return self._reading.state_dict()
+        return self._loader.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], samples: int = 0) -> None:
         """Continue at a saved state of the loader. `samples` is its number of global samples; errors report it."""
-        if isinstance(self._reading, Supervised):
-            self._reading.load_state_dict(state, samples)
+        if isinstance(self._loader, Supervised):
+            self._loader.load_state_dict(state, samples)
         else:
-            self._reading.load_state_dict(state)
+            self._loader.load_state_dict(state)
 
 
-class Taken:
-    """An iterator over micro batches; `waited` is the time in seconds that the CPU has waited for the loader."""
+class MovedBatches:
+    """An iterator that moves micro batches to the device; `wait_seconds` is the CPU's time in the loader so far."""
 
     def __init__(self, micro_batches: Iterable[MicroBatch], move: Move) -> None:
-        self._unread, self._move = iter(micro_batches), move
-        self.waited = 0.0
+        self._micro_batches, self._move = iter(micro_batches), move
+        self.wait_seconds = 0.0
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return self
 
     def __next__(self) -> MicroBatch:
-        began = time.perf_counter()
+        start = time.perf_counter()
         try:
-            batch = next(self._unread)
+            batch = next(self._micro_batches)
         finally:
-            self.waited += time.perf_counter() - began
+            self.wait_seconds += time.perf_counter() - start
         return self._move(batch)
 
 
-READING.add(Taken.__next__.__code__)
+READING.add(MovedBatches.__next__.__code__)
 
 
 def _as_it_is(batch: MicroBatch) -> MicroBatch:

@@ -1,4 +1,4 @@
-"""Whether the processes of a run on several machines see the same folder, to which all of them write checkpoints."""
+"""Check that the processes of a run on several machines share the folder to which all of them write checkpoints."""
 
 import socket
 import time
@@ -22,16 +22,16 @@ def refuse_unshared_folder(run: Run) -> None:
         (folder / name).touch()
     mark = folder / agreed(name)
     deadline = time.monotonic() + PATIENCE
-    while not (seen := mark.exists()) and time.monotonic() < deadline:
+    while not (visible := mark.exists()) and time.monotonic() < deadline:
         time.sleep(0.2)
-    found = run.gathered((socket.gethostname(), str(folder.resolve()), seen))
+    reports = run.gathered((socket.gethostname(), str(folder.resolve()), visible))
     if run.rank == 0:
         mark.unlink()
-        with suppress(OSError):  # other runs are in it
+        with suppress(OSError):  # the folder holds other runs
             folder.rmdir()
-    if blind := [f"rank {rank} on {host}" for rank, (host, _, seen) in enumerate(found) if not seen]:
-        host, path, _ = found[0]
+    if missing := [f"rank {rank} on {host}" for rank, (host, _, visible) in enumerate(reports) if not visible]:
+        host, path, _ = reports[0]
         raise UsageError(
-            f"{listed(blind)} cannot see the folder '{path}' of rank 0 on {host}, where all ranks "
+            f"{listed(missing)} cannot see the folder '{path}' of rank 0 on {host}, where all ranks "
             f"write their parts of a checkpoint; start the run in a folder that all machines share"
         )

@@ -65,7 +65,7 @@ class DefaultStepper:
         """Sum the gradients of a step's micro batches into the sinks, and sum their losses and target counts."""
         self.begin_step(step)
         losses = []
-        for batch, last in _marking_last(micro_batches):
+        for batch, last in _with_last_flag(micro_batches):
             if last:
                 self.sinks.expect_last()
             loss, num_targets = self.model.loss(self.entries(batch, step))
@@ -103,7 +103,7 @@ class DefaultStepper:
         loss, norm, scale = loss_sum / num_targets, squares.sqrt() / counted, 1 / counted
         if self.max_norm > 0:
             scale = scale * (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
-        skip, failed, figures = self._judged(loss, norm)
+        skip, failed, figures = self._check_finite(loss, norm)
         where = self.updated_on
         rate = torch.full((), lr, dtype=torch.float32, device=where)  # a copy from CPU memory would make the CPU wait
         scalars = StepScalars(rate, scale.to(where, torch.float32), skip.to(where), weight_decay)
@@ -115,7 +115,7 @@ class DefaultStepper:
         self.statistics.tell(skip)
         return StepResult(loss, norm, num_targets, skip, stop, statistics, failed, figures)
 
-    def _judged(self, loss: Tensor, norm: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def _check_finite(self, loss: Tensor, norm: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """(skip: 1 if the step is skipped, failed: 1 if that is a failure, figures of the loss scale).
 
         It also updates the loss scale. The overflow of a scaled gradient is no failure: the scale falls for the next
@@ -147,7 +147,7 @@ class DefaultStepper:
         return loss_sum / num_targets
 
 
-def _marking_last(micro_batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:
+def _with_last_flag(micro_batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:
     iterator = iter(micro_batches)
     held = next(iterator)
     for following in iterator:

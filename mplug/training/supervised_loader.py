@@ -1,8 +1,8 @@
-"""Failures of loaders: micro batches that break the contract, too few samples, exceptions.
+"""Report the failures of loaders: micro batches that break the contract, too few samples, exceptions.
 
-Each becomes one sentence with the plugin, the samples and the cause. A loader that breaks the contract, or raises an
-unforeseen exception, has a bug (`PluginError`, exit status 1). A value that no model can take is bad data
-(`UsageError`, 2). A file that cannot be read is a failure of the machine (`RunError`, 1).
+Each error names the plugin, the samples and the cause. A loader that breaks the contract, or raises an unforeseen
+exception, has a bug (`PluginError`, exit status 1). A value that no model can take is bad data (`UsageError`, exit
+status 2). A file that cannot be read is a failure of the machine (`RunError`, exit status 1).
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ END = object()
 
 @dataclass(frozen=True)
 class Source:
-    """Where a loader comes from, and what its micro batches must be like on this rank."""
+    """The plugin and the split of a loader, and the shape of its micro batches on this rank."""
 
     plugin: str
     split: str
@@ -42,51 +42,54 @@ class Source:
 
 
 class Supervised:
-    """A loader whose failures name its plugin and the samples. `samples` global samples have been taken of it."""
+    """Wraps a loader so that its failures name the plugin and the samples.
+
+    `samples` is the number of global samples that the run has taken from the loader.
+    """
 
     def __init__(self, loader: Loader, source: Source) -> None:
         self.loader, self.source, self.samples = loader, source, 0
         self._last: int | Tensor | None = None
 
     def take(self, num_samples: int) -> Iterator[MicroBatch]:
-        """The loader's micro batches, each looked at; too few samples are refused when the last one is asked for."""
+        """The loader's micro batches, each checked; after the last one, it raises an error for too few samples."""
         first, self.samples = self.samples, self.samples + num_samples
         # The loader is called now: samples count as taken even if none of them is read.
-        unread = self._calling(lambda: iter(self.loader.take(num_samples)), first, num_samples)
+        unread = self._calling_loader(lambda: iter(self.loader.take(num_samples)), first, num_samples)
         return self._checked(unread, first, num_samples)
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's."""
-        return self._stating("state_dict", self.loader.state_dict)
+        """The loader's state."""
+        return self._calling_state("state_dict", self.loader.state_dict)
 
     def load_state_dict(self, state: dict[str, Any], samples: int = 0) -> None:
-        """Continue where the loader's state was taken, after so many global samples."""
-        self._stating("load_state_dict", lambda: self.loader.load_state_dict(state))
+        """Continue at a saved state of the loader, which was saved after `samples` global samples."""
+        self._calling_state("load_state_dict", lambda: self.loader.load_state_dict(state))
         self.samples, self._last = samples, None
 
     def _checked(self, unread: Iterator[MicroBatch], first: int, num_samples: int) -> Iterator[MicroBatch]:
         source, count, most = self.source, 0, -(-num_samples // self.source.shards)
-        while (batch := self._calling(lambda: next(unread, END), first, num_samples, count)) is not END:
+        while (batch := self._calling_loader(lambda: next(unread, END), first, num_samples, count)) is not END:
             fault = malformed(batch, source.seq_length)
             count += 0 if fault else len(batch["sample_ids"])
             if count > most:
-                fault = f"it gives {count} samples, of which rank {source.rank} reads at most {most}"
+                fault = f"it yields {count} samples, and rank {source.rank} reads at most {most} of them"
             if fault:
-                where = self._where(first, num_samples)
+                where = self._samples_of(first, num_samples)
                 raise PluginError(f"{source.plugin} breaks the contract of loaders {where}: {fault}")
             fault = out_of_range(batch, self.loader.vocab_size)
             if fault:
                 raise UsageError(
-                    f"{source.plugin} gives data that cannot be used, {self._where(first, num_samples)}: {fault}; "
-                    f"correct the data, or prepare them with the tokenizer of this run"
+                    f"{source.plugin} yields invalid data {self._samples_of(first, num_samples)}: {fault}; "
+                    f"correct the data, or prepare it again with the tokenizer of this run"
                 )
             self._last = _last_of(batch["sample_ids"]) if count else None
             yield batch
         if count < num_samples // source.shards:
-            raise self._early(first, num_samples, count)
+            raise self._ended_early(first, num_samples, count)
 
-    def _calling(self, work: Callable[[], Any], first: int, num_samples: int, count: int = 0) -> Any:
-        """Do what calls the loader; what it raises names the plugin and the samples."""
+    def _calling_loader(self, work: Callable[[], Any], first: int, num_samples: int, count: int = 0) -> Any:
+        """Call the loader by `work`; an exception then names the plugin and the samples."""
         try:
             return work()
         except (UsageError, RunError) as error:
@@ -95,13 +98,13 @@ class Supervised:
                 raise
             raise plain from error
         except StopIteration as error:
-            raise self._early(first, num_samples, count) from error
+            raise self._ended_early(first, num_samples, count) from error
         except Exception as error:
             if isinstance(error.__cause__, StopIteration):  # in a generator, where Python makes it a RuntimeError
-                raise self._early(first, num_samples, count) from error
-            self._failed(error, f"failed {self._where(first, num_samples)}")
+                raise self._ended_early(first, num_samples, count) from error
+            self._failed(error, f"failed {self._samples_of(first, num_samples)}")
 
-    def _stating(self, name: str, work: Callable[[], T]) -> T:
+    def _calling_state(self, name: str, work: Callable[[], T]) -> T:
         try:
             return work()
         except (UsageError, RunError):
@@ -115,19 +118,18 @@ class Supervised:
             raise RunError(sentence) from error
         raise PluginError(f"{sentence}; its traceback is in logs/rank{self.source.rank}.log") from error
 
-    def _early(self, first: int, num_samples: int, count: int) -> PluginError:
+    def _ended_early(self, first: int, num_samples: int, count: int) -> PluginError:
         least = num_samples // self.source.shards
         return PluginError(
-            f"{self.source.plugin} ended early {self._where(first, num_samples)}: it gave {count} of the {least} that "
-            f"rank {self.source.rank} reads of them; after its last epoch "
-            f"a loader begins the next one"
+            f"{self.source.plugin} ended early {self._samples_of(first, num_samples)}: it yielded {count} of the "
+            f"{least} samples that rank {self.source.rank} reads; after an epoch, a loader must begin the next one"
         )
 
     @property
     def _data(self) -> str:
         return f"{'training' if self.source.split == 'train' else self.source.split} data"
 
-    def _where(self, first: int, num_samples: int) -> str:
+    def _samples_of(self, first: int, num_samples: int) -> str:
         """The samples of one call of `take`, by their numbers in the global order, and the epoch if it is stated."""
         epoch = getattr(self.loader, "samples_per_epoch", None)
         named = f" (epoch {first // epoch + 1})" if isinstance(epoch, int) and epoch > 0 else ""

@@ -93,8 +93,8 @@ def test_an_older_version_serves_what_a_newer_one_cannot(monkeypatch: pytest.Mon
 def test_where_none_is_installed_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, ())
     reason = refusal(site(), run())
-    assert reason.startswith("no flash-attn is installed; install mplug-flash[fa4] for Hopper and Blackwell")
-    assert refusal(site(), run(), 3).startswith("no flash-attn-3 is installed")
+    assert reason.startswith("flash-attn is not installed; install mplug-flash[fa4] for Hopper and Blackwell")
+    assert refusal(site(), run(), 3).startswith("flash-attn-3 is not installed")
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_where_none_is_installed_it_says_what_to_install(monkeypatch: pytest.Mon
         (site(), run(precision="fp32"), ("bf16", "trainer.precision")),
         (site(needs=("biases",)), run(), ("does not offer biases",)),
         (site(head_dim=20), run(), ("flash-attn-4", "64 to 128", "20")),
-        (site(dropout=0.1), run(), ("flash-attn-4", "no dropout", "0.1")),
+        (site(dropout=0.1), run(), ("flash-attn-4", "does not support dropout", "0.1")),
     ],
 )
 def test_what_it_cannot_serve_is_refused_with_the_reason(
@@ -117,8 +117,8 @@ def test_what_it_cannot_serve_is_refused_with_the_reason(
 def test_chips_are_refused_by_their_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, (4, 3), (8, 9))
     reason = refusal(site(), run())
-    assert "flash-attn-4 is for compute capabilities from 9.0 to 12.x, and this GPU has 8.9" in reason
-    assert "flash-attn-3 is for" in reason
+    assert "flash-attn-4 supports compute capabilities 9.0 to 12.x, and this GPU has 8.9" in reason
+    assert "flash-attn-3 supports compute" in reason
     machine(monkeypatch, (4,), (12, 0))
     assert chosen(site(), run()) == "flash-attn-4"
     assert "trainer.deterministic" in refusal(site(), run(deterministic=True))
@@ -144,7 +144,7 @@ def test_versions_are_found_without_importing_them() -> None:
 def test_a_run_on_a_cpu_that_names_it_is_refused_before_it_starts() -> None:
     result = CliRunner().invoke(main, ["explain", "--attention", "flash", "--set", "trainer.device=cpu"])
     assert result.exit_code == 2
-    assert "kernels/flash cannot serve Attention.core of 'blocks.*.attn': flash-attn is for CUDA GPUs" in result.output
+    assert "kernels/flash cannot serve Attention.core of 'blocks.*.attn': flash-attn needs a CUDA GPU" in result.output
     assert result.output.count("cannot serve") == 1
 
 
@@ -175,7 +175,7 @@ class TestFlash(KernelSuite):
     @pytest.fixture(autouse=True)
     def installed(self) -> None:
         if torch.cuda.is_available() and not any(version.installed for version in VERSIONS.values()):
-            pytest.skip("no flash-attn is installed")
+            pytest.skip("flash-attn is not installed")
 
 
 class TestDeterministicFlash(TestFlash):

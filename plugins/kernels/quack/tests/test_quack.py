@@ -92,11 +92,11 @@ def test_it_serves_gelu_in_bf16_on_hopper_with_a_bias_and_without(machine: Calla
 @pytest.mark.parametrize(
     ("at", "during", "words"),
     [
-        (site("swiglu"), run(), "it computes gelu and gelu_tanh, and this site's activation is swiglu"),
+        (site("swiglu"), run(), "it supports the activations gelu and gelu_tanh, and this site's activation is swiglu"),
         (site(), run("cpu"), "it needs a Hopper GPU, and this run is on the CPU"),
         (site(), run(precision="fp32"), "it computes in bf16, and trainer.precision is fp32"),
-        (site(d=36), run(), f"multiples of {ALIGNED}, and this MLP's are 36 and 128"),
-        (site(f=100), run(), f"multiples of {ALIGNED}, and this MLP's are 32 and 100"),
+        (site(d=36), run(), f"multiples of {ALIGNED} as widths, and this MLP has widths 36 and 128"),
+        (site(f=100), run(), f"multiples of {ALIGNED} as widths, and this MLP has widths 32 and 100"),
         (site("gelu", 32, 128, False, "ringo"), run(), "it does not offer ringo"),
     ],
 )
@@ -111,9 +111,9 @@ def test_what_a_machine_lacks_is_said(machine: Callable[..., None]) -> None:
     machine(installed=False)
     assert supports(site(), run()) == "QuACK is not installed; install 'mplug-quack[quack]'"
     machine(capability=(8, 0))
-    assert supports(site(), run()) == "it is for compute capability 9.0, and this GPU has 8.0"
+    assert supports(site(), run()) == "it supports compute capability 9.0, and this GPU has 8.0"
     machine(broken="no cutlass\nat all")
-    assert supports(site(), run()) == "QuACK is installed and cannot be used: no cutlass"
+    assert supports(site(), run()) == "QuACK is installed, and its import fails: no cutlass"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it is for machines that cannot run it")

@@ -187,9 +187,15 @@ def test_it_serves_exact_gelu_in_compiled_units_of_half_precision(named: bool) -
 @pytest.mark.parametrize(
     ("elsewhere", "reason"),
     [
-        ({"kind": "swiglu"}, r"nothing but plain torch \(kernels\.activation=null\) for 'swiglu'"),
-        ({"kind": "gelu_tanh"}, r"nothing but plain torch \(kernels\.activation=null\) for 'gelu_tanh'"),
-        ({"precision": "fp32"}, r"off by up to 2\.8e-6, which bf16 rounds away and fp32 does not"),
+        (
+            {"kind": "swiglu"},
+            r"supports 'gelu' only, and this site's activation is 'swiglu'; set kernels\.activation=null",
+        ),
+        (
+            {"kind": "gelu_tanh"},
+            r"supports 'gelu' only, and this site's activation is 'gelu_tanh'; set kernels\.activation=null",
+        ),
+        ({"precision": "fp32"}, r"errors of up to 2\.8e-6, which are too large for fp32"),
         ({"compiler": None}, r"units are eager \(trainer\.compile=never on 'cuda'\)"),
         ({"needs": frozenset({"log-sum-exp"})}, r"it does not offer log-sum-exp"),
     ],
@@ -215,7 +221,7 @@ def test_a_run_that_names_it_gets_it() -> None:
 
 def test_a_run_that_names_it_where_it_cannot_serve_is_refused_with_the_reason() -> None:
     message = (
-        r"kernels/triton cannot serve MLP\.activation of 'blocks\.\*\.mlp': it computes 'gelu', and .* for 'swiglu'"
+        r"kernels/triton cannot serve MLP\.activation of 'blocks\.\*\.mlp': it supports 'gelu' only, .* is 'swiglu'"
     )
     with pytest.raises(UsageError, match=message):
         suppliers(**{"kernels.activation": "triton", "model.activation": "swiglu"})

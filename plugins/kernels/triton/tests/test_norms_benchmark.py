@@ -64,7 +64,7 @@ def test_without_a_gpu_it_says_that_it_needs_one(norms: Any, capsys: pytest.Capt
     with pytest.raises(SystemExit) as refused:
         norms.main([])
     assert refused.value.code == 2
-    assert "torch sees no GPU here" in capsys.readouterr().err
+    assert "torch finds no GPU on this machine" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,9 @@ def test_it_serves_even_head_dims_on_a_gpu() -> None:
 @pytest.mark.usefixtures("installed")
 def test_it_serves_norms_of_rows_that_registers_hold() -> None:
     assert [answer(NORM, width) for width in (1, 33, 2048, WIDEST)] == [True] * 4
-    assert f"of up to {WIDEST} numbers, and this site's has {WIDEST + 1}" in str(answer(NORM, WIDEST + 1))
+    assert f"of up to {WIDEST} elements, which fit into registers, and this site's have {WIDEST + 1}" in str(
+        answer(NORM, WIDEST + 1)
+    )
 
 
 @pytest.mark.usefixtures("installed")

@@ -172,8 +172,8 @@ def test_attention_that_draws_torchs_own_numbers_draws_the_same_again() -> None:
 def test_slots_that_are_misspelt_or_absent_or_cannot_be_run_again_are_refused() -> None:
     for slots, reason in (
         (["atention"], "did you mean 'attention'"),
-        (["experts"], "models/gpt has no slot of 'experts'"),
-        (["linear"], "'Linear.gemm' keeps nothing but its input"),
+        (["experts"], "models/gpt has no slot 'experts'; remove it"),
+        (["linear"], "to recompute 'Linear.gemm' saves no memory"),
         ([], "is empty"),
     ):
         with pytest.raises(UsageError, match=reason):
@@ -224,10 +224,10 @@ def _keeps_everything(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("mutation", "said"),
     [
-        (_counted_twice, "is what runs again counted again"),
+        (_counted_twice, "is a recomputed result counted twice"),
         (_runs_another_forward, "has other bits|the norm of step"),
-        (_draws_other_numbers, "is another where a kernel draws from torch's generator"),
-        (_keeps_everything, "bytes stay on the device"),
+        (_draws_other_numbers, "differs if a kernel draws from torch's generator"),
+        (_keeps_everything, "bytes on the device"),
     ],
 )
 def test_the_suite_catches(mutation: Callable[[pytest.MonkeyPatch], None], said: str) -> None:

@@ -60,7 +60,7 @@ class TestOnAGPU(TestSGD):
 
 
 def test_nesterov_without_momentum_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"nesterov looks ahead along the momentum, which is 0"):
+    with pytest.raises(ValueError, match=r"nesterov=true requires momentum, which is 0"):
         SGD.Config(momentum=0.0, nesterov=True)
 
 

@@ -198,27 +198,35 @@ def refusal(**changes: Any) -> str:
 def test_attention_dropout_is_refused_where_attention_is_computed_in_parts(method: str) -> None:
     degree = {"parallel__cp__ulysses_degree": 2} if method == "hierarchical" else {}
     said = refusal(parallel__cp__method=method, model__attention_dropout=0.1, **degree)
-    assert "parallel/cp cannot serve Attention.core of 'blocks.*.attn': attention dropout is 0.1" in said
+    assert (
+        "parallel/cp cannot serve Attention.core of 'blocks.*.attn': attention that is computed by parts does not"
+        in said
+    )
+    assert "attention dropout is 0.1; set it to 0, or set parallel.cp.method=ulysses" in said
     assert "parallel.cp.method=ulysses" in said
 
 
 @pytest.mark.parametrize("method", ["ring", "all_gather"])
 def test_what_parts_of_attention_cannot_say_is_refused(method: str) -> None:
     said = refusal(parallel__cp__method=method, model__position="alibi")
-    assert "parallel/cp cannot serve Attention.core of 'blocks.*.attn': parts of attention have no alibi bias" in said
+    assert (
+        "parallel/cp cannot serve Attention.core of 'blocks.*.attn': attention that is computed by parts does not"
+        in said
+    )
+    assert "does not support alibi bias" in said
     assert "parallel.cp.method=ulysses" in said
 
 
 def test_heads_that_do_not_divide_are_refused_with_what_would_do() -> None:
     said = refusal(parallel__layout="cp4tp2", parallel__cp__method="ulysses")
-    assert "cp=4 does not divide the 2 query heads of a rank; use 1 or 2, or parallel.cp.method=ring" in said
+    assert "cp=4 does not divide the 2 query heads of a rank; use 1 or 2, or set parallel.cp.method=ring" in said
     settings = {"parallel__cp__method": "hierarchical", "parallel__cp__ulysses_degree": 4}
     assert "parallel.cp.ulysses_degree=4 does not divide the 2" in refusal(parallel__layout="cp4tp2", **settings)
 
 
 def test_groups_of_neighbours_belong_to_the_hierarchy() -> None:
-    assert "'hierarchical' needs it" in refusal(parallel__cp__method="hierarchical")
-    assert "no other method has it" in refusal(parallel__cp__ulysses_degree=2)
+    assert "'hierarchical' requires a degree" in refusal(parallel__cp__method="hierarchical")
+    assert "every other method refuses it; remove it" in refusal(parallel__cp__ulysses_degree=2)
     degree = {"parallel__cp__method": "hierarchical", "parallel__cp__ulysses_degree": 3}
     assert "parallel.cp.ulysses_degree=3 does not divide cp=4" in refusal(**degree)
 
@@ -235,7 +243,7 @@ def test_a_kernel_that_gives_no_log_sum_exp_is_refused_where_a_method_needs_it(m
 
 def test_explain_says_by_which_method() -> None:
     wraps = {
-        wrap.told
+        wrap.label
         for filled in build_model(tiny_run({"parallel.layout": "cp4", **HIERARCHICAL})).slots
         for wrap in filled.wraps
     }

@@ -56,7 +56,9 @@ def test_what_does_not_divide_is_refused_with_the_numbers(size: int, length: int
     if size == 1 or length % (2 * size) == 0:
         assert sum(len(held(length, size, index)) for index in range(size)) == length
         return
-    with pytest.raises(UsageError, match=f"{2 * size} chunks do not divide a length of {length}"):
+    with pytest.raises(
+        UsageError, match=f"{2 * size} chunks, two per rank, and {2 * size} does not divide its length {length}"
+    ):
         zigzag(length, size, 0)
 
 

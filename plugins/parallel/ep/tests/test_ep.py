@@ -232,8 +232,8 @@ def test_a_run_with_divided_experts_goes_on_under_another_layout(tmp_path: Path)
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model.name": "gpt", "parallel.layout": "ep2"}, ("ep=2 divides experts", "'gpt' has none", "without ep")),
-        ({"model.name": "gpt", "parallel.layout": "tp2etp2"}, ("etp=2 divides experts", "'gpt' has none")),
+        ({"model.name": "gpt", "parallel.layout": "ep2"}, ("ep=2 splits experts", "'gpt' has none", "without ep")),
+        ({"model.name": "gpt", "parallel.layout": "tp2etp2"}, ("etp=2 splits experts", "'gpt' has none")),
         (
             {**EXPERTS, "model.num_experts": 6, "parallel.layout": "ep4"},
             ("ep=4 does not divide the 6 expert", "1 or 2 or 3 or 6"),
@@ -297,5 +297,5 @@ def test_of_more_processes_those_that_are_left_are_data_parallel(word: str, star
 
 def test_processes_that_the_views_do_not_divide_are_refused_with_the_numbers() -> None:
     overrides = from_mapping({"model": {"name": "mixtral"}, "parallel": {"layout": "ep4"}}, "")
-    with pytest.raises(UsageError, match=r"'ep4' is for 4 processes, and torchrun has started 6"):
+    with pytest.raises(UsageError, match=r"'ep4' needs a multiple of 4 processes, and torchrun has started 6"):
         settle(default_settings(), overrides, World(0, 6, 0, "torchrun"))

@@ -302,11 +302,11 @@ def assert_same_tensors(one: Path, other: Path) -> None:
         ),
         (
             {"parallel.layout": "dp2fsdp2", "parallel.fsdp.cpu_offload": True},
-            ("parallel.fsdp.cpu_offload", "dp cannot sum them", "give its ranks to fsdp"),
+            ("parallel.fsdp.cpu_offload", "the axis 'dp' cannot sum them", "give its ranks to fsdp"),
         ),
         (
             {**EXPERTS, "parallel.layout": "ep2fsdp2", "parallel.fsdp.cpu_offload": True},
-            ("parallel.fsdp.cpu_offload", "'blocks.0.", "is not divided by fsdp"),
+            ("parallel.fsdp.cpu_offload", "'blocks.0.", "does not shard"),
         ),
     ],
 )
@@ -322,10 +322,12 @@ def test_a_schedule_that_splits_backward_is_refused_before_launch(monkeypatch: p
 
     place = Model.place
     monkeypatch.setattr(Model, "place", lambda self, mesh, stages: place(self, mesh, replace(stages, backward="split")))
-    with pytest.raises(UsageError, match=r"computes gradients of weights later; use a schedule .* 1f1b"):
+    with pytest.raises(UsageError, match=r"computes weight gradients later; use a schedule .* 1f1b"):
         build_model(tiny_run({"parallel.layout": "fsdp2pp2"}))
 
 
 def test_another_strategy_that_divides_the_state_is_refused_by_its_name() -> None:
-    with pytest.raises(UsageError, match=r"parallel/fsdp divides .* and so does parallel/zero.* name one of them"):
+    with pytest.raises(
+        UsageError, match=r"parallel/fsdp and parallel/zero both shard .*; use a layout with only one of them"
+    ):
         tiny_run({"parallel.layout": "fsdp2zero2"})

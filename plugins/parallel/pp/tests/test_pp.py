@@ -13,4 +13,4 @@ class TestPipelineParallel(ParallelSuite):
         "units-per-stage": {"parallel.pp.units_per_stage": [2, 4]},
         "one-micro-batch": {"trainer.micro_batch_size": 8},
     }
-    refused = {"pp6": ("pp=6", "5 units", "use at most 5")}
+    refused = {"pp6": ("pp=6", "5 units", "use pp=5 or less")}

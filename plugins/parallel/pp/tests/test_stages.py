@@ -128,13 +128,13 @@ def test_a_user_may_say_how_many_units_each_stage_has(given_counts: tuple[int, .
 
 @pytest.mark.parametrize("given_counts", [(3, 2), (3, 4)])
 def test_numbers_that_do_not_add_up_to_the_units_are_refused(given_counts: tuple[int, ...]) -> None:
-    with pytest.raises(UsageError, match=rf"units_per_stage adds up to {sum(given_counts)}; the model has 6 units"):
+    with pytest.raises(UsageError, match=rf"units_per_stage sums to {sum(given_counts)}, and the model has 6 units"):
         divide(small(), 2, given_counts)
 
 
 def test_more_stages_than_units_that_compute_are_refused() -> None:
     assert lengths_of(divide(small(num_layers=2), 3, None)) == [2, 1, 1]
-    with pytest.raises(UsageError, match="pp=4 stages are too many for the 3 units of the model that compute"):
+    with pytest.raises(UsageError, match="pp=4 is too large: only 3 units of the model have weights that compute"):
         divide(small(num_layers=2), 4, None)
 
 
@@ -222,7 +222,7 @@ def test_the_division_of_a_run_is_what_the_config_says() -> None:
 @pytest.mark.parametrize(
     ("assignments", "said"),
     [
-        (["parallel.layout=pp2", "parallel.pp.units_per_stage=[1, 2, 3]"], "has 3 numbers; pp=2 needs 2"),
+        (["parallel.layout=pp2", "parallel.pp.units_per_stage=[1, 2, 3]"], "has 3 numbers, and pp=2 has 2 stages"),
         (["parallel.layout=pp2", "parallel.pp.units_per_stage=[0, 6]"], r"units_per_stage\.0.*must be greater than 0"),
         (["parallel.layout=pp2", "parallel.pp.schedule=zigzag"], "schedule.*'1f1b' or 'gpipe'"),
     ],
@@ -233,7 +233,7 @@ def test_a_wrong_division_is_refused_before_anything_is_built(assignments: list[
 
 
 def test_a_division_that_the_model_does_not_bear_is_refused() -> None:
-    with pytest.raises(UsageError, match="adds up to 3; the model has 6 units"):
+    with pytest.raises(UsageError, match="sums to 3, and the model has 6 units"):
         build_model(prepared("parallel.layout=pp2", "parallel.pp.units_per_stage=[1, 2]"))
 
 

@@ -110,25 +110,25 @@ def test_a_table_is_made_and_proven_by_work_that_grows_with_its_actions_and_not_
 
 GOOD = ("F0 SF0 F1 SF1 RB0 B0 RB1 B1", "RF0 F0 RF1 B0 SB0 F1 B1 SB1")
 FAULTS = {
-    "a forward is missing": (GOOD[0], "RF0 F0 RF1 B0 SB0 B1 SB1", "stage 1 leaves out F1"),
-    "a backward is missing": ("F0 SF0 F1 SF1 RB0 B0 RB1", GOOD[1], "stage 0 leaves out B1"),
-    "a send is missing": ("F0 SF0 F1 RB0 B0 RB1 B1", GOOD[1], "stage 0 leaves out SF1"),
-    "a send of a gradient is missing": (GOOD[0], "RF0 F0 RF1 B0 F1 B1 SB1", "stage 1 leaves out SB0"),
-    "a receive is missing": (GOOD[0], "RF0 F0 B0 SB0 F1 B1 SB1", "stage 1 leaves out RF1"),
-    "a forward is done twice": ("F0 SF0 F0 F1 SF1 RB0 B0 RB1 B1", GOOD[1], "stage 0 does something twice"),
-    "a send is done twice": ("F0 SF0 F1 SF1 RB0 B0 RB1 B1 SF0", GOOD[1], "stage 0 does something twice"),
-    "a micro batch too many": ("F0 SF0 F1 SF1 F2 RB0 B0 RB1 B1", GOOD[1], "stage 0 must not do F2"),
-    "a send off the end": (GOOD[0], f"{GOOD[1]} SF0", "stage 1 must not do SF0"),
-    "a receive before the start": (f"RF0 {GOOD[0]}", GOOD[1], "stage 0 must not do RF0"),
-    "a backward before its forward": (GOOD[0], "RF0 B0 SB0 F0 RF1 F1 B1 SB1", "stage 1 does B0 before F0"),
-    "a forward before its receive": (GOOD[0], "F0 RF0 RF1 B0 SB0 F1 B1 SB1", "stage 1 does F0 before RF0"),
-    "a backward before its gradient": ("F0 SF0 F1 SF1 B0 RB0 RB1 B1", GOOD[1], "stage 0 does B0 before RB0"),
-    "a send before its forward": ("SF0 F0 F1 SF1 RB0 B0 RB1 B1", GOOD[1], "stage 0 does SF0 before F0"),
-    "a send before its backward": (GOOD[0], "RF0 F0 RF1 SB0 B0 F1 B1 SB1", "stage 1 does SB0 before B0"),
+    "a forward is missing": (GOOD[0], "RF0 F0 RF1 B0 SB0 B1 SB1", "stage 1 lacks F1"),
+    "a backward is missing": ("F0 SF0 F1 SF1 RB0 B0 RB1", GOOD[1], "stage 0 lacks B1"),
+    "a send is missing": ("F0 SF0 F1 RB0 B0 RB1 B1", GOOD[1], "stage 0 lacks SF1"),
+    "a send of a gradient is missing": (GOOD[0], "RF0 F0 RF1 B0 F1 B1 SB1", "stage 1 lacks SB0"),
+    "a receive is missing": (GOOD[0], "RF0 F0 B0 SB0 F1 B1 SB1", "stage 1 lacks RF1"),
+    "a forward is done twice": ("F0 SF0 F0 F1 SF1 RB0 B0 RB1 B1", GOOD[1], "stage 0 has the same action twice"),
+    "a send is done twice": ("F0 SF0 F1 SF1 RB0 B0 RB1 B1 SF0", GOOD[1], "stage 0 has the same action twice"),
+    "a micro batch too many": ("F0 SF0 F1 SF1 F2 RB0 B0 RB1 B1", GOOD[1], "stage 0 must not run F2"),
+    "a send off the end": (GOOD[0], f"{GOOD[1]} SF0", "stage 1 must not run SF0"),
+    "a receive before the start": (f"RF0 {GOOD[0]}", GOOD[1], "stage 0 must not run RF0"),
+    "a backward before its forward": (GOOD[0], "RF0 B0 SB0 F0 RF1 F1 B1 SB1", "stage 1 runs B0 before F0"),
+    "a forward before its receive": (GOOD[0], "F0 RF0 RF1 B0 SB0 F1 B1 SB1", "stage 1 runs F0 before RF0"),
+    "a backward before its gradient": ("F0 SF0 F1 SF1 B0 RB0 RB1 B1", GOOD[1], "stage 0 runs B0 before RB0"),
+    "a send before its forward": ("SF0 F0 F1 SF1 RB0 B0 RB1 B1", GOOD[1], "stage 0 runs SF0 before F0"),
+    "a send before its backward": (GOOD[0], "RF0 F0 RF1 SB0 B0 F1 B1 SB1", "stage 1 runs SB0 before B0"),
     "a weight gradient before its backward": (
         "F0 SF0 F1 SF1 RB0 W0 B0 RB1 B1",
         GOOD[1],
-        "stage 0 does W0 before B0",
+        "stage 0 runs W0 before B0",
     ),
     "two blocking sends that cross": (
         GOOD[0],
@@ -157,7 +157,7 @@ def test_a_planted_fault_is_named(fault: str) -> None:
 
 def test_weight_gradients_are_optional_but_come_once() -> None:
     assert check(table("F0 B0 W0"), 1) == [1]
-    with pytest.raises(ValueError, match="stage 0 does something twice"):
+    with pytest.raises(ValueError, match="stage 0 has the same action twice"):
         check(table("F0 B0 W0 W0"), 1)
 
 
@@ -168,7 +168,7 @@ def test_a_good_table_that_loses_or_repeats_any_action_is_refused(data: st.DataO
     at = data.draw(st.integers(0, len(rows[stage]) - 1))
     left_out = (*rows[stage][:at], *rows[stage][at + 1 :])
     repeated = (*rows[stage], rows[stage][at])
-    for actions, said in ((left_out, f"stage {stage} leaves out {rows[stage][at]}"), (repeated, "twice")):
+    for actions, said in ((left_out, f"stage {stage} lacks {rows[stage][at]}"), (repeated, "twice")):
         with pytest.raises(ValueError, match=said):
             check((*rows[:stage], actions, *rows[stage + 1 :]), number)
 
@@ -232,9 +232,9 @@ def data_needs(action: Action) -> list[Action]:
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        (("F0 B0", "B0 F0"), "the schedule waits for itself: stage 0 at B0, stage 1 at B0"),
+        (("F0 B0", "B0 F0"), "the schedule deadlocks: stage 0 at B0, stage 1 at B0"),
         (("F1 F0 B0 B1", "F0 B0 F1 B1", "F0 B0 F1 B1"), None),
-        (("F0 B0 F1 B1", "F1 B1 F0 B0"), "the schedule waits for itself: stage 0 at B0, stage 1 at F1"),
+        (("F0 B0 F1 B1", "F1 B1 F0 B0"), "the schedule deadlocks: stage 0 at B0, stage 1 at F1"),
     ],
 )
 def test_a_schedule_that_waits_for_itself_gets_no_transfers(rows: tuple[str, ...], said: str | None) -> None:

@@ -61,7 +61,10 @@ def test_a_file_that_changes_under_its_name_is_read_anew(tmp_path: Path) -> None
 
 def test_a_named_encoding_is_refused_and_nothing_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "socket", lambda *_: pytest.fail("it opens a connection"))
-    with pytest.raises(UsageError, match=r"'cl100k_base' would be downloaded.*set path=cl100k_base\.tiktoken"):
+    with pytest.raises(
+        UsageError,
+        match=r"'cl100k_base' is the name of an encoding, and mplug downloads no files.*set path=cl100k_base\.tiktoken",
+    ):
         build("cl100k_base")
 
 
@@ -73,8 +76,8 @@ def test_a_named_encoding_is_refused_and_nothing_is_fetched(monkeypatch: pytest.
         (["!!! 1"], "line 1 is not a base64 token and a number"),
         (["YQ== -1"], "line 1 is not a base64 token and a number from 0 to"),
         ([f"YQ== {2**31}"], "line 1 is not a base64 token and a number from 0 to"),
-        (["YQ== 1", "YQ== 2"], "line 2, has a token that has been"),
-        ([""], "is no file of ranks: it is empty; fetch the file again"),
+        (["YQ== 1", "YQ== 2"], "line 2, repeats the token of an earlier line"),
+        ([""], "is no file of ranks: it is empty; download the file again"),
     ],
 )
 def test_a_broken_file_is_refused(tmp_path: Path, tokens: list, said: str) -> None:

@@ -123,7 +123,7 @@ def products(run: Run, model: Model) -> list[Work]:
     tokens, passes = run.micro_batch_size * _own_length(run), model.passes
     assert passes is not None, "the model is not built"
     names = [name for name, part in model.module.named_modules() if isinstance(part, Linear)]
-    alike = Counter(
+    counts = Counter(
         (
             model.placement_of(f"{name}.weight").local_shape(run.rank),
             name not in passes.no_dgrad,
@@ -137,7 +137,7 @@ def products(run: Run, model: Model) -> list[Work]:
             layers * _micro_batches(run),
             partial(_products, run, tokens, out, wide, dgrad, wgrad),
         )
-        for ((out, wide), dgrad, wgrad), layers in alike.items()
+        for ((out, wide), dgrad, wgrad), layers in counts.items()
     ]
 
 
@@ -161,8 +161,8 @@ def attentions(run: Run, model: Model) -> list[Work]:
     Backward counts 2.5 times the forward pass, because it recomputes the scores (FlashAttention-2, arXiv 2307.08691).
     """
     assert model.passes is not None, "the model is not built"
-    filled = {one.site.name: one.site.module for one in model.slots if one.site.slot == "Attention.core"}
-    alike = Counter(
+    filled = {slot.site.name: slot.site.module for slot in model.slots if slot.site.slot == "Attention.core"}
+    counts = Counter(
         (part.core, *_own_heads(run, part), part.head_dim, name not in model.passes.no_backward)
         for name, part in filled.items()
     )
@@ -173,7 +173,7 @@ def attentions(run: Run, model: Model) -> list[Work]:
             layers * _micro_batches(run),
             partial(_attend, run, core, heads, groups, width, backward),
         )
-        for (core, heads, groups, width, backward), layers in alike.items()
+        for (core, heads, groups, width, backward), layers in counts.items()
     ]
 
 

@@ -19,26 +19,37 @@ if TYPE_CHECKING:
 
 @click.command()
 @config_options
-@click.option("--steps", type=click.IntRange(1, 10**6), default=10, show_default=True, help="Steps that are measured.")
-@click.option("--warmup", type=click.IntRange(1, 10**6), default=5, show_default=True, help="Steps before them.")
+@click.option("--steps", type=click.IntRange(1, 10**6), default=10, show_default=True, help="Number of measured steps.")
+@click.option(
+    "--warmup",
+    type=click.IntRange(1, 10**6),
+    default=5,
+    show_default=True,
+    help="Number of unmeasured steps before them.",
+)
 @click.option(
     "--variant",
     "variants",
     metavar="'FIELD=VALUE ...'",
     multiple=True,
-    help="Measure with these settings, too; several take turns. '' is the run without changes.",
+    help="Measure with these changed settings; repeat the option to compare variants, which take turns. '' is the run "
+    "without changes.",
 )
 @click.option(
     "--against",
     metavar="'SCRIPT ...'",
-    help="A script that trains the same model takes its turns, too: benchmarks/yardstick.py, or one like it. It gets "
-    "the run's settings; FIELD=VALUE after its name change them for it.",
+    help="Also measure a script that trains the same model, in turns with the variants: for example "
+    "benchmarks/yardstick.py. It receives the run's settings; FIELD=VALUE after its name changes them for it.",
 )
 @click.option(
-    "--rounds", type=click.IntRange(1, 10**6), default=1, show_default=True, help="Turns of each participant."
+    "--rounds",
+    type=click.IntRange(1, 10**6),
+    default=1,
+    show_default=True,
+    help="Number of turns of each variant and of the script.",
 )
-@click.option("--profile", is_flag=True, help="Where the time goes, by class of kernel.")
-@click.option("--limits", is_flag=True, help="Measure what the machine itself can do with each variant's work, too.")
+@click.option("--profile", is_flag=True, help="Show the time of a step by class of kernel.")
+@click.option("--limits", is_flag=True, help="Also measure the limits of the machine for each variant's work.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write all figures to this file, as JSON.")
 def command(
     steps: int,
@@ -53,9 +64,9 @@ def command(
 ) -> None:
     """Measure the steps of a run on random tokens, without logs, evaluation or checkpoints.
 
-    Every variant has processes of its own, and they take turns: A B A B. Tokens and TFLOP/s are those of one GPU; A = 6
-    counts causal attention once, A = 12 its whole square. Ratios of tokens/s are the median over rounds, each with its
-    own round of the other; with --against, the smallest and largest are shown, too.
+    Each variant runs in its own processes, and variants take turns: A B A B. Tokens and TFLOP/s are per GPU; A = 6
+    counts causal attention once, A = 12 counts its full square. RATIO is the median, over rounds, of the ratio of
+    tokens/s to those of the first variant in the same round; with --against, the smallest and largest are shown too.
 
     \b
     mplug bench --preset 1.7b --precision bf16 --set trainer.global_batch_size=4 --profile --limits
@@ -67,7 +78,9 @@ def command(
     from mplug_bench.script import Script
 
     if launched() is not None:
-        raise UsageError("mplug bench starts its own processes; call it without a launcher")
+        raise UsageError(
+            "mplug bench starts its own processes, and a launcher has started this one; run it without one"
+        )
     base, script = overrides(**options), Script.read(against) if against is not None else None
     tasks = {
         variant: Task(merge(base, read_assignments(variant.split(), "--variant")), warmup, steps)
@@ -75,20 +88,20 @@ def command(
     }
     facts = {variant: facts_of(*checked(task.overrides)) for variant, task in tasks.items()}
     opponent = Opponent.of(script, base, facts) if script is not None else None
-    sizes = {variant: one.world_size for variant, one in facts.items()}
+    sizes = {variant: fact.world_size for variant, fact in facts.items()}
     try:
-        measured, opposed = _measured(tasks, sizes, opponent, rounds, profile)
-        found = _limits(tasks, sizes) if limits else {}
+        measured, opposing = _measured(tasks, sizes, opponent, rounds, profile)
+        ceilings = _limits(tasks, sizes) if limits else {}
     except Stopped as stop:
         raise SystemExit(128 + stop.signal) from None
-    everyone = measured | ({opponent.name: opposed} if opponent and opposed else {})
-    click.echo(_rows(everyone, opposed))
+    everyone = measured | ({opponent.name: opposing} if opponent and opposing else {})
+    click.echo(_rows(everyone, opposing))
     if profile:
         click.echo(f"\n{_classes(everyone)}")
-    if found:
-        click.echo(f"\n{_fractions(measured, found)}")
+    if ceilings:
+        click.echo(f"\n{_fractions(measured, ceilings)}")
     if out is not None:
-        out.write_text(json.dumps(as_json(measured, found, opposed), indent=2) + "\n")
+        out.write_text(json.dumps(as_json(measured, ceilings, opposing), indent=2) + "\n")
 
 
 def _measured(
@@ -98,42 +111,42 @@ def _measured(
     from mplug_bench.measure import shown, turn
 
     measured: dict[str, Measured] = {}
-    opposed: Measured | None = None
+    opposing: Measured | None = None
     for number in range(rounds):
         profiling = profile and number == 0
         for variant, task in tasks.items():
             click.echo(f"round {number + 1} of {rounds}: {shown(variant)}", err=True)
-            found = turn(replace(task, profile=profiling), sizes[variant])
-            _tell(found)
-            measured[variant] = measured[variant].joined(found) if variant in measured else found
+            result = turn(replace(task, profile=profiling), sizes[variant])
+            _report(result)
+            measured[variant] = measured[variant].joined(result) if variant in measured else result
         if opponent is not None:
             click.echo(f"round {number + 1} of {rounds}: {opponent.name}", err=True)
             first = next(iter(tasks.values()))
-            found = opponent.turn(replace(first, profile=profiling), next(iter(measured.values())).peak_tflops)
-            _tell(found)
-            opposed = opposed.joined(found) if opposed else found
-    return measured, opposed
+            result = opponent.turn(replace(first, profile=profiling), next(iter(measured.values())).peak_tflops)
+            _report(result)
+            opposing = opposing.joined(result) if opposing else result
+    return measured, opposing
 
 
-def _tell(found: "Measured") -> None:
+def _report(result: "Measured") -> None:
     """Print the result of a turn to stderr at once, before the other turns are complete."""
-    click.echo(f"    {found.step * 1e3:,.1f} ms a step, {found.tokens_per_s:,.0f} tokens/s/GPU", err=True)
+    click.echo(f"    {result.step * 1e3:,.1f} ms per step, {result.tokens_per_s:,.0f} tokens/s/GPU", err=True)
 
 
 def _limits(tasks: "dict[str, Task]", sizes: dict[str, int]) -> "dict[str, Limits]":
     from mplug_bench.measure import limits, shown
 
-    found = {}
+    ceilings = {}
     for variant, task in tasks.items():
         click.echo(f"limits: {shown(variant)}", err=True)
-        found[variant] = limits(task, sizes[variant])
-    return found
+        ceilings[variant] = limits(task, sizes[variant])
+    return ceilings
 
 
 # Output.
 
 
-def _rows(everyone: "dict[str, Measured]", opposed: "Measured | None") -> str:
+def _rows(everyone: "dict[str, Measured]", opposing: "Measured | None") -> str:
     from mplug_bench.measure import shown
 
     first = next(iter(everyone.values()))
@@ -141,22 +154,22 @@ def _rows(everyone: "dict[str, Measured]", opposed: "Measured | None") -> str:
     rows = [
         [
             shown(name),
-            f"{one.step * 1e3:,.1f}",
-            f"{min(one.seconds) * 1e3:,.1f}",
-            f"{max(one.seconds) * 1e3:,.1f}",
-            f"{one.tokens_per_s:,.0f}",
-            f"{one.tflops(one.flops):.3g}",
-            f"{one.tflops(one.flops_full):.3g}",
-            f"{one.mfu:.1%}" if one.mfu is not None else "-",
-            f"{one.memory_gib:.2f}",
-            f"{statistics.median(one.ratios(first)):.3f}",
+            f"{participant.step * 1e3:,.1f}",
+            f"{min(participant.seconds) * 1e3:,.1f}",
+            f"{max(participant.seconds) * 1e3:,.1f}",
+            f"{participant.tokens_per_s:,.0f}",
+            f"{participant.tflops(participant.flops):.3g}",
+            f"{participant.tflops(participant.flops_full):.3g}",
+            f"{participant.mfu:.1%}" if participant.mfu is not None else "-",
+            f"{participant.memory_gib:.2f}",
+            f"{statistics.median(participant.ratios(first)):.3f}",
         ]
-        for name, one in everyone.items()
+        for name, participant in everyone.items()
     ]
-    if opposed is not None:
+    if opposing is not None:
         header.append(f"TO {list(everyone)[-1]}")
         for row, one in zip(rows, everyone.values(), strict=True):
-            ratios = one.ratios(opposed)
+            ratios = one.ratios(opposing)
             row.append(f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
     return table(header, rows)
 
@@ -166,13 +179,15 @@ def _classes(everyone: "dict[str, Measured]") -> str:
     from mplug_bench.measure import shown
     from mplug_bench.profiling import COLLECTIVES, GAPS, PRECEDENCE
 
-    profiles = {shown(name): one.profile for name, one in everyone.items() if one.profile is not None}
+    profiles = {
+        shown(name): participant.profile for name, participant in everyone.items() if participant.profile is not None
+    }
     kinds = [kind for kind in (*PRECEDENCE, GAPS) if any(kind in one.classes for one in profiles.values())]
     rows = [[kind, *(_part(one.classes.get(kind, 0.0), one) for one in profiles.values())] for kind in kinds]
-    if any(one.collectives for one in profiles.values()):
+    if any(profile.collectives for profile in profiles.values()):
         rows[kinds.index(COLLECTIVES)][0] += ", exposed"
-        rows.append([f"{COLLECTIVES}, hidden ones too", *(_part(one.collectives, one) for one in profiles.values())])
-    return table(("MILLISECONDS A STEP", *profiles), rows)
+        rows.append([f"{COLLECTIVES}, exposed and hidden", *(_part(one.collectives, one) for one in profiles.values())])
+    return table(("MS PER STEP", *profiles), rows)
 
 
 def _part(seconds: float, profile: "Profile") -> str:
@@ -183,12 +198,12 @@ def _fractions(measured: "dict[str, Measured]", limits: "dict[str, Limits]") -> 
     """A table of the machine's rates, and of each class of a step as a fraction of its limit."""
     from mplug_bench.measure import shown
 
-    found = limits.values()
-    rates = dict.fromkeys(what for one in found for what in one.rates)
-    rows = [[what, *(f"{one.rates[what]:,.3g}" if what in one.rates else "-" for one in found)] for what in rates]
-    for kind in dict.fromkeys(kind for one in found for kind in one.classes):
-        cells = [_fraction(one.classes.get(kind), measured[name], kind) for name, one in limits.items()]
-        rows.append([f"{kind} alone, ms a step (of what it took)", *cells])
+    ceilings = limits.values()
+    rates = dict.fromkeys(rate for ceiling in ceilings for rate in ceiling.rates)
+    rows = [[rate, *(f"{each.rates[rate]:,.3g}" if rate in each.rates else "-" for each in ceilings)] for rate in rates]
+    for kind in dict.fromkeys(kind for ceiling in ceilings for kind in ceiling.classes):
+        cells = [_fraction(ceiling.classes.get(kind), measured[name], kind) for name, ceiling in limits.items()]
+        rows.append([f"{kind} alone, ms per step (% of the measured time)", *cells])
     return table(("LIMITS", *map(shown, limits)), rows)
 
 

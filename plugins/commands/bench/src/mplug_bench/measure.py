@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Task:
-    """What every process of a measurement receives from the command; plain data that can be pickled."""
+    """The description of a measurement that the command passes to each of its processes: plain data, can be pickled."""
 
     overrides: Settings
     warmup: int
@@ -94,10 +94,11 @@ class Measured(Facts):
 
     def ratios(self, other: "Measured") -> list[float]:
         """The ratio of this participant's tokens per second and GPU to another's, for each round of both."""
-        mine, theirs = (
-            [one.tokens / one.world_size / statistics.median(r) for r in one.rounds] for one in (self, other)
+        own_rates, other_rates = (
+            [side.tokens / side.world_size / statistics.median(steps) for steps in side.rounds]
+            for side in (self, other)
         )
-        return [own / its for own, its in zip(mine, theirs, strict=False)]
+        return [own / reference for own, reference in zip(own_rates, other_rates, strict=False)]
 
     def joined(self, other: "Measured") -> "Measured":
         """These figures together with those of the next round of the same participant."""
@@ -138,37 +139,37 @@ def facts_of(run: Run, model: "Model") -> Facts:
 
 def turn(task: Task, world_size: int) -> Measured:
     """Measure one round of a variant."""
-    found: Measured = launch(world_size, _measure, task)
-    return found
+    result: Measured = launch(world_size, _measure, task)
+    return result
 
 
 def limits(task: Task, world_size: int) -> "Limits":
     """Measure the limits of the machine, and the time of a variant's work at these limits."""
-    found: Limits = launch(world_size, _limits, task)
-    return found
+    result: Limits = launch(world_size, _limits, task)
+    return result
 
 
 @contextmanager
-def _running(task: Task, tell: Callable[[int | Beat], None]) -> Iterator[Run]:
+def _running(task: Task, send: Callable[[int | Beat], None]) -> Iterator[Run]:
     """Make this process one of a measurement for the block."""
     run = prepare(resolve(Registry(), bench_settings(), task.overrides))
     from mplug.commands import choose_device  # imports torch, so only after the config is valid
 
     run.device = choose_device(run.config)
-    with among(launched(), run, tell):
+    with among(launched(), run, send):
         yield run
 
 
-def _measure(task: Task, tell: Callable[[int | Beat], None]) -> Measured:
-    """Measure one round in this process; `tell` receives the number of every step, and a heartbeat every second."""
-    with _running(task, tell) as run:
+def _measure(task: Task, send: Callable[[int | Beat], None]) -> Measured:
+    """Measure one round in this process; `send` receives the number of every step, and a heartbeat every second."""
+    with _running(task, send) as run:
         from mplug.commands import build, compiled_graphs, launch_step, peak_memory_gib, peak_tflops, timed
 
         parts, config = build(run), run.config
 
         def step() -> None:
             run.step += 1
-            tell(run.step)
+            send(run.step)
             samples, optimizer = config.trainer.global_batch_size, config.optimizer
             launch_step(run, parts, samples, optimizer.lr, optimizer.weight_decay)
 
@@ -178,7 +179,7 @@ def _measure(task: Task, tell: Callable[[int | Beat], None]) -> Measured:
         seconds = timed(step, task.steps, run.device)
         if compiled_graphs() > compiled:
             raise RunError(
-                f"{compiled_graphs() - compiled} graphs were compiled while steps were measured; use a longer --warmup"
+                f"torch compiled {compiled_graphs() - compiled} graphs during the measured steps; use a larger --warmup"
             )
         memory = max(run.gathered(peak_memory_gib(run.device)))
         profile = profiled(step, run.device) if task.profile else None
@@ -188,8 +189,8 @@ def _measure(task: Task, tell: Callable[[int | Beat], None]) -> Measured:
         )
 
 
-def _limits(task: Task, tell: Callable[[int | Beat], None]) -> "Limits":
-    with _running(task, tell) as run:
+def _limits(task: Task, send: Callable[[int | Beat], None]) -> "Limits":
+    with _running(task, send) as run:
         from mplug_bench.ceilings import ceilings
 
         return ceilings(run)
@@ -200,10 +201,10 @@ def _limits(task: Task, tell: Callable[[int | Beat], None]) -> "Limits":
 
 @dataclass(frozen=True)
 class Opponent:
-    """A script that takes part in a measurement, and its task (`told`): the same work as every variant."""
+    """A script that takes part in a measurement; `task` is its input, the same work as every variant."""
 
     script: Script
-    told: dict[str, Any]
+    task: dict[str, Any]
     facts: Facts
 
     @property
@@ -216,32 +217,33 @@ class Opponent:
         """The script with the run's settings and its own; UsageError if it is not comparable with a variant."""
         run, model = checked(merge(base, read_assignments(script.assignments, "--against")))
         facts = facts_of(run, model)
-        for name, one in ((str(script.path), facts), *((shown(name), one) for name, one in variants.items())):
-            if one.world_size > 1:
+        for name, of_run in ((str(script.path), facts), *((shown(name), each) for name, each in variants.items())):
+            if of_run.world_size > 1:
                 raise UsageError(
-                    f"--against is for runs of one process, and '{name}' takes {one.world_size}; leave it out"
+                    f"--against compares runs of one process, and '{name}' needs {of_run.world_size}; remove --against"
                 )
         opponent = cls(script, task_of(run, model), facts)
-        opponent._refuse_other_work(script.ask(opponent.told), variants)
+        opponent._refuse_other_work(script.ask(opponent.task), variants)
         return opponent
 
     def _refuse_other_work(self, answer: dict[str, Any], variants: dict[str, Facts]) -> None:
         for name, facts in variants.items():
-            for what, ours in (("parameters", facts.parameters), ("flops", facts.flops)):
-                if answer[what] != ours:
+            for figure, expected in (("parameters", facts.parameters), ("flops", facts.flops)):
+                if answer[figure] != expected:
                     raise UsageError(
-                        f"'{self.script.path}' counts {answer[what]:,} {what}, and '{shown(name)}' {ours:,}: they do "
-                        f"not compute the same; give the script the same settings (--against '{self.name} FIELD=VALUE')"
+                        f"'{self.script.path}' reports {answer[figure]:,} {figure}, and '{shown(name)}' has "
+                        f"{expected:,}, so they do not compute the same; set the script's settings by --against "
+                        f"'{self.name} FIELD=VALUE'"
                     )
 
     def turn(self, task: Task, peak_tflops: float | None) -> Measured:
         """Measure one round of the script; `peak_tflops` is the peak of the chip."""
-        found = self.script.ask(
-            self.told, warmup=task.warmup, steps=task.steps, profile=RECORDED if task.profile else 0
+        answer = self.script.ask(
+            self.task, warmup=task.warmup, steps=task.steps, profile=RECORDED if task.profile else 0
         )
-        events = [Event(*event) for event in found.get("events", ())]
+        events = [Event(*event) for event in answer.get("events", ())]
         profile = profile_of(events) if events else None
-        memory, rounds = found["memory_gib"], [found["seconds"]]
+        memory, rounds = answer["memory_gib"], [answer["seconds"]]
         return Measured(
             **asdict(self.facts), peak_tflops=peak_tflops, memory_gib=memory, rounds=rounds, profile=profile
         )
@@ -252,27 +254,27 @@ class Opponent:
 
 def shown(variant: str) -> str:
     """The name of a variant in the output."""
-    return variant or "as it is"
+    return variant or "unchanged"
 
 
 def as_json(variants: dict[str, Measured], limits: "dict[str, Limits]", opponent: Measured | None) -> dict[str, Any]:
     """All figures, for a file."""
-    found = {name: _figures(one) for name, one in variants.items()}
-    for name, one in limits.items():
-        found[name]["limits"] = asdict(one)
+    figures = {name: _figures(measured) for name, measured in variants.items()}
+    for name, of_variant in limits.items():
+        figures[name]["limits"] = asdict(of_variant)
     if opponent is None:
-        return {"variants": found}
+        return {"variants": figures}
     for name, measured in variants.items():
-        found[name]["ratios_against"] = measured.ratios(opponent)
-    return {"variants": found, "against": _figures(opponent)}
+        figures[name]["ratios_against"] = measured.ratios(opponent)
+    return {"variants": figures, "against": _figures(opponent)}
 
 
-def _figures(one: Measured) -> dict[str, Any]:
+def _figures(measured: Measured) -> dict[str, Any]:
     return {
-        **asdict(one),
-        "median_s": one.step,
-        "tokens_per_s_per_gpu": one.tokens_per_s,
-        "tflops_a6": one.tflops(one.flops),
-        "tflops_a12": one.tflops(one.flops_full),
-        "mfu_a6": one.mfu,
+        **asdict(measured),
+        "median_s": measured.step,
+        "tokens_per_s_per_gpu": measured.tokens_per_s,
+        "tflops_a6": measured.tflops(measured.flops),
+        "tflops_a12": measured.tflops(measured.flops_full),
+        "mfu_a6": measured.mfu,
     }

@@ -33,14 +33,14 @@ class Script:
         try:
             path, *assignments = shlex.split(words) or [""]
         except ValueError as error:
-            raise UsageError(f"--against {words!r} cannot be read: {error}") from None
+            raise UsageError(f"--against {words!r} cannot be parsed: {error}; correct the quotes") from None
         if not Path(path).is_file():
-            raise UsageError(f"--against '{path}': there is no such script")
+            raise UsageError(f"--against '{path}': this file does not exist; set the path of a script")
         return cls(Path(path), tuple(assignments))
 
     def ask(self, task: dict[str, Any], **steps: int) -> dict[str, Any]:
         """The script's answer. If the script fails, raises RunError with the error that it printed to stderr."""
-        asked = {**task, "warmup": 0, "steps": 0, "profile": 0, **steps}
+        request = {**task, "warmup": 0, "steps": 0, "profile": 0, **steps}
         process = subprocess.Popen(
             [sys.executable, str(self.path)],
             stdin=subprocess.PIPE,
@@ -49,17 +49,17 @@ class Script:
             text=True,
         )
         with process, _Ending(process) as ending:
-            told, complaint = process.communicate(json.dumps(asked))
+            output, errors = process.communicate(json.dumps(request))
         if ending.signal is not None:
             raise Stopped(ending.signal)
         if process.returncode:
-            raise RunError(f"'{self.path}' ended with status {process.returncode}: {_complaint(complaint)}")
-        expected = ("parameters", "flops", *(("seconds", "memory_gib") if asked["steps"] else ()))
-        answer = _object(_last_line(told))
+            raise RunError(f"'{self.path}' ended with status {process.returncode}: {_error_line(errors)}")
+        expected = ("parameters", "flops", *(("seconds", "memory_gib") if request["steps"] else ()))
+        answer = _object(_last_line(output))
         if not answer.keys() >= set(expected):
             raise RunError(
-                f"'{self.path}' must end with a line of JSON that has {listed(expected)}; it ended with: "
-                f"{_last_line(told)[:200]}"
+                f"the output of '{self.path}' must end with a line of JSON with the keys {listed(expected)}; it ended "
+                f"with: {_last_line(output)[:200]}"
             )
         return answer
 
@@ -103,7 +103,7 @@ class _Ending(Signals):
         self.process.kill()
 
 
-def _complaint(stderr: str) -> str:
+def _error_line(stderr: str) -> str:
     """The last line that names an exception, or else the last line."""
     errors = re.findall(r"^[\w.]+(?:Error|Exception): .*$", stderr, re.MULTILINE)
     return str(errors[-1]) if errors else _last_line(stderr)
@@ -117,6 +117,6 @@ def _last_line(text: str) -> str:
 def _object(text: str) -> dict[str, Any]:
     """The JSON object in `text`; empty if the text is not one."""
     with suppress(ValueError):
-        found = json.loads(text)
-        return found if isinstance(found, dict) else {}
+        value = json.loads(text)
+        return value if isinstance(value, dict) else {}
     return {}

@@ -20,7 +20,7 @@ class Flash:
         model_config = ConfigDict(extra="forbid", frozen=True)
 
         version: Annotated[Literal["auto", 4, 3, 2], MAY_CHANGE] = Field(
-            "auto", description="auto: the newest flash-attn that is installed and can serve; 4, 3, 2: this one"
+            "auto", description="auto: the newest installed flash-attn that supports the run; 4, 3, 2: this version"
         )
 
     def __init__(self, config: Config) -> None:

@@ -75,18 +75,18 @@ def choose(candidates: Iterable[int], site: Site, run: "Run") -> tuple[int | Non
     reason = _unfit(site, run)
     if reason:
         return None, reason
-    wanted = [VERSIONS[number] for number in candidates]
-    present = [one for one in wanted if one.installed]
+    versions = [VERSIONS[number] for number in candidates]
+    present = [candidate for candidate in versions if candidate.installed]
     if not present:
-        which = wanted[0].name if len(wanted) == 1 else "flash-attn"
-        return None, f"no {which} is installed; {INSTALL}"
+        name = versions[0].name if len(versions) == 1 else "flash-attn"
+        return None, f"{name} is not installed; {INSTALL}"
     capability = torch.cuda.get_device_capability()
     reasons = []
-    for one in present:
-        reason = _limit(one, site, run, capability) or _broken(one)
+    for candidate in present:
+        reason = _limit(candidate, site, run, capability) or _broken(candidate)
         if not reason:
-            return one.number, ""
-        reasons.append(f"{one.name} {reason}")
+            return candidate.number, ""
+        reasons.append(f"{candidate.name} {reason}")
     return None, "; ".join(reasons)
 
 
@@ -95,33 +95,33 @@ def _unfit(site: Site, run: "Run") -> str:
     if reason := site.lacking((*ALWAYS_OFFERED, LOG_SUM_EXP)):
         return reason
     if run.device != "cuda":
-        return "flash-attn is for CUDA GPUs, and this run is on the CPU"
+        return "flash-attn needs a CUDA GPU, and this run is on the CPU"
     precision = run.config.trainer.precision
     wider = precision in ("fp32", "fp64")
     return f"flash-attn computes in bf16 or fp16, and trainer.precision is {precision}" if wider else ""
 
 
-def _limit(one: Version, site: Site, run: "Run", capability: tuple[int, int]) -> str:
-    narrow, wide = one.head_dims
-    if reason := site.lacking((*ALWAYS_OFFERED, LOG_SUM_EXP) if one.parts else ALWAYS_OFFERED):
-        return f"cannot serve: {reason}"
-    if capability[0] not in one.chips:
-        chip, most = ".".join(map(str, capability)), max(one.chips)
-        return f"is for compute capabilities from {min(one.chips)}.0 to {most}.x, and this GPU has {chip}"
+def _limit(candidate: Version, site: Site, run: "Run", capability: tuple[int, int]) -> str:
+    narrow, wide = candidate.head_dims
+    if reason := site.lacking((*ALWAYS_OFFERED, LOG_SUM_EXP) if candidate.parts else ALWAYS_OFFERED):
+        return f"does not support the site: {reason}"
+    if capability[0] not in candidate.chips:
+        chip, last = ".".join(map(str, capability)), max(candidate.chips)
+        return f"supports compute capabilities {min(candidate.chips)}.0 to {last}.x, and this GPU has {chip}"
     if not narrow <= site.module.head_dim <= wide or site.module.head_dim % 8:
-        return f"takes head dims of {narrow} to {wide} in steps of 8, and this one is {site.module.head_dim}"
-    if site.module.dropout > 0 and not one.dropout:
-        return f"has no dropout, and attention dropout is {site.module.dropout:g}"
-    if one.number == 4 and capability[0] == 12 and run.config.trainer.deterministic:
+        return f"supports head dims of {narrow} to {wide} in steps of 8, and this head dim is {site.module.head_dim}"
+    if site.module.dropout > 0 and not candidate.dropout:
+        return f"does not support dropout, and attention dropout is {site.module.dropout:g}"
+    if candidate.number == 4 and capability[0] == 12 and run.config.trainer.deterministic:
         return "has no deterministic backward on this GPU, and trainer.deterministic is set"
     return ""
 
 
 @cache
-def _broken(one: Version) -> str:
+def _broken(candidate: Version) -> str:
     """Why an installed version cannot be imported; checked before a run starts, not in its first step."""
     try:
-        import_module(one.module)
+        import_module(candidate.module)
     except (ImportError, OSError) as error:
         return f"is installed and cannot be imported: {str(error).partition(chr(10))[0]}"
     return ""

@@ -37,12 +37,12 @@ def supports(site: Site, run: "Run") -> bool | str:
     if site.needs:
         return site.not_offered
     if site.module.kind not in KINDS:
-        return f"it computes {' and '.join(KINDS)}, and this site's activation is {site.module.kind}"
+        return f"it supports the activations {' and '.join(KINDS)}, and this site's activation is {site.module.kind}"
     if run.device != "cuda":
         return "it needs a Hopper GPU, and this run is on the CPU"
     if run.config.trainer.precision != "bf16":
         return f"it computes in bf16, and trainer.precision is {run.config.trainer.precision}"
     widths = tuple(site.module.up.weight.shape)
     if any(width % ALIGNED for width in widths):
-        return f"it takes widths that are multiples of {ALIGNED}, and this MLP's are {widths[1]} and {widths[0]}"
+        return f"it supports multiples of {ALIGNED} as widths, and this MLP has widths {widths[1]} and {widths[0]}"
     return missing() or True

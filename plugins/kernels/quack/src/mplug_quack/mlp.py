@@ -47,10 +47,10 @@ class _MLP(torch.autograd.Function):
         up, down = (Weights(one, *sink) for one, sink in zip(values, ctx.sinks, strict=True))
         grad_y = grad_y.flatten(0, -2)
         grad_h, a = gradient(grad_y, down.values, h, ctx.kind)
-        wanted = ctx.needs_input_grad  # (x, bias, kind, up, up's two of the sink, down, down's two)
-        grad_down = weight_gradient(grad_y, a, down) if wanted[6] else None
-        grad_up = weight_gradient(grad_h, x, up) if wanted[3] else None
-        grad_x = (grad_h @ up.values).view(x.shape) if wanted[0] else None
+        needs_gradient = ctx.needs_input_grad  # (x, bias, kind, up, up's two of the sink, down, down's two)
+        grad_down = weight_gradient(grad_y, a, down) if needs_gradient[6] else None
+        grad_up = weight_gradient(grad_h, x, up) if needs_gradient[3] else None
+        grad_x = (grad_h @ up.values).view(x.shape) if needs_gradient[0] else None
         grad_bias = None if ctx.bias is None else grad_h.sum(0, dtype=torch.float32).to(ctx.bias)
         return grad_x, grad_bias, None, grad_up, None, None, grad_down, None, None
 

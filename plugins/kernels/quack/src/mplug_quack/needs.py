@@ -20,9 +20,9 @@ def missing() -> str:
         return "QuACK is not installed; install 'mplug-quack[quack]'"
     capability = torch.cuda.get_device_capability()
     if capability[0] != CHIP:
-        return f"it is for compute capability {CHIP}.0, and this GPU has {'.'.join(map(str, capability))}"
+        return f"it supports compute capability {CHIP}.0, and this GPU has {'.'.join(map(str, capability))}"
     try:
         import_module("mplug_quack.epilogues")
     except Exception as error:  # the import runs QuACK's own checks, which may raise anything
-        return f"QuACK is installed and cannot be used: {str(error).partition(chr(10))[0]}"
+        return f"QuACK is installed, and its import fails: {str(error).partition(chr(10))[0]}"
     return ""

@@ -31,8 +31,8 @@ class SDPA:
 
         backend: Annotated[Backend, MAY_CHANGE] = Field(
             "auto",
-            description="auto: cuDNN on Hopper and newer where it can serve, else torch's choice; "
-            "cudnn, flash, efficient, math: this one, or the run is refused",
+            description="auto: cuDNN on Hopper and newer if it supports the run, otherwise torch's choice; "
+            "cudnn, flash, efficient, math: this backend; the run is refused if it does not support the run",
         )
 
     def __init__(self, config: Config) -> None:
@@ -44,25 +44,25 @@ class SDPA:
         from mplug_sdpa.attention import CORES
 
         candidates = ("cudnn", "flash", "torch", "math") if self.config.backend == "auto" else (self.config.backend,)
-        supports = self._chosen if self.config.backend == "auto" else self._named
+        supports = self._supports_best if self.config.backend == "auto" else self._supports_configured
         return [
             Offer({"Attention.core": CORES[name]}, partial(supports, name), varies, note=partial(_note, name))
             for name in candidates
         ]
 
-    def _chosen(self, name: str, site: Site, run: "Run") -> bool | str:
+    def _supports_best(self, name: str, site: Site, run: "Run") -> bool | str:
         from mplug_sdpa.limits import auto, nothing_offers
 
         best = auto(site, run)
         return best == name if best or name != "torch" else nothing_offers(site, run)  # one offer gives the reason
 
-    def _named(self, name: str, site: Site, run: "Run") -> bool | str:
+    def _supports_configured(self, name: str, site: Site, run: "Run") -> bool | str:
         from mplug_sdpa.limits import lacking, limit
 
         if reason := lacking(name, site, run):
             return reason
         reason = limit(name, site, run)
-        return f"kernels.sdpa.backend={name} {reason}; 'auto' takes one that can" if reason else True
+        return f"kernels.sdpa.backend={name} {reason}; set kernels.sdpa.backend=auto" if reason else True
 
 
 def varies(site: Site, run: "Run") -> str:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 HOPPER = (9, 0)
 AMPERE = (8, 0)
-LOWERED = "fails in half precision on a CPU whose AVX-512 is hidden by ATEN_CPU_CAPABILITY"
+LOWERED = "fails in half precision on this CPU, because ATEN_CPU_CAPABILITY hides its AVX-512"
 """Torch's CPU attention selects its layout by the processor, but its code by ATEN_CPU_CAPABILITY."""
 FIRST_SOUND_CUDNN = 91501
 """Older versions give wrong results if 128 does not divide the sequence length (pytorch #169849)."""
@@ -56,7 +56,7 @@ def nothing_offers(site: Site, run: "Run") -> str:
     reason = lacking("torch", site, run)
     if lacking("flash", site, run):
         return reason
-    return f"{reason}, but for torch's flash attention, which {limit('flash', site, run)}"
+    return f"{reason}; torch's flash attention offers it, but {limit('flash', site, run)}"
 
 
 def limit(backend: str, site: Site, run: "Run") -> str:
@@ -67,13 +67,13 @@ def limit(backend: str, site: Site, run: "Run") -> str:
         lowered = run.device == "cpu" and run.config.trainer.precision in ("bf16", "fp16") and capability_is_lowered()
         return LOWERED if lowered else ""
     if run.device != "cuda":
-        return "is for CUDA GPUs, and this run is on the CPU"
+        return "needs a CUDA GPU, and this run is on the CPU"
     capability, precision = torch.cuda.get_device_capability(), run.config.trainer.precision
     if precision == "fp64":
-        return "computes in fp32 at most, and trainer.precision is fp64"
+        return "does not support fp64, and trainer.precision is fp64"
     if precision != "fp32" and capability < AMPERE:
         return (
-            f"computes in {precision} on GPUs of compute capability 8.0 and newer; this one has {_dotted(capability)}"
+            f"supports {precision} on GPUs of compute capability 8.0 and newer, and this GPU has {_dotted(capability)}"
         )
     if backend == "efficient":
         multiple = 4 if precision == "fp32" else 8
@@ -90,29 +90,29 @@ def capability_is_lowered() -> bool:
 
 def _flash_limit(site: Site, capability: tuple[int, int]) -> str:
     small = capability in ((8, 6), (8, 9)) or capability[0] == 12  # little shared memory: no backward of wide heads
-    most = 192 if small else 256
-    fits = site.module.head_dim % 8 == 0 and site.module.head_dim <= most
-    return "" if fits else _other_head_dim(site, f"multiples of 8 up to {most}")
+    widest = 192 if small else 256
+    fits = site.module.head_dim % 8 == 0 and site.module.head_dim <= widest
+    return "" if fits else _other_head_dim(site, f"multiples of 8 up to {widest}")
 
 
 def _cudnn_limit(site: Site, run: "Run") -> str:
     version, dropout = torch.backends.cudnn.version() or 0, site.module.dropout
     uneven = run.config.trainer.seq_length % 128 != 0 or LOG_SUM_EXP in site.needs  # parts have any length
     if run.config.trainer.deterministic:
-        return "has a backward that does not give the same bits twice, and trainer.deterministic is set"
+        return "has no deterministic backward, and trainer.deterministic is set"
     if not version:
-        return "needs cuDNN, which this torch does not have"
+        return "needs cuDNN, and this torch is built without it"
     if version < FIRST_SOUND_CUDNN and uneven:
-        return f"needs cuDNN 9.15.1 or newer where 128 does not divide trainer.seq_length, and torch has {version}"
+        return f"needs cuDNN 9.15.1 or newer if 128 does not divide the sequence length, and torch has {version}"
     if site.module.head_dim % 8 or site.module.head_dim > 128:
         return _other_head_dim(site, "multiples of 8 up to 128")
     if dropout * 16 % 1:
-        return f"drops weights by sixteenths, and attention dropout is {dropout:g}"
+        return f"supports dropout in steps of 1/16, and attention dropout is {dropout:g}"
     return ""
 
 
-def _other_head_dim(site: Site, which: str) -> str:
-    return f"takes head dims that are {which}, and this one is {site.module.head_dim}"
+def _other_head_dim(site: Site, supported: str) -> str:
+    return f"supports head dims that are {supported}, and this head dim is {site.module.head_dim}"
 
 
 def _dotted(capability: tuple[int, int]) -> str:

@@ -47,7 +47,7 @@ class Triton:
 def supports_qkv(site: Site, run: "Run") -> bool | str:
     """True for an even head dim, with Triton and a CUDA GPU or Triton's interpreter; else the reason."""
     if site.module.head_dim % 2:
-        return f"it pairs the halves of a head, and this site's head dim is {site.module.head_dim}"
+        return f"it supports even head dims, and this site's head dim is {site.module.head_dim}"
     return _runs(site, run)
 
 
@@ -55,7 +55,7 @@ def supports_norm(site: Site, run: "Run") -> bool | str:
     """True for rows up to WIDEST, with Triton and a CUDA GPU or Triton's interpreter; else the reason."""
     width = len(site.module.weight)
     if width > WIDEST:
-        return f"it holds a row in registers, of up to {WIDEST} numbers, and this site's has {width}"
+        return f"it supports rows of up to {WIDEST} elements, which fit into registers, and this site's have {width}"
     return _runs(site, run)
 
 
@@ -86,13 +86,15 @@ def _reason_against_activation(site: Site, run: "Run") -> str:
     if site.needs:
         return site.not_offered
     if site.module.kind != "gelu":
-        return f"it computes 'gelu', and has nothing but plain torch (kernels.activation=null) for '{site.module.kind}'"
+        return (
+            f"it supports 'gelu' only, and this site's activation is '{site.module.kind}'; set kernels.activation=null"
+        )
     precision = run.config.trainer.precision
     if precision in ("fp32", "fp64"):
-        return f"its slopes are off by up to 2.8e-6, which bf16 rounds away and {precision} does not"
+        return f"its slopes have errors of up to 2.8e-6, which are too large for {precision}"
     if run.compiler is None:
         return (
-            f"only a compiler makes one pass of it, and this run's units are eager "
+            f"it is fast only in compiled units, and this run's units are eager "
             f"(trainer.compile={run.config.trainer.compile} on '{run.device}')"
         )
     return ""

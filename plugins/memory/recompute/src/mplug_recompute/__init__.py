@@ -26,23 +26,23 @@ class Recompute:
 
         mode: Annotated[Literal["none", "full", "selective"], MAY_CHANGE] = Field(
             "full",
-            description="full: of each chosen unit only the inputs are kept, and backward runs it again; selective: "
-            "only what fills some slots is run again (arXiv 2205.05198, section 5); none: nothing is",
+            description="full: save only the inputs of each chosen unit, and recompute it in backward; selective: "
+            "recompute only some slots of the units (arXiv 2205.05198, section 5); none: recompute nothing",
         )
         every: Annotated[PositiveInt, MAY_CHANGE] = Field(
-            1, description="n chooses every n-th unit of a stage, beginning with the first"
+            1, description="choose every n-th unit of a stage, from the first on"
         )
         first: Annotated[PositiveInt | None, MAY_CHANGE] = Field(
-            None, description="choose among the first so many units of a stage only"
+            None, description="choose only among the first n units of a stage; null: among all units"
         )
         slots: Annotated[tuple[str, ...], MAY_CHANGE] = Field(
-            ("attention",), description="kinds of slots, or slots, that 'selective' runs again: [attention, activation]"
+            ("attention",), description="slots, or kinds of slots, that 'selective' recomputes: [attention, activation]"
         )
         offload: Annotated[bool, MAY_CHANGE] = Field(
-            False, description="keep what chosen units keep for backward in the host's memory, moved while others run"
+            False, description="move the activations that chosen units save for backward to CPU memory and back"
         )
         offload_from: Annotated[NonNegativeInt, MAY_CHANGE] = Field(
-            1 << 20, description="bytes of a tensor from which on it is worth the way to the host and back"
+            1 << 20, description="minimum size of an offloaded tensor in bytes"
         )
 
     def __init__(self, config: Config) -> None:
@@ -52,12 +52,12 @@ class Recompute:
     def configure(self, config: "RunConfig") -> None:
         """Refuse unknown slots, an empty list, and slots of `Linear`, whose recomputation saves no memory."""
         if not self.config.slots:
-            raise UsageError(f"{SLOTS} is empty; name slots, or use mode=none")
+            raise UsageError(f"{SLOTS} is empty; name slots, or set memory.recompute.mode=none")
         for slot in slots_named(self.config.slots, SLOTS):
             if slot.startswith("Linear."):
                 raise UsageError(
-                    f"{SLOTS}: '{slot}' keeps nothing but its input, which backward needs to run it again; "
-                    f"choose a slot between the linear layers, or mode=full"
+                    f"{SLOTS}: to recompute '{slot}' saves no memory, because it saves only its input for backward; "
+                    f"use a slot between the linear layers, or set memory.recompute.mode=full"
                 )
 
     @hookimpl
@@ -74,18 +74,18 @@ class Recompute:
         if self.config.offload:
             from mplug_recompute.offload import Offload
 
-            around = Offload(model.module, self.config.offload_from).around
-            wraps.append(Wrap(UNIT, around, OFFLOAD, supports=_inside(chosen), note="offload"))
+            offload = Offload(model.module, self.config.offload_from)
+            wraps.append(Wrap(UNIT, offload.wrapped, OFFLOAD, supports=_inside(chosen), note="offload"))
         return wraps
 
     def _selective(self, run: "Run", model: "Model", chosen: frozenset[str]) -> list[Wrap]:
         from mplug_recompute.again import recomputed
 
-        there = {slot for part in model.module.modules() for slot in getattr(type(part), "SLOTS", ())}
+        present = {slot for part in model.module.modules() for slot in getattr(type(part), "SLOTS", ())}
         for word in self.config.slots:
-            if len(model.stages.units) == 1 and there.isdisjoint(slots_named([word], SLOTS)):
+            if len(model.stages.units) == 1 and present.isdisjoint(slots_named([word], SLOTS)):
                 (owner,) = run.hooks.implementers("build_model")
-                raise UsageError(f"{SLOTS}: {owner} has no slot of '{word}'; leave it out")
+                raise UsageError(f"{SLOTS}: {owner} has no slot '{word}'; remove it")
         supports = _inside(chosen)
         return [
             Wrap(slot, recomputed, RECOMPUTE, supports=supports, note="run again", dispensable=True)

@@ -19,35 +19,35 @@ from torch.multiprocessing.reductions import StorageWeakRef
 class Offload:
     """Wraps calls so that the tensors that autograd saves are kept in CPU memory.
 
-    These tensors stay on the device: weights, gradient sinks, buffers, scalars, tensors of fewer than `least` bytes,
-    and tensors that are not dense.
+    These tensors stay on the device: weights, gradient sinks, buffers, scalars, tensors smaller than `min_bytes`, and
+    tensors that are not dense.
     """
 
-    def __init__(self, module: nn.Module, least: int) -> None:
-        self.module, self.least = module, least
+    def __init__(self, module: nn.Module, min_bytes: int) -> None:
+        self.module, self.min_bytes = module, min_bytes
         self.last: ReferenceType[_Call] | None = None
         self._outward: torch.cuda.Stream | None = None
         self._inward: torch.cuda.Stream | None = None
         self._stay: frozenset[int] | None = None
 
-    def around(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `inner` so that autograd keeps no large tensor of its calls on the device."""
 
         def call(*arguments: Any, **named: Any) -> Any:
             if not torch.is_grad_enabled():
                 return inner(*arguments, **named)
-            kept = _Call(self, self.last)
-            self.last = ref(kept)
-            with saved_tensors_hooks(kept.pack, kept.unpack):
+            saved = _Call(self, self.last)
+            self.last = ref(saved)
+            with saved_tensors_hooks(saved.pack, saved.unpack):
                 result = inner(*arguments, **named)
-            kept.known.clear()
+            saved.copies.clear()
             return result
 
         return call
 
     def moves(self, tensor: Tensor) -> bool:
         """Whether a tensor that autograd saves is moved to CPU memory."""
-        if tensor.dim() == 0 or tensor.nbytes < max(self.least, 1) or isinstance(tensor, nn.Parameter):
+        if tensor.dim() == 0 or tensor.nbytes < max(self.min_bytes, 1) or isinstance(tensor, nn.Parameter):
             return False
         if self._stay is None:
             self._stay = frozenset(_lasting(self.module))
@@ -66,14 +66,14 @@ class Offload:
             tensor.record_stream(self._outward)  # its memory is not reused before the copy is done
             return host, self._outward.record_event()
 
-    def back(self, host: Tensor, left: "torch.cuda.Event", device: torch.device) -> "_Arriving":
-        """Start copying a tensor back to the device, after the event `left`."""
+    def back(self, host: Tensor, copied: "torch.cuda.Event", device: torch.device) -> "_Arriving":
+        """Start copying a tensor back to the device, after the event `copied`."""
         self._inward = self._inward or torch.cuda.Stream()
-        self._inward.wait_event(left)
+        self._inward.wait_event(copied)
         with torch.cuda.stream(self._inward):
-            here = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
-            here.copy_(host, non_blocking=True)
-            return here, self._inward.record_event()
+            arriving = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
+            arriving.copy_(host, non_blocking=True)
+            return arriving, self._inward.record_event()
 
 
 _Arriving = tuple[Tensor, "torch.cuda.Event"]
@@ -83,11 +83,11 @@ _Arriving = tuple[Tensor, "torch.cuda.Event"]
 class _Away:
     """A tensor in CPU memory, with the copy back to the device once it has started.
 
-    `left` is the event at which the copy to the CPU is complete; None for a CPU tensor.
+    `copied` is the event at which the copy to the CPU is complete; None for a CPU tensor.
     """
 
     host: Tensor
-    left: "torch.cuda.Event | None"
+    copied: "torch.cuda.Event | None"
     device: torch.device
     arriving: _Arriving | None = None
 
@@ -99,7 +99,7 @@ class _Call:
     offload: Offload
     before: "ReferenceType[_Call] | None"
     away: "list[ReferenceType[_Away]]" = field(default_factory=list)
-    known: dict[tuple[Any, ...], tuple[StorageWeakRef, _Away]] = field(default_factory=dict)
+    copies: dict[tuple[Any, ...], tuple[StorageWeakRef, _Away]] = field(default_factory=dict)
 
     def pack(self, tensor: Tensor) -> "Tensor | _Packed":
         """What autograd saves for a tensor: itself, or a reference to its copy; a call copies each tensor once."""
@@ -107,36 +107,36 @@ class _Call:
             return tensor
         storage = StorageWeakRef(tensor.untyped_storage())  # kept alive so that no other storage gets its number
         key = (storage.cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
-        if key not in self.known:
+        if key not in self.copies:
             away = _Away(*self.offload.out(tensor), tensor.device)
-            self.known[key] = storage, away
+            self.copies[key] = storage, away
             self.away.append(ref(away))
-        return _Packed(self, self.known[key][1])
+        return _Packed(self, self.copies[key][1])
 
     def unpack(self, packed: "Tensor | _Packed") -> Tensor:
         """The saved tensor; also starts the copies of all other tensors of this call and of the previous call."""
         if isinstance(packed, Tensor):
             return packed
         away = packed.away
-        if away.left is None:
+        if away.copied is None:
             return away.host
-        self.send_for()
+        self.start_returning()
         if self.before is not None and (before := self.before()) is not None:
-            before.send_for()
+            before.start_returning()
         if away.arriving is None:  # it was unpacked before
-            away.arriving = self.offload.back(away.host, away.left, away.device)
+            away.arriving = self.offload.back(away.host, away.copied, away.device)
         (tensor, arrived), away.arriving = away.arriving, None
         torch.cuda.current_stream().wait_event(arrived)
         tensor.record_stream(torch.cuda.current_stream())
         return tensor
 
-    def send_for(self) -> None:
+    def start_returning(self) -> None:
         """Start copying back every tensor of this call; further calls do nothing."""
-        waiting, self.away = self.away, []
-        for one in reversed(waiting):
-            away = one()
-            if away is not None and away.left is not None:
-                away.arriving = self.offload.back(away.host, away.left, away.device)
+        references, self.away = self.away, []
+        for reference in reversed(references):
+            away = reference()
+            if away is not None and away.copied is not None:
+                away.arriving = self.offload.back(away.host, away.copied, away.device)
 
 
 @dataclass(frozen=True)

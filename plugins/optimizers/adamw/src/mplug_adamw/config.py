@@ -10,8 +10,8 @@ class AdamWConfig(BaseModel):
 
     lr: float = Field(1e-3, gt=0, allow_inf_nan=False, description="peak learning rate; the schedule scales it")
     weight_decay: float = Field(
-        0.1, ge=0, allow_inf_nan=False, description="decoupled decay of parameters of two dimensions and more"
+        0.1, ge=0, allow_inf_nan=False, description="decoupled decay of parameters with at least two dimensions"
     )
     beta1: float = Field(0.9, ge=0, lt=1, description="decay rate of the first moment")
     beta2: float = Field(0.95, ge=0, lt=1, description="decay rate of the second moment")
-    eps: float = Field(1e-8, gt=0, allow_inf_nan=False, description="added to the root of the second moment")
+    eps: float = Field(1e-8, gt=0, allow_inf_nan=False, description="added to the square root of the second moment")

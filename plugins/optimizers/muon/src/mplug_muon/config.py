@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class MuonConfig(BaseModel):
-    """Learning rates, decay, momentum, and what AdamW updates."""
+    """Learning rates, decay, momentum, and the parameters that AdamW updates."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -14,23 +14,27 @@ class MuonConfig(BaseModel):
         1e-3, gt=0, allow_inf_nan=False, description="peak learning rate of hidden matrices; the schedule scales it"
     )
     weight_decay: float = Field(
-        0.1, ge=0, allow_inf_nan=False, description="decoupled decay of parameters of two dimensions and more"
+        0.1, ge=0, allow_inf_nan=False, description="decoupled decay of parameters with at least two dimensions"
     )
     momentum: float = Field(0.95, ge=0, lt=1, description="decay rate of the momentum of hidden matrices")
-    nesterov: bool = Field(True, description="orthogonalise the momentum as this gradient once more would leave it")
+    nesterov: bool = Field(
+        True, description="Nesterov momentum: orthogonalise the momentum after one more decayed step"
+    )
     scale: Literal["original", "match_rms_adamw"] = Field(
         "match_rms_adamw",
-        description="factor of a matrix's update: original sqrt(max(1, rows / columns)), match_rms_adamw "
-        "0.2 sqrt(max(rows, columns)), with which rates and decays of AdamW serve",
+        description="factor of a matrix's update: original: sqrt(max(1, rows / columns)); match_rms_adamw: "
+        "0.2 sqrt(max(rows, columns)), which fits the learning rates and decays of AdamW",
     )
     num_iterations: int = Field(5, ge=1, le=20, description="Newton-Schulz iterations")
     tables: tuple[str, ...] = Field(
         ("vocab", "positions"),
-        description="named axes of the plan whose parameters are look-up tables and output heads: AdamW's",
+        description="named axes of look-up tables and output heads; AdamW updates the parameters with these axes",
     )
     adamw_lr: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="AdamW's peak learning rate, scheduled like lr; null: lr"
     )
     adamw_beta1: float = Field(0.9, ge=0, lt=1, description="decay rate of AdamW's first moment")
     adamw_beta2: float = Field(0.95, ge=0, lt=1, description="decay rate of AdamW's second moment")
-    adamw_eps: float = Field(1e-8, gt=0, allow_inf_nan=False, description="added to the root of AdamW's second moment")
+    adamw_eps: float = Field(
+        1e-8, gt=0, allow_inf_nan=False, description="added to the square root of AdamW's second moment"
+    )

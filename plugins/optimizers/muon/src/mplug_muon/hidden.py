@@ -98,8 +98,8 @@ def batches(pairs: list[tuple[Tensor, Tensor]], limit: int) -> Iterator[Batch]:
     by_shape = defaultdict[torch.Size, list[tuple[Tensor, Tensor]]](list)
     for pair in pairs:
         by_shape[pair[0].shape].append(pair)
-    for shape, alike in by_shape.items():
+    for shape, same_shape in by_shape.items():
         size = max(1, limit // shape.numel())
-        for start in range(0, len(alike), size):
-            masters, ahead = zip(*alike[start : start + size], strict=True)
+        for start in range(0, len(same_shape), size):
+            masters, ahead = zip(*same_shape[start : start + size], strict=True)
             yield Batch(list(masters), list(ahead))

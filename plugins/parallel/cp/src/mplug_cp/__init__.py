@@ -24,15 +24,14 @@ class ContextParallel:
 
     @hookimpl
     def configure(self, config: "RunConfig") -> None:
-        """Refuse a `ulysses_degree` that does not divide cp, or that is set for any method but 'hierarchical'.
-
-        'hierarchical' requires it.
-        """
+        """Refuse a `ulysses_degree` that does not divide cp; 'hierarchical' requires one, other methods refuse it."""
         inner, degree = self.config.ulysses_degree, config.parallel.degrees["cp"]
         if (inner is None) == (self.config.method == "hierarchical"):
+            degree_set = "null" if inner is None else inner
+            remedy = "set it to a divisor of cp" if inner is None else "remove it"
             raise UsageError(
-                f"parallel.cp.ulysses_degree is {'null' if inner is None else inner}, and parallel.cp.method "
-                f"{self.config.method}; 'hierarchical' needs it, and no other method has it"
+                f"parallel.cp.ulysses_degree={degree_set} does not fit parallel.cp.method={self.config.method}: "
+                f"'hierarchical' requires a degree, and every other method refuses it; {remedy}, or change the method"
             )
         if inner is not None and degree % inner:
             raise UsageError(f"parallel.cp.ulysses_degree={inner} does not divide cp={degree}; change one of them")

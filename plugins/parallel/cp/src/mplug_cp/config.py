@@ -10,16 +10,16 @@ Method = Literal["ring", "all_gather", "ulysses", "hierarchical"]
 
 
 class ContextParallelConfig(BaseModel):
-    """How queries get to see the keys of other ranks."""
+    """How attention combines the queries of a rank with the keys and values of all ranks."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     method: Annotated[Method, MAY_CHANGE] = Field(
         "ring",
-        description="ring: keys and values go round, rank by rank, under attention; all_gather: every rank gets "
-        "all of them; ulysses: every rank gets the whole sequence of a part of the heads; hierarchical: ulysses "
-        "inside groups of neighbours, a ring between the groups",
+        description="ring: ranks pass keys and values around a ring while they compute attention; all_gather: every "
+        "rank gathers all keys and values; ulysses: every rank computes some of the heads for the whole sequence; "
+        "hierarchical: ulysses within groups of neighbouring ranks, a ring between the groups",
     )
     ulysses_degree: Annotated[PositiveInt | None, MAY_CHANGE] = Field(
-        None, description="ranks of a group inside which heads are divided; only, and always, with hierarchical"
+        None, description="ranks per group that divide heads among themselves; required by, and only for, hierarchical"
     )

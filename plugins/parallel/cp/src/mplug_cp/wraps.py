@@ -28,19 +28,19 @@ BY_HEADS = KNOWN - {KEY_LENGTH}
 
 def around_attention(run: "Run", method: "Method") -> "list[Wrap]":
     """The wraps of a method, for the axes with more than one rank."""
-    found = []
+    wraps = []
     if method != "ulysses" and run.mesh.axes["cp"].size > 1:
         operator_of = gathered_of if method == "all_gather" else ring_of
         wrap = partial(by_parts, operator_of, run.group("cp"))
         needs, note = frozenset({LOG_SUM_EXP}), "all-gather" if method == "all_gather" else "ring"
-        found.append(Wrap("Attention.core", wrap, 0, needs, _has_parts, note=note, serves=BY_PARTS))
+        wraps.append(Wrap("Attention.core", wrap, 0, needs, _has_parts, note=note, serves=BY_PARTS))
     axis = "cp" if method == "ulysses" else "cp_heads"
     if method in ("ulysses", "hierarchical") and run.mesh.axes[axis].size > 1:
         size, index = run.mesh.axes[axis].size, run.mesh.index(run.rank, axis)
         wrap = partial(exchanged, run.group(axis), size, index)
         supports, note = partial(_has_heads, axis), "exchange of heads"
-        found.append(Wrap("Attention.core", wrap, layer=50, supports=supports, note=note, serves=BY_HEADS))
-    return found
+        wraps.append(Wrap("Attention.core", wrap, layer=50, supports=supports, note=note, serves=BY_HEADS))
+    return wraps
 
 
 def by_parts(
@@ -63,13 +63,13 @@ def by_parts(
 
 def _has_parts(site: Site, run: "Run") -> bool | str:
     """True if attention can be computed by parts, else a reason; no supplier draws dropout masks part by part."""
-    if more := site.needs - BY_PARTS:
-        remedy = "use parallel.cp.method=ulysses" if more <= BY_HEADS else "use a layout without cp"
-        return f"parts of attention have no {', '.join(sorted(more))}; {remedy}"
+    if unserved := site.needs - BY_PARTS:
+        remedy = "set parallel.cp.method=ulysses" if unserved <= BY_HEADS else "use a layout without cp"
+        return f"attention that is computed by parts does not support {', '.join(sorted(unserved))}; {remedy}"
     dropout = site.module.dropout
     return (
-        f"attention dropout is {dropout:g}, and parts of attention drop nothing; set it to 0, "
-        f"or parallel.cp.method=ulysses"
+        f"attention that is computed by parts does not support dropout, and attention dropout is {dropout:g}; set it "
+        f"to 0, or set parallel.cp.method=ulysses"
         if dropout > 0
         else True
     )
@@ -81,8 +81,8 @@ def _has_heads(axis: str, site: Site, run: "Run") -> bool | str:
     if heads % size == 0:
         return True
     fitting = [str(degree) for degree in range(1, heads + 1) if heads % degree == 0]
-    what = "cp" if axis == "cp" else "parallel.cp.ulysses_degree"
+    degree_name = "cp" if axis == "cp" else "parallel.cp.ulysses_degree"
     return (
-        f"{what}={size} does not divide the {heads} query heads of a rank; use {' or '.join(fitting)}, "
-        f"or parallel.cp.method=ring"
+        f"{degree_name}={size} does not divide the {heads} query heads of a rank; use {' or '.join(fitting)}, "
+        f"or set parallel.cp.method=ring"
     )

@@ -15,7 +15,10 @@ def zigzag(length: int, size: int, index: int) -> tuple[range, ...]:
     if size == 1:
         return (range(length),)
     if length % (2 * size):
-        raise UsageError(f"{size} ranks hold two chunks each, and {2 * size} chunks do not divide a length of {length}")
+        raise UsageError(
+            f"cp={size} splits a sequence into {2 * size} chunks, two per rank, and {2 * size} does not divide its "
+            f"length {length}; change trainer.seq_length, cp or parallel.cp.method"
+        )
     chunk, late = length // (2 * size), 2 * size - 1 - index
     return range(index * chunk, (index + 1) * chunk), range(late * chunk, (late + 1) * chunk)
 

@@ -27,8 +27,8 @@ class ExpertParallel:
 
         dispatch: Annotated[Literal["all_to_all", "all_gather"], MAY_CHANGE] = Field(
             "all_to_all",
-            description="each token to the ranks of its experts, whose numbers the host waits for; "
-            "or all tokens to all ranks, in shapes that are known, which waits for nothing",
+            description="all_to_all: send each token to the ranks of its experts; the CPU waits for the number of "
+            "tokens; all_gather: send all tokens to all ranks; shapes are fixed, and the CPU does not wait",
         )
 
     def __init__(self, config: Config) -> None:

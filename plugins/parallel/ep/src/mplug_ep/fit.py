@@ -1,4 +1,4 @@
-"""Refuses layouts that do not fit a model's experts, before any process starts."""
+"""Refuse layouts that do not fit a model's experts, before any process starts."""
 
 from math import prod
 
@@ -15,7 +15,7 @@ def refuse_what_does_not_fit(run: Run, model: Model, axis: str) -> None:
         return
     if not any(axis in placement.splits.values() for placement in model.placements.values()):
         raise UsageError(
-            f"{axis}={size} divides experts, and the model '{run.config.settings['model', 'name'].value}' has none; "
+            f"{axis}={size} splits experts, and the model '{run.config.settings['model', 'name'].value}' has none; "
             f"use a model with experts, or a layout without {axis}"
         )
     _refuse_uneven_tokens(run.mesh, run.config.trainer.seq_length)
@@ -36,7 +36,7 @@ def _refuse_uneven_tokens(mesh: Mesh, seq_length: int) -> None:
     if length % prod(axis.size for axis in copies):
         degrees = " and ".join(f"{axis.name}={axis.size}" for axis in copies)
         raise UsageError(
-            f"the ranks of {degrees} all have the same {length} tokens of a sample, and would divide them among "
-            f"themselves before experts, which is not possible evenly; change trainer.seq_length or the layout, or "
-            f"let that strategy divide the sequence of the residual stream (sequence parallelism)"
+            f"the ranks of {degrees} hold the same {length} tokens of a sample and must split them evenly before the "
+            f"experts, but {degrees} does not divide {length}; change trainer.seq_length or the layout, or use "
+            f"sequence parallelism, which splits the tokens already"
         )

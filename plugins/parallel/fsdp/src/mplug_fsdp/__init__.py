@@ -32,13 +32,13 @@ class FullyShardedDataParallel:
             True, description="free a unit's weights after its forward pass, and gather them again for its backward"
         )
         prefetch: Annotated[int, MAY_CHANGE] = Field(
-            1, ge=0, description="units whose weights are gathered ahead of the one that computes"
+            1, ge=0, description="number of units whose weights are gathered before their turn to compute"
         )
         reduce_dtype: Literal["fp32", "bf16"] = Field(
-            "fp32", description="precision in which a micro batch's gradients are summed over ranks"
+            "fp32", description="precision in which gradients are communicated and summed over ranks"
         )
         cpu_offload: Annotated[bool, MAY_CHANGE] = Field(
-            False, description="keep the divided weights, gradients and optimizer state in the host's memory"
+            False, description="keep the sharded weights, gradients and optimizer state in CPU memory"
         )
 
     def __init__(self, config: Config) -> None:
@@ -50,8 +50,8 @@ class FullyShardedDataParallel:
         rivals = [chosen.label for chosen in config.chosen if hasattr(chosen.plugin, "shard_states")]
         if rivals:
             raise UsageError(
-                f"parallel/fsdp divides parameters, gradients and the optimizer's state, and so does {rivals[0]}, "
-                f"for the same parameters; name one of them in the layout"
+                f"parallel/fsdp and {rivals[0]} both shard the optimizer state of the same parameters; use a layout "
+                f"with only one of them"
             )
 
     @hookimpl
@@ -67,7 +67,7 @@ class FullyShardedDataParallel:
         """
         if self.config.reduce_dtype == "fp32" or config.parallel.degrees[AXIS] == 1:
             return None
-        return Variance("gradients are rounded to bf16 and summed over ranks in it", TOLERANCE, sums=())
+        return Variance("gradients are rounded to bf16 and summed over ranks in bf16", TOLERANCE, sums=())
 
     @hookimpl
     def shard_model(self, run: "Run", model: "Model") -> None:

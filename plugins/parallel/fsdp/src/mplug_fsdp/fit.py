@@ -19,9 +19,8 @@ def divide_rows(run: "Run", model: "Model", in_host_memory: bool) -> None:
     """
     if model.stages.backward == "split":
         raise UsageError(
-            "parallel/fsdp sums a unit's gradients and frees its weights at the end of its backward pass, and this "
-            "pipeline schedule computes gradients of weights later; use a schedule that does not split backward, such "
-            "as 1f1b"
+            "parallel/fsdp frees a unit's weights at the end of its backward pass, and this pipeline schedule computes "
+            "weight gradients later; use a schedule that does not split backward, such as 1f1b"
         )
     for name, placement in model.placements.items():
         if AXIS in placement.data_axes and placement.shape:
@@ -35,11 +34,13 @@ def _refuse_what_the_device_must_see(model: "Model") -> None:
     for name, placement in model.placements.items():
         if placement.gathered_along is None:
             raise UsageError(
-                f"parallel.fsdp.cpu_offload keeps all of a rank's parameters in the host's memory, and "
-                f"'{name}' is not divided by fsdp; set it to false, or leave out what divides '{name}'"
+                f"parallel.fsdp.cpu_offload=true requires that fsdp shards every parameter of a rank, and it does not "
+                f"shard '{name}'; set parallel.fsdp.cpu_offload=false, or remove the strategy that splits '{name}' "
+                f"from the layout"
             )
         if placement.data_axes:
             raise UsageError(
-                f"parallel.fsdp.cpu_offload keeps gradients in the host's memory, where {placement.data_axes[0]} "
-                f"cannot sum them; give its ranks to fsdp, or set parallel.fsdp.cpu_offload=false"
+                f"parallel.fsdp.cpu_offload=true keeps gradients in CPU memory, where the axis "
+                f"'{placement.data_axes[0]}' cannot sum them; give its ranks to fsdp, or set "
+                f"parallel.fsdp.cpu_offload=false"
             )

@@ -23,7 +23,7 @@ class PipelineParallel:
             "1f1b", description="order of forward and backward passes"
         )
         units_per_stage: Annotated[tuple[PositiveInt, ...] | None, MAY_CHANGE] = Field(
-            None, description="how many units each stage has, in order; null: stages of about equal work"
+            None, description="number of units of each stage, in order; null: stages of about equal work"
         )
 
     def __init__(self, config: Config) -> None:
@@ -32,9 +32,12 @@ class PipelineParallel:
     @hookimpl
     def configure(self, config: "RunConfig") -> None:
         """Refuse a `units_per_stage` whose number of entries is not the number of stages."""
-        stages, given = config.parallel.degrees["pp"], self.config.units_per_stage
-        if given is not None and len(given) != stages:
-            raise UsageError(f"parallel.pp.units_per_stage has {len(given)} numbers; pp={stages} needs {stages}")
+        stages, counts = config.parallel.degrees["pp"], self.config.units_per_stage
+        if counts is not None and len(counts) != stages:
+            raise UsageError(
+                f"parallel.pp.units_per_stage has {len(counts)} numbers, and pp={stages} has {stages} stages; set one "
+                f"number per stage"
+            )
 
     @hookimpl
     def mesh_axes(self, config: "RunConfig") -> list[Axis]:

@@ -19,15 +19,16 @@ def divide(model: "Model", num_stages: int, units_per_stage: tuple[int, ...] | N
     if units_per_stage is not None:
         if sum(units_per_stage) != len(names):
             raise UsageError(
-                f"parallel.pp.units_per_stage adds up to {sum(units_per_stage)}; the model has {len(names)} units"
+                f"parallel.pp.units_per_stage sums to {sum(units_per_stage)}, and the model has {len(names)} units; "
+                f"set numbers that sum to {len(names)}"
             )
         return _cut(names, units_per_stage)
     weights = [model.unit_weight(name) for name in names]
     working = sum(weight > 0 for weight in weights)
     if num_stages > working:
         raise UsageError(
-            f"pp={num_stages} stages are too many for the {working} units of the model that compute; "
-            f"use at most {working}"
+            f"pp={num_stages} is too large: only {working} units of the model have weights that compute, and each "
+            f"stage needs one; use pp={working} or less"
         )
     return _cut(names, lightest(weights, num_stages))
 
@@ -45,12 +46,12 @@ def lightest(weights: list[int], parts: int) -> tuple[int, ...]:
     """
     best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
     for _ in range(parts):
-        found: dict[int, tuple[int, int, tuple[int, ...]]] = {}
+        longer: dict[int, tuple[int, int, tuple[int, ...]]] = {}
         for start, (heaviest, squares, lengths) in best.items():
             for end in range(start + 1, len(weights) + 1):
                 own = sum(weights[start:end])
                 choice = (max(heaviest, own), squares + own * own, (*lengths, end - start))
-                if own > 0 and (end not in found or choice < found[end]):
-                    found[end] = choice
-        best = found
+                if own > 0 and (end not in longer or choice < longer[end]):
+                    longer[end] = choice
+        best = longer
     return best[len(weights)][2]

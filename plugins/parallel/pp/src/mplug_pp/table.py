@@ -57,7 +57,7 @@ def with_transfers(compute: Table) -> Table:
         ]
         if not ready:
             heads = ", ".join(f"stage {stage} at {actions[0]}" for stage, actions in enumerate(waiting) if actions)
-            raise ValueError(f"the schedule waits for itself: {heads}")
+            raise ValueError(f"the schedule deadlocks: {heads}")
         computed = [(stage, waiting[stage].popleft()) for stage in ready]
         for stage, action in computed:
             done[stage][action] = None
@@ -105,18 +105,18 @@ def check(table: Table, num_micro_batches: int) -> list[int]:
 
 def _check_stage(stage: int, actions: tuple[Action, ...], stages: int, num_micro_batches: int) -> None:
     if len(set(actions)) < len(actions):
-        raise ValueError(f"stage {stage} does something twice")
+        raise ValueError(f"stage {stage} has the same action twice")
     kinds = [Kind.FORWARD, Kind.BACKWARD]
     kinds += [Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD] if stage < stages - 1 else []
     kinds += [Kind.RECEIVE_FORWARD, Kind.SEND_BACKWARD] if stage > 0 else []
-    wanted = {Action(kind, number) for kind in kinds for number in range(num_micro_batches)}
-    given = {action for action in actions if action.kind is not Kind.WEIGHT_GRADIENT}
-    for odd in sorted(given ^ wanted, key=str):
-        raise ValueError(f"stage {stage} {'leaves out' if odd in wanted else 'must not do'} {odd}")
+    required = {Action(kind, number) for kind in kinds for number in range(num_micro_batches)}
+    present = {action for action in actions if action.kind is not Kind.WEIGHT_GRADIENT}
+    for action in sorted(present ^ required, key=str):
+        raise ValueError(f"stage {stage} {'lacks' if action in required else 'must not run'} {action}")
     done: set[Action] = set()
     for action in actions:
         for need in _missing(action, stage, stages, done):
-            raise ValueError(f"stage {stage} does {action} before {need}")
+            raise ValueError(f"stage {stage} runs {action} before {need}")
         done.add(action)
 
 

@@ -25,7 +25,7 @@ class TensorParallel:
         model_config = ConfigDict(extra="forbid", frozen=True)
 
         sequence_parallel: Annotated[bool, MAY_CHANGE] = Field(
-            True, description="divide the residual stream's sequence over the same ranks"
+            True, description="split the sequence of the residual stream over the tensor-parallel ranks"
         )
 
     def __init__(self, config: Config) -> None:

@@ -90,7 +90,8 @@ def _with_global_heads(index: int, inner: Callable[..., Tensor]) -> Callable[...
     def core(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
         if inputs.first_head:
             raise ValueError(
-                "a wrap of Attention.core has numbered the heads before tensor parallelism; give it a layer below 100"
+                "a wrap of Attention.core outside of tensor parallelism has set `first_head`; give this wrap a layer "
+                "below 100"
             )
         return inner(q, k, v, spec, inputs._replace(first_head=index * q.shape[2]))
 

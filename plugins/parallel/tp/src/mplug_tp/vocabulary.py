@@ -26,21 +26,21 @@ class VocabularyParallel:
 
         Rows of other ranks are zeros; the caller sums the terms over the ranks.
         """
-        local, mine = self._localized(indices, weight.shape[0])
-        return lookup(local, weight) * mine[..., None]
+        local, in_shard = self._localized(indices, weight.shape[0])
+        return lookup(local, weight) * in_shard[..., None]
 
     def cross_entropy(
         self, hidden: Tensor, project: Callable[[Tensor], Tensor], labels: Tensor
     ) -> tuple[Tensor, Tensor]:
         """hidden [B, S, D] and labels [B, S] -> (loss sum, number of targets); `project` gives own logits [B, S, v]."""
         logits, flat = project(hidden).flatten(0, -2), labels.flatten()
-        local, mine = self._localized(flat, logits.shape[1])
+        local, in_shard = self._localized(flat, logits.shape[1])
         counted, width, size = flat != IGNORED, logits.shape[1], self.size or 0
         if self.group is not None and size < self.group.size() * width:
             # Mask on every rank, padded or not: identical compiled graphs keep one order of collectives on all ranks.
             padding = torch.arange(width, device=logits.device) >= size - self.rank * width
             logits = logits.masked_fill(padding, float("-inf"))
-        return loss_sum(logits, local.masked_fill(~mine, -1), counted, self._merge), counted.sum()
+        return loss_sum(logits, local.masked_fill(~in_shard, -1), counted, self._merge), counted.sum()
 
     def _merge(self, values: Tensor, op: Literal["SUM", "MAX"]) -> Tensor:
         """All-reduce; three per loss: maximum, sum of exponentials, the label's logit (arXiv 1909.08053, section 3)."""
@@ -49,5 +49,5 @@ class VocabularyParallel:
     def _localized(self, indices: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """(row of each index in this rank's table or 0, whether the table holds the index)."""
         local = indices - self.rank * width
-        mine = (local >= 0) & (local < width)
-        return local.masked_fill(~mine, 0), mine
+        in_shard = (local >= 0) & (local < width)
+        return local.masked_fill(~in_shard, 0), in_shard

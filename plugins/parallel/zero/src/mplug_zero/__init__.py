@@ -36,7 +36,7 @@ class ZeRO:
         """The rounding of sums in bf16, if zero > 1."""
         if self.config.reduce_dtype == "fp32" or config.parallel.degrees["zero"] == 1:
             return None
-        return Variance("gradients are rounded to bf16 and summed over ranks in it", TOLERANCE, sums=("zero",))
+        return Variance("gradients are rounded to bf16 and summed over ranks in bf16", TOLERANCE, sums=("zero",))
 
     @hookimpl
     def shard_states(self, run: "Run", model: "Model", needs: str) -> Sharding | None:

@@ -8,17 +8,17 @@ from mplug import MAY_CHANGE
 
 
 class ZeROConfig(BaseModel):
-    """What is divided, and how it travels."""
+    """Which data ZeRO shards, and how gradients and weights are communicated."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     stage: Annotated[Literal[1, 2], MAY_CHANGE] = Field(
-        1, description="1 divides masters and optimizer state, 2 gradients too"
+        1, description="1: shard master weights and optimizer state; 2: shard gradients too"
     )
     bucket_mib: Annotated[float, MAY_CHANGE] = Field(32.0, gt=0, description="size of a bucket of fp32 gradients")
     reduce_dtype: Literal["fp32", "bf16"] = Field(
-        "fp32", description="the precision in which gradients travel and are summed over ranks"
+        "fp32", description="precision in which gradients are communicated and summed over ranks"
     )
     overlap: Annotated[bool, MAY_CHANGE] = Field(
-        True, description="sum gradients while backward runs, and gather weights while the next forward does"
+        True, description="overlap: sum gradients during backward, and gather weights during the next forward"
     )

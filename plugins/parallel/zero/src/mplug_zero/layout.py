@@ -49,8 +49,8 @@ def sharding_of(run: "Run", model: "Model", needs: str, config: "ZeROConfig") ->
     if needs not in ("elements", "matrices"):
         raise UsageError(
             f"{''.join(run.hooks.implementers('build_optimizer'))} needs '{needs}' of parameters, and "
-            f"zero={run.mesh.axes['zero'].size} gives each rank elements or whole matrices; use a layout without zero, "
-            f"or another optimizer"
+            f"zero={run.mesh.axes['zero'].size} shards them by 'elements' or 'matrices' only; use a layout without "
+            f"zero, or another optimizer"
         )
     names = [name for name, parameter in model.parameters().items() if parameter.requires_grad]
     items = [item for name in reversed(names) if (item := _item(run, model, model.placements[name], needs)) is not None]

@@ -53,13 +53,14 @@ class FileTokenizer:
             return self._by_library(texts) if self.words is None else self.words.encode_batch(texts, self._by_library)
         except Exception as error:  # the library raises Exception itself
             raise UsageError(
-                f"tokenizers/huggingface: the tokenizer cannot encode a text: {_words(error)}; mend its tokenizer.json"
+                f"tokenizers/huggingface: the tokenizer cannot encode a text: {_one_line(error)}; correct its "
+                f"tokenizer.json"
             ) from None
 
     def _by_library(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode by the library, without offsets into the texts, which would cost a fifth of the time."""
-        found = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in found]
+        encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of tokens."""
@@ -79,7 +80,7 @@ class HuggingFace:
 
         path: str = Field(description="the file tokenizer.json")
         eod: str | None = Field(
-            None, description=f"the token that ends a document; null: the first special one of {', '.join(ENDS)}"
+            None, description=f"the token that ends a document; null: the first of {', '.join(ENDS)} that is special"
         )
 
     def __init__(self, config: Config) -> None:
@@ -97,25 +98,29 @@ class HuggingFace:
             tokenizer = Tokenizer.from_file(self.config.path)
         except Exception as error:  # the library raises Exception itself
             raise UsageError(
-                f"tokenizers/huggingface: '{self.config.path}' is no tokenizer.json that tokenizers reads: "
-                f"{_words(error)}; name the file tokenizer.json that a model comes with"
+                f"tokenizers/huggingface: the `tokenizers` library cannot read path '{self.config.path}': "
+                f"{_one_line(error)}; set path to a model's tokenizer.json"
             ) from None
         if not tokenizer.get_vocab_size(with_added_tokens=True):
-            raise UsageError(f"tokenizers/huggingface: '{self.config.path}' has no tokens; name another tokenizer.json")
+            raise UsageError(
+                f"tokenizers/huggingface: path '{self.config.path}' has no tokens; use another tokenizer.json"
+            )
         return FileTokenizer(tokenizer, self._eod(tokenizer))
 
     def _eod(self, tokenizer: Any) -> int | None:
-        wanted = self.config.eod
-        if wanted is not None:
-            found: int | None = tokenizer.token_to_id(wanted)
-            if found is None:
-                raise UsageError(f"tokenizers/huggingface: '{self.config.path}' has no token '{wanted}' to be its eod")
-            return found
+        if self.config.eod is not None:
+            number: int | None = tokenizer.token_to_id(self.config.eod)
+            if number is None:
+                raise UsageError(
+                    f"tokenizers/huggingface: eod '{self.config.eod}' is no token of path '{self.config.path}'; set "
+                    f"eod to one of its tokens"
+                )
+            return number
         special = _special_tokens(tokenizer)
         return next((special[end] for end in ENDS if end in special), None)
 
 
-def _words(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     """The library's message on one line."""
     return " ".join(str(error).split())
 

@@ -46,9 +46,9 @@ BEYOND = re.compile("[\U00010000-\U0010ffff]")
 
 def _printable() -> tuple[str, ...]:
     """The character for each byte in byte-level BPE: printable bytes map to themselves, the others from U+0100 on."""
-    kept = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return tuple(chr(byte if byte in kept else next(others)) for byte in range(0x100))
+    unchanged = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    substitutes = iter(range(0x100, 0x200))
+    return tuple(chr(byte if byte in unchanged else next(substitutes)) for byte in range(0x100))
 
 
 PRINTABLE = _printable()
@@ -170,8 +170,8 @@ def _pattern(pre_tokenizer: dict[str, Any]) -> str | None:
     if not before:
         return GPT2 if last.get("use_regex") else None
     split = before[0]
-    told = (split.get("type"), split.get("behavior"), split.get("invert"), last.get("use_regex"))
-    return split["pattern"].get("Regex") if told == ("Split", "Isolated", False, False) else None
+    options = (split.get("type"), split.get("behavior"), split.get("invert"), last.get("use_regex"))
+    return split["pattern"].get("Regex") if options == ("Split", "Isolated", False, False) else None
 
 
 def _leaves_tokens(post_processor: dict[str, Any]) -> bool:

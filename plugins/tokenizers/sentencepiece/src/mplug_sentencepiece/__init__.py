@@ -46,7 +46,7 @@ class SentencePiece:
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
-        path: str = Field(description="the file of the model, *.model")
+        path: str = Field(description="the SentencePiece model file, *.model")
         eod: str | None = Field(None, description="the piece that ends a document; null: the model's own eos")
 
     def __init__(self, config: Config) -> None:
@@ -61,17 +61,20 @@ class SentencePiece:
             processor = SentencePieceProcessor(model_file=self.config.path)
         except (RuntimeError, OSError) as error:
             raise UsageError(
-                f"tokenizers/sentencepiece: '{self.config.path}' is no SentencePiece model: {error}; name the file "
-                f"*.model that a model comes with"
+                f"tokenizers/sentencepiece: path '{self.config.path}' is no SentencePiece model: {error}; set path to "
+                f"a model's file *.model"
             ) from None
         return ModelTokenizer(processor, self._eod(processor))
 
     def _eod(self, processor: Any) -> int | None:
-        wanted = self.config.eod
-        if wanted is None:
-            found: int = processor.eos_id()
-            return found if found >= 0 else None
-        found = processor.piece_to_id(wanted)
-        if processor.id_to_piece(found) != wanted:
-            raise UsageError(f"tokenizers/sentencepiece: '{self.config.path}' has no piece '{wanted}' to be its eod")
-        return found
+        piece = self.config.eod
+        if piece is None:
+            number: int = processor.eos_id()
+            return number if number >= 0 else None
+        number = processor.piece_to_id(piece)
+        if processor.id_to_piece(number) != piece:
+            raise UsageError(
+                f"tokenizers/sentencepiece: eod '{piece}' is no piece of path '{self.config.path}'; set eod to one of "
+                f"its pieces"
+            )
+        return number

@@ -23,7 +23,7 @@ class RanksTokenizer:
         self.encoding, self.eod = encoding, eod
         self.special_tokens: dict[str, int] = dict(encoding._special_tokens)
         self.vocab_size: int = encoding.max_token_value + 1
-        self._heard = frozenset(encoding._mergeable_ranks.values())
+        self._decodable = frozenset(encoding._mergeable_ranks.values())
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text."""
@@ -35,7 +35,7 @@ class RanksTokenizer:
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of tokens; special tokens and unknown numbers are omitted."""
-        return self.encoding.decode([token for token in tokens if token in self._heard])
+        return self.encoding.decode([token for token in tokens if token in self._decodable])
 
 
 class Tiktoken:
@@ -50,11 +50,11 @@ class Tiktoken:
 
         path: str = Field(description="the file of ranks, *.tiktoken: a token in base64 and its rank on each line")
         pattern: str | None = Field(
-            None, description="regular expression that cuts a text into pieces; null: GPT-2's (r50k, p50k)"
+            None, description="regular expression that splits a text into pieces; null: GPT-2's (r50k, p50k)"
         )
         eod: str | None = Field(END, min_length=1, description="the special token that ends a document; null: none")
         eod_id: int | None = Field(
-            None, ge=0, lt=2**31 - 1, description="its number; null: the first after the ranks, as 50256 and 100257 are"
+            None, ge=0, lt=2**31 - 1, description="number of the token eod; null: one more than the largest rank"
         )
 
     def __init__(self, config: Config) -> None:
@@ -74,7 +74,10 @@ class Tiktoken:
         if config.eod is not None:
             eod = config.eod_id if config.eod_id is not None else max(ranks.values()) + 1
             if eod in ranks.values():
-                raise UsageError(f"tokenizers/tiktoken: eod_id={eod} is a rank of '{config.path}'; give a free number")
+                raise UsageError(
+                    f"tokenizers/tiktoken: eod_id={eod} is a rank of path '{config.path}'; set eod_id to an unused "
+                    f"number"
+                )
         special = {config.eod: eod} if config.eod is not None and eod is not None else {}
         pattern = config.pattern or r50k_pat_str
         try:

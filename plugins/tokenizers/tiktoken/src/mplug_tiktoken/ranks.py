@@ -6,9 +6,9 @@ from pathlib import Path
 
 from mplug import UsageError
 
-GREATEST = 2**31 - 3
+MAX_RANK = 2**31 - 3
 """The greatest rank: data sets store tokens as i32, and one more token may end a document."""
-FETCH = "fetch the file again"
+REMEDY = "download the file again"
 
 
 def read_ranks(path: str) -> dict[bytes, int]:
@@ -23,32 +23,34 @@ def read_ranks(path: str) -> dict[bytes, int]:
             continue
         token, rank = _entry(line, number, path)
         if token in ranks:
-            raise UsageError(f"tokenizers/tiktoken: '{path}', line {number}, has a token that has been; {FETCH}")
+            raise UsageError(
+                f"tokenizers/tiktoken: '{path}', line {number}, repeats the token of an earlier line; {REMEDY}"
+            )
         ranks[token] = rank
     if not ranks:
-        raise UsageError(f"tokenizers/tiktoken: '{path}' is no file of ranks: it is empty; {FETCH}")
+        raise UsageError(f"tokenizers/tiktoken: '{path}' is no file of ranks: it is empty; {REMEDY}")
     lacking = next((byte for byte in range(256) if bytes([byte]) not in ranks), None)
     if lacking is not None:
         raise UsageError(
-            f"tokenizers/tiktoken: '{path}' has no rank for the byte {lacking}; a text may have any byte; {FETCH}"
+            f"tokenizers/tiktoken: '{path}' has no rank for the byte {lacking}, and every byte needs one; {REMEDY}"
         )
     if len(set(ranks.values())) < len(ranks):
-        raise UsageError(f"tokenizers/tiktoken: '{path}' gives two tokens one rank; {FETCH}")
+        raise UsageError(f"tokenizers/tiktoken: '{path}' has two tokens with the same rank; {REMEDY}")
     return ranks
 
 
 def _entry(line: bytes, number: int, path: str) -> tuple[bytes, int]:
     try:
         token, rank = line.split()
-        found = base64.b64decode(token, validate=True), int(rank)
+        entry = base64.b64decode(token, validate=True), int(rank)
     except (ValueError, binascii.Error):
-        found = b"", 0
-    if not found[0] or not 0 <= found[1] <= GREATEST:
+        entry = b"", 0
+    if not entry[0] or not 0 <= entry[1] <= MAX_RANK:
         raise UsageError(
             f"tokenizers/tiktoken: '{path}' is no file of ranks: line {number} is not a base64 token and a number from "
-            f"0 to {GREATEST}; {FETCH}"
+            f"0 to {MAX_RANK}; {REMEDY}"
         )
-    return found
+    return entry
 
 
 def _unreadable(path: str, error: OSError) -> str:
@@ -56,7 +58,7 @@ def _unreadable(path: str, error: OSError) -> str:
 
     if path in list_encoding_names():
         return (
-            f"tokenizers/tiktoken: the encoding '{path}' would be downloaded, and mplug downloads nothing; fetch its "
-            f"file of ranks yourself and set path={path}.tiktoken"
+            f"tokenizers/tiktoken: path '{path}' is the name of an encoding, and mplug downloads no files; download "
+            f"its file of ranks and set path={path}.tiktoken"
         )
-    return f"tokenizers/tiktoken: path '{path}' cannot be read: {error.strerror}; name a file *.tiktoken"
+    return f"tokenizers/tiktoken: path '{path}' cannot be read: {error.strerror}; set path to a file *.tiktoken"

@@ -227,7 +227,8 @@ def test_a_run_that_one_process_refuses_is_a_fault_and_no_layout_to_skip() -> No
 def test_a_suite_skips_a_run_that_its_ranks_refuse_where_it_is_tried_unasked(text_file: Path) -> None:
     """One that the author asks for is a fault."""
     small = {"data.name": "text", "data.path": str(text_file), "model.vocab_size": 100}
-    reason, asked = (f"is refused{asked}: .*the data has tokens up to 255" for asked in ("", "; set .* that are not refused"))
+    remedies = ("", "; set .* that are not refused")
+    reason, asked = (f"is refused{remedy}: .*the data has tokens up to 255" for remedy in remedies)
 
     class DataParallel(ParallelSuite):
         plugin = "dp"

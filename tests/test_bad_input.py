@@ -173,7 +173,7 @@ def test_learned_positions_shorter_than_the_sequence_are_refused(cli: Cli, tiny:
 
 
 @pytest.mark.parametrize(
-    "assignment", ["trainer.steps", "trainer=3", "=3", "trainer.=3", ".steps=3", "steps=3", "trainer..steps=3", ""]
+    "assignment", ["trainer.steps", "trainer=3", "=3", "trainer.=3", ".steps=3", "trainer..steps=3", ""]
 )
 def test_an_assignment_without_section_field_or_value_is_refused(cli: Cli, assignment: str) -> None:
     result = cli("config", "show", "--set", assignment)

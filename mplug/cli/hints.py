@@ -36,7 +36,10 @@ def assignment_hint(assignments: Sequence[str]) -> None:
     """Raise UsageError if an assignment of --set names a field without its section, as in 'steps=10'."""
     for assignment in assignments:
         name, equals, value = assignment.partition("=")
-        if equals and name and "." not in name and (matches := _matches(name, _fields())):
+        if not equals or not name or "." in name:
+            continue
+        fields = _fields()
+        if name not in {field[0] for field in fields} and (matches := _matches(name, fields)):
             remedies = " or ".join(f"--set {field}={value}" for field in matches)
             raise UsageError(f"--set '{assignment}': '{name}' lacks the section of its field; use {remedies}")
 

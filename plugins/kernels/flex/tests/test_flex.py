@@ -1,6 +1,7 @@
 """flex_attention: the suite, its block masks, how often it compiles, and what it refuses."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -215,6 +216,32 @@ def test_sinks_take_all_weight_from_scores_that_are_far_below_them() -> None:
             output = core(q, k, v, spec, AttentionInputs(sinks=sinks))
             outcomes.append((output.detach(), *torch.autograd.grad(output.sum(), sinks)))
         torch.testing.assert_close(*outcomes)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch would rather compile these operators
+def test_the_operators_that_a_gpu_compiles_are_those_of_the_composition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program of a GPU, traced without values and run uncompiled: all features at once, in fp64."""
+    from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
+
+    def traced(make: Any, compute: programs.Program, tensors: tuple[torch.Tensor, ...]) -> programs.Program:
+        return trace(partial(programs._traced, mode="fake"), compute, tensors)
+
+    trace = programs._in_thread
+    monkeypatch.setattr(programs, "PROGRAMS", {})
+    monkeypatch.setattr(programs, "_operators", lambda _: (flex_attention, flex_attention_backward))
+    monkeypatch.setattr(programs, "_in_thread", traced)
+    features: dict[str, Any] = {"window": 4, "documents": True, "soft_cap": 2.0, "sinks": True, "bias": "relative"}
+    q, k, v = (torch.randn(2, 13, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    leaves = [q, k, v, torch.randn(4, dtype=torch.float64), torch.randn(4, 7, dtype=torch.float64)]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    inputs = AttentionInputs(None, torch.tensor([[5, 1, 7], [13, 0, 0]]), *leaves[3:])
+    outcomes = []
+    for core in (attention, scaled_dot_product):
+        output = core(q, k, v, AttentionSpec(0.3, 8, 8, **features), inputs)
+        outcomes.append((output, *torch.autograd.grad(output.square().sum(), leaves)))
+    torch.testing.assert_close(*outcomes, rtol=EXACT, atol=EXACT)
+    assert len(programs.PROGRAMS) == 2
 
 
 # What it refuses.

@@ -20,7 +20,7 @@ from mplug.nn.parts import Lengths, numbered
 
 BLOCK = 128
 """The number of queries and of keys in a block; torch's default."""
-K = TypeVar("K")
+C = TypeVar("C")
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,10 @@ _OF_LENGTHS: Any = WeakTensorKeyDictionary()
 _KEPT: dict[Hashable, Any] = {}
 
 
-def kept(key: Hashable, make: Callable[[], K], device: torch.device) -> K:
+def kept(key: Hashable, make: Callable[[], C], device: torch.device) -> C:
     """The constant of a key, made at its first use; a constant that a CUDA graph makes belongs to this graph alone."""
     if key in _KEPT:
-        value: K = _KEPT[key]
+        value: C = _KEPT[key]
         return value
     value = make()
     if not capturing(device):

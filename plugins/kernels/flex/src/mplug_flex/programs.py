@@ -67,8 +67,8 @@ def forward_program(form: Form, mask: Mask, q: Tensor, k: Tensor, v: Tensor, sin
 def backward_program(form: Form, mask: Mask, own: Sequence[Tensor], trained: bool) -> Program:
     """The program (q, k, v, output, sums, gradient, sinks, bias, numbers, blocks) -> gradients.
 
-    `own` are the first eight. The results are dq [B, S, H, K], dk [B, T, G, K], dv [B, T, G, V], and those of `sinks`
-    and `bias`, which are empty if the form does not use the tensor, or unless the bias is `trained`.
+    `own` are the first eight. The gradients are those of q, k, v, sinks and bias, in these shapes. The gradient of the
+    sinks is empty if the form has none; the gradient of the bias is empty unless the bias is `trained`.
     """
     counts = (8, len(mask.numbers))
 
@@ -192,6 +192,7 @@ def _thread() -> ThreadPoolExecutor:
 
 
 def _traced(compute: Program, tensors: tuple[Tensor, ...], mode: str = "real") -> Program:
+    """The operations of a function on tensors like these; with mode 'fake', it is traced without their values."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     with torch.no_grad():
@@ -199,6 +200,7 @@ def _traced(compute: Program, tensors: tuple[Tensor, ...], mode: str = "real") -
 
 
 def _compiled(compute: Program, tensors: tuple[Tensor, ...]) -> Program:
+    """The function compiled by inductor, for tensors of these shapes and strides."""
     from torch._inductor import compile as compile_by_inductor
 
     with torch.no_grad(), torch.cuda.device(tensors[0].device):

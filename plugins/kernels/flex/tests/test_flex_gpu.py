@@ -90,7 +90,7 @@ def outcome(core: Any, spec: AttentionSpec, leaves: list[torch.Tensor], named: d
 
 
 def assert_within_band(core: Any, spec: AttentionSpec, dtype: torch.dtype, width: int = K) -> None:
-    """Relative errors against the composition in fp64 are at most twice those of the composition in `dtype`."""
+    """Relative errors against the composition in fp64 are at most twice (fp32: 4 times) those of it in `dtype`."""
     leaves, named = inputs_of(spec, dtype, width)
     wide = [x.detach().double().requires_grad_() for x in leaves]
     exact = outcome(scaled_dot_product, spec, wide, named)
@@ -98,8 +98,10 @@ def assert_within_band(core: Any, spec: AttentionSpec, dtype: torch.dtype, width
     names = ["output", "dq", "dk", "dv", *(["dsinks"] if spec.sinks else []), *(["dtable"] if spec.bias else [])]
     for name, ours, usual, right in zip(names, found, plain, exact, strict=False):
         error, allowed = ((x.double() - right).norm() / right.norm() for x in (ours, usual))
-        floor = 2 * torch.finfo(dtype).eps
-        assert error <= max(2 * allowed, floor), f"{name} is off by {error:.2e}; plain torch by {allowed:.2e}"
+        factor = 4 if dtype == torch.float32 else 2
+        assert error <= max(factor * allowed, factor * torch.finfo(dtype).eps), (
+            f"{name} is off by {error:.2e}; plain torch by {allowed:.2e}"
+        )
         assert ours.dtype == usual.dtype
 
 
@@ -118,21 +120,19 @@ def test_a_unit_that_inductor_compiles_is_within_the_band(asked: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("width", "dtype"),
+    ("width", "value_width", "dtype"),
     [
-        (16, torch.bfloat16),
-        (24, torch.bfloat16),
-        (80, torch.bfloat16),
-        (128, torch.bfloat16),
-        (192, torch.bfloat16),
-        (256, torch.bfloat16),
-        (64, torch.float16),
-        (128, torch.float32),
-        (256, torch.float32),
+        *((width, width, torch.bfloat16) for width in (16, 24, 80, 128, 192, 256)),
+        *((width, width, torch.float32) for width in (16, 80, 128, 192, 256)),
+        (64, 64, torch.float16),
+        (64, 256, torch.bfloat16),
+        (256, 64, torch.bfloat16),
+        (192, 128, torch.bfloat16),
+        (64, 256, torch.float32),
     ],
 )
-def test_the_head_dims_that_it_supports_are_within_the_band(width: int, dtype: torch.dtype) -> None:
-    assert_within_band(attention, AttentionSpec(width**-0.5, width, width), dtype, width)
+def test_the_widths_that_it_supports_are_within_the_band(width: int, value_width: int, dtype: torch.dtype) -> None:
+    assert_within_band(attention, AttentionSpec(width**-0.5, width, value_width), dtype, width)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

@@ -31,6 +31,18 @@ OPTIONS = {
     "OUTPUT_MAX": False,
 }
 """The options that the public function would set, for the kernel that has a backward pass for every form."""
+SMALL_TILES = {
+    "fwd_BLOCK_M": 64,
+    "fwd_BLOCK_N": 32,
+    "fwd_num_stages": 2,
+    "bwd_BLOCK_M1": 32,
+    "bwd_BLOCK_N1": 64,
+    "bwd_BLOCK_M2": 64,
+    "bwd_BLOCK_N2": 32,
+    "bwd_num_stages": 1,
+}
+"""Tiles that fit into shared memory up to a width of 256, in half precision."""
+SMALL_TILES_OF_FP32 = {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 16, "fwd_num_stages": 2}
 LN2 = math.log(2)
 """The operators' log-sum-exps are to the base 2."""
 Program = Callable[..., tuple[Tensor, ...]]
@@ -51,7 +63,7 @@ def forward_program(form: Form, mask: Mask, q: Tensor, k: Tensor, v: Tensor, sin
         heads = (x.transpose(1, 2) for x in (q, k, v))
         with _indexed():
             output, sums, *_ = _operators(q.device)[0](
-                *heads, score, _blocks(form, mask, blocks, q, k), form.scale, OPTIONS, more, numbers
+                *heads, score, _blocks(form, mask, blocks, q, k), form.scale, _options(q, v), more, numbers
             )
         sums = sums.to(_wide(q)) * LN2
         output = output.transpose(1, 2)
@@ -80,7 +92,7 @@ def backward_program(form: Form, mask: Mask, own: Sequence[Tensor], trained: boo
         given = (*heads, sums / LN2, gradient.transpose(1, 2), None)
         with _indexed():
             dq, dk, dv, captured = _operators(q.device)[1](
-                *given, *graphs, _blocks(form, mask, blocks, q, k), form.scale, OPTIONS, more, numbers
+                *given, *graphs, _blocks(form, mask, blocks, q, k), form.scale, _options(q, v), more, numbers
             )
         of_heads = (x.transpose(1, 2).contiguous() for x in (dq, dk, dv))
         of_bias = captured[0] if trained else bias.new_empty(0)
@@ -108,6 +120,14 @@ def _operators(device: torch.device) -> tuple[Any, Any]:
     from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
 
     return flex_attention, flex_attention_backward
+
+
+def _options(q: Tensor, v: Tensor) -> dict[str, Any]:
+    """The kernel's options; torch chooses tiles by the key width, and for powers of two only."""
+    widths = {q.shape[-1], v.shape[-1]}
+    if max(widths) <= 64 or widths in ({128}, {256}):
+        return OPTIONS
+    return OPTIONS | (SMALL_TILES_OF_FP32 if q.dtype == torch.float32 else SMALL_TILES)
 
 
 def _indexed() -> Any:

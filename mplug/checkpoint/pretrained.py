@@ -93,6 +93,7 @@ def weights_in(manifest: "Manifest") -> dict[str, tuple[int, ...]]:
 def load_weights(run: Run, model: "Model", pieces: list[Piece], path: Path) -> "Choice":
     """Load the weights and module states of a checkpoint into the model of a new run.
 
+    The states that kernels keep (`Offer.buffers`) start anew: the run that saved the checkpoint may have other kernels.
     If the config names the checkpoint's run and the checkpoint is not valid, load the newest valid one before it.
     """
     from mplug.checkpoint.boxes import State, buffer_boxes, held_boxes
@@ -107,7 +108,10 @@ def load_weights(run: Run, model: "Model", pieces: list[Piece], path: Path) -> "
     verified = Verified()
     named = _is_of_named_run(run, path)
     choice = choose(run, path, verified) if named else Choice(path, manifest_of(run, path))
-    load(run, choice.path, choice.manifest, state | buffer_boxes(model, run.rank, held_boxes), verified)
+    fresh = {f"{one.full_name(name)}/buffer" for one in model.slot_buffers for name in one.declared}
+    states = buffer_boxes(model, run.rank, held_boxes)
+    state |= {name: boxed for name, boxed in states.items() if name not in fresh}
+    load(run, choice.path, choice.manifest, state, verified)
     write_weights(pieces)
     model.weights_written()
     return choice

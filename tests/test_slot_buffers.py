@@ -192,6 +192,7 @@ LENGTH_OF_RANK = (
         ({"reduction": "max"}, "it needs `over`"),
         ({"over": ("batch",), "value": 1.0}, "a sum starts a step at zero"),
         ({"shape": (3,)}, "needs 1 dims, not 0"),
+        ({"over": "batch"}, "`over` of a buffer is a tuple, not 'batch'"),
     ],
 )
 def test_a_declaration_that_means_nothing_is_refused(wrong: Settings, message: str) -> None:

@@ -27,6 +27,9 @@ class SlotBuffer:
     reduction: Literal["sum", "max"] = "sum"
 
     def __post_init__(self) -> None:
+        for field, value in (("shape", self.shape), ("dims", self.dims), ("over", self.over)):
+            if not isinstance(value, tuple):
+                raise ValueError(f"`{field}` of a buffer is a tuple, not {value!r}")
         if len(self.shape) != len(self.dims):
             raise ValueError(f"a buffer of shape {self.shape} needs {len(self.shape)} dims, not {len(self.dims)}")
         if self.over and self.reduction == "sum" and self.value:

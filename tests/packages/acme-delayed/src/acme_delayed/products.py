@@ -31,6 +31,7 @@ def products(bits: int, margin: float) -> Gemm:
         return on_grid(x, buffers, INPUT) @ on_grid(weight, buffers, WEIGHT).t()
 
     def dgrad(grad_y: Tensor, weight: Tensor, buffers: Buffers) -> Tensor:
+        keep_max_in_backward(buffers["gradient"], grad_y.abs().amax())  # the weight may be frozen, without a wgrad
         return on_grid(grad_y, buffers, GRADIENT) @ on_grid(weight, buffers, WEIGHT)
 
     def wgrad(grad_y: Tensor, x: Tensor, main_grad: Tensor | None, buffers: Buffers) -> Tensor | None:

@@ -318,6 +318,7 @@ def test_a_checkpoint_without_the_histories_serves_a_new_run_and_no_resumed_one(
     assert len(losses) == 2
 
 
+@pytest.mark.wide("compile")
 def test_compiled_units_keep_the_same_buffers(plant: Plant) -> None:
     plant("acme-delayed")
     found = run_workers(1, watched, {**SETTINGS, "trainer.compile": "aot_eager"})

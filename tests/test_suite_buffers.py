@@ -40,6 +40,11 @@ FAULTS: dict[str, tuple[str, str, str]] = {
         "seen = globals().setdefault('SEEN', []); span = x.abs().amax() * (1 + len(seen) % 5); seen.append(1)",
         "the supplier keeps state outside of its buffers",
     ),
+    "a buffer that nobody declares": (
+        LARGEST_INPUT,
+        f'{LARGEST_INPUT}; buffers["newest"] = x.abs().amax()',
+        "a pass adds 'newest' to its buffers",
+    ),
     "a state that forward writes": (
         LARGEST_INPUT,
         f'{LARGEST_INPUT}; buffers["history"].mul_(2).add_(1)',

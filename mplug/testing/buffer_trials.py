@@ -20,6 +20,7 @@ from mplug.model.slot_buffer import SlotBuffer
 from mplug.model.slot_states import HeldBuffers, updated
 from mplug.model.tracer import prepare_compiler
 from mplug.nn import Linear
+from mplug.nn.linear import PLAIN
 from mplug.nn.slot_buffers import hold
 from mplug.testing.kernel_cases.dense import with_weight
 from mplug.testing.trials import initial
@@ -54,6 +55,7 @@ class BufferTrial:
     def fault(self, compiles: bool) -> str:
         """The first fault of the declaration, or of what the supplier writes."""
         checks: list[Callable[[], str]] = [
+            self._undeclared,
             self._unwritten,
             self._repeated,
             self._written_states,
@@ -121,6 +123,25 @@ class BufferTrial:
         return self._fresh() | {name: new[0] for name, new in self._updated([self._whole]).items()}
 
     # What a supplier writes.
+
+    def _undeclared(self) -> str:
+        gemm: Any = self.offer.suppliers[SLOT]
+        buffers = self._fresh()
+        _, x = self._operands["x"]
+        _, weight = self._operands["weight"]
+        _, upstream = self._operands["y"]
+        calls = (
+            (gemm.forward, PLAIN.forward, (x, weight)),
+            (gemm.dgrad, PLAIN.dgrad, (upstream, weight)),
+            (gemm.wgrad, PLAIN.wgrad, (upstream, x, None)),
+        )
+        for product, default, arguments in calls:
+            if product is not default:
+                product(*arguments, buffers=buffers)
+        added = sorted(buffers.keys() - self._declared().keys())
+        return (
+            f"a pass adds '{added[0]}' to its buffers, where it is lost; declare it in Offer.buffers" if added else ""
+        )
 
     def _unwritten(self) -> str:
         fresh = self._fresh()

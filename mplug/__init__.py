@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from mplug.model.offers import Offer as Offer
     from mplug.model.offers import Site as Site
     from mplug.model.offers import Wrap as Wrap
+    from mplug.model.slot_buffer import SlotBuffer as SlotBuffer
     from mplug.registry.specification import hookimpl as hookimpl
     from mplug.registry.tokenizers import TokenizerRecord as TokenizerRecord
     from mplug.registry.tokenizers import describe_tokenizer as describe_tokenizer
@@ -170,6 +171,7 @@ publish(
             "UNIT",
             "Wrap",
         ),
+        "mplug.model.slot_buffer": ("SlotBuffer",),
         "mplug.registry.specification": ("hookimpl",),
         "mplug.registry.tokenizers": (
             "TokenizerRecord",

@@ -122,7 +122,11 @@ def shard_model(run: "Run", model: "Model") -> None:
 
 @all_plugins
 def offer(run: "Run", model: "Model") -> "list[Offer | Wrap]":
-    """Offer suppliers and wraps for slots. Pure: the host selects among all offers and applies the selection."""
+    """Offer suppliers and wraps for slots. Pure: the host selects among all offers and applies the selection.
+
+    Called when every parameter has its placement. The host then selects, places the buffers that the selected offers
+    declare (`Offer.buffers`), and fills the slots. No memory is allocated before that.
+    """
 
 
 @at_most_one

@@ -31,7 +31,7 @@ from mplug.config.sources import read_assignments
 from mplug.layout.names import role_of
 from mplug.model import memory as model_module
 from mplug.model.build import build_model, measure_bytes
-from mplug.model.fill import fill_slots, sites
+from mplug.model.fill import fill_slots, select_offers, sites
 from mplug.model.memory import allocate, initialize
 from mplug.model.selection import Selection, select
 from mplug.model.units import run_units
@@ -560,11 +560,18 @@ def recording(plugin: str, layer: int, slot: str, built: list[str]) -> Wrap:
     return Wrap(slot, around, layer, plugin=plugin)
 
 
+def fill(model: Model, kernels: Kernels, offers: list[Any]) -> Selection:
+    model.place(Mesh.of([], 1), None)
+    selection = select_offers(model, run_with(kernels), offers)
+    fill_slots(model, selection)
+    return selection
+
+
 def test_all_sites_of_a_role_share_one_callable_and_its_wraps_are_made_once() -> None:
     model, built = toy(), list[str]()
     core = Offer({CORE: lambda *_: ["core"]}, plugin="kernels/fast")
     offers = [recording("outer", 2, CORE, built), recording("inner", 1, CORE, built), core]
-    fill_slots(model, run_with(chosen(attention="kernels/fast")), offers)
+    fill(model, chosen(attention="kernels/fast"), offers)
     module: Any = model.module
     assert module.blocks["0"].attn.core is module.blocks["1"].attn.core
     assert module.blocks["0"].attn.core() == ["outer", "inner", "core"]
@@ -573,7 +580,7 @@ def test_all_sites_of_a_role_share_one_callable_and_its_wraps_are_made_once() ->
 
 def test_roles_do_not_share_what_wraps_hold() -> None:
     model, built = toy(), list[str]()
-    fill_slots(model, run_with(chosen()), [recording("parallel/tp", 0, "Linear.gather", built)])
+    fill(model, chosen(), [recording("parallel/tp", 0, "Linear.gather", built)])
     module: Any = model.module
     first, second = module.blocks["0"], module.blocks["1"]
     assert first.attn.qkv.gather is second.attn.qkv.gather
@@ -587,7 +594,7 @@ def test_a_site_that_is_wrapped_otherwise_than_the_rest_of_its_role_has_its_own_
     only_first = recording("parallel/x", 0, CORE, built)
     only_first = Wrap(CORE, only_first.wrap, 0, supports=lambda site, _: site.name == "blocks.0.attn", plugin="x")
     default = toy().module.blocks["0"].attn.core  # type: ignore[union-attr,operator]
-    fill_slots(model, run_with(chosen()), [only_first])
+    fill(model, chosen(), [only_first])
     module: Any = model.module
     assert module.blocks["1"].attn.core is default
     assert module.blocks["0"].attn.core is not default
@@ -595,7 +602,7 @@ def test_a_site_that_is_wrapped_otherwise_than_the_rest_of_its_role_has_its_own_
 
 def test_what_fills_each_site_is_kept_with_the_model() -> None:
     model = toy()
-    selection = fill_slots(model, run_with(chosen(attention="kernels/fast")), [offer("kernels/fast", CORE)])
+    selection = fill(model, chosen(attention="kernels/fast"), [offer("kernels/fast", CORE)])
     assert model.slots == selection.filled
     assert sum(filled.supplier == "kernels/fast" for filled in model.slots) == 2
 

@@ -97,6 +97,7 @@ def weights_in(shapes: "Mapping[str, tuple[int, ...]]") -> dict[str, tuple[int, 
 def load_weights(run: Run, model: "Model", pieces: list[Piece], path: Path) -> "Chosen":
     """Load the weights and module states of a checkpoint into the model of a new run.
 
+    The states that kernels keep (`Offer.buffers`) start anew: the run that saved the checkpoint may have other kernels.
     If the config names the checkpoint's run and the checkpoint is not valid, load the newest valid one before it.
     """
     from mplug.checkpoint.boxes import State, buffer_boxes, held_boxes
@@ -115,7 +116,10 @@ def load_weights(run: Run, model: "Model", pieces: list[Piece], path: Path) -> "
     else:
         opened = open_together(run, path)
         choice = Chosen(path, opened.facts, opened=opened)
-    load(run, choice.opened, state | buffer_boxes(model, run.rank, held_boxes), verified)
+    fresh = {f"{one.full_name(name)}/buffer" for one in model.slot_buffers for name in one.declared}
+    states = buffer_boxes(model, run.rank, held_boxes)
+    state |= {name: boxed for name, boxed in states.items() if name not in fresh}
+    load(run, choice.opened, state, verified)
     write_weights(pieces)
     model.weights_written()
     return choice

@@ -181,8 +181,9 @@ def refuse_another(path: Path, saved: Mapping[str, tuple[int, ...]], state: Stat
         parameter, _, tensor = name.rpartition("/")
         if tensor == "buffer" and name not in saved:
             raise UsageError(
-                f"checkpoint '{path}' has no state '{parameter}', which the model has; resume with the config of the "
-                f"checkpoint"
+                f"checkpoint '{path}' has no state '{parameter}', which the model or a kernel of this run keeps; "
+                f"resume with the config of the checkpoint, or start a new run with its weights: mplug train --set "
+                f"checkpoint.pretrained={path}"
             )
         if tensor != "buffer" and f"{parameter}/weight" not in saved:
             raise UsageError(

@@ -17,7 +17,8 @@ from mplug.run.run import Run
 def refuse_unsavable_states(run: Run, model: Model, resume_from: Path | None = None) -> None:
     """Raise UsageError if a checkpoint cannot hold a state of the optimizer. Allocates no memory.
 
-    Also raises UsageError if the checkpoint `resume_from` lacks an optimizer state of this rank's parameters.
+    Also raises UsageError if the checkpoint `resume_from` lacks a state of this rank's modules or an optimizer state of
+    its parameters.
     """
     optimizer, pieces = states_without_memory(run, model)
     if resume_from is not None:
@@ -26,6 +27,7 @@ def refuse_unsavable_states(run: Run, model: Model, resume_from: Path | None = N
             for piece in pieces
             for name, tensor in {"weight": piece.master, **optimizer.state(piece)}.items()
         }
+        state |= {f"{name}/buffer": Boxed(model.buffer_placements[name].shape, {}) for name in model.states()}
         refuse_another(resume_from, shapes_of(read_manifest(resume_from)), state)
 
 

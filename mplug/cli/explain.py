@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 def command(rank: int, **options: Any) -> None:
     """Show the parts of a run without starting it. No memory is allocated, and no data is read.
 
-    Prints the mesh, the units, the supplier of each slot, the modules that mix tokens outside of slots, the placement
-    of each parameter, the frozen parameters, the FLOPs of a step, the bytes that a rank holds, and everything in this
-    run that depends on the layout. A module that does not declare what it mixes is listed as "not known".
+    Prints the mesh, the units, the supplier of each slot and the buffers that it keeps, the modules that mix tokens
+    outside of slots, the placement of each parameter, the frozen parameters, the FLOPs of a step, the bytes that a rank
+    holds, and everything in this run that depends on the layout. A module that does not declare what it mixes is listed
+    as "not known".
     """
     from mplug.errors import UsageError
     from mplug.model.build import build_model
@@ -40,6 +41,7 @@ def command(rank: int, **options: Any) -> None:
         ("Plugins", _plugins(run)),
         ("Units", _units(run, model)),
         ("Slots", _slots(run, model)),
+        *([("Buffers of suppliers", _slot_buffers(model, rank))] if model.slot_buffers else []),
         ("Mixed outside of slots", _mixing(model)),
         (f"Parameters of rank {rank}", _placements(model, rank)),
         *([(f"Sharded over ranks, with the part of rank {rank}", _shards(run, model))] if model.sharding else []),
@@ -137,6 +139,21 @@ def _slots(run: "Run", model: "Model") -> str:
         key = (filled.site.role, filled.site.slot, filled.supplier_label(run), wraps)
         groups[key] = groups.get(key, 0) + 1
     return table(("SITE", "COUNT", "SLOT", "SUPPLIER", "WRAPS"), [(key[0], n, *key[1:]) for key, n in groups.items()])
+
+
+def _slot_buffers(model: "Model", rank: int) -> str:
+    """A table of the buffers that suppliers keep: states, and statistics with the mesh axes that reduce them."""
+    groups: dict[tuple[str, ...], int] = {}
+    for one in model.slot_buffers:
+        for name, buffer in one.declared.items():
+            placement = model.buffer_placements[one.full_name(name)]
+            kind = f"{buffer.reduction} over {', '.join(buffer.over)}" if buffer.over else "state"
+            shapes = _by(placement.shape) or "scalar", _by(placement.local_shape(rank)) or "scalar"
+            axes = ", ".join(placement.partial_axes) or "-"
+            key = (one.site.role, one.site.slot, one.offer.plugin, name, *shapes, kind, axes)
+            groups[key] = groups.get(key, 0) + 1
+    header = ("SITE", "COUNT", "SLOT", "SUPPLIER", "BUFFER", "SHAPE", "LOCAL", "KEEPS", "REDUCED OVER")
+    return table(header, [(key[0], n, *key[1:]) for key, n in groups.items()])
 
 
 def _mixing(model: "Model") -> str:

@@ -92,15 +92,25 @@ class Buffer:
     """The meaning of a buffer's dimensions. Every element starts as `value`.
 
     With empty `over` it is a state: equal on all ranks that hold the same part, and saved in checkpoints. Otherwise it
-    is a statistic of a step: the host zeroes it at the start, and each rank adds what it sees of the activation axes
-    `over`. At the end the host replaces it by the sum over all ranks and micro batches, and calls the module's method
-    `step_ended` if it has one. Metrics report that sum, divided by the step's number of targets if `per_target` is set.
+    is a statistic of a step, whose `reduction` is a sum or a maximum. At the start of a step the host sets it to zero
+    (a maximum to `value`). Each rank adds what it sees of the axes `over`, or keeps the maximum of it, in forward and
+    in backward. At the end the host replaces it by the sum or maximum over all ranks and micro batches, and calls the
+    module's method `step_ended` if it has one. Metrics report a statistic that is `reported`, divided by the step's
+    number of targets if `per_target` is set.
     """
 
     dims: tuple[str | Segment | tuple[Segment, ...], ...]
     value: float = 0.0
     over: tuple[str, ...] = ()
     per_target: bool = False
+    reduction: Literal["sum", "max"] = "sum"
+    reported: bool = True
+
+    def __post_init__(self) -> None:
+        if self.reduction not in ("sum", "max"):
+            raise ValueError(f"the reduction of a buffer is 'sum' or 'max', not {self.reduction!r}")
+        if self.reduction == "max" and (self.per_target or not self.over):
+            raise ValueError("a buffer with reduction 'max' is a statistic: it needs `over`, and no `per_target`")
 
     @property
     def axes(self) -> frozenset[str]:

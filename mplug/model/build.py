@@ -15,7 +15,7 @@ from mplug.gradients.precision import DTYPES, wide
 from mplug.model.alternatives import kernels_that_would_do
 from mplug.model.count_passes import passes_of
 from mplug.model.draws import Draws, drawing_plugin
-from mplug.model.fill import fill_slots
+from mplug.model.fill import fill_slots, select_offers
 from mplug.model.freezing import freeze
 from mplug.model.memory import allocate
 from mplug.model.mixing import refuse_mixing
@@ -24,6 +24,7 @@ from mplug.model.offers import PLAIN, Offer, Unmet, Wrap
 from mplug.model.pieces import make_pieces
 from mplug.model.selection import Selection
 from mplug.model.sizes import within_reason
+from mplug.model.slot_placement import add_slot_buffers
 from mplug.model.token_sums import token_sums
 from mplug.model.variance import refuse_bypassing_layout
 from mplug.registry.entry_points import Registry
@@ -95,7 +96,9 @@ def _build_model(run: Run) -> tuple[Model, Selection]:
     model.passes = passes_of(model)
     model.keep_stage(run.mesh.index(run.rank, model.stages.axis))
     run.hooks.call.shard_model(run=run, model=model)
-    selection = fill_slots(model, run, collect_offers(run, model))
+    selection = select_offers(model, run, collect_offers(run, model))
+    add_slot_buffers(model, run, selection.filled)
+    fill_slots(model, selection)
     drawing = drawing_plugin(run, model.slots)
     model.draws = Draws(model.plan, run.mesh, run.rank, run.device, drawing)
     return model, selection
@@ -218,6 +221,7 @@ def measure_bytes(run: Run, model: Model) -> dict[str, int]:
             "masters": [piece.master for piece in pieces if piece.weight is not None],
             "gradients": [*(sink.buffer for sink in model.sinks.values()), *(piece.gradient for piece in pieces)],
             "optimizer state": states,
+            "buffers of suppliers": [buffer for one in model.slot_buffers for buffer in one.tensors().values()],
         }
         return {kind: _nbytes(tensors) for kind, tensors in kinds.items() if tensors}
 

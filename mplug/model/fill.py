@@ -1,6 +1,6 @@
 """Puts the selected suppliers and wraps into the slots of a model."""
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -37,11 +37,23 @@ def _needs_nothing(slot: str, entries: Container[str]) -> frozenset[str]:
     return frozenset()
 
 
-def fill_slots(model: Model, run: "Run", offers: Iterable[Any]) -> Selection:
-    """Select among offers, install the selected suppliers, and apply the wraps around them from inner to outer."""
+def select_offers(model: Model, run: "Run", offers: Iterable[Any]) -> Selection:
+    """Select among offers for every slot of the model and the call of every unit; changes nothing."""
     names = [unit.name for unit in model.own_units]
     units = [Site(role_of(name), UNIT, model.module.get_submodule(name), name) for name in names]
-    selection = select([*sites(model.module, run.entries), *units], offers, run.config.kernels, run)
+    return select([*sites_of(model, run.entries), *units], offers, run.config.kernels, run)
+
+
+def sites_of(model: Model, entries: Container[str] = ()) -> Iterator[Site]:
+    """Every slot of every module of this rank, with the plan's entries of the module's parameters."""
+    entry_of = {id(own): model.placements[name].parameter for name, own in model.parameters().items()}
+    for site in sites(model.module, entries):
+        own: Mapping[str, nn.Parameter | None] = site.module._parameters
+        yield replace(site, parameters={name: entry_of[id(one)] for name, one in own.items() if one is not None})
+
+
+def fill_slots(model: Model, selection: Selection) -> None:
+    """Install the selected suppliers, and apply the wraps around them from inner to outer."""
     built: dict[tuple[Any, ...], Callable[..., Any]] = {}
     for filled in selection.filled:
         attribute = filled.site.slot.rpartition(".")[2]
@@ -52,7 +64,6 @@ def fill_slots(model: Model, run: "Run", offers: Iterable[Any]) -> Selection:
             built[key] = _wrapped(filled, supplier)
         setattr(filled.site.module, attribute, built[key])
     model.slots, model.unit_wraps = selection.filled, selection.units
-    return selection
 
 
 def _wrapped(filled: Filled, supplier: Callable[..., Any]) -> Callable[..., Any]:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mplug.layout.mesh import Mesh
     from mplug.model.mixing_statement import Statement
     from mplug.model.passes import Passes
+    from mplug.model.slot_states import HeldBuffers
     from mplug.run.run import Run
 
 
@@ -38,7 +39,7 @@ class Model:
     it in the module, must keep its `data` pointing to the values. `sharding` maps each part of a sharded optimizer
     state to the rank that owns it; `shards` is its memory on this rank. A plugin that exchanges updated weights between
     ranks appends to `when_written` a function that starts the exchange. `passes` describes the passes that a step of
-    the whole model computes.
+    the whole model computes. `slot_buffers` are the buffers that suppliers of this rank's slots keep.
     """
 
     module: nn.Module
@@ -47,6 +48,7 @@ class Model:
     buffer_placements: dict[str, Placement] = field(default_factory=dict)
     slots: list[Filled] = field(default_factory=list)
     unit_wraps: list[Filled] = field(default_factory=list)
+    slot_buffers: "list[HeldBuffers]" = field(default_factory=list)
     stages: Stages = field(default=Stages("", ()))
     own_units: tuple[Unit, ...] = ()
     sharding: Sharding | None = None
@@ -107,13 +109,14 @@ class Model:
         parameters = self.parameters()
         for name, described in self.plan.match(parameters).items():
             _freeze_as_planned(name, parameters[name], described)
-            self.placements[name] = self._placed(name, described, tuple(parameters[name].shape), mesh)
+            self.placements[name] = self.placed(name, described, tuple(parameters[name].shape), mesh)
         buffers = dict(self.module.named_buffers())
         for name, buffer in self.plan.match_buffers(buffers).items():
             described = Parameter(buffer.dims, Init("constant", value=buffer.value), buffer.over)
-            self.buffer_placements[name] = self._placed(name, described, tuple(buffers[name].shape), mesh)
+            self.buffer_placements[name] = self.placed(name, described, tuple(buffers[name].shape), mesh)
 
-    def _placed(self, name: str, described: Parameter, shape: tuple[int, ...], mesh: "Mesh") -> Placement:
+    def placed(self, name: str, described: Parameter, shape: tuple[int, ...], mesh: "Mesh") -> Placement:
+        """The placement of a parameter or buffer that the plan describes, from the stages and the mesh alone."""
         _refuse_other_shape(name, described, shape)
         used_in = self._stages_of(name)
         if not used_in:

@@ -1,13 +1,17 @@
 """What plugins offer for slots: suppliers and wraps, and the sites that they fill. Imports no torch."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from mplug.errors import listed, suggest
+from mplug.layout.plan import Parameter, axes_of
+from mplug.model.slot_buffer import SlotBuffer
 from mplug.slot_kinds import KIND_OF
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from mplug.run.run import Run
 
 UNIT = "Unit.call"
@@ -27,7 +31,7 @@ class Site:
     `role` is the module's name with its indices replaced by stars ('blocks.*.attn'); the sites of a role share one
     supplier. `module` is the `mplug.nn` module, on the meta device. `needs` are what a supplier must offer beyond the
     plain case. They come from the module (its attention's specification: 'document_lengths', 'window') and from the
-    selected wraps ('log-sum-exp').
+    selected wraps ('log-sum-exp'). `parameters` are the plan's entries of the module's own parameters, by name.
     """
 
     role: str
@@ -35,6 +39,11 @@ class Site:
     module: Any
     name: str
     needs: frozenset[str] = frozenset()
+    parameters: Mapping[str, Parameter] = field(default_factory=dict, compare=False)
+
+    def axes(self, parameter: str, dim: int) -> tuple[str, ...]:
+        """The named axes of one dimension of a parameter of the module, for `over` of a `SlotBuffer`."""
+        return tuple(sorted(axes_of([self.parameters[parameter].dims[dim]])))
 
     @property
     def not_offered(self) -> str:
@@ -65,6 +74,14 @@ def _never(site: Site, run: "Run") -> str:
     return ""
 
 
+def _no_buffers(site: Site) -> Mapping[str, SlotBuffer]:
+    return {}
+
+
+StepEnded = Callable[[Mapping[str, "Tensor"]], Mapping[str, "Tensor"]]
+"""The buffers of all sites of a role, stacked along dimension 0, at the end of a step -> the new values of states."""
+
+
 @dataclass(frozen=True)
 class Offer:
     """Suppliers for one slot, or for several slots of one module at once (a fused norm and gemm).
@@ -76,6 +93,14 @@ class Offer:
 
     Each supplier is one callable for all sites of a role. It owns no parameter. A plugin that chooses between several
     suppliers makes one offer of each; only one of them may support a site. An unknown slot is a ValueError.
+
+    `buffers(site)` declares the tensors that the supplier keeps for a site, by name. It is pure. The host registers
+    them with the site's module, places them, and passes them to the supplier as the keyword argument `buffers`, a
+    mapping from names to tensors. The supplier writes statistics only, by operators (`mplug.nn.count`, `keep_max`, ...)
+    whose values do not influence results before the step ends. `step_ended(stacked)` is called once after each step.
+    It receives all buffers of the sites of a role, each with one more dimension in front (the sites). It returns the
+    new values of some states, with the same dimension, and changes no argument. The host discards them if the step is
+    skipped.
     """
 
     suppliers: Mapping[str, Callable[..., Any]]
@@ -83,6 +108,8 @@ class Offer:
     varies: Callable[[Site, "Run"], str] = _never
     plugin: str = ""
     note: Callable[[Site, "Run"], str] = _never
+    buffers: Callable[[Site], Mapping[str, SlotBuffer]] = _no_buffers
+    step_ended: StepEnded | None = None
 
     def __post_init__(self) -> None:
         _refuse_unknown(self.suppliers)
@@ -116,6 +143,9 @@ class Wrap:
     `note` names the method in a word if the plugin has several. A `dispensable` wrap changes no result: if the supplier
     of a wider slot does not call the wrapped slot, the run works without the wrap. An unknown slot is a ValueError.
 
+    A wrap that `passes_buffers` passes the keyword argument `buffers` on unchanged. The host refuses any other wrap
+    below `RECOMPUTING` around a supplier that declares buffers.
+
     The slot `UNIT` is the call of a unit: `site.module` is the unit's module, `site.name` its name. These wraps
     surround the compiled unit and stay eager. They take and return what the unit takes and returns.
     """
@@ -129,6 +159,7 @@ class Wrap:
     note: str = ""
     dispensable: bool = False
     serves: frozenset[str] = frozenset()
+    passes_buffers: bool = False
 
     def __post_init__(self) -> None:
         if self.slot != UNIT:

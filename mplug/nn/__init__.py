@@ -25,7 +25,7 @@ from mplug.nn.random import Dropout, Jitter
 from mplug.nn.router import Choice, Router
 from mplug.nn.sink import Weights, add_product, add_rows, zero_if_stale
 from mplug.nn.specification import AttentionInputs, AttentionSpec
-from mplug.nn.statistics import add_auxiliary, count
+from mplug.nn.statistics import add_auxiliary, count, count_in_backward, keep_max, keep_max_in_backward
 
 __all__ = [
     "MLP",
@@ -65,11 +65,14 @@ __all__ = [
     "add_product",
     "add_rows",
     "count",
+    "count_in_backward",
     "decoder_plan",
     "describe",
     "fake",
     "flops_of",
     "grouped_linear",
+    "keep_max",
+    "keep_max_in_backward",
     "operator",
     "parts_of",
     "scaled_dot_product",

@@ -1,4 +1,9 @@
-"""Statistics and auxiliary losses of modules: sums over a step, in buffers that the plan describes."""
+"""Statistics and auxiliary losses of modules and suppliers: sums and maxima over a step, in declared buffers.
+
+The functions are operators that mutate a buffer, so that a compiled unit can contain them. A backward pass may run
+parts of the forward pass again (recomputation). Therefore the functions for forward passes do nothing inside of
+backward, and those for backward passes have names of their own.
+"""
 
 import torch
 from torch import Tensor
@@ -11,6 +16,25 @@ def count(total: Tensor, values: Tensor) -> None:
     """total [...] += values, except during a backward pass: a forward pass inside backward is a recomputation."""
     if torch._C._current_graph_task_id() == -1:
         total.add_(values)
+
+
+@operator("mplug::keep_max", mutates_args=("largest",))
+def keep_max(largest: Tensor, values: Tensor) -> None:
+    """largest [...] = the maximum of itself and values, except during a backward pass (see `count`)."""
+    if torch._C._current_graph_task_id() == -1:
+        torch.maximum(largest, values.to(largest.dtype), out=largest)
+
+
+@operator("mplug::count_in_backward", mutates_args=("total",))
+def count_in_backward(total: Tensor, values: Tensor) -> None:
+    """total [...] += values; call it in the backward of a `torch.autograd.Function`, or in a supplier's gradients."""
+    total.add_(values)
+
+
+@operator("mplug::keep_max_in_backward", mutates_args=("largest",))
+def keep_max_in_backward(largest: Tensor, values: Tensor) -> None:
+    """largest [...] = the maximum of itself and values; call it in backward, like `count_in_backward`."""
+    torch.maximum(largest, values.to(largest.dtype), out=largest)
 
 
 class _Auxiliary(torch.autograd.Function):

@@ -93,6 +93,14 @@ class Run:
 
         return all_reduce(values, self.groups.of(self.mesh.everyone))
 
+    def largest(self, values: "Tensor") -> "Tensor":
+        """The maximum of a small tensor over all ranks."""
+        if self.groups is None:
+            return values
+        from mplug.ops import all_reduce  # imports torch
+
+        return all_reduce(values, self.groups.of(self.mesh.everyone), "MAX")
+
     def gathered(self, value: Any) -> list[Any]:
         """The values of all ranks (small plain data), in rank order."""
         if self.groups is None:

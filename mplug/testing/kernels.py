@@ -20,6 +20,7 @@ from unittest import SkipTest
 from mplug.errors import UsageError, listed
 from mplug.model.offers import Filled, Offer, Site
 from mplug.testing.harness import difference, tiny_run, train_steps
+from mplug.testing.kernel_buffers import BufferChecks, answer_of, declared_by, sites_of
 from mplug.testing.suite import Fault, PluginSuite, naming_failures, refusals, require, smoke
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ In bf16, a gradient of the tiny run sums few numbers, each with an error of one 
 """
 
 
-class KernelSuite(PluginSuite):
+class KernelSuite(BufferChecks, PluginSuite):
     """Compares every slot that a kernel supplies, over a grid of cases, with the composition of `mplug.nn` in fp64.
 
     `dtypes` are the values of `trainer.precision` to try. The kernel must serve each slot that it supplies in at least
@@ -128,7 +129,7 @@ class KernelSuite(PluginSuite):
         run, offers = self._offered()
         for offer, case, site in self._sites(offers):
             before = dict(vars(case.module))
-            first, again = (_answer(offer, site, run) for _ in range(2))
+            first, again = (answer_of(offer, site, run) for _ in range(2))
             require(
                 first == again,
                 f"supports is not pure: for {_case_name(case, site)} it returns {first!r}, then {again!r}",
@@ -148,7 +149,7 @@ class KernelSuite(PluginSuite):
         for offer, case, site in self._sites(offers):
             wanting = replace(site, needs=site.needs | {UNKNOWN})
             require(
-                _answer(offer, wanting, run) is not True,
+                answer_of(offer, wanting, run) is not True,
                 f"supports returns True for {_case_name(case, site)} with an unknown need, '{UNKNOWN}'; it must refuse "
                 f"every need in site.needs that the kernel does not offer",
             )
@@ -169,7 +170,7 @@ class KernelSuite(PluginSuite):
         for offer, case, site in self._sites(offers):
             plain = replace(site, needs=case.needs - {self.computes})
             require(
-                site.slot != "Attention.core" or _answer(offer, plain, run) is not True,
+                site.slot != "Attention.core" or answer_of(offer, plain, run) is not True,
                 f"supports returns True for {_case_name(case, site)}, which does not need '{self.computes}': a model "
                 f"with softmax attention would get another function; require '{self.computes}' in site.needs",
             )
@@ -235,7 +236,7 @@ class KernelSuite(PluginSuite):
         own = [
             (offer, site)
             for offer, case, site in self._sites(offers)
-            if case.dropout and _answer(offer, site, run) is True and offer.varies(site, run)
+            if case.dropout and answer_of(offer, site, run) is True and offer.varies(site, run)
         ]
         if not own:
             raise SkipTest(f"'{self.plugin}' draws no dropout mask itself")
@@ -260,7 +261,7 @@ class KernelSuite(PluginSuite):
         for offer, case, site in self._sites(offers):
             for need in () if case.needs - {self.computes} else self.capabilities:
                 wanting = replace(site, needs=site.needs | {need})
-                if _answer(offer, wanting, run) is True:
+                if answer_of(offer, wanting, run) is True:
                     self.check_capability(need, wanting, offer)
 
     def test_a_run_that_names_it_uses_it_and_is_the_run_in_plain_torch(self) -> None:
@@ -298,9 +299,7 @@ class KernelSuite(PluginSuite):
             if self.computes and "Attention.core" in case.slots:
                 case = replace(case, needs=case.needs | {self.computes}, truth={"Attention.core": self.reference})
             for offer in offers:
-                for slot in case.slots:
-                    if slot in offer.suppliers:
-                        yield offer, case, Site("blocks.*.part", slot, case.module, "blocks.0.part", case.needs)
+                yield from ((offer, case, site) for site in sites_of(case) if site.slot in offer.suppliers)
 
     def _trials(self, dtype: str, only: str | None = None) -> "list[Trial]":
         """The cases that it supports in a dtype; Fault for a slot of which it supports no case in any of `dtypes`."""
@@ -325,12 +324,12 @@ class KernelSuite(PluginSuite):
         for offer, case, site in self._sites(offers):
             if only not in (None, site.slot):
                 continue
-            answer = _answer(offer, site, run)
+            answer = answer_of(offer, site, run)
             if answer is not True:
                 refusals.setdefault(site.slot, {})[str(answer or "False")] = None
             elif case.dropout == 0 or not offer.varies(site, run):
                 suppliers, where = {**case.plain, **offer.suppliers}, f"{_case_name(case, site)}, {dtype}"
-                trial = Trial(case, suppliers, DTYPES[dtype], run.device, where)
+                trial = Trial(case, suppliers, DTYPES[dtype], run.device, where, declared_by(offer, case))
                 trials.setdefault(site.slot, []).append(trial)
         return trials, {slot: list(reasons) for slot, reasons in refusals.items()}
 
@@ -385,15 +384,6 @@ class KernelSuite(PluginSuite):
         if self.computes:
             return f" (every case needs '{self.computes}', because the suite sets 'computes')"
         return "; if the core is not softmax attention, set the suite's 'computes' to the need of its sites"
-
-
-def _answer(offer: Offer, site: Site, run: "Run") -> bool | str:
-    """The answer of `supports`, which must be True, False or a reason."""
-    with naming_failures(f"supports for a site of {site.slot}"):
-        answer = offer.supports(site, run)
-    sound = answer is True or answer is False or (isinstance(answer, str) and answer.strip())
-    require(sound, f"supports returns {answer!r} for a site of {site.slot}; it must return True, False or a reason")
-    return answer
 
 
 def _case_name(case: "Case", site: Site) -> str:

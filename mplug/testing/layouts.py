@@ -277,10 +277,10 @@ def _descriptions(offered: list[Offer | Wrap]) -> list[str]:
 
 def require_true_offers(run: Run, model: "Model", label: str) -> None:
     """Each offer answers for every site of its slots with True, False or a reason."""
-    from mplug.model.fill import sites
+    from mplug.model.fill import sites_of
 
     for offered in offers_of(run, model, label):
-        for site in (site for site in sites(model.module) if site.slot in _slots(offered)):
+        for site in (site for site in sites_of(model) if site.slot in _slots(offered)):
             _require_answers(offered, site, run)
 
 

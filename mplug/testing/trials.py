@@ -7,7 +7,7 @@ the composition's own error in the dtype of the trial, plus that multiple of one
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from warnings import catch_warnings
@@ -15,11 +15,12 @@ from warnings import catch_warnings
 import torch
 from torch import Tensor, nn
 
+from mplug.model.slot_buffer import SlotBuffer
 from mplug.model.tracer import prepare_compiler
 from mplug.nn import AttentionInputs, AttentionSpec
 from mplug.nn.arguments import by_specification
 from mplug.testing.harness import EXACT
-from mplug.testing.kernel_cases import SINK, Case, Suppliers, Tensors
+from mplug.testing.kernel_cases import BUFFERS, SINK, Case, Suppliers, Tensors
 
 Outcome = Mapping[str, Tensor | None]
 """The results of a call by name: outputs, gradients of inputs (None: no gradient) and the gradient sink."""
@@ -29,6 +30,8 @@ Outcome = Mapping[str, Tensor | None]
 class Trial:
     """A case that a supplier supports, in one dtype; `where` describes it in words.
 
+    `declared` are the buffers that the supplier keeps, by slot; every call begins with their initial values.
+
     Each method `..._fault` runs one check. It returns the fault as a sentence, or the empty string.
     """
 
@@ -37,6 +40,7 @@ class Trial:
     dtype: torch.dtype
     device: str
     where: str
+    declared: Mapping[str, Mapping[str, SlotBuffer]] = field(default_factory=dict)
 
     def values_fault(self, factor: float) -> str:
         """Wrong shapes or dtypes of outputs and gradients, or errors of more than `factor` times plain torch's."""
@@ -50,7 +54,7 @@ class Trial:
         """A change of an input, or of the state of torch's generator."""
         leaves = self.leaves()
         given, before = copied(leaves), _generator_states(self.device)
-        outcome(self.case.bind(self.suppliers, given)(), leaves, given)
+        outcome(self._bind(given)(), leaves, given)
         changed = [name for name, x in given.items() if name != SINK and not torch.equal(x, leaves[name])]
         if changed:
             return f"{self.where}: it changes its input '{changed[0]}' in place"
@@ -120,8 +124,13 @@ class Trial:
             return f"{where} is not finite, or its gradient is not"
         return plain.acausal_fault()
 
+    def _bind(self, given: Tensors) -> Callable[[], dict[str, Tensor]]:
+        """The call of the case with inputs, and with buffers that have their initial values."""
+        kept = {slot: initial(declared, self.dtype, self.device) for slot, declared in self.declared.items()}
+        return self.case.bind({**self.suppliers, BUFFERS: kept} if kept else self.suppliers, given)
+
     def _core(self, leaves: Tensors) -> Tensor:
-        return self.case.bind(self.suppliers, leaves)()["output"]
+        return self._bind(leaves)()["output"]
 
     def leaves(self) -> dict[str, Tensor]:
         """The inputs in the dtype of the trial; all floating ones except the sink require a gradient."""
@@ -138,7 +147,7 @@ class Trial:
     ) -> Outcome:
         leaves = self.leaves()
         given = arranged(leaves)
-        call = compiled(self.case.bind(self.suppliers, given))
+        call = compiled(self._bind(given))
         return outcome(call(), leaves, given, arranged)
 
     def _off(self, ours: Outcome, factor: float, how: str = "") -> str:
@@ -157,7 +166,13 @@ class Trial:
             for name, x in self.leaves().items()
         }
         given = copied(leaves)
-        return outcome(self.case.bind(self.suppliers, given)(), leaves, given)
+        return outcome(self._bind(given)(), leaves, given)
+
+
+def initial(declared: Mapping[str, SlotBuffer], dtype: torch.dtype, device: str) -> dict[str, Tensor]:
+    """Declared buffers with their initial values, for a run in `dtype`."""
+    kept = torch.promote_types(dtype, torch.float32)
+    return {name: torch.full(one.shape, one.value, dtype=kept, device=device) for name, one in declared.items()}
 
 
 def copied(tensors: Tensors) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from mplug.gradients.statistics import Statistics
 from mplug.model.draws import ENTRY, micro_batch_key
 from mplug.model.model import Model
 from mplug.model.pieces import write_weights
+from mplug.model.slot_states import slot_updates
 from mplug.nn.random import sample_keys
 from mplug.run.run import Run
 from mplug.training.batch_parts import own_entries
@@ -35,7 +36,8 @@ class DefaultStepper:
         self.wide = wide(DTYPES[run.config.trainer.precision])
         self.norm = GlobalNorm(owned_gradients(pieces, run.rank), self.updated_on.type, self.wide)
         self.reduction = Reduction(run, model.placements, model.sinks.reduced_over, pieces)
-        self.statistics = Statistics(run, model.module, model.plan, model.buffer_placements)
+        updates = slot_updates(model.slot_buffers)
+        self.statistics = Statistics(run, model.module, model.plan, model.buffer_placements, updates)
         self.loss_scale = LossScale.of(run, model.module)
         self.sums = torch.zeros(2, dtype=self.wide, device=run.device)
         self.stop_at_nonfinite = run.config.trainer.nonfinite == "stop"

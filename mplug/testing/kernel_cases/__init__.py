@@ -6,12 +6,12 @@ Each case differs from the first of its slot in what its name says, so the name 
 import torch
 
 from mplug.testing.kernel_cases.attention import attention_cases
-from mplug.testing.kernel_cases.case import SINK, Case, Suppliers, Tensors
+from mplug.testing.kernel_cases.case import BUFFERS, SINK, Case, Suppliers, Tensors
 from mplug.testing.kernel_cases.dense import dense_cases
 from mplug.testing.kernel_cases.ends import end_cases
 from mplug.testing.kernel_cases.experts import expert_cases
 
-__all__ = ["SINK", "Case", "Suppliers", "Tensors", "cases"]
+__all__ = ["BUFFERS", "SINK", "Case", "Suppliers", "Tensors", "cases"]
 
 
 def cases() -> list[Case]:

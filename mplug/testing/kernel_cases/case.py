@@ -7,14 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mplug.layout.plan import Parameter
 from mplug.nn import Attention
 from mplug.nn.specification import FULL, KEY_LENGTH
 
-Suppliers = Mapping[str, Callable[..., Any]]
+Suppliers = Mapping[str, Any]
 Tensors = Mapping[str, Tensor]
 
 SINK = "main_grad"
 """The name of the input that is a gradient sink's buffer. It is at least fp32, and a supplier may write only to it."""
+BUFFERS = "buffers"
+"""The key of suppliers with the tensors that they keep: a mapping from slots to names to tensors."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,8 @@ class Case:
 
     `module` is the module of the site, on the meta device. `inputs` are integers, and fp64 numbers that a trial rounds
     to its dtype. `bind(suppliers, inputs)` returns the call: a function that returns outputs by name. `needs` are those
-    of the site. `truth` replaces the slots' content in `mplug.nn` as the reference for suppliers.
+    of the site. `truth` replaces the slots' content in `mplug.nn` as the reference for suppliers. `parameters` are the
+    plan's entries of the module's parameters.
     """
 
     slots: tuple[str, ...]
@@ -33,6 +37,7 @@ class Case:
     bind: Callable[[Suppliers, Tensors], Callable[[], dict[str, Tensor]]]
     needs: frozenset[str] = frozenset()
     truth: Suppliers = field(default_factory=dict)
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)
 
     @property
     def plain(self) -> Suppliers:

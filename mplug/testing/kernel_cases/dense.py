@@ -6,10 +6,12 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from mplug.layout.plan import Init, Parameter
 from mplug.nn import MLP, Linear, Norm
 from mplug.nn.mlp import Kind as Activation
 from mplug.nn.norm import Kind
-from mplug.testing.kernel_cases.case import SINK, Case, Drawn, Suppliers, Tensors
+from mplug.nn.slot_buffers import hold
+from mplug.testing.kernel_cases.case import BUFFERS, SINK, Case, Drawn, Suppliers, Tensors
 
 
 def dense_cases() -> Iterator[Case]:
@@ -38,9 +40,12 @@ def _linear(name: str, rows: tuple[int, ...], i: int, o: int, sink: bool = False
         linear = with_weight(i, o, x["weight"], x.get(SINK))
         linear.gemm, linear.gather = suppliers["Linear.gemm"], suppliers["Linear.gather"]
         linear.scatter = suppliers["Linear.scatter"]
+        for slot, buffers in suppliers.get(BUFFERS, {}).items():
+            hold(linear, slot, buffers)
         return lambda: {"output": linear.product(x["x"])}
 
-    return Case(("Linear.gemm", "Linear.gather", "Linear.scatter"), name, Linear(i, o, bias=False), inputs, bind)
+    slots, weight = ("Linear.gemm", "Linear.gather", "Linear.scatter"), Parameter(("mlp", "embed"), Init("normal"))
+    return Case(slots, name, Linear(i, o, bias=False), inputs, bind, parameters={"weight": weight})
 
 
 def with_weight(i: int, o: int, weight: Tensor, sink: Tensor | None = None) -> Any:

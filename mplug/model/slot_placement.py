@@ -1,0 +1,114 @@
+"""Adds the buffers that the selected offers declare to the model: to its modules, its plan and its placements.
+
+Placements of parameters come first, because strategies select by them ("is this weight split?"). Then the host selects
+offers, and places their buffers. No memory exists before that.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import torch
+
+from mplug.errors import UsageError, suggest
+from mplug.gradients.precision import DTYPES, wide
+from mplug.layout.names import role_of
+from mplug.layout.placement import Placement
+from mplug.layout.plan import Buffer, Init, Parameter
+from mplug.model.mixing import named_axes
+from mplug.model.model import Model
+from mplug.model.offers import RECOMPUTING, Filled
+from mplug.model.slot_buffer import SlotBuffer
+from mplug.model.slot_states import HeldBuffers
+from mplug.nn.slot_buffers import hold
+from mplug.run.run import Run
+
+
+def add_slot_buffers(model: Model, run: Run, contents: Iterable[Filled]) -> None:
+    """Register, describe and place the buffers of all sites; UsageError if an offer declares impossible ones."""
+    dtype, axes = wide(DTYPES[run.config.trainer.precision]), named_axes(model)
+    described: dict[str, Buffer] = {}
+    for filled in contents:
+        declared = _declared(filled)
+        if not declared or filled.offer is None:
+            continue
+        site, plugin = filled.site, filled.offer.plugin
+        _refuse_wraps_without_buffers(filled)
+        _refuse_unknown_axes(filled, declared, axes)
+        try:
+            tensors = {name: torch.empty(one.shape, dtype=dtype, device="meta") for name, one in declared.items()}
+            hold(site.module, site.slot, tensors)
+        except ValueError as error:
+            raise UsageError(
+                f"{plugin} declares buffers for {site.slot} of '{site.role}' (Offer.buffers): {error}; use another "
+                f"kernel for this slot"
+            ) from None
+        own = HeldBuffers(site, filled.offer, declared)
+        model.slot_buffers.append(own)
+        for name, one in declared.items():
+            described[own.full_name(name)] = one.described
+            model.buffer_placements[own.full_name(name)] = _placed(model, run, own, name)
+    model.plan = replace(model.plan, buffers={**model.plan.buffers, **_patterns(described)})
+
+
+def _declared(filled: Filled) -> Mapping[str, SlotBuffer]:
+    if filled.offer is None:
+        return {}
+    declared = filled.offer.buffers(filled.site)
+    for name, one in declared.items():
+        if not isinstance(one, SlotBuffer):
+            raise UsageError(
+                f"{filled.offer.plugin}: Offer.buffers gives '{name}' of {filled.site.slot} as "
+                f"{type(one).__name__}; it must be a mplug.SlotBuffer"
+            )
+    return declared
+
+
+def _refuse_wraps_without_buffers(filled: Filled) -> None:
+    for wrap in filled.wraps:
+        if wrap.layer < RECOMPUTING and not wrap.passes_buffers:
+            raise UsageError(
+                f"{filled.supplier} keeps buffers for {filled.site.slot} of '{filled.site.role}', and {wrap.plugin} "
+                f"wraps this slot without declaring that it passes them on (Wrap.passes_buffers); use another kernel "
+                f"for this slot, or a layout without {wrap.plugin.rpartition('/')[2]}"
+            )
+
+
+def _refuse_unknown_axes(filled: Filled, declared: Mapping[str, SlotBuffer], axes: frozenset[str]) -> None:
+    for name, one in declared.items():
+        for named in sorted(set(one.over) - axes):
+            raise UsageError(
+                f"{filled.supplier} declares that buffer '{name}' of {filled.site.slot} is over '{named}', and no "
+                f"parameter, entry or activation of the model has this axis{suggest(named, axes)}; over which axes a "
+                f"statistic is reduced must be known (Offer.buffers)"
+            )
+
+
+def _placed(model: Model, run: Run, own: HeldBuffers, name: str) -> Placement:
+    """The placement of a buffer, whose partial axes are those over which its values are reduced.
+
+    An axis may split a weight of the module, and also the activations around it (sequence parallelism). The module's
+    operands are then whole along these activations: the collectives around the product gather and scatter them.
+    """
+    one, weights = own.declared[name], own.site.parameters.values()
+    described = Parameter(one.dims, Init("constant", value=one.value), one.over)
+    placement = model.placed(own.full_name(name), described, one.shape, run.mesh)
+    splitting = {
+        axis.name for axis in run.mesh.axes.values() for part in weights if part.axes.intersection(axis.splits)
+    }
+    return placement.after_summing(
+        axis
+        for axis in sorted(splitting)
+        if not any(named in run.mesh.axes[axis].splits or named in run.mesh.axes[axis].entries for named in one.over)
+    )
+
+
+def _patterns(described: Mapping[str, Buffer]) -> dict[str, Buffer]:
+    """One pattern per role, or one per buffer if the sites of a role have different ones."""
+    roles: dict[str, dict[str, Buffer]] = {}
+    for name, one in described.items():
+        roles.setdefault(role_of(name), {})[name] = one
+    found: dict[str, Buffer] = {}
+    for role, buffers in roles.items():
+        first, *others = buffers.values()
+        found |= {role: first} if all(other == first for other in others) else buffers
+    return found

@@ -1,0 +1,59 @@
+"""The part of the suite for kernels that checks declared buffers, and the answers of `supports`."""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+from unittest import SkipTest
+
+from mplug.model.offers import Offer, Site
+from mplug.model.slot_buffer import SlotBuffer
+from mplug.testing.suite import naming_failures, require
+
+if TYPE_CHECKING:
+    from mplug.run.run import Run
+    from mplug.testing.kernel_cases import Case
+
+
+class BufferChecks:
+    """The tests of `Offer.buffers`."""
+
+    plugin: str
+    compiles: ClassVar[bool] = True
+
+    def test_its_buffers_are_what_it_declares(self, dtype: str) -> None:
+        """Statistics of parts combine to those of the whole, and all state is in states that `step_ended` changes."""
+        from mplug.gradients.precision import DTYPES
+        from mplug.testing.buffer_trials import SLOT, BufferTrial, site_of
+
+        run, offers = self._offered(dtype)
+        keeping = [offer for offer in offers if SLOT in offer.suppliers and offer.buffers(site_of(32, 16))]
+        if not keeping:
+            raise SkipTest(f"'{self.plugin}' declares no buffers")
+        for offer in keeping:
+            trial = BufferTrial(offer, DTYPES[dtype], run.device, f"the buffers of {SLOT}, {dtype}")
+            with naming_failures(trial.where):
+                found = trial.fault(self.compiles)
+            require(not found, found)
+
+    def _offered(self, dtype: str | None = None) -> "tuple[Run, list[Offer]]":
+        raise NotImplementedError
+
+
+def declared_by(offer: Offer, case: "Case") -> dict[str, Mapping[str, SlotBuffer]]:
+    """The buffers that an offer declares for the sites of a case, by slot; none for slots that it does not fill."""
+    found = {site.slot: offer.buffers(site) for site in sites_of(case) if site.slot in offer.suppliers}
+    return {slot: declared for slot, declared in found.items() if declared}
+
+
+def sites_of(case: "Case") -> Iterator[Site]:
+    """The sites of a case."""
+    for slot in case.slots:
+        yield Site("blocks.*.part", slot, case.module, "blocks.0.part", case.needs, case.parameters)
+
+
+def answer_of(offer: Offer, site: Site, run: "Run") -> bool | str:
+    """The answer of `supports`, which must be True, False or a reason."""
+    with naming_failures(f"supports for a site of {site.slot}"):
+        answer: Any = offer.supports(site, run)
+    sound = answer is True or answer is False or (isinstance(answer, str) and answer.strip())
+    require(sound, f"supports returns {answer!r} for a site of {site.slot}; it must return True, False or a reason")
+    return answer  # type: ignore[no-any-return]

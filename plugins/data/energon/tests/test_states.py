@@ -54,7 +54,7 @@ def test_random_states_come_back_exactly() -> None:
 
 
 def test_what_is_not_known_is_refused_and_nothing_is_made_of_a_name() -> None:
-    with pytest.raises(TypeError, match="holds a object"):
+    with pytest.raises(TypeError, match="contains a object"):
         to_plain([object()])
     with pytest.raises(TypeError, match="has no 'Popen'"):
         from_plain({"$": "Popen", "of": {"args": "true"}})

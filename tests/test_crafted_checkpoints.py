@@ -249,6 +249,10 @@ CRAFTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "a change without a field": (set_at("changes", to=[{"step": 1}]), r"must have 'version', or"),
     "no format": (text_of(lambda text: text.replace('"format": 2, ', "")), r"lacks 'format'"),
     "no checksum": (text_of(lambda text: text.replace('"crc32": ', '"crc": ')), r"'crc"),
+    "a number that has changed": (
+        text_of(lambda text: text.replace('"tokens": ', '"tokens": 1')),
+        r"'checkpoint.json' has changed since it was saved",
+    ),
     "a key twice": (text_of(lambda text: text.replace('"step": 2', '"step": 3, "step": 2')), r"'step' twice"),
     "no mapping": (lambda path: write(path, "[]"), r"is not a mapping"),
     "no JSON": (lambda path: write(path, "{"), r"is not valid JSON"),

@@ -209,13 +209,13 @@ WEIGHTS = ("0", "-1", ".nan", ".inf", "null", "much")
     ("changes", "what"),
     [
         ({"data.path": "nowhere"}, r"data\.path 'nowhere' does not exist"),
-        ({"data.path": "bare"}, r"data\.path 'bare' has no tars; pack its files into some, then run 'energon prepare'"),
+        ({"data.path": "bare"}, r"data\.path 'bare' contains no tar files; pack its samples into tar files, then run"),
         ({"data.path": "raw"}, r"data\.path 'raw' is not prepared; run 'energon prepare raw'"),
-        ({"data.path": "note.txt"}, r"data\.path 'note\.txt' is a file, and no metadataset's YAML"),
-        ({"data.path": "broken.yaml"}, r"data\.path 'broken\.yaml' is no YAML: .*; mend it"),
-        ({"data.path": "other.yaml"}, r"data\.path 'other\.yaml' is no metadataset: it has no 'splits'"),
+        ({"data.path": "note.txt"}, r"data\.path 'note\.txt' is not a YAML file; set it to a prepared folder"),
+        ({"data.path": "broken.yaml"}, r"data\.path 'broken\.yaml' is not valid YAML: .*; correct it"),
+        ({"data.path": "other.yaml"}, r"data\.path 'other\.yaml' is not a metadataset: it has no 'splits'"),
         *(
-            ({"data.path": f"weight{weight}.yaml"}, r"has the weight .*; weights are above 0, leave that part out")
+            ({"data.path": f"weight{weight}.yaml"}, r"has the weight .*; use a weight above 0, or remove that part")
             for weight in WEIGHTS
         ),
         ({"data.task_encoder": "Encoder"}, r"data\.task_encoder"),
@@ -249,11 +249,16 @@ def encoders(monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize(
     ("encoder", "options", "error", "what"),
     [
-        ("Short", {}, UsageError, r"gives 'tokens' of shape \(31,\); it is \(32,\), trainer\.seq_length"),
-        ("Short", {"buy": 2}, UsageError, r"data\.task_encoder_options do not fit '.*Short'.*buy"),
-        ("Counting", {}, UsageError, r"data\.task_encoder_options do not fit '.*Counting'.*first"),
-        ("Silent", {}, UsageError, r"gives no tensor 'labels' \(it gives tokens\)"),
-        ("Other", {}, UsageError, r"is no class of megatron\.energon\.TaskEncoder"),
+        (
+            "Short",
+            {},
+            UsageError,
+            r"returns 'tokens' of shape \(31,\); return shape \(32,\), which is trainer\.seq_length",
+        ),
+        ("Short", {"buy": 2}, UsageError, r"data\.task_encoder_options does not match the arguments of '.*Short'.*buy"),
+        ("Counting", {}, UsageError, r"data\.task_encoder_options does not match the arguments of '.*Counting'.*first"),
+        ("Silent", {}, UsageError, r"returns no tensor 'labels' \(it returns tokens\)"),
+        ("Other", {}, UsageError, r"is not a subclass of megatron\.energon\.TaskEncoder"),
         ("Nobody", {}, UsageError, r"Nobody' cannot be imported"),
         (
             "Broken",
@@ -304,14 +309,14 @@ def test_an_encoder_may_pack_documents_and_resumes_exactly(text_set: Path, encod
 
 
 def test_an_image_encoder_refuses_text_and_too_many_pixels(text_set: Path) -> None:
-    with pytest.raises(UsageError, match="has no image; name an encoder for text"):
+    with pytest.raises(UsageError, match=r"has no image; set data\.task_encoder to an encoder for text"):
         list(loader(text_set, **IMAGES).take(4))
     with pytest.raises(UsageError, match=r"an image of 6 x 6 tokens leaves no room .* trainer\.seq_length=32"):
         loader(text_set, **IMAGES, **{"data.task_encoder_options": {"pixels": 6}})
 
 
 def test_a_part_that_the_data_set_lacks_is_named(text_set: Path) -> None:
-    with pytest.raises(UsageError, match=r"data\.path '.*text', part 'dev': Energon cannot read it"):
+    with pytest.raises(UsageError, match=r"data\.path '.*text': Energon cannot read part 'dev'"):
         loader(text_set, **{"data.train_part": "dev"})
 
 
@@ -330,19 +335,19 @@ def test_a_tar_file_that_is_damaged_is_refused(text_set: Path, tmp_path: Path, d
 def test_a_text_that_is_empty_is_named(tmp_path: Path, prepare: Callable[..., Path]) -> None:
     samples = {f"{n}": {"txt": b""} for n in range(4)}
     folder = prepare(tmp_path / "empty", {"train": [samples]}, "TextSample", text="txt")
-    with pytest.raises(UsageError, match=r"sample '.*' has an empty text; take it out, or set data\.on_error=skip"):
+    with pytest.raises(UsageError, match=r"sample '.*' has an empty text; remove it, or set data\.on_error=skip"):
         list(loader(folder, **{"data.streams": 1}).take(1))
 
 
 def test_more_streams_than_samples_are_refused(tmp_path: Path, prepare: Callable[..., Path], write_texts: Any) -> None:
     path = prepare(tmp_path / "few", {"train": [write_texts("alpha", 2, "few")]}, "TextSample", text="txt")
     assert len(rows(loader(path, **{"data.streams": 2}), 6)) == 6
-    with pytest.raises(UsageError, match=r"stream \d of data\.streams=4 gives no sample .* choose fewer"):
+    with pytest.raises(UsageError, match=r"stream \d of data\.streams=4 has no sample .* set a smaller data\.streams"):
         list(loader(path).take(4))
 
 
 def test_streams_that_ranks_do_not_divide_are_refused(text_set: Path) -> None:
-    with pytest.raises(UsageError, match=r"data\.streams=3 is no multiple of the 2 data-parallel ranks"):
+    with pytest.raises(UsageError, match=r"data\.streams=3 is not a multiple of the 2 data-parallel ranks"):
         loader(text_set, **{"parallel.layout": "dp2", "data.streams": 3})
 
 
@@ -362,9 +367,12 @@ def test_a_state_of_other_streams_or_another_data_set_is_refused_and_changes_not
     blend = loader(blended)
     rows(blend, 4)
     for state, what in (
-        (other.state_dict(), r"saved with data\.streams=2, and this run has 4; .* resume with data\.streams=2"),
-        ({"samples": 3}, "not one of Energon's"),
-        (blend.state_dict(), "Energon cannot go on from this checkpoint"),
+        (
+            other.state_dict(),
+            r"saved with data\.streams=2, and this run has data\.streams=4, .*; resume with data\.streams=2",
+        ),
+        ({"samples": 3}, "is not from data/energon"),
+        (blend.state_dict(), "Energon cannot continue from this checkpoint"),
     ):
         with pytest.raises(UsageError, match=what):
             found.load_state_dict(state)

@@ -38,7 +38,7 @@ def test_a_sample_that_cannot_be_used_names_its_tar_and_its_file(
         ),
         "a refusal": (
             IMAGES,
-            r"^'.*/train-\d\.tar', '(alpha|beta)\d+\.txt': .*has no image; name an encoder for text",
+            r"^'.*/train-\d\.tar', '(alpha|beta)\d+\.txt': .*has no image; set data\.task_encoder to an encoder",
         ),
     }
     for what, (changed, sentence) in changes.items():

@@ -54,8 +54,8 @@ def test_random_states_come_back_exactly() -> None:
 
 
 def test_what_is_not_known_is_refused_and_nothing_is_made_of_a_name() -> None:
-    with pytest.raises(TypeError, match="holds a object"):
+    with pytest.raises(TypeError, match="contains a object"):
         to_plain([object()])
-    with pytest.raises(TypeError, match="has no 'Popen'"):
+    with pytest.raises(TypeError, match="contains the unknown kind 'Popen'"):
         from_plain({"$": "Popen", "of": {"args": "true"}})
     json.dumps(to_plain(FlexState(a=(1, 2))))

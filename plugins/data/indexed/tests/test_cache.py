@@ -112,14 +112,18 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path: Path, monkeypa
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(np, "save", full)
-    with pytest.raises(RunError, match=r"cannot write '.*': No space left on device; make room.* set data\.cache"):
+    with pytest.raises(
+        RunError, match=r"cannot write '.*': No space left on device; free some space.* set data\.cache"
+    ):
         Cache(tmp_path).get({"of": 1}, Making())
     assert not files(tmp_path)
 
 
 def test_a_disk_that_fills_while_an_entry_is_written_leaves_none(small_disk: Path) -> None:
     large = {"large": np.zeros(1 << 20)}
-    with pytest.raises(RunError, match=r"cannot write '.*': No space left on device; make room.* set data\.cache"):
+    with pytest.raises(
+        RunError, match=r"cannot write '.*': No space left on device; free some space.* set data\.cache"
+    ):
         Cache(small_disk).get({"of": 1}, lambda: large)
     assert not files(small_disk)
 
@@ -170,7 +174,7 @@ def test_entries_stand_beside_the_data_or_where_the_user_keeps_caches(
         choose_folder(str(tmp_path / "index-cache"), tmp_path / "corpus")
     (tmp_path / "home" / "mplug" / "indexed").rmdir()
     (tmp_path / "home" / "mplug" / "indexed").write_text("in the way, too")
-    with pytest.raises(UsageError, match=r"no place for indices can be written: .* and .*; set data\.cache"):
+    with pytest.raises(UsageError, match=r"the cache of indices cannot be written to .* or .*; set data\.cache"):
         choose_folder(None, tmp_path / "corpus")
 
 

@@ -161,7 +161,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path: Path, monkeypa
     writer = Writer(tmp_path / "c", np.uint16)
     writer.add_documents(np.array([1]), [1])
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(RunError, match=r"cannot write '.*c\.bin': No space left on device; make room"):
+    with pytest.raises(RunError, match=r"cannot write '.*c\.bin': No space left on device; free some space"):
         writer.close()
     assert not list(tmp_path.iterdir())
 
@@ -175,7 +175,7 @@ def test_a_disk_that_fills_leaves_nothing_of_what_was_written(small_disk: Path) 
 
 
 def test_a_place_that_cannot_be_written_is_the_users_affair(pair: Path) -> None:
-    with pytest.raises(UsageError, match=r"cannot write '.*corpus\.bin/c\.bin': .*; choose another place"):
+    with pytest.raises(UsageError, match=r"cannot write '.*corpus\.bin/c\.bin': .*; use another location"):
         Writer(bin_path(pair) / "c", np.uint16)
 
 
@@ -191,7 +191,10 @@ def test_lengths_must_be_those_of_the_tokens(tmp_path: Path) -> None:
 
 
 def test_types_of_merged_parts_must_agree(tmp_path: Path, pair: Path) -> None:
-    with pytest.raises(UsageError, match=r"uint16 tokens and .* int32 ones"), Writer(tmp_path / "c", np.int32) as one:
+    with (
+        pytest.raises(UsageError, match=r"uint16 tokens, and .* has int32 tokens"),
+        Writer(tmp_path / "c", np.int32) as one,
+    ):
         one.append(pair)
 
 
@@ -211,19 +214,19 @@ def q(number: int) -> bytes:
 @pytest.mark.parametrize(
     ("at", "content", "sentence"),
     [
-        (0, b"PARQUET", "is no index of this format"),
-        (9, q(2), "has version 2 of the format; this reads version 1"),
-        (17, b"\x09", "tokens have type 9.*it is damaged, copy it again"),
-        (17, b"\x01", "has 12 bytes and 'corpus.idx' speaks of 11: the two are not one pair"),
-        (17, b"\0", "tokens have type 0"),
-        (18, q(5), "speaks of 5 sequences and 5 bounds"),
-        (18, q(2**62), "speaks of 4611686018427387904 sequences"),
-        (18, q(-1), "speaks of 18446744073709551615 sequences"),
-        (26, q(0), "speaks of 4 sequences and 0 bounds"),
-        (26, q(2**60), "it is cut off or damaged"),
+        (0, b"PARQUET", "is not an index of this format"),
+        (9, q(2), "has version 2 of the format, and mplug reads version 1"),
+        (17, b"\x09", "states token type 9.*it is damaged; copy it again"),
+        (17, b"\x01", "has 12 bytes, and 'corpus.idx' describes 11: the two files do not belong together"),
+        (17, b"\0", "states token type 0"),
+        (18, q(5), "states 5 sequences and 5 bounds"),
+        (18, q(2**62), "states 4611686018427387904 sequences"),
+        (18, q(-1), "states 18446744073709551615 sequences"),
+        (26, q(0), "states 4 sequences and 0 bounds"),
+        (26, q(2**60), "it is truncated or damaged"),
         (82, q(1), "its documents are sequences 1 to 4 of 4"),
         (82 + 32, q(5), "its documents are sequences 0 to 5 of 4"),
-        (46, struct.pack("<i", 2), "has 12 bytes and 'corpus.idx' needs 14"),
+        (46, struct.pack("<i", 2), "has 12 bytes, and 'corpus.idx' needs 14"),
     ],
 )
 def test_a_damaged_index_is_refused_in_one_sentence(pair: Path, at: int, content: bytes, sentence: str) -> None:
@@ -279,7 +282,9 @@ def test_sequences_that_overlap_are_refused_by_their_numbers(
         refuse_overlaps(*arguments)
 
 
-@pytest.mark.parametrize(("size", "sentence"), [(10, "needs 12: it is cut off"), (11, "no whole number of uint16")])
+@pytest.mark.parametrize(
+    ("size", "sentence"), [(10, "needs 12: it is truncated"), (11, "not a whole number of uint16")]
+)
 def test_a_cut_off_bin_is_refused(pair: Path, size: int, sentence: str) -> None:
     os.truncate(bin_path(pair), size)
     with pytest.raises(UsageError, match=sentence):
@@ -289,26 +294,28 @@ def test_a_cut_off_bin_is_refused(pair: Path, size: int, sentence: str) -> None:
 def test_a_bin_of_more_bytes_than_the_index_speaks_of_belongs_to_another(pair: Path) -> None:
     other = write(pair.with_name("other"), [1, 2, 3], [4] * 9)
     bin_path(other).replace(bin_path(pair))
-    with pytest.raises(UsageError, match=r"has 24 bytes and 'corpus\.idx' speaks of 12: the two are not one pair"):
+    with pytest.raises(
+        UsageError, match=r"has 24 bytes, and 'corpus\.idx' describes 12: the two files do not belong together"
+    ):
         Reader(pair)
 
 
 @pytest.mark.parametrize("size", [0, 5, 20, 33, 34, 100, 121])
 def test_a_cut_off_index_is_refused(pair: Path, size: int) -> None:
     os.truncate(idx_path(pair), size)
-    with pytest.raises(UsageError, match=r"corpus\.idx' has .*cut off"):
+    with pytest.raises(UsageError, match=r"corpus\.idx' has .*truncated"):
         Reader(pair)
 
 
 @pytest.mark.parametrize("path", [bin_path, idx_path])
 def test_half_a_pair_is_refused_by_the_name_of_what_is_not_there(pair: Path, path: Any) -> None:
     path(pair).unlink()
-    with pytest.raises(UsageError, match=rf"{path(pair).name}' is not there"):
+    with pytest.raises(UsageError, match=rf"{path(pair).name}' does not exist"):
         Reader(pair)
 
 
 def test_a_folder_is_told_the_data_sets_in_it(pair: Path) -> None:
-    with pytest.raises(UsageError, match=rf"is a folder, name a data set in it, as '{pair}'"):
+    with pytest.raises(UsageError, match=rf"is a folder; use a data set in it, such as '{pair}'"):
         Reader(pair.parent)
 
 

@@ -186,7 +186,7 @@ def test_there_is_room_for_the_documents_of_every_sample() -> None:
 def test_more_documents_than_there_is_room_for_are_refused_with_the_number() -> None:
     path = str(write(FOLDER / "many", [[1, EOD] * 20]))
     loader = build({"path": path, "split": "1", "samples": 1, "eod_token": EOD, "reset_attention": True})
-    with pytest.raises(UsageError, match=r"has 8 documents, and room is for 2; set data\.max_documents=8"):
+    with pytest.raises(UsageError, match=r"has 8 documents, and the maximum is 2; set data\.max_documents=8"):
         taken(loader, 1)
 
 
@@ -295,7 +295,7 @@ def test_a_longer_run_goes_on_in_the_order_of_the_shorter_one_or_is_refused() ->
     longer.load_state_dict(short.state_dict())
     assert windows(longer, 8) == windows(short, 8)
     much_longer = build(config, steps=200)
-    with pytest.raises(UsageError, match=r"in an order for 80 samples, and for 1600 samples.* set data\.samples=80 to"):
+    with pytest.raises(UsageError, match=r"drawn for 80 samples, .* for 1600 samples; set data\.samples=80 to"):
         much_longer.load_state_dict(short.state_dict())
     kept = build({**config, "samples": 80}, steps=200)
     kept.load_state_dict(short.state_dict())
@@ -317,26 +317,26 @@ def test_data_sets_of_a_mix_come_by_their_sizes() -> None:
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        ({"path": "nowhere/corpus"}, r"'nowhere/corpus\.idx' is not there; name a data set by what its"),
-        ({"path": ONE, "split": "0,1"}, r"data\.split '0,1' leaves nothing for train; give it a weight"),
-        ({"path": ONE, "split": "1,0"}, r"leaves nothing for validation; give it a weight, or set trainer\.eval_every"),
-        ({"path": ONE, "split": "1,0.0001"}, r"has 300 sequences, of which .* leaves none for validation"),
-        ({"path": {ONE: 1, TWO: 2}, "samples": "epoch"}, r"data\.samples=epoch has no meaning for weighted data sets"),
+        ({"path": "nowhere/corpus"}, r"'nowhere/corpus\.idx' does not exist; use the path of an existing"),
+        ({"path": ONE, "split": "0,1"}, r"data\.split '0,1' has no share for train; set one above 0"),
+        ({"path": ONE, "split": "1,0"}, r"has no share for validation; set one above 0, or set trainer\.eval_every"),
+        ({"path": ONE, "split": "1,0.0001"}, r"has 300 sequences, and .* assigns none of them to validation"),
+        ({"path": {ONE: 1, TWO: 2}, "samples": "epoch"}, r"data\.samples=epoch does not support weights in data"),
         (
             {"path": ONE, "eod_mask_loss": True},
-            r"data\.eod_mask_loss needs data\.eod_token: no tokenizer beside the data",
+            r"data\.eod_mask_loss=true needs a token that ends documents.*set data\.eod_token",
         ),
-        ({"path": ONE, "reset_attention": True}, r"data\.reset_attention needs data\.eod_token"),
-        ({"path": [ONE, f"{ONE}.bin"]}, r"data\.path names '.*' twice; name it once$"),
+        ({"path": ONE, "reset_attention": True}, r"data\.reset_attention=true needs a token that ends documents"),
+        ({"path": [ONE, f"{ONE}.bin"]}, r"data\.path has '.*' twice; use it once$"),
         (
             {"path": {ONE: 1, f"{ONE}.idx": 2}},
-            r"data\.path names '.*' twice; name it once, with the sum of its weights",
+            r"data\.path has '.*' twice; use it once, with the sum of its weights",
         ),
-        ({"path": {"": 1}}, r"'' names no data set; a name is what its \.bin and \.idx begin with"),
-        ({"path": ONE, "vocab_size": 300, "eod_token": 300}, r"data\.eod_token=300 is none of the vocabulary's 300"),
+        ({"path": {"": 1}}, r"'' is not a data set; use the path of its files without \.bin and \.idx"),
+        ({"path": ONE, "vocab_size": 300, "eod_token": 300}, r"data\.eod_token=300 is not in the vocabulary of 300"),
         (
             {"path": ONE, "vocab_size": 300, **FIM, "fim_rate": 0.5, "fim_suffix_token": 301},
-            r"data\.fim_suffix_token=301 is none of",
+            r"data\.fim_suffix_token=301 is not in the vocabulary of",
         ),
     ],
 )
@@ -352,16 +352,16 @@ def test_what_is_wrong_is_said_before_launch(config: dict[str, Any], sentence: s
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        ({"path": ""}, "path names no data set"),
-        ({"path": []}, "path names no data set"),
-        ({"path": {"a": 0, "b": 1}}, "path gives 'a' the weight 0; weights are above 0"),
-        ({"path": {"a": -1.5}}, "path gives 'a' the weight -1.5"),
-        ({"path": {"a": float("nan")}}, "path gives 'a' the weight nan"),
-        ({"path": {"a": float("inf")}}, "path gives 'a' the weight inf"),
-        ({"path": {"a": None, "b": 1}}, "gives 'a' the weight None; a weight is a number above 0"),
-        ({"path": {"a": "much"}}, "gives 'a' the weight 'much'; a weight is a number above 0"),
-        ({"path": {"a": 1e308, "b": 1e308}}, "weights of path add up to more than a number can be"),
-        ({"path": [0.3, "a", 0.7, "b"]}, "a list has paths alone; write weights as a mapping"),
+        ({"path": ""}, "path is empty; set it to a data set"),
+        ({"path": []}, "path is empty; set it to a data set"),
+        ({"path": {"a": 0, "b": 1}}, "path: 'a' has the weight 0; use a finite weight above 0, or remove it"),
+        ({"path": {"a": -1.5}}, "path: 'a' has the weight -1.5; use a finite weight"),
+        ({"path": {"a": float("nan")}}, "path: 'a' has the weight nan"),
+        ({"path": {"a": float("inf")}}, "path: 'a' has the weight inf"),
+        ({"path": {"a": None, "b": 1}}, "'a' has the weight None; use a number above 0"),
+        ({"path": {"a": "much"}}, "'a' has the weight 'much'; use a number above 0"),
+        ({"path": {"a": 1e308, "b": 1e308}}, "sum of the weights in path overflows"),
+        ({"path": [0.3, "a", 0.7, "b"]}, "a list has only paths; write weights as a mapping"),
         ({"path": ["a", None]}, "must be a path, a list of paths or a mapping from paths to weights"),
         ({"path": 3}, "must be a path, a list of paths or a mapping from paths to weights, not 3"),
         ({"path": "a", "cache": ""}, "at least 1 character"),
@@ -391,10 +391,12 @@ def test_tokens_that_part_documents_are_those_of_the_tokenizer_beside_the_data(t
         for entry in ("tokens", "labels", "document_lengths"):
             assert torch.equal(one[entry], other[entry])
     with pytest.raises(
-        UsageError, match=r"data\.fim_prefix_token=<PER> is no special token of the data's tokenizer \(it"
+        UsageError, match=r"data\.fim_prefix_token=<PER> is not a special token of the data's tokenizer \(it"
     ):
         build({**section, **texts, "fim_prefix_token": "<PER>"})
-    with pytest.raises(UsageError, match=r"data\.fim_prefix_token=<PRE>: no tokenizer's record stands beside the data"):
+    with pytest.raises(
+        UsageError, match=r"data\.fim_prefix_token=<PRE>: there is no tokenizer's record beside the data"
+    ):
         build({**section, **texts, "path": ONE, "eod_token": EOD})
 
 
@@ -405,19 +407,19 @@ def test_weights_may_be_written_as_yaml_reads_them() -> None:
 
 def test_an_order_beyond_the_machines_memory_is_refused_before_it_is_drawn() -> None:
     for path, samples in ((ONE, 10**13), ({ONE: 1, TWO: 2}, 10**13)):
-        with pytest.raises(UsageError, match=r"the order of .* samples at once would take .* GiB.* set data\.samples"):
+        with pytest.raises(UsageError, match=r"the order of .* samples needs .* GiB.* set a smaller data\.samples"):
             build({"path": path, "split": "1", "samples": samples})
 
 
 def test_a_corpus_without_documents_is_refused(tmp_path: Path) -> None:
     with Writer(tmp_path / "none", np.uint16):
         pass
-    with pytest.raises(UsageError, match=r"none' has no documents; leave it out, or preprocess its texts again"):
+    with pytest.raises(UsageError, match=r"none' has no documents; remove it, or preprocess its texts again"):
         build({"path": str(tmp_path / "none"), "split": "1"})
 
 
 def test_a_seed_beyond_32_bits_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"trainer\.seed=4294967296 is too great"):
+    with pytest.raises(UsageError, match=r"trainer\.seed=4294967296 is too large"):
         build({"path": ONE, "split": "1"}, seed=2**32)
 
 
@@ -469,7 +471,7 @@ def test_a_run_is_prepared_without_its_data() -> None:
 
 def test_numbers_that_are_no_tokens_are_refused() -> None:
     path = str(write(FOLDER / "floats", [[0.5] * 50], np.float32))
-    with pytest.raises(UsageError, match="floats' holds float32 numbers; tokens are whole numbers"):
+    with pytest.raises(UsageError, match="floats' contains float32 numbers; use a data set of integer tokens"):
         build({"path": path, "split": "1"})
 
 
@@ -497,7 +499,7 @@ def test_a_damaged_index_is_refused_when_it_is_first_used_and_later() -> None:
 
 def test_a_blend_of_too_few_samples_is_refused_by_their_number() -> None:
     paths = {str(write(FOLDER / f"b{n}", [np.arange(1, 200)])): 0.9 if n == 0 else 0.001 for n in range(80)}
-    with pytest.raises(UsageError, match=r"the blend takes \d+ samples of '.*b0'.*: 10 samples are too few for its 80"):
+    with pytest.raises(UsageError, match=r"the blend needs \d+ samples of '.*b0'.*: 10 samples are too few for 80"):
         build({"path": paths, "split": "1", "samples": 10})
 
 

@@ -113,7 +113,7 @@ def test_splits_are_weights_of_sequences() -> None:
 
 @pytest.mark.parametrize("split", ["", "a,b", "0,0,0", "1,-1", "1,1,1,1", "nan", "inf,1"])
 def test_a_split_that_is_no_weights_is_refused(split: str) -> None:
-    with pytest.raises(UsageError, match=r"data\.split '.*' is not weights"):
+    with pytest.raises(UsageError, match=r"data\.split '.*' is not a list of one to three shares"):
         parse_split(split)
 
 
@@ -146,5 +146,5 @@ def test_a_blend_asks_for_a_little_more_than_it_needs() -> None:
 
 
 def test_a_blend_of_too_many_data_sets_is_refused() -> None:
-    with pytest.raises(UsageError, match="40000 data sets; a blend has 32767 at most"):
+    with pytest.raises(UsageError, match="40000 data sets, and a blend has at most 32767"):
         build_blend([1 / 40_000] * 40_000, 1)

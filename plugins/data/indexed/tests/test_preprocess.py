@@ -172,15 +172,15 @@ def test_the_report_tells_what_the_data_was_made_of(tmp_path: Path, texts: Path)
 # Bad documents.
 
 BAD = {
-    b'{"text": "unfinished': "is not JSON: ",
-    b'{"text": "\xff"}': "is not UTF-8 at its byte 11",
-    b"[1, 2]": "holds a list, not an object with a field 'text'",
+    b'{"text": "unfinished': "is not valid JSON: ",
+    b'{"text": "\xff"}': "is not valid UTF-8 at byte 11",
+    b"[1, 2]": "is a list; it must be an object with a field 'text'",
     b'{"body": "b", "id": 1}': "has no field 'text' (it has body, id)",
-    b'{"text": 7}': "has a number in its field 'text', which must be text",
-    b'"text"': "holds text, not an object with a field 'text': a line is a document",
-    b'{"text": ' + b"[" * 100_000: "cannot be read as JSON: ",
-    b'{"text": null}': "has null in its field 'text', which must be text",
-    b'{"text": "\\ud83c"}': "has half a surrogate pair in its field 'text'",
+    b'{"text": 7}': "has a number in field 'text', which must be a string",
+    b'"text"': "is a string; it must be an object with a field 'text'",
+    b'{"text": ' + b"[" * 100_000: "cannot be parsed as JSON: ",
+    b'{"text": null}': "has null in field 'text', which must be a string",
+    b'{"text": "\\ud83c"}': "has an unpaired surrogate in field 'text'",
 }
 
 
@@ -203,7 +203,7 @@ def test_a_bad_line_stops_the_work_or_is_left_out_by_its_file_and_number(tmp_pat
 def test_the_first_bad_line_is_the_one_that_is_named_whoever_finds_one_first(tmp_path: Path) -> None:
     lines = [b"broken\n" if number in (40, 90) else b'{"text": "some text"}\n' for number in range(1, 101)]
     path = written(tmp_path / "t.jsonl", b"".join(lines))
-    with pytest.raises(UsageError, match=r"t\.jsonl:40 is not JSON"):
+    with pytest.raises(UsageError, match=r"t\.jsonl:40 is not valid JSON"):
         preprocess(job(tmp_path / "out", path, workers=2, chunk_size=300))
     outcome = preprocess(job(tmp_path / "out", path, bad_lines="skip", chunk_size=300))
     assert [sentence.split(" ")[0] for sentence in outcome.bad] == [f"{path}:40", f"{path}:90"]
@@ -214,8 +214,8 @@ def test_bad_rows_and_bad_files_are_named_too(tmp_path: Path) -> None:
     broken = written(tmp_path / "broken.txt", b"half \xe4")
     outcome = preprocess(job(tmp_path / "out", table, broken, bad_lines="skip"))
     assert outcome.bad == [
-        f"{table}:2 has null in its column 'text', which must be text",
-        f"{broken} is not UTF-8 at its byte 6",
+        f"{table}:2 has null in column 'text', which must be a string",
+        f"{broken} is not valid UTF-8 at byte 6",
     ]
     assert data_of(tmp_path / "out") == expected(["one", "two"])
 
@@ -234,20 +234,24 @@ PACKED = zstandard.ZstdCompressor().compress(lines_of(DOCUMENTS))
 @pytest.mark.parametrize(
     ("name", "data", "said"),
     [
-        ("t.jsonl", b"", "the inputs have no document: 0 are empty, 0 lines are bad"),
-        ("t.jsonl", b'{"text": ""}\n\n', "the inputs have no document: 1 are empty"),
-        ("t.jsonl", b"no\nno\n", r"2 lines are bad, the first of them .*t\.jsonl:1 is not JSON"),
-        ("t.jsonl.gz", gzip.compress(lines_of(DOCUMENTS))[:-30], r"t\.jsonl\.gz' is damaged or cut off"),
-        ("t.jsonl.gz", b"no gzip at all", r"t\.jsonl\.gz' is damaged or cut off"),
-        ("t.jsonl.gz", b"", r"t\.jsonl\.gz' is damaged or cut off: it is empty"),
-        ("t.jsonl.zst", b"no zstandard", r"t\.jsonl\.zst' is damaged or cut off"),
-        ("t.jsonl.zst", b"", r"t\.jsonl\.zst' is damaged or cut off: it is empty"),
-        ("t.jsonl.zst", PACKED[:3], r"t\.jsonl\.zst' is damaged or cut off: its last frame has no end"),
-        ("t.jsonl.zst", PACKED[:-30], r"t\.jsonl\.zst' is damaged or cut off: its last frame has no end"),
-        ("t.jsonl.zst", PACKED * 2 + PACKED[:-1], r"t\.jsonl\.zst' is damaged or cut off: its last frame has no end"),
-        ("t.txt.zst", PACKED[:-30], r"t\.txt\.zst' is damaged or cut off: its last frame has no end"),
-        ("t.parquet", b"no table", r"t\.parquet' is no Parquet file"),
-        ("t.csv", b"a,b", r"t\.csv' has no suffix of .*; say what it is by --format"),
+        ("t.jsonl", b"", "the inputs have no valid document: 0 are empty, 0 are invalid"),
+        ("t.jsonl", b'{"text": ""}\n\n', "the inputs have no valid document: 1 are empty"),
+        ("t.jsonl", b"no\nno\n", r"2 are invalid \(the first: .*t\.jsonl:1 is not valid JSON"),
+        ("t.jsonl.gz", gzip.compress(lines_of(DOCUMENTS))[:-30], r"t\.jsonl\.gz' is damaged or truncated"),
+        ("t.jsonl.gz", b"no gzip at all", r"t\.jsonl\.gz' is damaged or truncated"),
+        ("t.jsonl.gz", b"", r"t\.jsonl\.gz' is damaged or truncated: a compressed file is not empty"),
+        ("t.jsonl.zst", b"no zstandard", r"t\.jsonl\.zst' is damaged or truncated"),
+        ("t.jsonl.zst", b"", r"t\.jsonl\.zst' is damaged or truncated: a compressed file is not empty"),
+        ("t.jsonl.zst", PACKED[:3], r"t\.jsonl\.zst' is damaged or truncated: its last frame is incomplete"),
+        ("t.jsonl.zst", PACKED[:-30], r"t\.jsonl\.zst' is damaged or truncated: its last frame is incomplete"),
+        (
+            "t.jsonl.zst",
+            PACKED * 2 + PACKED[:-1],
+            r"t\.jsonl\.zst' is damaged or truncated: its last frame is incomplete",
+        ),
+        ("t.txt.zst", PACKED[:-30], r"t\.txt\.zst' is damaged or truncated: its last frame is incomplete"),
+        ("t.parquet", b"no table", r"t\.parquet' is not a valid Parquet file"),
+        ("t.csv", b"a,b", r"t\.csv' has none of the suffixes .*; set --format"),
     ],
 )
 def test_inputs_without_documents_and_damaged_ones_are_refused(
@@ -268,9 +272,9 @@ def test_inputs_that_are_not_there_or_twice_are_refused(tmp_path: Path, texts: P
         find_sources([str(tmp_path / "nowhere.jsonl")], None, None)
     with pytest.raises(UsageError, match="is given twice"):
         find_sources([str(texts), str(tmp_path)], None, None)
-    with pytest.raises(UsageError, match=r"has no file like '\*\.c'"):
+    with pytest.raises(UsageError, match=r"contains no file that matches '\*\.c'"):
         find_sources([str(tmp_path)], None, "*.c")
-    with pytest.raises(UsageError, match=r"--pattern '/\*' is no pattern of files in a folder"):
+    with pytest.raises(UsageError, match=r"--pattern '/\*' is not a valid glob"):
         find_sources([str(tmp_path)], None, "/*")
 
 
@@ -289,12 +293,12 @@ def test_what_a_damaged_table_holds_is_named(tmp_path: Path) -> None:
     no_text = arrow.Array.from_buffers(arrow.utf8(), 2, [None, ends, arrow.py_buffer(b"ok\xff")])
     write_table(arrow.table({"text": no_text}), tmp_path / "a.parquet")
     outcome = preprocess(job(tmp_path / "a", tmp_path / "a.parquet", bad_lines="skip"))
-    assert outcome.bad == [f"{tmp_path / 'a.parquet'}:2 is not UTF-8 at byte 1 of its column 'text'"]
+    assert outcome.bad == [f"{tmp_path / 'a.parquet'}:2 is not valid UTF-8 at byte 1 of column 'text'"]
     assert data_of(tmp_path / "a") == expected(["ok"])
     content = bytearray(parquet(tmp_path / "b.parquet", DOCUMENTS).read_bytes())
     content[20:400] = b"\xaa" * 380
     (tmp_path / "b.parquet").write_bytes(content)
-    with pytest.raises(UsageError, match=r"b\.parquet' is damaged or cut off: .*; fetch it again"):
+    with pytest.raises(UsageError, match=r"b\.parquet' is damaged or truncated: .*; download it again"):
         preprocess(job(tmp_path / "b", tmp_path / "b.parquet"))
 
 
@@ -306,7 +310,7 @@ def test_an_end_that_the_tokenizer_lacks_is_refused(tmp_path: Path, texts: Path)
 
 def test_tokens_beyond_the_vocabulary_are_refused(tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mplug_bytes.ByteTokenizer.encode_batch", lambda _, texts: [[300] for _ in texts])
-    with pytest.raises(UsageError, match="tokenizer 'bytes' gives token 300, and its vocabulary has 257"):
+    with pytest.raises(UsageError, match="tokenizer 'bytes' returns token 300, and its vocabulary has 257 tokens"):
         preprocess(job(tmp_path / "out", texts))
     assert not (tmp_path / "out.bin").exists()
 
@@ -326,7 +330,7 @@ def test_a_full_disk_is_a_sentence_and_the_same_job_goes_on_once_there_is_room(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", full)
-        with pytest.raises(RunError, match=r"cannot write '.*': No space left on device; make room, then"):
+        with pytest.raises(RunError, match=r"cannot write '.*': No space left on device; free some space and"):
             preprocess(job(tmp_path / "out", texts))
     assert not (tmp_path / "out.idx").exists()
     outcome = preprocess(job(tmp_path / "out", texts))
@@ -338,7 +342,7 @@ def test_a_full_disk_is_a_sentence_and_the_same_job_goes_on_once_there_is_room(
 
 def test_data_that_is_there_is_replaced_only_when_told(tmp_path: Path, texts: Path) -> None:
     written(tmp_path / "out.bin", b"precious")
-    with pytest.raises(UsageError, match=r"out\.bin' exists; choose another prefix, or replace it by --overwrite"):
+    with pytest.raises(UsageError, match=r"out\.bin' exists; use another --output, or add --overwrite to replace it"):
         preprocess(job(tmp_path / "out", texts))
     assert (tmp_path / "out.bin").read_bytes() == b"precious"
     preprocess(job(tmp_path / "out", texts, overwrite=True))
@@ -371,7 +375,7 @@ def test_parts_of_another_job_are_not_gone_on_with(tmp_path: Path, texts: Path) 
     with pytest.raises(KeyboardInterrupt):
         preprocess(job(tmp_path / "out", texts), stopped_after(3))
     other = written(tmp_path / "other.jsonl", lines_of(DOCUMENTS[:60]))
-    with pytest.raises(UsageError, match="unfinished job with other inputs and append_eod; finish that"):
+    with pytest.raises(UsageError, match="unfinished job with different inputs and append_eod; finish that job"):
         preprocess(job(tmp_path / "out", other, append_eod=False))
     assert preprocess(job(tmp_path / "out", other, append_eod=False, overwrite=True)).resumed == 0
     assert data_of(tmp_path / "out") == expected(DOCUMENTS[:60], eod=False)
@@ -382,7 +386,7 @@ def test_a_damaged_manifest_is_refused(tmp_path: Path, texts: Path, content: byt
     with pytest.raises(KeyboardInterrupt):
         preprocess(job(tmp_path / "out", texts), stopped_after(3))
     (tmp_path / "out.parts" / "manifest.json").write_bytes(content)
-    with pytest.raises(UsageError, match=r"unfinished job whose manifest is damaged; .* begin anew by --overwrite"):
+    with pytest.raises(UsageError, match=r"unfinished job with a damaged manifest; .* add --overwrite to start again"):
         preprocess(job(tmp_path / "out", texts))
 
 
@@ -500,7 +504,7 @@ def test_no_process_outlives_a_kill_and_the_rest_is_done_by_the_same_command(tmp
     assert not (tmp_path / "out.idx").exists()
     finished = subprocess.run(command, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
-    assert "went on from an earlier run" in finished.stdout
+    assert "continued an earlier run" in finished.stdout
     assert data_of(tmp_path / "out") == expected(DOCUMENTS * 20)
 
 
@@ -520,7 +524,7 @@ def test_a_worker_that_dies_is_a_sentence_with_the_worlds_status(tmp_path: Path)
     )
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert finished.returncode == 1, finished.stderr
-    assert finished.stderr.startswith("mplug: a process that encodes has died (killed, or out of memory)")
+    assert finished.stderr.startswith("mplug: an encoding process died (killed, or out of memory)")
     assert not (tmp_path / "out.bin").exists()
 
 
@@ -536,7 +540,7 @@ def test_a_document_is_encoded_as_its_tokenizer_says(tmp_path: Path, texts: Path
 def test_a_wrong_key_leaves_nothing_that_the_right_one_meets(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text('{"body": "one"}\n{"body": "two"}\n')
     sources, record = find_sources([str(tmp_path / "t.jsonl")], None, None), describe_tokenizer("bytes", {})
-    with pytest.raises(UsageError, match=r"has no field 'text' \(it has body\); --key names the field"):
+    with pytest.raises(UsageError, match=r"has no field 'text' \(it has body\); set --key to a field"):
         preprocess(Job(tmp_path / "t", sources, record))
     assert not (tmp_path / "t.parts").exists()
     assert preprocess(Job(tmp_path / "t", sources, record, key="body")).documents == 2

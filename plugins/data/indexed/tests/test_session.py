@@ -41,7 +41,7 @@ def test_from_texts_to_a_trained_model_that_speaks(tmp_path: Path) -> None:
     }
     words = tuple(f"--set={name}={value}" for name, value in small.items())
     refused = mplug(*told[:-2], *words, "--set=model.vocab_size=256", status=2)
-    assert "made with a tokenizer of 384 tokens, and model.vocab_size=256 holds fewer" in refused
+    assert "made with a tokenizer of 384 tokens, and model.vocab_size=256 is smaller" in refused
     mplug(*told, *words, "--parallel", "dp2", "--name", "first")
     mplug("train", "--resume", "--name", "first", "--set=trainer.steps=6")
     run = tmp_path / "runs" / "first"
@@ -68,5 +68,5 @@ def test_corpora_of_two_tokenizers_are_refused_before_launch(tmp_path: Path) -> 
         [tmp_path / "one"], None
     )
     keep_tokenizer(replace(first, options={"other": 1}), tmp_path / "two")
-    with pytest.raises(UsageError, match="a token of one is another word of the other"):
+    with pytest.raises(UsageError, match="so their token numbers differ in meaning"):
         tokenizer_of([tmp_path / "one", tmp_path / "two"], None)

@@ -88,5 +88,8 @@ def test_it_says_beforehand_that_it_packs() -> None:
 
 
 def test_more_documents_than_tokens_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"data\.documents=17 do not fit into trainer\.seq_length=16"):
+    with pytest.raises(
+        UsageError,
+        match=r"data\.documents=17 is more than trainer\.seq_length=16 .*; set data\.documents to 16 or less",
+    ):
         tiny_run({"data.documents": 17})

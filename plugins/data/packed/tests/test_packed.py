@@ -193,7 +193,9 @@ def test_a_conversation_of_one_token_more_than_the_sequence_is_whole(
 
 def test_a_split_of_which_nothing_is_left_is_refused_with_the_counts(tmp_path: Path) -> None:
     path = written(tmp_path / "mute.jsonl", [("user", "Hello?")], asked("x" * 200, "Late."))
-    with pytest.raises(UsageError, match=r"mute\.jsonl.*of 2 conversations of the train split none is left.*2 without"):
+    with pytest.raises(
+        UsageError, match=r"mute\.jsonl.*no conversation of the train split can be used: of 2, .* 2 have no answer"
+    ):
         loader(path)
 
 
@@ -236,18 +238,19 @@ GOOD = '{"messages": [{"role": "user", "content": "A?"}, {"role": "assistant", "
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("{", r"chats\.jsonl:3 is not JSON"),
-        ("[1]", r"chats\.jsonl:3 has no list 'messages' \(it is list\)"),
-        ('{"conversations": []}', r"chats\.jsonl:3 has no list 'messages' \(it is an object with conversations\)"),
-        ('{"messages": [{"from": "human", "value": "A?"}]}', r"chats\.jsonl:3, message 1, has no text 'role'"),
+        ("{", r"chats\.jsonl:3 is not valid JSON"),
+        ("[1]", r"chats\.jsonl:3 has no list 'messages' \(list\)"),
+        ('{"conversations": []}', r"chats\.jsonl:3 has no list 'messages' \(fields: conversations\)"),
+        ('{"messages": [{"from": "human", "value": "A?"}]}', r"chats\.jsonl:3, message 1, has no string 'role'"),
         ('{"messages": [{"role": "user"}]}', r"chats\.jsonl:3, message 1, has no 'content'"),
         ('{"messages": [{"role": "user", "content": [1]}]}', r"message 1, has a 'content' of type list"),
-        (b"\xff\xfe", r"chats\.jsonl:3 is not UTF-8 at its byte 1; mend the line, or take it out"),
-        ("[" * 100_000, r"chats\.jsonl:3 cannot be read as JSON: .*recursion"),
-        (GOOD.replace("B.", "\\ud800"), r"chats\.jsonl:3 has half a surrogate pair, which is no character"),
+        (b"\xff\xfe", r"chats\.jsonl:3 is not valid UTF-8 at byte 1; correct the line, or remove it"),
+        ("[" * 100_000, r"chats\.jsonl:3 cannot be parsed as JSON: .*recursion"),
+        (GOOD.replace("B.", "\\ud800"), r"chats\.jsonl:3 has an unpaired surrogate in a text; correct the line"),
         (
             '{"messages": [{"role": "assistant", "content": null, "tool_calls": [{}]}]}',
-            r"chats\.jsonl:3: data\.template 'chatml' does not take it: it has no form for a message without content",
+            r"chats\.jsonl:3: data\.template 'chatml' fails for this conversation: it does not support a "
+            r"message without content, such as tool calls; correct the conversation",
         ),
     ],
 )
@@ -270,12 +273,12 @@ def test_a_compressed_file_that_is_not_is_named(tmp_path: Path) -> None:
     ("changes", "said"),
     [
         ({"data.path": "nowhere.jsonl"}, r"data\.path 'nowhere\.jsonl' does not exist"),
-        ({"data.path": "."}, r"data\.path '\.' has no file"),
+        ({"data.path": "."}, r"data\.path '\.' contains no file"),
         ({"data.path": ""}, r"data\.path .*at least 1 character"),
         ({"data.validation_path": "nowhere"}, r"data\.validation_path 'nowhere' does not exist"),
         ({"data.tokenizer": "bites"}, "'bites'.*did you mean 'bytes'"),
         ({"data.tokenizer_options": {"path": "x"}}, r"tokenizers/bytes: path \(data\.tokenizer\): unknown field"),
-        ({"data.template": "chatlm"}, r"data\.template 'chatlm' is neither a template's name \(chatml, llama3\)"),
+        ({"data.template": "chatlm"}, r"data\.template 'chatlm' is neither a built-in template \(chatml, llama3\)"),
         ({"data.max_documents": S + 1}, rf"data\.max_documents={S + 1} is more than trainer\.seq_length={S}"),
     ],
 )
@@ -293,7 +296,7 @@ def test_a_run_is_prepared_without_its_data_so_that_its_checkpoints_can_be_sampl
 
 def test_a_file_without_a_conversation_and_one_that_is_damaged_are_refused_before_launch(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(UsageError, match=r"empty\.jsonl' has no conversation; name other files"):
+    with pytest.raises(UsageError, match=r"empty\.jsonl' has no conversation; set data\.path to files"):
         check_data(tiny_run({**TINY, "data.path": str(tmp_path / "empty.jsonl")}))
     (tmp_path / "bad.jsonl").write_text("[1]\n")
     with pytest.raises(UsageError, match=r"bad\.jsonl:1 has no list 'messages'"):

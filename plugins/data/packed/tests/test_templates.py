@@ -118,7 +118,7 @@ def test_a_configuration_of_a_tokenizer_holds_template_and_special_tokens(tmp_pa
 def test_a_template_that_rewrites_earlier_answers_is_refused() -> None:
     template = Template("forgetful", FORGETFUL)
     assert answers(template, TALK[:3]) == ["Ho;"]
-    with pytest.raises(ValueError, match="'forgetful' changes earlier text as messages are added"):
+    with pytest.raises(ValueError, match="'forgetful' changes earlier text when messages are added"):
         template.render(TALK)
 
 
@@ -126,7 +126,9 @@ def test_a_template_whose_header_is_no_beginning_of_the_answer_is_refused() -> N
     source = (
         "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}>{% endif %}"
     )
-    with pytest.raises(ValueError, match="first 2 messages and an answer's header is not the beginning of"):
+    with pytest.raises(
+        ValueError, match="first 2 messages with an answer's header is not a prefix of the text with message 3"
+    ):
         Template("own", source).render(TALK)
 
 
@@ -143,22 +145,22 @@ def test_a_template_whose_header_is_no_beginning_of_the_answer_is_refused() -> N
     ],
 )
 def test_what_a_template_does_not_take_is_told_in_its_words(source: str, said: str) -> None:
-    with pytest.raises(ValueError, match=f"data.template 'own' does not take it: .*({said})"):
+    with pytest.raises(ValueError, match=f"data.template 'own' fails for this conversation: .*({said})"):
         Template("own", source).render(TALK)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("bad.jinja", "one\n{% for %}", r"bad\.jinja', line 2, is no Jinja"),
-        ("bad.json", "{", r"bad\.json' is not JSON"),
+        ("bad.jinja", "one\n{% for %}", r"bad\.jinja', line 2, is not valid Jinja"),
+        ("bad.json", "{", r"bad\.json' is not valid JSON"),
         ("none.json", "{}", r"none\.json' has no 'chat_template'"),
         ("list.json", '{"chat_template": ["x"]}', r"list\.json' has no 'chat_template'"),
-        ("odd.json", '{"chat_template": "x", "added_tokens_decoder": [1]}', r"odd\.json' is damaged: .*; fetch it"),
+        ("odd.json", '{"chat_template": "x", "added_tokens_decoder": [1]}', r"odd\.json' is damaged: .*; download it"),
         (
             "odd.json",
             '{"chat_template": "x", "added_tokens_decoder": {"1": 2}}',
-            r"odd\.json' is damaged: .*; fetch it",
+            r"odd\.json' is damaged: .*; download it",
         ),
     ],
 )

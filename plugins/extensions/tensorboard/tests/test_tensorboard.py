@@ -94,5 +94,5 @@ def test_values_that_are_not_finite_are_written_as_they_are() -> None:
 
 def test_a_run_without_the_library_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mplug_tensorboard.find_spec", lambda _: None)
-    with pytest.raises(UsageError, match="needs the package tensorboard; pip install tensorboard"):
+    with pytest.raises(UsageError, match="needs the package 'tensorboard'; pip install tensorboard"):
         TensorBoard(TensorBoard.Config()).configure()

@@ -172,8 +172,8 @@ def test_attention_that_draws_torchs_own_numbers_draws_the_same_again() -> None:
 def test_slots_that_are_misspelt_or_absent_or_cannot_be_run_again_are_refused() -> None:
     for slots, reason in (
         (["atention"], "did you mean 'attention'"),
-        (["experts"], "models/gpt has no slot 'experts'; remove it"),
-        (["linear"], "to recompute 'Linear.gemm' saves no memory"),
+        (["experts"], "models/gpt has no slot 'experts'; remove 'experts'"),
+        (["linear"], "recomputing 'Linear.gemm' frees no memory"),
         ([], "is empty"),
     ):
         with pytest.raises(UsageError, match=reason):

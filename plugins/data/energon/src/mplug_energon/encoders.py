@@ -59,8 +59,8 @@ def cook(crude: CrudeSample) -> Raw:
     if text is None:
         parts = ", ".join(sorted(name for name in fields if not name.startswith("__")))
         raise UsageError(
-            f"sample '{crude['__key__']}' has {parts}, and no text ({', '.join(TEXTS)}); name an "
-            f"encoder of your own in data.task_encoder"
+            f"sample '{crude['__key__']}' has {parts}, and no text ({', '.join(TEXTS)}); set data.task_encoder to "
+            f"your own encoder"
         )
     return Raw(**basic_sample_keys(crude), text=text, image=image)
 
@@ -69,11 +69,11 @@ def text_and_image(sample: Any) -> tuple[str, Tensor | None]:
     """(text, image or None) of a sample: its field `text` or `caption`, and its field `image`."""
     text = getattr(sample, "text", getattr(sample, "caption", None))
     if text == "":
-        raise UsageError(f"sample '{sample.__key__}' has an empty text; take it out, or set data.on_error=skip")
+        raise UsageError(f"sample '{sample.__key__}' has an empty text; remove it, or set data.on_error=skip")
     if not isinstance(text, str):
         raise UsageError(
             f"sample '{sample.__key__}' is a {type(sample).__name__}, which has no text and no caption; "
-            f"name an encoder of your own in data.task_encoder"
+            f"set data.task_encoder to your own encoder"
         )
     return text, getattr(sample, "image", None)
 
@@ -126,8 +126,8 @@ class ImageText(Text):
         self.vocab_size = self.first_grey + (0 if pixels is None else 256)
         if pixels is not None and pixels**2 >= seq_length:
             raise UsageError(
-                f"an image of {pixels} x {pixels} tokens leaves no room for a caption in "
-                f"trainer.seq_length={seq_length}; set data.task_encoder_options.pixels to less"
+                f"data.task_encoder_options.pixels={pixels}: an image of {pixels} x {pixels} tokens leaves no room for "
+                f"a caption in trainer.seq_length={seq_length}; use a smaller number"
             )
 
     @stateless
@@ -135,11 +135,11 @@ class ImageText(Text):
         """One encoded sample; a caption that is too long is truncated."""
         caption, image = text_and_image(sample)
         if image is None:
-            raise UsageError(f"sample '{sample.__key__}' has no image; name an encoder for text in data.task_encoder")
-        tokens, seen = [*self.tokenizer.encode(caption), *self.end], self.end
+            raise UsageError(f"sample '{sample.__key__}' has no image; set data.task_encoder to an encoder for text")
+        tokens, prefix = [*self.tokenizer.encode(caption), *self.end], self.end
         if self.pixels is not None:
-            seen = (resized(image, self.pixels).mean(0) * 255).round().long().flatten().add(self.first_grey).tolist()
-        window, labels = self.window([*seen, *tokens][: self.seq_length + 1], without_target=len(seen))
+            prefix = (resized(image, self.pixels).mean(0) * 255).round().long().flatten().add(self.first_grey).tolist()
+        window, labels = self.window([*prefix, *tokens][: self.seq_length + 1], without_target=len(prefix))
         if self.pixels is not None:
             yield Encoded.derive_from(sample, tokens=window, labels=labels)
         else:

@@ -26,26 +26,29 @@ META = ".nv-meta"
 
 
 def refuse_wrong_blend(path: Path) -> None:
-    """Raise UsageError for a file that is no metadataset, or has a weight that is not above 0.
+    """Raise UsageError for a file that is not a metadataset, or has a weight that is not above 0.
 
     Energon's own messages describe its code, not the user's file.
     """
     import yaml
 
     try:
-        held = yaml.safe_load(path.read_text(encoding="utf-8"))
+        metadataset = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise UsageError(f"data.path '{path}' is no YAML: {' '.join(str(error).split())}; mend it") from None
-    if not isinstance(held, dict) or "splits" not in held:
-        raise UsageError(f"data.path '{path}' is no metadataset: it has no 'splits'; write one, or name a folder")
-    for weight in _weights(held["splits"]):
+        raise UsageError(f"data.path '{path}' is not valid YAML: {' '.join(str(error).split())}; correct it") from None
+    if not isinstance(metadataset, dict) or "splits" not in metadataset:
+        raise UsageError(
+            f"data.path '{path}' is not a metadataset: it has no 'splits'; add them, or set data.path to a prepared "
+            f"folder"
+        )
+    for weight in _weights(metadataset["splits"]):
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
-            raise UsageError(f"data.path '{path}' has the weight {weight!r}; weights are above 0, leave that part out")
+            raise UsageError(f"data.path '{path}' has the weight {weight!r}; use a weight above 0, or remove that part")
 
 
-def _weights(held: Any) -> Iterator[Any]:
+def _weights(node: Any) -> Iterator[Any]:
     """The values of `weight` in a metadataset, at any depth."""
-    parts = held.items() if isinstance(held, dict) else enumerate(held) if isinstance(held, list) else ()
+    parts = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for name, part in parts:
         if name == "weight":
             yield part
@@ -63,18 +66,23 @@ class Energon:
 
     @hookimpl
     def check_data(self) -> None:
-        """Refuse a data set that is missing or not prepared, and a metadataset that is none."""
+        """Refuse a data set that is missing or not prepared, and a file that is not a metadataset."""
         path = Path(self.config.path)
         if not path.exists():
-            raise UsageError(f"data.path '{path}' does not exist; name a prepared data set, or a metadataset's YAML")
+            raise UsageError(
+                f"data.path '{path}' does not exist; set it to a prepared folder or to a metadataset's YAML file"
+            )
         if path.is_dir() and not (path / META).is_dir():
             if next(path.glob("**/*.tar"), None) is None:
                 raise UsageError(
-                    f"data.path '{path}' has no tars; pack its files into some, then run 'energon prepare'"
+                    f"data.path '{path}' contains no tar files; pack its samples into tar files, then run 'energon "
+                    f"prepare {path}'"
                 )
             raise UsageError(f"data.path '{path}' is not prepared; run 'energon prepare {path}' first")
         if path.is_file() and path.suffix not in (".yaml", ".yml"):
-            raise UsageError(f"data.path '{path}' is a file, and no metadataset's YAML; name one, or a prepared folder")
+            raise UsageError(
+                f"data.path '{path}' is not a YAML file; set it to a prepared folder or to a metadataset's YAML file"
+            )
         if path.is_file():
             refuse_wrong_blend(path)
 

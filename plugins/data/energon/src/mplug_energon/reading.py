@@ -11,7 +11,7 @@ from megatron.energon import SavableDataLoader, TaskEncoder, WorkerConfig, get_s
 from megatron.energon.errors import log_exception
 
 from mplug import CorpusTokenizer, MicroBatch, UsageError
-from mplug_energon.sources import name_tars, stop, told
+from mplug_energon.sources import message_of, name_tars, stop
 from mplug_energon.streams import Collate, Shape, StreamLoader
 
 if TYPE_CHECKING:
@@ -50,16 +50,20 @@ def make_encoder(named: str, options: Mapping[str, Any], seq_length: int, tokeni
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise UsageError(f"data.task_encoder '{named}' cannot be imported: {error}") from error
+        raise UsageError(f"data.task_encoder '{named}' cannot be imported: {error}; set it to module:Class") from error
     if not (isinstance(found, type) and issubclass(found, TaskEncoder)):
-        raise UsageError(f"data.task_encoder '{named}' is no class of megatron.energon.TaskEncoder")
-    known, taken = {"seq_length": seq_length, "tokenizer": tokenizer}, inspect.signature(found).parameters
-    given = {**{name: value for name, value in known.items() if name in taken}, **options}
+        raise UsageError(
+            f"data.task_encoder '{named}' is not a subclass of megatron.energon.TaskEncoder; set it to one"
+        )
+    supplied, parameters = {"seq_length": seq_length, "tokenizer": tokenizer}, inspect.signature(found).parameters
+    arguments = {**{name: value for name, value in supplied.items() if name in parameters}, **options}
     try:
-        inspect.signature(found).bind(**given)
+        inspect.signature(found).bind(**arguments)
     except TypeError as error:
-        raise UsageError(f"data.task_encoder_options do not fit '{named}': {error}") from None
-    encoder: TaskEncoder = found(**given)
+        raise UsageError(
+            f"data.task_encoder_options does not match the arguments of '{named}': {error}; correct it"
+        ) from None
+    encoder: TaskEncoder = found(**arguments)
     return encoder
 
 
@@ -86,8 +90,8 @@ def open_stream(config: "EnergonConfig", encoder: TaskEncoder, part: str, seed: 
         )
     except Exception as error:  # Energon raises any exception for a wrong data set
         raise UsageError(
-            f"data.path '{config.path}', part '{part}': Energon cannot read it: {told(error)}; name a part that it "
-            f"has, or prepare it again by 'energon prepare', with more tars where a part has none: it is of whole tars"
+            f"data.path '{config.path}': Energon cannot read part '{part}': {message_of(error)}; use an existing part, "
+            f"or run 'energon prepare' again (a part consists of whole tar files, so each part needs at least one)"
         ) from error
     name_tars(dataset, config.path)
     loader = get_savable_loader(
@@ -104,19 +108,22 @@ def collate(entries: tuple[str, ...], length: int, named: str) -> Collate:
 
     def make(samples: list[Any], numbers: list[int]) -> MicroBatch:
         rows = [_fields(sample) for sample in samples]
-        wanted = [*REQUIRED, *(name for name in ("positions",) if name in rows[0]), *entries]
-        for name in wanted:
+        names = [*REQUIRED, *(name for name in ("positions",) if name in rows[0]), *entries]
+        for name in names:
             wrong = next((row for row in rows if not isinstance(row.get(name), torch.Tensor)), None)
             if wrong is not None:
-                raise UsageError(f"data.task_encoder '{named}' gives no tensor '{name}' (it gives {', '.join(wrong)})")
+                raise UsageError(
+                    f"data.task_encoder '{named}' returns no tensor '{name}' (it returns {', '.join(wrong)}); correct "
+                    f"the encoder or data.entries"
+                )
         for name in REQUIRED:
             for row in rows:
                 if row[name].shape != (length,):
                     raise UsageError(
-                        f"data.task_encoder '{named}' gives '{name}' of shape {tuple(row[name].shape)}; "
-                        f"it is ({length},), trainer.seq_length"
+                        f"data.task_encoder '{named}' returns '{name}' of shape {tuple(row[name].shape)}; return "
+                        f"shape ({length},), which is trainer.seq_length"
                     )
-        batch = {name: torch.stack([row[name] for row in rows]) for name in wanted}
+        batch = {name: torch.stack([row[name] for row in rows]) for name in names}
         return {"positions": torch.arange(length)[None], **batch, "sample_ids": torch.tensor(numbers)}
 
     return make
@@ -124,7 +131,7 @@ def collate(entries: tuple[str, ...], length: int, named: str) -> Collate:
 
 def _fields(sample: Any) -> dict[str, Any]:
     if is_dataclass(sample):
-        found = {one.name: getattr(sample, one.name) for one in fields(sample)}
+        found = {field.name: getattr(sample, field.name) for field in fields(sample)}
     else:
         found = dict(sample) if isinstance(sample, Mapping) else {}
     return {name: value for name, value in found.items() if not name.startswith("__")}

@@ -20,15 +20,14 @@ LINES = 4
 @click.command()
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--output", default="batch.png", show_default=True, type=click.Path(path_type=Path), help="The PNG file.")
-@click.option("--part", default="train", show_default=True, help="Part of the data set.")
-@click.option("--samples", default=16, show_default=True, type=click.IntRange(1), help="Samples of the batch.")
-@click.option("--size", default=128, show_default=True, type=click.IntRange(1), help="Pixels of an image's side.")
-@click.option("--seed", default=1234, show_default=True, type=int, help="A seed gives one order.")
+@click.option("--part", default="train", show_default=True, help="Part of the data set to draw.")
+@click.option("--samples", default=16, show_default=True, type=click.IntRange(1), help="Number of samples.")
+@click.option("--size", default=128, show_default=True, type=click.IntRange(1), help="Side of an image in pixels.")
+@click.option("--seed", default=1234, show_default=True, type=int, help="Seed of the order of samples.")
 def command(path: Path, output: Path, part: str, samples: int, size: int, seed: int) -> None:
     """Draw the first batch of images with text of the data set PATH.
 
-    It goes the way of a run, through Energon, the task encoder and the loader, and comes out as a sheet of
-    what the model is given.
+    The samples pass through Energon, the task encoder and the loader, as in a run. The picture shows the model's input.
 
     \b
     mplug contact-sheet captions/ --samples 32 --output captions.png

@@ -20,12 +20,12 @@ SHOWN = 300
 """Maximum characters of a library's exception in a message."""
 
 
-def told(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """A library's exception on one line; if it has no message, its cause."""
     cause = error.__cause__ or error.__context__
     words = " ".join(str(error).split())
     if not words and cause is not None:
-        return told(cause)
+        return message_of(cause)
     return f"{type(error).__name__}: {words}"[:SHOWN].removesuffix(": ")
 
 
@@ -35,14 +35,14 @@ def stop(error: Exception, sample: Any, sources: Any = None) -> None:
     if isinstance(error, UsageError | RunError):
         raise type(error)(f"{named}: {error}" if named else str(error)) from error
     raise RunError(
-        f"a sample of the data set cannot be used{named and f' ({named})'}: {told(error)}; correct it, or set "
+        f"a sample of the data set cannot be used{named and f' ({named})'}: {message_of(error)}; correct it, or set "
         f"data.on_error=skip"
     ) from error
 
 
 def where(sample: Any, sources: Any = None) -> str:
     """The tars and files of a sample, or its key; the empty string if it has neither."""
-    tars = [(f"{one.dataset_path}/{one.shard_name}", one.file_names) for one in sources or ()]
+    tars = [(f"{source.dataset_path}/{source.shard_name}", source.file_names) for source in sources or ()]
     found = [", ".join(f"'{name}'" for name in (tar, *files)) for tar, files in tars]
     key = getattr(sample, "__key__", None) or (sample.get("__key__") if isinstance(sample, dict) else None)
     return "; ".join(found) or (f"sample '{key}'" if key is not None else "")
@@ -60,23 +60,23 @@ def readers(dataset: Any) -> list[ITarReader[Any]]:
     seen: set[int] = set()
     pending = [dataset]
     while pending:
-        one = pending.pop()
-        if id(one) not in seen:
-            seen.add(id(one))
-            found += [one] if isinstance(one, ITarReader) else []
-            pending += [] if isinstance(one, ITarReader) else _parts(one)
+        part = pending.pop()
+        if id(part) not in seen:
+            seen.add(id(part))
+            found += [part] if isinstance(part, ITarReader) else []
+            pending += [] if isinstance(part, ITarReader) else _parts(part)
     return found
 
 
-def _parts(one: Any) -> Iterable[Any]:
+def _parts(whole: Any) -> Iterable[Any]:
     """The parts of a data set, a container or an object of Energon that may contain readers."""
-    if isinstance(one, list | tuple):
-        return one
-    if isinstance(one, dict):
-        return one.values()
-    module = type(one).__module__
-    inner = isinstance(one, SavableDataset) or module.startswith("megatron.energon.")
-    return vars(one).values() if inner and hasattr(one, "__dict__") else ()
+    if isinstance(whole, list | tuple):
+        return whole
+    if isinstance(whole, dict):
+        return whole.values()
+    module = type(whole).__module__
+    inner = isinstance(whole, SavableDataset) or module.startswith("megatron.energon.")
+    return vars(whole).values() if inner and hasattr(whole, "__dict__") else ()
 
 
 def _read(
@@ -90,8 +90,8 @@ def _read(
         tar = reader.tar_filepaths[pointer.tar_file_id]
         file = next((f", file '{name}'," for name in _files(error)), "")
         raise UsageError(
-            f"data.path '{path}' cannot be read: tar '{tar}'{file} at byte {pointer.byte_offset}: {told(error)}; it is "
-            f"damaged, or not what was prepared; fetch it again, or run 'energon prepare' again"
+            f"data.path '{path}' cannot be read: tar '{tar}'{file} at byte {pointer.byte_offset}: {message_of(error)}; "
+            f"it is damaged or has changed since it was prepared; download it again, or run 'energon prepare' again"
         ) from error
 
 

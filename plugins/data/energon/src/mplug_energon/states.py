@@ -18,8 +18,8 @@ from megatron.energon.state import FlexState
 KIND = "$"
 """The key for the kind of a value; a mapping of Energon never has this key."""
 CLASSES: dict[str, type[Any]] = {
-    one.__name__: one
-    for one in (SavableDataLoaderState, SavableDatasetCheckpoint, SavableDatasetState, SystemRngState, SliceState)
+    kind.__name__: kind
+    for kind in (SavableDataLoaderState, SavableDatasetCheckpoint, SavableDatasetState, SystemRngState, SliceState)
 }
 
 
@@ -42,8 +42,8 @@ def to_plain(value: Any) -> Any:
         return {KIND: kind, "of": [[to_plain(name), to_plain(inner)] for name, inner in value.items()]}
     name = type(value).__name__
     if is_dataclass(value) and CLASSES.get(name) is type(value):
-        return {KIND: name, "of": {one.name: to_plain(getattr(value, one.name)) for one in fields(value)}}
-    raise TypeError(f"a state of Energon holds a {name}, which a checkpoint cannot hold")
+        return {KIND: name, "of": {field.name: to_plain(getattr(value, field.name)) for field in fields(value)}}
+    raise TypeError(f"a state of Energon contains a {name}, which a checkpoint cannot store")
 
 
 def from_plain(value: Any) -> Any:
@@ -65,11 +65,11 @@ def from_plain(value: Any) -> Any:
         return of.numpy().astype(value["dtype"])
     if kind == "tensor":
         return of.clone()
-    raise TypeError(f"a state of Energon has no '{kind}'")
+    raise TypeError(f"a state of Energon contains the unknown kind '{kind}'")
 
 
 def _plain_list(values: Any) -> Any:
     """A long list of integers as one tensor (Python's random state has 625), any other list item by item."""
-    if len(values) > 16 and all(type(one) is int and abs(one) < 1 << 62 for one in values):
+    if len(values) > 16 and all(type(value) is int and abs(value) < 1 << 62 for value in values):
         return torch.tensor(values, dtype=torch.int64)
-    return [to_plain(one) for one in values]
+    return [to_plain(value) for value in values]

@@ -14,7 +14,7 @@ from megatron.energon import SavableDataLoader
 from megatron.energon.errors import FatalSampleError
 
 from mplug import MicroBatch, RunError, UsageError
-from mplug_energon.sources import told
+from mplug_energon.sources import message_of
 from mplug_energon.states import from_plain, to_plain
 
 Collate = Callable[[list[Any], list[int]], MicroBatch]
@@ -48,8 +48,9 @@ class StreamLoader:
         index, count = shard
         if shape.streams % count:
             raise UsageError(
-                f"data.streams={shape.streams} is no multiple of the {count} data-parallel ranks; a run's order of "
-                f"samples is that of its streams, so choose a number that every layout of it divides"
+                f"data.streams={shape.streams} is not a multiple of the {count} data-parallel ranks; the streams "
+                f"determine the order of samples, so set data.streams to a multiple of the data-parallel ranks of "
+                f"every layout of this run"
             )
         self.samples = 0
         self._taken: Iterator[MicroBatch] = iter(())
@@ -77,20 +78,20 @@ class StreamLoader:
             return next(self._samples[stream])
         except (AssertionError, StopIteration) as error:  # from an endless data set: Energon's errors for an empty one
             raise UsageError(
-                f"stream {stream} of data.streams={self.shape.streams} gives no sample "
-                f"({str(error).strip().rpartition(chr(10))[2]}); a part of the data set has at least as many as there "
-                f"are streams, so choose fewer"
+                f"stream {stream} of data.streams={self.shape.streams} has no sample "
+                f"({str(error).strip().rpartition(chr(10))[2]}); every stream needs at least one sample, so set a "
+                f"smaller data.streams"
             ) from error
         except (UsageError, RunError):
             raise
         except FatalSampleError as error:  # Energon's error for a NameError or ImportError in an encoder
             raise RunError(
-                f"a sample of the data set cannot be used: {told(error)}; correct the task encoder"
+                f"a sample of the data set cannot be used: {message_of(error)}; correct the task encoder"
             ) from error
         except Exception as error:  # other errors of Energon; those of readers already name the tar
             raise UsageError(
-                f"data.path '{self.path}' cannot be read: {told(error)}; it is damaged, or not what was prepared; "
-                f"fetch it again, or run 'energon prepare' again"
+                f"data.path '{self.path}' cannot be read: {message_of(error)}; it is damaged or has changed since it "
+                f"was prepared; download it again, or run 'energon prepare' again"
             ) from error
 
     def _read_taken(self) -> None:
@@ -113,7 +114,8 @@ class StreamLoader:
     def merge_states(states: Iterable[dict[str, Any]]) -> dict[str, Any]:
         """One state with the streams of all ranks."""
         states = list(states)
-        return {**states[0], "streams": {name: one for state in states for name, one in state["streams"].items()}}
+        streams = {name: stream for state in states for name, stream in state["streams"].items()}
+        return {**states[0], "streams": streams}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Open this rank's streams at the positions of the state; raises UsageError if Energon cannot restore them."""
@@ -125,19 +127,22 @@ class StreamLoader:
                 opened[stream].restore_state_rank(from_plain(state["streams"][str(stream)]))
             except (AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
                 raise UsageError(
-                    f"Energon cannot go on from this checkpoint ({type(error).__name__}: {error}); resume with the "
-                    f"data set, the blend and the data section that it was saved with"
+                    f"Energon cannot continue from this checkpoint ({type(error).__name__}: {error}); resume with the "
+                    f"data set, the blend and the data section with which it was saved"
                 ) from error
         self._taken, self._samples, self._loaders = iter(()), {}, opened
         self.samples = int(state["samples"])
 
     def _refuse_other(self, state: dict[str, Any]) -> None:
         if "num_streams" not in state:
-            raise UsageError("this checkpoint's data position is not one of Energon's; resume with the data it had")
+            raise UsageError(
+                "the data position in this checkpoint is not from data/energon; resume with the data plugin with which "
+                "it was saved"
+            )
         for name, own in (("streams", self.shape.streams), ("num_workers", self.shape.num_workers)):
             saved = state["num_streams" if name == "streams" else name]
             if saved != own:
                 raise UsageError(
-                    f"the checkpoint was saved with data.{name}={saved}, and this run has {own}; Energon divides the "
-                    f"data set by it, so resume with data.{name}={saved}"
+                    f"the checkpoint was saved with data.{name}={saved}, and this run has data.{name}={own}, which "
+                    f"divides the data set differently; resume with data.{name}={saved}"
                 )

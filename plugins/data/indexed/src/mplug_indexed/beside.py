@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from mplug_indexed.config import IndexedConfig
 
 
-def prefix_of(given: Path | str) -> Path:
+def prefix_of(name: Path | str) -> Path:
     """The prefix of a data set, from the prefix or one of its two files. Raises UsageError for an empty name."""
-    path = Path(os.path.expanduser(str(given).removesuffix(".bin").removesuffix(".idx")))
+    path = Path(os.path.expanduser(str(name).removesuffix(".bin").removesuffix(".idx")))
     if path.name in ("", ".."):
-        raise UsageError(f"'{given}' names no data set; a name is what its .bin and .idx begin with, as in data/corpus")
+        raise UsageError(
+            f"'{name}' is not a data set; use the path of its files without .bin and .idx, such as data/corpus"
+        )
     return path
 
 
@@ -43,14 +45,14 @@ def tokenizer_of(prefixes: Sequence[Path], vocab_size: int | None) -> "Tokenizer
     for prefix, record in records.items():
         if record.fingerprint != records[first].fingerprint:
             raise UsageError(
-                f"'{first}' was made with tokenizer {_named(records[first])} and '{prefix}' with {_named(record)}: a "
-                f"token of one is another word of the other; preprocess them with one tokenizer"
+                f"'{first}' was made with tokenizer {_named(records[first])} and '{prefix}' with {_named(record)}, so "
+                f"their token numbers differ in meaning; preprocess both with the same tokenizer"
             )
     size = records[first].vocab_size
     if vocab_size is not None and vocab_size < size:
         raise UsageError(
-            f"'{first}' was made with a tokenizer of {size} tokens, and model.vocab_size={vocab_size} holds fewer; set "
-            f"model.vocab_size={size}, or a little more to have a multiple of 128"
+            f"'{first}' was made with a tokenizer of {size} tokens, and model.vocab_size={vocab_size} is smaller; set "
+            f"model.vocab_size={size}, or the next multiple of 128"
         )
     return records[first]
 
@@ -79,14 +81,17 @@ class Marks:
 
 
 def marks_of(config: "IndexedConfig", record: "TokenizerRecord | None") -> Marks:
-    """What the config names; what it does not, or names by its text, the tokenizer's record tells.
+    """The tokens that the config names; the tokenizer's record supplies missing ones and the numbers of texts.
 
     Raises UsageError if a setting needs an unknown end of documents, or if a text is not a special token.
     """
     eod = config.eod_token if config.eod_token is not None or record is None else record.eod
     for name in NEEDING_EOD:
         if getattr(config, name) and eod is None:
-            raise UsageError(f"data.{name} needs data.eod_token: no tokenizer beside the data tells how documents end")
+            raise UsageError(
+                f"data.{name}=true needs a token that ends documents, and no tokenizer's record beside the data names "
+                f"one; set data.eod_token"
+            )
     if not config.fim_rate:
         return Marks(eod, ())
     return Marks(eod, tuple(_number(f"data.{name}", getattr(config, name), record) for name in MIDDLE))
@@ -97,9 +102,11 @@ def _number(name: str, token: int | str, record: "TokenizerRecord | None") -> in
     if isinstance(token, int):
         return token
     if record is None:
-        raise UsageError(f"{name}={token}: no tokenizer's record stands beside the data; name the token by its number")
+        raise UsageError(f"{name}={token}: there is no tokenizer's record beside the data; set {name} to a number")
     special: dict[str, int] = getattr(load_tokenizer(record), "special_tokens", {})
     if token not in special:
-        known = f"it has {', '.join(special)}" if special else "it has none"
-        raise UsageError(f"{name}={token} is no special token of the data's tokenizer ({known}); or give a number")
+        tokens = f"it has {', '.join(special)}" if special else "it has none"
+        raise UsageError(
+            f"{name}={token} is not a special token of the data's tokenizer ({tokens}); use one of these, or a number"
+        )
     return special[token]

@@ -42,13 +42,15 @@ def choose_folder(configured: str | None, beside: Path) -> Path:
     if configured is not None:
         folder = Path(configured).expanduser()
         if reason := _unusable(folder):
-            raise UsageError(f"data.cache '{folder}' cannot be written: {reason}; name a folder of your own")
+            raise UsageError(f"data.cache '{folder}' cannot be written: {reason}; set it to a writable folder")
         return folder
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mplug" / "indexed"
     tried = [beside.parent / "index-cache", home]
     reasons = [f"'{folder}' ({reason})" for folder in tried if (reason := _unusable(folder))]
     if len(reasons) == len(tried):
-        raise UsageError(f"no place for indices can be written: {' and '.join(reasons)}; set data.cache to a folder")
+        raise UsageError(
+            f"the cache of indices cannot be written to {' or '.join(reasons)}; set data.cache to a writable folder"
+        )
     return next(folder for folder in tried if not _unusable(folder))
 
 
@@ -78,7 +80,9 @@ class Cache:
                     self._store(path, text, make())
                     found = _load(path, text)
         if found is None:
-            raise UsageError(f"'{path}' cannot be read back as it was written; set data.cache to another disk")
+            raise UsageError(
+                f"'{path}' is damaged as soon as it is written; set data.cache to a folder on another disk"
+            )
         return found
 
     @contextmanager
@@ -144,7 +148,7 @@ def _load(path: Path, description: str) -> Arrays | None:
         TypeError,
         AttributeError,
         RecursionError,
-    ):  # whatever a damaged entry.json holds
+    ):  # a damaged entry.json may contain anything
         return None
 
 

@@ -15,10 +15,10 @@ FORMAT = click.option(
     "--format",
     "form",
     type=click.Choice(["jsonl", "parquet", "text"]),
-    help="What the inputs are; without it, what their suffixes say. Of text, a file is a document.",
+    help="Format of the inputs; default: by their suffixes. With 'text', each file is a document.",
 )
-KEY = click.option("--key", default="text", show_default=True, help="The field, or column, that has a document's text.")
-PATTERN = click.option("--pattern", help="Glob of the files to take from folders: '**/*.py'.")
+KEY = click.option("--key", default="text", show_default=True, help="Field or column with the text of a document.")
+PATTERN = click.option("--pattern", help="Glob that selects files in folders, such as '**/*.py'.")
 
 
 class Mebibytes(click.FloatRange):
@@ -53,10 +53,10 @@ DATA_SETS = click.argument("prefixes", nargs=-1, required=True, type=Prefix(), m
 
 @click.group()
 def command() -> None:
-    """Make, look at, join, check and blend corpora of tokens.
+    """Make, inspect, merge, verify and blend corpora of tokens.
 
-    A corpus is a pair of files, PREFIX.bin and PREFIX.idx, in Megatron's format; beside them stands which tokenizer
-    made it. Every command takes the PREFIX.
+    A corpus is a pair of files, PREFIX.bin and PREFIX.idx, in Megatron's format. A record beside them names the
+    tokenizer that made it. Commands identify a corpus by its PREFIX.
 
     \b
     mplug data train-tokenizer texts.jsonl --vocab-size 8192
@@ -68,36 +68,41 @@ def command() -> None:
 
 @command.command(short_help="Tokenize texts: JSON lines, Parquet, plain text.")
 @INPUTS
-@click.option("--output", "prefix", type=Prefix(path_type=Path), help="PREFIX of the data; without it, INPUTS' name.")
+@click.option(
+    "--output",
+    "prefix",
+    type=Prefix(path_type=Path),
+    help="PREFIX of the corpus; default: the name of the first input.",
+)
 @click.option(
     "--tokenizer",
     "name",
     required=True,
     metavar="NAME",
-    help="The tokenizer, an installed plugin: see 'mplug plugins list --kind tokenizers'.",
+    help="Tokenizer plugin; 'mplug plugins list --kind tokenizers' lists the installed ones.",
 )
-@click.option("--tokenizer-file", metavar="FILE", help="The tokenizer's file; short for --set path=FILE.")
-@click.option("--set", "assignments", multiple=True, metavar="FIELD=VALUE", help="An option of the tokenizer.")
+@click.option("--tokenizer-file", metavar="FILE", help="File of the tokenizer; the same as --set path=FILE.")
+@click.option("--set", "assignments", multiple=True, metavar="FIELD=VALUE", help="Option of the tokenizer.")
 @FORMAT
 @KEY
 @PATTERN
-@click.option("--append-eod", is_flag=True, help="End each document with the tokenizer's end of a document.")
-@click.option("--workers", type=click.IntRange(1), help="Processes; without it, one for each core.")
+@click.option("--append-eod", is_flag=True, help="Append the tokenizer's end-of-document token to each document.")
+@click.option("--workers", type=click.IntRange(1), help="Number of processes; default: one per core.")
 @click.option(
     "--bad-lines",
     type=click.Choice(["stop", "skip"]),
     default="stop",
     show_default=True,
-    help="Documents that are broken: stop at the first, or leave them out and count them.",
+    help="Invalid documents: stop at the first, or skip and count them.",
 )
 @click.option(
     "--chunk-mib",
     type=Mebibytes(0.001, 1 << 20),
     default=16.0,
     show_default=True,
-    help="Input that one process takes at once, and that a kill may cost each of them.",
+    help="Input per task, in MiB; a killed process loses at most the work of its task.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace data of this prefix, or parts of another job.")
+@click.option("--overwrite", is_flag=True, help="Replace a corpus of this PREFIX, or parts of another job.")
 def preprocess(
     inputs: tuple[str, ...],
     prefix: Path | None,
@@ -115,8 +120,8 @@ def preprocess(
 ) -> None:
     """Tokenize texts: JSON lines (.gz, .zst), Parquet, plain text, and folders of them.
 
-    The order of documents is that of INPUTS, and nothing in the data depends on the number of workers. What is done
-    when it is killed is kept: the same command goes on from there.
+    Documents keep the order of INPUTS, and the corpus does not depend on the number of workers. If the command is
+    killed, run it again: it continues after the completed parts.
 
     \b
     mplug data preprocess corpus.jsonl --tokenizer bytes --append-eod
@@ -128,7 +133,10 @@ def preprocess(
     from mplug_indexed.preprocess.sources import find_sources
 
     if Path(name).is_file():
-        raise UsageError(f"--tokenizer {name} is a file; name the plugin that reads it, and --tokenizer-file {name}")
+        raise UsageError(
+            f"--tokenizer {name} is a file; use --tokenizer NAME with the plugin that reads it, and --tokenizer-file "
+            f"{name}"
+        )
     job = Job(
         prefix=prefix or _beside(inputs[0]),
         sources=find_sources(inputs, form, pattern),
@@ -146,25 +154,25 @@ def preprocess(
 def _preprocess(job: Any) -> None:
     import time
 
-    from mplug_indexed.display import progress_of, told
+    from mplug_indexed.display import progress_of, summary
     from mplug_indexed.preprocess.job import preprocess as do
 
     began = time.monotonic()
     with progress_of(sum(source.size for source in job.sources)) as progress:
         outcome = do(job, progress)
-    for line in told(job, outcome, time.monotonic() - began):
+    for line in summary(job, outcome, time.monotonic() - began):
         click.echo(line)
 
 
-@command.command(short_help="Tell what corpora hold, and show documents.")
+@command.command(short_help="Show the size and tokenizer of corpora, and documents.")
 @DATA_SETS
-@click.option("--samples", type=click.IntRange(0), default=1, show_default=True, help="Documents to show of each.")
+@click.option("--samples", type=click.IntRange(0), default=1, show_default=True, help="Documents shown per corpus.")
+@click.option("--document", type=click.IntRange(0), help="Number of the first document shown; default: 0.")
 @click.option(
-    "--document", type=click.IntRange(0), help="Show this document, and those after it; without it, the first."
+    "--characters", type=click.IntRange(1), default=300, show_default=True, help="Characters shown per document."
 )
-@click.option("--characters", type=click.IntRange(1), default=300, show_default=True, help="Text to show of each.")
 def inspect(prefixes: tuple[str, ...], samples: int, document: int | None, characters: int) -> None:
-    """Tell what corpora hold: documents, sequences, tokens, their type and tokenizer; and show documents as text."""
+    """Show the counts of documents, sequences and tokens, the token type and the tokenizer, and documents as text."""
     from mplug_indexed.corpora import describe, sample
     from mplug_indexed.display import columns
 
@@ -176,12 +184,12 @@ def inspect(prefixes: tuple[str, ...], samples: int, document: int | None, chara
             click.echo(f"\n{corpus.prefix}, document {number}:\n{text}")
 
 
-@command.command(short_help="Join corpora of one tokenizer into one.")
+@command.command(short_help="Merge corpora of one tokenizer into one.")
 @DATA_SETS
-@click.option("--output", required=True, type=Prefix(path_type=Path), help="PREFIX of the whole.")
-@click.option("--overwrite", is_flag=True, help="Replace data of this prefix.")
+@click.option("--output", required=True, type=Prefix(path_type=Path), help="PREFIX of the merged corpus.")
+@click.option("--overwrite", is_flag=True, help="Replace a corpus of this PREFIX.")
 def merge(prefixes: tuple[str, ...], output: Path, overwrite: bool) -> None:
-    """Join corpora of one tokenizer into one, document after document."""
+    """Merge corpora of one tokenizer into one, in the given order."""
     from mplug_indexed.corpora import describe
     from mplug_indexed.corpora import merge as join
 
@@ -190,29 +198,33 @@ def merge(prefixes: tuple[str, ...], output: Path, overwrite: bool) -> None:
     click.echo(f"wrote {output}.bin and {output}.idx: {corpus.documents:,} documents, {corpus.tokens:,} tokens")
 
 
-@command.command(short_help="Look at every byte of corpora.")
+@command.command(short_help="Check every byte of corpora.")
 @DATA_SETS
-@click.option("--vocab-size", type=click.IntRange(1), help="Tokens are below it; without it, the tokenizer's.")
+@click.option(
+    "--vocab-size", type=click.IntRange(1), help="Number of tokens in the vocabulary; default: the tokenizer's."
+)
 def verify(prefixes: tuple[str, ...], vocab_size: int | None) -> None:
-    """Look at every byte: the index, each token against the vocabulary, and checksums where they were kept.
+    """Check every byte: the index, each token against the vocabulary, and the checksums if a report has them.
 
-    Exit status 1 if one is damaged.
+    The exit status is 1 if a corpus is damaged.
     """
-    from mplug_indexed.corpora import verify as look
+    from mplug_indexed.corpora import verify as check
 
     for prefix in prefixes:
-        click.echo(f"{prefix}: {look(prefix, vocab_size)}")
+        click.echo(f"{prefix}: {check(prefix, vocab_size)}")
 
 
-@command.command(short_help="Show what weights mean, and write them as a config.")
+@command.command(short_help="Show the shares that weights give, and write a config.")
 @click.argument("weighted", nargs=-1, required=True, metavar="PREFIX=WEIGHT...")
-@click.option("--tokens", type=click.IntRange(1), help="Tokens of the training; tells how often each corpus is read.")
-@click.option("--by-size", is_flag=True, help="Multiply each weight by its corpus's tokens: weights are then epochs.")
+@click.option("--tokens", type=click.IntRange(1), help="Number of training tokens; adds tokens and epochs per corpus.")
+@click.option(
+    "--by-size", is_flag=True, help="Multiply each weight by the tokens of its corpus; weights are then epochs."
+)
 @click.option(
     "--write", type=click.Path(dir_okay=False, path_type=Path), help="Write a config for training to this file."
 )
 def blend(weighted: tuple[str, ...], tokens: int | None, by_size: bool, write: Path | None) -> None:
-    """Show what weights mean: proportions, tokens and epochs of each corpus; and write them as a config.
+    """Show the proportion, tokens and epochs that weights give to each corpus, and write them as a config.
 
     \b
     mplug data blend web=0.7 code=0.2 books=0.1 --tokens 2000000000 --write blend.yaml
@@ -229,30 +241,33 @@ def blend(weighted: tuple[str, ...], tokens: int | None, by_size: bool, write: P
         click.echo(f"\nwrote {write}: mplug train --config {write}")
 
 
-@command.command("train-tokenizer", short_help="Learn a byte-level BPE tokenizer from texts.")
+@command.command("train-tokenizer", short_help="Train a byte-level BPE tokenizer on texts.")
 @INPUTS
 @click.option(
     "--output",
     default="tokenizer.json",
     show_default=True,
     type=click.Path(dir_okay=False, path_type=Path),
-    help="The file.",
+    help="Output file.",
 )
 @click.option(
-    "--vocab-size", required=True, type=click.IntRange(257, 1 << 24), help="Tokens, bytes and special ones included."
+    "--vocab-size",
+    required=True,
+    type=click.IntRange(257, 1 << 24),
+    help="Number of tokens, including bytes and special tokens.",
 )
 @click.option(
     "--special",
     multiple=True,
     default=("<|endoftext|>",),
     show_default=True,
-    help="A special token; the first ends a document.",
+    help="Special token; the first one ends a document.",
 )
 @FORMAT
 @KEY
 @PATTERN
-@click.option("--mib", type=Mebibytes(0.001, 1 << 20), help="Read so much text only, from all over the inputs.")
-@click.option("--overwrite", is_flag=True, help="Replace the file.")
+@click.option("--mib", type=Mebibytes(0.001, 1 << 20), help="Read only this many MiB of text, spread over the inputs.")
+@click.option("--overwrite", is_flag=True, help="Replace the output file.")
 def train_tokenizer(
     inputs: tuple[str, ...],
     output: Path,
@@ -264,7 +279,7 @@ def train_tokenizer(
     mib: float | None,
     overwrite: bool,
 ) -> None:
-    """Learn a byte-level BPE tokenizer from texts, and write its tokenizer.json.
+    """Train a byte-level BPE tokenizer on texts, and write its tokenizer.json.
 
     \b
     mplug data train-tokenizer corpus.jsonl --vocab-size 8192
@@ -273,14 +288,14 @@ def train_tokenizer(
     from mplug_indexed.training import train
 
     trained = train(find_sources(inputs, form, pattern), output, vocab_size, special, key, mib, overwrite=overwrite)
-    click.echo(f"wrote {output}: {trained.vocab_size:,} tokens, learnt from {trained.documents:,} documents")
+    click.echo(f"wrote {output}: {trained.vocab_size:,} tokens, trained on {trained.documents:,} documents")
     click.echo(f"special tokens: {', '.join(f'{text} is {number}' for text, number in trained.special.items())}")
     if trained.vocab_size < vocab_size:
-        click.echo(f"these documents have no pairs left to join: {vocab_size:,} tokens would need more text")
-    said = ["--format", form] if form else []
-    said += ["--key", key] if key != "text" else []
-    said += ["--pattern", pattern] if pattern else []
-    words = [*inputs, *said, "--tokenizer", "huggingface", "--tokenizer-file", str(output), "--append-eod"]
+        click.echo(f"the documents have no more pairs to merge: {vocab_size:,} tokens need more text")
+    options = ["--format", form] if form else []
+    options += ["--key", key] if key != "text" else []
+    options += ["--pattern", pattern] if pattern else []
+    words = [*inputs, *options, "--tokenizer", "huggingface", "--tokenizer-file", str(output), "--append-eod"]
     click.echo(f"use it: mplug data preprocess {shlex.join(words)}")
 
 
@@ -294,7 +309,7 @@ def _options(file: str | None, assignments: "Sequence[str]") -> dict[str, Any]:
     for assignment in assignments:
         field, equals, text = assignment.partition("=")
         if not equals or not field:
-            raise UsageError(f"--set '{assignment}': write it as FIELD=VALUE, as in eod=</s>")
+            raise UsageError(f"--set '{assignment}': write it as FIELD=VALUE, such as eod=</s>")
         try:
             options[field] = yaml.safe_load(text)
         except yaml.YAMLError:

@@ -64,7 +64,10 @@ def describe(prefix: Path | str) -> Corpus:
 def sample(corpus: Corpus, first: int, count: int, characters: int) -> Iterator[tuple[int, str]]:
     """(number, beginning of the text) of documents; without a tokenizer, the text is the tokens' numbers."""
     if first >= max(corpus.documents, 1) and count:
-        raise UsageError(f"'{corpus.prefix}' has {corpus.documents} documents; --document {first} is beyond them")
+        raise UsageError(
+            f"--document {first}: '{corpus.prefix}' has {corpus.documents} documents, numbered from 0; use a smaller "
+            f"number"
+        )
     tokenizer = load_tokenizer(corpus.tokenizer) if corpus.tokenizer is not None and count else None
     reader, bounds = corpus.reader, corpus.reader.document_indices
     for number in range(first, min(first + count, corpus.documents)):
@@ -81,17 +84,17 @@ def sample(corpus: Corpus, first: int, count: int, characters: int) -> Iterator[
 def merge(prefixes: Sequence[str], output: Path, *, overwrite: bool) -> None:
     """Write several corpora as one, in order. Raises UsageError if their tokenizers or token dtypes differ."""
     if (bin_path(output).exists() or idx_path(output).exists()) and not overwrite:
-        raise UsageError(f"'{output}' exists; choose another --output, or replace it by --overwrite")
+        raise UsageError(f"'{output}' exists; use another --output, or add --overwrite to replace it")
     if output.resolve() in {Path(prefix).resolve() for prefix in prefixes}:
-        raise UsageError(f"--output '{output}' is one of the corpora that are joined; choose another")
-    _refuse_twice(prefixes, "the whole would have its documents twice, name it once")
+        raise UsageError(f"--output '{output}' is one of the merged corpora; use another --output")
+    _refuse_twice(prefixes, "use it once, else the result has its documents twice")
     corpora = [describe(prefix) for prefix in prefixes]
     first, record = corpora[0], _one_tokenizer(corpora)
     for corpus in corpora:
         if corpus.reader.dtype != first.reader.dtype:
             raise UsageError(
-                f"'{corpus.prefix}' has {corpus.reader.dtype.name} tokens and '{first.prefix}' "
-                f"{first.reader.dtype.name} ones; preprocess them with one tokenizer"
+                f"'{corpus.prefix}' has {corpus.reader.dtype.name} tokens, and '{first.prefix}' has "
+                f"{first.reader.dtype.name} tokens; preprocess both with the same tokenizer"
             )
     try:
         with Writer(output, first.reader.dtype) as writer:
@@ -106,19 +109,19 @@ def merge(prefixes: Sequence[str], output: Path, *, overwrite: bool) -> None:
         raise (cannot_write(bin_path(output), error) if isinstance(error, OSError) else error) from None
 
 
-def _refuse_twice(prefixes: Sequence[str], why: str) -> None:
+def _refuse_twice(prefixes: Sequence[str], remedy: str) -> None:
     if (prefix := named_twice(prefixes)) is not None:
-        raise UsageError(f"'{prefix}' is given twice; {why}")
+        raise UsageError(f"'{prefix}' is given twice; {remedy}")
 
 
 def _one_tokenizer(corpora: Sequence[Corpus]) -> TokenizerRecord | None:
     first = corpora[0]
     for corpus in corpora[1:]:
-        one, other = first.tokenizer, corpus.tokenizer
-        if (one and one.fingerprint) != (other and other.fingerprint):
+        expected, found = first.tokenizer, corpus.tokenizer
+        if (expected and expected.fingerprint) != (found and found.fingerprint):
             raise UsageError(
-                f"'{first.prefix}' has {_named(one)} and '{corpus.prefix}' {_named(other)}: a token of one would be "
-                f"another word of the other; preprocess them with one tokenizer"
+                f"'{first.prefix}' has {_named(expected)} and '{corpus.prefix}' has {_named(found)}, so their token "
+                f"numbers differ in meaning; preprocess both with the same tokenizer"
             )
     return first.tokenizer
 
@@ -136,21 +139,22 @@ def verify(prefix: str, vocab_size: int | None) -> str:
         corpus = describe(prefix)
     except UsageError as error:
         raise RunError(str(error)) from None
-    record, looked = corpus.tokenizer, [f"{corpus.documents:,} documents and {corpus.tokens:,} tokens are in place"]
+    record = corpus.tokenizer
+    checks = [f"the index of {corpus.documents:,} documents and {corpus.tokens:,} tokens is valid"]
     if record is not None:
         load_tokenizer(record)
-        looked.append(f"tokenizer {record.name} is the one that made it")
+        checks.append(f"tokenizer {record.name} is unchanged")
     size = vocab_size or (record.vocab_size if record is not None else None)
     if size is not None:
-        _look_at_tokens(corpus, size)
-        looked.append(f"every token is below {size:,}")
+        _check_tokens(corpus, size)
+        checks.append(f"every token is below {size:,}")
     if report_path(prefix).is_file():
         _compare_checksums(prefix)
-        looked.append("checksums are those of its writing")
-    return "; ".join(looked)
+        checks.append("checksums match the report")
+    return "; ".join(checks)
 
 
-def _look_at_tokens(corpus: Corpus, vocab_size: int) -> None:
+def _check_tokens(corpus: Corpus, vocab_size: int) -> None:
     tokens = corpus.reader.tokens
     for start in range(0, len(tokens), CHUNK):
         piece = tokens[start : start + CHUNK]
@@ -160,25 +164,28 @@ def _look_at_tokens(corpus: Corpus, vocab_size: int) -> None:
             sequence = int(np.searchsorted(corpus.reader.pointers, place * tokens.itemsize, side="right")) - 1
             raise RunError(
                 f"'{bin_path(corpus.prefix)}' has token {int(tokens[place])} in sequence {sequence}, and the "
-                f"vocabulary has {vocab_size}; it is damaged, or made with another tokenizer"
+                f"vocabulary has {vocab_size} tokens; it is damaged, or was made with another tokenizer; copy it, or "
+                f"preprocess again"
             )
 
 
 def _compare_checksums(prefix: str) -> None:
     try:
-        kept = read_report(report_path(prefix)).files
+        recorded = read_report(report_path(prefix)).files
     except ValueError:
         raise RunError(
-            f"'{report_path(prefix)}' is damaged: it has no checksums; copy it again, or remove it to do without"
+            f"'{report_path(prefix)}' is damaged: it has no checksums; copy it again, or remove it to skip this check"
         ) from None
     for path in (bin_path(prefix), idx_path(prefix)):
-        if path.name not in kept:
+        if path.name not in recorded:
             raise RunError(
-                f"'{report_path(prefix)}' has no checksum of '{path.name}': it is of another data set; copy the right "
-                f"one, or remove it to do without"
+                f"'{report_path(prefix)}' has no checksum of '{path.name}': it belongs to another data set; copy the "
+                f"right one, or remove it to skip this check"
             )
-        if kept[path.name].model_dump() != checksum(path):
-            raise RunError(f"'{path}' is not what was written: its sha256 differs; copy it again, or preprocess again")
+        if recorded[path.name].model_dump() != checksum(path):
+            raise RunError(
+                f"'{path}' is damaged: its size or sha256 differs from the report; copy it or preprocess again"
+            )
 
 
 @dataclass(frozen=True)
@@ -195,11 +202,11 @@ class Blend:
         """Its rows in the table of a blend."""
         rows = []
         for corpus, weight, share in zip(self.corpora, self.weights, self.shares, strict=True):
-            taken = (UNKNOWN, UNKNOWN)
+            usage = (UNKNOWN, UNKNOWN)
             if self.tokens is not None:
-                wanted = share * self.tokens
-                taken = (f"{wanted:,.0f}", f"{wanted / corpus.tokens:,.2f}")
-            rows.append((str(corpus.prefix), f"{weight:g}", f"{share:.4f}", f"{corpus.tokens:,}", *taken))
+                tokens = share * self.tokens
+                usage = (f"{tokens:,.0f}", f"{tokens / corpus.tokens:,.2f}")
+            rows.append((str(corpus.prefix), f"{weight:g}", f"{share:.4f}", f"{corpus.tokens:,}", *usage))
         return rows
 
     def as_mapping(self) -> dict[str, Any]:
@@ -226,14 +233,14 @@ def blend(weighted: Sequence[str], tokens: int | None, *, by_size: bool) -> Blen
         except ValueError:
             weight = 0.0
         if not equals or not 0 < weight < float("inf"):
-            raise UsageError(f"'{word}': write it as PREFIX=WEIGHT with a weight above 0, as in web=0.7")
+            raise UsageError(f"'{word}': write it as PREFIX=WEIGHT with a weight above 0, such as web=0.7")
         corpora.append(describe(prefix_of(prefix)))
         if corpora[-1].tokens == 0:
-            raise UsageError(f"'{prefix}' has no tokens, so no share of the training can be its; leave it out")
+            raise UsageError(f"'{prefix}' has no tokens, so it cannot have a share of the training; remove it")
         weights.append(weight)
-    _refuse_twice([str(corpus.prefix) for corpus in corpora], "give it the sum of its weights once")
+    _refuse_twice([str(corpus.prefix) for corpus in corpora], "use it once, with the sum of its weights")
     _one_tokenizer(corpora)
     sizes = [weight * corpus.tokens if by_size else weight for weight, corpus in zip(weights, corpora, strict=True)]
     if not sum(sizes) < float("inf"):
-        raise UsageError("the weights add up to more than a number can be; only their proportions count, take less")
+        raise UsageError("the sum of the weights overflows; use smaller weights in the same proportions")
     return Blend(corpora, weights, [size / sum(sizes) for size in sizes], tokens)

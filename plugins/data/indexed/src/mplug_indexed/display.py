@@ -25,25 +25,25 @@ def progress_of(total: int) -> "Iterator[Progress]":
         TextColumn("[progress.percentage]{task.percentage:>3.0f}%"),
         BarColumn(),
         DownloadColumn(binary_units=True),
-        TextColumn("{task.fields[told]}"),
+        TextColumn("{task.fields[rate]}"),
         TimeRemainingColumn(),
     )
     with Progress(*parts, console=console, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task("", total=total, told="")
+        task = bar.add_task("", total=total, rate="")
         began: list[int] = []
 
         def show(outcome: "Outcome", done: int) -> None:
             began.append(outcome.tokens)
             elapsed = bar.tasks[0].elapsed or 0.0
-            rate = (outcome.tokens - began[0]) / elapsed if elapsed > 1 else 0.0
-            speed = f", {rate:,.0f} tokens/s" if rate else ""
-            bar.update(task, completed=done, told=f"{outcome.documents:,} documents{speed}")
+            speed = (outcome.tokens - began[0]) / elapsed if elapsed > 1 else 0.0
+            rate = f"{outcome.documents:,} documents" + (f", {speed:,.0f} tokens/s" if speed else "")
+            bar.update(task, completed=done, rate=rate)
 
         yield show
 
 
-def told(job: "Job", outcome: "Outcome", seconds: float) -> Iterator[str]:
-    """The lines of the summary: what was written, and what was omitted."""
+def summary(job: "Job", outcome: "Outcome", seconds: float) -> Iterator[str]:
+    """The lines of the summary: the written files, the skipped documents, and the next commands."""
     from mplug_indexed.format import dtype_for
 
     record = job.tokenizer
@@ -53,17 +53,17 @@ def told(job: "Job", outcome: "Outcome", seconds: float) -> Iterator[str]:
         f"in {seconds:,.1f} s"
     )
     if record.eod is not None and not job.append_eod:
-        yield f"documents end without a token; --append-eod would end each with the tokenizer's, {record.eod}"
+        yield f"documents have no end-of-document token; --append-eod appends the tokenizer's, {record.eod}, to each"
     if outcome.resumed:
-        yield f"went on from an earlier run, which had done {outcome.resumed} part{'s' * (outcome.resumed != 1)}"
+        yield f"continued an earlier run, which had completed {outcome.resumed} part{'s' * (outcome.resumed != 1)}"
     if outcome.empty:
-        yield f"left out {outcome.empty:,} empty documents"
+        yield f"skipped {outcome.empty:,} empty documents"
     if outcome.num_bad:
-        yield f"left out {outcome.num_bad:,} bad ones:"
+        yield f"skipped {outcome.num_bad:,} invalid documents:"
         yield from (f"  {sentence}" for sentence in outcome.bad[:NAMED])
         if outcome.num_bad > NAMED:
             yield f"  ... (more in {job.prefix}.preprocess.json)"
-    yield f"look at it: mplug data inspect {quote(str(job.prefix))}"
+    yield f"inspect it: mplug data inspect {quote(str(job.prefix))}"
     yield f"train on it: {training(job.prefix, record.vocab_size)}"
 
 

@@ -10,12 +10,12 @@ BROKEN = (errno.EIO, errno.EROFS, errno.EFBIG)
 """Error numbers of a failed environment, as opposed to wrong input by the user."""
 
 
-def cannot_write(path: Path | str, error: OSError, instead: str = "choose another place") -> UsageError | RunError:
+def cannot_write(path: Path | str, error: OSError, instead: str = "use another location") -> UsageError | RunError:
     """The error to raise if a file cannot be written: RunError if the disk is full or broken, else UsageError."""
-    said = f"cannot write '{path}': {error.strerror or error}"
+    message = f"cannot write '{path}': {error.strerror or error}"
     if error.errno in FULL:
-        return RunError(f"{said}; make room, then run the same command again, or {instead}")
-    return (RunError if error.errno in BROKEN else UsageError)(f"{said}; {instead}")
+        return RunError(f"{message}; free some space and run the same command again, or {instead}")
+    return (RunError if error.errno in BROKEN else UsageError)(f"{message}; {instead}")
 
 
 def write_text(path: Path, text: str) -> None:

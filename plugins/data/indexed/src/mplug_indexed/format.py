@@ -50,32 +50,33 @@ def dtype_for(vocab_size: int) -> "np.dtype[Any]":
     return CODES[8] if vocab_size < SMALL_VOCABULARY else CODES[4]
 
 
-def parse_header(found: bytes, size: int, path: Path) -> tuple["np.dtype[Any]", int, int, bool]:
+def parse_header(header: bytes, size: int, path: Path) -> tuple["np.dtype[Any]", int, int, bool]:
     """(dtype, sequences, bounds of documents, whether there are modes), from the first bytes of a file of `size` bytes.
 
     Raises UsageError if they do not match the file's size; so the caller may allocate memory by the returned numbers.
     """
-    if not found.startswith(MAGIC[: len(found)]):
+    if not header.startswith(MAGIC[: len(header)]):
         raise UsageError(
-            f"'{path}' is no index of this format: it does not begin with 'MMIDIDX'; preprocess the texts again"
+            f"'{path}' is not an index of this format: it does not begin with 'MMIDIDX'; preprocess the texts again"
         )
-    if len(found) < HEADER.size:
-        raise UsageError(f"'{path}' has {size} bytes, less than a header; it is cut off, copy it again")
-    _, version, code, num_sequences, num_bounds = HEADER.unpack(found)
+    if len(header) < HEADER.size:
+        raise UsageError(f"'{path}' has {size} bytes, fewer than its header needs: it is truncated; copy it again")
+    _, version, code, num_sequences, num_bounds = HEADER.unpack(header)
     if version != VERSION:
         raise UsageError(
-            f"'{path}' has version {version} of the format; this reads version {VERSION}, preprocess the texts again"
+            f"'{path}' has version {version} of the format, and mplug reads version {VERSION}; preprocess the texts "
+            f"again"
         )
     if code not in CODES:
         raise UsageError(
-            f"'{path}' says that tokens have type {code}, and the format has types 1 to {len(CODES)}; it is damaged, "
-            f"copy it again"
+            f"'{path}' states token type {code}, and the format has types 1 to {len(CODES)}: it is damaged; copy it "
+            f"again"
         )
     expected = HEADER.size + 12 * num_sequences + 8 * num_bounds
     has_modes = size == expected + num_sequences and num_sequences > 0
     if num_bounds < 1 or not (size == expected or has_modes):
         raise UsageError(
-            f"'{path}' has {size} bytes, and its header speaks of {num_sequences} sequences and {num_bounds} bounds of "
-            f"documents, which take {expected}; it is cut off or damaged, copy it again"
+            f"'{path}' has {size} bytes, and its header states {num_sequences} sequences and {num_bounds} bounds of "
+            f"documents, which need {expected}: it is truncated or damaged; copy it again"
         )
     return CODES[code], num_sequences, num_bounds, has_modes

@@ -31,7 +31,10 @@ def parse_split(text: str) -> list[tuple[float, float] | None]:
     except ValueError:
         parts = []
     if not 1 <= len(parts) <= 3 or not all(math.isfinite(part) and part >= 0 for part in parts) or not sum(parts):
-        raise UsageError(f"data.split '{text}' is not weights of train, validation and test, as '969,30,1'")
+        raise UsageError(
+            f"data.split '{text}' is not a list of one to three shares (training, validation, test); use numbers such "
+            f"as '969,30,1'"
+        )
     shares = normalize([*parts, *[0.0] * (3 - len(parts))])
     borders = [0.0]
     for share in shares:
@@ -138,11 +141,11 @@ class Shuffle:
         """Shuffle an array of one dimension in place."""
         from mplug_indexed.kernels import swap_some
 
-        left = len(order)
-        while left > 1:
-            left, used = swap_some(order, left, self.draws)
+        remaining = len(order)
+        while remaining > 1:
+            remaining, used = swap_some(order, remaining, self.draws)
             self.draws = self.draws[used:]
-            if left > 1:
+            if remaining > 1:
                 self.draws = np.concatenate([self.draws, self.generator.random_raw(self.DRAWS)])
 
 
@@ -192,8 +195,11 @@ def build_blend(
     from mplug_indexed.kernels import fill_blend
 
     if len(weights) > LARGEST_BLEND:
-        raise UsageError(f"data.path names {len(weights)} data sets; a blend has {LARGEST_BLEND} at most, merge some")
+        raise UsageError(
+            f"data.path names {len(weights)} data sets, and a blend has at most {LARGEST_BLEND}; merge some with "
+            f"'mplug data merge'"
+        )
     blend = Blend(np.empty(size, dtype=np.int16), np.empty(size, dtype=np.int64))
     limits = np.array([-1] * len(weights) if capacities is None else capacities, dtype=np.float64)
-    given = fill_blend(np.array(weights, dtype=np.float64), limits, *blend)
-    return blend, given.astype(np.int64).tolist()
+    counts = fill_blend(np.array(weights, dtype=np.float64), limits, *blend)
+    return blend, counts.astype(np.int64).tolist()

@@ -25,24 +25,24 @@ def compiled(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @compiled
-def swap_some(order: NDArray[Any], left: int, draws: NDArray[np.uint64]) -> tuple[int, int]:
+def swap_some(order: NDArray[Any], remaining: int, draws: NDArray[np.uint64]) -> tuple[int, int]:
     """Continue a Fisher-Yates shuffle from the last entry down, as far as the draws suffice.
 
-    `order` [N] is finished from entry `left` on. Entry i is swapped with one of 0 to i: the next draw, masked to the
-    bits of i, that is not above i. Beyond 32 bits, two draws make one number. Returns the new `left` and the number of
-    used draws. Places are drawn in blocks before entries move, so that memory latencies overlap.
+    `order` [N] is finished from entry `remaining` on. Entry i is swapped with one of 0 to i: the next draw, masked to
+    the bits of i, that is not above i. Beyond 32 bits, two draws make one number. Returns the new `remaining` and the
+    number of used draws. Places are drawn in blocks before entries move, so that memory latencies overlap.
     """
     places = np.empty(4096, dtype=np.int64)
     used = 0
-    while left > 1:
-        last = left - 1
+    while remaining > 1:
+        last = remaining - 1
         wide = last > 0xFFFFFFFF
         mask = uint64(1)
         while mask < uint64(last):
             mask = mask << uint64(1) | uint64(1)
         # This mask holds for entries down to `lowest`.
         lowest = max(int(mask >> uint64(1)) + 1, 1)
-        number, most = 0, min(len(places), left - lowest)
+        number, most = 0, min(len(places), remaining - lowest)
         while number < most and used + wide < len(draws):
             draw = draws[used]
             if wide:
@@ -53,10 +53,10 @@ def swap_some(order: NDArray[Any], left: int, draws: NDArray[np.uint64]) -> tupl
         for k in range(number):
             i, j = last - k, places[k]
             order[i], order[j] = order[j], order[i]
-        left -= number
+        remaining -= number
         if number < most:
             break
-    return left, used
+    return remaining, used
 
 
 @compiled
@@ -207,9 +207,9 @@ def fill_in_the_middle(
             if k < stop and row[k] != eod:
                 continue
             length = k - begin
-            one = int(_uniform(own, draw + 2) * (length + 1))
-            other = int(_uniform(own, draw + 3) * (length + 1))
-            low, high = min(one, other), max(one, other)
+            first = int(_uniform(own, draw + 2) * (length + 1))
+            second = int(_uniform(own, draw + 3) * (length + 1))
+            low, high = min(first, second), max(first, second)
             if _uniform(own, draw) < rates[0] and length - high > 3:
                 whole[:length] = row[begin:k]
                 kept = length - high - 3

@@ -53,7 +53,7 @@ class Part:
 
     def without_tokens(self) -> UsageError:
         """The error for a part without tokens."""
-        remedy = "give this part more, or leave the data set out"
+        remedy = "increase its share, or remove the data set"
         return UsageError(f"'{self.reader.prefix}' has no tokens in this part of data.split; {remedy}")
 
     def repeated(self, cut: Cut, split: str) -> list[str]:
@@ -124,7 +124,7 @@ class Order:
             if not part.tokens:
                 raise part.without_tokens()
         if self.weights is not None and self.samples is None:
-            raise UsageError("data.samples=epoch has no meaning for weighted data sets; name a number, or 'run'")
+            raise UsageError("data.samples=epoch does not support weights in data.path; use a number, or 'run'")
         self._refuse_too_many()
 
     def _refuse_too_many(self) -> None:
@@ -135,8 +135,8 @@ class Order:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if size > memory:
             raise UsageError(
-                f"the order of {self.size:,} samples at once would take {size >> 30:,} GiB, and this machine has "
-                f"{memory >> 30:,} GiB of memory; set data.samples to less, after which another order begins"
+                f"the order of {self.size:,} samples needs {size >> 30:,} GiB, and this machine has {memory >> 30:,} "
+                f"GiB of memory; set a smaller data.samples, after which a new order begins"
             )
 
     @property
@@ -154,10 +154,10 @@ class Order:
         """How often each data set is read for `samples` samples; together with the seed, this determines the order."""
         if self.weights is not None:
             assert samples is not None
-            wanted: list[int | None] = [*samples_of(samples, normalize(self.weights), SURPLUS)]
+            counts: list[int | None] = [*samples_of(samples, normalize(self.weights), SURPLUS)]
         else:
-            wanted = [None if self.is_blend else samples] * len(self.parts)
-        return [self.cut.epochs(part.tokens, number) for part, number in zip(self.parts, wanted, strict=True)]
+            counts = [None if self.is_blend else samples] * len(self.parts)
+        return [self.cut.epochs(part.tokens, count) for part, count in zip(self.parts, counts, strict=True)]
 
     @property
     def samples_per_epoch(self) -> int | None:
@@ -185,7 +185,7 @@ class Order:
     def _draw(self, seed: int) -> Round:
         epochs = self.epochs(self.samples)
         indices = [self._indices(part, times, seed) for part, times in zip(self.parts, epochs, strict=True)]
-        return Round(indices, self._blend([len(one.shuffle) for one in indices]) if self.is_blend else None)
+        return Round(indices, self._blend([len(index.shuffle) for index in indices]) if self.is_blend else None)
 
     def _indices(self, part: Part, epochs: Epochs, seed: int) -> Indices:
         def make() -> dict[str, NDArray[Any]]:
@@ -211,12 +211,12 @@ class Order:
         description = {"format": FORMAT, "blend": weights, "size": self.size, "limits": limits, "sizes": sizes}
 
         def make() -> dict[str, NDArray[Any]]:
-            blend, taken = build_blend(weights, self.size, limits)
-            for part, number, has in zip(self.parts, taken, sizes, strict=True):
-                if number > has:
+            blend, counts = build_blend(weights, self.size, limits)
+            for part, count, available in zip(self.parts, counts, sizes, strict=True):
+                if count > available:
                     raise UsageError(
-                        f"the blend takes {number} samples of '{part.reader.prefix}', which gives {has}: {self.samples}"
-                        f" samples are too few for its {len(sizes)} data sets; set data.samples to a greater number"
+                        f"the blend needs {count} samples of '{part.reader.prefix}', which has {available}: "
+                        f"{self.samples} samples are too few for {len(sizes)} data sets; set a larger data.samples"
                     )
             return blend._asdict()
 

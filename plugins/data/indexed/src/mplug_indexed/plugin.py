@@ -46,16 +46,16 @@ class Indexed:
         readers = [Reader(prefix) for prefix in self.prefixes]
         for reader in readers:
             if reader.dtype.kind not in "iu":
-                raise UsageError(f"'{reader.prefix}' holds {reader.dtype} numbers; tokens are whole numbers")
+                raise UsageError(f"'{reader.prefix}' contains {reader.dtype} numbers; use a data set of integer tokens")
         return readers
 
     @hookimpl
     def configure(self, config: "RunConfig") -> None:
-        """Refuse settings that cannot be meant, whatever the files hold."""
+        """Refuse settings that are wrong for every content of the files."""
         if config.trainer.seed > LARGEST_SEED:
-            raise UsageError(f"trainer.seed={config.trainer.seed} is too great for data's order; take one below 2^32")
+            raise UsageError(f"trainer.seed={config.trainer.seed} is too large for data/indexed; use a seed below 2^32")
         if self.config.samples == "epoch" and self.weights is not None:
-            raise UsageError("data.samples=epoch has no meaning for weighted data sets; name a number, or 'run'")
+            raise UsageError("data.samples=epoch does not support weights in data.path; use a number, or 'run'")
         self._refuse_twice()
         for split in self._splits(config):
             self._share(split)
@@ -80,8 +80,8 @@ class Indexed:
         for name, token in self.marks.named:
             if vocab_size is not None and token >= vocab_size:
                 raise UsageError(
-                    f"data.{name}={token} is none of the vocabulary's {vocab_size} tokens; name that of the data's "
-                    f"tokenizer ('mplug data inspect' tells the end of a document)"
+                    f"data.{name}={token} is not in the vocabulary of {vocab_size} tokens; use the number that the "
+                    f"data's tokenizer has for it ('mplug data inspect' shows that of the end of a document)"
                 )
 
     def _splits(self, config: "RunConfig") -> tuple[str, ...]:
@@ -96,7 +96,7 @@ class Indexed:
     def _refuse_twice(self) -> None:
         if (prefix := named_twice(self.prefixes)) is not None:
             weights = "" if self.weights is None else ", with the sum of its weights"
-            raise UsageError(f"data.path names '{prefix}' twice; name it once{weights}")
+            raise UsageError(f"data.path has '{prefix}' twice; use it once{weights}")
 
     def _share(self, split: str) -> tuple[float, float]:
         """The part of the sequences that `data.split` gives to a split; raises UsageError if it is empty."""
@@ -105,7 +105,7 @@ class Indexed:
         part = parse_split(self.config.split)[SPLITS.index(split)]
         if part is None:
             raise UsageError(
-                f"data.split '{self.config.split}' leaves nothing for {split}; give it a weight{_remedy(split)}"
+                f"data.split '{self.config.split}' has no share for {split}; set one above 0{_remedy(split)}"
             )
         return part
 
@@ -115,12 +115,12 @@ class Indexed:
 
         part = self._share(split)
         if not len(reader):
-            raise UsageError(f"'{reader.prefix}' has no documents; leave it out, or preprocess its texts again")
+            raise UsageError(f"'{reader.prefix}' has no documents; remove it, or preprocess its texts again")
         found = sequences_of(part, len(reader))
         if not found:
             raise UsageError(
-                f"'{reader.prefix}' has {len(reader)} sequences, of which data.split '{self.config.split}' leaves none "
-                f"for {split}; give it a greater weight{_remedy(split)}"
+                f"'{reader.prefix}' has {len(reader)} sequences, and data.split '{self.config.split}' assigns none of "
+                f"them to {split}; set a larger share{_remedy(split)}"
             )
         return found
 
@@ -154,17 +154,17 @@ class Indexed:
         from mplug_indexed.order import Order, Part
 
         trainer, samples = run.config.trainer, self.config.samples
-        wanted: int | None = trainer.steps * trainer.global_batch_size
+        count: int | None = trainer.steps * trainer.global_batch_size
         if split == "validation":
-            wanted = trainer.eval_samples
+            count = trainer.eval_samples
         elif samples != "run":
-            wanted = None if samples == "epoch" else samples
+            count = None if samples == "epoch" else samples
         return Order(
             parts=[Part(reader, self._sequences(reader, split)) for reader in self.readers],
             weights=self.weights,
             cut=self._cut(run.config, split),
             seed=trainer.seed,
-            samples=wanted,
+            samples=count,
             cache=Cache(choose_folder(self.config.cache, self.prefixes[0])),
         )
 

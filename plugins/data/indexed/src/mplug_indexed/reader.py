@@ -29,8 +29,8 @@ class Reader:
         self.dtype, num_sequences, num_bounds, has_modes = parse_header(_first_bytes(index), size, index)
         if data_size % self.dtype.itemsize:
             raise UsageError(
-                f"'{data}' has {data_size} bytes, no whole number of {self.dtype} tokens: it is cut off, or belongs to "
-                f"another '{index.name}'; copy both files again"
+                f"'{data}' has {data_size} bytes, not a whole number of {self.dtype} tokens: it is truncated, or "
+                f"belongs to another '{index.name}'; copy both files again"
             )
         mapped = np.memmap(index, dtype=np.uint8, mode="r").view(np.ndarray)
         parts = [("<i4", num_sequences), ("<i8", num_sequences), ("<i8", num_bounds), ("i1", num_sequences * has_modes)]
@@ -55,10 +55,10 @@ class Reader:
             )
         size, end, index = self.tokens.nbytes, self._end(), idx_path(self.prefix).name
         if end != size:
-            needs = f"'{index}' needs {end}: it is cut off, or" if end > size else f"'{index}' speaks of {end}:"
+            reason = f"needs {end}: it is truncated, or" if end > size else f"describes {end}:"
             raise UsageError(
-                f"'{bin_path(self.prefix)}' has {size} bytes and {needs} the two are not one pair; copy both files "
-                f"again, or preprocess again"
+                f"'{bin_path(self.prefix)}' has {size} bytes, and '{index}' {reason} the two files do not belong "
+                f"together; copy both files again, or preprocess again"
             )
 
     def _end(self) -> int:
@@ -115,10 +115,10 @@ class Reader:
         if len(sequences) and not 0 <= sequences.min() <= sequences.max() < len(self):
             raise IndexError(f"sequences {sequences.min()} to {sequences.max()} of {len(self)}")
         offsets = np.broadcast_to(np.asarray(offsets, dtype=np.int64), sequences.shape)
-        left = self.lengths[sequences] - offsets
-        counts = left if counts is None else np.broadcast_to(np.asarray(counts, dtype=np.int64), sequences.shape)
-        if (offsets < 0).any() or (counts < 0).any() or (counts > left).any():
-            raise IndexError("pieces beyond the ends of their sequences")
+        available = self.lengths[sequences] - offsets
+        counts = available if counts is None else np.broadcast_to(np.asarray(counts, dtype=np.int64), sequences.shape)
+        if (offsets < 0).any() or (counts < 0).any() or (counts > available).any():
+            raise IndexError("a range exceeds its sequence")
         starts = self.pointers[sequences] // self.dtype.itemsize + offsets
         places: NDArray[np.int64] = np.repeat(starts - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
         found: NDArray[Any] = self.tokens[places]
@@ -140,22 +140,22 @@ class Reader:
 def _size(path: Path) -> int:
     try:
         if not path.is_file():
-            raise UsageError(f"'{path}' is not there; {_instead(path)}")
+            raise UsageError(f"'{path}' does not exist; {_instead(path)}")
         return path.stat().st_size
     except OSError as error:
-        raise UsageError(f"cannot read '{path}': {error.strerror}") from None
+        raise UsageError(f"cannot read '{path}': {error.strerror}; make it readable") from None
 
 
 def _instead(path: Path) -> str:
     """The remedy in the error for a missing file."""
     prefix = path.with_suffix("")
     if prefix.is_file():
-        return f"'{prefix}' is no data set yet: make one of it by 'mplug data preprocess {prefix} --tokenizer NAME'"
+        return f"'{prefix}' is not tokenized; run 'mplug data preprocess {prefix} --tokenizer NAME'"
     if prefix.is_dir() and (inside := sorted(prefix.glob("*.idx"))):
-        return f"'{prefix}' is a folder, name a data set in it, as '{inside[0].with_suffix('')}'"
-    others = sorted({str(other.with_suffix("")) for other in path.parent.glob("*.idx")} - {str(prefix)})[:NAMED]
-    near = f" (there are {', '.join(others)})" if others else ""
-    return f"name a data set by what its .bin and .idx begin with, and have both{near}"
+        return f"'{prefix}' is a folder; use a data set in it, such as '{inside[0].with_suffix('')}'"
+    existing = sorted({str(index.with_suffix("")) for index in path.parent.glob("*.idx")} - {str(prefix)})[:NAMED]
+    choices = f" (existing: {', '.join(existing)})" if existing else ""
+    return f"use the path of an existing .bin and .idx without these suffixes{choices}"
 
 
 def _first_bytes(path: Path) -> bytes:
@@ -163,7 +163,7 @@ def _first_bytes(path: Path) -> bytes:
         with path.open("rb") as file:
             return file.read(HEADER.size)
     except OSError as error:
-        raise UsageError(f"cannot read '{path}': {error.strerror}") from None
+        raise UsageError(f"cannot read '{path}': {error.strerror}; make it readable") from None
 
 
 def _map(path: Path, dtype: "np.dtype[Any]", size: int) -> NDArray[Any]:

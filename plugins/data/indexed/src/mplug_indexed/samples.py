@@ -90,7 +90,7 @@ class Samples:
             wrong = fill_samples(reader.tokens, reader.pointers, reader.lengths, *where, window)
             if wrong >= 0:
                 raise UsageError(
-                    f"'{reader.prefix}.idx' is damaged: sequence {wrong} points out of its '.bin'; copy both files "
+                    f"'{reader.prefix}.idx' is damaged: sequence {wrong} lies outside its '.bin'; copy both files "
                     f"again, or preprocess again"
                 )
         if (m := self.treatment.middle) is not None:
@@ -104,8 +104,8 @@ class Samples:
         token, number = int(window[row][outside[row]][0]), sample_ids[row]
         prefix = next(place.part.reader.prefix for place in self.order.places(range(number, number + 1)))
         raise UsageError(
-            f"sample {number} of '{prefix}' has token {token}, and the vocabulary has {self.treatment.vocab_size}; set "
-            f"model.vocab_size (or data.vocab_size) to that of the data's tokenizer"
+            f"sample {number} of '{prefix}' has token {token}, and the vocabulary has {self.treatment.vocab_size} "
+            f"tokens; set model.vocab_size (or data.vocab_size) to that of the data's tokenizer"
         )
 
     def _documents(self, sample_ids: range, tokens: NDArray[np.int64]) -> dict[str, Tensor]:
@@ -119,8 +119,8 @@ class Samples:
         most = mark_documents(tokens, self._eod, positions, lengths)
         if treatment.max_documents is not None and most > treatment.max_documents:
             raise UsageError(
-                f"one of samples {sample_ids.start} to {sample_ids.stop - 1} has {most} documents, and room is "
-                f"for {treatment.max_documents}; set data.max_documents={most} or more and resume"
+                f"one of the samples {sample_ids.start} to {sample_ids.stop - 1} has {most} documents, and the maximum "
+                f"is {treatment.max_documents}; set data.max_documents={most} or more and resume"
             )
         entries = {"positions": torch.from_numpy(positions)} if treatment.reset_positions else everywhere
         return {**entries, **({"document_lengths": torch.from_numpy(lengths)} if treatment.max_documents else {})}
@@ -150,9 +150,9 @@ class IndexedLoader(MapLoader):
         if before != now and (
             (before is None and self.order.weights is not None) or self.order.epochs(before) != self.order.epochs(now)
         ):
-            told = [f"{count} samples" if count else "an epoch" for count in (before, now)]
+            saved, current = (f"{count} samples" if count else "an epoch" for count in (before, now))
             raise UsageError(
-                f"this run's samples were put in an order for {told[0]}, and for {told[1]} it would be another one; "
-                f"set data.samples={before or 'epoch'} to go on in the order of before"
+                f"the checkpoint has the order of samples that is drawn for {saved}, and this run draws another one, "
+                f"for {current}; set data.samples={before or 'epoch'} to continue in the saved order"
             )
         super().load_state_dict(state)

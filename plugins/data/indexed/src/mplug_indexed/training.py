@@ -45,11 +45,11 @@ def train(
     except ImportError:
         raise UsageError("the library tokenizers is not installed; pip install tokenizers") from None
     if output.exists() and not overwrite:
-        raise UsageError(f"'{output}' exists; choose another --output, or replace it by --overwrite")
+        raise UsageError(f"'{output}' exists; use another --output, or add --overwrite to replace it")
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     least = len(alphabet) + len(special)
     if vocab_size < least:
-        raise UsageError(f"--vocab-size {vocab_size} is too few: bytes and special tokens are {least}")
+        raise UsageError(f"--vocab-size {vocab_size} is too small for bytes and special tokens; use {least} or more")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -59,25 +59,24 @@ def train(
     for token in special:
         if len(token) < 2:  # a token of one character may stand for a byte
             raise UsageError(
-                f"--special '{token}' is too short to be told from text; take a word such as <|endoftext|>"
+                f"--special '{token}' is too short to be distinguished from text; use a word such as <|endoftext|>"
             )
     trained = Trained()
     tokenizer.train_from_iterator(_texts(sources, key, mib, trained), trainer)
     if trained.documents == 0:
         raise UsageError(
-            f"the inputs have no document with a text in '{key}': there is nothing to learn from; name others, or look "
-            f"at --key and --format"
+            f"the inputs have no document with a text in '{key}'; use other inputs, or correct --key or --format"
         )
     trained.vocab_size = tokenizer.get_vocab_size()
     trained.special = {token: tokenizer.token_to_id(token) for token in special}
-    aside = output.with_name(f".{output.name}.tmp")
+    temporary = output.with_name(f".{output.name}.tmp")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        tokenizer.save(str(aside))
-        aside.replace(output)
+        tokenizer.save(str(temporary))
+        temporary.replace(output)
     except Exception as error:  # the library raises Exception itself
-        with suppress(OSError):  # where not even its name could be written
-            aside.unlink(missing_ok=True)
+        with suppress(OSError):  # the folder itself may be unusable
+            temporary.unlink(missing_ok=True)
         raise _unwritten(output, error) from None
     return trained
 

@@ -28,7 +28,7 @@ class Writer:
     def __init__(self, prefix: Path | str, dtype: DTypeLike) -> None:
         self.prefix, self.dtype = Path(prefix), np.dtype(dtype)
         if self.dtype not in CODES.values():
-            raise ValueError(f"the format has no tokens of type {self.dtype}")
+            raise ValueError(f"the format does not support tokens of type {self.dtype}")
         self._lengths, self._bounds = array("i"), array("q", [0])
         try:
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,7 @@ class Writer:
         if counts.sum() != len(tokens) or (counts < 0).any():
             raise ValueError(f"lengths add up to {counts.sum()} tokens, and there are {len(tokens)}")
         if counts.max(initial=0) > LONGEST:
-            raise UsageError(f"a document has {counts.max()} tokens; the format holds {LONGEST} of one, cut it")
+            raise UsageError(f"a document has {counts.max()} tokens, and the format allows {LONGEST}; split it")
         self._write(_cast(tokens, self.dtype))
         self._lengths.frombytes(counts.astype(np.int32).tobytes())
         return len(counts)
@@ -69,9 +69,14 @@ class Writer:
         """Append all documents of another data set; raises UsageError if its dtype differs or if it has modes."""
         other = Reader(other_prefix)
         if other.dtype != self.dtype:
-            raise UsageError(f"'{other_prefix}' has {other.dtype} tokens and '{self.prefix}' {self.dtype} ones")
+            raise UsageError(
+                f"'{other_prefix}' has {other.dtype} tokens, and '{self.prefix}' has {self.dtype} tokens; preprocess "
+                f"both with the same tokenizer"
+            )
         if other.modes is not None:
-            raise UsageError(f"'{other_prefix}' has modes (it is multimodal), which '{self.prefix}' would lose")
+            raise UsageError(
+                f"'{other_prefix}' has modes (it is multimodal), and '{self.prefix}' would lose them; remove it"
+            )
         other.verify()
         before = len(self._lengths)
         for piece in other.in_order():
@@ -138,5 +143,7 @@ def _cast(tokens: NDArray[Any], dtype: "np.dtype[Any]") -> NDArray[Any]:
         info = np.iinfo(dtype)
         for token in (tokens.min(), tokens.max()):
             if not info.min <= token <= info.max:
-                raise UsageError(f"token {token} does not fit into {dtype}; its vocabulary needs a wider type")
+                raise UsageError(
+                    f"token {token} does not fit into {dtype}; use the wider type that its vocabulary needs"
+                )
     return np.ascontiguousarray(tokens, dtype=dtype)

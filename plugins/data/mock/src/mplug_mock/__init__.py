@@ -18,11 +18,11 @@ class Mock:
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
-        vocab_size: int | None = Field(None, ge=1, description="tokens are below it; null: the model's vocabulary")
+        vocab_size: int | None = Field(None, ge=1, description="number of tokens in the vocabulary; null: the model's")
         documents: int = Field(
             1,
             ge=1,
-            description="documents that each sample is packed with, of random lengths; 1: a sample is not packed",
+            description="number of documents per sample, of random lengths; 1: samples are not packed",
         )
 
     def __init__(self, config: Config) -> None:
@@ -33,7 +33,8 @@ class Mock:
         """Refuse more documents than tokens in a sample."""
         if self.config.documents > config.trainer.seq_length:
             raise UsageError(
-                f"data.documents={self.config.documents} do not fit into trainer.seq_length={config.trainer.seq_length}"
+                f"data.documents={self.config.documents} is more than trainer.seq_length={config.trainer.seq_length} "
+                f"tokens can hold; set data.documents to {config.trainer.seq_length} or less"
             )
 
     @hookimpl

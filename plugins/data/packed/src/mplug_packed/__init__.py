@@ -37,32 +37,35 @@ class Packed:
 
         path: Annotated[str, MAY_MOVE] = Field(
             min_length=1,
-            description="a file *.jsonl or *.jsonl.gz, a folder of them or a glob: a conversation a line",
+            description="a file *.jsonl or *.jsonl.gz, a folder of such files, or a glob; a line is one conversation",
         )
         validation_path: Annotated[str | None, MAY_MOVE] = Field(
             None,
             min_length=1,
-            description="conversations for validation, named like those of `path`; null: a share of those",
+            description="files of conversations for validation, given like `path`; null: validation_percent of `path`",
         )
         validation_percent: Annotated[float, MAY_MOVE] = Field(
-            5, gt=0, le=50, description="share of the conversations for validation, by a hash of their messages"
+            5, gt=0, le=50, description="percentage of the conversations for validation, by a hash of their messages"
         )
-        tokenizer: str = Field("bytes", description="tokenizer, an installed plugin")
+        tokenizer: str = Field("bytes", description="name of an installed tokenizer plugin")
         tokenizer_options: dict[str, Any] = Field(default_factory=dict, description="options of the tokenizer")
-        template: str = Field(
-            "chatml", description="chatml, llama3, or a file: of Jinja, or a JSON file with 'chat_template'"
-        )
+        template: str = Field("chatml", description="chatml, llama3, a Jinja file, or a JSON file with 'chat_template'")
         template_variables: dict[str, str] = Field(
-            default_factory=dict, description="what a template file sees beside messages, as bos_token: '<s>'"
+            default_factory=dict,
+            description="variables of a template file in addition to the messages, such as bos_token: '<s>'",
         )
         special_tokens: list[str] | None = Field(
-            None, description="texts that are one token each; null: those of the named template, or of the JSON file"
+            None,
+            description="texts that are encoded as one token each; null: those of the built-in template, of the JSON "
+            "file, or of template_variables",
         )
         too_long: Literal["truncate", "drop"] = Field(
-            "truncate", description="what becomes of a conversation that is longer than trainer.seq_length"
+            "truncate", description="for conversations longer than trainer.seq_length: truncate or drop them"
         )
         max_documents: int = Field(
-            32, ge=2, description="the most documents of a sample, of which one may be what fills it up"
+            32,
+            ge=2,
+            description="maximum number of documents per sample; the unused end of a sample counts as a document",
         )
 
     def __init__(self, config: Config) -> None:
@@ -74,7 +77,8 @@ class Packed:
         if self.config.max_documents > config.trainer.seq_length:
             raise UsageError(
                 f"data.max_documents={self.config.max_documents} is more than "
-                f"trainer.seq_length={config.trainer.seq_length} tokens can hold; set it to that at most"
+                f"trainer.seq_length={config.trainer.seq_length} tokens can hold; set data.max_documents to "
+                f"{config.trainer.seq_length} or less"
             )
         assert self.template
         assert self.tokenizer
@@ -110,8 +114,8 @@ class Packed:
         """The tokenizer's tokens and the template's special tokens."""
         from mplug_packed.vocabulary import Vocabulary
 
-        given = self.config.special_tokens
-        return Vocabulary(load_tokenizer(self.tokenizer), self.template.special if given is None else given)
+        special = self.config.special_tokens
+        return Vocabulary(load_tokenizer(self.tokenizer), self.template.special if special is None else special)
 
     @hookimpl
     def build_tokenizer(self) -> Tokenizer:
@@ -150,14 +154,15 @@ class Packed:
         config = self.config
         found = of_split(split, config.path, config.validation_path, config.validation_percent)
         kept = encoded(found, self.template, self.vocabulary, length, config.too_long, count)
-        documents = Documents(document(one, length) for one in kept)
+        documents = Documents(document(conversation, length) for conversation in kept)
         if not documents.lengths:
-            where = config.validation_path if split == "validation" and config.validation_path else config.path
-            remedy = " or set data.validation_path, or trainer.eval_every=0" if split == "validation" else ""
+            own_files = split == "validation" and config.validation_path
+            where = f"data.validation_path '{config.validation_path}'" if own_files else f"data.path '{config.path}'"
+            remedy = ", set data.validation_path, or set trainer.eval_every=0" if split == "validation" else ""
             raise UsageError(
-                f"data.path '{where}': of {count.conversations} conversations of the {split} split none is left "
-                f"({count.too_long} too long, {count.without_answer} without an answer, a message of the role "
-                f"'{ANSWERS}', in the first {length} tokens, {count.with_special_tokens} with a special token in their "
-                f"text); name other conversations{remedy}"
+                f"{where}: no conversation of the {split} split can be used: of {count.conversations}, "
+                f"{count.too_long} are too long, {count.without_answer} have no answer (a message of the role "
+                f"'{ANSWERS}') in the first {length} tokens, {count.with_special_tokens} have the text of a special "
+                f"token in a message; use other conversations{remedy}"
             )
         return documents

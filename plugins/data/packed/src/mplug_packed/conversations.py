@@ -14,7 +14,7 @@ from mplug import UsageError
 from mplug_packed.templates import ANSWERS
 
 PATTERNS = ("*.jsonl", "*.jsonl.gz")
-MEND = "mend the line, or take it out"
+REMEDY = "correct the line, or remove it"
 PARTS = 10_000
 """Number of buckets of the hash that decides the split."""
 
@@ -35,24 +35,24 @@ class Conversation:
 
 def find_files(path: str, field: str = "data.path") -> list[Path]:
     """The sorted files of a file name, a folder or a glob; raises UsageError if there are none."""
-    given = Path(path).expanduser()
-    if given.is_dir():
-        found = [file for pattern in PATTERNS for file in given.glob(pattern) if file.is_file()]
-        why = "has no file *.jsonl or *.jsonl.gz"
+    source = Path(path).expanduser()
+    if source.is_dir():
+        files = [file for pattern in PATTERNS for file in source.glob(pattern) if file.is_file()]
+        reason = "contains no file *.jsonl or *.jsonl.gz"
     else:
-        found = [file for file in map(Path, glob.glob(str(given), recursive=True)) if file.is_file()]
-        found = [given] if given.is_file() else found
-        why = "does not exist, and as a glob it matches nothing"
-    if not found:
-        raise UsageError(f"{field} '{path}' {why}; name a file of JSON lines, a folder of them or a glob")
-    return sorted(found)
+        files = [file for file in map(Path, glob.glob(str(source), recursive=True)) if file.is_file()]
+        files = [source] if source.is_file() else files
+        reason = "does not exist, and matches no file as a glob"
+    if not files:
+        raise UsageError(f"{field} '{path}' {reason}; set {field} to a file of JSON lines, a folder or a glob")
+    return sorted(files)
 
 
 def check_files(path: str, field: str) -> None:
     """Read the first conversation of each file of `field`; UsageError if one is wrong or if there is none at all."""
     first = [next(read_conversations([file]), None) for file in find_files(path, field)]
     if not any(first):
-        raise UsageError(f"{field} '{path}' has no conversation; name other files")
+        raise UsageError(f"{field} '{path}' has no conversation; set {field} to files with conversations")
 
 
 def read_conversations(files: list[Path]) -> Iterator[Conversation]:
@@ -68,32 +68,34 @@ def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
         with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as lines:
             yield from enumerate(lines, start=1)
     except (OSError, EOFError, zlib.error) as error:
-        told = getattr(error, "strerror", None) or error
-        raise UsageError(f"cannot read '{file}': {told}; mend it, or fetch it again") from None
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"cannot read '{file}': {reason}; make it readable, or download it again") from None
 
 
 def _conversation(line: bytes, where: str) -> Conversation:
     try:
-        held: Any = json.loads(line.decode("utf-8-sig"))
+        record: Any = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise UsageError(f"{where} is not UTF-8 at its byte {error.start + 1}; {MEND}") from None
+        raise UsageError(f"{where} is not valid UTF-8 at byte {error.start + 1}; {REMEDY}") from None
     except json.JSONDecodeError as error:
-        raise UsageError(f"{where} is not JSON: {error.msg} at its character {error.pos + 1}; {MEND}") from None
+        raise UsageError(f"{where} is not valid JSON: {error.msg} at character {error.pos + 1}; {REMEDY}") from None
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{where} cannot be read as JSON: {error}; {MEND}") from None
-    messages = held.get("messages") if isinstance(held, dict) else None
+        raise UsageError(f"{where} cannot be parsed as JSON: {error}; {REMEDY}") from None
+    messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(messages, list):
-        found = f"an object with {', '.join(held) or 'nothing'}" if isinstance(held, dict) else type(held).__name__
-        raise UsageError(f"{where} has no list 'messages' (it is {found}); a line is {{\"messages\": [...]}}")
-    for place, message in enumerate(messages, start=1):
-        _check(message, f"{where}, message {place},")
-    return Conversation(where, messages, held.get("tools"))
+        kind = f"fields: {', '.join(record) or 'none'}" if isinstance(record, dict) else type(record).__name__
+        raise UsageError(f"{where} has no list 'messages' ({kind}); write each line as {{\"messages\": [...]}}")
+    for number, message in enumerate(messages, start=1):
+        _check(message, f"{where}, message {number},")
+    return Conversation(where, messages, record.get("tools"))
 
 
 def _check(message: Any, where: str) -> None:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise UsageError(f'{where} has no text \'role\'; a message is {{"role": "{ANSWERS}", "content": "..."}}')
+        raise UsageError(
+            f'{where} has no string \'role\'; write a message as {{"role": "{ANSWERS}", "content": "..."}}'
+        )
     content = message.get("content")
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
         kind = "no 'content'" if content is None else f"a 'content' of type {type(content).__name__}"
-        raise UsageError(f"{where} has {kind}; it must be text")
+        raise UsageError(f"{where} has {kind}; 'content' must be a string")

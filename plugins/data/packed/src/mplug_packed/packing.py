@@ -26,10 +26,10 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int, most: int) -> lis
             if not with_room[room]:
                 del with_room[room], rooms[place]
         bins[chosen].append(item)
-        left = room - length
-        if left and len(bins[chosen]) < most:
-            if left not in with_room:
-                with_room[left] = []
-                insort(rooms, left)
-            with_room[left].append(chosen)
+        remaining = room - length
+        if remaining and len(bins[chosen]) < most:
+            if remaining not in with_room:
+                with_room[remaining] = []
+                insort(rooms, remaining)
+            with_room[remaining].append(chosen)
     return bins

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from typing import Literal
 
 from mplug import UsageError
-from mplug_packed.conversations import MEND, Conversation, find_files, read_conversations
+from mplug_packed.conversations import REMEDY, Conversation, find_files, read_conversations
 from mplug_packed.samples import Count
 from mplug_packed.templates import Template
 from mplug_packed.vocabulary import Encoded, Vocabulary
@@ -44,7 +44,7 @@ def encoded(
             rendered = template.render(conversation.messages, conversation.tools)
             rendered.text.encode()
         except UnicodeEncodeError:
-            raise UsageError(f"{conversation.where} has half a surrogate pair, which is no character; {MEND}") from None
+            raise UsageError(f"{conversation.where} has an unpaired surrogate in a text; {REMEDY}") from None
         except ValueError as error:
             raise UsageError(f"{conversation.where}: {error}") from None
         found = vocabulary.encode_answers(rendered.text, rendered.answers)

@@ -19,7 +19,7 @@ IGNORED = -100
 
 @dataclass
 class Count:
-    """Counts of a split's conversations, by what was done with them."""
+    """Counts of a split's conversations, by outcome."""
 
     conversations: int = 0
     truncated: int = 0

@@ -20,7 +20,7 @@ from mplug import UsageError
 
 WITHOUT_CONTENT = (
     "{% if message['content'] is none %}"
-    "{{ raise_exception('it has no form for a message without content, as of tool calls') }}"
+    "{{ raise_exception('it does not support a message without content, such as tool calls') }}"
     "{% endif %}"
 )
 NAMED = {
@@ -46,7 +46,7 @@ SPECIAL_TOKENS = {
     "llama3": ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
 }
 """Built-in template -> the special tokens that it writes."""
-UNTAKEN = (
+FAILURES = (
     TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError, MemoryError
 )  # fmt: skip
 """Exceptions of a template that does not support a conversation, or that is itself wrong."""
@@ -102,7 +102,7 @@ class Template:
             compiled = environment.from_string(self.source)
         except TemplateSyntaxError as error:
             raise UsageError(
-                f"data.template '{self.name}', line {error.lineno}, is no Jinja: {error.message}"
+                f"data.template '{self.name}', line {error.lineno}, is not valid Jinja: {error.message}; correct it"
             ) from None
         object.__setattr__(self, "_compiled", compiled)
 
@@ -112,10 +112,11 @@ class Template:
             rendered: str = self._compiled.render(  # type: ignore[attr-defined]
                 messages=messages, tools=tools, add_generation_prompt=prompt, **self.variables
             )
-        except UNTAKEN as error:
-            told = f"{error}" or type(error).__name__
+        except FAILURES as error:
+            reason = f"{error}" or type(error).__name__
             raise ValueError(
-                f"data.template '{self.name}' does not take it: {told}; mend the conversation, or name another template"
+                f"data.template '{self.name}' fails for this conversation: {reason}; correct the conversation, or use "
+                f"another template"
             ) from None
         return rendered
 
@@ -132,16 +133,20 @@ class Template:
         for number in answers:
             prompt = self.text(messages[:number], tools, prompt=True)
             after = self.text(messages[: number + 1], tools)
-            for shorter, longer, what in (
-                (before, prompt, f"{number} messages is not the beginning of their text with an answer's header"),
-                (prompt, after, f"{number} messages and an answer's header is not the beginning of that with message"),
+            first = f"the text of the first {number} messages"
+            for shorter, longer, change in (
+                (before, prompt, f"{first} is not a prefix of this text with an answer's header"),
+                (
+                    prompt,
+                    after,
+                    f"{first} with an answer's header is not a prefix of the text with message {number + 1}",
+                ),
             ):
                 if not longer.startswith(shorter):
-                    ending = f" {number + 1}" if shorter is prompt else ""
                     raise ValueError(
-                        f"data.template '{self.name}' changes earlier text as messages are added (the text of the "
-                        f"first {what}{ending}), so answers cannot be told from the rest; use a template that only "
-                        f"adds, or give every answer a conversation of its own"
+                        f"data.template '{self.name}' changes earlier text when messages are added ({change}), so the "
+                        f"answers cannot be located; use a template that only appends text, or write a conversation "
+                        f"for each answer"
                     )
             spans.append((len(prompt), len(prompt) + _answer_length(after[len(prompt) :], messages[number])))
             before = after
@@ -162,13 +167,13 @@ def read_template(named: str, variables: Mapping[str, str]) -> Template:
     path = Path(named).expanduser()
     if not path.is_file():
         raise UsageError(
-            f"data.template '{named}' is neither a template's name ({', '.join(NAMED)}) nor a file; "
-            f"name one of them, or a file of Jinja"
+            f"data.template '{named}' is neither a built-in template ({', '.join(NAMED)}) nor a file; "
+            f"use one of these names, or the path of a Jinja file"
         )
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read data.template '{named}': {error}; name a file of text") from None
+        raise UsageError(f"cannot read data.template '{named}': {error}; use a readable text file in UTF-8") from None
     if path.suffix != ".json":
         return Template(named, text, variables, _tokens_of(variables))
     return _of_json(text, named, variables)
@@ -181,28 +186,28 @@ def _tokens_of(variables: Mapping[str, str]) -> tuple[str, ...]:
 def _of_json(text: str, named: str, variables: Mapping[str, str]) -> Template:
     """The template of a tokenizer's configuration, with the special tokens of that file."""
     try:
-        held = json.loads(text)
+        data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"data.template '{named}' is not JSON: {error}; fetch it again") from None
-    source = held.get("chat_template") if isinstance(held, dict) else None
+        raise UsageError(f"data.template '{named}' is not valid JSON: {error}; download it again") from None
+    source = data.get("chat_template") if isinstance(data, dict) else None
     if isinstance(source, list):
-        named_ones = [one for one in source if isinstance(one, dict)]
-        source = next((one.get("template") for one in named_ones if one.get("name") == "default"), None)
+        templates = [entry for entry in source if isinstance(entry, dict)]
+        source = next((entry.get("template") for entry in templates if entry.get("name") == "default"), None)
     if not isinstance(source, str):
-        raise UsageError(f"data.template '{named}' has no 'chat_template'; name a file that has one")
-    tokens = {name: _content(value) for name, value in held.items() if name.endswith("_token")}
-    seen = {**{name: content for name, content in tokens.items() if content}, **variables}
-    decoder = held.get("added_tokens_decoder", {})
-    if not isinstance(decoder, dict) or not all(isinstance(one, dict) for one in decoder.values()):
+        raise UsageError(f"data.template '{named}' has no 'chat_template'; use a file that has one")
+    tokens = {name: _content(value) for name, value in data.items() if name.endswith("_token")}
+    all_variables = {**{name: content for name, content in tokens.items() if content}, **variables}
+    decoder = data.get("added_tokens_decoder", {})
+    if not isinstance(decoder, dict) or not all(isinstance(token, dict) for token in decoder.values()):
         raise UsageError(
-            f"data.template '{named}' is damaged: its 'added_tokens_decoder' holds no tokens; fetch it again"
+            f"data.template '{named}' is damaged: its 'added_tokens_decoder' contains no tokens; download it again"
         )
-    added = [_content(one) for one in decoder.values() if one.get("special")]
-    special = dict.fromkeys([*(content for content in added if content), *_tokens_of(seen)])
-    return Template(named, source, seen, tuple(special))
+    added = [_content(token) for token in decoder.values() if token.get("special")]
+    special = dict.fromkeys([*(content for content in added if content), *_tokens_of(all_variables)])
+    return Template(named, source, all_variables, tuple(special))
 
 
 def _content(token: Any) -> str:
-    """The text of a token that the file holds as a string or as a mapping; else the empty string."""
+    """The text of a token that the file stores as a string or as a mapping; else the empty string."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else ""

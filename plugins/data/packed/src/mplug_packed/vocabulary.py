@@ -24,11 +24,11 @@ class Vocabulary:
     """
 
     def __init__(self, tokenizer: CorpusTokenizer, special: Sequence[str]) -> None:
-        known: Mapping[str, int] = getattr(tokenizer, "special_tokens", {})
+        existing: Mapping[str, int] = getattr(tokenizer, "special_tokens", {})
         first = tokenizer.vocab_size
-        added = [text for text in dict.fromkeys(special) if text not in known]
+        added = [text for text in dict.fromkeys(special) if text not in existing]
         self.tokenizer = tokenizer
-        self.special = {**known, **{text: first + number for number, text in enumerate(added)}}
+        self.special = {**existing, **{text: first + number for number, text in enumerate(added)}}
         self.vocab_size = max([first, *(token + 1 for token in self.special.values())])
         self.texts = {token: text for text, token in self.special.items()}
         longest_first = sorted(self.special, key=len, reverse=True)
@@ -60,12 +60,12 @@ class Vocabulary:
         at: list[int] = []
         start = 0
         for piece in self._split.split(text) if self._split else (text,):
-            here = []
-            while len(at) + len(here) < len(borders) and borders[len(at) + len(here)][0] < start + len(piece):
-                place, ends = borders[len(at) + len(here)]
-                here.append((place - start, ends))
+            within = []
+            while len(at) + len(within) < len(borders) and borders[len(at) + len(within)][0] < start + len(piece):
+                place, ends = borders[len(at) + len(within)]
+                within.append((place - start, ends))
             inside = [self.special[piece]] if piece in self.special else list(self.tokenizer.encode(piece))
-            at += [len(tokens) + self._tokens_before(piece, inside, place, ends) for place, ends in here]
+            at += [len(tokens) + self._tokens_before(piece, inside, place, ends) for place, ends in within]
             tokens += inside
             start += len(piece)
         at += [len(tokens)] * (len(borders) - len(at))

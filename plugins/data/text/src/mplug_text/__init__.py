@@ -43,11 +43,12 @@ class Text:
         path: Annotated[str | None, MAY_MOVE] = Field(
             None, min_length=1, description="a file, a folder or a glob; null: Python's standard library"
         )
-        pattern: Annotated[str, MAY_MOVE] = Field(
-            "**/*", description="glob of the files to read in a folder that `path` names"
-        )
+        pattern: Annotated[str, MAY_MOVE] = Field("**/*", description="glob of the files to read if `path` is a folder")
         validation_percent: Annotated[int, MAY_MOVE] = Field(
-            5, ge=1, le=50, description="share of the files for validation; of every file's end where files are few"
+            5,
+            ge=1,
+            le=50,
+            description="percentage of the files for validation; with fewer than 20 files: of the end of every file",
         )
 
     def __init__(self, config: Config) -> None:
@@ -82,8 +83,8 @@ class Text:
         return f"data.path '{self.config.path}'" if self.config.path else "Python's standard library"
 
     def _without_text(self, split: str) -> UsageError:
-        remedy = "; name more text, or set trainer.eval_every=0" if split == "validation" else "; name more text"
-        return UsageError(f"{self._where}: the {split} split has no text{remedy}")
+        remedy = ", or set trainer.eval_every=0" if split == "validation" else ""
+        return UsageError(f"{self._where}: the {split} split has no text; set data.path to more text{remedy}")
 
     @hookimpl
     def build_loader(self, run: "Run", split: Literal["train", "validation"]) -> MapLoader:
@@ -116,6 +117,6 @@ def _not_text(files: "list[Path]") -> str:
     if not found:
         return ""
     return (
-        f"data/text reads every byte of a file as text, also of {', '.join(found)} files; if they contain documents, "
-        f"make a corpus of them (mplug data preprocess) and train with --data indexed"
+        f"data/text reads every byte of a file as text, including {', '.join(found)} files; if they contain documents, "
+        f"convert them with 'mplug data preprocess' and train with --data indexed"
     )

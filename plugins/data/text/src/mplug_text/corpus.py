@@ -24,25 +24,25 @@ def find_files(path: str | None, pattern: str) -> tuple[Path, list[Path]]:
     """
     if path is None:
         return _standard_library()
-    given = Path(path).expanduser()
-    if given.is_dir():
-        root, files = given, _matching(given, pattern)
-    elif given.is_file():
-        root, files = given.parent, [given]
+    source = Path(path).expanduser()
+    if source.is_dir():
+        root, files = source, _matching(source, pattern)
+        reason = f"contains no file that matches data.pattern '{pattern}'"
+    elif source.is_file():
+        root, files, reason = source.parent, [source], ""
     else:
-        files = [found for found in map(Path, glob.glob(str(given), recursive=True)) if found.is_file()]
-        root = _common_folder(files)
+        files = [file for file in map(Path, glob.glob(str(source), recursive=True)) if file.is_file()]
+        root, reason = _common_folder(files), "does not exist, and matches no file as a glob"
     if not files:
-        why = f"has no file like '{pattern}'" if given.is_dir() else "does not exist, and as a glob it matches nothing"
-        raise UsageError(f"data.path '{path}' {why}; name a text file, a folder or a glob")
+        raise UsageError(f"data.path '{path}' {reason}; set data.path to a text file, a folder or a glob")
     return root, sorted(files)
 
 
 def _matching(folder: Path, pattern: str) -> list[Path]:
     try:
-        return [found for found in folder.glob(pattern) if found.is_file()]
+        return [file for file in folder.glob(pattern) if file.is_file()]
     except (ValueError, NotImplementedError) as error:
-        raise UsageError(f"data.pattern '{pattern}' is no pattern of files: {error}; one is '**/*.txt'") from None
+        raise UsageError(f"data.pattern '{pattern}' is not a valid glob: {error}; use one such as '**/*.txt'") from None
 
 
 def _common_folder(files: list[Path]) -> Path:
@@ -61,7 +61,7 @@ def _standard_library() -> tuple[Path, list[Path]]:
         if skipped.isdisjoint(file.relative_to(root).parts) and not file.name.startswith("_sysconfigdata")
     ]
     if not files:
-        raise UsageError(f"Python's standard library has no source in '{root}'; set data.path to a text of your own")
+        raise UsageError(f"Python's standard library has no .py file in '{root}'; set data.path to your own text")
     return root, sorted(files)
 
 
@@ -116,17 +116,21 @@ def _read(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        raise UsageError(f"cannot read '{file}': {error.strerror}") from None
+        raise UsageError(_unreadable(file, str(error.strerror))) from None
 
 
 def _size(file: Path) -> int:
     try:
         size = file.stat().st_size
     except OSError as error:
-        raise UsageError(f"cannot read '{file}': {error.strerror}") from None
+        raise UsageError(_unreadable(file, str(error.strerror))) from None
     if not os.access(file, os.R_OK):
-        raise UsageError(f"cannot read '{file}': permission denied; make it readable, or leave it out of data.path")
+        raise UsageError(_unreadable(file, "permission denied"))
     return size
+
+
+def _unreadable(file: Path, reason: str) -> str:
+    return f"cannot read '{file}': {reason}; make it readable, or remove it from data.path"
 
 
 def _part(text: bytes, split: str, validation_percent: int) -> bytes:

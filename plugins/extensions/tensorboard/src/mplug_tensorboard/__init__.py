@@ -29,10 +29,8 @@ class TensorBoard:
             min_length=1,
             description="folder in which each run has a folder with its name; null: 'tensorboard' in the run's folder",
         )
-        every: PositiveInt = Field(
-            1, description="steps between two that are written; evaluated ones are always written"
-        )
-        flush_seconds: PositiveFloat = Field(30, description="seconds after which values reach the file at the latest")
+        every: PositiveInt = Field(1, description="write every n-th step; steps with an evaluation are always written")
+        flush_seconds: PositiveFloat = Field(30, description="maximum seconds until values are written to the file")
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -42,7 +40,7 @@ class TensorBoard:
     def configure(self) -> None:
         """Refuse a run if TensorBoard's library is not installed: an observer that fails later does not end it."""
         if find_spec("tensorboard") is None:
-            raise UsageError("extensions.tensorboard needs the package tensorboard; pip install tensorboard")
+            raise UsageError("extensions.tensorboard needs the package 'tensorboard'; pip install tensorboard")
 
     @hookimpl
     def run_started(self, run: "Run") -> None:
@@ -95,7 +93,7 @@ class TensorBoard:
 
 
 def scalars(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """(name, number) of each number in a record; the names of nested values are joined by '/'. None is left out."""
+    """(name, number) of each number in a record; the names of nested values are joined by '/'. None is skipped."""
     if isinstance(value, dict | list):
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
             yield from scalars(inner, f"{name}/{key}" if name else str(key))

@@ -20,7 +20,7 @@ class Recompute:
     """In backward, recomputes activations that forward did not save, or copies them back from CPU memory."""
 
     class Config(BaseModel):
-        """What is recomputed, and what is offloaded to CPU memory."""
+        """The activations that are recomputed, and those that are offloaded to CPU memory."""
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -52,11 +52,11 @@ class Recompute:
     def configure(self, config: "RunConfig") -> None:
         """Refuse unknown slots, an empty list, and slots of `Linear`, whose recomputation saves no memory."""
         if not self.config.slots:
-            raise UsageError(f"{SLOTS} is empty; name slots, or set memory.recompute.mode=none")
+            raise UsageError(f"{SLOTS} is empty; set it to slots, or set memory.recompute.mode=none")
         for slot in slots_named(self.config.slots, SLOTS):
             if slot.startswith("Linear."):
                 raise UsageError(
-                    f"{SLOTS}: to recompute '{slot}' saves no memory, because it saves only its input for backward; "
+                    f"{SLOTS}: recomputing '{slot}' frees no memory, because it keeps only its input for backward; "
                     f"use a slot between the linear layers, or set memory.recompute.mode=full"
                 )
 
@@ -85,7 +85,7 @@ class Recompute:
         for word in self.config.slots:
             if len(model.stages.units) == 1 and present.isdisjoint(slots_named([word], SLOTS)):
                 (owner,) = run.hooks.implementers("build_model")
-                raise UsageError(f"{SLOTS}: {owner} has no slot '{word}'; remove it")
+                raise UsageError(f"{SLOTS}: {owner} has no slot '{word}'; remove '{word}'")
         supports = _inside(chosen)
         return [
             Wrap(slot, recomputed, RECOMPUTE, supports=supports, note="run again", dispensable=True)
@@ -96,8 +96,8 @@ class Recompute:
 def chosen_units(model: "Model", every: int, first: int | None) -> list[str]:
     """The names of the chosen units of this rank's stage.
 
-    It is every `every`-th of the first `first` units (None: of all). The model's last unit is never chosen: its
-    backward directly follows its forward, so recomputing it would save nothing.
+    They are every `every`-th of the first `first` units (None: of all units). The model's last unit is never chosen:
+    its backward directly follows its forward, so recomputing it would save nothing.
     """
     names = [unit.name for unit in model.own_units if unit.name != model.plan.units[-1].name]
     return names[:first][::every]

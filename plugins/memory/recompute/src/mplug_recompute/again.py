@@ -40,9 +40,9 @@ def _policy(ctx: Any, op: Any, *arguments: Any, **named: Any) -> CheckpointPolic
 TRACED = partial(create_selective_checkpoint_contexts, _policy)
 
 
-def _is_no_question(record: logging.LogRecord) -> bool:
+def _is_not_policy_warning(record: logging.LogRecord) -> bool:
     """Drop torch's warning about in-place operations under a policy; suppliers change nothing in place."""
     return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
 
 
-logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_no_question)
+logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_not_policy_warning)

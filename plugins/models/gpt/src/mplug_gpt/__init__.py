@@ -26,7 +26,8 @@ class GPT:
         longest = self.config.max_position_embeddings
         if self.config.position == "learned" and config.trainer.seq_length > longest:
             raise UsageError(
-                f"trainer.seq_length={config.trainer.seq_length} is longer than model.max_position_embeddings={longest}"
+                f"trainer.seq_length={config.trainer.seq_length} is longer than "
+                f"model.max_position_embeddings={longest}; change one of them, or set model.position=rotary"
             )
 
     @hookimpl

@@ -13,18 +13,19 @@ class GPTConfig(DecoderConfig):
 
     ffn_hidden_size: PositiveInt | None = Field(
         None,
-        description="width of the MLP; null: 4 hidden_size, with swiglu 8/3 of it rounded up to a multiple of 64",
+        description="width of the MLP; null: 4 hidden_size, or with swiglu 8/3 hidden_size, rounded up to a multiple "
+        "of 64",
     )
     position: Literal["learned", "rotary", "alibi"] = Field(
         "rotary",
-        description="how the model knows positions; alibi: attention scores fall with the distance, by a slope of "
-        "each head's own",
+        description="encoding of positions; alibi: attention scores decrease with the distance, with a separate slope "
+        "for each head",
     )
-    max_position_embeddings: PositiveInt = Field(2048, description="longest sequence, where positions are learned")
+    max_position_embeddings: PositiveInt = Field(2048, description="maximum sequence length with learned positions")
     activation: Literal["gelu", "gelu_tanh", "swiglu"] = Field("gelu", description="activation of the MLP")
     norm: Literal["layernorm", "rmsnorm"] = Field("layernorm", description="normalisation before each part")
-    tie_embeddings: bool = Field(False, description="the output projection is the embedding's table")
-    bias: bool = Field(False, description="biases in linear layers and layer norms")
+    tie_embeddings: bool = Field(False, description="use the embedding table as the output projection")
+    bias: bool = Field(False, description="add biases to linear layers and layer norms")
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout of the embeddings and of each part's output")
     attention_dropout: float = Field(0.0, ge=0, lt=1, description="dropout of attention weights")
 

@@ -6,7 +6,7 @@ from mplug import SparseDecoderConfig
 
 
 class MixtralConfig(SparseDecoderConfig):
-    """The shape of the decoder, how tokens choose experts, and what keeps their load even."""
+    """The shape of the decoder, the routing of tokens to experts, and the balance of the experts' load."""
 
     vocab_size: PositiveInt = Field(32000, description="tokens that the model knows")
     rope_theta: PositiveFloat = Field(1e6, description="base of the rotary frequencies")

@@ -72,9 +72,9 @@ class Words:
     def encode_batch(self, texts: Sequence[str], library: Library) -> list[NDArray[Any]]:
         """The tokens of each text; texts that `_cut_for` does not support are encoded by `library`."""
         found = [self._encode(text) for text in texts]
-        left = [number for number, tokens in enumerate(found) if tokens is None]
-        if left:
-            for number, tokens in zip(left, library([texts[number] for number in left]), strict=True):
+        remaining = [number for number, tokens in enumerate(found) if tokens is None]
+        if remaining:
+            for number, tokens in zip(remaining, library([texts[number] for number in remaining]), strict=True):
                 found[number] = np.array(tokens, dtype=TOKEN)
         return found
 
@@ -201,7 +201,8 @@ def _classes() -> dict[str, str]:
     beyond_ascii = "".join(map(chr, (*range(0x80, 0xD800), *range(0xE000, 0x10000))))
     runs = [run for run, _ in Split(Regex(r"\p{L}+|\p{N}+|\s+"), "isolated").pre_tokenize_str(beyond_ascii)]
     firsts, classes = "".join(run[0] for run in runs), dict(ASCII)
-    for name, one in (("L", r"\p{L}"), ("N", r"\p{N}"), ("s", r"\s")):
-        kept = {char for some, _ in Split(Regex(f"[^{one}]+"), "removed").pre_tokenize_str(firsts) for char in some}
+    for name, pattern in (("L", r"\p{L}"), ("N", r"\p{N}"), ("s", r"\s")):
+        matches = Split(Regex(f"[^{pattern}]+"), "removed").pre_tokenize_str(firsts)
+        kept = {char for match, _ in matches for char in match}
         classes[name] += "".join(f"{run[0]}-{run[-1]}" for run in runs if run[0] in kept)
     return classes

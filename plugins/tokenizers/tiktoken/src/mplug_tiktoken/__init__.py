@@ -84,11 +84,11 @@ class Tiktoken:
             encoding = Encoding(config.path, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
         except ValueError as error:
             raise UsageError(
-                f"tokenizers/tiktoken: the pattern '{pattern}' does not work: {error}; take that of the file's model"
+                f"tokenizers/tiktoken: pattern '{pattern}' is not valid: {error}; use that of the file's model"
             ) from None
         if encoding.decode_bytes(encoding.encode_ordinary(PROBE)) != PROBE.encode():
             raise UsageError(
-                f"tokenizers/tiktoken: the pattern '{pattern}' leaves out text that it does not match; take that "
-                f"of the file's model"
+                f"tokenizers/tiktoken: pattern '{pattern}' does not match all text, so tokens would be missing; use "
+                f"that of the file's model"
             )
         return RanksTokenizer(encoding, eod)

@@ -70,27 +70,27 @@ class Texts:
         if not line.strip():
             return None
         try:
-            found = json.loads(line.decode())
+            record = json.loads(line.decode())
         except UnicodeDecodeError as error:
-            self._note(f"is not UTF-8 at its byte {error.start + 1}")
+            self._note(f"is not valid UTF-8 at byte {error.start + 1}")
             return None
         except json.JSONDecodeError as error:
-            self._note(f"is not JSON: {error.msg} at its character {error.pos + 1}")
+            self._note(f"is not valid JSON: {error.msg} at character {error.pos + 1}")
             return None
         except (ValueError, RecursionError) as error:
-            self._note(f"cannot be read as JSON: {error}")
+            self._note(f"cannot be parsed as JSON: {error}")
             return None
-        if not isinstance(found, dict):
-            self._note(f"holds {_kind(found)}, not an object with a field '{self.key}': a line is a document")
-        elif self.key not in found:
-            fields = [*map(str, found)][:SHOWN]
-            self._note(f"has no field '{self.key}' (it has {', '.join(fields) or 'none'}); --key names the field")
+        if not isinstance(record, dict):
+            self._note(f"is {_kind(record)}; it must be an object with a field '{self.key}'")
+        elif self.key not in record:
+            fields = [*map(str, record)][:SHOWN]
+            self._note(f"has no field '{self.key}' (it has {', '.join(fields) or 'none'}); set --key to a field")
         else:
-            text = found[self.key]
+            text = record[self.key]
             if not isinstance(text, str):
-                self._note(f"has {_kind(text)} in its field '{self.key}', which must be text")
+                self._note(f"has {_kind(text)} in field '{self.key}', which must be a string")
             elif not _is_unicode(text):
-                self._note(f"has half a surrogate pair in its field '{self.key}', which is no character")
+                self._note(f"has an unpaired surrogate in field '{self.key}'")
             else:
                 return text
         return None
@@ -109,9 +109,9 @@ class Texts:
                     if isinstance(text, str):
                         yield text
                     elif isinstance(text, UnicodeDecodeError):
-                        self._note(f"is not UTF-8 at byte {text.start + 1} of its column '{self.key}'")
+                        self._note(f"is not valid UTF-8 at byte {text.start + 1} of column '{self.key}'")
                     else:
-                        self._note(f"has {_kind(text)} in its column '{self.key}', which must be text")
+                        self._note(f"has {_kind(text)} in column '{self.key}', which must be a string")
 
     def _files(self) -> Iterator[str]:
         for source in self.chunk.sources:
@@ -120,7 +120,7 @@ class Texts:
                 with _opened(source) as file, _readable(source):
                     text = file.read().removeprefix(BOM).decode()
             except UnicodeDecodeError as error:
-                self._note(f"is not UTF-8 at its byte {error.start + 1}", source.path)
+                self._note(f"is not valid UTF-8 at byte {error.start + 1}", source.path)
             else:
                 yield text
 
@@ -130,7 +130,7 @@ def _values(column: Any) -> "list[Any]":
     try:
         return column.to_pylist()  # type: ignore[no-any-return]
     except UnicodeDecodeError:
-        return [_value(one) for one in column]
+        return [_value(scalar) for scalar in column]
 
 
 def _value(scalar: Any) -> Any:
@@ -147,12 +147,12 @@ def _lines(chunk: Chunk) -> Iterator[bytes]:
         if source.compression:
             yield from file
             return
-        left = chunk.stop - chunk.start
+        remaining = chunk.stop - chunk.start
         if chunk.start > 0:
             file.seek(chunk.start - 1)
-            left -= len(file.readline()) - 1  # skip the rest of a line that began before the chunk
-        if left > 0:
-            block = file.read(left)
+            remaining -= len(file.readline()) - 1  # skip the rest of a line that began before the chunk
+        if remaining > 0:
+            block = file.read(remaining)
             if not block.endswith(b"\n"):
                 block += file.readline()
             lines = block.split(b"\n")
@@ -164,7 +164,7 @@ def _lines(chunk: Chunk) -> Iterator[bytes]:
 @contextmanager
 def _opened(source: Source) -> Iterator[BinaryIO]:
     if source.compression and not source.size:
-        raise UsageError(f"'{source.path}' is damaged or cut off: it is empty, and so not even packed; fetch it again")
+        raise UsageError(f"'{source.path}' is damaged or truncated: a compressed file is not empty; download it again")
     try:
         if source.compression == ".gz":
             with gzip.open(source.path, "rb") as unpacked:
@@ -176,7 +176,9 @@ def _opened(source: Source) -> Iterator[BinaryIO]:
             with Path(source.path).open("rb") as file:
                 yield file
     except FileNotFoundError:
-        raise UsageError(f"'{source.path}' is gone since the work began") from None
+        raise UsageError(
+            f"'{source.path}' was removed during the work; restore it, or start again without it"
+        ) from None
 
 
 class _Frames(io.RawIOBase):
@@ -199,11 +201,11 @@ class _Frames(io.RawIOBase):
     def readinto(self, target: Any) -> int:
         """Fill a part of the target; returns its size, 0 at the end."""
         while not self._unpacked:
-            left = self._frame.unused_data if self._frame is not None and self._frame.eof else b""
-            data = left or self._packed.read(PACKED)
+            unused = self._frame.unused_data if self._frame is not None and self._frame.eof else b""
+            data = unused or self._packed.read(PACKED)
             if not data:
                 if self._frame is not None and not self._frame.eof:
-                    raise EOFError("its last frame has no end")
+                    raise EOFError("its last frame is incomplete")
                 return 0
             if self._frame is None or self._frame.eof:
                 self._frame = self._begin()
@@ -233,10 +235,10 @@ def _readable(source: Source) -> Iterator[None]:
     try:
         yield
     except damage as error:
-        raise UsageError(f"'{source.path}' is damaged or cut off: {words_of(error)}; fetch it again") from None
+        raise UsageError(f"'{source.path}' is damaged or truncated: {words_of(error)}; download it again") from None
     except OSError as error:
-        if error.errno is None:  # pyarrow's, of what does not unpack
-            raise UsageError(f"'{source.path}' is damaged or cut off: {words_of(error)}; fetch it again") from None
+        if error.errno is None:  # from pyarrow, for data that it cannot decompress
+            raise UsageError(f"'{source.path}' is damaged or truncated: {words_of(error)}; download it again") from None
         raise RunError(f"cannot read '{source.path}': {error.strerror}; run the same command again") from None
 
 
@@ -250,5 +252,5 @@ def _is_unicode(text: str) -> bool:
 
 def _kind(value: Any) -> str:
     names = {dict: "an object", list: "a list", bool: "true or false", int: "a number", float: "a number"}
-    names |= {str: "text", bytes: "bytes"}
+    names |= {str: "a string", bytes: "bytes"}
     return "null" if value is None else names.get(type(value), f"a {type(value).__name__}")

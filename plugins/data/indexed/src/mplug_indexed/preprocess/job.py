@@ -37,7 +37,7 @@ from mplug_indexed.preprocess.parts import (
 from mplug_indexed.preprocess.sources import Chunk, Source, cut
 from mplug_indexed.writer import Writer
 
-TOLD = 100
+MOST_REPORTED = 100
 """Maximum number of bad lines that the report of a data set names."""
 
 
@@ -99,7 +99,10 @@ def report_path(prefix: Path | str) -> Path:
 def preprocess(job: Job, progress: Progress | None = None) -> Outcome:
     """Run the job, or the rest of it. On a UsageError or RunError, completed parts stay for the next run."""
     if job.append_eod and job.tokenizer.eod is None:
-        raise UsageError(f"--append-eod: tokenizer '{job.tokenizer.name}' has no token that ends a document; name one")
+        raise UsageError(
+            f"--append-eod: tokenizer '{job.tokenizer.name}' has no token that ends a document; set one in its "
+            f"options, or remove --append-eod"
+        )
     with _claimed(job):
         try:
             outcome, finished = _encoded(job, progress)
@@ -130,8 +133,8 @@ def _encoded(job: Job, progress: Progress | None) -> tuple[Outcome, list[Chunk]]
                 progress(outcome, done)
     if outcome.documents == 0:
         raise UsageError(
-            f"the inputs have no document: {outcome.empty} are empty, {outcome.num_bad} lines are bad"
-            f"{f', the first of them {outcome.bad[0]}' if outcome.bad else ''}; name others, or look at --key and "
+            f"the inputs have no valid document: {outcome.empty} are empty, {outcome.num_bad} are invalid"
+            f"{f' (the first: {outcome.bad[0]})' if outcome.bad else ''}; use other inputs, or correct --key or "
             f"--format"
         )
     return outcome, finished
@@ -152,13 +155,13 @@ def _claimed(job: Job) -> Iterator[None]:
     try:
         existing = [path for path in (bin_path(job.prefix), idx_path(job.prefix)) if path.exists()]
         if existing and not job.overwrite and not manifest.exists():
-            raise UsageError(f"'{existing[0]}' exists; choose another prefix, or replace it by --overwrite")
+            raise UsageError(f"'{existing[0]}' exists; use another --output, or add --overwrite to replace it")
         job.folder.mkdir(parents=True, exist_ok=True)
         with (job.folder / "lock").open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise UsageError(f"another process is writing '{job.prefix}'; wait for it, or end it") from None
+                raise UsageError(f"another process is writing '{job.prefix}'; wait for it, or stop it") from None
             _begin(job, manifest)
             yield
     except OSError as error:
@@ -176,11 +179,11 @@ def _begin(job: Job, manifest: Path) -> None:
     found = found if isinstance(found, dict) or found is None else {}
     if found is not None and found != identity:
         if not job.overwrite and any(path.suffix == ".json" and path != manifest for path in job.folder.iterdir()):
-            other = [name for name in identity if found.get(name) != identity[name]]
-            which = f"with other {' and '.join(other)}" if found else "whose manifest is damaged"
+            different = [name for name in identity if found.get(name) != identity[name]]
+            state = f"with different {' and '.join(different)}" if found else "with a damaged manifest"
             raise UsageError(
-                f"'{job.folder}' has parts of an unfinished job {which}; finish that, choose another prefix, or begin "
-                f"anew by --overwrite"
+                f"'{job.folder}' has parts of an unfinished job {state}; finish that job, use another --output, or add "
+                f"--overwrite to start again"
             )
         manifest.unlink()
         found = None
@@ -194,38 +197,38 @@ def _begin(job: Job, manifest: Path) -> None:
 def _parts(job: Job, chunks: list[Chunk], outcome: Outcome) -> Iterator[tuple[Chunk, Part]]:
     """Every chunk with its part, in order; existing parts are reused."""
     work = Work(str(job.folder), job.key, job.append_eod, dtype_for(job.tokenizer.vocab_size).str, job.tokenizer)
-    known = {chunk.number: part for chunk in chunks if (part := read_part(job.folder, chunk.number)) is not None}
-    outcome.resumed = len(known)
-    wanted = [chunk for chunk in chunks if chunk.number not in known]
-    if job.workers == 1 or len(wanted) < 2:
-        encoder = Encoder(work) if wanted else None
+    existing = {chunk.number: part for chunk in chunks if (part := read_part(job.folder, chunk.number)) is not None}
+    outcome.resumed = len(existing)
+    missing = [chunk for chunk in chunks if chunk.number not in existing]
+    if job.workers == 1 or len(missing) < 2:
+        encoder = Encoder(work) if missing else None
         for chunk in chunks:
-            part = known.get(chunk.number)
+            part = existing.get(chunk.number)
             if part is None:
                 assert encoder is not None
                 part = encoder.encode(chunk)
             yield chunk, part
         return
-    yield from _in_processes(work, min(job.workers, len(wanted)), chunks, known)
+    yield from _in_processes(work, min(job.workers, len(missing)), chunks, existing)
 
 
 def _in_processes(
-    work: Work, workers: int, chunks: list[Chunk], known: dict[int, Part]
+    work: Work, workers: int, chunks: list[Chunk], existing: dict[int, Part]
 ) -> Iterator[tuple[Chunk, Part]]:
     context = get_context("forkserver")
     context.set_forkserver_preload(["mplug_indexed.preprocess.parts"])
     pool = ProcessPoolExecutor(workers, context, initializer=start_worker, initargs=(work,))
-    left = iter(chunk for chunk in chunks if chunk.number not in known)
+    missing = iter(chunk for chunk in chunks if chunk.number not in existing)
     waiting: deque[tuple[int, Future[Part]]] = deque()
 
     def submit(count: int) -> None:
-        waiting.extend((chunk.number, pool.submit(encode_chunk, chunk)) for chunk in islice(left, count))
+        waiting.extend((chunk.number, pool.submit(encode_chunk, chunk)) for chunk in islice(missing, count))
 
     try:
         submit(3 * workers)  # keeps workers busy while this process yields results
         for chunk in chunks:
-            if chunk.number in known:
-                yield chunk, known[chunk.number]
+            if chunk.number in existing:
+                yield chunk, existing[chunk.number]
                 continue
             number, future = waiting.popleft()
             assert number == chunk.number
@@ -234,7 +237,7 @@ def _in_processes(
             yield chunk, part
     except BrokenProcessPool:
         raise RunError(
-            "a process that encodes has died (killed, or out of memory); run the same command to go on, with fewer "
+            "an encoding process died (killed, or out of memory); run the same command to continue, with fewer "
             "--workers if memory is short"
         ) from None
     finally:
@@ -246,13 +249,13 @@ def _note_bad(job: Job, outcome: Outcome, chunk: Chunk, part: Part, lines: dict[
     before = lines.get(chunk.source.path, 0)
     if part.num_bad:
         outcome.num_bad += part.num_bad
-        room = TOLD - len(outcome.bad)
+        room = MOST_REPORTED - len(outcome.bad)
         of_a_file = chunk.source.format != "text"
         outcome.bad += [
             f"{bad.path}{f':{before + bad.line}' if of_a_file else ''} {bad.reason}" for bad in part.bad[: max(room, 0)]
         ]
         if job.bad_lines == "stop":
-            raise UsageError(f"{outcome.bad[0]}; mend it, or leave such documents out by --bad-lines skip")
+            raise UsageError(f"{outcome.bad[0]}; correct it, or skip invalid documents with --bad-lines skip")
     lines[chunk.source.path] = before + part.lines
 
 
@@ -261,9 +264,11 @@ def _refuse_changed(sources: list[Source]) -> None:
         try:
             status = Path(source.path).stat()
         except OSError as error:
-            raise UsageError(f"'{source.path}' cannot be read any more: {error.strerror}") from None
+            raise UsageError(
+                f"'{source.path}' can no longer be read: {error.strerror}; restore it and run the same command again"
+            ) from None
         if (status.st_size, status.st_mtime_ns) != (source.size, source.modified):
-            raise UsageError(f"'{source.path}' has changed while it was read; begin anew by --overwrite")
+            raise UsageError(f"'{source.path}' has changed while it was read; start again with --overwrite")
 
 
 def _join(job: Job, chunks: list[Chunk], outcome: Outcome) -> None:
@@ -280,9 +285,9 @@ def _join(job: Job, chunks: list[Chunk], outcome: Outcome) -> None:
     for path in (bin_path, idx_path):
         path(whole).replace(path(job.prefix))
     files = {path.name: checksum(path) for path in (bin_path(job.prefix), idx_path(job.prefix))}
-    told = {**asdict(outcome), **job.identity, "dtype": np.dtype(dtype).name, "files": files}
-    told.pop("resumed")
-    write_json(report_path(job.prefix), told)
+    report = {**asdict(outcome), **job.identity, "dtype": np.dtype(dtype).name, "files": files}
+    report.pop("resumed")
+    write_json(report_path(job.prefix), report)
 
 
 def checksum(path: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from mplug import UsageError
 
 @contextmanager
 def open_parquet(path: str) -> Iterator[Any]:
-    """A Parquet file; UsageError where pyarrow is not installed, or cannot read it."""
+    """A Parquet file; raises UsageError if pyarrow is not installed, or cannot read the file."""
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
@@ -18,7 +18,7 @@ def open_parquet(path: str) -> Iterator[Any]:
     try:
         table = ParquetFile(path)
     except (ArrowException, OSError) as error:
-        raise UsageError(f"'{path}' is no Parquet file that can be read ({words_of(error)}); fetch it again") from None
+        raise UsageError(f"'{path}' is not a valid Parquet file ({words_of(error)}); download it again") from None
     with table:
         yield table
 

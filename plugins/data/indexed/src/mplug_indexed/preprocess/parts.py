@@ -91,7 +91,10 @@ class Encoder:
         """(concatenated tokens of some texts, number of tokens of each), including ends of documents."""
         found = self.tokenizer.encode_batch(texts)
         if len(found) != len(texts):
-            raise UsageError(f"tokenizer '{self.work.tokenizer.name}' encodes {len(texts)} texts as {len(found)}")
+            raise UsageError(
+                f"tokenizer '{self.work.tokenizer.name}' returns {len(found)} lists of tokens for {len(texts)} texts; "
+                f"correct its encode_batch"
+            )
         lengths = np.fromiter(map(len, found), dtype=np.int64, count=len(found))
         total = int(lengths.sum())
         if found and isinstance(found[0], np.ndarray):
@@ -110,23 +113,23 @@ class Encoder:
         if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < size:
             wrong = int(tokens.max()) if tokens.max() >= size else int(tokens.min())
             raise UsageError(
-                f"tokenizer '{self.work.tokenizer.name}' gives token {wrong}, and its vocabulary has {size}; its files "
-                f"do not belong together"
+                f"tokenizer '{self.work.tokenizer.name}' returns token {wrong}, and its vocabulary has {size} tokens; "
+                f"use files that belong together"
             )
 
 
 def _batches(texts: Texts, part: Part) -> "Any":
     """The texts in batches of about BATCH characters; empty texts are counted and omitted."""
-    batch, held = list[str](), 0
+    batch, characters = list[str](), 0
     for text in texts:
         if not text:
             part.empty += 1
             continue
         batch.append(text)
-        held += len(text)
-        if held >= BATCH:
+        characters += len(text)
+        if characters >= BATCH:
             yield batch
-            batch, held = [], 0
+            batch, characters = [], 0
     if batch:
         yield batch
 

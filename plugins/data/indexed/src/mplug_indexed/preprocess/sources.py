@@ -68,16 +68,16 @@ def find_sources(inputs: Iterable[str], form: str | None, pattern: str | None) -
     `form` is a format, or None to infer it from a file's suffix. `pattern` selects files in folders.
     """
     found: dict[str, Source] = {}
-    for given in inputs:
-        path = Path(given).expanduser()
+    for name in inputs:
+        path = Path(name).expanduser()
         files = _files_of(path, form, pattern) if path.is_dir() else [path]
         if not files:
-            wanted = f"like '{pattern}'" if pattern else f"with a suffix of {', '.join(SUFFIXES)}"
-            raise UsageError(f"'{given}' has no file {wanted}; choose files by --pattern, and their --format")
+            kind = f"that matches '{pattern}'" if pattern else f"with one of the suffixes {', '.join(SUFFIXES)}"
+            raise UsageError(f"'{name}' contains no file {kind}; select files with --pattern and --format")
         for file in files:
             source = _source(file, form)
             if source.path in found:
-                raise UsageError(f"'{file}' is given twice; a document would be in the data twice")
+                raise UsageError(f"'{file}' is given twice; use it once, else the corpus has its documents twice")
             found[source.path] = source
     return list(found.values())
 
@@ -86,7 +86,7 @@ def _files_of(folder: Path, form: str | None, pattern: str | None) -> list[Path]
     try:
         files = sorted(path for path in folder.glob(pattern or "**/*") if path.is_file())
     except (ValueError, NotImplementedError) as error:
-        raise UsageError(f"--pattern '{pattern}' is no pattern of files in a folder: {error}; try '**/*.txt'") from None
+        raise UsageError(f"--pattern '{pattern}' is not a valid glob: {error}; use one such as '**/*.txt'") from None
     if pattern or form == "text":
         return files
     return [path for path in files if _format_of(path) is not None]
@@ -100,20 +100,20 @@ def _format_of(path: Path) -> str | None:
 
 
 def _source(path: Path, form: str | None) -> Source:
-    known = form or _format_of(path)
-    if known is None:
-        raise UsageError(f"'{path}' has no suffix of {', '.join(SUFFIXES)}; say what it is by --format")
-    if known == "parquet" and path.suffix.lower() in COMPRESSED:
-        raise UsageError(f"'{path}' is a compressed Parquet file, which has its own compression inside; unpack it")
+    file_format = form or _format_of(path)
+    if file_format is None:
+        raise UsageError(f"'{path}' has none of the suffixes {', '.join(SUFFIXES)}; set --format")
+    if file_format == "parquet" and path.suffix.lower() in COMPRESSED:
+        raise UsageError(f"'{path}' is a compressed Parquet file, and Parquet compresses its content; decompress it")
     try:
         status = path.stat()
         if not path.is_file():
-            raise UsageError(f"'{path}' is neither a file nor a folder")
+            raise UsageError(f"'{path}' is neither a file nor a folder; use one of these as input")
         with path.open("rb"):
             pass
     except OSError as error:
-        raise UsageError(f"cannot read '{path}': {error.strerror}") from None
-    return Source(str(path.resolve()), known, status.st_size, status.st_mtime_ns)
+        raise UsageError(f"cannot read '{path}': {error.strerror}; use a readable file") from None
+    return Source(str(path.resolve()), file_format, status.st_size, status.st_mtime_ns)
 
 
 def cut(sources: Iterable[Source], chunk_size: int) -> Iterator[Chunk]:
@@ -155,10 +155,10 @@ def _row_groups(number: int, source: Source, chunk_size: int) -> Iterator[Chunk]
 
     with open_parquet(source.path) as table:
         sizes = [table.metadata.row_group(group).total_byte_size for group in range(table.num_row_groups)]
-    begin, held = 0, 0
+    begin, total = 0, 0
     for group, size in enumerate(sizes):
-        held += size
-        if held >= chunk_size or group == len(sizes) - 1:
+        total += size
+        if total >= chunk_size or group == len(sizes) - 1:
             share = source.size * (group + 1) // len(sizes) - source.size * begin // len(sizes)
             yield Chunk(number, (source,), begin, group + 1, share)
-            number, begin, held = number + 1, group + 1, 0
+            number, begin, total = number + 1, group + 1, 0

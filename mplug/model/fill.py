@@ -10,6 +10,7 @@ from mplug.errors import UsageError
 from mplug.layout.names import role_of
 from mplug.model.model import Model
 from mplug.model.offers import UNIT, Filled, Site
+from mplug.model.recipe import with_recipe
 from mplug.model.selection import Selection, select
 from mplug.nn import Attention, AttentionSpec, DotProductAttention, arguments
 from mplug.nn.specification import DOCUMENTS
@@ -41,7 +42,8 @@ def fill_slots(model: Model, run: "Run", offers: Iterable[Any]) -> Selection:
     """Select among offers, install the selected suppliers, and apply the wraps around them from inner to outer."""
     names = [unit.name for unit in model.own_units]
     units = [Site(role_of(name), UNIT, model.module.get_submodule(name), name) for name in names]
-    selection = select([*sites(model.module, run.entries), *units], offers, run.config.kernels, run)
+    own = with_recipe(sites(model.module, run.entries), run, model)
+    selection = select([*own, *units], offers, run.config.kernels, run)
     built: dict[tuple[Any, ...], Callable[..., Any]] = {}
     for filled in selection.filled:
         attribute = filled.site.slot.rpartition(".")[2]

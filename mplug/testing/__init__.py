@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from mplug.lazy import publish
 
 if TYPE_CHECKING:
+    from mplug.registry.precisions import precision_named as precision_named
     from mplug.testing.commands import CommandSuite as CommandSuite
     from mplug.testing.data import DataSuite as DataSuite
     from mplug.testing.extensions import ExtensionSuite as ExtensionSuite
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 publish(
     __name__,
     {
+        "mplug.registry.precisions": ("precision_named",),
         "mplug.testing.commands": ("CommandSuite",),
         "mplug.testing.data": ("DataSuite",),
         "mplug.testing.extensions": ("ExtensionSuite",),

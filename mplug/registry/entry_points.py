@@ -37,6 +37,8 @@ RESERVED_NAMES = {"kernels": (*SLOT_KINDS, "default"), "parallel": ("layout", "d
 """By kind, the names that no plugin may have: the host has fields with these names beside the plugins' sub-sections."""
 
 
+HOST_KINDS = ("precisions",)
+"""The kinds of the host's own plugins."""
 NEEDED_HOOKS = {"precisions": "define_precision"}
 """By kind, the hook that every plugin of this kind implements."""
 
@@ -145,8 +147,13 @@ class Registry:
             missing = f"no plugin '{word}' of kind '{kind}' is installed"
             if misplaced := [point for point in self.misplaced() if point.name == name]:
                 raise UsageError(f"{missing}: {misplaced[0]}")
-            raise UsageError(f"{missing}{suggest(word, names)} (installed: {listed(names)})")
+            raise UsageError(f"{missing}{suggest(word, names)} (installed: {listed(names)}){self._stale(kind)}")
         return claims[0]
+
+    def _stale(self, kind: str) -> str:
+        """The remedy if the installed metadata of the host are older than its code."""
+        is_stale = kind in HOST_KINDS and not any(one.distribution == HOST_DISTRIBUTION for one in self.entries(kind))
+        return "; the installed metadata of mplug lacks the host's own plugins: install mplug again" if is_stale else ""
 
     def load(self, entry: Entry) -> type[Any]:
         """Import a plugin's class and check it against the contract. Raises BrokenPlugin with the reason."""

@@ -73,7 +73,7 @@ def made(parameters: float, device: str) -> tuple[Sinks, list[Piece]]:
     pieces = []
     for name, weight in weights.items():
         described = Parameter(tuple("oi"[: weight.dim()]), Init("constant"))
-        placement = Placement(name, described, tuple(weight.shape), Mesh.of([], 1), (0,))
+        placement = Placement(name, described, tuple(weight.shape), Mesh.of([], 1))
         pieces.append(Piece(name, weight.float(), sinks[name].buffer, weight, described, placement))
     return sinks, pieces
 

@@ -64,6 +64,8 @@ if TYPE_CHECKING:
     from mplug.layout.plan import Segment as Segment
     from mplug.layout.plan import Stages as Stages
     from mplug.layout.plan import Unit as Unit
+    from mplug.layout.ranks import Grouping as Grouping
+    from mplug.layout.ranks import Ranks as Ranks
     from mplug.model.model import Model as Model
     from mplug.model.offers import UNIT as UNIT
     from mplug.model.offers import Offer as Offer
@@ -161,6 +163,10 @@ publish(
             "Segment",
             "Stages",
             "Unit",
+        ),
+        "mplug.layout.ranks": (
+            "Grouping",
+            "Ranks",
         ),
         "mplug.model.model": ("Model",),
         "mplug.model.offers": (

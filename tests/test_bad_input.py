@@ -175,7 +175,7 @@ def test_learned_positions_shorter_than_the_sequence_are_refused(cli: Cli, tiny:
 
 
 @pytest.mark.parametrize(
-    "assignment", ["trainer.steps", "trainer=3", "=3", "trainer.=3", ".steps=3", "steps=3", "trainer..steps=3", ""]
+    "assignment", ["trainer.steps", "trainer=3", "=3", "trainer.=3", ".steps=3", "trainer..steps=3", ""]
 )
 def test_an_assignment_without_section_field_or_value_is_refused(cli: Cli, assignment: str) -> None:
     result = cli("config", "show", "--set", assignment)
@@ -422,7 +422,9 @@ def test_resuming_a_run_whose_steps_are_done_says_so_and_changes_nothing(cli: Cl
     assert result.returncode == 0, result.stderr
     assert "nothing is left to do: all 4 steps of run 'done' are done" in result.stdout
     assert contents(trained) == before
-    assert_refused(cli("train", "--resume", "--name", "done", "--set", "trainer.steps=3"), "has done 4 steps")
+    assert_refused(
+        cli("train", "--resume", "--name", "done", "--set", "trainer.steps=3"), "is at step 4, and trainer.steps=3"
+    )
 
 
 def test_the_name_of_an_existing_run_is_refused_and_that_run_is_left_alone(
@@ -621,12 +623,30 @@ def test_a_disk_that_is_full_before_any_checkpoint_ends_the_run_in_one_sentence(
 @pytest.mark.parametrize(
     ("words", "remedies"),
     [
-        (["--lr", "1e-3"], ["'--lr'", "--set optimizer.lr=VALUE"]),
-        (["--steps", "10"], ["--set trainer.steps=VALUE"]),
-        (["--batch-size", "8"], ["--set trainer.global_batch_size=VALUE", "--set trainer.micro_batch_size=VALUE"]),
+        (["--lr", "1e-3"], ["'--lr'", "instead: --set optimizer.lr=1e-3\n"]),
+        (
+            ["--steps=10", "--batch-size", "8", "--optimizer", "sgd", "--epochs"],
+            [
+                "'--steps'; set the field of the config instead: --set trainer.steps=10\n",
+                "instead: --set trainer.global_batch_size=8 or --set trainer.micro_batch_size=8\n",
+                "'--epochs'; 'mplug config show' prints the fields",
+            ],
+        ),
+        (["--stpes", "10"], ["--set trainer.steps=10\n"]),
+        (["--hidden-size", "64"], ["--set model.hidden_size=64\n"]),
+        (["--set", "steps=10"], ["--set 'steps=10'", "'steps' lacks the section", "use --set trainer.steps=10\n"]),
+        (["--set", "trainer.steps", "10"], ["'trainer.steps' is not an assignment; use --set trainer.steps=10\n"]),
+        (["."], ["to train on the file or folder '.', use --set data.path=.\n"]),
         (["--data", "book.txt"], ["no plugin 'book.txt'", "--set data.path=book.txt"]),
     ],
-    ids=["lr", "steps", "batch-size", "data"],
+    ids=["lr", "three options", "typo", "field of a plugin", "no section", "space", "path", "data"],
 )
-def test_an_option_that_is_a_field_points_to_it(cli: Cli, words: list[str], remedies: list[str]) -> None:
+def test_a_word_that_is_a_field_points_to_it(cli: Cli, words: list[str], remedies: list[str]) -> None:
     assert_refused(cli("train", *words), *remedies)
+
+
+def test_a_misspelled_option_points_to_the_option_rather_than_to_a_field(cli: Cli) -> None:
+    refused = cli("train", "--optimiser", "sgd")
+    assert refused.returncode == 2
+    assert "--optimizer" in refused.stderr
+    assert "--set" not in refused.stderr

@@ -376,9 +376,12 @@ def test_a_script_is_told_what_the_run_is_made_of() -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"kernels.attention": "reference"}, "it does not know attention 'reference', only 'sdpa', 'flash'"),
-        ({"trainer.deterministic": "true"}, "it does not know deterministic True, only False"),
-        ({"model.dropout": 0.5}, "it does not know dropout 0.5, only 0"),
+        (
+            {"kernels.attention": "reference"},
+            "this script does not support attention 'reference', only 'sdpa', 'flash'",
+        ),
+        ({"trainer.deterministic": "true"}, "this script does not support deterministic True, only False"),
+        ({"model.dropout": 0.5}, "this script does not support dropout 0.5, only 0"),
     ],
 )
 def test_the_yardstick_says_what_it_does_not_know(
@@ -394,14 +397,16 @@ def test_the_yardstick_uses_the_backend_that_is_named_or_says_that_it_does_not_k
     with yardstick.backends_of(task):
         assert torch.backends.cuda.math_sdp_enabled()
         assert not torch.backends.cuda.flash_sdp_enabled()
-    with pytest.raises(SystemExit, match="it does not know attention_by 'other', only 'cuDNN', \"torch's choice\", "):
+    with pytest.raises(
+        SystemExit, match="this script does not support attention_by 'other', only 'cuDNN', \"torch's choice\", "
+    ):
         yardstick.shape_of({**task, "attention_by": "other"})
 
 
 def test_the_yardstick_refuses_a_model_with_other_fields(yardstick: ModuleType) -> None:
     told = task_of(*checked(read_assignments(small())))
     told["model"] = {**told["model"], "num_experts": 8}
-    with pytest.raises(SystemExit, match="it knows other fields of a model; these are not in both: num_experts"):
+    with pytest.raises(SystemExit, match="this script supports other fields of a model; these differ: num_experts"):
         yardstick.shape_of(told)
 
 

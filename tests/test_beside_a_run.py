@@ -16,11 +16,11 @@ import torch
 from click.testing import CliRunner
 
 from mplug import hookimpl
-from mplug.checkpoint import choice, saver
 from mplug.checkpoint import folder as checkpoint
-from mplug.checkpoint.choice import manifest_of
+from mplug.checkpoint import opened, saver, together
 from mplug.checkpoint.folder import read_manifest
 from mplug.checkpoint.names import path_of
+from mplug.checkpoint.opened import Opened, open_together
 from mplug.checkpoint.pretrained import load_weights
 from mplug.checkpoint.states import load_for_inference
 from mplug.cli import main, train_start
@@ -76,10 +76,13 @@ def failing_read(*_: object) -> None:
 # Several ranks.
 
 
-READS: dict[str, Callable[[Run, Path], object]] = {
-    "load": lambda run, path: saver.load(run, path, read_manifest(path), {}),
-    "manifest_of": manifest_of,
-    "load_weights": lambda run, path: load_weights(run, cast(Any, SimpleNamespace(frozen={})), [], path),
+TWO = {"parallel.layout": "dp2"}
+
+
+READS: dict[str, Callable[[Run, Opened], object]] = {
+    "load": lambda run, one: saver.load(run, one, {}),
+    "open_together": lambda run, one: open_together(run, one.path),
+    "load_weights": lambda run, one: load_weights(run, cast(Any, SimpleNamespace(frozen={})), [], one.path),
 }
 
 
@@ -87,28 +90,31 @@ READS: dict[str, Callable[[Run, Path], object]] = {
 def test_what_one_rank_cannot_read_is_raised_on_all_ranks(
     folder: Path, monkeypatch: pytest.MonkeyPatch, read: str
 ) -> None:
-    path, run, gathered = path_of(folder / "checkpoints", 3), prepare(tiny_config(SETTINGS)), list[Any]()
+    one = open_together(prepare(tiny_config(SETTINGS)), path_of(folder / "checkpoints", 3))
+    run, sent = prepare(tiny_config({**SETTINGS, **TWO})), list[int]()
+    nothing, on_rank_1 = 3 * 2, 1  # a RunError is the first kind
 
-    def beside_another(self: Run, value: Any) -> list[Any]:
-        gathered.append(value)
-        return [value, ("RunError", "no answer")]
+    def beside_another(_: Run, number: int) -> int:
+        sent.append(number)
+        return min(number, on_rank_1)
 
-    monkeypatch.setattr(Run, "gathered", beside_another)
+    monkeypatch.setattr(together, "_least", beside_another)
+    monkeypatch.setattr(together, "from_rank", lambda _, rank, value: value if rank == 0 else "no answer")
     with pytest.raises(RunError, match="rank 1: no answer"):
-        READS[read](run, path)
-    assert gathered == [None]
+        READS[read](run, one)
+    assert sent == [nothing]
     monkeypatch.setattr(saver, "verify", failing_read)
-    monkeypatch.setattr(choice, "read_manifest", failing_read)
+    monkeypatch.setattr(opened, "read_with_checksum", failing_read)
     with pytest.raises(RunError, match="rank 0: this rank cannot read"):
-        READS[read](run, path)
-    assert len(gathered) == 2, "this rank has told the others before it raised"
+        READS[read](run, one)
+    assert sent == [nothing, 0], "this rank has told the others before it raised"
 
 
 def test_a_file_that_cannot_be_read_while_it_is_loaded_is_an_error_of_the_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(safetensors, "safe_open", failing)
-    with pytest.raises(RunError, match=r"^cannot read checkpoint '.*step_00000003' \(rank 0\): .*Input/output error"):
+    with pytest.raises(RunError, match=r"^rank 0: cannot read checkpoint '.*step_00000003': .*Input/output error"):
         load_for_inference(prepare(tiny_config(SETTINGS)), path_of(folder / "checkpoints", 3))
 
 
@@ -214,7 +220,7 @@ def test_a_restart_says_that_it_begins_with_given_weights_again(
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_first_rank_alone_reads_the_metrics(folder: Path, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-    world = SimpleNamespace(rank=rank, restart=0, may_restart=False, launcher="torchrun", size=1)
+    world = SimpleNamespace(rank=rank, local_rank=0, restart=0, may_restart=False, launcher="torchrun", size=1)
     monkeypatch.setattr("mplug.distributed.world.launched", lambda: world)
     (folder / "metrics.jsonl").write_text('damaged\n{"step": 3}\n')
 
@@ -224,6 +230,24 @@ def test_the_first_rank_alone_reads_the_metrics(folder: Path, monkeypatch: pytes
     monkeypatch.setattr(train_start, "readable_of", reached)
     result = CliRunner().invoke(main, ["train", "--resume", "--name", "one"])
     assert ("is damaged" if rank == 0 else "not the metrics") in result.output
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_one_rank_of_a_machine_reads_the_checkpoint_before_the_run_starts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, local_rank: int
+) -> None:
+    world = SimpleNamespace(rank=1, local_rank=local_rank, restart=0, may_restart=False, launcher="srun", size=1)
+    monkeypatch.setattr("mplug.distributed.world.launched", lambda: world)
+
+    def reached(*_: object) -> None:
+        raise UsageError("the model")
+
+    monkeypatch.setattr("mplug.model.build.build_model", reached)
+    (path_of(folder / "checkpoints", 3) / "checkpoint.json").write_text("damaged")
+    shutil.rmtree(path_of(folder / "checkpoints", 2))
+    shutil.rmtree(path_of(folder / "checkpoints", 1))
+    result = CliRunner().invoke(main, ["train", "--resume", "--name", "one"])
+    assert ("no checkpoint in" if local_rank == 0 else "the model") in result.output
 
 
 # Stopping at once.

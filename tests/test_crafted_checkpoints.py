@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from mplug.checkpoint.choice import choose
 from mplug.checkpoint.coverage import uncovered
 from mplug.checkpoint.folder import read_described, read_manifest, read_valid
-from mplug.checkpoint.manifest import DEEPEST, decode, encode
+from mplug.checkpoint.manifest import DEEPEST, TensorTable, decode, encode
 from mplug.checkpoint.names import path_of
 from mplug.checkpoint.pretrained import pretrained_of, refuse_another_model
 from mplug.checkpoint.reading import CODES, _unique
@@ -249,6 +249,10 @@ CRAFTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "a change without a field": (set_at("changes", to=[{"step": 1}]), r"must have 'version', or"),
     "no format": (text_of(lambda text: text.replace('"format": 2, ', "")), r"lacks 'format'"),
     "no checksum": (text_of(lambda text: text.replace('"crc32": ', '"crc": ')), r"'crc"),
+    "a number that has changed": (
+        text_of(lambda text: text.replace('"tokens": ', '"tokens": 1')),
+        r"'checkpoint.json' has changed since it was saved",
+    ),
     "a key twice": (text_of(lambda text: text.replace('"step": 2', '"step": 3, "step": 2')), r"'step' twice"),
     "no mapping": (lambda path: write(path, "[]"), r"is not a mapping"),
     "no JSON": (lambda path: write(path, "{"), r"is not valid JSON"),
@@ -470,6 +474,13 @@ def test_state_of_a_plugin_may_be_infinite(crafted: Path) -> None:
 
 def test_a_manifest_that_could_not_be_read_is_not_written(crafted: Path) -> None:
     manifest = read_manifest(crafted)
-    assert decode(encode(manifest).encode()) == manifest
+    head = {name: value for name, value in manifest.items() if name != "tensors"}
+    table = TensorTable.of(manifest["tensors"])
+    assert decode(encode(head, table).encode()) == manifest
     with pytest.raises(ValueError, match="levels deep"):
-        encode({**manifest, "states": {"a": nested(DEEPEST + 1)}})
+        encode({**head, "states": {"a": nested(DEEPEST + 1)}}, table)
+    with pytest.raises(ValueError, match="which is not a file of the checkpoint"):
+        encode({**head, "files": {"x.safetensors": {"bytes": 1, "crc32": 1}}}, table)
+    (name, saved), *_ = manifest["tensors"].items()
+    with pytest.raises(ValueError, match="its chunks overlap"):
+        TensorTable.of({name: {**saved, "chunks": [*saved["chunks"], *saved["chunks"]]}})

@@ -1,6 +1,7 @@
 """The example in docs/architecture.md is what the code computes."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,15 +33,17 @@ MESH = Mesh.of(
 INIT = Init("normal", std=0.02)
 HEADS, KV_HEADS = Segment("heads", 8, 64), Segment("kv_heads", 2, 64, "copy")
 VOCABULARY = Parameter((Segment("vocab", 10, uneven="pad"), "embed"), INIT, over=("batch", "sequence", "units"))
-QKV = Placement("qkv", Parameter(((HEADS, KV_HEADS, KV_HEADS), "embed"), INIT), (768, 512), MESH, "pp", (0,))
-OUTPUT = Placement("output", Parameter(("embed", HEADS), INIT), (512, 512), MESH, "pp", (0,))
+FIRST: dict[str, Any] = {"stage_axis": "pp", "stages": (0,)}
+TIED: dict[str, Any] = {"stage_axis": "pp", "stages": (0, 1)}
+QKV = Placement("qkv", Parameter(((HEADS, KV_HEADS, KV_HEADS), "embed"), INIT), (768, 512), MESH, **FIRST)
+OUTPUT = Placement("output", Parameter(("embed", HEADS), INIT), (512, 512), MESH, **FIRST)
 BUCKET = Bucket(("norm", "output"), (0, 512), (512, 512 * 128), 512 * 129, ("dp",), num_owners=2)
 EXAMPLE: dict[str, tuple[Placement, int]] = {
     "QKV, 8 query heads of width 64": (QKV, 0),
     "QKV, keys of 2 KV heads": (QKV, 1),
-    "vocabulary of 10, padded, tied on both stages": (Placement("v", VOCABULARY, (10, 512), MESH, "pp", (0, 1)), 0),
-    "norm": (Placement("norm", Parameter(("embed",), INIT), (512,), MESH, "pp", (0,)), 0),
-    "4 experts": (Placement("experts", Parameter(("expert", "mlp", "embed"), INIT), (4, 6, 8), MESH, "pp", (0,)), 0),
+    "vocabulary of 10, padded, tied on both stages": (Placement("v", VOCABULARY, (10, 512), MESH, **TIED), 0),
+    "norm": (Placement("norm", Parameter(("embed",), INIT), (512,), MESH, **FIRST), 0),
+    "4 experts": (Placement("experts", Parameter(("expert", "mlp", "embed"), INIT), (4, 6, 8), MESH, **FIRST), 0),
     "attention output, no sharding at rest": (OUTPUT, 0),
     "the same, rows sharded by fsdp along dp": (GatheredPlacement.of(OUTPUT, "dp"), 0),
     "the same, a ZeRO bucket's range along dp": (Sharding((BUCKET,)).placed(OUTPUT), 0),

@@ -278,7 +278,7 @@ def test_data_parallelism_sums_over_what_divides_the_batchs_entries_in_the_view_
 
 
 def test_only_holders_hold() -> None:
-    stage = Placement("w", VECTOR, (4,), mesh_of(dp(2), tp(2)), "dp", (1,))
+    stage = Placement("w", VECTOR, (4,), mesh_of(dp(2), tp(2)), stage_axis="dp", stages=(1,))
     assert stage.boxes(0) == ()
     assert listed(stage.boxes(2)) == (Box((0,), (4,), (0,), (2, 3), (2,)),)
 

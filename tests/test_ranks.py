@@ -3,6 +3,7 @@
 from itertools import product
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -56,6 +57,10 @@ def test_ranks_are_in_ascending_order(grouping: Grouping, data: st.DataObject) -
     ranks = grouping.of(data.draw(st.sampled_from(world)))
     assert [rank for rank in range(-2, len(world) + 2) if rank in ranks] == sorted(ranks) == list(ranks)
     assert (len(ranks), ranks.first) == (len(list(ranks)), min(ranks))
+    assert [ranks[number] for number in range(-len(ranks), len(ranks))] == [*ranks, *ranks]
+    assert ranks[1:] == tuple(ranks)[1:]
+    with pytest.raises(IndexError):
+        ranks[len(ranks)]
 
 
 @settings(max_examples=150)
@@ -65,6 +70,12 @@ def test_equal_sets_of_ranks_are_equal_whatever_axes_name_them(a: Grouping, b: G
     found = [grouping.of(data.draw(st.sampled_from(world))) for grouping in (a, b)]
     assert (found[0] == found[1]) == (tuple(found[0]) == tuple(found[1]))
     assert found[0] != found[1] or hash(found[0]) == hash(found[1])
+
+
+def test_all_stages_by_number_and_a_whole_axis_are_the_same_ranks() -> None:
+    named, whole = (Grouping(("pp", "tp"), (3, 2), (stages, 2)).of(4) for stages in ((0, 1, 2), 3))
+    assert (named, hash(named)) == (whole, hash(whole))
+    assert Ranks.of(1, [(0, 4)]) == Ranks.of(1, [range(0, 8, 4)])
 
 
 def test_without_an_axis_ranks_share_their_index_along_it() -> None:
@@ -78,4 +89,5 @@ def test_without_an_axis_ranks_share_their_index_along_it() -> None:
 def test_a_million_ranks_cost_no_more_than_eight() -> None:
     many = Grouping(("pp", "dp", "tp"), (16, 1 << 13, 8), ((0, 15), 1 << 13, 1))
     ranks = many.of(3)
-    assert (len(ranks), ranks.first) == (1 << 14, 3)
+    assert (len(ranks), ranks.first, ranks[-1]) == (1 << 14, 3, (1 << 20) - 5)
+    assert ((1 << 20) - 5 in ranks, 1 << 19 in ranks, -1 in ranks, "3" in ranks) == (True, False, False, False)

@@ -127,21 +127,28 @@ def test_a_checkpoint_of_another_version_is_neither_skipped_nor_removed(
     assert steps(folder) == [1, 3, 5], "the rule keep=1 removes 2 and 4 alone"
 
 
-def test_a_save_decodes_its_own_manifest_once_and_those_of_others_never(
+def test_a_save_checks_its_own_manifest_once_and_reads_none_and_makes_its_table_for_new_files_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    position, decoded, original = position_of(tmp_path, 2), list[int](), manifest.decode
+    position, checked, tables = position_of(tmp_path, 2), list[int](), list[int]()
+    original, of = manifest._check_settings, manifest.TensorTable.of
 
-    def decode(data: bytes) -> Any:
-        found = original(data)
-        decoded.append(found["step"])
-        return found
+    def check(facts: Any) -> None:
+        checked.append(facts["step"])
+        original(facts)
 
-    monkeypatch.setattr(manifest, "decode", decode)
+    def made(tensors: Any) -> Any:
+        tables.append(position.run.step)
+        return of(tensors)
+
+    monkeypatch.setattr(manifest, "decode", lambda _: pytest.fail("a manifest is read"))
+    monkeypatch.setattr(manifest, "_check_settings", check)
+    monkeypatch.setattr(manifest.TensorTable, "of", made)
     for step in range(1, 6):
         save(position, step, 0)
     save(position, 5, 1)
-    assert decoded == [1, 2, 3, 4, 5, 5]
+    assert checked == [1, 2, 3, 4, 5, 5]
+    assert tables == [1, 5], "the layout has not changed, and the second checkpoint of step 5 has files of other names"
     assert steps(position.run.checkpoints) == [4, 5]
     files = [path for path in position.saver.verified._signatures if not path.exists()]
     assert files == [], "what is removed is forgotten"
@@ -293,6 +300,23 @@ def test_a_reader_sees_every_replaced_checkpoint_in_its_old_or_new_version(tmp_p
     assert failures == []
     assert len(seen) > 1, "the reader has polled while the checkpoint was replaced"
     assert len(list(path.iterdir())) == 2, "the files of the old version are removed"
+
+
+def test_a_manifest_that_is_replaced_while_it_is_opened_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    position, original = position_of(tmp_path, 1), os.open
+    save(position, 5, 0)
+    path = path_of(tmp_path / "checkpoints", 5)
+
+    def replaced(file: Any, *arguments: Any, **named: Any) -> int:
+        if Path(file).name == "checkpoint.json":
+            monkeypatch.setattr(os, "open", original)
+            save(position, 5, 1)
+        return original(file, *arguments, **named)
+
+    monkeypatch.setattr(os, "open", replaced)
+    assert read_manifest(path)["samples"] == 1
 
 
 CALLS = ("mkdir", "open", "rename", "replace", "unlink", "rmdir", "fsync", "write", "lstat")

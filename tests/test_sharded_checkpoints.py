@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mplug import Run
+from mplug.checkpoint import opened
 from mplug.checkpoint.choice import choose
 from mplug.checkpoint.folder import newest
+from mplug.checkpoint.plans import KeptPlans
 from mplug.checkpoint.verified import Verified
 from mplug.run.prepare import prepare
 from mplug.testing import run_workers, runs
@@ -143,8 +145,19 @@ def test_a_checkpoint_of_divided_states_serves_inference(tmp_path: Path, logical
     assert any(torch.equal(tensor, wanted["blocks.0.attn.qkv.weight/weight"]) for tensor in model)
 
 
-def chosen(directory: Path) -> tuple[str, tuple[str, ...]]:
-    """Be one of two ranks that save two checkpoints, of which rank 1's file of the newer is damaged, and choose."""
+def chosen(directory: Path) -> tuple[str, tuple[str, ...], list[bool]]:
+    """Be one of two ranks that save two checkpoints, of which rank 1's file of the newer is damaged, and choose.
+
+    Rank 1 must read no manifest. The last of the results says at which saves this rank has sent its plan.
+    """
+    sent, to_send = list[bool](), KeptPlans.to_send
+
+    def noted(plans: KeptPlans, plan: bytes) -> bytes | None:
+        found = to_send(plans, plan)
+        sent.append(found is not None)
+        return found
+
+    KeptPlans.to_send = noted  # type: ignore[method-assign]
     settings = {**SMALL, "trainer.steps": 2, "checkpoint.every": 1, "parallel.layout": "zero2"}
     run: Run = as_rank(prepare(tiny_config(settings), directory=directory))
     train(run)
@@ -153,13 +166,22 @@ def chosen(directory: Path) -> tuple[str, tuple[str, ...]]:
         file = damaged / "rank00001.safetensors"
         data = file.read_bytes()
         file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    else:
+        opened.read_with_checksum = _refused
     dist.barrier()
     choice = choose(run, damaged, Verified())
-    return choice.path.name, choice.skipped
+    return choice.path.name, choice.skipped, sent
 
 
-def test_all_ranks_choose_the_same_checkpoint_although_each_reads_other_files(tmp_path: Path) -> None:
+def _refused(path: Path) -> Any:
+    raise AssertionError(f"rank 1 reads the manifest of {path}")
+
+
+def test_all_ranks_choose_the_same_checkpoint_although_each_reads_other_files_and_one_the_manifest(
+    tmp_path: Path,
+) -> None:
     one, other = run_workers(2, chosen, tmp_path)
     assert one == other
     assert one[0] == "step_00000001"
     assert "'rank00001.safetensors' has changed since it was saved" in one[1][0]
+    assert one[2] == [True, False], "the second save has the same parts"

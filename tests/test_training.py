@@ -574,7 +574,7 @@ def test_a_picture_of_the_loss_that_cannot_be_drawn_does_not_end_the_run(
     run.hooks = Hooks({**run.hooks.plugins, **_observers(run.config, rank=0)})
     (tmp_path / "loss.svg").mkdir()
     train(run)
-    assert "observer 'loss.svg' failed in run_finished; the run goes on" in capsys.readouterr().err
+    assert "observer 'loss.svg' failed in run_finished; the run continues" in capsys.readouterr().err
     assert run.step == len(metrics(tmp_path)) == 4
 
 

@@ -38,6 +38,7 @@ from mplug.distributed.heartbeats import (
 from mplug.distributed.launch import Pipes
 from mplug.distributed.watchdog import Ward, waited_for
 from mplug.errors import RunError
+from mplug.layout.ranks import Grouping
 from mplug.testing import run_workers
 from mplug.testing.harness import tiny_run
 from mplug.training.assembly import build
@@ -336,8 +337,10 @@ def test_a_main_thread_that_waits_for_its_loader_is_recognized_with_the_line() -
 
 
 def begun_after(numbers: list[int]) -> tuple[dict[str, int], bool]:
-    pair = dist.new_group([0, 1])
-    groups = Groups(dist.get_rank())
+    groups, names = Groups(dist.get_rank()), dist.distributed_c10d._world.pg_names
+    pair = groups.of(Grouping(("dp",), (2,), (2,)))
+    assert pair is not None
+    name, names[pair] = names[pair], f"split {dist.get_rank()}"  # as the names of split groups can be
     assert groups.beside().group_desc == SAVES
     dist.barrier(group=groups.beside())
     dist.barrier(group=groups.beside("votes"))
@@ -350,6 +353,7 @@ def begun_after(numbers: list[int]) -> tuple[dict[str, int], bool]:
     grown = {name: after[name] - before[name] for name in after if after[name] != before[name]}
     if dist.get_rank() == 1:
         dist.all_reduce(torch.ones(1), group=pair)  # so that rank 0 can end
+    names[pair] = name
     return grown, before.keys() == after.keys()
 
 

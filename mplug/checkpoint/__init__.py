@@ -3,7 +3,8 @@
     checkpoints/step_00000100/    checkpoint.json (step, data position, provenance, the file of each box, checksums)
                                   rank00000.safetensors ... (weights and optimizer state of the boxes that a rank owns)
 
-torch.distributed.checkpoint plans reads and writes, and coordinates the ranks (`saver.py`, `boxes.py`). The files are
+torch.distributed.checkpoint coordinates the ranks (`saver.py`, `boxes.py`). Rank 0 reads and validates manifests for
+all ranks (`opened.py`, `index.py`). The plan of a save serves later saves of the same boxes (`plans.py`). The files are
 safetensors and JSON (`storage.py`). All plans follow the placements: a rank writes the boxes of which it is the first
 holder. It reads those parts of saved boxes that overlap its own boxes. So a checkpoint of any layout loads under any
 other layout.

@@ -11,24 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, SavePlan, SavePlanner, WriteItem
 
+from mplug.checkpoint.index import Index, Overlap
+from mplug.checkpoint.plans import KeptPlans, described
 from mplug.gradients.region import region
 from mplug.layout.placement import Placement
 from mplug.model.model import Model
@@ -75,30 +63,49 @@ def buffer_boxes(model: Model, rank: int, boxes_of: Callable[[Placement, Tensor,
     return {f"{name}/buffer": boxes_of(model.buffer_placements[name], state, rank) for name, state in states}
 
 
-class BoxSavePlanner(DefaultSavePlanner):
-    """Plans to write every part of a rank. torch's global plan checks that the parts neither overlap nor leave gaps."""
+class BoxSavePlanner(SavePlanner):
+    """Plans to write every part of a rank.
 
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+    The ranks send compact plans, and only those that have changed since the last save (`plans`). What torch gathers,
+    scatters and broadcasts besides is empty. The coordinator checks that parts neither overlap nor leave gaps.
+    """
+
+    def __init__(self, plans: KeptPlans) -> None:
+        self.plans = plans
+
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Remember what to write."""
+        self.state: State = state_dict
+        self.plan = described(
+            (
+                name,
+                str(next(iter(boxed.parts.values())).dtype).removeprefix("torch."),
+                boxed.shape,
+                [(start, part.shape) for start, part in boxed.parts.items()],
+            )
+            for name, boxed in self.state.items()
+            if boxed.parts
+        )
 
     def create_local_plan(self) -> SavePlan:
-        """One item per part."""
-        self.plan = SavePlan(
-            [_item(name, boxed, start) for name, boxed in self.state_dict.items() for start in boxed.parts]
-        )
-        return self.plan
+        """The parts of this rank, if they have changed."""
+        return SavePlan([], planner_data=self.plans.to_send(self.plan))
 
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """The part of an item."""
-        return _part(self.state_dict, index)
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Keep the plans of all ranks. The metadata is empty because torch would broadcast it to all ranks."""
+        self.plans.receive([plan.planner_data for plan in all_plans])
+        return [SavePlan([])] * len(all_plans), Metadata({})
 
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """The coordinator has accepted the plan."""
+        self.plans.keep(self.plan)
+        return new_plan
 
-def _item(name: str, boxed: Boxed, start: Start) -> WriteItem:
-    part = boxed.parts[start]
-    described = TensorWriteData(
-        ChunkStorageMetadata(torch.Size(start), part.shape), TensorProperties(part.dtype), torch.Size(boxed.shape)
-    )
-    return WriteItem(MetadataIndex(name, start), WriteItemType.SHARD, tensor_data=described)
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        """No plan has items: the writer takes all parts of `state`."""
+        raise AssertionError(write_item)
 
 
 class BoxLoadPlanner(DefaultLoadPlanner):
@@ -106,25 +113,36 @@ class BoxLoadPlanner(DefaultLoadPlanner):
 
     state_dict: State
 
+    def __init__(self, index: Index) -> None:
+        super().__init__()
+        self.index = index
+
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """Store the tensors to fill and the metadata of the saved tensors."""
-        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+        """Store the tensors to fill."""
+        self.state_dict = state_dict
 
     def create_local_plan(self) -> LoadPlan:
-        """One item per overlap of a saved box and a part of this rank."""
-        assert self.metadata is not None
+        """One item per overlap of a saved box and a part of this rank. The plan's data names the files."""
         items: list[ReadItem] = []
+        files: dict[MetadataIndex, str] = {}
         for name, boxed in self.state_dict.items():
-            wanted = [ChunkStorageMetadata(torch.Size(start), part.shape) for start, part in boxed.parts.items()]
-            saved = self.metadata.state_dict_metadata[name]
-            assert isinstance(saved, TensorStorageMetadata)
-            items += create_read_items_for_chunk_list(name, saved, wanted)
-        return LoadPlan(items)
+            wanted = [(start, tuple(part.shape)) for start, part in boxed.parts.items()]
+            for overlap in self.index.overlaps(name, wanted):
+                items.append(_read_item(name, overlap))
+                files[items[-1].storage_index] = overlap.file
+        return LoadPlan(items, planner_data=files)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         """The part that an item fills."""
-        return _part(self.state_dict, index)
+        return self.state_dict[index.fqn].parts[tuple(index.offset or ())]
 
 
-def _part(state: State, index: MetadataIndex) -> Tensor:
-    return state[index.fqn].parts[tuple(index.offset or ())]
+def _read_item(name: str, overlap: Overlap) -> ReadItem:
+    return ReadItem(
+        type=LoadItemType.TENSOR,
+        dest_index=MetadataIndex(name, overlap.wanted),
+        dest_offsets=torch.Size(overlap.placed),
+        storage_index=MetadataIndex(name, overlap.chunk),
+        storage_offsets=torch.Size(overlap.stored),
+        lengths=torch.Size(overlap.shape),
+    )

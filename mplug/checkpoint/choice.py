@@ -1,7 +1,6 @@
 """Choose the newest valid checkpoint to continue from, and report the newer ones that are skipped."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,14 +11,16 @@ from mplug.checkpoint.folder import (
     is_named_as_checkpoint,
     newest,
     read_manifest,
-    read_valid,
+    verify,
 )
 from mplug.checkpoint.names import step_of
+from mplug.checkpoint.opened import Opened, open_together
+from mplug.checkpoint.together import from_rank, raise_alike
 from mplug.checkpoint.verified import Verified
 from mplug.errors import RunError, UsageError
 
 if TYPE_CHECKING:
-    from mplug.checkpoint.manifest import Manifest
+    from mplug.checkpoint.manifest import Facts
     from mplug.run.run import Run
 
 
@@ -28,7 +29,7 @@ class Choice:
     """A checkpoint to continue from, with the reason why each newer one was skipped."""
 
     path: Path
-    manifest: "Manifest"
+    manifest: "Facts"
     skipped: tuple[str, ...] = ()
 
     def lines(self, use: str = "continuing from") -> list[str]:
@@ -36,6 +37,13 @@ class Choice:
         if not self.skipped:
             return []
         return [*(f"skipped: {reason}" for reason in self.skipped), f"{use} step {step_of(self.path)}"]
+
+
+@dataclass(frozen=True)
+class Chosen(Choice):
+    """A checkpoint that all ranks have chosen together."""
+
+    opened: Opened = field(kw_only=True)
 
 
 def newest_readable(folder: Path) -> Choice:
@@ -56,7 +64,7 @@ def newest_readable(folder: Path) -> Choice:
     raise _none_is_valid(folder, skipped)
 
 
-def choose(run: "Run", path: Path, verified: Verified) -> Choice:
+def choose(run: "Run", path: Path, verified: Verified) -> Chosen:
     """The newest valid checkpoint in the folder of `path` that is not newer than `path`; the same on all ranks.
 
     The ranks divide the files of a checkpoint among them, and compare the checksums. `verified` notes the valid files.
@@ -64,73 +72,41 @@ def choose(run: "Run", path: Path, verified: Verified) -> Choice:
     different checkpoints.
     """
     skipped: list[str] = []
-    for candidate in run.gathered(_not_newer(path))[0]:
-        manifest, error = _check(run, candidate, verified)
+    for candidate in from_rank(run, 0, _not_newer(path) if run.rank == 0 else []):
         try:
-            raise_alike(run, error)
+            opened = _open_valid(run, candidate, verified)
         except OtherVersion:
             raise
-        except UsageError as fault:
+        except UsageError as fault:  # the same on all ranks
             skipped.append(str(fault).removesuffix(REMEDY))
             continue
-        same_everywhere(run, candidate, manifest)
-        assert manifest is not None
-        if run.rank == 0:
-            verified.note(candidate, manifest["files"])  # the other ranks have read their shares
-        return Choice(candidate, manifest, tuple(skipped))
+        return Chosen(candidate, opened.facts, tuple(skipped), opened=opened)
     raise _none_is_valid(path.parent, skipped)
 
 
-def share_of(run: "Run", files: Iterable[str]) -> list[str]:
-    """The files of a checkpoint that this rank verifies when all ranks verify it together."""
-    return sorted(files)[run.rank :: run.mesh.world_size]
+def _open_valid(run: "Run", path: Path, verified: Verified) -> Opened:
+    """A checkpoint whose files match their checksums. If a save replaces it meanwhile, the new one."""
+    opened = open_together(run, path)
+    while True:
+        try:
+            _refuse_damaged_share(run, opened, verified)
+            return opened
+        except (UsageError, RunError):  # the same on all ranks
+            newer = open_together(run, path)
+            if newer.checksum == opened.checksum:
+                raise
+            opened = newer
 
 
-def raise_alike(run: "Run", error: UsageError | RunError | None) -> None:
-    """Raise the error of one rank on all ranks. A failure to read comes first, then a damaged checkpoint."""
-    errors = run.gathered(None if error is None else (_kind(error), str(error)))
-    for kind in (RunError, OtherVersion, UsageError):
-        for rank, of_rank in enumerate(errors):
-            if of_rank is not None and of_rank[0] == kind.__name__:
-                raise kind(f"rank {rank}: {of_rank[1]}" if kind is RunError else of_rank[1])
-
-
-def _kind(error: UsageError | RunError) -> str:
-    return next(kind.__name__ for kind in (RunError, OtherVersion, UsageError) if isinstance(error, kind))
-
-
-def same_everywhere(run: "Run", path: Path, manifest: "Manifest | None") -> None:
-    """Raise RunError on all ranks if a rank read a different manifest than rank 0."""
-    from mplug.checkpoint.manifest import checksum  # imports pydantic
-
-    checksums = run.gathered(None if manifest is None else checksum(manifest))
-    for rank, of_rank in enumerate(checksums):
-        if of_rank != checksums[0]:
-            different = f"rank {rank} reads a different checkpoint at '{path}' than rank 0"
-            raise RunError(f"{different}; put the folder on a file system that all ranks share")
-
-
-def manifest_of(run: "Run", path: Path) -> "Manifest":
-    """The manifest of a checkpoint, which all ranks read together. An error of one rank is raised on all ranks."""
-    manifest, error = None, None
+def _refuse_damaged_share(run: "Run", opened: Opened, verified: Verified) -> None:
+    """Raise on all ranks if files of the checkpoint do not match their checksums; each rank reads its share of them."""
+    error, names = None, list(opened.share["files"])
     try:
-        manifest = read_manifest(path)
+        verify(opened.path, opened.share, verified.unverified(opened.path, names))
     except (UsageError, RunError) as raised:
         error = raised
     raise_alike(run, error)
-    same_everywhere(run, path, manifest)
-    assert manifest is not None
-    return manifest
-
-
-def _check(run: "Run", path: Path, verified: Verified) -> "tuple[Manifest | None, UsageError | RunError | None]":
-    """Read and verify this rank's share: the manifest, or the error if the checkpoint is damaged or unreadable."""
-    try:
-        manifest = read_valid(path, lambda names: verified.unverified(path, share_of(run, names)))
-    except (UsageError, RunError) as error:
-        return None, error
-    verified.note(path, share_of(run, manifest["files"]))
-    return manifest, None
+    verified.note(opened.path, opened.index.files if run.rank == 0 else names)  # the other ranks have read the others
 
 
 def _not_newer(path: Path) -> list[Path]:

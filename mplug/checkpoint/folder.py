@@ -2,17 +2,18 @@
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mplug.checkpoint.names import MANIFEST, path_of, step_of
-from mplug.checkpoint.reading import check_file, check_header, read_small, status_of
+from mplug.checkpoint.reading import Expected, Replaced, check_file, check_header, read_small, status_of
 from mplug.errors import RunError, UsageError, listed, printable
 
 if TYPE_CHECKING:
-    from mplug.checkpoint.manifest import Manifest
+    from mplug.checkpoint.manifest import Contents, Manifest
 
 LONGEST_REASON = 500
 """Maximum number of characters of the reason in the message about a damaged checkpoint."""
@@ -61,15 +62,25 @@ def read_manifest(path: Path) -> "Manifest":
     Raises UsageError if the checkpoint is damaged, and RunError if the file system fails. If a save replaces the
     checkpoint at the same time, the function reads the new manifest.
     """
+    return read_with_checksum(path)[0]
+
+
+def read_with_checksum(path: Path) -> "tuple[Manifest, int]":
+    """The plain data of a checkpoint, and the CRC-32 of the manifest's text. Raises as above."""
     text = _text_of(path)
     while True:
         try:
-            return _parsed(path, text)
+            return _parsed(path, text), zlib.crc32(text)
         except UsageError:
             newer = _text_of(path)
             if newer == text:
                 raise
             text = newer
+
+
+def checksum_of_manifest(path: Path) -> int:
+    """The CRC-32 of a manifest's text, which is not parsed. Raises as above."""
+    return zlib.crc32(_text_of(path))
 
 
 def read_valid(path: Path, each: Callable[[list[str]], Iterable[str]] = list) -> "Manifest":
@@ -89,12 +100,13 @@ def read_valid(path: Path, each: Callable[[list[str]], Iterable[str]] = list) ->
             manifest = newer
 
 
-def verify(path: Path, manifest: "Manifest", names: Iterable[str]) -> None:
+def verify(path: Path, manifest: "Contents", names: Iterable[str]) -> None:
     """Read files completely and compare their checksums and headers. UsageError names the first file that differs."""
     from mplug.checkpoint.manifest import expected_in  # imports pydantic
 
-    expected = expected_in(manifest)
+    expected: Mapping[str, Expected] = {}
     for name in names:
+        expected = expected or expected_in(manifest)  # takes as long as the manifest has chunks
         with _explained(path):
             check_file(path, name, manifest["files"][name]["crc32"], expected[name])
 
@@ -124,7 +136,9 @@ def _text_of(path: Path) -> bytes:
     with _explained(path):
         if path.is_symlink():
             raise ValueError("it is a link")
-        return read_small(path, MANIFEST)
+        while True:
+            with suppress(Replaced):  # a save has replaced the manifest by the next one
+                return read_small(path, MANIFEST)
 
 
 def _parsed(path: Path, text: bytes) -> "Manifest":

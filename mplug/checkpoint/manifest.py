@@ -5,6 +5,7 @@ import math
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, NotRequired, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
@@ -141,8 +142,8 @@ def _complete_change(change: SavedChange) -> SavedChange:
     return change
 
 
-class Manifest(TypedDict):
-    """The manifest of a checkpoint. The data of plugins (`loader`, `states`) is plain data of any form."""
+class Facts(TypedDict):
+    """A manifest without its files and tensors. The data of plugins (`loader`, `states`) is plain data of any form."""
 
     format: int
     step: Count
@@ -159,8 +160,29 @@ class Manifest(TypedDict):
     changes: NotRequired[list[Annotated[SavedChange, AfterValidator(_complete_change)]]]
     varies: NotRequired[dict[Text, Text] | None]
     data_fingerprint: NotRequired[Annotated[Any, BeforeValidator(_of_host)]]
-    files: Annotated[dict[FileName, SavedFile], Field(min_length=1)]
-    tensors: Annotated[dict[TensorName, SavedTensor], Field(min_length=1)]
+
+
+Files = Annotated[dict[FileName, SavedFile], Field(min_length=1)]
+Tensors = Annotated[dict[TensorName, SavedTensor], Field(min_length=1)]
+
+
+class Head(Facts):
+    """A manifest without its tensors."""
+
+    files: Files
+
+
+class Manifest(Head):
+    """The plain data of a checkpoint."""
+
+    tensors: Tensors
+
+
+class Contents(TypedDict):
+    """The entries of a manifest about some of its files: these files, and the tensors with their chunks in them."""
+
+    files: dict[str, SavedFile]
+    tensors: dict[str, SavedTensor]
 
 
 class _Settings(TypedDict):
@@ -168,14 +190,35 @@ class _Settings(TypedDict):
     optimizer: SavedOptimizer
 
 
-_SCHEMA, _SETTINGS = TypeAdapter(Manifest), TypeAdapter(_Settings)
+_SCHEMA, _HEAD, _SETTINGS = TypeAdapter(Manifest), TypeAdapter(Head), TypeAdapter(_Settings)
+_TENSORS: TypeAdapter[Mapping[str, SavedTensor]] = TypeAdapter(Tensors)
 
 
-def encode(manifest: Mapping[str, Any]) -> str:
-    """The text of a manifest with its checksum. ValueError if `decode` would refuse it."""
-    text = json.dumps({**manifest, "crc32": zlib.crc32(_canonical(json.loads(json.dumps(manifest))))}) + "\n"
-    decode(text.encode())
-    return text
+@dataclass(frozen=True)
+class TensorTable:
+    """The validated tensors of a manifest, as its text has them, and the bytes that their chunks need in each file.
+
+    Later saves with the same layout write the same table.
+    """
+
+    text: str
+    needed: Mapping[str, int]
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Any]) -> "TensorTable":
+        """The table of plain data; ValueError where `decode` would refuse it."""
+        needed = _bytes_needed(_validated(_TENSORS, tensors, "tensors."))
+        return cls(json.dumps(tensors, sort_keys=True), needed)
+
+
+def encode(head: Mapping[str, Any], table: TensorTable) -> str:
+    """The text of a manifest, with its checksum; ValueError where `decode` would refuse it."""
+    plain = parse_json(json.dumps({**head, "format": FORMAT}).encode(), MANIFEST)
+    _check_settings(_validated(_HEAD, plain))
+    _refuse_short_files(table.needed, plain["files"])
+    values = {name: json.dumps(value, sort_keys=True) for name, value in plain.items()} | {"tensors": table.text}
+    canonical = ", ".join(f"{json.dumps(name)}: {values[name]}" for name in sorted(values))
+    return f'{{{canonical}, "crc32": {zlib.crc32(f"{{{canonical}}}".encode())}}}\n'
 
 
 def decode(data: bytes) -> Manifest:
@@ -190,23 +233,18 @@ def decode(data: bytes) -> Manifest:
         raise ValueError(f"'format' in '{MANIFEST}' is not an integer")
     if plain["format"] != FORMAT:
         raise OtherFormat(f"has format {plain['format']!r:.20}; this version of mplug reads format {FORMAT}")
-    if plain.pop("crc32") != zlib.crc32(_canonical(plain)):
+    if plain.pop("crc32") != checksum(plain):
         raise ValueError(f"'{MANIFEST}' has changed since it was saved")
     manifest = _validated(_SCHEMA, plain)
-    if "config" in manifest:
-        _validated(_SETTINGS, manifest["config"], "config.")
-    _refuse_impossible_tensors(manifest)
+    _check_settings(manifest)
+    _refuse_short_files(_bytes_needed(manifest["tensors"]), manifest["files"])
     return manifest
 
 
 def checksum(manifest: Mapping[str, Any]) -> int:
-    """The checksum with which ranks compare their manifests."""
-    return zlib.crc32(_canonical(manifest))
-
-
-def _canonical(plain: Mapping[str, Any]) -> bytes:
+    """The CRC-32 of the canonical text of plain data: its keys are sorted, which `encode` writes too."""
     try:
-        return json.dumps(plain, sort_keys=True).encode()
+        return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
     except RecursionError:
         raise ValueError(f"'{MANIFEST}' is nested too deeply") from None
 
@@ -225,10 +263,31 @@ def _validated(schema: TypeAdapter[T], plain: Any, prefix: str = "") -> T:
         raise ValueError(f"'{where}' in '{MANIFEST}': {first['msg'].removeprefix('Value error, ')}") from None
 
 
+def _check_settings(manifest: Facts) -> None:
+    if "config" in manifest:
+        _validated(_SETTINGS, manifest["config"], "config.")
+
+
 # Tensors.
 
 
-def expected_in(manifest: Manifest) -> Mapping[str, Expected]:
+def contents_by_rank(manifest: Manifest, num_ranks: int) -> list[Contents]:
+    """A manifest divided into one part per rank, each about other files."""
+    parts: list[Contents] = [{"files": {}, "tensors": {}} for _ in range(num_ranks)]
+    part_of: dict[str, Contents] = {}
+    for number, name in enumerate(sorted(manifest["files"])):
+        part_of[name] = parts[number % num_ranks]
+        part_of[name]["files"][name] = manifest["files"][name]
+    for name, saved in manifest["tensors"].items():
+        for chunk in saved["chunks"]:
+            tensors = part_of[chunk[0]]["tensors"]
+            if name not in tensors:
+                tensors[name] = {"shape": saved["shape"], "dtype": saved["dtype"], "chunks": []}
+            tensors[name]["chunks"].append(chunk)
+    return parts
+
+
+def expected_in(manifest: Contents) -> Mapping[str, Expected]:
     """The expected contents of each file: the name, dtype and shape of every part in it."""
     contents: dict[str, dict[str, tuple[str, list[int]]]] = {name: {} for name in manifest["files"]}
     for tensor, saved in manifest["tensors"].items():
@@ -242,13 +301,11 @@ def name_in_file(tensor: str, start: Iterable[int]) -> str:
     return f"{tensor}@{','.join(map(str, start))}"
 
 
-def _refuse_impossible_tensors(manifest: Manifest) -> None:
-    """Raise ValueError if chunks do not cover their tensors, or cannot be in the files that they name."""
+def _bytes_needed(tensors: Mapping[str, SavedTensor]) -> dict[str, int]:
+    """The bytes that chunks need in each file; ValueError where they do not make up their tensors."""
     sizes = defaultdict[str, int](int)
-    for name, saved in manifest["tensors"].items():
-        dims, files = len(saved["shape"]), {file for file, _, _ in saved["chunks"]}
-        if unknown := sorted(files - manifest["files"].keys()):
-            raise ValueError(f"a chunk of '{name}' is in '{unknown[0]}', which is not a file of the checkpoint")
+    for name, saved in tensors.items():
+        dims = len(saved["shape"])
         if any(len(start) != dims or len(shape) != dims for _, start, shape in saved["chunks"]):
             raise ValueError(f"a chunk of '{name}' has another number of dimensions than the tensor")
         if name[0] == "/" and len(saved["chunks"]) != 1:
@@ -257,6 +314,13 @@ def _refuse_impossible_tensors(manifest: Manifest) -> None:
             raise ValueError(f"'{name}' is not complete: {flaw}")
         for file, _, shape in saved["chunks"]:
             sizes[file] += math.prod(shape) * FORMATS[saved["dtype"]].bytes
-    for file, size in sizes.items():
-        if size > manifest["files"][file]["bytes"]:
-            raise ValueError(f"'{file}' has {manifest['files'][file]['bytes']} bytes, but its chunks need {size}")
+    return sizes
+
+
+def _refuse_short_files(needed: Mapping[str, int], files: Mapping[str, SavedFile]) -> None:
+    """Raise ValueError where chunks lie in a file that the manifest does not list, or that is too short for them."""
+    for file, size in needed.items():
+        if file not in files:
+            raise ValueError(f"a chunk is in '{file}', which is not a file of the checkpoint")
+        if size > files[file]["bytes"]:
+            raise ValueError(f"'{file}' has {files[file]['bytes']} bytes, but its chunks need {size}")

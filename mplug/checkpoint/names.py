@@ -3,6 +3,7 @@
 from pathlib import Path
 
 MANIFEST = "checkpoint.json"
+SUFFIX = ".safetensors"
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -18,3 +19,8 @@ def step_of(path: Path) -> int:
 def partial_path(final: Path) -> Path:
     """The folder for an incomplete checkpoint: one that is being written, or one that is being removed."""
     return final.with_name(f".{final.name}.partial")
+
+
+def file_of(rank: int) -> str:
+    """The file that a rank writes."""
+    return f"rank{rank:05d}{SUFFIX}"

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mplug.checkpoint.folder import complete, read_manifest
+from mplug.checkpoint.index import shapes_of
 from mplug.checkpoint.names import MANIFEST
 from mplug.config.sources import source_of
 from mplug.contracts import Piece
@@ -12,8 +13,9 @@ from mplug.errors import UsageError
 from mplug.run.run import Run
 
 if TYPE_CHECKING:
-    from mplug.checkpoint.choice import Choice
-    from mplug.checkpoint.manifest import Manifest
+    from collections.abc import Iterable, Mapping
+
+    from mplug.checkpoint.choice import Chosen
     from mplug.model.model import Model
 
 FIELD = "checkpoint.pretrained"
@@ -60,8 +62,7 @@ def _is_of_named_run(run: Run, path: Path) -> bool:
 
 def refuse_another_model(path: Path, model: "Model") -> None:
     """Raise UsageError unless the checkpoint has the model's parameters, by name and logical shape."""
-    manifest = read_manifest(path)
-    saved = weights_in(manifest)
+    saved = weights_in(shapes_of(read_manifest(path)))
     for name, placement in model.placements.items():
         if name not in saved:
             raise UsageError(
@@ -72,31 +73,35 @@ def refuse_another_model(path: Path, model: "Model") -> None:
                 f"{FIELD} '{path}' has '{name}' with shape {saved[name]}, but the model has {placement.shape}; "
                 f"use the model config of the checkpoint"
             )
-    refuse_larger(f"{FIELD} '{path}'", manifest, model)
+    refuse_larger(f"{FIELD} '{path}'", saved, model)
 
 
-def refuse_larger(label: str, manifest: "Manifest", model: "Model") -> None:
-    """Raise UsageError if a checkpoint has a parameter that the model lacks; `label` names the checkpoint."""
-    for extra in sorted(weights_in(manifest).keys() - model.placements.keys()):
+def refuse_larger(label: str, weights: "Iterable[str]", model: "Model") -> None:
+    """Raise UsageError if a checkpoint has a parameter that the model lacks; `label` names the checkpoint.
+
+    `weights` are the names of the checkpoint's parameters.
+    """
+    for extra in sorted(set(weights) - model.placements.keys()):
         raise UsageError(f"{label} has the parameter '{extra}', which the model lacks; use a checkpoint of this model")
 
 
-def weights_in(manifest: "Manifest") -> dict[str, tuple[int, ...]]:
-    """The logical shape of every parameter in a checkpoint."""
+def weights_in(shapes: "Mapping[str, tuple[int, ...]]") -> dict[str, tuple[int, ...]]:
+    """Of the shapes of a checkpoint's tensors, those of its parameters, by their names."""
     return {
-        name.removesuffix("/weight"): tuple(saved["shape"])
-        for name, saved in manifest["tensors"].items()
+        name.removesuffix("/weight"): shape
+        for name, shape in shapes.items()
         if name.endswith("/weight") and name[0] != "/"
     }
 
 
-def load_weights(run: Run, model: "Model", pieces: list[Piece], path: Path) -> "Choice":
+def load_weights(run: Run, model: "Model", pieces: list[Piece], path: Path) -> "Chosen":
     """Load the weights and module states of a checkpoint into the model of a new run.
 
     If the config names the checkpoint's run and the checkpoint is not valid, load the newest valid one before it.
     """
     from mplug.checkpoint.boxes import State, buffer_boxes, held_boxes
-    from mplug.checkpoint.choice import Choice, choose, manifest_of
+    from mplug.checkpoint.choice import Chosen, choose
+    from mplug.checkpoint.opened import open_together
     from mplug.checkpoint.saver import load
     from mplug.checkpoint.verified import Verified
     from mplug.model.pieces import held_values, write_weights
@@ -105,9 +110,12 @@ def load_weights(run: Run, model: "Model", pieces: list[Piece], path: Path) -> "
         f"{held.name}/weight": held_boxes(held.placement, held.values, run.rank) for held in held_values(model, pieces)
     }
     verified = Verified()
-    named = _is_of_named_run(run, path)
-    choice = choose(run, path, verified) if named else Choice(path, manifest_of(run, path))
-    load(run, choice.path, choice.manifest, state | buffer_boxes(model, run.rank, held_boxes), verified)
+    if _is_of_named_run(run, path):
+        choice = choose(run, path, verified)
+    else:
+        opened = open_together(run, path)
+        choice = Chosen(path, opened.facts, opened=opened)
+    load(run, choice.opened, state | buffer_boxes(model, run.rank, held_boxes), verified)
     write_weights(pieces)
     model.weights_written()
     return choice

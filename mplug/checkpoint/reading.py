@@ -28,6 +28,10 @@ Expected = Mapping[str, tuple[str, Sequence[int]]]
 """The name of a tensor in a file -> the name of its dtype, and its shape."""
 
 
+class Replaced(ValueError):
+    """A file that was another one when it was opened than a moment before."""
+
+
 def status_of(folder: Path, name: str) -> os.stat_result:
     """The status of a regular file in a folder. ValueError if it is missing, a link, or not a regular file."""
     try:
@@ -49,7 +53,7 @@ def open_file(folder: Path, name: str) -> BinaryIO:
     status = os.fstat(descriptor)
     if (status.st_dev, status.st_ino) != (before.st_dev, before.st_ino):
         file.close()
-        raise ValueError(f"'{name}' was replaced while it was opened")
+        raise Replaced(f"'{name}' was replaced while it was opened")
     return file
 
 

@@ -3,7 +3,7 @@
 import shutil
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,13 @@ from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_asyn
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from mplug.checkpoint.boxes import Boxed, BoxLoadPlanner, BoxSavePlanner, Start, State
-from mplug.checkpoint.choice import raise_alike, same_everywhere, share_of
 from mplug.checkpoint.folder import complete, read_manifest, verify
-from mplug.checkpoint.manifest import Manifest
 from mplug.checkpoint.names import partial_path, path_of
+from mplug.checkpoint.opened import Opened
+from mplug.checkpoint.plans import KeptPlans
 from mplug.checkpoint.retention import Retention
 from mplug.checkpoint.storage import FolderReader, FolderWriter
+from mplug.checkpoint.together import raise_alike
 from mplug.checkpoint.verified import Verified
 from mplug.errors import RunError, UsageError, listed
 from mplug.run.run import Run
@@ -39,7 +40,7 @@ class Saver:
     def __init__(self, run: Run) -> None:
         self.run, self.verified = run, Verified()
         self.retention = Retention(run.config.checkpoint.keep, self.verified)
-        self._stager = _HostCopy()
+        self._stager, self._plans = _HostCopy(), KeptPlans()
         self._pending: tuple[Path, Future[Any]] | None = None
         self._visible: list[Path] = []
         self._longest = 0.0
@@ -53,8 +54,8 @@ class Saver:
         run, began = self.run, time.monotonic()
         final = path_of(run.checkpoints, run.step)
         confirm = run.claim.confirm if run.claim is not None else None
-        writer = FolderWriter(final, run.rank, manifest, self.retention, confirm)
-        options = {"storage_writer": writer, "planner": BoxSavePlanner(), **_together(run)}
+        writer = FolderWriter(final, run.rank, manifest, self._plans, self.retention, confirm)
+        options = {"storage_writer": writer, "planner": BoxSavePlanner(self._plans), **_together(run)}
         if run.config.checkpoint.asynchronous:
             saving: Any = dcp_async_save(state, async_stager=self._stager, **options)
         else:
@@ -144,35 +145,38 @@ class _HostCopy(AsyncStager):
         self._buffers.clear()
 
 
-def load(run: Run, path: Path, manifest: Manifest, state: State, verified: Verified | None = None) -> None:
-    """Load a checkpoint into the parts of `state`, on all ranks together.
+def load(run: Run, opened: Opened, state: State, verified: Verified | None = None) -> None:
+    """Load a checkpoint into the parts of `state`, on all ranks together. Each rank plans its own reads.
 
     The function does not compare the checksums of files in `verified` again. Raises UsageError if the checkpoint is
     damaged or belongs to another model or optimizer.
     """
-    raise_alike(run, _error_of(run, path, manifest, state, verified or Verified()))
-    same_everywhere(run, path, manifest)
+    raise_alike(run, _error_of(opened, state, verified or Verified()))
+    error = None
     try:
-        dcp_load(state, storage_reader=FolderReader(path, manifest), planner=BoxLoadPlanner(), **_together(run))
-    except CheckpointException as error:  # derives from BaseException
-        rank, (cause, _) = min(error.failures.items())
-        raise RunError(f"cannot read checkpoint '{path}' (rank {rank}): {cause}") from error
+        dcp_load(state, storage_reader=FolderReader(opened.path), planner=BoxLoadPlanner(opened.index), **_alone())
+    except CheckpointException as raised:  # derives from BaseException
+        ((cause, _),) = raised.failures.values()
+        error = RunError(f"cannot read checkpoint '{opened.path}': {cause}")
+        error.__cause__ = raised
+    raise_alike(run, error)
 
 
-def _error_of(
-    run: Run, path: Path, manifest: Manifest, state: State, verified: Verified
-) -> UsageError | RunError | None:
+def _error_of(opened: Opened, state: State, verified: Verified) -> UsageError | RunError | None:
     """The reason why this rank cannot load a checkpoint, or None. Each rank verifies its share of the files."""
     try:
-        refuse_another(path, manifest["tensors"], state)
-        verify(path, manifest, verified.unverified(path, share_of(run, manifest["files"])))
+        refuse_another(opened.path, opened.index.shapes, state)
+        verify(opened.path, opened.share, verified.unverified(opened.path, opened.share["files"]))
     except (UsageError, RunError) as error:
         return error
     return None
 
 
-def refuse_another(path: Path, saved: Mapping[str, Any], state: State) -> None:
-    """Raise UsageError if a checkpoint lacks a tensor of `state`, or has it with another shape. Reads no tensor."""
+def refuse_another(path: Path, saved: Mapping[str, tuple[int, ...]], state: State) -> None:
+    """Raise UsageError if a checkpoint lacks a tensor of `state`, or has it with another shape. Reads no tensor.
+
+    `saved` are the shapes of the checkpoint's tensors.
+    """
     for name, boxed in state.items():
         parameter, _, tensor = name.rpartition("/")
         if tensor == "buffer" and name not in saved:
@@ -198,14 +202,14 @@ def refuse_another(path: Path, saved: Mapping[str, Any], state: State) -> None:
                 f"because another optimizer saved it; resume with that optimizer, or start a new run with the weights "
                 f"of the checkpoint: mplug train --set checkpoint.pretrained={path}"
             )
-        if tuple(saved[name]["shape"]) != boxed.shape:
+        if saved[name] != boxed.shape:
             raise UsageError(
-                f"checkpoint '{path}' has '{parameter}' with shape {tuple(saved[name]['shape'])}, but the model has "
+                f"checkpoint '{path}' has '{parameter}' with shape {saved[name]}, but the model has "
                 f"{boxed.shape}; resume with the config of the checkpoint"
             )
 
 
-def _was_frozen(parameter: str, state: str, saved: Mapping[str, Any]) -> bool:
+def _was_frozen(parameter: str, state: str, saved: Iterable[str]) -> bool:
     """Whether a checkpoint has `state` for other parameters, but only the weight of this one."""
     own = {name for name in saved if name.startswith(f"{parameter}/")}
     return own == {f"{parameter}/weight"} and any(name.endswith(f"/{state}") and name[0] != "/" for name in saved)
@@ -215,6 +219,11 @@ def _together(run: Run) -> dict[str, Any]:
     """Arguments that give torch.distributed.checkpoint the process group; a run of one process has none."""
     if run.groups is not None:
         return {"process_group": run.groups.beside()}
+    return _alone()
+
+
+def _alone() -> dict[str, Any]:
+    """How torch.distributed.checkpoint plans without other ranks; of that it need not warn."""
     warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
     return {"no_dist": True}
 

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from mplug.checkpoint.boxes import Boxed, buffer_boxes, held_boxes
-from mplug.checkpoint.choice import manifest_of
 from mplug.checkpoint.folder import read_manifest
+from mplug.checkpoint.index import shapes_of
+from mplug.checkpoint.opened import open_together
 from mplug.checkpoint.saver import load, refuse_another
 from mplug.checkpoint.verified import Verified
 from mplug.errors import RunError, UsageError
@@ -25,7 +26,7 @@ def refuse_unsavable_states(run: Run, model: Model, resume_from: Path | None = N
             for piece in pieces
             for name, tensor in {"weight": piece.master, **optimizer.state(piece)}.items()
         }
-        refuse_another(resume_from, read_manifest(resume_from)["tensors"], state)
+        refuse_another(resume_from, shapes_of(read_manifest(resume_from)), state)
 
 
 def load_for_inference(run: Run, path: Path, verified: Verified | None = None) -> Model:
@@ -34,9 +35,9 @@ def load_for_inference(run: Run, path: Path, verified: Verified | None = None) -
     Files in `verified` are not read to compare their checksums. If the run is still training and replaces the
     checkpoint at the same time, the function loads the new one.
     """
-    manifest, model = manifest_of(run, path), build_model(run)
+    opened, model = open_together(run, path), build_model(run)
     expected = {f"{name}/weight": Boxed(placement.shape, {}) for name, placement in model.placements.items()}
-    refuse_another(path, manifest["tensors"], expected)  # before memory is allocated
+    refuse_another(path, opened.index.shapes, expected)  # before memory is allocated
     allocate_parts(run, model)
     weights = {
         f"{name}/weight": held_boxes(model.placements[name], parameter.data, run.rank)
@@ -44,11 +45,11 @@ def load_for_inference(run: Run, path: Path, verified: Verified | None = None) -
     }
     while True:
         try:
-            load(run, path, manifest, weights | buffer_boxes(model, run.rank, held_boxes), verified)
+            load(run, opened, weights | buffer_boxes(model, run.rank, held_boxes), verified)
             return model
         except (UsageError, RunError):  # the same on all ranks
-            newer = manifest_of(run, path)
-            if newer == manifest:
+            newer = open_together(run, path)
+            if newer.checksum == opened.checksum:
                 raise
-            manifest = newer
-            refuse_another(path, manifest["tensors"], expected)
+            opened = newer
+            refuse_another(path, opened.index.shapes, expected)

@@ -4,28 +4,23 @@ import logging
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import safetensors
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from mplug.checkpoint.manifest import FORMAT, Manifest, encode, name_in_file
-from mplug.checkpoint.names import MANIFEST, partial_path
+from mplug.checkpoint.boxes import BoxSavePlanner
+from mplug.checkpoint.manifest import encode, name_in_file
+from mplug.checkpoint.names import MANIFEST, SUFFIX, file_of, partial_path
+from mplug.checkpoint.plans import KeptPlans
 from mplug.checkpoint.reading import checksum_of, open_file
 from mplug.checkpoint.retention import Retention
 from mplug.files import sync_path, write_whole
@@ -42,14 +37,12 @@ class Written:
     crc32: int
 
 
-SUFFIX = ".safetensors"
-
-
 class FolderWriter(StorageWriter):
     """Writes one file per rank to a temporary folder. The coordinator adds the manifest and makes the folder visible.
 
-    The coordinator also removes old checkpoints. `manifest` is the plain data to save with the tensors. The coordinator
-    calls `confirm` before it changes a visible checkpoint; it raises if another process has taken over the run.
+    The coordinator also removes old checkpoints. `manifest` is the plain data to save with the tensors, which `plans`
+    describe. The coordinator calls `confirm` before it changes a visible checkpoint; it raises if another process has
+    taken over the run.
     """
 
     def __init__(
@@ -57,11 +50,12 @@ class FolderWriter(StorageWriter):
         final: Path,
         rank: int,
         manifest: Mapping[str, Any],
+        plans: KeptPlans,
         retention: Retention,
         confirm: Callable[[], None] | None = None,
     ) -> None:
         self.final, self.partial, self.rank = final, partial_path(final), rank
-        self.manifest, self.retention, self.confirm = manifest, retention, confirm
+        self.manifest, self.plans, self.retention, self.confirm = manifest, plans, retention, confirm
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Do nothing: a writer writes one checkpoint."""
@@ -85,35 +79,35 @@ class FolderWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
-        """Write this rank's parts to its file."""
+        """Write all parts of this rank to its file; the result is one per file, and none of a replica of others."""
+        assert isinstance(planner, BoxSavePlanner)
         future: Future[list[WriteResult]] = Future()
-        if not plan.items:  # other ranks write all of the boxes of this rank
-            future.set_result([])
-            return future
-        tensors = {key_of(item.index): _on_host(planner.resolve_data(item)) for item in plan.items}
-        path = self.partial / f"rank{self.rank:05d}{SUFFIX}"
-        save_file(tensors, path)
-        sync_path(path)
-        written = Written(path.name, path.stat().st_size, crc32(path))
-        future.set_result([WriteResult(item.index, tensors[key_of(item.index)].nbytes, written) for item in plan.items])
+        tensors = {
+            name_in_file(name, start): _on_host(part)
+            for name, boxed in planner.state.items()
+            for start, part in boxed.parts.items()
+        }
+        written = []
+        if tensors:
+            path = self.partial / file_of(self.rank)
+            save_file(tensors, path)
+            sync_path(path)
+            size = path.stat().st_size
+            written.append(WriteResult(MetadataIndex(path.name), size, Written(path.name, size, crc32(path))))
+        future.set_result(written)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Make the checkpoint visible after all ranks have written their files."""
-        flat = [result for of_rank in results for result in of_rank]
-        written = {result.storage_data.file: result.storage_data for result in flat}
-        names = {file: file for file in written}
+        written: list[Written] = [result.storage_data for of_rank in results for result in of_rank]
+        names = {one.file: one.file for one in written}
+        table = self.plans.table()
         replaces = self.final.is_dir() and not self.final.is_symlink()
         if replaces:
-            names = _unused_names(self.final, written)
-        file_of = {result.index: names[result.storage_data.file] for result in flat}
-        tensors = {
-            name: _saved_tensor(name, saved, file_of)
-            for name, saved in metadata.state_dict_metadata.items()
-            if isinstance(saved, TensorStorageMetadata)
-        }
-        files = {names[name]: {"bytes": file.size, "crc32": file.crc32} for name, file in written.items()}
-        text = encode({"format": FORMAT, "files": files, "tensors": tensors, **self.manifest})
+            names = _unused_names(self.final, names)
+            table = self.plans.table(names.__getitem__)
+        files = {names[one.file]: {"bytes": one.size, "crc32": one.crc32} for one in written}
+        text = encode({**self.manifest, "files": files}, table)
         self._refuse_if_taken_over()
         if replaces:
             _replace(self.partial, self.final, names, text)
@@ -137,20 +131,15 @@ class FolderWriter(StorageWriter):
 class FolderReader(StorageReader):
     """Reads the parts of a load plan from the files of a checkpoint."""
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
-        self.path, self.tensors = path, manifest["tensors"]
-        self.file_of = {
-            MetadataIndex(name, start): file
-            for name, saved in self.tensors.items()
-            for file, start, _ in saved["chunks"]
-        }
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Do nothing: a reader reads one checkpoint."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The tensors of the manifest, as torch's metadata."""
-        return Metadata({name: _metadata(saved) for name, saved in self.tensors.items()})
+        """Nothing: the planner has the index of the checkpoint."""
+        return Metadata({})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the reader needs no preparation."""
@@ -167,23 +156,24 @@ class FolderReader(StorageReader):
         """Copy every part to its destination. Each file is opened once."""
         by_file = defaultdict(list)
         for item in plan.items:
-            by_file[self.file_of[item.storage_index]].append(item)
+            by_file[plan.planner_data[item.storage_index]].append(item)
         for file, items in by_file.items():
             with safetensors.safe_open(self.path / file, framework="pt") as opened:
                 for item in items:
                     where = zip(item.storage_offsets, item.lengths, strict=True)
                     target = planner.resolve_tensor(item)
-                    target.copy_(_read(opened, item.storage_index, tuple(slice(s, s + n) for s, n in where)))
+                    stored, parts = key_of(item.storage_index), tuple(slice(s, s + n) for s, n in where)
+                    target.copy_(opened.get_slice(stored)[parts] if parts else opened.get_tensor(stored))
                     planner.commit_tensor(item, target)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def whole(self, name: str) -> Tensor:
-        """A tensor that was saved as one part."""
-        ((file, start, _),) = self.tensors[name]["chunks"]
+    def whole(self, name: str, file: str, start: Sequence[int]) -> Tensor:
+        """A chunk of a tensor."""
         with safetensors.safe_open(self.path / file, framework="pt") as opened:
-            return _read(opened, MetadataIndex(name, start), ())
+            found: Tensor = opened.get_tensor(name_in_file(name, start))
+        return found
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003
@@ -233,21 +223,6 @@ def key_of(index: MetadataIndex) -> str:
 def _on_host(part: Any) -> Tensor:
     assert isinstance(part, Tensor)
     return part.detach().cpu().contiguous()
-
-
-def _read(opened: Any, index: MetadataIndex, where: tuple[slice, ...]) -> Tensor:
-    values: Tensor = opened.get_slice(key_of(index))[where] if where else opened.get_tensor(key_of(index))
-    return values
-
-
-def _saved_tensor(name: str, saved: TensorStorageMetadata, file_of: Mapping[MetadataIndex, str]) -> dict[str, Any]:
-    chunks = [[file_of[MetadataIndex(name, chunk.offsets)], [*chunk.offsets], [*chunk.sizes]] for chunk in saved.chunks]
-    return {"shape": [*saved.size], "dtype": str(saved.properties.dtype).removeprefix("torch."), "chunks": chunks}
-
-
-def _metadata(saved: Mapping[str, Any]) -> TensorStorageMetadata:
-    chunks = [ChunkStorageMetadata(torch.Size(start), torch.Size(shape)) for _, start, shape in saved["chunks"]]
-    return TensorStorageMetadata(TensorProperties(getattr(torch, saved["dtype"])), torch.Size(saved["shape"]), chunks)
 
 
 def crc32(path: Path) -> int:

@@ -26,6 +26,8 @@ COMMANDS = {
     "plugins": "List, show and check installed plugins, or create a new one.",
 }
 """The host's own commands, in the order in which a new user needs them. Each is a module of this package."""
+WORDS = "mplug.words"
+"""Key of a click context's `meta`: the words of the command line after the name of the command."""
 
 
 class Commands(click.Group):
@@ -55,6 +57,7 @@ class Commands(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Resolve a command; for an unknown one, raise UsageError with the nearest name."""
         name = args[0]
+        ctx.meta[WORDS] = args[1:]
         if not name.startswith("-") and name not in self.list_commands(ctx):
             raise UsageError(f"there is no command '{name}'{suggest(name, self.list_commands(ctx))} (see mplug --help)")
         return super().resolve_command(ctx, args)
@@ -71,13 +74,18 @@ class Commands(click.Group):
             formatter.write_dl([(name, {**summaries, **COMMANDS}[name]) for name in self.list_commands(ctx)])
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command. Ctrl-C gives the exit status of its signal. For an unknown option, suggest config fields."""
+        """Run a command. Ctrl-C gives the exit status of its signal. For an unknown word, suggest config fields."""
         try:
             return super().invoke(ctx)
-        except click.NoSuchOption as error:
-            from mplug.cli.hints import field_hint  # only this error needs it
+        except click.UsageError as error:
+            from mplug.cli.hints import argument_hint, option_hint  # only this error needs it
 
-            if hint := field_hint(error):
+            words = ctx.meta.get(WORDS, [])
+            if (
+                hint := option_hint(error, words)
+                if isinstance(error, click.NoSuchOption)
+                else argument_hint(error, words)
+            ):
                 raise UsageError(hint) from None
             raise
         except KeyboardInterrupt:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
+from mplug.cli.hints import assignment_hint
 from mplug.config.entry import Entry
 from mplug.registry.entry_points import Registry
 
@@ -120,6 +121,7 @@ def overrides(
     """The settings of the command line, merged over those of the file that `--config` names."""
     from mplug.config.sources import merge, read_assignments, read_file
 
+    assignment_hint(assignments)
     settings: Settings = read_file(file) if file else {}
     fields = {**{name: entry.target for name, entry in added_flags().items()}, **FLAGS}
     for flag, value in flags.items():

@@ -104,7 +104,7 @@ def prepare_start(request: Request, world: "World | None", lock: "Lock") -> Star
     resume_from = newest_of(directory, restarted) if directory else None
     if directory is not None and first:
         read_lines(directory / METRICS)  # refuses a damaged file; only the first rank writes it
-    readable = readable_of(resume_from)
+    readable = readable_of(resume_from) if _reads_checkpoints(world) else None
     since = changes_of(run, readable, request.allowed)
     run.directory = directory or new_directory(run.config, request.name, check=first)
     pretrained = _refuse_model(run, world, resume_from, readable, since)
@@ -117,6 +117,11 @@ def prepare_start(request: Request, world: "World | None", lock: "Lock") -> Star
 
 def _is_first(world: "World | None") -> bool:
     return world is None or world.rank == 0
+
+
+def _reads_checkpoints(world: "World | None") -> bool:
+    """Whether this process validates the checkpoint before the run starts: one process per machine does."""
+    return world is None or world.local_rank == 0
 
 
 def _refuse_options(request: Request, world: "World | None") -> None:
@@ -162,7 +167,7 @@ def _refuse_model(
     refuse_beyond_memory(run, model, world)
     refuse_other_micro_batches(model, since)
     refuse_unsavable_states(run, model, readable.path if readable else None)
-    pretrained = None if resume_from else pretrained_of(run)
+    pretrained = pretrained_of(run) if _reads_checkpoints(world) and not resume_from else None
     if pretrained is not None:
         refuse_another_model(pretrained, model)
     return pretrained

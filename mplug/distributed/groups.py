@@ -4,7 +4,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from mplug.distributed.heartbeats import LONGEST_WRITE
+from mplug.distributed.heartbeats import DESCRIBED, LONGEST_WRITE
 from mplug.layout.ranks import Grouping, Ranks
 
 PATIENCE = {"saves": timedelta(seconds=LONGEST_WRITE)}
@@ -27,7 +27,7 @@ class Groups:
         """
         if use not in self._by_use:
             timeout = PATIENCE.get(use, self._timeout)
-            self._by_use[use] = dist.new_group(backend="gloo", timeout=timeout, group_desc=f"mplug {use}")
+            self._by_use[use] = dist.new_group(backend="gloo", timeout=timeout, group_desc=f"{DESCRIBED}{use}")
         return self._by_use[use]
 
     def of(self, grouping: Grouping, use: str = "") -> dist.ProcessGroup | None:
@@ -42,15 +42,20 @@ class Groups:
         return self._made[use, grouping.leader]
 
     def _make(self, grouping: Grouping) -> dist.ProcessGroup | None:
-        own = grouping.of(self.rank)
+        """Make the groups of all ranks. Their description is the same on all ranks, as heartbeats need it.
+
+        Their names are not: the name of a split group counts the groups of its rank, and some ranks are in fewer.
+        """
+        own, description = grouping.of(self.rank), f"{DESCRIBED}group {len(self._made)}"
         if _splits_at_once():
             # One ncclCommSplit makes the groups of all ranks, and each rank names its own. `new_group` would take one
             # for each group: a thousand for the tensor-parallel groups of 8,192 ranks.
-            return dist.split_group(split_ranks=[list(own if len(own) > 1 else grouping.leader)], timeout=self._timeout)
+            ranks = list(own if len(own) > 1 else grouping.leader)
+            return dist.split_group(split_ranks=[ranks], timeout=self._timeout, group_desc=description)
         found = None
-        for ranks in grouping.all():
-            group = dist.new_group(list(ranks), timeout=self._timeout)
-            found = group if ranks == own else found
+        for members in grouping.all():
+            group = dist.new_group(list(members), timeout=self._timeout, group_desc=description)
+            found = group if members == own else found
         return found
 
 

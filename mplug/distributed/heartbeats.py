@@ -27,7 +27,9 @@ WRITING = "waiting until a checkpoint is written"
 """The activity of waiting for an asynchronous write. Its duration depends on the storage; no measurement bounds it."""
 LONGEST_WRITE = 6 * 3600.0
 """Seconds that a rank may wait for an asynchronous write."""
-SAVES = "mplug saves"
+DESCRIBED = "mplug "
+"""The beginning of the descriptions of process groups that `mplug.distributed.groups` makes, alike on all ranks."""
+SAVES = f"{DESCRIBED}saves"
 """The description of the process group in which a thread of an asynchronous save communicates
 (mplug.distributed.groups).
 """
@@ -197,7 +199,8 @@ def born(pid: int) -> str:
 def collectives_begun() -> dict[str, int]:
     """The number of collectives that this process has begun, by process group. It is the group's sequence number.
 
-    A group has the same key on all of its ranks. The key of the group of saves begins with `SAVES`.
+    A group has the same key on all of its ranks: its description, or its name if mplug did not make it. (The names of
+    groups split from NCCL's differ between ranks.) The key of the group of saves begins with `SAVES`.
     """
     module = sys.modules.get("torch.distributed.distributed_c10d")  # an import in this thread could deadlock
     world = getattr(module, "_world", None)
@@ -211,8 +214,9 @@ def collectives_begun() -> dict[str, int]:
         except (RuntimeError, AttributeError):  # the backend does not count, or the rank is not in the group
             continue
         if ranks and number >= 0:
-            use = f"{SAVES} " if group.group_desc == SAVES else ""
-            numbers[f"{use}{name}/{hash(tuple(sorted(ranks))):x}"] = int(number)
+            description = group.group_desc
+            key = description if description.startswith(DESCRIBED) else name
+            numbers[f"{key}/{hash(tuple(sorted(ranks))):x}"] = int(number)
     return numbers
 
 

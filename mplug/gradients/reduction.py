@@ -34,17 +34,26 @@ class Reduction:
         if run.groups is None:
             return
         trained = [placement for placement in placements.values() if placement.parameter.trainable]
-        different = {(one.parameter, one.shape, one.stages): one for one in trained}  # blocks are alike
+        # Blocks are alike: their placements differ in the name only.
+        different = {(one.parameter, one.shape, one.stages, one.apart, one.partial_axes): one for one in trained}
         left = [part.partial for one in different.values() for part in one.after_summing(reduced_over).regions]
         views = defaultdict[Ranks, list[Tensor]](list)
         for piece in pieces:
-            for box in piece.placement.after_summing(reduced_over).boxes(run.rank):
+            placement = piece.placement.after_summing(reduced_over)
+            _refuse_apart_and_partial(placement)
+            for box in placement.boxes(run.rank):
                 views[box.partial].append(region(piece.gradient, box))
         different_groups = {grouping.leader: grouping for grouping in left if grouping.size > 1}
         for grouping in different_groups.values():  # in the order of the plan, on every rank
             group, own = run.groups.of(grouping), grouping.of(run.rank)
             if len(own) > 1 and own in views:
-                self.sums.append((group, views[own]))
+                self.sums.append((group, views.pop(own)))
+        for ranks in views:
+            if len(ranks) > 1:
+                raise ValueError(
+                    f"a piece has a gradient that is partial over {len(ranks)} ranks from rank {ranks.first} on, and "
+                    f"no placement of the model states it: the placements of a strategy contradict its pieces"
+                )
 
     def finish(self) -> None:
         """Sum the gradients that are still partial, and wait for the sums."""
@@ -68,3 +77,16 @@ class Reduction:
         dist.all_reduce(flat, group=group)
         for view, total in zip(views, flat.split([view.numel() for view in views]), strict=True):
             view.copy_(total.view_as(view))
+
+
+def _refuse_apart_and_partial(placement: Placement) -> None:
+    """Raise ValueError if ranks keep different parts along an axis over which their gradients still have to be summed.
+
+    The host cannot sum them: each rank has the gradients of its own part only.
+    """
+    for axis in placement.partial_axes:
+        if axis in placement.apart and placement.mesh.axes[axis].size > 1:
+            raise ValueError(
+                f"ranks along axis '{axis}' own different parts of '{placement.name}', and nothing sums its gradient "
+                f"over this axis: the strategy that divides it must sum it and add '{axis}' to sinks.reduced_over"
+            )

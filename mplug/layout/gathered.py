@@ -35,7 +35,7 @@ class GatheredPlacement(Placement):
                 f"name one of their strategies in the layout"
             )
         assert axis in placement.data_axes, f"the gradient of '{placement.name}' is not partial over axis '{axis}'"
-        facts = facts_of(replace(placement, apart=(axis,), summed=(axis,)))
+        facts = facts_of(replace(placement, apart=(*placement.apart, axis), summed=(*placement.summed, axis)))
         return cls(**facts, axis=axis, in_host_memory=in_host_memory)
 
     @property
@@ -84,8 +84,7 @@ class GatheredPlacement(Placement):
 
     def _divides_rows(self, cut: Cut) -> bool:
         """Whether a boundary of rows falls inside a segment's part on some rank, not between parts or into padding."""
-        size = self.mesh.axes[cut.axis].size if cut.axis else 1
-        longest = max(cut.range_at(index)[1] for index in range(size))
+        longest = cut.range_at(0)[1]  # padding is at the end
         return (cut.offset // self._rows_each + 1) * self._rows_each < cut.offset + longest
 
     @cached_property

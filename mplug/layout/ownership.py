@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
 
+from mplug.errors import listed
 from mplug.layout.placement import Box, Placement, facts_of
 
 
@@ -47,6 +48,11 @@ class Bucket:
     stretches: tuple[Stretch, ...] = ()
     copied: tuple[str, ...] = ()
     num_owners: int = 0
+
+    @cached_property
+    def last_owner(self) -> int:
+        """The largest number of an owner."""
+        return max((stretch.owner for stretch in self.stretches), default=self.num_owners - 1)
 
     def is_even(self, num_owners: int) -> bool:
         """Whether the stretches divide the bucket into `num_owners` equal parts, one per owner, in order."""
@@ -105,6 +111,14 @@ class Sharding:
     matrices: bool = False
     transient: bool = False
 
+    def __post_init__(self) -> None:
+        for bucket in self.buckets:
+            if not bucket.stretches and (bucket.num_owners < 1 or bucket.length % bucket.num_owners):
+                raise ValueError(
+                    f"the bucket of '{bucket.names[0]}' has {bucket.length} elements and no stretches, and "
+                    f"num_owners={bucket.num_owners} does not divide it into equal parts"
+                )
+
     @cached_property
     def of(self) -> dict[str, Bucket]:
         """The bucket of every parameter that is in one."""
@@ -112,9 +126,16 @@ class Sharding:
 
     def placed(self, whole: Placement) -> "ShardedPlacement":
         """The placement of the owned parts of a parameter whose unsharded placement is `whole`."""
-        facts, bucket = facts_of(whole), self.of[whole.name]
+        bucket = self.of[whole.name]
+        ranks = math.prod(whole.mesh.axes[axis].size for axis in bucket.axes)
+        owners = bucket.last_owner + 1
+        if owners > ranks or (owners < ranks and not bucket.stretches):
+            raise ValueError(
+                f"the bucket of '{whole.name}' is for {owners} owners, and axes {listed(bucket.axes)} have "
+                f"{ranks} ranks"
+            )
         by_owner = replace(whole, apart=(*whole.apart, *bucket.axes))
-        return ShardedPlacement(**facts, whole=by_owner, bucket=bucket, flat=not self.matrices)
+        return ShardedPlacement(**facts_of(by_owner), whole=by_owner, bucket=bucket, flat=not self.matrices)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from itertools import product
 from typing import Any, Self
@@ -104,6 +104,7 @@ class Placement:
     parameter: Parameter
     shape: tuple[int, ...]
     mesh: Mesh
+    _: KW_ONLY
     stage_axis: str = ""
     stages: tuple[int, ...] = (0,)
     apart: tuple[str, ...] = ()
@@ -157,13 +158,17 @@ class Placement:
 
     @cached_property
     def view(self) -> tuple[Axis, ...]:
-        """The view of the mesh that contains every axis that splits this parameter."""
-        for axes in self.mesh.views.values():
-            if set(self.splits.values()) <= {axis.name for axis in axes}:
-                return axes
-        raise UsageError(
-            f"axes {listed(self.splits.values())} split '{self.name}', and no view of the mesh has them all"
-        )
+        """The view of the mesh that contains every axis that splits this parameter, and the pipeline's axis."""
+        splitting = set(self.splits.values())
+        views = [axes for axes in self.mesh.views.values() if splitting <= {axis.name for axis in axes}]
+        if not views:
+            raise UsageError(
+                f"axes {listed(self.splits.values())} split '{self.name}', and no view of the mesh has them all"
+            )
+        axis = self.mesh.axes.get(self.stage_axis)
+        if axis is not None and axis.size > 1 and axis not in views[0]:
+            raise ValueError(f"the pipeline's axis '{axis.name}' must be in every view of the mesh: set Axis.views")
+        return views[0]
 
     @cached_property
     def partial_axes(self) -> tuple[str, ...]:

@@ -1,14 +1,17 @@
 """Sets of ranks that follow from mesh axes. Nothing here lists ranks before a caller iterates over them."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from bisect import bisect
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import prod
+from operator import index
+from typing import SupportsIndex, overload
 
 
 @dataclass(frozen=True)
-class Ranks(Collection[int]):
+class Ranks(Sequence[int]):
     """Ranks in ascending order: `first` plus one number from each of `offsets`.
 
     Each of `offsets` begins with 0; a step of it is larger than the sum of all that follow. `Ranks.of` makes the one
@@ -20,9 +23,9 @@ class Ranks(Collection[int]):
 
     @classmethod
     def of(cls, first: int, offsets: Iterable[Sequence[int]]) -> "Ranks":
-        """The canonical form: two ranges of which the inner one fills the outer one's step are one range."""
+        """The canonical form: equal steps are a range, and two ranges are one if the inner fills the outer's step."""
         found: list[Sequence[int]] = []
-        for inner in (one for one in offsets if len(one) > 1):
+        for inner in (_as_range(one) for one in offsets if len(one) > 1):
             outer = found[-1] if found else None
             if isinstance(outer, range) and isinstance(inner, range) and outer.step == inner.step * len(inner):
                 found[-1] = range(0, len(outer) * outer.step, inner.step)
@@ -36,8 +39,34 @@ class Ranks(Collection[int]):
     def __iter__(self) -> Iterator[int]:
         return (self.first + sum(chosen) for chosen in product(*self.offsets))
 
+    @overload
+    def __getitem__(self, number: int) -> int: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> tuple[int, ...]: ...
+
+    def __getitem__(self, number: int | slice) -> int | tuple[int, ...]:
+        if isinstance(number, slice):
+            return tuple(self)[number]
+        rest, found = range(len(self))[number], self.first
+        for offsets in reversed(self.offsets):
+            rest, place = divmod(rest, len(offsets))
+            found += offsets[place]
+        return found
+
     def __contains__(self, rank: object) -> bool:
-        return any(rank == one for one in self)
+        rest = index(rank) - self.first if isinstance(rank, SupportsIndex) else -1
+        if rest < 0:
+            return False
+        for offsets in self.offsets:
+            rest -= offsets[bisect(offsets, rest) - 1]
+        return rest == 0
+
+
+def _as_range(offsets: Sequence[int]) -> Sequence[int]:
+    """A range, if the offsets have equal steps."""
+    regular = range(0, offsets[1] * len(offsets), offsets[1])
+    return offsets if isinstance(offsets, range) or tuple(regular) != offsets else regular
 
 
 @dataclass(frozen=True)

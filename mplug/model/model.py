@@ -123,7 +123,8 @@ class Model:
             raise ValueError(f"parameter '{name}' is in no unit of the plan")
         over = (*described.over, "units") if len(used_in) > 1 else described.over
         stages = tuple(sorted(used_in))
-        placement = Placement(name, replace(described, over=over), shape, mesh, self.stages.axis, stages)
+        described = replace(described, over=over)
+        placement = Placement(name, described, shape, mesh, stage_axis=self.stages.axis, stages=stages)
         placement.local_shape(0)  # raises UsageError if the ranks do not divide a dimension
         return placement
 

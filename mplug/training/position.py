@@ -10,13 +10,14 @@ from typing import Any
 from torch import Tensor
 
 from mplug.checkpoint.boxes import Boxed, State, buffer_boxes, held_boxes, owned_boxes
-from mplug.checkpoint.choice import Choice, choose
+from mplug.checkpoint.choice import Chosen, choose
 from mplug.checkpoint.folder import damaged
-from mplug.checkpoint.manifest import Manifest
+from mplug.checkpoint.opened import Opened
 from mplug.checkpoint.plain_data import lift, lower
-from mplug.checkpoint.pretrained import refuse_larger
+from mplug.checkpoint.pretrained import refuse_larger, weights_in
 from mplug.checkpoint.saver import Saver, load
 from mplug.checkpoint.storage import FolderReader
+from mplug.checkpoint.together import at_first
 from mplug.contracts import Stateful
 from mplug.errors import RunError, UsageError, printable
 from mplug.layout.placement import Placement
@@ -52,6 +53,7 @@ class Position:
     def save(self) -> None:
         """Save the current step, synchronously or while training continues; `saver` reports when it is complete."""
         run = self.run
+        self.saver.wait()  # before the ranks exchange anything in the group in which it saves
         states = {name: stateful.state_dict() for name, stateful in self.stateful.items()}
         plain = {
             "samples": self.samples,
@@ -80,7 +82,7 @@ class Position:
             state |= {name: Boxed(tuple(t.shape), {(0,) * t.dim(): t.clone()}) for name, t in tensors.items()}
         self.saver.save(state, {**facts, **plain})
 
-    def choose(self, newest: Path) -> Choice:
+    def choose(self, newest: Path) -> Chosen:
         """The checkpoint from which the run continues: `newest`, or the newest valid one before it in its folder.
 
         UsageError if it has done more steps than the run has.
@@ -93,26 +95,26 @@ class Position:
             )
         return choice
 
-    def load(self, choice: Choice, allowed: tuple[str, ...] = ()) -> None:
+    def load(self, choice: Chosen, allowed: tuple[str, ...] = ()) -> None:
         """Continue exactly at a chosen checkpoint; `allowed` are the fields that the user allows to change."""
         run, parts = self.run, self.parts
-        path, manifest = choice.path, choice.manifest
+        path, manifest, opened = choice.path, choice.manifest, choice.opened
         self.changes = changes_on_resume(path, manifest, run, allowed)
         self.history = [*map(dict, manifest.get("changes", [])), *self.changes.record(manifest["step"])]
         same_data(path, manifest, self._fingerprint(), self.changes)
-        refuse_larger(f"checkpoint '{path}'", manifest, parts.model)
+        refuse_larger(f"checkpoint '{path}'", weights_in(opened.index.shapes), parts.model)
         state: State = {name: held_boxes(placement, tensor, run.rank) for name, placement, tensor in self._tensors()}
         state |= buffer_boxes(parts.model, run.rank, held_boxes)
-        load(run, path, manifest, state, self.saver.verified)
+        load(run, opened, state, self.saver.verified)
         write_weights(parts.pieces)
         parts.model.weights_written()
-        self._load_plain(path, manifest)
+        self._load_plain(opened)
         run.step, self.samples, self.tokens = manifest["step"], manifest["samples"], manifest["tokens"]
         self.saver.retention.base = path
 
-    def _load_plain(self, path: Path, manifest: Manifest) -> None:
+    def _load_plain(self, opened: Opened) -> None:
         """Load the states of the loader, the plugins and the loss scale."""
-        plain = _plain_of(path, manifest)
+        path, plain = opened.path, _plain_of(opened)
         for name in self.stateful.keys() ^ plain["states"].keys():
             owner, other = ("the run", "the checkpoint") if name in self.stateful else ("the checkpoint", "the run")
             raise UsageError(
@@ -132,13 +134,14 @@ class Position:
         return getattr(self.parts.train_loader.loader, "fingerprint", None)
 
     def _loader_state(self) -> dict[str, Any]:
-        """The training loader's state; if it has `merge_states`, the merged state of all parts of the batch."""
+        """The training loader's state; with `merge_states`, that of all parts of the batch (on rank 0)."""
         feed, run = self.parts.train_loader, self.run
         state, merge = feed.state_dict(), getattr(feed.loader, "merge_states", None)
         if merge is None:
             return state
-        parts = dict(run.gathered((run.mesh.batch_shard(run.rank)[0], state)))
-        merged: dict[str, Any] = merge([parts[part] for part in sorted(parts)])
+        part = run.mesh.batch_shard(run.rank)[0]
+        parts = dict(at_first(run, (part, state)))
+        merged: dict[str, Any] = merge([parts[part] for part in sorted(parts)]) if parts else {}
         return merged
 
     def _tensors(self) -> list[tuple[str, Placement, Tensor]]:
@@ -178,11 +181,13 @@ def _loading_state(path: Path, name: str) -> Iterator[None]:
         ) from error
 
 
-def _plain_of(path: Path, manifest: Manifest) -> dict[str, Any]:
-    reader, held = FolderReader(path, manifest), {**manifest}
-    tensors = {name: reader.whole(name) for name in manifest["tensors"] if name.startswith("/")}
+def _plain_of(opened: Opened) -> dict[str, Any]:
+    index, held = opened.index, {**opened.facts}
+    reader = FolderReader(opened.path)
+    tensors = {name: reader.whole(name, *index.only_chunk(name)) for name in index.shapes if name.startswith("/")}
     try:
         plain: dict[str, Any] = lower({name: held[name] for name in (*PLAIN, LOSS_SCALE) if name in held}, tensors)
     except (KeyError, TypeError) as error:
-        raise damaged(path, f"a state refers to the tensor {error}, which the checkpoint does not hold") from error
+        reason = f"a state refers to the tensor {error}, which the checkpoint does not hold"
+        raise damaged(opened.path, reason) from error
     return plain

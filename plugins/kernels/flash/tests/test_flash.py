@@ -154,7 +154,7 @@ def test_only_the_fourth_version_computes_parts(monkeypatch: pytest.MonkeyPatch)
     machine(monkeypatch, (4, 2))
     assert chosen(needing, run()) == "flash-attn-4"
     machine(monkeypatch, (3,))
-    assert refusal(needing, run()) == "flash-attn-3 cannot serve: it does not offer log-sum-exp"
+    assert refusal(needing, run()) == "flash-attn-3 does not support the site: it does not offer log-sum-exp"
     assert chosen(site(needs=("document_lengths", "full attention")), run()) == "flash-attn-3"
 
 

@@ -183,7 +183,7 @@ def test_a_backend_that_is_named_serves_where_it_can() -> None:
         ("cudnn", site(), run(precision="fp32"), ("bf16", "trainer.precision")),
         ("cudnn", site(), run(deterministic=True), ("trainer.deterministic",)),
         ("cudnn", site(head_dim=192), run(), ("up to 128", "192")),
-        ("cudnn", site(dropout=0.1), run(), ("sixteenths", "0.1")),
+        ("cudnn", site(dropout=0.1), run(), ("steps of 1/16", "0.1")),
         ("flash", site(), run("cpu"), ("CUDA", "CPU")),
         ("flash", site(), run(precision="fp32"), ("bf16", "trainer.precision")),
         ("flash", site(head_dim=20), run(), ("multiples of 8", "20")),

@@ -237,7 +237,7 @@ def test_a_tensor_parallel_layout_cuts_heads_feed_forward_and_vocabulary() -> No
         "head.project.weight": (4, 16),
     }
     whole = (0, 1, 2, 3)
-    partial = {name: placement.boxes(1)[0].partial for name, placement in model.placements.items()}
+    partial = {name: tuple(placement.boxes(1)[0].partial) for name, placement in model.placements.items()}
     assert {name for name, ranks in partial.items() if ranks == whole} == {
         f"blocks.{n}.attn.{which}_norm" for n in range(2) for which in "qk"
     }

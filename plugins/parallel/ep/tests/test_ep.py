@@ -127,14 +127,14 @@ def experts_summed_over_the_others_ranks() -> None:
 
 
 def experts_left_to_themselves() -> None:
-    from mplug.layout.mesh import Mesh
+    from mplug.layout.placement import Placement
 
-    original = Mesh.group
+    original = Placement.__dict__["partial_axes"].func
 
-    def group(self: Mesh, rank: int, *axes: str) -> tuple[int, ...]:
-        return (rank,) if axes == ("expert_data",) else original(self, rank, *axes)
+    def partial_axes(self: Placement) -> tuple[str, ...]:
+        return tuple(axis for axis in original(self) if axis != "expert_data")
 
-    Mesh.group = group  # type: ignore[method-assign]
+    Placement.partial_axes = property(partial_axes)  # type: ignore[assignment, method-assign]
 
 
 def copies_sent_by_all() -> None:

@@ -169,11 +169,15 @@ def overwritten() -> None:
 
 
 def summed_again() -> None:
-    """What the reduce-scatter has summed is partial over the axis still."""
+    """The host sums gradients over the axis too, although the reduce-scatter has summed them."""
     from mplug.layout.gathered import GatheredPlacement
-    from mplug.layout.placement import Placement
 
-    GatheredPlacement.partial_axes = Placement.partial_axes  # type: ignore[assignment]
+    original = GatheredPlacement.of
+
+    def of(*arguments: Any) -> GatheredPlacement:
+        return replace(original(*arguments), apart=(), summed=())
+
+    GatheredPlacement.of = of  # type: ignore[method-assign, assignment]
 
 
 def unsummed_beside() -> None:

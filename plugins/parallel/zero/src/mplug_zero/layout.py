@@ -6,6 +6,7 @@ matrices, each rank owns whole matrices, with about the same number of elements 
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING
@@ -160,7 +161,7 @@ def owners(parts: dict[str, tuple[int, ...]], size: int) -> dict[str, list[Stret
     Greedy: it takes the largest tensor first, and always the owner with the smallest load. That owner gets parts of the
     tensor up to the average load, but at least one. An owner gets at most one stretch of each tensor.
     """
-    loads = [0] * size
+    loads = [(0, owner) for owner in range(size)]
     average = sum(map(sum, parts.values())) / size
     found: dict[str, list[Stretch]] = {}
     for name in sorted(parts, key=lambda name: (-sum(parts[name]), name)):
@@ -168,15 +169,17 @@ def owners(parts: dict[str, tuple[int, ...]], size: int) -> dict[str, list[Stret
     return found
 
 
-def _stretches(parts: Sequence[int], loads: list[int], average: float) -> Iterator[Stretch]:
-    free = set(range(len(loads)))
-    start, left = 0, list(parts)
+def _stretches(parts: Sequence[int], loads: list[tuple[int, int]], average: float) -> Iterator[Stretch]:
+    """The stretches of one tensor; `loads` is a heap of (load, owner)."""
+    start, left, done = 0, list(parts), []
     while left:
-        owner = min(free, key=lambda one: (loads[one], one))
-        free.discard(owner)
+        load, owner = heappop(loads)
         stop = start
-        while left and (stop == start or not free or loads[owner] + left[0] <= average):
-            loads[owner] += left[0]
+        while left and (stop == start or not loads or load + left[0] <= average):
+            load += left[0]
             stop += left.pop(0)
+        done.append((load, owner))
         yield Stretch(start, stop, owner)
         start = stop
+    for one in done:
+        heappush(loads, one)

@@ -1,0 +1,97 @@
+"""The host sums every gradient that is still partial, or refuses a strategy whose gradients it cannot sum."""
+
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from mplug import Axis, Bucket, GatheredPlacement, Init, Mesh, Parameter, Piece, Placement, Ranks, Sharding, contiguous
+from mplug.gradients.reduction import Reduction
+from mplug.layout.ranks import Grouping
+from mplug.run.prepare import prepare
+from mplug.testing.harness import tiny_config
+
+ROWS = Axis("rows", 2, entries={"batch": contiguous})
+COPIES = Axis("copies", 2, entries={"batch": contiguous}, distance=10)
+MESH = Mesh.of([ROWS, COPIES], 4)
+
+
+def weight(name: str) -> Placement:
+    return Placement(name, Parameter(("mlp", "embed"), Init("constant"), ("batch",)), (4, 2), MESH)
+
+
+class NamedGroups:
+    """Names process groups, and creates none."""
+
+    def of(self, grouping: Grouping, use: str = "") -> Any:
+        return tuple(grouping.of(0))
+
+
+def sums(placements: list[Placement], pieces: list[Placement], *reduced_over: str) -> list[tuple[Any, int]]:
+    """(the ranks, the number of gradients) of every sum of rank 0."""
+    run = replace(prepare(tiny_config({})), mesh=MESH, groups=cast(Any, NamedGroups()))
+    gradients = [torch.zeros(one.local_shape(0)) for one in pieces]
+    made = [Piece(one.name, g, g, None, one.parameter, one) for one, g in zip(pieces, gradients, strict=True)]
+    reduction = Reduction(run, {one.name: one for one in placements}, reduced_over, made)
+    return [(group, len(views)) for group, views in reduction.sums]
+
+
+def test_parameters_that_differ_only_in_who_shards_them_are_all_summed() -> None:
+    sharded = GatheredPlacement.of(weight("a"), "rows")
+    for placements in ([sharded, weight("b")], [weight("b"), sharded]):
+        assert sorted(sums(placements, placements)) == [((0, 1, 2, 3), 1), ((0, 2), 1)]
+
+
+def test_a_strategy_that_owns_parts_and_sums_them_leaves_the_other_axes_to_the_host() -> None:
+    bucket = Bucket(("a",), (0,), (8,), 8, ("rows",), num_owners=2)
+    owned = Sharding((bucket,)).placed(weight("a"))
+    assert sums([weight("a")], [owned], "rows") == [((0, 2), 1)]
+    assert sums([weight("a")], [owned], "rows", "copies") == []
+    assert {tuple(one.copies.of(0)) for one in owned.regions} == {(0, 2)}
+
+
+def test_a_strategy_that_owns_parts_and_does_not_sum_them_is_refused() -> None:
+    bucket = Bucket(("a",), (0,), (8,), 8, ("rows",), num_owners=2)
+    with pytest.raises(ValueError, match=r"'rows' own different parts of 'a', and nothing sums.* sinks.reduced_over"):
+        sums([weight("a")], [Sharding((bucket,)).placed(weight("a"))])
+
+
+@pytest.mark.parametrize(("length", "num_owners"), [(8, 0), (9, 2)])
+def test_a_bucket_whose_owners_get_unequal_parts_is_refused(length: int, num_owners: int) -> None:
+    with pytest.raises(ValueError, match=f"the bucket of 'a' has {length} elements.* num_owners={num_owners} does not"):
+        Sharding((Bucket(("a",), (0,), (8,), length, ("rows",), num_owners=num_owners),))
+
+
+@pytest.mark.parametrize("num_owners", [1, 4])
+def test_a_bucket_has_an_owner_for_every_rank(num_owners: int) -> None:
+    sharding = Sharding((Bucket(("a",), (0,), (8,), 8, ("rows",), num_owners=num_owners),))
+    with pytest.raises(ValueError, match=f"'a' is for {num_owners} owners, and axes rows have 2 ranks"):
+        sharding.placed(weight("a"))
+
+
+def test_sharding_rows_keeps_what_is_sharded_and_summed_already() -> None:
+    sharded = GatheredPlacement.of(replace(weight("a"), apart=("copies",), summed=("copies",)), "rows")
+    (box,) = sharded.boxes(0)
+    assert (sharded.partial_axes, box.copies) == ((), Ranks(0))
+
+
+def test_the_facts_about_stages_are_named_because_an_older_placement_listed_ranks_there() -> None:
+    with pytest.raises(TypeError, match="positional"):
+        Placement("a", weight("a").parameter, (4, 2), MESH, (0, 1))  # type: ignore[misc]
+
+
+def test_the_axis_of_a_pipeline_must_be_in_the_view_of_every_parameter() -> None:
+    stages = Axis("stages", 2, activations=("units",), distance=100)
+    experts = Axis("experts", 2, splits=("expert",), views=("expert",))
+    mesh = Mesh.of([stages, experts, ROWS], 4)
+    parameter = Parameter(("expert", "embed"), Init("constant"), ("batch",))
+    placement = Placement("a", parameter, (4, 2), mesh, stage_axis="stages", stages=(1,))
+    with pytest.raises(ValueError, match=r"axis 'stages' must be in every view of the mesh: set Axis\.views"):
+        placement.boxes(2)
+
+
+def test_a_piece_that_contradicts_the_placement_of_its_parameter_is_refused() -> None:
+    summed = replace(weight("a"), summed=("rows", "copies"))
+    with pytest.raises(ValueError, match=r"partial over 4 ranks from rank 0 on, and no placement of the model states"):
+        sums([summed], [weight("a")])

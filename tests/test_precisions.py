@@ -37,6 +37,7 @@ def explained(*words: str) -> Result:
 # The contract.
 
 
+@pytest.mark.wide("precision")
 class TestFP32(PrecisionSuite):
     plugin = "fp32"
 
@@ -45,10 +46,12 @@ class TestBF16(PrecisionSuite):
     plugin = "bf16"
 
 
+@pytest.mark.wide("precision")
 class TestFP16(PrecisionSuite):
     plugin = "fp16"
 
 
+@pytest.mark.wide("precision")
 class TestFP64(PrecisionSuite):
     plugin = "fp64"
 

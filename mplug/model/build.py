@@ -90,7 +90,7 @@ def _build_model(run: Run) -> tuple[Model, Selection]:
         model: Model = run.hooks.call.build_model(run=run)
     _refuse_unused_entries(run, model)
     freeze(model, run.config)
-    model.base_modules = choose_base_modules(run, model)
+    model.recipe, model.base_modules = run.precision.recipe, choose_base_modules(run, model)
     model.place(run.mesh, run.hooks.call.split_model(run=run, model=model))
     refuse_mixing(run, model)
     model.passes = passes_of(model)

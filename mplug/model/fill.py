@@ -42,7 +42,7 @@ def fill_slots(model: Model, run: "Run", offers: Iterable[Any]) -> Selection:
     """Select among offers, install the selected suppliers, and apply the wraps around them from inner to outer."""
     names = [unit.name for unit in model.own_units]
     units = [Site(role_of(name), UNIT, model.module.get_submodule(name), name) for name in names]
-    own = with_recipe(sites(model.module, run.entries), run, model)
+    own = with_recipe(sites(model.module, run.entries), model)
     selection = select([*own, *units], offers, run.config.kernels, run)
     built: dict[tuple[Any, ...], Callable[..., Any]] = {}
     for filled in selection.filled:

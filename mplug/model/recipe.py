@@ -73,9 +73,9 @@ def is_base(name: str, patterns: Iterable[str]) -> bool:
     return any(within(pattern).fullmatch(name) for pattern in patterns)
 
 
-def with_recipe(sites: Iterable[Site], run: "Run", model: "Model") -> Iterator[Site]:
-    """The sites; a product outside of the base modules also needs the recipe of the run's precision."""
-    recipe = run.precision.recipe
+def with_recipe(sites: Iterable[Site], model: "Model") -> Iterator[Site]:
+    """The sites; a product outside of the base modules also needs the model's recipe."""
+    recipe = model.recipe
     for site in sites:
         by_recipe = recipe is not None and site.slot in PRODUCTS and not is_base(site.name, model.base_modules)
         yield replace(site, needs=site.needs | {recipe.need}) if recipe is not None and by_recipe else site

@@ -57,7 +57,7 @@ WIDE = {
     "reshard": "more pairs of layouts between which checkpoints go",
     "scaffold": "every kind of package that `plugins new` writes: installed, tested and used",
     "session": "the first training run of README.md with all its steps",
-    "suites": "every planted mistake that a suite of mplug.testing must catch",
+    "suites": "every planted mistake that a suite of mplug.testing must catch, and all kernel cases for kernels/flex",
 }
 """The sets of tests that `pytest` runs only on request, and what each set holds."""
 

@@ -64,9 +64,11 @@ def slots() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-SLOTS = """A slot is a callable attribute of an `mplug.nn` module. A kernel or a strategy offers a supplier with the
-same signature (`mplug.Offer`), or wraps whatever fills it (`mplug.Wrap`); what stands here is the contract, and the
-default in plain torch is its first implementation. A user names a plugin for a kind of slots: `--kernels norm=NAME`."""
+SLOTS = """Read this page to write a kernel, or a strategy that communicates inside the model. A slot is a callable
+attribute of an `mplug.nn` module. A plugin offers a supplier with the same signature (`mplug.Offer`), or wraps the
+supplier that fills the slot (`mplug.Wrap`). Each section has the signature and the contract of one slot, from the
+docstring of its default in plain torch. The large headings are the kinds of slots. A user names a plugin for a kind:
+`--kernels norm=NAME`. `mplug explain` shows the supplier of each slot of a run."""
 with torch.device("meta"):
     MODULES = {
         "Attention": nn.Attention(8, 2, 2, 4, bias=False, qk_norm=True, theta=1e4),

@@ -177,9 +177,7 @@ def test_gradients_that_travel_in_fp16_are_nearer_to_those_of_fp32(replicated: l
 
 
 def test_a_format_in_which_gradients_are_not_summed_is_refused() -> None:
-    with pytest.raises(
-        UsageError, match=r"parallel\.zero\.reduce_dtype .*'bf61' is no format .* mean 'bf16'\?"
-    ):
+    with pytest.raises(UsageError, match=r"parallel\.zero\.reduce_dtype .*'bf61' is no format .* mean 'bf16'\?"):
         tiny_config({"parallel.layout": "zero2", "parallel.zero.reduce_dtype": "bf61"})
 
 

@@ -1,0 +1,34 @@
+"""Attention by torch's flex_attention: one fused kernel for everything that a specification can ask for."""
+
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ConfigDict
+
+from mplug import Offer, Site, hookimpl
+
+if TYPE_CHECKING:
+    from mplug import Run
+
+
+class Flex:
+    """Attention with windows, soft cap, documents, biases and attention sinks, without a mask in memory."""
+
+    class Config(BaseModel):
+        """No options."""
+
+        model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @hookimpl
+    def offer(self) -> list[Offer]:
+        """The offer of the attention core."""
+        from mplug_flex.attention import attention
+        from mplug_flex.limits import supports
+
+        return [Offer({"Attention.core": attention}, supports, note=_note)]
+
+
+def _note(site: Site, run: "Run") -> str:
+    return "not compiled on a CPU" if run.device == "cpu" else ""

@@ -72,7 +72,7 @@ def _pass(run: Any) -> tuple[Callable[[], None], str]:
     (filled,) = (slot for slot in build_model(run).slots if slot.site.slot == "Attention.core")
     module, length = filled.site.module, run.config.trainer.seq_length
     own = length // run.mesh.world_size
-    dtype = torch.bfloat16 if run.config.trainer.precision == "bf16" else torch.float32
+    dtype = run.precision.activation_dtype
     heads = (module.num_heads, module.num_kv_heads, module.num_kv_heads, module.num_heads)
     *qkv, gradient = (torch.randn(1, own, n, module.head_dim, device=run.device).to(dtype) for n in heads)
     leaves, spec, inputs = [x.requires_grad_() for x in qkv], module.spec, AttentionInputs()

@@ -11,6 +11,7 @@ from mplug.version import __version__  # noqa: F401
 
 if TYPE_CHECKING:
     from mplug.config.binding import RunConfig as RunConfig
+    from mplug.config.sum_format import SumFormat as SumFormat
     from mplug.contracts import MAY_CHANGE as MAY_CHANGE
     from mplug.contracts import MAY_MOVE as MAY_MOVE
     from mplug.contracts import CorpusTokenizer as CorpusTokenizer
@@ -71,6 +72,9 @@ if TYPE_CHECKING:
     from mplug.model.offers import Site as Site
     from mplug.model.offers import Wrap as Wrap
     from mplug.model.slot_buffer import SlotBuffer as SlotBuffer
+    from mplug.precision import Precision as Precision
+    from mplug.precision import Recipe as Recipe
+    from mplug.precision import rounding_of_sums as rounding_of_sums
     from mplug.registry.specification import hookimpl as hookimpl
     from mplug.registry.tokenizers import TokenizerRecord as TokenizerRecord
     from mplug.registry.tokenizers import describe_tokenizer as describe_tokenizer
@@ -88,6 +92,7 @@ publish(
     __name__,
     {
         "mplug.config.binding": ("RunConfig",),
+        "mplug.config.sum_format": ("SumFormat",),
         "mplug.contracts": (
             "CorpusTokenizer",
             "Loader",
@@ -172,6 +177,11 @@ publish(
             "Wrap",
         ),
         "mplug.model.slot_buffer": ("SlotBuffer",),
+        "mplug.precision": (
+            "Precision",
+            "Recipe",
+            "rounding_of_sums",
+        ),
         "mplug.registry.specification": ("hookimpl",),
         "mplug.registry.tokenizers": (
             "TokenizerRecord",

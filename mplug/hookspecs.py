@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mplug.layout.plan import Stages
     from mplug.model.model import Model
     from mplug.model.offers import Offer, Wrap
+    from mplug.precision import Precision
     from mplug.run.run import Run
     from mplug.training.stepper import DefaultStepper
 
@@ -36,6 +37,15 @@ def configure(config: "RunConfig") -> None:
     """Check your own section against the whole config. Called before torch is imported.
 
     Raise UsageError or ValueError to refuse the config. The host reports any other exception as a fault of the plugin.
+    """
+
+
+@exactly_one
+def define_precision() -> "Precision":
+    """The number formats of a run. Every plugin of the kind `precisions` implements it, and no other plugin does.
+
+    The answer depends on the plugin's own section alone. Pure, and called before torch is imported. To refuse a config
+    as a whole, implement `configure`. Every hook that takes `run` reads the answer as `run.precision`.
     """
 
 

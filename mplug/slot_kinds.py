@@ -30,6 +30,8 @@ CALLED_BY: dict[tuple[str, str], tuple[str, ...]] = {
 
 `part` is the name of the submodule that has the slot, in the module of the wider slot; '' is that module itself.
 """
+PRODUCTS = ("Linear.gemm", "Experts.compute", "MLP.core")
+"""The slots whose suppliers multiply by weights: the recipe of a precision applies to them (`mplug.Recipe`)."""
 KIND_OF = {slot: kind for kind, slots in SLOT_KINDS.items() for slot in slots}
 
 

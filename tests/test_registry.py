@@ -299,6 +299,8 @@ def test_check_tells_the_sound_from_the_broken_among_all_that_a_folder_has(cli: 
         "kernels/verbose",
         "parallel/slab",
         "parallel/squeeze",
+        "precisions/bf16",
+        "precisions/tinto",
     }
     assert broken == {
         "commands/limp",
@@ -420,7 +422,8 @@ def test_the_record_and_the_checkpoint_say_where_every_plugin_came_from(
     record = json.loads((tmp_path / "runs" / "told" / "record.json").read_text())
     assert record["mplug"] == version("mplug")
     plugins = {plugin["plugin"]: plugin for plugin in record["plugins"]}
-    assert set(plugins) == {"models/gpt", "optimizers/adamw", "data/text", "kernels/sdpa", "extensions/watch"}
+    ours = {"models/gpt", "optimizers/adamw", "data/text", "kernels/sdpa", "precisions/fp32"}
+    assert set(plugins) == {*ours, "extensions/watch"}
     watch, gpt = plugins["extensions/watch"], plugins["models/gpt"]
     assert (watch["distribution"], watch["version"]) == ("acme-watch", "1.4.0")
     assert (gpt["distribution"], gpt["version"]) == ("mplug-gpt", version("mplug-gpt"))

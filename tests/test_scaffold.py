@@ -17,6 +17,7 @@ USE = {
     "parallel": ("train", "--parallel", "ringo2"),
     "kernels": ("train", "--attention", "ringo"),
     "optimizers": ("train", "--optimizer", "ringo"),
+    "precisions": ("train", "--precision", "ringo"),
     "data": ("train", "--data", "ringo"),
     "tokenizers": ("data", "preprocess", "texts.jsonl", "--tokenizer", "ringo"),
     "memory": ("train", "--set", "memory.ringo.every=1"),

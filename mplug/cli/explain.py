@@ -6,6 +6,7 @@ import click
 
 from mplug.cli.options import config_options, resolved
 from mplug.cli.tables import human_bytes, table
+from mplug.slot_kinds import PRODUCTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
 def command(rank: int, **options: Any) -> None:
     """Show the parts of a run without starting it. No memory is allocated, and no data is read.
 
-    Prints the mesh, the units, the supplier of each slot and the buffers that it keeps, the modules that mix tokens
-    outside of slots, the placement of each parameter, the frozen parameters, the FLOPs of a step, the bytes that a rank
-    holds, and everything in this run that depends on the layout. A module that does not declare what it mixes is listed
-    as "not known".
+    Prints the mesh, the number formats, the units, the supplier of each slot and the buffers that it keeps, the modules
+    that mix tokens outside of slots, the placement of each parameter, the frozen parameters, the FLOPs of a step, the
+    bytes that a rank holds, and everything in this run that depends on the layout. A module that does not declare what
+    it mixes is listed as "not known".
     """
     from mplug.errors import UsageError
     from mplug.model.build import build_model
@@ -39,6 +40,7 @@ def command(rank: int, **options: Any) -> None:
     for title, text in (
         ("Mesh", _mesh(run)),
         ("Plugins", _plugins(run)),
+        ("Precision", _precision(run, model)),
         ("Units", _units(run, model)),
         ("Slots", _slots(run, model)),
         *([("Buffers of suppliers", _slot_buffers(model, rank))] if model.slot_buffers else []),
@@ -75,6 +77,29 @@ def _divides(axis: "Axis") -> str:
 def _plugins(run: "Run") -> str:
     rows = [(chosen.label, chosen.entry.origin) for chosen in run.config.chosen]
     return table(("PLUGIN", "FROM"), rows)
+
+
+def _precision(run: "Run", model: "Model") -> str:
+    """The formats of the run and, if the precision has a recipe, how each product computes."""
+    precision = run.precision
+    formats = (precision.weights, precision.activations, precision.masters, precision.gradients, precision.loss_scaling)
+    text = table(("WEIGHTS", "ACTIVATIONS", "MASTERS", "SINGLE GRADIENTS", "LOSS SCALING"), [formats])
+    if precision.recipe is None:
+        return text
+    options = ", ".join(f"{name}={value}" for name, value in precision.recipe.options.items())
+    head = (
+        f"products by the recipe '{precision.recipe.name}'{f' ({options})' if options else ''}, except in base modules"
+    )
+    groups: dict[tuple[str, ...], int] = {}
+    for filled in model.slots:
+        site = filled.site
+        if site.slot in PRODUCTS:
+            by_recipe = precision.recipe.need in site.needs
+            key = (site.role, site.slot, f"recipe '{precision.recipe.name}'" if by_recipe else precision.activations)
+            groups[key] = groups.get(key, 0) + 1
+    rows = [(key[0], n, *key[1:]) for key, n in groups.items()]
+    base = f"base modules: {', '.join(model.base_modules) or 'none'}"
+    return f"{text}\n\n{head}\n{base}\n{table(('MODULE', 'COUNT', 'PRODUCT', 'COMPUTES IN'), rows)}"
 
 
 def _grouped(names: list[str]) -> dict[str, list[str]]:

@@ -104,7 +104,7 @@ HOST_OPTIONS = [
     ),
     click.option("--optimizer", type=PluginName("optimizers"), help="Optimizer (an installed plugin)."),
     click.option("--data", type=PluginName("data"), help="Data loader (an installed plugin)."),
-    click.option("--precision", metavar="FORMAT", help="Number format of weights and activations."),
+    click.option("--precision", type=PluginName("precisions"), help="Number formats (an installed precision): bf16."),
     click.option("--config", "file", type=click.Path(path_type=Path), help="YAML file with settings."),
     click.option(
         "--set", "assignments", metavar="FIELD=VALUE", multiple=True, help="Set any field: trainer.steps=100."

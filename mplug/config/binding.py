@@ -20,7 +20,11 @@ HOST_SECTIONS: dict[str, type[sections.Section]] = {
 }
 FREE_SECTIONS = ("memory", "extensions")
 """Sections that choose any number of plugins. A sub-section with the name of a plugin chooses this plugin."""
-PLUGIN_SECTIONS = ("parallel", "kernels", *FREE_SECTIONS)
+OPTIONS_OF_PRECISIONS = "precisions"
+"""The section with the options of precisions, each in a sub-section; `trainer.precision` chooses one of them."""
+PLUGIN_SECTIONS = ("parallel", "kernels", OPTIONS_OF_PRECISIONS, *FREE_SECTIONS)
+OPTIONAL_SECTIONS = (OPTIONS_OF_PRECISIONS, *FREE_SECTIONS)
+"""Sections that a config of a run may omit."""
 SECTIONS = (*NAMED_SECTIONS, *PLUGIN_SECTIONS, *HOST_SECTIONS)
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from mplug.config.binding import FREE_SECTIONS, HOST_SECTIONS, SECTIONS
+from mplug.config.binding import HOST_SECTIONS, OPTIONAL_SECTIONS, SECTIONS
 from mplug.config.sources import Settings, merge, read_file
 
 
@@ -14,5 +14,5 @@ def default_settings() -> Settings:
 def saved_settings(directory: Path) -> Settings:
     """The settings in the folder of a run. Host fields that were added after the run was saved have their defaults."""
     ours = {key: setting for key, setting in default_settings().items() if key[0] in HOST_SECTIONS}
-    needed = [section for section in SECTIONS if section not in FREE_SECTIONS]
+    needed = [section for section in SECTIONS if section not in OPTIONAL_SECTIONS]
     return merge(ours, read_file(directory / "config.yaml", needed=needed))

@@ -23,6 +23,9 @@ LEAST_TIMEOUT = 3.0
 """Minimum watchdog timeout in seconds: a process sends three heartbeats in this time."""
 
 
+PluginName = Annotated[str, Field(min_length=1, description="name of an installed plugin")]
+
+
 class Section(BaseModel):
     """A section of the config: unknown fields are errors, values do not change."""
 
@@ -46,7 +49,7 @@ Count = Annotated[int, Field(ge=0, le=10**15)]
 
 
 class LossScale(Section):
-    """Dynamic loss scaling, which keeps fp16 gradients in range. Runs in other formats do not use it."""
+    """Dynamic loss scaling, which keeps gradients in range if the precision uses it (fp16)."""
 
     initial: PowerOfTwo = Field(description="factor on the loss of the first step before backward")
     smallest: PowerOfTwo = Field(description="minimum scale; `trainer.nonfinite` handles an overflow at this scale")
@@ -70,16 +73,21 @@ class Trainer(Section):
         description="samples per forward and backward pass on a rank; null: the rank's whole share of the global batch"
     )
     global_batch_size: Size = Field(description="samples per optimizer step, over all ranks")
-    precision: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
-        description="number format of weights and activations; master weights and optimizer moments are fp32. "
-        "Matrix products of fp32 tensors use full fp32, which is torch's default, and not TF32. "
-        "fp64 (master weights and moments included) is for tests that separate wrong sums from rounding errors"
+    precision: PluginName = Field(
+        description="the number formats of the run: the name of an installed precision, such as fp32 or bf16 "
+        "('mplug plugins list --kind precisions'); its options are in the section `precisions`"
     )
-    loss_scale: LossScale = Field(description="dynamic loss scaling of fp16 runs")
-    gradients: Literal["auto", "fp32"] = Field(
-        description="number format of gradients; 'auto' uses the format of the weights if nothing is added to a "
-        "gradient (one micro batch per step, no data parallelism) and the optimizer supports that format, else fp32; "
-        "fp16 runs always use fp32"
+    base_modules: tuple[Annotated[str, Field(min_length=1)], ...] | None = Field(
+        description="modules whose matrix products ignore the recipe of the precision (fp8, for example), as patterns "
+        "of names ('*' matches one part of a name); null: those of the precision, by default the embedding, the head, "
+        "and the first and last block; []: none"
+    )
+    loss_scale: LossScale = Field(description="dynamic loss scaling, of precisions that use it (fp16)")
+    gradients: Literal["auto", "fp32", "masters"] = Field(
+        description="number format of gradients; 'auto' uses the format that the precision states for gradients to "
+        "which nothing is added (bf16: that of the weights) if that is so (one micro batch per step, no data "
+        "parallelism) and the optimizer supports the format; 'masters' and its older name 'fp32' use the format of the "
+        "master weights"
     )
     compile: Annotated[Literal["auto", "never", "inductor", "aot_eager"], MAY_CHANGE] = Field(
         description="torch.compile's backend for each unit of the model; 'auto' uses inductor on a GPU and does not "
@@ -194,6 +202,3 @@ class Model(Section):
         description="parameters that are not trained, as patterns of the names of parameters or modules: 'embedding', "
         "'blocks.0' or 'blocks.*.attn.qkv.weight' ('*' matches one part of a name)",
     )
-
-
-PluginName = Annotated[str, Field(min_length=1, description="name of an installed plugin")]

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling for fp16 (arXiv 1710.03740, section 3.2), whose range is 6e-8 to 65504.
+"""Dynamic loss scaling (arXiv 1710.03740, section 3.2), for precisions such as fp16, whose range is 6e-8 to 65504.
 
 Backward starts with the scale instead of 1, so that small gradients do not become zero. If scaled gradients overflow,
 the step is skipped and the scale falls; after many steps without an overflow it rises. All of it stays on the device.
@@ -32,8 +32,8 @@ class LossScale:
 
     @classmethod
     def of(cls, run: Run, module: nn.Module) -> "LossScale | None":
-        """The loss scale of a run in fp16; None in every other precision, whose exponents are fp32's."""
-        return cls(run, module) if run.config.trainer.precision == "fp16" else None
+        """The loss scale of a run; None if its precision does not scale the loss."""
+        return cls(run, module) if run.precision.loss_scaling == "dynamic" else None
 
     def gradient_of(self, loss: Tensor) -> Tensor:
         """The gradient with which backward starts: the scale, in the loss's precision."""

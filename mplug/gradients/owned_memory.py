@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from mplug.contracts import Piece
-from mplug.gradients.precision import wide
 from mplug.layout.ownership import Bucket, Sharding, Stretch
 from mplug.layout.placement import Placement
 
@@ -18,8 +17,16 @@ class Shard:
     `release`; a separate tensor keeps those that this rank owns (`owned_gradient`).
     """
 
-    def __init__(self, bucket: Bucket, owner: int, device: torch.device, dtype: torch.dtype, transient: bool) -> None:
-        self.bucket, self.owner, self.transient = bucket, owner, transient
+    def __init__(
+        self,
+        bucket: Bucket,
+        owner: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        transient: bool,
+        masters: torch.dtype,
+    ) -> None:
+        self.bucket, self.owner, self.transient, self.master_dtype = bucket, owner, transient, masters
         self.weights = torch.zeros(bucket.length, device=device, dtype=dtype)
         self.owned: list[tuple[Stretch, int]] = bucket.owned(owner)
         self.num_owned = sum(stretch.length for stretch, _ in self.owned)
@@ -73,11 +80,10 @@ class Shard:
         within = slice(first - stretch.start, first - stretch.start + stop - start)
         weight = self.weights[first : first + stop - start].view(shape)
         gradient = self.owned_gradient(stretch, at)[within].view(shape)
-        masters = wide(weight.dtype)
-        if weight.dtype == masters:
+        if weight.dtype == self.master_dtype:
             return Piece(name, weight, gradient, None, placement.parameter, placement)
         if self._masters is None:
-            self._masters = self.weights.new_zeros(self.num_owned, dtype=masters)
+            self._masters = self.weights.new_zeros(self.num_owned, dtype=self.master_dtype)
         master = self._masters[at : at + stretch.length][within].view(shape)
         return Piece(name, master, gradient, weight, placement.parameter, placement)
 
@@ -92,12 +98,13 @@ class Shards:
         rank: int,
         device: torch.device,
         dtype: torch.dtype,
+        masters: torch.dtype,
     ) -> None:
         self.sharding, self.rank = sharding, rank
         self.placements = {name: sharding.placed(placements[name]) for name in sharding.of}
         mesh = next(iter(placements.values())).mesh
         self.all = [
-            Shard(bucket, mesh.number(rank, bucket.axes), device, dtype, sharding.transient)
+            Shard(bucket, mesh.number(rank, bucket.axes), device, dtype, sharding.transient, masters)
             for bucket in sharding.buckets
         ]
         self._of = {name: shard for shard in self.all for name in shard.bucket.names}

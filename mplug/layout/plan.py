@@ -166,7 +166,9 @@ class Plan:
     buffers, except those that the host sets itself. `mixing` maps patterns of modules to the named axes that these
     modules and their submodules mix; use it for classes of other packages, which cannot declare it (`mixes`). `frozen`
     are patterns of parameters and modules that are not trained, even if `parameters` says otherwise; the host adds the
-    patterns of the config (`model.frozen`).
+    patterns of the config (`model.frozen`). `base_modules` are patterns of modules that keep the formats of a precision
+    if its recipe computes products in others (a router that is not `mplug.nn.Router`). The first and the last unit of
+    a row of blocks, and all units outside of a row, are base modules in any case.
     """
 
     units: tuple[Unit, ...]
@@ -179,6 +181,7 @@ class Plan:
     buffers: Mapping[str, Buffer] = field(default_factory=dict)
     mixing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     frozen: tuple[str, ...] = ()
+    base_modules: tuple[str, ...] = ()
 
     def match_buffers(self, names: Iterable[str]) -> dict[str, Buffer]:
         """Each matched buffer's entry; ValueError if a pattern matches no buffer, or two match the same buffer."""

@@ -11,7 +11,6 @@ from mplug.config.binding import RunConfig
 from mplug.config.sources import from_mapping
 from mplug.contracts import Optimizer, Piece
 from mplug.errors import UsageError, listed
-from mplug.gradients.precision import DTYPES, wide
 from mplug.model.alternatives import kernels_that_would_do
 from mplug.model.count_passes import passes_of
 from mplug.model.draws import Draws, drawing_plugin
@@ -22,6 +21,7 @@ from mplug.model.mixing import refuse_mixing
 from mplug.model.model import Model
 from mplug.model.offers import PLAIN, Offer, Unmet, Wrap
 from mplug.model.pieces import make_pieces
+from mplug.model.recipe import choose_base_modules
 from mplug.model.selection import Selection
 from mplug.model.sizes import within_reason
 from mplug.model.slot_placement import add_slot_buffers
@@ -91,6 +91,7 @@ def _build_model(run: Run) -> tuple[Model, Selection]:
         model: Model = run.hooks.call.build_model(run=run)
     _refuse_unused_entries(run, model)
     freeze(model, run.config)
+    model.recipe, model.base_modules = run.precision.recipe, choose_base_modules(run, model)
     model.place(run.mesh, run.hooks.call.split_model(run=run, model=model))
     refuse_mixing(run, model)
     model.passes = passes_of(model)
@@ -132,7 +133,7 @@ def _optimizer_without_memory(run: Run, model: Model) -> Optimizer:
 
 def states_without_memory(run: Run, model: Model) -> tuple[Optimizer, list[Piece]]:
     """The optimizer and its pieces, of tensors without memory."""
-    pieces, masters = [], wide(DTYPES[run.config.trainer.precision])
+    pieces, masters = [], run.precision.master_dtype
     with FakeTensorMode():
         for name, parameter in model.parameters().items():
             if parameter.requires_grad:
@@ -163,21 +164,20 @@ def refuse_unsavable(run: Run, optimizer: Optimizer, pieces: list[Piece]) -> Non
 def gradient_dtype(run: Run, model: Model) -> torch.dtype:
     """The dtype of the gradients that sinks hold.
 
-    It is bf16 if weights are bf16, every gradient is one product that is never added to, and the optimizer accepts it;
-    otherwise it is the dtype of the masters.
+    It is the precision's `gradients` if every gradient is one product that is never added to, and the optimizer accepts
+    that format; otherwise it is the dtype of the masters.
     """
-    trainer = run.config.trainer
-    weights = DTYPES[trainer.precision]
+    trainer, precision = run.config.trainer, run.precision
     _, shards = run.mesh.batch_shard(run.rank)
     is_summed = (
         run.micro_batch_size * shards < trainer.global_batch_size
         or any(axis.entries and axis.size > 1 for axis in run.mesh.axes.values())
         or bool(model.plan.tied)
     )
-    if trainer.gradients == "fp32" or weights != torch.bfloat16 or is_summed:
-        return wide(weights)
+    if trainer.gradients != "auto" or precision.gradients == precision.masters or is_summed:
+        return precision.master_dtype
     accepted = getattr(_optimizer_without_memory(run, model), "low_precision_gradients", False)
-    return weights if accepted else wide(weights)
+    return precision.gradient_dtype if accepted else precision.master_dtype
 
 
 def collect_offers(run: Run, model: Model) -> list[Offer | Wrap]:
@@ -202,8 +202,9 @@ def can_be_built(settings: Mapping[str, Any]) -> bool:
 
 def allocate_parts(run: Run, model: Model) -> None:
     """Allocate the parameters and buffers of this rank in the run's precision."""
-    trainer = run.config.trainer
-    allocate(model, run.rank, torch.device(run.device), DTYPES[trainer.precision], trainer.seed)
+    precision = run.precision
+    where, seed = torch.device(run.device), run.config.trainer.seed
+    allocate(model, run.rank, where, precision.weight_dtype, seed, precision.master_dtype)
 
 
 def measure_bytes(run: Run, model: Model) -> dict[str, int]:

@@ -10,6 +10,7 @@ from mplug.errors import UsageError
 from mplug.layout.names import role_of
 from mplug.model.model import Model
 from mplug.model.offers import UNIT, Filled, Site
+from mplug.model.recipe import with_recipe
 from mplug.model.selection import Selection, select
 from mplug.nn import Attention, AttentionSpec, DotProductAttention, arguments
 from mplug.nn.specification import DOCUMENTS
@@ -41,7 +42,8 @@ def select_offers(model: Model, run: "Run", offers: Iterable[Any]) -> Selection:
     """Select among offers for every slot of the model and the call of every unit; changes nothing."""
     names = [unit.name for unit in model.own_units]
     units = [Site(role_of(name), UNIT, model.module.get_submodule(name), name) for name in names]
-    return select([*sites_of(model, run.entries), *units], offers, run.config.kernels, run)
+    own = with_recipe(sites_of(model, run.entries), model)
+    return select([*own, *units], offers, run.config.kernels, run)
 
 
 def sites_of(model: Model, entries: Container[str] = ()) -> Iterator[Site]:

@@ -16,18 +16,31 @@ CHUNK = 1 << 22
 """Number of initial values that are generated at a time: it bounds the memory of fp64 temporaries."""
 
 
-def allocate(model: Model, rank: int, device: torch.device, dtype: torch.dtype, seed: int) -> None:
+def allocate(
+    model: Model,
+    rank: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int,
+    masters: torch.dtype | None = None,
+) -> None:
     """Allocate this rank's parameters (zeros of `dtype`) and buffers.
 
+    `masters` is the dtype of master weights; None: fp32, or fp64 if `dtype` is fp64.
+
     A parameter that is gathered for computation gets memory for this rank's rows only: those of the master if it is
-    trained (fp32, or fp64 in a run in fp64).
+    trained.
     """
     replaced: dict[int, nn.Parameter] = {}
-    model.shards = Shards(model.sharding, model.placements, rank, device, dtype) if model.sharding else None
+    model.master_dtype = masters or wide(dtype)
+    if model.sharding:
+        model.shards = Shards(model.sharding, model.placements, rank, device, dtype, model.master_dtype)
+    else:
+        model.shards = None
     for name, old in model.parameters().items():
         placement = model.placements[name]
         trained = placement.parameter.trainable
-        kept = wide(dtype) if placement.gathered_along and trained else dtype
+        kept = model.master_dtype if placement.gathered_along and trained else dtype
         where = torch.device("cpu") if placement.offloaded else device
         local = model.shards.weight(name) if model.shards else None
         if local is None:

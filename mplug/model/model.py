@@ -20,6 +20,7 @@ from mplug.model.draws import Draws
 from mplug.model.offers import Filled
 from mplug.model.units import run_units
 from mplug.nn.description import weights_per_token
+from mplug.precision import Recipe
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -39,7 +40,9 @@ class Model:
     it in the module, must keep its `data` pointing to the values. `sharding` maps each part of a sharded optimizer
     state to the rank that owns it; `shards` is its memory on this rank. A plugin that exchanges updated weights between
     ranks appends to `when_written` a function that starts the exchange. `passes` describes the passes that a step of
-    the whole model computes. `slot_buffers` are the buffers that suppliers of this rank's slots keep.
+    the whole model computes. `slot_buffers` are the buffers that suppliers of this rank's slots keep. `recipe` is that
+    of the run's precision; products of the modules that `base_modules` match ignore it. `master_dtype` is the dtype of
+    the masters; it is set when memory is allocated.
     """
 
     module: nn.Module
@@ -58,6 +61,9 @@ class Model:
     passes: "Passes | None" = None
     mixing: "tuple[Statement, ...]" = ()
     draws: Draws | None = None
+    recipe: Recipe | None = None
+    base_modules: tuple[str, ...] = ()
+    master_dtype: torch.dtype = torch.float32
     _sinks: Sinks | None = None
 
     @property

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from mplug.contracts import Piece
-from mplug.gradients.precision import wide
 from mplug.layout.placement import Placement
 from mplug.model.model import Model
 
@@ -15,7 +14,7 @@ from mplug.model.model import Model
 def make_pieces(model: Model) -> list[Piece]:
     """The pieces of this rank: for a sharded parameter the part that it owns, for any other the whole local tensor.
 
-    A parameter in fp32 or fp64 is its own master; any other gets a separate master.
+    A parameter in the masters' dtype is its own master; any other gets a separate master.
     """
     pieces, owned = [], model.shards.pieces() if model.shards else {}
     for name, sink in model.sinks.items():
@@ -23,8 +22,8 @@ def make_pieces(model: Model) -> list[Piece]:
             pieces += [piece for piece in [owned[name]] if piece is not None]
             continue
         weight, placement = sink.parameter.data, model.placements[name]
-        own = weight.dtype == wide(weight.dtype)
-        master = weight if own else weight.to(wide(weight.dtype))
+        own = weight.dtype == model.master_dtype
+        master = weight if own else weight.to(model.master_dtype)
         pieces.append(Piece(name, master, sink.buffer, None if own else weight, placement.parameter, placement))
     return pieces
 

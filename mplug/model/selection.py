@@ -133,6 +133,8 @@ def _supplier_of(
 
 def _offered_in_plain_torch(site: Site) -> frozenset[str]:
     default = getattr(site.module, site.slot.rpartition(".")[2], None)
+    if getattr(default, "only_composes", False):
+        return site.needs
     return getattr(default, "offers", frozenset())
 
 

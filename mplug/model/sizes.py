@@ -9,6 +9,7 @@ from pydantic import BaseModel
 
 from mplug.config.binding import RunConfig
 from mplug.config.sources import source_of
+from mplug.dtypes import FORMATS
 from mplug.errors import UsageError
 from mplug.run.rank_limit import layout_words
 
@@ -101,8 +102,6 @@ def refuse_beyond_memory(run: "Run", model: "Model", world: "World | None") -> N
     The minimum consists of the tokens of one micro batch and, if all ranks are on this machine (no launcher), of each
     weight once. A run always needs more, so a run that is refused here could never train.
     """
-    from mplug.gradients.precision import DTYPES
-
     config, size = run.config, run.mesh.world_size
     memory = _memory(run.device)
     trainer = config.trainer
@@ -124,7 +123,7 @@ def refuse_beyond_memory(run: "Run", model: "Model", world: "World | None") -> N
             f"start them with a launcher on several machines"
         )
     elements = sum(placement.numel for placement in model.placements.values())
-    needed = elements * DTYPES[trainer.precision].itemsize
+    needed = elements * FORMATS[run.precision.weights].bytes
     if needed > memory:
         raise UsageError(
             f"the model has {elements:,} parameters, which take {needed >> 30:,} GiB in {trainer.precision}, and this "

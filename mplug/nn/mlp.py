@@ -54,6 +54,9 @@ def core(
     return composed(x)
 
 
+core.only_composes = True  # type: ignore[attr-defined]  # its needs are those of the slots that it calls
+
+
 class MLP(Activation):
     """Up projection, activation, down projection.
 

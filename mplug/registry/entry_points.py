@@ -16,12 +16,31 @@ from mplug.errors import UsageError, listed, suggest
 from mplug.slot_kinds import SLOT_KINDS
 from mplug.version import __version__
 
-KINDS = ("models", "parallel", "kernels", "optimizers", "data", "tokenizers", "memory", "extensions", "commands")
+KINDS = (
+    "models",
+    "parallel",
+    "kernels",
+    "optimizers",
+    "precisions",
+    "data",
+    "tokenizers",
+    "memory",
+    "extensions",
+    "commands",
+)
+HOST_DISTRIBUTION = "mplug"
+"""The distribution of the host. Its own plugins belong to exactly its version."""
 FLAGS = "flags"
 """The group 'mplug.flags', whose entry points are not plugins: each maps a flag to the config field that it sets."""
 RESERVED_FIELDS = ("name", "preset")
 RESERVED_NAMES = {"kernels": (*SLOT_KINDS, "default"), "parallel": ("layout", "data")}
 """By kind, the names that no plugin may have: the host has fields with these names beside the plugins' sub-sections."""
+
+
+HOST_KINDS = ("precisions",)
+"""The kinds of the host's own plugins."""
+NEEDED_HOOKS = {"precisions": "define_precision"}
+"""By kind, the hook that every plugin of this kind implements."""
 
 
 class BrokenPlugin(UsageError):
@@ -128,8 +147,13 @@ class Registry:
             missing = f"no plugin '{word}' of kind '{kind}' is installed"
             if misplaced := [point for point in self.misplaced() if point.name == name]:
                 raise UsageError(f"{missing}: {misplaced[0]}")
-            raise UsageError(f"{missing}{suggest(word, names)} (installed: {listed(names)})")
+            raise UsageError(f"{missing}{suggest(word, names)} (installed: {listed(names)}){self._stale(kind)}")
         return claims[0]
+
+    def _stale(self, kind: str) -> str:
+        """The remedy if the installed metadata of the host are older than its code."""
+        is_stale = kind in HOST_KINDS and not any(one.distribution == HOST_DISTRIBUTION for one in self.entries(kind))
+        return "; the installed metadata of mplug lacks the host's own plugins: install mplug again" if is_stale else ""
 
     def load(self, entry: Entry) -> type[Any]:
         """Import a plugin's class and check it against the contract. Raises BrokenPlugin with the reason."""
@@ -144,6 +168,7 @@ class Registry:
         if not isinstance(plugin, type):
             raise BrokenPlugin(f"{entry.label} ({entry.origin}): '{entry.target}' is not a class")
         broken = [*filter(None, [name_fault(entry.kind, entry.name)]), *faults(plugin), *_config_faults(plugin)]
+        broken += _missing_hook(entry.kind, plugin)
         if broken:
             raise BrokenPlugin(f"{entry.label} ({entry.origin}) breaks the plugin contract: {'; '.join(broken)}")
         return plugin
@@ -171,6 +196,8 @@ def _entries(distribution: Distribution, metadata: PackageMetadata, source: str)
     name, version = metadata["Name"], metadata["Version"]
     summary = next(iter(metadata.get_all("Summary") or []), "")
     requires = _requirement_on_host(metadata.get_all("Requires-Dist") or distribution.requires or [])
+    if name == HOST_DISTRIBUTION:
+        requires = f"=={version}"
     return [
         Entry(point.group.removeprefix("mplug."), point.name, point.value, name, version, summary, requires, source)
         for point in distribution.entry_points
@@ -207,6 +234,12 @@ def _config_faults(plugin: type[Any]) -> list[str]:
         f"the field '{name}' of its Config has no description" for name, f in fields.items() if not f.description
     ]
     return broken
+
+
+def _missing_hook(kind: str, plugin: type[Any]) -> list[str]:
+    """The fault of a plugin without the hook by which plugins of its kind act."""
+    hook = NEEDED_HOOKS.get(kind)
+    return [f"it does not implement the hook '{hook}'"] if hook and not hasattr(plugin, hook) else []
 
 
 def _trace(error: BaseException) -> str:

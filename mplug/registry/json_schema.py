@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, TypeAdapter, create_model
 
 from mplug.config import host_sections as sections
-from mplug.config.binding import FREE_SECTIONS, HOST_SECTIONS, KIND_OF_SECTION
+from mplug.config.binding import HOST_SECTIONS, KIND_OF_SECTION, OPTIONAL_SECTIONS
 from mplug.config.sources import NAMED_SECTIONS
 from mplug.registry.entry_points import Registry
 from mplug.slot_kinds import SLOT_KINDS
@@ -31,7 +31,7 @@ def config_schema(registry: Registry, names: Mapping[str, str]) -> dict[str, Any
     fields["kernels"] = (create_model("kernels", __config__=ConfigDict(extra="allow"), **kernels), None)
     parallel: dict[str, Any] = {"layout": (str, ""), "data": (str | None, None)}
     fields["parallel"] = (create_model("parallel", __config__=ConfigDict(extra="allow"), **parallel), None)
-    fields |= dict.fromkeys(FREE_SECTIONS, (dict[str, Any], None))
+    fields |= dict.fromkeys(OPTIONAL_SECTIONS, (dict[str, Any], None))
     whole = create_model("mplug run", __config__=ConfigDict(extra="forbid"), **fields)
     return TypeAdapter(whole).json_schema()
 

@@ -14,6 +14,7 @@ from mplug.config.binding import (
     FREE_SECTIONS,
     HOST_SECTIONS,
     KIND_OF_SECTION,
+    OPTIONS_OF_PRECISIONS,
     SECTIONS,
     Chosen,
     Kernels,
@@ -67,6 +68,7 @@ class _Resolver:
             if section in readable
         }
         parallel, kernels, frozen = self._parallel(), self._kernels(), self._frozen()
+        self._precision()
         for section in FREE_SECTIONS:
             raw = self._raw(section)
             self._sub_sections(section, list(raw), raw)
@@ -203,6 +205,13 @@ class _Resolver:
         labels = {kind: entry.label if entry else None for kind, entry in entries.items()}
         default = labels.pop("default", None)
         return Kernels(labels, default)
+
+    def _precision(self) -> None:
+        """Choose the precision that `trainer.precision` names, with its options."""
+        word, section = self._raw("trainer").get("precision"), OPTIONS_OF_PRECISIONS
+        named = [word] if isinstance(word, str) and word else []
+        found = [name for name in named if self._plugin(section, name, ("trainer", "precision"))]
+        self._sub_sections(section, found, self._raw(section))
 
     def _sub_sections(
         self,

@@ -53,6 +53,7 @@ def prepare(
     entries = frozenset(hooks.call.batch_entries(config=config) or ())
     run = Run(config, hooks, mesh, device=config.trainer.device, directory=directory, entries=entries)
     _refuse_wrong_variances(run)
+    _refuse_unused_base_modules(run)
     return run
 
 
@@ -85,6 +86,17 @@ def _refuse_wrong_variances(run: Run) -> None:
                     f"the hook 'varies' of {label} names the axis '{axis}', which the mesh does not "
                     f"have{suggest(axis, axes)} (axes: {listed(axes)})"
                 )
+
+
+def _refuse_unused_base_modules(run: Run) -> None:
+    """Raise UsageError if the config names base modules and its precision has no recipe that they could ignore."""
+    trainer = run.config.trainer
+    if run.precision.recipe is None and trainer.base_modules is not None:
+        source = source_of(run.config.settings, ("trainer", "base_modules"))
+        raise UsageError(
+            f"trainer.base_modules ({source}): the precision '{trainer.precision}' has no recipe for matrix products, "
+            f"so all modules compute in {run.precision.activations}; remove the setting, or name another precision"
+        )
 
 
 def _with_rest(config: RunConfig, axes: list[Axis], ranks: int) -> RunConfig:

@@ -46,6 +46,7 @@ def write_record(run: Run, facts: dict[str, Any]) -> None:
         "layout": run.config.parallel.layout,
         "world_size": run.mesh.world_size,
         "device": run.device,
+        "precision": {"name": run.config.trainer.precision, **run.precision.as_mapping()},
         **facts,
     }
     write_whole(run.directory / "record.json", json.dumps(record, indent=2) + "\n")

@@ -9,7 +9,9 @@ from mplug.config.binding import RunConfig
 from mplug.contracts import Variance
 from mplug.distributed.heartbeats import Pulse
 from mplug.layout.mesh import Mesh
+from mplug.precision import Precision
 from mplug.registry.hooks import Hooks
+from mplug.registry.precisions import precision_among
 from mplug.run.toolchain import triton_builds
 
 if TYPE_CHECKING:
@@ -46,6 +48,11 @@ class Run:
     def variances(self) -> dict[str, Variance]:
         """By plugin label, the declared differences between this run and a run of one process (hook `varies`)."""
         return dict(self.hooks.each("varies", config=self.config))
+
+    @cached_property
+    def precision(self) -> Precision:
+        """The number formats of the run, from the plugin that `trainer.precision` names."""
+        return precision_among(self.hooks.plugins)
 
     def group(self, *axes: str, use: str = "") -> "ProcessGroup | None":
         """The process group of this rank along mesh axes; None if the rank is alone or no processes run yet.

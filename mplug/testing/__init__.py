@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from mplug.lazy import publish
 
 if TYPE_CHECKING:
+    from mplug.registry.precisions import precision_named as precision_named
     from mplug.testing.commands import CommandSuite as CommandSuite
     from mplug.testing.data import DataSuite as DataSuite
     from mplug.testing.extensions import ExtensionSuite as ExtensionSuite
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from mplug.testing.optimizers import OptimizerSuite as OptimizerSuite
     from mplug.testing.parallel import ParallelSuite as ParallelSuite
     from mplug.testing.plugin_check import suite_of as suite_of
+    from mplug.testing.precisions import PrecisionSuite as PrecisionSuite
     from mplug.testing.suite import Fault as Fault
     from mplug.testing.suite import PluginSuite as PluginSuite
     from mplug.testing.suite import require as require
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 publish(
     __name__,
     {
+        "mplug.registry.precisions": ("precision_named",),
         "mplug.testing.commands": ("CommandSuite",),
         "mplug.testing.data": ("DataSuite",),
         "mplug.testing.extensions": ("ExtensionSuite",),
@@ -35,6 +38,7 @@ publish(
         "mplug.testing.optimizers": ("DenseStep", "OptimizerSuite"),
         "mplug.testing.parallel": ("ParallelSuite",),
         "mplug.testing.plugin_check": ("suite_of",),
+        "mplug.testing.precisions": ("PrecisionSuite",),
         "mplug.testing.suite": ("Fault", "PluginSuite", "require", "smoke"),
         "mplug.testing.tokenizers": ("TokenizerSuite",),
         "mplug.testing.workers": ("WorkerFailed", "run_workers"),

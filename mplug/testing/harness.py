@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from mplug.config.defaults import default_settings
 from mplug.config.sources import Settings, from_mapping, merge, read_file
+from mplug.dtypes import FORMATS
 from mplug.errors import UsageError
 from mplug.registry.entry_points import Registry
 from mplug.registry.resolve import resolve
@@ -249,6 +250,14 @@ def logical(parts: Iterable[Mapping[str, Boxes]], name: str, shape: tuple[int, .
         for start, values in boxes.get(name, []):
             whole[tuple(slice(s, s + n) for s, n in zip(start, values.shape, strict=True))] = values
     return whole
+
+
+def run_tolerance(format_: str) -> float:
+    """Maximum relative error of a tiny run's losses and gradients against plain torch, by the format of activations.
+
+    In bf16 it is 0.1: a gradient of the tiny run sums few numbers, each with an error of one or two percent.
+    """
+    return max(1e-4, 25.6 * 2.0 ** -FORMATS[format_].significand)
 
 
 def difference(traces: list[Trace], reference: Trace, tolerance: float = EXACT) -> str:

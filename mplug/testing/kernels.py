@@ -19,7 +19,7 @@ from unittest import SkipTest
 
 from mplug.errors import UsageError, listed
 from mplug.model.offers import Filled, Offer, Site
-from mplug.testing.harness import difference, tiny_run, train_steps
+from mplug.testing.harness import difference, run_tolerance, tiny_run, train_steps
 from mplug.testing.kernel_buffers import BufferChecks, answer_of, declared_by, sites_of
 from mplug.testing.suite import Fault, PluginSuite, naming_failures, refusals, require, smoke
 
@@ -31,11 +31,6 @@ if TYPE_CHECKING:
     from mplug.testing.trials import Trial
 
 UNKNOWN = "a capability that does not exist"
-RUN_TOLERANCE = {"fp32": 1e-4, "bf16": 0.1}
-"""Maximum relative error of a tiny run's losses and gradients against plain torch, by `trainer.precision`.
-
-In bf16, a gradient of the tiny run sums few numbers, each with an error of one or two percent.
-"""
 
 
 class KernelSuite(BufferChecks, PluginSuite):
@@ -105,12 +100,11 @@ class KernelSuite(BufferChecks, PluginSuite):
         return parts_fault(parts, self._setting(site), packed)
 
     def _setting(self, site: Site) -> "Setting":
-        from mplug.gradients.precision import DTYPES
         from mplug.testing.capabilities import Setting
 
         run, _ = self._offered()
         heads = (site.module.num_heads, site.module.num_kv_heads, site.module.head_dim)
-        return Setting(*heads, DTYPES[self.dtypes[0]], run.device)
+        return Setting(*heads, run.precision.activation_dtype, run.device)
 
     # What it offers.
 
@@ -269,7 +263,8 @@ class KernelSuite(BufferChecks, PluginSuite):
         self._filled()
         precision = self.dtypes[0]
         plain = train_steps(self.tiny(trainer__precision=precision, kernels__default=None))
-        found = difference([train_steps(self.tiny(trainer__precision=precision))], plain, RUN_TOLERANCE[precision])
+        tolerance = run_tolerance(tiny_run(self.tiny(trainer__precision=precision)).precision.activations)
+        found = difference([train_steps(self.tiny(trainer__precision=precision))], plain, tolerance)
         require(not found, f"in a tiny run with '{self.plugin}' instead of plain torch, {found.partition(';')[0]}")
 
     # Shared by the tests.
@@ -315,7 +310,6 @@ class KernelSuite(BufferChecks, PluginSuite):
         self, dtype: str, only: str | None
     ) -> "tuple[dict[str, list[Trial]], dict[str, list[str]]]":
         """The trials of every slot (or of slot `only`), and the refusals of the other cases."""
-        from mplug.gradients.precision import DTYPES
         from mplug.testing.trials import Trial
 
         run, offers = self._offered(dtype)
@@ -329,7 +323,8 @@ class KernelSuite(BufferChecks, PluginSuite):
                 refusals.setdefault(site.slot, {})[str(answer or "False")] = None
             elif case.dropout == 0 or not offer.varies(site, run):
                 suppliers, where = {**case.plain, **offer.suppliers}, f"{_case_name(case, site)}, {dtype}"
-                trial = Trial(case, suppliers, DTYPES[dtype], run.device, where, declared_by(offer, case))
+                dtype_of, declared = run.precision.activation_dtype, declared_by(offer, case)
+                trial = Trial(case, suppliers, dtype_of, run.device, where, declared)
                 trials.setdefault(site.slot, []).append(trial)
         return trials, {slot: list(reasons) for slot, reasons in refusals.items()}
 

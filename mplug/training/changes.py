@@ -15,7 +15,14 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from mplug.checkpoint.folder import damaged
-from mplug.config.binding import HOST_SECTIONS, KIND_OF_SECTION, PLUGIN_SECTIONS, Chosen, RunConfig
+from mplug.config.binding import (
+    HOST_SECTIONS,
+    KIND_OF_SECTION,
+    OPTIONS_OF_PRECISIONS,
+    PLUGIN_SECTIONS,
+    Chosen,
+    RunConfig,
+)
 from mplug.config.defaults import default_settings
 from mplug.config.host_sections import Schedule
 from mplug.config.sources import NAMED_SECTIONS, Key, nested, source_of
@@ -23,6 +30,7 @@ from mplug.contracts import MAY_CHANGE, MAY_MOVE, Mark
 from mplug.errors import UsageError, listed, printable, suggest
 from mplug.model.mixing import MICRO_BATCH, SAMPLES
 from mplug.model.model import Model
+from mplug.registry.entry_points import HOST_DISTRIBUTION
 from mplug.run.record import provenance
 from mplug.run.run import Run
 from mplug.training.schedule import learning_rate
@@ -207,6 +215,8 @@ def _settings(manifest: Mapping[str, Any], run: Run) -> Iterator[Change]:
         yield from (change for change in _of_variances(section, manifest, run) if change.key not in refused)
     for section, model in HOST_SECTIONS.items():
         was = {**defaults[section], **(old.get(section) or {})}
+        if section == "trainer":
+            was["precision"] = _saved_precision(was["precision"], recorded, config)
         yield from compared((section,), model, was, new[section], _by_mark(None, manifest))
 
 
@@ -254,7 +264,7 @@ def _of_plugins(
     own, other = ({n: v for n, v in tree.items() if not isinstance(v, dict)} for tree in (old, new))
     yield from compared((section,), None, own, other, _free)
     held = {label for label in before if label.startswith(f"{section}/")}
-    if not other:
+    if not other and section != OPTIONS_OF_PRECISIONS:  # `trainer.precision` says which one is used
         for label in sorted(held ^ {chosen.label for chosen in plugins}):
             key = (section, label.partition("/")[2])
             was, now = ("used", "not used") if label in held else ("not used", "used")
@@ -329,6 +339,19 @@ def _named(word: Any, recorded: Mapping[str, Any] | None, chosen: Chosen) -> Any
     if recorded is not None and recorded["plugin"] == chosen.label:
         return f"{word} of {recorded['distribution']}"
     return word
+
+
+def _saved_precision(word: Any, recorded: Mapping[str, Mapping[str, Any]], config: RunConfig) -> Any:
+    """The checkpoint's word for its precision; that of the run if both mean the same plugin of the same distribution.
+
+    Checkpoints without a record of their precision have one of the host's.
+    """
+    label = f"{OPTIONS_OF_PRECISIONS}/{str(word).rpartition('/')[2]}"
+    before = recorded.get(label, {}).get("distribution", HOST_DISTRIBUTION)
+    chosen = next(chosen for chosen in config.chosen if chosen.section[0] == OPTIONS_OF_PRECISIONS)
+    if chosen.label != label:
+        return word
+    return config.trainer.precision if chosen.entry.distribution == before else f"{word} of {before}"
 
 
 def _versions(manifest: Mapping[str, Any], run: Run) -> list[str]:

@@ -9,7 +9,6 @@ from torch import Tensor
 from mplug.contracts import MicroBatch, Optimizer, Piece, StepResult, StepScalars
 from mplug.gradients.loss_scale import LossScale
 from mplug.gradients.norm import GlobalNorm, owned_gradients
-from mplug.gradients.precision import DTYPES, wide
 from mplug.gradients.reduction import Reduction
 from mplug.gradients.statistics import Statistics
 from mplug.model.draws import ENTRY, micro_batch_key
@@ -33,7 +32,7 @@ class DefaultStepper:
         self.seed, self.max_norm = run.config.trainer.seed, run.config.trainer.max_grad_norm
         self.one_pass: bool = getattr(optimizer, "one_pass", False)
         self.updated_on = pieces[0].master.device if pieces else torch.device(run.device)  # the CPU, if offloaded
-        self.wide = wide(DTYPES[run.config.trainer.precision])
+        self.wide = run.precision.master_dtype
         self.norm = GlobalNorm(owned_gradients(pieces, run.rank), self.updated_on.type, self.wide)
         self.reduction = Reduction(run, model.placements, model.sinks.reduced_over, pieces)
         updates = slot_updates(model.slot_buffers)

@@ -14,7 +14,7 @@ from mplug import Offer, Site
 from mplug.cli import main
 from mplug.nn import AttentionInputs, AttentionSpec
 from mplug.nn.parts import parts_of
-from mplug.testing import KernelSuite
+from mplug.testing import KernelSuite, precision_named
 from mplug.testing.capabilities import Setting, core_fault, parts_fault
 from mplug.testing.harness import train_steps
 from mplug.testing.precision import Heads, attention_errors
@@ -31,7 +31,8 @@ def site(dropout: float = 0.0, needs: tuple[str, ...] = (), head_dim: int = 64) 
 
 def run(device: str = "cuda", precision: str = "bf16", deterministic: bool = False) -> Any:
     trainer = SimpleNamespace(precision=precision, deterministic=deterministic)
-    return SimpleNamespace(device=device, config=SimpleNamespace(trainer=trainer))
+    config = SimpleNamespace(trainer=trainer)
+    return SimpleNamespace(device=device, config=config, precision=precision_named(precision))
 
 
 def offers(version: Any = "auto", during: Any = None) -> list[Offer]:

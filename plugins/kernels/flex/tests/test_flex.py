@@ -15,7 +15,7 @@ from mplug import Site
 from mplug.nn import AttentionInputs, AttentionSpec
 from mplug.nn.attention import scaled_dot_product
 from mplug.nn.specification import DOCUMENTS, KEY_LENGTH, unseen
-from mplug.testing import KernelSuite, kernel_cases
+from mplug.testing import KernelSuite, kernel_cases, precision_named
 from mplug.testing.harness import EXACT, difference, train_ranks, train_steps
 
 DOCUMENTS_OF_5 = {"data.documents": 5}
@@ -254,7 +254,8 @@ def site(needs: tuple[str, ...] = (), width: int = 64, value_width: int | None =
 
 def run(device: str = "cuda", precision: str = "bf16", deterministic: bool = False) -> Any:
     trainer = SimpleNamespace(precision=precision, deterministic=deterministic)
-    return SimpleNamespace(device=device, config=SimpleNamespace(trainer=trainer))
+    config = SimpleNamespace(trainer=trainer)
+    return SimpleNamespace(device=device, config=config, precision=precision_named(precision))
 
 
 def answer(at: Site, during: Any) -> bool | str:
@@ -278,7 +279,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
         (site((DOCUMENTS, KEY_LENGTH)), run("cpu"), ("as many keys as queries",)),
         (site(dropout=0.1), run("cpu"), ("does not support dropout", "0.1")),
         (site(), run("mps"), ("needs a CUDA GPU or a CPU", "'mps'")),
-        (site(), run(precision="fp64"), ("fp32", "trainer.precision is fp64")),
+        (site(), run(precision="fp64"), ("fp32", "trainer.precision=fp64 is wider")),
         (site(width=8), run(), ("head dims of 16 to 256", "has 8")),
         (site(width=512), run(), ("head dims of 16 to 256", "has 512")),
         (site(value_width=8), run(), ("value widths of 16 to 256", "has 8")),

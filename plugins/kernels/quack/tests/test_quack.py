@@ -29,7 +29,7 @@ from mplug.model.build import build_model
 from mplug.nn import MLP, Weights, normal
 from mplug.nn.linear import PLAIN, multiply
 from mplug.nn.mlp import activation
-from mplug.testing import KernelSuite
+from mplug.testing import KernelSuite, precision_named
 from mplug.testing.harness import tiny_run
 from mplug.testing.kernel_cases import Case, cases
 from mplug.testing.trials import Trial
@@ -58,7 +58,8 @@ def site(kind: str = "gelu", d: int = 32, f: int = 128, bias: bool = False, *nee
 
 
 def run(device: str = "cuda", precision: str = "bf16") -> Any:
-    return SimpleNamespace(device=device, config=SimpleNamespace(trainer=SimpleNamespace(precision=precision)))
+    config = SimpleNamespace(trainer=SimpleNamespace(precision=precision))
+    return SimpleNamespace(device=device, config=config, precision=precision_named(precision))
 
 
 @pytest.fixture
@@ -94,7 +95,7 @@ def test_it_serves_gelu_in_bf16_on_hopper_with_a_bias_and_without(machine: Calla
     [
         (site("swiglu"), run(), "it supports the activations gelu and gelu_tanh, and this site's activation is swiglu"),
         (site(), run("cpu"), "it needs a Hopper GPU, and this run is on the CPU"),
-        (site(), run(precision="fp32"), "it computes in bf16, and trainer.precision is fp32"),
+        (site(), run(precision="fp32"), "it computes in bf16, and trainer.precision=fp32 computes in float32"),
         (site(d=36), run(), f"multiples of {ALIGNED} as widths, and this MLP has widths 36 and 128"),
         (site(f=100), run(), f"multiples of {ALIGNED} as widths, and this MLP has widths 32 and 100"),
         (site("gelu", 32, 128, False, "ringo"), run(), "it does not offer ringo"),

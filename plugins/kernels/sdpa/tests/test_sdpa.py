@@ -16,7 +16,7 @@ from mplug_sdpa.limits import OFFERED
 from mplug import Offer, Site
 from mplug.cli import main
 from mplug.nn import AttentionInputs, AttentionSpec
-from mplug.testing import KernelSuite
+from mplug.testing import KernelSuite, precision_named
 from mplug.testing.capabilities import Setting, core_fault, parts_fault
 from mplug.testing.precision import Heads, attention_errors
 
@@ -45,7 +45,8 @@ def site(dropout: float = 0.0, needs: tuple[str, ...] = (), head_dim: int = 64) 
 
 def run(device: str = "cuda", precision: str = "bf16", deterministic: bool = False, seq_length: int = 4096) -> Any:
     trainer = SimpleNamespace(precision=precision, deterministic=deterministic, seq_length=seq_length)
-    return SimpleNamespace(device=device, config=SimpleNamespace(trainer=trainer))
+    config = SimpleNamespace(trainer=trainer)
+    return SimpleNamespace(device=device, config=config, precision=precision_named(precision))
 
 
 @pytest.fixture

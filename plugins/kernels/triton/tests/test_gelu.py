@@ -21,7 +21,7 @@ from mplug import Site, UsageError
 from mplug.model.build import build_model
 from mplug.model.offers import PLAIN
 from mplug.nn.mlp import activation as composition
-from mplug.testing import run_workers
+from mplug.testing import precision_named, run_workers
 from mplug.testing.harness import Trace, difference, tiny_run, train_steps
 
 DEVICES = [
@@ -175,7 +175,8 @@ def answer(
         trainer=SimpleNamespace(precision=precision, compile=compiler or "never"),
         kernels=SimpleNamespace(kinds={"activation": "kernels/triton"} if named else {}),
     )
-    run: Any = SimpleNamespace(device="cuda", compiler=compiler, config=config)
+    formats = precision_named(precision)
+    run: Any = SimpleNamespace(device="cuda", compiler=compiler, config=config, precision=formats)
     return offer.supports(site, run)
 
 
@@ -195,7 +196,7 @@ def test_it_serves_exact_gelu_in_compiled_units_of_half_precision(named: bool) -
             {"kind": "gelu_tanh"},
             r"supports 'gelu' only, and this site's activation is 'gelu_tanh'; set kernels\.activation=null",
         ),
-        ({"precision": "fp32"}, r"errors of up to 2\.8e-6, which are too large for fp32"),
+        ({"precision": "fp32"}, r"errors of up to 2\.8e-6, which are too large for float32"),
         ({"compiler": None}, r"units are eager \(trainer\.compile=never on 'cuda'\)"),
         ({"needs": frozenset({"log-sum-exp"})}, r"it does not offer log-sum-exp"),
     ],

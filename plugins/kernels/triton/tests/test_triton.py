@@ -18,7 +18,7 @@ from mplug_triton import WIDEST, Triton
 
 from mplug import Site
 from mplug.errors import UsageError
-from mplug.testing import KernelSuite
+from mplug.testing import KernelSuite, precision_named
 from mplug.testing.harness import tiny_run
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -63,7 +63,7 @@ def answer(slot: str, size: int = 64, device: str = "cuda", *needs: str, precisi
     module = SimpleNamespace(weight=torch.empty(size, device="meta"), head_dim=size)
     offered = next(one for one in Triton(Triton.Config()).offer() if slot in one.suppliers)
     config = SimpleNamespace(trainer=SimpleNamespace(precision=precision))
-    run: Any = SimpleNamespace(device=device, config=config)
+    run: Any = SimpleNamespace(device=device, config=config, precision=precision_named(precision))
     return offered.supports(Site("blocks.*", slot, module, "", frozenset(needs)), run)
 
 
@@ -112,7 +112,7 @@ def test_on_a_cpu_it_says_that_it_needs_a_gpu_unless_it_is_interpreted(
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("slot", [NORM, QKV])
 def test_what_would_be_rounded_to_fp32_it_does_not_serve(slot: str) -> None:
-    assert answer(slot, precision="fp64") == "it computes in fp32, and trainer.precision is fp64"
+    assert answer(slot, precision="fp64") == "it computes in fp32, and trainer.precision=fp64 computes in float64"
 
 
 @pytest.mark.parametrize("slot", [NORM, QKV])

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from mplug import UsageError
 from mplug.testing import run_workers
-from mplug.testing.harness import Trace, difference, tiny_run, train_steps, weights_off
+from mplug.testing.harness import Trace, difference, tiny_config, tiny_run, train_steps, weights_off
 
 SMALL: dict[str, Any] = {"model.num_layers": 3, "parallel.zero.bucket_mib": 0.02}
 
@@ -166,6 +167,18 @@ def test_overlap_changes_no_bit(stage: int) -> None:
         for overlap in (True, False)
     )
     assert same(one, other)
+
+
+@pytest.mark.wide("precision")
+def test_gradients_that_travel_in_fp16_are_nearer_to_those_of_fp32(replicated: list[Trace]) -> None:
+    found = run_workers(2, trained, settings("zero2", parallel__zero__reduce_dtype="fp16"))
+    assert difference(found, _whole(replicated), tolerance=0.003) == ""
+    assert difference(found, _whole(replicated)) != ""
+
+
+def test_a_format_in_which_gradients_are_not_summed_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"parallel\.zero\.reduce_dtype .*'bf61' is no format .* mean 'bf16'\?"):
+        tiny_config({"parallel.layout": "zero2", "parallel.zero.reduce_dtype": "bf61"})
 
 
 def test_gradients_that_travel_in_bf16_are_those_of_fp32_to_its_precision(replicated: list[Trace]) -> None:

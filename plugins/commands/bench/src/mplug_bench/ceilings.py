@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mplug import Model, Run
-from mplug.commands import DTYPES, build_model, measure_bytes, timed
+from mplug.commands import build_model, measure_bytes, timed
 from mplug.nn import AttentionInputs, AttentionSpec
 from mplug.nn.linear import Linear
 from mplug.ops import all_gather
@@ -53,11 +53,11 @@ class Work:
 
 def ceilings(run: Run) -> Limits:
     """Measure the machine, and the work of the run's model by itself. Collective: all processes must call it."""
-    model, device, precision = build_model(run), run.device, run.config.trainer.precision
+    model, device, precision = build_model(run), run.device, run.precision
     size, copies = LARGE[device], _bytes_per_s_copied(device)
-    large = Work(2 * size**3, 1, partial(_square, size, DTYPES[precision], device))
+    large = Work(2 * size**3, 1, partial(_square, size, precision.activation_dtype, device))
     rates = {
-        f"{precision} product of {size} x {size} matrices, TFLOP/s": _rate([large], device)[0],
+        f"{precision.activations} product of {size} x {size} matrices, TFLOP/s": _rate([large], device)[0],
         "copy within memory, read and written, TB/s": copies / 1e12,
         **_bus_rates(run),
     }
@@ -142,7 +142,7 @@ def products(run: Run, model: Model) -> list[Work]:
 
 
 def _products(run: Run, tokens: int, out: int, wide: int, dgrad: bool, wgrad: bool) -> Callable[[], object]:
-    of = partial(torch.randn, device=run.device, dtype=DTYPES[run.config.trainer.precision])
+    of = partial(torch.randn, device=run.device, dtype=run.precision.activation_dtype)
     x, weight, grad_y = of(tokens, wide), of(out, wide), of(tokens, out)
 
     def call() -> None:
@@ -180,7 +180,7 @@ def attentions(run: Run, model: Model) -> list[Work]:
 def _attend(
     run: Run, core: Callable[..., Tensor], heads: int, groups: int, width: int, backward: bool
 ) -> Callable[[], object]:
-    shape, dtype = (run.micro_batch_size, _own_length(run)), DTYPES[run.config.trainer.precision]
+    shape, dtype = (run.micro_batch_size, _own_length(run)), run.precision.activation_dtype
     q, k, v = (
         torch.randn(*shape, number, width, device=run.device, dtype=dtype, requires_grad=backward)
         for number in (heads, groups, groups)

@@ -96,9 +96,10 @@ def _unfit(site: Site, run: "Run") -> str:
         return reason
     if run.device != "cuda":
         return "flash-attn needs a CUDA GPU, and this run is on the CPU"
-    precision = run.config.trainer.precision
-    wider = precision in ("fp32", "fp64")
-    return f"flash-attn computes in bf16 or fp16, and trainer.precision is {precision}" if wider else ""
+    if run.precision.activations in ("bfloat16", "float16"):
+        return ""
+    word, format_ = run.config.trainer.precision, run.precision.activations
+    return f"flash-attn computes in bf16 or fp16, and trainer.precision={word} computes in {format_}"
 
 
 def _limit(candidate: Version, site: Site, run: "Run", capability: tuple[int, int]) -> str:

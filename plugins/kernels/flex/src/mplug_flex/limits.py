@@ -47,8 +47,8 @@ def supports(site: Site, run: "Run") -> bool | str:
 
 def _limit_on_gpu(site: Site, run: "Run") -> str:
     capability, spec = torch.cuda.get_device_capability(), site.module.spec
-    if run.config.trainer.precision == "fp64":
-        return "on a GPU it computes scores in fp32, and trainer.precision is fp64"
+    if run.precision.activations == "float64":
+        return f"on a GPU it computes scores in fp32, and trainer.precision={run.config.trainer.precision} is wider"
     if capability < AMPERE:
         chip = ".".join(map(str, capability))
         return f"it supports GPUs of compute capability 8.0 and newer, and this GPU has {chip}"

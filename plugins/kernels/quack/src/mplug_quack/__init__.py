@@ -40,8 +40,9 @@ def supports(site: Site, run: "Run") -> bool | str:
         return f"it supports the activations {' and '.join(KINDS)}, and this site's activation is {site.module.kind}"
     if run.device != "cuda":
         return "it needs a Hopper GPU, and this run is on the CPU"
-    if run.config.trainer.precision != "bf16":
-        return f"it computes in bf16, and trainer.precision is {run.config.trainer.precision}"
+    if run.precision.activations != "bfloat16":
+        word, format_ = run.config.trainer.precision, run.precision.activations
+        return f"it computes in bf16, and trainer.precision={word} computes in {format_}"
     widths = tuple(site.module.up.weight.shape)
     if any(width % ALIGNED for width in widths):
         return f"it supports multiples of {ALIGNED} as widths, and this MLP has widths {widths[1]} and {widths[0]}"

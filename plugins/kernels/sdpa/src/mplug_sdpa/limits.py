@@ -10,6 +10,7 @@ from mplug.nn.specification import BIASES, DOCUMENTS, FULL, LOG_SUM_EXP, VALUE_W
 if TYPE_CHECKING:
     from mplug import Run
 
+HALF = ("bfloat16", "float16")
 HOPPER = (9, 0)
 AMPERE = (8, 0)
 LOWERED = "fails in half precision on this CPU, because ATEN_CPU_CAPABILITY hides its AVX-512"
@@ -64,22 +65,22 @@ def limit(backend: str, site: Site, run: "Run") -> str:
     if backend == "math":
         return ""
     if backend == "torch":
-        lowered = run.device == "cpu" and run.config.trainer.precision in ("bf16", "fp16") and capability_is_lowered()
+        lowered = run.device == "cpu" and run.precision.activations in HALF and capability_is_lowered()
         return LOWERED if lowered else ""
     if run.device != "cuda":
         return "needs a CUDA GPU, and this run is on the CPU"
-    capability, precision = torch.cuda.get_device_capability(), run.config.trainer.precision
-    if precision == "fp64":
-        return "does not support fp64, and trainer.precision is fp64"
-    if precision != "fp32" and capability < AMPERE:
+    capability, computed = torch.cuda.get_device_capability(), run.precision.activations
+    if computed not in (*HALF, "float32"):
+        return f"does not support {computed}, and trainer.precision={run.config.trainer.precision} computes in it"
+    if computed != "float32" and capability < AMPERE:
         return (
-            f"supports {precision} on GPUs of compute capability 8.0 and newer, and this GPU has {_dotted(capability)}"
+            f"supports {computed} on GPUs of compute capability 8.0 and newer, and this GPU has {_dotted(capability)}"
         )
     if backend == "efficient":
-        multiple = 4 if precision == "fp32" else 8
+        multiple = 4 if computed == "float32" else 8
         return "" if site.module.head_dim % multiple == 0 else _other_head_dim(site, f"multiples of {multiple}")
-    if precision == "fp32":
-        return "computes in bf16 or fp16, and trainer.precision is fp32"
+    if computed == "float32":
+        return f"computes in bf16 or fp16, and trainer.precision={run.config.trainer.precision} computes in fp32"
     return _flash_limit(site, capability) if backend == "flash" else _cudnn_limit(site, run)
 
 

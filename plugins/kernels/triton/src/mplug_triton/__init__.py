@@ -15,6 +15,9 @@ from mplug import Offer, Site, hookimpl
 if TYPE_CHECKING:
     from mplug import Run
 
+HALF = ("bfloat16", "float16")
+NARROWER = (*HALF, "float32")
+"""Formats whose numbers the kernels compute with in fp32."""
 WIDEST = 16384
 """Maximum width of a row, in elements, that a norm's program holds in registers."""
 
@@ -66,8 +69,9 @@ def _runs(site: Site, run: "Run") -> bool | str:
         return "triton is not installed; install 'mplug-triton[triton]'"
     if run.device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return "it needs a CUDA GPU, and this run is on the CPU"
-    if run.config.trainer.precision == "fp64":
-        return "it computes in fp32, and trainer.precision is fp64"
+    if run.precision.activations not in NARROWER:
+        word, format_ = run.config.trainer.precision, run.precision.activations
+        return f"it computes in fp32, and trainer.precision={word} computes in {format_}"
     return True
 
 
@@ -89,9 +93,8 @@ def _reason_against_activation(site: Site, run: "Run") -> str:
         return (
             f"it supports 'gelu' only, and this site's activation is '{site.module.kind}'; set kernels.activation=null"
         )
-    precision = run.config.trainer.precision
-    if precision in ("fp32", "fp64"):
-        return f"its slopes have errors of up to 2.8e-6, which are too large for {precision}"
+    if run.precision.activations not in HALF:
+        return f"its slopes have errors of up to 2.8e-6, which are too large for {run.precision.activations}"
     if run.compiler is None:
         return (
             f"it is fast only in compiled units, and this run's units are eager "

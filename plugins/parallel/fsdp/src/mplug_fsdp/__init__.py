@@ -5,19 +5,15 @@ unit are gathered before it computes and freed afterwards. Gradients are reduce-
 rows.
 """
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from mplug import MAY_CHANGE, Axis, UsageError, Variance, contiguous, hookimpl
+from mplug import MAY_CHANGE, Axis, SumFormat, UsageError, Variance, contiguous, hookimpl, rounding_of_sums
 from mplug_fsdp.fit import AXIS, divide_rows
 
 if TYPE_CHECKING:
     from mplug import Model, Run, RunConfig
-
-
-TOLERANCE = 2.0**-6
-"""Tolerance of gradients summed in bf16: they are rounded to 8 bits, and the sums over a few ranks again."""
 
 
 class FullyShardedDataParallel:
@@ -34,8 +30,10 @@ class FullyShardedDataParallel:
         prefetch: Annotated[int, MAY_CHANGE] = Field(
             1, ge=0, description="number of units whose weights are gathered before their turn to compute"
         )
-        reduce_dtype: Literal["fp32", "bf16"] = Field(
-            "fp32", description="precision in which gradients are communicated and summed over ranks"
+        reduce_dtype: SumFormat = Field(
+            "fp32",
+            description="format in which gradients are communicated and summed over ranks: bf16, fp16, or at least "
+            "fp32, which is the format of the master weights",
         )
         cpu_offload: Annotated[bool, MAY_CHANGE] = Field(
             False, description="keep the sharded weights, gradients and optimizer state in CPU memory"
@@ -61,13 +59,15 @@ class FullyShardedDataParallel:
 
     @hookimpl
     def varies(self, config: "RunConfig") -> Variance | None:
-        """The rounding of sums in bf16, if fsdp > 1.
+        """The rounding of sums in a format that is narrower than fp32, if fsdp > 1.
 
         They come before the sinks, so no other strategy can sum the same gradients.
         """
-        if self.config.reduce_dtype == "fp32" or config.parallel.degrees[AXIS] == 1:
+        word = self.config.reduce_dtype
+        tolerance = rounding_of_sums(word)
+        if tolerance is None or config.parallel.degrees[AXIS] == 1:
             return None
-        return Variance("gradients are rounded to bf16 and summed over ranks in bf16", TOLERANCE, sums=())
+        return Variance(f"gradients are rounded to {word} and summed over ranks in {word}", tolerance, sums=())
 
     @hookimpl
     def shard_model(self, run: "Run", model: "Model") -> None:
@@ -82,5 +82,4 @@ class FullyShardedDataParallel:
 
         group = run.group(AXIS, use="weights")
         if group is not None:
-            options = Options(**self.config.model_dump(), compute=run.config.trainer.precision)
-            shard_units(run, model, group, options)
+            shard_units(run, model, group, Options(**self.config.model_dump()))

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from mplug import DTYPES, GatheredPlacement, GradientSink
+from mplug import GatheredPlacement, GradientSink
 from mplug_fsdp.fit import AXIS
 
 if TYPE_CHECKING:
@@ -37,13 +37,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    """The strategy's config, and `compute`, the precision in which units compute."""
+    """The strategy's config."""
 
     reshard_after_forward: bool
     prefetch: int
     reduce_dtype: str
     cpu_offload: bool
-    compute: str
 
 
 def shard_units(run: "Run", model: "Model", group: "ProcessGroup", options: Options) -> None:
@@ -55,7 +54,9 @@ def shard_units(run: "Run", model: "Model", group: "ProcessGroup", options: Opti
         "mesh": mesh,
         "reshard_after_forward": options.reshard_after_forward,
         "mp_policy": MixedPrecisionPolicy(
-            param_dtype=DTYPES[options.compute], reduce_dtype=_reduce_dtype(options), cast_forward_inputs=False
+            param_dtype=run.precision.weight_dtype,
+            reduce_dtype=run.precision.sum_dtype(options.reduce_dtype),
+            cast_forward_inputs=False,
         ),
         "offload_policy": CPUOffloadPolicy(pin_memory=run.device == "cuda") if options.cpu_offload else OffloadPolicy(),
         "ignored_params": {one for one in model.module.parameters() if not one.is_meta},
@@ -76,12 +77,6 @@ def shard_units(run: "Run", model: "Model", group: "ProcessGroup", options: Opti
     _run_as_root(model)
     if not model.learning(run.mesh.index(run.rank, model.stages.axis) + 1):
         _forget_the_order_of_passes(model)
-
-
-def _reduce_dtype(options: Options) -> torch.dtype:
-    """The dtype in which gradients are summed over ranks: fp64 in a run in fp64, unless the user chose bf16."""
-    chosen = DTYPES[options.reduce_dtype]
-    return chosen if chosen is torch.bfloat16 else torch.promote_types(chosen, DTYPES[options.compute])
 
 
 def _take_rows(run: "Run", model: "Model") -> dict[str, nn.Parameter]:

@@ -2,16 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from mplug import Axis, Sharding, Variance, contiguous, hookimpl
+from mplug import Axis, Sharding, Variance, contiguous, hookimpl, rounding_of_sums
 from mplug_zero.config import ZeROConfig
 
 if TYPE_CHECKING:
     from mplug import Model, Run, RunConfig
     from mplug_zero.weights import Weights
-
-
-TOLERANCE = 2.0**-6
-"""Tolerance of gradients summed in bf16: they are rounded to 8 bits, and the sums over a few ranks again."""
 
 
 class ZeRO:
@@ -33,10 +29,12 @@ class ZeRO:
 
     @hookimpl
     def varies(self, config: "RunConfig") -> Variance | None:
-        """The rounding of sums in bf16, if zero > 1."""
-        if self.config.reduce_dtype == "fp32" or config.parallel.degrees["zero"] == 1:
+        """The rounding of sums in a format that is narrower than fp32, if zero > 1."""
+        word = self.config.reduce_dtype
+        tolerance = rounding_of_sums(word)
+        if tolerance is None or config.parallel.degrees["zero"] == 1:
             return None
-        return Variance("gradients are rounded to bf16 and summed over ranks in bf16", TOLERANCE, sums=("zero",))
+        return Variance(f"gradients are rounded to {word} and summed over ranks in {word}", tolerance, sums=("zero",))
 
     @hookimpl
     def shard_states(self, run: "Run", model: "Model", needs: str) -> Sharding | None:
@@ -58,7 +56,7 @@ class ZeRO:
         model.sinks.reduced_over.update(axis for family in groups for axes in family for axis in axes)
         if model.shards is None:
             return
-        sum_onto_owners(model, groups, self.config)
+        sum_onto_owners(run, model, groups, self.config)
         self._weights = Weights(model, groups, overlap=self.config.overlap)
 
     @hookimpl

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from mplug import MAY_CHANGE
+from mplug import MAY_CHANGE, SumFormat
 
 
 class ZeROConfig(BaseModel):
@@ -16,8 +16,10 @@ class ZeROConfig(BaseModel):
         1, description="1: shard master weights and optimizer state; 2: shard gradients too"
     )
     bucket_mib: Annotated[float, MAY_CHANGE] = Field(32.0, gt=0, description="size of a bucket of fp32 gradients")
-    reduce_dtype: Literal["fp32", "bf16"] = Field(
-        "fp32", description="precision in which gradients are communicated and summed over ranks"
+    reduce_dtype: SumFormat = Field(
+        "fp32",
+        description="format in which gradients are communicated and summed over ranks: bf16, fp16, or at least fp32, "
+        "which is the format of the master weights",
     )
     overlap: Annotated[bool, MAY_CHANGE] = Field(
         True, description="overlap: sum gradients during backward, and gather weights during the next forward"

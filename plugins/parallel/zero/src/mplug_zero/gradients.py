@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mplug import Model
+from mplug import Model, rounding_of_sums
 from mplug_zero.groups import Axes, Pair, group_of
 from mplug_zero.sums import Lane, Sums
 
 if TYPE_CHECKING:
+    from mplug import Run
     from mplug_zero.config import ZeROConfig
 
 IN_FLIGHT = 2
@@ -137,15 +138,14 @@ class TransientGradients:
 
 
 def sum_onto_owners(
-    model: Model, groups: Mapping[tuple[Axes, Axes], Pair], config: "ZeROConfig"
+    run: "Run", model: Model, groups: Mapping[tuple[Axes, Axes], Pair], config: "ZeROConfig"
 ) -> WholeGradients | TransientGradients:
     """Install the summation of every bucket's gradients onto their owners, as configured."""
     assert model.shards is not None
     sinks, shards = model.sinks, model.shards
     lanes = [Lane(one, group_of(groups, one.bucket), [sinks[name] for name in one.bucket.names]) for one in shards.all]
     one = shards.all[0]
-    dtype = torch.bfloat16 if config.reduce_dtype == "bf16" else one.gradients.dtype
-    sums = Sums(dtype, one.weights.device)
+    sums = Sums(_dtype_of_sums(run, config, one.gradients.dtype), one.weights.device)
     summing: WholeGradients | TransientGradients
     if shards.sharding.transient:
         summing = TransientGradients(model, lanes, sums, config.overlap)
@@ -153,3 +153,9 @@ def sum_onto_owners(
         summing = WholeGradients(lanes, sums, config.overlap)
     sinks.when_finished.append(summing.wait)
     return summing
+
+
+def _dtype_of_sums(run: "Run", config: "ZeROConfig", gradients: torch.dtype) -> torch.dtype:
+    """The configured format of sums if it is narrower than fp32; otherwise that of the gradients."""
+    is_exact = rounding_of_sums(config.reduce_dtype) is None
+    return gradients if is_exact else run.precision.sum_dtype(config.reduce_dtype)

@@ -1,0 +1,347 @@
+"""Precisions are plugins: found by name, checked, recorded; and a recipe reaches every product outside of base modules.
+
+The precisions of the third-party package nova-tinto have nothing in common with the host's.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+import mplug
+from mplug.cli import main
+from mplug.errors import UsageError
+from mplug.layout.plan import Flops, Plan, Unit
+from mplug.model.build import build_model
+from mplug.model.recipe import default_base_modules
+from mplug.precision import Precision, Recipe, rounding_of_sums
+from mplug.registry.entry_points import BrokenPlugin, Registry
+from mplug.testing import Fault, PrecisionSuite
+from mplug.testing.harness import tiny_config, tiny_run, train_steps
+from mplug.testing.runs import trained
+from mplug.training.assembly import build
+
+Plant = Callable[..., None]
+TINTO: dict[str, Any] = {"trainer.precision": "tinto", "kernels.linear": "press"}
+NATIVE = ("fp32", "bf16", "fp16", "fp64")
+
+
+def explained(*words: str) -> Result:
+    return CliRunner().invoke(main, ["explain", "--preset", "nano", *words])
+
+
+# The contract.
+
+
+@pytest.mark.wide("precision")
+class TestFP32(PrecisionSuite):
+    plugin = "fp32"
+
+
+class TestBF16(PrecisionSuite):
+    plugin = "bf16"
+
+
+@pytest.mark.wide("precision")
+class TestFP16(PrecisionSuite):
+    plugin = "fp16"
+
+
+@pytest.mark.wide("precision")
+class TestFP64(PrecisionSuite):
+    plugin = "fp64"
+
+
+@pytest.mark.parametrize(
+    ("fields", "fault"),
+    [
+        ({"weights": "bfloat61"}, "weights='bfloat61' is not a floating-point format; did you mean 'bfloat16'?"),
+        ({"weights": "int8"}, "weights='int8' is not a floating-point format"),
+        ({"weights": "float8_e4m3fn", "activations": "float8_e4m3fn"}, "has no arithmetic in torch"),
+        ({"activations": "bfloat16"}, "activations='bfloat16' differ from weights='float32'"),
+        ({"masters": "bfloat16"}, "masters='bfloat16' do not hold every number of float32"),
+        ({"weights": "float64", "activations": "float64"}, "masters='float32' do not hold every number of float64"),
+        ({"gradients": "float16"}, "gradients='float16' is neither weights='float32' nor masters='float32'"),
+        ({"loss_scaling": "static"}, "loss_scaling='static' is not one of 'none' and 'dynamic'"),
+        ({"recipe": {"bits": 8}}, "is not a mplug.Recipe with a name"),
+        ({"base_modules": ("head",)}, "it names base_modules and has no recipe"),
+    ],
+)
+def test_every_format_that_does_not_fit_is_a_fault(fields: dict[str, Any], fault: str) -> None:
+    faults = list(Precision(**{"weights": "float32", "activations": "float32", **fields}).faults())
+    assert [found for found in faults if fault in found], faults
+
+
+def test_the_bits_of_the_formats_are_those_of_torch() -> None:
+    from mplug.dtypes import FORMATS
+
+    for name, known in FORMATS.items():
+        dtype = getattr(torch, name)
+        assert (known.bytes, known.is_floating) == (dtype.itemsize, dtype.is_floating_point)
+        if known.is_floating:
+            step = 2.0 ** (1 - known.significand)  # torch.finfo states another one for float8_e5m2fnuz
+            numbers = torch.tensor([1 + step, 1 + step / 2], dtype=torch.float64)
+            assert numbers.to(dtype).double().tolist() == [1 + step, 1.0], name
+
+
+def test_sums_in_a_format_round_as_its_significand_says() -> None:
+    assert {word: rounding_of_sums(word) for word in ("fp64", "fp32", "fp16", "bf16")} == {
+        "fp64": None,
+        "fp32": None,
+        "fp16": 2.0**-9,
+        "bf16": 2.0**-6,
+    }
+
+
+# Names.
+
+
+def test_a_precision_is_found_by_name_and_two_owners_of_a_name_are_both_named(plant: Plant) -> None:
+    with pytest.raises(UsageError, match=r"no plugin 'bf61' of kind 'precisions' is installed; did you mean 'bf16'\?"):
+        tiny_config({"trainer.precision": "bf61"})
+    plant("acme-tints")
+    with pytest.raises(UsageError) as refused:
+        tiny_config({"trainer.precision": "bf16"})
+    assert "'bf16' is claimed by acme-tints 1.0.0 and mplug 0.1.0; use 'acme-tints/bf16' or 'mplug/bf16'" in str(
+        refused.value
+    )
+    assert tiny_run({"trainer.precision": "acme-tints/bf16"}).precision.masters == "float64"
+    assert tiny_run({"trainer.precision": "mplug/bf16"}).precision.masters == "float32"
+
+
+def test_installing_a_precision_changes_nothing_and_its_options_are_bound_only_by_its_name(plant: Plant) -> None:
+    before = tiny_config({}).resolved()
+    plant("nova-tinto")
+    assert tiny_config({}).resolved() == before
+    config = tiny_config({**TINTO, "precisions.tinto.bits": 8}).resolved()
+    assert config["precisions"] == {"tinto": {"bits": 8}}
+    for settings, said in (
+        ({"precisions.tinto.bits": 99}, "precisions.tinto.bits"),
+        (
+            {"precisions.tinot.bits": 9},
+            "precisions.tinot (the suite's settings): unknown field or plugin; did you mean",
+        ),
+        ({"trainer.base_modules": ["head"], "trainer.precision": "bf16"}, "has no recipe for matrix products"),
+    ):
+        with pytest.raises(UsageError) as refused:
+            tiny_run({**TINTO, **settings})
+        assert said in str(refused.value)
+
+
+def test_dtypes_for_plugins_of_0_1_follow_the_installed_precisions(plant: Plant) -> None:
+    plant("nova-tinto")
+    assert set(mplug.DTYPES) == {*NATIVE, "tinto", "patient"}
+    native = [mplug.DTYPES[word] for word in NATIVE]
+    assert native == [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+    assert mplug.DTYPES["tinto"] is torch.float32
+    assert "fp8" not in mplug.DTYPES
+
+
+BREACHES = {
+    "another type": (
+        'return Precision(weights="float32", activations="float32", masters="float64", gradients="float64")',
+        'return "float32"',
+        "the answer is a mplug.Precision",
+    ),
+    "an unknown format": ('masters="float64"', 'masters="float46"', "masters='float46' is not a floating-point format"),
+    "no hook": (
+        '    @hookimpl\n    def define_precision(self) -> Precision:\n        """The masters',
+        '    def formats(self) -> Precision:\n        """The masters',
+        "it does not implement the hook 'define_precision'",
+    ),
+    "an exception": (
+        '"""The masters are wider than fp32."""',
+        "raise KeyError('masters')",
+        "fails in 'define_precision'",
+    ),
+}
+
+
+@pytest.mark.parametrize("breach", BREACHES)
+def test_a_breach_of_the_contract_is_refused_and_names_the_plugin(plant: Plant, breach: str) -> None:
+    old, new, said = BREACHES[breach]
+    plant("nova-tinto", old, new)
+    with pytest.raises(BrokenPlugin, match="precisions/patient") as refused:
+        tiny_run({"trainer.precision": "patient"})
+    assert said in str(refused.value)
+
+
+# The recipe.
+
+
+def test_a_recipe_applies_to_all_products_but_those_of_base_modules(plant: Plant) -> None:
+    plant("nova-tinto")
+    need = Recipe("operands of few bits").need
+    model = build_model(tiny_run(TINTO))
+    assert model.base_modules == ("embedding", "blocks.0", "blocks.3", "head")
+    found = {filled.site.name for filled in model.slots if filled.supplier == "kernels/press"}
+    parts = ("attn.qkv", "attn.out", "mlp.up", "mlp.down")
+    assert found == {f"blocks.{block}.{part}" for block in (1, 2) for part in parts}
+    assert found == {one.site.name for one in model.slots if need in one.site.needs and one.site.slot == "Linear.gemm"}
+    chosen = build_model(tiny_run({**TINTO, "trainer.base_modules": ["blocks.*.mlp", "blocks.3", "head"]}))
+    assert {one.site.name for one in chosen.slots if one.supplier == "kernels/press"} == {
+        f"blocks.{block}.attn.{part}" for block in (0, 1, 2) for part in ("qkv", "out")
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"kernels.linear": None}, "plain torch cannot serve Linear.gemm of 'blocks.*.attn.qkv': it does not offer"),
+        ({"trainer.base_modules": ["blcoks.1"]}, "matches no module of the model; did you mean 'blocks.1'?"),
+        ({"model.num_layers": 2}, "would compute nothing by its recipe 'operands of few bits'"),
+        ({"model.name": "mixtral", "model.num_experts": 4}, "plain torch cannot serve Experts.compute of"),
+    ],
+    ids=["no supplier", "no such module", "no product left", "experts"],
+)
+def test_a_recipe_that_cannot_be_followed_is_refused(
+    plant: Plant, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], said: str
+) -> None:
+    plant("nova-tinto")
+    monkeypatch.setattr("mplug.model.build.kernels_that_would_do", lambda *_: "")  # a process per installed kernel
+    with pytest.raises(UsageError) as refused:
+        build_model(tiny_run({**TINTO, **settings}))
+    assert said in str(refused.value)
+
+
+def test_a_supplier_of_the_wider_slot_that_does_not_know_the_recipe_is_refused(plant: Plant) -> None:
+    plant("nova-tinto")
+    run = tiny_run(TINTO)
+    model = build_model(run)
+    site = next(one.site for one in model.slots if one.site.slot == "MLP.core" and one.site.name == "blocks.1.mlp")
+    careless = mplug.Offer({"MLP.core": lambda *_: None}, lambda *_: True, plugin="kernels/careless")
+    assert "accepts every need, even an unknown one" in str(careless.answer(site, run))
+
+
+def test_base_modules_of_a_plan_are_the_ends_of_every_row_of_units() -> None:
+    names = (
+        "vision",
+        "encoder.0",
+        "encoder.1",
+        "encoder.2",
+        "decoder.0",
+        "decoder.1",
+        "decoder.2",
+        "decoder.3",
+        "head",
+    )
+    units = tuple(Unit(name, ("x",), ("x",)) for name in names)
+    plan = Plan(units, {}, {}, {}, Flops(0, 0), base_modules=("decoder.*.gate",))
+    ends = ("vision", "encoder.0", "encoder.2", "decoder.0", "decoder.3", "head", "decoder.*.gate")
+    assert default_base_modules(plan) == ends
+
+
+def test_explain_shows_which_module_computes_in_which_format(plant: Plant) -> None:
+    plant("nova-tinto")
+    shown = explained("--precision", "tinto", "--kernels", "linear=press")
+    assert shown.exit_code == 0, shown.output
+    lines = [line.split() for line in shown.output.splitlines()]
+    assert ["float32", "float32", "float32", "float32", "none"] in lines
+    assert "products by the recipe 'operands of few bits' (bits=11), except in base modules" in shown.output
+    products = [line for line in lines if line[:1] == ["blocks.*.mlp.up"] and "Linear.gemm" in line]
+    assert products[:2] == [
+        ["blocks.*.mlp.up", "2", "Linear.gemm", "float32"],
+        ["blocks.*.mlp.up", "2", "Linear.gemm", "recipe", "'operands", "of", "few", "bits'"],
+    ]
+
+
+# Training, saving and resuming.
+
+
+def test_wide_masters_learn_what_fp32_masters_round_away(plant: Plant) -> None:
+    plant("nova-tinto")
+    parts = build(tiny_run({"trainer.precision": "patient"}))
+    assert {piece.master.dtype for piece in parts.pieces} == {torch.float64}
+    assert {piece.weight is not None and piece.weight.dtype for piece in parts.pieces} == {torch.float32}
+    assert {sink.buffer.dtype for sink in parts.model.sinks.values()} == {torch.float64}
+    assert train_steps({"trainer.precision": "patient"}).losses != train_steps({"trainer.precision": "fp32"}).losses
+
+
+def test_a_run_records_its_precision_and_resumes_only_in_the_same_one(plant: Plant, tmp_path: Path) -> None:
+    plant("nova-tinto")
+    settings = {"trainer.steps": 2, "trainer.eval_every": 0, "schedule.warmup_steps": 1, "checkpoint.every": 1}
+    first = trained(tiny_config({**settings, **TINTO}), tmp_path)
+    manifest = json.loads((first.saved[-1] / "checkpoint.json").read_text())
+    plugins = {plugin["plugin"]: plugin["distribution"] for plugin in manifest["provenance"]["plugins"]}
+    assert plugins["precisions/tinto"] == "nova-tinto"
+    plant("acme-tints")  # a second owner of the name
+    same = {**settings, **TINTO, "trainer.steps": 3, "trainer.precision": "nova-tinto/tinto"}
+    for changes, said in (
+        ({"trainer.precision": "fp32", "kernels.linear": None}, "trainer.precision: tinto -> fp32"),
+        ({"precisions.tinto.bits": 8}, "precisions.tinto.bits: 11 -> 8"),
+        ({"trainer.base_modules": ["blocks.3"]}, "trainer.base_modules: null -> ['blocks.3']"),
+        (
+            {"trainer.precision": "acme-tints/tinto", "kernels.linear": None},
+            "trainer.precision: tinto of nova-tinto -> acme-tints/tinto",
+        ),
+    ):
+        with pytest.raises(UsageError) as refused:
+            trained(tiny_config({**same, **changes}), tmp_path / "again", resume_from=first.saved[-1])
+        assert said in str(refused.value)
+    assert trained(tiny_config(same), tmp_path / "same", resume_from=first.saved[-1]).saved
+
+
+# The suite.
+
+
+def suite(plugin: str, **fields: Any) -> PrecisionSuite:
+    return type("Planted", (PrecisionSuite,), {"plugin": plugin, **fields})()
+
+
+FAULTS: dict[str, tuple[str, str, Callable[[PrecisionSuite], None], str]] = {
+    "a supplier that ignores the recipe": (
+        "    dropped = KEPT - bits\n",
+        "    dropped = 0\n",
+        PrecisionSuite.test_its_recipe_changes_products,
+        "its suppliers ignore it",
+    ),
+    "an option that changes what is defined": (
+        'Recipe(SHORT, {"bits": self.config.bits})',
+        'Recipe(SHORT, {"bits": self.config.bits, "of": object()})',
+        PrecisionSuite.test_its_formats_fit_each_other,
+        "is not pure",
+    ),
+    "products that are too coarse": (
+        "Field(11, ge=2",
+        "Field(2, ge=2",
+        PrecisionSuite.test_training_stays_near_fp64,
+        "differs from fp64",
+    ),
+    "products without a supplier": (
+        "if need not in site.needs:",
+        "if need in site.needs:",
+        PrecisionSuite.test_every_product_of_its_recipe_has_a_supplier,
+        "cannot serve Linear.gemm",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_suite_catches_what_authors_get_wrong(plant: Plant, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    old, new, check, said = FAULTS[fault]
+    monkeypatch.setattr("mplug.model.build.kernels_that_would_do", lambda *_: "")
+    plant("nova-tinto", old, new)
+    with pytest.raises(Fault, match=said):
+        check(suite("tinto", settings={"kernels.linear": "press"}, tolerance=0.02))
+
+
+@pytest.mark.wide("suites")
+def test_sound_precisions_pass_their_suites(own_tests: Callable[..., str]) -> None:
+    assert "failed" not in own_tests("nova-tinto")
+
+
+def test_metadata_without_the_hosts_precisions_ask_for_a_new_installation() -> None:
+    with pytest.raises(UsageError, match=r"\(installed: none\); .* lacks the host's own plugins: install mplug again"):
+        Registry([]).find("precisions", "bf16")
+    with pytest.raises(UsageError, match=r"\(installed: none\)$"):
+        Registry([]).find("models", "gpt")
+
+
+def test_the_hosts_own_precisions_belong_to_its_version() -> None:
+    entries = {entry.name: entry for entry in Registry().entries("precisions")}
+    assert set(entries) == set(NATIVE)
+    assert {(entry.distribution, entry.requires) for entry in entries.values()} == {("mplug", "==0.1.0")}

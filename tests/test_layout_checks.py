@@ -26,7 +26,7 @@ class Changed(Placement):
 def placement(change: Change) -> Placement:
     mesh = Mesh.of([Axis("tp", 2, splits=("mlp",)), Axis("dp", 2, entries={"batch": contiguous}, distance=1)], 4)
     kind = type("Changed", (Changed,), {"change": staticmethod(change)})
-    return kind("w", Parameter(("mlp", "embed"), Init("normal", 1.0)), (8, 6), mesh, (0, 1, 2, 3))
+    return kind("w", Parameter(("mlp", "embed"), Init("normal", 1.0)), (8, 6), mesh)
 
 
 def test_a_placement_as_the_host_computes_it_covers_its_parameter() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mplug import Axis, Mesh, UsageError, contiguous, hookimpl
+from mplug import Axis, Mesh, Precision, UsageError, contiguous, hookimpl
 from mplug.config.sources import Setting
 from mplug.layout.mesh import parse_layout
 from mplug.run.prepare import prepare
@@ -294,6 +294,10 @@ class Rest:
     """Everything else that a run needs."""
 
     @hookimpl
+    def define_precision(self) -> Precision:
+        return Precision(weights="float32", activations="float32")
+
+    @hookimpl
     def build_model(self) -> None: ...
 
     @hookimpl
@@ -309,7 +313,9 @@ def divided(*axes: Axis, seq_length: int = 8) -> Run:
     config = SimpleNamespace(
         chosen=(),
         parallel=SimpleNamespace(layout="", degrees={axis.name: axis.size for axis in axes}, data=None, rest=None),
-        trainer=SimpleNamespace(device="cpu", global_batch_size=8, micro_batch_size=1, seq_length=seq_length),
+        trainer=SimpleNamespace(
+            device="cpu", global_batch_size=8, micro_batch_size=1, seq_length=seq_length, base_modules=None
+        ),
         schedule=SimpleNamespace(batch_rampup=SimpleNamespace(start=None)),
         settings={("trainer", "seq_length"): Setting(seq_length, "run.yaml:3")},
     )

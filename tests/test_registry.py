@@ -295,6 +295,7 @@ def test_check_tells_the_sound_from_the_broken_among_all_that_a_folder_has(cli: 
         "extensions/ring",
         "extensions/stumble",
         "extensions/watch",
+        "kernels/delayed",
         "kernels/picky",
         "kernels/verbose",
         "parallel/slab",

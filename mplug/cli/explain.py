@@ -1,5 +1,6 @@
 """mplug explain."""
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -90,13 +91,13 @@ def _precision(run: "Run", model: "Model") -> str:
     head = (
         f"products by the recipe '{precision.recipe.name}'{f' ({options})' if options else ''}, except in base modules"
     )
-    groups: dict[tuple[str, ...], int] = {}
+    groups = Counter[tuple[str, ...]]()
     for filled in model.slots:
         site = filled.site
         if site.slot in PRODUCTS:
             by_recipe = precision.recipe.need in site.needs
             key = (site.role, site.slot, f"recipe '{precision.recipe.name}'" if by_recipe else precision.activations)
-            groups[key] = groups.get(key, 0) + 1
+            groups[key] += 1
     rows = [(key[0], n, *key[1:]) for key, n in groups.items()]
     base = f"base modules: {', '.join(model.base_modules) or 'none'}"
     return f"{text}\n\n{head}\n{base}\n{table(('MODULE', 'COUNT', 'PRODUCT', 'COMPUTES IN'), rows)}"
@@ -158,17 +159,17 @@ def _step(run: "Run", model: "Model") -> str:
 
 
 def _slots(run: "Run", model: "Model") -> str:
-    groups: dict[tuple[str, ...], int] = {}
+    groups = Counter[tuple[str, ...]]()
     for filled in (*model.slots, *model.unit_wraps):
         wraps = ", ".join(wrap.label for wrap in filled.wraps) or "-"
         key = (filled.site.role, filled.site.slot, filled.supplier_label(run), wraps)
-        groups[key] = groups.get(key, 0) + 1
+        groups[key] += 1
     return table(("SITE", "COUNT", "SLOT", "SUPPLIER", "WRAPS"), [(key[0], n, *key[1:]) for key, n in groups.items()])
 
 
 def _slot_buffers(model: "Model", rank: int) -> str:
     """A table of the buffers that suppliers keep: states, and statistics with the mesh axes that reduce them."""
-    groups: dict[tuple[str, ...], int] = {}
+    groups = Counter[tuple[str, ...]]()
     for one in model.slot_buffers:
         for name, buffer in one.declared.items():
             placement = model.buffer_placements[one.full_name(name)]
@@ -176,7 +177,7 @@ def _slot_buffers(model: "Model", rank: int) -> str:
             shapes = _by(placement.shape) or "scalar", _by(placement.local_shape(rank)) or "scalar"
             axes = ", ".join(placement.partial_axes) or "-"
             key = (one.site.role, one.site.slot, one.offer.plugin, name, *shapes, kind, axes)
-            groups[key] = groups.get(key, 0) + 1
+            groups[key] += 1
     header = ("SITE", "COUNT", "SLOT", "SUPPLIER", "BUFFER", "SHAPE", "LOCAL", "KEEPS", "REDUCED OVER")
     return table(header, [(key[0], n, *key[1:]) for key, n in groups.items()])
 
@@ -185,12 +186,12 @@ def _mixing(model: "Model") -> str:
     """A table of the modules that mix tokens, or do not declare it, with the axes that they mix."""
     from mplug.layout.names import role_of
 
-    groups: dict[tuple[str, ...], int] = {}
+    groups = Counter[tuple[str, ...]]()
     for module in model.mixing:
         if module.axes is None or module.axes:
             mixed = "not known" if module.axes is None else ", ".join(sorted(module.axes))
             key = (role_of(module.name), module.kind, mixed)
-            groups[key] = groups.get(key, 0) + 1
+            groups[key] += 1
     if not groups:
         return "nothing: every module computes each position of each sample independently"
     return table(("MODULE", "COUNT", "CLASS", "MIXES"), [(key[0], n, *key[1:]) for key, n in groups.items()])

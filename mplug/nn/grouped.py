@@ -59,10 +59,11 @@ class _GroupedProduct(torch.autograd.Function):
     """A grouped product with its gradients; the weights' gradient is added directly to the gradient sink."""
 
     @staticmethod
-    def forward(ctx, product, rows, weight, main_grad, stale, ends, *casts):  # type: ignore[no-untyped-def]
-        y, saved = product.forward(rows, ends, Operand(weight, casts or product.cast(weight)))
+    def forward(ctx, *call):  # type: ignore[no-untyped-def]  # parameters as in `mplug.nn.product`
+        product, rows, weight, main_grad, stale, ends, *casts = call
+        y, saved = product.forward(rows, ends, Operand(weight, tuple(casts) or product.cast(weight)))
         ctx.save_for_backward(weight, ends, *saved)
-        ctx.product, ctx.main_grad, ctx.stale, ctx.casts = product, main_grad, stale, casts
+        ctx.product, ctx.main_grad, ctx.stale, ctx.casts = product, main_grad, stale, tuple(casts)
         return y
 
     @staticmethod

@@ -185,8 +185,11 @@ class _Applied(torch.autograd.Function):
     call to the sink cannot.
     """
 
+    # Without gradients, torch's compiler omits `ctx` if as many arguments follow it as `forward` has parameters with it
+    # (counting `*tensors` as one). A call never has just two arguments.
     @staticmethod
-    def forward(ctx, product, gemm, before, after, of_gemm, own, x, value, main_grad, stale, *tensors):  # type: ignore[no-untyped-def]
+    def forward(ctx, *call):  # type: ignore[no-untyped-def]
+        product, gemm, before, after, of_gemm, own, x, value, main_grad, stale, *tensors = call
         weight, narrow, buffers = _arranged(product, gemm, before, after, of_gemm, own, value, tensors)
         y, saved = product.forward(x, weight, narrow, buffers)
         ctx.save_for_backward(value, *saved)
@@ -216,9 +219,9 @@ def _arranged(  # type: ignore[no-untyped-def]
     `tensors` are the gemm's buffers, named `of_gemm`, those of the product, named `own`, and the weight's copies.
     """
     split, end = len(of_gemm), len(of_gemm) + len(own)
-    buffers = dict(zip(own, tensors[split:end], strict=True))
+    buffers = {name: tensors[split + number] for number, name in enumerate(own)}
+    narrow = Narrow(gemm, before, after, {name: tensors[number] for number, name in enumerate(of_gemm)})
     casts = tensors[end:] or product.cast(value, buffers)
-    narrow = Narrow(gemm, before, after, dict(zip(of_gemm, tensors[:split], strict=True)))
     return Operand(value, casts), narrow, buffers
 
 

@@ -4,11 +4,13 @@ Each function starts a transfer and returns an object to wait for before the res
 start transfers in the same order. On a GPU, waiting blocks the current stream, not the CPU. R ranks.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from mplug.ops.operators import _all_gather_single, _group, _reduce_scatter_single
 
@@ -67,6 +69,25 @@ def joining_parts(x: Tensor, group: dist.ProcessGroup) -> Any:
     """All-gather in place: each part of x [R n] becomes that of its rank."""
     own = x.view(group.size(), -1)[group.rank()]
     return _all_gather_single(x, own, group=group, async_op=True)
+
+
+def joining_each(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Any:
+    """All-gather several tensors in place, in one launch on the current stream: row r of each x [R, n] is rank r's."""
+    options = AllgatherOptions()
+    options.asyncOp = False
+    own = [x[group.rank()] for x in tensors]
+    return group.allgather_into_tensor_coalesced([x.flatten() for x in tensors], own, options)
+
+
+def summing_each(totals: Sequence[Tensor], tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Any:
+    """Reduce-scatter several tensors, in one launch on the current stream: each total [n] becomes the sum of x[r].
+
+    x [R, n] is a rank's tensor, and r is the rank of the total. A total may be the row x[r] itself; the other rows of x
+    are undefined afterwards.
+    """
+    options = ReduceScatterOptions()
+    options.asyncOp = False
+    return group.reduce_scatter_tensor_coalesced(list(totals), [x.flatten() for x in tensors], options)
 
 
 def summing_onto(x: Tensor, group: dist.ProcessGroup, owner: int) -> Any:

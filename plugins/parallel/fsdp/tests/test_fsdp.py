@@ -149,10 +149,17 @@ def nothing(*arguments: Any) -> None:
 
 
 def averaged() -> None:
-    """Torch's own way: gradients are divided by the number of ranks."""
-    from torch.distributed.fsdp import FSDPModule
+    """Gradients are divided by the number of ranks, as other implementations do."""
+    import mplug_fsdp.gathered as gathered
 
-    FSDPModule.set_gradient_divide_factor = nothing  # type: ignore[method-assign]
+    original = gathered.summing_each
+
+    def averaging(totals: list[Tensor], tensors: list[Tensor], group: Any) -> Any:
+        for tensor in tensors:
+            tensor.div_(group.size())
+        return original(totals, tensors, group)
+
+    gathered.summing_each = averaging  # type: ignore[attr-defined]
 
 
 def overwritten() -> None:

@@ -12,7 +12,6 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 
@@ -52,7 +51,7 @@ class Offload:
         if self._stay is None:
             self._stay = frozenset(_lasting(self.module))
         dense: bool = torch.ops.aten.is_non_overlapping_and_dense(tensor)
-        return dense and tensor.untyped_storage().data_ptr() not in self._stay
+        return dense and tensor.untyped_storage()._cdata not in self._stay
 
     def out(self, tensor: Tensor) -> tuple[Tensor, "torch.cuda.Event | None"]:
         """Start copying a tensor to CPU memory; return it and an event for its completion (None for CPU tensors)."""
@@ -146,9 +145,10 @@ class _Packed:
 
 
 def _lasting(module: nn.Module) -> list[int]:
-    """The data pointers of tensors that live longer than a step: parameters, sinks and buffers."""
+    """The storages of tensors that live longer than a step: parameters, sinks and buffers.
+
+    A storage stays the same object if a strategy frees its memory and allocates it again (zero stage 2, fsdp).
+    """
     parameters = list(module.parameters())
     sinks = [parameter.main_grad for parameter in parameters if hasattr(parameter, "main_grad")]
-    tensors = (*parameters, *sinks, *module.buffers())
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)  # FSDP's, at rest
-    return [tensor.untyped_storage().data_ptr() for tensor in local]
+    return [tensor.untyped_storage()._cdata for tensor in (*parameters, *sinks, *module.buffers())]

@@ -51,7 +51,7 @@ class Offload:
         if self._stay is None:
             self._stay = frozenset(_lasting(self.module))
         dense: bool = torch.ops.aten.is_non_overlapping_and_dense(tensor)
-        return dense and tensor.untyped_storage()._cdata not in self._stay
+        return dense and tensor.untyped_storage().data_ptr() not in self._stay
 
     def out(self, tensor: Tensor) -> tuple[Tensor, "torch.cuda.Event | None"]:
         """Start copying a tensor to CPU memory; return it and an event for its completion (None for CPU tensors)."""
@@ -145,10 +145,8 @@ class _Packed:
 
 
 def _lasting(module: nn.Module) -> list[int]:
-    """The storages of tensors that live longer than a step: parameters, sinks and buffers.
-
-    A storage stays the same object if a strategy frees its memory and allocates it again (zero stage 2, fsdp).
-    """
+    """The data pointers of tensors that live longer than a step: parameters, sinks and buffers."""
     parameters = list(module.parameters())
     sinks = [parameter.main_grad for parameter in parameters if hasattr(parameter, "main_grad")]
-    return [tensor.untyped_storage()._cdata for tensor in (*parameters, *sinks, *module.buffers())]
+    tensors = (*parameters, *sinks, *module.buffers())
+    return [tensor.untyped_storage().data_ptr() for tensor in tensors]

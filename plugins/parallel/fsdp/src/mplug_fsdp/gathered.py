@@ -23,13 +23,21 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+class Place(NamedTuple):
+    """An attribute of a module that holds a parameter; `table` are the parameters of the module by attribute."""
+
+    table: dict[str, nn.Parameter | None]
+    attribute: str
+
+
 class Rows(NamedTuple):
-    """This rank's rows of a parameter, the shape of the whole, and the sink of the rows (None: frozen)."""
+    """This rank's rows of a parameter, the shape of the whole, the sink of the rows (None: frozen), and its places."""
 
     name: str
     values: nn.Parameter
     shape: tuple[int, ...]
     sink: GradientSink | None
+    places: list[Place]
 
 
 class Lane:
@@ -61,8 +69,10 @@ def wait_for(event: "torch.cuda.Event | None") -> None:
 
 
 class Gathered:
-    """The parameters of a unit, or of units that share one: `parameters`, which have memory between gather and free.
+    """The parameters of a unit, or of units that share one.
 
+    Modules hold the whole parameters between `gather` and `free`, and the rows at rest: a whole parameter is never
+    visible without memory.
     `collects` says that a backward pass adds to the gradients and that no sum has taken them yet.
     """
 
@@ -76,18 +86,17 @@ class Gathered:
         device: torch.device,
     ) -> None:
         trained = [one for one in rows if one.sink is not None]
-        self._group, self._lane, self._device = group, lane, device
-        self._values = [one.values for one in rows]
+        self._rows, self._group, self._lane, self._device = rows, group, lane, device
         self._totals = [one.sink for one in rows if one.sink is not None]
         self._weights = Padded([one.shape for one in rows], group.size(), group.rank(), dtype, device)
-        self.parameters = [
+        self._parameters = [
             nn.Parameter(whole, requires_grad=one.sink is not None)
             for whole, one in zip(self._weights.whole, rows, strict=True)
         ]
         kept_in = self._totals[0].buffer.dtype if self._totals else dtype
         self._sum_dtype = sum_dtype or kept_in
         self._gradients = Padded([one.shape for one in trained], group.size(), group.rank(), kept_in, device)
-        learning = [one for one in self.parameters if one.requires_grad]
+        learning = [one for one in self._parameters if one.requires_grad]
         gradients = zip(trained, learning, self._gradients.whole, strict=True)
         self._sinks = [GradientSink(one.name, parameter, gradient) for one, parameter, gradient in gradients]
         self._arrived: torch.cuda.Event | None = None
@@ -102,8 +111,9 @@ class Gathered:
         if self._weights.is_allocated:
             return
         self._weights.allocate()
+        self._put(self._parameters)
         with self._lane.entered():
-            pairs = [pair for pair in zip(self._weights.own, self._values, strict=True) if pair[1].numel()]
+            pairs = [(own, one.values) for own, one in zip(self._weights.own, self._rows, strict=True) if own.numel()]
             arriving = [values.detach().to(self._device, non_blocking=True) for _, values in pairs]  # from CPU memory
             if pairs:
                 torch._foreach_copy_([own for own, _ in pairs], arriving)
@@ -118,7 +128,14 @@ class Gathered:
         """Free the memory of the weights."""
         if self._weights.is_allocated:
             self.wait()  # they may be unused
+            self._put([one.values for one in self._rows])
             self._weights.free()
+
+    def _put(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Let the modules hold these parameters."""
+        for one, parameter in zip(self._rows, parameters, strict=True):
+            for place in one.places:
+                place.table[place.attribute] = parameter
 
     # Gradients.
 

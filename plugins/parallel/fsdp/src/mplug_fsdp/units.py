@@ -5,17 +5,17 @@ the reverse order in backward. When backward has left a unit, its gradients are 
 before it.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
 from functools import partial, wraps
-from itertools import chain, islice
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mplug import GatheredPlacement, rounding_of_sums
-from mplug_fsdp.gathered import Gathered, Lane, Rows
+from mplug_fsdp.gathered import Gathered, Lane, Place, Rows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -36,11 +36,10 @@ def shard_units(run: "Run", model: "Model", group: "ProcessGroup", config: "Conf
     lane, of = Lane(device), dict[str, Gathered]()
     names = {id(parameter): name for name, parameter in model.parameters().items()}
     held = {unit.name: _gathered_in(model, unit.name, names) for unit in model.own_units}
+    places = _places(model)
     for together in _joined(held.values()):
-        rows = [_rows(run, model, name) for name in together]
-        gathered = Gathered(rows, group, lane, dtype, sum_dtype, device)
-        of |= dict.fromkeys(together, gathered)
-        _replace(model, {id(one.values): new for one, new in zip(rows, gathered.parameters, strict=True)})
+        rows = [_rows(run, model, name, places) for name in together]
+        of |= dict.fromkeys(together, Gathered(rows, group, lane, dtype, sum_dtype, device))
     order = {unit: of[own[0]] for unit, own in held.items() if own}
     schedule = Schedule([*order.values()], config.prefetch, config.reshard_after_forward, _last(model, [*order]))
     for name, method in dict.fromkeys((one.name, one.method) for one in (*model.own_units, *model.plan.inference)):
@@ -65,21 +64,22 @@ def _joined(held: Iterable[list[str]]) -> list[list[str]]:
     return [names for names in joined if names]
 
 
-def _rows(run: "Run", model: "Model", name: str) -> Rows:
+def _places(model: "Model") -> dict[int, list[Place]]:
+    """Where modules hold each parameter, by its `id`."""
+    places = defaultdict[int, list[Place]](list)
+    for part in model.module.modules():
+        for attribute, held in part._parameters.items():
+            places[id(held)].append(Place(part._parameters, attribute))
+    return places
+
+
+def _rows(run: "Run", model: "Model", name: str, places: dict[int, list[Place]]) -> Rows:
     """This rank's rows of a parameter; those in CPU memory are pinned, so that they can be copied asynchronously."""
     placement, values = model.placements[name], model.parameters()[name]
     assert isinstance(placement, GatheredPlacement)
     if placement.offloaded and run.device.startswith("cuda"):
         values.data = values.data.pin_memory()
-    return Rows(name, values, placement.gathered_shape(run.rank), model.sinks.get(name))
-
-
-def _replace(model: "Model", new: dict[int, nn.Parameter]) -> None:
-    """Replace parameters in the modules, by the `id` of the old one."""
-    for part in model.module.modules():
-        for attribute, held in part._parameters.items():
-            if held is not None:
-                part._parameters[attribute] = new.get(id(held), held)
+    return Rows(name, values, placement.gathered_shape(run.rank), model.sinks.get(name), places[id(values)])
 
 
 def _last(model: "Model", units: list[str]) -> int | None:
@@ -110,8 +110,8 @@ class Schedule:
             unit.wait()
             for following in self.units[number + 1 : number + 1 + self.ahead]:
                 following.gather()
-            watched = self._watched(number, (*arguments, *named.values()))
-            outputs = inner(*islice(watched, len(arguments)), **dict(zip(named, watched, strict=True)))
+            given = self._watched(number, [*arguments, *named.values()])
+            outputs = inner(*given[: len(arguments)], **dict(zip(named, given[len(arguments) :], strict=True)))
             learning = [one for one in _as_tuple(outputs) if isinstance(one, Tensor) and one.requires_grad]
             for output in learning:
                 output.register_hook(lambda _: self._enter(number))
@@ -126,16 +126,15 @@ class Schedule:
         for unit in self.units:
             unit.free()
 
-    def _watched(self, number: int, arguments: Iterable[Any]) -> Iterator[Any]:
+    def _watched(self, number: int, given: list[Any]) -> list[Any]:
         """The arguments of a unit's call; when backward has computed their gradients, it has left the unit."""
-        given = [*arguments]
         places = [at for at, one in enumerate(given) if isinstance(one, Tensor) and one.requires_grad]
         if places and torch.is_grad_enabled():
             tensors = (given[at] for at in places)
             watched = _Watch.apply(partial(self._leave, number), *tensors)  # type: ignore[no-untyped-call]
             for at, tensor in zip(places, watched, strict=True):
                 given[at] = tensor
-        return iter(given)
+        return given
 
     def _enter(self, number: int) -> None:
         """Backward reaches a unit: its weights and memory for its gradients are needed."""

@@ -56,6 +56,32 @@ def summing(x: Tensor, group: dist.ProcessGroup) -> Transfer:
     return Transfer(arriving, [_reduce_scatter_single(arriving, x.flatten(0, 1), group=group, async_op=True)], x)
 
 
+# Several tensors in one launch on the current stream: the CPU waits for no GPU. x [R, n] has a row for every rank.
+
+
+def join_each(tensors: Sequence[Tensor], own: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """All-gather: row r of each x [R, n] becomes rank r's `own` [n], which may be that row itself."""
+    options = AllgatherOptions()
+    options.asyncOp = False
+    _finish(group.allgather_into_tensor_coalesced([x.flatten() for x in tensors], list(own), options))
+
+
+def sum_each(totals: Sequence[Tensor], tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Reduce-scatter: each total [n] of rank r becomes the sum over the ranks of row r of x [R, n].
+
+    A total may be the row itself. The other rows of x are undefined afterwards.
+    """
+    options = ReduceScatterOptions()
+    options.asyncOp = False
+    _finish(group.reduce_scatter_tensor_coalesced(list(totals), [x.flatten() for x in tensors], options))
+
+
+def _finish(work: Any) -> None:
+    """NCCL returns no work for a collective on the current stream; gloo always returns one."""
+    if work is not None:
+        work.wait()
+
+
 # In place: x must stay allocated. Each returns a work to wait for before x is read or written.
 
 
@@ -69,25 +95,6 @@ def joining_parts(x: Tensor, group: dist.ProcessGroup) -> Any:
     """All-gather in place: each part of x [R n] becomes that of its rank."""
     own = x.view(group.size(), -1)[group.rank()]
     return _all_gather_single(x, own, group=group, async_op=True)
-
-
-def joining_each(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Any:
-    """All-gather several tensors in place, in one launch on the current stream: row r of each x [R, n] is rank r's."""
-    options = AllgatherOptions()
-    options.asyncOp = False
-    own = [x[group.rank()] for x in tensors]
-    return group.allgather_into_tensor_coalesced([x.flatten() for x in tensors], own, options)
-
-
-def summing_each(totals: Sequence[Tensor], tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Any:
-    """Reduce-scatter several tensors, in one launch on the current stream: each total [n] becomes the sum of x[r].
-
-    x [R, n] is a rank's tensor, and r is the rank of the total. A total may be the row x[r] itself; the other rows of x
-    are undefined afterwards.
-    """
-    options = ReduceScatterOptions()
-    options.asyncOp = False
-    return group.reduce_scatter_tensor_coalesced(list(totals), [x.flatten() for x in tensors], options)
 
 
 def summing_onto(x: Tensor, group: dist.ProcessGroup, owner: int) -> Any:

@@ -101,13 +101,19 @@ def look(settings: dict[str, Any]) -> dict[str, Any]:
 
     parts = build(tiny_run(settings))
     up: Any = parts.model.module.get_submodule("blocks.1.mlp.up")
-    arena, in_sinks, sum_all = parts.model.sinks.arena.untyped_storage().data_ptr(), list[bool](), gathered.summing_each
+    arena, in_sinks, sum_all = parts.model.sinks.arena.untyped_storage().data_ptr(), list[bool](), gathered.sum_each
 
-    def sum_each(totals: list[Tensor], tensors: list[Tensor], group: Any) -> Any:
+    def sum_each(totals: list[Tensor], tensors: list[Tensor], group: Any) -> None:
         in_sinks.extend(total.untyped_storage().data_ptr() == arena for total in totals)
-        return sum_all(totals, tensors, group)
+        sum_all(totals, tensors, group)
 
-    gathered.summing_each = sum_each  # type: ignore[attr-defined]
+    rounded, copy_each = list[int](), torch._foreach_copy_
+
+    def round_each(targets: list[Tensor], sources: list[Tensor]) -> None:
+        rounded.append(sum(one.numel() for one in sources))
+        copy_each(targets, sources)
+
+    gathered.sum_each, torch._foreach_copy_ = sum_each, round_each  # type: ignore[attr-defined]
     shape = parts.model.placements["blocks.1.mlp.up.weight"].shape
     gemm, seen, whole = up.gemm, list[tuple[bool, torch.dtype]](), list[Tensor]()
 
@@ -123,6 +129,7 @@ def look(settings: dict[str, Any]) -> dict[str, Any]:
         "bytes of it afterwards": [weight.untyped_storage().nbytes() for weight in whole],
         "bytes of its gradient": [weight.main_grad.untyped_storage().nbytes() for weight in whole],
         "at rest": tuple(up.weight.shape) == (shape[0] // 2, *shape[1:]),
+        "rounded": (sum(rounded), sum(one.master.numel() for one in parts.pieces if one.name.startswith("head."))),
         "summed into sinks": (in_sinks[: len(in_sinks) // 2], in_sinks[len(in_sinks) // 2 :]),
         "masters": {piece.master.dtype for piece in parts.pieces},
         "copies": [piece.name for piece in parts.pieces if piece.weight is not None],
@@ -143,7 +150,10 @@ def test_masters_are_divided_in_fp32_and_units_compute_in_bf16(reduce_dtype: str
         assert (one["masters"], one["gradients"], one["copies"]) == ({torch.float32}, {torch.float32}, [])
         assert one["bytes of it afterwards"] == one["bytes of its gradient"] == [0, 0]
         assert one["at rest"], "a reader of parameters finds the rows"
-        first, second = one["summed into sinks"]
+        (rounded, head), (first, second) = one["rounded"], one["summed into sinks"]
+        assert rank or rounded == 3 * one["elements"] - head, (
+            "once for a step's first pass; the head stays for backward"
+        )
         copied = 2 * rank if reduce_dtype == "fp32" else len(first)  # of two tables of 259 rows, rank 1 has fewer
         assert (first.count(False), any(second)) == (copied, False), "a step's first sums need no copy"
     exact = run_workers(1, norm_of_one_process, {})[0]
@@ -167,14 +177,14 @@ def averaged() -> None:
     """Gradients are divided by the number of ranks, as other implementations do."""
     import mplug_fsdp.gathered as gathered
 
-    original = gathered.summing_each
+    original = gathered.sum_each
 
-    def averaging(totals: list[Tensor], tensors: list[Tensor], group: Any) -> Any:
+    def averaging(totals: list[Tensor], tensors: list[Tensor], group: Any) -> None:
         for tensor in tensors:
             tensor.div_(group.size())
-        return original(totals, tensors, group)
+        original(totals, tensors, group)
 
-    gathered.summing_each = averaging  # type: ignore[attr-defined]
+    gathered.sum_each = averaging  # type: ignore[attr-defined]
 
 
 def overwritten() -> None:

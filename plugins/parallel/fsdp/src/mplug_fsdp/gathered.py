@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mplug import GradientSink
-from mplug.ops.transfers import joining_each, summing_each
+from mplug.ops.transfers import join_each, sum_each
 from mplug_fsdp.memory import Padded
 
 if TYPE_CHECKING:
@@ -38,6 +38,14 @@ class Rows(NamedTuple):
     shape: tuple[int, ...]
     sink: GradientSink | None
     places: list[Place]
+
+
+class Formats(NamedTuple):
+    """The dtypes of gathered weights, of the gradients of a unit, and of their sums over ranks."""
+
+    weights: torch.dtype
+    gradients: torch.dtype
+    sums: torch.dtype
 
 
 class Lane:
@@ -81,27 +89,28 @@ class Gathered:
         rows: Sequence[Rows],
         group: "ProcessGroup",
         lane: Lane,
-        dtype: torch.dtype,
-        sum_dtype: torch.dtype | None,
+        formats: Formats,
         device: torch.device,
     ) -> None:
-        trained = [one for one in rows if one.sink is not None]
         self._rows, self._group, self._lane, self._device = rows, group, lane, device
-        self._totals = [one.sink for one in rows if one.sink is not None]
-        self._weights = Padded([one.shape for one in rows], group.size(), group.rank(), dtype, device)
+        self._sum_dtype, size, rank = formats.sums, group.size(), group.rank()
+        self._weights = Padded([one.shape for one in rows], size, rank, formats.weights, device)
         self._parameters = [
             nn.Parameter(whole, requires_grad=one.sink is not None)
             for whole, one in zip(self._weights.whole, rows, strict=True)
         ]
-        kept_in = self._totals[0].buffer.dtype if self._totals else dtype
-        self._sum_dtype = sum_dtype or kept_in
-        self._gradients = Padded([one.shape for one in trained], group.size(), group.rank(), kept_in, device)
-        learning = [one for one in self._parameters if one.requires_grad]
-        gradients = zip(trained, learning, self._gradients.whole, strict=True)
-        self._sinks = [GradientSink(one.name, parameter, gradient) for one, parameter, gradient in gradients]
+        trained = [(one, new) for one, new in zip(rows, self._parameters, strict=True) if new.requires_grad]
+        self._gradients = Padded([one.shape for one, _ in trained], size, rank, formats.gradients, device)
+        self._sinks = [
+            GradientSink(one.name, new, gradient)
+            for (one, new), gradient in zip(trained, self._gradients.whole, strict=True)
+        ]
+        self._totals = [one.sink for one in rows if one.sink is not None]
+        for sink in self._totals:
+            sink.listeners.append(self._overwritten)
+        self._is_rounded = self.collects = False
         self._arrived: torch.cuda.Event | None = None
         self._summed: torch.cuda.Event | None = None
-        self.collects = False
 
     # Weights.
 
@@ -113,12 +122,42 @@ class Gathered:
         self._weights.allocate()
         self._put(self._parameters)
         with self._lane.entered():
-            pairs = [(own, one.values) for own, one in zip(self._weights.own, self._rows, strict=True) if own.numel()]
-            arriving = [values.detach().to(self._device, non_blocking=True) for _, values in pairs]  # from CPU memory
-            if pairs:
-                torch._foreach_copy_([own for own, _ in pairs], arriving)
-            joining_each(self._weights.parts, self._group).wait()
+            join_each(self._weights.parts, self._rounded(), self._group)
             self._arrived = self._lane.mark()
+
+    def _rounded(self) -> list[Tensor]:
+        """What this rank sends: its rows of every parameter in the precision of the weights, with padding.
+
+        Rows that have this precision are sent as they are. Others are rounded into the buffer of their sink while it is
+        stale: there they last until backward has left the unit, which then needs no second rounding. If they do not fit
+        there, or if the buffer has a gradient, they are rounded into their place among the gathered rows.
+        """
+        sent, rounded, sources = list[Tensor](), list[Tensor](), list[Tensor]()
+        for part, own, one in zip(self._weights.parts, self._weights.own, self._rows, strict=True):
+            place, values = part[self._group.rank()], one.values.detach()
+            if _can_replace(values, place):
+                sent.append(values.flatten())
+                continue
+            kept = None if one.sink is None or not one.sink.stale else one.sink.buffer.flatten().view(place.dtype)
+            if kept is not None and _can_replace(kept[: own.numel()], place):
+                sent.append(kept[: own.numel()])
+            else:
+                sent.append(place)
+            if values.numel() and (sent[-1] is place or not self._is_rounded):
+                rounded.append(sent[-1][: own.numel()].view_as(own))
+                sources.append(values.to(self._device, non_blocking=True))  # from CPU memory
+        if rounded:
+            torch._foreach_copy_(rounded, sources)
+        self._is_rounded = all(sink.stale for sink in self._totals)
+        return sent
+
+    def _overwritten(self, _: GradientSink) -> None:
+        self._is_rounded = False
+
+    def forget(self) -> None:
+        """Free the weights, because the rows have new values."""
+        self.free()
+        self._is_rounded = False
 
     def wait(self) -> None:
         """Let the current stream wait for the weights."""
@@ -151,14 +190,14 @@ class Gathered:
     @torch.no_grad()
     def sum(self) -> None:
         """Start to sum the gradients over the ranks, onto the sinks of this rank's rows."""
-        self.collects = False
+        self.collects = self._is_rounded = False
         for sink in self._sinks:
             if sink.stale:  # the pass has not used this parameter
                 sink.buffer.zero_()
         with self._lane.entered():
             parts = [part.to(self._sum_dtype) for part in self._gradients.parts]  # no copy if it has that dtype
             totals = [self._place_of_sum(part, sink) for part, sink in zip(parts, self._totals, strict=True)]
-            summing_each(totals, parts, self._group).wait()
+            sum_each(totals, parts, self._group)
             for total, sink in zip(totals, self._totals, strict=True):
                 rows = total[: sink.buffer.numel()].view_as(sink.buffer)
                 sink.contribute(_brought(rows, sink.buffer.device))
@@ -166,15 +205,19 @@ class Gathered:
 
     def _place_of_sum(self, part: Tensor, sink: GradientSink) -> Tensor:
         """The buffer of a sink itself, if a sum fits there and is the first of a step; otherwise own part."""
-        own, buffer = part[self._group.rank()], sink.buffer
-        fits = buffer.numel() == own.numel() and (buffer.dtype, buffer.device) == (own.dtype, own.device)
-        return buffer.flatten() if fits and sink.stale else own
+        own, buffer = part[self._group.rank()], sink.buffer.flatten()
+        return buffer if sink.stale and _can_replace(buffer, own) else own
 
     def release(self) -> None:
         """Let the current stream wait for the sum, and free the memory of the gradients."""
         if self._gradients.is_allocated and not self.collects:
             wait_for(self._summed)
             self._gradients.free()
+
+
+def _can_replace(x: Tensor, own: Tensor) -> bool:
+    """Whether a collective can use x instead of this rank's own part [n] of a tensor."""
+    return (x.numel(), x.dtype, x.device) == (own.numel(), own.dtype, own.device)
 
 
 def _brought(x: Tensor, device: torch.device) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mplug import GatheredPlacement, rounding_of_sums
-from mplug_fsdp.gathered import Gathered, Lane, Place, Rows
+from mplug_fsdp.gathered import Formats, Gathered, Lane, Place, Rows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -31,15 +31,14 @@ IN_FLIGHT = 2
 
 def shard_units(run: "Run", model: "Model", group: "ProcessGroup", config: "Config") -> None:
     """Let this rank's units compute with parameters that are gathered for each call."""
-    device, dtype = torch.device(run.device), run.precision.weight_dtype
-    sum_dtype = None if rounding_of_sums(config.reduce_dtype) is None else run.precision.sum_dtype(config.reduce_dtype)
-    lane, of = Lane(device), dict[str, Gathered]()
+    device = torch.device(run.device)
+    lane, of, places = Lane(device), dict[str, Gathered](), _places(model)
     names = {id(parameter): name for name, parameter in model.parameters().items()}
     held = {unit.name: _gathered_in(model, unit.name, names) for unit in model.own_units}
-    places = _places(model)
     for together in _joined(held.values()):
         rows = [_rows(run, model, name, places) for name in together]
-        of |= dict.fromkeys(together, Gathered(rows, group, lane, dtype, sum_dtype, device))
+        is_last = not set(together).isdisjoint(held.get(model.plan.units[-1].name, ()))
+        of |= dict.fromkeys(together, Gathered(rows, group, lane, _formats(run, config, is_last), device))
     order = {unit: of[own[0]] for unit, own in held.items() if own}
     schedule = Schedule([*order.values()], config.prefetch, config.reshard_after_forward, _last(model, [*order]))
     for name, method in dict.fromkeys((one.name, one.method) for one in (*model.own_units, *model.plan.inference)):
@@ -47,6 +46,17 @@ def shard_units(run: "Run", model: "Model", group: "ProcessGroup", config: "Conf
             part = model.module.get_submodule(name)
             setattr(part, method, schedule.around(getattr(part, method), [*order].index(name)))
     model.when_written.append(schedule.forget)
+
+
+def _formats(run: "Run", config: "Config", is_last: bool) -> Formats:
+    """Products add to gradients in the masters' precision, and in the weights' precision in the model's last unit.
+
+    Memory is at its peak when backward enters the last unit, and these gradients have half the size there.
+    """
+    weights, masters = run.precision.weight_dtype, run.precision.master_dtype
+    is_exact = rounding_of_sums(config.reduce_dtype) is None
+    sums = masters if is_exact else run.precision.sum_dtype(config.reduce_dtype)
+    return Formats(weights, weights if is_last else masters, sums)
 
 
 def _gathered_in(model: "Model", unit: str, names: dict[int, str]) -> list[str]:
@@ -124,7 +134,7 @@ class Schedule:
     def forget(self) -> None:
         """Free all weights, because this rank's rows have new values."""
         for unit in self.units:
-            unit.free()
+            unit.forget()
 
     def _watched(self, number: int, given: list[Any]) -> list[Any]:
         """The arguments of a unit's call; when backward has computed their gradients, it has left the unit."""

@@ -80,8 +80,7 @@ class Gathered:
     """The parameters of a unit, or of units that share one.
 
     Modules hold the whole parameters between `gather` and `free`, and the rows at rest: a whole parameter is never
-    visible without memory.
-    `collects` says that a backward pass adds to the gradients and that no sum has taken them yet.
+    visible without memory. `collects` says that a backward pass adds to the gradients, not summed yet.
     """
 
     def __init__(

@@ -413,7 +413,13 @@ def test_a_sample_is_dropped_alike_in_any_micro_batch() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize("shape", [SMALL, {**NOISY, "num_kv_heads": 2, "activation": "swiglu", "qk_norm": True}])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {**NOISY, "num_kv_heads": 2, "activation": "swiglu", "qk_norm": True},
+        pytest.param(SMALL, marks=pytest.mark.wide("compile")),
+    ],
+)
 def test_all_blocks_are_one_compiled_graph_that_gives_the_same_bits(shape: dict[str, Any]) -> None:
     torch.compiler.reset()
     plain, compiled, given = built(shape), built(shape), batch()

@@ -7,6 +7,7 @@ processes import the same modules, so Python keeps what it has compiled, whateve
 hypothesis fails because it is slow: its duration depends on the processor and on other work.
 """
 
+import gc
 import os
 import shutil
 import subprocess
@@ -90,6 +91,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if deselected:
         config.hook.pytest_deselected(items=deselected)
         items[:] = selected
+
+
+def pytest_collection_finish() -> None:
+    """Leave the modules and the tests themselves out of garbage collections: some tests collect many times."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -52,13 +52,14 @@ WIDE = {
     "experts": "every way of routing, balancing and dispatching experts under every layout",
     "fuzz": "broken configs, checkpoints, files of runs and indices: 10,000 in one process, 50 in processes",
     "kills": "more points at which workers are killed, damaged and crafted checkpoints",
-    "layouts": "more layouts, and products of strategies, methods and options",
+    "layouts": "more layouts, products of strategies, methods and options, and all shapes of the model gpt",
     "machines": "torchrun and mpirun on two machines, which are network namespaces",
     "precision": "more layouts and methods in bf16 and fp16",
     "reshard": "more pairs of layouts between which checkpoints go",
     "scaffold": "every kind of package that `plugins new` writes: installed, tested and used",
     "session": "the first training run of README.md with all its steps",
-    "suites": "every planted mistake that a suite of mplug.testing must catch, and all kernel cases for kernels/flex",
+    "suites": "every planted mistake that a suite of mplug.testing must catch, all kernel cases for kernels/flex, and "
+    "`plugins check` of every package in tests/packages",
 }
 """The sets of tests that `pytest` runs only on request, and what each set holds."""
 

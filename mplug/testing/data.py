@@ -272,8 +272,7 @@ class DataSuite(PluginSuite):
 
     def test_it_resumes_exactly(self, sizes: tuple[int, int], split: str) -> None:
         """On the same and on another number of ranks, within epochs and at their boundary, and twice in a row."""
-        before, after = (self.ranks(self.layout(size)) for size in sizes)
-        alone = self.alone(split)
+        (before, after), alone = (self.ranks(self.layout(size)) for size in sizes), self.alone(split)
         epoch = self._epoch(alone)
         places = (1, 21, *((epoch - 3, epoch, epoch + 5) if epoch and epoch > 3 else ()))
         expected = read(alone, max(places) + 16)

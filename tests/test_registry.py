@@ -324,6 +324,7 @@ SOUND = {
     "extensions/watch",
     "kernels/delayed",
     "kernels/picky",
+    "kernels/product",
     "kernels/verbose",
     "parallel/slab",
     "parallel/squeeze",

@@ -50,7 +50,8 @@ PRELOAD.extend(modules_of_plugins())
 WIDE = {
     "compile": "longer tests of compiled units, and the yardstick of `mplug bench`",
     "experts": "every way of routing, balancing and dispatching experts under every layout",
-    "fuzz": "broken configs, checkpoints, files of runs and indices: 10,000 in one process, 50 in processes",
+    "fuzz": "broken configs, checkpoints, files of runs and indices: 10,000 in one process, 50 in processes; "
+    "every character, as more tokenizers cut it",
     "kills": "more points at which workers are killed, damaged and crafted checkpoints",
     "layouts": "more layouts, products of strategies, methods and options, and all shapes of the model gpt",
     "machines": "torchrun and mpirun on two machines, which are network namespaces",

@@ -102,7 +102,7 @@ def batch(seed: int = 0, samples: int = B) -> dict[str, Tensor]:
 
 
 DENSE = ("cp2", "dp2", "fsdp2", "pp2", "tp2", "zero2")
-"""Strategies that do not divide experts."""
+"""Strategies that do not divide experts; `fsdp` refuses to run beside `zero`."""
 
 
 class TestGPT(ModelSuite):
@@ -110,7 +110,7 @@ class TestGPT(ModelSuite):
 
     plugin = "gpt"
     settings = {"model.dropout": 0.1}
-    layouts = ("", "ep2", "etp2", *map("".join, combinations(DENSE, 2)))
+    layouts = ("", *(f"{one}{other}" for one, other in combinations(DENSE, 2) if (one, other) != ("fsdp2", "zero2")))
 
 
 @pytest.mark.wide("layouts")

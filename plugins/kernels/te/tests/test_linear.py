@@ -10,7 +10,6 @@ from warnings import catch_warnings
 import pytest
 import torch
 from engine_in_torch import stand_ins
-from mplug.nn.product import Narrow, apply_product
 from mplug_te.delayed import FIRST, GRADIENT, INPUT, declared, history_name, scale_name, step_ended
 from mplug_te.linear import HalfProduct, product_of
 from mplug_te.recipes import BLOCKWISE, DELAYED, TENSORWISE, Options, recipe_of
@@ -20,6 +19,7 @@ from mplug import Site
 from mplug.layout.plan import Init, Parameter
 from mplug.model.tracer import prepare_compiler
 from mplug.nn import Boundary, Linear, Product
+from mplug.nn.product import Narrow, apply_product
 from mplug.nn.sink import Weights
 from mplug.testing import run_workers
 from mplug.testing.harness import difference, train_steps
@@ -202,16 +202,16 @@ def test_the_end_of_a_step_moves_the_histories_and_sets_the_scales() -> None:
 
 
 def test_recipes_are_data_with_the_formats_of_their_operands() -> None:
-    assert recipe_of("delayed", 5, 2).options == {
+    assert recipe_of("delayed", None, 5, 2).options == {
         "forward": "float8_e4m3fn",
         "gradient": "float8_e5m2",
         "power_of_two": False,
         "history": 5,
         "margin": 2,
     }
-    assert recipe_of("tensorwise", 5, 2).name == TENSORWISE
-    assert recipe_of("blockwise", 5, 2).options["gradient"] == "float8_e4m3fn"
-    assert recipe_of("mxfp8", 5, 2).name == "mxfp8"
+    assert recipe_of("tensorwise", True, 5, 2).options["power_of_two"]
+    assert recipe_of("blockwise", None, 5, 2).options["gradient"] == "float8_e4m3fn"
+    assert recipe_of("mxfp8", None, 5, 2).name == "mxfp8"
 
 
 # Whole runs.
@@ -231,7 +231,8 @@ def steps(settings: dict[str, Any]) -> Any:
 def test_a_run_in_fp8_stays_near_one_in_bf16_and_differs_from_it(recipe: str) -> None:
     found = steps({**RUN, "precisions.te-fp8.recipe": recipe})
     plain = train_steps({"trainer.precision": "bf16"})
-    assert difference([found], plain, 0.2) == ""
+    assert found.losses == pytest.approx(plain.losses, rel=0.02)
+    assert found.norms == pytest.approx(plain.norms, rel=0.1)
     assert found.losses != plain.losses
 
 
@@ -251,7 +252,7 @@ def test_a_run_in_fp8_stays_near_one_in_bf16_and_differs_from_it(recipe: str) ->
     ],
 )
 def test_a_layout_gives_the_run_of_one_process(recipe: str, layout: str, ranks: int, changes: dict[str, Any]) -> None:
-    """Under tensor parallelism a weight's shard has a scale of its own, so results differ by a rounding in fp8."""
-    settings = {**RUN, "precisions.te-fp8.recipe": recipe}
+    """Scales are powers of two: then a scale of a part rounds as the scale of the whole, and bf16 is what differs."""
+    settings = {**RUN, "precisions.te-fp8.recipe": recipe, "precisions.te-fp8.power_of_two": True}
     found = run_workers(ranks, steps, {**settings, **changes, "parallel.layout": layout})
     assert difference(found, steps(settings), 0.05) == ""

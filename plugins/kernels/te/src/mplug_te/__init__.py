@@ -82,6 +82,9 @@ class FP8:
             description="delayed: scales of tensors come from the last steps; tensorwise: from the tensors themselves; "
             "blockwise: a scale for 128 numbers; mxfp8, nvfp4: small blocks, for Blackwell GPUs",
         )
+        power_of_two: bool | None = Field(
+            None, description="round scales down to powers of two; null: only if the recipe is blockwise"
+        )
         history: PositiveInt = Field(1024, description="delayed: steps whose largest values determine a scale")
         margin: NonNegativeInt = Field(0, description="delayed: scales are divided by 2 to the power of it")
 
@@ -91,5 +94,6 @@ class FP8:
     @hookimpl
     def define_precision(self) -> Precision:
         """bf16 with a recipe."""
-        recipe = recipe_of(self.config.recipe, self.config.history, self.config.margin)
+        own = self.config
+        recipe = recipe_of(own.recipe, own.power_of_two, own.history, own.margin)
         return Precision(weights="bfloat16", activations="bfloat16", gradients="bfloat16", recipe=recipe)

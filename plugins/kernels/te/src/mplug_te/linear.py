@@ -12,7 +12,14 @@ from torch import Tensor
 from mplug.nn import Boundary, Narrow, Operand, Product, Sink, keep_max, keep_max_in_backward
 from mplug_te.casts import cast, cast_blocks, largest_of, scale_of, transposed
 from mplug_te.delayed import GRADIENT, INPUT, scale_name
-from mplug_te.products import add_half_gradient, add_product, half_gradient, half_product, product
+from mplug_te.products import (
+    Quantised,
+    add_half_gradient,
+    add_multiplied,
+    half_gradient,
+    half_product,
+    multiply,
+)
 from mplug_te.recipes import BLOCKWISE, DELAYED, Options
 
 Buffers = Mapping[str, Tensor]
@@ -59,7 +66,7 @@ class HalfProduct(Product):
         grad_y, x = _rows(operands[0]), _rows(narrow.gathered(operands[1]))
         if sink is None:
             return half_gradient(x, grad_y)
-        add_half_gradient(*sink, x, grad_y)
+        add_half_gradient(sink.total, sink.stale, x, grad_y)
         return None
 
 
@@ -115,11 +122,11 @@ class TensorwiseProduct(Product):
         """grad_yᵀ x."""
         of_gradient, gradient_inverse, kept, inverse = operands
         of_input = kept if narrow.before is None else transposed(_rows(narrow.before.whole(kept)))
-        a = of_input, inverse, self.forward_format
-        b = of_gradient, gradient_inverse, self.gradient_format
+        a = Quantised(of_input, inverse, self.forward_format)
+        b = Quantised(of_gradient, gradient_inverse, self.gradient_format)
         if sink is None:
-            return product(*a, False, *b, len(of_gradient), True, torch.bfloat16)
-        add_product(*sink, *a, *b)
+            return multiply(a, b, len(of_gradient), True, torch.bfloat16)
+        add_multiplied(sink, a, b)
         return None
 
     def _times(
@@ -133,8 +140,8 @@ class TensorwiseProduct(Product):
         precise: bool,
     ) -> Tensor:
         """rows [..., n, K] valuesᵀ, of the weight's rows or columns `values` [M, K] -> [..., n, M]."""
-        a, b = (values, weight.casts[2], self.forward_format), (_rows(rows), inverse, format_name)
-        return _like(product(*a, False, *b, b[0].shape[0], precise, dtype), rows)
+        a, b = Quantised(values, weight.casts[2], self.forward_format), Quantised(_rows(rows), inverse, format_name)
+        return _like(multiply(a, b, len(b.values), precise, dtype), rows)
 
     def _quantised(
         self, x: Tensor, operand: str, boundary: Boundary | None, buffers: Buffers
@@ -213,11 +220,11 @@ class BlockwiseProduct(Product):
         of_gradient, gradient_inverses, *saved = operands
         if narrow.before is not None:
             saved = list(self._cast(narrow.before.whole(saved[0]), rows=False)[2:])
-        a = (*saved, self.format_name)
-        b = of_gradient, gradient_inverses, self.format_name
+        a = Quantised(saved[0], saved[1], self.format_name)
+        b = Quantised(of_gradient, gradient_inverses, self.format_name)
         if sink is None:
-            return product(*a, False, *b, len(of_gradient), True, torch.bfloat16)
-        add_product(*sink, *a, *b)
+            return multiply(a, b, len(of_gradient), True, torch.bfloat16)
+        add_multiplied(sink, a, b)
         return None
 
     def _cast(self, x: Tensor, rows: bool = True, columns: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -226,8 +233,9 @@ class BlockwiseProduct(Product):
     def _times(self, weight: tuple[Tensor, ...], rows: Tensor, inverses: Tensor, whole: Tensor) -> Tensor:
         """x [..., N, K] valuesᵀ, of the weight's quantised rows or columns [M, K] -> [..., N, M]."""
         values, of_values = weight
-        a, b = (values, of_values, self.format_name), (rows, inverses, self.format_name)
-        y = product(*a, True, *b, whole.shape[:-1].numel(), True, whole.dtype)
+        a = Quantised(values, of_values, self.format_name, square=True)
+        b = Quantised(rows, inverses, self.format_name)
+        y = multiply(a, b, whole.shape[:-1].numel(), True, whole.dtype)
         return y.view(*whole.shape[:-1], len(values))
 
 

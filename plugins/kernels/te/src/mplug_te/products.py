@@ -3,13 +3,37 @@
 fp8 operands are plain tensors (`mplug_te.casts`). An operator makes Transformer Engine's light containers from them.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mplug.nn import fake, operator
+from mplug.nn import Sink, fake, operator
 from mplug_te.library import library, number_of
+
+
+class Quantised(NamedTuple):
+    """Numbers [M, K] of a format, contracted along their rows, with their inverses.
+
+    `square`: 128 x 128 numbers have one scale.
+    """
+
+    values: Tensor
+    inverses: Tensor
+    format_name: str
+    square: bool = False
+
+
+def multiply(a: Quantised, b: Quantised, rows: int, precise: bool, dtype: torch.dtype) -> Tensor:
+    """The first `rows` rows of b aᵀ, of a [M, K] and b [N, K]: [rows, M]; see `product`."""
+    of_b = b.values, b.inverses, b.format_name
+    return product(a.values, a.inverses, a.format_name, a.square, *of_b, rows, precise, dtype)
+
+
+def add_multiplied(sink: Sink, a: Quantised, b: Quantised) -> None:
+    """Add b aᵀ [N, M] to a sink."""
+    total, stale = sink
+    add_product(total, stale, a.values, a.inverses, a.format_name, b.values, b.inverses, b.format_name)
 
 
 def _operand(values: Tensor, inverses: Tensor, format_name: str, square: bool) -> Any:

@@ -52,12 +52,13 @@ def options_of(recipe: Recipe) -> Options | str:
     return options.fault(recipe.name) or options
 
 
-def recipe_of(scaling: Scaling, history: int, margin: int) -> Recipe:
+def recipe_of(scaling: Scaling, power_of_two: bool | None, history: int, margin: int) -> Recipe:
     """The recipe of a config of the precision."""
     if scaling in BLACKWELL:
         return Recipe(scaling)
     blockwise = scaling == "blockwise"
-    options: dict[str, Any] = {"forward": E4M3, "gradient": E4M3 if blockwise else E5M2, "power_of_two": blockwise}
+    options: dict[str, Any] = {"forward": E4M3, "gradient": E4M3 if blockwise else E5M2}
+    options["power_of_two"] = blockwise if power_of_two is None else power_of_two
     if scaling == "delayed":
         options |= {"history": history, "margin": margin}
     return Recipe(f"fp8-{scaling}", options)

@@ -1,7 +1,9 @@
 """What the plugin claims and refuses. Its numbers are in test_linear.py (stand-ins) and test_gpu_te.py."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -231,3 +233,23 @@ def test_neither_importing_it_nor_asking_it_imports_transformer_engine() -> None
         "T(T.Config()).offer(run)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_import_sees_the_cudnn_of_torch_unless_the_user_names_another(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: list[str | None] = []
+
+    def import_module(name: str) -> Any:
+        seen.append(os.environ.get("CUDNN_HOME"))
+        return SimpleNamespace(TE_DType={})
+
+    monkeypatch.setattr(mplug_te.library, "import_module", import_module)
+    monkeypatch.setattr(mplug_te.library, "_folder_of_cudnn", lambda: tmp_path)
+    for name in mplug_te.library.CUDNN_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    mplug_te.library.library.__wrapped__()
+    assert (seen[0], seen[-1], os.environ.get("CUDNN_HOME")) == (str(tmp_path), None, None)
+    monkeypatch.setenv("CUDNN_PATH", "/mine")
+    mplug_te.library.library.__wrapped__()
+    assert os.environ.get("CUDNN_HOME") is None

@@ -72,23 +72,33 @@ def library() -> SimpleNamespace:
 
 @contextmanager
 def _one_cudnn() -> Iterator[None]:
-    """Make the import use the cuDNN of torch's own wheels, if there is one.
+    """Make the import use the cuDNN that torch has loaded, or else that of torch's wheels.
 
     Trap: Transformer Engine prefers a cuDNN of the system, so that a process may load two versions of it.
     """
-    spec = find_spec("nvidia.cudnn") if find_spec("nvidia") is not None else None
-    folders = [] if spec is None else [Path(folder) for folder in spec.submodule_search_locations or ()]
-    folder = next((folder for folder in folders if (folder / "lib").is_dir()), None)
+    folder = _folder_of_cudnn()
     if folder is None or any(name in os.environ for name in CUDNN_VARIABLES):
         yield
         return
-    for library_file in sorted((folder / "lib").glob("libcudnn.so.*")):
-        ctypes.CDLL(str(library_file), mode=ctypes.RTLD_GLOBAL)
+    for file in sorted(folder.glob("libcudnn.so.*")):
+        ctypes.CDLL(str(file), mode=ctypes.RTLD_GLOBAL)
     os.environ[CUDNN_VARIABLES[0]] = str(folder)
     try:
         yield
     finally:
         del os.environ[CUDNN_VARIABLES[0]]
+
+
+def _folder_of_cudnn() -> Path | None:
+    """The folder of this process's libcudnn, or of that in torch's wheels; None if there is neither."""
+    maps = Path("/proc/self/maps")
+    mapped = (line.split()[-1] for line in maps.read_text().splitlines()) if maps.exists() else ()
+    loaded = next((Path(word).parent for word in mapped if "/libcudnn.so" in word), None)
+    if loaded is not None:
+        return loaded
+    spec = find_spec("nvidia.cudnn") if find_spec("nvidia") is not None else None
+    folders = [] if spec is None else [Path(folder) / "lib" for folder in spec.submodule_search_locations or ()]
+    return next((folder for folder in folders if folder.is_dir()), None)
 
 
 def number_of(dtype: torch.dtype) -> int:

@@ -59,6 +59,7 @@ class Mask(NamedTuple):
             "softmax_type": "learnable" if self.sinks else "vanilla",
             "window_size": self.span,
             "bottom_right_diagonal": self.longer_keys,
+            "cuda_graph": torch.cuda.is_current_stream_capturing(),
         }
 
 

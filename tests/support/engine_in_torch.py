@@ -138,11 +138,17 @@ def _block_operand(values: Tensor, inverses: Tensor, *others: Any) -> SimpleName
     return SimpleNamespace(values=values, inverses=inverses, number=number, square=square)
 
 
+def _transposed(rows: Tensor, number: int, *, out: None) -> Tensor:
+    assert number in DTYPES
+    assert out is None
+    return rows.t().contiguous()
+
+
 LIBRARY = SimpleNamespace(
     numbers=NUMBERS,
     tex=SimpleNamespace(
         compute_amax=lambda x, largest: largest.fill_(x.float().abs().amax()),
-        fp8_transpose=lambda rows, *_: rows.t().contiguous(),
+        fp8_transpose=_transposed,
     ),
     te=SimpleNamespace(
         Float8CurrentScalingQuantizer=_current,

@@ -112,7 +112,8 @@ def _(
 @operator("mplug_te::transposed")
 def transposed(rows: Tensor) -> Tensor:
     """Bytes [N, I] -> [I, P], padded with zeros."""
-    columns: Tensor = library().tex.fp8_transpose(_whole(rows, ALIGNED), number_of(torch.float8_e4m3fn), None)
+    number = number_of(torch.float8_e4m3fn)  # any format: bytes are moved
+    columns: Tensor = library().tex.fp8_transpose(_whole(rows, ALIGNED), number, out=None)
     return columns
 
 

@@ -74,9 +74,16 @@ def test_the_copies_of_a_weight_have_the_same_bits(recipe: str) -> None:
     for kernel in KERNELS:
         product, buffers = supplied(recipe, kernel)
         casts = product.cast(weight, buffers)
-        copies.append({tuple(one.shape): one.view(torch.uint8) for one in casts})
+        copies.append({tuple(one.shape): _used(one) for one in casts})
     assert copies[0].keys() == copies[1].keys()
     assert all(torch.equal(one, copies[1][shape]) for shape, one in copies[0].items())
+
+
+def _used(copy: Tensor) -> Tensor:
+    """fp8 numbers as bytes; inverses of blocks without the padding of their lines, which is never read."""
+    if copy.dtype == torch.float32 and copy.dim() == 2:
+        return copy[:, : (I_ + O_) // 128 - len(copy)]
+    return copy.view(torch.uint8)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

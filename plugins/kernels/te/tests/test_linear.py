@@ -4,25 +4,30 @@ On a CPU, stand-ins in plain torch take the functions' place. n rows of a rank, 
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 from warnings import catch_warnings
 
 import pytest
 import torch
+import yaml
 from engine_in_torch import stand_ins
 from mplug_te.delayed import FIRST, GRADIENT, INPUT, declared, history_name, scale_name, step_ended
 from mplug_te.linear import HalfProduct, product_of
 from mplug_te.recipes import BLOCKWISE, DELAYED, TENSORWISE, Options, recipe_of
 from torch import Tensor
 
-from mplug import Site
+from mplug import Offer, Site
 from mplug.layout.plan import Init, Parameter
 from mplug.model.tracer import prepare_compiler
 from mplug.nn import Boundary, Linear, Product
 from mplug.nn.product import Narrow, apply_product
 from mplug.nn.sink import Weights
 from mplug.testing import run_workers
+from mplug.testing.buffer_trials import BufferTrial
 from mplug.testing.harness import difference, train_steps
+from mplug.testing.later_trials import later_fault
 
 B, S, I_, O_ = 2, 32, 128, 256
 OPTIONS = {
@@ -214,11 +219,48 @@ def test_recipes_are_data_with_the_formats_of_their_operands() -> None:
     assert recipe_of("mxfp8", None, 5, 2).name == "mxfp8"
 
 
+# The checks of the suite for kernels.
+
+
+@pytest.mark.parametrize("name", ["half", TENSORWISE, DELAYED])
+def test_the_weight_gradient_can_be_computed_later(name: str) -> None:
+    offer = Offer({"Linear.product": PRODUCTS[name]})
+    if name == DELAYED:
+        offer = replace(offer, buffers=partial(declared, history=3))
+    assert later_fault(offer, "Linear.product", torch.bfloat16, "cpu", compiles=True) == ""
+
+
+def test_the_statistics_of_parts_combine_to_those_of_the_whole() -> None:
+    options = replace(OPTIONS[DELAYED], power_of_two=True)
+    offer = Offer(
+        {"Linear.product": product_of(DELAYED, options)},
+        buffers=partial(declared, history=options.history),
+        step_ended=partial(step_ended, options=options),
+    )
+    assert BufferTrial(offer, "Linear.product", torch.bfloat16, "cpu", "delayed").fault(compiles=True) == ""
+
+
 # Whole runs.
 
 RUN: dict[str, Any] = {"trainer.precision": "te-fp8", "kernels.linear": "te", "trainer.base_modules": ["head"]}
 RECIPES = ("delayed", "tensorwise")
 """Blockwise scaling needs widths of 128."""
+SAME, ROUNDED = 1e-5, 0.4
+BANDS = {
+    "dp2": SAME,
+    "zero2": SAME,
+    "zero2 parallel.zero.stage=2": SAME,
+    "fsdp2 parallel.fsdp.reduce_dtype=fp32": SAME,
+    "pp2": SAME,
+    "tp2": ROUNDED,
+    "tp2 parallel.tp.sequence_parallel=false": ROUNDED,
+    "tp2 trainer.compile=aot_eager memory.recompute.mode=full": ROUNDED,
+}
+"""Maximum relative errors of gradients under a layout.
+
+Layouts that divide no product and sum in fp32 differ only by the order of sums. Tensor parallelism rounds other bf16
+numbers; then fp8 numbers differ by a step, which is up to an eighth.
+"""
 
 
 def steps(settings: dict[str, Any]) -> Any:
@@ -236,23 +278,14 @@ def test_a_run_in_fp8_stays_near_one_in_bf16_and_differs_from_it(recipe: str) ->
     assert found.losses != plain.losses
 
 
-@pytest.mark.wide("layouts")
+@pytest.mark.wide("precision")
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize(
-    ("layout", "ranks", "changes"),
-    [
-        ("tp2", 2, {}),
-        ("tp2", 2, {"parallel.tp.sequence_parallel": False}),
-        ("tp2", 2, {"trainer.compile": "aot_eager", "memory.recompute.mode": "full"}),
-        ("zero2", 2, {}),
-        ("zero2", 2, {"parallel.zero.stage": 2}),
-        ("fsdp2", 2, {}),
-        ("pp2", 2, {}),
-        ("dp2", 2, {"trainer.micro_batch_size": 1}),
-    ],
-)
-def test_a_layout_gives_the_run_of_one_process(recipe: str, layout: str, ranks: int, changes: dict[str, Any]) -> None:
-    """Scales are powers of two: then a scale of a part rounds as the scale of the whole, and bf16 is what differs."""
-    settings = {**RUN, "precisions.te-fp8.recipe": recipe, "precisions.te-fp8.power_of_two": True}
-    found = run_workers(ranks, steps, {**settings, **changes, "parallel.layout": layout})
-    assert difference(found, steps(settings), 0.05) == ""
+@pytest.mark.parametrize("layout", BANDS)
+def test_a_layout_is_within_its_band_of_one_process(recipe: str, layout: str) -> None:
+    word, *more = layout.split()
+    changes = {name: yaml.safe_load(value) for name, _, value in (one.partition("=") for one in more)}
+    settings = {**RUN, "precisions.te-fp8.recipe": recipe}
+    found, alone = run_workers(2, steps, {**settings, **changes, "parallel.layout": word}), steps(settings)
+    assert difference(found, alone, BANDS[layout]) == ""
+    assert found[0].losses == pytest.approx(alone.losses, rel=1e-3)
+    assert found[0].norms == pytest.approx(alone.norms, rel=2e-2)

@@ -7,6 +7,7 @@ Trap: Transformer Engine's own modules choose flash-attn if it is importable. Be
 another mask than the one asked for.
 """
 
+from functools import cache
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -91,6 +92,7 @@ def attend(
         library().enums.FusedAttnBackend[BACKEND],
         attn_scale=scale,
         dropout=dropout,
+        rng_gen=None if dropout else _unused_generator(q.device),
         softmax_offset=_offset(sinks),
         **_padded(q, k, lengths),
         **mask.options(),
@@ -193,6 +195,19 @@ def _padded(q: Tensor, k: Tensor, lengths: Tensor | None) -> dict[str, Tensor]:
         return {}
     starts, _ = _starts(q, k, lengths)
     return {"cu_seqlens_q_padded": starts, "cu_seqlens_kv_padded": starts}
+
+
+def _unused_generator(device: torch.device) -> torch.Generator | None:
+    """A generator for calls without dropout: Transformer Engine advances the default generator in every call.
+
+    A graph that is captured knows only the default generator.
+    """
+    return None if torch.cuda.is_current_stream_capturing() else _generator(device)
+
+
+@cache
+def _generator(device: torch.device) -> torch.Generator:
+    return torch.Generator(device)
 
 
 def _offset(sinks: Tensor | None) -> Tensor | None:

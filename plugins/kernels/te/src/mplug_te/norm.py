@@ -22,7 +22,8 @@ def norm(
     """x [N, D] -> (its norm [N, D], means [N] if `centred` (LayerNorm; else [0]), reciprocal deviations [N])."""
     tex, number = library().tex, number_of(x.dtype)
     if centred:
-        normed, means, deviations = tex.layernorm_fwd(x.contiguous(), weight, bias, eps, None, None, number, 0, False)
+        shift = torch.zeros_like(weight) if bias is None else bias  # the kernel has no form without
+        normed, means, deviations = tex.layernorm_fwd(x.contiguous(), weight, shift, eps, None, None, number, 0, False)
         return normed, means, deviations
     normed, _, deviations = tex.rmsnorm_fwd(x.contiguous(), weight, eps, None, None, number, 0, False)
     if bias is not None:

@@ -56,10 +56,12 @@ def machine(
     monkeypatch.setattr("torch.version.cuda", cuda)
 
 
-def run(precision: Precision | None = None, device: str = "cuda", **trainer: Any) -> Any:
+def run(precision: Precision | None = None, device: str = "cuda", tp: int = 1, **trainer: Any) -> Any:
     chosen = precision_named("bf16") if precision is None else precision
     values = {"precision": "word", "deterministic": False, "seq_length": 256, "micro_batch_size": 2, **trainer}
-    return SimpleNamespace(device=device, precision=chosen, config=SimpleNamespace(trainer=SimpleNamespace(**values)))
+    config = SimpleNamespace(trainer=SimpleNamespace(**values))
+    mesh = SimpleNamespace(axes={"tp": SimpleNamespace(size=tp, splits=("mlp",))})
+    return SimpleNamespace(device=device, precision=chosen, config=config, mesh=mesh)
 
 
 def fp8(recipe: str = "delayed", **options: Any) -> Precision:
@@ -196,6 +198,14 @@ def test_a_recipe_that_this_machine_or_layer_cannot_follow_is_refused_with_the_r
     scaling = name if name in BLACKWELL else name.removeprefix("fp8-")
     (answer,) = answers(linear(*widths, needs=(Recipe(name).need,)), run(fp8(scaling)))
     assert words in str(answer)
+
+
+def test_a_rank_s_part_of_a_layer_has_to_fit_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch)
+    layer, precision = linear(128, 96, (Recipe(DELAYED).need,)), fp8()
+    assert answers(layer, run(precision, tp=2)) == [True]
+    (answer,) = answers(layer, run(precision, tp=4))
+    assert "128 inputs and 96 outputs, of which a rank has 128 and 24" in str(answer)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What Transformer Engine can compute on this machine: the answers of `supports` for products and norms."""
 
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,7 +32,7 @@ def supports_fp8(name: str, site: Site, run: "Run") -> bool | str:
         return False
     if reason := site.lacking({_need(name)}) or runs(run):
         return reason
-    if reason := refused_by_chip(name) or refused_widths(name, tuple(site.module.weight.shape)):
+    if reason := refused_by_chip(name) or _refused_widths(name, site, run):
         return reason
     options = options_of(run.precision.recipe) if run.precision.recipe is not None else Options()
     if isinstance(options, str):
@@ -65,15 +66,24 @@ def supports_norm(site: Site, run: "Run") -> bool | str:
     return site.not_offered or runs(run) or True
 
 
-def refused_widths(name: str, shape: tuple[int, ...]) -> str:
-    """Why a weight [O, I] cannot be an operand; the empty string if it can."""
+def _refused_widths(name: str, site: Site, run: "Run") -> str:
+    """Why a rank's part of the weight [O, I] cannot be an operand; the empty string if it can."""
     multiple = BLOCK if name == BLOCKWISE else ALIGNED
-    if all(width % multiple == 0 for width in shape):
+    outputs, inputs = site.module.weight.shape
+    parts = outputs / _degree(site, run, 0), inputs / _degree(site, run, 1)
+    if all(width % multiple == 0 for width in parts):
         return ""
+    local = "" if parts == (outputs, inputs) else f", of which a rank has {parts[1]:g} and {parts[0]:g}"
     return (
-        f"'{name}' needs widths that are multiples of {multiple}, and this layer has {shape[1]} inputs and {shape[0]} "
-        f"outputs; change the widths, or add the layer to trainer.base_modules"
+        f"'{name}' needs widths that are multiples of {multiple}, and this layer has {inputs} inputs and {outputs} "
+        f"outputs{local}; change the widths, or add the layer to trainer.base_modules"
     )
+
+
+def _degree(site: Site, run: "Run", dim: int) -> int:
+    """The number of parts into which the layout divides a dimension of the weight."""
+    named = set(site.axes("weight", dim)) if "weight" in site.parameters else set()
+    return prod(axis.size for axis in run.mesh.axes.values() if named.intersection(axis.splits))
 
 
 def refused_by_chip(name: str) -> str:

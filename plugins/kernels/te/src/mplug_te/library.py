@@ -80,7 +80,7 @@ def _one_cudnn() -> Iterator[None]:
     if folder is None or any(name in os.environ for name in CUDNN_VARIABLES):
         yield
         return
-    for file in sorted(folder.glob("libcudnn*.so.*")):  # all parts: a missing one would come from the system
+    for file in sorted(folder.glob("libcudnn*.so.9")):  # all parts: a missing one would come from the system
         ctypes.CDLL(str(file), mode=ctypes.RTLD_GLOBAL)
     os.environ[CUDNN_VARIABLES[0]] = str(folder)
     try:

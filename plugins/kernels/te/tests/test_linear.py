@@ -242,7 +242,7 @@ def test_the_statistics_of_parts_combine_to_those_of_the_whole() -> None:
 
 # Whole runs.
 
-RUN: dict[str, Any] = {"trainer.precision": "te-fp8", "kernels.linear": "te", "trainer.base_modules": ["head"]}
+RUN: dict[str, Any] = {"trainer.precision": "te-fp8", "kernels.linear": "te"}
 RECIPES = ("delayed", "tensorwise")
 """Blockwise scaling needs widths of 128."""
 SAME, ROUNDED = 1e-5, 0.4
@@ -250,7 +250,7 @@ BANDS = {
     "dp2": SAME,
     "zero2": SAME,
     "zero2 parallel.zero.stage=2": SAME,
-    "fsdp2 parallel.fsdp.reduce_dtype=fp32": SAME,
+    "fsdp2": ROUNDED,
     "pp2": SAME,
     "tp2": ROUNDED,
     "tp2 parallel.tp.sequence_parallel=false": ROUNDED,
@@ -258,8 +258,8 @@ BANDS = {
 }
 """Maximum relative errors of gradients under a layout.
 
-Layouts that divide no product and sum in fp32 differ only by the order of sums. Tensor parallelism rounds other bf16
-numbers; then fp8 numbers differ by a step, which is up to an eighth.
+Layouts that divide no product and sum in fp32 differ only by the order of sums. Tensor parallelism and fsdp round other
+bf16 numbers; then some fp8 numbers differ by a step, which is up to an eighth of them.
 """
 
 
@@ -271,7 +271,7 @@ def steps(settings: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_run_in_fp8_stays_near_one_in_bf16_and_differs_from_it(recipe: str) -> None:
-    found = steps({**RUN, "precisions.te-fp8.recipe": recipe})
+    found = steps({**RUN, "precisions.te-fp8.recipe": recipe, "trainer.base_modules": ["head"]})
     plain = train_steps({"trainer.precision": "bf16"})
     assert found.losses == pytest.approx(plain.losses, rel=0.02)
     assert found.norms == pytest.approx(plain.norms, rel=0.1)

@@ -54,9 +54,19 @@ def uniform_like(x: Tensor, keys: Tensor, rows: Tensor) -> Tensor:
     return uniform(of_rows[..., None], torch.arange(x.shape[-1], device=x.device))
 
 
+def step_key(seed: int, step: int) -> int:
+    """The key of a step, from which the keys of its samples follow."""
+    return key_of(seed, "step", step)
+
+
+def keys_of_samples(key: Tensor | int, sample_ids: Tensor) -> Tensor:
+    """The random keys [B] of samples in the step with this key."""
+    return mix(sample_ids.to(torch.int64) * _GOLDEN + key)
+
+
 def sample_keys(seed: int, step: int, sample_ids: Tensor) -> Tensor:
     """The random keys [B] of a micro batch's samples in one step."""
-    return mix(sample_ids.to(torch.int64) * _GOLDEN + key_of(seed, "step", step))
+    return keys_of_samples(step_key(seed, step), sample_ids)
 
 
 def all_rows(positions: Tensor) -> Tensor:

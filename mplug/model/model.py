@@ -43,7 +43,7 @@ class Model:
     a GPU, lets the current stream wait). `passes` describes the passes that a step of
     the whole model computes. `slot_buffers` are the buffers that suppliers of this rank's slots keep. `recipe` is that
     of the run's precision; products of the modules that `base_modules` match ignore it. `master_dtype` is the dtype of
-    the masters; it is set when memory is allocated.
+    the masters; it is set when memory is allocated. `weights_version` grows whenever pieces have new weights.
     """
 
     module: nn.Module
@@ -66,6 +66,7 @@ class Model:
     recipe: Recipe | None = None
     base_modules: tuple[str, ...] = ()
     master_dtype: torch.dtype = torch.float32
+    weights_version: int = 0
     _sinks: Sinks | None = None
 
     @property
@@ -85,7 +86,8 @@ class Model:
         self._sinks = Sinks(self.parameters(), families, dtype, self.shards.listen(dtype) if self.shards else None)
 
     def weights_written(self) -> None:
-        """Call the functions in `when_written`: this rank's pieces have new weights, other ranks' copies do not."""
+        """This rank's pieces have new weights, other ranks' copies do not: call the functions in `when_written`."""
+        self.weights_version += 1
         for begin in self.when_written:
             begin()
 

@@ -18,6 +18,9 @@ R = TypeVar("R")
 UNDEFINED = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided")
 """Operations whose results have no defined values."""
 
+OF_FORWARD = ("mplug::count", "mplug::keep_max")
+"""Operators that do nothing in a backward pass (`mplug.nn.statistics`)."""
+
 
 class Reads(Exception):
     """A step reads a value of the device on the CPU, which cannot be recorded."""
@@ -86,7 +89,8 @@ class Operations(TorchDispatchMode):
         for changed in _changed(func, args, named):
             self._keep(changed)
         output = func(*args, **named)
-        if not func.name().startswith(UNDEFINED):
+        did_nothing = func.name() in OF_FORWARD and torch._C._current_graph_task_id() != -1
+        if not did_nothing and not func.name().startswith(UNDEFINED):
             self._calls.append(_Call(func, frozen, output))
         return output
 

@@ -30,10 +30,15 @@ GPT: TinySettings = {
 EXPERTS: TinySettings = {
     "model.name": "mixtral",
     "model.num_layers": 1,
-    "model.preset": "nano",
+    "model.ffn_hidden_size": 32,
+    "model.num_experts": 4,
+    "model.moe_router_jitter": 0.1,
+    "model.moe_balance": "global_batch",
+    "model.expert_bias_rate": 1e-2,
     "trainer.steps": STEPS,
     "memory.recompute.mode": "full",
 }
+"""States of modules change after every step, and noise is drawn in forward and again in backward."""
 
 
 @dataclass

@@ -76,5 +76,6 @@ class CudaGraph:
         self._checked = True
 
     def _drawn(self) -> int:
-        """How far the generator of the GPU has advanced; the CPU knows it."""
-        return torch.cuda.default_generators[torch.cuda.current_device()].get_offset()
+        """How far the GPU's generator has advanced: the second half of its state, which is on the CPU."""
+        state = torch.cuda.default_generators[torch.cuda.current_device()].get_state()
+        return int(state[8:16].view(torch.int64))

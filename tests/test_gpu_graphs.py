@@ -5,15 +5,17 @@ from typing import Any
 
 import pytest
 import torch
+from gpus import with_nccl
 from replayed import EXPERTS, GPT, STEPS, Seen, assert_equal, trained
-from test_gpu import Watch, saved
-from test_gpu import trained as trained_by_the_loop
-from test_gpu_zero import with_nccl
+from safetensors.torch import load_file
 
+from mplug import hookimpl
 from mplug.errors import RunError
+from mplug.run.prepare import prepare
 from mplug.testing import run_workers
-from mplug.testing.harness import TinySettings
+from mplug.testing.harness import TinySettings, tiny_config
 from mplug.training.assembly import Parts
+from mplug.training.loop import train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")]
 TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA GPUs here")
@@ -80,18 +82,35 @@ def test_graphed_steps_of_two_gpus_are_eager_steps_to_the_bit(name: str) -> None
         assert_equal(replayed, eager)
 
 
+class Watch:
+    """The losses that observers receive."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    @hookimpl
+    def step_finished(self, record: dict[str, Any]) -> None:
+        self.losses.append(record["loss"])
+
+
+def losses(directory: Path, graphs: bool, resume_from: Path | None = None) -> list[float]:
+    """Train 12 steps, with evaluations and checkpoints in between."""
+    settings = {**CUDA, "trainer.steps": 12, "checkpoint.every": 6, "trainer.eval_every": 5, "trainer.graphs": graphs}
+    watch = Watch()
+    train(prepare(tiny_config(settings), {"host/watch": watch}, directory), resume_from)
+    return watch.losses
+
+
 def test_a_graphed_run_saves_and_resumes_as_an_eager_one(tmp_path: Path) -> None:
-    settings = {"trainer.precision": "bf16", "trainer.steps": 12, "checkpoint.every": 6, "trainer.eval_every": 5}
-    eager, replayed, resumed = Watch(), Watch(), Watch()
-    trained_by_the_loop(tmp_path / "eager", settings, eager)
-    trained_by_the_loop(tmp_path / "replayed", {**settings, "trainer.graphs": True}, replayed)
-    assert replayed.losses == eager.losses
-    for step in (6, 12):
-        one, other = saved(tmp_path / "eager", step), saved(tmp_path / "replayed", step)
+    eager = losses(tmp_path / "eager", graphs=False)
+    assert losses(tmp_path / "graphed", graphs=True) == eager
+    for step in ("step_00000006", "step_00000012"):
+        one, other = (
+            load_file(tmp_path / name / "checkpoints" / step / "rank00000.safetensors") for name in ("eager", "graphed")
+        )
         assert [name for name in one if not torch.equal(one[name], other[name])] == []
-    halfway = tmp_path / "replayed" / "checkpoints" / "step_00000006"
-    trained_by_the_loop(tmp_path / "resumed", {**settings, "trainer.graphs": True}, resumed, halfway)
-    assert resumed.losses == eager.losses[6:]
+    halfway = tmp_path / "graphed" / "checkpoints" / "step_00000006"
+    assert losses(tmp_path / "resumed", graphs=True, resume_from=halfway) == eager[6:]
 
 
 def hooked(hook: Any) -> Any:

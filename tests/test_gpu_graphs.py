@@ -1,5 +1,6 @@
 """CUDA graphs of whole steps: on one GPU and under the data-parallel strategies, bitwise equal to eager steps."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ def test_twenty_graphed_steps_are_twenty_eager_steps_to_the_bit(case: str) -> No
 def both(settings: TinySettings) -> tuple[Seen, Seen]:
     """Be one rank of an eager run, and then of a replayed one."""
     with_nccl()
+    warnings.simplefilter("ignore")  # the compiler's own
     return trained(settings, False), trained(settings, True)
 
 

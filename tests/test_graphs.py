@@ -9,17 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from replayed import EXPERTS, GPT, STEPS, assert_equal, trained
+from replayed import EXPERTS, GPT, STEPS, Seen, assert_equal, graphed, trained
 from torch import Tensor
 
 from mplug.contracts import StepScalars
 from mplug.errors import RunError, UsageError
 from mplug.model import graphs as obstacles_of
 from mplug.model.build import build_model
+from mplug.testing import run_workers
 from mplug.testing.harness import TinySettings, tiny_run
 from mplug.testing.recording import Operations
 from mplug.training import graphs
-from mplug.training.assembly import Parts
+from mplug.training.assembly import Parts, build
 
 
 @pytest.mark.parametrize(
@@ -105,6 +106,26 @@ def test_a_step_that_makes_the_cpu_wait_ends_the_run_in_a_sentence(monkeypatch: 
 
     with pytest.raises(RunError, match=r"^the step cannot be recorded as a CUDA graph: Reads.*set trainer\.graphs=fal"):
         trained(GPT, True, wait)
+
+
+def exchanged(settings: TinySettings) -> tuple[Seen, Seen]:
+    """Be one rank: an eager run, and one whose stepper exchanges weights when a step begins, and never records."""
+    eager = trained(settings, False)
+    graphs.WARMUP = STEPS
+    return eager, trained(settings, True)
+
+
+def test_weights_that_a_step_exchanges_first_are_those_that_the_last_step_exchanges() -> None:
+    settings = {**GPT, "trainer.steps": 10, "parallel.layout": "zero2", "parallel.zero.bucket_mib": 0.02}
+    for eager, deferred in run_workers(2, exchanged, settings):
+        assert_equal(deferred, eager)
+
+
+def test_a_strategy_that_does_not_wait_for_its_weights_is_refused() -> None:
+    parts = build(tiny_run({}))
+    parts.model.when_written.append(lambda: None)
+    with pytest.raises(UsageError, match=r"appends to model\.when_written and not to model\.when_settled"):
+        graphed(parts)
 
 
 def test_recordings_of_many_shapes_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

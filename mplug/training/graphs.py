@@ -79,6 +79,11 @@ class GraphedStepper:
         if recording is None:
             refuse_graphs(self.run, self.model, default.optimizer)
             recording = partial(CudaGraph, torch.cuda.graph_pool_handle())
+        if len(self.model.when_settled) < len(self.model.when_written):
+            raise UsageError(
+                "a strategy appends to model.when_written and not to model.when_settled, so a CUDA graph cannot wait "
+                "for its exchange of weights; append the function that waits, or set trainer.graphs=false"
+            )
         self._recording = recording
         self._values = default.values(0.0, default.run.config.optimizer.weight_decay)
         self._key = torch.zeros((), dtype=torch.int64, device=self.run.device)
@@ -112,6 +117,11 @@ class GraphedStepper:
         self.model.weights_written()
         return self.default.evaluate(micro_batches)
 
+    @property
+    def num_recorded(self) -> int:
+        """How many shapes have a recording now."""
+        return sum(shape.recording is not None for shape in self._shapes.values())
+
     def _shape(self, batches: list[MicroBatch]) -> Shape:
         key = shape_of(batches)
         if key not in self._shapes:
@@ -122,7 +132,7 @@ class GraphedStepper:
 
     def _take(self, lr: float, weight_decay: float) -> None:
         """Write the step's numbers into the tensors that the recording reads."""
-        if self.default.tensor_decay or not any(shape.recording for shape in self._shapes.values()):
+        if self.default.tensor_decay or self.num_recorded == 0:
             self._values = replace(self._values, decay_number=weight_decay)
         elif weight_decay != self._values.decay_number:
             raise RunError(

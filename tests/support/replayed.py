@@ -92,7 +92,7 @@ def trained(settings: TinySettings, replayed: bool, before: Before = nothing) ->
             parts.validation_loader = parts.validation_loader or parts.train_loader
             seen.val_losses.append(evaluate(run, parts))
     if isinstance(parts.stepper, GraphedStepper):
-        seen.recorded = sum(shape.recording is not None for shape in parts.stepper._shapes.values())
+        seen.recorded = parts.stepper.num_recorded
     seen.state = {f"{p.name}/{n}": x.clone() for p in parts.pieces for n, x in parts.optimizer.state(p).items()}
     seen.state |= {f"{piece.name}/weight": piece.master.clone() for piece in parts.pieces}
     seen.state |= {name: buffer.clone() for name, buffer in parts.model.states().items()}

@@ -16,7 +16,8 @@ from mplug.contracts import StepScalars
 from mplug.errors import RunError, UsageError
 from mplug.model import graphs as obstacles_of
 from mplug.model.build import build_model
-from mplug.testing import run_workers
+from mplug.nn import Dropout
+from mplug.testing import Fault, ModelSuite, run_workers
 from mplug.testing.harness import TinySettings, tiny_run
 from mplug.testing.recording import Operations
 from mplug.training import graphs
@@ -133,6 +134,21 @@ def test_recordings_of_many_shapes_are_not_kept(monkeypatch: pytest.MonkeyPatch)
     seen = trained(GPT, True)
     assert seen.recorded == 1
     assert_equal(seen, trained(GPT, False))
+
+
+class OfGPT(ModelSuite):
+    plugin = "gpt"
+
+
+def test_the_suite_of_models_catches_a_count_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def counting(self: Any, x: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        return x * (1 + 1e-3 * self.calls)
+
+    OfGPT().test_replayed_steps_are_steps()
+    monkeypatch.setattr(Dropout, "forward", counting)
+    with pytest.raises(Fault, match=r"implements 'captures', and after 3 replayed steps, the loss of step 4 has other"):
+        OfGPT().test_replayed_steps_are_steps()
 
 
 # What is refused before a run.

@@ -15,9 +15,12 @@ from mplug.model.build import build_model
 from mplug.model.casts import keep_casts
 from mplug.model.offers import Filled
 from mplug.model.selection import select
-from mplug.nn import MLP, Boundary, Gemm, Linear, Narrow, Operand, Product, Sink, add_product
+from mplug.nn import MLP, Boundary, Gemm, GroupedProduct, Linear, Narrow, Operand, Product, Sink, add_product
+from mplug.nn.slot_buffers import hold
 from mplug.testing import run_workers
+from mplug.testing.buffer_trials import BufferTrial
 from mplug.testing.harness import difference, tiny_run, train_steps
+from mplug.testing.later_trials import later_fault
 
 Plant = Callable[..., None]
 Settings = dict[str, Any]
@@ -120,9 +123,9 @@ def test_the_product_runs_the_collectives_of_the_narrower_slots() -> None:
     torch.testing.assert_close(layer.weight.grad, plain.weight.grad)
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_compiled_product_gives_equal_gradients_in_one_graph(backend: str) -> None:
-    warnings.simplefilter("ignore")  # torch's own, as it traces
     layer = filled(Linear(I_, O_), Doubled())
     layer.casts = layer.product.cast(layer.weight.detach(), {})
     run = torch.compile(lambda x: layer(x).tanh(), backend=backend, fullgraph=True)
@@ -136,6 +139,17 @@ def test_a_compiled_product_gives_equal_gradients_in_one_graph(backend: str) -> 
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_compiled_product_without_gradients_receives_its_buffers(count: int) -> None:
+    """torch's compiler omits an argument of autograd functions for one number of arguments."""
+    layer = filled(Linear(I_, O_), Doubled())
+    hold(layer, "Linear.product", {f"buffer{number}": torch.zeros(()) for number in range(count)})
+    run = torch.compile(layer, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(run(drawn(B, S, I_)), layer(drawn(B, S, I_)))
+
+
 def test_an_mlp_calls_the_products_of_its_projections() -> None:
     mlp = MLP(I_, 4 * I_, "gelu", bias=True)
     for part in (mlp.up, mlp.down):
@@ -144,6 +158,33 @@ def test_an_mlp_calls_the_products_of_its_projections() -> None:
     mlp.down.product = Doubled()
     bias = mlp.down.bias
     torch.testing.assert_close(mlp(x) - bias, 2 * (before - bias))
+
+
+# The checks of the suite.
+
+
+def test_the_suite_accepts_products_and_their_buffers(plant: Plant) -> None:
+    plant("acme-product")
+    from acme_product import Rounded
+
+    (offer,) = Rounded(Rounded.Config()).offer()
+    assert later_fault(offer, "Linear.product", torch.float32, "cpu", compiles=True) == ""
+    assert BufferTrial(offer, "Linear.product", torch.float32, "cpu", "here").fault(compiles=False) == ""
+    assert (
+        later_fault(Offer({"Experts.product": GroupedProduct()}), "Experts.product", torch.float32, "cpu", True) == ""
+    )
+
+
+def test_the_suite_reports_a_product_that_cannot_be_postponed() -> None:
+    class Different(Doubled):
+        def backward(self, grad_y: Tensor, weight: Operand, saved: Any, sink: Any, *rest: Any) -> Any:
+            grad_x, found = super().backward(grad_y, weight, saved, sink, *rest)
+            sink.total.mul_(1.001)
+            return grad_x, found
+
+    offer = Offer({"Linear.product": Different()})
+    found = later_fault(offer, "Linear.product", torch.float64, "cpu", compiles=False)
+    assert found.startswith("the gradient of the weight has other bits if the weight's gradient is computed later")
 
 
 # Whole runs.

@@ -21,7 +21,7 @@ from mplug.training.loop import train
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")]
 TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA GPUs here")
 
-CUDA: TinySettings = {"trainer.device": "cuda", "trainer.precision": "bf16"}
+CUDA: TinySettings = {"trainer.device": "cuda", "trainer.precision": "bf16", "model.num_layers": 2}
 FUSED: TinySettings = {
     **GPT,
     **CUDA,

@@ -166,8 +166,9 @@ def found(settings: TinySettings, device: str = "cuda") -> list[str]:
     return obstacles_of.obstacles(run, model, Built())  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("layout", ["", "dp2", "zero2"])
-@pytest.mark.parametrize("optimizer", ["adamw", "lion", "muon", "sgd"])
+@pytest.mark.parametrize(
+    ("layout", "optimizer"), [("", "lion"), ("", "sgd"), ("dp2", "muon"), ("zero2", "adamw"), ("zero2", "muon")]
+)
 def test_one_process_dp_and_zero_can_be_replayed(layout: str, optimizer: str) -> None:
     settings = {"parallel.layout": layout, "optimizer.name": optimizer, "memory.recompute.mode": "selective"}
     assert found({**settings, "kernels.default": "reference", "model.attention_dropout": 0.5}) == []

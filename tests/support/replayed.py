@@ -18,7 +18,7 @@ from mplug.training.stepper import DefaultStepper
 STEPS = 20
 GPT: TinySettings = {
     "optimizer.name": "lion",
-    "model.num_layers": 2,
+    "model.num_layers": 1,
     "model.dropout": 0.125,
     "trainer.steps": STEPS,
     "schedule.name": "cosine",
@@ -30,6 +30,10 @@ GPT: TinySettings = {
 EXPERTS: TinySettings = {
     "model.name": "mixtral",
     "model.num_layers": 1,
+    "model.hidden_size": 32,
+    "model.num_attention_heads": 4,
+    "model.num_kv_heads": 2,
+    "model.vocab_size": 259,
     "model.ffn_hidden_size": 32,
     "model.num_experts": 4,
     "model.moe_router_jitter": 0.1,

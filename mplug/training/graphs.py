@@ -5,17 +5,18 @@ batches, the reduction of gradients, their norm, the update. So the CPU launches
 kernels. Before a replay, the CPU copies the step's micro batches, learning rate, weight decay, random key and request
 to stop into the tensors that the recording reads. After it, the results are copied out.
 
-No code of a step runs in a replay, so everything on the CPU keeps the state in which the recording left it. For this
-reason:
+No Python code of a step runs in a replay. Two consequences:
 
 - A branch that depends on state of the CPU is recorded as it was taken. The flags `stale` of gradient sinks decide such
-  branches: the first contribution of a step overwrites a buffer, and others add to it. `begin_step` sets all of them,
-  so no step depends on the flags that it finds, and which contribution is the first follows from the units and the
-  number of micro batches, which are the same in all steps of a shape. So a replay needs no flag, and an eager step
-  after it sets its own. (The flags of `final` and `last`, and the counters of the strategies, are reset by each step.)
-- The step begins with `Model.weights_written`, and not ends with it: the exchange of weights then overlaps with forward
-  in the recording too, and nothing is in flight when it ends. So the copies of weights on other ranks are those of the
-  last step only after `weights_written` was called again, which `evaluate` does.
+  branches: the first contribution of a step overwrites a buffer, and further contributions add to it. `begin_step` sets
+  all flags, so a step does not depend on the flags that it finds. Which contribution is the first follows from the
+  units and the number of micro batches, and these are equal in all steps of a shape. So all steps of a shape take the
+  same branches. A replay neither reads nor changes a flag, and an eager step after it sets the flags anew. The same
+  holds for the sinks' `final`, `last` and `owed`, for the counters of strategies, and for `Model.weights_version`,
+  which only says within a step which unit makes the copies of a weight.
+- `Model.weights_written` is called when a step begins, not when it ends. Therefore forward hides the exchange of
+  weights in the recording too, and nothing is in flight when the recording ends. Copies of weights on other ranks, and
+  copies in other formats, are those of the last step only after another call; `evaluate` makes it.
 """
 
 import logging

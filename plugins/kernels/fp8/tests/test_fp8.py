@@ -1,0 +1,292 @@
+"""The precision and its products: training near fp64 and under layouts, boundaries, and what they refuse."""
+
+import math
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from mplug_fp8 import FP8, FP8Products, limits
+from mplug_fp8.delayed import FIRST, step_ended
+from mplug_fp8.products import Delayed, Products, Rowwise, Tensorwise
+from mplug_fp8.recipes import Options
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from mplug import Axis, Mesh, Recipe, Site
+from mplug.layout.plan import Init, Parameter
+from mplug.model.build import build_model
+from mplug.nn import Boundary, Experts, Linear, Narrow, Operand
+from mplug.testing import PrecisionSuite
+from mplug.testing.harness import tiny_run
+
+NAMED: dict[str, Any] = {"kernels.linear": "fp8", "model.num_layers": 3}
+DELAYED = {**NAMED, "precisions.fp8.when": "delayed", "precisions.fp8.history": 2, "precisions.fp8.power_of_two": True}
+WIDE_LAYOUTS = (
+    "dp2",
+    "tp2",
+    "tp2 parallel.tp.sequence_parallel=false",
+    "zero2",
+    "zero2 parallel.zero.stage=2",
+    "fsdp2",
+    "pp2",
+)
+BLOCKS_OF_128 = {"model.hidden_size": 256, "model.num_attention_heads": 4, "model.num_kv_heads": 2}
+
+
+class TestDelayed(PrecisionSuite):
+    plugin = "fp8"
+    settings: ClassVar = DELAYED
+    layouts = ("tp2",)
+    tolerance = 0.5
+
+
+@pytest.mark.wide("precision")
+class TestDelayedUnderLayouts(TestDelayed):
+    layouts = WIDE_LAYOUTS
+
+
+@pytest.mark.wide("precision")
+class TestTensorwise(TestDelayed):
+    settings: ClassVar = NAMED
+    layouts = WIDE_LAYOUTS
+
+
+@pytest.mark.wide("precision")
+class TestRowwise(TestDelayed):
+    settings: ClassVar = {**NAMED, "precisions.fp8.scaling": "rowwise"}
+    layouts = WIDE_LAYOUTS
+
+
+@pytest.mark.wide("precision")
+class TestBlockwise(TestDelayed):
+    settings: ClassVar = {**NAMED, **BLOCKS_OF_128, "precisions.fp8.scaling": "blockwise"}
+    layouts = WIDE_LAYOUTS
+
+
+@pytest.mark.wide("precision")
+class TestExperts(TestDelayed):
+    settings: ClassVar = {
+        **NAMED,
+        "model.name": "mixtral",
+        "kernels.experts": "fp8",
+        "precisions.fp8.scaling": "rowwise",
+    }
+    layouts = ("dp2", "ep2", "zero2", "fsdp2")
+
+
+# Boundaries: two ranks with the same data, so that a gather repeats its part.
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+
+
+def delayed_buffers() -> dict[str, Tensor]:
+    found = {name: torch.zeros(()) for name in ("input", "gradient")}
+    return {**found, "input_scale": torch.full((1,), 16.0), "gradient_scale": torch.full((1,), 256.0)}
+
+
+@pytest.mark.parametrize("kind", [Tensorwise, Delayed, Rowwise])
+def test_tensorwise_products_gather_fp8_numbers_with_a_common_scale(kind: type[Products]) -> None:
+    gathered: list[torch.dtype] = []
+    asked: list[Tensor] = []
+
+    def whole(part: Tensor) -> Tensor:
+        gathered.append(part.dtype)
+        return torch.cat([part, part], dim=-2)
+
+    def largest(x: Tensor) -> Tensor:
+        asked.append(x)
+        return x * 4  # another rank has larger values
+
+    boundary = Boundary(whole, lambda x: x[..., : x.shape[-2] // 2, :], largest)
+    supplier, weight = kind(Options(power_of_two=True)), drawn(48, 32)
+    x, grad_y = drawn(2, 5, 32, seed=1), drawn(2, 10, 48, seed=2)
+    operand = Operand(weight, supplier.cast(weight, {}))
+    results = []
+    for before, part in ((boundary, x), (None, torch.cat([x, x], dim=-2))):
+        narrow = Narrow(before=before)
+        y, saved = supplier.forward(part, operand, narrow, delayed_buffers())
+        grads = supplier.backward(grad_y, operand, saved, None, narrow, delayed_buffers(), True)
+        results.append((y, grads[0] if before else grads[0][..., :5, :], grads[1]))
+    for ours, right in zip(*results, strict=True):
+        torch.testing.assert_close(ours, right, rtol=0.02, atol=0.02)  # powers of two: only small numbers differ
+    assert set(gathered) == {torch.bfloat16 if kind is Rowwise else torch.float8_e4m3fn}
+    assert len(asked) == (kind is Tensorwise)
+    narrow, part = Narrow(after=boundary), grad_y[:, :5]
+    gathered.clear()
+    _, saved = supplier.forward(torch.cat([x, x], dim=-2), operand, narrow, delayed_buffers())
+    grad_x, _ = supplier.backward(part, operand, saved, None, narrow, delayed_buffers(), True)
+    assert grad_x is not None
+    assert grad_x.shape == (2, 10, 32)
+    assert set(gathered) == {torch.bfloat16 if kind is Rowwise else torch.float8_e5m2}
+
+
+def test_a_common_scale_is_that_of_the_largest_rank() -> None:
+    boundary = Boundary(lambda part: part, lambda x: x, lambda x: x * 4)
+    supplier, x = Tensorwise(Options(power_of_two=True)), drawn(16, 32)
+    _, alone = supplier.quantised(x, "input", None, {})
+    _, common = supplier.quantised(x, "input", boundary, {})
+    assert float(common[1]) == 4 * float(alone[1])
+
+
+# The end of a step.
+
+
+def test_scales_follow_the_largest_value_of_the_last_steps() -> None:
+    options = Options(history=2, margin=1)
+    state = {
+        **{name: torch.zeros(2) for name in ("input", "gradient")},
+        **{f"{name}_history": torch.zeros(2, 2) for name in ("input", "gradient")},
+        **{f"{name}_scale": torch.full((2, 1), FIRST[name]) for name in ("input", "gradient")},
+    }
+    seen = []
+    for largest in (0.0, 7.0, 3.5, 0.5, 0.25):
+        state["input"], state["gradient"] = torch.tensor([largest, 1.0]), torch.full((2,), largest)
+        state |= step_ended(state, options)
+        seen.append((float(state["input_scale"][0]), float(state["gradient_scale"][0])))
+    in_history = [None, 7.0, 7.0, 3.5, 0.5]
+    assert seen == [
+        (FIRST["input"], FIRST["gradient"]) if one is None else (448 / one / 2, 57344 / one / 2) for one in in_history
+    ]
+    assert state["input_history"].tolist() == [[0.25, 0.5], [1.0, 1.0]]
+
+
+# One graph.
+
+
+@pytest.mark.filterwarnings("ignore")  # those of torch's compiler
+def test_a_layer_traces_into_one_graph_and_gives_the_same_bits() -> None:
+    layer = Linear(32, 48, bias=False).to(torch.bfloat16)
+    nn.init.normal_(layer.weight)
+    layer.product = Tensorwise(Options())
+    results = []
+    for call in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        x = drawn(2, 8, 32).requires_grad_()
+        y = call(x)
+        results.append((y.detach(), *torch.autograd.grad(y, (x, layer.weight), drawn(2, 8, 48, seed=1))))
+    assert all(torch.equal(ours, right) for ours, right in zip(*results, strict=True))
+
+
+# What it refuses.
+
+
+def answer(
+    module: nn.Module | None = None,
+    scaling: str = "tensorwise",
+    device: str = "cpu",
+    tp: int = 1,
+    needs: tuple[str, ...] = (),
+    recipe: Recipe | None = None,
+    activations: str = "bfloat16",
+) -> bool | str:
+    """The answer for a linear layer [64, 32], or for another module."""
+    with torch.device("meta"):
+        module = module or Linear(32, 64)
+    recipe = recipe or FP8(FP8.Config(scaling=scaling)).define_precision().recipe  # type: ignore[arg-type]
+    assert recipe is not None
+    precision = SimpleNamespace(recipe=recipe, activations=activations)
+    mesh = Mesh.of([Axis("tp", tp, splits=("mlp",))], tp)
+    run: Any = SimpleNamespace(device=device, precision=precision, mesh=mesh)
+    names = {"Experts.product": ("up", "down")} if isinstance(module, Experts) else {"Linear.product": ("weight",)}
+    ((slot, weights),) = names.items()
+    dims = ("experts", "mlp", "embed") if isinstance(module, Experts) else ("mlp", "embed")
+    described = {name: Parameter(dims, Init("normal")) for name in weights}
+    site = Site("blocks.*.up", slot, module, "blocks.0.up", frozenset({recipe.need, *needs}), described)
+    offer = next(one for one in FP8Products(FP8Products.Config()).offer(run) if slot in one.suppliers)
+    return offer.supports(site, run)
+
+
+def test_it_serves_its_recipes_and_says_why_it_does_not_serve_a_site() -> None:
+    with torch.device("meta"):
+        experts, odd = Experts(32, 64, 4, "gelu"), Linear(40, 64)
+    assert answer() is True
+    assert answer(scaling="rowwise") is True
+    assert answer(experts, "rowwise") is True
+    for reason, found in (
+        ("only with a scale for each row ('fp8-rowwise')", answer(experts)),
+        ("multiples of 16, and this site's weight is 64 by 40", answer(odd)),
+        ("multiples of 128, and this site's weight is 64 by 32", answer(scaling="blockwise")),
+        ("64 by 32, of which a rank has 8 by 32", answer(tp=8)),
+        ("it does not offer log-sum-exp", answer(needs=("log-sum-exp",))),
+        ("it computes the recipes fp8-tensorwise, fp8-delayed", answer(recipe=Recipe("fp4", {"bits": 4}))),
+        ("does not know an option", answer(recipe=Recipe("fp8-tensorwise", {"forward": "float8_e4m3fn", "fast": 1}))),
+        ("with gradients in float8_e4m3fn", answer(recipe=Recipe("fp8-rowwise", {"gradient": "float8_e5m2"}))),
+        ("computes in float32", answer(activations="float32")),
+        ("needs a CUDA GPU or a CPU", answer(device="mps")),
+    ):
+        assert reason in str(found)
+
+
+@pytest.mark.parametrize(
+    ("chip", "scaling", "reason"),
+    [
+        ((9, 0), "blockwise", ""),
+        ((10, 0), "blockwise", "on GPUs of compute capability 9.0, and this GPU has 10.0"),
+        ((8, 9), "tensorwise", ""),
+        ((8, 0), "tensorwise", "needs compute capability 8.9, and this GPU has 8.0"),
+        ((8, 9), "rowwise", "needs compute capability 9.0, and this GPU has 8.9"),
+    ],
+)
+def test_it_names_the_chip_that_a_recipe_needs(
+    chip: tuple[int, int], scaling: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: chip)
+    monkeypatch.setattr(limits, "triton_builds", lambda: True)
+    with torch.device("meta"):
+        wide = Linear(128, 256)
+    found = answer(wide, scaling, "cuda")
+    assert reason in str(found) if reason else found is True
+    monkeypatch.setattr(limits, "triton_builds", lambda: False)
+    assert reason or "needs Triton" in str(answer(wide, scaling, "cuda"))
+
+
+def test_it_fills_nothing_without_the_recipe_and_says_that_a_cpu_emulates() -> None:
+    filled = build_model(tiny_run({**NAMED, "trainer.precision": "fp8"})).slots
+    run = tiny_run({**NAMED, "trainer.precision": "fp8"})
+    own = [one for one in filled if one.supplier == "kernels/fp8"]
+    assert {one.site.role for one in own} == {
+        f"blocks.*.{name}" for name in ("attn.qkv", "attn.out", "mlp.up", "mlp.down")
+    }
+    assert {one.site.name.split(".")[1] for one in own} == {"1"}
+    assert own[0].supplier_label(run) == "kernels/fp8 (emulated on a CPU)"
+    site = next(one.site for one in filled if one.site.slot == "Linear.product")
+    assert limits.supports_linear(site, tiny_run({"trainer.precision": "bf16"})) is False
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"scaling": "rowwise", "when": "delayed"}, "when=delayed needs scaling=tensorwise"),
+        ({"scaling": "blockwise", "power_of_two": False}, "power_of_two=false needs scaling=tensorwise or rowwise"),
+        ({"margin": -1}, "margin"),
+        ({"history": 0}, "history"),
+    ],
+)
+def test_options_that_do_not_fit_each_other_are_refused(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValidationError, match=reason):
+        FP8.Config(**fields)
+
+
+def test_the_recipe_is_data_for_any_supplier() -> None:
+    recipes = {
+        name: FP8(FP8.Config(**fields)).define_precision().recipe
+        for name, fields in {
+            "fp8-tensorwise": {},
+            "fp8-delayed": {"when": "delayed", "history": 16, "margin": 1},
+            "fp8-rowwise": {"scaling": "rowwise"},
+            "fp8-blockwise": {"scaling": "blockwise"},
+        }.items()
+    }
+    assert [recipe and recipe.name for recipe in recipes.values()] == list(recipes)
+    delayed = recipes["fp8-delayed"]
+    assert delayed is not None
+    assert delayed.options == {
+        "forward": "float8_e4m3fn",
+        "gradient": "float8_e5m2",
+        "power_of_two": False,
+        "history": 16,
+        "margin": 1,
+    }
+    assert math.prod(recipe.options["power_of_two"] for recipe in list(recipes.values())[2:] if recipe) == 1

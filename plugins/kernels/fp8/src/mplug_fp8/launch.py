@@ -17,12 +17,22 @@ from mplug_fp8.kernels import (
     fp8_transpose,
 )
 
-TILE_N, TILE_I, WARPS = 128, 128, 8
-"""A tile's rows and columns are lines of 128 bytes in fp8; 64 numbers per thread."""
+CAST = {"TILE_N": 64, "TILE_I": 128, "num_warps": 4}
+TRANSPOSE = {"TILE_N": 128, "TILE_I": 128, "num_warps": 8}
+ROWWISE = {"TILE_N": 64, "TILE_I": 64, "num_warps": 2}
+GROUPED = {"TILE_N": GROUP, "TILE_I": 128, "num_warps": 4}
+BLOCKWISE = {"TILE": BLOCK, "num_warps": 4}
+"""The tiles that were fastest on an H200 (`benchmarks/fp8.py`)."""
 PARTS = 1024
 """Maximum number of partial maxima: every program that casts reads all of them."""
 CHUNK = 8192
 """Numbers that a program reads at once for a maximum."""
+
+
+def _tiles(rows: int, columns: int, tile: dict[str, int]) -> tuple[tuple[int], int]:
+    """(the grid of tiles, the number of tiles in a line of them)."""
+    lines = triton.cdiv(columns, tile["TILE_I"])
+    return (max(1, triton.cdiv(rows, tile["TILE_N"])) * lines,), lines
 
 
 def largest_of(x: Tensor) -> Tensor:
@@ -52,9 +62,9 @@ def cast(
     n, i = x.shape
     inverse = torch.empty(1, dtype=torch.float32, device=x.device)
     wide = n if columns is None else columns.shape[1]
-    lines = triton.cdiv(i, TILE_I)
+    grid, lines = _tiles(wide, i, CAST)
     with torch.cuda.device_of(x):
-        fp8_cast[(max(1, triton.cdiv(wide, TILE_N)) * lines,)](
+        fp8_cast[grid](
             x,
             x if rows is None else rows.view(torch.uint8),
             x if columns is None else columns.view(torch.uint8),
@@ -72,9 +82,7 @@ def cast(
             ROWS=rows is not None,
             COLUMNS=columns is not None,
             KEEP=statistic is not None,
-            TILE_N=TILE_N,
-            TILE_I=TILE_I,
-            num_warps=WARPS,
+            **CAST,
         )
     return inverse
 
@@ -82,31 +90,29 @@ def cast(
 def transposed(rows: Tensor, columns: Tensor) -> None:
     """Write columns [I, P] from fp8 numbers [N, I]."""
     (n, i), wide = rows.shape, columns.shape[1]
-    lines = triton.cdiv(i, TILE_I)
+    grid, lines = _tiles(wide, i, TRANSPOSE)
     with torch.cuda.device_of(rows):
-        fp8_transpose[(max(1, triton.cdiv(wide, TILE_N)) * lines,)](
+        fp8_transpose[grid](
             rows.view(torch.uint8),
             columns.view(torch.uint8),
             n,
             wide,
             lines,
             I=i,
-            TILE_N=TILE_N,
-            TILE_I=TILE_I,
-            num_warps=WARPS,
+            **TRANSPOSE,
         )
 
 
 def cast_rowwise(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x [W, N, I] -> rows [W, N, I] with inverses [W, N], columns [W, I, P] with inverses [W, I]."""
     w, n, i = x.shape
-    wide, lines = padded(n), triton.cdiv(i, TILE_I)
+    wide = padded(n)
+    grid, lines = _tiles(wide, i, ROWWISE)
     bits = torch.zeros(w * (n + i), dtype=torch.int32, device=x.device)
     inverses = torch.empty(w * (n + i), dtype=torch.float32, device=x.device)
     (row_bits, column_bits), (row_inverses, column_inverses) = (t.split((w * n, w * i)) for t in (bits, inverses))
     rows, columns = x.new_empty((w, n, i), dtype=E4M3), x.new_empty((w, i, wide), dtype=E4M3)
-    shape = {"I": i, "TILE_N": TILE_N, "TILE_I": TILE_I, "num_warps": WARPS}
-    grid = (max(1, triton.cdiv(wide, TILE_N)) * lines, w)
+    grid, shape = (*grid, w), {"I": i, **ROWWISE}
     with torch.cuda.device_of(x):
         fp8_largest_of_lines[grid](x, row_bits, column_bits, n, lines, **shape)
         fp8_cast_lines_of_any_length[grid](
@@ -144,8 +150,7 @@ def cast_lines(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             wide,
             lines,
             I=i,
-            TILE=BLOCK,
-            num_warps=WARPS,
+            **BLOCKWISE,
         )
     return rows, row_inverses, columns, column_inverses
 
@@ -169,8 +174,7 @@ def cast_blocks(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             row_inverses.shape[1],
             column_inverses.shape[1],
             I=i,
-            TILE=BLOCK,
-            num_warps=WARPS,
+            **BLOCKWISE,
         )
     return rows, row_inverses, columns, column_inverses
 
@@ -189,8 +193,8 @@ def cast_grouped(x: Tensor, ends: Tensor, power_of_two: bool) -> tuple[Tensor, T
     row_inverses = x.new_empty(m, dtype=torch.float32)
     column_inverses = x.new_ones((e, i), dtype=torch.float32)
     column_ends = torch.empty_like(ends)
-    shape = {"I": i, "GROUPS": triton.next_power_of_2(e), "TILE_N": GROUP, "TILE_I": TILE_I, "num_warps": 4}
-    grid = (wide // GROUP, triton.cdiv(i, TILE_I))
+    shape = {"I": i, "GROUPS": triton.next_power_of_2(e), **GROUPED}
+    grid = (wide // GROUP, triton.cdiv(i, GROUPED["TILE_I"]))
     with torch.cuda.device_of(x):
         fp8_largest_of_groups[grid](x, ends, row_bits, column_bits, e, **shape)
         fp8_cast_groups[grid](

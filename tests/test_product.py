@@ -16,6 +16,7 @@ from mplug.model.casts import keep_casts
 from mplug.model.offers import Filled
 from mplug.model.selection import select
 from mplug.nn import MLP, Boundary, Gemm, Linear, Narrow, Operand, Product, Sink, add_product
+from mplug.nn.slot_buffers import hold
 from mplug.testing import run_workers
 from mplug.testing.harness import difference, tiny_run, train_steps
 
@@ -120,9 +121,9 @@ def test_the_product_runs_the_collectives_of_the_narrower_slots() -> None:
     torch.testing.assert_close(layer.weight.grad, plain.weight.grad)
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_compiled_product_gives_equal_gradients_in_one_graph(backend: str) -> None:
-    warnings.simplefilter("ignore")  # torch's own, as it traces
     layer = filled(Linear(I_, O_), Doubled())
     layer.casts = layer.product.cast(layer.weight.detach(), {})
     run = torch.compile(lambda x: layer(x).tanh(), backend=backend, fullgraph=True)
@@ -134,6 +135,17 @@ def test_a_compiled_product_gives_equal_gradients_in_one_graph(backend: str) -> 
         results.append((x.grad, layer.weight.grad))
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_compiled_product_without_gradients_receives_its_buffers(count: int) -> None:
+    """torch's compiler omits an argument of autograd functions for one number of arguments."""
+    layer = filled(Linear(I_, O_), Doubled())
+    hold(layer, "Linear.product", {f"buffer{number}": torch.zeros(()) for number in range(count)})
+    run = torch.compile(layer, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(run(drawn(B, S, I_)), layer(drawn(B, S, I_)))
 
 
 def test_an_mlp_calls_the_products_of_its_projections() -> None:

@@ -1,6 +1,7 @@
 """The precision and its products: training near fp64 and under layouts, boundaries, and what they refuse."""
 
 import math
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -18,61 +19,81 @@ from mplug.layout.plan import Init, Parameter
 from mplug.model.build import build_model
 from mplug.nn import Boundary, Experts, Linear, Narrow, Operand
 from mplug.testing import PrecisionSuite
-from mplug.testing.harness import tiny_run
+from mplug.testing.harness import Trace, difference, tiny_run, train_ranks, train_steps
 
 NAMED: dict[str, Any] = {"kernels.linear": "fp8", "model.num_layers": 3}
-DELAYED = {**NAMED, "precisions.fp8.when": "delayed", "precisions.fp8.history": 2, "precisions.fp8.power_of_two": True}
-WIDE_LAYOUTS = (
-    "dp2",
-    "tp2",
-    "tp2 parallel.tp.sequence_parallel=false",
-    "zero2",
-    "zero2 parallel.zero.stage=2",
-    "fsdp2",
-    "pp2",
-)
+DELAYED = {"precisions.fp8.when": "delayed", "precisions.fp8.history": 2, "precisions.fp8.power_of_two": True}
 BLOCKS_OF_128 = {"model.hidden_size": 256, "model.num_attention_heads": 4, "model.num_kv_heads": 2}
+RECIPES: dict[str, dict[str, Any]] = {
+    "tensorwise": {},
+    "delayed": DELAYED,
+    "rowwise": {"precisions.fp8.scaling": "rowwise"},
+    "blockwise": {**BLOCKS_OF_128, "precisions.fp8.scaling": "blockwise"},
+}
+SAME, ROUNDED = 1e-5, 0.4
+BANDS = {
+    "dp2": SAME,
+    "zero2": SAME,
+    "zero2 parallel.zero.stage=2": SAME,
+    "fsdp2 parallel.fsdp.reduce_dtype=fp32": SAME,
+    "pp2": SAME,
+    "tp2": ROUNDED,
+    "tp2 parallel.tp.sequence_parallel=false": ROUNDED,
+    "fsdp2": ROUNDED,
+}
+"""Maximum relative errors of gradients under a layout. The numbers of layouts that divide no product and sum in fp32
+differ only by the order of sums. Others round bf16 numbers differently; then fp8 numbers differ by a step of 6%, four
+times the error of the same layouts in bf16."""
 
 
 class TestDelayed(PrecisionSuite):
     plugin = "fp8"
-    settings: ClassVar = DELAYED
+    settings: ClassVar = {**NAMED, **DELAYED}
     layouts = ("tp2",)
-    tolerance = 0.5
+    tolerance = ROUNDED
 
 
 @pytest.mark.wide("precision")
-class TestDelayedUnderLayouts(TestDelayed):
-    layouts = WIDE_LAYOUTS
-
-
-@pytest.mark.wide("precision")
-class TestTensorwise(TestDelayed):
+class TestTensorwise(PrecisionSuite):
+    plugin = "fp8"
     settings: ClassVar = NAMED
-    layouts = WIDE_LAYOUTS
+    tolerance = ROUNDED
 
 
 @pytest.mark.wide("precision")
-class TestRowwise(TestDelayed):
-    settings: ClassVar = {**NAMED, "precisions.fp8.scaling": "rowwise"}
-    layouts = WIDE_LAYOUTS
+class TestRowwise(TestTensorwise):
+    settings: ClassVar = {**NAMED, **RECIPES["rowwise"]}
 
 
 @pytest.mark.wide("precision")
-class TestBlockwise(TestDelayed):
-    settings: ClassVar = {**NAMED, **BLOCKS_OF_128, "precisions.fp8.scaling": "blockwise"}
-    layouts = WIDE_LAYOUTS
+class TestBlockwise(TestTensorwise):
+    settings: ClassVar = {**NAMED, **RECIPES["blockwise"]}
 
 
 @pytest.mark.wide("precision")
-class TestExperts(TestDelayed):
-    settings: ClassVar = {
-        **NAMED,
-        "model.name": "mixtral",
-        "kernels.experts": "fp8",
-        "precisions.fp8.scaling": "rowwise",
-    }
-    layouts = ("dp2", "ep2", "zero2", "fsdp2")
+class TestExperts(TestTensorwise):
+    settings: ClassVar = {**NAMED, **RECIPES["rowwise"], "model.name": "mixtral", "kernels.experts": "fp8"}
+    layouts = ("dp2", "ep2", "fsdp2")
+
+
+@cache
+def one_process(recipe: str) -> Trace:
+    return train_steps({**NAMED, "trainer.precision": "fp8", "model.num_layers": 4, **RECIPES[recipe]})
+
+
+@pytest.mark.wide("precision")
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("layout", BANDS)
+def test_a_layout_is_within_its_band_of_one_process(layout: str, recipe: str) -> None:
+    word, *more = layout.split()
+    settings = {name: value for name, _, value in (one.partition("=") for one in more)}
+    run = {**NAMED, "trainer.precision": "fp8", "model.num_layers": 4, **RECIPES[recipe], "parallel.layout": word}
+    ranks, alone = train_ranks(2, {**run, **settings}), one_process(recipe)
+    wrong = difference(ranks, alone, BANDS[layout])
+    assert not wrong, wrong
+    for name, band in (("losses", 1e-3), ("norms", 2e-2)):
+        for ours, right in zip(getattr(ranks[0], name), getattr(alone, name), strict=True):
+            assert abs(ours - right) <= band * right, f"{name} {ours} and {right}"
 
 
 # Boundaries: two ranks with the same data, so that a gather repeats its part.

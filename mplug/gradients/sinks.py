@@ -27,8 +27,8 @@ Listener = Callable[["GradientSink"], None]
 class GradientSink:
     """One parameter's gradient over a step: `name`, `parameter`, and the `buffer` in which it is summed.
 
-    `stale`, a boolean tensor on the CPU, says that the buffer has no contribution of this step yet. `owed` is the number
-    of contributions that follow after their backward passes: until then, the gradient is not final.
+    `stale`, a boolean tensor on the CPU, says that the buffer has no contribution of this step yet. `owed` is the
+    number of contributions that follow after their backward passes: until then, the gradient is not final.
 
     A strategy registers callbacks by appending functions of the sink to one of two lists. The sink calls each of its
     `listeners` exactly once per step, when the buffer is final on this rank. It calls each function in `passed` after

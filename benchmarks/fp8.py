@@ -55,7 +55,7 @@ class Clock:
 
     def seconds(self, call: Callable[[], Any]) -> float:
         """The median time of a call, after two that are not measured."""
-        times = []
+        times: list[float] = []
         for turn in range(self.repeats + 2):
             self.flushed.zero_()
             torch.cuda._sleep(1_000_000)  # meanwhile the CPU launches the call

@@ -129,7 +129,7 @@ def test_tensorwise_products_gather_fp8_numbers_with_a_common_scale(kind: type[P
     for before, part in ((boundary, x), (None, torch.cat([x, x], dim=-2))):
         narrow = Narrow(before=before)
         y, saved = supplier.forward(part, operand, narrow, delayed_buffers())
-        grads = supplier.backward(grad_y, operand, saved, None, narrow, delayed_buffers(), True)
+        grads: tuple[Any, Any] = supplier.backward(grad_y, operand, saved, None, narrow, delayed_buffers(), True)
         results.append((y, grads[0] if before else grads[0][..., :5, :], grads[1]))
     for ours, right in zip(*results, strict=True):
         torch.testing.assert_close(ours, right, rtol=0.02, atol=0.02)  # powers of two: only small numbers differ
@@ -195,7 +195,7 @@ def test_a_layer_traces_into_one_graph_and_gives_the_same_bits() -> None:
 
 def answer(
     module: nn.Module | None = None,
-    scaling: str = "tensorwise",
+    scaling: Any = "tensorwise",
     device: str = "cpu",
     tp: int = 1,
     needs: tuple[str, ...] = (),
@@ -205,7 +205,7 @@ def answer(
     """The answer for a linear layer [64, 32], or for another module."""
     with torch.device("meta"):
         module = module or Linear(32, 64)
-    recipe = recipe or FP8(FP8.Config(scaling=scaling)).define_precision().recipe  # type: ignore[arg-type]
+    recipe = recipe or FP8(FP8.Config(scaling=scaling)).define_precision().recipe
     assert recipe is not None
     precision = SimpleNamespace(recipe=recipe, activations=activations)
     mesh = Mesh.of([Axis("tp", tp, splits=("mlp",))], tp)
@@ -291,15 +291,13 @@ def test_options_that_do_not_fit_each_other_are_refused(fields: dict[str, Any], 
 
 
 def test_the_recipe_is_data_for_any_supplier() -> None:
-    recipes = {
-        name: FP8(FP8.Config(**fields)).define_precision().recipe
-        for name, fields in {
-            "fp8-tensorwise": {},
-            "fp8-delayed": {"when": "delayed", "history": 16, "margin": 1},
-            "fp8-rowwise": {"scaling": "rowwise"},
-            "fp8-blockwise": {"scaling": "blockwise"},
-        }.items()
+    named: dict[str, dict[str, Any]] = {
+        "fp8-tensorwise": {},
+        "fp8-delayed": {"when": "delayed", "history": 16, "margin": 1},
+        "fp8-rowwise": {"scaling": "rowwise"},
+        "fp8-blockwise": {"scaling": "blockwise"},
     }
+    recipes = {name: FP8(FP8.Config(**fields)).define_precision().recipe for name, fields in named.items()}
     assert [recipe and recipe.name for recipe in recipes.values()] == list(recipes)
     delayed = recipes["fp8-delayed"]
     assert delayed is not None

@@ -243,8 +243,8 @@ def test_a_number_that_is_not_finite_never_becomes_finite(recipe: str, bad: floa
         buffers = buffers_of(tensors[0], tensors[2])
         operand = Operand(given[1], supplier.cast(given[1], buffers))
         y, saved = supplier.forward(given[0], operand, ALONE, buffers)
-        grads = supplier.backward(given[2], operand, saved, None, ALONE, buffers, True)
-        found = [bool(result.isfinite().all()) for result in (y, *grads)]
+        results: list[Any] = [y, *supplier.backward(given[2], operand, saved, None, ALONE, buffers, True)]
+        found = [bool(result.isfinite().all()) for result in results]
         assert not any(found[result] for result in reached), f"operand {which}: {found}"
 
 
@@ -338,7 +338,7 @@ def test_delayed_scaling_keeps_the_largest_value_except_in_a_recomputation() -> 
 
     for in_backward in (False, True):
         statistic, leaf = torch.zeros(()), torch.ones((), requires_grad=True)
-        Backward.apply(leaf, in_backward, statistic).backward()
+        Backward.apply(leaf, in_backward, statistic).backward()  # type: ignore[no-untyped-call]
         assert bool(statistic) == in_backward
 
 

@@ -138,7 +138,8 @@ def multiply(a: Tensor, b: Tensor, a_inverse: Tensor, b_inverse: Tensor) -> Tens
     wide_a, wide_b = a.float(), b.float()
     if a_inverse.dim() == 1:
         whole = a_inverse[:, None] * b_inverse[None, :]
-        return wide_a @ wide_b.t() * whole
+        y: Tensor = wide_a @ wide_b.t()
+        return y * whole
     values_a = _of_lines(wide_a, a_inverse)
     if b_inverse.shape == (a.shape[1] // BLOCK, len(b)):
         return values_a @ _of_lines(wide_b, b_inverse).t()

@@ -107,12 +107,12 @@ def cast_rowwise(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor,
     """x [W, N, I] -> rows [W, N, I] with inverses [W, N], columns [W, I, P] with inverses [W, I]."""
     w, n, i = x.shape
     wide = padded(n)
-    grid, lines = _tiles(wide, i, ROWWISE)
+    (tiles,), lines = _tiles(wide, i, ROWWISE)
     bits = torch.zeros(w * (n + i), dtype=torch.int32, device=x.device)
     inverses = torch.empty(w * (n + i), dtype=torch.float32, device=x.device)
     (row_bits, column_bits), (row_inverses, column_inverses) = (t.split((w * n, w * i)) for t in (bits, inverses))
     rows, columns = x.new_empty((w, n, i), dtype=E4M3), x.new_empty((w, i, wide), dtype=E4M3)
-    grid, shape = (*grid, w), {"I": i, **ROWWISE}
+    grid, shape = (tiles, w), {"I": i, **ROWWISE}
     with torch.cuda.device_of(x):
         fp8_largest_of_lines[grid](x, row_bits, column_bits, n, lines, **shape)
         fp8_cast_lines_of_any_length[grid](

@@ -1,6 +1,7 @@
 """The offers of a run's recipe."""
 
 from functools import partial
+from typing import Any
 
 from mplug import Offer, Recipe
 from mplug_fp8 import delayed
@@ -21,16 +22,18 @@ def offers(recipe: Recipe | None) -> list[Offer]:
     """`Linear.product` and `Experts.product`. Their `supports` refuses a recipe that is unknown."""
     options = _options(recipe)
     supplier = PRODUCTS[recipe.name if recipe and recipe.name in PRODUCTS else TENSORWISE](options)
-    linear = Offer({"Linear.product": supplier}, supports_linear, note=note)
+    product: dict[str, Any] = {"Linear.product": supplier}
+    grouped: dict[str, Any] = {"Experts.product": RowwiseGroups(options)}
+    linear = Offer(product, supports_linear, note=note)
     if recipe and recipe.name == DELAYED:
         linear = Offer(
-            {"Linear.product": supplier},
+            product,
             supports_linear,
             note=note,
             buffers=partial(delayed.declared, history=options.history),
             step_ended=partial(delayed.step_ended, options=options),
         )
-    return [linear, Offer({"Experts.product": RowwiseGroups(options)}, supports_experts, note=note)]
+    return [linear, Offer(grouped, supports_experts, note=note)]
 
 
 def _options(recipe: Recipe | None) -> Options:

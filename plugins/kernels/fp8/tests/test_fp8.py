@@ -14,11 +14,11 @@ from mplug_fp8.recipes import Options
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from mplug import Axis, Mesh, Recipe, Site
+from mplug import Axis, Mesh, Offer, Recipe, Run, Site
 from mplug.layout.plan import Init, Parameter
 from mplug.model.build import build_model
 from mplug.nn import Boundary, Experts, Linear, Narrow, Operand
-from mplug.testing import PrecisionSuite
+from mplug.testing import KernelSuite, PrecisionSuite, kernel_cases
 from mplug.testing.harness import Trace, difference, tiny_run, train_ranks, train_steps
 
 NAMED: dict[str, Any] = {"kernels.linear": "fp8", "model.num_layers": 3}
@@ -44,6 +44,42 @@ BANDS = {
 """Maximum relative errors of gradients under a layout. The numbers of layouts that divide no product and sum in fp32
 differ only by the order of sums. Others round bf16 numbers differently; then fp8 numbers differ by a step of 6%, four
 times the error of the same layouts in bf16."""
+
+
+class TestDelayedProducts(KernelSuite):
+    """Linear layers: torch's grouped product has no scales for experts but those of rows."""
+
+    plugin = "fp8"
+    settings: ClassVar = DELAYED
+    dtypes = ("fp8",)
+    error_factor = 64.0  # fp8 numbers have four bits of significand less than those of bf16
+
+    @classmethod
+    def naming(cls) -> dict[str, Any]:
+        return {**super().naming(), "trainer.precision": "fp8"}
+
+    @pytest.fixture(autouse=True)
+    def without_sinks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A sink in fp32 has no rounding to compare with; test_quantisation.py checks it."""
+        cases = [case for case in kernel_cases.cases() if "sink" not in case.name]
+        monkeypatch.setattr(kernel_cases, "cases", lambda: cases)
+
+    def _offered(self, dtype: str | None = None) -> tuple[Run, list[Offer]]:
+        run, offers = super()._offered(dtype)
+        return run, [offer for offer in offers if "Linear.product" in offer.suppliers]
+
+
+@pytest.mark.wide("precision")
+class TestTensorwiseProducts(TestDelayedProducts):
+    settings: ClassVar = RECIPES["tensorwise"]
+
+
+@pytest.mark.wide("precision")
+class TestRowwiseProducts(TestDelayedProducts):
+    settings: ClassVar = RECIPES["rowwise"]
+
+    def _offered(self, dtype: str | None = None) -> tuple[Run, list[Offer]]:
+        return KernelSuite._offered(self, dtype)
 
 
 class TestDelayed(PrecisionSuite):

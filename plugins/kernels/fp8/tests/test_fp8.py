@@ -2,6 +2,7 @@
 
 import math
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -15,11 +16,12 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from mplug import Axis, Mesh, Offer, Recipe, Run, Site
+from mplug.checkpoint.folder import newest
 from mplug.layout.plan import Init, Parameter
 from mplug.model.build import build_model
 from mplug.nn import Boundary, Experts, Linear, Narrow, Operand
-from mplug.testing import KernelSuite, PrecisionSuite, kernel_cases
-from mplug.testing.harness import Trace, difference, tiny_run, train_ranks, train_steps
+from mplug.testing import KernelSuite, PrecisionSuite, kernel_cases, run_workers, runs
+from mplug.testing.harness import Trace, difference, tiny_config, tiny_run, train_ranks, train_steps
 
 NAMED: dict[str, Any] = {"kernels.linear": "fp8", "model.num_layers": 3}
 DELAYED = {"precisions.fp8.when": "delayed", "precisions.fp8.history": 2, "precisions.fp8.power_of_two": True}
@@ -132,6 +134,23 @@ def test_a_layout_is_within_its_band_of_one_process(layout: str, recipe: str) ->
             assert abs(ours - right) <= band * right, f"{name} {ours} and {right}"
 
 
+def trained(settings: dict[str, Any], steps: int, directory: Path, resume_from: Path | None = None) -> list[float]:
+    """Be one rank of a run that is saved at its end: its losses."""
+    more = {"trainer.eval_every": 0, "checkpoint.asynchronous": False, "trainer.steps": steps}
+    run = {**NAMED, "trainer.precision": "fp8", "model.num_layers": 4, **DELAYED, **more, **settings}
+    return runs.trained(tiny_config(run), directory, resume_from=resume_from).losses
+
+
+@pytest.mark.wide("precision")
+def test_histories_of_scales_resume_under_another_layout(tmp_path: Path) -> None:
+    (whole,) = run_workers(1, trained, {}, 4, tmp_path / "whole")
+    run_workers(2, trained, {"parallel.layout": "zero2"}, 2, tmp_path / "begun")
+    begun = newest(tmp_path / "begun" / "checkpoints")
+    for layout, band in (("pp2", SAME), ("tp2", 1e-3)):
+        losses = run_workers(2, trained, {"parallel.layout": layout}, 4, tmp_path / layout, begun)[0]
+        assert losses == pytest.approx(whole[2:], rel=band, abs=0), layout
+
+
 # Boundaries: two ranks with the same data, so that a gather repeats its part.
 
 
@@ -208,22 +227,6 @@ def test_scales_follow_the_largest_value_of_the_last_steps() -> None:
         (FIRST["input"], FIRST["gradient"]) if one is None else (448 / one / 2, 57344 / one / 2) for one in in_history
     ]
     assert state["input_history"].tolist() == [[0.25, 0.5], [1.0, 1.0]]
-
-
-# One graph.
-
-
-@pytest.mark.filterwarnings("ignore")  # those of torch's compiler
-def test_a_layer_traces_into_one_graph_and_gives_the_same_bits() -> None:
-    layer = Linear(32, 48, bias=False).to(torch.bfloat16)
-    nn.init.normal_(layer.weight)
-    layer.product = Tensorwise(Options())
-    results = []
-    for call in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
-        x = drawn(2, 8, 32).requires_grad_()
-        y = call(x)
-        results.append((y.detach(), *torch.autograd.grad(y, (x, layer.weight), drawn(2, 8, 48, seed=1))))
-    assert all(torch.equal(ours, right) for ours, right in zip(*results, strict=True))
 
 
 # What it refuses.

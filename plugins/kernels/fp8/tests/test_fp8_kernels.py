@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,16 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 SHAPES = [(48, 64), (37, 160), (1, 16), (16, 32)] if INTERPRETED else [(48, 64), (1000, 2064), (4096, 2048), (1, 16)]
 LINES = [(150, 256), (128, 128)] if INTERPRETED else [(150, 256), (1000, 384), (4096, 2048)]
-runs = pytest.mark.skipif(
-    find_spec("triton") is None or not (INTERPRETED or torch.cuda.is_available()),
-    reason="it needs Triton, and a GPU or TRITON_INTERPRET=1",
-)
+CANNOT_RUN = find_spec("triton") is None or not (INTERPRETED or torch.cuda.is_available())
 each_format = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 powers = pytest.mark.parametrize("power", [False, True], ids=["", "power"])
+
+
+def runs(test: Callable[..., None]) -> Callable[..., None]:
+    """A test of kernels, which is one of the GPU's tests outside of the interpreter."""
+    skipping = pytest.mark.skipif(CANNOT_RUN, reason="it needs Triton, and a GPU or TRITON_INTERPRET=1")
+    marked: Callable[..., None] = skipping(test if INTERPRETED else pytest.mark.gpu(test))
+    return marked
 
 
 @pytest.mark.skipif(find_spec("triton") is None or INTERPRETED, reason="it needs Triton, outside of its interpreter")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from mplug import Axis, Mesh, Offer, Recipe, Run, Site
 from mplug.checkpoint.folder import newest
+from mplug.config.sources import read_assignments
 from mplug.layout.plan import Init, Parameter
 from mplug.model.build import build_model
 from mplug.nn import Boundary, Experts, Linear, Narrow, Operand
@@ -124,7 +125,7 @@ def one_process(recipe: str) -> Trace:
 @pytest.mark.parametrize("layout", BANDS)
 def test_a_layout_is_within_its_band_of_one_process(layout: str, recipe: str) -> None:
     word, *more = layout.split()
-    settings = {name: value for name, _, value in (one.partition("=") for one in more)}
+    settings = {".".join(key): setting.value for key, setting in read_assignments(more).items()}
     run = {**NAMED, "trainer.precision": "fp8", "model.num_layers": 4, **RECIPES[recipe], "parallel.layout": word}
     ranks, alone = train_ranks(2, {**run, **settings}), one_process(recipe)
     wrong = difference(ranks, alone, BANDS[layout])

@@ -130,7 +130,7 @@ def test_a_layout_is_within_its_band_of_one_process(layout: str, recipe: str) ->
     ranks, alone = train_ranks(2, {**run, **settings}), one_process(recipe)
     wrong = difference(ranks, alone, BANDS[layout])
     assert not wrong, wrong
-    for name, band in (("losses", 1e-3), ("norms", 2e-2)):
+    for name, band in (("losses", 5e-3), ("norms", 2e-2)):
         for ours, right in zip(getattr(ranks[0], name), getattr(alone, name), strict=True):
             assert abs(ours - right) <= band * right, f"{name} {ours} and {right}"
 
@@ -147,7 +147,7 @@ def test_histories_of_scales_resume_under_another_layout(tmp_path: Path) -> None
     (whole,) = run_workers(1, trained, {}, 4, tmp_path / "whole")
     run_workers(2, trained, {"parallel.layout": "zero2"}, 2, tmp_path / "begun")
     begun = newest(tmp_path / "begun" / "checkpoints")
-    for layout, band in (("pp2", SAME), ("tp2", 1e-3)):
+    for layout, band in (("pp2", SAME), ("tp2", 5e-3)):
         losses = run_workers(2, trained, {"parallel.layout": layout}, 4, tmp_path / layout, begun)[0]
         assert losses == pytest.approx(whole[2:], rel=band, abs=0), layout
 

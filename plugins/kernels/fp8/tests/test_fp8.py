@@ -43,7 +43,7 @@ BANDS = {
     "tp2 parallel.tp.sequence_parallel=false": ROUNDED,
     "fsdp2": ROUNDED,
 }
-"""Maximum relative errors of gradients under a layout. dp, zero and pp quantise the same numbers as one process, and sum
+"""Maximum relative errors of gradients under a layout. dp, zero and pp quantise the numbers of one process, and sum
 the same gradients. tp and fsdp round bf16 numbers or sums in another way, as they do in bf16 (errors of 0.02 to 0.04
 here); where an fp8 number then rounds to the other side, it differs by 6%."""
 
@@ -110,7 +110,19 @@ class TestBlockwise(TestTensorwise):
 
 @pytest.mark.wide("precision")
 class TestExperts(TestTensorwise):
-    settings: ClassVar = {**NAMED, **RECIPES["rowwise"], "model.name": "mixtral", "kernels.experts": "fp8"}
+    settings: ClassVar = {
+        **NAMED,
+        **RECIPES["rowwise"],
+        "kernels.experts": "fp8",
+        "model.name": "mixtral",
+        "model.hidden_size": 32,
+        "model.num_attention_heads": 4,
+        "model.num_kv_heads": 2,
+        "model.vocab_size": 259,
+        "model.ffn_hidden_size": 32,
+        "model.num_experts": 4,
+        "model.init_std": 0.06,
+    }
     layouts = ("dp2", "ep2", "fsdp2")
 
 

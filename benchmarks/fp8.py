@@ -144,13 +144,13 @@ def products(layer: Layer, clock: Clock) -> Iterator[Row]:
 
 
 def _of(product: Products, layer: Layer) -> dict[str, Callable[[], Any]]:
-    casts = product.cast(layer.weight, layer.buffers)
+    operand = Operand(layer.weight, product.cast(layer.weight, layer.buffers))
+    weight, weight_inverse, transposed, columns_inverse = product.copies(operand)
     _, (rows, inverse, columns, column_inverse) = product.quantised(layer.x, "input", None, layer.buffers)
     _, (g_rows, g_inverse, g_columns, g_column_inverse) = product.quantised(
         layer.grad_y, "gradient", None, layer.buffers
     )
-    weight, weight_inverse, transposed = casts[:3]
-    columns_inverse, kinds = casts[-1] if len(casts) > 3 else weight_inverse, (product.line, product.block)
+    kinds = product.line, product.block
     operands = (g_columns, g_column_inverse, columns, column_inverse)
     return {
         "forward": lambda: fp8.multiply(rows, weight, inverse, weight_inverse, *kinds, product.fast),

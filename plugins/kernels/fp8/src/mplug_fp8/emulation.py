@@ -57,9 +57,9 @@ def transposed(rows: Tensor, multiple: int = ROWS) -> Tensor:
     return columns.view(rows.dtype)
 
 
-def largest_of(x: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
-    """The largest absolute value in fp32, NaN if there is one; 0 if there are no values."""
-    return x.float().abs().amax(dim=() if dim is None else dim) if x.numel() else x.new_zeros((), dtype=torch.float32)
+def largest_of(x: Tensor) -> Tensor:
+    """The largest absolute value [] in fp32, NaN if there is one; 0 if there are no values."""
+    return x.float().abs().amax() if x.numel() else x.new_zeros((), dtype=torch.float32)
 
 
 # Tensorwise.

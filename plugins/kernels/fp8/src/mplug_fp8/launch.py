@@ -10,10 +10,10 @@ from mplug_fp8.kernels import (
     fp8_cast_blocks,
     fp8_cast_groups,
     fp8_cast_lines,
-    fp8_cast_lines_of_any_length,
+    fp8_cast_rowwise,
     fp8_largest,
     fp8_largest_of_groups,
-    fp8_largest_of_lines,
+    fp8_largest_rowwise,
     fp8_transpose,
 )
 
@@ -114,8 +114,8 @@ def cast_rowwise(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor,
     rows, columns = x.new_empty((w, n, i), dtype=E4M3), x.new_empty((w, i, wide), dtype=E4M3)
     grid, shape = (tiles, w), {"I": i, **ROWWISE}
     with torch.cuda.device_of(x):
-        fp8_largest_of_lines[grid](x, row_bits, column_bits, n, lines, **shape)
-        fp8_cast_lines_of_any_length[grid](
+        fp8_largest_rowwise[grid](x, row_bits, column_bits, n, lines, **shape)
+        fp8_cast_rowwise[grid](
             x,
             rows.view(torch.uint8),
             columns.view(torch.uint8),

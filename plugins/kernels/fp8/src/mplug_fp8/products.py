@@ -56,12 +56,17 @@ class Products(Product):
         """This rank's part of an operand [..., n, X] -> the shape of the whole, and the whole [N, X] in fp8."""
         raise NotImplementedError
 
+    def copies(self, weight: Operand) -> Quantised:
+        """Rows and columns of the weight, from the results of `cast`."""
+        rows, row_inverses, columns, column_inverses = weight.casts
+        return rows, row_inverses, columns, column_inverses
+
     def forward(
         self, x: Tensor, weight: Operand, narrow: Narrow, buffers: Buffers
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """x [..., n, I] -> (this rank's part of x Wᵀ, the columns of x and their inverses)."""
         shape, (rows, inverse, *columns) = self.quantised(x, INPUT, narrow.before, buffers)
-        weight_rows, weight_inverse = weight.casts[:2]
+        weight_rows, weight_inverse, _, _ = self.copies(weight)
         y = multiply(rows, weight_rows, inverse, weight_inverse, self.line, self.block, self.fast)
         return narrow.scattered(_like(y, shape)), tuple(columns)
 
@@ -79,7 +84,7 @@ class Products(Product):
         operands = (*columns, *saved)
         if not needs_x:
             return None, operands
-        weight_columns, weight_inverse = weight.casts[2], weight.casts[-1 if len(weight.casts) > 3 else 1]
+        _, _, weight_columns, weight_inverse = self.copies(weight)
         grad_x = multiply(rows, weight_columns, inverse, weight_inverse, self.line, self.block, False)
         return narrow.scattered_gradient(_like(grad_x, shape)), operands
 
@@ -117,6 +122,11 @@ class Tensorwise(Products):
         """Rows [O, I] and columns [I, O] of the weight, with one inverse."""
         rows, columns, inverse = cast(weight, largest(weight), False, self.options.power_of_two, True, True)
         return rows, inverse, columns
+
+    def copies(self, weight: Operand) -> Quantised:
+        """Rows and columns, which have the same inverse."""
+        rows, inverse, columns = weight.casts
+        return rows, inverse, columns, inverse
 
     def quantised(
         self, x: Tensor, operand: str, boundary: Boundary | None, buffers: Buffers

@@ -53,7 +53,7 @@ WIDE = {
     "kills": "more points at which workers are killed, damaged and crafted checkpoints",
     "layouts": "more layouts, and products of strategies, methods and options",
     "machines": "torchrun and mpirun on two machines, which are network namespaces",
-    "precision": "more layouts and methods in bf16 and fp16",
+    "precision": "more layouts and methods in bf16, fp16 and FP8",
     "reshard": "more pairs of layouts between which checkpoints go",
     "scaffold": "every kind of package that `plugins new` writes: installed, tested and used",
     "session": "the first training run of README.md with all its steps",

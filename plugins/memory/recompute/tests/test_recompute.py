@@ -34,7 +34,7 @@ CP = "cp2 model.attention_dropout=0"  # it refuses dropout of attention
 class TestFull(MemorySuite):
     plugin = "recompute"
     settings = DROPOUT
-    layouts = ("tp2", "pp2", *DIVIDED)
+    layouts = ("tp2", "fsdp2")
 
 
 class TestFullOfExperts(MemorySuite):

@@ -29,7 +29,7 @@ settings.register_profile(
 )
 settings.load_profile("same everywhere")  # --hypothesis-profile default draws new examples
 
-HEAVY = {"energon", "flash", "huggingface", "quack", "sentencepiece", "tiktoken", "triton"}
+HEAVY = {"energon", "flash", "fp8", "huggingface", "quack", "sentencepiece", "tiktoken", "triton"}
 """Plugins whose libraries take long to import."""
 
 

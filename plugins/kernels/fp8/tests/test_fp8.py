@@ -306,10 +306,15 @@ def test_it_names_the_chip_that_a_recipe_needs(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: chip)
     monkeypatch.setattr(limits, "triton_builds", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     with torch.device("meta"):
         wide = Linear(128, 256)
     found = answer(wide, scaling, "cuda")
     assert reason in str(found) if reason else found is True
+    if scaling == "blockwise" and not reason:
+        monkeypatch.setattr(torch.version, "cuda", "12.8")
+        assert "with CUDA 12.9 or newer, and this torch has 12.8" in str(answer(wide, scaling, "cuda"))
+        monkeypatch.setattr(torch.version, "cuda", "12.9")
     monkeypatch.setattr(limits, "triton_builds", lambda: False)
     assert reason or "needs Triton" in str(answer(wide, scaling, "cuda"))
 

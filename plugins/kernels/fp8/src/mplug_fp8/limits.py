@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from mplug import Run
 
 ADA, HOPPER = (8, 9), (9, 0)
+BLOCKWISE_CUDA = (12, 9)
 
 
 def supports_linear(site: Site, run: "Run") -> bool | str:
@@ -97,9 +98,18 @@ def _against_device(recipe: Recipe, run: "Run") -> str:
     chip = ".".join(map(str, capability))
     if recipe.name == BLOCKWISE and capability[0] != HOPPER[0]:
         return f"torch multiplies blocks of 128 numbers on GPUs of compute capability 9.0, and this GPU has {chip}"
+    if recipe.name == BLOCKWISE and _cuda() < BLOCKWISE_CUDA:
+        return (
+            f"torch multiplies blocks of 128 numbers with CUDA 12.9 or newer, and this torch has {torch.version.cuda}"
+        )
     least = HOPPER if recipe.name == ROWWISE else ADA
     if capability < least:
         return f"'{recipe.name}' needs compute capability {'.'.join(map(str, least))}, and this GPU has {chip}"
     if not triton_builds():
         return "on a GPU it needs Triton, a C compiler and Python's headers, and one of them is not installed"
     return ""
+
+
+def _cuda() -> tuple[int, ...]:
+    """The version of CUDA that torch is built with."""
+    return tuple(int(part) for part in (torch.version.cuda or "0").split("."))

@@ -146,6 +146,14 @@ def test_a_layout_is_within_its_band_of_one_process(layout: str, recipe: str) ->
             assert abs(ours - right) <= band * right, f"{name} {ours} and {right}"
 
 
+@pytest.mark.wide("precision")
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+def test_recomputed_blocks_give_the_same_bits_and_histories(recipe: str) -> None:
+    run = {**NAMED, "trainer.precision": "fp8", "model.num_layers": 4, **RECIPES[recipe]}
+    again = train_steps({**run, "memory.recompute.mode": "full"})
+    assert not difference([again], one_process(recipe), 0.0)
+
+
 def trained(settings: dict[str, Any], steps: int, directory: Path, resume_from: Path | None = None) -> list[float]:
     """Be one rank of a run that is saved at its end: its losses."""
     more = {"trainer.eval_every": 0, "checkpoint.asynchronous": False, "trainer.steps": steps}

@@ -1,0 +1,44 @@
+"""Chooses the pipeline of a tensor-parallel group, at its first use."""
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch import Tensor
+
+from mplug.nn import Arrival, Pipeline, Produce
+from mplug.nn.pipeline import name_pipeline
+from mplug_tp.memory import reachable
+from mplug_tp.messages import AllReduces, Messages
+from mplug_tp.peers import Peers
+
+
+def name_for(group: dist.ProcessGroup | None, sequence_parallel: bool) -> str:
+    """Make a pipeline of the group known; its name. Without processes, the name of none."""
+    if group is None:
+        return ""
+    name = f"mplug_tp/{group.group_name}/{'sequence' if sequence_parallel else 'whole'}"
+    name_pipeline(name, Sequence(group) if sequence_parallel else AllReduces(group))
+    return name
+
+
+class Sequence(Pipeline):
+    """Copies between the memories of GPUs if they reach each other, else messages of the process group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self.num_parts = group, group.size()
+        self._chosen: Pipeline | None = None
+
+    def gathering(self, *parts: Tensor, keep: bool) -> Arrival:
+        """By the chosen pipeline."""
+        return self._pipeline().gathering(*parts, keep=keep)
+
+    def summing(
+        self, partial: tuple[int, ...], like: Tensor, produce: Produce, fill: Callable[[], None] | None = None
+    ) -> Tensor:
+        """By the chosen pipeline."""
+        return self._pipeline().summing(partial, like, produce, fill)
+
+    def _pipeline(self) -> Pipeline:
+        if self._chosen is None:
+            self._chosen = Peers(self._group) if reachable(self._group) else Messages(self._group)
+        return self._chosen

@@ -55,9 +55,9 @@ def _uuid(device: int) -> str:
 def _boot_id() -> str:
     """A word that two machines with the same host name do not share."""
     path = "/proc/sys/kernel/random/boot_id"
-    if not os.path.exists(path):  # noqa: PTH110
+    if not os.path.exists(path):
         return ""
-    with open(path, encoding="ascii") as file:  # noqa: PTH123
+    with open(path, encoding="ascii") as file:
         return file.read().strip()
 
 
@@ -84,7 +84,12 @@ class Slot:
     busy: bool = False
     _capacity: int = 0
     _memory: tuple[Any, ...] = ()
+    _addresses: tuple[int, ...] = ()
     _views: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._own, self._size = self.group.rank(), self.group.size()
+        self._others = [(self._own + step) % self._size for step in range(1, self._size)]
 
     def begin(self, num_bytes: int, stream: torch.cuda.Stream) -> None:
         """Begin a use with `num_bytes` of data per rank: the stream waits until all ranks have finished the last one.
@@ -96,23 +101,23 @@ class Slot:
         if num_bytes > self._capacity:
             self._grow(num_bytes)
         if self.uses:
-            for rank in self._others():
-                await_word(stream, self._word(self.group.rank(), FINISHED, rank), self.uses)
+            for rank in self._others:
+                await_word(stream, self._word(self._own, FINISHED, rank), self.uses)
         self.uses += 1
 
     def end(self, stream: torch.cuda.Stream) -> None:
         """End the use when the preceding work of the stream is done; tensors of the slot are invalid from then on."""
-        for rank in self._others():
-            raise_word(stream, self._word(rank, FINISHED, self.group.rank()), self.uses)
+        for rank in self._others:
+            raise_word(stream, self._word(rank, FINISHED, self._own), self.uses)
         self.busy = False
 
     def tell(self, stream: torch.cuda.Stream, rank: int, channel: int) -> None:
         """Tell a rank, on a channel, that the preceding work of the stream is done; once per use and channel."""
-        raise_word(stream, self._word(rank, NUM_CHANNELS + channel, self.group.rank()), self.uses)
+        raise_word(stream, self._word(rank, NUM_CHANNELS + channel, self._own), self.uses)
 
     def hear(self, stream: torch.cuda.Stream, rank: int, channel: int) -> None:
         """The stream waits for what `rank` tells on a channel."""
-        await_word(stream, self._word(self.group.rank(), NUM_CHANNELS + channel, rank), self.uses)
+        await_word(stream, self._word(self._own, NUM_CHANNELS + channel, rank), self.uses)
 
     def tensor(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
         """The tensor at an offset in bytes of a rank's data."""
@@ -122,16 +127,11 @@ class Slot:
             self._views[key] = self._memory[1].get_buffer(rank, shape, dtype, start)
         return self._views[key]
 
-    def _others(self) -> list[int]:
-        own, size = self.group.rank(), self.group.size()
-        return [(own + step) % size for step in range(1, size)]
-
     def _word(self, rank: int, channel: int, of: int) -> int:
         """The address of a word of rank `rank`, written by rank `of`."""
-        offset = 4 * (channel * self.group.size() + of)
+        offset = 4 * (channel * self._size + of)
         assert offset < HEADER
-        address: int = self._memory[1].buffer_ptrs[rank] + offset
-        return address
+        return self._addresses[rank] + offset
 
     def _grow(self, num_bytes: int) -> None:
         os.environ.setdefault(NO_MULTICAST, "1")  # torch then maps no multicast object, which nothing here would use
@@ -142,7 +142,8 @@ class Slot:
         memory[:HEADER].zero_()
         torch.cuda.synchronize(device)
         # Returns when all ranks are here: their last uses have ended, and their words are zero.
-        self._memory = memory, symmetric._SymmetricMemory.rendezvous(memory, name)
+        handle = symmetric._SymmetricMemory.rendezvous(memory, name)
+        self._memory, self._addresses = (memory, handle), tuple(handle.buffer_ptrs)
         self._capacity, self.uses, self._views = size - HEADER, 0, {}
 
 

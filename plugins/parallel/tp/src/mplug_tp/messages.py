@@ -43,51 +43,51 @@ def _bytes(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.uint8)
 
 
-def exchanged(
-    sent: list[Tensor], arriving: list[Tensor], to: int, of: int, group: dist.ProcessGroup
-) -> list[Transfer]:
+def exchanged(sent: list[Tensor], arriving: list[Tensor], to: int, of: int, group: dist.ProcessGroup) -> Transfer:
     """Start to send contiguous tensors to rank `to` of the group, and to receive others from rank `of`."""
     to, of = dist.get_global_rank(group, to), dist.get_global_rank(group, of)
     pairs = [dist.P2POp(dist.isend, _bytes(x), to, group) for x in sent]
     pairs += [dist.P2POp(dist.irecv, _bytes(x), of, group) for x in arriving]
-    works = dist.batch_isend_irecv(pairs)
-    return [Transfer(x, works, y) for x, y in zip(arriving, sent, strict=True)]
+    return Transfer(arriving[0], dist.batch_isend_irecv(pairs), sent[0])
 
 
 class MessageArrival(Arrival):
-    """Rows that arrive as messages, a step for each other rank."""
+    """Rows that arrive as messages, a step for each other rank, in the whole [B, R n, X]: a message per sample."""
 
     def __init__(self, parts: tuple[Tensor, ...], group: dist.ProcessGroup) -> None:
-        self._rank, self._size = group.rank(), group.size()
-        self._parts = [flattened(part.contiguous()) for part in parts]
+        self._rank, size = group.rank(), group.size()
         self._shapes = [part.shape for part in parts]
-        self._gathered = [part.new_empty(self._size, *part.shape) for part in self._parts]  # [R, B, n, X]
-        self._coming: list[tuple[int, list[Transfer]]] = []
-        for step in range(1, self._size):
-            to, of = (self._rank + step) % self._size, (self._rank - step) % self._size
-            self._coming.append((of, exchanged(self._parts, [x[of] for x in self._gathered], to, of, group)))
+        self._parts = [flattened(part.contiguous()) for part in parts]
+        self._length = self._parts[0].shape[1]
+        self._wholes = [x.new_empty(x.shape[0], size * x.shape[1], x.shape[2]) for x in self._parts]
+        self._coming: list[tuple[Rows, Transfer]] = []
+        sent = [sample for part in self._parts for sample in part]
+        for step in range(1, size):
+            to, of = (self._rank + step) % size, (self._rank - step) % size
+            rows = place_of(of, self._length)
+            arriving = [sample for whole in self._wholes for sample in rows.of(whole)]
+            self._coming.append((rows, exchanged(sent, arriving, to, of, group)))
 
     def __iter__(self) -> Iterator[tuple[Rows, tuple[Tensor, ...]]]:
         """This rank's rows, then each other rank's."""
-        length = self._parts[0].shape[1]
-        yield place_of(self._rank, length), tuple(self._parts)
-        for rank, transfers in self._coming:
-            yield place_of(rank, length), tuple(transfer.wait() for transfer in transfers)
+        yield place_of(self._rank, self._length), tuple(self._parts)
+        for rows, transfer in self._coming:
+            transfer.wait()
+            yield rows, tuple(map(rows.of, self._wholes))
 
     def whole(self) -> tuple[Tensor, ...]:
-        """[..., R n, X]; a copy unless there is one sample."""
+        """[..., R n, X]."""
         self.end()
-        found = []
-        for gathered, part, shape in zip(self._gathered, self._parts, self._shapes, strict=True):
-            gathered[self._rank].copy_(part)
-            found.append(gathered.movedim(0, 1).reshape(*shape[:-2], -1, shape[-1]))
-        return tuple(found)
+        for whole, part in zip(self._wholes, self._parts, strict=True):
+            place_of(self._rank, self._length).of(whole).copy_(part)
+        return tuple(
+            whole.view(*shape[:-2], *whole.shape[1:]) for whole, shape in zip(self._wholes, self._shapes, strict=True)
+        )
 
     def end(self) -> None:
-        """Wait for transfers that nobody waited for: then the sent tensors may be freed."""
-        for _, transfers in self._coming:
-            for transfer in transfers:
-                transfer.wait()
+        """Wait for the transfers that were not waited for: from then on, the sent tensors may be freed."""
+        for _, transfer in self._coming:
+            transfer.wait()
 
 
 class Messages(Pipeline):
@@ -96,7 +96,7 @@ class Messages(Pipeline):
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self.num_parts = group, group.size()
 
-    def gathering(self, *parts: Tensor, keep: bool) -> Arrival:  # noqa: ARG002
+    def gathering(self, *parts: Tensor, keep: bool) -> Arrival:
         """Start all transfers."""
         return MessageArrival(parts, self._group)
 
@@ -114,14 +114,11 @@ class Messages(Pipeline):
             of, going = (rank - 1 - step) % size, []
             for number, piece in enumerate(pieces):
                 rows = part_of(piece, of, length)
-                if step:
-                    leaving = coming[number].wait()
-                else:
-                    leaving = like.new_empty(flattened(total)[piece].shape)
-                produce(rows, leaving, step > 0)
                 own = flattened(total)[piece]
+                leaving = coming[number].wait() if step else torch.empty_like(own)
+                produce(rows, leaving, step > 0)
                 arriving = own if step == size - 2 else torch.empty_like(own)
-                going += exchanged([leaving], [arriving], (rank + 1) % size, (rank - 1) % size, group)
+                going.append(exchanged([leaving], [arriving], (rank + 1) % size, (rank - 1) % size, group))
             coming = going
         if fill is not None:
             fill()
@@ -153,7 +150,7 @@ class AllReduces(Pipeline):
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
-    def gathering(self, *parts: Tensor, keep: bool) -> Arrival:  # noqa: ARG002
+    def gathering(self, *parts: Tensor, keep: bool) -> Arrival:
         """The parts are whole already."""
         return WholeArrival(parts)
 

@@ -39,7 +39,7 @@ class Peers(Pipeline):
         self.stream = torch.cuda.Stream(priority=-1)
         self._slots = cycle((Slot(group), Slot(group)))
 
-    def begin(self, num_bytes: int) -> Slot:
+    def _begin(self, num_bytes: int) -> Slot:
         """Begin a use of the next slot, for the work that follows on the current stream and on `stream`."""
         slot, current = next(self._slots), torch.cuda.current_stream()
         slot.begin(num_bytes, current)
@@ -59,29 +59,35 @@ class Peers(Pipeline):
         own = flattened(total)
         pieces = pieces_of(*own.shape[:2])
         each = size_of(tuple(own.shape), dtype)
-        slot, current = self.begin((size - 1) * each), torch.cuda.current_stream()
+        slot, current = self._begin((size - 1) * each), torch.cuda.current_stream()
         before, after = (self.rank - 1) % size, (self.rank + 1) % size
+        shape = tuple(own.shape)
 
         def sums(rank: int, step: int) -> Tensor:
-            return slot.tensor(rank, tuple(own.shape), dtype, step * each)
+            return slot.tensor(rank, shape, dtype, step * each)
 
-        def arriving(step: int, number: int, target: Tensor) -> torch.cuda.Event:
+        def arriving(step: int, target: Tensor) -> list[torch.cuda.Event]:
+            """Start to copy the sums of the step before from the rank before, piece by piece."""
+            events, source = [], sums(before, step - 1)
             with torch.cuda.stream(self.stream):
-                slot.hear(self.stream, before, (step - 1) * len(pieces) + number)
-                target.copy_(sums(before, step - 1)[pieces[number]])
-                return self.stream.record_event()
+                for number, piece in enumerate(pieces):
+                    slot.hear(self.stream, before, (step - 1) * len(pieces) + number)
+                    target[piece].copy_(source[piece])
+                    events.append(self.stream.record_event())
+            return events
 
         for step in range(size - 1):
+            leaving = sums(self.rank, step)
+            arrived = arriving(step, leaving) if step else []
             for number, piece in enumerate(pieces):
-                leaving = sums(self.rank, step)[piece]
                 if step:
-                    current.wait_event(arriving(step, number, leaving))
-                produce(part_of(piece, (self.rank - 1 - step) % size, length), leaving, step > 0)
+                    current.wait_event(arrived[number])
+                produce(part_of(piece, (self.rank - 1 - step) % size, length), leaving[piece], step > 0)
                 slot.tell(current, after, step * len(pieces) + number)
-        events = [arriving(size - 1, number, own[piece]) for number, piece in enumerate(pieces)]
+        arrived = arriving(size - 1, own)
         if fill is not None:
             fill()
-        for piece, event in zip(pieces, events, strict=True):
+        for piece, event in zip(pieces, arrived, strict=True):
             current.wait_event(event)
             produce(part_of(piece, self.rank, length), own[piece], True)
         slot.end(current)
@@ -96,10 +102,9 @@ class PeerArrival(Arrival):
         self._parts = [flattened(part.contiguous()) for part in parts]
         wholes = [(x.shape[0], peers.size * x.shape[1], x.shape[2]) for x in self._parts]
         sizes = [size_of(whole, x.dtype) for whole, x in zip(wholes, self._parts, strict=True)]
-        slot = self._slot = peers.begin(sum(sizes))
-        self._places = [
-            (whole, x.dtype, sum(sizes[:number])) for number, (whole, x) in enumerate(zip(wholes, self._parts, strict=True))
-        ]
+        slot = self._slot = peers._begin(sum(sizes))
+        offsets = [sum(sizes[:number]) for number in range(len(sizes))]
+        self._places = list(zip(wholes, (part.dtype for part in parts), offsets, strict=True))
         self._heard = {peers.rank}
         own = place_of(peers.rank, self._parts[0].shape[1])
         with torch.cuda.stream(peers.stream):

@@ -22,7 +22,6 @@ from torch import Tensor
 from mplug.nn import Narrow, Operand, Product, Rows, Sink, add_product, fake, operator, pipeline_named
 
 
-
 def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
@@ -103,9 +102,7 @@ def summed_dgrad(grad_y: Tensor, weight: Tensor, pipeline: str) -> Tensor:
 
 @fake("mplug_tp::summed_dgrad")
 def _(grad_y: Tensor, weight: Tensor, pipeline: str) -> Tensor:
-    return grad_y.new_empty(
-        *grad_y.shape[:-2], grad_y.shape[-2] // pipeline_named(pipeline).num_parts, weight.shape[1]
-    )
+    return grad_y.new_empty(*grad_y.shape[:-2], grad_y.shape[-2] // pipeline_named(pipeline).num_parts, weight.shape[1])
 
 
 @operator("mplug_tp::gathered_dgrad")
@@ -116,9 +113,7 @@ def gathered_dgrad(grad_y: Tensor, weight: Tensor, pipeline: str) -> Tensor:
 
 @fake("mplug_tp::gathered_dgrad")
 def _(grad_y: Tensor, weight: Tensor, pipeline: str) -> Tensor:
-    return grad_y.new_empty(
-        *grad_y.shape[:-2], grad_y.shape[-2] * pipeline_named(pipeline).num_parts, weight.shape[1]
-    )
+    return grad_y.new_empty(*grad_y.shape[:-2], grad_y.shape[-2] * pipeline_named(pipeline).num_parts, weight.shape[1])
 
 
 # The weight's gradient alone: one of its operands is gathered.
@@ -136,9 +131,7 @@ def add_gathered_wgrad(total: Tensor, stale: Tensor, grad_y: Tensor, x: Tensor, 
 
 
 @operator("mplug_tp::summed_backward", mutates_args=("total", "stale"))
-def summed_backward(
-    total: Tensor, stale: Tensor, grad_y: Tensor, x: Tensor, weight: Tensor, pipeline: str
-) -> Tensor:
+def summed_backward(total: Tensor, stale: Tensor, grad_y: Tensor, x: Tensor, weight: Tensor, pipeline: str) -> Tensor:
     """Column-parallel: `summed_dgrad` and `add_gathered_wgrad`; the second hides the transfers of the first."""
     with pipeline_named(pipeline).gathering(x, keep=True) as arrival:
         return _summed(grad_y, weight, pipeline, lambda: _adding(total, stale, grad_y, *arrival.whole()))
@@ -150,9 +143,7 @@ def _(total: Tensor, stale: Tensor, grad_y: Tensor, x: Tensor, weight: Tensor, p
 
 
 @operator("mplug_tp::gathered_backward", mutates_args=("total", "stale"))
-def gathered_backward(
-    total: Tensor, stale: Tensor, grad_y: Tensor, x: Tensor, weight: Tensor, pipeline: str
-) -> Tensor:
+def gathered_backward(total: Tensor, stale: Tensor, grad_y: Tensor, x: Tensor, weight: Tensor, pipeline: str) -> Tensor:
     """Row-parallel: `gathered_dgrad` and `add_gathered_wgrad`, with one gathering for both."""
     return _gathered(grad_y, weight, pipeline, lambda whole: _adding(total, stale, whole, x))
 

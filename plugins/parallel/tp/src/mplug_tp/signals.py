@@ -7,6 +7,7 @@ has no function for the wait, so this file calls the driver.
 
 import ctypes
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -15,31 +16,37 @@ AT_LEAST = 0
 
 
 @cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
+def _functions() -> tuple[Any, Any] | None:
+    """The driver's functions (wait, write), or None if this machine lacks them."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        found = driver.cuStreamWaitValue32_v2, driver.cuStreamWriteValue32_v2
+    except (OSError, AttributeError):
+        return None
+    for function in found:  # (stream, address, value, flags)
+        function.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
+        function.restype = ctypes.c_int
+    return found
 
 
-@cache
 def available() -> bool:
     """Whether this machine's driver has stream memory operations."""
-    try:
-        return all(hasattr(_driver(), name) for name in ("cuStreamWaitValue32_v2", "cuStreamWriteValue32_v2"))
-    except OSError:
-        return False
+    return _functions() is not None
 
 
 def raise_word(stream: torch.cuda.Stream, address: int, value: int) -> None:
     """Write a value to a word when the preceding work of the stream is done and visible to all GPUs."""
-    _call("cuStreamWriteValue32_v2", stream, address, value)
+    _call(1, stream, address, value)
 
 
 def await_word(stream: torch.cuda.Stream, address: int, value: int) -> None:
     """The stream waits until a word of its own GPU is at least a value."""
-    _call("cuStreamWaitValue32_v2", stream, address, value)
+    _call(0, stream, address, value)
 
 
-def _call(name: str, stream: torch.cuda.Stream, address: int, value: int) -> None:
-    function, handle = getattr(_driver(), name), ctypes.c_void_p(stream.cuda_stream)
-    status = function(handle, ctypes.c_uint64(address), ctypes.c_uint32(value), ctypes.c_uint(AT_LEAST))
+def _call(number: int, stream: torch.cuda.Stream, address: int, value: int) -> None:
+    functions = _functions()
+    assert functions is not None
+    status = functions[number](stream.cuda_stream, address, value, AT_LEAST)
     if status:
-        raise RuntimeError(f"{name} failed with CUDA driver error {status}")
+        raise RuntimeError(f"a CUDA stream memory operation failed with driver error {status}")

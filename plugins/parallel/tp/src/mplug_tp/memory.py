@@ -32,9 +32,9 @@ def aligned(num_bytes: int) -> int:
 
 
 def reachable(group: dist.ProcessGroup) -> bool:
-    """Whether every rank of the group can access the memory of all others directly. Collective."""
+    """Whether the current GPU of every rank of the group can access the memory of all others. Collective."""
     own: tuple[Any, ...] = (None, None, False)
-    if torch.cuda.is_available() and dist.get_backend(group) == "nccl":
+    if torch.cuda.is_available():
         device = torch.cuda.current_device()
         host = os.uname().nodename, _boot_id()
         others = [other for other in range(torch.cuda.device_count()) if other != device]

@@ -30,15 +30,16 @@ class Sequence(Pipeline):
 
     def gathering(self, *parts: Tensor, keep: bool) -> Arrival:
         """By the chosen pipeline."""
-        return self._pipeline().gathering(*parts, keep=keep)
+        return self._pipeline(parts[0]).gathering(*parts, keep=keep)
 
     def summing(
         self, partial: tuple[int, ...], like: Tensor, produce: Produce, fill: Callable[[], None] | None = None
     ) -> Tensor:
         """By the chosen pipeline."""
-        return self._pipeline().summing(partial, like, produce, fill)
+        return self._pipeline(like).summing(partial, like, produce, fill)
 
-    def _pipeline(self) -> Pipeline:
+    def _pipeline(self, operand: Tensor) -> Pipeline:
         if self._chosen is None:
-            self._chosen = Peers(self._group) if reachable(self._group) else Messages(self._group)
+            copies = operand.is_cuda and reachable(self._group)
+            self._chosen = Peers(self._group) if copies else Messages(self._group)
         return self._chosen

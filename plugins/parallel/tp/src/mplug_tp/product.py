@@ -204,6 +204,9 @@ class Overlapped(Product):
         return grad_x, None if sink else own.total
 
 
+OVERLAPPED = Overlapped()
+
+
 def _own_sink(grad_y: Tensor, x: Tensor) -> Sink:
     """A sink for a gradient that is returned: its memory has no values yet."""
     stale = torch.ones((), dtype=torch.bool, device="cpu")

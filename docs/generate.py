@@ -4,6 +4,7 @@ python docs/generate.py
 """
 
 import inspect
+import re
 from pathlib import Path
 
 import click
@@ -56,19 +57,34 @@ def slots() -> str:
         parts.append(f"## {kind}")
         for name in names:
             default = DEFAULTS[name]
-            told = inspect.getdoc(default) if callable(default) and not isinstance(default, Gemm) else Gemm.__doc__
-            signature = (
-                "" if isinstance(default, Gemm) else str(inspect.signature(default)).replace("torch.Tensor", "Tensor")
-            )
-            parts.append(f"### {name}\n\n    {name.rpartition('.')[2]}{signature}\n\n{inspect.cleandoc(told or '')}")
+            parts.append(f"### {name}\n\n    {name.rpartition('.')[2]}{_signature(default)}\n\n{_contract(default)}")
     return "\n\n".join(parts) + "\n"
 
 
+def _contract(default: object) -> str:
+    """The docstring of a function, or of the class of an object that supplies several functions, with its methods."""
+    if callable(default) or isinstance(default, Gemm):
+        return inspect.cleandoc((default if callable(default) else Gemm).__doc__ or "")
+    base = next(one for one in reversed(type(default).__mro__) if one is not object)
+    methods = [
+        f"    {name}{_signature(method)}\n\n{inspect.getdoc(method)}"
+        for name, method in vars(base).items()
+        if inspect.isfunction(method) and not name.startswith("_")
+    ]
+    return "\n\n".join([inspect.cleandoc(base.__doc__ or ""), *methods])
+
+
+def _signature(default: object) -> str:
+    if not callable(default):
+        return ""
+    return re.sub(r"\b(?:\w+\.)+(?=[A-Z])", "", str(inspect.signature(default))).replace("(self, ", "(")
+
+
 SLOTS = """Read this page to write a kernel, or a strategy that communicates inside the model. A slot is a callable
-attribute of an `mplug.nn` module. A plugin offers a supplier with the same signature (`mplug.Offer`), or wraps the
-supplier that fills the slot (`mplug.Wrap`). Each section has the signature and the contract of one slot, from the
-docstring of its default in plain torch. The large headings are the kinds of slots. A user names a plugin for a kind:
-`--kernels norm=NAME`. `mplug explain` shows the supplier of each slot of a run."""
+attribute of an `mplug.nn` module, or an object with several functions. A plugin offers a supplier with the same
+signature (`mplug.Offer`), or wraps the supplier that fills the slot (`mplug.Wrap`). Each section has the signature and
+the contract of one slot, from the docstring of its default in plain torch. The large headings are the kinds of slots. A
+user names a plugin for a kind: `--kernels norm=NAME`. `mplug explain` shows the supplier of each slot of a run."""
 with torch.device("meta"):
     MODULES = {
         "Attention": nn.Attention(8, 2, 2, 4, bias=False, qk_norm=True, theta=1e4),

@@ -7,7 +7,7 @@ from mplug.errors import UsageError, listed, suggest
 SLOT_KINDS: dict[str, tuple[str, ...]] = {
     "attention": ("Attention.core",),
     "qk": ("Attention.prepare_qk", "Attention.prepare_qkv"),
-    "linear": ("Linear.gemm", "Linear.gather", "Linear.scatter"),
+    "linear": ("Linear.product", "Linear.gemm", "Linear.gather", "Linear.scatter"),
     "norm": ("Norm.norm_residual",),
     "activation": ("MLP.activation",),
     "mlp": ("MLP.core",),
@@ -15,23 +15,29 @@ SLOT_KINDS: dict[str, tuple[str, ...]] = {
     "dropout": ("Dropout.rows",),
     "loss": ("Loss.cross_entropy",),
     "router": ("Router.summed",),
-    "experts": ("Experts.dispatch", "Experts.compute", "Experts.combine"),
+    "experts": ("Experts.dispatch", "Experts.compute", "Experts.product", "Experts.combine"),
 }
 """Kinds of slots (the keys of the config's `kernels` section) -> the slots of each kind."""
 CALLED_BY: dict[tuple[str, str], tuple[str, ...]] = {
     ("", "Attention.prepare_qk"): ("Attention.prepare_qkv",),
+    ("", "Linear.gemm"): ("Linear.product",),
     ("", "MLP.activation"): ("Experts.compute", "MLP.core"),
+    ("", "Experts.product"): ("Experts.compute",),
+    ("up", "Linear.product"): ("MLP.core",),
     ("up", "Linear.gemm"): ("MLP.core",),
     ("up", "Linear.scatter"): ("MLP.core",),
     ("down", "Linear.gather"): ("MLP.core",),
+    ("down", "Linear.product"): ("MLP.core",),
     ("down", "Linear.gemm"): ("MLP.core",),
 }
 """(part, slot) -> the wider slots whose default calls this slot. Other suppliers of a wider slot do not call it.
 
 `part` is the name of the submodule that has the slot, in the module of the wider slot; '' is that module itself.
 """
-PRODUCTS = ("Linear.gemm", "Experts.compute", "MLP.core")
+PRODUCTS = ("Linear.product", "Linear.gemm", "Experts.compute", "Experts.product", "MLP.core")
 """The slots whose suppliers multiply by weights: the recipe of a precision applies to them (`mplug.Recipe`)."""
+WIDE_PRODUCTS = ("Linear.product", "Experts.product")
+"""Those that the default of a wider slot calls, unless that default is wrapped: then it calls the narrower slots."""
 KIND_OF = {slot: kind for kind, slots in SLOT_KINDS.items() for slot in slots}
 
 

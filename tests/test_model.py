@@ -276,7 +276,7 @@ def test_a_role_is_a_name_with_its_indices_starred(name: str, role: str) -> None
 
 def test_every_slot_of_every_module_is_a_site() -> None:
     found = [(site.name, site.role, site.slot) for site in sites(Layer())]
-    linear = ["Linear.gemm", "Linear.gather", "Linear.scatter"]
+    linear = ["Linear.product", "Linear.gemm", "Linear.gather", "Linear.scatter"]
     assert found == [
         ("norm", "norm", "Norm.norm_residual"),
         ("attn", "attn", "Attention.core"),

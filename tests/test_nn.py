@@ -93,7 +93,7 @@ def test_with_a_main_grad_the_weight_gradient_is_added_there_and_nowhere_else() 
 
 def test_the_product_leaves_the_bias_out() -> None:
     layer, x = filled(Linear(D, F_)), drawn(B, D)
-    torch.testing.assert_close(layer.product(x), x @ layer.weight.T)
+    torch.testing.assert_close(layer.without_bias(x), x @ layer.weight.T)
 
 
 def test_a_linear_gathers_before_the_product_and_scatters_after_it_and_adds_the_bias_last() -> None:

@@ -11,7 +11,18 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from mplug.nn import Choice, Experts, Jitter, MixtureOfExperts, Router, Weights, add_auxiliary, grouped_linear
+from mplug.nn import (
+    Choice,
+    Experts,
+    GroupedProduct,
+    Jitter,
+    MixtureOfExperts,
+    Operand,
+    Router,
+    Weights,
+    add_auxiliary,
+    grouped_linear,
+)
 from mplug.nn.experts import Route, combine, dispatch, within_capacity
 from mplug.nn.router import Balance
 
@@ -169,7 +180,33 @@ def test_experts_call_what_fills_their_slots() -> None:
         setattr(experts, name, told(name))
     experts(drawn(3, D), torch.tensor([[0], [2], [0]]), torch.ones(3, 1, dtype=torch.float64))
     assert called == ["dispatch", "compute", "activation", "combine"]
-    assert {slot.partition(".")[2] for slot in Experts.SLOTS} == set(called)
+    assert {slot.partition(".")[2] for slot in Experts.SLOTS} == {*called, "product"}
+
+
+def test_experts_multiply_by_the_product_in_their_slot_and_by_its_copies() -> None:
+    class Doubling(GroupedProduct):
+        num_casts = 0
+
+        def cast(self, weight: Tensor) -> tuple[Tensor, ...]:
+            Doubling.num_casts += 1
+            return (2 * weight,)
+
+        def forward(self, rows: Tensor, ends: Tensor, weight: Operand) -> tuple[Tensor, tuple[Tensor, ...]]:
+            return super().forward(rows, ends, Operand(weight.casts[0]))
+
+    experts = filled(Experts(D, F_, 3, "gelu"))
+    given = drawn(3, D), torch.tensor([[0], [2], [0]]), torch.ones(3, 1, dtype=torch.float64)
+    with torch.no_grad():
+        experts.down.mul_(2)
+        once = experts(*given)
+        experts.down.div_(4)
+        experts.up.div_(2)
+        experts.product = Doubling()
+        torch.testing.assert_close(experts(*given) * 2, once)
+        assert Doubling.num_casts == 2
+        experts.up_casts, experts.down_casts = experts.cast("up"), experts.cast("down")
+        torch.testing.assert_close(experts(*given) * 2, once)
+        assert Doubling.num_casts == 4
 
 
 # Capacity.

@@ -194,7 +194,7 @@ def test_a_recipe_applies_to_all_products_but_those_of_base_modules(plant: Plant
         ({"kernels.linear": None}, "plain torch cannot serve Linear.gemm of 'blocks.*.attn.qkv': it does not offer"),
         ({"trainer.base_modules": ["blcoks.1"]}, "matches no module of the model; did you mean 'blocks.1'?"),
         ({"model.num_layers": 2}, "would compute nothing by its recipe 'operands of few bits'"),
-        ({"model.name": "mixtral", "model.num_experts": 4}, "plain torch cannot serve Experts.compute of"),
+        ({"model.name": "mixtral", "model.num_experts": 4}, "plain torch cannot serve Experts.product of"),
     ],
     ids=["no supplier", "no such module", "no product left", "experts"],
 )

@@ -12,6 +12,7 @@ from mplug.config.sources import from_mapping
 from mplug.contracts import Optimizer, Piece
 from mplug.errors import UsageError, listed
 from mplug.model.alternatives import kernels_that_would_do
+from mplug.model.casts import copies_of
 from mplug.model.count_passes import passes_of
 from mplug.model.draws import Draws, drawing_plugin
 from mplug.model.fill import fill_slots, select_offers
@@ -222,6 +223,7 @@ def measure_bytes(run: Run, model: Model) -> dict[str, int]:
             "masters": [piece.master for piece in pieces if piece.weight is not None],
             "gradients": [*(sink.buffer for sink in model.sinks.values()), *(piece.gradient for piece in pieces)],
             "optimizer state": states,
+            "copies of weights": copies_of(model),
             "buffers of suppliers": [buffer for one in model.slot_buffers for buffer in one.tensors().values()],
         }
         return {kind: _nbytes(tensors) for kind, tensors in kinds.items() if tensors}

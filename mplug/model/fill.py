@@ -13,6 +13,7 @@ from mplug.model.offers import UNIT, Filled, Site
 from mplug.model.recipe import with_recipe
 from mplug.model.selection import Selection, select
 from mplug.nn import Attention, AttentionSpec, DotProductAttention, arguments
+from mplug.nn.linear import boundary_of
 from mplug.nn.specification import DOCUMENTS
 
 if TYPE_CHECKING:
@@ -66,6 +67,27 @@ def fill_slots(model: Model, selection: Selection) -> None:
             built[key] = _wrapped(filled, supplier)
         setattr(filled.site.module, attribute, built[key])
     model.slots, model.unit_wraps = selection.filled, selection.units
+    _refuse_unknown_collectives(selection.filled)
+
+
+def _refuse_unknown_collectives(contents: Iterable[Filled]) -> None:
+    """Raise UsageError if a supplier of `Linear.product` must do the work of a collective that states no boundary."""
+    contents = list(contents)
+    around = {(one.site.name, one.site.slot): one for one in contents}
+    for filled in contents:
+        if filled.site.slot != "Linear.product" or filled.offer is None:
+            continue
+        for slot in ("Linear.gather", "Linear.scatter"):
+            try:
+                boundary_of(getattr(filled.site.module, slot.rpartition(".")[2]))
+            except ValueError as error:
+                own = around[filled.site.name, slot]
+                plugin = own.wraps[-1].plugin if own.wraps else own.supplier
+                raise UsageError(
+                    f"{filled.supplier} replaces the collectives around '{filled.site.role}' (Linear.product), and the "
+                    f"part that {plugin} puts into {slot} cannot be replaced: {error}; set kernels.linear=null, or use "
+                    f"a layout without {plugin}"
+                ) from None
 
 
 def _wrapped(filled: Filled, supplier: Callable[..., Any]) -> Callable[..., Any]:

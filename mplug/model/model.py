@@ -42,7 +42,7 @@ class Model:
     ranks appends to `when_written` a function that starts the exchange. `passes` describes the passes that a step of
     the whole model computes. `slot_buffers` are the buffers that suppliers of this rank's slots keep. `recipe` is that
     of the run's precision; products of the modules that `base_modules` match ignore it. `master_dtype` is the dtype of
-    the masters; it is set when memory is allocated.
+    the masters; it is set when memory is allocated. `weights_version` grows whenever pieces have new weights.
     """
 
     module: nn.Module
@@ -64,6 +64,7 @@ class Model:
     recipe: Recipe | None = None
     base_modules: tuple[str, ...] = ()
     master_dtype: torch.dtype = torch.float32
+    weights_version: int = 0
     _sinks: Sinks | None = None
 
     @property
@@ -83,7 +84,8 @@ class Model:
         self._sinks = Sinks(self.parameters(), families, dtype, self.shards.listen(dtype) if self.shards else None)
 
     def weights_written(self) -> None:
-        """Call the functions in `when_written`: this rank's pieces have new weights, other ranks' copies do not."""
+        """This rank's pieces have new weights, other ranks' copies do not: call the functions in `when_written`."""
+        self.weights_version += 1
         for begin in self.when_written:
             begin()
 

@@ -94,6 +94,9 @@ class Offer:
     Each supplier is one callable for all sites of a role. It owns no parameter. A plugin that chooses between several
     suppliers makes one offer of each; only one of them may support a site. An unknown slot is a ValueError.
 
+    A `fallback` fills a site only if no other offer does: a strategy's faster way to compute what a kernel that the
+    config names may also compute.
+
     `buffers(site)` declares the tensors that the supplier keeps for a site, by name. It is pure. The host registers
     them with the site's module, places them, and passes them to the supplier as the keyword argument `buffers`, a
     mapping from names to tensors. The supplier writes statistics only, by operators (`mplug.nn.count`, `keep_max`, ...)
@@ -109,6 +112,7 @@ class Offer:
     plugin: str = ""
     note: Callable[[Site, "Run"], str] = _never
     buffers: Callable[[Site], Mapping[str, SlotBuffer]] = _no_buffers
+    fallback: bool = False
     step_ended: StepEnded | None = None
 
     def __post_init__(self) -> None:

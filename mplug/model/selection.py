@@ -1,13 +1,13 @@
 """Which offer fills each site: collected, selected by the config, conflicts refused. Pure; imports no torch."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from mplug.errors import UsageError, listed
 from mplug.model.offers import PLAIN, UNIT, Filled, Offer, Site, Unmet, Wrap
-from mplug.slot_kinds import CALLED_BY, KIND_OF
+from mplug.slot_kinds import CALLED_BY, KIND_OF, WIDE_PRODUCTS
 
 if TYPE_CHECKING:
     from mplug.config.binding import Kernels
@@ -44,8 +44,10 @@ def select(sites: Iterable[Site], offers: Iterable[Offer | Wrap], kernels: "Kern
         supplier, reasons = _supplier_of(site, suppliers, kernels, run)
         selection.filled.append(Filled(site, supplier, applied))
         selection.unmet += [*unmet, *reasons]
+    wider = _Wider(selection.filled)
+    selection.unmet = [unmet for unmet in selection.unmet if not any(wider.replacing(unmet.site))]
     selection.unmet += _idle(selection, kernels)
-    _refuse_uncalled(selection.filled, kernels)
+    _refuse_uncalled(selection.filled, wider, kernels)
     return selection
 
 
@@ -61,33 +63,51 @@ def _idle(selection: Selection, kernels: "Kernels") -> list[Unmet]:
     ]
 
 
-def _refuse_uncalled(contents: list[Filled], kernels: "Kernels") -> None:
+class _Wider:
+    """The wider slots whose content does not call the narrower ones."""
+
+    def __init__(self, contents: Iterable[Filled]) -> None:
+        self._contents = {(filled.site.name, filled.site.slot): filled for filled in contents}
+
+    def replacing(self, site: Site) -> Iterator[tuple[str, str]]:
+        """(plugin, slot) of each wider slot whose content never calls the slot of a site."""
+        parent, _, child = site.name.rpartition(".")
+        for name, part in ((site.name, ""), (parent, child)):
+            for slot in CALLED_BY.get((part, site.slot), ()):
+                filled = self._contents.get((name, slot))
+                plugin = filled and _replaces(filled, site.slot)
+                if plugin:
+                    yield plugin, slot
+
+
+def _replaces(filled: Filled, narrower: str) -> str:
+    """The plugin because of which a wider slot does not call a narrower one; empty if it calls it.
+
+    Wraps around the default of `MLP.core` call the narrowest slots.
+    """
+    if filled.offer:
+        calls: tuple[str, ...] = getattr(filled.offer.suppliers[filled.site.slot], "calls", ())
+        return "" if narrower in calls else filled.supplier
+    return filled.wraps[0].plugin if filled.wraps and narrower in WIDE_PRODUCTS else ""
+
+
+def _refuse_uncalled(contents: list[Filled], wider: _Wider, kernels: "Kernels") -> None:
     """Refuse a supplier or wrap that would never run, because another supplier replaces the wider slot around it.
 
     Suppliers of the default kernel are exempt: they are fallbacks.
     """
-    suppliers = {(filled.site.name, filled.site.slot): filled.supplier for filled in contents if filled.offer}
     for filled in contents:
         required = [wrap.plugin for wrap in filled.wraps if not wrap.dispensable]
         if filled.offer and filled.supplier != kernels.default:
             required.append(filled.supplier)
-        for fused, wider in _wider_suppliers(filled.site, suppliers):
+        for fused, slot in wider.replacing(filled.site):
             uncalled = [plugin for plugin in required if plugin != fused]
             if uncalled:
                 raise UsageError(
-                    f"{fused} replaces {wider} of '{filled.site.role}' as a whole, so the part that {uncalled[0]} puts "
-                    f"into {filled.site.slot} would never run; set kernels.{KIND_OF[wider]}=null, or use a layout "
+                    f"{fused} replaces {slot} of '{filled.site.role}' as a whole, so the part that {uncalled[0]} puts "
+                    f"into {filled.site.slot} would never run; set kernels.{KIND_OF[slot]}=null, or use a layout "
                     f"without {uncalled[0]}"
                 )
-
-
-def _wider_suppliers(site: Site, suppliers: Mapping[tuple[str, str], str]) -> Iterator[tuple[str, str]]:
-    """(supplier, slot) of the wider slots around a site that have a supplier."""
-    parent, _, child = site.name.rpartition(".")
-    for name, part in ((site.name, ""), (parent, child)):
-        for wider in CALLED_BY.get((part, site.slot), ()):
-            if (name, wider) in suppliers:
-                yield suppliers[name, wider], wider
 
 
 def _is_chosen(offer: Offer, kernels: "Kernels") -> bool:
@@ -114,6 +134,7 @@ def _supplier_of(
     able, kind = [offer for offer, answer in answers if answer is True], KIND_OF[site.slot]
     if kind not in kernels.kinds:  # the default kernel is the fallback for slots without another supplier
         able = [offer for offer in able if offer.plugin != kernels.default] or able
+    able = [offer for offer in able if not offer.fallback] or able
     if len(able) > 1:
         raise UsageError(
             f"{listed(offer.plugin for offer in able)} both fill {site.slot} of '{site.role}'; "

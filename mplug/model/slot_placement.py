@@ -9,11 +9,12 @@ from dataclasses import replace
 
 import torch
 
-from mplug.errors import UsageError, suggest
+from mplug.errors import UsageError, listed, suggest
 from mplug.gradients.precision import DTYPES, wide
+from mplug.layout.mesh import Axis
 from mplug.layout.names import role_of
 from mplug.layout.placement import Placement
-from mplug.layout.plan import Buffer, Init, Parameter
+from mplug.layout.plan import Buffer, Init, Parameter, axes_of
 from mplug.model.mixing import named_axes
 from mplug.model.model import Model
 from mplug.model.offers import RECOMPUTING, Filled
@@ -86,8 +87,8 @@ def _refuse_unknown_axes(filled: Filled, declared: Mapping[str, SlotBuffer], axe
 def _placed(model: Model, run: Run, own: HeldBuffers, name: str) -> Placement:
     """The placement of a buffer, whose partial axes are those over which its values are reduced.
 
-    An axis may split a weight of the module, and also the activations around it (sequence parallelism). The module's
-    operands are then whole along these activations: the collectives around the product gather and scatter them.
+    An axis may split a weight of the module, and also the activations around it (sequence parallelism). An operand is
+    whole along these activations if the collectives around the product gather or scatter it.
     """
     one, weights = own.declared[name], own.site.parameters.values()
     described = Parameter(one.dims, Init("constant", value=one.value), one.over)
@@ -99,7 +100,29 @@ def _placed(model: Model, run: Run, own: HeldBuffers, name: str) -> Placement:
         axis
         for axis in sorted(splitting)
         if not any(named in run.mesh.axes[axis].splits or named in run.mesh.axes[axis].entries for named in one.over)
+        and not _sees_a_part(own, name, run.mesh.axes[axis])
     )
+
+
+def _sees_a_part(own: HeldBuffers, name: str, axis: Axis) -> bool:
+    """Whether the ranks of an axis that splits the site's weight have parts of the operand of a statistic.
+
+    A supplier of `Linear.product` sees operands as they come, outside of the collectives: if the weight's outputs are
+    split, parts of the input, and if its inputs are split, parts of the output's gradient.
+    """
+    one, weight = own.declared[name], own.site.parameters.get("weight")
+    if own.site.slot != "Linear.product" or weight is None or not set(one.over).intersection(axis.activations):
+        return False
+    outputs, inputs = (axes_of([dim]) for dim in weight.dims)
+    operand = axes_of(one.dims) | set(one.over)
+    if bool(outputs & operand) == bool(inputs & operand):
+        raise UsageError(
+            f"{own.offer.plugin} declares that buffer '{name}' of Linear.product is over {listed(one.over)}: the "
+            f"operand is unknown; name the axes of the weight's inputs ({listed(sorted(inputs))}) in over or dims for "
+            f"the input, or those of its outputs ({listed(sorted(outputs))}) for the output's gradient"
+        )
+    split = outputs if outputs.intersection(axis.splits) else inputs
+    return not split & operand
 
 
 def _patterns(described: Mapping[str, Buffer]) -> dict[str, Buffer]:

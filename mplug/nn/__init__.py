@@ -10,10 +10,11 @@ from mplug.nn.decoder import Block, Decoder, DenseBlock, SparseBlock, TokenEmbed
 from mplug.nn.description import Description, describe, flops_of, weights_per_token
 from mplug.nn.embedding import Embedding
 from mplug.nn.experts import Experts, Route, within_capacity
-from mplug.nn.grouped import grouped_linear
+from mplug.nn.gemm import Gemm, weight_gradient
+from mplug.nn.grouped import GroupedProduct, grouped_linear
 from mplug.nn.head import Head
 from mplug.nn.inits import Entries, Inits
-from mplug.nn.linear import Gemm, Linear, weight_gradient
+from mplug.nn.linear import Linear
 from mplug.nn.loss import Loss
 from mplug.nn.mlp import MLP, Activation
 from mplug.nn.moe import MixtureOfExperts
@@ -21,9 +22,10 @@ from mplug.nn.norm import Norm
 from mplug.nn.normal import NORMAL_TAIL, NORMAL_TAIL_END, NORMAL_TAIL_SLOPE
 from mplug.nn.operator import fake, operator
 from mplug.nn.parts import AttentionParts, Part, parts_of, with_parts
+from mplug.nn.product import Boundary, Narrow, Product
 from mplug.nn.random import Dropout, Jitter
 from mplug.nn.router import Choice, Router
-from mplug.nn.sink import Weights, add_product, add_rows, zero_if_stale
+from mplug.nn.sink import Operand, Sink, Weights, add_product, add_rows, zero_if_stale
 from mplug.nn.specification import AttentionInputs, AttentionSpec
 from mplug.nn.statistics import add_auxiliary, count, count_in_backward, keep_max, keep_max_in_backward
 
@@ -38,6 +40,7 @@ __all__ = [
     "AttentionParts",
     "AttentionSpec",
     "Block",
+    "Boundary",
     "Choice",
     "Decoder",
     "DenseBlock",
@@ -48,16 +51,21 @@ __all__ = [
     "Entries",
     "Experts",
     "Gemm",
+    "GroupedProduct",
     "Head",
     "Inits",
     "Jitter",
     "Linear",
     "Loss",
     "MixtureOfExperts",
+    "Narrow",
     "Norm",
+    "Operand",
     "Part",
+    "Product",
     "Route",
     "Router",
+    "Sink",
     "SparseBlock",
     "TokenEmbedding",
     "Weights",

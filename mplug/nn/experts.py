@@ -5,14 +5,14 @@ rows, F the width of an expert.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from mplug.layout.plan import Parameter, Segment
-from mplug.nn.grouped import grouped_linear
+from mplug.nn.grouped import PLAIN_GROUPED, apply_grouped, grouped_linear
 from mplug.nn.inits import Entries, Inits
 from mplug.nn.mlp import Activation, Kind
 from mplug.nn.sink import Weights
@@ -98,9 +98,13 @@ def compute(
 
     rows [M, D], counts [e] int64, `up` [e, F, D] (swiglu: [e, 2F, D], gate first), `down` [e, D, F] -> [M, D]. `kind`
     is the kind of the activation, and `activation` the callable in the slot `MLP.activation`. A supplier that fuses its
-    work need not call it. The weights' gradients go to their sinks.
+    work need not call it. The weights' gradients go to their sinks. `Experts` calls this function only if it is
+    wrapped; otherwise it computes the same by its slot `Experts.product`.
     """
     return grouped_linear(activation(grouped_linear(rows, counts, up), None, kind), counts, down)
+
+
+compute.only_composes = True  # type: ignore[attr-defined]  # its needs are those of `Experts.product`
 
 
 class Experts(Activation):
@@ -113,8 +117,13 @@ class Experts(Activation):
         *Activation.SLOTS,
         "Experts.dispatch",
         "Experts.compute",
+        "Experts.product",
         "Experts.combine",
     )
+    CASTS: ClassVar[Mapping[str, str]] = {"up": "up_casts", "down": "down_casts"}
+    """Weights -> the attributes with the copies that the product reads, if the host keeps them."""
+    up_casts: tuple[Tensor, ...] = ()
+    down_casts: tuple[Tensor, ...] = ()
     mixes: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, dim: int, ffn_dim: int, num_experts: int, kind: Kind) -> None:
@@ -123,6 +132,7 @@ class Experts(Activation):
         self.up = nn.Parameter(torch.empty(num_experts, ffn_dim * (2 if kind == "swiglu" else 1), dim))
         self.down = nn.Parameter(torch.empty(num_experts, dim, ffn_dim))
         self.dispatch, self.compute, self.combine = dispatch, compute, combine
+        self.product = PLAIN_GROUPED
 
     def plan_entries(self, inits: Inits) -> Entries:
         """The meaning of the weights."""
@@ -136,9 +146,17 @@ class Experts(Activation):
     def forward(self, x: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
         """x [N, D], chosen [N, k] (`num_experts`: dropped), gates [N, k] -> [N, D]."""
         rows, counts, route = self.dispatch(x, chosen, self.num_experts)
-        weights = Weights.of(self.up), Weights.of(self.down)
-        rows = self.compute(rows, counts, *weights, self.kind, self.activation)
+        up, down = Weights.of(self.up), Weights.of(self.down)
+        if self.compute is compute:
+            hidden = self.activate(apply_grouped(self.product, rows, counts, up, self.up_casts))
+            rows = apply_grouped(self.product, hidden, counts, down, self.down_casts)
+        else:
+            rows = self.compute(rows, counts, up, down, self.kind, self.activation)
         return self.combine(rows, gates, route)
+
+    def cast(self, weight: str) -> tuple[Tensor, ...]:
+        """New copies of a weight, as the product reads them."""
+        return self.product.cast(getattr(self, weight))
 
 
 Dropping = Literal["position", "probability"]

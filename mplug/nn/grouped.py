@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from mplug.nn.operator import fake, operator
-from mplug.nn.sink import Weights, add_product
+from mplug.nn.sink import Operand, Sink, Weights, add_product
 
 
 def grouped_linear(rows: Tensor, counts: Tensor, weights: Weights) -> Tensor:
@@ -21,32 +21,73 @@ def grouped_linear(rows: Tensor, counts: Tensor, weights: Weights) -> Tensor:
     Backward adds the weights' gradient to their sink, in fp32. If torch has a kernel for the device and the dtype, the
     CPU never waits for the device.
     """
-    ends = counts.cumsum(0).to(torch.int32)
-    y: Tensor = _GroupedProduct.apply(rows, *weights, ends)  # type: ignore[no-untyped-call]
-    return y
+    return apply_grouped(PLAIN_GROUPED, rows, counts, weights)
+
+
+class GroupedProduct:
+    """The content of the slot `Experts.product`; a supplier subclasses it. The base class is the default.
+
+    The parts exchange tensors only, as those of `mplug.nn.Product` do, and the same rules hold. `ends` [e] int32 is the
+    index after the last row of each group.
+    """
+
+    def cast(self, weight: Tensor) -> tuple[Tensor, ...]:
+        """Copies of the weights [e, O, I] in other formats, made once for each version of the weights."""
+        return ()
+
+    def forward(self, rows: Tensor, ends: Tensor, weight: Operand) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """rows [M, I] -> ([M, O], the tensors that `dgrad` needs)."""
+        return grouped_product(rows, weight.values, ends, True), (rows,)
+
+    def dgrad(
+        self, grad_y: Tensor, ends: Tensor, weight: Operand, saved: tuple[Tensor, ...], needs_rows: bool
+    ) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+        """grad_y [M, O] -> (the gradient of the rows, None unless `needs_rows`; the operands of `wgrad`)."""
+        grad_rows = grouped_product(grad_y, weight.values, ends, False) if needs_rows else None
+        return grad_rows, (grad_y, *saved)
+
+    def wgrad(self, operands: tuple[Tensor, ...], ends: Tensor, sink: Sink) -> None:
+        """Add the weights' gradient [e, O, I] to the sink."""
+        grad_y, rows = operands
+        add_grouped_product(*sink, grad_y, rows, ends)
+
+
+PLAIN_GROUPED = GroupedProduct()
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """y = x W_gᵀ; backward: grad_x = grad_y W_g, and each group's grad_yᵀ x is added directly to the gradient sink."""
+    """A grouped product with its gradients; the weights' gradient is added directly to the gradient sink."""
 
     @staticmethod
-    def forward(ctx, rows, weight, main_grad, stale, ends):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(rows, weight, ends)
-        ctx.main_grad, ctx.stale = main_grad, stale
-        return grouped_product(rows, weight, ends, True)
+    def forward(ctx, *call):  # type: ignore[no-untyped-def]  # parameters as in `mplug.nn.product`
+        product, rows, weight, main_grad, stale, ends, *casts = call
+        y, saved = product.forward(rows, ends, Operand(weight, tuple(casts) or product.cast(weight)))
+        ctx.save_for_backward(weight, ends, *saved)
+        ctx.product, ctx.main_grad, ctx.stale, ctx.casts = product, main_grad, stale, tuple(casts)
+        return y
 
     @staticmethod
     def backward(ctx, grad_y):  # type: ignore[no-untyped-def]
-        rows, weight, ends = ctx.saved_tensors
-        grad_rows = grouped_product(grad_y, weight, ends, False) if ctx.needs_input_grad[0] else None
+        weight, ends, *saved = ctx.saved_tensors
+        operand = Operand(weight, ctx.casts or ctx.product.cast(weight))
+        grad_rows, operands = ctx.product.dgrad(grad_y, ends, operand, tuple(saved), ctx.needs_input_grad[1])
         grad_weight = None
-        if ctx.needs_input_grad[1]:
+        if ctx.needs_input_grad[2]:
+            sink = Sink(ctx.main_grad, ctx.stale)
             if ctx.main_grad is None:
                 grad_weight = torch.zeros_like(weight)
-                add_grouped_product(grad_weight, torch.ones((), dtype=torch.bool, device="cpu"), grad_y, rows, ends)
-            else:
-                add_grouped_product(ctx.main_grad, ctx.stale, grad_y, rows, ends)
-        return grad_rows, grad_weight, None, None, None
+                sink = Sink(grad_weight, torch.ones((), dtype=torch.bool, device="cpu"))
+            ctx.product.wgrad(operands, ends, sink)
+        return None, grad_rows, grad_weight, None, None, None, *(None for _ in ctx.casts)
+
+
+def apply_grouped(
+    product: GroupedProduct, rows: Tensor, counts: Tensor, weights: Weights, casts: tuple[Tensor, ...] = ()
+) -> Tensor:
+    """`grouped_linear` by a product; `casts` are the results of `product.cast`, which it calls itself without them."""
+    ends = counts.cumsum(0).to(torch.int32)
+    y: Tensor = _GroupedProduct.apply(product, rows, *weights, ends, *casts)  # type: ignore[no-untyped-call]
+    return y
 
 
 @operator("mplug::grouped_product")

@@ -88,8 +88,11 @@ class MLP(Activation):
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, D] -> [B, S, D]."""
         up, down = self.up, self.down
-        weights = Weights.of(up.weight), up.bias, Weights.of(down.weight)
-        y = down.scatter(self.core(up.gather(x), *weights, self.kind, self._composed))
+        if self.core is core:
+            y = down.without_bias(self.activate(up.without_bias(x), up.bias))
+        else:
+            weights = Weights.of(up.weight), up.bias, Weights.of(down.weight)
+            y = down.scatter(self.core(up.gather(x), *weights, self.kind, self._composed))
         return y if down.bias is None else y + down.bias
 
     def _composed(self, x: Tensor) -> Tensor:

@@ -12,6 +12,24 @@ from torch import Tensor
 from mplug.nn.operator import operator
 
 
+class Operand(NamedTuple):
+    """A weight [O, I] or experts [e, O, I], and the copies that a product's `cast` returns."""
+
+    values: Tensor
+    casts: tuple[Tensor, ...] = ()
+
+
+class Sink(NamedTuple):
+    """Where a weight's gradient is added: `total`, of its shape, and `stale`, which is true before the first addition.
+
+    `mplug.nn.add_product(*sink, a, b)` adds a product. Code that can only add calls `mplug.nn.zero_if_stale(*sink)`
+    first.
+    """
+
+    total: Tensor
+    stale: Tensor
+
+
 class Weights(NamedTuple):
     """A weight [O, I], a table [V, D] or this rank's experts [e, O, I], with the gradient sink that it has in training.
 

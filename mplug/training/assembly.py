@@ -7,6 +7,7 @@ from mplug.contracts import Loader, Optimizer, Piece, Stepper
 from mplug.errors import UsageError, listed
 from mplug.gradients.loss_scale import LossScale
 from mplug.model.build import allocate_parts, build_model, gradient_dtype, refuse_unsavable
+from mplug.model.casts import keep_casts
 from mplug.model.compilation import compile_units, compiler_of
 from mplug.model.fill import wrap_units
 from mplug.model.memory import initialize
@@ -57,6 +58,7 @@ def build(run: Run) -> Parts:
     allocate_parts(run, model)
     model.listen(gradients)
     _wrap(run, model)
+    keep_casts(model)
     pieces = make_pieces(model)
     held = held_values(model, pieces)
     placements = {one.name: one.placement for one in held}

@@ -42,7 +42,7 @@ def _linear(name: str, rows: tuple[int, ...], i: int, o: int, sink: bool = False
         linear.scatter = suppliers["Linear.scatter"]
         for slot, buffers in suppliers.get(BUFFERS, {}).items():
             hold(linear, slot, buffers)
-        return lambda: {"output": linear.product(x["x"])}
+        return lambda: {"output": linear(x["x"])}
 
     slots, weight = ("Linear.gemm", "Linear.gather", "Linear.scatter"), Parameter(("mlp", "embed"), Init("normal"))
     return Case(slots, name, Linear(i, o, bias=False), inputs, bind, parameters={"weight": weight})

@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from mplug import Model, Run
 from mplug.nn.embedding import lookup
-from mplug_tp.suppliers import SEQUENCE, dim_of_tp
+from mplug_tp.boundary import SEQUENCE
+from mplug_tp.suppliers import dim_of_tp
 
 LONGEST = 512
 """Number of positions per rank to which the run's sequence is halved for the meta run, as long as halves are even."""

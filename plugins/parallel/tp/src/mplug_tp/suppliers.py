@@ -19,10 +19,8 @@ from mplug import Model, Offer, Run, Site, Wrap, ops
 from mplug.nn import AttentionInputs, AttentionSpec
 from mplug.nn.embedding import lookup
 from mplug.nn.specification import KNOWN
+from mplug_tp.boundary import SEQUENCE, boundary
 from mplug_tp.vocabulary import VocabularyParallel
-
-SEQUENCE = 1
-"""The dimension of [B, S, D] that sequence parallelism splits."""
 
 
 def offers(run: Run, model: Model, sequence_parallel: bool) -> list[Offer | Wrap]:
@@ -38,6 +36,8 @@ def offers(run: Run, model: Model, sequence_parallel: bool) -> list[Offer | Wrap
 
     def leave(y: Tensor) -> Tensor:
         return ops.scatter(y, group, SEQUENCE) if sequence_parallel else ops.reduce(y, group)
+
+    enter.boundary = leave.boundary = boundary(group, sequence_parallel)  # type: ignore[attr-defined]
 
     def own_positions(positions: Tensor) -> Tensor:
         return ops.own_part(positions, group, SEQUENCE)

@@ -1,0 +1,64 @@
+"""Copies of weights in other formats (`mplug.nn.Product.cast`), made once for each version of the weights."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mplug.model.model import Model
+
+Kept = tuple[Any, str, str]
+"""(module, the name of its weight, the attribute with the copies)."""
+
+
+def keep_casts(model: Model) -> None:
+    """Let every unit of this rank make the copies that its products read, before its first call with new weights.
+
+    The copies are made outside of the compiled code, which reads them as it reads weights. A weight that a strategy
+    gathers for each pass has no copy at rest: its product casts it in both passes.
+    """
+    for unit in model.own_units:
+        if kept := _kept(model, unit.name):
+            part = model.module.get_submodule(unit.name)
+            setattr(part, unit.method, _with_casts(getattr(part, unit.method), model, kept))
+
+
+def _with_casts(inner: Callable[..., Any], model: Model, kept: list[Kept]) -> Callable[..., Any]:
+    version = -1
+
+    @wraps(inner)
+    def call(*arguments: Any, **named: Any) -> Any:
+        nonlocal version
+        if version != model.weights_version:
+            version = model.weights_version
+            _cast(kept)
+        return inner(*arguments, **named)
+
+    return call
+
+
+@torch.no_grad()
+def _cast(kept: list[Kept]) -> None:
+    for module, weight, copies in kept:
+        setattr(module, copies, ())  # frees the old copies first
+        setattr(module, copies, module.cast(weight))
+
+
+@torch.no_grad()
+def copies_of(model: Model) -> list[Tensor]:
+    """New copies of all weights of this rank, as units keep them: to count bytes, with tensors without memory."""
+    kept = dict.fromkeys(one for unit in model.own_units for one in _kept(model, unit.name))
+    return [copy for module, weight, _ in kept for copy in module.cast(weight)]
+
+
+def _kept(model: Model, unit: str) -> list[Kept]:
+    """The weights of a unit that have copies at rest."""
+    names = {id(parameter): name for name, parameter in model.parameters().items()}
+    return [
+        (module, weight, copies)
+        for module in model.module.get_submodule(unit).modules()
+        for weight, copies in getattr(type(module), "CASTS", {}).items()
+        if model.placements[names[id(getattr(module, weight))]].gathered_along is None
+    ]

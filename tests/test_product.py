@@ -1,0 +1,288 @@
+"""Whole products of linear layers: `acme-product` rounds its operands, and keeps rounded copies of the weights."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mplug import Offer, Site, UsageError
+from mplug.config.binding import Kernels
+from mplug.model.build import build_model
+from mplug.model.casts import keep_casts
+from mplug.model.offers import Filled
+from mplug.model.selection import select
+from mplug.nn import MLP, Boundary, Gemm, Linear, Narrow, Operand, Product, Sink, add_product
+from mplug.nn.slot_buffers import hold
+from mplug.testing import run_workers
+from mplug.testing.harness import difference, tiny_run, train_steps
+
+Plant = Callable[..., None]
+Settings = dict[str, Any]
+SETTINGS: Settings = {"model.num_layers": 2, "kernels.linear": "product"}
+B, S, I_, O_ = 2, 8, 6, 10
+
+
+class Doubled(Product):
+    """2 x Wᵀ by a copy of the weight; counts its casts."""
+
+    def __init__(self) -> None:
+        self.num_casts = 0
+
+    def cast(self, weight: Tensor, buffers: Any) -> tuple[Tensor, ...]:
+        self.num_casts += 1
+        return (2 * weight,)
+
+    def forward(self, x: Tensor, weight: Operand, narrow: Narrow, buffers: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return narrow.scattered(narrow.gathered(x) @ weight.casts[0].t()), (x,)
+
+    def dgrad(
+        self, grad_y: Tensor, weight: Operand, saved: Any, narrow: Narrow, buffers: Any, needs_x: bool
+    ) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+        grad_y = narrow.gathered_gradient(grad_y)
+        return narrow.scattered_gradient(grad_y @ weight.casts[0]) if needs_x else None, (grad_y, *saved)
+
+    def wgrad(self, operands: Any, sink: Sink | None, narrow: Narrow, buffers: Any) -> Tensor | None:
+        grad_y, x = operands
+        a, b = 2 * grad_y.flatten(0, -2).t(), narrow.gathered(x).flatten(0, -2)
+        if sink is None:
+            return a @ b
+        add_product(*sink, a, b)
+        return None
+
+
+def filled(linear: Linear, product: Product | None = None) -> Linear:
+    linear.double()
+    with torch.no_grad():
+        for seed, parameter in enumerate(linear.parameters()):
+            parameter.copy_(drawn(*parameter.shape, seed=seed))
+    if product is not None:
+        linear.product = product
+    return linear
+
+
+def drawn(*shape: int, seed: int = 5) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+# The call.
+
+
+def test_a_product_gives_the_output_and_both_gradients() -> None:
+    layer, plain = filled(Linear(I_, O_), Doubled()), filled(Linear(I_, O_))
+    grad = drawn(B, S, O_, seed=8)
+    results = []
+    for one, factor in ((layer, 1.0), (plain, 2.0)):
+        x = (drawn(B, S, I_) * factor).requires_grad_()
+        y = one(x)
+        y.backward(grad)
+        results.append((y, x.grad * (1 if factor == 1 else 2), one.weight.grad, one.bias.grad))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_the_weight_gradient_goes_to_the_sink_and_a_stale_sink_is_overwritten() -> None:
+    layer, x, grad = filled(Linear(I_, O_), Doubled()), drawn(B, S, I_), drawn(B, S, O_, seed=8)
+    sink = drawn(O_, I_, seed=7)
+    layer.weight.main_grad = sink  # type: ignore[attr-defined]
+    layer.weight.main_grad_stale = torch.ones((), dtype=torch.bool)  # type: ignore[attr-defined]
+    for number in (1, 2):
+        layer(x).backward(grad)
+        torch.testing.assert_close(sink, 2 * number * torch.einsum("bso,bsi->oi", grad, x))
+    assert layer.weight.grad is None
+
+
+def test_a_frozen_weight_gets_no_gradient() -> None:
+    layer, x = filled(Linear(I_, O_), Doubled()), drawn(B, S, I_).requires_grad_()
+    layer.weight.requires_grad_(False)
+    layer(x).sum().backward()
+    assert layer.weight.grad is None
+    torch.testing.assert_close(x.grad, torch.ones(B, S, O_, dtype=x.dtype) @ (2 * layer.weight))
+
+
+def test_the_product_runs_the_collectives_of_the_narrower_slots() -> None:
+    boundary = Boundary(lambda x: torch.cat((x, x), 1), lambda y: y[:, :S] + y[:, S:], lambda x: x)
+
+    def gather(x: Tensor) -> Tensor:
+        return boundary.whole(x)
+
+    gather.boundary = boundary  # type: ignore[attr-defined]
+    layer, plain = filled(Linear(I_, O_), Doubled()), filled(Linear(I_, O_))
+    layer.gather = gather
+    plain.gather = lambda x: 2 * torch.cat((x, x), 1)
+    found, expected = drawn(B, S, I_).requires_grad_(), drawn(B, S, I_).requires_grad_()
+    grad = drawn(B, 2 * S, O_, seed=8)
+    layer(found).backward(grad)
+    plain(expected).backward(grad)
+    torch.testing.assert_close(found.grad, expected.grad)
+    torch.testing.assert_close(layer.weight.grad, plain.weight.grad)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_product_gives_equal_gradients_in_one_graph(backend: str) -> None:
+    layer = filled(Linear(I_, O_), Doubled())
+    layer.casts = layer.product.cast(layer.weight.detach(), {})
+    run = torch.compile(lambda x: layer(x).tanh(), backend=backend, fullgraph=True)
+    results = []
+    for call in (run, lambda x: layer(x).tanh()):
+        x = drawn(B, S, I_).requires_grad_()
+        layer.weight.grad = None
+        call(x).sum().backward()
+        results.append((x.grad, layer.weight.grad))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_compiled_product_without_gradients_receives_its_buffers(count: int) -> None:
+    """torch's compiler omits an argument of autograd functions for one number of arguments."""
+    layer = filled(Linear(I_, O_), Doubled())
+    hold(layer, "Linear.product", {f"buffer{number}": torch.zeros(()) for number in range(count)})
+    run = torch.compile(layer, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(run(drawn(B, S, I_)), layer(drawn(B, S, I_)))
+
+
+def test_an_mlp_calls_the_products_of_its_projections() -> None:
+    mlp = MLP(I_, 4 * I_, "gelu", bias=True)
+    for part in (mlp.up, mlp.down):
+        filled(part)
+    x, before = drawn(B, S, I_), mlp(drawn(B, S, I_))
+    mlp.down.product = Doubled()
+    bias = mlp.down.bias
+    torch.testing.assert_close(mlp(x) - bias, 2 * (before - bias))
+
+
+# Whole runs.
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "changes"),
+    [
+        ("tp2", 2, {}),
+        ("fsdp2", 2, {}),
+        *(
+            pytest.param(*case, marks=pytest.mark.wide("layouts"))
+            for case in [
+                ("zero2", 2, {}),
+                ("zero2", 2, {"parallel.zero.stage": 2}),
+                ("pp2", 2, {}),
+                ("tp2", 2, {"parallel.tp.sequence_parallel": False}),
+                ("tp2", 2, {"trainer.compile": "aot_eager", "memory.recompute.mode": "full"}),
+                ("fsdp2", 2, {"trainer.compile": "aot_eager"}),
+                ("tp2pp2", 4, {}),
+                ("tp2cp2", 4, {}),
+                ("fsdp2tp2", 4, {"memory.recompute.mode": "full"}),
+                ("dp2", 2, {"trainer.micro_batch_size": 1}),
+            ]
+        ),
+    ],
+)
+def test_a_run_equals_that_of_one_process(plant: Plant, layout: str, ranks: int, changes: Settings) -> None:
+    plant("acme-product")
+    found = run_workers(ranks, steps, {**SETTINGS, **changes, "parallel.layout": layout})
+    assert difference(found, reference()) == ""
+
+
+def steps(settings: Settings) -> Any:
+    """Be one rank of a run."""
+    warnings.simplefilter("ignore")  # torch's own, as it traces
+    return train_steps(settings)
+
+
+REFERENCES: dict[str, Any] = {}
+
+
+def reference() -> Any:
+    """The same run in one process."""
+    if not REFERENCES:
+        REFERENCES[""] = run_workers(1, train_steps, SETTINGS)[0]
+    return REFERENCES[""]
+
+
+def test_the_rounding_reaches_the_results(plant: Plant) -> None:
+    plant("acme-product")
+    plain = run_workers(1, train_steps, {"model.num_layers": 2})[0]
+    assert all(abs(a - b) > 1e-7 for a, b in zip(plain.losses, reference().losses, strict=True))
+
+
+def test_a_copy_is_made_once_for_each_version_of_the_weights() -> None:
+    run = tiny_run({"model.num_layers": 1, "trainer.compile": "never"})
+    model = build_model(run)
+    product, block = Doubled(), model.module.get_submodule("blocks.0")
+    linear = block.attn.qkv.to_empty(device="cpu")
+    linear.product = product
+    block.forward = lambda: linear.casts[0].clone()
+    keep_casts(model)
+    found = []
+    for value in (1.0, 1.0, 3.0):
+        with torch.no_grad():
+            linear.weight.fill_(value)
+        if not found or found[-1] != 2 * value:
+            model.weights_written()
+        found.append(float(block().mean()))
+    assert found == [2.0, 2.0, 6.0]
+    assert product.num_casts == 2
+
+
+# Selection and refusals.
+
+
+def selected(*offers: Any, recipe: str = "") -> tuple[dict[str, Filled], list[str]]:
+    """The content of the slots of one linear layer, whose products need a recipe, and what is not met."""
+    sites = [
+        Site("blocks.*.up", slot, Linear(I_, O_), "blocks.0.up", frozenset([recipe] if recipe and not end else ()))
+        for slot, end in zip(Linear.SLOTS, (False, False, True, True), strict=True)
+    ]
+    kernels = Kernels({"linear": "kernels/whole"}, default=None)
+    found = select(sites, offers, kernels, None)  # type: ignore[arg-type]
+    return {one.site.slot: one for one in found.filled}, [str(one) for one in found.unmet]
+
+
+def serving(recipe: str = "") -> Callable[[Site, Any], bool | str]:
+    return lambda site, _: site.lacking([recipe]) or True
+
+
+def test_a_need_of_a_gemm_is_met_by_the_product_that_replaces_it() -> None:
+    whole = Offer({"Linear.product": Doubled()}, serving("recipe 'r'"), plugin="kernels/whole")
+    filled, unmet = selected(whole, recipe="recipe 'r'")
+    assert filled["Linear.product"].offer is whole
+    assert unmet == []
+    gemm = Offer({"Linear.gemm": Gemm()}, serving("recipe 'r'"), plugin="kernels/whole")
+    assert selected(gemm, recipe="recipe 'r'")[1] == []
+    (told,) = selected(replace(gemm, supports=serving()), recipe="recipe 'r'")[1]
+    assert told.startswith("kernels/whole cannot serve Linear.gemm of 'blocks.*.up'")
+
+
+def test_a_gemm_that_the_product_never_calls_is_refused() -> None:
+    class Calling(Doubled):
+        calls = ("Linear.gemm",)
+
+    gemm = Offer({"Linear.gemm": Gemm()}, serving(), plugin="parallel/strategy")
+    with pytest.raises(UsageError, match=r"parallel/strategy puts into Linear\.gemm would never run"):
+        selected(Offer({"Linear.product": Doubled()}, serving(), plugin="kernels/whole"), gemm)
+    filled, unmet = selected(Offer({"Linear.product": Calling()}, serving(), plugin="kernels/whole"), gemm)
+    assert filled["Linear.gemm"].offer is gemm
+    assert unmet == []
+
+
+def test_a_fallback_gives_way_to_a_kernel_that_the_config_names() -> None:
+    own = Offer({"Linear.product": Doubled()}, serving(), plugin="parallel/strategy", fallback=True)
+    named = Offer({"Linear.product": Doubled()}, serving(), plugin="kernels/whole")
+    assert selected(own)[0]["Linear.product"].offer is own
+    assert selected(own, named)[0]["Linear.product"].offer is named
+
+
+def test_a_collective_without_a_boundary_is_refused(plant: Plant) -> None:
+    plant(
+        "acme-product",
+        "        return [Offer(",
+        "        return [Offer({'Linear.gather': lambda x: x}, lambda *_: True), Offer(",
+    )
+    with pytest.raises(UsageError, match="the collective has no attribute `boundary`"):
+        build_model(tiny_run(SETTINGS))

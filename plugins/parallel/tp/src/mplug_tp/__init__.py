@@ -28,6 +28,12 @@ class TensorParallel:
             True, description="split the sequence of the residual stream over the tensor-parallel ranks"
         )
 
+        overlap: Annotated[bool, MAY_CHANGE] = Field(
+            False,
+            description="overlap the collectives around the products of split weights with these products, chunk by "
+            "chunk; GPUs that access each other's memory copy the chunks, others send messages",
+        )
+
     def __init__(self, config: Config) -> None:
         self.config = config
 
@@ -66,4 +72,4 @@ class TensorParallel:
 
         if run.mesh.axes["tp"].size == 1:
             return []
-        return offers(run, model, self.config.sequence_parallel)
+        return offers(run, model, self.config.sequence_parallel, self.config.overlap)

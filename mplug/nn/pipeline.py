@@ -84,14 +84,15 @@ class Pipeline:
         raise NotImplementedError
 
 
-_PIPELINES: dict[str, Pipeline] = {}
+PIPELINES: dict[str, Pipeline] = {}
+"""The pipelines of this process by name."""
 
 
 def name_pipeline(name: str, pipeline: Pipeline) -> None:
     """Make a pipeline known by a name, in this process; a second one of the same name replaces the first."""
-    _PIPELINES[name] = pipeline
+    PIPELINES[name] = pipeline
 
 
 def pipeline_named(name: str) -> Pipeline:
     """The pipeline with a name (`Boundary.pipeline`)."""
-    return _PIPELINES[name]
+    return PIPELINES[name]

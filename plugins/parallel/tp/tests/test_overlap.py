@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from mplug.nn.product import apply_product
 from mplug_tp.boundary import boundary
 from mplug_tp.peers import Peers
-from mplug_tp.pipelines import name_for
+from mplug_tp.pipelines import Sequence, name_for
 from mplug_tp.product import OVERLAPPED
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from mplug.nn import Narrow, Operand, Pipeline, Sink, pipeline_named
-from mplug.nn.pipeline import name_pipeline
+from mplug.nn.pipeline import PIPELINES, name_pipeline
+from mplug.nn.product import apply_product
 from mplug.nn.sink import Weights
 from mplug.testing import run_workers
 from mplug.testing.harness import Trace, difference, train_steps
@@ -227,3 +227,36 @@ def test_copies_between_gpus_give_the_results_of_one_process(ranks: int) -> None
         for pairs in of_rank.values():
             for given, wanted in pairs:
                 torch.testing.assert_close(given, wanted, rtol=1e-11, atol=1e-11)
+
+
+def with_nccl() -> None:
+    """Change the worker's process group to one of its GPU's."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    torch.cuda.set_device(rank)
+    prefixed = dist.PrefixStore("nccl", store)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=prefixed, rank=rank, world_size=size)
+
+
+def trained(settings: dict[str, Any]) -> tuple[Trace, str]:
+    """Be one rank: (its trace in the memory of the host, the class of the pipeline that it used)."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    with_nccl()
+    trace = train_steps(settings)
+    for found in (trace.initial, trace.weights, *trace.gradients):
+        for name, boxes in found.items():
+            found[name] = [(start, values.cpu()) for start, values in boxes]
+    used = [type(one.chosen).__name__ for one in PIPELINES.values() if isinstance(one, Sequence)]
+    return trace, ",".join(used)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA GPUs here")
+@pytest.mark.parametrize("compiler", ["never", "inductor"])
+def test_two_gpus_give_the_run_of_one_process_by_copies(compiler: str) -> None:
+    settings = {"trainer.device": "cuda", "trainer.precision": "fp32", "trainer.compile": compiler, **OVERLAP}
+    reference = run_workers(1, trained, {**settings, "parallel.layout": ""})[0][0]
+    found = run_workers(2, trained, {**settings, "parallel.layout": "tp2"})
+    assert [used for _, used in found] == ["Peers", "Peers"]
+    assert difference([trace for trace, _ in found], reference, 1e-5) == ""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mplug.nn import Arrival, Pipeline, Produce, Rows
 from mplug.nn.pipeline import flattened
+from mplug.ops import Group
 from mplug.ops.transfers import Transfer, summing_all
 
 EVERYTHING = slice(None)
@@ -143,11 +144,14 @@ class WholeArrival(Arrival):
 
 
 class AllReduces(Pipeline):
-    """The pipeline without sequence parallelism: nothing is gathered; sums are all-reduced, in two pieces."""
+    """The pipeline without sequence parallelism: nothing is gathered; sums are all-reduced, in two pieces.
+
+    Without a group, a sum is this rank's product.
+    """
 
     num_parts = 1
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: Group) -> None:
         self._group = group
 
     def gathering(self, *parts: Tensor, keep: bool) -> Arrival:
@@ -162,7 +166,8 @@ class AllReduces(Pipeline):
         for samples, positions in pieces_of(total[..., 0, 0].numel(), partial[-2]):
             piece = flattened(total)[samples, positions]
             produce(Rows(samples, positions), piece, False)
-            works.append(summing_all(piece, self._group))
+            if self._group is not None:
+                works.append(summing_all(piece, self._group))
         if fill is not None:
             fill()
         for work in works:

@@ -13,20 +13,22 @@ from mplug_tp.peers import Peers
 
 
 def name_for(group: dist.ProcessGroup | None, sequence_parallel: bool) -> str:
-    """Make a pipeline of the group known; its name. Without processes, the name of none."""
-    if group is None:
-        return ""
-    name = f"mplug_tp/{group.group_name}/{'sequence' if sequence_parallel else 'whole'}"
-    name_pipeline(name, Sequence(group) if sequence_parallel else AllReduces(group))
+    """Make the pipeline of a group known, and return its name. Without a group, it is the identity (`mplug.ops`)."""
+    kind = "sequence" if sequence_parallel and group is not None else "whole"
+    name = f"mplug_tp/{'' if group is None else group.group_name}/{kind}"
+    name_pipeline(name, AllReduces(group) if group is None or not sequence_parallel else Sequence(group))
     return name
 
 
 class Sequence(Pipeline):
-    """Copies between the memories of GPUs if they reach each other, else messages of the process group."""
+    """Copies between the memories of GPUs if they reach each other, else messages of the process group.
+
+    `chosen` is the one of the two that the group uses; None before its first use.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self.num_parts = group, group.size()
-        self._chosen: Pipeline | None = None
+        self.chosen: Pipeline | None = None
 
     def gathering(self, *parts: Tensor, keep: bool) -> Arrival:
         """By the chosen pipeline."""
@@ -39,7 +41,7 @@ class Sequence(Pipeline):
         return self._pipeline(like).summing(partial, like, produce, fill)
 
     def _pipeline(self, operand: Tensor) -> Pipeline:
-        if self._chosen is None:
+        if self.chosen is None:
             copies = operand.is_cuda and reachable(self._group)
-            self._chosen = Peers(self._group) if copies else Messages(self._group)
-        return self._chosen
+            self.chosen = Peers(self._group) if copies else Messages(self._group)
+        return self.chosen

@@ -27,7 +27,8 @@ Listener = Callable[["GradientSink"], None]
 class GradientSink:
     """One parameter's gradient over a step: `name`, `parameter`, and the `buffer` in which it is summed.
 
-    `stale`, a boolean tensor on the CPU, says that the buffer has no contribution of this step yet.
+    `stale`, a boolean tensor on the CPU, says that the buffer has no contribution of this step yet. `owed` is the
+    number of contributions that follow after their backward passes: until then, the gradient is not final.
 
     A strategy registers callbacks by appending functions of the sink to one of two lists. The sink calls each of its
     `listeners` exactly once per step, when the buffer is final on this rank. It calls each function in `passed` after
@@ -41,6 +42,7 @@ class GradientSink:
         self.passed: list[Listener] = []
         self.stale = torch.zeros((), dtype=torch.bool, device="cpu")
         self.final = self.last = False
+        self.owed = 0
         parameter.main_grad, parameter.main_grad_stale = self.buffer, self.stale  # type: ignore[attr-defined]
         node: Any = parameter.view_as(parameter).grad_fn
         self._accumulation = node.next_functions[0][0]  # a reference, because the hook dies with the node
@@ -50,13 +52,19 @@ class GradientSink:
         """Mark the buffer as stale and not final."""
         self.stale.fill_(True)
         self.final = self.last = False
+        self.owed = 0
 
     def expect_last(self) -> None:
         """Declare that the next backward pass is the step's last."""
         self.last = True
 
     def finish(self) -> None:
-        """Announce the gradient as final, unless that has happened; an unused parameter's buffer becomes zero."""
+        """Announce the gradient as final, unless that has happened; an unused parameter's buffer becomes zero.
+
+        Raises RuntimeError if a postponed contribution is missing.
+        """
+        if self.owed:
+            raise RuntimeError(f"the gradient of '{self.name}' is not complete: {self.owed} contributions are missing")
         if not self.final:
             if self.stale:
                 self.buffer.zero_()
@@ -76,14 +84,28 @@ class GradientSink:
         else:
             self.buffer.add_(gradient)
         self.stale.fill_(False)
-        if self.last:
+        if self.last and not self.owed:
             self.finish()
+
+    def postpone(self) -> None:
+        """Declare that a contribution of the next backward pass follows after the pass (`settle`)."""
+        self.owed += 1
+
+    def settle(self) -> None:
+        """Announce that a postponed contribution is in the buffer."""
+        self.owed -= 1
+        self._end_pass()
 
     def _contributed(self, *_: object) -> None:
         if self.parameter.grad is not None:
             gradient, self.parameter.grad = self.parameter.grad, None
             self.contribute(gradient)
-        elif self.last:
+        self._end_pass()
+
+    def _end_pass(self) -> None:
+        if self.owed:
+            return
+        if self.last:
             self.finish()
         for listener in self.passed:
             listener(self)

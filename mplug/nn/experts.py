@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from mplug.layout.plan import Parameter, Segment
 from mplug.nn.grouped import PLAIN_GROUPED, apply_grouped, grouped_linear
 from mplug.nn.inits import Entries, Inits
+from mplug.nn.later import Later, Operands
 from mplug.nn.mlp import Activation, Kind
-from mplug.nn.sink import Weights
+from mplug.nn.sink import Sink, Weights
 
 Route = tuple[Tensor, ...]
 """Routing metadata that `dispatch` returns and `combine` needs."""
@@ -124,6 +125,10 @@ class Experts(Activation):
     """Weights -> the attributes with the copies that the product reads, if the host keeps them."""
     up_casts: tuple[Tensor, ...] = ()
     down_casts: tuple[Tensor, ...] = ()
+    LATER: ClassVar[Mapping[str, str]] = {"up": "up_later", "down": "down_later"}
+    """Weights -> the attributes with their `Later`, if their gradients are computed later."""
+    up_later: Later | None = None
+    down_later: Later | None = None
     mixes: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, dim: int, ffn_dim: int, num_experts: int, kind: Kind) -> None:
@@ -148,11 +153,16 @@ class Experts(Activation):
         rows, counts, route = self.dispatch(x, chosen, self.num_experts)
         up, down = Weights.of(self.up), Weights.of(self.down)
         if self.compute is compute:
-            hidden = self.activate(apply_grouped(self.product, rows, counts, up, self.up_casts))
-            rows = apply_grouped(self.product, hidden, counts, down, self.down_casts)
+            hidden = self.activate(apply_grouped(self.product, rows, counts, up, self.up_casts, self.up_later))
+            rows = apply_grouped(self.product, hidden, counts, down, self.down_casts, self.down_later)
         else:
             rows = self.compute(rows, counts, up, down, self.kind, self.activation)
         return self.combine(rows, gates, route)
+
+    def compute_later(self, weight: str, operands: Operands) -> None:
+        """Add the gradient of a weight to its sink, from operands that a pass has handed out (`up_later`, ...)."""
+        own, (ends, *rest) = getattr(self, weight), operands
+        self.product.wgrad(tuple(rest), ends, Sink(own.main_grad, own.main_grad_stale))
 
     def cast(self, weight: str) -> tuple[Tensor, ...]:
         """New copies of a weight, as the product reads them."""

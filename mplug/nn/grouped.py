@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from mplug.nn.later import Later, hand_out
 from mplug.nn.operator import fake, operator
 from mplug.nn.sink import Operand, Sink, Weights, add_product
 
@@ -60,33 +61,48 @@ class _GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *call):  # type: ignore[no-untyped-def]  # parameters as in `mplug.nn.product`
-        product, rows, weight, main_grad, stale, ends, *casts = call
-        y, saved = product.forward(rows, ends, Operand(weight, tuple(casts) or product.cast(weight)))
+        product, keep, num_taps, rows, weight, main_grad, stale, ends, *tensors = call
+        casts = tuple(tensors[: len(tensors) - num_taps])
+        y, saved = product.forward(rows, ends, Operand(weight, casts or product.cast(weight)))
         ctx.save_for_backward(weight, ends, *saved)
-        ctx.product, ctx.main_grad, ctx.stale, ctx.casts = product, main_grad, stale, tuple(casts)
+        ctx.product, ctx.main_grad, ctx.stale, ctx.casts = product, main_grad, stale, casts
+        ctx.keep, ctx.num_taps = keep, num_taps
         return y
 
     @staticmethod
     def backward(ctx, grad_y):  # type: ignore[no-untyped-def]
         weight, ends, *saved = ctx.saved_tensors
         operand = Operand(weight, ctx.casts or ctx.product.cast(weight))
-        grad_rows, operands = ctx.product.dgrad(grad_y, ends, operand, tuple(saved), ctx.needs_input_grad[1])
+        grad_rows, operands = ctx.product.dgrad(grad_y, ends, operand, tuple(saved), ctx.needs_input_grad[3])
         grad_weight = None
-        if ctx.needs_input_grad[2]:
+        if ctx.needs_input_grad[4]:
             sink = Sink(ctx.main_grad, ctx.stale)
             if ctx.main_grad is None:
                 grad_weight = torch.zeros_like(weight)
                 sink = Sink(grad_weight, torch.ones((), dtype=torch.bool, device="cpu"))
             ctx.product.wgrad(operands, ends, sink)
-        return None, grad_rows, grad_weight, None, None, None, *(None for _ in ctx.casts)
+        handed_out = hand_out((ends, *operands), ctx.keep, ctx.num_taps)
+        casts = (None for _ in ctx.casts)
+        return None, None, None, grad_rows, grad_weight, None, None, None, *casts, *handed_out
 
 
 def apply_grouped(
-    product: GroupedProduct, rows: Tensor, counts: Tensor, weights: Weights, casts: tuple[Tensor, ...] = ()
+    product: GroupedProduct,
+    rows: Tensor,
+    counts: Tensor,
+    weights: Weights,
+    casts: tuple[Tensor, ...] = (),
+    later: Later | None = None,
 ) -> Tensor:
-    """`grouped_linear` by a product; `casts` are the results of `product.cast`, which it calls itself without them."""
+    """`grouped_linear` by a product; `casts` are the results of `product.cast`, which it calls itself without them.
+
+    With `later`, backward hands out `ends` and the operands of the weights' gradient instead of computing it.
+    """
     ends = counts.cumsum(0).to(torch.int32)
-    y: Tensor = _GroupedProduct.apply(product, rows, *weights, ends, *casts)  # type: ignore[no-untyped-call]
+    keep, taps = (None, ()) if later is None else (later.keep, later.taps)
+    values = weights.values if later is None else weights.values.detach()
+    call = (product, keep, len(taps), rows, values, weights.main_grad, weights.stale, ends, *casts, *taps)
+    y: Tensor = _GroupedProduct.apply(*call)  # type: ignore[no-untyped-call]
     return y
 
 

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from mplug.nn.gemm import NOTHING, PLAIN, Gemm, weight_gradient
+from mplug.nn.later import Later, Operands
 from mplug.nn.product import COMPOSED, Boundary, Narrow, Product, apply_product
-from mplug.nn.sink import Weights
+from mplug.nn.sink import Sink, Weights
 from mplug.nn.slot_buffers import held
 
 __all__ = ["PLAIN", "Gemm", "Linear", "multiply", "weight_gradient"]
@@ -57,6 +58,9 @@ class Linear(nn.Module):
     CASTS: ClassVar[Mapping[str, str]] = {"weight": "casts"}
     """The weight -> the attribute with the copies that the product reads, if the host keeps them."""
     casts: tuple[Tensor, ...] = ()
+    LATER: ClassVar[Mapping[str, str]] = {"weight": "later"}
+    """The weight -> the attribute with its `Later`, if its gradient is computed later."""
+    later: Later | None = None
     mixes: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
@@ -71,13 +75,17 @@ class Linear(nn.Module):
         """x [..., in] -> x Wᵀ [..., out], for callers that fuse the bias."""
         if self.product is COMPOSED:
             return self.scatter(self.multiply(self.gather(x)))
-        own, of_gemm = self._held("Linear.product"), self._held("Linear.gemm")
-        narrow = Narrow(self.gemm, boundary_of(self.gather), boundary_of(self.scatter), of_gemm)
-        return apply_product(self.product, x, Weights.of(self.weight), narrow, own, self.casts)
+        return self._multiplied(x)
 
     def multiply(self, x: Tensor) -> Tensor:
         """The output [..., in] of `gather` -> x Wᵀ [..., out], the input of `scatter`, by the slot `gemm`."""
+        if self.product is COMPOSED:
+            return self._multiplied(x)
         return multiply(x, Weights.of(self.weight), self.gemm, self._held("Linear.gemm"))
+
+    def _multiplied(self, x: Tensor) -> Tensor:
+        own = self._held("Linear.product")
+        return apply_product(self.product, x, Weights.of(self.weight), self._narrow(), own, self.casts, self.later)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
@@ -87,6 +95,19 @@ class Linear(nn.Module):
     def cast(self, weight: str) -> tuple[Tensor, ...]:
         """New copies of the weight, as the product reads them."""
         return self.product.cast(getattr(self, weight), self._held("Linear.product"))
+
+    def compute_later(self, weight: str, operands: Operands) -> None:
+        """Add the gradient of the weight to its sink, from operands that a pass has handed out (`later`)."""
+        own = getattr(self, weight)
+        sink = Sink(own.main_grad, own.main_grad_stale)
+        self.product.wgrad(operands, sink, self._narrow(), self._held("Linear.product"))
+
+    def _narrow(self) -> Narrow:
+        """The contents of the narrower slots; the default leaves the collectives to autograd."""
+        of_gemm = self._held("Linear.gemm")
+        if self.product is COMPOSED:
+            return Narrow(self.gemm, buffers=of_gemm)
+        return Narrow(self.gemm, boundary_of(self.gather), boundary_of(self.scatter), of_gemm)
 
     def _held(self, slot: str) -> Mapping[str, Tensor]:
         return held(self, slot) if self.slot_buffers else NOTHING

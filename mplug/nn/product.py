@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mplug.nn.gemm import NOTHING, PLAIN, Gemm, arguments, weight_gradient
+from mplug.nn.later import Later, hand_out
 from mplug.nn.sink import Operand, Sink, Weights
 
 
@@ -189,26 +190,28 @@ class _Applied(torch.autograd.Function):
     # (counting `*tensors` as one). A call never has just two arguments.
     @staticmethod
     def forward(ctx, *call):  # type: ignore[no-untyped-def]
-        product, gemm, before, after, of_gemm, own, x, value, main_grad, stale, *tensors = call
+        product, gemm, before, after, of_gemm, own, keep, num_taps, x, value, main_grad, stale, *tensors = call
+        tensors = tensors[: len(tensors) - num_taps]
         weight, narrow, buffers = _arranged(product, gemm, before, after, of_gemm, own, value, tensors)
         y, saved = product.forward(x, weight, narrow, buffers)
         ctx.save_for_backward(value, *saved)
         ctx.slots = product, gemm, before, after, of_gemm, own
-        ctx.main_grad, ctx.stale, ctx.tensors = main_grad, stale, tensors
+        ctx.main_grad, ctx.stale, ctx.tensors, ctx.keep, ctx.num_taps = main_grad, stale, tensors, keep, num_taps
         return y
 
     @staticmethod
     def backward(ctx, grad_y):  # type: ignore[no-untyped-def]
         value, *saved = ctx.saved_tensors
-        product, needs_x, needs_weight = ctx.slots[0], ctx.needs_input_grad[6], ctx.needs_input_grad[7]
+        product, needs_x, needs_weight = ctx.slots[0], ctx.needs_input_grad[8], ctx.needs_input_grad[9]
         weight, narrow, buffers = _arranged(*ctx.slots, value, ctx.tensors)  # type: ignore[call-arg]
-        sink = None if ctx.main_grad is None else Sink(ctx.main_grad, ctx.stale)
-        grad_x = grad_weight = None
+        grad_x, grad_weight, operands = None, None, ()
         if needs_weight:
+            sink = None if ctx.main_grad is None else Sink(ctx.main_grad, ctx.stale)
             grad_x, grad_weight = product.backward(grad_y, weight, tuple(saved), sink, narrow, buffers, needs_x)
-        elif needs_x:
-            grad_x, _ = product.dgrad(grad_y, weight, tuple(saved), narrow, buffers, needs_x)
-        return None, None, None, None, None, None, grad_x, grad_weight, None, None, *(None for _ in ctx.tensors)
+        elif needs_x or ctx.num_taps:
+            grad_x, operands = product.dgrad(grad_y, weight, tuple(saved), narrow, buffers, needs_x)
+        handed_out = hand_out(operands, ctx.keep, ctx.num_taps)
+        return *[None] * 8, grad_x, grad_weight, None, None, *(None for _ in ctx.tensors), *handed_out
 
 
 def _arranged(  # type: ignore[no-untyped-def]
@@ -221,7 +224,7 @@ def _arranged(  # type: ignore[no-untyped-def]
     split, end = len(of_gemm), len(of_gemm) + len(own)
     buffers = {name: tensors[split + number] for number, name in enumerate(own)}
     narrow = Narrow(gemm, before, after, {name: tensors[number] for number, name in enumerate(of_gemm)})
-    casts = tensors[end:] or product.cast(value, buffers)
+    casts = tuple(tensors[end:]) or product.cast(value, buffers)
     return Operand(value, casts), narrow, buffers
 
 
@@ -232,15 +235,20 @@ def apply_product(
     narrow: Narrow = WHOLE,
     buffers: Mapping[str, Tensor] = NOTHING,
     casts: tuple[Tensor, ...] = (),
+    later: Later | None = None,
 ) -> Tensor:
     """x [..., n, I] -> this rank's part of x weightᵀ, by a product; the weight's gradient goes to its sink.
 
-    `casts` are the results of `product.cast`. Without them, both passes call it.
+    `casts` are the results of `product.cast`. Without them, both passes call it. With `later`, backward hands out the
+    operands of the weight's gradient instead of computing it.
     """
     stale = weight.stale
     if weight.main_grad is not None and stale is None:
         stale = torch.zeros((), dtype=torch.bool, device="cpu")
-    tensors = (*narrow.buffers.values(), *buffers.values(), *casts)
+    taps = () if later is None else later.taps
+    tensors = (*narrow.buffers.values(), *buffers.values(), *casts, *taps)
     slots = product, narrow.gemm, narrow.before, narrow.after, tuple(narrow.buffers), tuple(buffers)
-    y: Tensor = _Applied.apply(*slots, x, weight.values, weight.main_grad, stale, *tensors)  # type: ignore[no-untyped-call]
+    values = weight.values if later is None else weight.values.detach()
+    call = (*slots, later and later.keep, len(taps), x, values, weight.main_grad, stale, *tensors)
+    y: Tensor = _Applied.apply(*call)  # type: ignore[no-untyped-call]
     return y

@@ -1,0 +1,137 @@
+"""Backward passes in two halves: a pass computes the gradients of activations, and those of weights follow later.
+
+The operands of the products of a pass leave it as gradients of taps (`mplug.nn.later`), whose shapes a pass without
+memory finds out once for each shape of micro batches.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mplug.gradients.sinks import GradientSink
+from mplug.layout.plan import Unit
+from mplug.model.model import Model
+from mplug.model.units import run_units
+from mplug.nn.later import Later, Operands, Taps
+
+
+class Site(NamedTuple):
+    """A weight of a module whose gradient can be computed later; `attribute` is that of its `Later`."""
+
+    module: Any
+    weight: str
+    attribute: str
+    sink: GradientSink
+
+
+class Postponed:
+    """The weight gradients of one pass that are still to be computed."""
+
+    def __init__(self, taps: list[tuple[Site, Taps]]) -> None:
+        self._taps = taps
+
+    @torch.no_grad()
+    def compute(self) -> None:
+        """Compute them, from the last product to the first, and free their operands."""
+        while self._taps:
+            site, taps = self._taps.pop()
+            if (operands := taps.take()) is not None:
+                site.module.compute_later(site.weight, operands)
+            site.sink.settle()
+
+
+class WeightGradients:
+    """Runs passes of a model that leave the weight gradients of its products for later.
+
+    All other parameters (norms, biases, embeddings, and weights that a strategy gathers for each pass) get their
+    gradients in the pass itself.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        names = {id(parameter): name for name, parameter in model.parameters().items()}
+        self.sites = [
+            Site(module, weight, attribute, model.sinks[names[id(getattr(module, weight))]])
+            for unit in model.own_units
+            for module in model.module.get_submodule(unit.name).modules()
+            for weight, attribute in getattr(type(module), "LATER", {}).items()
+            if names[id(getattr(module, weight))] in model.sinks
+            and model.placements[names[id(getattr(module, weight))]].gathered_along is None
+        ]
+        self._operands: dict[tuple[Any, ...], list[Operands | None]] = {}
+
+    @contextmanager
+    def postponing(self, entries: Mapping[str, Tensor]) -> Iterator[Postponed]:
+        """Within this context, `model.run(entries)` is a pass whose weight gradients are postponed.
+
+        After the pass's backward, `compute` of the yielded object computes them.
+        """
+        key = tuple((name, tuple(entry.shape), entry.dtype) for name, entry in entries.items() if _is_tensor(entry))
+        if key not in self._operands:
+            self._operands[key] = self._of_pass(entries)
+        taps = [
+            (site, Taps(like, getattr(site.module, site.weight).device))
+            for site, like in zip(self.sites, self._operands[key], strict=True)
+            if like is not None
+        ]
+        for site, _ in taps:
+            site.sink.postpone()
+        with _later([(site, one.later) for site, one in taps]):
+            yield Postponed(taps)
+
+    def _of_pass(self, entries: Mapping[str, Tensor]) -> list[Operands | None]:
+        """The operands of every site in a pass without memory, on the meta device; None if the pass omits the site."""
+        found: list[Operands | None] = [None] * len(self.sites)
+        seed = torch.zeros((), requires_grad=True)
+
+        def keeper(number: int) -> Callable[[Operands], None]:
+            def keep(operands: Operands) -> None:
+                found[number] = tuple(map(_without_memory, operands))
+
+            return keep
+
+        laters = [(site, Later((seed,), keeper(number))) for number, site in enumerate(self.sites)]
+        with _later(laters), _plain_units(self.model), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            given = {name: mode.from_tensor(x) if _is_tensor(x) else x for name, x in entries.items()}
+            values = run_units(self.model.module, self.model.own_units, given)
+            ends = [values[name] for name in self.model.own_units[-1].outputs if values[name].requires_grad]
+            torch.autograd.grad(ends, seed, [torch.ones_like(one) for one in ends], allow_unused=True)
+        return found
+
+
+def _without_memory(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
+def _is_tensor(entry: object) -> bool:
+    return isinstance(entry, Tensor)
+
+
+@contextmanager
+def _later(laters: list[tuple[Site, Later]]) -> Iterator[None]:
+    for site, later in laters:
+        setattr(site.module, site.attribute, later)
+    try:
+        yield
+    finally:
+        for site, _ in laters:
+            setattr(site.module, site.attribute, None)
+
+
+@contextmanager
+def _plain_units(model: Model) -> Iterator[None]:
+    """Within this context, units run as their classes define them: not compiled, without wraps around their calls."""
+    replaced: list[tuple[Any, Unit, Any]] = []
+    for unit in model.own_units:
+        part = model.module.get_submodule(unit.name)
+        if unit.method in vars(part):
+            replaced.append((part, unit, vars(part).pop(unit.method)))
+    try:
+        yield
+    finally:
+        for part, unit, method in replaced:
+            setattr(part, unit.method, method)

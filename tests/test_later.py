@@ -1,0 +1,119 @@
+"""Weight gradients that are computed after the backward passes of a step, from operands that the passes hand out."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mplug.gradients.sinks import GradientSink
+from mplug.model.weight_gradients import Postponed, WeightGradients
+from mplug.nn.later import Taps, bits_of
+from mplug.testing import run_workers
+from mplug.testing.harness import in_fp64, tiny_run
+
+Plant = Callable[..., None]
+Settings = dict[str, Any]
+SMALL: Settings = {"model.num_layers": 2, "trainer.micro_batch_size": 1}
+SPARSE: Settings = {"model.name": "mixtral", "model.num_experts": 4, **SMALL}
+
+
+def gradients(settings: Settings, postponed: bool) -> dict[str, Tensor]:
+    """Be one rank: the gradient of every parameter after two micro batches, and the largest memory of operands."""
+    warnings.simplefilter("ignore")  # torch's own, as it traces
+    from mplug.training.assembly import build
+
+    run = tiny_run(in_fp64(settings))
+    run.step, parts = 1, build(run)
+    model, stepper = parts.model, parts.stepper
+    stepper.begin_step(1)  # type: ignore[attr-defined]
+    later, left = WeightGradients(model), list[Postponed]()
+    batches = list(parts.train_loader.take(run.config.trainer.global_batch_size))
+    for number, batch in enumerate(batches):
+        if number + 1 == len(batches):
+            model.sinks.expect_last()
+        entries = stepper.entries(batch, 1)  # type: ignore[attr-defined]
+        if postponed:
+            with later.postponing(entries) as one:
+                loss, _ = model.loss(entries)
+            left.append(one)
+        else:
+            loss, _ = model.loss(entries)
+        loss.backward()
+    if postponed:
+        stale = [name for name, sink in model.sinks.items() if sink.stale]
+        assert len(stale) == len(later.sites) > 8, stale
+        assert not any(model.sinks[name].final for name in stale)
+    for one in left:
+        one.compute()
+    assert all(sink.final for sink in model.sinks.values())
+    model.sinks.finish()
+    return {name: sink.buffer.clone() for name, sink in model.sinks.items()}
+
+
+QUICK = [({**SMALL, "kernels.linear": "product"}, "aot_eager")]
+WIDE = [
+    (SMALL, "never"),
+    (SPARSE, "never"),
+    (SMALL, "inductor"),
+    (SPARSE, "inductor"),
+    ({**SMALL, "kernels.linear": "product"}, "inductor"),
+    ({**SMALL, "kernels.linear": "delayed"}, "inductor"),
+    ({**SMALL, "memory.recompute.mode": "full"}, "inductor"),
+    ({**SMALL, "trainer.precision": "bf16"}, "inductor"),
+]
+
+
+@pytest.mark.parametrize(
+    ("settings", "compiler"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.wide("layouts")) for case in WIDE)]
+)
+def test_postponed_gradients_are_bitwise_those_of_the_passes(plant: Plant, settings: Settings, compiler: str) -> None:
+    for package in ("product", "delayed"):
+        if settings.get("kernels.linear") == package:
+            plant(f"acme-{package}")
+    settings = {**settings, "trainer.compile": compiler}
+    now, later = (run_workers(1, gradients, settings, postponed)[0] for postponed in (False, True))
+    assert now.keys() == later.keys()
+    different = [name for name, gradient in now.items() if not torch.equal(gradient, later[name])]
+    assert different == []
+    assert all(bool(gradient.any()) for gradient in now.values())
+
+
+def test_a_gradient_is_not_final_before_its_postponed_contribution() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    sink, final = GradientSink("w", weight, torch.zeros(2)), list[str]()
+    sink.listeners.append(lambda one: final.append(one.name))
+    sink.begin_step()
+    sink.expect_last()
+    sink.postpone()
+    (3 * weight).sum().backward()
+    assert not sink.final
+    with pytest.raises(RuntimeError, match="the gradient of 'w' is not complete: 1 contributions are missing"):
+        sink.finish()
+    sink.buffer.add_(1)
+    sink.settle()
+    assert final == ["w"]
+    assert sink.buffer.tolist() == [4, 4]
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int32, torch.int64, torch.uint8, torch.bfloat16])
+def test_operands_of_every_format_pass_a_tap_bit_by_bit(dtype: torch.dtype) -> None:
+    bits = torch.randint(0, 256, (3, 4 * dtype.itemsize), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    operand = bits.view(dtype)
+    taps = Taps([operand], torch.device("cpu"))
+    (tap,) = taps.later.taps
+    assert taps.take() is None
+    taps = Taps([operand], torch.device("cpu"))
+    torch.autograd.backward(taps.later.taps, [bits_of(operand)])
+    found = taps.take()
+    assert found is not None
+    assert tap.untyped_storage().nbytes() <= 8
+    assert found[0].dtype == dtype
+    assert torch.equal(found[0].view(torch.uint8), bits)
+
+
+def test_an_operand_that_no_gradient_can_carry_is_refused() -> None:
+    with pytest.raises(ValueError, match="the last dimension must be even"):
+        bits_of(torch.zeros(2, 3, dtype=torch.float8_e4m3fn))

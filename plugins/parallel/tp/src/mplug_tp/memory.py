@@ -1,9 +1,10 @@
 """Memory that all GPUs of a group access directly (torch's symmetric memory), without NVLink multicast.
 
-A `Slot` is such memory on every rank, with words for signals in front. A use of a slot begins when all ranks have
-finished their last use of it. R ranks.
+A `Slot` is such memory on every rank, with words for signals in front. A rank writes to its own data, and to the words
+of all ranks. A use of a slot begins when all ranks have finished their last use of it. R ranks.
 """
 
+import logging
 import os
 from dataclasses import dataclass, field
 from math import prod
@@ -16,6 +17,8 @@ from torch.distributed import _symmetric_memory as symmetric
 from torch.distributed import distributed_c10d as c10d
 
 from mplug_tp.signals import available, await_word, raise_word
+
+log = logging.getLogger("mplug")
 
 HEADER = 1 << 16
 """Bytes of words in front of a slot's data: [channel, R] words of 4 bytes."""
@@ -33,19 +36,35 @@ def aligned(num_bytes: int) -> int:
 
 def reachable(group: dist.ProcessGroup) -> bool:
     """Whether the current GPU of every rank of the group can access the memory of all others. Collective."""
-    own: tuple[Any, ...] = (None, None, False)
+    own: tuple[Any, ...] = ("", "", [], False)
     if torch.cuda.is_available():
         device = torch.cuda.current_device()
-        host = os.uname().nodename, _boot_id()
         others = [other for other in range(torch.cuda.device_count()) if other != device]
-        near = [other for other in others if torch.cuda.can_device_access_peer(device, other)]
-        own = (host, str(torch.cuda.get_device_properties(device).uuid), available(), [_uuid(other) for other in near])
+        near = [_uuid(other) for other in others if torch.cuda.can_device_access_peer(device, other)]
+        own = (f"{os.uname().nodename} {_boot_id()}", _uuid(device), near, available())
+    found: list[tuple[str, str, list[str], bool]] = _all(own, group)
+    (host, *_), devices = found[0], {device for _, device, _, _ in found}
+    same_host = all(other == host and signals for other, _, _, signals in found)
+    if not same_host or len(devices) < len(found) or any(devices - {one, *near} for _, one, near, _ in found):
+        return False
+    return all(_all(_can_share(group), group))
+
+
+def _all(own: Any, group: dist.ProcessGroup) -> list[Any]:
+    """The ranks' objects."""
     found: list[Any] = [None] * group.size()
     dist.all_gather_object(found, own, group=group)
-    if any(not facts[2] or facts[0] != found[0][0] for facts in found):
+    return found
+
+
+def _can_share(group: dist.ProcessGroup) -> bool:
+    """Whether this process may map the memory of the others: a container can forbid it."""
+    try:
+        Slot(group).begin(ALIGNED, torch.cuda.current_stream())
+    except RuntimeError as error:
+        log.warning("GPUs cannot share memory (%s); tensor parallelism sends messages", error)
         return False
-    devices = {facts[1] for facts in found}
-    return len(devices) == len(found) and all(devices <= {facts[1], *facts[3]} for facts in found)
+    return True
 
 
 def _uuid(device: int) -> str:

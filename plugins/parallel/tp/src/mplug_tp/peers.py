@@ -1,8 +1,8 @@
 """The pipeline of sequence parallelism between GPUs that access each other's memory: copies by the copy engines.
 
-The steps are those of `messages.py`. The transfers run on a stream of their own, beside the products. Gathering: a rank
-copies its rows into the memory of each other rank. Summing: a rank's products are written to its own memory, and the
-next rank of the ring copies them from there to where it adds its own products. R ranks, [..., n, X] a rank's rows.
+The steps are those of `messages.py`. A rank puts what others read into a slot of its own memory, tells them, and copies
+from theirs. Copies and signals have streams of their own: the stream of the products waits for events only, because a
+signal in it would cost 4 us. R ranks, [..., n, X] a rank's rows.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,20 +31,17 @@ def _copy(target: Tensor, source: Tensor) -> None:
 
 
 class Peers(Pipeline):
-    """Gathering and summing through two slots of memory in turn, so that a transfer can begin before the last ends."""
+    """Gathering and summing through two slots in turn: a use of one can begin before the last of the other ends."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.size = group.rank(), group.size()
         self.num_parts = self.size
-        self.stream = torch.cuda.Stream(priority=-1)
+        self.copies, self.signals = torch.cuda.Stream(priority=-1), torch.cuda.Stream(priority=-1)
         self._slots = cycle((Slot(group), Slot(group)))
 
-    def _begin(self, num_bytes: int) -> Slot:
-        """Begin a use of the next slot, for the work that follows on the current stream and on `stream`."""
-        slot, current = next(self._slots), torch.cuda.current_stream()
-        slot.begin(num_bytes, current)
-        self.stream.wait_stream(current)
-        return slot
+    def next_slot(self) -> Slot:
+        """The slot for the next use."""
+        return next(self._slots)
 
     def gathering(self, *parts: Tensor, keep: bool) -> Arrival:
         """Start all copies."""
@@ -54,100 +51,114 @@ class Peers(Pipeline):
         self, partial: tuple[int, ...], like: Tensor, produce: Produce, fill: Callable[[], None] | None = None
     ) -> Tensor:
         """A ring; sums are rounded to the dtype of `like` at each rank."""
-        size, length, dtype = self.size, partial[-2] // self.size, like.dtype
+        length = partial[-2] // self.size
         total = like.new_empty((*partial[:-2], length, partial[-1]))
-        own = flattened(total)
-        pieces = pieces_of(*own.shape[:2])
-        each = size_of(tuple(own.shape), dtype)
-        slot, current = self._begin((size - 1) * each), torch.cuda.current_stream()
-        before, after = (self.rank - 1) % size, (self.rank + 1) % size
-        shape = tuple(own.shape)
-
-        def sums(rank: int, step: int) -> Tensor:
-            return slot.tensor(rank, shape, dtype, step * each)
-
-        def arriving(step: int, target: Tensor) -> list[torch.cuda.Event]:
-            """Start to copy the sums of the step before from the rank before, piece by piece."""
-            events, source = [], sums(before, step - 1)
-            with torch.cuda.stream(self.stream):
-                for number, piece in enumerate(pieces):
-                    slot.hear(self.stream, before, (step - 1) * len(pieces) + number)
-                    target[piece].copy_(source[piece])
-                    events.append(self.stream.record_event())
-            return events
-
-        for step in range(size - 1):
-            leaving = sums(self.rank, step)
-            arrived = arriving(step, leaving) if step else []
-            for number, piece in enumerate(pieces):
-                if step:
-                    current.wait_event(arrived[number])
-                produce(part_of(piece, (self.rank - 1 - step) % size, length), leaving[piece], step > 0)
-                slot.tell(current, after, step * len(pieces) + number)
-        arrived = arriving(size - 1, own)
+        ring = _Ring(self, flattened(total))
+        for step in range(self.size - 1):
+            arrived = ring.arriving(step, ring.sums(self.rank, step)) if step else None
+            for number, piece in enumerate(ring.pieces):
+                if arrived:
+                    torch.cuda.current_stream().wait_event(arrived[number])
+                rows = part_of(piece, (self.rank - 1 - step) % self.size, length)
+                produce(rows, ring.sums(self.rank, step)[piece], step > 0)
+                ring.tell(step, number)
+        arrived = ring.arriving(self.size - 1, ring.own)
         if fill is not None:
             fill()
-        for piece, event in zip(pieces, arrived, strict=True):
-            current.wait_event(event)
-            produce(part_of(piece, self.rank, length), own[piece], True)
-        slot.end(current)
+        for piece, event in zip(ring.pieces, arrived, strict=True):
+            torch.cuda.current_stream().wait_event(event)
+            produce(part_of(piece, self.rank, length), ring.own[piece], True)
+        ring.end()
         return total
 
 
+class _Ring:
+    """A use of a slot for sums [B, n, X], one for each step but the last, whose sums are `own`."""
+
+    def __init__(self, peers: Peers, own: Tensor) -> None:
+        self.own, self.pieces, self._peers = own, pieces_of(*own.shape[:2]), peers
+        self._shape, self._each = tuple(own.shape), size_of(tuple(own.shape), own.dtype)
+        self._before, self._after = (peers.rank - 1) % peers.size, (peers.rank + 1) % peers.size
+        self._slot, current = peers.next_slot(), torch.cuda.current_stream()
+        self._slot.begin((peers.size - 1) * self._each, peers.signals)
+        current.wait_stream(peers.signals)
+        peers.copies.wait_stream(current)  # the memory of `own` is free from here on
+
+    def sums(self, rank: int, step: int) -> Tensor:
+        """The sums of a step in a rank's memory."""
+        return self._slot.tensor(rank, self._shape, self.own.dtype, step * self._each)
+
+    def tell(self, step: int, number: int) -> None:
+        """Tell the next rank that a piece is computed."""
+        self._peers.signals.wait_stream(torch.cuda.current_stream())
+        self._slot.tell(self._peers.signals, self._after, step * len(self.pieces) + number)
+
+    def arriving(self, step: int, target: Tensor) -> list[torch.cuda.Event]:
+        """Start to copy the rank before's sums of the step before, piece by piece; an event for each."""
+        events, copies, source = [], self._peers.copies, self.sums(self._before, step - 1)
+        with torch.cuda.stream(copies):
+            for number, piece in enumerate(self.pieces):
+                self._slot.hear(copies, self._before, (step - 1) * len(self.pieces) + number)
+                target[piece].copy_(source[piece])
+                events.append(copies.record_event())
+        return events
+
+    def end(self) -> None:
+        """End the use."""
+        self._peers.signals.wait_stream(torch.cuda.current_stream())
+        self._slot.end(self._peers.signals)
+
+
 class PeerArrival(Arrival):
-    """Rows that the other ranks copy into this rank's memory, where they form the whole [B, R n, X]."""
+    """Rows that this rank copies from the others' memory into the whole [B, R n, X]."""
 
     def __init__(self, peers: Peers, parts: tuple[Tensor, ...], keep: bool) -> None:
-        self._peers, self._shapes = peers, [part.shape for part in parts]
+        self._shapes, self._rank = [part.shape for part in parts], peers.rank
         self._parts = [flattened(part.contiguous()) for part in parts]
-        wholes = [(x.shape[0], peers.size * x.shape[1], x.shape[2]) for x in self._parts]
-        sizes = [size_of(whole, x.dtype) for whole, x in zip(wholes, self._parts, strict=True)]
-        slot = self._slot = peers._begin(sum(sizes))
-        offsets = [sum(sizes[:number]) for number in range(len(sizes))]
-        self._places = list(zip(wholes, (part.dtype for part in parts), offsets, strict=True))
-        self._heard = {peers.rank}
-        own = place_of(peers.rank, self._parts[0].shape[1])
-        with torch.cuda.stream(peers.stream):
-            for step in range(1, peers.size):
-                to = (peers.rank + step) % peers.size
-                for place, part in zip(self._places, self._parts, strict=True):
-                    _copy(own.of(slot.tensor(to, *place)), part)
-                slot.tell(peers.stream, to, 0)
+        self._wholes = [x.new_empty(x.shape[0], peers.size * x.shape[1], x.shape[2]) for x in self._parts]
+        self._length = self._parts[0].shape[1]
+        self._arrived: list[tuple[Rows, torch.cuda.Event]] = []
+        peers.copies.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(peers.copies):
+            self._exchange(peers)
             if keep:
-                for place, part in zip(self._places, self._parts, strict=True):
-                    _copy(own.of(slot.tensor(peers.rank, *place)), part)
-            self._copied = peers.stream.record_event()
+                own = place_of(peers.rank, self._length)
+                for whole, part in zip(self._wholes, self._parts, strict=True):
+                    _copy(own.of(whole), part)
+            self._done = peers.copies.record_event()
+
+    def _exchange(self, peers: Peers) -> None:
+        """Put the parts into a slot, and copy those of the other ranks, on the stream of copies."""
+        slot, copies = peers.next_slot(), peers.copies
+        sizes = [size_of(tuple(x.shape), x.dtype) for x in self._parts]
+        places = [(tuple(x.shape), x.dtype, sum(sizes[:number])) for number, x in enumerate(self._parts)]
+        slot.begin(sum(sizes), copies)
+        for part, place in zip(self._parts, places, strict=True):
+            slot.tensor(peers.rank, *place).copy_(part)
+        for step in range(1, peers.size):
+            slot.tell(copies, (peers.rank + step) % peers.size, 0)
+        for step in range(1, peers.size):
+            of = (peers.rank - step) % peers.size
+            rows = place_of(of, self._length)
+            slot.hear(copies, of, 0)
+            for whole, place in zip(self._wholes, places, strict=True):
+                _copy(rows.of(whole), slot.tensor(of, *place))
+            self._arrived.append((rows, copies.record_event()))
+        slot.end(copies)
 
     def __iter__(self) -> Iterator[tuple[Rows, tuple[Tensor, ...]]]:
         """This rank's rows, then each other rank's."""
-        peers, length = self._peers, self._parts[0].shape[1]
-        yield place_of(peers.rank, length), tuple(self._parts)
-        for step in range(1, peers.size):
-            rank = (peers.rank - step) % peers.size
-            rows = place_of(rank, length)
-            self._hear(rank)
-            yield rows, tuple(rows.of(whole) for whole in self._wholes())
+        yield place_of(self._rank, self._length), tuple(self._parts)
+        for rows, event in self._arrived:
+            torch.cuda.current_stream().wait_event(event)
+            yield rows, tuple(map(rows.of, self._wholes))
 
     def whole(self) -> tuple[Tensor, ...]:
-        """[..., R n, X], in the memory of the slot."""
-        for step in range(1, self._peers.size):
-            self._hear((self._peers.rank - step) % self._peers.size)
-        torch.cuda.current_stream().wait_event(self._copied)
-        wholes = zip(self._wholes(), self._shapes, strict=True)
-        return tuple(whole.view(*shape[:-2], *whole.shape[-2:]) for whole, shape in wholes)
+        """[..., R n, X]."""
+        self.end()
+        wholes = zip(self._wholes, self._shapes, strict=True)
+        return tuple(whole.view(*shape[:-2], *whole.shape[1:]) for whole, shape in wholes)
 
     def end(self) -> None:
-        """The copies have ended, so the parts may be freed; and the slot may be used again."""
-        current = torch.cuda.current_stream()
-        for step in range(1, self._peers.size):
-            self._hear((self._peers.rank - step) % self._peers.size)
-        current.wait_event(self._copied)
-        self._slot.end(current)
-
-    def _wholes(self) -> list[Tensor]:
-        return [self._slot.tensor(self._peers.rank, *place) for place in self._places]
-
-    def _hear(self, rank: int) -> None:
-        if rank not in self._heard:
-            self._heard.add(rank)
-            self._slot.hear(torch.cuda.current_stream(), rank, 0)
+        """Wait for the copies: from then on, the parts may be freed."""
+        torch.cuda.current_stream().wait_event(self._done)

@@ -6,12 +6,14 @@ rank has I/R or O/R. Forward:
     column-parallel    y [..., N, O/R] = gathered(x [..., n, I]) Wᵀ           the rows of each rank as they arrive
     row-parallel       y [..., n, O] = summed(x [..., N, I/R] Wᵀ)             the rows of other ranks first
 
-Backward. Both save x as it is; a column-parallel product gathers it again, beside the products of grad_x:
+Backward. Both save x as it is:
 
     column-parallel    grad_x [..., n, I] = summed(grad_y [..., N, O/R] W);   grad_W = grad_yᵀ gathered(x)
     row-parallel       grad_x [..., N, I/R] = gathered(grad_y [..., n, O]) W; grad_W = gathered(grad_y)ᵀ x
 
-The weight's gradient of a column-parallel product is computed between the grad_x of other ranks' rows and of own rows.
+A column-parallel product computes both in one operator: x is gathered again beside the grad_x of other ranks' rows, and
+grad_W is computed while these travel. A row-parallel product has two, because the compiler computes x again after
+grad_x, if x is the output of an activation.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,6 +22,8 @@ import torch
 from torch import Tensor
 
 from mplug.nn import Narrow, Operand, Product, Rows, Sink, add_product, fake, operator, pipeline_named
+from mplug.nn.gemm import PLAIN
+from mplug.nn.product import COMPOSED
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -45,15 +49,13 @@ def _products(x: Tensor, matrix: Tensor) -> Callable[[Rows, Tensor, bool], None]
     return produce
 
 
-def _gathered(x: Tensor, matrix: Tensor, pipeline: str, then: Callable[[Tensor], None] | None = None) -> Tensor:
-    """gathered(x [..., n, I]) matrix [I, X] -> [..., N, X]; `then` receives the gathered x."""
-    y = x.new_empty((*x.shape[:-2], x.shape[-2] * pipeline_named(pipeline).num_parts, matrix.shape[1]))
-    with pipeline_named(pipeline).gathering(x, keep=then is not None) as arrival:
+def _gathered(x: Tensor, matrix: Tensor, pipeline: str, keep: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """gathered(x [..., n, I]) matrix [I, X] -> [..., N, X]; and with `keep` the gathered x."""
+    y = x.new_empty(_gathered_shape(x, matrix.shape[1], pipeline))
+    with pipeline_named(pipeline).gathering(x, keep=keep) as arrival:
         for rows, (chunk,) in arrival:
             multiply(chunk, matrix, rows.of(y), False)
-        if then is not None:
-            then(*arrival.whole())
-    return y
+        return y, arrival.whole() if keep else ()
 
 
 def _summed(x: Tensor, matrix: Tensor, pipeline: str, fill: Callable[[], None] | None = None) -> Tensor:
@@ -62,22 +64,23 @@ def _summed(x: Tensor, matrix: Tensor, pipeline: str, fill: Callable[[], None] |
     return pipeline_named(pipeline).summing(shape, x, _products(x.contiguous(), matrix), fill)
 
 
-def _adding(total: Tensor, stale: Tensor, grad_y: Tensor, x: Tensor) -> None:
-    add_product(total, stale, _rows(grad_y).t(), _rows(x))
+def _gathered_shape(x: Tensor, width: int, pipeline: str) -> tuple[int, ...]:
+    return (*x.shape[:-2], x.shape[-2] * pipeline_named(pipeline).num_parts, width)
 
 
-# Forward.
+def _summed_shape(x: Tensor, width: int, pipeline: str) -> tuple[int, ...]:
+    return (*x.shape[:-2], x.shape[-2] // pipeline_named(pipeline).num_parts, width)
 
 
 @operator("mplug_tp::gathered_product")
 def gathered_product(x: Tensor, weight: Tensor, pipeline: str) -> Tensor:
     """Column-parallel: x [..., n, I] and weight [O/R, I] -> [..., N, O/R]."""
-    return _gathered(x, weight.t(), pipeline)
+    return _gathered(x, weight.t(), pipeline, keep=False)[0]
 
 
 @fake("mplug_tp::gathered_product")
 def _(x: Tensor, weight: Tensor, pipeline: str) -> Tensor:
-    return x.new_empty(*x.shape[:-2], x.shape[-2] * pipeline_named(pipeline).num_parts, weight.shape[0])
+    return x.new_empty(_gathered_shape(x, weight.shape[0], pipeline))
 
 
 @operator("mplug_tp::summed_product")
@@ -88,53 +91,30 @@ def summed_product(x: Tensor, weight: Tensor, pipeline: str) -> Tensor:
 
 @fake("mplug_tp::summed_product")
 def _(x: Tensor, weight: Tensor, pipeline: str) -> Tensor:
-    return x.new_empty(*x.shape[:-2], x.shape[-2] // pipeline_named(pipeline).num_parts, weight.shape[0])
-
-
-# The gradient of x alone.
+    return x.new_empty(_summed_shape(x, weight.shape[0], pipeline))
 
 
 @operator("mplug_tp::summed_dgrad")
 def summed_dgrad(grad_y: Tensor, weight: Tensor, pipeline: str) -> Tensor:
-    """Column-parallel: grad_y [..., N, O/R] and weight [O/R, I] -> [..., n, I]."""
+    """Column-parallel: grad_y [..., N, O/R] and weight [O/R, I] -> grad_x [..., n, I]."""
     return _summed(grad_y, weight, pipeline)
 
 
 @fake("mplug_tp::summed_dgrad")
 def _(grad_y: Tensor, weight: Tensor, pipeline: str) -> Tensor:
-    return grad_y.new_empty(*grad_y.shape[:-2], grad_y.shape[-2] // pipeline_named(pipeline).num_parts, weight.shape[1])
-
-
-@operator("mplug_tp::gathered_dgrad")
-def gathered_dgrad(grad_y: Tensor, weight: Tensor, pipeline: str) -> Tensor:
-    """Row-parallel: grad_y [..., n, O] and weight [O, I/R] -> [..., N, I/R]."""
-    return _gathered(grad_y, weight, pipeline)
-
-
-@fake("mplug_tp::gathered_dgrad")
-def _(grad_y: Tensor, weight: Tensor, pipeline: str) -> Tensor:
-    return grad_y.new_empty(*grad_y.shape[:-2], grad_y.shape[-2] * pipeline_named(pipeline).num_parts, weight.shape[1])
-
-
-# The weight's gradient alone: one of its operands is gathered.
-
-
-@operator("mplug_tp::add_gathered_wgrad", mutates_args=("total", "stale"))
-def add_gathered_wgrad(total: Tensor, stale: Tensor, grad_y: Tensor, x: Tensor, of_x: bool, pipeline: str) -> None:
-    """total += grad_yᵀ x, of which x (if `of_x`) or grad_y has only this rank's rows."""
-    with pipeline_named(pipeline).gathering(x if of_x else grad_y, keep=True) as arrival:
-        (whole,) = arrival.whole()
-        _adding(total, stale, *((grad_y, whole) if of_x else (whole, x)))
-
-
-# Both gradients.
+    return grad_y.new_empty(_summed_shape(grad_y, weight.shape[1], pipeline))
 
 
 @operator("mplug_tp::summed_backward", mutates_args=("total", "stale"))
 def summed_backward(total: Tensor, stale: Tensor, grad_y: Tensor, x: Tensor, weight: Tensor, pipeline: str) -> Tensor:
-    """Column-parallel: `summed_dgrad` and `add_gathered_wgrad`; the second hides the transfers of the first."""
+    """Column-parallel: `summed_dgrad`, and total [O/R, I] += grad_yᵀ gathered(x [..., n, I])."""
     with pipeline_named(pipeline).gathering(x, keep=True) as arrival:
-        return _summed(grad_y, weight, pipeline, lambda: _adding(total, stale, grad_y, *arrival.whole()))
+
+        def add() -> None:
+            (whole,) = arrival.whole()
+            add_product(total, stale, _rows(grad_y).t(), _rows(whole))
+
+        return _summed(grad_y, weight, pipeline, add)
 
 
 @fake("mplug_tp::summed_backward")
@@ -142,25 +122,35 @@ def _(total: Tensor, stale: Tensor, grad_y: Tensor, x: Tensor, weight: Tensor, p
     return x.new_empty(x.shape)
 
 
-@operator("mplug_tp::gathered_backward", mutates_args=("total", "stale"))
-def gathered_backward(total: Tensor, stale: Tensor, grad_y: Tensor, x: Tensor, weight: Tensor, pipeline: str) -> Tensor:
-    """Row-parallel: `gathered_dgrad` and `add_gathered_wgrad`, with one gathering for both."""
-    return _gathered(grad_y, weight, pipeline, lambda whole: _adding(total, stale, whole, x))
+@operator("mplug_tp::gathered_dgrad")
+def gathered_dgrad(grad_y: Tensor, weight: Tensor, pipeline: str) -> tuple[Tensor, Tensor]:
+    """Row-parallel: grad_y [..., n, O] and weight [O, I/R] -> (grad_x [..., N, I/R], gathered grad_y [..., N, O])."""
+    grad_x, (whole,) = _gathered(grad_y, weight, pipeline, keep=True)
+    return grad_x, whole
 
 
-@fake("mplug_tp::gathered_backward")
-def _(total: Tensor, stale: Tensor, grad_y: Tensor, x: Tensor, weight: Tensor, pipeline: str) -> Tensor:
-    return x.new_empty(x.shape)
+@fake("mplug_tp::gathered_dgrad")
+def _(grad_y: Tensor, weight: Tensor, pipeline: str) -> tuple[Tensor, Tensor]:
+    widths = weight.shape[1], weight.shape[0]
+    grad_x, whole = (grad_y.new_empty(_gathered_shape(grad_y, width, pipeline)) for width in widths)
+    return grad_x, whole
 
 
 class Overlapped(Product):
-    """The supplier of `Linear.product` at the linears whose weight is split. It keeps x as it comes."""
+    """The supplier of `Linear.product` at the linears whose weight is split. It keeps x as it comes.
+
+    If `Linear.gemm` has a supplier, its products are computed whole, and the collectives wait.
+    """
+
+    calls = ("Linear.gemm",)
 
     def forward(
         self, x: Tensor, weight: Operand, narrow: Narrow, buffers: Mapping[str, Tensor]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Gather and multiply, or multiply and sum."""
-        column, pipeline = _kind(narrow)
+        column, pipeline, gathers = _kind(narrow)
+        if narrow.gemm is not PLAIN or (column and not gathers):
+            return COMPOSED.forward(x, weight, narrow, buffers)
         return (gathered_product if column else summed_product)(x, weight.values, pipeline), (x,)
 
     def dgrad(
@@ -172,19 +162,20 @@ class Overlapped(Product):
         buffers: Mapping[str, Tensor],
         needs_x: bool,
     ) -> tuple[Tensor | None, tuple[Tensor, ...]]:
-        """The operands of `wgrad` are the gradient and the input, both as they come."""
-        column, pipeline = _kind(narrow)
-        product = summed_dgrad if column else gathered_dgrad
-        return product(grad_y, weight.values, pipeline) if needs_x else None, (grad_y, *saved)
+        """The operands of `wgrad` are those of the default: the gradient of the whole output, and x as it came."""
+        column, pipeline, gathers = _kind(narrow)
+        if narrow.gemm is not PLAIN or not needs_x or not (column or gathers):
+            return COMPOSED.dgrad(grad_y, weight, saved, narrow, buffers, needs_x)
+        if column:
+            return summed_dgrad(grad_y, weight.values, pipeline), (grad_y, *saved)
+        grad_x, whole = gathered_dgrad(grad_y, weight.values, pipeline)
+        return grad_x, (whole, *saved)
 
     def wgrad(
         self, operands: tuple[Tensor, ...], sink: Sink | None, narrow: Narrow, buffers: Mapping[str, Tensor]
     ) -> Tensor | None:
-        """Gathers the operand that is not whole."""
-        grad_y, x = operands
-        own = sink or _own_sink(grad_y, x)
-        add_gathered_wgrad(*own, grad_y, x, *_kind(narrow))
-        return None if sink else own.total
+        """That of the default: alone, it has nothing to overlap with."""
+        return COMPOSED.wgrad(operands, sink, narrow, buffers)
 
     def backward(
         self,
@@ -196,12 +187,12 @@ class Overlapped(Product):
         buffers: Mapping[str, Tensor],
         needs_x: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Both gradients in one operator."""
-        if not needs_x:
-            return None, self.wgrad((grad_y, *saved), sink, narrow, buffers)
-        (x,), (column, pipeline), own = saved, _kind(narrow), sink or _own_sink(grad_y, *saved)
-        grad_x = (summed_backward if column else gathered_backward)(*own, grad_y, x, weight.values, pipeline)
-        return grad_x, None if sink else own.total
+        """One operator for both gradients of a column-parallel product, one for each of a row-parallel product."""
+        column, pipeline, _ = _kind(narrow)
+        if narrow.gemm is not PLAIN or not column or not needs_x:
+            return super().backward(grad_y, weight, saved, sink, narrow, buffers, needs_x)
+        (x,), own = saved, sink or _own_sink(grad_y, *saved)
+        return summed_backward(*own, grad_y, x, weight.values, pipeline), None if sink else own.total
 
 
 OVERLAPPED = Overlapped()
@@ -213,8 +204,8 @@ def _own_sink(grad_y: Tensor, x: Tensor) -> Sink:
     return Sink(x.new_empty(grad_y.shape[-1], x.shape[-1]), stale)
 
 
-def _kind(narrow: Narrow) -> tuple[bool, str]:
-    """(whether the product is column-parallel, the name of its pipeline)."""
+def _kind(narrow: Narrow) -> tuple[bool, str, bool]:
+    """(whether the product is column-parallel, the name of its pipeline, whether operands are gathered at all)."""
     boundary = narrow.before or narrow.after
     assert boundary is not None
-    return narrow.before is not None, boundary.pipeline
+    return narrow.before is not None, boundary.pipeline, pipeline_named(boundary.pipeline).num_parts > 1

@@ -15,10 +15,12 @@ from mplug.model.build import build_model
 from mplug.model.casts import keep_casts
 from mplug.model.offers import Filled
 from mplug.model.selection import select
-from mplug.nn import MLP, Boundary, Gemm, Linear, Narrow, Operand, Product, Sink, add_product
+from mplug.nn import MLP, Boundary, Gemm, GroupedProduct, Linear, Narrow, Operand, Product, Sink, add_product
 from mplug.nn.slot_buffers import hold
 from mplug.testing import run_workers
+from mplug.testing.buffer_trials import BufferTrial
 from mplug.testing.harness import difference, tiny_run, train_steps
+from mplug.testing.later_trials import later_fault
 
 Plant = Callable[..., None]
 Settings = dict[str, Any]
@@ -156,6 +158,33 @@ def test_an_mlp_calls_the_products_of_its_projections() -> None:
     mlp.down.product = Doubled()
     bias = mlp.down.bias
     torch.testing.assert_close(mlp(x) - bias, 2 * (before - bias))
+
+
+# The checks of the suite.
+
+
+def test_the_suite_accepts_products_and_their_buffers(plant: Plant) -> None:
+    plant("acme-product")
+    from acme_product import Rounded
+
+    (offer,) = Rounded(Rounded.Config()).offer()
+    assert later_fault(offer, "Linear.product", torch.float32, "cpu", compiles=True) == ""
+    assert BufferTrial(offer, "Linear.product", torch.float32, "cpu", "here").fault(compiles=False) == ""
+    assert (
+        later_fault(Offer({"Experts.product": GroupedProduct()}), "Experts.product", torch.float32, "cpu", True) == ""
+    )
+
+
+def test_the_suite_reports_a_product_that_cannot_be_postponed() -> None:
+    class Different(Doubled):
+        def backward(self, grad_y: Tensor, weight: Operand, saved: Any, sink: Any, *rest: Any) -> Any:
+            grad_x, found = super().backward(grad_y, weight, saved, sink, *rest)
+            sink.total.mul_(1.001)
+            return grad_x, found
+
+    offer = Offer({"Linear.product": Different()})
+    found = later_fault(offer, "Linear.product", torch.float64, "cpu", compiles=False)
+    assert found.startswith("the gradient of the weight has other bits if the weight's gradient is computed later")
 
 
 # Whole runs.

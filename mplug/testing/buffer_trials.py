@@ -1,4 +1,4 @@
-"""Checks the buffers that a supplier of `Linear.gemm` declares: what it writes, and whether parts of a step combine.
+"""Checks the buffers that a supplier of a linear layer declares: what it writes, and whether parts of a step combine.
 
 B batch, S sequence, I in, O out. Under a layout a rank has a part of some of these dimensions. So the statistics of the
 whole must follow from those of its parts, by the declared axes and reductions.
@@ -19,13 +19,14 @@ from mplug.model.offers import Offer, Site
 from mplug.model.slot_buffer import SlotBuffer
 from mplug.model.slot_states import HeldBuffers, updated
 from mplug.model.tracer import prepare_compiler
-from mplug.nn import Linear
+from mplug.nn import Linear, Narrow, Operand
 from mplug.nn.linear import PLAIN
 from mplug.nn.slot_buffers import hold
 from mplug.testing.kernel_cases.dense import with_weight
 from mplug.testing.trials import initial
 
-SLOT, OUTPUTS, INPUTS = "Linear.gemm", "mlp", "embed"
+SLOTS = ("Linear.product", "Linear.gemm")
+OUTPUTS, INPUTS = "mlp", "embed"
 SIZES = {"batch": 4, "sequence": 6, INPUTS: 16, OUTPUTS: 32}
 Part = Mapping[str, slice]
 """Named axis -> the range that a rank has; the whole, if it is left out."""
@@ -35,19 +36,20 @@ MUCH = 1e4
 """More than any operand or its sum over a step, so that it shows if a supplier reads a statistic early."""
 
 
-def site_of(outputs: int, inputs: int) -> Site:
+def site_of(slot: str, outputs: int, inputs: int) -> Site:
     """A site of a linear layer, as a model has it."""
     with torch.device("meta"):
         layer = Linear(inputs, outputs, bias=False)
     weight = Parameter((OUTPUTS, INPUTS), Init("normal"))
-    return Site("blocks.*.part", SLOT, layer, "blocks.0.part", parameters={"weight": weight})
+    return Site("blocks.*.part", slot, layer, "blocks.0.part", parameters={"weight": weight})
 
 
 @dataclass(frozen=True)
 class BufferTrial:
-    """The buffers of one offer in one dtype; `where` describes it in words. Each fault is a sentence, or empty."""
+    """The buffers of one slot of an offer in one dtype; `where` describes it. Each fault is a sentence, or empty."""
 
     offer: Offer
+    slot: str
     dtype: torch.dtype
     device: str
     where: str
@@ -85,7 +87,7 @@ class BufferTrial:
 
     def _declared(self, part: Part = WHOLE) -> Mapping[str, SlotBuffer]:
         outputs, inputs = (len(range(*part.get(axis, slice(None)).indices(SIZES[axis]))) for axis in (OUTPUTS, INPUTS))
-        return self.offer.buffers(site_of(outputs, inputs))
+        return self.offer.buffers(site_of(self.slot, outputs, inputs))
 
     def _fresh(self, part: Part = WHOLE) -> Buffers:
         return initial(self._declared(part), self.dtype, self.device)
@@ -102,9 +104,9 @@ class BufferTrial:
         )
         x, weight = x.requires_grad_(), weight.requires_grad_()
         layer = with_weight(weight.shape[1], weight.shape[0], weight)
-        layer.gemm = self.offer.suppliers[SLOT]
-        hold(layer, SLOT, buffers)
-        y = layer.multiply(x) if around is None else around(layer.multiply)(x)
+        setattr(layer, self.slot.rpartition(".")[2], self.offer.suppliers[self.slot])
+        hold(layer, self.slot, buffers)
+        y = layer(x) if around is None else around(layer)(x)
         return [y.detach(), *torch.autograd.grad(y, (x, weight), upstream)]
 
     def _after(self, *parts: Part, around: Any = None) -> Buffers:
@@ -125,19 +127,25 @@ class BufferTrial:
     # What a supplier writes.
 
     def _undeclared(self) -> str:
-        gemm: Any = self.offer.suppliers[SLOT]
         buffers = self._fresh()
         _, x = self._operands["x"]
         _, weight = self._operands["weight"]
         _, upstream = self._operands["y"]
-        calls = (
-            (gemm.forward, PLAIN.forward, (x, weight)),
-            (gemm.dgrad, PLAIN.dgrad, (upstream, weight)),
-            (gemm.wgrad, PLAIN.wgrad, (upstream, x, None)),
-        )
-        for product, default, arguments in calls:
-            if product is not default:
-                product(*arguments, buffers=buffers)
+        supplier: Any = self.offer.suppliers[self.slot]
+        if self.slot == "Linear.product":
+            operand = Operand(weight, supplier.cast(weight, buffers))
+            _, saved = supplier.forward(x, operand, Narrow(), buffers)
+            _, operands = supplier.dgrad(upstream, operand, saved, Narrow(), buffers, True)
+            supplier.wgrad(operands, None, Narrow(), buffers)
+        else:
+            calls = (
+                (supplier.forward, PLAIN.forward, (x, weight)),
+                (supplier.dgrad, PLAIN.dgrad, (upstream, weight)),
+                (supplier.wgrad, PLAIN.wgrad, (upstream, x, None)),
+            )
+            for product, default, arguments in calls:
+                if product is not default:
+                    product(*arguments, buffers=buffers)
         added = sorted(buffers.keys() - self._declared().keys())
         return (
             f"a pass adds '{added[0]}' to its buffers, where it is lost; declare it in Offer.buffers" if added else ""
@@ -238,7 +246,7 @@ class BufferTrial:
     def _updated(self, sites: list[Buffers]) -> Mapping[str, Tensor]:
         if self.offer.step_ended is None:
             return {}
-        held = HeldBuffers(site_of(SIZES[OUTPUTS], SIZES[INPUTS]), self.offer, self._declared())
+        held = HeldBuffers(site_of(self.slot, SIZES[OUTPUTS], SIZES[INPUTS]), self.offer, self._declared())
         return updated(held, {name: torch.stack([own[name] for own in sites]) for name in self._declared()})
 
     def _of_step_ended(self) -> str:

@@ -22,17 +22,37 @@ class BufferChecks:
     def test_its_buffers_are_what_it_declares(self, dtype: str) -> None:
         """Statistics of parts combine to those of the whole, and all state is in states that `step_ended` changes."""
         from mplug.gradients.precision import DTYPES
-        from mplug.testing.buffer_trials import SLOT, BufferTrial, site_of
+        from mplug.testing.buffer_trials import SLOTS, BufferTrial, site_of
 
         run, offers = self._offered(dtype)
-        keeping = [offer for offer in offers if SLOT in offer.suppliers and offer.buffers(site_of(32, 16))]
+        keeping = [
+            (offer, slot)
+            for offer in offers
+            for slot in SLOTS
+            if slot in offer.suppliers and offer.buffers(site_of(slot, 32, 16))
+        ]
         if not keeping:
             raise SkipTest(f"'{self.plugin}' declares no buffers")
-        for offer in keeping:
-            trial = BufferTrial(offer, DTYPES[dtype], run.device, f"the buffers of {SLOT}, {dtype}")
+        for offer, slot in keeping:
+            trial = BufferTrial(offer, slot, DTYPES[dtype], run.device, f"the buffers of {slot}, {dtype}")
             with naming_failures(trial.where):
                 found = trial.fault(self.compiles)
             require(not found, found)
+
+    def test_weight_gradients_can_be_computed_later(self, dtype: str) -> None:
+        """Products whose operands leave a compiled backward pass: the gradients are bitwise those of the pass."""
+        from mplug.gradients.precision import DTYPES
+        from mplug.testing.later_trials import SLOTS, later_fault
+
+        run, offers = self._offered(dtype)
+        products = [(offer, slot) for offer in offers for slot in SLOTS if slot in offer.suppliers]
+        if not products:
+            raise SkipTest(f"'{self.plugin}' supplies no whole product")
+        for offer, slot in products:
+            where = f"{slot}, {dtype}"
+            with naming_failures(where):
+                found = later_fault(offer, slot, DTYPES[dtype], run.device, self.compiles)
+            require(not found, f"{where}: {found}")
 
     def _offered(self, dtype: str | None = None) -> "tuple[Run, list[Offer]]":
         raise NotImplementedError

@@ -38,14 +38,14 @@ def _linear(name: str, rows: tuple[int, ...], i: int, o: int, sink: bool = False
 
     def bind(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:
         linear = with_weight(i, o, x["weight"], x.get(SINK))
-        linear.gemm, linear.gather = suppliers["Linear.gemm"], suppliers["Linear.gather"]
-        linear.scatter = suppliers["Linear.scatter"]
+        for slot in Linear.SLOTS:
+            setattr(linear, slot.rpartition(".")[2], suppliers[slot])
         for slot, buffers in suppliers.get(BUFFERS, {}).items():
             hold(linear, slot, buffers)
         return lambda: {"output": linear(x["x"])}
 
-    slots, weight = ("Linear.gemm", "Linear.gather", "Linear.scatter"), Parameter(("mlp", "embed"), Init("normal"))
-    return Case(slots, name, Linear(i, o, bias=False), inputs, bind, parameters={"weight": weight})
+    weight = Parameter(("mlp", "embed"), Init("normal"))
+    return Case(Linear.SLOTS, name, Linear(i, o, bias=False), inputs, bind, parameters={"weight": weight})
 
 
 def with_weight(i: int, o: int, weight: Tensor, sink: Tensor | None = None) -> Any:

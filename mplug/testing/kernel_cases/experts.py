@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from mplug.nn import Choice, Experts, Router, Weights
+from mplug.nn.grouped import apply_grouped
 from mplug.nn.mlp import Kind as Activation
 from mplug.nn.mlp import activation
 from mplug.testing.kernel_cases.case import SINK, Case, Drawn, Suppliers, Tensors
@@ -16,6 +17,7 @@ def expert_cases() -> Iterator[Case]:
     """Cases of the slots of `Experts`, and of `Router.summed`."""
     yield from _routes()
     yield from _experts()
+    yield from _products()
     yield Case(("Router.summed",), "counts [E]", Router(8, Choice(4, 2)), {"counts": Drawn(0).integers(9, 4)}, _sum)
 
 
@@ -70,6 +72,30 @@ def _computed(
         return lambda: {"rows": compute(x["rows"], x["counts"], *weights, kind, activation)[:total]}
 
     return Case(("Experts.compute",), name, Experts(d, f, e, kind), inputs, bind)
+
+
+def _products() -> Iterator[Case]:
+    yield _product("rows [M, I]", (16, 16, 32), 32, 48)
+    yield _product("experts without rows", (0, 32, 0), 32, 48)
+    yield _product("numbers of rows that are odd", (5, 3, 8), 32, 48)
+    yield _product("rows after the last expert's", (5, 0, 2), 32, 48, padding=4)
+    yield _product("odd widths", (5, 3, 8), 19, 23)
+    yield _product("a gradient sink that holds something", (5, 0, 8), 32, 48, sink=True)
+
+
+def _product(name: str, counts: tuple[int, ...], i: int, o: int, padding: int = 0, sink: bool = False) -> Case:
+    drawn, e, total = Drawn(i + o), len(counts), sum(counts)
+    inputs = {"rows": drawn.normal(total + padding, i), "weight": drawn.normal(e, o, i)}
+    inputs["counts"] = torch.tensor(counts, device="cpu")
+    if sink:
+        inputs[SINK] = drawn.normal(e, o, i)
+
+    def bind(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:
+        stale = torch.zeros((), dtype=torch.bool, device="cpu") if sink else None
+        weights, product = Weights(x["weight"], x.get(SINK), stale), suppliers["Experts.product"]
+        return lambda: {"rows": apply_grouped(product, x["rows"], x["counts"], weights)[:total]}
+
+    return Case(("Experts.product",), name, Experts(i, o, e, "gelu"), inputs, bind)
 
 
 def _sum(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:

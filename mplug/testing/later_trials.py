@@ -1,0 +1,98 @@
+"""Checks that a product's weight gradient can be computed after the pass, from the operands that the pass hands out."""
+
+from typing import Any
+from warnings import catch_warnings
+
+import torch
+from torch import Tensor, nn
+
+from mplug.layout.plan import Init, Parameter
+from mplug.model.offers import Offer, Site
+from mplug.model.tracer import prepare_compiler
+from mplug.nn import Experts, Linear
+from mplug.nn.grouped import apply_grouped
+from mplug.nn.later import Later, Operands, Taps
+from mplug.nn.sink import Weights
+from mplug.nn.slot_buffers import hold
+from mplug.testing.trials import initial
+
+SLOTS = ("Linear.product", "Experts.product")
+ROWS, INPUTS, OUTPUTS, EXPERTS = 32, 32, 48, 2
+
+
+class _Experts(nn.Module):
+    """The first product of two experts, each with half of the rows."""
+
+    def __init__(self, product: Any) -> None:
+        super().__init__()
+        self.experts = Experts(INPUTS, OUTPUTS, EXPERTS, "gelu")
+        self.experts.product = product
+        self.counts = nn.Buffer(torch.full((EXPERTS,), ROWS // EXPERTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """rows [M, I] -> [M, O]."""
+        up = Weights.of(self.experts.up)
+        return apply_grouped(self.experts.product, x, self.counts, up, later=self.experts.up_later)
+
+
+def later_fault(offer: Offer, slot: str, dtype: torch.dtype, device: str, compiles: bool) -> str:
+    """What differs if the gradient of a weight is computed later, in a sentence; empty if nothing does."""
+    now_x, now_weight, _ = _gradients(offer, slot, dtype, device, None, False)
+    found: list[Operands] = []
+    seed = torch.zeros((), device=device, requires_grad=True)
+    _gradients(offer, slot, dtype, device, Later((seed,), found.append), False)
+    taps = Taps(found[0], torch.device(device))
+    later_x, _, module = _gradients(offer, slot, dtype, device, taps.later, compiles)
+    operands = taps.take()
+    assert operands is not None
+    owner, weight = (module.experts, "up") if slot == "Experts.product" else (module, "weight")
+    owner.compute_later(weight, operands)
+    total = getattr(owner, weight).main_grad
+    for what, one, other in (("input", later_x, now_x), ("weight", total, now_weight)):
+        if not torch.equal(one, other):
+            return (
+                f"the gradient of the {what} has other bits if the weight's gradient is computed later; `backward` "
+                f"must compute what `dgrad` and `wgrad` compute, from the operands alone"
+            )
+    return ""
+
+
+def _gradients(
+    offer: Offer, slot: str, dtype: torch.dtype, device: str, later: Later | None, compiled: bool
+) -> tuple[Tensor, Tensor, Any]:
+    """(the gradient of the input, that of the weight in its sink, the module) of one pass over fixed numbers."""
+    module: Any = Linear(INPUTS, OUTPUTS, bias=False) if slot == "Linear.product" else _Experts(offer.suppliers[slot])
+    module = module.to(device, dtype)
+    weight = module.weight if slot == "Linear.product" else module.experts.up
+    generator = torch.Generator().manual_seed(3)
+    x, upstream, values = (
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
+        for shape in ((ROWS, INPUTS), (ROWS, OUTPUTS), tuple(weight.shape))
+    )
+    with torch.no_grad():
+        weight.copy_(values)
+    weight.main_grad = torch.zeros(weight.shape, dtype=torch.promote_types(dtype, torch.float32), device=device)
+    weight.main_grad_stale = torch.ones((), dtype=torch.bool, device="cpu")
+    if slot == "Linear.product":
+        module.product, module.later = offer.suppliers[slot], later
+        entry = Parameter(("mlp", "embed"), Init("normal"))
+        declared = offer.buffers(Site("blocks.*.part", slot, module, "blocks.0.part", parameters={"weight": entry}))
+        if declared:
+            hold(module, slot, initial(declared, dtype, device))
+    else:
+        module.experts.up_later = later
+    call = module
+    if compiled:
+        prepare_compiler()
+        torch.compiler.reset()
+        call = torch.compile(module, backend="aot_eager", fullgraph=True)
+    x.requires_grad_()
+    with catch_warnings(action="ignore"):  # warnings of torch's tracer do not concern the supplier
+        (grad_x,) = torch.autograd.grad(call(x), x, upstream) if later is None else _with_taps(call, x, upstream)
+    return grad_x, weight.main_grad.clone(), module
+
+
+def _with_taps(call: Any, x: Tensor, upstream: Tensor) -> tuple[Tensor]:
+    call(x).backward(upstream)
+    assert x.grad is not None
+    return (x.grad,)

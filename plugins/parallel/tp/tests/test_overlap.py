@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from mplug_tp.boundary import boundary
 from mplug_tp.peers import Peers
-from mplug_tp.pipelines import Sequence, name_for
+from mplug_tp.pipelines import SequencePipeline, name_for
 from mplug_tp.product import OVERLAPPED
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -248,7 +248,7 @@ def trained(settings: dict[str, Any]) -> tuple[Trace, str]:
     for found in (trace.initial, trace.weights, *trace.gradients):
         for name, boxes in found.items():
             found[name] = [(start, values.cpu()) for start, values in boxes]
-    used = [type(one.chosen).__name__ for one in PIPELINES.values() if isinstance(one, Sequence)]
+    used = [type(one.chosen).__name__ for one in PIPELINES.values() if isinstance(one, SequencePipeline)]
     return trace, ",".join(used)
 
 

@@ -25,7 +25,8 @@ HEADER = 1 << 16
 ALIGNED = 512
 FINISHED = 0
 """The channel on which a rank counts the uses of the slot that it has finished."""
-NUM_CHANNELS = 2
+FIRST = 1
+"""The channel 0 of `tell` and `hear`."""
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
@@ -132,11 +133,11 @@ class Slot:
 
     def tell(self, stream: torch.cuda.Stream, rank: int, channel: int) -> None:
         """Tell a rank, on a channel, that the preceding work of the stream is done; once per use and channel."""
-        raise_word(stream, self._word(rank, NUM_CHANNELS + channel, self._own), self.uses)
+        raise_word(stream, self._word(rank, FIRST + channel, self._own), self.uses)
 
     def hear(self, stream: torch.cuda.Stream, rank: int, channel: int) -> None:
         """The stream waits for what `rank` tells on a channel."""
-        await_word(stream, self._word(self._own, NUM_CHANNELS + channel, rank), self.uses)
+        await_word(stream, self._word(self._own, FIRST + channel, rank), self.uses)
 
     def tensor(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
         """The tensor at an offset in bytes of a rank's data."""

@@ -14,13 +14,17 @@ from mplug_tp.peers import Peers
 
 def name_for(group: dist.ProcessGroup | None, sequence_parallel: bool) -> str:
     """Make the pipeline of a group known, and return its name. Without a group, it is the identity (`mplug.ops`)."""
-    kind = "sequence" if sequence_parallel and group is not None else "whole"
-    name = f"mplug_tp/{'' if group is None else group.group_name}/{kind}"
-    name_pipeline(name, AllReduces(group) if group is None or not sequence_parallel else Sequence(group))
+    if group is None or not sequence_parallel:
+        pipeline: Pipeline = AllReduces(group)
+    else:
+        pipeline = SequencePipeline(group)
+    # The compiler's cache knows a graph by the names in it, and shapes depend on the number of parts.
+    name = f"mplug_tp/{'' if group is None else group.group_name}/{pipeline.num_parts}"
+    name_pipeline(name, pipeline)
     return name
 
 
-class Sequence(Pipeline):
+class SequencePipeline(Pipeline):
     """Copies between the memories of GPUs if they reach each other, else messages of the process group.
 
     `chosen` is the one of the two that the group uses; None before its first use.

@@ -90,7 +90,7 @@ def separately() -> dict[str, Any]:
         x = own(drawn(4, 8, I_, seed=1), 1) if column else own(drawn(4, 8, H, seed=1), 2)
         weight = Operand(own(drawn(H, I_, seed=2), 0) if column else own(drawn(I_, H, seed=2), 1))
         y, kept = OVERLAPPED.forward(x, weight, narrow, {})
-        grad, sinks = torch.ones_like(y) * (1 + dist.get_rank()), [Sink(*map(torch.clone, EMPTY(weight))) for _ in "ab"]
+        grad, sinks = torch.ones_like(y) * (1 + dist.get_rank()), [Sink(*map(torch.clone, unset(weight))) for _ in "ab"]
         both = OVERLAPPED.backward(grad, weight, kept, sinks[0], narrow, {}, True)
         grad_x, operands = OVERLAPPED.dgrad(grad, weight, kept, narrow, {}, True)
         for sink in (sinks[1], sinks[1]):
@@ -100,7 +100,7 @@ def separately() -> dict[str, Any]:
     return found
 
 
-def EMPTY(weight: Operand) -> tuple[Tensor, Tensor]:  # noqa: N802
+def unset(weight: Operand) -> tuple[Tensor, Tensor]:
     """A sink whose memory has no values yet."""
     return torch.full_like(weight.values, float("nan")), torch.ones((), dtype=torch.bool)
 

@@ -173,7 +173,6 @@ OVERLAP: dict[str, Any] = {"parallel.tp.overlap": True}
 WHOLE = {"parallel.tp.sequence_parallel": False}
 COMPILED = {"trainer.compile": "aot_eager", "memory.recompute.mode": "full"}
 CASES: list[tuple[str, int, dict[str, Any]]] = [
-    ("tp2", 2, {}),
     ("tp4", 4, {}),
     ("tp2", 2, WHOLE),
     ("tp2", 2, COMPILED),
@@ -183,7 +182,6 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("tp2zero2", 4, {"parallel.zero.stage": 2}),
     ("tp2pp2", 4, {"trainer.compile": "aot_eager", **WHOLE}),
 ]
-QUICK = CASES[:1]
 
 
 @cache
@@ -193,10 +191,8 @@ def reference(changes: tuple[tuple[str, Any], ...]) -> Trace:
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
-@pytest.mark.parametrize(
-    ("layout", "ranks", "changes"),
-    [case if case in QUICK else pytest.param(*case, marks=pytest.mark.wide("layouts")) for case in CASES],
-)
+@pytest.mark.wide("layouts")  # the suite has two quick cases (test_tp.py)
+@pytest.mark.parametrize(("layout", "ranks", "changes"), CASES)
 def test_a_run_with_overlap_is_that_of_one_process(layout: str, ranks: int, changes: dict[str, Any]) -> None:
     found = run_workers(ranks, train_steps, {**OVERLAP, **changes, "parallel.layout": layout})
     of_model = tuple((name, value) for name, value in changes.items() if name.startswith("model."))

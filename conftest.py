@@ -7,6 +7,7 @@ processes import the same modules, so Python keeps what it has compiled, whateve
 hypothesis fails because it is slow: its duration depends on the processor and on other work.
 """
 
+import gc
 import os
 import shutil
 import subprocess
@@ -49,15 +50,17 @@ PRELOAD.extend(modules_of_plugins())
 WIDE = {
     "compile": "longer tests of compiled units, and the yardstick of `mplug bench`",
     "experts": "every way of routing, balancing and dispatching experts under every layout",
-    "fuzz": "broken configs, checkpoints, files of runs and indices: 10,000 in one process, 50 in processes",
+    "fuzz": "broken configs, checkpoints, files of runs and indices: 10,000 in one process, 50 in processes; "
+    "every character, as more tokenizers cut it",
     "kills": "more points at which workers are killed, damaged and crafted checkpoints",
-    "layouts": "more layouts, and products of strategies, methods and options",
+    "layouts": "more layouts, products of strategies, methods and options, and all shapes of the model gpt",
     "machines": "torchrun and mpirun on two machines, which are network namespaces",
     "precision": "more layouts and methods in bf16 and fp16",
     "reshard": "more pairs of layouts between which checkpoints go",
     "scaffold": "every kind of package that `plugins new` writes: installed, tested and used",
     "session": "the first training run of README.md with all its steps",
-    "suites": "every planted mistake that a suite of mplug.testing must catch, and all kernel cases for kernels/flex",
+    "suites": "every planted mistake that a suite of mplug.testing must catch, all kernel cases for kernels/flex, and "
+    "`plugins check` of every package in tests/packages",
 }
 """The sets of tests that `pytest` runs only on request, and what each set holds."""
 
@@ -90,6 +93,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if deselected:
         config.hook.pytest_deselected(items=deselected)
         items[:] = selected
+
+
+def pytest_collection_finish() -> None:
+    """Leave the modules and the tests themselves out of garbage collections: some tests collect many times."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -16,6 +16,7 @@ from torch import Tensor
 from warm import STRICT, run_module
 
 from mplug.checkpoint.folder import read_manifest, verify
+from mplug.cli import main
 
 collect_ignore = ["third_party"]  # its packages are not installed; their suites run where they are planted
 
@@ -72,6 +73,23 @@ def cli(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
     def run(*arguments: str, path: Path | None = None, cwd: Path = tmp_path, timeout: float = 600):
         return run_module("mplug", *arguments, cwd=cwd, environment=surroundings(path), timeout=timeout)
+
+    return run
+
+
+@pytest.fixture
+def cli_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run `mplug` as `cli` does, in this process: for commands that change nothing in it, such as `mplug config`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main(list(arguments), prog_name="mplug")
+        return subprocess.CompletedProcess(["mplug", *arguments], int(ended.value.code or 0), *capfd.readouterr())
 
     return run
 

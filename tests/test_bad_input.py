@@ -56,14 +56,14 @@ def refuse_file(cli: Cli, folder: Path, text: str, *words: str) -> None:
     ids=" ".join,
 )
 def test_an_unknown_name_is_refused_with_did_you_mean_and_what_is_installed(
-    cli: Cli, options: tuple[str, ...], words: tuple[str, ...]
+    cli_here: Cli, options: tuple[str, ...], words: tuple[str, ...]
 ) -> None:
-    assert_refused(cli("config", "show", *options), *words)
+    assert_refused(cli_here("config", "show", *options), *words)
 
 
 @pytest.mark.parametrize("preset", ["naon", "[nano]", "125"])
-def test_a_preset_that_the_model_does_not_have_is_refused_with_those_that_it_has(cli: Cli, preset: str) -> None:
-    result = cli("config", "show", "--set", f"model.preset={preset}")
+def test_a_preset_that_the_model_does_not_have_is_refused_with_those_that_it_has(cli_here: Cli, preset: str) -> None:
+    result = cli_here("config", "show", "--set", f"model.preset={preset}")
     assert_refused(result, "model.preset (--set)", "'gpt' has no preset", "nano", "125m", "175b")
 
 
@@ -106,21 +106,21 @@ def test_a_preset_that_the_model_does_not_have_is_refused_with_those_that_it_has
     ],
 )
 def test_a_misspelt_or_mistyped_field_is_refused_with_its_path_and_source(
-    cli: Cli, assignment: str, words: tuple[str, ...]
+    cli_here: Cli, assignment: str, words: tuple[str, ...]
 ) -> None:
     field = assignment.partition("=")[0].removesuffix(".x")
-    assert_refused(cli("config", "show", "--set", assignment), f"{field} (--set): ", *words)
+    assert_refused(cli_here("config", "show", "--set", assignment), f"{field} (--set): ", *words)
 
 
 @pytest.mark.parametrize(("layout", "end"), [("pp2", "to set the degree, use --parallel pp2tp2"), ("tp4", "not 2")])
-def test_a_degree_in_the_place_of_a_section_is_refused_beside_a_layout(cli: Cli, layout: str, end: str) -> None:
-    result = cli("config", "show", "--parallel", layout, "--set", "parallel.tp=2")
+def test_a_degree_in_the_place_of_a_section_is_refused_beside_a_layout(cli_here: Cli, layout: str, end: str) -> None:
+    result = cli_here("config", "show", "--parallel", layout, "--set", "parallel.tp=2")
     assert_refused(result, "parallel.tp (--set): ")
     assert result.stderr.rstrip().endswith(end)
 
 
-def test_what_an_unused_plugin_can_read_is_accepted(cli: Cli) -> None:
-    result = cli("config", "show", "--set", "parallel.tp.sequence_parallel=false")
+def test_what_an_unused_plugin_can_read_is_accepted(cli_here: Cli) -> None:
+    result = cli_here("config", "show", "--set", "parallel.tp.sequence_parallel=false")
     assert (result.returncode, result.stderr) == (0, "")
 
 
@@ -157,14 +157,14 @@ optimzer:
     assert [where for where, words in wanted.items() if words not in problems[where]] == []
 
 
-def test_a_problem_of_several_fields_is_told_with_the_source_of_those_fields(cli: Cli) -> None:
-    result = cli("config", "show", "--set", "model.num_attention_heads=3", "--set", "model.hidden_size=32")
+def test_a_problem_of_several_fields_is_told_with_the_source_of_those_fields(cli_here: Cli) -> None:
+    result = cli_here("config", "show", "--set", "model.num_attention_heads=3", "--set", "model.hidden_size=32")
     assert_refused(result, "num_attention_heads=3", "hidden_size=32", "(--set)")
     assert "default.yaml" not in result.stderr
 
 
-def test_a_global_batch_that_is_no_multiple_of_the_micro_batch_is_refused(cli: Cli) -> None:
-    result = cli("config", "show", "--set", "trainer.micro_batch_size=3", "--set", "trainer.global_batch_size=8")
+def test_a_global_batch_that_is_no_multiple_of_the_micro_batch_is_refused(cli_here: Cli) -> None:
+    result = cli_here("config", "show", "--set", "trainer.micro_batch_size=3", "--set", "trainer.global_batch_size=8")
     assert_refused(result, "trainer.global_batch_size (--set)", "3", "8", "multiple of trainer.micro_batch_size")
 
 
@@ -177,8 +177,8 @@ def test_learned_positions_shorter_than_the_sequence_are_refused(cli: Cli, tiny:
 @pytest.mark.parametrize(
     "assignment", ["trainer.steps", "trainer=3", "=3", "trainer.=3", ".steps=3", "trainer..steps=3", ""]
 )
-def test_an_assignment_without_section_field_or_value_is_refused(cli: Cli, assignment: str) -> None:
-    result = cli("config", "show", "--set", assignment)
+def test_an_assignment_without_section_field_or_value_is_refused(cli_here: Cli, assignment: str) -> None:
+    result = cli_here("config", "show", "--set", assignment)
     assert_refused(result, f"--set '{assignment}'", "section.field=value", "trainer.steps=100")
 
 
@@ -215,35 +215,35 @@ def test_an_assignment_without_section_field_or_value_is_refused(cli: Cli, assig
     ],
 )
 def test_a_config_file_that_cannot_be_read_is_refused_with_its_line(
-    cli: Cli, tmp_path: Path, text: str, words: tuple[str, ...]
+    cli_here: Cli, tmp_path: Path, text: str, words: tuple[str, ...]
 ) -> None:
-    refuse_file(cli, tmp_path, text, *words)
+    refuse_file(cli_here, tmp_path, text, *words)
 
 
 @pytest.mark.parametrize("text", ["trainer: 3\n", "model: gpt\n", "extensions: [watch]\n", "kernels: sdpa\n"])
-def test_a_value_in_place_of_a_section_is_one_problem(cli: Cli, tmp_path: Path, text: str) -> None:
-    refuse_file(cli, tmp_path, text, f"mplug: {text.partition(':')[0]} (run.yaml:1): must be a section")
+def test_a_value_in_place_of_a_section_is_one_problem(cli_here: Cli, tmp_path: Path, text: str) -> None:
+    refuse_file(cli_here, tmp_path, text, f"mplug: {text.partition(':')[0]} (run.yaml:1): must be a section")
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "trainer:\n", "model:\n", "trainer: {}\n", "extensions:\n"])
-def test_a_section_without_fields_changes_nothing(cli: Cli, tmp_path: Path, text: str) -> None:
+def test_a_section_without_fields_changes_nothing(cli_here: Cli, tmp_path: Path, text: str) -> None:
     (tmp_path / "run.yaml").write_text(text)
-    result = cli("config", "show", "--config", "run.yaml")
+    result = cli_here("config", "show", "--config", "run.yaml")
     assert result.returncode == 0, result.stderr
-    assert yaml.safe_load(result.stdout) == yaml.safe_load(cli("config", "show").stdout)
+    assert yaml.safe_load(result.stdout) == yaml.safe_load(cli_here("config", "show").stdout)
 
 
-def test_a_config_file_that_is_not_there_is_refused(cli: Cli) -> None:
-    assert_refused(cli("config", "show", "--config", "nowhere.yaml"), "'nowhere.yaml'", "No such file")
+def test_a_config_file_that_is_not_there_is_refused(cli_here: Cli) -> None:
+    assert_refused(cli_here("config", "show", "--config", "nowhere.yaml"), "'nowhere.yaml'", "No such file")
 
 
-def test_a_folder_in_place_of_a_config_file_is_refused(cli: Cli) -> None:
-    assert_refused(cli("config", "show", "--config", "."), "'.'", "directory")
+def test_a_folder_in_place_of_a_config_file_is_refused(cli_here: Cli) -> None:
+    assert_refused(cli_here("config", "show", "--config", "."), "'.'", "directory")
 
 
-def test_a_config_file_that_is_not_text_is_refused(cli: Cli, tmp_path: Path) -> None:
+def test_a_config_file_that_is_not_text_is_refused(cli_here: Cli, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_bytes(b"trainer:\n  steps: \xff\n")
-    assert_refused(cli("config", "show", "--config", "run.yaml"), "'run.yaml'", "utf-8")
+    assert_refused(cli_here("config", "show", "--config", "run.yaml"), "'run.yaml'", "utf-8")
 
 
 # Commands.
@@ -260,8 +260,8 @@ def test_an_unknown_option_gets_did_you_mean(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize("command", ["show", "check"])
-def test_an_unknown_plugin_is_not_shown_and_not_found_sound(cli: Cli, command: str) -> None:
-    assert_refused(cli("plugins", command, "gtp"), "'gtp'", "did you mean 'gpt'?")
+def test_an_unknown_plugin_is_not_shown_and_not_found_sound(cli_here: Cli, command: str) -> None:
+    assert_refused(cli_here("plugins", command, "gtp"), "'gtp'", "did you mean 'gpt'?")
 
 
 # What is wrong is told before torch is imported, which costs seconds.

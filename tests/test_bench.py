@@ -275,7 +275,11 @@ def test_the_yardstick_takes_the_steps_that_mplug_takes(
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
-@pytest.mark.parametrize("changes", [{}, OPTIONS[1] | OPTIONS[4] | OPTIONS[5]], ids=["default", "other"])
+@pytest.mark.parametrize(
+    "changes",
+    [pytest.param({}, marks=pytest.mark.wide("compile")), OPTIONS[1] | OPTIONS[4] | OPTIONS[5]],
+    ids=["default", "other"],
+)
 def test_every_unit_of_the_yardstick_compiles_whole_and_gives_the_same_losses(
     yardstick: ModuleType, changes: dict[str, Any]
 ) -> None:

@@ -52,7 +52,7 @@ def trained(runs: list[dict[str, object]]) -> list[Trace]:
 
 WIDE = pytest.mark.wide("layouts")
 LAYOUTS = [
-    ("", 1, 6, FUSED),
+    pytest.param("", 1, 6, FUSED, marks=WIDE),
     ("tp2", 2, 6, KEYED),
     pytest.param("pp2", 2, 4, FUSED, marks=WIDE),
     pytest.param("dp2", 2, 6, KEYED, marks=WIDE),

@@ -1,6 +1,6 @@
 """The README's first session, as a newcomer would have it: train the default model, sample from it.
 
-The quick tests train the default model for 40 shorter steps. `pytest --wide session` runs the command of the README.
+The quick tests train the default model for 24 shorter steps. `pytest --wide session` runs the command of the README.
 """
 
 import builtins
@@ -52,9 +52,9 @@ def machine() -> dict[str, object]:
 
 
 SHORTER = {
-    "trainer.steps": 40,
+    "trainer.steps": 24,
     "trainer.seq_length": 128,
-    "trainer.eval_every": 20,
+    "trainer.eval_every": 12,
     "trainer.eval_samples": 8,
     "schedule.warmup_steps": 5,
 }
@@ -97,7 +97,7 @@ def shapes(text: str) -> set[str]:
 
 def test_the_default_model_learns_within_seconds(short: tuple[Path, str]) -> None:
     steps = metrics(short[0])
-    assert len(steps) == 40
+    assert len(steps) == 24
     assert steps[0]["loss"] == pytest.approx(math.log(256), abs=0.2)
     assert steps[-1]["val_loss"] < 3.5
     assert "validation loss" in next(short[0].glob("runs/*/loss.svg")).read_text()

@@ -279,10 +279,10 @@ def test_a_port_that_is_in_use_is_refused_by_its_number(folder: Path, options: l
 # The same run, whoever starts its processes.
 
 
-ALONE = [pytest.param(layout, marks=pytest.mark.wide("layouts")) for layout in ("tp2", "pp2")]
+MORE = [pytest.param(layout, marks=pytest.mark.wide("layouts")) for layout in ("fsdp2", "tp2", "pp2")]
 
 
-@pytest.mark.parametrize("layout", ["dp2", "fsdp2", "tp2pp2", *ALONE])
+@pytest.mark.parametrize("layout", ["dp2", "tp2pp2", *MORE])
 def test_several_processes_give_the_losses_of_one_and_write_one_record(layout: str, whole: Whole) -> None:
     run = whole(layout)
     assert_same_losses(run, whole(""))
@@ -606,7 +606,10 @@ def test_time_ends_a_run_before_it_is_over_and_what_was_done_is_saved(folder: Pa
     assert metrics(run)[-1]["step"] == step
 
 
-@pytest.mark.parametrize(("error", "status"), [("ValueError", 1), ("RunError", 1), ("UsageError", 2)])
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [("ValueError", 1), ("UsageError", 2), pytest.param("RunError", 1, marks=pytest.mark.wide("kills"))],
+)
 def test_an_error_of_one_worker_ends_the_run_in_one_sentence(
     error: str, status: int, folder: Path, options: list[str], falls: str
 ) -> None:

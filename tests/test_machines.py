@@ -3,6 +3,7 @@
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from machines import Machines
@@ -38,7 +39,10 @@ def test_a_machine_has_a_host_name_and_its_processes_end_with_it(two_machines: M
     assert fork.communicate(60) == ("node02 127.0.1.1\n", "")
     assert socket.gethostname() != second.name
     process = second.popen("sleep", "1000")
-    assert second.pids() == [process.pid]
+    deadline = time.monotonic() + 60
+    while second.pids() != [process.pid]:  # `nsenter` joins the namespaces after it has begun
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     two_machines.__exit__()
     assert process.wait(60) == -9
     two_machines.__enter__()  # the fixture closes it

@@ -55,12 +55,26 @@ def test_new_plugins_of_all_kinds_install_and_pass_the_checks(cli: Cli, site: Pa
     assert f"{len(KINDS)} of {len(KINDS)} plugins pass" in checked.stdout
 
 
+def run_in(folder: Path, cli: Cli, site: Path, *words: str) -> None:
+    (folder / "texts.jsonl").write_text('{"text": "some"}\n')
+    small = [word for name, value in SMALL.items() for word in ("--set", f"{name}={value}")]
+    used = cli(*words, *(small if words[0] == "train" else ()), path=site)
+    assert used.returncode == 0, used.stderr
+
+
+def test_new_plugins_of_all_kinds_run(cli: Cli, site: Path, tmp_path: Path) -> None:
+    """Those that a training run uses run together."""
+    trained = [words for words in USE.values() if words[0] == "train"]
+    assert len(trained) == len(KINDS) - 2
+    run_in(tmp_path, cli, site, "train", *(word for _, *options in trained for word in options))
+    for kind in QUICK:
+        run_in(tmp_path, cli, site, *USE[kind])
+
+
+@pytest.mark.wide("scaffold")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_new_plugin_runs(cli: Cli, site: Path, tmp_path: Path, kind: str) -> None:
-    (tmp_path / "texts.jsonl").write_text('{"text": "some"}\n')
-    small = [word for name, value in SMALL.items() for word in ("--set", f"{name}={value}")]
-    used = cli(*USE[kind], *(small if USE[kind][0] == "train" else ()), path=site)
-    assert used.returncode == 0, used.stderr
+    run_in(tmp_path, cli, site, *USE[kind])
 
 
 @pytest.mark.parametrize("kind", SUITES)

@@ -1,5 +1,6 @@
 """The harness that runs a test's function on several ranks."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mplug import UsageError
-from mplug.testing import WorkerFailed, run_workers, workers
+from mplug.testing import WorkerFailed, harness, run_workers, workers
 
 
 @dataclass
@@ -44,6 +45,11 @@ def facts() -> tuple[int, int, str, str]:
 
 def parent() -> int:
     return os.getppid()
+
+
+def inherited() -> tuple[bool, bool]:
+    """Whether the server has read the default settings, and has left its objects out of garbage collections."""
+    return harness.tiny_settings.cache_info().currsize == 1, gc.get_freeze_count() > 100_000
 
 
 def marked() -> int:
@@ -122,6 +128,21 @@ def within(seconds: float, condition: Callable[[], bool]) -> bool:
 
 def gone(pids: list[int]) -> bool:
     return within(120, lambda: not any(map(alive, pids)))
+
+
+def test_workers_inherit_what_the_server_has_read() -> None:
+    assert run_workers(1, inherited) == [(True, True)]
+
+
+def test_a_package_that_is_installed_later_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    os.utime(tmp_path, (0, 0))  # the clock of folders ticks every few milliseconds
+    assert "late" not in harness.installed_plugins().names("extensions")
+    information = tmp_path / "acme_late-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-late\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text("[mplug.extensions]\nlate = acme_late:Late\n")
+    assert "late" in harness.installed_plugins().names("extensions")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import SkipTest
 
 from mplug.errors import UsageError, counted
-from mplug.registry.entry_points import Registry
 from mplug.registry.hooks import implemented
 from mplug.run.prepare import prepare
+from mplug.testing.harness import installed_plugins
 from mplug.testing.leftovers import nothing_left
 from mplug.testing.missing_data import accepted_missing_data
 from mplug.testing.samples import (
@@ -148,7 +148,7 @@ class DataSuite(PluginSuite):
     @smoke
     def test_it_builds_loaders(self) -> None:
         """`build_loader` is the one hook that a run requires of a data plugin."""
-        hooks = implemented(Registry().load(self.entry()))
+        hooks = implemented(installed_plugins().load(self.entry()))
         require("build_loader" in hooks, f"'{self.plugin}' does not implement the hook 'build_loader'")
 
     # Micro batches.
@@ -272,17 +272,17 @@ class DataSuite(PluginSuite):
 
     def test_it_resumes_exactly(self, sizes: tuple[int, int], split: str) -> None:
         """On the same and on another number of ranks, within epochs and at their boundary, and twice in a row."""
-        (before, after), alone = map(self.layout, sizes), self.alone(split)
+        (before, after), alone = (self.ranks(self.layout(size)) for size in sizes), self.alone(split)
         epoch = self._epoch(alone)
         places = (1, 21, *((epoch - 3, epoch, epoch + 5) if epoch and epoch > 3 else ()))
         expected = read(alone, max(places) + 16)
         for place in places:
-            loaders = self.loaders(before, split)
+            loaders = [self.loader(run, split) for run in before]
             for loader in loaders:
                 read(loader, place)
             for start in (place, place + 8):
                 state = kept(merged_state(loaders))
-                loaders = self.loaders(after, split)
+                loaders = [self.loader(run, split) for run in after]
                 for loader in loaders:
                     with naming_failures("load_state_dict"):
                         loader.load_state_dict(copy.deepcopy(state))

@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import SkipTest
 
 from mplug.errors import counted
-from mplug.registry.entry_points import Registry
 from mplug.registry.hooks import implemented
-from mplug.testing.harness import tiny_config
+from mplug.testing.harness import installed_plugins, tiny_config
 from mplug.testing.leftovers import nothing_left
 from mplug.testing.suite import Fault, PluginSuite, require
 
@@ -88,12 +87,12 @@ class ExtensionSuite(PluginSuite):
 
     def test_it_implements_a_hook(self) -> None:
         """Otherwise naming the plugin has no effect."""
-        hooks = implemented(Registry().load(self.entry()))
+        hooks = implemented(installed_plugins().load(self.entry()))
         require(set(hooks) - {"configure"}, f"'{self.plugin}' implements no hook of a run, so naming it does nothing")
 
     def test_its_hooks_are_called_in_the_order_of_a_run(self) -> None:
         """The start, every step, the end; a failing run calls `run_failed` once."""
-        hooks = implemented(Registry().load(self.entry()))
+        hooks = implemented(installed_plugins().load(self.entry()))
         with TemporaryDirectory(prefix="mplug-run-") as folder:
             witness, watch = self.watched(Path(folder) / "finished")
             _, failed = self.watched(Path(folder) / "failed", fails_at=3)

@@ -8,8 +8,10 @@ orders of magnitude: two correct runs differ by about 1e-15, and the bound is `E
 """
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache, lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,8 +88,26 @@ def tiny_config(settings: TinySettings) -> "RunConfig":
     own: Settings = {}
     for name, value in settings.items():
         own = merge(own, from_mapping(value, "the suite's settings", tuple(name.split("."))))
-    tiny = read_file(Path(__file__).with_name("tiny.yaml"), "tiny.yaml")
-    return resolve(Registry(), merge(default_settings(), tiny), own)
+    return resolve(installed_plugins(), tiny_settings(), own)
+
+
+@cache
+def tiny_settings() -> Settings:
+    """The default run, overridden by the tiny run. Nothing changes settings in place."""
+    return merge(default_settings(), read_file(Path(__file__).with_name("tiny.yaml"), "tiny.yaml"))
+
+
+def installed_plugins() -> Registry:
+    """The plugins installed for this process. The folders of `sys.path` are read again only if one of them changes."""
+    folders = (Path(folder or ".") for folder in sys.path)
+    return _scanned(tuple((folder, folder.stat().st_mtime_ns) for folder in folders if folder.exists()))
+
+
+@lru_cache(maxsize=1)
+def _scanned(_: tuple[tuple[Path, int], ...]) -> Registry:
+    registry = Registry()
+    registry.entries()  # reads the folders now
+    return registry
 
 
 def in_fp64(settings: TinySettings) -> TinySettings:

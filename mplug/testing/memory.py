@@ -14,10 +14,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import SkipTest
 
-from mplug.registry.entry_points import Registry
 from mplug.registry.hooks import implemented
 from mplug.testing.draws import drawing_attention, first_gradients
-from mplug.testing.harness import STEPS, TinySettings, Trace, tiny_run, train_ranks, train_steps
+from mplug.testing.harness import STEPS, TinySettings, Trace, installed_plugins, tiny_run, train_ranks, train_steps
 from mplug.testing.suite import PluginSuite, require
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ class MemorySuite(PluginSuite):
 
     def test_it_implements_a_hook(self) -> None:
         """Otherwise naming the plugin has no effect."""
-        hooks = set(implemented(Registry().load(self.entry()))) - {"configure"}
+        hooks = set(implemented(installed_plugins().load(self.entry()))) - {"configure"}
         require(hooks, f"'{self.plugin}' implements no hook of a run, so naming it does nothing")
 
     def test_a_run_with_it_is_the_run_without_it(self, model: str, precision: str) -> None:

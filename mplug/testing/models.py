@@ -8,10 +8,9 @@ from unittest import SkipTest
 from mplug.config.defaults import default_settings
 from mplug.config.sources import from_mapping
 from mplug.errors import UsageError
-from mplug.registry.entry_points import Registry
 from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
-from mplug.testing.harness import tiny_run
+from mplug.testing.harness import installed_plugins, tiny_run
 from mplug.testing.suite import Fault, PluginSuite, smoke
 
 if TYPE_CHECKING:
@@ -82,13 +81,13 @@ class ModelSuite(PluginSuite):
     @smoke
     def test_its_presets_are_valid(self) -> None:
         """A run with any preset is accepted."""
-        presets = getattr(Registry().load(self.entry()), "presets", {})
+        presets = getattr(installed_plugins().load(self.entry()), "presets", {})
         if not presets:
             raise SkipTest(f"'{self.plugin}' has no presets")
         for name in presets:
             try:
                 own = from_mapping({"name": self.plugin, "preset": name}, "the suite", ("model",))
-                prepare(resolve(Registry(), default_settings(), own))
+                prepare(resolve(installed_plugins(), default_settings(), own))
             except UsageError as error:
                 raise Fault(f"a run with the preset '{name}' is refused: {error}") from None
 
@@ -185,7 +184,7 @@ class ModelSuite(PluginSuite):
 
 def layouts_of_installed_strategies() -> Iterator[str]:
     """One rank (the empty layout), every installed strategy alone at degree 2, and every pair at 2 x 2."""
-    names = [f"{name}2" for name in Registry().names("parallel") if "/" not in name]
+    names = [f"{name}2" for name in installed_plugins().names("parallel") if "/" not in name]
     yield ""
     yield from names
     yield from map("".join, combinations(names, 2))

@@ -18,8 +18,8 @@ An optimizer's author subclasses it in a test module, and writes a reference of 
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from unittest import SkipTest
 
-from mplug.registry.entry_points import Registry
-from mplug.testing.harness import STEPS, Trace, difference, logical, tiny_run, train_steps
+from mplug.testing.harness import STEPS, Trace, difference, installed_plugins, logical, tiny_run, train_steps
+from mplug.testing.parity import trained_once
 from mplug.testing.suite import Fault, naming_failures, refusals, require, smoke
 from mplug.testing.waiting import never_waiting
 from mplug.testing.weights import WeightSuite
@@ -68,7 +68,7 @@ class OptimizerSuite(WeightSuite):
     def pytest_generate_tests(self, metafunc: Any) -> None:
         """Run each test that has an argument `layout` once per layout."""
         if "layout" in metafunc.fixturenames:
-            installed = tuple(f"{name}2" for name in Registry().names("parallel") if "/" not in name)
+            installed = tuple(f"{name}2" for name in installed_plugins().names("parallel") if "/" not in name)
             metafunc.parametrize("layout", installed if self.layouts is None else self.layouts)
 
     def reference(self, weight: "Tensor", steps: list[DenseStep], parameter: "Parameter", config: Any) -> "Tensor":
@@ -339,7 +339,7 @@ class OptimizerSuite(WeightSuite):
             build_model(run)
         with naming_failures(f"a run under {layout}"):
             traces = run_workers(run.mesh.world_size, train_steps, settings)
-        reference = train_steps(self.tiny())
+        reference = trained_once(self.tiny())[0]
         found = _weights_off(traces, reference, self.tolerance) or difference(traces, reference).partition(";")[0]
         require(not found, f"under {layout} {found}")
 

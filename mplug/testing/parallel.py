@@ -11,7 +11,7 @@ import yaml
 
 from mplug.errors import UsageError, listed
 from mplug.layout.mesh import Axis, parse_layout
-from mplug.registry.entry_points import BrokenPlugin, Registry
+from mplug.registry.entry_points import BrokenPlugin
 from mplug.run.run import Run
 from mplug.testing import layouts
 from mplug.testing.draws import draws_fault
@@ -22,6 +22,7 @@ from mplug.testing.harness import (
     Trace,
     as_they_come,
     difference,
+    installed_plugins,
     largest_error,
     movement_of,
     rounding_bound,
@@ -82,14 +83,14 @@ class ParallelSuite(PluginSuite):
     @classmethod
     def alone(cls) -> tuple[str, ...]:
         """The layouts that name no other strategy; degrees 2 and 4 if `layouts` has no such layout."""
-        names = Registry().names(cls.kind)
+        names = installed_plugins().names(cls.kind)
         own = tuple(layout for layout in cls.layouts or () if set(parse_layout(layout, names)) == {cls.plugin})
         return own or (f"{cls.plugin}2", f"{cls.plugin}4")
 
     @classmethod
     def tried(cls) -> tuple[str, ...]:
         """The layouts to run. The suite runs the first of them under every variant."""
-        other_names = [name for name in Registry().names("parallel") if name != cls.plugin]
+        other_names = [name for name in installed_plugins().names("parallel") if name != cls.plugin]
         pairs = (f"{cls.plugin}2{other}2" for other in other_names)
         return (*cls.alone(), *pairs) if cls.layouts is None else cls.layouts
 
@@ -138,7 +139,7 @@ class ParallelSuite(PluginSuite):
         """The name alone identifies an axis."""
         own = [axis.name for axis in self._axes(next(iter(self._meshes().values())))]
         require(len(set(own)) == len(own), f"it adds two axes with the same name to the mesh: {listed(own)}")
-        for entry in Registry().entries(self.kind):
+        for entry in installed_plugins().entries(self.kind):
             if entry != self.entry():
                 try:
                     axes = layouts.axes_of(layouts.prepared({"parallel.layout": f"{entry.name}2"}), entry.label)

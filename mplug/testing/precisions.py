@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import SkipTest, mock
 
 from mplug.errors import listed
-from mplug.registry.entry_points import BrokenPlugin, Registry
+from mplug.registry.entry_points import BrokenPlugin
 from mplug.registry.precisions import defined, precision_among
 from mplug.slot_kinds import KIND_OF, PRODUCTS
-from mplug.testing.harness import difference, run_tolerance, tiny_run, train_ranks, train_steps
+from mplug.testing.harness import difference, installed_plugins, run_tolerance, tiny_run, train_ranks, train_steps
 from mplug.testing.suite import Fault, PluginSuite, refusals, require, smoke
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class PrecisionSuite(PluginSuite):
         """They are floating-point formats of torch; masters hold weights; a second call gives the same answer."""
         first = self.precision()
         chosen = next(one for one in self.config().chosen if one.entry == self.entry())
-        plugin = Registry().load(self.entry())(chosen.config)
+        plugin = installed_plugins().load(self.entry())(chosen.config)
         again = [defined(chosen.label, plugin) for _ in range(2)]
         require(again == [first, first], f"'define_precision' is not pure: it answers {first}, then {again}")
 

@@ -22,8 +22,8 @@ from unittest import SkipTest
 from mplug.config.binding import RunConfig
 from mplug.config.entry import Entry
 from mplug.errors import UsageError
-from mplug.registry.entry_points import BrokenPlugin, Registry
-from mplug.testing.harness import tiny_config
+from mplug.registry.entry_points import BrokenPlugin
+from mplug.testing.harness import installed_plugins, tiny_config
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -121,12 +121,12 @@ class PluginSuite:
     @classmethod
     def entry(cls) -> Entry:
         """The registry entry of the installed plugin."""
-        return Registry().find(cls.kind, cls.plugin)
+        return installed_plugins().find(cls.kind, cls.plugin)
 
     @classmethod
     def fields(cls) -> dict[str, Any]:
         """The fields of the plugin's `Config`."""
-        fields: dict[str, Any] = Registry().load(cls.entry()).Config.model_fields
+        fields: dict[str, Any] = installed_plugins().load(cls.entry()).Config.model_fields
         return fields
 
     @classmethod
@@ -146,7 +146,7 @@ class PluginSuite:
             f"{entry.distribution} does not state the mplug version that it supports; add 'mplug>=0.1,<0.2' to its "
             f"dependencies",
         )
-        for misplaced in Registry().misplaced():
+        for misplaced in installed_plugins().misplaced():
             require(misplaced.distribution != entry.distribution, str(misplaced))
 
     @smoke
@@ -156,7 +156,7 @@ class PluginSuite:
         Its Config forbids extra fields and describes all.
         """
         try:
-            Registry().load(self.entry())
+            installed_plugins().load(self.entry())
         except BrokenPlugin as error:
             raise Fault(str(error)) from None
 

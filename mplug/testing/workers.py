@@ -56,6 +56,9 @@ PRELOAD = [
 Append the modules of your plugins before the first call. Workers then start with these modules at no cost.
 """
 
+LAST = "mplug.testing.preloaded"
+"""The module that the server imports last."""
+
 STACKS = 5.0
 """Seconds that ranks have to write their stacks; a stopped process never writes its stack."""
 
@@ -82,7 +85,7 @@ def run_workers(world_size: int, function: Callable[..., R], *args: Any, timeout
     Raises WorkerFailed if a rank raises or dies. Raises TimeoutError, with the stacks of the ranks without a result,
     after `timeout` seconds. No worker outlives the call.
     """
-    multiprocessing.set_forkserver_preload(PRELOAD)
+    multiprocessing.set_forkserver_preload([*PRELOAD, LAST])
     with TemporaryDirectory(prefix="mplug-workers-") as directory:
         call = pickle.dumps(_located(function)), pickle.dumps(args)
         filters = list(map(_plain, warnings.filters))

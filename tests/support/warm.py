@@ -23,7 +23,7 @@ from typing import Any
 
 from machines import enter
 
-from mplug.testing.workers import PRELOAD
+from mplug.testing.workers import LAST, PRELOAD
 
 SEARCHED = [path for path in sys.path if path and Path(path) != Path(sys.executable).parent]
 """Where an interpreter of this environment looks for modules, before a test adds folders."""
@@ -49,7 +49,7 @@ class Forked:
         session: bool = False,
         machine: int | None = None,
     ) -> None:
-        multiprocessing.set_forkserver_preload(list(PRELOAD))
+        multiprocessing.set_forkserver_preload([*PRELOAD, LAST])
         self.args = [module, *arguments]
         self.returncode: int | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="mplug-warm-")

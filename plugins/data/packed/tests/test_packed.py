@@ -335,7 +335,10 @@ def test_answers_depend_on_their_own_conversation_alone() -> None:
     assert loss(batch) == pytest.approx(alone, rel=1e-5)
 
 
-@pytest.mark.parametrize("layout", ["dp2", "tp2", "pp2", "cp2"])
+MORE = [pytest.param(layout, marks=pytest.mark.wide("layouts")) for layout in ("dp2", "tp2")]
+
+
+@pytest.mark.parametrize("layout", ["pp2", "cp2", *MORE])
 def test_a_layout_gives_the_run_of_one_process(layout: str) -> None:
     settings = {**TINY, "data.path": str(CHATS), "model.num_layers": 2, "parallel.pp.schedule": "1f1b"}
     if layout != "pp2":

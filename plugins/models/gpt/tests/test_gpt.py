@@ -1,7 +1,7 @@
 """GPT keeps the contract of models, and its loss and gradients are those of the papers' formulas."""
 
 import math
-from itertools import product
+from itertools import combinations, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,6 +38,24 @@ SHAPES = [
     for combination in product(*CHOICES.values())
 ]
 SHAPES += [{**SMALL, **heads, "position": "alibi"} for heads in CHOICES["heads"]]
+
+
+def pairs_of(shape: dict[str, Any]) -> set[tuple[str, ...]]:
+    """Every two fields of a shape with their values."""
+    return set(combinations(sorted(f"{field}={value}" for field, value in shape.items() if field not in SMALL), 2))
+
+
+def with_every_pair(shapes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Few of the shapes: every two choices that any shape has together are together in one of these."""
+    chosen, missing = list[dict[str, Any]](), set().union(*map(pairs_of, shapes))
+    while missing:
+        chosen.append(max(shapes, key=lambda shape: len(pairs_of(shape) & missing)))
+        missing -= pairs_of(chosen[-1])
+    return chosen
+
+
+QUICK = with_every_pair(SHAPES)
+"""The shapes of the quick tests; `pytest --wide layouts` tries the whole product."""
 
 
 def on_meta(shape: dict[str, Any]) -> Model:
@@ -83,9 +101,21 @@ def batch(seed: int = 0, samples: int = B) -> dict[str, Tensor]:
 # The contract.
 
 
+DENSE = ("cp2", "dp2", "fsdp2", "pp2", "tp2", "zero2")
+"""Strategies that do not divide experts; `fsdp` refuses to run beside `zero`."""
+
+
 class TestGPT(ModelSuite):
+    """Under every pair that does not divide experts; mixtral's suite has the pairs that do."""
+
     plugin = "gpt"
     settings = {"model.dropout": 0.1}
+    layouts = ("", *(f"{one}{other}" for one, other in combinations(DENSE, 2) if (one, other) != ("fsdp2", "zero2")))
+
+
+@pytest.mark.wide("layouts")
+class TestGPTUnderEveryPair(TestGPT):
+    layouts = None
 
 
 class TestGPTWithEverything(ModelSuite):
@@ -181,7 +211,10 @@ def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return -sum(logs[b, s, labels[b, s]] for b in range(B) for s in range(S) if labels[b, s] >= 0)  # type: ignore
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "-".join(str(v) for k, v in s.items() if k not in SMALL))
+PRODUCT = [shape if shape in QUICK else pytest.param(shape, marks=pytest.mark.wide("layouts")) for shape in SHAPES]
+
+
+@pytest.mark.parametrize("shape", PRODUCT, ids=lambda s: "-".join(str(v) for k, v in s.items() if k not in SMALL))
 def test_loss_logits_and_all_gradients_are_those_of_the_papers(shape: dict[str, Any]) -> None:
     model, given = shaken(shape), batch()
     weights = {name: p.detach().clone().requires_grad_() for name, p in model.parameters().items()}
@@ -380,7 +413,13 @@ def test_a_sample_is_dropped_alike_in_any_micro_batch() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize("shape", [SMALL, {**NOISY, "num_kv_heads": 2, "activation": "swiglu", "qk_norm": True}])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {**NOISY, "num_kv_heads": 2, "activation": "swiglu", "qk_norm": True},
+        pytest.param(SMALL, marks=pytest.mark.wide("compile")),
+    ],
+)
 def test_all_blocks_are_one_compiled_graph_that_gives_the_same_bits(shape: dict[str, Any]) -> None:
     torch.compiler.reset()
     plain, compiled, given = built(shape), built(shape), batch()

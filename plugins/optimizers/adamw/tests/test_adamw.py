@@ -104,9 +104,15 @@ def test_it_works_where_no_parameter_decays_or_all_do() -> None:
 
 class TestAdamW(OptimizerSuite):
     plugin = "adamw"
+    layouts = ("pp2", "fsdp2")
 
     def reference(self, weight: Tensor, steps: list[DenseStep], parameter: Parameter, config: AdamW.Config) -> Tensor:
         paper = Paper(weight, True, config.beta1, config.beta2, config.eps)
         for gradient, lr, decay in steps:
             paper.update(gradient, lr, decay)
         return paper.weight
+
+
+@pytest.mark.wide("layouts")
+class TestAdamWUnderEveryStrategy(TestAdamW):
+    layouts = None

@@ -18,6 +18,7 @@ HIDDEN = {"matrix", "wide matrix", "fused matrices", "matrix that does not decay
 
 class TestMuon(OptimizerSuite):
     plugin = "muon"
+    layouts = ("pp2", "zero2")
 
     def reference(self, weight: Tensor, steps: list[DenseStep], parameter: Parameter, config: Muon.Config) -> Tensor:
         is_hidden = weight.dim() == 2 and "vocab" not in parameter.axes
@@ -49,6 +50,11 @@ def adamw(weight: Tensor, steps: list[DenseStep], config: Muon.Config) -> Tensor
         torchs.param_groups[0].update(lr=lr * ratio, weight_decay=decay)
         torchs.step()
     return tensor.detach()
+
+
+@pytest.mark.wide("layouts")
+class TestMuonUnderEveryStrategy(TestMuon):
+    layouts = None
 
 
 class TestOriginal(TestMuon):

@@ -78,7 +78,10 @@ def cut(request: pytest.FixtureRequest) -> pre_tokenizers.PreTokenizer:
     return CUTS[request.param]
 
 
-@pytest.mark.parametrize("name", ["byte level", "qwen2", "llama3"])
+MORE = [pytest.param(name, marks=pytest.mark.wide("fuzz")) for name in ("byte level", "llama3")]
+
+
+@pytest.mark.parametrize("name", ["qwen2", *MORE])
 def test_every_character_has_the_librarys_tokens_beside_every_kind_of_character(name: str, tmp_path: Path) -> None:
     ours, library = both(trained(CUTS[name]), tmp_path)
     neighbours = ("a{}b", " {}", "1{}1", "'{}", "{0}{0}", "\n{}\n", ".{} .")

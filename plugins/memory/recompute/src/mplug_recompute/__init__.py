@@ -14,6 +14,8 @@ RECOMPUTE, OFFLOAD = 1000, 1100
 """Layers: recompute wraps everything inside it; offload wraps recompute and moves the tensors that it saves."""
 
 SLOTS = "memory.recompute.slots"
+PRODUCT = "Experts.product"
+"""It belongs to the kind `experts`; it keeps only its input, and is no callable that a wrap could call again."""
 
 
 class Recompute:
@@ -50,11 +52,11 @@ class Recompute:
 
     @hookimpl
     def configure(self, config: "RunConfig") -> None:
-        """Refuse unknown slots, an empty list, and slots of `Linear`, whose recomputation saves no memory."""
+        """Refuse unknown slots, an empty list, and single products, whose recomputation saves no memory."""
         if not self.config.slots:
             raise UsageError(f"{SLOTS} is empty; set it to slots, or set memory.recompute.mode=none")
         for slot in slots_named(self.config.slots, SLOTS):
-            if slot.startswith("Linear."):
+            if slot.startswith("Linear.") or (slot == PRODUCT and slot in self.config.slots):
                 raise UsageError(
                     f"{SLOTS}: recomputing '{slot}' frees no memory, because it keeps only its input for backward; "
                     f"use a slot between the linear layers, or set memory.recompute.mode=full"
@@ -90,6 +92,7 @@ class Recompute:
         return [
             Wrap(slot, recomputed, RECOMPUTE, supports=supports, note="run again", dispensable=True)
             for slot in slots_named(self.config.slots, SLOTS)
+            if slot != PRODUCT
         ]
 
 

@@ -307,6 +307,25 @@ def test_a_fallback_gives_way_to_a_kernel_that_the_config_names() -> None:
     assert selected(own, named)[0]["Linear.product"].offer is named
 
 
+def test_a_fallback_gives_way_to_the_supplier_of_a_wider_slot() -> None:
+    mlp = MLP(I_, O_, "gelu", bias=False)
+    sites = [
+        Site("blocks.*.mlp", "MLP.core", mlp, "blocks.0.mlp"),
+        Site("blocks.*.mlp.up", "Linear.product", mlp.up, "blocks.0.mlp.up"),
+    ]
+    own = Offer({"Linear.product": Doubled()}, serving(), plugin="parallel/strategy", fallback=True)
+    core = Offer({"MLP.core": mlp.core}, serving(), plugin="kernels/whole")
+
+    def suppliers(*offers: Offer) -> list[str]:
+        kernels = Kernels({"mlp": "kernels/whole"} if len(offers) > 1 else {}, default=None)
+        return [filled.supplier for filled in select(sites, offers, kernels, None).filled]  # type: ignore[arg-type]
+
+    assert suppliers(own) == ["plain torch", "parallel/strategy"]
+    assert suppliers(own, core) == ["kernels/whole", "plain torch"]
+    with pytest.raises(UsageError, match=r"parallel/strategy puts into Linear\.product would never run"):
+        suppliers(replace(own, fallback=False), core)
+
+
 def test_a_collective_without_a_boundary_is_refused(plant: Plant) -> None:
     plant(
         "acme-product",

@@ -45,6 +45,7 @@ def select(sites: Iterable[Site], offers: Iterable[Offer | Wrap], kernels: "Kern
         selection.filled.append(Filled(site, supplier, applied))
         selection.unmet += [*unmet, *reasons]
     wider = _Wider(selection.filled)
+    selection.filled = [_without_idle_fallback(filled, wider) for filled in selection.filled]
     selection.unmet = [unmet for unmet in selection.unmet if not any(wider.replacing(unmet.site))]
     selection.unmet += _idle(selection, kernels)
     _refuse_uncalled(selection.filled, wider, kernels)
@@ -78,6 +79,12 @@ class _Wider:
                 plugin = filled and _replaces(filled, site.slot)
                 if plugin:
                     yield plugin, slot
+
+
+def _without_idle_fallback(filled: Filled, wider: _Wider) -> Filled:
+    """The content of a site, without a fallback that the supplier of a wider slot would never call."""
+    idle = filled.offer is not None and filled.offer.fallback and any(wider.replacing(filled.site))
+    return replace(filled, offer=None) if idle else filled
 
 
 def _replaces(filled: Filled, narrower: str) -> str:

@@ -305,6 +305,17 @@ def test_a_fallback_gives_way_to_a_kernel_that_the_config_names() -> None:
     named = Offer({"Linear.product": Doubled()}, serving(), plugin="kernels/whole")
     assert selected(own)[0]["Linear.product"].offer is own
     assert selected(own, named)[0]["Linear.product"].offer is named
+    gemm = Offer({"Linear.gemm": Gemm()}, serving("recipe 'r'"), plugin="kernels/whole")
+    filled, unmet = selected(own, gemm, recipe="recipe 'r'")
+    assert filled["Linear.product"].offer is None
+    assert unmet == []
+
+
+def test_a_need_that_a_product_refuses_is_reported_once() -> None:
+    whole = Offer({"Linear.product": Doubled()}, lambda *_: "it needs a GPU", plugin="kernels/whole")
+    assert selected(whole, recipe="recipe 'r'")[1] == [
+        "kernels/whole cannot serve Linear.product of 'blocks.*.up': it needs a GPU"
+    ]
 
 
 def test_a_fallback_gives_way_to_the_supplier_of_a_wider_slot() -> None:

@@ -47,6 +47,7 @@ def select(sites: Iterable[Site], offers: Iterable[Offer | Wrap], kernels: "Kern
     wider = _Wider(selection.filled)
     selection.filled = [_without_idle_fallback(filled, wider) for filled in selection.filled]
     selection.unmet = [unmet for unmet in selection.unmet if not any(wider.replacing(unmet.site))]
+    selection.unmet = [unmet for unmet in selection.unmet if not _follows(unmet, selection.unmet)]
     selection.unmet += _idle(selection, kernels)
     _refuse_uncalled(selection.filled, wider, kernels)
     return selection
@@ -62,6 +63,14 @@ def _idle(selection: Selection, kernels: "Kernels") -> list[Unmet]:
         for kind, plugin in kernels.kinds.items()
         if plugin and kind in first and (kind, plugin) not in working | reported
     ]
+
+
+def _follows(unmet: Unmet, others: Iterable[Unmet]) -> bool:
+    """Whether plain torch lacks a need only because a plugin refuses the wider slot of the same module."""
+    wider = CALLED_BY.get(("", unmet.site.slot), ())
+    return unmet.plugin == PLAIN and any(
+        one.site.name == unmet.site.name and one.site.slot in wider and one.plugin != PLAIN for one in others
+    )
 
 
 class _Wider:
@@ -150,7 +159,8 @@ def _supplier_of(
     if able:
         return able[0], []
     chosen = kernels.chosen(kind)
-    unmet = [Unmet(offer.plugin, site, answer) for offer, answer in answers if isinstance(answer, str)]
+    required = [(offer, answer) for offer, answer in answers if not offer.fallback]
+    unmet = [Unmet(offer.plugin, site, answer) for offer, answer in required if isinstance(answer, str)]
     of_chosen = [offer for offer in suppliers if offer.plugin == chosen]
     if chosen and kind in kernels.kinds and not _supplies(kind, of_chosen):
         unmet.append(Unmet(chosen, site, f"it offers no supplier for slots of the kind '{kind}' alone"))

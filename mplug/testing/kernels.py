@@ -235,7 +235,8 @@ class KernelSuite(BufferChecks, PluginSuite):
         if not own:
             raise SkipTest(f"'{self.plugin}' draws no dropout mask itself")
         for offer, site in own:
-            found = own_dropout_fault(offer.suppliers[site.slot], site.module.dropout, run.device)
+            dtype, core = run.precision.activation_dtype, offer.suppliers[site.slot]
+            found = own_dropout_fault(core, site.module.dropout, run.device, dtype)
             require(not found, f"{site.slot}: {found}")
 
     def test_it_traces_into_one_graph(self) -> None:

@@ -29,7 +29,7 @@ settings.register_profile(
 )
 settings.load_profile("same everywhere")  # --hypothesis-profile default draws new examples
 
-HEAVY = {"energon", "flash", "huggingface", "quack", "sentencepiece", "tiktoken", "triton"}
+HEAVY = {"energon", "flash", "fp8", "huggingface", "quack", "sentencepiece", "tiktoken", "triton"}
 """Plugins whose libraries take long to import."""
 
 
@@ -55,7 +55,7 @@ WIDE = {
     "kills": "more points at which workers are killed, damaged and crafted checkpoints",
     "layouts": "more layouts, products of strategies, methods and options, and all shapes of the model gpt",
     "machines": "torchrun and mpirun on two machines, which are network namespaces",
-    "precision": "more layouts and methods in bf16 and fp16",
+    "precision": "more layouts and methods in bf16, fp16 and FP8",
     "reshard": "more pairs of layouts between which checkpoints go",
     "scaffold": "every kind of package that `plugins new` writes: installed, tested and used",
     "session": "the first training run of README.md with all its steps",

@@ -13,6 +13,7 @@ import argparse
 import math
 import statistics
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from mplug_adamw import AdamW
@@ -95,7 +96,8 @@ def paths(sinks: Sinks, pieces: list[Piece], norms: dict[str, GlobalNorm], devic
     }
     chosen = optimizer_of(pieces, AdamW.Config())
     if getattr(chosen, "one_pass", False):
-        found["one pass", 30] = lambda: chosen.step(scalars)
+        decay = torch.full((), 0.1, device=device) if getattr(chosen, "tensor_decay", False) else 0.1
+        found["one pass", 30] = lambda: chosen.step(replace(scalars, weight_decay=decay))
     return found | {(f"norm {name}", 4): norm for name, norm in norms.items()}
 
 

@@ -139,6 +139,28 @@ def offer(run: "Run", model: "Model") -> "list[Offer | Wrap]":
     """
 
 
+@all_plugins
+def captures(run: "Run", model: "Model") -> "bool | str | None":
+    """Whether a CUDA graph can replay this plugin's part of a training step (`trainer.graphs`). Pure.
+
+    A graph records the kernels of a step once, with their arguments and addresses, and replays them in every further
+    step. No Python code of the step runs then. Return True if all of this holds for the part:
+
+    - The CPU never waits for the device, and no shape depends on values of the device.
+    - Everything that changes from step to step is read from tensors, whose memory does not move: a number would be
+      frozen. What outlives a step is changed in place.
+    - State on the CPU is the same at the end of a step as at its beginning.
+    - It draws no random numbers from torch's generators.
+    - When the step ends, the current stream has waited for every other stream. A plugin that appends to
+      `model.when_written` appends to `model.when_settled` too.
+
+    Otherwise return the reason, as a clause about the plugin ("moves activations to the CPU"). The host refuses
+    `trainer.graphs` unless every plugin that takes part in a step returns True: the model, the strategies, the
+    optimizer, the plugins with a selected supplier or wrap, and those that implement `parameters_updated`, which runs
+    after each replay and outside of the graph. Called when the slots are filled, before launch and on every rank.
+    """
+
+
 @at_most_one
 def shard_states(run: "Run", model: "Model", needs: "Literal['elements', 'matrices']") -> "Sharding | None":
     """What each rank owns of masters, optimizer state and gradients (ZeRO); None if every rank keeps its own whole.

@@ -579,6 +579,16 @@ def test_an_empty_prompt_is_refused(cli: Cli, trained: Path) -> None:
     assert_refused(cli("generate", "--prompt", ""), "--prompt", "empty")
 
 
+def test_a_run_with_cuda_graphs_is_sampled_and_not_resumed_on_a_cpu(cli: Cli, trained: Path) -> None:
+    config = trained / "config.yaml"
+    assert "graphs: false" in config.read_text()
+    config.write_text(config.read_text().replace("graphs: false", "graphs: true"))
+    sampled = cli("generate", "--tokens", "1", "--prompt", "ab")
+    assert sampled.returncode == 0, sampled.stderr
+    resumed = cli("train", "--resume", "--set", "trainer.steps=6")
+    assert_refused(resumed, "trainer.graphs=true", "the run is on the CPU", "set trainer.graphs=false")
+
+
 def test_data_without_a_tokenizer_gives_no_text(cli: Cli, tiny: list[str]) -> None:
     result = cli("train", *tiny, "--data", "mock", "--name", "noise")
     assert result.returncode == 0, result.stderr

@@ -109,6 +109,7 @@ def test_timed_gives_the_seconds_of_every_call() -> None:
         ("Memcpy HtoD (Pageable -> Device)", "copies and fills"),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>", "copies and fills"),
         ("ncclDevKernel_SendRecv", "collectives"),
+        ("Memcpy PtoP (Device -> Device)", "collectives"),
         ("mplug::send_rows", "collectives"),
         ("mplug::give_rows_back", "collectives"),
         ("gloo:all_to_all", "collectives"),

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from gpus import with_nccl
 
 from mplug.testing import run_workers
 from mplug.testing.harness import Trace, difference, train_steps, weights_off
@@ -15,16 +15,6 @@ pytestmark = [
 ]
 
 SMALL: dict[str, Any] = {"trainer.device": "cuda", "trainer.precision": "fp32", "parallel.zero.bucket_mib": 0.02}
-
-
-def with_nccl() -> None:
-    """Change the worker's process group to one of its GPU's."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    store = dist.distributed_c10d._get_default_store()
-    dist.destroy_process_group()
-    torch.cuda.set_device(rank)
-    prefixed = dist.PrefixStore("nccl", store)
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=prefixed, rank=rank, world_size=size)
 
 
 def trained(settings: dict[str, Any]) -> Trace:

@@ -305,6 +305,36 @@ def test_a_fallback_gives_way_to_a_kernel_that_the_config_names() -> None:
     named = Offer({"Linear.product": Doubled()}, serving(), plugin="kernels/whole")
     assert selected(own)[0]["Linear.product"].offer is own
     assert selected(own, named)[0]["Linear.product"].offer is named
+    gemm = Offer({"Linear.gemm": Gemm()}, serving("recipe 'r'"), plugin="kernels/whole")
+    filled, unmet = selected(own, gemm, recipe="recipe 'r'")
+    assert filled["Linear.product"].offer is None
+    assert unmet == []
+
+
+def test_a_need_that_a_product_refuses_is_reported_once() -> None:
+    whole = Offer({"Linear.product": Doubled()}, lambda *_: "it needs a GPU", plugin="kernels/whole")
+    assert selected(whole, recipe="recipe 'r'")[1] == [
+        "kernels/whole cannot serve Linear.product of 'blocks.*.up': it needs a GPU"
+    ]
+
+
+def test_a_fallback_gives_way_to_the_supplier_of_a_wider_slot() -> None:
+    mlp = MLP(I_, O_, "gelu", bias=False)
+    sites = [
+        Site("blocks.*.mlp", "MLP.core", mlp, "blocks.0.mlp"),
+        Site("blocks.*.mlp.up", "Linear.product", mlp.up, "blocks.0.mlp.up"),
+    ]
+    own = Offer({"Linear.product": Doubled()}, serving(), plugin="parallel/strategy", fallback=True)
+    core = Offer({"MLP.core": mlp.core}, serving(), plugin="kernels/whole")
+
+    def suppliers(*offers: Offer) -> list[str]:
+        kernels = Kernels({"mlp": "kernels/whole"} if len(offers) > 1 else {}, default=None)
+        return [filled.supplier for filled in select(sites, offers, kernels, None).filled]  # type: ignore[arg-type]
+
+    assert suppliers(own) == ["plain torch", "parallel/strategy"]
+    assert suppliers(own, core) == ["kernels/whole", "plain torch"]
+    with pytest.raises(UsageError, match=r"parallel/strategy puts into Linear\.product would never run"):
+        suppliers(replace(own, fallback=False), core)
 
 
 def test_a_collective_without_a_boundary_is_refused(plant: Plant) -> None:

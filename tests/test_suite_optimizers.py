@@ -293,6 +293,30 @@ def test_the_suite_catches(planted: Planted, plant: Callable[..., None]) -> None
     assert [word for word in planted.words if word not in str(caught.value)] == [], str(caught.value)
 
 
+COUNTING = """        muon, steps = Muon(pieces, run.rank, self.config), []
+        whole = muon.step
+
+        def step(scalars):
+            steps.append(scalars)
+            whole(replace(scalars, lr=scalars.lr / len(steps)))
+
+        muon.step = step
+        return muon
+
+    @hookimpl
+    def captures(self):
+        return True
+"""
+"""Orthon with a rate that falls by a count on the CPU, and the statement that its steps can be replayed."""
+
+
+def test_the_suite_catches_a_number_that_a_replay_would_freeze(plant: Callable[..., None]) -> None:
+    last = "        return Muon(pieces, run.rank, self.config)\n"
+    plant("nova-orthon", last, COUNTING.replace("replace(", "__import__('dataclasses').replace("))
+    with pytest.raises(Fault, match=r"implements 'captures', and in a replayed step, the weight '.*' has other bits"):
+        Suite().test_a_replayed_step_is_a_step()
+
+
 def test_the_suite_catches_updates_that_depend_on_the_layout(plant: Callable[..., None]) -> None:
     plant(
         "nova-orthon", "config.momentum, config.rms\n", "config.momentum, config.rms / len(piece.placement.holders)\n"

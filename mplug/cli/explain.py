@@ -25,9 +25,9 @@ def command(rank: int, **options: Any) -> None:
     """Show the parts of a run without starting it. No memory is allocated, and no data is read.
 
     Prints the mesh, the number formats, the units, the supplier of each slot and the buffers that it keeps, the modules
-    that mix tokens outside of slots, the placement of each parameter, the frozen parameters, the FLOPs of a step, the
-    bytes that a rank holds, and everything in this run that depends on the layout. A module that does not declare what
-    it mixes is listed as "not known".
+    that mix tokens outside of slots, the placement of each parameter, the frozen parameters, whether a CUDA graph can
+    replay a step, the FLOPs of a step, the bytes that a rank holds, and everything in this run that depends on the
+    layout. A module that does not declare what it mixes is listed as "not known".
     """
     from mplug.errors import UsageError
     from mplug.model.build import build_model
@@ -155,7 +155,17 @@ def _step(run: "Run", model: "Model") -> str:
         )
     ]
     trained = f"{all_elements:,} parameters, {f'{frozen:,} of them frozen' if frozen else 'all of them trained'}"
-    return f"{trained}\n{table(('COMPUTES', 'FLOPS'), rows)}"
+    return f"{trained}\n{_replay(run, model)}\n{table(('COMPUTES', 'FLOPS'), rows)}"
+
+
+def _replay(run: "Run", model: "Model") -> str:
+    """Whether a CUDA graph replays the step, and, if the setting is off, whether one could."""
+    from mplug.model.build import graph_obstacles
+
+    if run.config.trainer.graphs:  # otherwise the run is refused
+        return "replayed as one CUDA graph for each shape of a step, after a few eager steps"
+    reasons = ", and ".join(graph_obstacles(run, model))
+    return f"not replayed as a CUDA graph: {reasons or 'trainer.graphs=false'}"
 
 
 def _slots(run: "Run", model: "Model") -> str:

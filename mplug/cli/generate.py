@@ -68,7 +68,8 @@ def command(
 
     directory = find_directory(name)
     checkpoint = at_step(directory / "checkpoints", step)
-    here = read_assignments([f"trainer.device={device}", "parallel.layout="], "generate")
+    own = (f"trainer.device={device}", "parallel.layout=", "trainer.graphs=false")  # graphs replay training steps
+    here = read_assignments(own, "generate")
     run = prepare(resolve(Registry(), saved_settings(directory), here))
     tokenizer = run.hooks.call.build_tokenizer(run=run)
     if tokenizer is None:

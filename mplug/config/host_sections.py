@@ -96,6 +96,10 @@ class Trainer(Section):
     tune_kernels: Annotated[bool, MAY_CHANGE] = Field(
         description="let inductor benchmark launch configurations of its kernels: a slower start, faster steps"
     )
+    graphs: Annotated[bool, MAY_CHANGE] = Field(
+        description="replay each training step as one CUDA graph, which costs the CPU almost no time; the run is "
+        "refused if a part of its step cannot be replayed ('mplug explain' says which)"
+    )
     deterministic: Annotated[bool, MAY_CHANGE] = Field(
         description="make the run repeatable bit for bit: use deterministic kernels only, some of which are slower"
     )

@@ -1,5 +1,6 @@
 """The processes of a run: `launch` starts them on this machine, `joined` makes the current process one of them."""
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -101,6 +102,7 @@ def joined(
     with watching():
         dist.init_process_group(store=store, rank=world.rank, world_size=world.size, timeout=timeout, **options)
         yield
+        gc.collect()  # a CUDA graph in a reference cycle would keep the communicators in use that it has recorded
         dist.destroy_process_group()  # not after an error: it would wait for the other ranks
 
 

@@ -17,6 +17,7 @@ from mplug.model.count_passes import passes_of
 from mplug.model.draws import Draws, drawing_plugin
 from mplug.model.fill import fill_slots, select_offers
 from mplug.model.freezing import freeze
+from mplug.model.graphs import obstacles, refuse_graphs
 from mplug.model.memory import allocate
 from mplug.model.mixing import refuse_mixing
 from mplug.model.model import Model
@@ -65,7 +66,14 @@ def build_model(run: Run) -> Model:
             model.sharding = run.hooks.call.shard_states(run=run, model=model, needs=needs)
             _refuse_states_of_frozen(run, model)
     refuse_bypassing_layout(run, model)
+    if run.config.trainer.graphs:
+        refuse_graphs(run, model, _optimizer_without_memory(run, model))
     return model
+
+
+def graph_obstacles(run: Run, model: Model) -> list[str]:
+    """Why a CUDA graph cannot replay the steps of the run, as clauses; empty if it can."""
+    return obstacles(run, model, _optimizer_without_memory(run, model))
 
 
 def _refuse_states_of_frozen(run: Run, model: Model) -> None:

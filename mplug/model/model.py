@@ -39,7 +39,8 @@ class Model:
     `frozen` are this rank's untrained parameters, as stored at rest. A plugin that moves the memory of one, or replaces
     it in the module, must keep its `data` pointing to the values. `sharding` maps each part of a sharded optimizer
     state to the rank that owns it; `shards` is its memory on this rank. A plugin that exchanges updated weights between
-    ranks appends to `when_written` a function that starts the exchange. `passes` describes the passes that a step of
+    ranks appends to `when_written` a function that starts the exchange, and to `when_settled` one that waits for it (on
+    a GPU, lets the current stream wait). `passes` describes the passes that a step of
     the whole model computes. `slot_buffers` are the buffers that suppliers of this rank's slots keep. `recipe` is that
     of the run's precision; products of the modules that `base_modules` match ignore it. `master_dtype` is the dtype of
     the masters; it is set when memory is allocated. `weights_version` grows whenever pieces have new weights.
@@ -57,6 +58,7 @@ class Model:
     sharding: Sharding | None = None
     shards: Shards | None = None
     when_written: list[Callable[[], None]] = field(default_factory=list)
+    when_settled: list[Callable[[], None]] = field(default_factory=list)
     frozen: dict[str, nn.Parameter] = field(default_factory=dict)
     passes: "Passes | None" = None
     mixing: "tuple[Statement, ...]" = ()
@@ -88,6 +90,11 @@ class Model:
         self.weights_version += 1
         for begin in self.when_written:
             begin()
+
+    def weights_settled(self) -> None:
+        """Call the functions in `when_settled`: wait for the exchanges that `weights_written` has started."""
+        for wait in self.when_settled:
+            wait()
 
     def data_groups(self, run: "Run") -> dict[str, "ProcessGroup | None"]:
         """The process group of each parameter of the whole model over which its gradient is data-parallel.

@@ -95,7 +95,7 @@ class Offer:
     suppliers makes one offer of each; only one of them may support a site. An unknown slot is a ValueError.
 
     A `fallback` fills a site only if no other offer does: a strategy's faster way to compute what a kernel that the
-    config names may also compute.
+    config names may also compute. If it cannot serve a site, the run does without it.
 
     `buffers(site)` declares the tensors that the supplier keeps for a site, by name. It is pure. The host registers
     them with the site's module, places them, and passes them to the supplier as the keyword argument `buffers`, a
@@ -106,7 +106,7 @@ class Offer:
     skipped.
     """
 
-    suppliers: Mapping[str, Callable[..., Any]]
+    suppliers: Mapping[str, Any]
     supports: Supports = _always
     varies: Callable[[Site, "Run"], str] = _never
     plugin: str = ""

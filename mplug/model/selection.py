@@ -45,7 +45,9 @@ def select(sites: Iterable[Site], offers: Iterable[Offer | Wrap], kernels: "Kern
         selection.filled.append(Filled(site, supplier, applied))
         selection.unmet += [*unmet, *reasons]
     wider = _Wider(selection.filled)
+    selection.filled = [_without_idle_fallback(filled, wider) for filled in selection.filled]
     selection.unmet = [unmet for unmet in selection.unmet if not any(wider.replacing(unmet.site))]
+    selection.unmet = [unmet for unmet in selection.unmet if not _follows(unmet, selection.unmet)]
     selection.unmet += _idle(selection, kernels)
     _refuse_uncalled(selection.filled, wider, kernels)
     return selection
@@ -63,6 +65,14 @@ def _idle(selection: Selection, kernels: "Kernels") -> list[Unmet]:
     ]
 
 
+def _follows(unmet: Unmet, others: Iterable[Unmet]) -> bool:
+    """Whether plain torch lacks a need only because a plugin refuses the wider slot of the same module."""
+    wider = CALLED_BY.get(("", unmet.site.slot), ())
+    return unmet.plugin == PLAIN and any(
+        one.site.name == unmet.site.name and one.site.slot in wider and one.plugin != PLAIN for one in others
+    )
+
+
 class _Wider:
     """The wider slots whose content does not call the narrower ones."""
 
@@ -78,6 +88,12 @@ class _Wider:
                 plugin = filled and _replaces(filled, site.slot)
                 if plugin:
                     yield plugin, slot
+
+
+def _without_idle_fallback(filled: Filled, wider: _Wider) -> Filled:
+    """The content of a site, without a fallback that the supplier of a wider slot would never call."""
+    idle = filled.offer is not None and filled.offer.fallback and any(wider.replacing(filled.site))
+    return replace(filled, offer=None) if idle else filled
 
 
 def _replaces(filled: Filled, narrower: str) -> str:
@@ -143,7 +159,8 @@ def _supplier_of(
     if able:
         return able[0], []
     chosen = kernels.chosen(kind)
-    unmet = [Unmet(offer.plugin, site, answer) for offer, answer in answers if isinstance(answer, str)]
+    required = [(offer, answer) for offer, answer in answers if not offer.fallback]
+    unmet = [Unmet(offer.plugin, site, answer) for offer, answer in required if isinstance(answer, str)]
     of_chosen = [offer for offer in suppliers if offer.plugin == chosen]
     if chosen and kind in kernels.kinds and not _supplies(kind, of_chosen):
         unmet.append(Unmet(chosen, site, f"it offers no supplier for slots of the kind '{kind}' alone"))

@@ -22,6 +22,7 @@ from mplug.nn.norm import Norm
 from mplug.nn.normal import NORMAL_TAIL, NORMAL_TAIL_END, NORMAL_TAIL_SLOPE
 from mplug.nn.operator import fake, operator
 from mplug.nn.parts import AttentionParts, Part, parts_of, with_parts
+from mplug.nn.pipeline import Arrival, Pipeline, Produce, Rows, pipeline_named
 from mplug.nn.product import Boundary, Narrow, Product
 from mplug.nn.random import Dropout, Jitter
 from mplug.nn.router import Choice, Router
@@ -35,6 +36,7 @@ __all__ = [
     "NORMAL_TAIL_END",
     "NORMAL_TAIL_SLOPE",
     "Activation",
+    "Arrival",
     "Attention",
     "AttentionInputs",
     "AttentionParts",
@@ -62,9 +64,12 @@ __all__ = [
     "Norm",
     "Operand",
     "Part",
+    "Pipeline",
+    "Produce",
     "Product",
     "Route",
     "Router",
+    "Rows",
     "Sink",
     "SparseBlock",
     "TokenEmbedding",
@@ -83,6 +88,7 @@ __all__ = [
     "keep_max_in_backward",
     "operator",
     "parts_of",
+    "pipeline_named",
     "scaled_dot_product",
     "weight_gradient",
     "weights_per_token",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mplug.layout.plan import Parameter, Segment
-from mplug.nn.grouped import PLAIN_GROUPED, apply_grouped, grouped_linear
+from mplug.nn.grouped import PLAIN_GROUPED, apply_grouped, grouped_linear, waits_for_device
 from mplug.nn.inits import Entries, Inits
 from mplug.nn.later import Later, Operands
 from mplug.nn.mlp import Activation, Kind
@@ -147,6 +147,11 @@ class Experts(Activation):
             "up": Parameter(("expert", up, "embed"), inits.weight),
             "down": Parameter(("expert", "embed", wide), inits.residual),
         }
+
+    def waits(self, slot: str, dtype: torch.dtype) -> str:
+        """Why the CPU waits for the device in the default of a slot that computes in `dtype`; empty if it does not."""
+        multiplies = slot == ("Experts.product" if self.compute is compute else "Experts.compute")
+        return waits_for_device(dtype, (*self.up.shape[1:], self.down.shape[2])) if multiplies else ""
 
     def forward(self, x: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
         """x [N, D], chosen [N, k] (`num_experts`: dropped), gates [N, k] -> [N, D]."""

@@ -163,6 +163,15 @@ def _has_kernel(a: Tensor, b: Tensor) -> bool:
     return aligned and torch.cuda.get_device_capability(a.device) >= (9, 0)
 
 
+def waits_for_device(dtype: torch.dtype, widths: tuple[int, ...]) -> str:
+    """Why the CPU waits in a grouped product of matrices of these widths on the current GPU; empty if it does not."""
+    if dtype != torch.bfloat16:
+        return f"torch's grouped products compute in bf16, and the run in {str(dtype).rpartition('.')[2]}"
+    if any(width * dtype.itemsize % 16 for width in widths):
+        return f"torch's grouped products need widths that are multiples of 8, and these are {widths}"
+    return "" if torch.cuda.get_device_capability() >= (9, 0) else "torch's grouped products need a GPU from sm90 on"
+
+
 @cache
 def _widens(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernel can return fp32 products of narrower operands; torch has no query for it, so a call tries."""

@@ -12,6 +12,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from mplug.nn.operator import fake, operator
+
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX2 = 0x94D049BB133111EB - 2**64
@@ -48,15 +50,40 @@ def normal(key: int, counter: Tensor) -> Tensor:
     return torch.erfinv((bits.to(torch.float64) + 0.5) * 2.0**-51 - 1) * math.sqrt(2)
 
 
+@operator("mplug::counters")
+def counters(like: Tensor, length: int) -> Tensor:
+    """0, 1, ..., length - 1 as int64 on the device of `like`.
+
+    Inductor would compute them, and their product with a constant of 64 bits, in int32 (torch 2.11). It does not look
+    into an operator.
+    """
+    return torch.arange(length, device=like.device)
+
+
+@fake("mplug::counters")
+def _(like: Tensor, length: int) -> Tensor:
+    return like.new_empty(length, dtype=torch.int64)
+
+
 def uniform_like(x: Tensor, keys: Tensor, rows: Tensor) -> Tensor:
     """fp32 numbers in [0, 1) for x [B, S, D], by keys [B] and numbers of the rows [1 or B, S] -> [B, S, D]."""
     of_rows = mix(mix(keys)[:, None] + rows)  # [B, S]
-    return uniform(of_rows[..., None], torch.arange(x.shape[-1], device=x.device))
+    return uniform(of_rows[..., None], counters(x, x.shape[-1]))
+
+
+def step_key(seed: int, step: int) -> int:
+    """The key of a step, from which the keys of its samples follow."""
+    return key_of(seed, "step", step)
+
+
+def keys_of_samples(key: Tensor | int, sample_ids: Tensor) -> Tensor:
+    """The random keys [B] of samples in the step with this key."""
+    return mix(sample_ids.to(torch.int64) * _GOLDEN + key)
 
 
 def sample_keys(seed: int, step: int, sample_ids: Tensor) -> Tensor:
     """The random keys [B] of a micro batch's samples in one step."""
-    return mix(sample_ids.to(torch.int64) * _GOLDEN + key_of(seed, "step", step))
+    return keys_of_samples(step_key(seed, step), sample_ids)
 
 
 def all_rows(positions: Tensor) -> Tensor:

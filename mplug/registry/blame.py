@@ -66,6 +66,17 @@ def plugin_error(hooks: Hooks, error: BaseException, when: str, log: str) -> Plu
     return PluginError(f"{label} failed {when}, in {hook}{place}: {cause_of(error)}; its traceback is in {log}")
 
 
+def failed_part(hooks: Hooks, error: BaseException) -> str:
+    """An exception on one line, with the code of a chosen plugin that raised it, if there is one."""
+    frames, labels = [frame for frame, _ in walk_tb(error.__traceback__)], _labels(hooks)
+    innermost = next((frame for frame in reversed(frames) if _module(frame).partition(".")[0] in labels), None)
+    if innermost is None:
+        return cause_of(error)
+    suspects, code = _suspects(hooks, frames, labels[_module(innermost).partition(".")[0]]), innermost.f_code
+    place = f"{code.co_qualname}, {Path(code.co_filename).name}:{_line(error, innermost)}"
+    return f"{cause_of(error)} (in {listed(suspects)}: {place})"
+
+
 def _is_of_environment(error: Exception) -> bool:
     """Whether memory is exhausted, a device has failed, or a connection to another rank has broken."""
     if ENVIRONMENT & {base.__name__ for base in type(error).__mro__}:

@@ -120,8 +120,10 @@ class Bench:
     ) -> StepScalars:
         """A step's scalars, on the device."""
         device = self.run.device
-        tensors = (torch.tensor(value, device=device) for value in (lr, scale, skip))
-        return StepScalars(next(tensors), next(tensors), next(tensors), weight_decay)
+        tensors = (torch.tensor(value, device=device) for value in (lr, scale, skip, weight_decay))
+        scalars = StepScalars(next(tensors), next(tensors), next(tensors), next(tensors))
+        is_tensor = getattr(self.optimizer, "tensor_decay", False)
+        return scalars if is_tensor else replace(scalars, weight_decay=weight_decay)
 
     def step(self, number: int, gradient: Gradient = gradient_of, **scalars: float) -> None:
         """Run an update with the gradients of a step; they depend only on its number."""

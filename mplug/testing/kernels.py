@@ -13,12 +13,13 @@ The cases are in `kernel_cases`, the checks that run on each case in `trials.py`
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, product
 from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import SkipTest
 
 from mplug.errors import UsageError, listed
 from mplug.model.offers import Filled, Offer, Site
+from mplug.slot_kinds import PRODUCTS
 from mplug.testing.harness import difference, run_tolerance, tiny_run, train_steps
 from mplug.testing.kernel_buffers import BufferChecks, answer_of, declared_by, sites_of
 from mplug.testing.suite import Fault, PluginSuite, naming_failures, refusals, require, smoke
@@ -36,11 +37,12 @@ UNKNOWN = "a capability that does not exist"
 class KernelSuite(BufferChecks, PluginSuite):
     """Compares every slot that a kernel supplies, over a grid of cases, with the composition of `mplug.nn` in fp64.
 
-    `dtypes` are the values of `trainer.precision` to try. The kernel must serve each slot that it supplies in at least
-    one of them; the suite checks it in all that it serves. `settings` may name a device or a compiler. An error may be
-    `error_factor` times the error of plain torch in the same dtype. `deterministic` False skips the test that equal
-    calls give equal bits; `compiles` False skips the test that calls trace into one graph. `capabilities` are what
-    wraps can require. If `supports` grants one other than 'log-sum-exp', override `check_capability`.
+    `dtypes` are the values of `trainer.precision` to try; products follow the recipe of a precision that has one. The
+    kernel must serve each slot that it supplies in at least one of them; the suite checks it in all that it serves.
+    `settings` may name a device or a compiler. An error may be `error_factor` times the error of plain torch in the
+    same dtype, without a recipe. `deterministic` False skips the test that equal calls give equal bits; `compiles`
+    False skips the test that calls trace into one graph. `capabilities` are what wraps can require. If `supports`
+    grants one other than 'log-sum-exp', override `check_capability`.
 
     If the kernel's attention core computes another function than softmax attention, set `computes` to the need by which
     sites request that function, and override `reference`. `settings` must then name a model that has such sites, with
@@ -121,7 +123,7 @@ class KernelSuite(BufferChecks, PluginSuite):
         No call changes the site's module.
         """
         run, offers = self._offered()
-        for offer, case, site in self._sites(offers):
+        for offer, case, site in self._sites(run, offers):
             before = dict(vars(case.module))
             first, again = (answer_of(offer, site, run) for _ in range(2))
             require(
@@ -140,7 +142,7 @@ class KernelSuite(BufferChecks, PluginSuite):
     def test_it_refuses_needs_that_it_does_not_know(self) -> None:
         """A wrap with an unknown need must not get a supplier that ignores this need."""
         run, offers = self._offered()
-        for offer, case, site in self._sites(offers):
+        for offer, case, site in self._sites(run, offers):
             wanting = replace(site, needs=site.needs | {UNKNOWN})
             require(
                 answer_of(offer, wanting, run) is not True,
@@ -161,7 +163,7 @@ class KernelSuite(BufferChecks, PluginSuite):
         if not self.computes:
             raise SkipTest(f"'{self.plugin}' computes no other function than softmax attention")
         run, offers = self._offered()
-        for offer, case, site in self._sites(offers):
+        for offer, case, site in self._sites(run, offers):
             plain = replace(site, needs=case.needs - {self.computes})
             require(
                 site.slot != "Attention.core" or answer_of(offer, plain, run) is not True,
@@ -229,13 +231,14 @@ class KernelSuite(BufferChecks, PluginSuite):
         run, offers = self._offered()
         own = [
             (offer, site)
-            for offer, case, site in self._sites(offers)
+            for offer, case, site in self._sites(run, offers)
             if case.dropout and answer_of(offer, site, run) is True and offer.varies(site, run)
         ]
         if not own:
             raise SkipTest(f"'{self.plugin}' draws no dropout mask itself")
         for offer, site in own:
-            found = own_dropout_fault(offer.suppliers[site.slot], site.module.dropout, run.device)
+            dtype, core = run.precision.activation_dtype, offer.suppliers[site.slot]
+            found = own_dropout_fault(core, site.module.dropout, run.device, dtype)
             require(not found, f"{site.slot}: {found}")
 
     def test_it_traces_into_one_graph(self) -> None:
@@ -252,7 +255,7 @@ class KernelSuite(BufferChecks, PluginSuite):
     def test_it_has_the_capabilities_that_it_grants(self) -> None:
         """Each capability for which `supports` returns True."""
         run, offers = self._offered()
-        for offer, case, site in self._sites(offers):
+        for offer, case, site in self._sites(run, offers):
             for need in () if case.needs - {self.computes} else self.capabilities:
                 wanting = replace(site, needs=site.needs | {need})
                 if answer_of(offer, wanting, run) is True:
@@ -262,6 +265,8 @@ class KernelSuite(BufferChecks, PluginSuite):
         """A tiny training run in the first of `dtypes`: losses, gradients and norms of every step."""
         self._filled()
         precision = self.dtypes[0]
+        if tiny_run(self.tiny(trainer__precision=precision)).precision.recipe is not None:
+            raise SkipTest(f"plain torch has no recipe; a PrecisionSuite compares the runs in '{precision}' with fp64")
         plain = train_steps(self.tiny(trainer__precision=precision, kernels__default=None))
         tolerance = run_tolerance(tiny_run(self.tiny(trainer__precision=precision)).precision.activations)
         found = difference([train_steps(self.tiny(trainer__precision=precision))], plain, tolerance)
@@ -285,16 +290,19 @@ class KernelSuite(BufferChecks, PluginSuite):
             offers = collect_offers(run, model)
         return run, [offer for offer in offers if isinstance(offer, Offer) and offer.plugin == self.entry().label]
 
-    def _sites(self, offers: list[Offer]) -> "Iterator[tuple[Offer, Case, Site]]":
-        """Every case of every offered slot."""
+    def _sites(self, run: "Run", offers: list[Offer]) -> "Iterator[tuple[Offer, Case, Site]]":
+        """Every case of every offered slot; products need the recipe of the run's precision."""
         from mplug.testing.kernel_cases import cases
 
         self._require_named_function()
+        recipe = run.precision.recipe
         for case in cases():
             if self.computes and "Attention.core" in case.slots:
                 case = replace(case, needs=case.needs | {self.computes}, truth={"Attention.core": self.reference})
-            for offer in offers:
-                yield from ((offer, case, site) for site in sites_of(case) if site.slot in offer.suppliers)
+            for offer, site in product(offers, sites_of(case)):
+                if site.slot in offer.suppliers:
+                    needs = {recipe.need} if recipe is not None and site.slot in PRODUCTS else set()
+                    yield offer, case, replace(site, needs=site.needs | needs)
 
     def _trials(self, dtype: str, only: str | None = None) -> "list[Trial]":
         """The cases that it supports in a dtype; Fault for a slot of which it supports no case in any of `dtypes`."""
@@ -315,7 +323,7 @@ class KernelSuite(BufferChecks, PluginSuite):
         run, offers = self._offered(dtype)
         trials: dict[str, list[Trial]] = {}
         refusals: dict[str, dict[str, None]] = {}
-        for offer, case, site in self._sites(offers):
+        for offer, case, site in self._sites(run, offers):
             if only not in (None, site.slot):
                 continue
             answer = answer_of(offer, site, run)

@@ -143,6 +143,22 @@ class ModelSuite(PluginSuite):
         """The model keeps no state of one micro batch for the next."""
         self.trial().require_accumulation()
 
+    def test_replayed_steps_are_steps(self) -> None:
+        """If the plugin states by `captures` that its steps can be replayed, no number of the CPU enters them."""
+        from mplug.testing import replays
+
+        run = tiny_run(self.tiny())
+        if f"{self.kind}/{self.plugin}" not in run.hooks.implementers("captures"):
+            raise SkipTest(f"'{self.plugin}' does not state that its steps can be replayed")
+        if run.config.trainer.device != "cpu":
+            raise SkipTest("the suite replays steps on the CPU only")
+        fault = replays.model_replay_fault(self.tiny())
+        if fault:
+            raise Fault(
+                f"its plugin implements 'captures', and {fault}; read what changes from step to step from tensors, and "
+                f"change state in place"
+            )
+
     def test_evaluation_draws_no_random_numbers(self) -> None:
         """Neither from torch's generator nor from the samples' keys."""
         self.trial().require_quiet_evaluation()

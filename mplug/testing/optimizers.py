@@ -105,9 +105,11 @@ class OptimizerSuite(WeightSuite):
             bench = dense.Bench(run, dense.make_pieces(run.device), "tensors without memory")
             with naming_failures("its state of tensors without memory"):
                 list(bench.states())
-        needs, one_pass = (getattr(bench.optimizer, name, None) for name in ("needs", "one_pass"))
+        needs = getattr(bench.optimizer, "needs", None)
         require(needs in ("elements", "matrices"), f"its `needs` is {needs!r}; it must be 'elements' or 'matrices'")
-        require(one_pass in (None, True, False), f"its `one_pass` is {one_pass!r}; it must be True or False")
+        for name in ("one_pass", "low_precision_gradients", "tensor_decay"):
+            value = getattr(bench.optimizer, name, False)
+            require(value in (True, False), f"its `{name}` is {value!r}; it must be True or False")
 
     # Updates.
 
@@ -227,6 +229,21 @@ class OptimizerSuite(WeightSuite):
         scalars = bench.scalars()
         with never_waiting():
             bench.optimizer.step(scalars)
+
+    @smoke
+    def test_a_replayed_step_is_a_step(self) -> None:
+        """If the plugin states by `captures` that its steps can be replayed, they read everything from tensors."""
+        from mplug.testing import replays
+
+        one, other = self._bench(), self._bench()
+        if f"{self.kind}/{self.plugin}" not in one.run.hooks.implementers("captures"):
+            raise SkipTest(f"'{self.plugin}' does not state that its steps can be replayed")
+        fault = "" if one.pieces[0].master.is_cuda else replays.replay_fault(one, other)
+        require(
+            not fault,
+            f"its plugin implements 'captures', and {fault}; read what changes from step to step from tensors, and "
+            f"change state in place",
+        )
 
     # State.
 

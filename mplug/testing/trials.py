@@ -249,19 +249,22 @@ def _same_bits(one: Tensor | None, other: Tensor | None) -> bool:
     return one is other is None or (one is not None and other is not None and torch.equal(one, other))
 
 
-def own_dropout_fault(core: Callable[..., Tensor], probability: float, device: str) -> str:
-    """A fault of attention that draws its own dropout mask, judged by how often it drops."""
+def own_dropout_fault(
+    core: Callable[..., Tensor], probability: float, device: str, dtype: torch.dtype = torch.float32
+) -> str:
+    """A fault of attention that draws its own dropout mask, judged by how often it drops in a dtype."""
     b, s, h = 64, 16, 4
-    q, k = torch.randn(2, b, s, h, s, generator=torch.Generator().manual_seed(0)).to(device).unbind()
-    v = torch.eye(s, device=device)[None, :, None].expand(b, s, h, s).contiguous()  # outputs are weights [b, s, h, s]
+    q, k = torch.randn(2, b, s, h, s, generator=torch.Generator().manual_seed(0)).to(device, dtype).unbind()
+    v = torch.eye(s, device=device, dtype=dtype)[None, :, None].expand(b, s, h, s).contiguous()
     inputs = AttentionInputs(torch.arange(b, device=device), num_heads=h)
     spec, call = AttentionSpec(s**-0.5, s, s), by_specification(core)
-    whole = call(q, k, v, spec, inputs)
-    dropped = call(q, k, v, replace(spec, dropout=probability), inputs)
+    whole = call(q, k, v, spec, inputs).float()  # outputs are weights [b, s, h, s]
+    dropped = call(q, k, v, replace(spec, dropout=probability), inputs).float()
     past = torch.ones(s, s, dtype=torch.bool, device=device).tril()[None, :, None].expand_as(whole)
     ratio = (dropped / whole)[past]
     kept = ratio.abs() > 0.5
-    if not torch.allclose(ratio[kept], torch.full_like(ratio[kept], 1 / (1 - probability)), rtol=1e-2):
+    rounding = max(1e-2, 2 * torch.finfo(dtype).eps)
+    if not torch.allclose(ratio[kept], torch.full_like(ratio[kept], 1 / (1 - probability)), rtol=rounding):
         return f"with dropout {probability}, the kept weights are not scaled by 1/(1 - {probability})"
     share, spread = float(kept.double().mean()), (probability * (1 - probability) / ratio.numel()) ** 0.5
     if abs(share - (1 - probability)) > 6 * spread:
@@ -289,8 +292,8 @@ def _drawn_fault(drop: Callable[[Tensor], Tensor], v: Tensor) -> str:
         return "equal seeds of torch.manual_seed give different masks; draw from torch's default generators"
     if torch.equal(weights != 0, other != 0):
         return "different seeds of torch.manual_seed give the same mask, so every layer and step would drop the same"
-    expected = torch.einsum("bsht,bshk->bthk", weights, upstream)
-    if not torch.allclose(gradient, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max())):
+    expected = torch.einsum("bsht,bshk->bthk", weights.float(), upstream.float())
+    if not torch.allclose(gradient.float(), expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max())):
         return "backward drops other weights than forward"
     return ""
 

@@ -15,6 +15,8 @@ from mplug.model.model import Model
 from mplug.model.pieces import Held, held_values, make_pieces, write_weights
 from mplug.model.variance import refuse_bypassing
 from mplug.run.run import Run
+from mplug.training.cuda_graph import use_own_stream
+from mplug.training.graphs import GraphedStepper
 from mplug.training.prefetch import Feed
 from mplug.training.stepper import DefaultStepper
 from mplug.training.supervised_loader import Source
@@ -50,6 +52,8 @@ class Parts:
 def build(run: Run) -> Parts:
     """Build everything that a training process needs; cheap checks come first."""
     trainer, model = run.config.trainer, build_model(run)
+    if trainer.graphs:
+        use_own_stream()
     train_loader = _feed(run, "train")
     validation_loader = _feed(run, "validation") if trainer.eval_every else None
     compile_units(model, compiler_of(run), tune_kernels=trainer.tune_kernels)
@@ -69,6 +73,8 @@ def build(run: Run) -> Parts:
     refuse_unsavable(run, optimizer, pieces)
     default = DefaultStepper(run, model, pieces, optimizer)
     stepper: Stepper | None = run.hooks.call.build_stepper(run=run, model=model, default=default)
+    if trainer.graphs:
+        stepper = GraphedStepper(default)
     return Parts(model, pieces, optimizer, stepper or default, train_loader, validation_loader, default.loss_scale)
 
 

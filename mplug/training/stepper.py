@@ -1,12 +1,17 @@
-"""The default stepper: it accumulates micro batches, then updates. The CPU never waits for the device here."""
+"""The default stepper: it accumulates micro batches, then updates. The CPU never waits for the device here.
 
-from collections.abc import Iterable, Iterator
+`accumulate` and `apply` are the parts of a step that a CUDA graph can replay (`mplug.training.graphs`): everything that
+changes from step to step enters them as a tensor, and what outlives a step is changed in place.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mplug.contracts import MicroBatch, Optimizer, Piece, StepResult, StepScalars
+from mplug.contracts import MicroBatch, Optimizer, Piece, StepResult
 from mplug.gradients.loss_scale import LossScale
 from mplug.gradients.norm import GlobalNorm, owned_gradients
 from mplug.gradients.reduction import Reduction
@@ -15,9 +20,10 @@ from mplug.model.draws import ENTRY, micro_batch_key
 from mplug.model.model import Model
 from mplug.model.pieces import write_weights
 from mplug.model.slot_states import slot_updates
-from mplug.nn.random import sample_keys
+from mplug.nn.random import keys_of_samples, step_key
 from mplug.run.run import Run
 from mplug.training.batch_parts import own_entries
+from mplug.training.step_values import StepValues
 
 
 class DefaultStepper:
@@ -31,6 +37,7 @@ class DefaultStepper:
         self.run, self.model, self.sinks, self.pieces, self.optimizer = run, model, model.sinks, pieces, optimizer
         self.seed, self.max_norm = run.config.trainer.seed, run.config.trainer.max_grad_norm
         self.one_pass: bool = getattr(optimizer, "one_pass", False)
+        self.tensor_decay: bool = getattr(optimizer, "tensor_decay", False)
         self.updated_on = pieces[0].master.device if pieces else torch.device(run.device)  # the CPU, if offloaded
         self.wide = run.precision.master_dtype
         self.norm = GlobalNorm(owned_gradients(pieces, run.rank), self.updated_on.type, self.wide)
@@ -57,19 +64,27 @@ class DefaultStepper:
         (`mplug.model.draws`). The latter depends on the number of the micro batch in the step, so call this method once
         for each micro batch, in the loader's order, after `begin_step`.
         """
-        own = own_entries(batch, self.model.plan.context, self.run.mesh, self.run.rank)
         draws: Any = micro_batch_key(self.seed, step, self.micro_batches)
         self.micro_batches += 1
-        return {**own, "keys": sample_keys(self.seed, step, batch["sample_ids"]), ENTRY: draws}
+        return {**self.keyed(batch, step_key(self.seed, step)), ENTRY: draws}
+
+    def keyed(self, batch: MicroBatch, key: Tensor | int) -> MicroBatch:
+        """This rank's part of each entry, and the samples' keys in the step with this key."""
+        own = own_entries(batch, self.model.plan.context, self.run.mesh, self.run.rank)
+        return {**own, "keys": keys_of_samples(key, batch["sample_ids"])}
 
     def forward_backward(self, micro_batches: Iterable[MicroBatch], step: int) -> None:
         """Sum the gradients of a step's micro batches into the sinks, and sum their losses and target counts."""
         self.begin_step(step)
+        self.accumulate(micro_batches, partial(self.entries, step=step))
+
+    def accumulate(self, micro_batches: Iterable[MicroBatch], entries: Callable[[MicroBatch], MicroBatch]) -> None:
+        """Run forward and backward of every micro batch; `entries` returns what the units receive of one."""
         losses = []
         for batch, last in _with_last_flag(micro_batches):
             if last:
                 self.sinks.expect_last()
-            loss, num_targets = self.model.loss(self.entries(batch, step))
+            loss, num_targets = self.model.loss(entries(batch))
             loss.backward(self.loss_gradient(loss))
             losses.append((loss.detach(), num_targets))
         self.finish_step(losses)
@@ -96,22 +111,27 @@ class DefaultStepper:
 
         The optimizer applies clipping and the division by the token count (`StepScalars.scale`).
         """
+        return self.apply(self.values(lr, weight_decay), self.model.weights_written)
+
+    def values(self, lr: float, weight_decay: float) -> StepValues:
+        """The values of the run's current step, on the device."""
         stop = torch.full_like(self.sums[0], float(self.run.stop_requested))
+        return StepValues.of(lr, weight_decay, stop, self.updated_on)
+
+    def apply(self, values: StepValues, written: Callable[[], None]) -> StepResult:
+        """`update` with values on the device; it calls `written` when this rank's pieces have their new weights."""
         squares = self.norm().square().to(self.run.device)
-        sums = self.run.summed(torch.stack([*self.sums, squares, stop]))
+        sums = self.run.summed(torch.stack([*self.sums, squares, values.stop]))
         loss_sum, num_targets, squares, stop = sums.unbind()
         counted = num_targets if self.loss_scale is None else num_targets * self.loss_scale.scale
         loss, norm, scale = loss_sum / num_targets, squares.sqrt() / counted, 1 / counted
         if self.max_norm > 0:
             scale = scale * (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
         skip, failed, figures = self._check_finite(loss, norm)
-        where = self.updated_on
-        rate = torch.full((), lr, dtype=torch.float32, device=where)  # a copy from CPU memory would make the CPU wait
-        scalars = StepScalars(rate, scale.to(where, torch.float32), skip.to(where), weight_decay)
-        self.optimizer.step(scalars)
+        self.optimizer.step(values.scalars(scale, skip, self.tensor_decay))
         if not self.one_pass:
             write_weights(self.pieces)
-        self.model.weights_written()
+        written()
         statistics = self.statistics.finish(num_targets)
         self.statistics.tell(skip)
         return StepResult(loss, norm, num_targets, skip, stop, statistics, failed, figures)
@@ -127,7 +147,7 @@ class DefaultStepper:
         if self.loss_scale is not None:
             failed = (skip & ~overflow) | self.loss_scale.failed(overflow)
         if self.stop_at_nonfinite:  # the CPU reads `failed` one step later; until then no step may change weights
-            self.halted = torch.maximum(self.halted, failed.float())
+            self.halted.copy_(torch.maximum(self.halted, failed.float()))
             skip = skip | (self.halted > 0)
         figures = {}
         if self.loss_scale is not None:

@@ -35,6 +35,9 @@ class TorchOptimizer:
     def step(self, scalars: StepScalars) -> None:
         """Update every piece's master once; torch scales gradients in place."""
         decayed, plain = self._torch.param_groups
+        for group in self._torch.param_groups:
+            if "capturable" in group:  # torch refuses to be recorded without it, and warns of it at other times
+                group["capturable"] = scalars.lr.is_cuda and torch.cuda.is_current_stream_capturing()
         decayed["lr"] = plain["lr"] = scalars.lr
         decayed["weight_decay"] = scalars.weight_decay
         self._torch.grad_scale = scalars.scale.reciprocal()  # type: ignore[attr-defined]  # torch's gradient scaler's

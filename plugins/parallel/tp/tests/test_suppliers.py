@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from mplug_tp.pipelines import name_for
+from mplug_tp.product import OVERLAPPED
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -14,7 +16,7 @@ from mplug.config.defaults import default_settings
 from mplug.config.sources import read_assignments
 from mplug.distributed.groups import Groups
 from mplug.model.build import build_model
-from mplug.nn import AttentionInputs, AttentionSpec, Dropout
+from mplug.nn import AttentionInputs, AttentionSpec, Boundary, Dropout, Gemm, Narrow, Operand
 from mplug.nn.attention import attention
 from mplug.nn.random import sample_keys
 from mplug.registry.entry_points import Registry
@@ -82,6 +84,27 @@ def test_the_shape_of_a_block_changes_no_supplier(activation: str, heads: list[s
     fields = [f"model.activation={activation}", f"model.bias={bias}", "model.norm=rmsnorm", *heads]
     found = suppliers(build_model(prepared(*fields)))
     assert {site for site, supplier in found.items() if supplier == TP} == ALWAYS | IN_THE_STREAM
+
+
+@pytest.mark.parametrize("choice", [WITH, WITHOUT])
+def test_with_overlap_the_products_of_split_weights_are_supplied_too(choice: str) -> None:
+    plain, found = (suppliers(build_model(prepared(choice, f"parallel.tp.overlap={on}"))) for on in ("false", "true"))
+    collectives = ("Linear.gather", "Linear.scatter")
+    products = {(role, "Linear.product") for role, slot in ALWAYS if slot in collectives}
+    assert {site for site in found if found[site] != plain[site]} == products
+    assert {found[site] for site in products} == {TP}
+
+
+def test_a_supplied_gemm_is_called_whole_within_the_collectives() -> None:
+    gemm = Gemm(lambda x, weight: 3 * x @ weight.t(), lambda grad, weight: 5 * grad @ weight)
+    name = name_for(None, sequence_parallel=True)
+    narrow = Narrow(gemm, before=Boundary(lambda x: 7 * x, lambda x: 11 * x, lambda x: x, name))
+    x, weight, grad = drawn(B, S, D, seed=1), Operand(drawn(4, D, seed=2)), drawn(B, S, 4, seed=3)
+    y, saved = OVERLAPPED.forward(x, weight, narrow, {})
+    torch.testing.assert_close(y, 21 * x @ weight.values.t())
+    grad_x, grad_weight = OVERLAPPED.backward(grad, weight, saved, None, narrow, {}, True)
+    torch.testing.assert_close(grad_x, 55 * grad @ weight.values)
+    torch.testing.assert_close(grad_weight, 7 * torch.einsum("bso,bsi->oi", grad, x), rtol=1e-4, atol=1e-4)
 
 
 def test_sequence_parallelism_is_the_default() -> None:

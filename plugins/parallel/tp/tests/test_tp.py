@@ -1,9 +1,10 @@
-"""Tensor parallelism passes the suite of strategies, with and without sequence parallelism."""
+"""Tensor parallelism passes the suite of strategies; with and without sequence parallelism and overlap."""
 
 from mplug.testing import ParallelSuite
 
 EVERYTHING = {**ParallelSuite.variants["another-model"], **ParallelSuite.variants["dropout"]}
 WHOLE_STREAM = {"parallel.tp.sequence_parallel": False}
+OVERLAP = {"parallel.tp.overlap": True}
 
 
 class TestTensorParallel(ParallelSuite):
@@ -13,7 +14,8 @@ class TestTensorParallel(ParallelSuite):
         **ParallelSuite.variants,
         "all-kv-heads-and-alibi": {"model.num_kv_heads": 4, "model.position": "alibi"},
         "whole-stream": WHOLE_STREAM,
-        "everything-whole-stream": {**EVERYTHING, **WHOLE_STREAM},
+        "overlap": OVERLAP,
+        "everything-whole-stream-overlap": {**EVERYTHING, **WHOLE_STREAM, **OVERLAP},
     }
     refused = {
         "tp8": ("tp=8", "4 heads", "use 1 or 2 or 4"),

@@ -175,8 +175,10 @@ def _measure(task: Task, send: Callable[[int | Beat], None]) -> Measured:
 
         for _ in range(task.warmup):
             step()
-        compiled = compiled_graphs()
+        compiled, recorded = compiled_graphs(), _recorded(parts.stepper)
         seconds = timed(step, task.steps, run.device)
+        if _recorded(parts.stepper) > recorded:
+            raise RunError("mplug recorded a CUDA graph during the measured steps; use a larger --warmup")
         if compiled_graphs() > compiled:
             raise RunError(
                 f"torch compiled {compiled_graphs() - compiled} graphs during the measured steps; use a larger --warmup"
@@ -187,6 +189,11 @@ def _measure(task: Task, send: Callable[[int | Beat], None]) -> Measured:
         return Measured(
             **facts, peak_tflops=peak_tflops(run.device), memory_gib=memory, rounds=[seconds], profile=profile
         )
+
+
+def _recorded(stepper: Any) -> int:
+    """The number of CUDA graphs that a stepper has recorded so far."""
+    return int(getattr(stepper, "num_recorded", 0))
 
 
 def _limits(task: Task, send: Callable[[int | Beat], None]) -> "Limits":

@@ -16,7 +16,7 @@ LONGEST = 30
 GAPS, OTHER, COLLECTIVES = "gaps", "other", "collectives"
 CLASSES = {
     COLLECTIVES: r"nccl|gloo|c10d|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|\b(send|recv)\b|"
-    r"send_rows|rows_back",
+    r"send_rows|rows_back|memcpy ptop",
     "loss": r"cross_?entropy|log_?softmax|softmax_online|nll_?loss|logsumexp",
     "attention": r"flash|fmha|attention|sdpa|softmax|compute_dot_do_o|convert_dq",
     "optimizer": r"adam|(multi_tensor|foreach)(?!.*copy)|\blamb\b|\bsgd|muon",
@@ -30,7 +30,8 @@ CLASSES = {
 }
 """Classes of time, in the order in which they are tried, each with a regex for the names of its kernels.
 
-Attention comes before GEMM, because the names of FlashAttention's kernels contain names of CUTLASS.
+Attention comes before GEMM, because the names of FlashAttention's kernels contain names of CUTLASS. A copy between two
+GPUs ("PtoP") is a collective's. A GPU that waits for such a copy of another GPU runs no kernel: the wait is a gap.
 """
 PRECEDENCE = (
     *("GEMM", "attention", "optimizer", "loss", "norm and activation", OTHER),

@@ -42,6 +42,11 @@ class Flash:
             for version in self._candidates
         ]
 
+    @hookimpl
+    def captures(self) -> bool:
+        """The kernels read tensors and shapes only; lengths of documents stay on the device."""
+        return True
+
     @property
     def _candidates(self) -> tuple[int, ...]:
         return (4, 3, 2) if self.config.version == "auto" else (self.config.version,)

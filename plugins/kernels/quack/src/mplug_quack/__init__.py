@@ -28,6 +28,11 @@ class Quack:
 
         return [Offer({"MLP.core": core}, supports)]
 
+    @hookimpl
+    def captures(self) -> bool:
+        """The kernels read tensors and shapes only."""
+        return True
+
 
 def supports(site: Site, run: "Run") -> bool | str:
     """True for GELU, exact or by tanh, in bf16 on a Hopper GPU with QuACK installed; else the reason."""

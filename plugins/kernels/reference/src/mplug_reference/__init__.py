@@ -28,6 +28,11 @@ class Reference:
 
         return [Offer({slot: supplier}, _supports) for slot, supplier in SUPPLIERS.items()]
 
+    @hookimpl
+    def captures(self) -> bool:
+        """The compositions launch the same kernels in every step."""
+        return True
+
 
 def _supports(site: Site, run: "Run") -> bool | str:
     from mplug_reference.wide import OFFERED

@@ -50,6 +50,11 @@ class SDPA:
             for name in candidates
         ]
 
+    @hookimpl
+    def captures(self) -> bool:
+        """The kernels read tensors and shapes only; lengths of documents stay on the device."""
+        return True
+
     def _supports_best(self, name: str, site: Site, run: "Run") -> bool | str:
         from mplug_sdpa.limits import auto, nothing_offers
 

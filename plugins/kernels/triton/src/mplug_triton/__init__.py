@@ -46,6 +46,11 @@ class Triton:
             Offer({"MLP.activation": activation}, supports_activation),
         ]
 
+    @hookimpl
+    def captures(self) -> bool:
+        """The kernels read tensors and shapes only."""
+        return True
+
 
 def supports_qkv(site: Site, run: "Run") -> bool | str:
     """True for an even head dim, with Triton and a CUDA GPU or Triton's interpreter; else the reason."""

@@ -1,7 +1,8 @@
 """Activation recomputation and offload: both reduce the device memory of tensors saved for backward."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
@@ -65,12 +66,11 @@ class Recompute:
     @hookimpl
     def offer(self, run: "Run", model: "Model") -> list[Wrap]:
         """Wraps of the chosen units, or of slots in them."""
-        from mplug_recompute.again import recomputed
-
+        again = _recomputed(run)
         chosen = frozenset(chosen_units(model, self.config.every, self.config.first))
         wraps: list[Wrap] = []
         if self.config.mode == "full":
-            wraps.append(Wrap(UNIT, recomputed, RECOMPUTE, supports=_inside(chosen), note="run again"))
+            wraps.append(Wrap(UNIT, again, RECOMPUTE, supports=_inside(chosen), note="run again"))
         if self.config.mode == "selective":
             wraps += self._selective(run, model, chosen)
         if self.config.offload:
@@ -80,17 +80,20 @@ class Recompute:
             wraps.append(Wrap(UNIT, offload.wrapped, OFFLOAD, supports=_inside(chosen), note="offload"))
         return wraps
 
-    def _selective(self, run: "Run", model: "Model", chosen: frozenset[str]) -> list[Wrap]:
-        from mplug_recompute.again import recomputed
+    @hookimpl
+    def captures(self) -> bool | str:
+        """Recomputation is part of backward; offload copies to memory of the CPU that it manages step by step."""
+        return "copies activations to the CPU (memory.recompute.offload=true)" if self.config.offload else True
 
+    def _selective(self, run: "Run", model: "Model", chosen: frozenset[str]) -> list[Wrap]:
         present = {slot for part in model.module.modules() for slot in getattr(type(part), "SLOTS", ())}
         for word in self.config.slots:
             if len(model.stages.units) == 1 and present.isdisjoint(slots_named([word], SLOTS)):
                 (owner,) = run.hooks.implementers("build_model")
                 raise UsageError(f"{SLOTS}: {owner} has no slot '{word}'; remove '{word}'")
-        supports = _inside(chosen)
+        supports, again = _inside(chosen), _recomputed(run)
         return [
-            Wrap(slot, recomputed, RECOMPUTE, supports=supports, note="run again", dispensable=True)
+            Wrap(slot, again, RECOMPUTE, supports=supports, note="run again", dispensable=True)
             for slot in slots_named(self.config.slots, SLOTS)
             if slot != PRODUCT
         ]
@@ -104,6 +107,13 @@ def chosen_units(model: "Model", every: int, first: int | None) -> list[str]:
     """
     names = [unit.name for unit in model.own_units if unit.name != model.plan.units[-1].name]
     return names[:first][::every]
+
+
+def _recomputed(run: "Run") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The wrap for the run's steps: those of a CUDA graph draw nothing from torch's generators."""
+    from mplug_recompute.again import recomputed
+
+    return partial(recomputed, keeps_generators=False) if run.config.trainer.graphs else recomputed
 
 
 def _inside(units: frozenset[str]) -> Callable[[Site, "Run"], bool]:

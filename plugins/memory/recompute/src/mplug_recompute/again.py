@@ -13,15 +13,19 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 
-def recomputed(inner: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `inner` so that autograd saves only the arguments of a call and backward recomputes the rest."""
+def recomputed(inner: Callable[..., Any], keeps_generators: bool = True) -> Callable[..., Any]:
+    """Wrap `inner` so that autograd saves only the arguments of a call and backward recomputes the rest.
+
+    With `keeps_generators`, the recomputation also draws the same numbers from torch's generators. Their state cannot
+    be read in a CUDA graph, in which no kernel draws from them.
+    """
 
     def call(*arguments: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
             return inner(*arguments, **named)
         if torch.compiler.is_compiling():
             return checkpoint(inner, *arguments, use_reentrant=False, context_fn=TRACED, **named)
-        return checkpoint(inner, *arguments, use_reentrant=False, **named)
+        return checkpoint(inner, *arguments, use_reentrant=False, preserve_rng_state=keeps_generators, **named)
 
     return call
 

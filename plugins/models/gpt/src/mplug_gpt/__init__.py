@@ -36,3 +36,8 @@ class GPT:
         from mplug import build_decoder
 
         return build_decoder(self.config)
+
+    @hookimpl
+    def captures(self) -> bool:
+        """No module has a state on the CPU or draws from torch's generators."""
+        return True

@@ -26,3 +26,8 @@ class Mixtral:
         from mplug import build_decoder
 
         return build_decoder(self.config)
+
+    @hookimpl
+    def captures(self) -> bool:
+        """No module has a state on the CPU or draws from torch's generators."""
+        return True

@@ -18,3 +18,8 @@ class AdamW:
         from mplug_adamw.choice import optimizer_of
 
         return optimizer_of(pieces, self.config)
+
+    @hookimpl
+    def captures(self) -> bool:
+        """The number of updates and everything else that changes is on the device."""
+        return True

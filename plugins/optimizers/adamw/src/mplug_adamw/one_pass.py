@@ -37,6 +37,7 @@ class OnePassAdamW:
     needs: Literal["elements"] = "elements"
     one_pass: Literal[True] = True
     low_precision_gradients: Literal[True] = True
+    tensor_decay: Literal[True] = True
 
     def __init__(self, pieces: list[Piece], config: "AdamWConfig") -> None:
         self._pieces, self._states, self._config = pieces, States(pieces), config
@@ -55,7 +56,7 @@ class OnePassAdamW:
             scalars.lr,
             scalars.scale,
             scalars.skip,
-            float(scalars.weight_decay),
+            scalars.weight_decay,
             self._config.beta1,
             self._config.beta2,
             self._config.eps,
@@ -137,7 +138,7 @@ def _update(places, numbers, offsets, inside, gradient_type: tl.constexpr, align
         tl.store(_pointer(weight, tl.bfloat16, aligned) + offsets, value.to(tl.bfloat16), inside)
 
 
-@triton.jit(do_not_specialize=["lr", "scale", "skip"])
+@triton.jit(do_not_specialize=["lr", "scale", "skip", "weight_decay"])
 def adamw_one_pass(
     pieces,
     chunks,
@@ -155,7 +156,8 @@ def adamw_one_pass(
 ):
     """Update a chunk: the full blocks of an aligned piece by vectors of four elements, the rest element by element.
 
-    `pieces` [P, FIELDS], `chunks` [C, 2] and `corrections` [P, 2] are the tables above, `lr`, `scale` and `skip` [].
+    `pieces` [P, FIELDS], `chunks` [C, 2] and `corrections` [P, 2] are the tables above, `lr`, `scale`, `skip` and
+    `weight_decay` [].
     """
     if tl.load(skip) == 0:
         piece = tl.load(chunks + 2 * tl.program_id(0))
@@ -169,7 +171,7 @@ def adamw_one_pass(
         places = (master, gradient, exp_avg, exp_avg_sq, weight + 2 * start, weight != 0)
         rate = tl.div_rn(tl.load(lr), tl.load(corrections + 2 * piece))
         root = tl.load(corrections + 2 * piece + 1)
-        decay = tl.load(lr) * weight_decay * tl.load(row + 6)
+        decay = tl.load(lr) * tl.load(weight_decay) * tl.load(row + 6)
         numbers = (rate, tl.load(scale), decay, root, beta1, beta2, eps)
         whole = count // block_size * block_size * tl.load(row + 7).to(tl.int32)
         for at in range(0, whole, block_size):

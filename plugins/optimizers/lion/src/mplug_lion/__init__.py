@@ -18,3 +18,8 @@ class Lion:
         from mplug_lion.foreach import ForeachLion
 
         return ForeachLion(pieces, self.config)
+
+    @hookimpl
+    def captures(self) -> bool:
+        """The number of updates and everything else that changes is on the device."""
+        return True

@@ -23,3 +23,8 @@ class Muon:
         from mplug_muon.both import MuonAndAdamW
 
         return MuonAndAdamW(pieces, run.rank, self.config)
+
+    @hookimpl
+    def captures(self) -> bool:
+        """The number of updates and everything else that changes is on the device."""
+        return True

@@ -18,3 +18,8 @@ class SGD:
         from mplug_sgd.fused import FusedSGD
 
         return FusedSGD(pieces, self.config)
+
+    @hookimpl
+    def captures(self) -> bool:
+        """The number of updates and everything else that changes is on the device."""
+        return True

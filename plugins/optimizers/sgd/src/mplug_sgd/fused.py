@@ -17,7 +17,7 @@ class FusedSGD(TorchOptimizer):
     """One fused pass over all pieces; decoupled decay, which torch's SGD lacks, is a pass before it."""
 
     def __init__(self, pieces: list[Piece], config: "SGDConfig") -> None:
-        self._decoupled = config.decoupled_weight_decay
+        self._decoupled = self.tensor_decay = config.decoupled_weight_decay  # torch's own decay is a number
         self._decayed = [piece.master for piece in pieces if piece.parameter.decays]
         settings = {"lr": config.lr, "momentum": config.momentum, "nesterov": config.nesterov}
 

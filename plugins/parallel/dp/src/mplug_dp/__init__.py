@@ -43,3 +43,8 @@ class DataParallel:
         if groups:
             model.sinks.reduced_over.update(*(axes[name] for name in groups))
             reduce_in_buckets(model.sinks, groups, int(self.config.bucket_mib * 2**20))
+
+    @hookimpl
+    def captures(self) -> bool:
+        """Every step starts the same sums, and waits for them."""
+        return True

@@ -28,6 +28,12 @@ class TensorParallel:
             True, description="split the sequence of the residual stream over the tensor-parallel ranks"
         )
 
+        overlap: Annotated[bool, MAY_CHANGE] = Field(
+            False,
+            description="run the collectives around the products of split weights beside these products, in chunks; "
+            "GPUs that access each other's memory copy the chunks, other ranks send messages",
+        )
+
     def __init__(self, config: Config) -> None:
         self.config = config
 
@@ -61,9 +67,9 @@ class TensorParallel:
 
     @hookimpl
     def offer(self, run: "Run", model: "Model") -> "list[Offer | Wrap]":
-        """Collectives around the products, and the look-up and loss of a split vocabulary; nothing if tp=1."""
+        """Collectives around or beside products, and the look-up and loss of a split vocabulary; nothing if tp=1."""
         from mplug_tp.suppliers import offers
 
         if run.mesh.axes["tp"].size == 1:
             return []
-        return offers(run, model, self.config.sequence_parallel)
+        return offers(run, model, self.config.sequence_parallel, self.config.overlap)

@@ -9,8 +9,11 @@ SEQUENCE = 1
 """The dimension of [B, S, D] that sequence parallelism splits."""
 
 
-def boundary(group: Group, sequence_parallel: bool) -> Boundary:
-    """The boundary between a rank's part of the residual stream and the operands of split products."""
+def boundary(group: Group, sequence_parallel: bool, pipeline: str = "") -> Boundary:
+    """The boundary between a rank's part of the residual stream and the operands of split products.
+
+    `pipeline` is the name of the pipeline of the group, if its collectives overlap with products.
+    """
 
     def whole(part: Tensor) -> Tensor:
         if not sequence_parallel:
@@ -27,4 +30,4 @@ def boundary(group: Group, sequence_parallel: bool) -> Boundary:
     def largest(x: Tensor) -> Tensor:
         return all_reduce(x, group, "MAX")
 
-    return Boundary(whole, summed, largest)
+    return Boundary(whole, summed, largest, pipeline)

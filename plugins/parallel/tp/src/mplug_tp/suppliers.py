@@ -7,6 +7,9 @@ vocabulary-parallel embedding, after   scatter [B, S, D] -> [B, S/R, D]  reduce 
 any other embedding                    look up this rank's positions     -
 dropout in the residual stream         use this rank's positions         -
 
+With `overlap`, `product.py` also supplies the products of these linears as a whole (`Linear.product`). They do the work
+of gather and scatter, or of copy and reduce, chunk by chunk.
+
 In backward, gather and scatter are each other's dual, and so are copy and reduce (`mplug.ops`).
 """
 
@@ -20,12 +23,15 @@ from mplug.nn import AttentionInputs, AttentionSpec
 from mplug.nn.embedding import lookup
 from mplug.nn.specification import KNOWN
 from mplug_tp.boundary import SEQUENCE, boundary
+from mplug_tp.pipelines import name_for
+from mplug_tp.product import OVERLAPPED
 from mplug_tp.vocabulary import VocabularyParallel
 
 
-def offers(run: Run, model: Model, sequence_parallel: bool) -> list[Offer | Wrap]:
+def offers(run: Run, model: Model, sequence_parallel: bool, overlap: bool) -> list[Offer | Wrap]:
     """All offers and wraps of tensor parallelism for this run."""
     group = run.group("tp")
+    pipeline = name_for(group, sequence_parallel) if overlap else ""
     vocabulary = VocabularyParallel(group, _vocab_size(model))
 
     def weight_split_along(dim: int | None) -> Callable[[Site, Run], bool]:
@@ -37,7 +43,10 @@ def offers(run: Run, model: Model, sequence_parallel: bool) -> list[Offer | Wrap
     def leave(y: Tensor) -> Tensor:
         return ops.scatter(y, group, SEQUENCE) if sequence_parallel else ops.reduce(y, group)
 
-    enter.boundary = leave.boundary = boundary(group, sequence_parallel)  # type: ignore[attr-defined]
+    enter.boundary = leave.boundary = boundary(group, sequence_parallel, pipeline)  # type: ignore[attr-defined]
+
+    def split_either_way(site: Site, _: Run) -> bool:
+        return not site.needs and dim_of_tp(model, f"{site.name}.weight") is not None
 
     def own_positions(positions: Tensor) -> Tensor:
         return ops.own_part(positions, group, SEQUENCE)
@@ -54,6 +63,8 @@ def offers(run: Run, model: Model, sequence_parallel: bool) -> list[Offer | Wrap
         Offer({"Embedding.lookup": look_up_tokens}, weight_split_along(0)),
         Wrap("Attention.core", partial(_with_global_heads, run.mesh.index(run.rank, "tp")), layer=100, serves=KNOWN),
     ]
+    if overlap:
+        found.append(Offer({"Linear.product": OVERLAPPED}, split_either_way, note=_overlap, fallback=True))
     if vocabulary.size is not None:
         found.append(Offer({"Loss.cross_entropy": vocabulary.cross_entropy}))
     if sequence_parallel:
@@ -69,6 +80,10 @@ def dim_of_tp(model: Model, name: str) -> int | None:
         if any(placement.splits.get(segment.axis) == "tp" for segment in segments):
             return dim
     return None
+
+
+def _overlap(site: Site, run: Run) -> str:
+    return "overlap"
 
 
 def _vocab_size(model: Model) -> int | None:

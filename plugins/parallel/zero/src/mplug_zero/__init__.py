@@ -60,7 +60,12 @@ class ZeRO:
         self._weights = Weights(model, groups, overlap=self.config.overlap)
 
     @hookimpl
+    def captures(self) -> bool:
+        """Every step starts the same sums and gathers, and waits for them."""
+        return True
+
+    @hookimpl
     def run_finished(self) -> None:
         """Wait for the weights that are still being gathered."""
         if self._weights is not None:
-            self._weights.wait(*tuple(self._weights.under_way))
+            self._weights.settle()

@@ -17,6 +17,7 @@ class Weights:
         self.under_way: dict[int, list[Any]] = {}
         self.at_once: tuple[int, ...] = ()
         model.when_written.append(self.gather)
+        model.when_settled.append(self.settle)
         if overlap:
             self._let_units_wait(model)
 
@@ -34,6 +35,10 @@ class Weights:
             return [joining_parts(shard.weights, group)]
         stretches = bucket.stretches
         return [copying_from(shard.weights[one.start : one.stop], group, one.owner) for one in stretches]
+
+    def settle(self) -> None:
+        """Wait for all buckets."""
+        self.wait(*tuple(self.under_way))
 
     def wait(self, *numbers: int) -> None:
         """Wait (on a GPU, let the stream wait) for the buckets with these numbers."""

@@ -1,0 +1,93 @@
+"""Why a CUDA graph cannot replay the steps of a run. A part of a step that does not state that it can is refused."""
+
+from collections.abc import Iterator
+
+from mplug.config.binding import RunConfig
+from mplug.config.sources import source_of
+from mplug.contracts import Optimizer
+from mplug.errors import UsageError, listed
+from mplug.model.draws import drawing_plugin
+from mplug.model.model import Model
+from mplug.run.run import Run
+
+HOOK = "captures"
+IN_A_STEP = ("build_model", "split_model", "mesh_axes", "shard_model", "shard_states", "wrap_model", "build_optimizer")
+"""Hooks whose results run in every step."""
+AFTER_A_STEP = ("parameters_updated",)
+"""Hooks that the host calls after every step: they find what the replayed step has written."""
+
+
+def refuse_graphs(run: Run, model: Model, optimizer: Optimizer) -> None:
+    """Raise UsageError if the config sets `trainer.graphs`, and a part of the run's steps cannot be replayed."""
+    found = obstacles(run, model, optimizer) if run.config.trainer.graphs else []
+    if found:
+        source = source_of(run.config.settings, ("trainer", "graphs"))
+        raise UsageError(
+            f"trainer.graphs=true ({source}): a CUDA graph cannot replay the steps of this run, because "
+            f"{', and because '.join(found)}; set trainer.graphs=false, or change these parts"
+        )
+
+
+def obstacles(run: Run, model: Model, optimizer: Optimizer) -> list[str]:
+    """The reasons, as clauses; empty if a graph can replay the steps. `optimizer` may be without memory."""
+    if not run.device.startswith("cuda"):
+        return ["the run is on the CPU"]
+    return [*_of_plugins(run, model), *_of_draws(run, model), *_of_modules(run, model), *_of_decay(run, optimizer)]
+
+
+def _of_plugins(run: Run, model: Model) -> Iterator[str]:
+    for label in run.hooks.implementers("build_stepper"):
+        yield f"{label} runs the step in an order of its own (the hook 'build_stepper')"
+    answers = dict(run.hooks.each(HOOK, run=run, model=model))
+    for label in _in_a_step(run, model):
+        answer = answers.get(label)
+        if answer is None:
+            yield f"{label} does not state that its part of a step can be replayed (the hook '{HOOK}')"
+        elif answer is not True:
+            yield f"{label} {answer}" if isinstance(answer, str) else f"{label} answers '{HOOK}' with {answer!r}"
+
+
+def _in_a_step(run: Run, model: Model) -> list[str]:
+    """The labels of the plugins that take part in a step: by their hooks, or by what they supply or wrap."""
+    by_hook = [label for hook in (*IN_A_STEP, *AFTER_A_STEP) for label in run.hooks.implementers(hook)]
+    filled = [*model.slots, *model.unit_wraps]
+    suppliers = [one.offer.plugin for one in filled if one.offer is not None]
+    wraps = [wrap.plugin for one in filled for wrap in one.wraps]
+    return [label for label in dict.fromkeys((*by_hook, *suppliers, *wraps)) if label in run.hooks.plugins]
+
+
+def _of_draws(run: Run, model: Model) -> Iterator[str]:
+    drawing = drawing_plugin(run, model.slots)
+    if drawing:
+        yield (
+            f"{drawing} draws dropout masks from torch's generator, which the host seeds for every unit (without "
+            f"dropout in attention, it draws none)"
+        )
+
+
+def _of_modules(run: Run, model: Model) -> Iterator[str]:
+    """Defaults of slots in which the CPU waits for the device (`waits` of the module)."""
+    reasons = dict[str, list[str]]()
+    for filled in model.slots:
+        waits = getattr(filled.site.module, "waits", None)
+        if filled.offer is None and waits is not None:
+            reason = waits(filled.site.slot, run.precision.activation_dtype)
+            if reason:
+                reasons.setdefault(reason, []).append(filled.site.role)
+    for reason, roles in reasons.items():
+        yield f"the CPU waits for the device in '{listed(dict.fromkeys(roles))}': {reason}"
+
+
+def _of_decay(run: Run, optimizer: Optimizer) -> Iterator[str]:
+    if not getattr(optimizer, "tensor_decay", False) and decay_changes(run.config):
+        (label,) = run.hooks.implementers("build_optimizer")
+        yield (
+            f"{label} reads the weight decay as a number, which a graph freezes, and schedule.weight_decay changes it "
+            f"(with schedule.weight_decay.name=constant, it does not)"
+        )
+
+
+def decay_changes(config: RunConfig) -> bool:
+    """Whether the schedule changes the weight decay within the run."""
+    schedule = config.schedule.weight_decay
+    return schedule.name != "constant" and schedule.end not in (None, config.optimizer.weight_decay)

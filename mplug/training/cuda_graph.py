@@ -1,0 +1,81 @@
+"""A recording of GPU work that can be replayed: a CUDA graph."""
+
+import gc
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from mplug.errors import RunError
+
+R = TypeVar("R")
+
+
+class Recording(Protocol):
+    """A recording of the device's work. The CPU's work happens once, when it is recorded."""
+
+    def record(self, work: Callable[[], R]) -> R:
+        """Run `work` on the CPU and record what it launches, without computing it; returns the result of `work`."""
+
+    def replay(self) -> None:
+        """Compute what was recorded: the same operations on the same memory, without waiting for the device."""
+
+
+def use_own_stream() -> None:
+    """Make a new stream the current one of this thread, if that is the default stream.
+
+    The default stream cannot be recorded. Autograd also runs the end of backward on the stream that was current when a
+    gradient sink was made, so the stream changes before the model gets memory.
+    """
+    current = torch.cuda.current_stream()
+    if current == torch.cuda.default_stream():
+        stream = torch.cuda.Stream()
+        stream.wait_stream(current)
+        torch.cuda.set_stream(stream)
+
+
+class CudaGraph:
+    """A CUDA graph of work on the current stream.
+
+    Recordings with the same `pool` use the same memory, so a result of one is valid only until another is replayed.
+    """
+
+    def __init__(self, pool: Any) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._pool = pool
+        self._checked = False
+
+    def record(self, work: Callable[[], R]) -> R:
+        """Record; other threads (NCCL's watchdog, a checkpoint that is being written) may use the GPU meanwhile.
+
+        If `work` raises, the recording cannot end either. The error is that of `work`.
+        """
+        gc.collect()  # the memory of a tensor that a cycle keeps alive could not be reused
+        stream, failed = torch.cuda.current_stream(), list[Exception]()
+        try:
+            with torch.cuda.graph(self._graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                try:
+                    return work()
+                except Exception as error:
+                    failed.append(error)
+                    raise
+        except Exception:
+            if failed:
+                raise failed[0] from None
+            raise
+
+    def replay(self) -> None:
+        """Launch the graph. The first time, raise RunError if it draws from torch's generator."""
+        before = self._drawn()
+        self._graph.replay()
+        if not self._checked and self._drawn() != before:
+            raise RunError(
+                "a kernel of the step draws random numbers from torch's generator, which a CUDA graph does not seed "
+                "for every unit as a run without graphs does; set trainer.graphs=false, or the dropout to 0"
+            )
+        self._checked = True
+
+    def _drawn(self) -> int:
+        """How far the GPU's generator has advanced: the second half of its state, which is on the CPU."""
+        state = torch.cuda.default_generators[torch.cuda.current_device()].get_state()
+        return int(state[8:16].view(torch.int64))

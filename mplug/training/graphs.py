@@ -1,0 +1,183 @@
+"""A stepper that records each training step once and then replays it (`trainer.graphs`).
+
+The whole step is one recording: the exchange of the weights of the last update, forward and backward of all micro
+batches, the reduction of gradients, their norm, the update. So the CPU launches one graph instead of thousands of
+kernels. Before a replay, the CPU copies the step's micro batches, learning rate, weight decay, random key and request
+to stop into the tensors that the recording reads. After it, the results are copied out.
+
+No Python code of a step runs in a replay. Two consequences:
+
+- A branch that depends on state of the CPU is recorded as it was taken. The flags `stale` of gradient sinks decide such
+  branches: the first contribution of a step overwrites a buffer, and further contributions add to it. `begin_step` sets
+  all flags, so a step does not depend on the flags that it finds. Which contribution is the first follows from the
+  units and the number of micro batches, and these are equal in all steps of a shape. So all steps of a shape take the
+  same branches. A replay neither reads nor changes a flag, and an eager step after it sets the flags anew. The same
+  holds for the sinks' `final`, `last` and `owed`, for the counters of strategies, and for `Model.weights_version`,
+  which only says within a step which unit makes the copies of a weight.
+- `Model.weights_written` is called when a step begins, not when it ends. Therefore forward hides the exchange of
+  weights in the recording too, and nothing is in flight when the recording ends. Copies of weights on other ranks, and
+  copies in other formats, are those of the last step only after another call; `evaluate` makes it.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mplug.contracts import MicroBatch, StepResult
+from mplug.errors import RunError, UsageError
+from mplug.model.graphs import refuse_graphs
+from mplug.nn.random import step_key
+from mplug.registry.blame import failed_part
+from mplug.training.cuda_graph import CudaGraph, Recording
+from mplug.training.stepper import DefaultStepper
+
+log = logging.getLogger("mplug")
+
+WARMUP = 3
+"""Eager steps of a shape before it is recorded. Meanwhile kernels compile, and libraries allocate and connect."""
+MOST = 8
+"""Shapes of which recordings are kept; a batch ramp-up has more, but never returns to one."""
+
+Entries = dict[str, Tensor]
+
+
+@dataclass
+class Shape:
+    """The steps with micro batches of the same shapes: the memory of the micro batches, and the recording."""
+
+    batches: list[Entries]
+    num_eager: int = 0
+    recording: Recording | None = None
+    result: StepResult | None = None
+
+    @classmethod
+    def of(cls, batches: list[MicroBatch]) -> "Shape":
+        """A shape without a recording, with memory of its own."""
+        return cls([{name: torch.empty_like(x) for name, x in batch.items()} for batch in batches])
+
+    def fill(self, batches: list[MicroBatch]) -> None:
+        """Copy a step's micro batches into the memory that the recording reads."""
+        for own, batch in zip(self.batches, batches, strict=True):
+            for name, entry in own.items():
+                entry.copy_(batch[name], non_blocking=True)
+
+
+def shape_of(batches: Iterable[MicroBatch]) -> tuple[Any, ...]:
+    """What must be equal for steps that share a recording: names, shapes and dtypes of the entries."""
+    return tuple(tuple((name, tuple(x.shape), x.dtype) for name, x in batch.items()) for batch in batches)
+
+
+class GraphedStepper:
+    """The steps of `default`, recorded once for each shape after `WARMUP` eager steps of it."""
+
+    def __init__(self, default: DefaultStepper, recording: Callable[[], Recording] | None = None) -> None:
+        self.default, self.run, self.model = default, default.run, default.model
+        if recording is None:
+            refuse_graphs(self.run, self.model, default.optimizer)
+            recording = partial(CudaGraph, torch.cuda.graph_pool_handle())
+        if len(self.model.when_settled) < len(self.model.when_written):
+            raise UsageError(
+                "a strategy appends to model.when_written and not to model.when_settled, so a CUDA graph cannot wait "
+                "for its exchange of weights; append the function that waits, or set trainer.graphs=false"
+            )
+        self._recording = recording
+        self._values = default.values(0.0, default.run.config.optimizer.weight_decay)
+        self._key = torch.zeros((), dtype=torch.int64, device=self.run.device)
+        self._shapes: dict[tuple[Any, ...], Shape] = {}
+        self._next: Shape | None = None
+
+    def forward_backward(self, micro_batches: Iterable[MicroBatch], step: int) -> None:
+        """Take the step's micro batches; `update` computes the step."""
+        batches = list(micro_batches)
+        self._next = self._shape(batches)
+        self._next.fill(batches)
+        self._key.fill_(step_key(self.default.seed, step))
+
+    def update(self, lr: float, weight_decay: float) -> StepResult:
+        """Compute the whole step: eagerly, or by a replay."""
+        assert self._next is not None, "forward_backward comes first"
+        shape, self._next = self._next, None
+        self._take(lr, weight_decay)
+        if shape.num_eager < WARMUP:
+            shape.num_eager += 1
+            return self._step(shape)
+        if shape.recording is None:
+            self._record(shape)
+        assert shape.recording is not None
+        assert shape.result is not None
+        shape.recording.replay()
+        return copied(shape.result)
+
+    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
+        """The mean loss of forward passes, which are never recorded."""
+        self.model.weights_written()
+        return self.default.evaluate(micro_batches)
+
+    @property
+    def num_recorded(self) -> int:
+        """How many shapes have a recording now."""
+        return sum(shape.recording is not None for shape in self._shapes.values())
+
+    def _shape(self, batches: list[MicroBatch]) -> Shape:
+        key = shape_of(batches)
+        if key not in self._shapes:
+            if len(self._shapes) == MOST:
+                del self._shapes[next(iter(self._shapes))]
+            self._shapes[key] = Shape.of(batches)
+        return self._shapes[key]
+
+    def _take(self, lr: float, weight_decay: float) -> None:
+        """Write the step's numbers into the tensors that the recording reads."""
+        if self.default.tensor_decay or self.num_recorded == 0:
+            self._values = replace(self._values, decay_number=weight_decay)
+        elif weight_decay != self._values.decay_number:
+            raise RunError(
+                f"the weight decay changes from {self._values.decay_number:g} to {weight_decay:g} in step "
+                f"{self.run.step}, and the optimizer has read it as a number, which the CUDA graph has frozen; set "
+                f"trainer.graphs=false, or schedule.weight_decay.name=constant"
+            )
+        self._values.fill(lr, weight_decay, self.run.stop_requested)
+
+    def _step(self, shape: Shape) -> StepResult:
+        """The work of a step. It reads no value of the CPU that differs between steps of the shape."""
+        default = self.default
+        self.model.weights_written()
+        default.begin_step(0)
+        default.accumulate(shape.batches, partial(default.keyed, key=self._key))
+        result = default.apply(self._values, _nothing)
+        self.model.weights_settled()  # a unit that does not run has not waited for its weights
+        return result
+
+    def _record(self, shape: Shape) -> None:
+        recording = self._recording()
+        try:
+            shape.result = recording.record(partial(self._step, shape))
+        except (UsageError, RunError):
+            raise
+        except Exception as error:
+            raise RunError(
+                f"the step cannot be recorded as a CUDA graph: {failed_part(self.run.hooks, error)}; set "
+                f"trainer.graphs=false, or replace the part that makes the CPU wait for the device"
+            ) from error
+        shape.recording = recording
+        log.info("recorded step %d with %d micro batches as a CUDA graph", self.run.step, len(shape.batches))
+
+
+def copied(result: StepResult) -> StepResult:
+    """The result in memory of its own, which the next replay does not overwrite."""
+    return StepResult(**{field.name: _copied(getattr(result, field.name)) for field in fields(result)})
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    return value if value is None else {name: tensor.clone() for name, tensor in value.items()}
+
+
+def _nothing() -> None:
+    """Weights are exchanged when the next step begins."""

@@ -1,0 +1,75 @@
+"""FP8 training with torch alone: a precision, and the matrix products of its recipes.
+
+mplug train --precision fp8 --kernels linear=fp8
+"""
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
+
+from mplug import Offer, Precision, hookimpl
+from mplug_fp8.recipes import recipe_of
+
+if TYPE_CHECKING:
+    from mplug import Run
+
+
+class FP8:
+    """bf16 with the operands of matrix products in FP8 (arXiv 2209.05433), masters and sums in fp32."""
+
+    class Config(BaseModel):
+        """The scales of the operands."""
+
+        model_config = ConfigDict(extra="forbid", frozen=True)
+
+        scaling: Literal["tensorwise", "rowwise", "blockwise"] = Field(
+            "tensorwise",
+            description="what has one scale: a tensor; a row; or 128 numbers of a row, and 128 x 128 of a weight",
+        )
+        when: Literal["current", "delayed"] = Field(
+            "current",
+            description="whether scales follow from the tensor itself, or from the last steps (tensorwise only)",
+        )
+        power_of_two: bool | None = Field(
+            None, description="round scales down to powers of two; null: only if scaling is not tensorwise"
+        )
+        history: PositiveInt = Field(1024, description="delayed: steps whose largest values determine a scale")
+        margin: NonNegativeInt = Field(0, description="delayed: divide scales by 2 to the power of it")
+
+        @model_validator(mode="after")
+        def _possible(self) -> "FP8.Config":
+            if self.when == "delayed" and self.scaling != "tensorwise":
+                raise ValueError(f"when=delayed needs scaling=tensorwise, not {self.scaling}; use when=current")
+            if self.scaling == "blockwise" and self.power_of_two is False:
+                raise ValueError("power_of_two=false needs scaling=tensorwise or rowwise; blockwise scales are powers")
+            return self
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @hookimpl
+    def define_precision(self) -> Precision:
+        """Formats as those of bf16, and a recipe for products."""
+        recipe = recipe_of(
+            self.config.scaling, self.config.when, self.config.power_of_two, self.config.history, self.config.margin
+        )
+        return Precision(weights="bfloat16", activations="bfloat16", gradients="bfloat16", recipe=recipe)
+
+
+class FP8Products:
+    """The matrix products of linear layers and experts in FP8, by torch's scaled products and Triton kernels."""
+
+    class Config(BaseModel):
+        """No options: those of the recipe belong to the precision."""
+
+        model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @hookimpl
+    def offer(self, run: "Run") -> list[Offer]:
+        """`Linear.product` and `Experts.product`, with the options of the run's recipe."""
+        from mplug_fp8.suppliers import offers
+
+        return offers(run.precision.recipe)

@@ -1,0 +1,289 @@
+"""The Triton kernels give the bits of the definition, numbers and inverses; torch's products are within their bound.
+
+The kernels run on a GPU, or on a CPU in Triton's interpreter (TRITON_INTERPRET=1).
+"""
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mplug_fp8 import emulation
+from mplug_fp8.emulation import BLOCK, E4M3, E5M2, padded
+from torch import Tensor
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+SHAPES = [(48, 64), (37, 160), (1, 16), (16, 32)] if INTERPRETED else [(48, 64), (1000, 2064), (4096, 2048), (1, 16)]
+LINES = [(150, 256), (128, 128)] if INTERPRETED else [(150, 256), (1000, 384), (4096, 2048)]
+CANNOT_RUN = find_spec("triton") is None or not (INTERPRETED or torch.cuda.is_available())
+each_format = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+powers = pytest.mark.parametrize("power", [False, True], ids=["", "power"])
+
+
+def runs(test: Callable[..., None]) -> Callable[..., None]:
+    """A test of kernels, which is one of the GPU's tests outside of the interpreter."""
+    skipping = pytest.mark.skipif(CANNOT_RUN, reason="it needs Triton, and a GPU or TRITON_INTERPRET=1")
+    marked: Callable[..., None] = skipping(test if INTERPRETED else pytest.mark.gpu(test))
+    return marked
+
+
+@pytest.mark.skipif(find_spec("triton") is None or INTERPRETED, reason="it needs Triton, outside of its interpreter")
+def test_what_runs_on_a_gpu_runs_in_tritons_interpreter_too() -> None:
+    finished = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", str(Path(__file__))],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert "passed" in finished.stdout
+
+
+@pytest.fixture(autouse=True)
+def torchs_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter rounds to fp8 wrongly (no ties to even, no carry), so there torch rounds.
+
+    As on a GPU, infinity saturates, and there is one NaN.
+    """
+    if not INTERPRETED or find_spec("triton") is None:
+        return
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    formats, plain = {tl.float8e4nv: E4M3, tl.float8e5: E5M2}, interpreter._convert_float
+
+    def converted(numbers: Any, source: Any, target: Any, mode: Any) -> Any:
+        if target not in formats:
+            return plain(numbers, source, target, mode)
+        wide = torch.from_numpy(np.ascontiguousarray(numbers).view(np.float32))
+        end = emulation.limit(formats[target])
+        wide = torch.where(wide.isnan(), torch.nan, wide.clamp(-end, end))
+        return wide.to(formats[target]).view(torch.uint8).numpy()
+
+    monkeypatch.setattr(interpreter, "_convert_float", converted)
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    """Random numbers over nine powers of ten, in bf16, with zeros, a row and a column of zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = 10 ** (6 * torch.rand(shape, generator=generator) - 4.5)
+    x = (torch.randn(shape, generator=generator) * sizes).to(torch.bfloat16)
+    x[..., 0], x[..., -1, :] = 0, x[..., -1, :] * (x.shape[-2] == 1)
+    return x
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.cpu().contiguous().view({1: torch.uint8, 4: torch.int32}[x.element_size()])
+
+
+def assert_bits(found: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> None:
+    for number, (ours, exact) in enumerate(zip(found, right, strict=True)):
+        assert (ours.shape, ours.dtype) == (exact.shape, exact.dtype), f"result {number}"
+        differing = int((bits(ours) != bits(exact)).sum())
+        assert not differing, f"{differing} of {ours.numel()} in result {number}"
+
+
+@runs
+@each_format
+@powers
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_cast_with_one_scale_has_the_bits_of_the_definition(
+    shape: tuple[int, int], power: bool, dtype: torch.dtype
+) -> None:
+    from mplug_fp8 import launch
+
+    x = drawn(*shape)
+    given = x.to(DEVICE)
+    rows = torch.empty(shape, dtype=dtype, device=DEVICE)
+    columns = torch.empty((shape[1], padded(shape[0])), dtype=dtype, device=DEVICE)
+    found = launch.largest_of(given)
+    assert float(found.max()) == float(emulation.largest_of(x))
+    inverse = launch.cast(given, found, None, dtype, power, True, rows, columns)
+    right, right_inverse = emulation.cast(x, emulation.largest_of(x).view(1), dtype, power)
+    assert_bits((rows, columns, inverse), (right, emulation.transposed(right), right_inverse))
+    again = torch.empty_like(columns)
+    launch.transposed(rows, again)
+    assert_bits((again,), (columns,))
+
+
+@runs
+@each_format
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_cast_with_a_known_scale_keeps_the_largest_value(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    from mplug_fp8 import launch
+
+    x, scale = drawn(*shape), torch.tensor([3e5])  # some numbers saturate in each format
+    rows = torch.empty(shape, dtype=dtype, device=DEVICE)
+    statistic = torch.zeros((), device=DEVICE)
+    given = (x.to(DEVICE), scale.to(DEVICE))
+    inverse = launch.cast(*given, statistic, dtype, False, False, rows, None)
+    assert_bits((rows, inverse), (emulation.rounded(x, scale, dtype), 1 / scale))
+    assert float(statistic) == float(x.float().abs().max())
+    statistic.fill_(1e9)
+    launch.cast(*given, statistic, dtype, False, False, rows, None)
+    assert float(statistic) == 1e9
+
+
+@runs
+@pytest.mark.filterwarnings("ignore:invalid value")  # of the interpreter
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan], ids=str)
+def test_numbers_that_are_not_finite_have_the_bits_of_the_definition(bad: float) -> None:
+    from mplug_fp8 import launch
+
+    x = drawn(128, 128)
+    x[7, 5] = bad
+    given = x.to(DEVICE)
+    for dtype in (E4M3, E5M2):
+        rows = torch.empty((128, 128), dtype=dtype, device=DEVICE)
+        inverse = launch.cast(given, launch.largest_of(given), None, dtype, False, True, rows, None)
+        assert_bits((rows,), (emulation.cast(x, emulation.largest_of(x).view(1), dtype, False)[0],))
+        assert inverse.isnan()
+        launch.cast(given, torch.ones(1, device=DEVICE), None, dtype, False, False, rows, None)
+        assert_bits((rows,), (emulation.rounded(x, torch.ones(1), dtype),))
+    for name, arguments in (("cast_rowwise", (x[None], True)), ("cast_lines", (x,)), ("cast_blocks", (x,))):
+        tensors = (arguments[0].to(DEVICE), *arguments[1:])
+        found, right = (getattr(one, name)(*given) for one, given in ((launch, tensors), (emulation, arguments)))
+        for number in (0, 2):
+            assert_bits((found[number],), (right[number],))
+        for number in (1, 3):  # the sign and payload of NaN differ
+            torch.testing.assert_close(found[number].cpu(), right[number], rtol=0, atol=0, equal_nan=True)
+
+
+@runs
+@powers
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_rowwise_cast_has_the_bits_of_the_definition(shape: tuple[int, int], power: bool) -> None:
+    from mplug_fp8 import launch
+
+    x = torch.stack((drawn(*shape), drawn(*shape, seed=1)))
+    assert_bits(launch.cast_rowwise(x.to(DEVICE), power), emulation.cast_rowwise(x, power))
+
+
+@runs
+@pytest.mark.parametrize("shape", LINES, ids=str)
+def test_a_blockwise_cast_has_the_bits_of_the_definition(shape: tuple[int, int]) -> None:
+    from mplug_fp8 import launch
+
+    x = drawn(*shape)
+    assert_bits(launch.cast_lines(x.to(DEVICE)), emulation.cast_lines(x))
+    weight = drawn(padded(shape[0], BLOCK), shape[1])
+    assert_bits(launch.cast_blocks(weight.to(DEVICE)), emulation.cast_blocks(weight))
+
+
+@runs
+@powers
+@pytest.mark.parametrize(
+    "counts", [(0, 33, 0, 47), (1,), (32, 32), (0, 0, 5)] if INTERPRETED else [(0, 33, 0, 47), (500, 1, 1547)], ids=str
+)
+def test_a_grouped_cast_has_the_bits_of_the_definition(counts: tuple[int, ...], power: bool) -> None:
+    from mplug_fp8 import launch
+
+    ends = torch.tensor(counts).cumsum(0).to(torch.int32)
+    x = drawn(int(ends[-1]) + 11, 160)
+    found, right = launch.cast_grouped(x.to(DEVICE), ends.to(DEVICE), power), emulation.cast_grouped(x, ends, power)
+    stop, end = int(ends[-1]), int(right[4][-1])
+    inside = [(one[0][:stop], one[1][:stop], one[2][:, :end], one[4]) for one in (found, right)]
+    assert_bits(inside[0], inside[1])
+    full = torch.tensor(counts) > 0
+    assert_bits((found[3].cpu()[full],), (right[3][full],))
+
+
+# torch's products on a GPU.
+
+
+def abs_product(a: Tensor, b: Tensor) -> Tensor:
+    """The sums of the absolute values of the terms of a product."""
+    return a.double().abs() @ b.double().abs()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="there is no CUDA GPU here")
+class TestProductsOnAGPU:
+    """The three products of every recipe, against the emulation of the same operands in fp64."""
+
+    @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
+    @pytest.mark.parametrize("shape", [(512, 256, 384), (500, 1024, 640)], ids=str)
+    def test_products_are_within_the_bound_of_their_sums(self, recipe: str, shape: tuple[int, int, int]) -> None:
+        """Tensor cores keep at least 13 bits of the terms of a sum (arXiv 2412.19437, section 3.3.2)."""
+        from mplug_fp8.products import Blockwise, Delayed, Rowwise, Tensorwise
+        from mplug_fp8.recipes import Options
+
+        from mplug.nn import Narrow, Operand, Sink
+
+        if recipe == "blockwise" and torch.cuda.get_device_capability()[0] != 9:
+            pytest.skip("blockwise products need compute capability 9")
+        kinds = {"tensorwise": Tensorwise, "delayed": Delayed, "rowwise": Rowwise, "blockwise": Blockwise}
+        supplier = kinds[recipe](Options(power_of_two=recipe in ("rowwise", "blockwise")))
+        n, i, o = shape
+        generator = torch.Generator().manual_seed(0)
+        x, weight, grad_y = (
+            torch.randn(size, generator=generator).to(torch.bfloat16) for size in ((n, i), (o, i), (n, o))
+        )
+        found = {}
+        for device in ("cpu", "cuda"):
+            scale = torch.full((1,), 64.0, device=device)
+            buffers = {name: torch.zeros((), device=device) for name in ("input", "gradient")}
+            buffers |= {"input_scale": scale, "gradient_scale": scale}
+            operand = Operand(weight.to(device), supplier.cast(weight.to(device), buffers))
+            y, saved = supplier.forward(x.to(device), operand, Narrow(), buffers)
+            total, stale = torch.full((o, i), 7.0, device=device), torch.ones((), dtype=torch.bool)
+            sink = Sink(total, stale)
+            grad_x, _ = supplier.backward(grad_y.to(device), operand, saved, sink, Narrow(), buffers, True)
+            assert grad_x is not None
+            assert not stale
+            first = total.clone()
+            half = torch.zeros((o, i), device=device, dtype=torch.bfloat16)
+            operands = supplier.dgrad(grad_y.to(device), operand, saved, Narrow(), buffers, False)[1]
+            supplier.wgrad(operands, Sink(half, torch.ones((), dtype=torch.bool)), Narrow(), buffers)
+            supplier.wgrad(operands, sink, Narrow(), buffers)
+            assert torch.equal(total, 2 * first)
+            returned = supplier.wgrad(operands, None, Narrow(), buffers)
+            assert returned is not None
+            found[device] = [y, grad_x, first, half, returned]
+        sizes = [abs_product(x, weight.t()), abs_product(grad_y, weight), abs_product(grad_y.t(), x)]
+        for number, (exact, ours) in enumerate(zip(*found.values(), strict=True)):
+            rounding = 0 if number == 2 else 2.0**-7
+            bound = sizes[min(number, 2)] * 2.0**-13 + rounding * exact.double().abs()
+            error = (ours.cpu().double() - exact.double()).abs()
+            assert (error <= bound).all(), (
+                f"result {number} is off by {float((error / bound).max()):.1f} times its bound"
+            )
+
+    def test_grouped_products_are_within_the_bound_of_their_sums(self) -> None:
+        from mplug_fp8.grouped import RowwiseGroups
+        from mplug_fp8.recipes import Options
+
+        from mplug.nn import Operand, Sink
+
+        if torch.cuda.get_device_capability()[0] not in (9, 10):
+            pytest.skip("torch's grouped product needs compute capability 9 or 10")
+        supplier, ends = RowwiseGroups(Options(power_of_two=True)), torch.tensor([0, 133, 133, 480], dtype=torch.int32)
+        generator = torch.Generator().manual_seed(0)
+        x, weight, grad_y = (
+            torch.randn(size, generator=generator).to(torch.bfloat16)
+            for size in ((500, 256), (4, 384, 256), (500, 384))
+        )
+        found = {}
+        for device in ("cpu", "cuda"):
+            own = ends.to(device)
+            operand = Operand(weight.to(device), supplier.cast(weight.to(device)))
+            y, saved = supplier.forward(x.to(device), own, operand)
+            grad_x, operands = supplier.dgrad(grad_y.to(device), own, operand, saved, True)
+            total, stale = torch.full((4, 384, 256), 7.0, device=device), torch.ones((), dtype=torch.bool)
+            supplier.wgrad(operands, own, Sink(total, stale))
+            assert grad_x is not None
+            assert not stale
+            found[device] = [y[:480], grad_x[:480], total]
+        for number, (exact, ours) in enumerate(zip(*found.values(), strict=True)):
+            error, size = (ours.cpu().double() - exact.double()).abs(), exact.double()
+            assert (error <= 2.0**-7 * (size.std() + size.abs())).all(), f"result {number}"
+        assert not found["cuda"][2][[0, 2]].any()

@@ -1,0 +1,99 @@
+"""Linear layers in FP8 and bf16, attention and norms by NVIDIA's Transformer Engine 2.x.
+
+The plugin calls the layer below Transformer Engine's modules, which are hidden from torch's compiler. It imports
+Transformer Engine only if a run names the plugin.
+"""
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+
+from mplug import Offer, Precision, hookimpl
+from mplug_te.recipes import BLACKWELL, NAMES, Scaling, recipe_of
+
+if TYPE_CHECKING:
+    from mplug import Recipe, Run
+
+
+class TransformerEngine:
+    """Linear layers in FP8 and bf16, attention and norms by Transformer Engine, on NVIDIA GPUs."""
+
+    class Config(BaseModel):
+        """No options."""
+
+        model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @hookimpl
+    def offer(self, run: "Run") -> list[Offer]:
+        """Offers of whole products in half precision and by the run's recipe, of attention, and of norms."""
+        from mplug_te.attention import core, supports, varies
+        from mplug_te.limits import supports_half, supports_norm
+        from mplug_te.linear import HalfProduct
+        from mplug_te.norm import norm_residual
+
+        return [
+            Offer({"Linear.product": HalfProduct()}, supports_half),
+            *_by_recipe(run.precision.recipe),
+            Offer({"Attention.core": core(run.config.trainer.deterministic)}, supports, varies),
+            Offer({"Norm.norm_residual": norm_residual}, supports_norm),
+        ]
+
+
+def _by_recipe(recipe: "Recipe | None") -> list[Offer]:
+    """The offer of products by a recipe; empty if this plugin does not know the recipe."""
+    from mplug_te import delayed
+    from mplug_te.limits import refuses_blackwell, supports_fp8
+    from mplug_te.linear import HalfProduct, product_of
+    from mplug_te.recipes import DELAYED, Options, options_of
+
+    if recipe is None or recipe.name not in (*NAMES, *BLACKWELL):
+        return []
+    if recipe.name in BLACKWELL:
+        return [Offer({"Linear.product": HalfProduct()}, partial(refuses_blackwell, recipe.name))]
+    known = options_of(recipe)
+    options = Options() if isinstance(known, str) else known  # `supports` states the reason
+    supplier = {"Linear.product": product_of(recipe.name, options)}
+    if recipe.name != DELAYED:
+        return [Offer(supplier, partial(supports_fp8, recipe.name))]
+    return [
+        Offer(
+            supplier,
+            partial(supports_fp8, recipe.name),
+            buffers=partial(delayed.declared, history=options.history),
+            step_ended=partial(delayed.step_ended, options=options),
+        )
+    ]
+
+
+class FP8:
+    """Matrix products in FP8, everything else as in bf16. The first and last blocks and the head stay in bf16."""
+
+    class Config(BaseModel):
+        """The recipe of the products."""
+
+        model_config = ConfigDict(extra="forbid", frozen=True)
+
+        recipe: Scaling = Field(
+            "delayed",
+            description="delayed: scales of tensors come from the last steps; tensorwise: from the tensors themselves; "
+            "blockwise: a scale for 128 numbers; mxfp8, nvfp4: small blocks, for Blackwell GPUs",
+        )
+        power_of_two: bool | None = Field(
+            None, description="round scales down to powers of two; null: only if the recipe is blockwise"
+        )
+        history: PositiveInt = Field(1024, description="delayed: steps whose largest values determine a scale")
+        margin: NonNegativeInt = Field(0, description="delayed: scales are divided by 2 to the power of it")
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @hookimpl
+    def define_precision(self) -> Precision:
+        """bf16 with a recipe."""
+        own = self.config
+        recipe = recipe_of(own.recipe, own.power_of_two, own.history, own.margin)
+        return Precision(weights="bfloat16", activations="bfloat16", gradients="bfloat16", recipe=recipe)

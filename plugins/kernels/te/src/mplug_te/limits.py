@@ -1,0 +1,115 @@
+"""What Transformer Engine can compute on this machine: the answers of `supports` for products and norms."""
+
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+
+from mplug import Recipe, Site
+from mplug_te.library import missing
+from mplug_te.recipes import BLACKWELL, BLOCKWISE, NAMES, Options, options_of
+
+if TYPE_CHECKING:
+    from mplug import Run
+
+HALF = ("bfloat16", "float16")
+HOPPER, BLACKWELL_CHIP = (9, 0), (10, 0)
+ALIGNED, BLOCK = 16, 128
+"""Multiples of the widths of FP8 products: of tensorwise scaled operands, and of operands in blocks."""
+FIRST_CUDA_OF_BLOCKS = (12, 9)
+
+
+def supports_half(site: Site, run: "Run") -> bool | str:
+    """Products in bf16 or fp16; False for sites that need a recipe, which another offer serves."""
+    if any(need in site.needs for need in map(_need, (*NAMES, *BLACKWELL))):
+        return False
+    return site.not_offered or runs(run) or True
+
+
+def supports_fp8(name: str, site: Site, run: "Run") -> bool | str:
+    """Products by the recipe `name`; False for sites that do not need it."""
+    if _need(name) not in site.needs:
+        return False
+    if reason := site.lacking({_need(name)}) or runs(run):
+        return reason
+    if reason := refused_by_chip(name) or _refused_widths(name, site, run):
+        return reason
+    options = options_of(run.precision.recipe) if run.precision.recipe is not None else Options()
+    if isinstance(options, str):
+        return options
+    if run.precision.activations != "bfloat16":
+        word, format_ = run.config.trainer.precision, run.precision.activations
+        return f"its FP8 products take and return bf16, and trainer.precision={word} has activations in {format_}"
+    return True
+
+
+def refuses_blackwell(name: str, site: Site, run: "Run") -> bool | str:
+    """The reason against a recipe for Blackwell; False for sites that do not need it."""
+    if _need(name) not in site.needs:
+        return False
+    if reason := runs(run):
+        return reason
+    capability = torch.cuda.get_device_capability()
+    if capability < BLACKWELL_CHIP:
+        return (
+            f"{BLACKWELL[name]} needs a Blackwell GPU (compute capability 10.0), and this GPU has "
+            f"{_dotted(capability)}; set precisions.te-fp8.recipe to delayed, tensorwise or blockwise"
+        )
+    return (
+        f"this version of mplug-te does not compute {BLACKWELL[name]}, because it has never run on a Blackwell GPU; "
+        f"set trainer.precision=bf16"
+    )
+
+
+def supports_norm(site: Site, run: "Run") -> bool | str:
+    """Norms in bf16 or fp16."""
+    return site.not_offered or runs(run) or True
+
+
+def _refused_widths(name: str, site: Site, run: "Run") -> str:
+    """Why a rank's part of the weight [O, I] cannot be an operand; the empty string if it can."""
+    multiple = BLOCK if name == BLOCKWISE else ALIGNED
+    outputs, inputs = site.module.weight.shape
+    parts = outputs / _degree(site, run, 0), inputs / _degree(site, run, 1)
+    if all(width % multiple == 0 for width in parts):
+        return ""
+    local = "" if parts == (outputs, inputs) else f", of which a rank has {parts[1]:g} and {parts[0]:g}"
+    return (
+        f"'{name}' needs widths that are multiples of {multiple}, and this layer has {inputs} inputs and {outputs} "
+        f"outputs{local}; change the widths, or add the layer to trainer.base_modules"
+    )
+
+
+def _degree(site: Site, run: "Run", dim: int) -> int:
+    """The number of parts into which the layout divides a dimension of the weight."""
+    named = set(site.axes("weight", dim)) if "weight" in site.parameters else set()
+    return prod(axis.size for axis in run.mesh.axes.values() if named.intersection(axis.splits))
+
+
+def refused_by_chip(name: str) -> str:
+    """Why this machine cannot compute a recipe of FP8, or the empty string."""
+    capability = torch.cuda.get_device_capability()
+    if capability != HOPPER:
+        return f"its FP8 products support Hopper GPUs (compute capability 9.0), and this GPU has {_dotted(capability)}"
+    cuda = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
+    if name == BLOCKWISE and cuda < FIRST_CUDA_OF_BLOCKS:
+        return f"'{name}' needs CUDA 12.9 or newer, and torch is built with {_dotted(cuda)}"
+    return ""
+
+
+def runs(run: "Run") -> str:
+    """Why this machine cannot run Transformer Engine's kernels in the run's formats, or the empty string."""
+    if reason := missing(run.device):
+        return reason
+    if run.precision.activations not in HALF:
+        word, format_ = run.config.trainer.precision, run.precision.activations
+        return f"it computes in bf16 or fp16, and trainer.precision={word} computes in {format_}"
+    return ""
+
+
+def _need(name: str) -> str:
+    return Recipe(name).need
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))

@@ -1,0 +1,268 @@
+"""What the plugin claims and refuses. Its numbers are in test_linear.py (stand-ins) and test_gpu_te.py."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mplug_te.attention
+import mplug_te.library
+import pytest
+import torch
+from mplug_te import FP8, TransformerEngine
+from mplug_te.fused import Mask
+from mplug_te.recipes import BLACKWELL, BLOCKWISE, DELAYED, TENSORWISE
+
+from mplug import Offer, Precision, Recipe, Site
+from mplug.errors import UsageError
+from mplug.layout.plan import Init, Parameter
+from mplug.model.build import build_model
+from mplug.nn import DotProductAttention, Linear, Norm
+from mplug.nn.specification import DOCUMENTS, LOG_SUM_EXP
+from mplug.testing import precision_named
+from mplug.testing.harness import tiny_run
+
+INSTALLED = "2.20.2"
+
+
+def machine(
+    monkeypatch: pytest.MonkeyPatch,
+    installed: str = INSTALLED,
+    capability: tuple[int, int] = (9, 0),
+    cuda: str = "13.0",
+    broken: str = "",
+    cudnn: str = "",
+) -> None:
+    """Makes the machine one with such a GPU and Transformer Engine; `cudnn`: its reason against attention."""
+
+    def version(name: str) -> str:
+        if not installed:
+            raise mplug_te.library.PackageNotFoundError(name)
+        return installed
+
+    def library() -> Any:
+        if broken:
+            raise ImportError(broken)
+        return SimpleNamespace(tex=SimpleNamespace(get_cudnn_version=lambda: 91900))
+
+    mplug_te.library._broken.cache_clear()
+    monkeypatch.setattr(mplug_te.library, "version", version)
+    monkeypatch.setattr(mplug_te.library, "library", library)
+    monkeypatch.setattr(mplug_te.attention, "library", library)
+    monkeypatch.setattr(mplug_te.attention, "_message", lambda *_: cudnn)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
+    monkeypatch.setattr("torch.version.cuda", cuda)
+
+
+def run(precision: Precision | None = None, device: str = "cuda", tp: int = 1, **trainer: Any) -> Any:
+    chosen = precision_named("bf16") if precision is None else precision
+    values = {"precision": "word", "deterministic": False, "seq_length": 256, "micro_batch_size": 2, **trainer}
+    config = SimpleNamespace(trainer=SimpleNamespace(**values))
+    mesh = SimpleNamespace(axes={"tp": SimpleNamespace(size=tp, splits=("mlp",))})
+    return SimpleNamespace(device=device, precision=chosen, config=config, mesh=mesh)
+
+
+def fp8(recipe: str = "delayed", **options: Any) -> Precision:
+    return FP8(FP8.Config(recipe=recipe, **options)).define_precision()  # type: ignore[arg-type]
+
+
+def linear(inputs: int = 256, outputs: int = 128, needs: tuple[str, ...] = ()) -> Site:
+    with torch.device("meta"):
+        layer = Linear(inputs, outputs, bias=False)
+    weight = {"weight": Parameter(("mlp", "embed"), Init("normal"))}
+    return Site("blocks.*.mlp.up", "Linear.product", layer, "blocks.0.mlp.up", frozenset(needs), weight)
+
+
+def attention(*needs: str, **named: Any) -> Site:
+    with torch.device("meta"):
+        module = DotProductAttention(4, 2, 64, qk_norm=False, theta=None, **named)
+    return Site("blocks.*.attn", "Attention.core", module, "blocks.0.attn", frozenset(needs))
+
+
+def answers(site: Site, during: Any) -> list[bool | str]:
+    """The answers of the offers for a slot, but False."""
+    found: list[Offer] = TransformerEngine(TransformerEngine.Config()).offer(during)
+    return [
+        answer for one in found if site.slot in one.suppliers and (answer := one.supports(site, during)) is not False
+    ]
+
+
+# What it serves.
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
+def test_a_layer_is_served_by_the_recipe_of_the_run_and_base_modules_in_bf16(
+    monkeypatch: pytest.MonkeyPatch, recipe: str
+) -> None:
+    machine(monkeypatch)
+    during = run(fp8(recipe))
+    assert answers(linear(needs=(Recipe(f"fp8-{recipe}").need,)), during) == [True]
+    assert answers(linear(), during) == [True]
+    assert answers(linear(33, 7), during) == [True]
+
+
+def test_delayed_scaling_declares_its_statistics_and_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch)
+    offers = TransformerEngine(TransformerEngine.Config()).offer(run(fp8("delayed", history=7)))
+    (declared,) = [found for one in offers if (found := one.buffers(linear()))]
+    assert {name: (one.shape, one.over, one.reduction) for name, one in declared.items() if one.over} == {
+        "input": ((), ("batch", "sequence", "embed"), "max"),
+        "gradient": ((), ("batch", "sequence", "mlp"), "max"),
+    }
+    assert {name: (one.shape, one.value) for name, one in declared.items() if not one.over} == {
+        "input_history": ((7,), 0.0),
+        "gradient_history": ((7,), 0.0),
+        "input_scale": ((1,), 16.0),
+        "gradient_scale": ((1,), 256.0),
+    }
+
+
+def test_attention_and_norms_are_served_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch)
+    with torch.device("meta"):
+        norm = Site("norm", "Norm.norm_residual", Norm(24, "rmsnorm"), "norm")
+    assert answers(norm, run()) == [True]
+    assert answers(attention(), run()) == [True]
+    assert answers(attention("window", DOCUMENTS, window=9), run()) == [True]
+    assert answers(attention(LOG_SUM_EXP), run()) == [True]
+
+
+@pytest.mark.parametrize(
+    ("mask", "word", "span"),
+    [
+        (Mask(True, 0, False, False, False), "causal", (-1, 0)),
+        (Mask(False, 0, False, False, False), "no_mask", (-1, -1)),
+        (Mask(True, 5, False, False, False), "causal", (4, 0)),
+        (Mask(False, 5, False, False, False), "no_mask", (4, 4)),
+        (Mask(True, 0, True, False, False), "causal_bottom_right", (-1, 0)),
+        (Mask(True, 0, False, True, False), "padding_causal", (-1, 0)),
+        (Mask(False, 0, False, True, False), "padding", (-1, -1)),
+    ],
+)
+def test_masks_have_transformer_engines_words_and_inclusive_spans(mask: Mask, word: str, span: tuple[int, int]) -> None:
+    assert (mask.word, mask.span) == (word, span)
+
+
+# What it refuses.
+
+
+@pytest.mark.parametrize(
+    ("changes", "site", "during", "words"),
+    [
+        ({"installed": ""}, linear(), run(), "Transformer Engine is not installed; install 'mplug-te[te]'"),
+        ({"installed": ""}, linear(), run(device="cpu"), "Transformer Engine is not installed"),
+        ({"installed": "2.9.0"}, linear(), run(), "it supports Transformer Engine 2.20, and 2.9.0 is installed"),
+        ({"broken": "no cuDNN\nhere"}, linear(), run(), "installed, and its import fails: no cuDNN"),
+        ({"capability": (7, 5)}, linear(), run(), "compute capability 8.0 and newer, and this GPU has 7.5"),
+        ({}, linear(), run(device="cpu"), "needs a CUDA GPU, and this run is on the CPU"),
+        ({}, linear(), run(precision_named("fp32")), "computes in bf16 or fp16, and trainer.precision=word computes"),
+        ({}, linear(needs=("ringo",)), run(), "it does not offer ringo"),
+        ({}, attention("soft cap", soft_cap=2.0), run(), "it does not offer soft cap"),
+        ({}, attention(LOG_SUM_EXP, DOCUMENTS), run(), "it does not offer log-sum-exp"),
+        ({"cudnn": "not today"}, attention(), run(), "not today"),
+        ({}, attention(dropout=0.1), run(), "dropout in steps of 1/16, and attention dropout is 0.1"),
+        ({}, attention("attention sinks", sinks=True), run(deterministic=True), "no deterministic backward"),
+    ],
+)
+def test_what_it_cannot_serve_is_refused_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], site: Site, during: Any, words: str
+) -> None:
+    machine(monkeypatch, **changes)
+    (answer,) = answers(site, during)
+    assert words in str(answer)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "widths", "words"),
+    [
+        ({}, DELAYED, (24, 128), "widths that are multiples of 16, and this layer has 24 inputs and 128 outputs"),
+        ({}, BLOCKWISE, (128, 64), "widths that are multiples of 128, and this layer has 128 inputs and 64 outputs"),
+        ({"capability": (8, 9)}, TENSORWISE, (128, 128), "Hopper GPUs (compute capability 9.0), and this GPU has 8.9"),
+        ({"capability": (10, 0)}, TENSORWISE, (128, 128), "and this GPU has 10.0"),
+        ({"cuda": "12.8"}, BLOCKWISE, (128, 128), "needs CUDA 12.9 or newer, and torch is built with 12.8"),
+        ({}, "mxfp8", (128, 128), "MXFP8 needs a Blackwell GPU (compute capability 10.0), and this GPU has 9.0"),
+        (
+            {"capability": (10, 0)},
+            "nvfp4",
+            (128, 128),
+            "does not compute NVFP4, because it has never run on a Blackwell",
+        ),
+    ],
+)
+def test_a_recipe_that_this_machine_or_layer_cannot_follow_is_refused_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], name: str, widths: tuple[int, int], words: str
+) -> None:
+    machine(monkeypatch, **changes)
+    scaling = name if name in BLACKWELL else name.removeprefix("fp8-")
+    (answer,) = answers(linear(*widths, needs=(Recipe(name).need,)), run(fp8(scaling)))
+    assert words in str(answer)
+
+
+def test_a_rank_s_part_of_a_layer_has_to_fit_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch)
+    layer, precision = linear(128, 96, (Recipe(DELAYED).need,)), fp8()
+    assert answers(layer, run(precision, tp=2)) == [True]
+    (answer,) = answers(layer, run(precision, tp=4))
+    assert "128 inputs and 96 outputs, of which a rank has 128 and 24" in str(answer)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        (Recipe(DELAYED, {"stochastic": True}), "does not know the option 'stochastic' of the recipe 'fp8-delayed'"),
+        (Recipe(BLOCKWISE, {"gradient": "float8_e5m2"}), "with gradients in float8_e4m3fn"),
+        (Recipe(TENSORWISE, {"forward": "float8_e5m2"}), "it computes 'fp8-tensorwise' in float8_e4m3fn"),
+        (Recipe("fp8-rowwise", {}), "it does not offer recipe 'fp8-rowwise'"),
+    ],
+)
+def test_options_that_it_does_not_compute_are_refused(
+    monkeypatch: pytest.MonkeyPatch, recipe: Recipe, words: str
+) -> None:
+    machine(monkeypatch)
+    precision = Precision(weights="bfloat16", activations="bfloat16", recipe=recipe)
+    (answer,) = answers(linear(needs=(recipe.need,)), run(precision))
+    assert words in str(answer)
+
+
+@pytest.mark.skipif(mplug_te.library._not_installed() == "", reason="it is for machines without Transformer Engine")
+def test_a_run_that_names_it_without_transformer_engine_is_refused_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mplug.model.build._remedy", lambda *_: "")  # it would try all other kernels
+    words = (
+        r"kernels/te cannot serve Linear\.product of .*: Transformer Engine is not installed; install 'mplug-te\[te\]'"
+    )
+    with pytest.raises(UsageError, match=words):
+        build_model(tiny_run({"kernels.linear": "te"}))
+
+
+def test_neither_importing_it_nor_asking_it_imports_transformer_engine() -> None:
+    code = (
+        "import sys; sys.modules['transformer_engine'] = None; from types import SimpleNamespace as N; "
+        "from mplug_te import TransformerEngine as T, FP8; import mplug_te.linear, mplug_te.attention, mplug_te.norm; "
+        "run = N(precision=FP8(FP8.Config()).define_precision(), config=N(trainer=N(deterministic=False))); "
+        "T(T.Config()).offer(run)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_import_sees_the_cudnn_of_torch_unless_the_user_names_another(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: list[str | None] = []
+
+    def import_module(name: str) -> Any:
+        seen.append(os.environ.get("CUDNN_HOME"))
+        return SimpleNamespace(TE_DType={})
+
+    monkeypatch.setattr(mplug_te.library, "import_module", import_module)
+    monkeypatch.setattr(mplug_te.library, "_folder_of_cudnn", lambda: tmp_path)
+    for name in mplug_te.library.CUDNN_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    mplug_te.library.library.__wrapped__()
+    assert (seen[0], seen[-1], os.environ.get("CUDNN_HOME")) == (str(tmp_path), None, None)
+    monkeypatch.setenv("CUDNN_PATH", "/mine")
+    mplug_te.library.library.__wrapped__()
+    assert os.environ.get("CUDNN_HOME") is None

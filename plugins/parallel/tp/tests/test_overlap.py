@@ -1,0 +1,260 @@
+"""Collectives that overlap with products change no result, and backward keeps only this rank's rows."""
+
+import os
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from mplug_tp.boundary import boundary
+from mplug_tp.peers import Peers
+from mplug_tp.pipelines import SequencePipeline, name_for
+from mplug_tp.product import OVERLAPPED
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from mplug.nn import Narrow, Operand, Pipeline, Sink, pipeline_named
+from mplug.nn.pipeline import PIPELINES, name_pipeline
+from mplug.nn.product import apply_product
+from mplug.nn.sink import Weights
+from mplug.testing import run_workers
+from mplug.testing.harness import Trace, difference, train_steps
+
+I_, H = 6, 12
+SHAPES = [(4, 8), (3, 8), (1, 8), (1, 4), (2, 3, 4)]
+"""Leading dimensions and the sequence: several samples, an odd number, one, one row a rank at four ranks, two dims."""
+NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+
+
+def drawn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def own(x: Tensor, dim: int) -> Tensor:
+    return x.chunk(dist.get_world_size(), dim)[dist.get_rank()].contiguous()
+
+
+def mlp(shape: tuple[int, ...], sequence_parallel: bool, device: str = "cpu") -> list[tuple[Tensor, Tensor]]:
+    """(found, expected) of a column- and a row-parallel product: output, gradients of the input and of both weights."""
+    part = partial(own, dim=-2) if sequence_parallel else (lambda x: x)
+    tensors = drawn(*shape, I_, seed=1), drawn(H, I_, seed=2), drawn(I_, H, seed=3), drawn(*shape, I_, seed=4)
+    x, up, down, grad = (tensor.to(device) for tensor in tensors)
+    leaves = [leaf.clone().requires_grad_() for leaf in (x, up, down)]
+    expected = torch.relu(leaves[0] @ leaves[1].t()) @ leaves[2].t()
+    expected.backward(grad)
+
+    around = named(sequence_parallel, device)
+    local = [leaf.clone().requires_grad_() for leaf in (part(x), own(up, 0), own(down, 1))]
+    hidden = torch.relu(apply_product(OVERLAPPED, local[0], Weights(local[1]), Narrow(before=around)))
+    found = apply_product(OVERLAPPED, hidden, Weights(local[2]), Narrow(after=around))
+    found.backward(part(grad))
+    parts = (part(leaves[0].grad), own(leaves[1].grad, 0), own(leaves[2].grad, 1))
+    gradients = zip((leaf.grad for leaf in local), parts, strict=True)
+    return [(found.detach().cpu(), part(expected).detach().cpu()), *((a.cpu(), b.cpu()) for a, b in gradients)]
+
+
+def named(sequence_parallel: bool, device: str = "cpu") -> Any:
+    """A boundary with a pipeline: messages on a CPU, copies on GPUs."""
+    group = dist.group.WORLD
+    return boundary(group, sequence_parallel, "copies" if device != "cpu" else name_for(group, sequence_parallel))
+
+
+# The pipelines.
+
+
+def everything() -> dict[Any, Any]:
+    """What the tests below compare, from one start of processes."""
+    group = dist.group.WORLD
+    found: dict[Any, Any] = {(shape, how): mlp(shape, how) for shape in SHAPES for how in (True, False)}
+    return {**found, "bytes": gathered(pipeline_named(name_for(group, True))), **separately(), "saved": saved_bytes()}
+
+
+def gathered(pipeline: Pipeline) -> tuple[list[Any], list[Tensor]]:
+    """fp8 values and their scales [2, 3, ...], gathered together: (the ranks in the order of arrival, the wholes)."""
+    rank, places = dist.get_rank(), []
+    values = (torch.arange(24).view(2, 3, 4) + 24.0 * rank).to(torch.float8_e4m3fn)
+    scales = torch.full((2, 3, 1), float(rank))
+    with pipeline.gathering(values, scales, keep=True) as arrival:
+        for rows, (chunk, scale) in arrival:
+            places.append((rows.positions.start, scale.flatten()[0].item(), chunk.float()))
+        wholes = [whole.float() for whole in arrival.whole()]
+    return places, wholes
+
+
+def separately() -> dict[str, Any]:
+    """The gradients by `backward`, and by `dgrad` and `wgrad`: with a sink, without, and without a gradient of x."""
+    around, found = named(True), dict[str, Any]()
+    for column in (True, False):
+        narrow = Narrow(before=around) if column else Narrow(after=around)
+        x = own(drawn(4, 8, I_, seed=1), 1) if column else own(drawn(4, 8, H, seed=1), 2)
+        weight = Operand(own(drawn(H, I_, seed=2), 0) if column else own(drawn(I_, H, seed=2), 1))
+        y, kept = OVERLAPPED.forward(x, weight, narrow, {})
+        grad, sinks = torch.ones_like(y) * (1 + dist.get_rank()), [Sink(*map(torch.clone, unset(weight))) for _ in "ab"]
+        both = OVERLAPPED.backward(grad, weight, kept, sinks[0], narrow, {}, True)
+        grad_x, operands = OVERLAPPED.dgrad(grad, weight, kept, narrow, {}, True)
+        for sink in (sinks[1], sinks[1]):
+            assert OVERLAPPED.wgrad(operands, sink, narrow, {}) is None
+        alone = OVERLAPPED.backward(grad, weight, kept, None, narrow, {}, False)
+        found["column" if column else "row"] = both, grad_x, [sink.total for sink in sinks], alone
+    return found
+
+
+def unset(weight: Operand) -> tuple[Tensor, Tensor]:
+    """A sink whose memory has no values yet."""
+    return torch.full_like(weight.values, float("nan")), torch.ones((), dtype=torch.bool)
+
+
+def saved_bytes() -> dict[str, int]:
+    """Bytes that autograd keeps of a column- and of a row-parallel product, without the weights."""
+    found = {}
+    for name in ("column", "row"):
+        kept: list[Tensor] = []
+        x = drawn(4, 8 // dist.get_world_size() if name == "column" else 8, I_, seed=1).requires_grad_()
+        weight = drawn(H, I_, seed=2).requires_grad_()
+        narrow = Narrow(before=named(True)) if name == "column" else Narrow(after=named(True))
+        with saved_tensors_hooks(lambda tensor, kept=kept: kept.append(tensor) or tensor, lambda tensor: tensor):
+            apply_product(OVERLAPPED, x, Weights(weight), narrow)
+        found[name] = sum(tensor.nbytes for tensor in kept if tensor.data_ptr() != weight.data_ptr()) - x.nbytes
+    return found
+
+
+@cache
+def results(ranks: int) -> list[dict[Any, Any]]:
+    return run_workers(ranks, everything)
+
+
+@pytest.fixture(params=[2, pytest.param(4, marks=pytest.mark.wide("layouts"))])
+def found(request: pytest.FixtureRequest) -> list[dict[Any, Any]]:
+    """The results of every rank."""
+    return results(request.param)
+
+
+def test_products_and_gradients_are_those_of_one_process(found: list[dict[Any, Any]]) -> None:
+    for of_rank in found:
+        for shape in SHAPES:
+            if shape[-1] % len(found) == 0:
+                for given, wanted in (*of_rank[shape, True], *of_rank[shape, False]):
+                    torch.testing.assert_close(given, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_tensors_of_any_dtypes_are_gathered_together_own_rows_first(found: list[dict[Any, Any]]) -> None:
+    size = len(found)
+    for rank, of_rank in enumerate(found):
+        places, (values, scales) = of_rank["bytes"]
+        sent = [(torch.arange(24).view(2, 3, 4) + 24.0 * of).to(torch.float8_e4m3fn).float() for of in range(size)]
+        for step, (start, scale, chunk) in enumerate(places):
+            of = (rank - step) % size
+            assert (start, scale) == (3 * of, of)
+            assert torch.equal(chunk, sent[of])
+        assert torch.equal(values, torch.cat(sent, 1))
+        assert scales[:, :, 0].tolist() == [[float(of) for of in range(size) for _ in range(3)]] * 2
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_both_gradients_at_once_are_bitwise_the_separate_ones(found: list[dict[Any, Any]], kind: str) -> None:
+    for of_rank in found:
+        (grad_x, nothing), separate, (once, twice), alone = of_rank[kind]
+        assert nothing is None
+        assert torch.equal(grad_x, separate)
+        assert torch.equal(2 * once, twice)  # the second addition is to a sink that is not stale
+        assert alone[0] is None
+        assert torch.equal(alone[1], once)
+
+
+def test_backward_keeps_only_the_rows_of_this_rank(found: list[dict[Any, Any]]) -> None:
+    for of_rank in found:
+        assert of_rank["saved"] == {"column": 0, "row": 0}
+
+
+# Whole runs.
+
+OVERLAP: dict[str, Any] = {"parallel.tp.overlap": True}
+WHOLE = {"parallel.tp.sequence_parallel": False}
+COMPILED = {"trainer.compile": "aot_eager", "memory.recompute.mode": "full"}
+CASES: list[tuple[str, int, dict[str, Any]]] = [
+    ("tp4", 4, {}),
+    ("tp2", 2, WHOLE),
+    ("tp2", 2, COMPILED),
+    ("tp2", 2, {**WHOLE, **COMPILED}),
+    ("tp2", 2, {"model.tie_embeddings": True, "model.bias": True, "model.activation": "swiglu"}),
+    *((f"tp2{other}2", 4, {}) for other in ("pp", "zero", "cp", "dp", "fsdp")),
+    ("tp2zero2", 4, {"parallel.zero.stage": 2}),
+    ("tp2pp2", 4, {"trainer.compile": "aot_eager", **WHOLE}),
+]
+
+
+@cache
+def reference(changes: tuple[tuple[str, Any], ...]) -> Trace:
+    """The run of one process."""
+    return run_workers(1, train_steps, dict(changes))[0]
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
+@pytest.mark.wide("layouts")  # the suite has two quick cases (test_tp.py)
+@pytest.mark.parametrize(("layout", "ranks", "changes"), CASES)
+def test_a_run_with_overlap_is_that_of_one_process(layout: str, ranks: int, changes: dict[str, Any]) -> None:
+    found = run_workers(ranks, train_steps, {**OVERLAP, **changes, "parallel.layout": layout})
+    of_model = tuple((name, value) for name, value in changes.items() if name.startswith("model."))
+    assert difference(found, reference(of_model)) == ""
+
+
+# GPUs.
+
+
+def on_gpus() -> dict[Any, Any]:
+    """Be one rank; several ranks may share a GPU."""
+    os.environ.update(NO_MULTICAST)
+    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    name_pipeline("copies", Peers(dist.group.WORLD))
+    found: dict[Any, Any] = {}
+    for round_ in range(20):  # shapes that grow and shrink, so that slots are used again before and after they grow
+        for shape in SHAPES[:3]:
+            grown = (*shape[:-1], 64 * shape[-1] * (1 + round_ % 3))
+            found[round_, shape] = mlp(grown, True, "cuda")
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")  # torch's own, for the first context of a GPU
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_copies_between_gpus_give_the_results_of_one_process(ranks: int) -> None:
+    for of_rank in run_workers(ranks, on_gpus):
+        for pairs in of_rank.values():
+            for given, wanted in pairs:
+                torch.testing.assert_close(given, wanted, rtol=1e-11, atol=1e-11)
+
+
+def with_nccl() -> None:
+    """Change the worker's process group to one of its GPU's."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    torch.cuda.set_device(rank)
+    prefixed = dist.PrefixStore("nccl", store)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=prefixed, rank=rank, world_size=size)
+
+
+def trained(settings: dict[str, Any]) -> tuple[Trace, str]:
+    """Be one rank: (its trace in the memory of the host, the class of the pipeline that it used)."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    with_nccl()
+    trace = train_steps(settings)
+    for found in (trace.initial, trace.weights, *trace.gradients):
+        for name, boxes in found.items():
+            found[name] = [(start, values.cpu()) for start, values in boxes]
+    used = [type(one.chosen).__name__ for one in PIPELINES.values() if isinstance(one, SequencePipeline)]
+    return trace, ",".join(used)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA GPUs here")
+@pytest.mark.parametrize("compiler", ["never", "inductor"])
+def test_two_gpus_give_the_run_of_one_process_by_copies(compiler: str) -> None:
+    settings = {"trainer.device": "cuda", "trainer.precision": "fp32", "trainer.compile": compiler, **OVERLAP}
+    reference = run_workers(1, trained, {**settings, "parallel.layout": ""})[0][0]
+    found = run_workers(2, trained, {**settings, "parallel.layout": "tp2"})
+    assert [used for _, used in found] == ["Peers", "Peers"]
+    assert difference([trace for trace, _ in found], reference, 1e-5) == ""

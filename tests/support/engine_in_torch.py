@@ -1,0 +1,177 @@
+"""Stand-ins for Transformer Engine's functions in plain torch, so that a CPU can check everything around them.
+
+They follow the layouts and scales that Transformer Engine documents. Its own numbers are a GPU's to show.
+N rows, I columns.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+BLOCK = 128
+NUMBERS = {torch.float8_e4m3fn: 7, torch.float8_e5m2: 8, torch.bfloat16: 6, torch.float32: 4}
+DTYPES = {number: dtype for dtype, number in NUMBERS.items()}
+
+
+def _limit(number: int) -> float:
+    return float(torch.finfo(DTYPES[number]).max)
+
+
+def _bytes(x: Tensor, scale: Tensor, number: int) -> Tensor:
+    end = _limit(number)
+    return (x.float() * scale).clamp(-end, end).to(DTYPES[number]).view(torch.uint8)
+
+
+def _scale(largest: Tensor, number: int, power_of_two: bool) -> Tensor:
+    scale = torch.where(largest > 0, _limit(number) / largest, torch.ones_like(largest))
+    return torch.exp2(scale.log2().floor()) if power_of_two else scale
+
+
+class _Quantizer:
+    """One scale for a tensor: its own, or a given one."""
+
+    internal = False
+
+    def __init__(self, number: int, columns: bool, power_of_two: bool, given: tuple[Tensor, Tensor] | None) -> None:
+        self.number, self.columns, self.power_of_two, self.given = number, columns, power_of_two, given
+
+    def quantize(self, x: Tensor) -> SimpleNamespace:
+        assert x.is_contiguous()
+        assert self.internal
+        largest = x.float().abs().amax()
+        scale = _scale(largest, self.number, self.power_of_two)
+        if self.given is not None:
+            scale = self.given[0]
+            self.given[1].fill_(largest)
+        rows = _bytes(x, scale, self.number)
+        columns = rows.t().contiguous() if self.columns else None
+        return SimpleNamespace(_data=rows, _transpose=columns, _scale_inv=(1 / scale).view(1))
+
+
+class _BlockQuantizer:
+    """A scale for 128 consecutive numbers, or for 128 x 128."""
+
+    internal = False
+
+    def __init__(self, number: int, *, block_scaling_dim: int, rowwise: bool, columnwise: bool, **named: bool) -> None:
+        self.number, self.square, self.wanted = number, block_scaling_dim == 2, (rowwise, columnwise)
+        self.power_of_two = named["force_pow_2_scales"]
+
+    def quantize(self, x: Tensor) -> SimpleNamespace:
+        assert self.internal
+        assert len(x) % BLOCK == 0
+        found = [
+            self._rows(part) if wanted else (None, None) for part, wanted in zip((x, x.t()), self.wanted, strict=True)
+        ]
+        (rows, of_rows), (columns, of_columns) = found
+        return SimpleNamespace(
+            _rowwise_data=rows, _rowwise_scale_inv=of_rows, _columnwise_data=columns, _columnwise_scale_inv=of_columns
+        )
+
+    def _rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        n, i = x.shape
+        high = BLOCK if self.square else 1
+        blocks = x.float().reshape(n // high, high, i // BLOCK, BLOCK)
+        scale = _scale(blocks.abs().amax(dim=(1, 3)), self.number, self.power_of_two)  # [N or N / 128, I / 128]
+        values = _bytes(blocks, scale[:, None, :, None], self.number).reshape(n, i)
+        if not self.square:
+            return values, (1 / scale).t().contiguous()
+        inverses = torch.zeros(n // BLOCK, -(-i // BLOCK // 4) * 4)
+        inverses[:, : i // BLOCK] = 1 / scale
+        return values, inverses
+
+
+def _values(operand: Any) -> Tensor:
+    """The numbers [M, K] that an operand stands for."""
+    if isinstance(operand, Tensor):
+        return operand.float()
+    x = operand.values.view(DTYPES[operand.number]).float()
+    if operand.inverses.dim() == 1:
+        return x * operand.inverses
+    if operand.square:
+        inverses = operand.inverses[:, : x.shape[1] // BLOCK]
+        return x * inverses.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    return x * operand.inverses.t().repeat_interleave(BLOCK, 1)
+
+
+def _gemm(
+    a: Any,
+    b: Any,
+    out_dtype: torch.dtype,
+    layout: str = "TN",
+    out: Tensor | None = None,
+    accumulate: bool = False,
+    use_split_accumulator: bool = False,
+) -> tuple[Tensor, None, None, None]:
+    left, right = _values(a), _values(b)
+    found = (right.t() if layout[1] == "T" else right) @ (left.t() if layout[0] == "T" else left)
+    if out is None:
+        return found.to(out_dtype), None, None, None
+    assert out.is_contiguous()
+    assert out.dtype == out_dtype
+    out.add_(found) if accumulate else out.copy_(found)
+    return out, None, None, None
+
+
+def _current(number: int, device: Any, *, rowwise: bool, columnwise: bool, force_pow_2_scales: bool) -> _Quantizer:
+    assert rowwise
+    return _Quantizer(number, columnwise, force_pow_2_scales, None)
+
+
+def _delayed(scale: Tensor, largest: Tensor, number: int, *, rowwise: bool, columnwise: bool) -> _Quantizer:
+    assert rowwise
+    return _Quantizer(number, columnwise, False, (scale, largest))
+
+
+def _operand(*, data: Tensor, fp8_scale_inv: Tensor, fp8_dtype: int) -> SimpleNamespace:
+    return SimpleNamespace(values=data, inverses=fp8_scale_inv, number=fp8_dtype, square=False)
+
+
+def _block_operand(values: Tensor, inverses: Tensor, *others: Any) -> SimpleNamespace:
+    columns, of_columns, number, quantizer, square = others
+    assert columns is of_columns is quantizer is None
+    return SimpleNamespace(values=values, inverses=inverses, number=number, square=square)
+
+
+def _transposed(rows: Tensor, number: int, *, out: None) -> Tensor:
+    assert number in DTYPES
+    assert out is None
+    return rows.t().contiguous()
+
+
+LIBRARY = SimpleNamespace(
+    numbers=NUMBERS,
+    tex=SimpleNamespace(
+        compute_amax=lambda x, largest: largest.fill_(x.float().abs().amax()),
+        fp8_transpose=_transposed,
+    ),
+    te=SimpleNamespace(
+        Float8CurrentScalingQuantizer=_current,
+        Float8Quantizer=_delayed,
+        Float8BlockQuantizer=_BlockQuantizer,
+        Float8TensorStorage=_operand,
+        Float8BlockwiseQTensorStorage=_block_operand,
+    ),
+    extensions=SimpleNamespace(general_gemm=_gemm),
+)
+
+
+@contextmanager
+def stand_ins() -> Iterator[None]:
+    """Transformer Engine's functions in plain torch, on a machine that seems able to run them."""
+    replaced = {
+        "mplug_te.casts.library": lambda: LIBRARY,
+        "mplug_te.products.library": lambda: LIBRARY,
+        "mplug_te.library.library": lambda: LIBRARY,
+        "mplug_te.limits.missing": lambda _: "",
+        "mplug_te.limits.refused_by_chip": lambda _: "",
+    }
+    with ExitStack() as stack:
+        for name, function in replaced.items():
+            stack.enter_context(patch(name, function))
+        yield

@@ -1,0 +1,143 @@
+"""CUDA graphs of whole steps: on one GPU and under the data-parallel strategies, bitwise equal to eager steps."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpus import with_nccl
+from replayed import EXPERTS, GPT, STEPS, Seen, assert_equal, trained
+from safetensors.torch import load_file
+
+from mplug import hookimpl
+from mplug.errors import RunError
+from mplug.run.prepare import prepare
+from mplug.testing import run_workers
+from mplug.testing.harness import TinySettings, tiny_config
+from mplug.training.assembly import Parts
+from mplug.training.loop import train
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")]
+TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA GPUs here")
+
+CUDA: TinySettings = {"trainer.device": "cuda", "trainer.precision": "bf16", "model.num_layers": 2}
+FUSED: TinySettings = {
+    **GPT,
+    **CUDA,
+    "optimizer.name": "adamw",
+    "kernels.default": "triton",
+    "kernels.attention": "sdpa",
+}
+CASES: dict[str, TinySettings] = {
+    "bf16": FUSED,
+    "compiled": {**FUSED, "trainer.compile": "inductor", "trainer.nonfinite": "skip"},
+    "fp32": {**GPT, **CUDA, "trainer.precision": "fp32"},
+    "fp16": {**GPT, **CUDA, "trainer.precision": "fp16"},
+    "recompute": {**FUSED, "memory.recompute.mode": "full"},
+    "compiled recompute": {**FUSED, "memory.recompute.mode": "full", "trainer.compile": "inductor"},
+    "experts": {**EXPERTS, **CUDA},
+    "torch's fused adamw": {
+        **GPT,
+        **CUDA,
+        "trainer.precision": "fp16",
+        "optimizer.name": "adamw",
+        "schedule.weight_decay.name": "constant",
+    },
+    "muon": {**GPT, **CUDA, "optimizer.name": "muon", "schedule.weight_decay.name": "constant"},
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.parametrize("case", CASES)
+def test_twenty_graphed_steps_are_twenty_eager_steps_to_the_bit(case: str) -> None:
+    eager, replayed = trained(CASES[case], False), trained(CASES[case], True)
+    assert replayed.recorded == (1 if case == "experts" else 2)
+    assert len({tuple(figures["numbers"]) for figures in eager.figures}) == STEPS
+    assert_equal(replayed, eager)
+
+
+def both(settings: TinySettings) -> tuple[Seen, Seen]:
+    """Be one rank of an eager run, and then of a replayed one."""
+    with_nccl()
+    warnings.simplefilter("ignore")  # the compiler's own
+    return trained(settings, False), trained(settings, True)
+
+
+LAYOUTS: dict[str, TinySettings] = {
+    "dp2": {},
+    "zero2": {},
+    "zero2, stage 2": {"parallel.zero.stage": 2},
+    "zero2, compiled": {"trainer.compile": "inductor"},
+    "zero2, stage 2, without overlap": {"parallel.zero.stage": 2, "parallel.zero.overlap": False},
+}
+
+
+@TWO
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_graphed_steps_of_two_gpus_are_eager_steps_to_the_bit(name: str) -> None:
+    layout, own = name[:5].strip(","), dict(LAYOUTS[name])
+    if layout == "zero2":
+        own["parallel.zero.bucket_mib"] = 0.02
+    for eager, replayed in run_workers(2, both, {**FUSED, "parallel.layout": layout, **own}):
+        assert replayed.recorded == 2
+        assert_equal(replayed, eager)
+
+
+class Watch:
+    """The losses that observers receive."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    @hookimpl
+    def step_finished(self, record: dict[str, Any]) -> None:
+        self.losses.append(record["loss"])
+
+
+def losses(directory: Path, graphs: bool, resume_from: Path | None = None) -> list[float]:
+    """Train 12 steps, with evaluations and checkpoints in between."""
+    settings = {**CUDA, "trainer.steps": 12, "checkpoint.every": 6, "trainer.eval_every": 5, "trainer.graphs": graphs}
+    watch = Watch()
+    train(prepare(tiny_config(settings), {"host/watch": watch}, directory), resume_from)
+    return watch.losses
+
+
+def test_a_graphed_run_saves_and_resumes_as_an_eager_one(tmp_path: Path) -> None:
+    eager = losses(tmp_path / "eager", graphs=False)
+    assert losses(tmp_path / "graphed", graphs=True) == eager
+    for step in ("step_00000006", "step_00000012"):
+        one, other = (
+            load_file(tmp_path / name / "checkpoints" / step / "rank00000.safetensors") for name in ("eager", "graphed")
+        )
+        assert [name for name in one if not torch.equal(one[name], other[name])] == []
+    halfway = tmp_path / "graphed" / "checkpoints" / "step_00000006"
+    assert losses(tmp_path / "resumed", graphs=True, resume_from=halfway) == eager[6:]
+
+
+def hooked(hook: Any) -> Any:
+    """A change before the first step: a hook after the call of the first block."""
+
+    def change(step: int, parts: Parts) -> None:
+        if step == 1:
+            parts.model.module.get_submodule("blocks.0").register_forward_hook(hook)
+
+    return change
+
+
+def test_a_step_that_makes_the_cpu_wait_ends_the_run_in_a_sentence() -> None:
+    def wait(module: Any, inputs: Any, output: Any) -> None:
+        torch.zeros((), device="cuda").item()
+
+    with pytest.raises(RunError, match=r"^the step cannot be recorded as a CUDA graph: .*; set trainer\.graphs=false"):
+        trained(FUSED, True, hooked(wait))
+    torch.cuda.synchronize()
+    assert float(torch.ones(3, device="cuda").sum()) == 3.0, "the GPU still works"
+
+
+def test_a_kernel_that_draws_from_torchs_generator_is_found() -> None:
+    def draw(module: Any, inputs: Any, output: Any) -> None:
+        torch.rand(2, device="cuda")
+
+    with pytest.raises(RunError, match="a kernel of the step draws random numbers from torch's generator"):
+        trained(FUSED, True, hooked(draw))

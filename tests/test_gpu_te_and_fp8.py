@@ -1,0 +1,101 @@
+"""kernels/te and kernels/fp8 compute the same recipes: equal operands, and products that differ by their accumulation.
+
+The plugins know nothing of each other. Both follow the recipe of the precision `fp8`.
+"""
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mplug.model.build import build_model
+from mplug.nn import Product
+from mplug.nn.product import WHOLE, apply_product
+from mplug.nn.sink import Weights
+from mplug.testing.harness import tiny_run, train_steps
+from mplug.testing.trials import initial
+
+NEEDED = ("transformer_engine", "mplug_te", "mplug_fp8")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here"),
+    pytest.mark.skipif(any(find_spec(name) is None for name in NEEDED), reason=f"one of {NEEDED} is not installed"),
+    pytest.mark.filterwarnings("ignore"),  # those of Transformer Engine and of torch's compiler
+]
+RECIPES = {
+    "tensorwise": {"scaling": "tensorwise"},
+    "tensorwise, powers of two": {"scaling": "tensorwise", "power_of_two": True},
+    "delayed": {"scaling": "tensorwise", "when": "delayed", "history": 4},
+    "blockwise": {"scaling": "blockwise"},
+}
+KERNELS = ("te", "fp8")
+I_, O_ = 256, 384
+
+
+def settings(recipe: str, kernel: str) -> dict[str, Any]:
+    own = {f"precisions.fp8.{name}": value for name, value in RECIPES[recipe].items()}
+    model = {"model.hidden_size": 128, "model.num_attention_heads": 2, "model.num_kv_heads": 1}
+    run = {"trainer.device": "cuda", "trainer.precision": "fp8", "trainer.base_modules": ["head"]}
+    return {**run, **model, **own, "kernels.linear": kernel}
+
+
+def supplied(recipe: str, kernel: str) -> tuple[Product, dict[str, Tensor]]:
+    """The kernel's product for a layer that follows the recipe, and its buffers."""
+    for filled in build_model(tiny_run(settings(recipe, kernel))).slots:
+        if filled.site.slot == "Linear.product" and filled.offer is not None and filled.site.needs:
+            assert filled.supplier == f"kernels/{kernel}"
+            declared = filled.offer.buffers(filled.site)
+            return filled.offer.suppliers["Linear.product"], initial(declared, torch.bfloat16, "cuda")  # type: ignore[return-value]
+    raise AssertionError(f"kernels/{kernel} fills no Linear.product by its recipe")
+
+
+def drawn(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return (scale * torch.randn(shape, device="cuda", generator=generator)).bfloat16()
+
+
+def results(recipe: str, kernel: str) -> list[Tensor]:
+    """The output, both gradients, and what the step collects."""
+    product, buffers = supplied(recipe, kernel)
+    x, weight = drawn(2, 128, I_).requires_grad_(), drawn(O_, I_, seed=1, scale=0.02).requires_grad_()
+    sink, stale = torch.full((O_, I_), 3.0, device="cuda"), torch.ones((), dtype=torch.bool)
+    y = apply_product(product, x, Weights(weight, sink, stale), WHOLE, buffers)
+    y.backward(drawn(2, 128, O_, seed=2))
+    assert x.grad is not None
+    return [y.detach(), x.grad, sink, *(buffers[name] for name in sorted(buffers))]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_copies_of_a_weight_have_the_same_bits(recipe: str) -> None:
+    weight = drawn(O_, I_, seed=1)
+    copies = []
+    for kernel in KERNELS:
+        product, buffers = supplied(recipe, kernel)
+        casts = product.cast(weight, buffers)
+        copies.append({tuple(one.shape): _used(one) for one in casts})
+    assert copies[0].keys() == copies[1].keys()
+    assert all(torch.equal(one, copies[1][shape]) for shape, one in copies[0].items())
+
+
+def _used(copy: Tensor) -> Tensor:
+    """fp8 numbers as bytes; inverses of blocks without the padding of their lines, which is never read."""
+    if copy.dtype == torch.float32 and copy.dim() == 2:
+        return copy[:, : (I_ + O_) // 128 - len(copy)]
+    return copy.view(torch.uint8)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_products_differ_by_their_accumulation_only(recipe: str) -> None:
+    found, others = (results(recipe, kernel) for kernel in KERNELS)
+    for one, other in zip(found[:3], others[:3], strict=True):
+        assert float((one.double() - other.double()).norm() / other.double().norm()) < 2e-3
+    assert all(map(torch.equal, found[3:], others[3:]))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_runs_have_the_same_losses_within_their_rounding(recipe: str) -> None:
+    found, other = (train_steps(settings(recipe, kernel)) for kernel in KERNELS)
+    assert found.losses == pytest.approx(other.losses, rel=1e-2)
+    assert found.norms == pytest.approx(other.norms, rel=0.05)

@@ -134,7 +134,7 @@ def test_installing_a_precision_changes_nothing_and_its_options_are_bound_only_b
 
 def test_dtypes_for_plugins_of_0_1_follow_the_installed_precisions(plant: Plant) -> None:
     plant("nova-tinto")
-    assert set(mplug.DTYPES) == {*NATIVE, "fp8", "tinto", "patient"}
+    assert set(mplug.DTYPES) == {*NATIVE, "fp8", "te-fp8", "tinto", "patient"}
     native = [mplug.DTYPES[word] for word in NATIVE]
     assert native == [torch.float32, torch.bfloat16, torch.float16, torch.float64]
     assert mplug.DTYPES["tinto"] is torch.float32

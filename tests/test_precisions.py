@@ -208,6 +208,16 @@ def test_a_recipe_that_cannot_be_followed_is_refused(
     assert said in str(refused.value)
 
 
+def test_a_stage_whose_products_are_all_base_modules_needs_no_kernel(plant: Plant) -> None:
+    plant("nova-tinto")
+    settings = {**TINTO, "model.num_layers": 3, "parallel.layout": "pp2"}
+    for rank, number in ((0, 4), (1, 0)):
+        run = tiny_run(settings)
+        run.rank = rank
+        filled = [one for one in build_model(run).slots if one.supplier == "kernels/press"]
+        assert len(filled) == number
+
+
 def test_a_supplier_of_the_wider_slot_that_does_not_know_the_recipe_is_refused(plant: Plant) -> None:
     plant("nova-tinto")
     run = tiny_run(TINTO)

@@ -10,11 +10,12 @@ from mplug.errors import UsageError
 from mplug.layout.names import role_of
 from mplug.model.model import Model
 from mplug.model.offers import UNIT, Filled, Site
-from mplug.model.recipe import with_recipe
+from mplug.model.recipe import is_base, with_recipe
 from mplug.model.selection import Selection, select
 from mplug.nn import Attention, AttentionSpec, DotProductAttention, arguments
 from mplug.nn.linear import boundary_of
 from mplug.nn.specification import DOCUMENTS
+from mplug.slot_kinds import KIND_OF, PRODUCTS
 
 if TYPE_CHECKING:
     from mplug.run.run import Run
@@ -43,8 +44,17 @@ def select_offers(model: Model, run: "Run", offers: Iterable[Any]) -> Selection:
     """Select among offers for every slot of the model and the call of every unit; changes nothing."""
     names = [unit.name for unit in model.own_units]
     units = [Site(role_of(name), UNIT, model.module.get_submodule(name), name) for name in names]
-    own = with_recipe(sites_of(model, run.entries), model)
-    return select([*own, *units], offers, run.config.kernels, run)
+    own = list(with_recipe(sites_of(model, run.entries), model))
+    return select([*own, *units], offers, run.config.kernels, run, _only_in_other_stages(model, own))
+
+
+def _only_in_other_stages(model: Model, own: Iterable[Site]) -> set[str]:
+    """The kinds of products that ignore the recipe in this stage because all their modules here are base modules."""
+    if model.recipe is None or len(model.stages.units) == 1:
+        return set()
+    products = [site for site in own if site.slot in PRODUCTS]
+    following = {KIND_OF[site.slot] for site in products if not is_base(site.name, model.base_modules)}
+    return {KIND_OF[slot] for slot in PRODUCTS} - following
 
 
 def sites_of(model: Model, entries: Container[str] = ()) -> Iterator[Site]:

@@ -1,6 +1,6 @@
 """Which offer fills each site: collected, selected by the config, conflicts refused. Pure; imports no torch."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -23,12 +23,20 @@ class Selection:
     unmet: list[Unmet] = field(default_factory=list)
 
 
-def select(sites: Iterable[Site], offers: Iterable[Offer | Wrap], kernels: "Kernels", run: "Run") -> Selection:
+def select(
+    sites: Iterable[Site],
+    offers: Iterable[Offer | Wrap],
+    kernels: "Kernels",
+    run: "Run",
+    elsewhere: Collection[str] = (),
+) -> Selection:
     """Select a supplier and wraps for each site.
 
     An offer of a kernel plugin counts if the config names the plugin for every slot that the offer fills. A strategy's
     offers always count, and precede those of the default kernel. Raises UsageError, naming both plugins, if two
     suppliers claim one site or two plugins wrap one site at the same layer.
+
+    `elsewhere` are kinds of slots whose sites for a named kernel may all be in other stages of a pipeline.
     """
     offers = list(offers)
     suppliers = [offer for offer in offers if isinstance(offer, Offer) and _is_chosen(offer, kernels)]
@@ -48,7 +56,7 @@ def select(sites: Iterable[Site], offers: Iterable[Offer | Wrap], kernels: "Kern
     selection.filled = [_without_idle_fallback(filled, wider) for filled in selection.filled]
     selection.unmet = [unmet for unmet in selection.unmet if not any(wider.replacing(unmet.site))]
     selection.unmet = [unmet for unmet in selection.unmet if not _follows(unmet, selection.unmet)]
-    selection.unmet += _idle(selection, kernels)
+    selection.unmet += [one for one in _idle(selection, kernels) if one.kind not in elsewhere]
     _refuse_uncalled(selection.filled, wider, kernels)
     return selection
 

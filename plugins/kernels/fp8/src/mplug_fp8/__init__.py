@@ -73,3 +73,8 @@ class FP8Products:
         from mplug_fp8.suppliers import offers
 
         return offers(run.precision.recipe)
+
+    @hookimpl
+    def captures(self) -> bool:
+        """Scales and ends of groups are tensors on the device; the kernels read tensors and shapes only."""
+        return True

@@ -38,7 +38,13 @@ class TestChunked(KernelsSuite):  # type: ignore[misc, valid-type]
 @pytest.mark.wide("suites")
 def test_the_package_as_it_is_passes_its_own_tests(own_tests: Callable[..., str]) -> None:
     skipped = [line for line in own_tests(PACKAGE, "-rs").splitlines() if line.startswith("SKIPPED")]
-    assert all("draws no dropout mask itself" in line for line in skipped), skipped
+    expected = (
+        "draws no dropout mask itself",
+        "does not state that its steps can be replayed",
+        "no whole product",
+        "declares no buffers",
+    )
+    assert all(any(words in line for words in expected) for line in skipped), skipped
 
 
 # Planted faults.

@@ -87,7 +87,7 @@ def test_a_preset_that_the_model_does_not_have_is_refused_with_those_that_it_has
         ("trainer.steps.x=3", ("integer",)),
         ("trainer.seed=-1", ("greater than or equal to 0", "-1")),
         ("trainer.device=tpu", ("'auto', 'cpu' or 'cuda'", "'tpu'")),
-        ("trainer.precision=fp7", ("bf16, fp16, fp32 and fp64", "'fp7'")),
+        ("trainer.precision=fp7", ("bf16, fp16, fp32, fp64, fp8 and te-fp8", "did you mean 'fp8'")),
         ("trainer.precision=bf61", ("did you mean 'bf16'?", "'bf61'")),
         ("trainer.precision=16", ("string", "16")),
         ("optimizer.lr=fast", ("number", "'fast'")),

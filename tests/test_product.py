@@ -259,6 +259,12 @@ def test_a_copy_is_made_once_for_each_version_of_the_weights() -> None:
     assert product.num_casts == 2
 
 
+def test_units_without_copies_are_called_directly() -> None:
+    model = build_model(tiny_run({"model.num_layers": 1, "trainer.compile": "never"}))
+    keep_casts(model)
+    assert all("forward" not in vars(model.module.get_submodule(unit.name)) for unit in model.own_units)
+
+
 # Selection and refusals.
 
 

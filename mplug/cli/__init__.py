@@ -58,7 +58,7 @@ class Commands(click.Group):
         """Resolve a command; for an unknown one, raise UsageError with the nearest name."""
         name = args[0]
         ctx.meta[WORDS] = args[1:]
-        if not name.startswith("-") and name not in self.list_commands(ctx):
+        if not name.startswith("-") and name not in COMMANDS and name not in self.list_commands(ctx):
             raise UsageError(f"there is no command '{name}'{suggest(name, self.list_commands(ctx))} (see mplug --help)")
         return super().resolve_command(ctx, args)
 

@@ -40,8 +40,9 @@ class PluginName(click.ParamType):  # type: ignore[type-arg]  # generic since cl
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """The installed names that begin with `incomplete`."""
-        entries = {entry.name: entry.summary for entry in Registry().entries(self.kind)}
-        names = [name for name in Registry().names(self.kind) if name.startswith(incomplete)]
+        registry = Registry()  # each one reads all distributions
+        entries = {entry.name: entry.summary for entry in registry.entries(self.kind)}
+        names = [name for name in registry.names(self.kind) if name.startswith(incomplete)]
         return [CompletionItem(name, help=entries.get(name)) for name in names]
 
 

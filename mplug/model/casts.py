@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mplug.model.model import Model
+from mplug.nn import GroupedProduct, Product
 
 Kept = tuple[Any, str, str]
 """(module, the name of its weight, the attribute with the copies)."""
@@ -60,5 +61,10 @@ def _kept(model: Model, unit: str) -> list[Kept]:
         (module, weight, copies)
         for module in model.module.get_submodule(unit).modules()
         for weight, copies in getattr(type(module), "CASTS", {}).items()
-        if model.placements[names[id(getattr(module, weight))]].gathered_along is None
+        if _makes_copies(module) and model.placements[names[id(getattr(module, weight))]].gathered_along is None
     ]
+
+
+def _makes_copies(module: Any) -> bool:
+    """Whether the product of a module has a `cast` of its own: those of the base classes return no copies."""
+    return type(module.product).cast not in (Product.cast, GroupedProduct.cast)

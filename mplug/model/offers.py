@@ -94,8 +94,8 @@ class Offer:
     Each supplier is one callable for all sites of a role. It owns no parameter. A plugin that chooses between several
     suppliers makes one offer of each; only one of them may support a site. An unknown slot is a ValueError.
 
-    A `fallback` fills a site only if no other offer does: a strategy's faster way to compute what a kernel that the
-    config names may also compute. If it cannot serve a site, the run does without it.
+    A `fallback` fills a site only if no other offer does: a strategy offers a faster way to compute, and a kernel that
+    the config names replaces it. If a fallback refuses a site, the default in plain torch fills the slot.
 
     `buffers(site)` declares the tensors that the supplier keeps for a site, by name. It is pure. The host registers
     them with the site's module, places them, and passes them to the supplier as the keyword argument `buffers`, a

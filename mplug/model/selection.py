@@ -105,7 +105,7 @@ def _without_idle_fallback(filled: Filled, wider: _Wider) -> Filled:
 
 
 def _replaces(filled: Filled, narrower: str) -> str:
-    """The plugin because of which a wider slot does not call a narrower one; empty if it calls it.
+    """The plugin whose content of a wider slot does not call a narrower slot; empty if the content calls it.
 
     Wraps around the default of `MLP.core` call the narrowest slots.
     """

@@ -11,6 +11,8 @@ from mplug.version import __version__  # noqa: F401
 
 if TYPE_CHECKING:
     from mplug.config.binding import RunConfig as RunConfig
+    from mplug.config.public import PublicConfig as PublicConfig
+    from mplug.config.public import PublicSettings as PublicSettings
     from mplug.config.sum_format import SumFormat as SumFormat
     from mplug.contracts import MAY_CHANGE as MAY_CHANGE
     from mplug.contracts import MAY_MOVE as MAY_MOVE
@@ -46,6 +48,12 @@ if TYPE_CHECKING:
     from mplug.gradients.precision import DTYPES as DTYPES
     from mplug.gradients.sinks import GradientSink as GradientSink
     from mplug.gradients.sinks import Sinks as Sinks
+    from mplug.layout.external import ExternalMap as ExternalMap
+    from mplug.layout.external import ExternalNames as ExternalNames
+    from mplug.layout.external import Factor as Factor
+    from mplug.layout.external import Fused as Fused
+    from mplug.layout.external import Interleaved as Interleaved
+    from mplug.layout.external import Transposed as Transposed
     from mplug.layout.gathered import GatheredPlacement as GatheredPlacement
     from mplug.layout.mesh import Axis as Axis
     from mplug.layout.mesh import IndexMap as IndexMap
@@ -92,6 +100,10 @@ publish(
     __name__,
     {
         "mplug.config.binding": ("RunConfig",),
+        "mplug.config.public": (
+            "PublicConfig",
+            "PublicSettings",
+        ),
         "mplug.config.sum_format": ("SumFormat",),
         "mplug.contracts": (
             "CorpusTokenizer",
@@ -138,6 +150,14 @@ publish(
         "mplug.gradients.sinks": (
             "GradientSink",
             "Sinks",
+        ),
+        "mplug.layout.external": (
+            "ExternalMap",
+            "ExternalNames",
+            "Factor",
+            "Fused",
+            "Interleaved",
+            "Transposed",
         ),
         "mplug.layout.gathered": ("GatheredPlacement",),
         "mplug.layout.mesh": (

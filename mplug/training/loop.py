@@ -72,9 +72,9 @@ def train(
                 return Ending(nothing_left=True)
             position.load(choice, allowed)
         elif pretrained is not None:
-            choice = load_weights(run, parts.model, parts.pieces, pretrained)
-            pretrained = choice.path
-            _report(run, choice.lines("beginning with the weights of"))
+            begun = load_weights(run, parts.model, parts.pieces, pretrained)
+            pretrained = begun.path
+            _report(run, begun.lines("beginning with the weights of"))
         if run.claim is not None:
             run.claim.confirm()
         make_directory(run)

@@ -156,3 +156,17 @@ def _wanted(section: "Pretrained | None", model: "Model", saved: "Iterable[str]"
     """What to load of the parameters and states of the model from a checkpoint with the parameters `saved`."""
     states = [name for name, one in model.buffer_placements.items() if not one.parameter.over]
     return wanted_of(section, model.plan, [*model.placements, *states], saved)
+
+
+def keep_original(run: Run, begun: "Chosen | Begun") -> None:
+    """Rank 0 keeps in the run's folder what an export needs of the published checkpoint that the weights come from."""
+    from mplug.checkpoint.public_load import Begun
+    from mplug.checkpoint.published import PUBLISHED, carry_published
+
+    assert run.directory is not None
+    if run.rank != 0:
+        return
+    if isinstance(begun, Begun):
+        begun.keep(run.directory)
+    else:
+        carry_published(begun.path.parent.parent / PUBLISHED, run.directory)

@@ -16,16 +16,6 @@ WHOLE = "model.safetensors"
 SUFFIX = ".safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 """Suffixes of files that run code when they are read."""
-KEPT = (
-    "*.json",
-    "*.txt",
-    "*.jinja",
-    "*.model",
-    "*.tiktoken",
-    "LICENSE*",
-    "chat_templates/*",
-)
-"""The files beside the weights: configs, the tokenizer, the chat template."""
 
 
 @dataclass(frozen=True)

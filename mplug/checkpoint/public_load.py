@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mplug.checkpoint.public_folder import PublicFolder, open_public
 from mplug.checkpoint.public_weights import PublicWeights, conversion
+from mplug.checkpoint.published import keep_published
 from mplug.checkpoint.together import from_rank, raise_alike
 from mplug.checkpoint.transfer import fill_ours
 from mplug.checkpoint.wanted import FIELD, Wanted, wanted_of
@@ -26,10 +27,15 @@ class Begun:
     """A published checkpoint whose weights a run has loaded."""
 
     path: Path
+    weights: PublicWeights
 
     def lines(self, use: str = "") -> list[str]:
         """Nothing to print: no checkpoint was skipped."""
         return []
+
+    def keep(self, directory: Path) -> None:
+        """Keep in the folder of the run what an export needs beside the weights."""
+        keep_published(self.path, self.weights.kept(), directory)
 
 
 def fitting(path: Path, model: Model, section: Pretrained | None) -> tuple[PublicWeights, Wanted]:
@@ -52,10 +58,10 @@ def load_public(run: Run, model: Model, pieces: Iterable[Piece], path: Path) -> 
     No rank holds more than its own parts and one box of a public tensor.
     """
     pieces = list(pieces)
-    _load(run, model, held_values(model, pieces), path)
+    weights = _load(run, model, held_values(model, pieces), path)
     write_weights(pieces)
     model.weights_written()
-    return Begun(path)
+    return Begun(path, weights)
 
 
 def load_public_for_inference(run: Run, model: Model, path: Path) -> None:
@@ -64,7 +70,7 @@ def load_public_for_inference(run: Run, model: Model, path: Path) -> None:
     _load(run, model, [Held(name, one.data, model.placements[name]) for name, one in parameters], path)
 
 
-def _load(run: Run, model: Model, held: Iterable[Held], path: Path) -> None:
+def _load(run: Run, model: Model, held: Iterable[Held], path: Path) -> PublicWeights:
     folder, error = None, None
     if run.rank == 0:
         try:
@@ -74,12 +80,15 @@ def _load(run: Run, model: Model, held: Iterable[Held], path: Path) -> None:
     raise_alike(run, error)
     folder = from_rank(run, 0, folder)
     assert folder is not None
+    weights: PublicWeights | None = None
     try:
         weights, wanted = _checked(folder, model, run.config.checkpoint.pretrained)
         _fill(run, model, held, weights, wanted)
     except (UsageError, RunError) as raised:
         error = raised
     raise_alike(run, error)
+    assert weights is not None
+    return weights
 
 
 def _fill(run: Run, model: Model, held: Iterable[Held], weights: PublicWeights, wanted: Wanted) -> None:

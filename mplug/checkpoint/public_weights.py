@@ -9,6 +9,7 @@ import safetensors
 from torch import Tensor
 
 from mplug.checkpoint.public_folder import PublicFolder, Stored, some
+from mplug.checkpoint.published import Kept
 from mplug.checkpoint.weight_decoders import WeightDecoder, weight_decoder
 from mplug.dtypes import FORMATS
 from mplug.errors import RunError, UsageError
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 PLAIN = {one.code for one in FORMATS.values() if one.is_floating and one.bytes > 1}
 """The codes of the types of weights that are plain numbers."""
+NAMES = {one.code: name for name, one in FORMATS.items()}
 Shape = tuple[int, ...]
 
 
@@ -107,6 +109,14 @@ class PublicWeights:
                 return [f"'{name}' has the type {stored.code} without factors that decode it"]
         return []
 
+    def kept(self) -> dict[str, Kept]:
+        """The tensors of the folder that hold a public tensor as it is, by public name."""
+        return {
+            tensor: Kept(self._key(tensor), self.stored[tensor].file, NAMES[self.stored[tensor].code])
+            for tensor in self.conversion.public
+            if tensor in self.stored
+        }
+
     # Reading.
 
     def read(self, tensor: str, start: Shape, shape: Shape) -> Tensor:
@@ -128,7 +138,7 @@ class PublicWeights:
         stored = self.stored[name]
         try:
             opened = self._opened(stored.file)
-            key = name if name in self.folder.tensors else name.removeprefix(self.conversion.names.prefix)
+            key = self._key(name)
             if shape == stored.shape:
                 found: Tensor = opened.get_tensor(key)
                 return found
@@ -136,6 +146,10 @@ class PublicWeights:
             return box
         except (OSError, safetensors.SafetensorError) as error:
             raise RunError(f"cannot read '{name}' from '{self.folder.path / stored.file}': {error}") from error
+
+    def _key(self, name: str) -> str:
+        """The name of a tensor in its file."""
+        return name if name in self.folder.tensors else name.removeprefix(self.conversion.names.prefix)
 
     def _opened(self, file: str) -> Any:
         if file not in self._files:

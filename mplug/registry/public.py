@@ -146,3 +146,12 @@ def public_config_of(config: RunConfig) -> dict[str, Any]:
     except ValueError as error:
         raise UsageError(f"the model of {chosen.label} has no published form: {brief_reason(error)}") from None
     return found
+
+
+def describes(config: RunConfig, path: Path) -> bool:
+    """Whether a config.json describes the model of a run. Choices of training, such as dropout, may differ."""
+    (chosen,) = (one for one in config.chosen if one.section == ("model",))
+    found = read_public_config(chosen.entry, chosen.plugin, path, read_json(path))
+    needed, problems = bind(chosen.plugin.Config, {**found.free, **found.fixed})
+    fields = set(type(chosen.config).model_fields) - set(found.free)
+    return not problems and all(getattr(needed, name) == getattr(chosen.config, name) for name in fields)

@@ -72,9 +72,9 @@ def refuse_another_model(path: Path, model: "Model", section: "Pretrained | None
     `section` says what is wanted; None: all parameters.
     """
     if is_public(path):
-        from mplug.checkpoint.public_load import fitting  # imports torch
+        from mplug.checkpoint.public_load import refuse_other_model  # imports torch
 
-        fitting(path, model, section)
+        refuse_other_model(path, model, section)
         return
     saved = weights_in(shapes_of(read_manifest(path)))
     wanted = _wanted(section, model, saved)

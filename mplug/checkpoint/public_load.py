@@ -38,11 +38,6 @@ class Begun:
         keep_published(self.path, self.weights.kept(), directory)
 
 
-def fitting(path: Path, model: Model, section: Pretrained | None) -> tuple[PublicWeights, Wanted]:
-    """The weights of a folder, and which of them to load. UsageError unless the folder fits the whole model."""
-    return _checked(open_public(path), model, section)
-
-
 def _checked(folder: PublicFolder, model: Model, section: Pretrained | None) -> tuple[PublicWeights, Wanted]:
     made = conversion(model)
     weights = PublicWeights(folder, made)
@@ -50,6 +45,11 @@ def _checked(folder: PublicFolder, model: Model, section: Pretrained | None) -> 
     wanted = wanted_of(section, model.plan, sorted(names), weights.stored)
     weights.refuse_other_model(f"{FIELD} '{folder.path}'", wanted)
     return weights, wanted
+
+
+def refuse_other_model(path: Path, model: Model, section: Pretrained | None) -> None:
+    """Raise UsageError unless a folder fits the whole model. Reads headers only."""
+    _checked(open_public(path), model, section)
 
 
 def load_public(run: Run, model: Model, pieces: Iterable[Piece], path: Path) -> Begun:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mplug.config.binding import RunConfig
 from mplug.config.entry import Entry
@@ -10,7 +10,10 @@ from mplug.config.public import CONFIG, PublicConfig, PublicSettings, architectu
 from mplug.config.sources import Settings, from_mapping, merge, nested, source_of
 from mplug.errors import UsageError, brief, listed, quoted
 from mplug.registry.bind_section import bind
-from mplug.registry.entry_points import ARCHITECTURES, BrokenPlugin, Registry
+from mplug.registry.entry_points import ARCHITECTURES, TOKENIZER_FILES, BrokenPlugin, Registry
+
+if TYPE_CHECKING:
+    from mplug.contracts import FolderTokenizer
 
 READ, WRITE = "public_settings", "public_config"
 """Static methods of a family: from a config.json to settings, and from the family's Config to a config.json."""
@@ -155,3 +158,27 @@ def describes(config: RunConfig, path: Path) -> bool:
     needed, problems = bind(chosen.plugin.Config, {**found.free, **found.fixed})
     fields = set(type(chosen.config).model_fields) - set(found.free)
     return not problems and all(getattr(needed, name) == getattr(chosen.config, name) for name in fields)
+
+
+def longest_sequence(config: RunConfig, folder: Path) -> int | None:
+    """The length of the longest sequence that the model of a folder was made for; None if its family does not know."""
+    (chosen,) = (one for one in config.chosen if one.section == ("model",))
+    return read_public_config(chosen.entry, chosen.plugin, folder / CONFIG, read_json(folder / CONFIG)).longest
+
+
+def folder_tokenizer(registry: Registry, folder: Path) -> "FolderTokenizer":
+    """The tokenizer of a folder, by an installed plugin that reads one of its files."""
+    table = registry.table(TOKENIZER_FILES)
+    claims = [one for one in table if (folder / one.name).is_file()]
+    if not claims:
+        files = listed(sorted({one.name for one in table}))
+        raise UsageError(
+            f"'{folder}' has no tokenizer that an installed plugin reads ({files}); add one of these files"
+        )
+    claim = claims[0]
+    entry = registry.find("tokenizers", f"{claim.distribution}/{claim.target}")
+    plugin = registry.load(entry)
+    if not callable(getattr(plugin, "read_folder", None)):
+        raise BrokenPlugin(f"{entry.label} ({entry.origin}) names '{claim.name}' and has no method 'read_folder'")
+    tokenizer: FolderTokenizer = plugin.read_folder(folder)
+    return tokenizer

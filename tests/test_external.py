@@ -61,6 +61,15 @@ HALVES = (
 )
 
 
+RESHAPED = (
+    ExternalMap(
+        ((Factor("d", D),), (Factor("a", 2), Factor("b", F // 2))),
+        "x",
+        ((Factor("b", F // 2),), (Factor("a", 2),), (Factor("d", D),)),
+    ),
+)
+
+
 def grouped() -> tuple[ExternalMap, ...]:
     """Megatron's order: for each group its R queries, a key and a value; ours has all queries, all keys, all values."""
     starts = [*((number, R) for number in range(R)), (G * R, 1), (G * (R + 1), 1)]
@@ -84,7 +93,11 @@ CASES: dict[str, tuple[str, Any, Any]] = {
     "copied": ("down", "a", lambda t: t["a"]),
     "transposed": ("down", Transposed("a"), lambda t: t["a"].t()),
     "fused": ("qkv", Fused("q", "k", "v"), lambda t: torch.cat([t["q"], t["k"], t["v"]])),
-    "fused and transposed": ("up", Fused(Transposed("g"), Transposed("u")), lambda t: torch.cat([t["g"].t(), t["u"].t()])),
+    "fused and transposed": (
+        "up",
+        Fused(Transposed("g"), Transposed("u")),
+        lambda t: torch.cat([t["g"].t(), t["u"].t()]),
+    ),
     "interleaved": ("bias", Interleaved("b"), lambda t: torch.cat([t["b"][::2], t["b"][1::2]])),
     "interleaved, stacked and transposed": (
         "experts",
@@ -98,12 +111,8 @@ CASES: dict[str, tuple[str, Any, Any]] = {
     ),
     "pairs to halves": ("q", HALVES, lambda t: t["q"].view(G * R, K // 2, 2, D).transpose(1, 2).reshape(-1, D)),
     "grouped": ("qkv", grouped(), lambda t: ungrouped(t["fused"])),
-    "reshaped": (
-        "down",
-        (ExternalMap(((Factor("d", D),), (Factor("a", 2), Factor("b", F // 2))), "x", ((Factor("b", F // 2),), (Factor("a", 2),), (Factor("d", D),))),),
-        lambda t: t["x"].permute(2, 1, 0).reshape(D, F),
-    ),
-}  # fmt: skip
+    "reshaped": ("down", RESHAPED, lambda t: t["x"].permute(2, 1, 0).reshape(D, F)),
+}
 
 
 class Counting:
@@ -152,3 +161,72 @@ def test_the_inverse_gives_the_public_tensors_back(case: str) -> None:
         found = torch.full_like(original, -1.0)
         fill_theirs(made.public[tensor], found, Counting(ours))
         assert torch.equal(found, original), tensor
+
+
+# What is wrong is named.
+
+
+def one_map(tensor: str, ours: tuple[Factor, ...], theirs: tuple[Factor, ...]) -> tuple[ExternalMap, ...]:
+    """A map of dimensions with one factor each."""
+    return (ExternalMap(tuple((one,) for one in ours), tensor, tuple((one,) for one in theirs)),)
+
+
+SIMPLE = {"qkv": Fused("q", "k", "v"), "down": "d"}
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "a missing name": ({"qkv": Fused("q", "k", "v")}, "the external names lack 'down'; give it a public name, or None"),
+    "a name of nothing": ({**SIMPLE, "up": "u"}, "no parameter or state matches 'up' of the external names"),
+    "two patterns": ({**SIMPLE, "*": "x"}, r"patterns \S+ and \S+ both give '\w+' an external name"),
+    "too few parts": ({**SIMPLE, "qkv": Fused("q", "k")}, "'qkv' has 3 segments and 2 external names"),
+    "parts without segments": ({**SIMPLE, "down": Fused("q", "k")}, "must give several segments to exactly one"),
+    "segments of different lengths": ({**SIMPLE, "qkv": Interleaved("q")}, "the segments of 'qkv' have different"),
+    "a public tensor used twice": ({"qkv": Fused("q", "k", "v"), "down": "q"}, "give the public tensor 'q' the shapes"),
+    "the same part twice": ({**SIMPLE, "qkv": Fused("q", "k", "k")}, r"qkv describe 96 elements of 'k', which has 48"),
+    "a star too many": ({**SIMPLE, "down": "x.*.d"}, r"'x.\*.d' of 'down' has more stars than our pattern"),
+    "a part of ours": (
+        {**SIMPLE, "down": one_map("x", (Factor("d", D, 0, 3), Factor("f", F)), (Factor("d", 3), Factor("f", F)))},
+        "the external names of 'down' describe 24 elements, but it has 48",
+    ),
+    "another shape of ours": (
+        {**SIMPLE, "down": one_map("x", (Factor("d", 3),), (Factor("d", 3),))},
+        r"describes the shape \(3,\), but it has \(6, 8\)",
+    ),
+    "different counts": (
+        {**SIMPLE, "down": one_map("x", (Factor("d", D), Factor("f", F)), (Factor("d", D),))},
+        "selects different numbers of indices of the factor 'f'",
+    ),
+    "braces without a factor": (
+        {**SIMPLE, "down": one_map("x{e}", (Factor("d", D), Factor("f", F)), (Factor("d", D), Factor("f", F)))},
+        "has the label 'e' in braces, which must be a factor of 'down'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_external_names_are_refused(case: str) -> None:
+    names, reason = WRONG[case]
+    with pytest.raises(ValueError, match=reason):
+        conversion_of(ExternalNames(names), {name: placed(name) for name in ("qkv", "down")})
+
+
+def test_a_factor_outside_of_its_size_is_refused() -> None:
+    for wrong in ({"start": 8}, {"count": 0}, {"count": 5, "step": 2}, {"step": 0}):
+        with pytest.raises(ValueError, match="outside of its size 8"):
+            Factor("x", 8, **wrong)
+
+
+def test_a_tied_parameter_has_one_public_tensor_and_duplicates() -> None:
+    made = conversion_of(
+        ExternalNames({"down": "table", "head": "lm_head"}, ignored=("mask.*",)),
+        {"down": placed("down")},
+        [("down", "head")],
+    )
+    assert list(made.public) == ["table"]
+    assert made.ignores("lm_head")
+    assert made.ignores("mask.3")
+    assert not made.ignores("mask.3.x")
+
+
+def test_what_is_absent_has_no_links() -> None:
+    made = conversion_of(ExternalNames({"down": None, "q": "q"}), {name: placed(name) for name in ("down", "q")})
+    assert made.absent == {"down"}
+    assert list(made.links) == ["q"]

@@ -66,8 +66,12 @@ def load_public(run: Run, model: Model, pieces: Iterable[Piece], path: Path) -> 
 
 def load_public_for_inference(run: Run, model: Model, path: Path) -> None:
     """Load a published checkpoint into a model that has memory, and neither gradients nor an optimizer."""
-    parameters = model.parameters().items()
-    _load(run, model, [Held(name, one.data, model.placements[name]) for name, one in parameters], path)
+    _load(run, model, weights_of(model), path)
+
+
+def weights_of(model: Model) -> list[Held]:
+    """The values of all parameters of this rank, in a model without an optimizer."""
+    return [Held(name, one.data, model.placements[name]) for name, one in model.parameters().items()]
 
 
 def _load(run: Run, model: Model, held: Iterable[Held], path: Path) -> PublicWeights:
@@ -82,8 +86,7 @@ def _load(run: Run, model: Model, held: Iterable[Held], path: Path) -> PublicWei
     assert folder is not None
     weights: PublicWeights | None = None
     try:
-        weights, wanted = _checked(folder, model, run.config.checkpoint.pretrained)
-        _fill(run, model, held, weights, wanted)
+        weights = fill_from(folder, run, model, held)
     except (UsageError, RunError) as raised:
         error = raised
     raise_alike(run, error)
@@ -91,7 +94,9 @@ def _load(run: Run, model: Model, held: Iterable[Held], path: Path) -> PublicWei
     return weights
 
 
-def _fill(run: Run, model: Model, held: Iterable[Held], weights: PublicWeights, wanted: Wanted) -> None:
+def fill_from(folder: PublicFolder, run: Run, model: Model, held: Iterable[Held]) -> PublicWeights:
+    """Fill the values and states of this rank from a folder. The ranks do not communicate."""
+    weights, wanted = _checked(folder, model, run.config.checkpoint.pretrained)
     states = [(name, state, model.buffer_placements[name]) for name, state in model.states().items()]
     values: list[tuple[str, Tensor, Placement]] = [(one.name, one.values, one.placement) for one in held]
     with weights:
@@ -99,3 +104,4 @@ def _fill(run: Run, model: Model, held: Iterable[Held], weights: PublicWeights, 
             links = weights.conversion.links.get(name, ()) if name in wanted.names else ()
             for box in placement.boxes(run.rank) if links else ():
                 fill_ours(links, box.start, region(tensor, box), weights.read)
+    return weights

@@ -25,10 +25,10 @@ class Factor:
     step: int = 1
 
     def __post_init__(self) -> None:
-        if self.count is None:
+        if self.count is None and self.step > 0:
             object.__setattr__(self, "count", -(-(self.size - self.start) // self.step))
-        last = self.start + (self.length - 1) * self.step
-        if self.step < 1 or self.length < 1 or not 0 <= self.start <= last < self.size:
+        count = self.count or 0
+        if self.step < 1 or count < 1 or not 0 <= self.start <= self.start + (count - 1) * self.step < self.size:
             raise ValueError(f"{self} has indices outside of its size {self.size}")
 
     @property

@@ -1,0 +1,93 @@
+"""Every family gives the logits and all gradients of the transformers library's model of the same weights."""
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from library_models import V, built, decoder, difference, drawn, wide
+from transformers import AutoConfig, AutoModelForCausalLM
+
+TOLERANCE = 1e-10
+SHAPE: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 40,
+    "vocab_size": V,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+OURS: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_layers": 3,
+    "num_attention_heads": 4,
+    "num_kv_heads": 2,
+    "ffn_hidden_size": 40,
+    "vocab_size": V,
+}
+
+
+def library(kind: str, **fields: Any) -> torch.nn.Module:
+    """The library's model of a kind ('llama'), with random weights."""
+    config = AutoConfig.for_model(kind, **{**SHAPE, **fields})
+    model: torch.nn.Module = AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="eager"
+    )
+    return model
+
+
+def plain(theta: float) -> dict[str, Any]:
+    """Rotary positions without scaling, in the library's config."""
+    return {"rope_type": "default", "rope_theta": theta}
+
+
+def near(kind: str, theirs: dict[str, Any], family: str, ours: dict[str, Any], **states: torch.Tensor) -> None:
+    """Assert that a family's model is the library's."""
+    importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    with wide(kind):
+        assert difference(drawn(library(kind, **theirs)), built(family, {**OURS, **ours}), decoder, states) < TOLERANCE
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+
+
+def test_llama_2_is_the_librarys_model() -> None:
+    near("llama", {"rope_parameters": plain(1e4)}, "llama", {"rope_theta": 1e4, "norm_eps": 1e-6})
+
+
+def test_llama_3_with_scaled_frequencies_is_the_librarys_model() -> None:
+    scaling = {"rope_type": "llama3", "rope_theta": 500.0, **LLAMA3}
+    theirs = {"rope_parameters": scaling, "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "head_dim": 16}
+    ours = {"rope_scaling": {"type": "llama3", **LLAMA3}, "rope_theta": 500.0, "tie_embeddings": True, "head_dim": 16}
+    near("llama", theirs, "llama", ours)
+
+
+def test_llama_with_all_biases_is_the_librarys_model() -> None:
+    theirs = {"rope_parameters": plain(5e5), "attention_bias": True, "mlp_bias": True, "rms_norm_eps": 1e-5}
+    near("llama", theirs, "llama", {"qkv_bias": True, "attention_out_bias": True, "mlp_bias": True})
+
+
+def test_qwen_2_is_the_librarys_model() -> None:
+    theirs = {"rope_parameters": plain(1e6), "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
+    near("qwen2", theirs, "qwen", {"qkv_bias": True, "qk_norm": False, "tie_embeddings": True})
+
+
+def test_qwen_3_is_the_librarys_model() -> None:
+    theirs = {"rope_parameters": plain(1e6), "rms_norm_eps": 1e-6, "head_dim": 16}
+    near("qwen3", theirs, "qwen", {"head_dim": 16})
+
+
+QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": True}
+
+
+def test_qwen_3_with_experts_in_every_second_block_is_the_librarys_model() -> None:
+    theirs = {**QWEN_EXPERTS, "rope_parameters": plain(1e6), "head_dim": 16, "decoder_sparse_step": 2}
+    ours = {"num_experts": 6, "moe_ffn_hidden_size": 12, "head_dim": 16, "feed_forward_types": ("mlp", "experts")}
+    near("qwen3_moe", theirs, "qwen", {**ours, "aux_loss_coefficient": 0.0})

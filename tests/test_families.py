@@ -50,11 +50,14 @@ def plain(theta: float) -> dict[str, Any]:
 
 def near(kind: str, theirs: dict[str, Any], family: str, ours: dict[str, Any], **states: torch.Tensor) -> None:
     """Assert that a family's model is the library's."""
-    importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
-    with wide(kind):
+    module = kind.removesuffix("_text")
+    importlib.import_module(f"transformers.models.{module}.modeling_{module}")
+    with wide(module):
         assert difference(drawn(library(kind, **theirs)), built(family, {**OURS, **ours}), decoder, states) < TOLERANCE
 
 
+GELU = "gelu_pytorch_tanh"
+NO_LOSS = {"aux_loss_coefficient": 0.0}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 
 
@@ -90,4 +93,41 @@ QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_si
 def test_qwen_3_with_experts_in_every_second_block_is_the_librarys_model() -> None:
     theirs = {**QWEN_EXPERTS, "rope_parameters": plain(1e6), "head_dim": 16, "decoder_sparse_step": 2}
     ours = {"num_experts": 6, "moe_ffn_hidden_size": 12, "head_dim": 16, "feed_forward_types": ("mlp", "experts")}
-    near("qwen3_moe", theirs, "qwen", {**ours, "aux_loss_coefficient": 0.0})
+    near("qwen3_moe", theirs, "qwen", {**ours, **NO_LOSS})
+
+
+# The library keeps the square root of hidden_size in fp32, so it is an integer here.
+GEMMA = {"hidden_size": 16, "head_dim": 16, "tie_word_embeddings": True, "sliding_window": 4}
+WINDOWS = {"head_dim": 16, "window": 4}
+OF_GEMMA = {**WINDOWS, "hidden_size": 16}
+
+
+def test_gemma_2_with_windows_and_soft_caps_is_the_librarys_model() -> None:
+    caps = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 24}
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    theirs = {**GEMMA, **caps, "layer_types": types, "rope_parameters": plain(1e4), "hidden_activation": GELU}
+    ours = {**OF_GEMMA, "attention_soft_cap": 2.0, "logit_soft_cap": 3.0, "attention_scale": 24**-0.5}
+    near("gemma2", theirs, "gemma", {**ours, "attention_types": ("window", "full")})
+
+
+def test_gemma_3_with_two_bases_of_rotary_positions_is_the_librarys_model() -> None:
+    types = ["sliding_attention", "sliding_attention", "full_attention"]
+    bases = {
+        "sliding_attention": plain(1e2),
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0},
+    }
+    theirs = {**GEMMA, "layer_types": types, "rope_parameters": bases, "query_pre_attn_scalar": 24}
+    scaling = {"type": "linear", "factor": 8.0}
+    ours = {**OF_GEMMA, "qk_norm": True, "attention_scale": 24**-0.5, "rope_scaling": scaling, "rope_theta": 1e4}
+    types = ("window", "window", "full")
+    near("gemma3_text", theirs, "gemma", {**ours, "window_rope_theta": 1e2, "attention_types": types})
+
+
+def test_gpt_oss_with_sinks_and_windows_is_the_librarys_model() -> None:
+    yarn = {"factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    yarn["original_max_position_embeddings"] = 16
+    experts = {"num_local_experts": 6, "num_experts_per_tok": 2}
+    theirs = {**experts, "head_dim": 16, "sliding_window": 4, "rms_norm_eps": 1e-5, "num_hidden_layers": 2}
+    theirs["rope_parameters"] = {"rope_type": "yarn", "rope_theta": 150.0, **yarn}
+    ours = {**WINDOWS, "num_layers": 2, "rope_scaling": {"type": "yarn", **yarn}, "rope_theta": 150.0}
+    near("gpt_oss", theirs, "gpt-oss", {**ours, "num_experts": 6, "num_experts_per_token": 2, **NO_LOSS})

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from mplug.decoders.parts import BlockConfig as BlockConfig
     from mplug.decoders.parts import EmbeddingConfig as EmbeddingConfig
     from mplug.decoders.parts import ExpertsConfig as ExpertsConfig
+    from mplug.decoders.parts import LatentAttentionConfig as LatentAttentionConfig
     from mplug.decoders.parts import MLPConfig as MLPConfig
     from mplug.decoders.parts import NormConfig as NormConfig
     from mplug.decoders.parts import PartConfig as PartConfig
@@ -119,6 +120,7 @@ publish(
             "BlockConfig",
             "EmbeddingConfig",
             "ExpertsConfig",
+            "LatentAttentionConfig",
             "MLPConfig",
             "NormConfig",
             "PartConfig",

@@ -1,6 +1,7 @@
 """Every family gives the logits and all gradients of the transformers library's model of the same weights."""
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -48,12 +49,20 @@ def plain(theta: float) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": theta}
 
 
-def near(kind: str, theirs: dict[str, Any], family: str, ours: dict[str, Any], **states: torch.Tensor) -> None:
-    """Assert that a family's model is the library's."""
+def near(
+    kind: str,
+    theirs: dict[str, Any],
+    family: str,
+    ours: dict[str, Any],
+    prepare: Callable[[torch.nn.Module], None] = lambda _: None,
+) -> None:
+    """Assert that a family's model is the library's, which `prepare` may change before."""
     module = kind.removesuffix("_text")
     importlib.import_module(f"transformers.models.{module}.modeling_{module}")
     with wide(module):
-        assert difference(drawn(library(kind, **theirs)), built(family, {**OURS, **ours}), decoder, states) < TOLERANCE
+        reference = drawn(library(kind, **theirs))
+        prepare(reference)
+        assert difference(reference, built(family, {**OURS, **ours}), decoder) < TOLERANCE
 
 
 GELU = "gelu_pytorch_tanh"
@@ -131,3 +140,50 @@ def test_gpt_oss_with_sinks_and_windows_is_the_librarys_model() -> None:
     theirs["rope_parameters"] = {"rope_type": "yarn", "rope_theta": 150.0, **yarn}
     ours = {**WINDOWS, "num_layers": 2, "rope_scaling": {"type": "yarn", **yarn}, "rope_theta": 150.0}
     near("gpt_oss", theirs, "gpt-oss", {**ours, "num_experts": 6, "num_experts_per_token": 2, **NO_LOSS})
+
+
+EXPERTS_OF_V2 = {
+    "num_kv_heads": None,
+    "num_dense_layers": 1,
+    "num_experts": 8,
+    "num_experts_per_token": 3,
+    "num_shared_experts": 2,
+    "moe_ffn_hidden_size": 12,
+    "moe_router_score": "softmax",
+    "moe_router_normalize": False,
+    "moe_router_num_groups": 4,
+    "moe_router_top_groups": 2,
+    "moe_router_group_best": 1,
+    "moe_router_scale": 1.5,
+    "expert_bias_rate": 0.0,
+    **NO_LOSS,
+}
+MLA = {"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 16, "mscale": 0.7, "mscale_all_dim": 0.9}
+
+
+@pytest.mark.parametrize("rank", [None, 10])
+def test_deepseek_v2_with_groups_of_experts_is_the_librarys_model(rank: int | None) -> None:
+    theirs = {**MLA, "q_lora_rank": rank, "num_key_value_heads": 4, "first_k_dense_replace": 1}
+    theirs |= {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2, "moe_intermediate_size": 12}
+    theirs |= {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
+    theirs["rope_parameters"] = {"rope_type": "yarn", "rope_theta": 100.0, **YARN}
+    ours = {**MLA, **EXPERTS_OF_V2, "q_lora_rank": rank, "rope_theta": 100.0, "rope_scaling": {"type": "yarn", **YARN}}
+    near("deepseek_v2", theirs, "deepseek", ours)
+
+
+def test_deepseek_v3_with_biases_for_the_choice_is_the_librarys_model() -> None:
+    theirs = {**MLA, "q_lora_rank": 10, "num_key_value_heads": 4, "first_k_dense_replace": 1, "n_shared_experts": 1}
+    theirs |= {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "n_group": 4}
+    theirs |= {"topk_group": 2, "routed_scaling_factor": 1.5, "num_mtp_layers": 0}
+    theirs["rope_parameters"] = {"rope_type": "yarn", "rope_theta": 100.0, **YARN}
+    ours = {**MLA, "q_lora_rank": 10, "num_kv_heads": None, "num_dense_layers": 1, "num_experts": 8, **NO_LOSS}
+    ours |= {"num_experts_per_token": 3, "moe_ffn_hidden_size": 12, "moe_router_num_groups": 4}
+    ours |= {"moe_router_top_groups": 2, "moe_router_scale": 1.5, "rope_theta": 100.0}
+
+    def bias(model: torch.nn.Module) -> None:
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.linspace(-1, 1, len(buffer)).roll(3))
+
+    near("deepseek_v3", theirs, "deepseek", {**ours, "rope_scaling": {"type": "yarn", **YARN}}, bias)

@@ -17,7 +17,7 @@ from mplug.rotary import Rotary
 if TYPE_CHECKING:
     from torch import nn
 
-    from mplug.nn import MLP, Attention, MixtureOfExperts, Norm, TokenEmbedding
+    from mplug.nn import MLP, Attention, LatentAttention, MixtureOfExperts, Norm, TokenEmbedding
 
 ActivationName = Annotated[str, AfterValidator(ACTIVATIONS.check)]
 """A field of a config that names an activation of the open list."""
@@ -75,6 +75,31 @@ class AttentionConfig:
         from mplug.nn import Attention
 
         return Attention(hidden_size, **vars(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttentionConfig:
+    """Multi-head latent attention: `mplug.nn.LatentAttention`."""
+
+    num_heads: int
+    q_rank: int | None
+    kv_rank: int
+    key_width: int
+    rotary_width: int
+    value_width: int
+    rotary: Rotary | None
+    scale: float | None = None
+    dropout: float = 0.0
+    latent_eps: float = 1e-6
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+
+    def build(self, hidden_size: int) -> "LatentAttention":
+        """The attention."""
+        from mplug.nn import LatentAttention
+
+        return LatentAttention(hidden_size, **vars(self))
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from mplug.nn.gemm import Gemm, weight_gradient
 from mplug.nn.grouped import GroupedProduct, grouped_linear
 from mplug.nn.head import Head
 from mplug.nn.inits import Entries, Inits
+from mplug.nn.latent import LatentAttention
 from mplug.nn.linear import Linear
 from mplug.nn.loss import Loss
 from mplug.nn.mlp import MLP, Activation
@@ -61,6 +62,7 @@ __all__ = [
     "Head",
     "Inits",
     "Jitter",
+    "LatentAttention",
     "Linear",
     "Loss",
     "MixtureOfExperts",

@@ -84,13 +84,13 @@ Mapped = Callable[[Tensors], Tensors]
 """The library's parameters (or their gradients), by name -> ours. Every map is linear."""
 
 
-def difference(library: torch.nn.Module, model: Model, mapped: Mapped, states: Tensors | None = None) -> float:
+def difference(library: torch.nn.Module, model: Model, mapped: Mapped) -> float:
     """The largest difference of logits and gradients of two models with the same weights.
 
-    A gradient's difference is relative to its largest element. `states` are values of our buffers.
+    A gradient's difference is relative to its largest element.
     """
     own = {**model.parameters(), **model.states()}
-    weights = {**mapped({name: p.detach() for name, p in library.named_parameters()}), **(states or {})}
+    weights = mapped({**dict(library.named_buffers()), **dict(library.named_parameters())})
     assert set(weights) == set(own), set(weights) ^ set(own)
     with torch.no_grad():
         for name, weight in weights.items():
@@ -145,7 +145,23 @@ def _norms(own: Tensors) -> Tensors:
     return {f"{b}.weight": own[f"{a}_layernorm.weight"] for a, b in zip(names, ours, strict=True)}
 
 
+LATENT = {
+    "q_proj": "q",
+    "q_a_proj": "q_down",
+    "q_a_layernorm": "q_latent_norm",
+    "q_b_proj": "q_up",
+    "kv_a_proj_with_mqa": "kv_down",
+    "kv_a_layernorm": "kv_latent_norm",
+    "kv_b_proj": "kv_up",
+    "o_proj": "out",
+}
+"""Latent attention: the library's modules -> ours."""
+
+
 def _attention(own: Tensors) -> Tensors:
+    if "self_attn.kv_b_proj.weight" in own:
+        names = {f"self_attn.{theirs}.weight": f"attn.{ours}.weight" for theirs, ours in LATENT.items()}
+        return {ours: own[theirs] for theirs, ours in names.items() if theirs in own}
     found = {}
     for kind in ("weight", "bias"):
         if f"self_attn.q_proj.{kind}" in own:
@@ -170,6 +186,8 @@ def _feed_forward(own: Tensors) -> Tensors:
         }
         if "mlp.shared_experts.gate_proj.weight" in own:
             found |= {f"moe.{name}": x for name, x in _mlp(own, "mlp.shared_experts", "shared").items()}
+        if "mlp.gate.e_score_correction_bias" in own:
+            found["moe.router.bias"] = own["mlp.gate.e_score_correction_bias"]
         return found
     return _mlp(own, "mlp", "mlp")
 

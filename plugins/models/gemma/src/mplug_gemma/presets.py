@@ -20,7 +20,9 @@ def _two(*shape: int, scalar: int) -> Preset:
     return {"model": model, "trainer": {"seq_length": 8192}, "optimizer": {"lr": 3e-4}}
 
 
-def _three(*shape: int, scalar: int = 256, window: int = 1024, vocab_size: int = 262208, stretch: bool = True) -> Preset:
+def _three(
+    *shape: int, scalar: int = 256, window: int = 1024, vocab_size: int = 262208, stretch: bool = True
+) -> Preset:
     """Gemma 3 (arXiv 2503.19786): five blocks with windows before each block without, QK-norm."""
     model: dict[str, Any] = {
         **dict(zip(SHAPE, shape, strict=True)),

@@ -30,10 +30,12 @@ if TYPE_CHECKING:
     from mplug.contracts import Variance as Variance
     from mplug.decoders.build import build_decoder as build_decoder
     from mplug.decoders.config import DecoderConfig as DecoderConfig
+    from mplug.decoders.general import GeneralDecoderConfig as GeneralDecoderConfig
     from mplug.decoders.parts import AttentionConfig as AttentionConfig
     from mplug.decoders.parts import BlockConfig as BlockConfig
     from mplug.decoders.parts import EmbeddingConfig as EmbeddingConfig
     from mplug.decoders.parts import ExpertsConfig as ExpertsConfig
+    from mplug.decoders.parts import LatentAttentionConfig as LatentAttentionConfig
     from mplug.decoders.parts import MLPConfig as MLPConfig
     from mplug.decoders.parts import NormConfig as NormConfig
     from mplug.decoders.parts import PartConfig as PartConfig
@@ -89,6 +91,7 @@ if TYPE_CHECKING:
     from mplug.registry.tokenizers import keep_tokenizer as keep_tokenizer
     from mplug.registry.tokenizers import load_tokenizer as load_tokenizer
     from mplug.registry.tokenizers import read_tokenizer as read_tokenizer
+    from mplug.rotary import Rotary as Rotary
     from mplug.run.run import Run as Run
     from mplug.run.toolchain import triton_builds as triton_builds
     from mplug.slot_kinds import slots_named as slots_named
@@ -123,11 +126,13 @@ publish(
         ),
         "mplug.decoders.build": ("build_decoder",),
         "mplug.decoders.config": ("DecoderConfig",),
+        "mplug.decoders.general": ("GeneralDecoderConfig",),
         "mplug.decoders.parts": (
             "AttentionConfig",
             "BlockConfig",
             "EmbeddingConfig",
             "ExpertsConfig",
+            "LatentAttentionConfig",
             "MLPConfig",
             "NormConfig",
             "PartConfig",
@@ -210,6 +215,7 @@ publish(
             "load_tokenizer",
             "read_tokenizer",
         ),
+        "mplug.rotary": ("Rotary",),
         "mplug.run.run": ("Run",),
         "mplug.run.toolchain": ("triton_builds",),
         "mplug.slot_kinds": ("slots_named",),

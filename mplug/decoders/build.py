@@ -18,7 +18,7 @@ def build_decoder(config: DecoderConfig) -> Model:
     decoder = Decoder(
         embedding.build(vocab, size),
         (block.build(size) for block in config.blocks),
-        Head(config.norm_config().build(size), size, vocab),
+        Head(config.norm_config().build(size), size, vocab, config.output_soft_cap),
         tied=embedding.tied,
     )
     plan = decoder_plan(decoder, Inits.normal(config.init_std, config.residual_init_std))

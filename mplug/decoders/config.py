@@ -65,6 +65,11 @@ class DecoderConfig(BaseModel, ABC):
         return True
 
     @property
+    def output_soft_cap(self) -> float | None:
+        """The soft cap of the logits; None unless a family overrides this."""
+        return None
+
+    @property
     def blocks(self) -> tuple[PartConfig, ...]:
         """The blocks, in order."""
         return tuple(self.block_config(number) for number in range(self.num_layers))

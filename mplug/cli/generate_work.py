@@ -69,11 +69,14 @@ class Job:
 def start(job: Job, run: "Run", world: "World | None") -> None:
     """Refuse what cannot be sampled, then do the work in this process or in those of the layout, started here."""
     from mplug.distributed.launch import Stopped, launch
+    from mplug.model.decoding import Ranks, refuse_undivided
 
     if world is not None or run.mesh.world_size == 1:
         work(job)
         return
-    _built(run, job)  # on the meta device: refuses before any process starts
+    tried = _prepared(job)
+    model = _built(tried, job)  # refuses before any process starts
+    refuse_undivided(model, Ranks(tried, model))
     try:
         launch(run.mesh.world_size, work, job)
     except Stopped as stop:
@@ -83,49 +86,55 @@ def start(job: Job, run: "Run", world: "World | None") -> None:
 def work(job: Job, send: Callable[..., None] | None = None) -> None:
     """Sample as one process; the first one prints and writes."""
     from mplug.distributed.world import launched
-    from mplug.model.decoding import Ranks
-    from mplug.registry.entry_points import Registry
-    from mplug.registry.resolve import resolve
-    from mplug.run.prepare import prepare
+    from mplug.model.decoding import Ranks, refuse_undivided
     from mplug.training.job import among
 
     world = launched()
-    run = prepare(resolve(Registry(), job.base, job.overrides))
+    run = _prepared(job)
     with among(world, run, send):
         model = _loaded(run, job)
+        ranks = Ranks(run, model)
+        refuse_undivided(model, ranks)
         if run.rank == 0:
             for message in model.replaced:
                 click.echo(f"mplug: {message}", err=True)
-        _sample(run, model, job, Ranks(run, model))
+        _sample(run, model, job, ranks)
 
 
-def _decoding(run: "Run", job: Job) -> None:
+def _prepared(job: Job) -> "Run":
+    """The run, which samples instead of training."""
+    from mplug.model.build import choose_device
     from mplug.model.decoding import multiple_of_positions
+    from mplug.registry.entry_points import Registry
+    from mplug.registry.resolve import resolve
+    from mplug.run.prepare import prepare
     from mplug.run.run import Decoding
 
+    run = prepare(resolve(Registry(), job.base, job.overrides))
+    run.device = choose_device(run.config)
     run.decoding = Decoding(padded=job.wanted.differ or multiple_of_positions(run.mesh) > 1)
+    return run
 
 
 def _built(run: "Run", job: Job) -> "Model":
+    """The model on the meta device; UsageError if the weights are those of another one."""
+    from mplug.checkpoint.public_load import refuse_other_model
     from mplug.model.build import build_model
-    from mplug.model.decoding import Ranks, refuse_undivided
 
-    _decoding(run, job)
     model = build_model(run)
-    refuse_undivided(model, Ranks(run, model))
+    if job.published:
+        refuse_other_model(job.weights, model, run.config.checkpoint.pretrained)
     return model
 
 
 def _loaded(run: "Run", job: Job) -> "Model":
-    from mplug.checkpoint.public_load import load_public_for_inference, refuse_other_model
+    from mplug.checkpoint.public_load import load_public_for_inference
     from mplug.checkpoint.states import load_for_inference
     from mplug.model.build import allocate_parts
 
     if not job.published:
-        _built(run, job)
         return load_for_inference(run, job.weights, job.verified)
     model = _built(run, job)
-    refuse_other_model(job.weights, model, run.config.checkpoint.pretrained)  # before memory is allocated
     allocate_parts(run, model)
     load_public_for_inference(run, model, job.weights)
     return model

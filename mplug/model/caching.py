@@ -116,5 +116,3 @@ def use_plain_attention(model: Model, selection: Selection) -> None:
             kept.append(unmet)
     selection.unmet = kept
     model.replaced = tuple(messages)
-
-

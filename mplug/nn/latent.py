@@ -155,7 +155,10 @@ class LatentAttention(DotProductAttention):
 
 
 class LatentCache(Cache):
-    """A cache of latent vectors, with the halves of `kv_up` ([L, H, N] for keys, [L, H, V] for values) as its core
-    needs them; they do not change while a model samples."""
+    """A cache of latent vectors.
+
+    `halves` are those of `kv_up`, as the core needs them: [L, H, N] for keys, [L, H, V] for values. They do not change
+    while a model samples.
+    """
 
     halves: tuple[Tensor, Tensor] | None = None

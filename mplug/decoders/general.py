@@ -19,7 +19,8 @@ from mplug.decoders.sparse import SparseDecoderConfig
 from mplug.layout.external import ExternalNames
 from mplug.rotary import Rotary
 
-Option = bool | int | float | str | tuple[float, ...]
+RopeScaling = dict[str, bool | int | float | str | tuple[float, ...]]
+"""The name of a scaling of rotary positions as 'type', and its options."""
 
 
 class GeneralDecoderConfig(SparseDecoderConfig):
@@ -55,7 +56,7 @@ class GeneralDecoderConfig(SparseDecoderConfig):
     feed_forward_types: tuple[Literal["mlp", "experts"], ...] | None = Field(
         None, min_length=1, description="feed-forward part of each block; null: by num_dense_layers and num_experts"
     )
-    rope_scaling: dict[str, Option] | None = Field(
+    rope_scaling: RopeScaling | None = Field(
         None, description="scaling of rotary positions: its name as 'type' (linear, llama3, yarn), and its options"
     )
     rope_fraction: float = Field(1.0, gt=0, le=1, description="share of each head that is rotated, from its beginning")

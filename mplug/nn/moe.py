@@ -48,10 +48,12 @@ class MixtureOfExperts(nn.Module):
 
     @property
     def weights_per_token(self) -> int:
-        """Number of weight elements that one token is multiplied by in the router and in its chosen experts."""
+        """Number of weight elements that one token is multiplied by in the router, in its chosen experts and in their biases."""
         choice, experts = self.router.choice, self.experts
+        biases = 0 if self.down_bias is None else self.down_bias.numel()
         return (
             self.router.weight.numel()
+            + biases
             + (experts.up.numel() + experts.down.numel()) * choice.top_k // choice.num_experts
         )
 

@@ -4,9 +4,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from mplug import ExternalNames, GeneralDecoderConfig
-from mplug.decoders.general import Option
-from mplug.decoders.parts import ActivationName, ScoreName
+from mplug import ActivationName, ExternalNames, GeneralDecoderConfig, RopeScaling, ScoreName
 from mplug_gpt_oss.published import names
 
 
@@ -29,7 +27,7 @@ class GptOssConfig(GeneralDecoderConfig):
         ("window", "full"), min_length=1, description="attention of each block: whole sequences, or windows"
     )
     rope_theta: PositiveFloat = Field(150000.0, description="base of the rotary frequencies")
-    rope_scaling: dict[str, Option] | None = Field(
+    rope_scaling: RopeScaling | None = Field(
         {
             "type": "yarn",
             "factor": 32.0,

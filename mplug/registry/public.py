@@ -30,12 +30,13 @@ def public_folder(settings: Settings) -> Path | None:
 
 
 def with_public_settings(registry: Registry, base: Settings, overrides: Settings) -> tuple[Settings, Settings]:
-    """(base, overrides) of a new run, with the model that its published checkpoint describes, if it begins with one.
+    """(base, overrides), with the model that a published checkpoint describes if `overrides` name one.
 
+    A resumed run keeps the model that its folder states: its published checkpoint is in `base`, not in `overrides`.
     Raises UsageError if no installed family reads the checkpoint, if the family does not support its config.json, or
     if settings of the user contradict it; the error lists all of these settings.
     """
-    folder = public_folder(merge(base, overrides))
+    folder = public_folder(overrides)
     if folder is None:
         return base, overrides
     path = folder / CONFIG

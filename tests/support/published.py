@@ -16,7 +16,6 @@ from mplug.layout.placement import Box
 from mplug.model.build import allocate_parts, build_model
 from mplug.model.model import Model
 from mplug.registry.entry_points import Registry
-from mplug.registry.public import with_public_settings
 from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
@@ -119,7 +118,6 @@ def save(model: Any, folder: Path, num_shards: int = 3, dtype: torch.dtype = tor
 
 def run_of(folder: Path, settings: Mapping[str, Any] | None = None) -> Run:
     """The prepared run of a folder's model."""
-    registry = Registry()
     fixed = {
         "trainer.device": "cpu",
         "kernels.default": None,
@@ -130,7 +128,7 @@ def run_of(folder: Path, settings: Mapping[str, Any] | None = None) -> Run:
     overrides: Any = {}
     for key, value in given.items():
         overrides = merge(overrides, from_mapping(value, "the test", key))
-    return prepare(resolve(registry, *with_public_settings(registry, default_settings(), overrides)))
+    return prepare(resolve(Registry(), default_settings(), overrides))
 
 
 def loaded(folder: Path, layout: str = "", rank: int = 0, **settings: Any) -> tuple[Run, Model]:

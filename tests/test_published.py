@@ -232,6 +232,45 @@ def test_mxfp4_is_decoded_as_the_library_decodes_it() -> None:
     assert boxes["up_blocks"] == ((2, 9, 3, 0), (1, 1, 1, 16)), "one group of 32 values"
 
 
+def pack_experts(source: Path, target: Path) -> Path:
+    """Replace the experts of a gpt-oss by random MXFP4 weights; returns the folder of the dequantised twin."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    config, twin = json.loads((source / "config.json").read_text()), target.with_name("twin")
+    generator = torch.Generator().manual_seed(2)
+    stored, plain = {}, {}
+    for name, (_, tensor) in tensors(source).items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            stored[name] = plain[name] = tensor
+            continue
+        experts, inside, outside = tensor.shape
+        groups = (experts, outside, inside // 32)
+        blocks = torch.randint(0, 256, (*groups, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(120, 126, groups, generator=generator, dtype=torch.uint8)
+        stored[f"{name}_blocks"], stored[f"{name}_scales"] = blocks, scales
+        plain[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+    for folder, weights in ((target, stored), (twin, plain)):
+        folder.mkdir()
+        save_file(weights, folder / "model.safetensors")
+        config["quantization_config"] = {"quant_method": "mxfp4"} if folder == target else None
+        (folder / "config.json").write_text(json.dumps(config))
+    return twin
+
+
+def test_packed_experts_equal_their_dequantised_twin(tmp_path: Path) -> None:
+    save(FAMILIES["gpt-oss"](intermediate_size=64, num_hidden_layers=2), tmp_path / "source")
+    twin = pack_experts(tmp_path / "source", tmp_path / "packed")
+    for layout, ranks in (("", 1), ("tp2ep2", 2)):
+        for rank in range(ranks):
+            (_, found), (_, expected) = (loaded(folder, layout, rank) for folder in (tmp_path / "packed", twin))
+            for name, parameter in expected.parameters().items():
+                assert torch.equal(found.parameters()[name], parameter), name
+    library = transformers.AutoModelForCausalLM.from_pretrained(twin, dtype=torch.float32)
+    with torch.no_grad():
+        expected = library(TOKENS).logits
+    assert (logits(loaded(tmp_path / "packed")[1], TOKENS) - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
 # Generation.
 
 

@@ -86,6 +86,7 @@ if TYPE_CHECKING:
     from mplug.layout.plan import Parameter as Parameter
     from mplug.layout.plan import Plan as Plan
     from mplug.layout.plan import Segment as Segment
+    from mplug.layout.plan import Shift as Shift
     from mplug.layout.plan import Stages as Stages
     from mplug.layout.plan import Unit as Unit
     from mplug.layout.ranks import Grouping as Grouping
@@ -221,6 +222,7 @@ publish(
             "Parameter",
             "Plan",
             "Segment",
+            "Shift",
             "Stages",
             "Unit",
         ),

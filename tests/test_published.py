@@ -490,6 +490,32 @@ def test_a_family_that_does_not_read_the_architecture_is_refused(models: Made, c
     assert cli_here(*words, "gpt").returncode == 0
 
 
+def test_the_layer_for_multi_token_prediction_is_read_if_the_model_has_one(models: Made, tmp_path: Path) -> None:
+    """It is the layer after the last one. The library does not write it, so it is a copy of the last one here."""
+    shutil.copytree(models["deepseek-v3"][0], tmp_path / "folder")
+
+    def add(found: dict[str, Tensor]) -> None:
+        last = {name: one for name, one in found.items() if name.startswith("model.layers.3.")}
+        found |= {name.replace("layers.3.", "layers.4."): one * 2 for name, one in last.items()}
+        for name, shape in (("enorm", (32,)), ("hnorm", (32,)), ("shared_head.norm", (32,)), ("eh_proj", (32, 64))):
+            found[f"model.layers.4.{name}.weight"] = torch.randn(shape)
+        found["model.layers.4.embed_tokens.weight"] = found["model.embed_tokens.weight"].clone()
+        found["model.layers.4.shared_head.head.weight"] = found["lm_head.weight"].clone()
+
+    rewritten(tmp_path / "folder", add)
+    stored = tensors(tmp_path / "folder")
+    _, plain = loaded(tmp_path / "folder")
+    assert not [name for name in plain.parameters() if name.startswith("ahead.")]
+    _, model = loaded(tmp_path / "folder", model__num_mtp_layers=1)
+    own = model.parameters()
+    assert torch.equal(own["ahead.depths.0.merge.weight"], stored["model.layers.4.eh_proj.weight"][1])
+    assert torch.equal(own["ahead.depths.0.norm.weight"], stored["model.layers.4.shared_head.norm.weight"][1])
+    for name in ("attn.kv_up.weight", "moe.experts.up", "norm2.weight"):
+        assert torch.equal(own[f"ahead.depths.0.block.{name}"], 2 * own[f"blocks.3.{name}"])
+    with pytest.raises(UsageError, match=r"it lacks 'model.layers.4.eh_proj.weight'"):
+        loaded(models["deepseek-v3"][0], model__num_mtp_layers=1)
+
+
 # A part of the weights.
 
 

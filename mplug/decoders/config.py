@@ -70,6 +70,16 @@ class DecoderConfig(BaseModel, ABC):
         return None
 
     @property
+    def depths_ahead(self) -> int:
+        """Depths of multi-token prediction; 0 unless a family overrides this."""
+        return 0
+
+    @property
+    def ahead_coefficient(self) -> float:
+        """The weight of the loss of multi-token prediction."""
+        return 0.0
+
+    @property
     def blocks(self) -> tuple[PartConfig, ...]:
         """The blocks, in order."""
         return tuple(self.block_config(number) for number in range(self.num_layers))
@@ -83,7 +93,7 @@ class DecoderConfig(BaseModel, ABC):
         return type(self) is type(other) and self._computed() == other._computed()
 
     def _computed(self) -> tuple[object, ...]:
-        sizes = self.hidden_size, self.vocab_size, self.init_std, self.output_soft_cap
+        sizes = self.hidden_size, self.vocab_size, self.init_std, self.output_soft_cap, self.depths_ahead
         return *sizes, self.embedding_config(), self.norm_config(), self.blocks
 
     def attention_config(self) -> AttentionConfig:

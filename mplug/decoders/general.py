@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from mplug.decoders.parts import (
     ActivationName,
@@ -65,6 +65,13 @@ class GeneralDecoderConfig(SparseDecoderConfig):
         None, description="base of the rotary frequencies in blocks with windows, without scaling; null: as elsewhere"
     )
 
+    num_mtp_layers: NonNegativeInt = Field(
+        0, description="blocks that predict tokens further ahead in training (multi-token prediction)"
+    )
+    mtp_loss_coefficient: NonNegativeFloat = Field(
+        0.3, description="weight of the mean loss of multi-token prediction's blocks"
+    )
+
     @model_validator(mode="after")
     def _blocks_fit(self) -> Self:
         for name in ("attention_types", "position_types", "feed_forward_types"):
@@ -101,6 +108,16 @@ class GeneralDecoderConfig(SparseDecoderConfig):
         """Tokens alone."""
         scale = float(self.hidden_size**0.5) if self.scale_embeddings else 1.0
         return EmbeddingConfig(tied=self.tie_embeddings, scale=scale)
+
+    @property
+    def depths_ahead(self) -> int:
+        """Depths of multi-token prediction."""
+        return self.num_mtp_layers
+
+    @property
+    def ahead_coefficient(self) -> float:
+        """The weight of the loss of multi-token prediction."""
+        return self.mtp_loss_coefficient
 
     @property
     def output_soft_cap(self) -> float | None:

@@ -48,7 +48,7 @@ class MixtureOfExperts(nn.Module):
 
     @property
     def weights_per_token(self) -> int:
-        """Number of weight elements that one token is multiplied by in the router, in its chosen experts and in their biases."""
+        """Number of weight elements that one token is multiplied by in the router and in its chosen experts."""
         choice, experts = self.router.choice, self.experts
         biases = 0 if self.down_bias is None else self.down_bias.numel()
         return (

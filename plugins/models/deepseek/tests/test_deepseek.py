@@ -30,6 +30,7 @@ class TestDeepseek(ModelSuite):
         "model.moe_router_num_groups": 4,
         "model.moe_router_top_groups": 2,
         "model.expert_bias_rate": 0.01,
+        "model.num_mtp_layers": 2,
         "model.rope_scaling": {
             "type": "yarn",
             "factor": 4.0,

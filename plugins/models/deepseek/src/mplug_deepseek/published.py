@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from mplug import (
     ExternalNames,
+    Fused,
     PublicConfig,
     PublicSettings,
     published_config,
@@ -54,7 +55,8 @@ def settings_of(config: PublicConfig) -> PublicSettings:
         "moe_router_scale": config.take("routed_scaling_factor", 1.0),
         **(_third(config) if third else _second(config)),
     }
-    return PublicSettings(fixed, training_choices(config), config.number("max_position_embeddings", 4096))
+    free = {**training_choices(config), "num_mtp_layers": 0, "mtp_loss_coefficient": 0.3}
+    return PublicSettings(fixed, free, config.number("max_position_embeddings", 4096))
 
 
 def _third(config: PublicConfig) -> dict[str, Any]:
@@ -103,16 +105,45 @@ def config_of(config: "DeepseekConfig") -> dict[str, Any]:
         "n_group": config.moe_router_num_groups,
         "topk_group": config.moe_router_top_groups,
         "topk_method": method,
-        **({"rope_interleave": config.rope_interleaved, "num_nextn_predict_layers": 0} if third else {}),
+        **(
+            {"rope_interleave": config.rope_interleaved, "num_nextn_predict_layers": config.num_mtp_layers}
+            if third
+            else {}
+        ),
     }
 
 
 def names(config: "DeepseekConfig") -> ExternalNames:
-    """The names of a dequantised folder. The layer after the last one, for multi-token prediction, is not read."""
+    """The names of a dequantised folder. Layers after the last one are those of multi-token prediction."""
     modules = LATENT if config.q_lora_rank is not None else {"q": "q_proj", **LATENT}
     if config.q_lora_rank is None:
         modules = {ours: theirs for ours, theirs in modules.items() if ours not in ("q_down", "q_latent_norm", "q_up")}
     at = "model.layers.*.self_attn"
-    attention = {f"attn.{ours}.weight": f"{at}.{theirs}.weight" for ours, theirs in modules.items()}
-    found = published_names(config, attention={**attention})
-    return replace(found, ignored=(*found.ignored, f"model.layers.{config.num_layers}"))
+    found = published_names(
+        config, attention={f"attn.{ours}.weight": f"{at}.{theirs}.weight" for ours, theirs in modules.items()}
+    )
+    tensors, layers = dict(found.tensors), config.num_layers
+    for depth in range(config.num_mtp_layers):
+        tensors |= _ahead(found, depth, layers + depth)
+    unused = () if config.num_mtp_layers else (f"model.layers.{layers}",)
+    shared = ("model.layers.*.embed_tokens.weight", "model.layers.*.shared_head.head.weight")
+    return replace(found, tensors=tensors, ignored=(*found.ignored, *unused, *shared))
+
+
+def _ahead(found: ExternalNames, depth: int, layer: int) -> dict[str, Any]:
+    """The names of a depth of multi-token prediction: its own, and those of its block, which has experts."""
+    own, theirs = f"ahead.depths.{depth}", f"model.layers.{layer}"
+    names = {"token_norm": "enorm", "hidden_norm": "hnorm", "merge": "eh_proj", "norm": "shared_head.norm"}
+    tensors: dict[str, Any] = {f"{own}.{ours}.weight": f"{theirs}.{public}.weight" for ours, public in names.items()}
+    for ours, public in found.tensors.items():
+        if ours.startswith("blocks.*.") and not ours.startswith("blocks.*.mlp."):
+            name = f"{own}.block.{ours.removeprefix('blocks.*.')}"
+            tensors[name] = _numbered(public, layer)
+    return tensors
+
+
+def _numbered(public: Any, layer: int) -> Any:
+    """A public name with the number of a layer."""
+    if isinstance(public, Fused):
+        return Fused(*(_numbered(one, layer) for one in public.sources))
+    return public if public is None else public.replace("*", str(layer), 1)

@@ -11,7 +11,6 @@ from mplug.version import __version__  # noqa: F401
 
 if TYPE_CHECKING:
     from mplug.checkpoint.weight_decoders import WeightDecoder as WeightDecoder
-    from mplug.checkpoint.weight_decoders import name_weight_decoder as name_weight_decoder
     from mplug.config.binding import RunConfig as RunConfig
     from mplug.config.public import PublicConfig as PublicConfig
     from mplug.config.public import PublicSettings as PublicSettings
@@ -117,10 +116,7 @@ if TYPE_CHECKING:
 publish(
     __name__,
     {
-        "mplug.checkpoint.weight_decoders": (
-            "WeightDecoder",
-            "name_weight_decoder",
-        ),
+        "mplug.checkpoint.weight_decoders": ("WeightDecoder",),
         "mplug.config.binding": ("RunConfig",),
         "mplug.config.public": (
             "PublicConfig",

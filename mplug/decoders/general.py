@@ -16,7 +16,6 @@ from mplug.decoders.parts import (
     PartConfig,
 )
 from mplug.decoders.sparse import SparseDecoderConfig
-from mplug.layout.external import ExternalNames
 from mplug.rotary import Rotary
 
 RopeScaling = dict[str, bool | int | float | str | tuple[float, ...]]
@@ -157,9 +156,3 @@ class GeneralDecoderConfig(SparseDecoderConfig):
         experts = replace(self.experts_config(), kind=self.activation, bias=self.expert_projection_bias)
         feed_forward: PartConfig = experts if self.has_experts(number) else dense
         return BlockConfig(self.norm_config(), self.attention_of(number), feed_forward, post_norms=self.post_norms)
-
-    def external_names(self) -> ExternalNames | None:
-        """The names that most families share; a family with others overrides this."""
-        from mplug.decoders.published import published_names  # that module imports this one
-
-        return published_names(self)

@@ -222,9 +222,10 @@ def test_tensorwise_products_gather_fp8_numbers_with_a_common_scale(kind: type[P
 def test_a_common_scale_is_that_of_the_largest_rank() -> None:
     boundary = Boundary(lambda part: part, lambda x: x, lambda x: x * 4)
     supplier, x = Tensorwise(Options(power_of_two=True)), drawn(16, 32)
-    _, alone = supplier.quantised(x, "input", None, {})
-    _, common = supplier.quantised(x, "input", boundary, {})
-    assert float(common[1]) == 4 * float(alone[1])
+    alone, common = (
+        supplier.quantised(x, supplier.measured(x, around), "input", {}).rows for around in (None, boundary)
+    )
+    assert float(common.inverse) == 4 * float(alone.inverse)
 
 
 # The end of a step.
@@ -274,8 +275,10 @@ def answer(
     dims = ("experts", "mlp", "embed") if isinstance(module, Experts) else ("mlp", "embed")
     described = {name: Parameter(dims, Init("normal")) for name in weights}
     site = Site("blocks.*.up", slot, module, "blocks.0.up", frozenset({recipe.need, *needs}), described)
-    offer = next(one for one in FP8Products(FP8Products.Config()).offer(run) if slot in one.suppliers)
-    return offer.supports(site, run)
+    offers = [one for one in FP8Products(FP8Products.Config()).offer(run) if slot in one.suppliers]
+    answers = [answer for offer in offers if (answer := offer.supports(site, run)) is not False]
+    assert len(answers) < 2
+    return answers[0] if answers else False
 
 
 def test_it_serves_its_recipes_and_says_why_it_does_not_serve_a_site() -> None:
@@ -338,6 +341,14 @@ def test_it_fills_nothing_without_the_recipe_and_says_that_a_cpu_emulates() -> N
     assert own[0].supplier_label(run) == "kernels/fp8 (emulated on a CPU)"
     site = next(one.site for one in filled if one.site.slot == "Linear.product")
     assert limits.supports_linear(site, tiny_run({"trainer.precision": "bf16"})) is False
+
+
+def test_it_saves_inputs_in_fp8_unless_backward_has_them_in_bf16() -> None:
+    filled = build_model(tiny_run({**NAMED, "trainer.precision": "fp8"})).slots
+    own = [(one.site.role, one.offer) for one in filled if one.supplier == "kernels/fp8"]
+    keeps = {role: offer.suppliers["Linear.product"].keeps_input for role, offer in own if offer is not None}
+    assert {role for role, kept in keeps.items() if kept} == {"blocks.*.attn.out", "blocks.*.mlp.down"}
+    assert {role for role, kept in keeps.items() if not kept} == {"blocks.*.attn.qkv", "blocks.*.mlp.up"}
 
 
 @pytest.mark.parametrize(

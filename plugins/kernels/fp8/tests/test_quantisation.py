@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -168,9 +169,8 @@ def passes(supplier: Products, x: Tensor, weight: Tensor, grad_y: Tensor, sink: 
 
 def values_of(supplier: Products, x: Tensor, operand: str, buffers: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """(the values of rows, those of columns transposed) that stand for x [N, X], in fp64, without padding."""
-    _, (rows, inverse, columns, column_inverse) = supplier.quantised(x, operand, None, buffers)
     found = []
-    for numbers, factor in ((rows, inverse), (columns, column_inverse)):
+    for numbers, factor in supplier.quantised(x, supplier.measured(x, None), operand, buffers):
         wide = factor.double()
         wide = wide.t().repeat_interleave(BLOCK, 1) if wide.dim() == 2 else wide[:, None]
         found.append(numbers.double() * wide)
@@ -203,6 +203,30 @@ def test_products_are_exact_but_for_the_rounding_of_sums(recipe: str) -> None:
         assert ((found.double() - exact).abs() <= bound).all(), name
     far = ((y.double() - x.double() @ weight.double().t()).norm() / y.double().norm()).item()
     assert 0.01 < far < 0.06  # e4m3 has four bits of significand, so a factor is off by up to 6%
+
+
+@each_recipe
+def test_columns_that_are_cast_again_in_backward_have_the_same_bits(recipe: str) -> None:
+    x, weight, grad_y = even(N, I), even(O, I, seed=1), even(N, O, seed=2)
+    supplier, buffers = replace(RECIPES[recipe], keeps_input=True), buffers_of(x, grad_y)
+    for again, right in zip(*(passes(one, x, weight, grad_y) for one in (supplier, RECIPES[recipe])), strict=True):
+        assert torch.equal(again, right)
+    _, saved = supplier.forward(x, Operand(weight, supplier.cast(weight, buffers)), ALONE, buffers)
+    assert saved[0] is x
+    assert sum(tensor.numel() for tensor in saved[1:]) == (recipe == "tensorwise")
+
+
+@each_recipe
+def test_copies_of_a_weight_and_of_an_input_take_half_its_bytes(recipe: str) -> None:
+    """Rowwise scaling keeps two copies of a weight, whose rows and columns have different scales."""
+    x, weight, buffers = even(N, I), even(O, I, seed=1), buffers_of(even(N, I), even(N, O, seed=2))
+    casts = RECIPES[recipe].cast(weight, buffers)
+    _, saved = RECIPES[recipe].forward(x, Operand(weight, casts), ALONE, buffers)
+    numbers = [sum(tensor.numel() for tensor in tensors if tensor.itemsize == 1) for tensors in (casts, saved)]
+    rows = padded(N, BLOCK) if recipe == "blockwise" else padded(N)
+    assert numbers == [weight.numel() * (1 + (recipe == "rowwise")), I * rows]
+    scales = sum(tensor.nbytes for tensor in (*casts, *saved) if tensor.itemsize > 1)
+    assert scales < 0.04 * weight.nbytes
 
 
 @each_recipe

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import ScalingType, SwizzleType
+from torch.nn.functional import ScalingType, SwizzleType, pad
 from torch.utils.flop_counter import register_flop_formula
 
 from mplug.nn import fake, operator
@@ -153,6 +153,12 @@ def _(rows: Tensor) -> Tensor:
     return rows.new_empty((rows.shape[1], padded(len(rows))))
 
 
+def turned(inverse: Tensor, outputs: int, inputs: int) -> Tensor:
+    """The inverses of the blocks of a weight [O, I] -> those of its transpose; see `cast_blocks`."""
+    blocks, lines = outputs // BLOCK, inputs // BLOCK
+    return pad(inverse[:, :lines].t(), (0, padded(blocks, 4) - blocks)).contiguous()
+
+
 # Rowwise and blockwise.
 
 
@@ -220,10 +226,8 @@ def multiply(
     a: Tensor, b: Tensor, a_inverse: Tensor, b_inverse: Tensor, scaling: str, other_scaling: str, fast: bool
 ) -> Tensor:
     """a [M, K] times b [N, K] transposed -> bf16 [M, N]. `fast` sums in the tensor cores' own, narrower format."""
-    if not a.is_cuda:
-        return emulation.multiply(a, b, a_inverse, b_inverse).to(torch.bfloat16)
     y = a.new_empty((len(a), len(b)), dtype=torch.bfloat16)
-    return _multiply_into(y, a, b, a_inverse, b_inverse, (scaling, other_scaling), fast)
+    return multiply_into(y, a, b, a_inverse, b_inverse, (scaling, other_scaling), fast)
 
 
 @fake("mplug_fp8::multiply")
@@ -244,11 +248,11 @@ def add_multiplied(
     if not a.is_cuda:
         product = emulation.multiply(a, b, a_inverse, b_inverse)
     elif stale and total.is_contiguous():
-        _multiply_into(total, a, b, a_inverse, b_inverse, kinds, False)
+        multiply_into(total, a, b, a_inverse, b_inverse, kinds, False)
         stale.fill_(False)
         return
     else:
-        product = _multiply_into(torch.empty_like(total), a, b, a_inverse, b_inverse, kinds, False)
+        product = multiply_into(torch.empty_like(total), a, b, a_inverse, b_inverse, kinds, False)
     if stale:
         total.copy_(product)
         stale.fill_(False)
@@ -256,9 +260,12 @@ def add_multiplied(
         total.add_(product)
 
 
-def _multiply_into(
+def multiply_into(
     y: Tensor, a: Tensor, b: Tensor, a_inverse: Tensor, b_inverse: Tensor, scalings: tuple[str, str], fast: bool
 ) -> Tensor:
+    """y [M, N] = a [M, K] times b [N, K] transposed, in the dtype of y, whose rows are contiguous; it returns y."""
+    if not a.is_cuda:
+        return y.copy_(emulation.multiply(a, b, a_inverse, b_inverse))
     if scalings[0] in (TENSOR, ROW):
         rowwise = scalings[0] == ROW
         inverses = (a_inverse[:, None], b_inverse[None, :]) if rowwise else (a_inverse, b_inverse)

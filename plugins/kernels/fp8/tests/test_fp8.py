@@ -14,6 +14,7 @@ from mplug_fp8.products import Delayed, Products, Rowwise, Tensorwise
 from mplug_fp8.recipes import Options
 from pydantic import ValidationError
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from mplug import Axis, Mesh, Offer, Recipe, Run, Site
 from mplug.checkpoint.folder import newest
@@ -349,6 +350,21 @@ def test_it_saves_inputs_in_fp8_unless_backward_has_them_in_bf16() -> None:
     keeps = {role: offer.suppliers["Linear.product"].keeps_input for role, offer in own if offer is not None}
     assert {role for role, kept in keeps.items() if kept} == {"blocks.*.attn.out", "blocks.*.mlp.down"}
     assert {role for role, kept in keeps.items() if not kept} == {"blocks.*.attn.qkv", "blocks.*.mlp.up"}
+
+
+def saved_bytes(settings: dict[str, Any]) -> int:
+    """Bytes of all tensors that autograd keeps in a short compiled run, each storage once."""
+    kept: list[Tensor] = []
+    with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        train_steps({"model.num_layers": 3, "trainer.compile": "aot_eager", **settings})
+    return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in kept}.values())
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("rowwise", marks=pytest.mark.wide("precision"))])
+def test_a_compiled_run_keeps_less_for_backward_than_in_bf16(recipe: str) -> None:
+    in_bf16 = saved_bytes({"trainer.precision": "bf16"})
+    assert saved_bytes({**NAMED, "trainer.precision": "fp8", **RECIPES[recipe]}) < in_bf16
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def test_columns_are_the_transpose_padded_with_zeros() -> None:
     assert not columns[:, 37:].float().any()
     assert torch.equal(columns[:, :37].float(), rows.float().t())
     assert torch.equal(operators.transposed(rows).float(), columns.float())
-    lines = operators.cast_lines(even(130, 128))
+    lines = operators.cast_lines(even(130, 128), True, True)
     assert lines[0].shape == (256, 128)
     assert not lines[0][130:].float().any()
     assert not lines[2][:, 130:].float().any()
@@ -318,9 +318,12 @@ def calls() -> dict[str, Callable[[], Any]]:
         "cast": lambda: operators.cast(x, one, False, False, True, True),
         "cast to rows": lambda: operators.cast(x, one, True, False, True, False),
         "cast_scaled": lambda: operators.cast_scaled(x, one, torch.zeros(()), True, False, False, True),
+        "cast_columns": lambda: operators.cast_columns(x, one, True),
         "transposed": lambda: operators.transposed(rows),
-        "cast_rowwise": lambda: operators.cast_rowwise(x[None], True),
-        "cast_lines": lambda: operators.cast_lines(x),
+        "cast_rowwise": lambda: operators.cast_rowwise(x[None], True, True, True),
+        "cast_rowwise to columns": lambda: operators.cast_rowwise(x[None], True, False, True),
+        "cast_lines": lambda: operators.cast_lines(x, True, True),
+        "cast_lines to rows": lambda: operators.cast_lines(x, True, False),
         "cast_blocks": lambda: operators.cast_blocks(weight),
         "multiply": lambda: operators.multiply(rows, wide, one, one, "tensor", "tensor", True),
         "cast_grouped": lambda: grouped.cast_grouped(x, ends, True),

@@ -125,6 +125,24 @@ def _(
     return *_empty(x, _format(e5m2), wants_rows, wants_columns), x.new_empty(1, dtype=torch.float32)
 
 
+@operator("mplug_fp8::cast_columns")
+def cast_columns(x: Tensor, scale: Tensor, e5m2: bool) -> tuple[Tensor, Tensor]:
+    """x [N, I] with a known scale [1] -> columns [I, P], inverse [1], of a tensor whose rows have been cast before."""
+    dtype = _format(e5m2)
+    if not x.is_cuda:
+        rows = emulation.rounded(x, scale, dtype)
+        return emulation.transposed(rows), torch.ones_like(scale) / scale
+    from mplug_fp8 import launch
+
+    _, columns = _empty(x, dtype, False, True)
+    return columns, launch.cast(x.contiguous(), scale, None, dtype, False, False, None, columns)
+
+
+@fake("mplug_fp8::cast_columns")
+def _(x: Tensor, scale: Any, e5m2: bool) -> Any:
+    return _empty(x, _format(e5m2), False, True)[1], x.new_empty(1, dtype=torch.float32)
+
+
 def _wanted(rows: Tensor, wants_rows: bool, wants_columns: bool) -> tuple[Tensor, Tensor]:
     columns = emulation.transposed(rows) if wants_columns else rows.new_empty(0)
     return rows if wants_rows else rows.new_empty(0), columns
@@ -163,40 +181,54 @@ def turned(inverse: Tensor, outputs: int, inputs: int) -> Tensor:
 
 
 @operator("mplug_fp8::cast_rowwise")
-def cast_rowwise(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x [W, N, I] -> rows [W, N, I] with inverses [W, N], columns [W, I, P] with inverses [W, I]."""
+def cast_rowwise(
+    x: Tensor, power_of_two: bool, wants_rows: bool, wants_columns: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x [W, N, I] -> rows [W, N, I] with inverses [W, N], columns [W, I, P] with inverses [W, I].
+
+    Rows or columns that are not wanted are empty. So are their inverses.
+    """
     if not x.is_cuda:
-        return emulation.cast_rowwise(x, power_of_two)
+        return _only_wanted(emulation.cast_rowwise(x, power_of_two), wants_rows, wants_columns)
     from mplug_fp8 import launch
 
-    return launch.cast_rowwise(x.contiguous(), power_of_two)
+    return _only_wanted(launch.cast_rowwise(x.contiguous(), power_of_two), wants_rows, wants_columns)
 
 
 @fake("mplug_fp8::cast_rowwise")
-def _(x: Tensor, power_of_two: bool) -> Any:
+def _(x: Tensor, power_of_two: bool, wants_rows: bool, wants_columns: bool) -> Any:
     w, n, i = x.shape
     numbers = x.new_empty((w, n, i), dtype=E4M3), x.new_empty((w, i, padded(n)), dtype=E4M3)
     inverses = x.new_empty((w, n), dtype=torch.float32), x.new_empty((w, i), dtype=torch.float32)
-    return numbers[0], inverses[0], numbers[1], inverses[1]
+    return _only_wanted((numbers[0], inverses[0], numbers[1], inverses[1]), wants_rows, wants_columns)
 
 
 @operator("mplug_fp8::cast_lines")
-def cast_lines(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x [N, I] -> rows [P, I] with inverses [I / 128, P], columns [I, P] with inverses [P / 128, I]."""
+def cast_lines(x: Tensor, wants_rows: bool, wants_columns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x [N, I] -> rows [P, I] with inverses [I / 128, P], columns [I, P] with inverses [P / 128, I].
+
+    Rows or columns that are not wanted are empty. So are their inverses.
+    """
     if not x.is_cuda:
-        return emulation.cast_lines(x)
+        return _only_wanted(emulation.cast_lines(x), wants_rows, wants_columns)
     from mplug_fp8 import launch
 
-    return launch.cast_lines(x.contiguous())
+    return _only_wanted(launch.cast_lines(x.contiguous()), wants_rows, wants_columns)
 
 
 @fake("mplug_fp8::cast_lines")
-def _(x: Tensor) -> Any:
+def _(x: Tensor, wants_rows: bool, wants_columns: bool) -> Any:
     n, i = x.shape
     p = padded(n, BLOCK)
     numbers = x.new_empty((p, i), dtype=E4M3), x.new_empty((i, p), dtype=E4M3)
-    inverses = (x.new_empty(shape, dtype=torch.float32) for shape in ((i // BLOCK, p), (p // BLOCK, i)))
-    return numbers[0], next(inverses), numbers[1], next(inverses)
+    inverses = [x.new_empty(shape, dtype=torch.float32) for shape in ((i // BLOCK, p), (p // BLOCK, i))]
+    return _only_wanted((numbers[0], inverses[0], numbers[1], inverses[1]), wants_rows, wants_columns)
+
+
+def _only_wanted(found: tuple[Tensor, Tensor, Tensor, Tensor], wants_rows: bool, wants_columns: bool) -> Any:
+    """rows, inverses, columns, inverses; the kernels compute all of them, and unwanted ones are freed."""
+    wanted = (wants_rows, wants_rows, wants_columns, wants_columns)
+    return tuple(x if wants else x.new_empty(0) for x, wants in zip(found, wanted, strict=True))
 
 
 @operator("mplug_fp8::cast_blocks")

@@ -26,12 +26,18 @@ from mplug_fp8.emulation import BLOCK, padded
 from mplug_fp8.operators import LINES, ROW, TENSOR, add_multiplied, cast_lines, cast_rowwise, multiply_into, transposed
 
 
-def quantised(x: Tensor, scaling: str, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def quantised(
+    x: Tensor, scaling: str, power_of_two: bool, wants_rows: bool, wants_columns: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x [N, K] -> rows, their inverses, columns, their inverses, where rows (`ROW`) or lines (`LINES`) have scales."""
     if scaling == LINES:
-        return cast_lines(x)
-    rows, row_inverses, columns, column_inverses = cast_rowwise(x[None], power_of_two)
-    return rows[0], row_inverses[0], columns[0], column_inverses[0]
+        return cast_lines(x, wants_rows, wants_columns)
+    rows, row_inverses, columns, column_inverses = cast_rowwise(x[None], power_of_two, wants_rows, wants_columns)
+    return (*_single(rows, row_inverses, wants_rows), *_single(columns, column_inverses, wants_columns))
+
+
+def _single(numbers: Tensor, inverses: Tensor, wanted: bool) -> tuple[Tensor, Tensor]:
+    return (numbers[0], inverses[0]) if wanted else (numbers, inverses)
 
 
 class _Factor(NamedTuple):
@@ -102,7 +108,7 @@ def _gathered(
                 elif scaling == TENSOR:
                     numbers, own_inverse = own, inverse
                 else:
-                    numbers, own_inverse, _, _ = quantised(own, scaling, power_of_two)
+                    numbers, own_inverse, _, _ = quantised(own, scaling, power_of_two, True, False)
                     numbers, own_inverse = numbers[: len(own)], _own_inverses(own_inverse, scaling, 0, len(own))
                 factor.times(numbers, own_inverse, target, False)
         return y, arrival.whole() if keep else ()
@@ -221,7 +227,7 @@ def summed_backward(
             if scaling == TENSOR:
                 columns, inverse = transposed(rows), x_inverse
             else:
-                _, _, columns, inverse = quantised(rows, scaling, power_of_two)
+                _, _, columns, inverse = quantised(rows, scaling, power_of_two, False, True)
             add_multiplied(total, stale, grad_columns, columns, column_inverse, inverse, scaling)
 
         return _summed(grad_rows, row_inverse, shape, factor, pipeline, add)

@@ -33,7 +33,7 @@ from mplug_fp8.operators import (
     add_multiplied,
     cast,
     cast_blocks,
-    cast_rowwise,
+    cast_columns,
     cast_scaled,
     largest,
     multiply,
@@ -87,6 +87,10 @@ class Products(Product):
         """x [..., X] -> rows [N, X] and columns [X, P]."""
         raise NotImplementedError
 
+    def input_columns(self, x: Tensor, measured: tuple[Tensor, ...], buffers: Buffers) -> Numbers:
+        """The columns of an input [..., I] whose rows forward has cast."""
+        return self.quantised(x, measured, INPUT, buffers, (COLUMNS,)).columns
+
     def weight_columns(self, weight: Operand) -> Numbers:
         """Columns [I, O] of the weight."""
         raise NotImplementedError
@@ -125,7 +129,7 @@ class Products(Product):
                 grad_x = self._summed(rows, grad_y.shape, self.weight_columns(weight), narrow.before, False)
         if narrow.before is None and self.keeps_input:
             x, *measured = saved
-            saved = self.quantised(x, tuple(measured), INPUT, buffers, (COLUMNS,)).columns
+            saved = self.input_columns(x, tuple(measured), buffers)
         return grad_x, (*columns, *saved)
 
     def wgrad(
@@ -316,6 +320,10 @@ class Delayed(Tensorwise):
         )
         return Quantised(Numbers(rows, inverse), Numbers(columns, inverse))
 
+    def input_columns(self, x: Tensor, measured: tuple[Tensor, ...], buffers: Buffers) -> Numbers:
+        """The columns, without a statistic: the step has it from forward."""
+        return Numbers(*cast_columns(rows_of(x), buffers[scale_name(INPUT)], self.is_e5m2(INPUT)))
+
 
 class Rowwise(Products):
     """A scale for each row of an operand, and another for each column."""
@@ -324,7 +332,7 @@ class Rowwise(Products):
 
     def cast(self, weight: Tensor, buffers: Buffers) -> tuple[Tensor, ...]:
         """Rows [O, I] with inverses [O], columns [I, O] with inverses [I]."""
-        return tuple(found[0] for found in cast_rowwise(weight[None], self.options.power_of_two))
+        return quantised(weight, ROW, self.options.power_of_two, True, True)
 
     def weight_columns(self, weight: Operand) -> Numbers:
         """The columns, whose scales differ from those of the rows."""
@@ -333,9 +341,10 @@ class Rowwise(Products):
     def quantised(
         self, x: Tensor, measured: tuple[Tensor, ...], operand: str, buffers: Buffers, wanted: tuple[str, ...] = BOTH
     ) -> Quantised:
-        """Rows with inverses [N], columns with inverses [X]: always both."""
-        rows, row_inverses, columns, column_inverses = quantised(rows_of(x), self.line, self.options.power_of_two)
-        return Quantised(Numbers(rows, row_inverses), Numbers(columns, column_inverses))
+        """Rows with inverses [N], columns with inverses [X]; in blocks, those of lines."""
+        power, wants_rows, wants_columns = self.options.power_of_two, ROWS in wanted, COLUMNS in wanted
+        rows, of_rows, columns, of_columns = quantised(rows_of(x), self.line, power, wants_rows, wants_columns)
+        return Quantised(Numbers(rows, of_rows), Numbers(columns, of_columns))
 
 
 class Blockwise(Rowwise):

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from mplug_fp8 import FP8, FP8Products, limits
-from mplug_fp8.delayed import FIRST, step_ended
 from mplug_fp8.products import Delayed, Products, Rowwise, Tensorwise
 from mplug_fp8.recipes import Options
 from pydantic import ValidationError
@@ -227,28 +226,6 @@ def test_a_common_scale_is_that_of_the_largest_rank() -> None:
         supplier.quantised(x, supplier.measured(x, around), "input", {}).rows for around in (None, boundary)
     )
     assert float(common.inverse) == 4 * float(alone.inverse)
-
-
-# The end of a step.
-
-
-def test_scales_follow_the_largest_value_of_the_last_steps() -> None:
-    options = Options(history=2, margin=1)
-    state = {
-        **{name: torch.zeros(2) for name in ("input", "gradient")},
-        **{f"{name}_history": torch.zeros(2, 2) for name in ("input", "gradient")},
-        **{f"{name}_scale": torch.full((2, 1), FIRST[name]) for name in ("input", "gradient")},
-    }
-    seen = []
-    for largest in (0.0, 7.0, 3.5, 0.5, 0.25):
-        state["input"], state["gradient"] = torch.tensor([largest, 1.0]), torch.full((2,), largest)
-        state |= step_ended(state, options)
-        seen.append((float(state["input_scale"][0]), float(state["gradient_scale"][0])))
-    in_history = [None, 7.0, 7.0, 3.5, 0.5]
-    assert seen == [
-        (FIRST["input"], FIRST["gradient"]) if one is None else (448 / one / 2, 57344 / one / 2) for one in in_history
-    ]
-    assert state["input_history"].tolist() == [[0.25, 0.5], [1.0, 1.0]]
 
 
 # What it refuses.

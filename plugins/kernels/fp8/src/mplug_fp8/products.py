@@ -23,8 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mplug import DelayedScaling
 from mplug.nn import Boundary, Narrow, Operand, Product, Sink, pipeline_named
-from mplug_fp8.delayed import GRADIENT, INPUT, scale_name
 from mplug_fp8.operators import (
     BLOCKS,
     LINES,
@@ -42,7 +42,7 @@ from mplug_fp8.operators import (
     turned,
 )
 from mplug_fp8.overlap import gathered_dgrad, gathered_product, quantised, summed_backward, summed_product
-from mplug_fp8.recipes import E5M2, Options
+from mplug_fp8.recipes import E5M2, GRADIENT, INPUT, Options
 
 Buffers = Mapping[str, Tensor]
 
@@ -314,7 +314,7 @@ class Delayed(Tensorwise):
         self, x: Tensor, measured: tuple[Tensor, ...], operand: str, buffers: Buffers, wanted: tuple[str, ...] = BOTH
     ) -> Quantised:
         """Rows and columns in one pass, which raises the statistic of the step."""
-        scale, statistic, e5m2 = buffers[scale_name(operand)], buffers[operand], self.is_e5m2(operand)
+        scale, statistic, e5m2 = buffers[DelayedScaling.scale_name(operand)], buffers[operand], self.is_e5m2(operand)
         rows, columns, inverse = cast_scaled(
             rows_of(x), scale, statistic, e5m2, operand == GRADIENT, ROWS in wanted, COLUMNS in wanted
         )
@@ -322,7 +322,7 @@ class Delayed(Tensorwise):
 
     def input_columns(self, x: Tensor, measured: tuple[Tensor, ...], buffers: Buffers) -> Numbers:
         """The columns, without a statistic: the step has it from forward."""
-        return Numbers(*cast_columns(rows_of(x), buffers[scale_name(INPUT)], self.is_e5m2(INPUT)))
+        return Numbers(*cast_columns(rows_of(x), buffers[DelayedScaling.scale_name(INPUT)], self.is_e5m2(INPUT)))
 
 
 class Rowwise(Products):

@@ -1,14 +1,12 @@
 """The offers of a run's recipe."""
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mplug import Offer, Recipe, Site
-from mplug_fp8 import delayed
+from mplug import DelayedScaling, Offer, Recipe, Site
 from mplug_fp8.grouped import RowwiseGroups
 from mplug_fp8.limits import note, supports_experts, supports_linear
 from mplug_fp8.products import Blockwise, Delayed, Products, Rowwise, Tensorwise
-from mplug_fp8.recipes import BLOCKWISE, DELAYED, ROWWISE, TENSORWISE, Options
+from mplug_fp8.recipes import BLOCKWISE, DELAYED, GRADIENT, INPUT, LIMITS, ROWWISE, TENSORWISE, Options
 
 if TYPE_CHECKING:
     from mplug import Run
@@ -32,12 +30,12 @@ def offers(recipe: Recipe | None) -> list[Offer]:
     options = _options(recipe)
     kind = PRODUCTS[recipe.name if recipe and recipe.name in PRODUCTS else TENSORWISE]
     grouped: dict[str, Any] = {"Experts.product": RowwiseGroups(options)}
-    delayed_scaling = recipe is not None and recipe.name == DELAYED
-    linear = [_linear(kind(options, keeps_input), options, delayed_scaling) for keeps_input in (False, True)]
+    delayed = recipe is not None and recipe.name == DELAYED
+    linear = [_linear(kind(options, keeps_input), options, delayed) for keeps_input in (False, True)]
     return [*linear, Offer(grouped, supports_experts, note=note)]
 
 
-def _linear(supplier: Products, options: Options, delayed_scaling: bool) -> Offer:
+def _linear(supplier: Products, options: Options, delayed: bool) -> Offer:
     """The offer of a product to those sites whose input it saves as they need."""
     product: dict[str, Any] = {"Linear.product": supplier}
 
@@ -45,15 +43,16 @@ def _linear(supplier: Products, options: Options, delayed_scaling: bool) -> Offe
         inner = "weight" in site.parameters and not INNER.isdisjoint(site.axes("weight", 1))
         return supports_linear(site, run) if inner == supplier.keeps_input else False
 
-    if not delayed_scaling:
+    if not delayed:
         return Offer(product, supports, note=note)
-    return Offer(
-        product,
-        supports,
-        note=note,
-        buffers=partial(delayed.declared, history=options.history),
-        step_ended=partial(delayed.step_ended, options=options),
-    )
+    scaling = delayed_scaling_of(options)
+    return Offer(product, supports, note=note, buffers=scaling.buffers, step_ended=scaling.step_ended)
+
+
+def delayed_scaling_of(options: Options) -> DelayedScaling:
+    """The scales of inputs and gradients. A weight is cast once for each version, so its scale is its own."""
+    limits = {INPUT: LIMITS[options.forward], GRADIENT: LIMITS[options.gradient]}
+    return DelayedScaling(limits, options.history, options.margin, options.power_of_two)
 
 
 def _options(recipe: Recipe | None) -> Options:

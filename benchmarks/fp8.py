@@ -118,7 +118,7 @@ def kernels(layer: Layer, clock: Clock) -> Iterator[Row]:
         "transpose of fp8": (lambda: fp8.transposed(rows), 2 * x.numel()),
         "rowwise": (lambda: fp8.cast_rowwise(x[None], True, True, True), 6 * x.numel()),
         "blockwise": (lambda: fp8.cast_lines(x, True, True), 4 * x.numel()),
-        "blocks of a weight": (lambda: fp8.cast_blocks(weight), 4 * weight.numel()),
+        "blocks of a weight": (lambda: fp8.cast_blocks(weight, True, True), 4 * weight.numel()),
     }
     for name, (call, moved) in calls.items():
         seconds = clock.seconds(call)
@@ -145,14 +145,14 @@ def products(layer: Layer, clock: Clock) -> Iterator[Row]:
 
 def _of(product: Products, layer: Layer) -> dict[str, Callable[[], Any]]:
     operand = Operand(layer.weight, product.cast(layer.weight, layer.buffers))
-    weight, transposed = operand.casts[:2], product.weight_columns(operand)
+    weight, transposed = product.weight_rows(operand), product.weight_columns(operand)
     (rows, inverse), columns = product.quantised(layer.x, product.measured(layer.x, None), "input", layer.buffers)
     (g_rows, g_inverse), g_columns = product.quantised(
         layer.grad_y, product.measured(layer.grad_y, None), "gradient", layer.buffers
     )
     kinds = product.line, product.block
     return {
-        "forward": lambda: fp8.multiply(rows, weight[0], inverse, weight[1], *kinds, product.fast),
+        "forward": lambda: fp8.multiply(rows, weight.values, inverse, weight.inverse, *kinds, product.fast),
         "dgrad": lambda: fp8.multiply(g_rows, transposed.values, g_inverse, transposed.inverse, *kinds, False),
         "wgrad, fp32": lambda: product.wgrad((*g_columns, *columns), layer.sink, ALONE, layer.buffers),
     }

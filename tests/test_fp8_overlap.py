@@ -253,7 +253,7 @@ def test_a_run_with_overlap_is_that_of_one_process(recipe: str, changes: dict[st
 def on_gpus() -> dict[Any, Any]:
     """Be one rank: the cases on GPUs, by copies between them."""
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-    torch.cuda.set_device(dist.get_rank())
+    with_nccl()
     name_pipeline("copies", Peers(dist.group.WORLD))
     around = boundary(dist.group.WORLD, True, "copies")
     found: dict[Any, Any] = {}

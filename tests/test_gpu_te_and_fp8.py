@@ -74,8 +74,9 @@ def test_the_copies_of_a_weight_have_the_same_bits(recipe: str) -> None:
     for kernel in KERNELS:
         product, buffers = supplied(recipe, kernel)
         casts = product.cast(weight, buffers)
-        if kernel == "fp8":  # keeps only the rows, and turns them in backward
-            casts = (*casts, *product.weight_columns(Operand(weight, casts)))  # type: ignore[attr-defined]
+        if kernel == "fp8":  # keeps no copies, and casts in every pass
+            operand = Operand(weight, casts)
+            casts = (*product.weight_rows(operand), *product.weight_columns(operand))  # type: ignore[attr-defined]
         copies.append({tuple(one.shape): _used(one) for one in casts})
     assert copies[0].keys() == copies[1].keys()
     assert all(torch.equal(one, copies[1][shape]) for shape, one in copies[0].items())

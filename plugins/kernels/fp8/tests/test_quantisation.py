@@ -219,9 +219,13 @@ def test_columns_that_are_cast_again_in_backward_have_the_same_bits(recipe: str)
 @each_recipe
 def test_copies_of_a_weight_and_of_an_input_take_half_its_bytes(recipe: str) -> None:
     """Rowwise scaling keeps two copies of a weight, whose rows and columns have different scales."""
-    x, weight, buffers = even(N, I), even(O, I, seed=1), buffers_of(even(N, I), even(N, O, seed=2))
-    casts = RECIPES[recipe].cast(weight, buffers)
-    _, saved = RECIPES[recipe].forward(x, Operand(weight, casts), ALONE, buffers)
+    x, weight, grad_y = even(N, I), even(O, I, seed=1), even(N, O, seed=2)
+    keeping, buffers = replace(RECIPES[recipe], keeps_weights=True), buffers_of(x, grad_y)
+    casts = keeping.cast(weight, buffers)
+    for kept, right in zip(*(passes(one, x, weight, grad_y) for one in (keeping, RECIPES[recipe])), strict=True):
+        assert torch.equal(kept, right)
+    assert sum(tensor.nbytes for tensor in RECIPES[recipe].cast(weight, buffers)) <= 4
+    _, saved = keeping.forward(x, Operand(weight, casts), ALONE, buffers)
     numbers = [sum(tensor.numel() for tensor in tensors if tensor.itemsize == 1) for tensors in (casts, saved)]
     rows = padded(N, BLOCK) if recipe == "blockwise" else padded(N)
     assert numbers == [weight.numel() * (1 + (recipe == "rowwise")), I * rows]
@@ -324,7 +328,8 @@ def calls() -> dict[str, Callable[[], Any]]:
         "cast_rowwise to columns": lambda: operators.cast_rowwise(x[None], True, False, True),
         "cast_lines": lambda: operators.cast_lines(x, True, True),
         "cast_lines to rows": lambda: operators.cast_lines(x, True, False),
-        "cast_blocks": lambda: operators.cast_blocks(weight),
+        "cast_blocks": lambda: operators.cast_blocks(weight, True, True),
+        "cast_blocks to columns": lambda: operators.cast_blocks(weight, False, True),
         "multiply": lambda: operators.multiply(rows, wide, one, one, "tensor", "tensor", True),
         "cast_grouped": lambda: grouped.cast_grouped(x, ends, True),
         "multiply_grouped": lambda: grouped.multiply_grouped(

@@ -225,29 +225,37 @@ def _(x: Tensor, wants_rows: bool, wants_columns: bool) -> Any:
     return _only_wanted((numbers[0], inverses[0], numbers[1], inverses[1]), wants_rows, wants_columns)
 
 
-def _only_wanted(found: tuple[Tensor, Tensor, Tensor, Tensor], wants_rows: bool, wants_columns: bool) -> Any:
+def _only_wanted(
+    found: tuple[Tensor, Tensor, Tensor, Tensor], wants_rows: bool, wants_columns: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """rows, inverses, columns, inverses; the kernels compute all of them, and unwanted ones are freed."""
     wanted = (wants_rows, wants_rows, wants_columns, wants_columns)
-    return tuple(x if wants else x.new_empty(0) for x, wants in zip(found, wanted, strict=True))
+    rows, of_rows, columns, of_columns = (
+        x if wants else x.new_empty(0) for x, wants in zip(found, wanted, strict=True)
+    )
+    return rows, of_rows, columns, of_columns
 
 
 @operator("mplug_fp8::cast_blocks")
-def cast_blocks(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """weight [O, I] -> rows [O, I] with inverses [O / 128, 4 ceil(I / 512)], columns [I, O] with theirs."""
+def cast_blocks(weight: Tensor, wants_rows: bool, wants_columns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """weight [O, I] -> rows [O, I] with inverses [O / 128, 4 ceil(I / 512)], columns [I, O] with theirs.
+
+    Rows or columns that are not wanted are empty. So are their inverses.
+    """
     if not weight.is_cuda:
-        return emulation.cast_blocks(weight)
+        return _only_wanted(emulation.cast_blocks(weight), wants_rows, wants_columns)
     from mplug_fp8 import launch
 
-    return launch.cast_blocks(weight.contiguous())
+    return _only_wanted(launch.cast_blocks(weight.contiguous()), wants_rows, wants_columns)
 
 
 @fake("mplug_fp8::cast_blocks")
-def _(weight: Tensor) -> Any:
+def _(weight: Tensor, wants_rows: bool, wants_columns: bool) -> Any:
     o, i = weight.shape
     numbers = weight.new_empty((o, i), dtype=E4M3), weight.new_empty((i, o), dtype=E4M3)
     shapes = ((o // BLOCK, padded(i // BLOCK, 4)), (i // BLOCK, padded(o // BLOCK, 4)))
-    inverses = (weight.new_empty(shape, dtype=torch.float32) for shape in shapes)
-    return numbers[0], next(inverses), numbers[1], next(inverses)
+    inverses = [weight.new_empty(shape, dtype=torch.float32) for shape in shapes]
+    return _only_wanted((numbers[0], inverses[0], numbers[1], inverses[1]), wants_rows, wants_columns)
 
 
 # Products.

@@ -72,6 +72,8 @@ class Products(Product):
     options: Options
     keeps_input: bool = False
     """Whether forward saves a whole input as it comes: for sites whose input backward needs in bf16 anyway."""
+    keeps_weights: bool = False
+    """Whether the host keeps fp8 copies of weights; else every pass casts what it reads."""
     line, block = TENSOR, TENSOR
     """The scalings of activations and gradients, and of weights."""
     fast = True
@@ -91,6 +93,10 @@ class Products(Product):
         """The columns of an input [..., I] whose rows forward has cast."""
         return self.quantised(x, measured, INPUT, buffers, (COLUMNS,)).columns
 
+    def weight_rows(self, weight: Operand) -> Numbers:
+        """Rows [O, I] of the weight."""
+        raise NotImplementedError
+
     def weight_columns(self, weight: Operand) -> Numbers:
         """Columns [I, O] of the weight."""
         raise NotImplementedError
@@ -99,7 +105,7 @@ class Products(Product):
         self, x: Tensor, weight: Operand, narrow: Narrow, buffers: Buffers
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """x [..., n, I] -> (this rank's part of x Wᵀ, what `dgrad` needs of x)."""
-        matrix, before = Numbers(*weight.casts[:2]), narrow.before
+        matrix, before = self.weight_rows(weight), narrow.before
         if before is not None:
             sent = self._sent(x, INPUT, before, buffers)
             return narrow.scattered(self._gathered(x, sent, matrix, before, buffers)), sent
@@ -276,14 +282,27 @@ class Tensorwise(Products):
     """One scale for a tensor, from its own largest absolute value; ranks agree on the largest value before a cast."""
 
     def cast(self, weight: Tensor, buffers: Buffers) -> tuple[Tensor, ...]:
-        """Rows [O, I] of the weight, inverse [1]. Every backward pass transposes the rows, which halves the memory."""
-        rows, _, inverse = cast(weight, largest(weight), False, self.options.power_of_two, True, False)
+        """The largest absolute values of parts of the weight; or rows [O, I] and inverse [1], to be kept."""
+        found = largest(weight)
+        if not self.keeps_weights:
+            return (found,)
+        rows, _, inverse = cast(weight, found, False, self.options.power_of_two, True, False)
         return rows, inverse
 
+    def weight_rows(self, weight: Operand) -> Numbers:
+        """From the copy, or one pass over the weight."""
+        if self.keeps_weights:
+            return Numbers(*weight.casts)
+        rows, _, inverse = cast(weight.values, weight.casts[0], False, self.options.power_of_two, True, False)
+        return Numbers(rows, inverse)
+
     def weight_columns(self, weight: Operand) -> Numbers:
-        """The transposed rows."""
-        rows, inverse = weight.casts
-        return Numbers(transposed(rows), inverse)
+        """The transposed copy, or one pass over the weight."""
+        if self.keeps_weights:
+            rows, inverse = weight.casts
+            return Numbers(transposed(rows), inverse)
+        _, columns, inverse = cast(weight.values, weight.casts[0], False, self.options.power_of_two, False, True)
+        return Numbers(columns, inverse)
 
     def measured(self, x: Tensor, boundary: Boundary | None) -> tuple[Tensor, ...]:
         """The largest absolute values of parts of x."""
@@ -331,12 +350,18 @@ class Rowwise(Products):
     line, block = ROW, ROW
 
     def cast(self, weight: Tensor, buffers: Buffers) -> tuple[Tensor, ...]:
-        """Rows [O, I] with inverses [O], columns [I, O] with inverses [I]."""
-        return quantised(weight, ROW, self.options.power_of_two, True, True)
+        """Nothing; or rows [O, I] with inverses [O] and columns [I, O] with inverses [I], to be kept."""
+        return quantised(weight, ROW, self.options.power_of_two, True, True) if self.keeps_weights else ()
+
+    def weight_rows(self, weight: Operand) -> Numbers:
+        """From the copies, or two passes over the weight."""
+        found = weight.casts or quantised(weight.values, ROW, self.options.power_of_two, True, False)
+        return Numbers(*found[:2])
 
     def weight_columns(self, weight: Operand) -> Numbers:
-        """The columns, whose scales differ from those of the rows."""
-        return Numbers(*weight.casts[2:])
+        """The same for columns, whose scales differ from those of the rows."""
+        found = weight.casts or quantised(weight.values, ROW, self.options.power_of_two, False, True)
+        return Numbers(*found[2:])
 
     def quantised(
         self, x: Tensor, measured: tuple[Tensor, ...], operand: str, buffers: Buffers, wanted: tuple[str, ...] = BOTH
@@ -354,11 +379,16 @@ class Blockwise(Rowwise):
     fast = False
 
     def cast(self, weight: Tensor, buffers: Buffers) -> tuple[Tensor, ...]:
-        """Rows [O, I] with the inverses of their blocks. Every backward pass transposes both."""
-        rows, inverses, _, _ = cast_blocks(weight)
-        return rows, inverses
+        """Nothing; or rows [O, I] with the inverses of their blocks, to be kept."""
+        return cast_blocks(weight, True, False)[:2] if self.keeps_weights else ()
+
+    def weight_rows(self, weight: Operand) -> Numbers:
+        """From the copy, or one pass over the weight."""
+        return Numbers(*(weight.casts or cast_blocks(weight.values, True, False)[:2]))
 
     def weight_columns(self, weight: Operand) -> Numbers:
-        """The transposed rows, and their inverses in another order."""
+        """The transposed copy with its inverses in another order, or one pass over the weight."""
+        if not weight.casts:
+            return Numbers(*cast_blocks(weight.values, False, True)[2:])
         rows, inverses = weight.casts
         return Numbers(transposed(rows), turned(inverses, *rows.shape))

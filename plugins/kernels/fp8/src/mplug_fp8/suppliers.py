@@ -25,13 +25,13 @@ activation again. Saving a copy in fp8 would add to the memory. Other inputs, as
 """
 
 
-def offers(recipe: Recipe | None) -> list[Offer]:
+def offers(recipe: Recipe | None, keeps_weights: bool) -> list[Offer]:
     """`Linear.product` and `Experts.product`. Their `supports` refuses a recipe that is unknown."""
     options = _options(recipe)
     kind = PRODUCTS[recipe.name if recipe and recipe.name in PRODUCTS else TENSORWISE]
     grouped: dict[str, Any] = {"Experts.product": RowwiseGroups(options)}
     delayed = recipe is not None and recipe.name == DELAYED
-    linear = [_linear(kind(options, keeps_input), options, delayed) for keeps_input in (False, True)]
+    linear = [_linear(kind(options, keeps_input, keeps_weights), options, delayed) for keeps_input in (False, True)]
     return [*linear, Offer(grouped, supports_experts, note=note)]
 
 

@@ -111,7 +111,7 @@ def _gathered(
                     numbers, own_inverse, _, _ = quantised(own, scaling, power_of_two, True, False)
                     numbers, own_inverse = numbers[: len(own)], _own_inverses(own_inverse, scaling, 0, len(own))
                 factor.times(numbers, own_inverse, target, False)
-        return y, arrival.whole() if keep else ()
+        return y, arrival.kept() if keep else ()
 
 
 def _summed(

@@ -31,7 +31,9 @@ class GeneralDecoderConfig(SparseDecoderConfig):
 
     num_experts: NonNegativeInt = Field(0, description="experts of a block; 0: every block has an MLP")
     activation: ActivationName = Field("swiglu", description="activation of MLPs and experts")
-    norm: NormName = Field("rmsnorm", description="norm before each part of a block, and before the head")
+    norm: NormName = Field(
+        "rmsnorm", description="norm before each part of a block, and before the head; an offset applies to QK-norm too"
+    )
     post_norms: bool = Field(False, description="also a norm of the output of each part of a block")
     tie_embeddings: bool = Field(False, description="use the embedding table as the output projection")
     scale_embeddings: bool = Field(False, description="multiply the embeddings by the square root of hidden_size")

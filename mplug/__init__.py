@@ -10,6 +10,7 @@ from mplug.lazy import publish
 from mplug.version import __version__  # noqa: F401
 
 if TYPE_CHECKING:
+    from mplug.checkpoint.weight_decoders import WeightDecoder as WeightDecoder
     from mplug.config.binding import RunConfig as RunConfig
     from mplug.config.public import PublicConfig as PublicConfig
     from mplug.config.public import PublicSettings as PublicSettings
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from mplug.contracts import MAY_CHANGE as MAY_CHANGE
     from mplug.contracts import MAY_MOVE as MAY_MOVE
     from mplug.contracts import CorpusTokenizer as CorpusTokenizer
+    from mplug.contracts import FolderTokenizer as FolderTokenizer
     from mplug.contracts import Loader as Loader
     from mplug.contracts import MicroBatch as MicroBatch
     from mplug.contracts import Optimizer as Optimizer
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from mplug.decoders.build import build_decoder as build_decoder
     from mplug.decoders.config import DecoderConfig as DecoderConfig
     from mplug.decoders.general import GeneralDecoderConfig as GeneralDecoderConfig
+    from mplug.decoders.general import RopeScaling as RopeScaling
+    from mplug.decoders.parts import ActivationName as ActivationName
     from mplug.decoders.parts import AttentionConfig as AttentionConfig
     from mplug.decoders.parts import BlockConfig as BlockConfig
     from mplug.decoders.parts import EmbeddingConfig as EmbeddingConfig
@@ -38,7 +42,16 @@ if TYPE_CHECKING:
     from mplug.decoders.parts import LatentAttentionConfig as LatentAttentionConfig
     from mplug.decoders.parts import MLPConfig as MLPConfig
     from mplug.decoders.parts import NormConfig as NormConfig
+    from mplug.decoders.parts import NormName as NormName
     from mplug.decoders.parts import PartConfig as PartConfig
+    from mplug.decoders.parts import ScoreName as ScoreName
+    from mplug.decoders.published import attention_types as attention_types
+    from mplug.decoders.published import layer_types as layer_types
+    from mplug.decoders.published import published_config as published_config
+    from mplug.decoders.published import published_names as published_names
+    from mplug.decoders.published import published_settings as published_settings
+    from mplug.decoders.published import rotary_settings as rotary_settings
+    from mplug.decoders.published import training_choices as training_choices
     from mplug.decoders.sparse import SparseDecoderConfig as SparseDecoderConfig
     from mplug.errors import RunError as RunError
     from mplug.errors import UsageError as UsageError
@@ -72,10 +85,12 @@ if TYPE_CHECKING:
     from mplug.layout.plan import Parameter as Parameter
     from mplug.layout.plan import Plan as Plan
     from mplug.layout.plan import Segment as Segment
+    from mplug.layout.plan import Shift as Shift
     from mplug.layout.plan import Stages as Stages
     from mplug.layout.plan import Unit as Unit
     from mplug.layout.ranks import Grouping as Grouping
     from mplug.layout.ranks import Ranks as Ranks
+    from mplug.model.delayed_scaling import DelayedScaling as DelayedScaling
     from mplug.model.model import Model as Model
     from mplug.model.offers import UNIT as UNIT
     from mplug.model.offers import Offer as Offer
@@ -102,6 +117,7 @@ if TYPE_CHECKING:
 publish(
     __name__,
     {
+        "mplug.checkpoint.weight_decoders": ("WeightDecoder",),
         "mplug.config.binding": ("RunConfig",),
         "mplug.config.public": (
             "PublicConfig",
@@ -110,6 +126,7 @@ publish(
         "mplug.config.sum_format": ("SumFormat",),
         "mplug.contracts": (
             "CorpusTokenizer",
+            "FolderTokenizer",
             "Loader",
             "MAY_CHANGE",
             "MAY_MOVE",
@@ -126,8 +143,12 @@ publish(
         ),
         "mplug.decoders.build": ("build_decoder",),
         "mplug.decoders.config": ("DecoderConfig",),
-        "mplug.decoders.general": ("GeneralDecoderConfig",),
+        "mplug.decoders.general": (
+            "GeneralDecoderConfig",
+            "RopeScaling",
+        ),
         "mplug.decoders.parts": (
+            "ActivationName",
             "AttentionConfig",
             "BlockConfig",
             "EmbeddingConfig",
@@ -135,7 +156,18 @@ publish(
             "LatentAttentionConfig",
             "MLPConfig",
             "NormConfig",
+            "NormName",
             "PartConfig",
+            "ScoreName",
+        ),
+        "mplug.decoders.published": (
+            "attention_types",
+            "layer_types",
+            "published_config",
+            "published_names",
+            "published_settings",
+            "rotary_settings",
+            "training_choices",
         ),
         "mplug.decoders.sparse": ("SparseDecoderConfig",),
         "mplug.errors": (
@@ -187,6 +219,7 @@ publish(
             "Parameter",
             "Plan",
             "Segment",
+            "Shift",
             "Stages",
             "Unit",
         ),
@@ -194,6 +227,7 @@ publish(
             "Grouping",
             "Ranks",
         ),
+        "mplug.model.delayed_scaling": ("DelayedScaling",),
         "mplug.model.model": ("Model",),
         "mplug.model.offers": (
             "Offer",

@@ -71,6 +71,7 @@ if TYPE_CHECKING:
 @click.option(
     "--chat", is_flag=True, help="With --pretrained: the prompt is a user's message, in the folder's chat template."
 )
+@click.option("--attention", type=PluginName("kernels"), help="Kernel plugin for attention; default: the run's.")
 @click.option("--parallel", metavar="LAYOUT", help="Layout of strategies that divide the computation: tp2, ep4.")
 @click.option("--set", "assignments", metavar="FIELD=VALUE", multiple=True, help="Set a field: kernels.attention=null.")
 @click.option("--precision", type=PluginName("precisions"), help="With --pretrained: number formats; default: fp32.")
@@ -124,6 +125,7 @@ class Asked:
     pretrained: Path | None
     chat: bool
     precision: str | None
+    attention: str | None
     parallel: str | None
     assignments: tuple[str, ...]
 
@@ -164,6 +166,7 @@ class Asked:
             f"parallel.layout={self.parallel or ''}",
             *own,
         ]
+        fixed += [f"kernels.attention={self.attention}"] if self.attention is not None else []
         if self.parallel or world is not None:
             fixed += ["trainer.micro_batch_size=1", "trainer.eval_every=0", "schedule.batch_rampup.start=null"]
             fixed += ["watchdog.timeout=0"]  # it watches steps

@@ -41,13 +41,13 @@ def settings_of(
     from mplug.config.defaults import default_settings
     from mplug.config.sources import merge, read_assignments
     from mplug.registry.entry_points import Registry
-    from mplug.registry.public import longest_sequence, with_public_settings
+    from mplug.registry.public import longest_sequence
     from mplug.registry.resolve import resolve
 
     registry = Registry()
     pretrained = read_assignments([f"checkpoint.pretrained.path={folder}"], "--pretrained")
     first = read_assignments(["trainer.seq_length=1"], "generate")
-    base, settings = with_public_settings(registry, default_settings(), merge(merge(first, here), pretrained))
+    base, settings = default_settings(), merge(merge(first, here), pretrained)
     config = resolve(registry, base, settings)
     longest = longest_sequence(config, folder)
     lengths = [len(tokens) for tokens in encoded]

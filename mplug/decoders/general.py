@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from mplug.decoders.parts import (
     ActivationName,
@@ -18,7 +18,8 @@ from mplug.decoders.parts import (
 from mplug.decoders.sparse import SparseDecoderConfig
 from mplug.rotary import Rotary
 
-Option = bool | int | float | str | tuple[float, ...]
+RopeScaling = dict[str, bool | int | float | str | tuple[float, ...]]
+"""The name of a scaling of rotary positions as 'type', and its options."""
 
 
 class GeneralDecoderConfig(SparseDecoderConfig):
@@ -30,7 +31,9 @@ class GeneralDecoderConfig(SparseDecoderConfig):
 
     num_experts: NonNegativeInt = Field(0, description="experts of a block; 0: every block has an MLP")
     activation: ActivationName = Field("swiglu", description="activation of MLPs and experts")
-    norm: NormName = Field("rmsnorm", description="norm before each part of a block, and before the head")
+    norm: NormName = Field(
+        "rmsnorm", description="norm before each part of a block, and before the head; an offset applies to QK-norm too"
+    )
     post_norms: bool = Field(False, description="also a norm of the output of each part of a block")
     tie_embeddings: bool = Field(False, description="use the embedding table as the output projection")
     scale_embeddings: bool = Field(False, description="multiply the embeddings by the square root of hidden_size")
@@ -54,13 +57,20 @@ class GeneralDecoderConfig(SparseDecoderConfig):
     feed_forward_types: tuple[Literal["mlp", "experts"], ...] | None = Field(
         None, min_length=1, description="feed-forward part of each block; null: by num_dense_layers and num_experts"
     )
-    rope_scaling: dict[str, Option] | None = Field(
+    rope_scaling: RopeScaling | None = Field(
         None, description="scaling of rotary positions: its name as 'type' (linear, llama3, yarn), and its options"
     )
     rope_fraction: float = Field(1.0, gt=0, le=1, description="share of each head that is rotated, from its beginning")
     rope_interleaved: bool = Field(False, description="rotate neighbouring coordinates, not those of a head's halves")
     window_rope_theta: PositiveFloat | None = Field(
         None, description="base of the rotary frequencies in blocks with windows, without scaling; null: as elsewhere"
+    )
+
+    num_mtp_layers: NonNegativeInt = Field(
+        0, description="blocks that predict tokens further ahead in training (multi-token prediction)"
+    )
+    mtp_loss_coefficient: NonNegativeFloat = Field(
+        0.3, description="weight of the mean loss of multi-token prediction's blocks"
     )
 
     @model_validator(mode="after")
@@ -99,6 +109,16 @@ class GeneralDecoderConfig(SparseDecoderConfig):
         """Tokens alone."""
         scale = float(self.hidden_size**0.5) if self.scale_embeddings else 1.0
         return EmbeddingConfig(tied=self.tie_embeddings, scale=scale)
+
+    @property
+    def depths_ahead(self) -> int:
+        """Depths of multi-token prediction."""
+        return self.num_mtp_layers
+
+    @property
+    def ahead_coefficient(self) -> float:
+        """The weight of the loss of multi-token prediction."""
+        return self.mtp_loss_coefficient
 
     @property
     def output_soft_cap(self) -> float | None:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from mplug import ExternalNames, PublicConfig, PublicSettings, Transposed
+from mplug import PublicConfig, PublicSettings
 
 if TYPE_CHECKING:
     from mplug_gpt.config import GPTConfig
@@ -41,26 +41,11 @@ def settings_of(config: PublicConfig) -> PublicSettings:
     return PublicSettings(fixed, free, positions)
 
 
-def difference(config: "GPTConfig") -> str:
-    """Why a model is no GPT-2; the empty string if it is one."""
-    needed = {
-        "position": "learned",
-        "norm": "layernorm",
-        "bias": True,
-        "qk_norm": False,
-        "kv_heads": config.num_attention_heads,
-        "head_width": config.hidden_size / config.num_attention_heads,
-    }
-    own = {name: getattr(config, name) for name in needed}
-    wrong = [f"{name}={value}" for name, value in own.items() if value != needed[name]]
-    wrong += ["activation=swiglu"] if config.activation == "swiglu" else []
-    return f"GPT-2 has no {', '.join(wrong)}" if wrong else ""
-
-
 def config_of(config: "GPTConfig") -> dict[str, Any]:
-    """The config.json of a model; ValueError if it is no GPT-2."""
-    if reason := difference(config):
-        raise ValueError(reason)
+    """The config.json of a model."""
+    names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
+    if config.activation not in names:
+        raise ValueError(f"GPT-2 has no activation '{config.activation}'")
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -70,7 +55,7 @@ def config_of(config: "GPTConfig") -> dict[str, Any]:
         "n_inner": config.ffn_width,
         "n_positions": config.max_position_embeddings,
         "vocab_size": config.vocab_size,
-        "activation_function": "gelu" if config.activation == "gelu" else "gelu_new",
+        "activation_function": names[config.activation],
         "layer_norm_epsilon": config.norm_eps,
         "initializer_range": config.init_std,
         "embd_pdrop": config.dropout,
@@ -78,29 +63,3 @@ def config_of(config: "GPTConfig") -> dict[str, Any]:
         "attn_pdrop": config.attention_dropout,
         "tie_word_embeddings": config.tie_embeddings,
     }
-
-
-def names() -> ExternalNames:
-    """Where GPT-2 keeps the parameters. Its matrices are [in, out]."""
-    block = "transformer.h.*"
-    matrices = {
-        "attn.qkv": "attn.c_attn",
-        "attn.out": "attn.c_proj",
-        "mlp.up": "mlp.c_fc",
-        "mlp.down": "mlp.c_proj",
-    }
-    vectors = {"norm1": "ln_1", "norm2": "ln_2", **matrices}
-    return ExternalNames(
-        {
-            "embedding.token.weight": "transformer.wte.weight",
-            "embedding.position.weight": "transformer.wpe.weight",
-            **{f"blocks.*.{ours}.weight": Transposed(f"{block}.{theirs}.weight") for ours, theirs in matrices.items()},
-            **{f"blocks.*.{norm}.weight": f"{block}.{vectors[norm]}.weight" for norm in ("norm1", "norm2")},
-            **{f"blocks.*.{ours}.bias": f"{block}.{theirs}.bias" for ours, theirs in vectors.items()},
-            "head.norm.weight": "transformer.ln_f.weight",
-            "head.norm.bias": "transformer.ln_f.bias",
-            "head.project.weight": "lm_head.weight",
-        },
-        prefix="transformer.",
-        ignored=(f"{block}.attn.bias", f"{block}.attn.masked_bias"),  # causal masks of older releases
-    )

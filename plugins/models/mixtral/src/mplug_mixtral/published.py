@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from mplug import ExternalNames, Fused, PublicConfig, PublicSettings
+from mplug import PublicConfig, PublicSettings
 
 if TYPE_CHECKING:
     from mplug_mixtral.config import MixtralConfig
@@ -44,27 +44,8 @@ def settings_of(config: PublicConfig) -> PublicSettings:
     return PublicSettings(fixed, free, longest)
 
 
-def difference(config: "MixtralConfig") -> str:
-    """Why a model is no Mixtral; the empty string if it is one."""
-    needed = {
-        "qk_norm": False,
-        "num_dense_layers": 0,
-        "num_shared_experts": 0,
-        "moe_router_score": "softmax",
-        "moe_router_num_groups": 1,
-        "moe_router_normalize": True,
-        "moe_router_scale": 1.0,
-        "expert_bias_rate": 0.0,
-    }
-    own = {name: getattr(config, name) for name in needed}
-    wrong = [f"{name}={value}" for name, value in own.items() if value != needed[name]]
-    return f"Mixtral has no {', '.join(wrong)}" if wrong else ""
-
-
 def config_of(config: "MixtralConfig") -> dict[str, Any]:
-    """The config.json of a model; ValueError if it is no Mixtral."""
-    if reason := difference(config):
-        raise ValueError(reason)
+    """The config.json of a model."""
     return {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
@@ -85,26 +66,3 @@ def config_of(config: "MixtralConfig") -> dict[str, Any]:
         "initializer_range": config.init_std,
         "tie_word_embeddings": False,
     }
-
-
-def names(config: "MixtralConfig") -> ExternalNames:
-    """Where Mixtral keeps the parameters: one tensor for each matrix of each expert."""
-    block = "model.layers.*"
-    attention, experts = f"{block}.self_attn", f"{block}.block_sparse_moe.experts.{{}}"
-    states = {"blocks.*.moe.router.last_load": None} if config.moe_balance == "global_batch" else {}
-    return ExternalNames(
-        {
-            "embedding.token.weight": "model.embed_tokens.weight",
-            "blocks.*.norm1.weight": f"{block}.input_layernorm.weight",
-            "blocks.*.attn.qkv.weight": Fused(*(f"{attention}.{one}_proj.weight" for one in "qkv")),
-            "blocks.*.attn.out.weight": f"{attention}.o_proj.weight",
-            "blocks.*.norm2.weight": f"{block}.post_attention_layernorm.weight",
-            "blocks.*.moe.router.weight": f"{block}.block_sparse_moe.gate.weight",
-            "blocks.*.moe.experts.up": Fused(f"{experts}.w1.weight", f"{experts}.w3.weight"),
-            "blocks.*.moe.experts.down": f"{experts}.w2.weight",
-            "head.norm.weight": "model.norm.weight",
-            "head.project.weight": "lm_head.weight",
-            **states,
-        },
-        prefix="model.",
-    )

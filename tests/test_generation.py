@@ -14,7 +14,8 @@ from mplug.model.model import Model
 from mplug.model.sampling import Sampling, sample_key
 from mplug.nn import Cache, CacheSize
 from mplug.run.run import Decoding, Run
-from mplug.testing import run_workers
+from mplug.testing import Fault, run_workers
+from mplug.testing.cached import require_exact_cache
 from mplug.testing.harness import tiny_run
 
 SHAPE: dict[str, Any] = {
@@ -259,6 +260,22 @@ def test_a_block_that_knows_no_cache_is_recomputed_and_gives_the_same_tokens() -
     assert "no declaration states what 'blocks.*.attn'" in reasons[0]
     assert "does not declare that it serves a cache (`caches`)" in reasons[1]
     assert reasons[2] == ""
+
+
+def test_the_suite_catches_a_module_that_numbers_positions_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mplug.nn import Attention
+
+    class Numbering(Attention):
+        mixes, caches = frozenset(), True
+
+        def forward(self, x: Any, positions: Any, *given: Any) -> Any:
+            return super().forward(x, torch.arange(x.shape[1])[None], *given)
+
+    settings = {**SHAPE, **FAMILIES["llama"]}
+    require_exact_cache(settings)
+    monkeypatch.setattr("mplug.nn.Attention", Numbering)
+    with pytest.raises(Fault, match="with a cache, the logits of prompt 1 differ"):
+        require_exact_cache(settings)
 
 
 def test_experts_with_a_capacity_are_recomputed() -> None:

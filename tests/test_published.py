@@ -326,9 +326,7 @@ def test_greedy_text_is_that_of_the_library(family: str, models: Made, tmp_path:
     assert shorter == tokenizer.decode(answer[:place], skip_special_tokens=True) + "\n"
 
 
-def test_many_prompts_give_the_texts_that_each_gives_alone(
-    models: Made, tmp_path: Path, cli_here: Cli
-) -> None:
+def test_many_prompts_give_the_texts_that_each_gives_alone(models: Made, tmp_path: Path, cli_here: Cli) -> None:
     """From a file, in batches, under tp2, and each alone."""
     shutil.copytree(models["gpt2"][0], tmp_path / "folder")
     with_tokenizer(tmp_path / "folder")

@@ -111,7 +111,7 @@ def _build_model(run: Run) -> tuple[Model, Selection]:
     run.hooks.call.shard_model(run=run, model=model)
     if run.decoding is not None:
         refuse_to_sample(run, model)
-        serve_caches(model)
+        serve_caches(run, model)
     selection = select_offers(model, run, collect_offers(run, model))
     if run.decoding is not None:
         use_plain_attention(model, selection)

@@ -23,6 +23,7 @@ from mplug.errors import UsageError, listed
 from mplug.model.mixing import covers, statements
 from mplug.model.model import Model
 from mplug.model.selection import Selection, offered_in_plain_torch
+from mplug.nn.specification import DOCUMENTS
 from mplug.run.run import Run
 
 NAME = "caches"
@@ -59,16 +60,20 @@ def refuse_to_sample(run: Run, model: Model) -> None:
             )
 
 
-def serve_caches(model: Model) -> None:
+def serve_caches(run: Run, model: Model) -> None:
     """Let the attention of a model serve caches from now on, if all its modules can; sets `model.uncached`.
 
-    Call it before offers are selected: a site's specification and its needs are those with a cache.
+    Call it before offers are selected: a site's specification and its needs are those with a cache. Attention receives
+    padding as a document of its own, so sites need documents if there may be padding.
     """
     model.module.eval()  # some modules mix samples in training only
     model.uncached = _reason_against(model)
-    if not model.uncached:
-        for module in cached_modules(model):
-            module.serve_cache()
+    if model.uncached:
+        return
+    for module in cached_modules(model):
+        module.serve_cache()
+    if run.decoding is not None and run.decoding.padded:
+        run.entries |= {DOCUMENTS}
 
 
 def cached_modules(model: Model) -> Iterator[Any]:

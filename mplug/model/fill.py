@@ -44,16 +44,8 @@ def select_offers(model: Model, run: "Run", offers: Iterable[Any]) -> Selection:
     """Select among offers for every slot of the model and the call of every unit; changes nothing."""
     names = [unit.name for unit in model.own_units]
     units = [Site(role_of(name), UNIT, model.module.get_submodule(name), name) for name in names]
-    own = list(with_recipe(sites_of(model, run.entries | padding_entries(run)), model))
+    own = list(with_recipe(sites_of(model, run.entries), model))
     return select([*own, *units], offers, run.config.kernels, run, _only_in_other_stages(model, own))
-
-
-def padding_entries(run: "Run") -> frozenset[str]:
-    """The document lengths by which attention receives the padding of samples (`mplug.nn.Cache`), if there may be any.
-
-    No micro batch has this entry.
-    """
-    return frozenset({DOCUMENTS}) if run.decoding is not None and run.decoding.padded else frozenset()
 
 
 def _only_in_other_stages(model: Model, own: Iterable[Site]) -> set[str]:

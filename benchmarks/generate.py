@@ -57,7 +57,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--bandwidth", type=float, help="of the GPU's memory, in GB/s (H200: 4800)")
     parser.add_argument("--only-cached", action="store_true", help="omit the full recomputation")
+    parser.add_argument("--threads", type=int, help="threads of torch on a CPU; default: torch's choice")
     asked = parser.parse_args()
+    if asked.threads:
+        torch.set_num_threads(asked.threads)
     context = asked.tokens + 8
     model = built(asked.shape, asked.device, asked.precision, context)
     seconds(model, 4, context)

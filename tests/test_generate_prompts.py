@@ -67,6 +67,10 @@ def test_an_end_token_ends_a_text_and_is_no_part_of_it() -> None:
     assert [text.take(token) for token in (65, END)] == [False, True]
     text.finish()
     assert (text.text, text.ended, text.num_tokens) == ("A", "end", 1)
+    text = Text(Bytes(), [1], {END})
+    assert [text.take(token) for token in (65, 0xE2, END)] == [False, False, True]
+    text.finish()
+    assert (text.text, text.shown(), text.ended) == ("A\ufffd", "A\ufffd", "end"), "bytes of no character are shown too"
 
 
 def test_a_file_has_a_prompt_per_line_or_json(tmp_path: Path) -> None:

@@ -115,9 +115,8 @@ class Text:
 
     def finish(self) -> None:
         """No token follows: the bytes of an incomplete character become U+FFFD."""
-        if self.ended == LENGTH:
+        if self.ended != "stop":
             self._append(self._undecoded())
-        self._shown = min(self._shown, len(self.text))
 
     def shown(self, *, is_last: bool = False) -> str:
         """The part of the text that is certain and was not returned before.

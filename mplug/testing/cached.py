@@ -59,8 +59,8 @@ def require_exact_cache(settings: TinySettings) -> None:
         if not difference < EXACT:
             raise Fault(
                 f"with a cache, the logits of prompt {number + 1} differ from those of the whole text by "
-                f"{difference:.1e} (relative to the largest); a module that declares `caches` or `mixes` uses something else than its "
-                f"new positions, their `positions`, and its cache"
+                f"{difference:.1e} (relative to the largest); a module that declares `caches` or `mixes` uses "
+                f"something else than its new positions, their `positions`, and its cache"
             )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mplug.model.model import Model
-from mplug.nn import GroupedProduct, Product
+from mplug.nn import FusedProduct, GroupedProduct, Linear, Product
 
 Kept = tuple[Any, str, str]
 """(module, the name of its weight, the attribute with the copies)."""
@@ -67,4 +67,5 @@ def _kept(model: Model, unit: str) -> list[Kept]:
 
 def _makes_copies(module: Any) -> bool:
     """Whether the product of a module has a `cast` of its own: those of the base classes return no copies."""
-    return type(module.product).cast not in (Product.cast, GroupedProduct.cast)
+    content = module.content[0] if isinstance(module, Linear) else module.product
+    return type(content).cast not in (Product.cast, FusedProduct.cast, GroupedProduct.cast)

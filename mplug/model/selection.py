@@ -96,6 +96,10 @@ class _Wider:
                 plugin = filled and _replaces(filled, site.slot)
                 if plugin:
                     yield plugin, slot
+        for name, slot in sorted(site.within):
+            filled = self._contents.get((name, slot))
+            if filled and filled.offer:
+                yield filled.supplier, slot
 
 
 def _without_idle_fallback(filled: Filled, wider: _Wider) -> Filled:

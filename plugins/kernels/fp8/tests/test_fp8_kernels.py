@@ -22,6 +22,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 SHAPES = [(48, 64), (37, 160), (1, 16), (16, 32)] if INTERPRETED else [(48, 64), (1000, 2064), (4096, 2048), (1, 16)]
 LINES = [(150, 256), (128, 128)] if INTERPRETED else [(150, 256), (1000, 384), (4096, 2048)]
+KERNEL_TESTS = (Path(__file__), Path(__file__).with_name("test_prologue_kernels.py"))
 CANNOT_RUN = find_spec("triton") is None or not (INTERPRETED or torch.cuda.is_available())
 each_format = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 powers = pytest.mark.parametrize("power", [False, True], ids=["", "power"])
@@ -37,7 +38,7 @@ def runs(test: Callable[..., None]) -> Callable[..., None]:
 @pytest.mark.skipif(find_spec("triton") is None or INTERPRETED, reason="it needs Triton, outside of its interpreter")
 def test_what_runs_on_a_gpu_runs_in_tritons_interpreter_too() -> None:
     finished = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", str(Path(__file__))],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", *map(str, KERNEL_TESTS)],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
@@ -49,7 +50,7 @@ def test_what_runs_on_a_gpu_runs_in_tritons_interpreter_too() -> None:
 
 @pytest.fixture(autouse=True)
 def torchs_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter rounds to fp8 wrongly (no ties to even, no carry), so there torch rounds.
+    """The interpreter rounds to bf16 and fp8 wrongly (no ties to even, no carry), so there torch rounds.
 
     As on a GPU, infinity saturates, and there is one NaN.
     """
@@ -62,6 +63,9 @@ def torchs_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     formats, plain = {tl.float8e4nv: E4M3, tl.float8e5: E5M2}, interpreter._convert_float
 
     def converted(numbers: Any, source: Any, target: Any, mode: Any) -> Any:
+        if target == tl.bfloat16 and source == tl.float32:
+            exact = torch.from_numpy(np.ascontiguousarray(numbers).view(np.float32))
+            return exact.bfloat16().view(torch.uint16).numpy()
         if target not in formats:
             return plain(numbers, source, target, mode)
         wide = torch.from_numpy(np.ascontiguousarray(numbers).view(np.float32))

@@ -6,8 +6,9 @@ from typing import Any
 from mplug import Offer, Recipe
 from mplug_fp8 import delayed
 from mplug_fp8.grouped import RowwiseGroups
-from mplug_fp8.limits import note, supports_experts, supports_linear
+from mplug_fp8.limits import note, supports_activation, supports_experts, supports_linear, supports_norm
 from mplug_fp8.products import Blockwise, Delayed, Products, Rowwise, Tensorwise
+from mplug_fp8.prologues import ActivationProduct, NormProduct
 from mplug_fp8.recipes import BLOCKWISE, DELAYED, ROWWISE, TENSORWISE, Options
 
 PRODUCTS: dict[str, type[Products]] = {
@@ -19,21 +20,23 @@ PRODUCTS: dict[str, type[Products]] = {
 
 
 def offers(recipe: Recipe | None) -> list[Offer]:
-    """`Linear.product` and `Experts.product`. Their `supports` refuses a recipe that is unknown."""
+    """Products of linear layers, of norms and activations with these, and of experts.
+
+    Their `supports` refuses a recipe that is unknown.
+    """
     options = _options(recipe)
     supplier = PRODUCTS[recipe.name if recipe and recipe.name in PRODUCTS else TENSORWISE](options)
-    product: dict[str, Any] = {"Linear.product": supplier}
-    grouped: dict[str, Any] = {"Experts.product": RowwiseGroups(options)}
-    linear = Offer(product, supports_linear, note=note)
+    delaying: dict[str, Any] = {}
     if recipe and recipe.name == DELAYED:
-        linear = Offer(
-            product,
-            supports_linear,
-            note=note,
-            buffers=partial(delayed.declared, history=options.history),
-            step_ended=partial(delayed.step_ended, options=options),
-        )
-    return [linear, Offer(grouped, supports_experts, note=note)]
+        declared = partial(delayed.declared, history=options.history)
+        delaying = {"buffers": declared, "step_ended": partial(delayed.step_ended, options=options)}
+    fused = Delayed(options)
+    return [
+        Offer({"Linear.product": supplier}, supports_linear, note=note, **delaying),
+        Offer({"Linear.norm_product": NormProduct(fused)}, supports_norm, note=note, **delaying),
+        Offer({"Linear.activation_product": ActivationProduct(fused)}, supports_activation, note=note, **delaying),
+        Offer({"Experts.product": RowwiseGroups(options)}, supports_experts, note=note),
+    ]
 
 
 def _options(recipe: Recipe | None) -> Options:

@@ -37,16 +37,10 @@ def supports_activation(site: Site, run: "Run") -> bool | str:
 
 
 def _supports_fused(site: Site, run: "Run", kinds: tuple[str, ...]) -> bool | str:
-    """Only delayed scaling knows a scale before its operand exists.
-
-    With another recipe, the default kernel leaves the site to the narrower slots, and a kernel that the config names
-    for it is refused.
-    """
+    """Only delayed scaling knows the scale of an operand before the operand exists."""
     recipe, kind = run.precision.recipe, site.slot.rpartition(".")[2]
     if recipe is None or recipe.need not in site.needs or recipe.name == DELAYED:
         return _supports(site, run, ("weight",), kinds)
-    if kind not in run.config.kernels.kinds:
-        return False
     return (
         f"it fuses only operands of '{DELAYED}', whose scales are known before, and trainer.precision asks for "
         f"'{recipe.name}'; set precisions.fp8.when=delayed, or kernels.{kind}=null"

@@ -54,7 +54,21 @@ def select_offers(model: Model, run: "Run", offers: Iterable[Any]) -> Selection:
     names = [unit.name for unit in model.own_units]
     units = [Site(role_of(name), UNIT, model.module.get_submodule(name), name) for name in names]
     own = list(with_recipe(sites_of(model, run.entries), model))
+    if len(model.stages.units) == 1:
+        _refuse_absent(own, run)
     return select([*own, *units], offers, run.config.kernels, run, _only_in_other_stages(model, own))
+
+
+def _refuse_absent(own: Iterable[Site], run: "Run") -> None:
+    """Raise UsageError if the config names a plugin for a fusion that no block of the model allows."""
+    present = {KIND_OF[site.slot] for site in own}
+    prologues = {"norm_product": "norm", "activation_product": "activation"}
+    for kind, prologue in prologues.items():
+        if (plugin := run.config.kernels.kinds.get(kind)) and kind not in present:
+            raise UsageError(
+                f"kernels.{kind}={plugin.rpartition('/')[2]}: the model has no {prologue} whose result only one linear "
+                f"layer reads; set kernels.{kind}=null"
+            )
 
 
 def _only_in_other_stages(model: Model, own: Iterable[Site]) -> set[str]:

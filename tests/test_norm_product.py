@@ -202,7 +202,7 @@ def test_the_suite_accepts_prologues_with_buffers(plant: Plant) -> None:
                 ("zero2", 2, {}),
                 ("zero2", 2, {"parallel.zero.stage": 2}),
                 ("pp2", 2, {}),
-                ("pp2", 2, {"parallel.pp.schedule": "zero_bubble"}),
+                ("pp2", 2, {"parallel.pp.schedule": "gpipe"}),
                 ("tp2", 2, {"parallel.tp.sequence_parallel": False}),
                 ("tp2", 2, {"trainer.compile": "aot_eager", "memory.recompute.mode": "full"}),
                 ("tp2pp2", 4, {}),

@@ -15,6 +15,7 @@ from mplug.nn import MLP, Attention, Boundary, DenseBlock, Inputs, Linear, Narro
 from mplug.nn.fusible import fusibles
 from mplug.nn.prologue import FUSED_SLOTS, NORM_PRODUCT, apply_fused
 from mplug.nn.sink import Weights
+from mplug.nn.slot_buffers import hold
 from mplug.testing import run_workers
 from mplug.testing.buffer_trials import BufferTrial
 from mplug.testing.fused import composed
@@ -177,6 +178,23 @@ def test_the_whole_is_the_composition_with_its_gradients_and_its_collectives(pla
         results.append((y.detach(), summed.detach(), *(leaf.grad for leaf in leaves)))
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
+def test_a_compiled_block_without_gradients_computes_as_an_eager_one(plant: Plant) -> None:
+    plant("acme-prologue")
+    from acme_prologue.products import Again
+
+    own = block().double()
+    for parameter in own.parameters():
+        nn.init.uniform_(parameter, -1, 1)
+    for layer, slot in ((own.attn.qkv, "norm"), (own.mlp.up, "norm"), (own.mlp.down, "activation")):
+        setattr(layer, f"{slot}_product", Again())
+        hold(layer, f"Linear.{slot}_product", {"largest": torch.zeros((), dtype=torch.float64)})
+    inputs = torch.randn(B, S, D, dtype=torch.float64), torch.arange(S)[None], torch.arange(B)
+    compiled = torch.compile(own, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*inputs), own(*inputs))
 
 
 def test_the_suite_accepts_prologues_with_buffers(plant: Plant) -> None:

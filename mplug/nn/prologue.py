@@ -112,14 +112,14 @@ class _Applied(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *call):  # type: ignore[no-untyped-def]
-        product, prologue, before, after, own, keep, num_taps, *tensors = call
+        product, prologue, gemm, before, after, own, keep, num_taps, *tensors = call
         x, residual, norm_weight, bias, value, main_grad, stale, *rest = tensors
         rest = rest[: len(rest) - num_taps]
-        weight, narrow, buffers = _arranged(product, before, after, own, value, rest)
+        weight, narrow, buffers = _arranged(product, gemm, before, after, own, value, rest)
         inputs = Inputs(x, residual, norm_weight, bias)
         y, summed, saved = product.forward(prologue, inputs, weight, narrow, buffers)
         ctx.save_for_backward(value, *saved)
-        ctx.slots = product, before, after, own
+        ctx.slots = product, gemm, before, after, own
         ctx.prologue, ctx.main_grad, ctx.stale, ctx.rest = prologue, main_grad, stale, rest
         ctx.keep, ctx.num_taps, ctx.is_norm = keep, num_taps, norm_weight is not None
         ctx.types = tuple(None if one is None else one.dtype for one in inputs)
@@ -134,7 +134,7 @@ class _Applied(torch.autograd.Function):
         weight, narrow, buffers = _arranged(*ctx.slots, value, ctx.rest)  # type: ignore[call-arg]
         grads, operands = product.dgrad(ctx.prologue, grad_y, grad_summed, weight, tuple(saved), narrow, buffers)
         grad_weight = None
-        if ctx.needs_input_grad[11]:
+        if ctx.needs_input_grad[12]:
             sink = None if ctx.main_grad is None else Sink(ctx.main_grad, ctx.stale)
             grad_weight = product.wgrad(operands, sink, narrow, buffers)
             operands = ()
@@ -142,16 +142,19 @@ class _Applied(torch.autograd.Function):
         grad_x, of_norm, of_bias = grads
         pairs = zip((grad_x, grad_x, of_norm, of_bias), ctx.types, strict=True)
         of_inputs = (None if one is None or dtype is None else one.to(dtype) for one, dtype in pairs)
-        return *[None] * 7, *of_inputs, grad_weight, None, None, *(None for _ in ctx.rest), *handed_out
+        return *[None] * 8, *of_inputs, grad_weight, None, None, *(None for _ in ctx.rest), *handed_out
 
 
 def _arranged(  # type: ignore[no-untyped-def]
-    product, before, after, own, value, tensors
+    product, gemm, before, after, own, value, tensors
 ) -> tuple[Operand, Narrow, Mapping[str, Tensor]]:
-    """The weight, the boundaries and the buffers of a call; `tensors` are the buffers and the weight's copies."""
+    """The weight, the boundaries and the buffers of a call; `tensors` are the buffers and the weight's copies.
+
+    `gemm` is never called. It is an argument because torch 2.11 cannot trace the default of `Narrow`.
+    """
     buffers = {name: tensors[number] for number, name in enumerate(own)}
     casts = tuple(tensors[len(own) :]) or product.cast(value, buffers)
-    return Operand(value, casts), Narrow(before=before, after=after), buffers
+    return Operand(value, casts), Narrow(gemm, before, after, {}), buffers
 
 
 def apply_fused(
@@ -170,6 +173,6 @@ def apply_fused(
         stale = torch.zeros((), dtype=torch.bool, device="cpu")
     taps = () if later is None else later.taps
     values = weight.values if later is None else weight.values.detach()
-    slots = product, prologue, narrow.before, narrow.after, tuple(buffers), later and later.keep, len(taps)
+    slots = product, prologue, narrow.gemm, narrow.before, narrow.after, tuple(buffers), later and later.keep, len(taps)
     call = (*slots, *inputs, values, weight.main_grad, stale, *buffers.values(), *casts, *taps)
     return _Applied.apply(*call)  # type: ignore[no-untyped-call]

@@ -8,8 +8,8 @@ import torch
 from mplug_fp8 import emulation, prologue_emulation
 from mplug_fp8.emulation import E4M3, padded
 from mplug_fp8.prologue_emulation import Statistics
-from test_fp8_kernels import DEVICE, INTERPRETED, assert_bits, bits, runs, torchs_rounding
 from torch import Tensor
+from triton_kernels import DEVICE, INTERPRETED, assert_bits, bits, runs, torchs_rounding
 
 __all__ = ["torchs_rounding"]
 SHAPES = [(48, 64), (37, 160), (1, 16)] if INTERPRETED else [(48, 64), (1000, 2064), (4096, 2048), (1, 16), (300, 8192)]

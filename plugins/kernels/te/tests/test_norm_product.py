@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from engine_in_torch import stand_ins
+from mplug_te import TransformerEngine
 from mplug_te.delayed import INPUT, declared, step_ended
 from mplug_te.linear import DelayedProduct
 from mplug_te.prologues import NormProduct
@@ -125,11 +126,15 @@ RUN: dict[str, Any] = {"trainer.precision": "te-fp8", "trainer.base_modules": ["
 
 def test_a_run_that_names_it_fills_the_slots_of_blocks_and_stays_near_the_run_without() -> None:
     named = {**RUN, "kernels.norm_product": "te"}
-    filled = [one for one in build_model(tiny_run(named)).slots if one.site.slot == "Linear.norm_product"]
+    model = build_model(tiny_run(named))
+    filled = [one for one in model.slots if one.site.slot == "Linear.norm_product"]
     assert {(one.site.role, one.supplier) for one in filled} == {
         ("blocks.*.attn.qkv", "kernels/te"),
         ("blocks.*.mlp.up", "kernels/te"),
     }
+    plugin = TransformerEngine(TransformerEngine.Config())
+    assert "has not been tested in a CUDA graph with norms" in str(plugin.captures(model))
+    assert plugin.captures(build_model(tiny_run(RUN))) is True
     found, plain = train_steps(named), train_steps(RUN)
     assert found.losses != plain.losses
     assert difference([found], plain, 0.4) == ""

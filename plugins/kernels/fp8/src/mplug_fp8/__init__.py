@@ -11,7 +11,7 @@ from mplug import Offer, Precision, hookimpl
 from mplug_fp8.recipes import recipe_of
 
 if TYPE_CHECKING:
-    from mplug import Run
+    from mplug import Model, Run
 
 
 class FP8:
@@ -78,6 +78,11 @@ class FP8Products:
         return offers(run.precision.recipe, run.config.kernels.kinds)
 
     @hookimpl
-    def captures(self) -> bool:
-        """Scales, histories and copies of weights are tensors of the device."""
+    def captures(self, model: "Model") -> bool | str:
+        """State is tensors of the device. With fused norms and activations the answer is unknown."""
+        from mplug_fp8.prologues import Fused
+
+        suppliers = (one.offer.suppliers[one.site.slot] for one in model.slots if one.offer is not None)
+        if any(isinstance(supplier, Fused) for supplier in suppliers):
+            return "has not been tested in a CUDA graph with norms and activations yet"
         return True

@@ -13,7 +13,7 @@ from mplug import Offer, Precision, hookimpl
 from mplug_te.recipes import BLACKWELL, NAMES, Scaling, recipe_of
 
 if TYPE_CHECKING:
-    from mplug import Recipe, Run
+    from mplug import Model, Recipe, Run
 
 
 class TransformerEngine:
@@ -43,8 +43,13 @@ class TransformerEngine:
         ]
 
     @hookimpl
-    def captures(self) -> bool:
-        """Scales, histories and copies of weights are tensors of the device."""
+    def captures(self, model: "Model") -> bool | str:
+        """State is tensors of the device. With fused norms the answer is unknown."""
+        from mplug_te.prologues import NormProduct
+
+        suppliers = (one.offer.suppliers[one.site.slot] for one in model.slots if one.offer is not None)
+        if any(isinstance(supplier, NormProduct) for supplier in suppliers):
+            return "has not been tested in a CUDA graph with norms yet"
         return True
 
 

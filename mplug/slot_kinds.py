@@ -39,7 +39,9 @@ CALLED_BY: dict[tuple[str, str], tuple[str, ...]] = {
 
 `part` is the name of the submodule that has the slot, in the module of the wider slot; '' is that module itself.
 """
-WHOLE_PRODUCTS = ("Linear.product", "Linear.norm_product", "Linear.activation_product")
+FUSED_PRODUCTS = ("Linear.norm_product", "Linear.activation_product")
+"""The slots of a linear layer together with what computes its input."""
+WHOLE_PRODUCTS = ("Linear.product", *FUSED_PRODUCTS)
 """The slots of a linear layer whose suppliers do the work of the collectives around the product."""
 PRODUCTS = (*WHOLE_PRODUCTS, "Linear.gemm", "Experts.compute", "Experts.product", "MLP.core")
 """The slots whose suppliers multiply by weights: the recipe of a precision applies to them (`mplug.Recipe`)."""

@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mplug import UsageError
+from mplug import Offer, UsageError
+from mplug.config.binding import Kernels
 from mplug.model.build import build_model
 from mplug.model.fill import sites
+from mplug.model.selection import select
 from mplug.nn import MLP, Attention, Boundary, DenseBlock, Inputs, Linear, Narrow, Norm, Projected, Prologue
 from mplug.nn.fusible import fusibles
-from mplug.nn.prologue import FUSED_SLOTS, NORM_PRODUCT, apply_fused
+from mplug.nn.prologue import ACTIVATION_PRODUCT, FUSED_SLOTS, NORM_PRODUCT, apply_fused
 from mplug.nn.sink import Weights
 from mplug.nn.slot_buffers import hold
 from mplug.testing import run_workers
@@ -37,6 +39,7 @@ MIXTRAL: Settings = {
     "model.num_layers": 2,
 }
 B, S, D = 2, 6, 8
+NORM = "Norm.norm_residual"
 
 
 def block(**replaced: Any) -> DenseBlock:
@@ -150,6 +153,27 @@ def test_a_layer_takes_its_product_in_place_of_its_input() -> None:
     nn.init.ones_(layer.bias)
     assert torch.equal(layer(Projected(y)), y + 1)
     assert not list(fusibles(layer))
+
+
+def test_a_layer_with_a_fused_supplier_still_multiplies_an_input_by_its_own_product(plant: Plant) -> None:
+    """Its copies of the weight and its collectives are those of the fused supplier."""
+    plant("acme-prologue")
+    from acme_prologue.products import Again
+
+    layer, x = Linear(D, 3, bias=False), torch.randn(B, S, D)
+    nn.init.normal_(layer.weight)
+    expected = layer(x)
+    calls: list[int] = []
+
+    def gather(part: Tensor) -> Tensor:
+        calls.append(1)
+        return part
+
+    gather.boundary = Boundary(gather, lambda y: y, lambda x: x)  # type: ignore[attr-defined]
+    layer.gather, layer.norm_product = gather, Again()
+    layer.casts = (torch.zeros(D, 3),)
+    torch.testing.assert_close(layer(x), expected)
+    assert len(calls) == 1
 
 
 # The call.
@@ -269,6 +293,29 @@ def test_a_norm_of_another_plugin_that_would_never_run_is_refused(plant: Plant) 
     model = build_model(tiny_run({**GPT, **NAMED, "kernels.default": "reference"}))
     filled = {one.site.role: one.supplier for one in model.slots if one.site.slot == NORM_PRODUCT}
     assert filled == {"blocks.*.attn.qkv": "kernels/prologue", "blocks.*.mlp.up": "kernels/prologue"}
+
+
+def test_the_supplier_of_a_whole_mlp_replaces_the_default_kernels_fusions_and_the_norm_runs() -> None:
+    with torch.device("meta"):
+        own = block()
+    everywhere = {slot: Offer({slot: object()}, _always, plugin="kernels/all") for slot in (*FUSED_SLOTS, NORM)}
+    core = Offer({"MLP.core": object()}, _always, plugin="kernels/whole")
+
+    def suppliers(kinds: dict[str, str | None], default: str | None) -> dict[tuple[str, str], str]:
+        found = select(sites(own), [*everywhere.values(), core], Kernels(kinds, default), None)  # type: ignore[arg-type]
+        assert found.unmet == []
+        return {(one.site.name, one.site.slot): one.supplier for one in found.filled}
+
+    found = suppliers({"mlp": "kernels/whole"}, "kernels/all")
+    assert found["attn.qkv", NORM_PRODUCT] == found["norm2", NORM] == "kernels/all"
+    assert found["mlp.up", NORM_PRODUCT] == found["mlp.down", ACTIVATION_PRODUCT] == "plain torch"
+    named = dict.fromkeys(("norm_product", "activation_product"), "kernels/all")
+    with pytest.raises(UsageError, match=r"kernels/all puts into Linear\.norm_product would never run"):
+        suppliers({"mlp": "kernels/whole", **named}, None)
+
+
+def _always(site: Any, run: Any) -> bool | str:
+    return site.lacking(["layernorm", "rmsnorm", "gelu"]) or True
 
 
 def test_a_kind_of_norm_that_a_supplier_does_not_know_is_refused(plant: Plant) -> None:

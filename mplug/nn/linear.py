@@ -92,15 +92,16 @@ class Linear(nn.Module):
         return multiply(x, Weights.of(self.weight), self.gemm, self._held("Linear.gemm"))
 
     def _multiplied(self, x: Tensor) -> Tensor:
-        own = self._held("Linear.product")
-        return apply_product(self.product, x, Weights.of(self.weight), self._narrow(), own, self.casts, self.later)
+        own, narrow = self._held("Linear.product"), self._narrow(self.product)
+        kept = (self.casts, self.later) if self.content[0] is self.product else ((), None)
+        return apply_product(self.product, x, Weights.of(self.weight), narrow, own, *kept)
 
     def fused(self, prologue: Prologue, inputs: Inputs) -> Any:
         """The product, without a bias, of a prologue's result; for a norm, (the product, the residual stream)."""
         product, slot = self.content
         assert isinstance(product, FusedProduct)
         weight, own = Weights.of(self.weight), self._held(slot)
-        return apply_fused(product, prologue, inputs, weight, self._narrow(), own, self.casts, self.later)
+        return apply_fused(product, prologue, inputs, weight, self._narrow(product), own, self.casts, self.later)
 
     @property
     def content(self) -> tuple[Product | FusedProduct, str]:
@@ -125,12 +126,13 @@ class Linear(nn.Module):
         """Add the gradient of the weight to its sink, from operands that a pass has handed out (`later`)."""
         own = getattr(self, weight)
         product, slot = self.content
-        product.wgrad(operands, Sink(own.main_grad, own.main_grad_stale), self._narrow(), self._held(slot))
+        sink = Sink(own.main_grad, own.main_grad_stale)
+        product.wgrad(operands, sink, self._narrow(product), self._held(slot))
 
-    def _narrow(self) -> Narrow:
-        """The contents of the narrower slots; the default leaves the collectives to autograd."""
+    def _narrow(self, product: Product | FusedProduct) -> Narrow:
+        """The narrower slots' contents for a product; the default leaves the collectives to autograd."""
         of_gemm = self._held("Linear.gemm")
-        if self.content[0] is COMPOSED:
+        if product is COMPOSED:
             return Narrow(self.gemm, buffers=of_gemm)
         return Narrow(self.gemm, boundary_of(self.gather), boundary_of(self.scatter), of_gemm)
 

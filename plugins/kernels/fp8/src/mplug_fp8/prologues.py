@@ -10,14 +10,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from mplug import DelayedScaling
 from mplug.nn import FusedProduct, Inputs, Narrow, Operand, Prologue, Sink
-from mplug_fp8.delayed import INPUT, scale_name
-from mplug_fp8.operators import TENSOR, multiply, rows_of, transposed
+from mplug_fp8.operators import rows_of
 from mplug_fp8.products import Delayed
 from mplug_fp8.prologue_operators import activated, activation_gradient, norm_gradient, normed, normed_again
+from mplug_fp8.recipes import INPUT
 
 Buffers = Mapping[str, Tensor]
 Saved = tuple[Tensor, ...]
+SCALE = DelayedScaling.scale_name(INPUT)
 NORMS, ACTIVATIONS = ("layernorm", "rmsnorm"), ("gelu", "gelu_tanh", "swiglu")
 
 
@@ -35,13 +37,6 @@ class Fused(FusedProduct):
         """The weight's gradient, from columns of the gradient and of the input."""
         return self.product.wgrad(operands, sink, narrow, buffers)
 
-    def multiplied(self, rows: Tensor, inverse: Tensor, weight: Operand, narrow: Narrow) -> Tensor:
-        """rows [..., n, I] of this rank -> its part of the product."""
-        rows = narrow.gathered(rows)
-        of_weight, weight_inverse, _, _ = self.product.copies(weight)
-        y = multiply(rows_of(rows), of_weight, inverse, weight_inverse, TENSOR, TENSOR, self.product.fast)
-        return narrow.scattered(y.view(*rows.shape[:-1], y.shape[1]))
-
     def differentiated(self, grad_y: Tensor, weight: Operand, narrow: Narrow, buffers: Buffers) -> tuple[Tensor, Saved]:
         """(the gradient of the prologue's result [N, I], the first operands of `wgrad`)."""
         grad, operands = self.product.dgrad(grad_y, weight, (), narrow, buffers, True)
@@ -49,11 +44,9 @@ class Fused(FusedProduct):
         return rows_of(grad), operands
 
 
-def _columns(numbers: Tensor, shape: tuple[int, ...], narrow: Narrow) -> Tensor:
-    """The columns of the whole input: `numbers` themselves, or those of the gathered rows [N, I]."""
-    if narrow.before is None:
-        return numbers
-    return transposed(rows_of(narrow.before.whole(numbers.view(*shape[:-1], numbers.shape[1]))))
+def _operand(numbers: Tensor, shape: tuple[int, ...], narrow: Narrow) -> Tensor:
+    """The input as `wgrad` takes it: its columns, or this rank's rows [..., n, I], which `wgrad` gathers."""
+    return numbers if narrow.before is None else numbers.view(*shape[:-1], numbers.shape[1])
 
 
 class NormProduct(Fused):
@@ -72,11 +65,11 @@ class NormProduct(Fused):
             bias,
             prologue.eps,
             prologue.kind == "layernorm",
-            buffers[scale_name(INPUT)],
+            buffers[SCALE],
             buffers[INPUT],
         )
         stream = x if residual is None else summed.view(x.shape)
-        y = self.multiplied(rows.view(x.shape), inverse, weight, narrow)
+        y = self.product.of_numbers(rows.view(x.shape), inverse, weight, narrow, buffers)
         saved = (stream, inverse, *statistics, norm_weight, *([] if bias is None else [bias]))
         return y, None if residual is None else stream, saved
 
@@ -90,17 +83,17 @@ class NormProduct(Fused):
         narrow: Narrow,
         buffers: Buffers,
     ) -> tuple[tuple[Tensor, Tensor | None, Tensor | None], Saved]:
-        """(the gradients of the sum, of the norm's weight and of its bias; columns of grad_y and of the norm)."""
+        """(the gradients of the sum, of the norm's weight and of its bias; the operands of `wgrad`)."""
         stream, inverse, *statistics, norm_weight = saved[:5]
         bias = saved[5] if len(saved) > 5 else None
         summed, shape = rows_of(stream), tuple(stream.shape)
         grad, operands = self.differentiated(grad_y, weight, narrow, buffers)
-        scale, whole = buffers[scale_name(INPUT)], narrow.before is None
+        scale, whole = buffers[SCALE], narrow.before is None
         numbers = normed_again(summed, *statistics, norm_weight, bias, scale, whole)
         assert grad_summed is not None
         grad_s, grads = norm_gradient(grad, rows_of(grad_summed), summed, *statistics, norm_weight, bias is not None)
         of_bias = None if bias is None else grads[1]
-        return (grad_s.view(shape), grads[0], of_bias), (*operands, _columns(numbers, shape, narrow), inverse)
+        return (grad_s.view(shape), grads[0], of_bias), (*operands, _operand(numbers, shape, narrow), inverse)
 
 
 class ActivationProduct(Fused):
@@ -111,8 +104,9 @@ class ActivationProduct(Fused):
     ) -> tuple[Tensor, Tensor | None, Saved]:
         """(the product, None, what the activation reads and the inverse of the scale)."""
         x, bias = inputs.x, inputs.bias
-        rows, inverse = activated(rows_of(x), bias, prologue.kind, buffers[scale_name(INPUT)], buffers[INPUT])
-        y = self.multiplied(rows.view(*x.shape[:-1], rows.shape[1]), inverse, weight, narrow)
+        rows, inverse = activated(rows_of(x), bias, prologue.kind, buffers[SCALE], buffers[INPUT])
+        numbers = rows.view(*x.shape[:-1], rows.shape[1])
+        y = self.product.of_numbers(numbers, inverse, weight, narrow, buffers)
         return y, None, (x, inverse, *([] if bias is None else [bias]))
 
     def dgrad(
@@ -125,11 +119,11 @@ class ActivationProduct(Fused):
         narrow: Narrow,
         buffers: Buffers,
     ) -> tuple[tuple[Tensor, Tensor | None, Tensor | None], Saved]:
-        """(the gradients of x and of its bias; columns of grad_y and of the activation)."""
+        """(the gradients of x and of its bias; the operands of `wgrad`)."""
         x, inverse, *rest = saved
         bias, shape = rest[0] if rest else None, tuple(x.shape)
         grad, operands = self.differentiated(grad_y, weight, narrow, buffers)
-        scale, whole = buffers[scale_name(INPUT)], narrow.before is None
+        scale, whole = buffers[SCALE], narrow.before is None
         grad_x, of_bias, numbers = activation_gradient(grad, rows_of(x), bias, prologue.kind, scale, whole)
         grads = grad_x.view(shape), None, None if bias is None else of_bias
-        return grads, (*operands, _columns(numbers, shape, narrow), inverse)
+        return grads, (*operands, _operand(numbers, shape, narrow), inverse)

@@ -13,7 +13,7 @@ from mplug import Offer, Precision, hookimpl
 from mplug_te.recipes import BLACKWELL, NAMES, Scaling, recipe_of
 
 if TYPE_CHECKING:
-    from mplug import Model, Recipe, Run
+    from mplug import Recipe, Run
 
 
 class TransformerEngine:
@@ -43,23 +43,17 @@ class TransformerEngine:
         ]
 
     @hookimpl
-    def captures(self, model: "Model") -> bool | str:
-        """State is tensors of the device. With fused norms the answer is unknown."""
-        from mplug_te.prologues import NormProduct
-
-        suppliers = (one.offer.suppliers[one.site.slot] for one in model.slots if one.offer is not None)
-        if any(isinstance(supplier, NormProduct) for supplier in suppliers):
-            return "has not been tested in a CUDA graph with norms yet"
-        return True
+    def captures(self) -> str:
+        """Unknown: no run on a GPU has replayed all of these kernels yet."""
+        return "has not been tested in a CUDA graph yet"
 
 
 def _by_recipe(recipe: "Recipe | None") -> list[Offer]:
     """The offers of products by a recipe; empty if this plugin does not know the recipe."""
-    from mplug_te import delayed
     from mplug_te.limits import refuses_blackwell, supports_fp8
     from mplug_te.linear import DelayedProduct, HalfProduct, product_of
     from mplug_te.prologues import NORMS, NormProduct
-    from mplug_te.recipes import DELAYED, Options, options_of
+    from mplug_te.recipes import DELAYED, Options, delayed_scaling_of, options_of
 
     if recipe is None or recipe.name not in (*NAMES, *BLACKWELL):
         return []
@@ -70,14 +64,12 @@ def _by_recipe(recipe: "Recipe | None") -> list[Offer]:
     supplier = {"Linear.product": product_of(recipe.name, options)}
     if recipe.name != DELAYED:
         return [Offer(supplier, partial(supports_fp8, recipe.name))]
-    keeping: dict[str, Any] = {
-        "buffers": partial(delayed.declared, history=options.history),
-        "step_ended": partial(delayed.step_ended, options=options),
-    }
+    scaling, supports = delayed_scaling_of(options), partial(supports_fp8, recipe.name)
+    keeping: dict[str, Any] = {"buffers": scaling.buffers, "step_ended": scaling.step_ended}
     fused = NormProduct(DelayedProduct(options.forward, options.gradient, options.power_of_two))
     return [
-        Offer(supplier, partial(supports_fp8, recipe.name), **keeping),
-        Offer({"Linear.norm_product": fused}, partial(supports_fp8, recipe.name, kinds=NORMS), **keeping),
+        Offer(supplier, supports, **keeping),
+        Offer({"Linear.norm_product": fused}, partial(supports, kinds=NORMS), **keeping),
     ]
 
 

@@ -11,12 +11,13 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
+from mplug import DelayedScaling
 from mplug.nn import FusedProduct, Inputs, Narrow, Operand, Prologue, Sink, fake, keep_max, operator
 from mplug_te.casts import ALIGNED, transposed
-from mplug_te.delayed import INPUT, scale_name
 from mplug_te.library import library, number_of
 from mplug_te.linear import DelayedProduct
 from mplug_te.norm import differentiate_norm, norm
+from mplug_te.recipes import INPUT
 
 Buffers = Mapping[str, Tensor]
 Saved = tuple[Tensor, ...]
@@ -93,7 +94,7 @@ class NormProduct(FusedProduct):
             bias,
             prologue.eps,
             prologue.kind == "layernorm",
-            buffers[scale_name(INPUT)],
+            buffers[DelayedScaling.scale_name(INPUT)],
             format_name,
         )
         keep_max(buffers[INPUT], largest.view(()))

@@ -112,7 +112,7 @@ def test_fp8_numbers_travel_between_ranks_and_nothing_in_bf16_but_the_stream_is_
 
 def test_the_checks_of_the_suite_pass() -> None:
     assert later_fault(OFFER, "Linear.norm_product", torch.bfloat16, "cpu", compiles=True) == ""
-    assert BufferTrial(OFFER, "Linear.norm_product", torch.bfloat16, "cpu", "delayed").fault(compiles=True) == ""
+    assert BufferTrial(OFFER, "Linear.norm_product", torch.bfloat16, "cpu", "delayed").fault(compiles=False) == ""
 
 
 RUN: dict[str, Any] = {"trainer.precision": "te-fp8", "trainer.base_modules": ["head"], "kernels.linear": "te"}

@@ -206,6 +206,7 @@ BLOCKS_OF_128 = {"model.hidden_size": 256, "model.num_attention_heads": 4, "mode
 OF_RECIPE: dict[str, dict[str, Any]] = {
     "tensorwise": {},
     "delayed": DELAYED,
+    "fused": {**DELAYED, "kernels.norm_product": "fp8", "kernels.activation_product": "fp8"},
     "rowwise": {"precisions.fp8.scaling": "rowwise"},
     "blockwise": {**BLOCKS_OF_128, "precisions.fp8.scaling": "blockwise"},
 }
@@ -236,7 +237,7 @@ def one_process(recipe: str) -> Trace:
     ("recipe", "changes"),
     [
         ("delayed", {}),
-        *(pytest.param(recipe, {}, marks=wide) for recipe in ("tensorwise", "rowwise", "blockwise")),
+        *(pytest.param(recipe, {}, marks=wide) for recipe in ("tensorwise", "fused", "rowwise", "blockwise")),
         *(pytest.param(recipe, {"parallel.tp.sequence_parallel": False}, marks=wide) for recipe in OF_RECIPE),
         *(pytest.param(recipe, COMPILED, marks=wide) for recipe in OF_RECIPE),
     ],

@@ -23,7 +23,7 @@ from mplug.testing import run_workers
 from mplug.testing.harness import Trace, difference, train_ranks, train_steps
 
 LONG, NARROW = 512, 256
-SHAPES = [(4, 128), (3, 96), (1, 256)]
+SHAPES = [(2, 256), (3, 32), (1, 64)]
 """Leading dimensions and the sequence: rows of a rank that fill blocks of 128 rows or do not, and one sample."""
 POWER = Options(power_of_two=True)
 RECIPES: dict[str, Callable[..., Products]] = {

@@ -30,9 +30,10 @@ class DefaultStepper:
     """Runs micro batches in order through all units, then one update.
 
     A strategy with a stepper of its own calls the methods `begin_step`, `entries`, `loss_gradient`, `finish_step` and
-    `update` of this one. A stepper of another framework, whose engine scales gradients itself (`Sharding.engine`), sets
-    `gradient_scale`, the factor that the gradients of pieces have when `apply` runs, and `loss_scale` if its engine has
-    a loss scale of its own. It calls `scale_added` with the factor that the loss has when backward starts.
+    `update` of this one. A stepper of another framework, whose engine keeps gradients itself (`Sharding.engine`), calls
+    `begin_step`, `entries` and `count`, and in the update `reduction.finish` and `apply`. It sets `gradient_scale`, the
+    factor that the gradients of pieces then have, and `loss_scale` if its engine has a loss scale of its own. It calls
+    `scale_added` with the factor that the loss has when backward starts.
     """
 
     def __init__(self, run: Run, model: Model, pieces: list[Piece], optimizer: Optimizer) -> None:
@@ -97,9 +98,13 @@ class DefaultStepper:
         return None if self.loss_scale is None else self.loss_scale.gradient_of(loss)
 
     def finish_step(self, losses: list[tuple[Tensor, Tensor]]) -> None:
-        """Finish the gradients, and keep this rank's sums of `losses`: (loss, number of targets) per micro batch."""
+        """Finish the gradients, and `count` the losses."""
         self.sinks.finish()
         self.reduction.finish()
+        self.count(losses)
+
+    def count(self, losses: list[tuple[Tensor, Tensor]]) -> None:
+        """Keep this rank's sums of `losses`: (loss, number of targets) per micro batch."""
         self.sums = self._own_sums(losses)
 
     def _own_sums(self, losses: list[tuple[Tensor, Tensor]]) -> Tensor:

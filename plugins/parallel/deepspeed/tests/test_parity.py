@@ -63,10 +63,29 @@ def alone() -> Any:
     return run_workers(1, trained, {})[0]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_each_stage_gives_20_steps_of_one_process(alone: Any, stage: int) -> None:
-    found = run_workers(2, trained, {"parallel.layout": "deepspeed2", "parallel.deepspeed.stage": stage})
-    require_close(found, alone)
+def trained_in_turn(every: list[dict[str, Any]]) -> list[Any]:
+    """Be one rank of several runs, one after the other: importing DeepSpeed takes most of a worker's time."""
+    return [trained(settings) for settings in every]
+
+
+STAGES = [{"parallel.deepspeed.stage": stage} for stage in (1, 2, 3)]
+OFFLOADED = [
+    *({**stage, "parallel.deepspeed.offload_optimizer": True} for stage in STAGES),
+    {**STAGES[2], "parallel.deepspeed.offload_optimizer": True, "parallel.deepspeed.offload_param": True},
+]
+
+
+@pytest.mark.parametrize("cases", [STAGES, OFFLOADED], ids=["stages", "offloaded"])
+def test_each_stage_gives_20_steps_of_one_process(alone: Any, cases: list[dict[str, Any]]) -> None:
+    found = run_workers(2, trained_in_turn, [{"parallel.layout": "deepspeed2", **case} for case in cases])
+    for of_case in zip(*found, strict=True):
+        require_close(list(of_case), alone)
+
+
+def test_with_tensor_parallelism_each_stage_gives_20_steps_of_one_process(alone: Any) -> None:
+    cases = [{"parallel.layout": "tp2deepspeed2", **STAGES[0]}, {"parallel.layout": "deepspeed2tp2", **STAGES[2]}]
+    for of_case in zip(*run_workers(4, trained_in_turn, cases), strict=True):
+        require_close(list(of_case), alone)
 
 
 def test_the_comparison_notices_another_batch(alone: Any) -> None:

@@ -59,7 +59,7 @@ class EngineStepper:
             loss, num_targets = self.model.loss(default.entries(batch, step))
             engine.backward(loss * self.seed, scale_wrt_gas=False)
             losses.append((loss.detach(), num_targets))
-        default.finish_step(losses)
+        default.count(losses)
 
     def update(self, lr: float, weight_decay: float) -> StepResult:
         """Let the engine step; its optimizer runs the host's update. An overflow that DeepSpeed finds skips it."""

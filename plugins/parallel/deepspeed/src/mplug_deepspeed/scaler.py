@@ -19,13 +19,24 @@ class EngineScale:
     def __init__(self, run: "Run", scaler: Any) -> None:
         self.scaler, self.smallest = scaler, run.config.trainer.loss_scale.smallest
         scaler.raise_error_at_min_scale = False  # `trainer.nonfinite` decides
+        self._used = float(scaler.cur_scale)
         self.scale, self.good, self.overflows = torch.zeros((3,), device=run.device).unbind()
         self._read()
 
     def begin_step(self) -> float:
         """The scale of the step that begins."""
         self._read()
-        return float(self.scaler.cur_scale)
+        self._used = float(self.scaler.cur_scale)
+        return self._used
+
+    @property
+    def left(self) -> float:
+        """The factor that gradients still have in the update.
+
+        DeepSpeed adapts the scale before it divides gradients by it. So in a step after which the scale rises, it
+        divides by the new scale.
+        """
+        return self._used / float(self.scaler.cur_scale)
 
     def gradient_of(self, loss: Tensor) -> Tensor:
         """The gradient with which backward starts, in the loss's precision."""

@@ -30,9 +30,9 @@ class EngineStepper:
         self.run, self.model, self.default, self.running = run, model, default, running
         self.engine, self.partitions = running.engine, running.partitions
         trainer = run.config.trainer
-        tokens = trainer.global_batch_size * trainer.seq_length
-        self.seed = running.ranks / tokens
-        default.gradient_scale = 1 / tokens
+        self.tokens = trainer.global_batch_size * trainer.seq_length
+        self.seed = running.ranks / self.tokens
+        default.gradient_scale = 1 / self.tokens
         self.scale: EngineScale | None = None
         if default.loss_scale is not None:
             self.scale = EngineScale(run, self.engine.optimizer.loss_scaler)
@@ -82,6 +82,8 @@ class EngineStepper:
             self.partitions.receive(flat)
         self._received += len(flats)
         if self._received == len(self.partitions.flats):
+            if self.scale is not None:
+                self.default.gradient_scale = self.scale.left / self.tokens
             self.default.reduction.finish()
             self._result = self.default.apply(self._values, _nothing)
 

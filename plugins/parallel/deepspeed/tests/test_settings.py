@@ -169,3 +169,52 @@ def test_explain_counts_the_bytes_of_deepspeeds_partitions() -> None:
         for kind, width in per_element.items():
             assert measured[kind] == pytest.approx(width * numel, rel=0.01), (stage, kind)
         assert measured["optimizer state"] == pytest.approx(8 * numel / 2, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "environment", "words"),
+    [
+        ("deepspeed_cpu_adam", {"CXX": "no-such-compiler"}, "a C++ compiler ('no-such-compiler' is not in the PATH"),
+        ("deepspeed_adam", {"PATH": "/nowhere"}, "a C++ compiler ('c++' is not in the PATH; set CXX)"),
+    ],
+)
+def test_an_operator_that_cannot_be_built_is_refused_and_the_missing_tool_is_named(
+    monkeypatch: pytest.MonkeyPatch, optimizer: str, environment: dict[str, str], words: str
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError) as refused:
+        run_of({"optimizer.name": optimizer})
+    expected = words if find_spec("deepspeed") else "needs the package deepspeed"
+    assert expected in str(refused.value)
+
+
+def test_the_engine_of_a_strategy_is_refused_without_a_stepper_or_with_a_missing_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A third party's strategy that declines sinks cannot forget what nothing else would do."""
+    import mplug_deepspeed
+
+    from mplug import hookimpl
+
+    class Forgetful(mplug_deepspeed.DeepSpeed):
+        @hookimpl
+        def shard_states(self, run: Any, model: Any, needs: str) -> Any:
+            from dataclasses import replace
+
+            sharding = super().shard_states(run, model, needs)
+            bucket = sharding.buckets[0]
+            kept = replace(bucket, names=bucket.names[1:], starts=bucket.starts[1:], sizes=bucket.sizes[1:])
+            return replace(sharding, buckets=(kept,))
+
+    class Stepless(mplug_deepspeed.DeepSpeed):
+        build_stepper = None
+
+    for cls, words in (
+        (Forgetful, "does not have it"),
+        (Stepless, "has no stepper that computes gradients without them"),
+    ):
+        monkeypatch.setattr(mplug_deepspeed, "DeepSpeed", cls)
+        with pytest.raises(UsageError, match=words):
+            build_model(run_of({}))

@@ -11,7 +11,9 @@ from mplug.run.prepare import prepare
 from mplug.testing import run_workers, runs
 from mplug.testing.harness import tiny_config
 
-pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
+pytestmark = pytest.mark.skipif(
+    find_spec("mplug_deepspeed") is None or find_spec("deepspeed") is None, reason="mplug-deepspeed is not installed"
+)
 
 CLOSE = 1e-5
 BASE: dict[str, Any] = {
@@ -25,7 +27,7 @@ CHAIN = [
     ({"parallel.layout": "deepspeed2", "parallel.deepspeed.stage": 3}, 10),
     ({"parallel.layout": "zero2"}, 12),
     ({}, 14),
-    ({"parallel.layout": "deepspeed2", "parallel.deepspeed.stage": 1}, 17),
+    ({"parallel.layout": "deepspeed2", "parallel.deepspeed.stage": 1}, 20),
     ({"parallel.layout": "deepspeed1", "parallel.deepspeed.stage": 2}, 20),
 ]
 

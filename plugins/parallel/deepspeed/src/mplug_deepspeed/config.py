@@ -18,7 +18,8 @@ class DeepSpeedConfig(BaseModel):
         "or 1 without one",
     )
     offload_optimizer: Annotated[bool | None, MAY_CHANGE] = Field(
-        None, description="keep masters and optimizer states in the host's memory, and update them there; null: as in the file"
+        None,
+        description="keep masters and optimizer states in the host's memory, and update them there; null: as in the file",
     )
     offload_param: Annotated[bool | None, MAY_CHANGE] = Field(
         None, description="keep weights in the host's memory between their uses (stage 3 only); null: as in the file"

@@ -153,7 +153,9 @@ def _initialize(units: Units, update: Update, groups: Groups, config: dict[str, 
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # DeepSpeed calls them
     # DeepSpeed would build an operator for collectives in shared memory, which takes a compiler and half a minute.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    engine, *_ = deepspeed.initialize(model=units, optimizer=update, config=config, mpu=groups, dist_init_required=False)
+    engine, *_ = deepspeed.initialize(
+        model=units, optimizer=update, config=config, mpu=groups, dist_init_required=False
+    )
     return engine
 
 

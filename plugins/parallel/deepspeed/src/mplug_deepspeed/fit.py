@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from mplug_deepspeed.settings import Settings
 
 from mplug_deepspeed.rules import AXIS
+from mplug_deepspeed.validation import refuse_invalid
+
 ALIGNED = 2
 """Stages 1 and 2 pad the flat weights to a multiple of this many elements per rank: DeepSpeed's alignment for NCCL."""
 
@@ -44,6 +46,8 @@ def sharding_of(run: "Run", model: "Model", needs: str, settings: "Settings") ->
             f"layout without '{AXIS}'"
         )
     settings.checked(run)
+    if run.groups is None and settings.raw:
+        refuse_invalid(run, settings)
     trained = [name for name, parameter in model.parameters().items() if parameter.requires_grad]
     axes = model.placements[trained[0]].data_axes
     for name in trained:

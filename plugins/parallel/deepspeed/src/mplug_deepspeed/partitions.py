@@ -23,8 +23,12 @@ class Partitions:
 
     def __init__(self, run: "Run", model: "Model", zero: Any, stage: int) -> None:
         self.zero, self.stage = zero, stage
-        self.flats: list[Tensor] = zero.fp32_partitioned_groups_flat if stage == 3 else zero.single_partition_of_fp32_groups
-        self.gradients = [flat.grad if flat.grad is not None else torch.zeros_like(flat.detach()) for flat in self.flats]
+        self.flats: list[Tensor] = (
+            zero.fp32_partitioned_groups_flat if stage == 3 else zero.single_partition_of_fp32_groups
+        )
+        self.gradients = [
+            flat.grad if flat.grad is not None else torch.zeros_like(flat.detach()) for flat in self.flats
+        ]
         self.kept = [flat.grad is not None for flat in self.flats]
         self.pieces = list(self._pieces(run, model))
 

@@ -142,7 +142,7 @@ class Settings:
         if word is not None and word not in WORDS.values():
             yield f"communication_data_type={json.dumps(word)} is no format of gradient sums (fp32, bf16, fp16)"
         if self.stage == 1 and self.value(("data_types", "grad_accum_dtype")) == "fp32" and self._enabled("bf16"):
-            yield "data_types.grad_accum_dtype=\"fp32\" in stage 1 with bf16 uses an optimizer without ZeRO's partitions"
+            yield 'data_types.grad_accum_dtype="fp32" in stage 1 with bf16 uses an optimizer without ZeRO\'s partitions'
 
     def _enabled(self, name: str) -> bool:
         return self.value((name, "enabled")) is True
@@ -155,7 +155,11 @@ class Settings:
         weights, scale = run.precision.weights, trainer.loss_scale
         precision = f"trainer.precision={trainer.precision}"
         found = [
-            Owned(("train_batch_size",), trainer.global_batch_size, f"trainer.global_batch_size={trainer.global_batch_size}"),
+            Owned(
+                ("train_batch_size",),
+                trainer.global_batch_size,
+                f"trainer.global_batch_size={trainer.global_batch_size}",
+            ),
             Owned(("train_micro_batch_size_per_gpu",), micro, f"{micro} (trainer.micro_batch_size)"),
             Owned(
                 ("gradient_accumulation_steps",), passes, f"{passes} (trainer.global_batch_size / micro batch / ranks)"
@@ -170,7 +174,9 @@ class Settings:
             found += [
                 Owned(("fp16", "loss_scale"), 0, "a dynamic loss scale (trainer.loss_scale)"),
                 Owned(
-                    ("fp16", "initial_scale_power"), round(log2(scale.initial)), f"trainer.loss_scale.initial={scale.initial:g}"
+                    ("fp16", "initial_scale_power"),
+                    round(log2(scale.initial)),
+                    f"trainer.loss_scale.initial={scale.initial:g}",
                 ),
                 Owned(
                     ("fp16", "loss_scale_window"),
@@ -179,7 +185,10 @@ class Settings:
                 ),
                 Owned(("fp16", "min_loss_scale"), scale.smallest, f"trainer.loss_scale.smallest={scale.smallest:g}"),
             ]
-        for name, own in (("offload_optimizer", self.config.offload_optimizer), ("offload_param", self.config.offload_param)):
+        for name, own in (
+            ("offload_optimizer", self.config.offload_optimizer),
+            ("offload_param", self.config.offload_param),
+        ):
             if own is not None:
                 device = "cpu" if own else "none"
                 found.append(

@@ -83,9 +83,10 @@ class Model:
         return self.plan.flops if self.passes is None else self.passes.flops
 
     def listen(self, dtype: torch.dtype = torch.float32) -> None:
-        """Give every parameter of this rank a gradient sink with a buffer of `dtype`; none if an engine keeps gradients.
+        """Give every parameter of this rank a gradient sink with a buffer of `dtype`.
 
-        Without a sink, a parameter has the gradient that autograd accumulates (`.grad`).
+        If an engine keeps the gradients, there is no sink, and a parameter has the gradient that autograd accumulates
+        (`.grad`).
         """
         if self.engine is not None:
             self._sinks = Sinks({})
@@ -95,7 +96,7 @@ class Model:
 
     @property
     def engine(self) -> "Engine | None":
-        """The engine that keeps masters, states and gradients of this run, if a strategy has one (`Sharding.engine`)."""
+        """The engine that keeps masters, states and gradients, if a strategy has one (`Sharding.engine`)."""
         return None if self.sharding is None else self.sharding.engine
 
     def supply(self, pieces: "Iterable[Piece]") -> None:

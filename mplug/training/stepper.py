@@ -133,13 +133,13 @@ class DefaultStepper:
                 part._buffers[BUFFER] = scale
 
     def apply(
-        self, values: StepValues, written: Callable[[], None], norm: Callable[[], Tensor] | None = None
+        self, values: StepValues, written: Callable[[], None], norm_of_rank: Callable[[], Tensor] | None = None
     ) -> StepResult:
         """`update` with values on the device; it calls `written` when this rank's pieces have their new weights.
 
-        `norm` replaces the norm of this rank's gradients.
+        `norm_of_rank` replaces the norm of this rank's gradients.
         """
-        squares = (norm or self.norm)().square().to(self.run.device)
+        squares = (norm_of_rank or self.norm)().square().to(self.run.device)
         sums = self.run.summed(torch.stack([*self.sums, squares, values.stop]))
         loss_sum, num_targets, squares, stop = sums.unbind()
         counted = num_targets * self._scale_of_gradients()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class DeepSpeed:
-    """DeepSpeed's engine computes gradients and updates weights; the models, data and checkpoints are those of mplug."""
+    """DeepSpeed's engine computes gradients and updates weights; models, data and checkpoints are those of mplug."""
 
     layer = -100
     """Runs before strategies that sum gradients by listening to sinks, because there are none."""

@@ -14,12 +14,13 @@ class DeepSpeedConfig(BaseModel):
 
     stage: Annotated[Literal[1, 2, 3] | None, MAY_CHANGE] = Field(
         None,
-        description="what ranks shard: 1 optimizer states, 2 gradients too, 3 weights too; null: the stage of the file, "
-        "or 1 without one",
+        description="what ranks shard: 1 optimizer states, 2 gradients too, 3 weights too; null: the stage of the "
+        "file, or 1 without one",
     )
     offload_optimizer: Annotated[bool | None, MAY_CHANGE] = Field(
         None,
-        description="keep masters and optimizer states in the host's memory, and update them there; null: as in the file",
+        description="keep masters and optimizer states in the host's memory, and update them there; null: as in the "
+        "file",
     )
     offload_param: Annotated[bool | None, MAY_CHANGE] = Field(
         None, description="keep weights in the host's memory between their uses (stage 3 only); null: as in the file"

@@ -76,7 +76,7 @@ class Running:
 
 
 class Groups:
-    """The object `mpu` by which DeepSpeed asks for groups and ranks; tensor parallelism is one of "model" parallelism."""
+    """The object `mpu` by which DeepSpeed asks for groups and ranks; tensor parallelism is its "model" parallelism."""
 
     def __init__(self, data: "ProcessGroup", others: "ProcessGroup | None") -> None:
         self.data, self.others = data, others

@@ -1,4 +1,4 @@
-"""What a file of DeepSpeed may not say: values that the run determines, and features that the plugin does not support."""
+"""What a file of DeepSpeed may not say: values that the run determines, and features without support."""
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple

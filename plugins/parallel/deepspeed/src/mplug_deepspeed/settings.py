@@ -1,4 +1,4 @@
-"""The config that DeepSpeed receives: a user's file, completed by the run's own settings. Without torch and DeepSpeed."""
+"""The config that DeepSpeed receives: a user's file, completed by the run's settings. Imports no torch."""
 
 import json
 from collections.abc import Iterator, Mapping

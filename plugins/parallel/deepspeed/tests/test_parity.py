@@ -169,6 +169,7 @@ def test_options_of_a_file_give_20_steps_of_one_process(alone: Any, tmp_path: An
 @pytest.mark.parametrize("optimizer", ["deepspeed_cpu_adam", "deepspeed_adam"])
 def test_deepspeeds_adam_gives_20_steps_of_adamw(alone: Any, optimizer: str) -> None:
     """Builds the operator, which takes a minute once per machine."""
-    case = {"optimizer.name": optimizer, "parallel.deepspeed.offload_optimizer": True, **STAGES[1]}
+    same = {"optimizer.lr": 5e-3, "optimizer.weight_decay": 0.1}
+    case = {"optimizer.name": optimizer, **same, "parallel.deepspeed.offload_optimizer": True, **STAGES[1]}
     (found,) = of_ranks(2, "deepspeed2", [case])
     require_close(found, alone)

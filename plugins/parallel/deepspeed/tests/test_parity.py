@@ -9,7 +9,7 @@ from mplug.testing import run_workers
 from mplug.testing.harness import logical, owned_values, tiny_run, with_ragged_labels
 
 pytestmark = pytest.mark.skipif(
-    find_spec("mplug_deepspeed") is None or find_spec("deepspeed") is None, reason="mplug-deepspeed is not installed"
+    find_spec("mplug_deepspeed") is None or find_spec("deepspeed") is None, reason="it is not installed"
 )
 
 STEPS = 20

@@ -12,7 +12,7 @@ from mplug.testing import run_workers, runs
 from mplug.testing.harness import tiny_config
 
 pytestmark = pytest.mark.skipif(
-    find_spec("mplug_deepspeed") is None or find_spec("deepspeed") is None, reason="mplug-deepspeed is not installed"
+    find_spec("mplug_deepspeed") is None or find_spec("deepspeed") is None, reason="it is not installed"
 )
 
 CLOSE = 1e-5

@@ -14,7 +14,7 @@ from mplug.run.prepare import prepare
 from mplug.testing.harness import tiny_config
 
 pytestmark = pytest.mark.skipif(
-    find_spec("mplug_deepspeed") is None or find_spec("deepspeed") is None, reason="mplug-deepspeed is not installed"
+    find_spec("mplug_deepspeed") is None or find_spec("deepspeed") is None, reason="it is not installed"
 )
 
 BASE: dict[str, Any] = {"trainer.precision": "bf16", "parallel.layout": "deepspeed2", "model.num_layers": 2}

@@ -4,8 +4,9 @@
     python benchmarks/deepspeed_loop.py --ranks 2 --preset nano --device cpu --steps 3     # a trial without a GPU
 
 The own loop trains the GPT of `yardstick.py` as DeepSpeed's documents show it: `deepspeed.initialize`, `engine(...)`,
-`engine.backward`, `engine.step`, with DeepSpeed's fused Adam (`--adam torch`: torch's fused AdamW, without a
-compiler) and a mean loss. `mplug bench` measures the layouts of mplug, in turns, with the same shape and the same batch.
+`engine.backward`, `engine.step`, with DeepSpeed's fused Adam and a mean loss. With `--adam torch` it takes torch's
+fused AdamW, which needs no compiler. `mplug bench` measures the layouts of mplug, in turns, with the same shape and
+batch.
 
 Columns: tokens/s of a GPU (median step), and the peak memory of rank 0 in GiB. `--out` also writes them as JSON.
 """

@@ -33,6 +33,7 @@ def trained(settings: dict[str, Any]) -> dict[str, Any]:
     run = tiny_run({**BASE, **settings})
     parts = build(run)
     config = run.config
+    addresses = [(piece.master.data_ptr(), piece.gradient.data_ptr()) for piece in parts.pieces]
     found: dict[str, Any] = {"losses": [], "norms": [], "skipped": [], "scales": []}
     for step in range(1, STEPS + 1):
         run.step = step
@@ -45,6 +46,7 @@ def trained(settings: dict[str, Any]) -> dict[str, Any]:
         found["norms"].append(float(result.grad_norm))
         found["skipped"].append(float(result.skipped))
         found["scales"].append(float(result.figures.get("loss_scale", 1)))
+    assert [(piece.master.data_ptr(), piece.gradient.data_ptr()) for piece in parts.pieces] == addresses
     found["shapes"] = {name: placement.shape for name, placement in parts.model.placements.items()}
     found["weights"] = owned_values(run, parts)
     found["val_loss"] = float(evaluate(run, parts))

@@ -3,8 +3,8 @@
     stages 1, 2    one flat tensor of all parameters; each rank owns an equal range of it
     stage 3        each parameter is cut into equal ranges; a rank's ranges of several parameters form a sub-group
 
-The gradients of an update are flat tensors like the masters. With offload they are DeepSpeed's own. Otherwise they have
-memory only while an update runs, because DeepSpeed makes its fp32 gradients anew in every step.
+The gradients of an update are flat tensors like the masters. With offload they are DeepSpeed's own. Otherwise they are
+copies, because DeepSpeed makes its fp32 gradients anew in every step, and optimizers may keep the addresses of pieces.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -67,25 +67,13 @@ class Partitions:
         if self.kept[number]:
             assert gradient.data_ptr() == self.gradients[number].data_ptr(), "DeepSpeed has moved its gradients"
         else:
-            self._materialize(number)
             self.gradients[number].copy_(gradient)
             flat.grad = None
 
     def blank(self) -> None:
-        """Give all gradients memory with zeros, for an update that is skipped."""
-        for number, gradient in enumerate(self.gradients):
-            self._materialize(number)
+        """Set all gradients to zero, for an update that is skipped."""
+        for gradient in self.gradients:
             gradient.zero_()
-
-    def _materialize(self, number: int) -> None:
-        gradient = self.gradients[number]
-        gradient.untyped_storage().resize_(gradient.numel() * gradient.itemsize)
-
-    def release(self) -> None:
-        """Free the gradients of the last update."""
-        for kept, gradient in zip(self.kept, self.gradients, strict=True):
-            if not kept:
-                gradient.untyped_storage().resize_(0)
 
     @torch.no_grad()
     def write_weights(self) -> None:

@@ -43,7 +43,6 @@ class EngineStepper:
         self._received = 0
         self._values: Any = None
         self._result: StepResult | None = None
-        self.partitions.release()
 
     def forward_backward(self, micro_batches: Iterable[MicroBatch], step: int) -> None:
         """Run every micro batch; the last one lets DeepSpeed finish the gradients."""
@@ -71,7 +70,6 @@ class EngineStepper:
             self._overflow()
         elif len(self.partitions.flats) > 1:
             self.partitions.write_weights()
-        self.partitions.release()
         self.model.weights_version += 1
         assert self._result is not None
         return self._result

@@ -165,6 +165,14 @@ def test_a_bad_config_is_refused_before_a_process_starts(
     assert re.search(re.escape(words), str(refused.value)), refused.value
 
 
+def test_sums_below_fp32_are_declared_and_a_file_can_ask_for_fp32(tmp_path: Path) -> None:
+    assert run_of({"trainer.precision": "fp32"}).variances == {}
+    assert "added in bf16" in run_of({}).variances["parallel/deepspeed"].reason
+    path = tmp_path / "exact.json"
+    path.write_text('{"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}')
+    assert run_of({"parallel.deepspeed.config": str(path)}).variances == {}
+
+
 def test_explain_counts_the_bytes_of_deepspeeds_partitions() -> None:
     expected = {
         1: {"weights": 2, "gradients": 2, "masters": 4 / 2},

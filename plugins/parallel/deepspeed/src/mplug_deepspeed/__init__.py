@@ -37,12 +37,12 @@ class DeepSpeed:
 
     @hookimpl
     def varies(self, config: "RunConfig") -> Variance | None:
-        """The rounding of sums over ranks, if the file names a format that is narrower than fp32."""
-        settings = Settings.read(self.config)
-        word, tolerance = settings.sum_format, settings.rounding_of_sums
-        if tolerance is None or config.parallel.degrees[AXIS] == 1:
+        """The rounding of gradients that are not kept and summed in fp32: that of DeepSpeed's defaults below fp32."""
+        rounding = Settings.read(self.config).rounding(config.trainer.precision)
+        if rounding is None:
             return None
-        return Variance(f"gradients are rounded to {word} and summed over ranks in {word}", tolerance, sums=(AXIS,))
+        reason, tolerance = rounding
+        return Variance(reason, tolerance, sums=(AXIS,) if config.parallel.degrees[AXIS] > 1 else ())
 
     @hookimpl
     def shard_states(self, run: "Run", model: "Model", needs: str) -> Sharding:

@@ -87,11 +87,21 @@ class Settings:
         given = self.value(("communication_data_type",))
         return None if given in (None, "auto") else WORDS.get(str(given), str(given))
 
-    @property
-    def rounding_of_sums(self) -> float | None:
-        """The relative error of gradients that travel in `sum_format`; None if that is not below fp32."""
-        word = self.sum_format
-        return None if word not in WORDS.values() or word is None else rounding_of_sums(word)
+    def rounding(self, precision: str) -> tuple[str, float] | None:
+        """(what rounds gradients, the relative error), or None if gradients are kept and summed in fp32.
+
+        DeepSpeed adds the gradients of micro batches and of ranks in the format of the weights, unless the file names
+        others. The formats of a third party's precision are unknown here; they count as bf16.
+        """
+        weights = precision if precision in ("fp32", "fp16") else "bf16"
+        given = self.value(("data_types", "grad_accum_dtype"))
+        kept = weights if given in (None, "auto") else WORDS.get(str(given), weights)
+        summed = self.sum_format if self.sum_format in WORDS.values() else weights
+        assert summed is not None
+        errors = [error for word in (kept, summed) if (error := rounding_of_sums(word)) is not None]
+        if not errors:
+            return None
+        return f"gradients are added in {kept} over micro batches, and in {summed} over ranks", max(errors)
 
     def value(self, path: Path_) -> Any:
         """A value of the file; None if the file omits it."""

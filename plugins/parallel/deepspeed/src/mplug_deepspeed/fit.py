@@ -18,7 +18,9 @@ ALIGNED = 2
 
 
 def refuse_rivals(config: "RunConfig") -> None:
-    """Refuse strategies that divide the layers, or the states of the same parameters."""
+    """Refuse strategies that divide the layers, or the states of the same parameters, and a known wrong precision."""
+    if config.trainer.precision == "fp64":
+        raise _wrong_precision("fp64")
     for chosen in config.chosen:
         name = chosen.label.rpartition("/")[2]
         if chosen.label == f"parallel/{AXIS}":
@@ -93,11 +95,14 @@ def _refuse_precision(run: "Run") -> None:
     precision = run.precision
     plain = precision.recipe is None and precision.masters == "float32"
     if not plain or precision.weights not in ("float32", "bfloat16", "float16"):
-        word = run.config.trainer.precision
-        raise UsageError(
-            f"trainer.precision={word}: DeepSpeed computes in fp32, bf16 or fp16, with masters in fp32; use one of "
-            f"these, or a layout without '{AXIS}'"
-        )
+        raise _wrong_precision(run.config.trainer.precision)
+
+
+def _wrong_precision(word: str) -> UsageError:
+    return UsageError(
+        f"trainer.precision={word}: DeepSpeed computes in fp32, bf16 or fp16, with masters in fp32; use one of these, "
+        f"or a layout without '{AXIS}'"
+    )
 
 
 def _refuse_partial_models(model: "Model") -> None:

@@ -147,6 +147,12 @@ def test_beside_other_strategies_each_stage_gives_20_steps_of_one_process(alone:
 
 
 @pytest.mark.wide("layouts")
+def test_one_rank_gives_20_steps_of_a_process_without_deepspeed(alone: Any) -> None:
+    for found in of_ranks(1, "deepspeed1", [*STAGES, *OFFLOADED]):
+        require_close(found, alone)
+
+
+@pytest.mark.wide("layouts")
 def test_options_of_a_file_give_20_steps_of_one_process(alone: Any, tmp_path: Any) -> None:
     """Sub-groups, no reduce-scatter, overlap, small buckets, accumulation in fp32."""
     import json

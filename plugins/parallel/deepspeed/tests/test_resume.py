@@ -28,7 +28,6 @@ CHAIN = [
     ({"parallel.layout": "zero2"}, 12),
     ({}, 14),
     ({"parallel.layout": "deepspeed2", "parallel.deepspeed.stage": 1}, 20),
-    ({"parallel.layout": "deepspeed1", "parallel.deepspeed.stage": 2}, 20),
 ]
 
 

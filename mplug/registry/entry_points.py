@@ -13,6 +13,7 @@ from urllib.parse import unquote
 
 from mplug.config.entry import Entry
 from mplug.errors import UsageError, listed, suggest
+from mplug.open_lists import LISTS
 from mplug.slot_kinds import SLOT_KINDS
 from mplug.version import __version__
 
@@ -32,6 +33,9 @@ HOST_DISTRIBUTION = "mplug"
 """The distribution of the host. Its own plugins belong to exactly its version."""
 FLAGS = "flags"
 """The group 'mplug.flags', whose entry points are not plugins: each maps a flag to the config field that it sets."""
+GROUPS_OF_LISTS = tuple(one.group.removeprefix("mplug.") for one in LISTS)
+"""Groups whose entry points are not plugins: each adds an entry to an open list (`mplug.open_lists`)."""
+GROUPS = (*KINDS, FLAGS, *GROUPS_OF_LISTS)
 RESERVED_FIELDS = ("name", "preset")
 RESERVED_NAMES = {"kernels": (*SLOT_KINDS, "default"), "parallel": ("layout", "data")}
 """By kind, the names that no plugin may have: the host has fields with these names beside the plugins' sub-sections."""
@@ -66,7 +70,7 @@ class Misplaced:
     version: str
 
     def __str__(self) -> str:
-        groups = [f"mplug.{kind}" for kind in (*KINDS, FLAGS)]
+        groups = [f"mplug.{kind}" for kind in GROUPS]
         return (
             f"the entry point '{self.name}' of {self.distribution} {self.version} is in the group '{self.group}', "
             f"which mplug {__version__} does not have{suggest(self.group, groups)}"
@@ -100,7 +104,7 @@ class Registry:
             misplaced += [
                 Misplaced(point.group, point.name, name, metadata["Version"])
                 for point in distribution.entry_points
-                if point.group.startswith("mplug.") and point.group.removeprefix("mplug.") not in (*KINDS, FLAGS)
+                if point.group.startswith("mplug.") and point.group.removeprefix("mplug.") not in GROUPS
             ]
         return sorted(entries, key=lambda entry: (entry.kind, entry.name, entry.distribution)), shadowed, misplaced
 

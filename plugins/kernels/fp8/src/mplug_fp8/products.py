@@ -178,6 +178,13 @@ class Products(Product):
         grad_x = summed_backward(*own, *operands, self.line, self.block, power, pipeline)
         return grad_x.view(x.shape), None if sink else own.total
 
+    def of_numbers(self, numbers: Tensor, inverse: Tensor, weight: Operand, narrow: Narrow, buffers: Buffers) -> Tensor:
+        """This rank's part of the product of an input whose rows are known: numbers [..., n, I] with one inverse."""
+        matrix, before = self.weight_rows(weight), narrow.before
+        if before is not None:
+            return narrow.scattered(self._gathered(numbers, (numbers, inverse), matrix, before, buffers))
+        return self._summed(Numbers(rows_of(numbers), inverse), numbers.shape, matrix, narrow.after, self.fast)
+
     # Operands that ranks exchange.
 
     @property

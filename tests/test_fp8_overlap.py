@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from gpus import with_nccl
-from mplug_fp8.products import Blockwise, Delayed, Products, Rowwise, Tensorwise
+from mplug_fp8.products import Blockwise, Delayed, Rowwise, Tensorwise
 from mplug_fp8.recipes import Options
+from mplug_fp8.scaled import Products
 from mplug_tp.boundary import boundary
 from mplug_tp.peers import Peers
 from mplug_tp.pipelines import SequencePipeline, name_for

@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from mplug_fp8 import FP8, FP8Products, limits
-from mplug_fp8.products import Delayed, Products, Rowwise, Tensorwise
+from mplug_fp8.products import Delayed, Rowwise, Tensorwise
 from mplug_fp8.recipes import Options
+from mplug_fp8.scaled import Products
 from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks

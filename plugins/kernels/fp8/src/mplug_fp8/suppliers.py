@@ -7,9 +7,10 @@ from mplug import DelayedScaling, Offer, Recipe, Site
 from mplug.nn import FusedProduct
 from mplug_fp8.grouped import RowwiseGroups
 from mplug_fp8.limits import note, supports_activation, supports_experts, supports_linear, supports_norm
-from mplug_fp8.products import Blockwise, Delayed, Products, Rowwise, Tensorwise
+from mplug_fp8.products import Blockwise, Delayed, Rowwise, Tensorwise
 from mplug_fp8.prologues import ActivationProduct, NormProduct
 from mplug_fp8.recipes import BLOCKWISE, DELAYED, GRADIENT, INPUT, LIMITS, ROWWISE, TENSORWISE, Options
+from mplug_fp8.scaled import Products
 
 if TYPE_CHECKING:
     from mplug import Run

@@ -10,11 +10,15 @@ from mplug.lazy import publish
 from mplug.version import __version__  # noqa: F401
 
 if TYPE_CHECKING:
+    from mplug.checkpoint.weight_decoders import WeightDecoder as WeightDecoder
     from mplug.config.binding import RunConfig as RunConfig
+    from mplug.config.public import PublicConfig as PublicConfig
+    from mplug.config.public import PublicSettings as PublicSettings
     from mplug.config.sum_format import SumFormat as SumFormat
     from mplug.contracts import MAY_CHANGE as MAY_CHANGE
     from mplug.contracts import MAY_MOVE as MAY_MOVE
     from mplug.contracts import CorpusTokenizer as CorpusTokenizer
+    from mplug.contracts import FolderTokenizer as FolderTokenizer
     from mplug.contracts import Loader as Loader
     from mplug.contracts import MicroBatch as MicroBatch
     from mplug.contracts import Optimizer as Optimizer
@@ -41,6 +45,13 @@ if TYPE_CHECKING:
     from mplug.decoders.parts import NormName as NormName
     from mplug.decoders.parts import PartConfig as PartConfig
     from mplug.decoders.parts import ScoreName as ScoreName
+    from mplug.decoders.published import attention_types as attention_types
+    from mplug.decoders.published import layer_types as layer_types
+    from mplug.decoders.published import published_config as published_config
+    from mplug.decoders.published import published_names as published_names
+    from mplug.decoders.published import published_settings as published_settings
+    from mplug.decoders.published import rotary_settings as rotary_settings
+    from mplug.decoders.published import training_choices as training_choices
     from mplug.decoders.sparse import SparseDecoderConfig as SparseDecoderConfig
     from mplug.errors import RunError as RunError
     from mplug.errors import UsageError as UsageError
@@ -52,6 +63,12 @@ if TYPE_CHECKING:
     from mplug.gradients.precision import DTYPES as DTYPES
     from mplug.gradients.sinks import GradientSink as GradientSink
     from mplug.gradients.sinks import Sinks as Sinks
+    from mplug.layout.external import ExternalMap as ExternalMap
+    from mplug.layout.external import ExternalNames as ExternalNames
+    from mplug.layout.external import Factor as Factor
+    from mplug.layout.external import Fused as Fused
+    from mplug.layout.external import Interleaved as Interleaved
+    from mplug.layout.external import Transposed as Transposed
     from mplug.layout.gathered import GatheredPlacement as GatheredPlacement
     from mplug.layout.mesh import Axis as Axis
     from mplug.layout.mesh import IndexMap as IndexMap
@@ -101,10 +118,16 @@ if TYPE_CHECKING:
 publish(
     __name__,
     {
+        "mplug.checkpoint.weight_decoders": ("WeightDecoder",),
         "mplug.config.binding": ("RunConfig",),
+        "mplug.config.public": (
+            "PublicConfig",
+            "PublicSettings",
+        ),
         "mplug.config.sum_format": ("SumFormat",),
         "mplug.contracts": (
             "CorpusTokenizer",
+            "FolderTokenizer",
             "Loader",
             "MAY_CHANGE",
             "MAY_MOVE",
@@ -138,6 +161,15 @@ publish(
             "PartConfig",
             "ScoreName",
         ),
+        "mplug.decoders.published": (
+            "attention_types",
+            "layer_types",
+            "published_config",
+            "published_names",
+            "published_settings",
+            "rotary_settings",
+            "training_choices",
+        ),
         "mplug.decoders.sparse": ("SparseDecoderConfig",),
         "mplug.errors": (
             "RunError",
@@ -156,6 +188,14 @@ publish(
         "mplug.gradients.sinks": (
             "GradientSink",
             "Sinks",
+        ),
+        "mplug.layout.external": (
+            "ExternalMap",
+            "ExternalNames",
+            "Factor",
+            "Fused",
+            "Interleaved",
+            "Transposed",
         ),
         "mplug.layout.gathered": ("GatheredPlacement",),
         "mplug.layout.mesh": (

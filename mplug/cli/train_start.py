@@ -169,5 +169,5 @@ def _refuse_model(
     refuse_unsavable_states(run, model, readable.path if readable else None)
     pretrained = pretrained_of(run) if _reads_checkpoints(world) and not resume_from else None
     if pretrained is not None:
-        refuse_another_model(pretrained, model)
+        refuse_another_model(pretrained, model, run.config.checkpoint.pretrained)
     return pretrained

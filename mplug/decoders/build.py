@@ -1,5 +1,7 @@
 """From a config to a model."""
 
+from dataclasses import replace
+
 from mplug.decoders.config import DecoderConfig
 from mplug.model.model import Model
 from mplug.nn.ahead import DepthAhead
@@ -22,7 +24,8 @@ def build_decoder(config: DecoderConfig) -> Model:
         depths=[_depth(config, number) for number in range(config.depths_ahead)],
         ahead_coefficient=config.ahead_coefficient,
     )
-    return Model(decoder, decoder_plan(decoder, Inits.normal(config.init_std, config.residual_init_std)))
+    plan = decoder_plan(decoder, Inits.normal(config.init_std, config.residual_init_std))
+    return Model(decoder, replace(plan, external=config.external_names()))
 
 
 def _depth(config: DecoderConfig, number: int) -> DepthAhead:

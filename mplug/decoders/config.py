@@ -6,6 +6,7 @@ from typing import Self
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from mplug.decoders.parts import AttentionConfig, EmbeddingConfig, NormConfig, PartConfig
+from mplug.layout.external import ExternalNames
 
 
 class DecoderConfig(BaseModel, ABC):
@@ -87,6 +88,14 @@ class DecoderConfig(BaseModel, ABC):
     def block_config(self, number: int) -> PartConfig:
         """Block `number` of 0 to num_layers - 1: a `BlockConfig`, or a config of your own. Blocks may differ."""
 
+    def computes_like(self, other: "DecoderConfig") -> bool:
+        """Whether two configs describe the same model, also if they spell it differently (a list that repeats)."""
+        return type(self) is type(other) and self._computed() == other._computed()
+
+    def _computed(self) -> tuple[object, ...]:
+        sizes = self.hidden_size, self.vocab_size, self.init_std, self.output_soft_cap, self.depths_ahead
+        return *sizes, self.embedding_config(), self.norm_config(), self.blocks
+
     def attention_config(self) -> AttentionConfig:
         """Attention by the fields of this class; use `dataclasses.replace` for more (a window, a bias)."""
         return AttentionConfig(
@@ -105,3 +114,7 @@ class DecoderConfig(BaseModel, ABC):
     def embedding_config(self) -> EmbeddingConfig:
         """The embedding: tokens alone, not tied to the head, unless a family overrides this."""
         return EmbeddingConfig()
+
+    def external_names(self) -> ExternalNames | None:
+        """The tensors of published checkpoints that hold the parameters; None if this model has no published form."""
+        return None

@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Literal
 
 from mplug.errors import listed, suggest
+from mplug.layout.external import ExternalNames
 from mplug.layout.names import compiled, within
 
 
@@ -181,8 +182,9 @@ class Plan:
     are patterns of parameters and modules that are not trained, even if `parameters` says otherwise; the host adds the
     patterns of the config (`model.frozen`). `base_modules` are patterns of modules that keep the formats of a precision
     if its recipe computes products in others (a router that is not `mplug.nn.Router`). The first and the last unit of
-    a row of blocks, and all units outside of a row, are base modules in any case. `shifted` are entries that the host
-    makes from those of the loader; `context` names their axes too.
+    a row of blocks, and all units outside of a row, are base modules in any case. `external` says which tensors of
+    published checkpoints hold which parameters; None: the model has no published form. `shifted` are entries that the
+    host makes from those of the loader; `context` names their axes too.
     """
 
     units: tuple[Unit, ...]
@@ -196,6 +198,7 @@ class Plan:
     mixing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     frozen: tuple[str, ...] = ()
     base_modules: tuple[str, ...] = ()
+    external: ExternalNames | None = None
     shifted: Mapping[str, Shift] = field(default_factory=dict)
 
     def match_buffers(self, names: Iterable[str]) -> dict[str, Buffer]:

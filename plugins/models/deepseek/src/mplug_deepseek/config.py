@@ -5,7 +5,8 @@ from typing import Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from mplug import GeneralDecoderConfig, LatentAttentionConfig, ScoreName
+from mplug import ExternalNames, GeneralDecoderConfig, LatentAttentionConfig, ScoreName
+from mplug_deepseek.names import names
 
 UNUSED = ("num_kv_heads", "head_dim", "qk_norm", "qkv_bias", "attention_out_bias", "window_rope_theta")
 """Fields of other attentions; latent attention has neither of them."""
@@ -77,3 +78,7 @@ class DeepseekConfig(GeneralDecoderConfig):
             soft_cap=self.attention_soft_cap,
             sinks=self.attention_sinks,
         )
+
+    def external_names(self) -> ExternalNames | None:
+        """The published names."""
+        return names(self, latent_queries=self.q_lora_rank is not None)

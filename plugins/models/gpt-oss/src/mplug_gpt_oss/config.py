@@ -4,7 +4,8 @@ from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from mplug import ActivationName, GeneralDecoderConfig, RopeScaling, ScoreName
+from mplug import ActivationName, ExternalNames, GeneralDecoderConfig, RopeScaling, ScoreName
+from mplug_gpt_oss.names import names
 
 
 class GptOssConfig(GeneralDecoderConfig):
@@ -42,3 +43,7 @@ class GptOssConfig(GeneralDecoderConfig):
     moe_router_score: ScoreName = Field("softmax_of_chosen", description="logits to scores, over experts")
     moe_router_normalize: bool = Field(False, description="a token's gates sum to moe_router_scale")
     moe_router_bias: bool = Field(True, description="a trained bias of the router's logits")
+
+    def external_names(self) -> ExternalNames | None:
+        """The published names."""
+        return names(self)

@@ -5,7 +5,17 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt
 
-from mplug import ActivationName, BlockConfig, DecoderConfig, EmbeddingConfig, MLPConfig, NormConfig, NormName
+from mplug import (
+    ActivationName,
+    BlockConfig,
+    DecoderConfig,
+    EmbeddingConfig,
+    ExternalNames,
+    MLPConfig,
+    NormConfig,
+    NormName,
+)
+from mplug_gpt.names import names
 
 
 class GPTConfig(DecoderConfig):
@@ -61,3 +71,7 @@ class GPTConfig(DecoderConfig):
         )
         mlp = MLPConfig(self.ffn_width, self.activation, self.bias)
         return BlockConfig(self.norm_config(), attention, mlp, self.dropout)
+
+    def external_names(self) -> ExternalNames | None:
+        """Those of GPT-2."""
+        return names(bias=self.bias, learned=self.position == "learned")

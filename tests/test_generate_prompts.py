@@ -83,7 +83,7 @@ def test_a_file_has_a_prompt_per_line_or_json(tmp_path: Path) -> None:
     assert prompts[2].messages == ({"role": "user", "content": "d"},)
     text, _ = grown("a\nb", b"!?")
     written = json.loads(output_line(prompts[0], text))
-    assert written == {"prompt": "a\nb", "id": 7, "text": "!?", "num_tokens": 2, "ended": "length"}
+    assert written == {"prompt": "a\nb", "id": 7, "completion": "!?", "num_tokens": 2, "ended": "length"}
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_file_has_a_prompt_per_line_or_json(tmp_path: Path) -> None:
         ("a.txt", b"\xff\n", "cannot read --prompts"),
         ("a.jsonl", b'{"prompt": "a"}\n{', "line 2 is no JSON"),
         ("a.jsonl", b"3", "line 1 is neither an object nor a text"),
-        ("a.jsonl", b'{"text": "a"}', "has the field 'text', which the output uses"),
+        ("a.jsonl", b'{"completion": "a"}', "has the field 'completion', which the output uses"),
         ("a.jsonl", b'{"prompt": 3}', "has no text in the field 'prompt'"),
         ("a.jsonl", b'{"messages": [{"role": "user"}]}', "'messages' must be a list of objects"),
         ("a.jsonl", b'{"messages": []}', "'messages' must be a list of objects"),

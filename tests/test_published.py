@@ -337,17 +337,17 @@ def test_many_prompts_give_the_texts_that_each_gives_alone(models: Made, tmp_pat
     assert result.returncode == 0, result.stderr
     lines = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
     assert [line["prompt"] for line in lines] == ["Why?", "What is 2 + 3?", "Why?"]
-    assert lines[0]["text"] != lines[2]["text"], "a prompt that comes again gets another text"
+    assert lines[0]["completion"] != lines[2]["completion"], "a prompt that comes again gets another text"
     for line in lines[:2]:
         alone = cli_here(*words, "--prompt", line["prompt"])
-        assert alone.stdout == line["prompt"] + line["text"] + "\n", alone.stderr
+        assert alone.stdout == line["prompt"] + line["completion"] + "\n", alone.stderr
     result = cli_here(*words, *files, "divided.jsonl", "--batch-size", "2", "--parallel", "tp2")
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "divided.jsonl").read_text() == (tmp_path / "all.jsonl").read_text()
-    stop = lines[1]["text"][5:7]
+    stop = lines[1]["completion"][5:7]
     printed = cli_here(*words, "--prompts", "some.txt", "--stop", stop).stdout.splitlines()
     shorter = json.loads(printed[1])
-    assert (shorter["text"], shorter["ended"]) == (lines[1]["text"].partition(stop)[0], "stop")
+    assert (shorter["completion"], shorter["ended"]) == (lines[1]["completion"].partition(stop)[0], "stop")
 
 
 @pytest.mark.parametrize(

@@ -85,9 +85,9 @@ def command(**options: Any) -> None:
     otherwise every token computes the whole text again. A text that is longer than the run's trainer.seq_length (or
     than the published model supports) continues from its last tokens, without a cache.
 
-    With --prompts, each line of the output has the fields of its prompt, and 'text', 'num_tokens' and 'ended' ('end':
-    an end token, 'stop': a word of --stop, 'length': --tokens). A text depends on the seed, on its prompt, and on how
-    often the same prompt came before; not on other prompts or on --batch-size.
+    With --prompts, each line of the output has the fields of its prompt, and 'completion', 'num_tokens' and 'ended'
+    ('end': an end token, 'stop': a word of --stop, 'length': --tokens). A text depends on the seed, on its prompt, and
+    on how often the same prompt came before; not on other prompts or on --batch-size.
 
     \b
     mplug generate --prompt "class Parser" --tokens 500 --temperature 0.7

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from mplug.errors import UsageError
 
-OWN_FIELDS = ("text", "num_tokens", "ended")
+OWN_FIELDS = ("completion", "num_tokens", "ended")
 """The fields that `mplug generate` adds to a line of its output."""
 INCOMPLETE = "\ufffd"
 """The last character of a text whose last bytes are the beginning of a character."""

@@ -4,7 +4,7 @@ Shapes: `B` samples of a micro batch, `S` sequence length. A micro batch is a ma
 plan's `context` names the entries.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -225,6 +225,8 @@ class StepResult:
     """Greater than 0 if `trainer.nonfinite` decides what happens next. None: it decides after every skipped step."""
     figures: "Mapping[str, Tensor]" = field(default_factory=dict)
     """Further scalars for metrics.jsonl, by name."""
+    measured: "Callable[[], Mapping[str, float]] | None" = None
+    """Returns further figures by name; called on the CPU after the device has completed the step."""
 
 
 class Stepper(Protocol):

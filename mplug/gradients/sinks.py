@@ -14,7 +14,7 @@ CPU tensor `main_grad_stale`, next to the buffer, says whether that contribution
 call `mplug.nn.zero_if_stale` first.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -28,7 +28,8 @@ class GradientSink:
     """One parameter's gradient over a step: `name`, `parameter`, and the `buffer` in which it is summed.
 
     `stale`, a boolean tensor on the CPU, says that the buffer has no contribution of this step yet. `owed` is the
-    number of contributions that follow after their backward passes: until then, the gradient is not final.
+    number of contributions that follow after their backward passes: until then, the gradient is not final. `passes`
+    is the number of backward passes of the step that are still to come, if the stepper counts them.
 
     A strategy registers callbacks by appending functions of the sink to one of two lists. The sink calls each of its
     `listeners` exactly once per step, when the buffer is final on this rank. It calls each function in `passed` after
@@ -43,6 +44,7 @@ class GradientSink:
         self.stale = torch.zeros((), dtype=torch.bool, device="cpu")
         self.final = self.last = False
         self.owed = 0
+        self.passes: int | None = None
         parameter.main_grad, parameter.main_grad_stale = self.buffer, self.stale  # type: ignore[attr-defined]
         node: Any = parameter.view_as(parameter).grad_fn
         self._accumulation = node.next_functions[0][0]  # a reference, because the hook dies with the node
@@ -53,6 +55,21 @@ class GradientSink:
         self.stale.fill_(True)
         self.final = self.last = False
         self.owed = 0
+        self.passes = None
+
+    def expect_passes(self, number: int) -> None:
+        """Declare that `number` more backward passes of this step contribute; call `begin_pass` before each of them."""
+        self.passes = number
+
+    def begin_pass(self) -> None:
+        """Declare that the next backward pass contributes. The gradient becomes final in the last counted one.
+
+        Raises RuntimeError if the declared number of passes is exceeded.
+        """
+        if not self.passes:
+            raise RuntimeError(f"a backward pass contributes to the gradient of '{self.name}' after its last one")
+        self.passes -= 1
+        self.last = self.passes == 0
 
     def expect_last(self) -> None:
         """Declare that the next backward pass is the step's last."""
@@ -61,10 +78,12 @@ class GradientSink:
     def finish(self) -> None:
         """Announce the gradient as final, unless that has happened; an unused parameter's buffer becomes zero.
 
-        Raises RuntimeError if a postponed contribution is missing.
+        Raises RuntimeError if a declared backward pass or a postponed contribution is missing.
         """
         if self.owed:
             raise RuntimeError(f"the gradient of '{self.name}' is not complete: {self.owed} contributions are missing")
+        if self.passes:
+            raise RuntimeError(f"the gradient of '{self.name}' is not complete: {self.passes} passes are missing")
         if not self.final:
             if self.stale:
                 self.buffer.zero_()
@@ -186,6 +205,20 @@ class Sinks(Mapping[str, GradientSink]):
         """Mark all buffers as stale and not final."""
         for sink in self.values():
             sink.begin_step()
+
+    def expect_passes(self, numbers: Mapping[str, int]) -> None:
+        """Declare how many backward passes of this step contribute to each gradient, by name.
+
+        A stepper whose backward passes run parts of a rank's units (the chunks of a pipeline) must count in this way: a
+        tied parameter is in several chunks, and its gradient is final after the last pass of the last one.
+        """
+        for name, number in numbers.items():
+            self[name].expect_passes(number)
+
+    def begin_pass(self, names: Iterable[str]) -> None:
+        """Declare that the next backward pass contributes to these gradients, which `expect_passes` has counted."""
+        for name in names:
+            self[name].begin_pass()
 
     def expect_last(self) -> None:
         """Declare that the next backward pass is the step's last: its contributions make gradients final."""

@@ -45,18 +45,19 @@ class Postponed:
 
 
 class WeightGradients:
-    """Runs passes of a model that leave the weight gradients of its products for later.
+    """Runs passes of a model, or of one chunk of it, that leave the weight gradients of its products for later.
 
     All other parameters (norms, biases, embeddings, and weights that a strategy gathers for each pass) get their
     gradients in the pass itself.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, chunk: int | None = None) -> None:
         self.model = model
+        self.units = model.own_units if chunk is None else model.units_of(chunk)
         names = {id(parameter): name for name, parameter in model.parameters().items()}
         self.sites = [
             Site(module, weight, attribute, model.sinks[names[id(getattr(module, weight))]])
-            for unit in model.own_units
+            for unit in self.units
             for module in model.module.get_submodule(unit.name).modules()
             for weight, attribute in getattr(type(module), "LATER", {}).items()
             if names[id(getattr(module, weight))] in model.sinks
@@ -66,7 +67,7 @@ class WeightGradients:
 
     @contextmanager
     def postponing(self, entries: Mapping[str, Tensor]) -> Iterator[Postponed]:
-        """Within this context, `model.run(entries)` is a pass whose weight gradients are postponed.
+        """Within this context, `model.run(entries)`, of the chunk, is a pass whose weight gradients are postponed.
 
         After the pass's backward, `compute` of the yielded object computes them.
         """
@@ -97,8 +98,9 @@ class WeightGradients:
         laters = [(site, Later((seed,), keeper(number))) for number, site in enumerate(self.sites)]
         with _later(laters), _plain_units(self.model), FakeTensorMode(allow_non_fake_inputs=True) as mode:
             given = {name: mode.from_tensor(x) if _is_tensor(x) else x for name, x in entries.items()}
-            values = run_units(self.model.module, self.model.own_units, given)
-            ends = [values[name] for name in self.model.own_units[-1].outputs if values[name].requires_grad]
+            values = run_units(self.model.module, self.units, given)
+            outputs = {name for unit in self.units for name in unit.outputs}
+            ends = [values[name] for name in sorted(outputs) if values[name].requires_grad]
             torch.autograd.grad(ends, seed, [torch.ones_like(one) for one in ends], allow_unused=True)
         return found
 

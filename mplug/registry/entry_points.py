@@ -32,6 +32,9 @@ HOST_DISTRIBUTION = "mplug"
 """The distribution of the host. Its own plugins belong to exactly its version."""
 FLAGS = "flags"
 """The group 'mplug.flags', whose entry points are not plugins: each maps a flag to the config field that it sets."""
+SCHEDULES = "schedules"
+"""The group 'mplug.schedules', whose entry points are functions from a `Shape` to the `Table` of a pipeline."""
+NOT_PLUGINS = (FLAGS, SCHEDULES)
 RESERVED_FIELDS = ("name", "preset")
 RESERVED_NAMES = {"kernels": (*SLOT_KINDS, "default"), "parallel": ("layout", "data")}
 """By kind, the names that no plugin may have: the host has fields with these names beside the plugins' sub-sections."""
@@ -66,7 +69,7 @@ class Misplaced:
     version: str
 
     def __str__(self) -> str:
-        groups = [f"mplug.{kind}" for kind in (*KINDS, FLAGS)]
+        groups = [f"mplug.{kind}" for kind in (*KINDS, *NOT_PLUGINS)]
         return (
             f"the entry point '{self.name}' of {self.distribution} {self.version} is in the group '{self.group}', "
             f"which mplug {__version__} does not have{suggest(self.group, groups)}"
@@ -100,13 +103,15 @@ class Registry:
             misplaced += [
                 Misplaced(point.group, point.name, name, metadata["Version"])
                 for point in distribution.entry_points
-                if point.group.startswith("mplug.") and point.group.removeprefix("mplug.") not in (*KINDS, FLAGS)
+                if point.group.startswith("mplug.") and point.group.removeprefix("mplug.") not in (*KINDS, *NOT_PLUGINS)
             ]
         return sorted(entries, key=lambda entry: (entry.kind, entry.name, entry.distribution)), shadowed, misplaced
 
     def entries(self, kind: str | None = None) -> list[Entry]:
         """Installed plugins of a kind (of all kinds if None), sorted by kind and name."""
-        return [entry for entry in self._scan[0] if kind == entry.kind or (kind is None and entry.kind != FLAGS)]
+        return [
+            entry for entry in self._scan[0] if kind == entry.kind or (kind is None and entry.kind not in NOT_PLUGINS)
+        ]
 
     def flags(self) -> list[Entry]:
         """Short flags that installed distributions add to the command line; `target` is the field that each sets."""
@@ -201,7 +206,7 @@ def _entries(distribution: Distribution, metadata: PackageMetadata, source: str)
     return [
         Entry(point.group.removeprefix("mplug."), point.name, point.value, name, version, summary, requires, source)
         for point in distribution.entry_points
-        if point.group.startswith("mplug.") and point.group.removeprefix("mplug.") in (*KINDS, FLAGS)
+        if point.group.startswith("mplug.") and point.group.removeprefix("mplug.") in (*KINDS, *NOT_PLUGINS)
     ]
 
 

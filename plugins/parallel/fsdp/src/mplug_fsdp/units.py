@@ -75,7 +75,7 @@ def shard_units(run: "Run", model: "Model", group: "ProcessGroup", options: Opti
     _bring_gradients(model, run.device)
     _prefetch([parts[0] for parts in units], options.prefetch)
     _run_as_root(model)
-    if not model.learning(run.mesh.index(run.rank, model.stages.axis) + 1):
+    if not model.has_backward:
         _forget_the_order_of_passes(model)
 
 
@@ -184,8 +184,8 @@ def _forget_the_order_of_passes(model: "Model") -> None:
     units: list[Any] = [part for part in model.module.modules() if isinstance(part, FSDPModule)]
     groups = [group for part in units if (group := part._get_fsdp_state()._fsdp_param_group) is not None]
 
-    def run_and_forget(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        values = run(batch)
+    def run_and_forget(batch: Mapping[str, Tensor], chunk: int | None = None) -> dict[str, Tensor]:
+        values = run(batch, chunk)
         for group in groups:
             group._post_forward_indices.clear()
             group.comm_ctx.post_forward_order.clear()

@@ -84,7 +84,8 @@ class PipelineParallel:
                 f"batches changes, which a run cannot follow; use another schedule, or a constant batch size"
             )
         split: Split = self.config.units_per_stage or self.config.split
-        units = divide(model, len(tables[0].ranks), split, run.config.trainer.seq_length)
+        chunks = len(tables[0].ranks) // size
+        units = divide(model, size, split, chunks, run.config.trainer.seq_length)
         backward: Literal["whole", "split"] = "split" if any(one.splits_backward for one in tables) else "whole"
         return Stages("pp", units, backward, tables[0].ranks, self.config.schedule, table)
 

@@ -17,8 +17,12 @@ LOSS_BYTES = 16
 """Bytes that a loss moves per logit, in forward and backward: it reads and writes 16-bit logits and fp32 values."""
 
 
-def divide(model: "Model", num_chunks: int, split: Split, seq_length: int) -> tuple[tuple[str, ...], ...]:
+def divide(
+    model: "Model", num_ranks: int, split: Split, chunks: int = 1, seq_length: int = 1
+) -> tuple[tuple[str, ...], ...]:
     """The unit names of each chunk, so that the heaviest chunk is as light as possible, or as the user sets.
+
+    Each of `num_ranks` ranks has `chunks` chunks.
 
     - 'weights': a unit weighs its number of weight elements that multiply a token (`Model.unit_weight`). A unit that
       only looks up has weight 0.
@@ -30,16 +34,17 @@ def divide(model: "Model", num_chunks: int, split: Split, seq_length: int) -> tu
     """
     names = [unit.name for unit in model.plan.units]
     if not isinstance(split, str):
-        return _cut(names, _by_hand(names, num_chunks, split))
+        return _cut(names, _by_hand(names, num_ranks * chunks, split))
     weights = {"weights": _weights, "layers": _layers, "time": _times}[split](model, seq_length)
     working = sum(weight > 0 for weight in weights)
-    if num_chunks > working:
-        reason = "the model have weights that compute" if split != "layers" else "the model are layers"
+    if num_ranks * chunks > working:
+        what = f"pp={num_ranks}{f' with {chunks} chunks per rank' if chunks > 1 else ''}"
+        reason = "have weights that compute" if split != "layers" else "are layers"
         raise UsageError(
-            f"the pipeline has {num_chunks} chunks, which is too many: only {working} units of {reason}, and each "
-            f"chunk needs one; use {working} chunks or less (pp times parallel.pp.chunks)"
+            f"{what} is too large: only {working} units of the model {reason}, and each "
+            f"{'chunk' if chunks > 1 else 'stage'} needs one; use pp={max(1, working // chunks)} or less"
         )
-    return _cut(names, lightest(weights, num_chunks))
+    return _cut(names, lightest(weights, num_ranks * chunks))
 
 
 def _by_hand(names: list[str], num_chunks: int, counts: Sequence[int]) -> tuple[int, ...]:

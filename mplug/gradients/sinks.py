@@ -143,6 +143,9 @@ class Sinks(Mapping[str, GradientSink]):
     parameter's gradient: a later strategy leaves out the parameters that have one of their data axes in `reduced_over`.
     The host sums all other partial gradients, by placement.
 
+    If the rank has several `chunks`, a backward pass runs one of them, so a stepper must declare its passes by
+    `expect_passes` and `begin_pass`; otherwise it calls `expect_last` before the last one.
+
     A strategy that sums inexactly (it rounds or compresses) declares its axes by the hook `varies`; nothing else may
     then sum over them. A listener may change a buffer only by such a sum, because gathered or sharded gradients have
     been summed over some ranks before they are final.
@@ -162,6 +165,7 @@ class Sinks(Mapping[str, GradientSink]):
         end = sum(parameter.numel() for name, parameter in trained.items() if name not in buffers)
         device = next(iter(trained.values())).device if trained else None
         self.arena = torch.zeros(end, dtype=dtype, device=device)
+        self.chunks = 1
         self.reduced_over: set[str] = set()
         self.when_finished: list[Callable[[], None]] = []
         self._sinks = {name: GradientSink(name, trained[name], buffer) for name, buffer in buffers.items()}
@@ -209,8 +213,7 @@ class Sinks(Mapping[str, GradientSink]):
     def expect_passes(self, numbers: Mapping[str, int]) -> None:
         """Declare how many backward passes of this step contribute to each gradient, by name.
 
-        A stepper whose backward passes run parts of a rank's units (the chunks of a pipeline) must count in this way: a
-        tied parameter is in several chunks, and its gradient is final after the last pass of the last one.
+        A tied parameter is in several chunks, and its gradient is final after the last pass of the last one.
         """
         for name, number in numbers.items():
             self[name].expect_passes(number)
@@ -221,7 +224,15 @@ class Sinks(Mapping[str, GradientSink]):
             self[name].begin_pass()
 
     def expect_last(self) -> None:
-        """Declare that the next backward pass is the step's last: its contributions make gradients final."""
+        """Declare that the next backward pass is the step's last: its contributions make gradients final.
+
+        Raises RuntimeError if passes run parts of the rank's units: then no pass is the last one of all gradients.
+        """
+        if self.chunks > 1:
+            raise RuntimeError(
+                f"this rank has {self.chunks} chunks of units, and a backward pass runs one of them; declare the "
+                f"passes by expect_passes and begin_pass"
+            )
         for sink in self.values():
             sink.expect_last()
 

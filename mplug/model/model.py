@@ -85,6 +85,7 @@ class Model:
         """Give every parameter of this rank a gradient sink with a buffer of `dtype`."""
         families = {name: placement.data_axes for name, placement in self.placements.items()}
         self._sinks = Sinks(self.parameters(), families, dtype, self.shards.listen(dtype) if self.shards else None)
+        self._sinks.chunks = len(self.own_chunks)
 
     def weights_written(self) -> None:
         """This rank's pieces have new weights, other ranks' copies do not: call the functions in `when_written`."""

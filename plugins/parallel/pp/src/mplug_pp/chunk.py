@@ -46,6 +46,7 @@ class Chunk:
         self.learns = any(self.awaited)
         self.trained = model.trained_in(number) if self.learns else ()
         self._later = WeightGradients(model, number) if self.learns and model.stages.backward == "split" else None
+        self._which = (number,) if len(model.own_chunks) > 1 else ()  # a wrap of `model.run` need not know chunks
         self._passes: dict[int, _Pass] = {}
         self._postponed: dict[int, Any] = {}
 
@@ -62,7 +63,7 @@ class Chunk:
         with torch.set_grad_enabled(self.learns and torch.is_grad_enabled()):
             later = self._later.postponing(entries) if split and self._later is not None else nullcontext()
             with later as postponed:
-                values = self.model.run(entries, self.number)
+                values = self.model.run(entries, *self._which)
         ends = [values[name] for name in self.gives or ("loss",)]
         if torch.is_grad_enabled():
             loss = ends[0].detach() if self.is_last else None

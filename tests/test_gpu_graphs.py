@@ -57,6 +57,38 @@ def test_twenty_graphed_steps_are_twenty_eager_steps_to_the_bit(case: str) -> No
     assert_equal(replayed, eager)
 
 
+WIDE: TinySettings = {**CUDA, "model.hidden_size": 256, "model.num_attention_heads": 4, "model.num_kv_heads": 2}
+DELAYED: TinySettings = {"precisions.fp8.when": "delayed", "precisions.fp8.history": 4}
+OF_FP8: TinySettings = {
+    **WIDE,
+    "trainer.precision": "fp8",
+    "trainer.base_modules": ["head"],
+    "kernels.default": "triton",
+}
+KERNELS: dict[str, tuple[str, TinySettings]] = {  # the package that it needs, and a run
+    "fp8": ("torch", {**OF_FP8, "kernels.linear": "fp8"}),
+    "fp8 delayed": ("torch", {**OF_FP8, **DELAYED, "kernels.linear": "fp8"}),
+    "fp8 blockwise": ("torch", {**OF_FP8, "precisions.fp8.scaling": "blockwise", "kernels.linear": "fp8"}),
+    "fp8 compiled": ("torch", {**OF_FP8, **DELAYED, "kernels.linear": "fp8", "trainer.compile": "inductor"}),
+    "te": ("transformer_engine", {**OF_FP8, "kernels.linear": "te", "kernels.attention": "te", "kernels.norm": "te"}),
+    "te delayed": ("transformer_engine", {**OF_FP8, **DELAYED, "kernels.linear": "te"}),
+    "flex": ("torch", {**WIDE, "kernels.attention": "flex"}),
+    "flash": ("flash_attn", {**WIDE, "kernels.attention": "flash"}),
+    "quack": ("quack", {**WIDE, "kernels.default": "quack"}),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_compute_the_same_bits_when_replayed(name: str) -> None:
+    package, settings = KERNELS[name]
+    pytest.importorskip(package)
+    changes = {**GPT, "model.dropout": 0.0, **settings}
+    eager, replayed = trained(changes, False), trained(changes, True)
+    assert replayed.recorded == 2
+    assert_equal(replayed, eager)
+
+
 def both(settings: TinySettings) -> tuple[Seen, Seen]:
     """Be one rank of an eager run, and then of a replayed one."""
     with_nccl()

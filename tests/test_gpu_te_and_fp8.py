@@ -3,17 +3,20 @@
 The plugins know nothing of each other. Both follow the recipe of the precision `fp8`.
 """
 
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
+from gpus import with_nccl
 from torch import Tensor
 
 from mplug.model.build import build_model
 from mplug.nn import Product
 from mplug.nn.product import WHOLE, apply_product
 from mplug.nn.sink import Weights
+from mplug.testing import run_workers
 from mplug.testing.harness import tiny_run, train_steps
 from mplug.testing.trials import initial
 
@@ -99,3 +102,36 @@ def test_runs_have_the_same_losses_within_their_rounding(recipe: str) -> None:
     found, other = (train_steps(settings(recipe, kernel)) for kernel in KERNELS)
     assert found.losses == pytest.approx(other.losses, rel=1e-2)
     assert found.norms == pytest.approx(other.norms, rel=0.05)
+
+
+def of_rank(changes: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """Be one rank: the losses and gradient norms of its steps."""
+    with_nccl()
+    trace = train_steps(changes)
+    return trace.losses, trace.norms
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {},
+    "tp2, no sequence parallelism": {"parallel.tp.sequence_parallel": False},
+    "zero2": {"trainer.micro_batch_size": 2},
+    "fsdp2": {"trainer.micro_batch_size": 2},
+    "pp2": {},
+    "fsdp2, recomputed": {"memory.recompute.mode": "full"},
+}
+
+
+@cache
+def alone(kernel: str) -> tuple[list[float], list[float]]:
+    return run_workers(1, of_rank, settings("delayed", kernel))[0]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA GPUs here")
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_two_gpus_train_as_one_within_the_rounding_of_fp8(name: str, kernel: str) -> None:
+    changes = {**settings("delayed", kernel), **LAYOUTS[name], "parallel.layout": name.split(",")[0]}
+    losses, norms = alone(kernel)
+    for of_losses, of_norms in run_workers(2, of_rank, changes):
+        assert of_losses == pytest.approx(losses, rel=1e-2)
+        assert of_norms == pytest.approx(norms, rel=0.05)

@@ -96,7 +96,8 @@ class GradientSink:
         """Add the gradient of a whole backward pass, in the buffer's shape; call it once per backward pass.
 
         A strategy that gathers weights needs this, because autograd never sees the sink's parameter. It sums the
-        gradient over the ranks that gather, and contributes this rank's part.
+        gradient over the ranks that gather, and contributes this rank's part. While the buffer is stale, this
+        strategy may keep other values in its memory, and `gradient` may be the buffer itself.
         """
         if self.stale:
             self.buffer.copy_(gradient)

@@ -51,6 +51,10 @@ class Arrival:
         """All ranks' rows [..., R n, X] of each tensor; only if `gathering` was called with `keep`."""
         raise NotImplementedError
 
+    def kept(self) -> tuple[Tensor, ...]:
+        """`whole`, in memory that stays valid after the `with` block."""
+        return tuple(x.clone() for x in self.whole())
+
     def end(self) -> None:
         """Release the memory of the arrived tensors."""
 
@@ -68,7 +72,7 @@ class Pipeline:
     def gathering(self, *parts: Tensor, keep: bool) -> Arrival:
         """Start to gather tensors [..., n, X] of any dtypes that have the same rows.
 
-        `keep` states whether `whole` will be called. The parts must not change before the `with` block ends.
+        `keep` states whether `whole` or `kept` will be called. The parts must not change before the `with` block ends.
         """
         raise NotImplementedError
 

@@ -4,11 +4,13 @@ Each function starts a transfer and returns an object to wait for before the res
 start transfers in the same order. On a GPU, waiting blocks the current stream, not the CPU. R ranks.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from mplug.ops.operators import _all_gather_single, _group, _reduce_scatter_single
 
@@ -52,6 +54,32 @@ def summing(x: Tensor, group: dist.ProcessGroup) -> Transfer:
     """Reduce-scatter: this rank's slice [...] of the sum of the ranks' x [R, ...]."""
     x, arriving = x.contiguous(), x.new_empty(x.shape[1:])
     return Transfer(arriving, [_reduce_scatter_single(arriving, x.flatten(0, 1), group=group, async_op=True)], x)
+
+
+# Several tensors in one launch on the current stream: the CPU waits for no GPU. x [R, n] has a row for every rank.
+
+
+def join_each(tensors: Sequence[Tensor], own: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """All-gather: row r of each x [R, n] becomes rank r's `own` [n], which may be that row itself."""
+    options = AllgatherOptions()
+    options.asyncOp = False
+    _finish(group.allgather_into_tensor_coalesced([x.flatten() for x in tensors], list(own), options))
+
+
+def sum_each(totals: Sequence[Tensor], tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Reduce-scatter: each total [n] of rank r becomes the sum over the ranks of row r of x [R, n].
+
+    A total may be the row itself. The other rows of x are undefined afterwards.
+    """
+    options = ReduceScatterOptions()
+    options.asyncOp = False
+    _finish(group.reduce_scatter_tensor_coalesced(list(totals), [x.flatten() for x in tensors], options))
+
+
+def _finish(work: Any) -> None:
+    """NCCL returns no work for a collective on the current stream; gloo always returns one."""
+    if work is not None:
+        work.wait()
 
 
 # In place: x must stay allocated. Each returns a work to wait for before x is read or written.

@@ -96,10 +96,24 @@ def test_it_may_take_the_ranks_that_a_layout_leaves() -> None:
 
 
 def look(settings: dict[str, Any]) -> dict[str, Any]:
-    """Be one rank, for a step of several micro batches: how its parameters are held, and what is left of a unit's."""
-    run = tiny_run(settings)
-    parts = build(run)
+    """Be one rank, for a step of two micro batches: how its parameters are held, and what is left of a unit's."""
+    import mplug_fsdp.gathered as gathered
+
+    parts = build(tiny_run(settings))
     up: Any = parts.model.module.get_submodule("blocks.1.mlp.up")
+    arena, in_sinks, sum_all = parts.model.sinks.arena.untyped_storage().data_ptr(), list[bool](), gathered.sum_each
+
+    def sum_each(totals: list[Tensor], tensors: list[Tensor], group: Any) -> None:
+        in_sinks.extend(total.untyped_storage().data_ptr() == arena for total in totals)
+        sum_all(totals, tensors, group)
+
+    rounded, copy_each = list[int](), torch._foreach_copy_
+
+    def round_each(targets: list[Tensor], sources: list[Tensor]) -> None:
+        rounded.append(sum(one.numel() for one in sources))
+        copy_each(targets, sources)
+
+    gathered.sum_each, torch._foreach_copy_ = sum_each, round_each  # type: ignore[attr-defined]
     shape = parts.model.placements["blocks.1.mlp.up.weight"].shape
     gemm, seen, whole = up.gemm, list[tuple[bool, torch.dtype]](), list[Tensor]()
 
@@ -113,6 +127,10 @@ def look(settings: dict[str, Any]) -> dict[str, Any]:
     return {
         "in the unit": seen,
         "bytes of it afterwards": [weight.untyped_storage().nbytes() for weight in whole],
+        "bytes of its gradient": [weight.main_grad.untyped_storage().nbytes() for weight in whole],
+        "at rest": tuple(up.weight.shape) == (shape[0] // 2, *shape[1:]),
+        "rounded": (sum(rounded), sum(one.master.numel() for one in parts.pieces if one.name.startswith("head."))),
+        "summed into sinks": (in_sinks[: len(in_sinks) // 2], in_sinks[len(in_sinks) // 2 :]),
         "masters": {piece.master.dtype for piece in parts.pieces},
         "copies": [piece.name for piece in parts.pieces if piece.weight is not None],
         "gradients": {piece.gradient.dtype for piece in parts.pieces},
@@ -127,10 +145,17 @@ def test_masters_are_divided_in_fp32_and_units_compute_in_bf16(reduce_dtype: str
     found = run_workers(2, look, {**settings, "parallel.layout": "fsdp2"})
     whole = sum(placement.numel for placement in build_model(tiny_run({})).placements.values())
     assert sum(one["elements"] for one in found) == whole
-    for one in found:
+    for rank, one in enumerate(found):
         assert one["in the unit"] == [(True, torch.bfloat16)] * 2, "in two micro batches, each time whole"
         assert (one["masters"], one["gradients"], one["copies"]) == ({torch.float32}, {torch.float32}, [])
-        assert one["bytes of it afterwards"] == [0, 0]
+        assert one["bytes of it afterwards"] == one["bytes of its gradient"] == [0, 0]
+        assert one["at rest"], "a reader of parameters finds the rows"
+        (rounded, head), (first, second) = one["rounded"], one["summed into sinks"]
+        assert rank or rounded == 3 * one["elements"] - head, (
+            "once for a step's first pass; the head stays for backward"
+        )
+        copied = 2 * rank if reduce_dtype == "fp32" else len(first)  # of two tables of 259 rows, rank 1 has fewer
+        assert (first.count(False), any(second)) == (copied, False), "a step's first sums need no copy"
     exact = run_workers(1, norm_of_one_process, {})[0]
     assert [one["norm"] for one in found] == pytest.approx([exact] * 2, rel=0.02)
 
@@ -149,10 +174,17 @@ def nothing(*arguments: Any) -> None:
 
 
 def averaged() -> None:
-    """Torch's own way: gradients are divided by the number of ranks."""
-    from torch.distributed.fsdp import FSDPModule
+    """Gradients are divided by the number of ranks, as other implementations do."""
+    import mplug_fsdp.gathered as gathered
 
-    FSDPModule.set_gradient_divide_factor = nothing  # type: ignore[method-assign]
+    original = gathered.sum_each
+
+    def averaging(totals: list[Tensor], tensors: list[Tensor], group: Any) -> None:
+        for tensor in tensors:
+            tensor.div_(group.size())
+        original(totals, tensors, group)
+
+    gathered.sum_each = averaging  # type: ignore[attr-defined]
 
 
 def overwritten() -> None:

@@ -88,7 +88,7 @@ def test_the_shape_of_a_block_changes_no_supplier(activation: str, heads: list[s
 
 @pytest.mark.parametrize("choice", [WITH, WITHOUT])
 def test_with_overlap_the_products_of_split_weights_are_supplied_too(choice: str) -> None:
-    plain, found = (suppliers(build_model(prepared(choice, f"parallel.tp.overlap={on}"))) for on in ("false", "true"))
+    plain, found = (suppliers(build_model(prepared(choice, f"parallel.tp.overlap={on}"))) for on in ("null", "true"))
     collectives = ("Linear.gather", "Linear.scatter")
     products = {(role, "Linear.product") for role, slot in ALWAYS if slot in collectives}
     assert {site for site in found if found[site] != plain[site]} == products

@@ -29,6 +29,11 @@ class Flex:
 
         return [Offer({"Attention.core": attention}, supports, note=_note)]
 
+    @hookimpl
+    def captures(self) -> bool:
+        """Masks and biases are computed from tensors of the device."""
+        return True
+
 
 def _note(site: Site, run: "Run") -> str:
     return "not compiled on a CPU" if run.device == "cpu" else ""

@@ -42,6 +42,11 @@ class TransformerEngine:
             Offer({"Norm.norm_residual": norm_residual}, supports_norm),
         ]
 
+    @hookimpl
+    def captures(self) -> bool:
+        """Scales, histories and copies of weights are tensors of the device."""
+        return True
+
 
 def _by_recipe(recipe: "Recipe | None") -> list[Offer]:
     """The offer of products by a recipe; empty if this plugin does not know the recipe."""

@@ -12,7 +12,6 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 
@@ -150,5 +149,4 @@ def _lasting(module: nn.Module) -> list[int]:
     parameters = list(module.parameters())
     sinks = [parameter.main_grad for parameter in parameters if hasattr(parameter, "main_grad")]
     tensors = (*parameters, *sinks, *module.buffers())
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)  # FSDP's, at rest
-    return [tensor.untyped_storage().data_ptr() for tensor in local]
+    return [tensor.untyped_storage().data_ptr() for tensor in tensors]

@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism (FSDP, arXiv 2304.11277; ZeRO-3, arXiv 1910.02054) by torch's `fully_shard`.
+"""Fully sharded data parallelism (FSDP, arXiv 2304.11277; ZeRO-3, arXiv 1910.02054).
 
 Each rank stores a contiguous range of every parameter's rows, with its gradient and optimizer state. The weights of a
 unit are gathered before it computes and freed afterwards. Gradients are reduce-scattered to the ranks that store the
@@ -77,9 +77,9 @@ class FullyShardedDataParallel:
 
     @hookimpl
     def wrap_model(self, run: "Run", model: "Model") -> None:
-        """Apply `fully_shard` to every unit; do nothing if fsdp=1."""
-        from mplug_fsdp.units import Options, shard_units
+        """Let every unit gather its weights and sum its gradients; do nothing if fsdp=1."""
+        from mplug_fsdp.units import shard_units
 
         group = run.group(AXIS, use="weights")
         if group is not None:
-            shard_units(run, model, group, Options(**self.config.model_dump()))
+            shard_units(run, model, group, self.config)

@@ -1,194 +1,207 @@
-"""Applies torch's `fully_shard` to the units of a plan, on a one-dimensional mesh over the ranks of the fsdp axis.
+"""Gathers weights around the calls of units, and sums gradients while backward runs.
 
-    a parameter at rest    a DTensor whose local tensor is this rank's rows of the fp32 master: the piece to update
-    inside a unit          a plain tensor in the precision of the run, whole except for the split of tensor parallelism
-    its gradient           a plain tensor, reduce-scattered as a sum; this rank's rows are added to the sink in fp32
-
-The all-gather of weights and the reduce-scatter of gradients are each other's dual. If there are replicas besides this
-axis (HSDP), another strategy sums the sinks over them; a sink holds only this rank's rows.
+Before a unit computes, its weights are gathered, and the gathering of the next units has started: in forward, and in
+the reverse order in backward. When backward has left a unit, its gradients are summed while backward computes the unit
+before it.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+from functools import partial, wraps
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
-from mplug import GatheredPlacement, GradientSink
-from mplug_fsdp.fit import AXIS
+from mplug import GatheredPlacement, rounding_of_sums
+from mplug_fsdp.gathered import Formats, Gathered, Lane, Place, Rows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from mplug import Model, Run
+    from mplug_fsdp import FullyShardedDataParallel
+
+    Config = FullyShardedDataParallel.Config
+
+IN_FLIGHT = 2
+"""When the gradients of a unit get memory, at most IN_FLIGHT - 1 other sums are in flight; more would cost memory."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """The strategy's config."""
-
-    reshard_after_forward: bool
-    prefetch: int
-    reduce_dtype: str
-    cpu_offload: bool
-
-
-def shard_units(run: "Run", model: "Model", group: "ProcessGroup", options: Options) -> None:
-    """Apply `fully_shard` to this rank's units; sinks and pieces keep this rank's rows."""
-    mesh = DeviceMesh.from_group(group, run.device, mesh_dim_names=(AXIS,))
-    rows = _take_rows(run, model)
-    units = _units_by_weights(model)
-    arguments: dict[str, Any] = {
-        "mesh": mesh,
-        "reshard_after_forward": options.reshard_after_forward,
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=run.precision.weight_dtype,
-            reduce_dtype=run.precision.sum_dtype(options.reduce_dtype),
-            cast_forward_inputs=False,
-        ),
-        "offload_policy": CPUOffloadPolicy(pin_memory=run.device == "cuda") if options.cpu_offload else OffloadPolicy(),
-        "ignored_params": {one for one in model.module.parameters() if not one.is_meta},
-    }
-    for parts in units:
-        fully_shard(parts if len(parts) > 1 else parts[0], **arguments)
-    fully_shard(model.module, **arguments)  # without parameters: makes the units share streams
-    for part in model.module.modules():
-        if isinstance(part, FSDPModule):
-            part.set_gradient_divide_factor(1.0)
-            part.set_force_sum_reduction_for_comms(True)
-    for unit in model.own_units:
-        if unit.method != "forward":
-            register_fsdp_forward_method(model.module.get_submodule(unit.name), unit.method)
-    _fill(model, rows)
-    _bring_gradients(model, run.device)
-    _prefetch([parts[0] for parts in units], options.prefetch)
-    _run_as_root(model)
-    if not model.has_backward:
-        _forget_the_order_of_passes(model)
+def shard_units(run: "Run", model: "Model", group: "ProcessGroup", config: "Config") -> None:
+    """Let this rank's units compute with parameters that are gathered for each call."""
+    device = torch.device(run.device)
+    lane, of, places = Lane(device), dict[str, Gathered](), _places(model)
+    names = {id(parameter): name for name, parameter in model.parameters().items()}
+    held = {unit.name: _gathered_in(model, unit.name, names) for unit in model.own_units}
+    for together in _joined(held.values()):
+        rows = [_rows(run, model, name, places) for name in together]
+        is_last = not set(together).isdisjoint(held.get(model.plan.units[-1].name, ()))
+        of |= dict.fromkeys(together, Gathered(rows, group, lane, _formats(run, config, is_last), device))
+    order = {unit: of[own[0]] for unit, own in held.items() if own}
+    schedule = Schedule([*order.values()], config.prefetch, config.reshard_after_forward, _last(model, [*order]))
+    for name, method in dict.fromkeys((one.name, one.method) for one in (*model.own_units, *model.plan.inference)):
+        if name in order:
+            part = model.module.get_submodule(name)
+            setattr(part, method, schedule.around(getattr(part, method), [*order].index(name)))
+    model.when_written.append(schedule.forget)
 
 
-def _take_rows(run: "Run", model: "Model") -> dict[str, nn.Parameter]:
-    """This rank's rows by name; in the module, meta parameters of the gathered shape replace them."""
-    rows, whole = dict[str, nn.Parameter](), dict[int, nn.Parameter]()
-    for name, parameter in model.parameters().items():
-        placement = model.placements[name]
-        if isinstance(placement, GatheredPlacement):
-            rows[name] = parameter
-            shape = placement.gathered_shape(run.rank)
-            empty = torch.empty(shape, dtype=parameter.dtype, device="meta")
-            whole[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+def _formats(run: "Run", config: "Config", is_last: bool) -> Formats:
+    """Products add to gradients in the masters' precision, and in the weights' precision in the model's last unit.
+
+    Memory is at its peak when backward enters the last unit, and these gradients have half the size there.
+    """
+    weights, masters = run.precision.weight_dtype, run.precision.master_dtype
+    is_exact = rounding_of_sums(config.reduce_dtype) is None
+    sums = masters if is_exact else run.precision.sum_dtype(config.reduce_dtype)
+    return Formats(weights, weights if is_last else masters, sums)
+
+
+def _gathered_in(model: "Model", unit: str, names: dict[int, str]) -> list[str]:
+    own = [names[id(parameter)] for parameter in model.module.get_submodule(unit).parameters()]
+    return [name for name in own if isinstance(model.placements[name], GatheredPlacement)]
+
+
+def _joined(held: Iterable[list[str]]) -> list[list[str]]:
+    """The parameters of units; those of units that share one form one list, because it is gathered once for all."""
+    joined: list[list[str]] = []
+    for own in held:
+        sharing = [names for names in joined if not set(names).isdisjoint(own)]
+        joined = [names for names in joined if names not in sharing]
+        joined.append(list(dict.fromkeys(chain(*sharing, own))))
+    return [names for names in joined if names]
+
+
+def _places(model: "Model") -> dict[int, list[Place]]:
+    """Where modules hold each parameter, by its `id`."""
+    places = defaultdict[int, list[Place]](list)
     for part in model.module.modules():
         for attribute, held in part._parameters.items():
-            if held is not None and id(held) in whole:
-                part._parameters[attribute] = whole[id(held)]
-    return rows
+            places[id(held)].append(Place(part._parameters, attribute))
+    return places
 
 
-def _units_by_weights(model: "Model") -> list[list[nn.Module]]:
-    """This rank's units in order; units that share a parameter form one list, because it is gathered once for all."""
-    units: list[list[nn.Module]] = []
-    for unit in model.own_units:
-        part = model.module.get_submodule(unit.name)
-        own = set(part.parameters())
-        sharing = [held for held in units if own & set(chain(*(one.parameters() for one in held)))]
-        for held in sharing[1:]:
-            sharing[0].extend(held)
-            units.remove(held)
-        if sharing:
-            sharing[0].append(part)
-        else:
-            units.append([part])
-    return units
+def _rows(run: "Run", model: "Model", name: str, places: dict[int, list[Place]]) -> Rows:
+    """This rank's rows of a parameter; those in CPU memory are pinned, so that they can be copied asynchronously."""
+    placement, values = model.placements[name], model.parameters()[name]
+    assert isinstance(placement, GatheredPlacement)
+    if placement.offloaded and run.device.startswith("cuda"):
+        values.data = values.data.pin_memory()
+    return Rows(name, values, placement.gathered_shape(run.rank), model.sinks.get(name), places[id(values)])
 
 
-def _fill(model: "Model", rows: Mapping[str, nn.Parameter]) -> None:
-    """Allocate the sharded parameters on the device of the rows, and make the rows views of that memory.
+def _last(model: "Model", units: list[str]) -> int | None:
+    """The number of the unit whose backward directly follows its forward; None if another rank has it."""
+    return units.index(model.plan.units[-1].name) if model.plan.units[-1].name in units else None
 
-    Loading moves the memory: torch pads a rank's rows if they are fewer than those of other ranks, and pins offloaded
-    ones. So the rows are set again after loading.
+
+class Schedule:
+    """The units of a rank by number, in the order of forward, and their backward passes.
+
+    Units that share a parameter have the same `Gathered`. `ahead` is the number of units that are gathered before their
+    turn. `frees` says whether a unit's weights are freed between forward and backward; those of unit `last` never are.
     """
-    filled = dict[Tensor, nn.Parameter]()
-    for name, sharded in model.parameters().items():
-        if name in rows:
-            zeros = torch.zeros_like(sharded.detach(), device=rows[name].device)
-            filled[sharded] = nn.Parameter(zeros, requires_grad=sharded.requires_grad)
-            rows[name].data = _local(zeros)
-    everywhere = model.module.named_parameters(remove_duplicate=False)
-    state = {name: filled[sharded] for name, sharded in everywhere if sharded in filled}
-    model.module.load_state_dict(state, strict=False, assign=True)
-    for name, sharded in model.parameters().items():
-        if name in rows:
-            rows[name].data = _local(sharded)
+
+    def __init__(self, units: list[Gathered], ahead: int, frees: bool, last: int | None) -> None:
+        self.units, self.ahead, self.frees, self.last = units, ahead, frees, last
+        self._entered = dict[int, None]()
+        self._is_passing = False
+        self._under_way = deque[Gathered]()
+
+    def around(self, inner: Callable[..., Any], number: int) -> Callable[..., Any]:
+        """A unit's call, with the weights of the unit."""
+        unit = self.units[number]
+
+        @wraps(inner)
+        def call(*arguments: Any, **named: Any) -> Any:
+            unit.gather()
+            unit.wait()
+            for following in self.units[number + 1 : number + 1 + self.ahead]:
+                following.gather()
+            given = self._watched(number, [*arguments, *named.values()])
+            outputs = inner(*given[: len(arguments)], **dict(zip(named, given[len(arguments) :], strict=True)))
+            learning = [one for one in _as_tuple(outputs) if isinstance(one, Tensor) and one.requires_grad]
+            for output in learning:
+                output.register_hook(lambda _: self._enter(number))
+            if not learning or (self.frees and number != self.last):
+                unit.free()
+            return outputs
+
+        return call
+
+    def forget(self) -> None:
+        """Free all weights, because this rank's rows have new values."""
+        for unit in self.units:
+            unit.forget()
+
+    def _watched(self, number: int, given: list[Any]) -> list[Any]:
+        """The arguments of a unit's call; when backward has computed their gradients, it has left the unit."""
+        places = [at for at, one in enumerate(given) if isinstance(one, Tensor) and one.requires_grad]
+        if places and torch.is_grad_enabled():
+            tensors = (given[at] for at in places)
+            watched = _Watch.apply(partial(self._leave, number), *tensors)  # type: ignore[no-untyped-call]
+            for at, tensor in zip(places, watched, strict=True):
+                given[at] = tensor
+        return given
+
+    def _enter(self, number: int) -> None:
+        """Backward reaches a unit: its weights and memory for its gradients are needed."""
+        unit = self.units[number]
+        if not self._is_passing:
+            self._is_passing = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
+        self._entered[number] = None
+        unit.gather()
+        unit.wait()
+        if not unit.collects:
+            self._settle(IN_FLIGHT - 1)
+            unit.collect()
+        for previous in reversed(self.units[max(0, number - self.ahead) : number]):
+            previous.gather()
+
+    def _leave(self, number: int) -> None:
+        """Backward has left a unit; the gradients of units that share a parameter are complete after the first unit."""
+        self._entered.pop(number, None)
+        self.units[number].free()
+        if self.units.index(self.units[number]) == number:
+            self._sum(self.units[number])
+
+    def _sum(self, unit: Gathered) -> None:
+        if unit.collects:
+            unit.sum()
+            self._under_way.append(unit)
+
+    def _settle(self, but: int) -> None:
+        """Let the current stream wait for all sums except the newest `but`, and free their gradients."""
+        while len(self._under_way) > but:
+            self._under_way.popleft().release()
+
+    def _end_pass(self) -> None:
+        """At the end of a backward pass, leave the units of which no argument has a gradient."""
+        for number in [*self._entered]:
+            self._leave(number)
+        for unit in reversed(self.units):
+            self._sum(unit)
+        self._settle(0)
+        self._is_passing = False
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's rows of a DTensor, as a view without a copy."""
-    assert isinstance(tensor, DTensor)
-    return tensor.detach().to_local()
+class _Watch(torch.autograd.Function):
+    """The identity of several tensors; calls `left` when backward has computed the gradients of all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, left: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.left = left
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.left()
+        return (None, *gradients)
 
 
-def _bring_gradients(model: "Model", device: str) -> None:
-    """Add the reduce-scattered gradient of every backward pass to its sink, as soon as it is available."""
-    for name, parameter in model.parameters().items():
-        if isinstance(parameter, DTensor) and parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(_bringing(model.sinks[name], device))
-
-
-def _bringing(sink: GradientSink, device: str) -> Callable[[Tensor], None]:
-    def bring(parameter: Tensor) -> None:
-        """Runs in the reduce-scatter's stream; torch makes the main stream wait for that stream after backward."""
-        assert parameter.grad is not None
-        gradient, parameter.grad = _local(parameter.grad), None
-        if gradient.device.type != device:
-            torch.accelerator.current_stream().synchronize()  # the copy to CPU memory may still be running
-        sink.contribute(gradient)
-
-    return bring
-
-
-def _prefetch(parts: list[nn.Module], ahead: int) -> None:
-    """Gather the weights of the next `ahead` units early, in the order of forward, and of backward."""
-    for number, part in enumerate(parts):
-        assert isinstance(part, FSDPModule)
-        part.set_modules_to_forward_prefetch(parts[number + 1 : number + 1 + ahead])
-        part.set_modules_to_backward_prefetch(parts[max(0, number - ahead) : number][::-1])
-
-
-def _run_as_root(model: "Model") -> None:
-    """Run this rank's units as an FSDP forward method of the root module, so that backward ends with all gradients."""
-    module: Any = model.module
-    module.run_units = model.run
-    register_fsdp_forward_method(module, "run_units")
-    model.run = module.run_units  # type: ignore[method-assign]
-
-
-def _forget_the_order_of_passes(model: "Model") -> None:
-    """Discard the recorded order of forward passes, in a stage without backward passes (no trained parameter up to it).
-
-    Torch records the order of the units' forward passes until a backward pass consumes it. Without a backward pass, the
-    record grows until memory is full.
-    """
-    run = model.run
-    units: list[Any] = [part for part in model.module.modules() if isinstance(part, FSDPModule)]
-    groups = [group for part in units if (group := part._get_fsdp_state()._fsdp_param_group) is not None]
-
-    def run_and_forget(batch: Mapping[str, Tensor], chunk: int | None = None) -> dict[str, Tensor]:
-        values = run(batch, chunk)
-        for group in groups:
-            group._post_forward_indices.clear()
-            group.comm_ctx.post_forward_order.clear()
-        return values
-
-    model.run = run_and_forget  # type: ignore[method-assign]
+def _as_tuple(outputs: Any) -> tuple[Any, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)

@@ -28,10 +28,10 @@ class TensorParallel:
             True, description="split the sequence of the residual stream over the tensor-parallel ranks"
         )
 
-        overlap: Annotated[bool, MAY_CHANGE] = Field(
-            False,
-            description="run the collectives around the products of split weights beside these products, in chunks; "
-            "GPUs that access each other's memory copy the chunks, other ranks send messages",
+        overlap: Annotated[bool | None, MAY_CHANGE] = Field(
+            None,
+            description="run the collectives around the products of split weights beside these products, in chunks "
+            "(null: on GPUs); GPUs that access each other's memory copy the chunks, other ranks send messages",
         )
 
     def __init__(self, config: Config) -> None:
@@ -72,4 +72,5 @@ class TensorParallel:
 
         if run.mesh.axes["tp"].size == 1:
             return []
-        return offers(run, model, self.config.sequence_parallel, self.config.overlap)
+        overlap = run.device.startswith("cuda") if self.config.overlap is None else self.config.overlap
+        return offers(run, model, self.config.sequence_parallel, overlap)

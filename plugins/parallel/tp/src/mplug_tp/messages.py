@@ -85,6 +85,10 @@ class MessageArrival(Arrival):
             whole.view(*shape[:-2], *whole.shape[1:]) for whole, shape in zip(self._wholes, self._shapes, strict=True)
         )
 
+    def kept(self) -> tuple[Tensor, ...]:
+        """[..., R n, X]: the memory is this arrival's own."""
+        return self.whole()
+
     def end(self) -> None:
         """Wait for the transfers that were not waited for: from then on, the sent tensors may be freed."""
         for _, transfer in self._coming:

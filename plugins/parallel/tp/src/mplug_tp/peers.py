@@ -1,8 +1,9 @@
 """The pipeline of sequence parallelism between GPUs that access each other's memory: copies by the copy engines.
 
-The steps are those of `messages.py`. A rank puts what others read into a slot of its own memory, tells them, and copies
-from theirs. Copies and signals have streams of their own: the stream of the products waits for events only, because a
-signal in it would cost 4 us. R ranks, [..., n, X] a rank's rows.
+The steps are those of `messages.py`. Gathering: a rank copies its rows into the slots of the others. Summing: a rank
+computes into its own slot, and the next rank copies from there. Copies and signals have streams of their own: the
+stream of the products waits for events only, because a signal in it would cost 4 us. R ranks, [..., n, X] the rows of
+one.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +23,10 @@ MOST_COPIES = 16
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
-    """target [B, n, X] = source: contiguous copies, since a strided one would be a kernel beside the products."""
+    """target [B, n, X] = source: contiguous copies.
+
+    Between GPUs, a strided copy would be a kernel beside the products. Within one it takes twice as long.
+    """
     if target.is_contiguous() or len(target) > MOST_COPIES:
         target.copy_(source)
         return
@@ -45,7 +49,7 @@ class Peers(Pipeline):
 
     def gathering(self, *parts: Tensor, keep: bool) -> Arrival:
         """Start all copies."""
-        return PeerArrival(self, parts, keep)
+        return PeerArrival(self, parts)
 
     def summing(
         self, partial: tuple[int, ...], like: Tensor, produce: Produce, fill: Callable[[], None] | None = None
@@ -110,55 +114,70 @@ class _Ring:
 
 
 class PeerArrival(Arrival):
-    """Rows that this rank copies from the others' memory into the whole [B, R n, X]."""
+    """Rows that the other ranks copy into this rank's slot, where they form the whole [B, R n, X].
 
-    def __init__(self, peers: Peers, parts: tuple[Tensor, ...], keep: bool) -> None:
-        self._shapes, self._rank = [part.shape for part in parts], peers.rank
+    Only the copies between GPUs run beside the products: the copy engines make these. A copy within a GPU needs
+    multiprocessors, so beside a product it would begin when the product ends, and delay what waits for it.
+    """
+
+    def __init__(self, peers: Peers, parts: tuple[Tensor, ...]) -> None:
+        self._peers, self._shapes = peers, [part.shape for part in parts]
         self._parts = [flattened(part.contiguous()) for part in parts]
-        self._wholes = [x.new_empty(x.shape[0], peers.size * x.shape[1], x.shape[2]) for x in self._parts]
-        self._length = self._parts[0].shape[1]
+        self._own = place_of(peers.rank, self._parts[0].shape[1])
         self._arrived: list[tuple[Rows, torch.cuda.Event]] = []
+        shapes = [(x.shape[0], peers.size * x.shape[1], x.shape[2]) for x in self._parts]
+        sizes = [size_of(shape, x.dtype) for shape, x in zip(shapes, self._parts, strict=True)]
+        starts = [sum(sizes[:number]) for number in range(len(sizes))]
+        places = [(shape, x.dtype, start) for shape, x, start in zip(shapes, self._parts, starts, strict=True)]
+        self._slot = peers.next_slot()
         peers.copies.wait_stream(torch.cuda.current_stream())
+        self._slot.begin(sum(sizes), peers.copies)
+        self._wholes = [self._slot.tensor(peers.rank, *place) for place in places]
         with torch.cuda.stream(peers.copies):
-            self._exchange(peers)
-            if keep:
-                own = place_of(peers.rank, self._length)
-                for whole, part in zip(self._wholes, self._parts, strict=True):
-                    _copy(own.of(whole), part)
-            self._done = peers.copies.record_event()
+            self._exchange(places)
 
-    def _exchange(self, peers: Peers) -> None:
-        """Put the parts into a slot, and copy those of the other ranks, on the stream of copies."""
-        slot, copies = peers.next_slot(), peers.copies
-        sizes = [size_of(tuple(x.shape), x.dtype) for x in self._parts]
-        places = [(tuple(x.shape), x.dtype, sum(sizes[:number])) for number, x in enumerate(self._parts)]
-        slot.begin(sum(sizes), copies)
-        for part, place in zip(self._parts, places, strict=True):
-            slot.tensor(peers.rank, *place).copy_(part)
+    def _exchange(self, places: list[tuple[tuple[int, ...], torch.dtype, int]]) -> None:
+        """Copy the parts into the others' slots, and hear of those that come."""
+        peers, slot, copies = self._peers, self._slot, self._peers.copies
         for step in range(1, peers.size):
-            slot.tell(copies, (peers.rank + step) % peers.size, 0)
+            to = (peers.rank + step) % peers.size
+            for part, place in zip(self._parts, places, strict=True):
+                _copy(self._own.of(slot.tensor(to, *place)), part)
+            slot.tell(copies, to, 0)
+        self._sent = copies.record_event()
         for step in range(1, peers.size):
             of = (peers.rank - step) % peers.size
-            rows = place_of(of, self._length)
             slot.hear(copies, of, 0)
-            for whole, place in zip(self._wholes, places, strict=True):
-                _copy(rows.of(whole), slot.tensor(of, *place))
-            self._arrived.append((rows, copies.record_event()))
-        slot.end(copies)
+            self._arrived.append((place_of(of, self._parts[0].shape[1]), copies.record_event()))
 
     def __iter__(self) -> Iterator[tuple[Rows, tuple[Tensor, ...]]]:
         """This rank's rows, then each other rank's."""
-        yield place_of(self._rank, self._length), tuple(self._parts)
+        yield self._own, tuple(self._parts)
         for rows, event in self._arrived:
             torch.cuda.current_stream().wait_event(event)
             yield rows, tuple(map(rows.of, self._wholes))
 
     def whole(self) -> tuple[Tensor, ...]:
+        """[..., R n, X], in the memory of the slot."""
+        for whole, part in zip(self._wholes, self._parts, strict=True):
+            _copy(self._own.of(whole), part)
+        for _, event in self._arrived:
+            torch.cuda.current_stream().wait_event(event)
+        return self._shaped(self._wholes)
+
+    def kept(self) -> tuple[Tensor, ...]:
         """[..., R n, X]."""
-        self.end()
-        wholes = zip(self._wholes, self._shapes, strict=True)
-        return tuple(whole.view(*shape[:-2], *whole.shape[1:]) for whole, shape in wholes)
+        kept = [torch.empty_like(whole) for whole in self._wholes]
+        for rows, arrived in self:
+            for to, x in zip(kept, arrived, strict=True):
+                _copy(rows.of(to), x)
+        return self._shaped(kept)
 
     def end(self) -> None:
-        """Wait for the copies: from then on, the parts may be freed."""
-        torch.cuda.current_stream().wait_event(self._done)
+        """End the use of the slot: the parts may be freed, and the others may write to the slot."""
+        torch.cuda.current_stream().wait_event(self._sent)
+        self._peers.signals.wait_stream(torch.cuda.current_stream())
+        self._slot.end(self._peers.signals)
+
+    def _shaped(self, wholes: list[Tensor]) -> tuple[Tensor, ...]:
+        return tuple(x.view(*shape[:-2], *x.shape[1:]) for x, shape in zip(wholes, self._shapes, strict=True))

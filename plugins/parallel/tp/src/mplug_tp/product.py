@@ -55,7 +55,7 @@ def _gathered(x: Tensor, matrix: Tensor, pipeline: str, keep: bool) -> tuple[Ten
     with pipeline_named(pipeline).gathering(x, keep=keep) as arrival:
         for rows, (chunk,) in arrival:
             multiply(chunk, matrix, rows.of(y), False)
-        return y, arrival.whole() if keep else ()
+        return y, arrival.kept() if keep else ()
 
 
 def _summed(x: Tensor, matrix: Tensor, pipeline: str, fill: Callable[[], None] | None = None) -> Tensor:

@@ -1,0 +1,228 @@
+"""Gathers the weights of a unit, and sums its gradients onto the ranks that keep the rows.
+
+    at rest              this rank's rows of the fp32 master: the piece to update
+    inside a unit        a plain parameter in the precision of the run, whole except for the split of tensor parallelism
+    its gradient         a plain tensor in fp32, to which the unit's products add; reduce-scattered as a sum
+
+The all-gather of weights and the reduce-scatter of gradients are each other's dual. If there are replicas besides this
+axis (HSDP), another strategy sums the sinks over them; a sink holds only this rank's rows.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mplug import GradientSink
+from mplug.ops.transfers import join_each, sum_each
+from mplug_fsdp.memory import Padded
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Place(NamedTuple):
+    """An attribute of a module that holds a parameter; `table` are the parameters of the module by attribute."""
+
+    table: dict[str, nn.Parameter | None]
+    attribute: str
+
+
+class Rows(NamedTuple):
+    """This rank's rows of a parameter, the shape of the whole, the sink of the rows (None: frozen), and its places."""
+
+    name: str
+    values: nn.Parameter
+    shape: tuple[int, ...]
+    sink: GradientSink | None
+    places: list[Place]
+
+
+class Formats(NamedTuple):
+    """The dtypes of gathered weights, of the gradients of a unit, and of their sums over ranks."""
+
+    weights: torch.dtype
+    gradients: torch.dtype
+    sums: torch.dtype
+
+
+class Lane:
+    """The stream of all collectives, in the order in which they start; on a CPU, a collective has finished at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        high = -1  # so that copies and collectives start although products fill the device
+        self._stream = torch.cuda.Stream(device, priority=high) if device.type == "cuda" else None
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Run the block on this stream, after everything that has been launched on the current one."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def mark(self) -> "torch.cuda.Event | None":
+        """The end of everything that has been launched on this stream."""
+        return None if self._stream is None else self._stream.record_event()
+
+
+def wait_for(event: "torch.cuda.Event | None") -> None:
+    """Let the current stream wait for an event of the lane."""
+    if event is not None:
+        torch.cuda.current_stream().wait_event(event)
+
+
+class Gathered:
+    """The parameters of a unit, or of units that share one.
+
+    Modules hold the whole parameters between `gather` and `free`, and the rows at rest: a whole parameter is never
+    visible without memory. `collects` says that a backward pass adds to the gradients, not summed yet.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Rows],
+        group: "ProcessGroup",
+        lane: Lane,
+        formats: Formats,
+        device: torch.device,
+    ) -> None:
+        self._rows, self._group, self._lane, self._device = rows, group, lane, device
+        self._sum_dtype, size, rank = formats.sums, group.size(), group.rank()
+        self._weights = Padded([one.shape for one in rows], size, rank, formats.weights, device)
+        self._parameters = [
+            nn.Parameter(whole, requires_grad=one.sink is not None)
+            for whole, one in zip(self._weights.whole, rows, strict=True)
+        ]
+        trained = [(one, new) for one, new in zip(rows, self._parameters, strict=True) if new.requires_grad]
+        self._gradients = Padded([one.shape for one, _ in trained], size, rank, formats.gradients, device)
+        self._sinks = [
+            GradientSink(one.name, new, gradient)
+            for (one, new), gradient in zip(trained, self._gradients.whole, strict=True)
+        ]
+        self._totals = [one.sink for one in rows if one.sink is not None]
+        for sink in self._totals:
+            sink.listeners.append(self._overwritten)
+        self._is_rounded = self.collects = False
+        self._arrived: torch.cuda.Event | None = None
+        self._summed: torch.cuda.Event | None = None
+
+    # Weights.
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Start gathering the weights, unless they are here: round this rank's rows, and send them to all ranks."""
+        if self._weights.is_allocated:
+            return
+        self._weights.allocate()
+        self._put(self._parameters)
+        with self._lane.entered():
+            join_each(self._weights.parts, self._rounded(), self._group)
+            self._arrived = self._lane.mark()
+
+    def _rounded(self) -> list[Tensor]:
+        """What this rank sends: its rows of every parameter in the precision of the weights, with padding.
+
+        Rows that have this precision are sent as they are. Others are rounded into the buffer of their sink while it is
+        stale: there they last until backward has left the unit, which then needs no second rounding. If they do not fit
+        there, or if the buffer has a gradient, they are rounded into their place among the gathered rows.
+        """
+        sent, rounded, sources = list[Tensor](), list[Tensor](), list[Tensor]()
+        for part, own, one in zip(self._weights.parts, self._weights.own, self._rows, strict=True):
+            place, values = part[self._group.rank()], one.values.detach()
+            if _can_replace(values, place):
+                sent.append(values.flatten())
+                continue
+            kept = None if one.sink is None or not one.sink.stale else one.sink.buffer.flatten().view(place.dtype)
+            if kept is not None and _can_replace(kept[: own.numel()], place):
+                sent.append(kept[: own.numel()])
+            else:
+                sent.append(place)
+            if values.numel() and (sent[-1] is place or not self._is_rounded):
+                rounded.append(sent[-1][: own.numel()].view_as(own))
+                sources.append(values.to(self._device, non_blocking=True))  # from CPU memory
+        if rounded:
+            torch._foreach_copy_(rounded, sources)
+        self._is_rounded = all(sink.stale for sink in self._totals)
+        return sent
+
+    def _overwritten(self, _: GradientSink) -> None:
+        self._is_rounded = False
+
+    def forget(self) -> None:
+        """Free the weights, because the rows have new values."""
+        self.free()
+        self._is_rounded = False
+
+    def wait(self) -> None:
+        """Let the current stream wait for the weights."""
+        wait_for(self._arrived)
+
+    def free(self) -> None:
+        """Free the memory of the weights."""
+        if self._weights.is_allocated:
+            self.wait()  # they may be unused
+            self._put([one.values for one in self._rows])
+            self._weights.free()
+
+    def _put(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Let the modules hold these parameters."""
+        for one, parameter in zip(self._rows, parameters, strict=True):
+            for place in one.places:
+                place.table[place.attribute] = parameter
+
+    # Gradients.
+
+    def collect(self) -> None:
+        """Allocate memory for the gradients of a backward pass."""
+        if self._sinks and not self.collects:
+            self.release()
+            self._gradients.allocate()
+            self.collects = True
+            for sink in self._sinks:
+                sink.begin_step()
+
+    @torch.no_grad()
+    def sum(self) -> None:
+        """Start to sum the gradients over the ranks, onto the sinks of this rank's rows."""
+        self.collects = self._is_rounded = False
+        for sink in self._sinks:
+            if sink.stale:  # the pass has not used this parameter
+                sink.buffer.zero_()
+        with self._lane.entered():
+            parts = [part.to(self._sum_dtype) for part in self._gradients.parts]  # no copy if it has that dtype
+            totals = [self._place_of_sum(part, sink) for part, sink in zip(parts, self._totals, strict=True)]
+            sum_each(totals, parts, self._group)
+            for total, sink in zip(totals, self._totals, strict=True):
+                rows = total[: sink.buffer.numel()].view_as(sink.buffer)
+                sink.contribute(_brought(rows, sink.buffer.device))
+            self._summed = self._lane.mark()
+
+    def _place_of_sum(self, part: Tensor, sink: GradientSink) -> Tensor:
+        """The buffer of a sink itself, if a sum fits there and is the first of a step; otherwise own part."""
+        own, buffer = part[self._group.rank()], sink.buffer.flatten()
+        return buffer if sink.stale and _can_replace(buffer, own) else own
+
+    def release(self) -> None:
+        """Let the current stream wait for the sum, and free the memory of the gradients."""
+        if self._gradients.is_allocated and not self.collects:
+            wait_for(self._summed)
+            self._gradients.free()
+
+
+def _can_replace(x: Tensor, own: Tensor) -> bool:
+    """Whether a collective can use x instead of this rank's own part [n] of a tensor."""
+    return (x.numel(), x.dtype, x.device) == (own.numel(), own.dtype, own.device)
+
+
+def _brought(x: Tensor, device: torch.device) -> Tensor:
+    """x on a device; the values are there when the function returns."""
+    if x.device == device:
+        return x
+    arriving = torch.empty(x.shape, dtype=x.dtype, device=device, pin_memory=True).copy_(x, non_blocking=True)
+    torch.cuda.current_stream().synchronize()
+    return arriving

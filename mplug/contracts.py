@@ -21,6 +21,7 @@ Record = dict[str, Any]
 
 Always: step, loss, grad_norm, lr, tokens, tokens_per_s, tflops, mfu, memory_gib, data_wait_s, skipped. In fp16:
 loss_scale, and overflows (the number of steps lost to overflow so far). Statistics by name, if the model has some.
+Figures that the stepper adds: `bubble` of a pipeline.
 val_loss, if the run was evaluated after the step.
 """
 

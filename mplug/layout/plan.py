@@ -140,6 +140,10 @@ class Stages:
     schedule: str = ""
     table: "Callable[[int], Table] | None" = None
 
+    def __post_init__(self) -> None:
+        if self.ranks is not None and len(self.ranks) != len(self.units):
+            raise ValueError(f"there are {len(self.units)} chunks of units, and ranks for {len(self.ranks)} chunks")
+
     @cached_property
     def of(self) -> dict[str, int]:
         """The chunk of every unit."""

@@ -19,7 +19,6 @@ TIED = {"model.tie_embeddings": True}
     [
         {"parallel.pp.schedule": "interleaved", "parallel.pp.chunks": 5},
         {"parallel.pp.schedule": "zb-h1", "parallel.pp.chunks": 3, "memory.recompute.mode": "full"},
-        {"parallel.pp.schedule": "zb-v", "trainer.micro_batch_size": 2},
         {"parallel.pp.schedule": "dualpipe-v"},
     ],
     ids=str,

@@ -20,11 +20,10 @@ RECOMPUTE = {"memory.recompute.mode": "full"}
 SPLIT = ("zb-h1", "zb-v", "dualpipe-v", "zb-limited")
 
 QUICK: list[tuple[str, Settings]] = [
-    ("pp2", {SCHEDULE: "interleaved", "parallel.pp.chunks": 3}),
-    ("pp2", {SCHEDULE: "dualpipe-v", "trainer.compile": "aot_eager", **RECOMPUTE, "model.num_layers": 3}),
-    ("tp2pp2", {SCHEDULE: "zb-v"}),
+    ("pp2", {SCHEDULE: "dualpipe-v", "trainer.compile": "aot_eager", "model.num_layers": 3}),
     ("zero2pp2", {SCHEDULE: "zb-h1", "trainer.global_batch_size": 6}),
 ]
+"""`test_pp.py` and `test_runtime.py` have more quick ones."""
 OTHERS: tuple[tuple[str, Settings], ...] = (
     ("tp2", {}),
     ("zero2", {}),
@@ -33,6 +32,7 @@ OTHERS: tuple[tuple[str, Settings], ...] = (
     ("", RECOMPUTE),
 )
 WIDE: list[tuple[str, Settings]] = [
+    ("pp2", {SCHEDULE: "interleaved", "parallel.pp.chunks": 3}),
     *product(("pp2", "pp3"), [{SCHEDULE: name} for name in ("interleaved", *SPLIT)]),
     *(("pp4", {SCHEDULE: name, "model.num_layers": 8}) for name in ("interleaved", *SPLIT)),
     *((f"{other}pp2", {SCHEDULE: name, **more}) for name in ("interleaved", *SPLIT) for other, more in OTHERS),

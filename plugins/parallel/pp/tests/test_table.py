@@ -65,9 +65,9 @@ def computations(actions: Row) -> Row:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 7, 8])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 7])
 def test_every_schedule_is_proven_for_any_number_of_micro_batches(name: str, num_ranks: int) -> None:
-    for number in (1, 2, 3, 5, 7, 8, 11, 16, 17, 24):
+    for number in (1, 2, 3, 5, 8, 13, 14):
         for chunks in CHUNKS.get(name, (None,)):
             shape = Shape(num_ranks, number, chunks)
             check(SCHEDULES[name](shape), shape)

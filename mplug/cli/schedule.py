@@ -37,17 +37,12 @@ def report(run: "Run", model: "Model", num_micro_batches: int) -> str:
     )
     letters = "F forward, B backward, I its half for activations, W its half for weights"
     legend = f"{letters}{', a b ... the chunks of a rank' if len(found.ranks) > len(found.rows) else ''}"
-    sent = [bytes_sent(run, model, found, rank) for rank in range(len(found.rows))]
-    rows = [
-        (
-            rank,
-            ", ".join(map(str, found.chunks_of(rank))),
-            f"{times.busy(rank) / times.length:.1%}",
-            f"{peak(found, rank):g}",
-            "not known" if sent[rank] is None else human_bytes(sent[rank]),
-        )
-        for rank in range(len(found.rows))
-    ]
+    rows = []
+    for rank in range(len(found.rows)):
+        sent = bytes_sent(run, model, found, rank)
+        figures = (f"{times.busy(rank) / times.length:.1%}", f"{peak(found, rank):g}")
+        chunks = ", ".join(map(str, found.chunks_of(rank)))
+        rows.append((rank, chunks, *figures, "not known" if sent is None else human_bytes(sent)))
     header = ("RANK", "CHUNKS", "BUSY", "PEAK OF ACTIVATIONS, MICRO BATCHES", "SENT PER STEP")
     return f"{head}\n{legend}\n\n{chart(found, times)}\n\n{table(header, rows)}"
 

@@ -83,9 +83,10 @@ class PipelineParallel:
                 f"parallel.pp.schedule={self.config.schedule} gives chunks to other ranks if the number of micro "
                 f"batches changes, which a run cannot follow; use another schedule, or a constant batch size"
             )
-        split: Split = self.config.units_per_stage or self.config.split
-        chunks = len(tables[0].ranks) // size
-        units = divide(model, size, split, chunks, run.config.trainer.seq_length)
+        counts, chunks = self.config.units_per_stage, len(tables[0].ranks) // size
+        split: Split = counts or self.config.split
+        field = "units_per_stage" if counts else "split"
+        units = divide(model, size, split, chunks, run.config.trainer.seq_length, field)
         backward: Literal["whole", "split"] = "split" if any(one.splits_backward for one in tables) else "whole"
         return Stages("pp", units, backward, tables[0].ranks, self.config.schedule, table)
 

@@ -34,8 +34,8 @@ class Busy:
         self._spans.append((start, self._now()))
 
     def measured(self) -> Callable[[], Mapping[str, float]]:
-        """A function that returns the step's bubble after the device has completed the step."""
-        spans = self._spans
+        """A function that returns the step's bubble after the device has completed the step; ends the step."""
+        spans, self._spans = self._spans, []
 
         def bubble() -> Mapping[str, float]:
             busy = sum(self._between(*span) for span in spans)

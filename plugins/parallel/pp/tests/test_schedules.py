@@ -20,10 +20,9 @@ RECOMPUTE = {"memory.recompute.mode": "full"}
 SPLIT = ("zb-h1", "zb-v", "dualpipe-v", "zb-limited")
 
 QUICK: list[tuple[str, Settings]] = [
-    ("pp2", {SCHEDULE: "dualpipe-v", "trainer.compile": "aot_eager", "model.num_layers": 3}),
     ("zero2pp2", {SCHEDULE: "zb-h1", "trainer.global_batch_size": 6}),
 ]
-"""`test_pp.py` and `test_runtime.py` have more quick ones."""
+"""`test_pp.py` and `test_runtime.py` have more quick ones; `tests/test_later.py` has a compiled one."""
 OTHERS: tuple[tuple[str, Settings], ...] = (
     ("tp2", {}),
     ("zero2", {}),

@@ -29,7 +29,7 @@ class _Pass:
 class Chunk:
     """Runs the passes of one chunk.
 
-    Only floating-point activations that depend on a trained parameter have gradients. `takes` are the activations that
+    Only floating-point (or complex) activations that depend on a trained parameter have gradients. `takes` are the activations that
     enter the chunk, `gives` those that leave it (none leave the last chunk). `returned` and `awaited` flag those of
     them that depend on a trained parameter; for the last chunk, `awaited` flags the loss. A chunk without awaited
     gradients runs forward only.
@@ -56,7 +56,7 @@ class Chunk:
         Returns detached outputs by name; those of the last chunk are `loss` and `num_targets`.
         """
         inputs = [
-            tensor.requires_grad_(learns and tensor.is_floating_point())
+            tensor.requires_grad_(learns and _has_gradient(tensor))
             for tensor, learns in zip(taken, self.returned, strict=True)
         ]
         entries = {**batch, **dict(zip(self.takes, inputs, strict=True))}
@@ -75,7 +75,7 @@ class Chunk:
         return [
             (get_gradient_edge(end) if end.requires_grad else None, (end.dtype, tuple(end.shape)))
             for end, awaited in zip(ends, self.awaited, strict=True)
-            if awaited and end.is_floating_point()
+            if awaited and _has_gradient(end)
         ]
 
     def gradients_of(self, micro_batch: int) -> list[Layout]:
@@ -106,3 +106,7 @@ class Chunk:
         postponed = self._postponed.pop(micro_batch, None)
         if postponed is not None:
             postponed.compute()
+
+
+def _has_gradient(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from mplug import DefaultStepper, Kind, MicroBatch, Model, Run, StepResult, Table, UsageError
+from mplug import Action, DefaultStepper, Kind, MicroBatch, Model, Run, StepResult, Table, UsageError
 from mplug_pp.busy import Busy
 from mplug_pp.chunk import Chunk
 from mplug_pp.feed import Batches
@@ -71,8 +71,7 @@ class PipelineStepper:
         self.batches.expect(row)
         self.busy.begin()
         for action in row:
-            self.do[action.kind](action.chunk, action.micro_batch, action.peer)
-            self.batches.used(action.micro_batch)
+            self._run(action)
         self._finish_sends()
         self.batches.finish()
         self.default.finish_step(self.losses)
@@ -86,6 +85,12 @@ class PipelineStepper:
                 f"{num_micro_batches} micro batches; use another schedule"
             )
         return table
+
+    def _run(self, action: Action) -> None:
+        self.do[action.kind](action.chunk, action.micro_batch, action.peer)
+        self.batches.used(action.micro_batch)
+        for wire in self.wires.values():
+            wire.release()
 
     def _forward(self, chunk: int, number: int, _: int | None) -> None:
         own, batch = self.chunks[chunk], self.batches[number]
@@ -155,8 +160,7 @@ class PipelineStepper:
             self.batches.expect(row)
             for action in row:
                 if self.batches.has(action.micro_batch):
-                    self.do[action.kind](action.chunk, action.micro_batch, action.peer)
-                    self.batches.used(action.micro_batch)
+                    self._run(action)
             if self.batches.ended:
                 break
         self._finish_sends()

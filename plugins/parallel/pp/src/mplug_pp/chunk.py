@@ -29,10 +29,10 @@ class _Pass:
 class Chunk:
     """Runs the passes of one chunk.
 
-    Only floating-point (or complex) activations that depend on a trained parameter have gradients. `takes` are the activations that
-    enter the chunk, `gives` those that leave it (none leave the last chunk). `returned` and `awaited` flag those of
-    them that depend on a trained parameter; for the last chunk, `awaited` flags the loss. A chunk without awaited
-    gradients runs forward only.
+    Only activations that depend on a trained parameter have gradients, and integers never do. `takes` are the
+    activations that enter the chunk, `gives` those that leave it (none leave the last chunk). `returned` and `awaited`
+    flag those of them that depend on a trained parameter; for the last chunk, `awaited` flags the loss. A chunk without
+    awaited gradients runs forward only.
     """
 
     def __init__(self, model: Model, default: DefaultStepper, number: int) -> None:

@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from mplug.layout.plan import Unit as Unit
     from mplug.layout.ranks import Grouping as Grouping
     from mplug.layout.ranks import Ranks as Ranks
+    from mplug.model.delayed_scaling import DelayedScaling as DelayedScaling
     from mplug.model.model import Model as Model
     from mplug.model.offers import UNIT as UNIT
     from mplug.model.offers import Offer as Offer
@@ -184,6 +185,7 @@ publish(
             "Grouping",
             "Ranks",
         ),
+        "mplug.model.delayed_scaling": ("DelayedScaling",),
         "mplug.model.model": ("Model",),
         "mplug.model.offers": (
             "Offer",

@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from mplug.gradients.sinks import GradientSink
 from mplug.layout.plan import Unit
 from mplug.model.model import Model
+from mplug.model.product_weights import weights_at_rest
 from mplug.model.units import run_units
 from mplug.nn.later import Later, Operands, Taps
 
@@ -56,14 +57,11 @@ class WeightGradients:
     def __init__(self, model: Model, chunk: int | None = None) -> None:
         self.model = model
         self.units = model.own_units if chunk is None else model.units_of(chunk)
-        names = {id(parameter): name for name, parameter in model.parameters().items()}
         self.sites = [
-            Site(module, weight, attribute, model.sinks[names[id(getattr(module, weight))]])
+            Site(*one[:3], model.sinks[one.parameter])
             for unit in self.units
-            for module in model.module.get_submodule(unit.name).modules()
-            for weight, attribute in getattr(type(module), "LATER", {}).items()
-            if names[id(getattr(module, weight))] in model.sinks
-            and model.placements[names[id(getattr(module, weight))]].gathered_along is None
+            for one in weights_at_rest(model, unit.name, "LATER")
+            if one.parameter in model.sinks
         ]
         self._operands: dict[tuple[Any, ...], list[Operands | None]] = {}
 

@@ -22,6 +22,12 @@ def one_by_one(shape: Shape) -> Table:
     )
     return with_transfers(tuple(rows), ranks)
 
+def restless(shape):
+    table = one_by_one(shape)
+    return table if shape.num_micro_batches < 8 else with_transfers(
+        tuple(tuple(Action(kind, number, chunk) for number in range(8) for kind in KINDS) for chunk in range(2)), (0, 1)
+    )
+
 def forgetful(shape):
     table = one_by_one(shape)
     return Table((table.rows[0][:-1], *table.rows[1:]), table.ranks)
@@ -37,7 +43,7 @@ def no_table(shape):
 
 NOT_CALLABLE = 3
 '''
-NAMES = ("one_by_one", "forgetful", "picky", "broken", "no_table", "NOT_CALLABLE", "absent")
+NAMES = ("one_by_one", "restless", "forgetful", "picky", "broken", "no_table", "NOT_CALLABLE", "absent")
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +65,14 @@ def test_a_third_party_adds_a_schedule_with_its_own_ranks() -> None:
     assert model.stages.ranks == (1, 0)
     assert model.own_chunks == (1,)
     assert [unit.name for unit in model.own_units][-1] == "head"
+
+
+def test_the_tables_of_all_batch_sizes_of_a_ramp_up_are_proven_before_launch() -> None:
+    ramp_up = {"schedule.batch_rampup.start": 4, "schedule.batch_rampup.increment": 2, "trainer.micro_batch_size": 1}
+    settings = {"parallel.layout": "pp2", "trainer.global_batch_size": 8, **ramp_up}
+    assert tiny_run(settings).micro_batch_counts() == (4, 6, 8)
+    with pytest.raises(UsageError, match="gives chunks to other ranks if the number of micro batches changes"):
+        build_model(tiny_run({**settings, "parallel.pp.schedule": "restless"}))
 
 
 @pytest.mark.parametrize(

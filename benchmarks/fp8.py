@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 from mplug_fp8 import operators as fp8
-from mplug_fp8.products import Blockwise, Delayed, Products, Rowwise, Tensorwise
+from mplug_fp8.products import Blockwise, Delayed, Rowwise, Tensorwise
 from mplug_fp8.recipes import Options
+from mplug_fp8.scaled import Products
 from torch import Tensor
 
 from mplug.cli.tables import table

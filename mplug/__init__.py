@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from mplug.layout.mesh import Mesh as Mesh
     from mplug.layout.mesh import contiguous as contiguous
     from mplug.layout.ownership import Bucket as Bucket
+    from mplug.layout.ownership import Engine as Engine
     from mplug.layout.ownership import Sharding as Sharding
     from mplug.layout.ownership import Stretch as Stretch
     from mplug.layout.placement import Box as Box
@@ -164,6 +165,7 @@ publish(
         ),
         "mplug.layout.ownership": (
             "Bucket",
+            "Engine",
             "Sharding",
             "Stretch",
         ),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mplug.model.model import Model
 from mplug.model.product_weights import ProductWeight, weights_at_rest
-from mplug.nn import GroupedProduct, Product
+from mplug.nn import FusedProduct, GroupedProduct, Linear, Product
 
 
 def keep_casts(model: Model) -> None:
@@ -59,4 +59,5 @@ def _kept(model: Model, unit: str) -> list[ProductWeight]:
 
 def _makes_copies(module: Any) -> bool:
     """Whether the product of a module has a `cast` of its own: those of the base classes return no copies."""
-    return type(module.product).cast not in (Product.cast, GroupedProduct.cast)
+    content = module.content[0] if isinstance(module, Linear) else module.product
+    return type(content).cast not in (Product.cast, FusedProduct.cast, GroupedProduct.cast)

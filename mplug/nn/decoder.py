@@ -1,6 +1,6 @@
 """A decoder of blocks with two residual branches, and its plan. B batch, S sequence, D embed, M documents."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from inspect import signature
 from typing import ClassVar
 
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from mplug.layout.plan import Parameter, Plan, Unit
 from mplug.nn.description import describe
 from mplug.nn.embedding import Embedding
+from mplug.nn.fusible import Fusible, fusible_norm, normed, states
 from mplug.nn.head import Head
 from mplug.nn.inits import TOKENS, Entries, Inits
 from mplug.nn.moe import MixtureOfExperts
@@ -64,11 +65,22 @@ class Block(nn.Module):
         """The block's second part, without norm and residual: [B, S, D] -> [B, S, D]."""
         raise NotImplementedError
 
+    def norm2_reader(self) -> nn.Module | None:
+        """The module to which `feed_forward` hands its x, and nothing else reads x; None if there is none."""
+        return None
+
+    def fusibles(self) -> Iterator[Fusible]:
+        """The norms whose results only one linear layer reads."""
+        yield from fusible_norm(self.norm1, self.attn)
+        yield from fusible_norm(
+            self.norm2, self.norm2_reader() if states(self, "norm2_reader", "feed_forward") else None
+        )
+
     def forward(self, x: Tensor, positions: Tensor, keys: Tensor, document_lengths: Tensor | None = None) -> Tensor:
         """x [B, S, D], positions [1 or B, S], keys [B], lengths [B, M] if samples are packed -> [B, S, D]."""
-        h, x = self.norm1(x)
+        h, x = normed(self.norm1, self.attn, x)
         h = self.attn(h, positions, keys, document_lengths)
-        h, x = self.norm2(self.dropout1(h, keys, positions), x)
+        h, x = normed(self.norm2, self.norm2_reader(), self.dropout1(h, keys, positions), x)
         y: Tensor = self.dropout2(self.feed_forward(h, positions, keys), keys, positions)
         return x + y
 
@@ -81,6 +93,10 @@ class DenseBlock(Block):
     def __init__(self, norm1: Norm, attn: nn.Module, norm2: Norm, mlp: nn.Module, dropout: float = 0.0) -> None:
         super().__init__(norm1, attn, norm2, dropout)
         self.mlp = mlp
+
+    def norm2_reader(self) -> nn.Module:
+        """The MLP."""
+        return self.mlp
 
     def feed_forward(self, x: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
         """[B, S, D] -> [B, S, D]."""

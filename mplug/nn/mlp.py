@@ -1,14 +1,16 @@
 """The feed-forward part of a transformer block."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mplug.layout.plan import Parameter, Segment
+from mplug.nn.fusible import Fusible, is_plain, states
 from mplug.nn.inits import ZEROS, Entries, Inits
 from mplug.nn.linear import Linear
+from mplug.nn.prologue import ACTIVATION_PRODUCT, SEPARATE, Inputs, Projected, Prologue
 from mplug.nn.sink import Weights
 
 Kind = Literal["gelu", "gelu_tanh", "swiglu"]
@@ -85,15 +87,33 @@ class MLP(Activation):
             entries |= {"up.bias": Parameter((up,), ZEROS), "down.bias": Parameter(("embed",), ZEROS)}
         return entries
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, S, D] -> [B, S, D]."""
+    def input_linear(self) -> Linear | None:
+        """The layer that alone reads the input of `forward`; None if the slot `MLP.core` reads it."""
+        return self.up if self.core is core else None
+
+    def fusibles(self) -> Iterator[Fusible]:
+        """The activation, whose result only the down projection reads."""
+        if self.core is core and is_plain(self.down) and states(self, "fusibles", "activate"):
+            yield Fusible(ACTIVATION_PRODUCT, self.down, self, "MLP.activation", self.kind)
+
+    def forward(self, x: Tensor | Projected) -> Tensor:
+        """[B, S, D] -> [B, S, D]; or the product that x is."""
         up, down = self.up, self.down
         if self.core is core:
-            y = down.without_bias(self.activate(up.without_bias(x), up.bias))
+            y = self._activated(up.without_bias(x))
         else:
+            assert isinstance(x, Tensor)
             weights = Weights.of(up.weight), up.bias, Weights.of(down.weight)
             y = down.scatter(self.core(up.gather(x), *weights, self.kind, self._composed))
         return y if down.bias is None else y + down.bias
+
+    def _activated(self, hidden: Tensor) -> Tensor:
+        """The up projection without its bias -> the down projection without its bias."""
+        up, down = self.up, self.down
+        if down.activation_product is SEPARATE:
+            return down.without_bias(self.activate(hidden, up.bias))
+        y: Tensor = down.fused(Prologue(self.kind), Inputs(hidden, bias=up.bias))
+        return y
 
     def _composed(self, x: Tensor) -> Tensor:
         up, down = self.up, self.down

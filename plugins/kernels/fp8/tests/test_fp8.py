@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from mplug_fp8 import FP8, FP8Products, limits
-from mplug_fp8.products import Delayed, Products, Rowwise, Tensorwise
+from mplug_fp8.products import Delayed, Rowwise, Tensorwise
 from mplug_fp8.recipes import Options
+from mplug_fp8.scaled import Products
 from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -27,9 +28,11 @@ from mplug.testing.harness import Trace, difference, tiny_config, tiny_run, trai
 NAMED: dict[str, Any] = {"kernels.linear": "fp8", "model.num_layers": 3}
 DELAYED = {"precisions.fp8.when": "delayed", "precisions.fp8.history": 2, "precisions.fp8.power_of_two": True}
 BLOCKS_OF_128 = {"model.hidden_size": 256, "model.num_attention_heads": 4, "model.num_kv_heads": 2}
+FUSED = {**DELAYED, "kernels.norm_product": "fp8", "kernels.activation_product": "fp8"}
 RECIPES: dict[str, dict[str, Any]] = {
     "tensorwise": {},
     "delayed": DELAYED,
+    "fused": FUSED,
     "rowwise": {"precisions.fp8.scaling": "rowwise"},
     "blockwise": {**BLOCKS_OF_128, "precisions.fp8.scaling": "blockwise"},
 }
@@ -68,7 +71,7 @@ class TestDelayedProducts(KernelSuite):
 
     def _offered(self, dtype: str | None = None) -> tuple[Run, list[Offer]]:
         run, offers = super()._offered(dtype)
-        return run, [offer for offer in offers if "Linear.product" in offer.suppliers]
+        return run, [offer for offer in offers if "Experts.product" not in offer.suppliers]
 
 
 @pytest.mark.wide("precision")
@@ -84,11 +87,18 @@ class TestRowwiseProducts(TestDelayedProducts):
         return KernelSuite._offered(self, dtype)
 
 
-class TestDelayed(PrecisionSuite):
+class TestFused(PrecisionSuite):
+    """Norms and activations together with the product after them, by delayed scaling."""
+
     plugin = "fp8"
-    settings: ClassVar = {**NAMED, **DELAYED}
+    settings: ClassVar = {**NAMED, **FUSED}
     layouts = ("tp2",)
     tolerance = ROUNDED
+
+
+@pytest.mark.wide("precision")
+class TestDelayed(TestFused):
+    settings: ClassVar = {**NAMED, **DELAYED}
 
 
 @pytest.mark.wide("precision")
@@ -239,17 +249,20 @@ def answer(
     needs: tuple[str, ...] = (),
     recipe: Recipe | None = None,
     activations: str = "bfloat16",
+    slot: str = "Linear.product",
 ) -> bool | str:
-    """The answer for a linear layer [64, 32], or for another module."""
+    """The answer for a slot of a linear layer [64, 32], or for another module."""
     with torch.device("meta"):
         module = module or Linear(32, 64)
     recipe = recipe or FP8(FP8.Config(scaling=scaling)).define_precision().recipe
     assert recipe is not None
     precision = SimpleNamespace(recipe=recipe, activations=activations)
     mesh = Mesh.of([Axis("tp", tp, splits=("mlp",))], tp)
-    run: Any = SimpleNamespace(device=device, precision=precision, mesh=mesh)
-    names = {"Experts.product": ("up", "down")} if isinstance(module, Experts) else {"Linear.product": ("weight",)}
-    ((slot, weights),) = names.items()
+    kernels = SimpleNamespace(kinds={slot.rpartition(".")[2]: "kernels/fp8"} if slot in Linear.FUSED_SLOTS else {})
+    config = SimpleNamespace(kernels=kernels)
+    run: Any = SimpleNamespace(device=device, precision=precision, mesh=mesh, config=config)
+    weights = ("up", "down") if isinstance(module, Experts) else ("weight",)
+    slot = "Experts.product" if isinstance(module, Experts) else slot
     dims = ("experts", "mlp", "embed") if isinstance(module, Experts) else ("mlp", "embed")
     described = {name: Parameter(dims, Init("normal")) for name in weights}
     site = Site("blocks.*.up", slot, module, "blocks.0.up", frozenset({recipe.need, *needs}), described)
@@ -259,12 +272,18 @@ def answer(
     return answers[0] if answers else False
 
 
+NORM, ACTIVATION = Linear.FUSED_SLOTS
+DELAYED_RECIPE = FP8(FP8.Config(when="delayed")).define_precision().recipe
+
+
 def test_it_serves_its_recipes_and_says_why_it_does_not_serve_a_site() -> None:
     with torch.device("meta"):
         experts, odd = Experts(32, 64, 4, "gelu"), Linear(40, 64)
     assert answer() is True
     assert answer(scaling="rowwise") is True
     assert answer(experts, "rowwise") is True
+    assert answer(slot=NORM, needs=("rmsnorm",), recipe=DELAYED_RECIPE) is True
+    assert answer(slot=ACTIVATION, needs=("swiglu",), recipe=DELAYED_RECIPE) is True
     for reason, found in (
         ("only with a scale for each row ('fp8-rowwise')", answer(experts)),
         ("multiples of 16, and this site's weight is 64 by 40", answer(odd)),
@@ -276,6 +295,9 @@ def test_it_serves_its_recipes_and_says_why_it_does_not_serve_a_site() -> None:
         ("with gradients in float8_e4m3fn", answer(recipe=Recipe("fp8-rowwise", {"gradient": "float8_e5m2"}))),
         ("computes in float32", answer(activations="float32")),
         ("needs a CUDA GPU or a CPU", answer(device="mps")),
+        ("set precisions.fp8.when=delayed, or kernels.norm_product=null", answer(slot=NORM, needs=("rmsnorm",))),
+        ("it does not offer groupnorm", answer(slot=NORM, needs=("groupnorm",), recipe=DELAYED_RECIPE)),
+        ("it does not offer relu", answer(slot=ACTIVATION, needs=("relu",), recipe=DELAYED_RECIPE)),
     ):
         assert reason in str(found)
 

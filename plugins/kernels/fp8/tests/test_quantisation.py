@@ -10,8 +10,9 @@ import pytest
 import torch
 from mplug_fp8 import emulation, grouped, operators
 from mplug_fp8.emulation import BLOCK, E4M3, E5M2, padded
-from mplug_fp8.products import Blockwise, Delayed, Products, Rowwise, Tensorwise
+from mplug_fp8.products import Blockwise, Delayed, Rowwise, Tensorwise
 from mplug_fp8.recipes import Options
+from mplug_fp8.scaled import Products
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -57,7 +57,10 @@ class FP8:
 
 
 class FP8Products:
-    """The matrix products of linear layers and experts in FP8, by torch's scaled products and Triton kernels."""
+    """The matrix products of linear layers and experts in FP8, by torch's scaled products and Triton kernels.
+
+    With delayed scaling also norms and activations together with the product after them.
+    """
 
     class Config(BaseModel):
         """What is kept. The options of the recipe belong to the precision."""
@@ -75,10 +78,10 @@ class FP8Products:
 
     @hookimpl
     def offer(self, run: "Run") -> list[Offer]:
-        """`Linear.product` and `Experts.product`, with the options of the run's recipe."""
+        """Products of linear layers, alone or with the norm or activation before them, and of experts."""
         from mplug_fp8.suppliers import offers
 
-        return offers(run.precision.recipe, self.config.keep_weights)
+        return offers(run.precision.recipe, self.config.keep_weights, run.config.kernels.kinds)
 
     @hookimpl
     def captures(self) -> str:

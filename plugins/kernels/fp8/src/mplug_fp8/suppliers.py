@@ -1,16 +1,21 @@
 """The offers of a run's recipe."""
 
+from collections.abc import Callable, Container
 from typing import TYPE_CHECKING, Any
 
 from mplug import DelayedScaling, Offer, Recipe, Site
+from mplug.nn import FusedProduct
 from mplug_fp8.grouped import RowwiseGroups
-from mplug_fp8.limits import note, supports_experts, supports_linear
-from mplug_fp8.products import Blockwise, Delayed, Products, Rowwise, Tensorwise
+from mplug_fp8.limits import note, supports_activation, supports_experts, supports_linear, supports_norm
+from mplug_fp8.products import Blockwise, Delayed, Rowwise, Tensorwise
+from mplug_fp8.prologues import ActivationProduct, NormProduct
 from mplug_fp8.recipes import BLOCKWISE, DELAYED, GRADIENT, INPUT, LIMITS, ROWWISE, TENSORWISE, Options
+from mplug_fp8.scaled import Products
 
 if TYPE_CHECKING:
     from mplug import Run
 
+Supports = Callable[..., bool | str]
 PRODUCTS: dict[str, type[Products]] = {
     TENSORWISE: Tensorwise,
     DELAYED: Delayed,
@@ -25,14 +30,20 @@ activation again. Saving a copy in fp8 would add to the memory. Other inputs, as
 """
 
 
-def offers(recipe: Recipe | None, keeps_weights: bool) -> list[Offer]:
-    """`Linear.product` and `Experts.product`. Their `supports` refuses a recipe that is unknown."""
+def offers(recipe: Recipe | None, keeps_weights: bool, named: Container[str] = ()) -> list[Offer]:
+    """Products of linear layers, of norms and activations with these, and of experts.
+
+    Their `supports` refuses a recipe that is unknown. Norms and activations are offered for delayed scaling; with any
+    other recipe only if they are `named`, so that `supports` states the reason.
+    """
     options = _options(recipe)
     kind = PRODUCTS[recipe.name if recipe and recipe.name in PRODUCTS else TENSORWISE]
     grouped: dict[str, Any] = {"Experts.product": RowwiseGroups(options)}
     delayed = recipe is not None and recipe.name == DELAYED
     linear = [_linear(kind(options, keeps_input, keeps_weights), options, delayed) for keeps_input in (False, True)]
-    return [*linear, Offer(grouped, supports_experts, note=note)]
+    product = Delayed(options, keeps_weights=keeps_weights)
+    fused = [_fused(kind, product, options) for kind in FUSED if delayed or kind in named]
+    return [*linear, *fused, Offer(grouped, supports_experts, note=note)]
 
 
 def _linear(supplier: Products, options: Options, delayed: bool) -> Offer:
@@ -47,6 +58,21 @@ def _linear(supplier: Products, options: Options, delayed: bool) -> Offer:
         return Offer(product, supports, note=note)
     scaling = delayed_scaling_of(options)
     return Offer(product, supports, note=note, buffers=scaling.buffers, step_ended=scaling.step_ended)
+
+
+FUSED: dict[str, tuple[type[FusedProduct], Supports]] = {
+    "norm_product": (NormProduct, supports_norm),
+    "activation_product": (ActivationProduct, supports_activation),
+}
+"""Kinds of slots of a product together with what computes its input."""
+
+
+def _fused(kind: str, product: Delayed, options: Options) -> Offer:
+    make: Any
+    make, supports = FUSED[kind]
+    scaling, supplier = delayed_scaling_of(options), make(product)
+    buffers = {"buffers": scaling.buffers, "step_ended": scaling.step_ended}
+    return Offer({f"Linear.{kind}": supplier}, supports, note=note, **buffers)
 
 
 def delayed_scaling_of(options: Options) -> DelayedScaling:

@@ -5,7 +5,7 @@ Transformer Engine only if a run names the plugin.
 """
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
@@ -29,7 +29,7 @@ class TransformerEngine:
 
     @hookimpl
     def offer(self, run: "Run") -> list[Offer]:
-        """Offers of whole products in half precision and by the run's recipe, of attention, and of norms."""
+        """Offers of products in half precision and by the run's recipe, of attention, and of norms."""
         from mplug_te.attention import core, supports, varies
         from mplug_te.limits import supports_half, supports_norm
         from mplug_te.linear import HalfProduct
@@ -49,9 +49,10 @@ class TransformerEngine:
 
 
 def _by_recipe(recipe: "Recipe | None") -> list[Offer]:
-    """The offer of products by a recipe; empty if this plugin does not know the recipe."""
+    """The offers of products by a recipe; empty if this plugin does not know the recipe."""
     from mplug_te.limits import refuses_blackwell, supports_fp8
-    from mplug_te.linear import HalfProduct, product_of
+    from mplug_te.linear import DelayedProduct, HalfProduct, product_of
+    from mplug_te.prologues import NORMS, NormProduct
     from mplug_te.recipes import DELAYED, Options, delayed_scaling_of, options_of
 
     if recipe is None or recipe.name not in (*NAMES, *BLACKWELL):
@@ -64,7 +65,12 @@ def _by_recipe(recipe: "Recipe | None") -> list[Offer]:
     if recipe.name != DELAYED:
         return [Offer(supplier, partial(supports_fp8, recipe.name))]
     scaling, supports = delayed_scaling_of(options), partial(supports_fp8, recipe.name)
-    return [Offer(supplier, supports, buffers=scaling.buffers, step_ended=scaling.step_ended)]
+    keeping: dict[str, Any] = {"buffers": scaling.buffers, "step_ended": scaling.step_ended}
+    fused = NormProduct(DelayedProduct(options.forward, options.gradient, options.power_of_two))
+    return [
+        Offer(supplier, supports, **keeping),
+        Offer({"Linear.norm_product": fused}, partial(supports, kinds=NORMS), **keeping),
+    ]
 
 
 class FP8:

@@ -94,8 +94,11 @@ class TensorwiseProduct(Product):
         kept, whole = columns, rows
         if narrow.before is not None:
             kept, whole = rows, narrow.before.whole(rows)
-        y = self._times(weight.casts[0], weight, whole, inverse, self.forward_format, x.dtype, precise=False)
-        return narrow.scattered(y), (kept, inverse)
+        return narrow.scattered(self.multiplied(whole, inverse, weight, x.dtype)), (kept, inverse)
+
+    def multiplied(self, rows: Tensor, inverse: Tensor, weight: Operand, dtype: torch.dtype) -> Tensor:
+        """The product of the whole input [..., N, I], which is fp8 numbers with their inverse."""
+        return self._times(weight.casts[0], weight, rows, inverse, self.forward_format, dtype, precise=False)
 
     def dgrad(
         self,

@@ -28,13 +28,19 @@ if TYPE_CHECKING:
     from mplug.contracts import Variance as Variance
     from mplug.decoders.build import build_decoder as build_decoder
     from mplug.decoders.config import DecoderConfig as DecoderConfig
+    from mplug.decoders.general import GeneralDecoderConfig as GeneralDecoderConfig
+    from mplug.decoders.general import RopeScaling as RopeScaling
+    from mplug.decoders.parts import ActivationName as ActivationName
     from mplug.decoders.parts import AttentionConfig as AttentionConfig
     from mplug.decoders.parts import BlockConfig as BlockConfig
     from mplug.decoders.parts import EmbeddingConfig as EmbeddingConfig
     from mplug.decoders.parts import ExpertsConfig as ExpertsConfig
+    from mplug.decoders.parts import LatentAttentionConfig as LatentAttentionConfig
     from mplug.decoders.parts import MLPConfig as MLPConfig
     from mplug.decoders.parts import NormConfig as NormConfig
+    from mplug.decoders.parts import NormName as NormName
     from mplug.decoders.parts import PartConfig as PartConfig
+    from mplug.decoders.parts import ScoreName as ScoreName
     from mplug.decoders.sparse import SparseDecoderConfig as SparseDecoderConfig
     from mplug.errors import RunError as RunError
     from mplug.errors import UsageError as UsageError
@@ -68,6 +74,7 @@ if TYPE_CHECKING:
     from mplug.layout.plan import Parameter as Parameter
     from mplug.layout.plan import Plan as Plan
     from mplug.layout.plan import Segment as Segment
+    from mplug.layout.plan import Shift as Shift
     from mplug.layout.plan import Stages as Stages
     from mplug.layout.plan import Unit as Unit
     from mplug.layout.ranks import Grouping as Grouping
@@ -91,6 +98,7 @@ if TYPE_CHECKING:
     from mplug.registry.tokenizers import keep_tokenizer as keep_tokenizer
     from mplug.registry.tokenizers import load_tokenizer as load_tokenizer
     from mplug.registry.tokenizers import read_tokenizer as read_tokenizer
+    from mplug.rotary import Rotary as Rotary
     from mplug.run.run import Run as Run
     from mplug.run.toolchain import triton_builds as triton_builds
     from mplug.slot_kinds import slots_named as slots_named
@@ -121,14 +129,22 @@ publish(
         ),
         "mplug.decoders.build": ("build_decoder",),
         "mplug.decoders.config": ("DecoderConfig",),
+        "mplug.decoders.general": (
+            "GeneralDecoderConfig",
+            "RopeScaling",
+        ),
         "mplug.decoders.parts": (
+            "ActivationName",
             "AttentionConfig",
             "BlockConfig",
             "EmbeddingConfig",
             "ExpertsConfig",
+            "LatentAttentionConfig",
             "MLPConfig",
             "NormConfig",
+            "NormName",
             "PartConfig",
+            "ScoreName",
         ),
         "mplug.decoders.sparse": ("SparseDecoderConfig",),
         "mplug.errors": (
@@ -180,6 +196,7 @@ publish(
             "Parameter",
             "Plan",
             "Segment",
+            "Shift",
             "Stages",
             "Unit",
         ),
@@ -214,6 +231,7 @@ publish(
             "load_tokenizer",
             "read_tokenizer",
         ),
+        "mplug.rotary": ("Rotary",),
         "mplug.run.run": ("Run",),
         "mplug.run.toolchain": ("triton_builds",),
         "mplug.slot_kinds": ("slots_named",),

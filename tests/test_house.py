@@ -287,8 +287,8 @@ def test_a_bundled_plugin_is_laid_out_like_the_others(plugin: Path) -> None:
     kind, name = plugin.parent.name, plugin.name
     assert described["name"] == f"mplug-{name}"
     assert described["version"] == host["version"]
-    assert described["entry-points"][f"mplug.{kind}"][name].startswith(f"mplug_{name}:")
-    assert (plugin / "src" / f"mplug_{name}" / "__init__.py").is_file()
+    assert described["entry-points"][f"mplug.{kind}"][name].startswith(f"{package_of(plugin)}:")
+    assert (plugin / "src" / package_of(plugin) / "__init__.py").is_file()
     assert len((plugin / "README.md").read_text().splitlines()) > 3
     assert list((plugin / "tests").glob("test_*.py"))
 

@@ -64,6 +64,21 @@ class DecoderConfig(BaseModel, ABC):
         return True
 
     @property
+    def output_soft_cap(self) -> float | None:
+        """The soft cap of the logits; None unless a family overrides this."""
+        return None
+
+    @property
+    def depths_ahead(self) -> int:
+        """Depths of multi-token prediction; 0 unless a family overrides this."""
+        return 0
+
+    @property
+    def ahead_coefficient(self) -> float:
+        """The weight of the loss of multi-token prediction."""
+        return 0.0
+
+    @property
     def blocks(self) -> tuple[PartConfig, ...]:
         """The blocks, in order."""
         return tuple(self.block_config(number) for number in range(self.num_layers))

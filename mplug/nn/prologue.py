@@ -35,7 +35,7 @@ class Inputs(NamedTuple):
     """The tensors that a prologue reads.
 
     A norm reads x and the residual stream [..., n, D] (or None), its weight [D] and its bias [D] (or None). An
-    activation reads x [..., n, D] (swiglu: [..., n, 2D], gate first) and the bias [D or 2D] of x (or None).
+    activation reads x [..., n, D] (gated: [..., n, 2D], gate first) and the bias [D or 2D] of x (or None).
     """
 
     x: Tensor

@@ -13,6 +13,7 @@ from urllib.parse import unquote
 
 from mplug.config.entry import Entry
 from mplug.errors import UsageError, listed, suggest
+from mplug.open_lists import LISTS
 from mplug.slot_kinds import SLOT_KINDS
 from mplug.version import __version__
 
@@ -34,7 +35,10 @@ FLAGS = "flags"
 """The group 'mplug.flags', whose entry points are not plugins: each maps a flag to the config field that it sets."""
 SCHEDULES = "schedules"
 """The group 'mplug.schedules', whose entry points are functions from a `Shape` to the `Table` of a pipeline."""
+GROUPS_OF_LISTS = tuple(one.group.removeprefix("mplug.") for one in LISTS)
+"""Groups whose entry points are not plugins: each adds an entry to an open list (`mplug.open_lists`)."""
 NOT_PLUGINS = (FLAGS, SCHEDULES)
+GROUPS = (*KINDS, *NOT_PLUGINS, *GROUPS_OF_LISTS)
 RESERVED_FIELDS = ("name", "preset")
 RESERVED_NAMES = {"kernels": (*SLOT_KINDS, "default"), "parallel": ("layout", "data")}
 """By kind, the names that no plugin may have: the host has fields with these names beside the plugins' sub-sections."""
@@ -69,7 +73,7 @@ class Misplaced:
     version: str
 
     def __str__(self) -> str:
-        groups = [f"mplug.{kind}" for kind in (*KINDS, *NOT_PLUGINS)]
+        groups = [f"mplug.{kind}" for kind in GROUPS]
         return (
             f"the entry point '{self.name}' of {self.distribution} {self.version} is in the group '{self.group}', "
             f"which mplug {__version__} does not have{suggest(self.group, groups)}"
@@ -103,7 +107,7 @@ class Registry:
             misplaced += [
                 Misplaced(point.group, point.name, name, metadata["Version"])
                 for point in distribution.entry_points
-                if point.group.startswith("mplug.") and point.group.removeprefix("mplug.") not in (*KINDS, *NOT_PLUGINS)
+                if point.group.startswith("mplug.") and point.group.removeprefix("mplug.") not in GROUPS
             ]
         return sorted(entries, key=lambda entry: (entry.kind, entry.name, entry.distribution)), shadowed, misplaced
 

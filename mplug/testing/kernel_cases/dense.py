@@ -1,15 +1,15 @@
 """Linear layers, norms, and the MLP with its activation. B batch, S sequence, D embed, I in, O out, F mlp, N tokens."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mplug.layout.plan import Init, Parameter
 from mplug.nn import MLP, Inputs, Linear, Norm, Prologue
-from mplug.nn.mlp import Kind as Activation
-from mplug.nn.norm import Kind
+from mplug.nn.activations import ACTIVATIONS, is_gated
+from mplug.nn.norms import NORMS
 from mplug.nn.prologue import ACTIVATION_PRODUCT, FUSED_SLOTS, NORM_PRODUCT
 from mplug.nn.slot_buffers import hold
 from mplug.testing.fused import FusedLinear
@@ -53,7 +53,7 @@ def _linear(name: str, rows: tuple[int, ...], i: int, o: int, sink: bool = False
 
 
 def _fused_norms() -> Iterator[Case]:
-    for kind in get_args(Kind):
+    for kind in sorted(NORMS.plain):
         yield _fused(kind, NORM_PRODUCT, kind, (2, 16), 32, 48)
         yield _fused(f"{kind} with a residual and a bias", NORM_PRODUCT, kind, (2, 16), 32, 48, full=True)
         yield _fused(f"{kind} with an eps that counts", NORM_PRODUCT, kind, (24,), 32, 48, eps=1.0)
@@ -62,7 +62,7 @@ def _fused_norms() -> Iterator[Case]:
 
 
 def _fused_activations() -> Iterator[Case]:
-    for kind in get_args(Activation):
+    for kind in sorted(ACTIVATIONS.plain):
         yield _fused(kind, ACTIVATION_PRODUCT, kind, (2, 16), 32, 48)
         yield _fused(f"{kind} with a bias", ACTIVATION_PRODUCT, kind, (2, 16), 32, 48, full=True)
     yield _fused("odd widths", ACTIVATION_PRODUCT, "gelu", (2, 7), 19, 23, full=True)
@@ -74,7 +74,7 @@ def _fused(
 ) -> Case:
     """A norm or an activation and the product of its result; `full`: with a bias and a residual."""
     drawn, is_norm = Drawn(i + o), slot == NORM_PRODUCT
-    wide = 2 * i if kind == "swiglu" else i
+    wide = 2 * i if slot == ACTIVATION_PRODUCT and is_gated(kind) else i
     inputs = {"x": 0.5 + 1.5 * drawn.normal(*rows, wide), "weight": drawn.normal(o, i)}
     if is_norm:
         inputs["norm weight"] = 1 + 0.2 * drawn.normal(i)
@@ -115,11 +115,12 @@ def with_weight(i: int, o: int, weight: Tensor, sink: Tensor | None = None, slot
 
 
 def _norms() -> Iterator[Case]:
-    for kind in get_args(Kind):
+    for kind in NORMS.list.own:
+        yield _norm(f"{kind} with a residual and a bias", kind, 24, residual=True, bias=True)
+    for kind in sorted(NORMS.plain):
         yield _norm(kind, kind, 24)
         yield _norm(f"{kind} with a residual", kind, 24, residual=True)
         yield _norm(f"{kind} with a bias", kind, 24, bias=True)
-        yield _norm(f"{kind} with a residual and a bias", kind, 24, residual=True, bias=True)
         yield _norm(f"{kind} of an odd width", kind, 33, residual=True)
         yield _norm(f"{kind} with an eps that counts", kind, 24, eps=1.0)
         yield _norm(f"{kind} of batch 1 and length 1", kind, 24, rows=(1, 1), residual=True)
@@ -127,7 +128,7 @@ def _norms() -> Iterator[Case]:
 
 def _norm(
     name: str,
-    kind: Kind,
+    kind: str,
     d: int,
     rows: tuple[int, ...] = (2, 16),
     residual: bool = False,
@@ -150,19 +151,20 @@ def _norm(
 
         return call
 
-    return Case(("Norm.norm_residual",), name, Norm(d, kind, eps, bias), inputs, bind)
+    return Case(("Norm.norm_residual",), name, Norm(d, kind, eps, bias), inputs, bind, NORMS.needs(kind))
 
 
 def _activations() -> Iterator[Case]:
-    for kind in get_args(Activation):
+    for kind in ACTIVATIONS.list.own:
         yield _activation(kind, kind, (2, 16), 24)
+    for kind in sorted(ACTIVATIONS.plain):
         yield _activation(f"{kind} with a bias", kind, (2, 16), 24, bias=True)
         yield _activation(f"{kind} of an odd width", kind, (2, 7), 33, bias=True)
         yield _activation(f"{kind} of batch 1 and length 1", kind, (1, 1), 24)
 
 
-def _activation(name: str, kind: Activation, rows: tuple[int, ...], f: int, bias: bool = False) -> Case:
-    width, drawn = f * (2 if kind == "swiglu" else 1), Drawn(f)
+def _activation(name: str, kind: str, rows: tuple[int, ...], f: int, bias: bool = False) -> Case:
+    width, drawn = f * (2 if is_gated(kind) else 1), Drawn(f)
     inputs = {"x": 2 * drawn.normal(*rows, width)}
     if bias:
         inputs["bias"] = drawn.normal(width)
@@ -171,12 +173,13 @@ def _activation(name: str, kind: Activation, rows: tuple[int, ...], f: int, bias
         activate, bias = suppliers["MLP.activation"], x.get("bias")
         return lambda: {"output": activate(x["x"], bias, kind)}
 
-    return Case(("MLP.activation",), name, MLP(16, f, kind, bias), inputs, bind)
+    return Case(("MLP.activation",), name, MLP(16, f, kind, bias), inputs, bind, ACTIVATIONS.needs(kind))
 
 
 def _mlps() -> Iterator[Case]:
-    for kind in get_args(Activation):
+    for kind in ACTIVATIONS.list.own:
         yield _mlp(kind, kind, (2, 16), 32, 64)
+    for kind in sorted(ACTIVATIONS.plain):
         yield _mlp(f"{kind} with a bias", kind, (2, 16), 32, 64, bias=True)
     yield _mlp("several tiles", "gelu", (2, 131), 192, 320)
     yield _mlp("odd widths", "gelu", (2, 7), 19, 33)
@@ -184,10 +187,8 @@ def _mlps() -> Iterator[Case]:
     yield _mlp("a gradient sink that holds something", "gelu", (2, 16), 32, 64, sink=True)
 
 
-def _mlp(
-    name: str, kind: Activation, rows: tuple[int, ...], d: int, f: int, bias: bool = False, sink: bool = False
-) -> Case:
-    wide, drawn = f * (2 if kind == "swiglu" else 1), Drawn(d + f)
+def _mlp(name: str, kind: str, rows: tuple[int, ...], d: int, f: int, bias: bool = False, sink: bool = False) -> Case:
+    wide, drawn = f * (2 if is_gated(kind) else 1), Drawn(d + f)
     inputs = {"x": drawn.normal(*rows, d), "up": d**-0.5 * drawn.normal(wide, d), "down": drawn.normal(d, f)}
     if bias:
         inputs["bias"] = drawn.normal(wide)
@@ -202,4 +203,4 @@ def _mlp(
             x["up"].main_grad_stale = torch.zeros((), dtype=torch.bool, device="cpu")  # type: ignore[attr-defined]
         return lambda: {"output": mlp(x["x"])}
 
-    return Case(("MLP.core",), name, MLP(d, f, kind, bias), inputs, bind)
+    return Case(("MLP.core",), name, MLP(d, f, kind, bias), inputs, bind, ACTIVATIONS.needs(kind))

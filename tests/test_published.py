@@ -326,6 +326,57 @@ def test_greedy_text_is_that_of_the_library(family: str, models: Made, tmp_path:
     assert shorter == tokenizer.decode(answer[:place], skip_special_tokens=True) + "\n"
 
 
+def test_many_prompts_give_the_texts_that_each_gives_alone(models: Made, tmp_path: Path, cli_here: Cli) -> None:
+    """From a file, in batches, under tp2, and each alone."""
+    shutil.copytree(models["gpt2"][0], tmp_path / "folder")
+    with_tokenizer(tmp_path / "folder")
+    (tmp_path / "some.txt").write_text("Why?\nWhat is 2 + 3?\nWhy?\n")
+    words = ("generate", "--pretrained", "folder", "--tokens", "12", "--seed", "3", "--temperature", "2")
+    files = ("--prompts", "some.txt", "--output")
+    result = cli_here(*words, *files, "all.jsonl", "--batch-size", "3")
+    assert result.returncode == 0, result.stderr
+    lines = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
+    assert [line["prompt"] for line in lines] == ["Why?", "What is 2 + 3?", "Why?"]
+    assert lines[0]["completion"] != lines[2]["completion"], "a prompt that comes again gets another text"
+    for line in lines[:2]:
+        alone = cli_here(*words, "--prompt", line["prompt"])
+        assert alone.stdout == line["prompt"] + line["completion"] + "\n", alone.stderr
+    result = cli_here(*words, *files, "divided.jsonl", "--batch-size", "2", "--parallel", "tp2")
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "divided.jsonl").read_text() == (tmp_path / "all.jsonl").read_text()
+    stop = lines[1]["completion"][5:7]
+    printed = cli_here(*words, "--prompts", "some.txt", "--stop", stop).stdout.splitlines()
+    shorter = json.loads(printed[1])
+    assert (shorter["completion"], shorter["ended"]) == (lines[1]["completion"].partition(stop)[0], "stop")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--prompts", "some.txt", "--prompt", "a"), "--prompt is one prompt, and --prompts a file of them"),
+        (("--output", "o"), "--output is the file for the texts of --prompts"),
+        (("--prompts", "some.txt", "--output", "some.txt"), "both name 'some.txt'"),
+        (("--prompts", "some.txt", "--output", "none/o"), "cannot write --output 'none/o'"),
+        (("--prompts", "long.txt"), "'long.txt', line 2 has 101 tokens, and the model supports 96"),
+        (("--stop", ""), "--stop is empty"),
+        (("--parallel", "pp2"), "divides the model into stages (pp=2)"),
+        (("--parallel", "cp2"), "divides the sequence of a sample (cp=2)"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_before_weights_are_read(
+    words: tuple[str, ...], sentence: str, models: Made, tmp_path: Path, cli_here: Cli
+) -> None:
+    shutil.copytree(models["gpt2"][0], tmp_path / "folder")
+    with_tokenizer(tmp_path / "folder")
+    (tmp_path / "some.txt").write_text("Why?\n")
+    (tmp_path / "long.txt").write_text("a\n" + "x" * 100)
+    refused = cli_here("generate", "--pretrained", "folder", *words)
+    assert refused.returncode == 2, refused.stdout + refused.stderr
+    assert sentence in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1, refused.stderr
+    assert (tmp_path / "some.txt").read_text() == "Why?\n"
+
+
 def test_what_cannot_be_generated_is_refused(models: Made, tmp_path: Path, cli_here: Cli) -> None:
     shutil.copytree(models["gpt2"][0], tmp_path / "folder")
     words = ("generate", "--pretrained", "folder")

@@ -9,12 +9,20 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from mplug import Flops, Model, Plan, Unit
-from mplug.model.sampling import Sampling, choose, sample
+from mplug.model import decoding
+from mplug.model import sampling as drawing
+from mplug.model.sampling import Sampling, sample_key
 
 PROBABILITIES = [0.05, 0.4, 0.1, 0.25, 0.2]
 LOGITS = torch.tensor(PROBABILITIES, dtype=torch.float64).log() + 3.5
 """Logits are known up to a constant. From the likeliest: tokens 1, 3, 4, 2, 0."""
 GRID = 2000
+
+
+def choose(logits: Tensor, sampling: Sampling, draw: Tensor) -> int:
+    """The token of one sample; the function under test chooses for several at once."""
+    both = drawing.choose(torch.stack((logits.flip(0), logits)), sampling, torch.stack((1 - draw, draw)))
+    return int(both[1])
 
 
 def draws() -> list[Tensor]:
@@ -162,18 +170,32 @@ def counting() -> tuple[Model, Counter]:
     counter = Counter()
     unit = Unit("counter", ("tokens", "positions"), ("logits",))
     plan = Plan((), {}, {}, {}, Flops(0, 0), inference=(unit,))
-    return Model(nn.ModuleDict({"counter": counter}).train(), plan), counter
+    model = Model(nn.ModuleDict({"counter": counter}).train(), plan)
+    model.uncached = "its module declares nothing"
+    return model, counter
+
+
+def sample(model: Model, prompt: list[int], num_tokens: int, context: int, sampling: Sampling) -> list[int]:
+    found: list[int] = []
+    keys = [sample_key(sampling.seed)]
+    decoding.sample(model, [prompt], keys, num_tokens, context, sampling, lambda _, token: bool(found.append(token)))
+    return found
+
+
+def test_a_prompt_that_comes_again_gets_other_numbers() -> None:
+    keys = [sample_key(seed, number) for seed in (0, 1) for number in (0, 1, 2)]
+    assert len(set(keys)) == 6
 
 
 def test_each_token_follows_from_the_last_tokens_of_the_context() -> None:
     model, counter = counting()
-    assert list(sample(model, [5, 1], 4, 3, Sampling(temperature=0))) == [3, 6, 9, 12]
+    assert sample(model, [5, 1], 4, 3, Sampling(temperature=0)) == [3, 6, 9, 12]
     assert counter.windows == [[5, 1], [5, 1, 3], [1, 3, 6], [3, 6, 9]]
 
 
 def test_a_seed_gives_one_text_and_another_seed_another() -> None:
     model, _ = counting()
-    hot = [list(sample(model, [5], 40, 8, Sampling(temperature=100.0, seed=seed))) for seed in (1, 1, 2)]
+    hot = [sample(model, [5], 40, 8, Sampling(temperature=100.0, seed=seed)) for seed in (1, 1, 2)]
     assert hot[0] == hot[1] != hot[2]
     assert len(set(hot[0])) > 10
 

@@ -1,23 +1,45 @@
 """mplug generate."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from mplug.cli.options import Finite, PluginName, RunName
 
 if TYPE_CHECKING:
-    from mplug.contracts import Tokenizer
-    from mplug.model.model import Model
-    from mplug.model.sampling import Sampling
+    from mplug.cli.generate_prompts import Prompt
+    from mplug.cli.generate_work import Job, Wanted
+    from mplug.config.sources import Settings
+    from mplug.distributed.world import World
     from mplug.run.run import Run
 
 
 @click.command()
 @click.option("--name", type=RunName(), help="Name of the run; default: the newest run.")
 @click.option("--step", type=click.IntRange(0), help="Step of the checkpoint; default: the newest valid one.")
-@click.option("--prompt", default="def ", show_default=True, help="Text to continue.")
+@click.option("--prompt", help="Text to continue; default: 'def '.")
+@click.option(
+    "--prompts",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    metavar="FILE",
+    help="File of prompts: one per line, or JSON lines with the field 'prompt' if its name ends in '.jsonl'.",
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="With --prompts: file for the texts, as JSON lines in the order of the prompts; default: standard output.",
+)
+@click.option(
+    "--batch-size",
+    default=8,
+    show_default=True,
+    type=click.IntRange(1, 2**20),
+    help="With --prompts: prompts that are computed together. It does not change their texts.",
+)
 @click.option(
     "--tokens", default=300, show_default=True, type=click.IntRange(1, 10**9), help="Number of tokens to add."
 )
@@ -37,6 +59,7 @@ if TYPE_CHECKING:
     type=Finite(0, 1, min_open=True),
     help="Sample from the most probable tokens that together have this probability.",
 )
+@click.option("--stop", "stops", multiple=True, metavar="WORD", help="End the text before this word; may be repeated.")
 @click.option("--seed", default=0, show_default=True, type=int, help="The same seed gives the same text.")
 @click.option("--device", default="auto", type=click.Choice(["auto", "cpu", "cuda"]), help="Device to compute on.")
 @click.option(
@@ -48,99 +71,205 @@ if TYPE_CHECKING:
 @click.option(
     "--chat", is_flag=True, help="With --pretrained: the prompt is a user's message, in the folder's chat template."
 )
+@click.option("--attention", type=PluginName("kernels"), help="Kernel plugin for attention; default: the run's.")
+@click.option("--parallel", metavar="LAYOUT", help="Layout of strategies that divide the computation: tp2, ep4.")
+@click.option("--set", "assignments", metavar="FIELD=VALUE", multiple=True, help="Set a field: kernels.attention=null.")
 @click.option("--precision", type=PluginName("precisions"), help="With --pretrained: number formats; default: fp32.")
-@click.option("--attention", type=PluginName("kernels"), help="With --pretrained: kernel plugin for attention.")
-def command(
-    name: str | None,
-    step: int | None,
-    prompt: str,
-    tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    seed: int,
-    device: str,
-    pretrained: Path | None,
-    chat: bool,
-    precision: str | None,
-    attention: str | None,
-) -> None:
+def command(**options: Any) -> None:
     """Sample text from a trained run, or from a published checkpoint.
 
     With --pretrained, the folder's own tokenizer encodes the prompt, and the text ends at the end token of its
     generation_config.json.
 
+    A cache holds the keys and values of earlier positions, if all modules of the model declare that they serve one;
+    otherwise every token computes the whole text again. A text that is longer than the run's trainer.seq_length (or
+    than the published model supports) continues from its last tokens, without a cache.
+
+    With --prompts, each line of the output has the fields of its prompt, and 'completion', 'num_tokens' and 'ended'
+    ('end': an end token, 'stop': a word of --stop, 'length': --tokens). A text depends on the seed, on its prompt, and
+    on how often the same prompt came before; not on other prompts or on --batch-size.
+
     \b
     mplug generate --prompt "class Parser" --tokens 500 --temperature 0.7
     mplug generate --pretrained Qwen3-8B --chat --prompt "Why is the sky blue?" --precision bf16
+    mplug generate --pretrained Qwen3-8B --prompts questions.jsonl --output answers.jsonl --parallel tp2
     """
-    from mplug.checkpoint.folder import at_step
-    from mplug.config.defaults import saved_settings
-    from mplug.config.sources import read_assignments
+    from mplug.cli.generate_work import start
+    from mplug.distributed.world import launched
+
+    asked, world = Asked(**options), launched()
+    asked.refuse_contradictions()
+    job, run = _published(asked, world) if asked.pretrained is not None else _of_run(asked, world)
+    if asked.output is not None and (world is None or world.rank == 0):
+        _empty(asked.output)
+    start(job, run, world)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The options of the command line."""
+
+    name: str | None
+    step: int | None
+    prompt: str | None
+    prompts: Path | None
+    output: Path | None
+    batch_size: int
+    tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    stops: tuple[str, ...]
+    seed: int
+    device: str
+    pretrained: Path | None
+    chat: bool
+    precision: str | None
+    attention: str | None
+    parallel: str | None
+    assignments: tuple[str, ...]
+
+    def refuse_contradictions(self) -> None:
+        """Raise UsageError for options that contradict each other."""
+        from mplug.errors import UsageError
+
+        if self.pretrained is not None and (self.name is not None or self.step is not None):
+            raise UsageError("--pretrained names a folder, and --name and --step a run; use one of them")
+        if self.pretrained is None and (self.chat or self.precision is not None):
+            raise UsageError("--chat and --precision apply only to published checkpoints; add --pretrained")
+        if self.prompts is not None and self.prompt is not None:
+            raise UsageError("--prompt is one prompt, and --prompts a file of them; use one of them")
+        if self.prompts is None and self.output is not None:
+            raise UsageError("--output is the file for the texts of --prompts; add --prompts, or redirect the output")
+        if self.prompts is not None and self.output is not None and _is_same(self.prompts, self.output):
+            raise UsageError(f"--prompts and --output both name '{self.output}'; write to another file")
+        if "" in self.stops:
+            raise UsageError("--stop is empty; give a word that ends the text")
+
+    def read(self) -> "list[Prompt]":
+        """The prompts, before they are encoded."""
+        from mplug.cli.generate_prompts import Prompt, read_prompts
+
+        if self.prompts is not None:
+            return read_prompts(self.prompts, chat=self.chat)
+        return [Prompt("--prompt", "def " if self.prompt is None else self.prompt)]
+
+    def settings(self, *own: str, world: "World | None") -> "Settings":
+        """The settings of the command: `own`, those that a layout needs for batches of any size, and the user's."""
+        from mplug.cli.hints import assignment_hint
+        from mplug.config.sources import merge, read_assignments
+
+        assignment_hint(self.assignments)
+        fixed = [
+            f"trainer.device={self.device}",
+            "trainer.graphs=false",
+            f"parallel.layout={self.parallel or ''}",
+            *own,
+        ]
+        fixed += [f"kernels.attention={self.attention}"] if self.attention is not None else []
+        if self.parallel or world is not None:
+            fixed += ["trainer.micro_batch_size=1", "trainer.eval_every=0", "schedule.batch_rampup.start=null"]
+            fixed += ["watchdog.timeout=0"]  # it watches steps
+        return merge(read_assignments(fixed, "generate"), read_assignments(self.assignments))
+
+    def wanted(
+        self, prompts: "Sequence[Prompt]", encoded: Sequence[Sequence[int]], context: int, vocab_size: int | None
+    ) -> "Wanted":
+        """What to sample, with the defaults of a run; UsageError if a prompt has no token."""
+        from mplug.cli.generate_work import Wanted
+        from mplug.errors import UsageError
+        from mplug.model.sampling import Sampling
+
+        for prompt, tokens in zip(prompts, encoded, strict=True):
+            if not tokens:
+                raise UsageError(f"{prompt.where} is empty; give at least one character to continue")
+        return Wanted(
+            prompts=tuple(prompts),
+            encoded=tuple(map(tuple, encoded)),
+            num_tokens=self.tokens,
+            context=context,
+            sampling=Sampling(self.temperature, self.top_k, self.top_p, self.seed, vocab_size),
+            ends=frozenset(),
+            stops=self.stops,
+            batch_size=self.batch_size,
+            echo=self.prompts is None and not self.chat,
+            lines=self.prompts is not None,
+            output=self.output,
+        )
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    return other.exists() and one.samefile(other)
+
+
+def _empty(output: Path) -> None:
+    """Empty the file for the texts, before a long computation; UsageError if it cannot be written."""
     from mplug.errors import UsageError
-    from mplug.model.sampling import Sampling
+
+    try:
+        output.write_text("")
+    except OSError as error:
+        raise UsageError(f"cannot write --output '{output}': {error.strerror}; use another file") from None
+
+
+def _settled(base: "Settings", overrides: "Settings", world: "World | None") -> "tuple[Run, Settings]":
+    """The prepared run with its global batch size, which every number of data-parallel ranks must divide."""
+    from math import prod
+
+    from mplug.config.sources import merge, read_assignments
     from mplug.registry.entry_points import Registry
     from mplug.registry.resolve import resolve
+    from mplug.training.job import settle
+
+    ranks = prod(resolve(Registry(), base, overrides).parallel.degrees.values()) * (world.size if world else 1)
+    if ranks > 1:
+        overrides = merge(read_assignments([f"trainer.global_batch_size={ranks}"], "generate"), overrides)
+    return settle(base, overrides, world)
+
+
+def _of_run(asked: Asked, world: "World | None") -> "tuple[Job, Run]":
+    from mplug.checkpoint.choice import choose
+    from mplug.checkpoint.folder import at_step
+    from mplug.checkpoint.verified import Verified
+    from mplug.cli.generate_work import Job
+    from mplug.config.defaults import saved_settings
+    from mplug.errors import UsageError
+    from mplug.layout.mesh import Mesh
     from mplug.run.folder import find_directory
-    from mplug.run.prepare import prepare
 
-    if pretrained is not None:
-        from mplug.cli.generate_pretrained import Request, generate
-
-        if name is not None or step is not None:
-            raise UsageError("--pretrained names a folder, and --name and --step a run; use one of them")
-        draws = (temperature, top_k, top_p, seed)
-        generate(Request(pretrained, prompt, chat, tokens, *draws, device, precision or "fp32", attention))
-        return
-    if chat or precision is not None or attention is not None:
-        raise UsageError("--chat, --precision and --attention apply only to published checkpoints; add --pretrained")
-    directory = find_directory(name)
-    checkpoint = at_step(directory / "checkpoints", step)
-    own = (f"trainer.device={device}", "parallel.layout=", "trainer.graphs=false")  # graphs replay training steps
-    here = read_assignments(own, "generate")
-    run = prepare(resolve(Registry(), saved_settings(directory), here))
+    prompts = asked.read()
+    directory = find_directory(asked.name)
+    checkpoint = at_step(directory / "checkpoints", asked.step)
+    base = saved_settings(directory)
+    run, overrides = _settled(base, asked.settings(world=world), world)
     tokenizer = run.hooks.call.build_tokenizer(run=run)
     if tokenizer is None:
         raise UsageError(
             f"the data plugin of run '{directory}' has no tokenizer to decode tokens; use another run with --name"
         )
-    encoded = tokenizer.encode(prompt)
-    if not encoded:
-        raise UsageError("--prompt is empty; give at least one character to continue")
-    sampling = Sampling(temperature, top_k, top_p, seed, getattr(tokenizer, "vocab_size", None))
-    model = _loaded(run, checkpoint) if step is not None else _loaded_from_newest_valid(run, checkpoint)
-    _print(run, model, tokenizer, encoded, tokens, sampling)
-
-
-def _loaded(run: "Run", checkpoint: "Path") -> "Model":
-    from mplug.checkpoint.states import load_for_inference
-
-    return load_for_inference(run, checkpoint)
-
-
-def _loaded_from_newest_valid(run: "Run", newest: "Path") -> "Model":
-    """The model of the newest valid checkpoint; report those that are skipped, as `mplug train --resume` does."""
-    from mplug.checkpoint.choice import choose
-    from mplug.checkpoint.states import load_for_inference
-    from mplug.checkpoint.verified import Verified
-
+    encoded = [tokenizer.encode(prompt.text) for prompt in prompts]
+    size = getattr(tokenizer, "vocab_size", None)
+    wanted = asked.wanted(prompts, encoded, run.config.trainer.seq_length, size)
+    if asked.step is not None:
+        return Job(base, overrides, checkpoint, False, wanted), run
     verified = Verified()
-    choice = choose(run, newest, verified)
+    choice = choose(replace(run, mesh=Mesh.of([], 1)), checkpoint, verified)  # this process reads all files
     for line in choice.lines("sampling from"):
         click.echo(f"mplug: {line}", err=True)
-    return load_for_inference(run, choice.path, verified)
+    return Job(base, overrides, choice.path, False, wanted, verified), run
 
 
-def _print(
-    run: "Run", model: "Model", tokenizer: "Tokenizer", encoded: list[int], count: int, sampling: "Sampling"
-) -> None:
-    from mplug.model.sampling import sample
+def _published(asked: Asked, world: "World | None") -> "tuple[Job, Run]":
+    from mplug.cli.generate_pretrained import encode, end_tokens, settings_of, tokenizer_in
+    from mplug.cli.generate_work import Job
 
-    tokens, written = list(encoded), tokenizer.decode(encoded)
-    click.echo(written, nl=False)
-    for token in sample(model, encoded, count, run.config.trainer.seq_length, sampling):
-        tokens.append(token)
-        text = tokenizer.decode(tokens).rstrip("\ufffd")  # the last bytes of a character may be in the next token
-        click.echo(text[len(written) :], nl=False)
-        written = max(written, text, key=len)
-    click.echo(tokenizer.decode(tokens)[len(written) :])
+    assert asked.pretrained is not None
+    tokenizer, prompts = tokenizer_in(asked.pretrained), asked.read()
+    encoded = [tuple(encode(tokenizer, prompt, chat=asked.chat)) for prompt in prompts]
+    here = asked.settings(f"trainer.precision={asked.precision or 'fp32'}", world=world)
+    names = [prompt.where for prompt in prompts]
+    wanted = asked.wanted(prompts, encoded, 0, None)  # refuses empty prompts
+    base, settings, context = settings_of(asked.pretrained, encoded, names, asked.tokens, here)
+    run, overrides = _settled(base, settings, world)
+    wanted = replace(wanted, context=context, ends=end_tokens(asked.pretrained))
+    return Job(base, overrides, asked.pretrained, True, wanted), run

@@ -1,107 +1,69 @@
-"""mplug generate --pretrained: text from a published checkpoint, by the folder's own tokenizer."""
+"""mplug generate --pretrained: the prompts and the run of a published checkpoint, by the folder's own tokenizer."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
+from mplug.cli.generate_prompts import Prompt
 from mplug.errors import UsageError, listed
 
 if TYPE_CHECKING:
+    from mplug.config.sources import Settings
     from mplug.contracts import FolderTokenizer
-    from mplug.model.model import Model
-    from mplug.run.run import Run
 
 
-@dataclass(frozen=True)
-class Request:
-    """What to generate from a folder. With `chat`, the prompt is the message of a user."""
-
-    folder: Path
-    prompt: str
-    chat: bool
-    num_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
-    device: str
-    precision: str
-    attention: str | None
-
-
-def generate(request: Request) -> None:
-    """Print the prompt and its continuation; with `chat`, the answer alone. The text ends at an end token."""
+def tokenizer_in(folder: Path) -> "FolderTokenizer":
+    """The tokenizer of a published folder; UsageError if the folder is none."""
     from mplug.config.public import is_public
     from mplug.registry.entry_points import Registry
     from mplug.registry.public import folder_tokenizer
 
-    if not is_public(request.folder):
-        raise UsageError(
-            f"--pretrained '{request.folder}' has no config.json of a published checkpoint; use its folder"
-        )
-    tokenizer = folder_tokenizer(Registry(), request.folder)
-    message = {"role": "user", "content": request.prompt}
-    encoded = tokenizer.encode_chat([message]) if request.chat else tokenizer.encode_prompt(request.prompt)
-    if not encoded:
-        raise UsageError("--prompt is empty; give at least one character to continue")
-    run, context = _run(request, len(encoded))
-    model = _model(run, request.folder)
-    _print(model, tokenizer, encoded, _tokens(request, run, model, encoded, context), echo=not request.chat)
+    if not is_public(folder):
+        raise UsageError(f"--pretrained '{folder}' has no config.json of a published checkpoint; use its folder")
+    return folder_tokenizer(Registry(), folder)
 
 
-def _run(request: Request, length: int) -> "tuple[Run, int]":
-    """The run of the folder's model, and the number of tokens that the model sees."""
+def encode(tokenizer: "FolderTokenizer", prompt: Prompt, *, chat: bool) -> list[int]:
+    """The tokens of a prompt; with `chat`, of a conversation that ends with it."""
+    if not chat:
+        return tokenizer.encode_prompt(prompt.text)
+    return tokenizer.encode_chat(prompt.messages or [{"role": "user", "content": prompt.text}])
+
+
+def settings_of(
+    folder: Path, encoded: Sequence[tuple[int, ...]], names: Sequence[str], num_tokens: int, here: "Settings"
+) -> "tuple[Settings, Settings, int]":
+    """(base, overrides, context): the settings of a run of the folder's model, and the tokens that the model sees.
+
+    `names` name the prompts in errors. Raises UsageError if a prompt is longer than the model supports.
+    """
     from mplug.config.defaults import default_settings
     from mplug.config.sources import merge, read_assignments
     from mplug.registry.entry_points import Registry
     from mplug.registry.public import longest_sequence
     from mplug.registry.resolve import resolve
-    from mplug.run.prepare import prepare
 
     registry = Registry()
-    own = [f"trainer.device={request.device}", f"trainer.precision={request.precision}", "trainer.seq_length=1"]
-    own += [f"kernels.attention={request.attention}"] if request.attention is not None else []
-    here = read_assignments(own, "generate")
-    folder = read_assignments([f"checkpoint.pretrained.path={request.folder}"], "--pretrained")
-    base, settings = default_settings(), merge(here, folder)
+    pretrained = read_assignments([f"checkpoint.pretrained.path={folder}"], "--pretrained")
+    first = read_assignments(["trainer.seq_length=1"], "generate")
+    base, settings = default_settings(), merge(merge(first, here), pretrained)
     config = resolve(registry, base, settings)
-    longest = longest_sequence(config, request.folder)
-    context = length + request.num_tokens
+    longest = longest_sequence(config, folder)
+    lengths = [len(tokens) for tokens in encoded]
     if longest is not None:
-        if length > longest:
-            raise UsageError(f"--prompt has {length} tokens, and the model supports {longest}; shorten it")
-        context = min(context, longest)
-    settings = merge(settings, read_assignments([f"trainer.seq_length={context}"], "generate"))
-    return prepare(resolve(registry, base, settings)), context
+        for name, length in zip(names, lengths, strict=True):
+            if length > longest:
+                raise UsageError(f"{name} has {length} tokens, and the model supports {longest}; shorten it")
+    context = min(max(lengths) + num_tokens, longest or max(lengths) + num_tokens)
+    degrees = prod(config.parallel.degrees.values())
+    whole = -(-context // degrees) * degrees  # a layout may have to divide the sequence
+    if longest is not None and whole > longest:
+        whole = max(longest // degrees, 1) * degrees
+    return base, merge(settings, read_assignments([f"trainer.seq_length={whole}"], "generate")), context
 
 
-def _model(run: "Run", folder: Path) -> "Model":
-    from mplug.checkpoint.public_load import load_public_for_inference, refuse_other_model
-    from mplug.model.build import allocate_parts, build_model
-
-    model = build_model(run)
-    refuse_other_model(folder, model, run.config.checkpoint.pretrained)  # before memory is allocated
-    allocate_parts(run, model)
-    load_public_for_inference(run, model, folder)
-    return model
-
-
-def _tokens(request: Request, run: "Run", model: "Model", encoded: list[int], context: int) -> Iterator[int]:
-    """The tokens up to the first end token, or as many as requested."""
-    from mplug.model.sampling import Sampling, sample
-
-    ends = end_tokens(request.folder)
-    sampling = Sampling(request.temperature, request.top_k, request.top_p, request.seed, None)
-    for token in sample(model, encoded, request.num_tokens, context, sampling):
-        if token in ends:
-            return
-        yield token
-
-
-def end_tokens(folder: Path) -> set[int]:
+def end_tokens(folder: Path) -> frozenset[int]:
     """The tokens that end a text: those of generation_config.json, else those of config.json."""
     from mplug.config.public import CONFIG, read_json
 
@@ -112,18 +74,5 @@ def end_tokens(folder: Path) -> set[int]:
             ends = found if isinstance(found, list) else [found]
             if not all(type(end) is int for end in ends):
                 raise UsageError(f"'{folder}' has the end tokens {listed(map(repr, ends))}; they must be integers")
-            return set(ends)
-    return set()
-
-
-def _print(model: "Model", tokenizer: "FolderTokenizer", encoded: list[int], new: Iterator[int], *, echo: bool) -> None:
-    tokens = list(encoded)
-    written = tokenizer.decode(tokens)
-    if echo:
-        click.echo(written, nl=False)
-    for token in new:
-        tokens.append(token)
-        text = tokenizer.decode(tokens).rstrip("\ufffd")  # the last bytes of a character may be in the next token
-        click.echo(text[len(written) :], nl=False)
-        written = max(written, text, key=len)
-    click.echo(tokenizer.decode(tokens)[len(written) :])
+            return frozenset(ends)
+    return frozenset()

@@ -130,6 +130,19 @@ def declared(name: str, module: nn.Module) -> frozenset[str] | None:
     return None
 
 
+def covers(kind: type, attribute: str) -> bool:
+    """Whether a class, or one whose code it runs unchanged, has an attribute that declares something about its code.
+
+    It is the rule of `declared` for declarations about which torch's own modules say nothing.
+    """
+    for base in kind.__mro__:
+        if attribute in vars(base):
+            return True
+        if base.__module__.startswith("torch.nn.modules") or any(_computes(*one) for one in vars(base).items()):
+            return False
+    return False
+
+
 def _computes(attribute: str, value: object) -> bool:
     return attribute not in NO_CODE and (isfunction(value) or isinstance(value, property | staticmethod | classmethod))
 

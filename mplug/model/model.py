@@ -44,7 +44,9 @@ class Model:
     a GPU, lets the current stream wait). `passes` describes the passes that a step of
     the whole model computes. `slot_buffers` are the buffers that suppliers of this rank's slots keep. `recipe` is that
     of the run's precision; products of the modules that `base_modules` match ignore it. `master_dtype` is the dtype of
-    the masters; it is set when memory is allocated. `weights_version` grows whenever pieces have new weights.
+    the masters; it is set when memory is allocated. `weights_version` grows whenever pieces have new weights. In a run
+    that samples, `uncached` says why it does so without a cache (empty: it has one), and `replaced` are messages about
+    kernels of the config that plain torch replaces.
     """
 
     module: nn.Module
@@ -69,6 +71,8 @@ class Model:
     base_modules: tuple[str, ...] = ()
     master_dtype: torch.dtype = torch.float32
     weights_version: int = 0
+    uncached: str = ""
+    replaced: tuple[str, ...] = ()
     _sinks: Sinks | None = None
     _supplied: "tuple[Piece, ...] | None" = None
 

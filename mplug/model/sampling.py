@@ -1,12 +1,10 @@
 """Sampling from a model: temperature, top-k and nucleus (top-p, arXiv 1904.09751)."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from mplug.model.model import Model
 from mplug.nn.random import key_of, uniform
 
 
@@ -25,36 +23,31 @@ class Sampling:
     vocab_size: int | None = None
 
 
-@torch.no_grad()
-def sample(model: Model, prompt: list[int], num_tokens: int, context: int, sampling: Sampling) -> Iterator[int]:
-    """Yield `num_tokens` tokens after a prompt, each from a window of the last `context` tokens.
+def sample_key(seed: int, occurrence: int = 0) -> int:
+    """The key of the random numbers of a prompt: a function of the seed and of how often the prompt came before.
 
-    The random number of a token is a function of the seed and the token's index, so equal seeds give equal text.
+    So the text of a prompt does not depend on other prompts, and the same prompt gets other texts when it comes again.
     """
-    device = next(iter(model.parameters().values())).device
-    model.module.eval()
-    tokens, zero = list(prompt), torch.zeros(1, dtype=torch.int64, device=device)
-    for index in range(num_tokens):
-        window = torch.tensor([tokens[-context:]], device=device)
-        positions = torch.arange(window.shape[1], device=device)[None]
-        logits = model.logits({"tokens": window, "positions": positions, "sample_ids": zero, "keys": zero})[0, -1]
-        draw = uniform(key_of(sampling.seed, "sample"), torch.tensor(index)).double()
-        token = choose(logits.double().cpu(), sampling, draw)
-        tokens.append(token)
-        yield token
+    return key_of(seed, "sample", occurrence) if occurrence else key_of(seed, "sample")
 
 
-def choose(logits: Tensor, sampling: Sampling, draw: Tensor) -> int:
-    """The token that the random number `draw` in [0, 1) selects from logits [V]."""
-    logits = logits[: sampling.vocab_size]
+def draws(keys: Tensor, index: int) -> Tensor:
+    """The random numbers in [0, 1) with which samples with the keys [B] draw their token number `index`: fp64 [B]."""
+    return uniform(keys, torch.tensor(index)).double()
+
+
+def choose(logits: Tensor, sampling: Sampling, draws: Tensor) -> Tensor:
+    """The tokens [B] that the random numbers `draws` [B] in [0, 1) select from logits [B, V], in fp64."""
+    logits = logits[:, : sampling.vocab_size].double()
     if sampling.temperature == 0:
-        return int(logits.argmax())
-    ordered, tokens = ((logits - logits.max()) / sampling.temperature).sort(descending=True, stable=True)
+        return logits.argmax(dim=-1)
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / sampling.temperature
+    ordered, tokens = logits.sort(dim=-1, descending=True, stable=True)
     if sampling.top_k:
-        ordered = ordered[: sampling.top_k]
-    probabilities = ordered.softmax(dim=0)
-    before = probabilities.cumsum(dim=0) - probabilities
+        ordered = ordered[:, : sampling.top_k]
+    probabilities = ordered.softmax(dim=-1)
+    before = probabilities.cumsum(dim=-1) - probabilities
     probabilities = probabilities * (before < sampling.top_p)  # the likeliest token is always kept
-    cumulated = probabilities.cumsum(dim=0)
-    index = int(torch.searchsorted(cumulated, draw * cumulated[-1], right=True))
-    return int(tokens[min(index, len(ordered) - 1)])
+    cumulated = probabilities.cumsum(dim=-1)
+    index = torch.searchsorted(cumulated, draws[:, None].to(cumulated.device) * cumulated[:, -1:], right=True)
+    return tokens.gather(-1, index.clamp(max=ordered.shape[-1] - 1))[:, 0]

@@ -183,12 +183,13 @@ def _supplier_of(
     of_chosen = [offer for offer in suppliers if offer.plugin == chosen]
     if chosen and kind in kernels.kinds and not _supplies(kind, of_chosen):
         unmet.append(Unmet(chosen, site, f"it offers no supplier for slots of the kind '{kind}' alone"))
-    if not unmet and (lacking := site.lacking(_offered_in_plain_torch(site))):
+    if not unmet and (lacking := site.lacking(offered_in_plain_torch(site))):
         unmet.append(Unmet(PLAIN, site, lacking))
     return None, unmet
 
 
-def _offered_in_plain_torch(site: Site) -> frozenset[str]:
+def offered_in_plain_torch(site: Site) -> frozenset[str]:
+    """The needs of a site that its default in plain torch serves."""
     default = getattr(site.module, site.slot.rpartition(".")[2], None)
     if getattr(default, "only_composes", False):
         return site.needs

@@ -8,6 +8,7 @@ never the module.
 from mplug.nn.activations import ActivationFunction
 from mplug.nn.ahead import DepthAhead, TokensAhead
 from mplug.nn.attention import Attention, DotProductAttention, scaled_dot_product
+from mplug.nn.cache import Cache, CacheSize
 from mplug.nn.decoder import Block, Decoder, DenseBlock, SparseBlock, TokenEmbedding, decoder_plan
 from mplug.nn.description import Description, describe, flops_of, weights_per_token
 from mplug.nn.embedding import Embedding
@@ -51,6 +52,8 @@ __all__ = [
     "AttentionSpec",
     "Block",
     "Boundary",
+    "Cache",
+    "CacheSize",
     "Choice",
     "Decoder",
     "DenseBlock",

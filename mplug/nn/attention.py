@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from mplug.layout.plan import Parameter, Segment
 from mplug.nn.arguments import by_arguments
+from mplug.nn.cache import Cache, CacheSize
 from mplug.nn.inits import ONES, TOKENS, ZEROS, Entries, Inits
 from mplug.nn.linear import Linear
 from mplug.nn.norms import offset
@@ -95,10 +96,15 @@ class DotProductAttention(nn.Module):
 
     `num_heads`, `num_kv_heads` and `head_dim` are those of the whole model, also on a rank that holds only some of the
     heads. Suppliers and wraps may read them, and `spec`, from a site's module.
+
+    While a model samples, the host may give the module a `cache` (`mplug.nn.Cache`). The module then receives only the
+    last positions of its samples, adds their rows to the cache, and attends to all rows in it.
     """
 
     SLOTS: ClassVar[tuple[str, ...]] = ("Attention.core", "Attention.prepare_qk")
     mixes: ClassVar[frozenset[str]] = frozenset()  # only inside a slot
+    caches: ClassVar[bool] = True
+    cache: Cache | None = None
     site: Tensor
 
     def __init__(
@@ -183,6 +189,14 @@ class DotProductAttention(nn.Module):
         turning = self.theta.needs if isinstance(self.theta, Turns) else frozenset()
         return turning | ({WIDE_NORM} if self.q_norm is not None and self.qk_norm_offset else set())
 
+    def serve_cache(self) -> None:
+        """Make the module serve a cache from now on: `spec` then describes what its core computes with one."""
+        self.spec = replace(self.spec, own_key_length=True)
+
+    def new_cache(self, size: CacheSize) -> Cache:
+        """An empty cache: rows of keys [B, T, G, K] after rotation, and of values [B, T, G, V]; windows keep theirs."""
+        return Cache(size, None if self.spec.window is None else self.spec.window - 1)
+
     @property
     def scales_of_norm(self) -> tuple[Tensor | None, Tensor | None]:
         """The scales of QK-norm [K] of queries and keys, as the slots receive them."""
@@ -204,11 +218,25 @@ class DotProductAttention(nn.Module):
         return self._mixed(q, k, v, keys, document_lengths)
 
     def _mixed(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, document_lengths: Tensor | None) -> Tensor:
+        if self.cache is not None:
+            refuse_documents(document_lengths)
+            k, v = self.cache.extend(k, v)
+            document_lengths = self.cache.document_lengths(k.shape[1])
+        return self._attended(q, k, v, keys, document_lengths)
+
+    def _attended(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, document_lengths: Tensor | None) -> Tensor:
+        """The core's output [B, S, H, V]."""
         dropout = self.spec.dropout if self.training else 0.0
         spec = replace(self.spec, documents=document_lengths is not None, dropout=dropout)
         drawn = mix(keys ^ self.site) if dropout else None
         inputs = AttentionInputs(drawn, document_lengths, self.sinks, num_heads=self.num_heads)
         return self.core(q, k, v, spec, inputs)
+
+
+def refuse_documents(document_lengths: Tensor | None) -> None:
+    """Raise ValueError if samples with a cache are packed: the documents of a cache are its padding."""
+    if document_lengths is not None:
+        raise ValueError("a sample with a cache is one document; pass no document lengths")
 
 
 class Attention(DotProductAttention):
@@ -219,6 +247,7 @@ class Attention(DotProductAttention):
 
     SLOTS: ClassVar[tuple[str, ...]] = (*DotProductAttention.SLOTS, "Attention.prepare_qkv")
     mixes: ClassVar[frozenset[str]] = frozenset()  # only inside a slot
+    caches: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -1,16 +1,18 @@
 """Multi-head latent attention (MLA, arXiv 2405.04434, section 2.1): keys and values come from one narrow vector.
 
-B batch, S sequence, D embed, H heads, N width of a key's part without positions, R width of its part with positions, V
-width of a value, L width of the latent vector.
+B batch, S sequence, T rows of a cache, D embed, H heads, N width of a key's part without positions, R width of its part
+with positions, V width of a value, L width of the latent vector.
 """
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from mplug.layout.plan import Parameter, Segment
-from mplug.nn.attention import DotProductAttention
+from mplug.nn.attention import DotProductAttention, refuse_documents
+from mplug.nn.cache import Cache, CacheSize
 from mplug.nn.inits import ONES, Entries, Inits
 from mplug.nn.linear import Linear
 from mplug.nn.norm import Norm
@@ -26,9 +28,15 @@ class LatentAttention(DotProductAttention):
 
     Tensor parallelism divides the heads of `q`, `q_up`, `kv_up` and `out`; all ranks hold the projections to latent
     vectors. `latent_eps` is that of the norms of latent vectors.
+
+    A cache holds one row [L + R] per position: the normalised latent vector, and the shared part of the keys. With a
+    cache, the core has one KV head: the queries' parts without positions, multiplied by the key half of `kv_up`, meet
+    the latent vectors themselves, which are also the values; the output is multiplied by the value half of `kv_up`
+    (section 2.1.2, "absorbed").
     """
 
     mixes: ClassVar[frozenset[str]] = frozenset()  # only inside a slot
+    caches: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -49,7 +57,7 @@ class LatentAttention(DotProductAttention):
         named: dict[str, Any] = {"scale": scale, "value_width": value_width, **masks}
         super().__init__(num_heads, num_heads, width, qk_norm=False, theta=None, **named)
         self.theta = None if rotary is None else rotary.turns(rotary_width)
-        self.kv_rank, self.widths = kv_rank, (key_width, rotary_width)
+        self.kv_rank, self.widths, self.value_width = kv_rank, (key_width, rotary_width), value_width
         self.q = Linear(dim, num_heads * width, bias=False) if q_rank is None else None
         self.q_down = Linear(dim, q_rank, bias=False) if q_rank is not None else None
         self.q_latent_norm = Norm(q_rank, "rmsnorm", latent_eps) if q_rank is not None else None
@@ -62,7 +70,7 @@ class LatentAttention(DotProductAttention):
     def plan_entries(self, inits: Inits) -> Entries:
         """The meaning of the parameters; the latent axes are divided by no strategy."""
         key_width, rotary_width = self.widths
-        value_width = self.spec.value_width
+        value_width = self.value_width
         queries = Segment("heads", self.num_heads, self.head_dim)
         latent = (Segment("kv_latent", self.kv_rank), Segment("shared_key", rotary_width))
         entries = {
@@ -86,17 +94,49 @@ class LatentAttention(DotProductAttention):
     def forward(self, x: Tensor, positions: Tensor, keys: Tensor, document_lengths: Tensor | None = None) -> Tensor:
         """x [B, S, D], positions [1 or B, S], the samples' random keys [B] -> [B, S, D]."""
         latent, turning_key = self.kv_down(x).split((self.kv_rank, self.widths[1]), dim=-1)
+        latent = self.kv_latent_norm(latent)[0]
         # The shared key takes the way of the latent vector to the heads: through the collective before `kv_up`.
         turning_key = self.kv_up.gather(turning_key)[:, :, None]  # [B, S, 1, R]
-        still, v = self._unpacked(self.kv_up(self.kv_latent_norm(latent)[0]), self.spec.value_width)
         still_query, turning_query = self._unpacked(self._queries(x), self.widths[1])
         turning_query, turning_key = self.prepare_qk(
             turning_query, turning_key, positions, None, None, self.eps, self.theta
         )
+        if self.cache is not None:
+            refuse_documents(document_lengths)
+            rows = torch.cat((self.kv_up.gather(latent)[:, :, None], turning_key), dim=-1)  # [B, S, 1, L + R]
+            return self._with_cache(self.cache, still_query, turning_query, rows, keys)
+        still, v = self._unpacked(self.kv_up(latent), self.value_width)
         q = torch.cat((still_query, turning_query), dim=-1)
         k = torch.cat((still, turning_key.expand(-1, -1, still.shape[2], -1)), dim=-1)
         y: Tensor = self.out(self._mixed(q, k, v, keys, document_lengths).flatten(-2))
         return y
+
+    def serve_cache(self) -> None:
+        """Make the module serve a cache from now on: the core then has one KV head, as wide as a row of the cache."""
+        width = self.kv_rank + self.widths[1]
+        self.spec = replace(self.spec, key_width=width, value_width=self.kv_rank, own_key_length=True)
+        self.num_kv_heads, self.head_dim = 1, width
+
+    def new_cache(self, size: CacheSize) -> "LatentCache":
+        """An empty cache: rows [B, T, 1, L + R]."""
+        return LatentCache(size, None if self.spec.window is None else self.spec.window - 1)
+
+    def _with_cache(
+        self, cache: Cache, still_query: Tensor, turning_query: Tensor, rows: Tensor, keys: Tensor
+    ) -> Tensor:
+        """Queries' parts [B, S, H, N] and [B, S, H, R], new rows [B, S, 1, L + R] -> [B, S, D]."""
+        assert isinstance(cache, LatentCache)
+        if cache.halves is None:
+            # The product itself is applied to the identity, so that its supplier and adapters count. Tensor parallelism
+            # may append the rows of other ranks, which are copies of these.
+            identity = torch.eye(self.kv_rank, dtype=rows.dtype, device=rows.device)[None]
+            cache.halves = self._unpacked(self.kv_up(identity)[0, : self.kv_rank], self.value_width)
+        of_keys, of_values = cache.halves  # [L, H, N], [L, H, V]
+        q = torch.cat((torch.einsum("bshn,lhn->bshl", still_query, of_keys), turning_query), dim=-1)
+        (k,) = cache.extend(rows)
+        y = self._attended(q, k, k[..., : self.kv_rank], keys, cache.document_lengths(k.shape[1]))
+        out: Tensor = self.out(torch.einsum("bshl,lhv->bshv", y, of_values).flatten(-2))
+        return out
 
     def _queries(self, x: Tensor) -> Tensor:
         if self.q is not None:
@@ -109,6 +149,16 @@ class LatentAttention(DotProductAttention):
         return up
 
     def _unpacked(self, heads: Tensor, last: int) -> tuple[Tensor, Tensor]:
-        """[B, S, H (N + last)] -> [B, S, H, N] and [B, S, H, last]."""
+        """[..., H (N + last)] -> [..., H, N] and [..., H, last]."""
         first, second = heads.unflatten(-1, (-1, self.widths[0] + last)).split((self.widths[0], last), dim=-1)
         return first, second
+
+
+class LatentCache(Cache):
+    """A cache of latent vectors.
+
+    `halves` are those of `kv_up`, as the core needs them: [L, H, N] for keys, [L, H, V] for values. They do not change
+    while a model samples.
+    """
+
+    halves: tuple[Tensor, Tensor] | None = None

@@ -177,8 +177,11 @@ class Router(nn.Module):
 
     @property
     def mixes(self) -> frozenset[str]:
-        """`batch` if the loss covers a micro batch. The sum over positions runs in a slot, so it does not count."""
-        return frozenset({"batch"} if self.balance == "micro_batch" else ())
+        """`batch` if the loss covers a micro batch. The sum over positions runs in a slot, so it does not count.
+
+        Only training computes the loss.
+        """
+        return frozenset({"batch"} if self.balance == "micro_batch" and self.training else ())
 
     @property
     def varies(self) -> str:

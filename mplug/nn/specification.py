@@ -36,7 +36,7 @@ class AttentionSpec:
     - `sinks`: every head has one additional score without a value (gpt-oss, arXiv 2508.10925).
     - `bias`: the kind of a term that is added to the scores by position and head: 'alibi', -slope |distance|
       (arXiv 2108.12409); 'relative', a table by distance (T5, arXiv 1910.10683); or a kind that only some kernel knows.
-    - `own_key_length`: the number of keys may exceed the number of queries.
+    - `own_key_length`: the number of keys may exceed the number of queries, which are then the last ones.
     - `dropout`: the probability with which an attention weight is dropped.
 
     `key_width` and `value_width` are those of one head.
@@ -80,7 +80,7 @@ class AttentionInputs(NamedTuple):
     keys: Tensor | None = None
     """[B], int64: the dropout mask is a function of them, of the head's number in the whole model, and of positions."""
     document_lengths: Tensor | None = None
-    """[B, M], int64, in the order of the documents; each row sums to S, padded with zeros."""
+    """[B, M], int64, in the order of the documents; each row sums to the number of keys, padded with zeros."""
     sinks: Tensor | None = None
     """[H]."""
     bias_table: Tensor | None = None
@@ -101,7 +101,7 @@ def unseen(
     if spec.window is not None:
         yield _distances(queries, keys, device).abs() >= spec.window
     if inputs.document_lengths is not None:
-        yield ~same_document(inputs.document_lengths, queries)
+        yield ~same_document(inputs.document_lengths, keys)[:, :, keys - queries :]
 
 
 def bias_of(

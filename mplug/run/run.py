@@ -22,6 +22,13 @@ if TYPE_CHECKING:
     from mplug.run.lock import Claim
 
 
+@dataclass(frozen=True)
+class Decoding:
+    """How a run samples. `padded`: the samples of a batch may have padding, because their lengths differ."""
+
+    padded: bool = False
+
+
 @dataclass
 class Run:
     """The run that every hook receives. `step` is the number of the current step; the first is 1."""
@@ -41,6 +48,8 @@ class Run:
     """The current activity of this process; heartbeats report it."""
     entries: frozenset[str] = frozenset()
     """The optional entries of the loader's micro batches."""
+    decoding: Decoding | None = None
+    """How the run samples instead of training; None: it trains."""
     depends_on_layout: tuple[str, ...] = ()
     """Messages about everything in the run that depends on the layout. Set when a training process is built."""
 

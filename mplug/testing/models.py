@@ -199,6 +199,12 @@ class ModelSuite(PluginSuite):
 
         require_declared_mixing(self.trial(trainer__precision="fp64"))
 
+    def test_sampling_with_a_cache_is_exact(self) -> None:
+        """If all modules declare that they serve a cache, its logits are those of the whole text, with padding too."""
+        from mplug.testing.cached import require_exact_cache
+
+        require_exact_cache(self.tiny())
+
     # Under layouts.
 
     def test_a_layout_gives_the_run_of_one_process(self, layout: str) -> None:

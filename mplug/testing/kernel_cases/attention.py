@@ -72,6 +72,9 @@ def _specified() -> Iterator[Case]:
     yield _core("keys wider than values", 2, 13, 4, 2, 24, value_width=8, **half)
     yield _core("more keys than queries", 2, 5, 4, 2, 8, more_keys=4, **half)
     yield _core("more keys than queries and no causal mask", 2, 5, 4, 2, 8, more_keys=4, causal=False, **half)
+    yield _core("one query at the end of the keys", 2, 1, 4, 2, 8, more_keys=12, **half)
+    yield _core("more keys than queries, and a window", 2, 3, 4, 2, 8, more_keys=10, window=4, **half)
+    yield _core("more keys than queries, and documents", 2, 3, 4, 2, 8, more_keys=10, documents=True, **half)
 
 
 DOCUMENTS_OF_13 = ((5, 1, 7, 0), (13, 0, 0, 0))

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from mplug.nn import AttentionInputs, AttentionSpec
 from mplug.nn.parts import PLAIN_PARTS, with_parts
-from mplug.nn.specification import FULL, VALUE_WIDTH, bias_of, unseen
+from mplug.nn.specification import FULL, KEY_LENGTH, VALUE_WIDTH, WINDOW, bias_of, unseen
 from mplug_sdpa.parts import CUDNN_PARTS, FLASH_PARTS, packed_by_flash
 
 aten = torch.ops.aten
@@ -40,12 +40,25 @@ def attention_by(operator: Operator, masked: Masked | None = None) -> Callable[.
 
         Dropout draws from torch's own generator, not from `inputs`.
         """
-        if masked is not None and not spec.needs <= UNMASKED:
+        if masked is not None and not _needs_no_mask(q, k, spec):
             return masked(q, k, v, spec, inputs)
         heads = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-        return operator(heads, spec.scale, spec.dropout, spec.causal).transpose(1, 2)
+        causal = spec.causal and q.shape[1] == k.shape[1]
+        return operator(heads, spec.scale, spec.dropout, causal).transpose(1, 2)
 
     return attention
+
+
+def _needs_no_mask(q: Tensor, k: Tensor, spec: AttentionSpec) -> bool:
+    """Whether a call sees all keys, or has a causal mask with as many keys as queries.
+
+    A single query is the last position, and sees all keys. A window hides nothing from sequences that fit into it.
+    """
+    queries, keys = q.shape[1], k.shape[1]
+    needs = spec.needs - {KEY_LENGTH} if queries in (1, keys) or not spec.causal else spec.needs
+    if spec.window is not None and keys <= spec.window:
+        needs -= {WINDOW}
+    return needs <= UNMASKED
 
 
 def _grouped(heads: Heads) -> bool:
@@ -87,7 +100,7 @@ def _math(heads: Heads, scale: float, dropout: float, causal: bool, mask: Tensor
     return mixed.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-# Documents, windows and biases, by a mask [B or 1, H or 1, S, T] that each call builds.
+# Documents, windows, biases and more keys than queries, by a mask [B or 1, H or 1, S, T] that each call builds.
 
 
 def _masked_by_torch(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:

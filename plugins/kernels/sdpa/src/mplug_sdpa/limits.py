@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mplug import Site
-from mplug.nn.specification import BIASES, DOCUMENTS, FULL, LOG_SUM_EXP, VALUE_WIDTH, WINDOW
+from mplug.nn.specification import BIASES, DOCUMENTS, FULL, KEY_LENGTH, LOG_SUM_EXP, VALUE_WIDTH, WINDOW
 
 if TYPE_CHECKING:
     from mplug import Run
@@ -22,13 +22,16 @@ FIRST_SOUND_CUDNN = 91501
 MASKED = {DOCUMENTS, WINDOW, *BIASES}
 """Needs that a mask in memory can express."""
 OFFERED = {
-    "torch": {LOG_SUM_EXP, FULL, VALUE_WIDTH},
+    "torch": {LOG_SUM_EXP, FULL, VALUE_WIDTH, KEY_LENGTH},
     "cudnn": {LOG_SUM_EXP, FULL},
     "flash": {LOG_SUM_EXP, FULL, DOCUMENTS},
     "efficient": {FULL},
-    "math": {LOG_SUM_EXP, FULL, VALUE_WIDTH, *MASKED},
+    "math": {LOG_SUM_EXP, FULL, VALUE_WIDTH, KEY_LENGTH, *MASKED},
 }
-"""Supplier -> needs that it serves beyond the plain case; on a CPU, 'torch' serves MASKED too (`lacking`)."""
+"""Supplier -> needs that it serves beyond the plain case.
+
+'torch' serves MASKED too on a CPU, and at sites with keys from a cache, where a mask has few rows (`lacking`).
+"""
 
 
 def auto(site: Site, run: "Run") -> str:
@@ -48,7 +51,8 @@ def auto(site: Site, run: "Run") -> str:
 
 def lacking(backend: str, site: Site, run: "Run") -> str:
     """The needs of a site that a backend does not serve, as a message; the empty string if it serves all."""
-    masked = MASKED if backend == "torch" and run.device == "cpu" else set()
+    few_rows = run.device == "cpu" or KEY_LENGTH in site.needs
+    masked = MASKED if backend == "torch" and few_rows else set()
     return site.lacking(OFFERED[backend] | masked)
 
 

@@ -93,6 +93,8 @@ def supports(site: Site, run: "Run") -> bool | str:
     offered = OFFERED if DOCUMENTS in site.needs else OFFERED | {LOG_SUM_EXP}  # parts with segments are not offered
     if reason := site.lacking(offered):
         return reason
+    if {DOCUMENTS, KEY_LENGTH} <= site.needs:
+        return "it supports documents only if there are as many keys as queries, and this site needs 'key length'"
     return runs(run) or _refused_by_cudnn(site, run) or True
 
 

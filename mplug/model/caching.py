@@ -1,0 +1,123 @@
+"""Sampling with a cache: which models can, what their attention then computes, and which layouts sample.
+
+A model samples with a cache if its modules declare enough:
+
+- Every module declares what it mixes (`mplug.model.mixing`), and in evaluation none mixes positions or samples outside
+  of slots. So the last positions can be computed alone, and several samples together.
+- Every module with the slot `Attention.core` declares that it serves a cache:
+
+      caches: ClassVar[bool] = True
+
+  Then it has `serve_cache()`, `new_cache(size)` and an attribute `cache`, as `mplug.nn.DotProductAttention` has them.
+  As for `mixes`, a declaration covers the code of its class and what the class inherits, not the code of subclasses.
+
+Any other model samples one prompt at a time, and computes all its positions again for every token.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from mplug.errors import UsageError, listed
+from mplug.model.mixing import covers, statements
+from mplug.model.model import Model
+from mplug.model.selection import Selection, offered_in_plain_torch
+from mplug.nn.specification import DOCUMENTS
+from mplug.run.run import Run
+
+NAME = "caches"
+"""The attribute by which a class declares that its modules serve a cache."""
+CORE = "Attention.core"
+PROTOCOL = ("cache", "serve_cache", "new_cache")
+
+
+def refuse_to_sample(run: Run, model: Model) -> None:
+    """Raise UsageError if the model has no inference units, or if the layout cannot sample."""
+    (owner,) = run.hooks.implementers("build_model")
+    if not model.plan.inference:
+        raise UsageError(f"the plan of {owner} has no inference units, so the model cannot be sampled from")
+    owners = {axis.name: label for label, axes in run.hooks.each("mesh_axes", config=run.config) for axis in axes}
+    for axis in run.mesh.axes.values():
+        label, size = owners.get(axis.name, "the layout"), f"{axis.name}={axis.size}"
+        divided = sorted({*axis.entries} - {"batch"})
+        if axis.size > 1 and axis.name == model.stages.axis:
+            raise UsageError(
+                f"{label} divides the model into stages ({size}), and sampling runs all units on every rank; use a "
+                f"layout without it, such as tensor parallelism"
+            )
+        if axis.size > 1 and divided:
+            raise UsageError(
+                f"{label} divides the {listed(divided)} of a sample ({size}), which grows token by token; use a layout "
+                f"without it"
+            )
+    for name, placement in model.placements.items():
+        if placement.gathered_along:
+            raise UsageError(
+                f"the layout '{run.config.parallel.layout}' stores parts of '{name}' that training gathers for each "
+                f"pass, and sampling gathers no weights; use a layout that divides the computation (tensor or expert "
+                f"parallelism)"
+            )
+
+
+def serve_caches(run: Run, model: Model) -> None:
+    """Let the attention of a model serve caches from now on, if all its modules can; sets `model.uncached`.
+
+    Call it before offers are selected: a site's specification and its needs are those with a cache. Attention receives
+    padding as a document of its own, so sites need documents if there may be padding.
+    """
+    model.module.eval()  # some modules mix samples in training only
+    model.uncached = _reason_against(model)
+    if model.uncached:
+        return
+    for module in cached_modules(model):
+        module.serve_cache()
+    if run.decoding is not None and run.decoding.padded:
+        run.entries |= {DOCUMENTS}
+
+
+def cached_modules(model: Model) -> Iterator[Any]:
+    """The modules that keep a cache, in order."""
+    for unit in model.plan.inference:
+        for module in model.module.get_submodule(unit.name).modules():
+            if _attends(module):
+                yield module
+
+
+def _attends(module: nn.Module) -> bool:
+    return CORE in getattr(type(module), "SLOTS", ())
+
+
+def _reason_against(model: Model) -> str:
+    """Why a model cannot sample with a cache, as a clause; empty if it can."""
+    for statement in statements(model):
+        if statement.axes is None:
+            return f"no declaration states what {statement.label} mixes (`mixes`)"
+        if mixed := sorted(statement.axes & {"sequence", "batch"}):
+            return f"{statement.label} mixes the {listed(mixed)}"
+        module: Any = statement.module
+        if not _attends(module):
+            continue
+        if not covers(type(module), NAME) or module.caches is not True:
+            return f"{statement.label} does not declare that it serves a cache (`{NAME}`)"
+        if missing := [name for name in PROTOCOL if not hasattr(module, name)]:
+            raise UsageError(f"{statement.label} declares `{NAME}`, and lacks {listed(missing)}")
+    return ""
+
+
+def use_plain_attention(model: Model, selection: Selection) -> None:
+    """Let plain torch fill the attention cores that the config's kernel cannot compute with a cache.
+
+    A kernel that trains a model need not serve keys from a cache. `model.replaced` has a message for each such role.
+    """
+    if model.uncached:
+        return
+    kept, messages = [], dict[str, None]()
+    for unmet in selection.unmet:
+        by_kernel = unmet.site.slot == CORE and unmet.plugin.startswith("kernels/")
+        if by_kernel and not unmet.site.lacking(offered_in_plain_torch(unmet.site)):
+            messages[f"{unmet}; plain torch computes it"] = None
+        else:
+            kept.append(unmet)
+    selection.unmet = kept
+    model.replaced = tuple(messages)

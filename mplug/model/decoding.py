@@ -1,0 +1,248 @@
+"""Sampling from a model, token by token: with a cache, many prompts at once; without one, one prompt at a time.
+
+B prompts of a batch, b of them on this rank, S positions of a call, V vocabulary.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from mplug.errors import UsageError
+from mplug.layout.mesh import Mesh
+from mplug.model.caching import cached_modules
+from mplug.model.model import Model
+from mplug.model.sampling import Sampling, choose, draws
+from mplug.model.units import run_units
+from mplug.nn.cache import CacheSize
+from mplug.ops import all_gather
+from mplug.run.run import Run
+
+Take = Callable[[int, int], bool]
+"""(number of a prompt, its next token) -> whether its text ends here."""
+
+
+class Alone:
+    """The ranks that sample together, if there is only this one."""
+
+    shard, shards, multiple, padded = 0, 1, 1, True
+
+    def whole_vocabulary(self, logits: Tensor) -> Tensor:
+        """This rank's logits [b, V / R] -> [b, V]."""
+        return logits
+
+    def tokens_of_all(self, tokens: Tensor) -> Tensor:
+        """The tokens [b] of this rank's prompts -> those [B] of all prompts of the batch."""
+        return tokens
+
+
+class Ranks(Alone):
+    """The ranks of a layout.
+
+    Ranks that divide the batch compute different prompts (`shard` of `shards`). Those inside a model share its prompts;
+    they need a `multiple` of positions in each call, if they divide the positions among themselves.
+    """
+
+    def __init__(self, run: Run, model: Model) -> None:
+        mesh = run.mesh
+        self.shard, self.shards = mesh.batch_shard(run.rank)
+        self.multiple = multiple_of_positions(mesh)
+        self.padded = run.decoding is not None and run.decoding.padded
+        self.of_batch = run.group(*(axis.name for axis in mesh.views["attention"] if "batch" in axis.entries))
+        self.vocab_size, splitting = _split_vocabulary(model)
+        self.of_vocabulary = run.group(splitting) if splitting else None
+
+    def whole_vocabulary(self, logits: Tensor) -> Tensor:
+        """This rank's logits [b, V / R] -> [b, V]; the last ranks' rows of a padded vocabulary are removed."""
+        if self.vocab_size is None or logits.shape[-1] >= self.vocab_size:
+            return logits
+        return all_gather(logits.contiguous(), self.of_vocabulary, 1)[:, : self.vocab_size]
+
+    def tokens_of_all(self, tokens: Tensor) -> Tensor:
+        """The tokens [b] of this rank's prompts -> those [B] of all prompts of the batch."""
+        return all_gather(tokens, self.of_batch, 0) if self.shards > 1 else tokens
+
+
+ALONE = Alone()
+
+
+def multiple_of_positions(mesh: Mesh) -> int:
+    """The number that must divide the positions of a call, because ranks divide these among themselves.
+
+    They do so inside the model (sequence parallelism), or before experts in a mesh view of their own.
+    """
+    inside = [axis for axis in mesh.views["attention"] if not axis.entries]
+    divided = any(axis.divides("sequence") for axis in inside) or len(mesh.views) > 1
+    return math.prod(axis.size for axis in inside) if divided else 1
+
+
+def refuse_undivided(model: Model, ranks: Alone) -> None:
+    """Raise UsageError if ranks must divide the positions of a sample, and it cannot have padding."""
+    if model.uncached and ranks.multiple > 1:
+        raise UsageError(
+            f"the model samples without a cache, because {model.uncached}, so its samples have any length, and the "
+            f"layout divides the positions of a sample among {ranks.multiple} ranks; use a layout that does not"
+        )
+
+
+def _split_vocabulary(model: Model) -> tuple[int | None, str]:
+    """(V, the mesh axis that splits the vocabulary); None and an empty name if none does."""
+    for placement in model.placements.values():
+        for segment in (segment for dim in placement.dims for segment in dim):
+            if segment.axis == "vocab" and placement.splits.get("vocab"):
+                return segment.count, placement.splits["vocab"]
+    return None, ""
+
+
+@torch.no_grad()
+def sample(
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    keys: Sequence[int],
+    num_tokens: int,
+    context: int,
+    sampling: Sampling,
+    take: Take,
+    ranks: Alone = ALONE,
+) -> None:
+    """Sample up to `num_tokens` tokens after each prompt, each token from a window of the last `context` tokens.
+
+    `keys` are those of the prompts' random numbers (`sample_key`). `take` receives the tokens in order and is called on
+    all ranks, which must get the same answers. While no sample is longer than `context`, a cache holds the earlier
+    positions; afterwards, and for a model without a cache, all positions of the window are computed for every token.
+    """
+    model.module.eval()
+    if not model.uncached:
+        _Batch(model, prompts, keys, context, ranks).sample(num_tokens, sampling, take)
+        return
+    for number, (prompt, key) in enumerate(zip(prompts, keys, strict=True)):
+        _one_by_one(model, list(prompt), key, num_tokens, context, sampling, partial(take, number), ranks)
+
+
+def _one_by_one(
+    model: Model,
+    tokens: list[int],
+    key: int,
+    num_tokens: int,
+    context: int,
+    sampling: Sampling,
+    take: Callable[[int], bool],
+    ranks: Alone,
+) -> None:
+    """Sample after one prompt by full recomputation; all ranks that divide the batch compute the same prompt."""
+    device, of_prompt = _device(model), torch.tensor([key])
+    for index in range(num_tokens):
+        window = torch.tensor([tokens[-context:]], device=device)
+        positions = torch.arange(window.shape[1], device=device)[None]
+        logits = ranks.whole_vocabulary(model.logits(_entries(window, positions))[:, -1])
+        tokens.append(int(choose(logits, sampling, draws(of_prompt, index))))
+        if take(tokens[-1]):
+            return
+
+
+def _device(model: Model) -> torch.device:
+    return next(iter(model.parameters().values())).device
+
+
+def _entries(tokens: Tensor, positions: Tensor) -> dict[str, Tensor]:
+    zeros = torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device)
+    return {"tokens": tokens, "positions": positions, "sample_ids": zeros, "keys": zeros}
+
+
+class _Batch:
+    """Prompts that are sampled together. Shorter ones begin with padding; a text that has ended is computed on.
+
+    The prompts are repeated until the ranks that divide the batch get equally many.
+    """
+
+    def __init__(
+        self, model: Model, prompts: Sequence[Sequence[int]], keys: Sequence[int], context: int, ranks: Alone
+    ) -> None:
+        self.model, self.context, self.ranks, self.wanted = model, context, ranks, len(prompts)
+        each = -(-len(prompts) // ranks.shards)
+        self.texts = [list(prompts[number % len(prompts)]) for number in range(each * ranks.shards)]
+        self.own = slice(ranks.shard * each, (ranks.shard + 1) * each)
+        self.keys = torch.tensor([keys[number % len(keys)] for number in range(len(self.texts))])[self.own]
+        self.modules = list(cached_modules(model))
+        self.head = model.plan.inference[-1]
+
+    def sample(self, num_tokens: int, sampling: Sampling, take: Take) -> None:
+        """Sample token by token, until every text has ended."""
+        alive, window = set(range(self.wanted)), None
+        try:
+            for index in range(num_tokens):
+                longest = max(map(len, self.texts))
+                if window is None or longest > self.context:
+                    window = self._window(min(longest, self.context), num_tokens - index)
+                    logits = self._logits(window, 0)
+                else:
+                    logits = self._logits(window, self.ranks.multiple - 1)
+                tokens = choose(self.ranks.whole_vocabulary(logits), sampling, draws(self.keys, index))
+                window.append(tokens)
+                for number, token in enumerate(self.ranks.tokens_of_all(tokens).tolist()):
+                    self.texts[number].append(token)
+                    if number in alive and take(number, token):
+                        alive.discard(number)
+                if not alive:
+                    return
+        finally:
+            for module in self.modules:
+                module.cache = None
+
+    def _window(self, longest: int, more: int) -> "_Window":
+        """The last tokens of this rank's texts in a new cache, with room for `more` tokens if the context has it."""
+        length = -(-longest // self.ranks.multiple) * self.ranks.multiple
+        texts = [text[-self.context :] for text in self.texts[self.own]]
+        room = length + max(0, min(more, self.context - longest))
+        padding = [length - len(text) for text in texts]
+        if any(padding) and not self.ranks.padded:
+            raise ValueError("the run was built for samples without padding")
+        device = _device(self.model)
+        window = _Window(texts, padding, room, device)
+        of_each = torch.tensor(padding, device=device) if any(padding) else None
+        size = CacheSize(room, self.ranks.multiple - 1, of_each, max(padding))
+        for module in self.modules:
+            module.cache = module.new_cache(size)
+        return window
+
+    def _logits(self, window: "_Window", again: int) -> Tensor:
+        """The logits [b, V / R] of the last position; the last `again` positions before the new ones come again."""
+        for module in self.modules:
+            module.cache.rewind(again)
+        *body, head = self.model.plan.inference
+        values = run_units(self.model.module, body, window.entries(again))
+        activations = self.model.plan.activations
+        for name in head.inputs:  # under sequence parallelism, the last position of each rank's part
+            if "sequence" in activations.get(name, ()):
+                dim = activations[name].index("sequence")
+                values[name] = values[name].narrow(dim, values[name].shape[dim] - 1, 1).contiguous()
+        return run_units(self.model.module, [head], values)["logits"][:, -1]
+
+
+class _Window:
+    """The tokens of a rank's texts, with their padding in front, and the positions that the model has computed."""
+
+    def __init__(self, texts: Sequence[Sequence[int]], padding: Sequence[int], room: int, device: torch.device) -> None:
+        self.length, self.computed = len(texts[0]) + padding[0], 0
+        filled = torch.zeros(len(texts), room, dtype=torch.int64)
+        for row, text, before in zip(filled, texts, padding, strict=True):
+            row[before : self.length] = torch.tensor(text)
+        self.tokens = filled.to(device)
+        positions = torch.arange(room, device=device)[None]
+        if any(padding):
+            positions = (positions - torch.tensor(padding, device=device)[:, None]).clamp(min=0)
+        self.positions = positions
+
+    def append(self, tokens: Tensor) -> None:
+        """Add the next token [b] of each text, if there is room."""
+        if self.length < self.tokens.shape[1]:
+            self.tokens[:, self.length] = tokens
+            self.length += 1
+
+    def entries(self, again: int) -> dict[str, Tensor]:
+        """The micro batch of the positions that are not computed yet, and of `again` before them."""
+        begin, end = self.computed - again, self.length
+        self.computed = end
+        return _entries(self.tokens[:, begin:end], self.positions[:, begin:end])

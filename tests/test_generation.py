@@ -1,0 +1,317 @@
+"""Sampling with a cache gives the tokens of full recomputation: every family, unequal prompts, under layouts."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from mplug.errors import UsageError
+from mplug.model.build import allocate_parts, build_model
+from mplug.model.decoding import ALONE, Ranks, multiple_of_positions, refuse_undivided, sample
+from mplug.model.memory import initialize
+from mplug.model.model import Model
+from mplug.model.sampling import Sampling, sample_key
+from mplug.nn import Cache, CacheSize
+from mplug.run.run import Decoding, Run
+from mplug.testing import Fault, run_workers
+from mplug.testing.cached import require_exact_cache
+from mplug.testing.harness import tiny_run
+
+SHAPE: dict[str, Any] = {
+    "model.num_layers": 2,
+    "model.hidden_size": 32,
+    "model.num_attention_heads": 4,
+    "model.num_kv_heads": 2,
+    "model.ffn_hidden_size": 24,
+    "model.vocab_size": 259,
+    "model.init_std": 0.5,
+    "trainer.precision": "fp64",
+    "trainer.device": "cpu",
+}
+WINDOWS: dict[str, Any] = {"model.window": 4, "model.attention_types": ("window", "full"), "model.head_dim": 16}
+EXPERTS: dict[str, Any] = {"model.num_experts": 4, "model.num_experts_per_token": 2}
+LATENT: dict[str, Any] = {
+    **EXPERTS,
+    "model.num_kv_heads": None,
+    "model.num_dense_layers": 1,
+    "model.moe_ffn_hidden_size": 12,
+    "model.moe_router_num_groups": 1,
+    "model.moe_router_top_groups": 1,
+    "model.q_lora_rank": 10,
+    "model.kv_lora_rank": 13,
+    "model.qk_nope_head_dim": 8,
+    "model.qk_rope_head_dim": 4,
+    "model.v_head_dim": 6,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt": {"model.name": "gpt", "model.position": "learned", "model.max_position_embeddings": 64},
+    "mixtral": {"model.name": "mixtral", **EXPERTS},
+    "llama": {"model.name": "llama"},
+    "qwen": {"model.name": "qwen", "model.head_dim": 16},
+    "gemma": {"model.name": "gemma", **WINDOWS, "model.attention_soft_cap": 2.0, "model.logit_soft_cap": 3.0},
+    "gpt-oss": {"model.name": "gpt-oss", **WINDOWS, **EXPERTS},
+    "deepseek": {"model.name": "deepseek", **LATENT},
+}
+PROMPTS = [[1], [200, 7, 7], [5] * 9, [*range(40, 54)], [3, 1], [*range(7)], [9, 8, 7, 6, 5, 4, 3], [*range(100, 111)]]
+"""Eight prompts of eight lengths, from 1 to 14 tokens (two have 7)."""
+TOKENS, CONTEXT, PLAIN = 8, 64, Sampling(1.0)
+
+
+def built(settings: dict[str, Any]) -> tuple[Run, Model]:
+    run = tiny_run({**SHAPE, **settings})
+    run.decoding = Decoding(padded=True)
+    model = build_model(run)
+    allocate_parts(run, model)
+    initialize({name: one.data for name, one in model.parameters().items()}, model.placements, run.rank, 3)
+    return run, model
+
+
+def texts(
+    model: Model,
+    prompts: list[list[int]],
+    context: int = CONTEXT,
+    sampling: Sampling = PLAIN,
+    ranks: Any = ALONE,
+    num_tokens: int = TOKENS,
+) -> list[list[int]]:
+    found: list[list[int]] = [[] for _ in prompts]
+    keys = [sample_key(sampling.seed)] * len(prompts)
+    sample(model, prompts, keys, num_tokens, context, sampling, lambda n, t: bool(found[n].append(t)), ranks)
+    return found
+
+
+def recomputed(model: Model, prompts: list[list[int]], context: int = CONTEXT) -> list[list[int]]:
+    """Each prompt alone, all positions again for every token."""
+    before, model.uncached = model.uncached, "the test says so"
+    found = texts(model, prompts, context)
+    model.uncached = before
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_eight_unequal_prompts_with_a_cache_give_the_tokens_of_full_recomputation(family: str) -> None:
+    _, model = built(FAMILIES[family])
+    assert model.uncached == ""
+    found = texts(model, PROMPTS)
+    assert found == recomputed(model, PROMPTS)
+    assert len({token for text in found for token in text}) > 10
+
+
+def of_rank(settings: dict[str, Any], prompts: list[list[int]]) -> list[list[int]]:
+    run, model = built(settings)
+    ranks = Ranks(run, model)
+    refuse_undivided(model, ranks)
+    return texts(model, prompts, ranks=ranks)
+
+
+WIDE = pytest.mark.wide("layouts")
+LAYOUTS = [
+    ("tp2", "gpt", {}),
+    ("tp2", "deepseek", {}),
+    ("ep2", "mixtral", {}),
+    pytest.param("tp2ep2", "mixtral", {"parallel.tp.sequence_parallel": False}, marks=WIDE),
+    pytest.param("tp2ep2", "gpt-oss", {}, marks=WIDE),
+    pytest.param("dp2tp2", "gemma", {}, marks=WIDE),
+    pytest.param("zero2", "qwen", {}, marks=WIDE),
+    pytest.param("tp4", "llama", {}, marks=WIDE),
+    *(pytest.param("tp2", name, {}, marks=WIDE) for name in ("mixtral", "llama", "qwen", "gemma", "gpt-oss")),
+    pytest.param("tp2", "deepseek", {"parallel.tp.sequence_parallel": False}, marks=WIDE),
+    pytest.param("tp2", "gpt", {"parallel.tp.sequence_parallel": False}, marks=WIDE),
+]
+
+
+@pytest.mark.parametrize(("layout", "family", "changes"), LAYOUTS)
+def test_a_layout_gives_the_tokens_of_one_process(layout: str, family: str, changes: dict[str, Any]) -> None:
+    settings = {**FAMILIES[family], **changes, "parallel.layout": layout}
+    alone = {name: value for name, value in settings.items() if not name.startswith("parallel.")}
+    _, model = built(alone)
+    expected = recomputed(model, PROMPTS[:3])
+    world = 4 if layout in ("tp4", "dp2tp2") else 2  # the experts' view folds over the ranks of the other
+    for found in run_workers(world, of_rank, settings, PROMPTS[:3]):
+        assert found == expected
+
+
+def test_a_text_longer_than_the_context_continues_from_its_last_tokens() -> None:
+    """As full recomputation of a window of the last tokens does, for prompts below and above the context."""
+    for family in ("gpt", "gpt-oss"):
+        _, model = built(FAMILIES[family])
+        assert texts(model, PROMPTS[:4], context=11) == recomputed(model, PROMPTS[:4], context=11)
+
+
+def test_the_samples_of_a_seed_do_not_depend_on_the_batch() -> None:
+    _, model = built(FAMILIES["llama"])
+    together, hot = texts(model, PROMPTS, sampling=Sampling(2.0, seed=4)), Sampling(2.0, seed=4)
+    assert [texts(model, [prompt], sampling=hot)[0] for prompt in PROMPTS] == together
+    assert texts(model, PROMPTS[::-1], sampling=hot) == together[::-1]
+    assert texts(model, PROMPTS, sampling=replace(hot, seed=5)) != together
+
+
+def test_a_text_that_ends_does_not_change_the_others() -> None:
+    _, model = built(FAMILIES["gpt"])
+    whole, found = texts(model, PROMPTS[:3]), [[], [], []]
+
+    def take(number: int, token: int) -> bool:
+        found[number].append(token)
+        return len(found[number]) == (2, 99, 4)[number]
+
+    sample(model, PROMPTS[:3], [sample_key(0)] * 3, TOKENS, CONTEXT, Sampling(1.0), take)
+    assert found == [whole[0][:2], whole[1], whole[2][:4]]
+
+
+# What a cache computes, and what it keeps.
+
+
+def widths(model: Model, prompts: list[list[int]]) -> set[int]:
+    """The numbers of positions of all calls of the first block."""
+    seen: set[int] = set()
+    block = model.module.get_submodule(model.plan.units[1].name)
+    with_hook = block.register_forward_pre_hook(lambda _, given: seen.add(given[0].shape[1]))
+    texts(model, prompts)
+    with_hook.remove()
+    return seen
+
+
+def test_with_a_cache_a_call_computes_one_position_of_each_text() -> None:
+    _, model = built(FAMILIES["llama"])
+    assert widths(model, [[1, 2, 3], [4]]) == {3, 1}
+    model.uncached = "the test says so"
+    assert widths(model, [[1, 2, 3]]) == set(range(3, 3 + TOKENS))
+
+
+def shapes(model: Model) -> dict[str, list[tuple[int, ...]]]:
+    """The buffers of each cache while two texts are sampled; 48 tokens are 51 positions."""
+    found: dict[str, list[tuple[int, ...]]] = {}
+
+    def take(number: int, token: int) -> bool:
+        for name, module in model.module.named_modules():
+            cache = getattr(module, "cache", None)
+            if cache is not None:
+                found[name] = [tuple(buffer.shape) for buffer in cache._buffers]
+        return False
+
+    sample(model, [[1, 2, 3], [4]], [1, 2], 49, CONTEXT, Sampling(0.0), take)
+    assert not any(getattr(module, "cache", None) for module in model.module.modules())
+    return found
+
+
+def test_windows_keep_their_rows_and_latent_attention_its_compressed_ones() -> None:
+    assert shapes(built(FAMILIES["llama"])[1])["blocks.0.attn"] == [(2, 52, 2, 8)] * 2
+    of_windows = shapes(built(FAMILIES["gemma"])[1])
+    assert of_windows["blocks.0.attn"][0][1] <= 2 * 4
+    assert of_windows["blocks.1.attn"][0][1] == 52
+    assert shapes(built(FAMILIES["deepseek"])[1])["blocks.0.attn"] == [(2, 52, 1, 13 + 4)]
+
+
+@pytest.mark.parametrize(("reach", "again"), [(None, 0), (None, 2), (3, 0), (3, 2), (0, 1)])
+def test_a_cache_returns_exactly_the_rows_that_new_positions_may_see(reach: int | None, again: int) -> None:
+    """Rows are numbers of positions; calls bring 7 positions, then one each, and `again` ones a second time."""
+    cache, end = Cache(CacheSize(20, again), reach), 0
+    for new in (7, *[1] * 13):
+        back = again if end else 0
+        cache.rewind(back)
+        rows = torch.arange(end - back, end + new)[None, :, None]
+        end += new
+        (found,) = cache.extend(rows)
+        assert found[0, :, 0].tolist() == list(range(end - found.shape[1], end))
+        first = end - new - back  # the earliest query
+        assert found.shape[1] >= end - max(0, first - (end if reach is None else reach))
+        assert cache.length == end
+    with pytest.raises(ValueError, match="for 20 positions cannot hold"):
+        cache.extend(rows)
+    with pytest.raises(ValueError, match="cannot forget"):
+        cache.rewind(again + 1)
+
+
+# What models declare.
+
+
+def test_a_block_that_knows_no_cache_is_recomputed_and_gives_the_same_tokens() -> None:
+    """A class with code of its own inherits no declaration."""
+    from mplug.nn import Attention
+
+    class Own(Attention):
+        def forward(self, *given: Any, **named: Any) -> Any:
+            heads = self.qkv(given[0]).unflatten(-1, (-1, self.head_dim))
+            count = self.out.weight.shape[1] // self.head_dim
+            q, k, v = heads.split((count, *[(heads.shape[2] - count) // 2] * 2), dim=2)
+            return self.out(self.attend(q, k, v, *given[1:3]).flatten(-2))
+
+    class Silent(Own):
+        mixes = frozenset()
+
+    class Declared(Own):
+        mixes, caches = frozenset(), True
+
+    _, model = built(FAMILIES["llama"])
+    expected = texts(model, PROMPTS[:2])
+    reasons = []
+    for kind in (Own, Silent, Declared):
+        run = tiny_run({**SHAPE, **FAMILIES["llama"]})
+        run.decoding = Decoding(True)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("mplug.nn.Attention", kind)
+            other = build_model(run)
+        assert type(other.module.get_submodule("blocks.0.attn")) is kind
+        reasons.append(other.uncached)
+        allocate_parts(run, other)
+        initialize({name: one.data for name, one in other.parameters().items()}, other.placements, 0, 3)
+        assert texts(other, PROMPTS[:2]) == expected
+    assert "no declaration states what 'blocks.*.attn'" in reasons[0]
+    assert "does not declare that it serves a cache (`caches`)" in reasons[1]
+    assert reasons[2] == ""
+
+
+def test_the_suite_catches_a_module_that_numbers_positions_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mplug.nn import Attention
+
+    class Numbering(Attention):
+        mixes, caches = frozenset(), True
+
+        def forward(self, x: Any, positions: Any, *given: Any) -> Any:
+            return super().forward(x, torch.arange(x.shape[1])[None], *given)
+
+    settings = {**SHAPE, **FAMILIES["llama"]}
+    require_exact_cache(settings)
+    monkeypatch.setattr("mplug.nn.Attention", Numbering)
+    with pytest.raises(Fault, match="with a cache, the logits of prompt 1 differ"):
+        require_exact_cache(settings)
+
+
+def test_experts_with_a_capacity_are_recomputed() -> None:
+    _, model = built({**FAMILIES["mixtral"], "model.capacity_factor": 1.0})
+    assert "mixes the batch and sequence" in model.uncached
+    _, other = built({**FAMILIES["mixtral"], "model.moe_balance": "micro_batch"})
+    assert other.uncached == "", "the balancing loss mixes samples in training only"
+
+
+# Layouts and kernels that cannot sample.
+
+
+@pytest.mark.parametrize(
+    ("layout", "sentence"),
+    [
+        ("pp2", r"divides the model into stages \(pp=2\), and sampling runs all units on every rank"),
+        ("cp2", r"divides the sequence of a sample \(cp=2\), which grows token by token"),
+        ("fsdp2", "stores parts of .* that training gathers for each pass, and sampling gathers no weights"),
+    ],
+)
+def test_a_layout_that_cannot_sample_is_refused_with_the_reason(layout: str, sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        built({**FAMILIES["llama"], "parallel.layout": layout})
+
+
+def test_a_model_without_a_cache_is_refused_where_ranks_divide_positions() -> None:
+    run, model = built({**FAMILIES["llama"], "parallel.layout": "tp2"})
+    assert multiple_of_positions(run.mesh) == 2
+    model.uncached = "the test says so"
+    with pytest.raises(UsageError, match="samples without a cache, because the test says so"):
+        refuse_undivided(model, Ranks(run, model))
+
+
+def test_a_kernel_that_does_not_serve_a_cache_is_replaced_by_plain_torch() -> None:
+    _, model = built({**FAMILIES["llama"], "kernels.attention": "flex"})
+    suppliers = {one.supplier for one in model.slots if one.site.slot == "Attention.core"}
+    assert suppliers == {"plain torch"}
+    assert "supports documents only if there are as many keys as queries" in model.replaced[0]
+    assert model.replaced[0].endswith("; plain torch computes it")

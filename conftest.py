@@ -50,6 +50,7 @@ PRELOAD.extend(modules_of_plugins())
 WIDE = {
     "compile": "longer tests of compiled units, and the yardstick of `mplug bench`",
     "experts": "every way of routing, balancing and dispatching experts under every layout",
+    "families": "more families: greedy text, logits and round trips, beside the transformers library",
     "fuzz": "broken configs, checkpoints, files of runs and indices: 10,000 in one process, 50 in processes; "
     "every character, as more tokenizers cut it",
     "kills": "more points at which workers are killed, damaged and crafted checkpoints",

@@ -27,6 +27,8 @@ ORDER = (
     ("contracts", "precision", "slot_kinds"),
     ("nn",),
     ("layout",),
+    ("rotary",),
+    ("open_lists",),
     ("dtypes", "errors", "files", "lazy", "version"),
 )
 """The packages and files of `mplug`, top to bottom. An import never runs upwards."""

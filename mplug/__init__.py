@@ -11,6 +11,8 @@ from mplug.version import __version__  # noqa: F401
 
 if TYPE_CHECKING:
     from mplug.config.binding import RunConfig as RunConfig
+    from mplug.config.public import PublicConfig as PublicConfig
+    from mplug.config.public import PublicSettings as PublicSettings
     from mplug.config.sum_format import SumFormat as SumFormat
     from mplug.contracts import MAY_CHANGE as MAY_CHANGE
     from mplug.contracts import MAY_MOVE as MAY_MOVE
@@ -28,10 +30,12 @@ if TYPE_CHECKING:
     from mplug.contracts import Variance as Variance
     from mplug.decoders.build import build_decoder as build_decoder
     from mplug.decoders.config import DecoderConfig as DecoderConfig
+    from mplug.decoders.general import GeneralDecoderConfig as GeneralDecoderConfig
     from mplug.decoders.parts import AttentionConfig as AttentionConfig
     from mplug.decoders.parts import BlockConfig as BlockConfig
     from mplug.decoders.parts import EmbeddingConfig as EmbeddingConfig
     from mplug.decoders.parts import ExpertsConfig as ExpertsConfig
+    from mplug.decoders.parts import LatentAttentionConfig as LatentAttentionConfig
     from mplug.decoders.parts import MLPConfig as MLPConfig
     from mplug.decoders.parts import NormConfig as NormConfig
     from mplug.decoders.parts import PartConfig as PartConfig
@@ -46,6 +50,12 @@ if TYPE_CHECKING:
     from mplug.gradients.precision import DTYPES as DTYPES
     from mplug.gradients.sinks import GradientSink as GradientSink
     from mplug.gradients.sinks import Sinks as Sinks
+    from mplug.layout.external import ExternalMap as ExternalMap
+    from mplug.layout.external import ExternalNames as ExternalNames
+    from mplug.layout.external import Factor as Factor
+    from mplug.layout.external import Fused as Fused
+    from mplug.layout.external import Interleaved as Interleaved
+    from mplug.layout.external import Transposed as Transposed
     from mplug.layout.gathered import GatheredPlacement as GatheredPlacement
     from mplug.layout.mesh import Axis as Axis
     from mplug.layout.mesh import IndexMap as IndexMap
@@ -81,6 +91,7 @@ if TYPE_CHECKING:
     from mplug.registry.tokenizers import keep_tokenizer as keep_tokenizer
     from mplug.registry.tokenizers import load_tokenizer as load_tokenizer
     from mplug.registry.tokenizers import read_tokenizer as read_tokenizer
+    from mplug.rotary import Rotary as Rotary
     from mplug.run.run import Run as Run
     from mplug.run.toolchain import triton_builds as triton_builds
     from mplug.slot_kinds import slots_named as slots_named
@@ -92,6 +103,10 @@ publish(
     __name__,
     {
         "mplug.config.binding": ("RunConfig",),
+        "mplug.config.public": (
+            "PublicConfig",
+            "PublicSettings",
+        ),
         "mplug.config.sum_format": ("SumFormat",),
         "mplug.contracts": (
             "CorpusTokenizer",
@@ -111,11 +126,13 @@ publish(
         ),
         "mplug.decoders.build": ("build_decoder",),
         "mplug.decoders.config": ("DecoderConfig",),
+        "mplug.decoders.general": ("GeneralDecoderConfig",),
         "mplug.decoders.parts": (
             "AttentionConfig",
             "BlockConfig",
             "EmbeddingConfig",
             "ExpertsConfig",
+            "LatentAttentionConfig",
             "MLPConfig",
             "NormConfig",
             "PartConfig",
@@ -138,6 +155,14 @@ publish(
         "mplug.gradients.sinks": (
             "GradientSink",
             "Sinks",
+        ),
+        "mplug.layout.external": (
+            "ExternalMap",
+            "ExternalNames",
+            "Factor",
+            "Fused",
+            "Interleaved",
+            "Transposed",
         ),
         "mplug.layout.gathered": ("GatheredPlacement",),
         "mplug.layout.mesh": (
@@ -190,6 +215,7 @@ publish(
             "load_tokenizer",
             "read_tokenizer",
         ),
+        "mplug.rotary": ("Rotary",),
         "mplug.run.run": ("Run",),
         "mplug.run.toolchain": ("triton_builds",),
         "mplug.slot_kinds": ("slots_named",),

@@ -146,6 +146,28 @@ class CorpusTokenizer(Tokenizer, Protocol):
         """
 
 
+class FolderTokenizer(Protocol):
+    """The tokenizer of a published model, read from its folder, as `mplug generate --pretrained` uses it.
+
+    A plugin of the kind `tokenizers` that reads such folders has a static method `read_folder(folder: Path)`, which
+    returns this object. Its distribution names the file that it needs in the entry-point group
+    'mplug.tokenizer_files': `"tokenizer.json" = "NAME"`, where NAME is the plugin's own entry point.
+    """
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The tokens of a text to continue, with the special tokens that the folder's tokenizer adds to a text."""
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The tokens of a conversation and of the header of the next answer, by the folder's chat template.
+
+        Each message has a `role` and a `content`. Raises UsageError if the folder has no chat template, or if the
+        template does not support the messages.
+        """
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of tokens, without special tokens; bytes that are not UTF-8 become U+FFFD."""
+
+
 @dataclass
 class Piece:
     """What an optimizer updates: one parameter, or the part of it that this rank owns.

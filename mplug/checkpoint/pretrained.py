@@ -1,4 +1,4 @@
-"""Start a run with the weights of another run's checkpoint (`checkpoint.pretrained`). The layouts may differ."""
+"""Start a run with the weights of another run's checkpoint, or of a published one (`checkpoint.pretrained`)."""
 
 import os
 from pathlib import Path
@@ -7,18 +7,20 @@ from typing import TYPE_CHECKING
 from mplug.checkpoint.folder import complete, read_manifest
 from mplug.checkpoint.index import shapes_of
 from mplug.checkpoint.names import MANIFEST
+from mplug.checkpoint.wanted import FIELD, Wanted, wanted_of
+from mplug.config.public import is_public
 from mplug.config.sources import source_of
 from mplug.contracts import Piece
-from mplug.errors import UsageError
+from mplug.errors import UsageError, counted
 from mplug.run.run import Run
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from mplug.checkpoint.choice import Chosen
+    from mplug.checkpoint.public_load import Begun
+    from mplug.config.host_sections import Pretrained
     from mplug.model.model import Model
-
-FIELD = "checkpoint.pretrained"
 
 
 def pretrained_of(run: Run) -> Path | None:
@@ -37,19 +39,23 @@ def pretrained_of(run: Run) -> Path | None:
 def newest_pretrained(run: Run) -> Path | None:
     """The checkpoint that `checkpoint.pretrained` names by its folder or the folder of its run; None if it is null.
 
-    Of a run it is the newest complete one, which may be damaged. Raises UsageError if there is no such checkpoint.
+    It may be the folder of a published checkpoint. If the path is the folder of a run, the answer is its newest
+    complete checkpoint, which may be damaged. Raises UsageError if there is no such checkpoint.
     """
-    word = run.config.checkpoint.pretrained
-    if word is None:
+    section = run.config.checkpoint.pretrained
+    if section is None:
         return None
-    folder = Path(word).expanduser()
+    folder = Path(section.path).expanduser()
+    if is_public(folder):
+        return folder
     if os.path.lexists(folder / MANIFEST):
         return folder.resolve() if folder.is_symlink() else folder  # the user may name a link
     paths = complete(folder / "checkpoints")
     if not paths:
         source = source_of(run.config.settings, ("checkpoint", "pretrained"))
         raise UsageError(
-            f"{FIELD} ({source}): '{word}' is not a checkpoint or the folder of a run with one; use either of them"
+            f"{FIELD} ({source}): '{section.path}' is not a checkpoint or the folder of a run with one, and has no "
+            f"config.json of a published checkpoint; use one of these"
         )
     return paths[-1]
 
@@ -57,23 +63,36 @@ def newest_pretrained(run: Run) -> Path | None:
 def _is_of_named_run(run: Run, path: Path) -> bool:
     """Whether the config names the run of a checkpoint, and not the checkpoint itself."""
     given = run.config.checkpoint.pretrained
-    return given is not None and path.parent == Path(given).expanduser() / "checkpoints"
+    return given is not None and path.parent == Path(given.path).expanduser() / "checkpoints"
 
 
-def refuse_another_model(path: Path, model: "Model") -> None:
-    """Raise UsageError unless the checkpoint has the model's parameters, by name and logical shape."""
+def refuse_another_model(path: Path, model: "Model", section: "Pretrained | None" = None) -> None:
+    """Raise UsageError unless the checkpoint has the wanted parameters, by name and logical shape, and no others.
+
+    `section` says what is wanted; None: all parameters.
+    """
+    if is_public(path):
+        from mplug.checkpoint.public_load import refuse_other_model  # imports torch
+
+        refuse_other_model(path, model, section)
+        return
     saved = weights_in(shapes_of(read_manifest(path)))
-    for name, placement in model.placements.items():
-        if name not in saved:
+    wanted = _wanted(section, model, saved)
+    missing = [name for name in model.placements if name in wanted.names and name not in saved]
+    if missing:
+        rest = f", and {counted(len(missing) - 1, 'other')} of the model's," if len(missing) > 1 else ","
+        raise UsageError(
+            f"{FIELD} '{path}' has no parameter '{missing[0]}'{rest} which the model has; use a checkpoint of this "
+            f"model, or name them in {FIELD}.except"
+        )
+    for name in sorted(wanted.names & saved.keys()):
+        shape = model.placements[name].shape
+        if saved[name] != shape:
             raise UsageError(
-                f"{FIELD} '{path}' has no parameter '{name}', which the model has; use a checkpoint of this model"
-            )
-        if saved[name] != placement.shape:
-            raise UsageError(
-                f"{FIELD} '{path}' has '{name}' with shape {saved[name]}, but the model has {placement.shape}; "
+                f"{FIELD} '{path}' has '{name}' with shape {saved[name]}, but the model has {shape}; "
                 f"use the model config of the checkpoint"
             )
-    refuse_larger(f"{FIELD} '{path}'", saved, model)
+    refuse_larger(f"{FIELD} '{path}'", (name for name in saved if not wanted.allows(name)), model)
 
 
 def refuse_larger(label: str, weights: "Iterable[str]", model: "Model") -> None:
@@ -94,8 +113,8 @@ def weights_in(shapes: "Mapping[str, tuple[int, ...]]") -> dict[str, tuple[int, 
     }
 
 
-def load_weights(run: Run, model: "Model", pieces: list[Piece], path: Path) -> "Chosen":
-    """Load the weights and module states of a checkpoint into the model of a new run.
+def load_weights(run: Run, model: "Model", pieces: list[Piece], path: Path) -> "Chosen | Begun":
+    """Load the weights and module states of a checkpoint, or of a published one, into the model of a new run.
 
     The states that kernels keep (`Offer.buffers`) start anew: the run that saved the checkpoint may have other kernels.
     If the config names the checkpoint's run and the checkpoint is not valid, load the newest valid one before it.
@@ -107,6 +126,10 @@ def load_weights(run: Run, model: "Model", pieces: list[Piece], path: Path) -> "
     from mplug.checkpoint.verified import Verified
     from mplug.model.pieces import held_values, write_weights
 
+    if is_public(path):
+        from mplug.checkpoint.public_load import load_public
+
+        return load_public(run, model, pieces, path)
     state: State = {
         f"{held.name}/weight": held_boxes(held.placement, held.values, run.rank) for held in held_values(model, pieces)
     }
@@ -119,7 +142,31 @@ def load_weights(run: Run, model: "Model", pieces: list[Piece], path: Path) -> "
     fresh = {f"{one.full_name(name)}/buffer" for one in model.slot_buffers for name in one.declared}
     states = buffer_boxes(model, run.rank, held_boxes)
     state |= {name: boxed for name, boxed in states.items() if name not in fresh}
+    section = run.config.checkpoint.pretrained
+    if section is not None and (section.only is not None or section.excluded):
+        wanted = _wanted(section, model, weights_in(choice.opened.index.shapes))
+        state = {name: boxed for name, boxed in state.items() if name.rpartition("/")[0] in wanted.names}
     load(run, choice.opened, state, verified)
     write_weights(pieces)
     model.weights_written()
     return choice
+
+
+def _wanted(section: "Pretrained | None", model: "Model", saved: "Iterable[str]") -> Wanted:
+    """What to load of the parameters and states of the model from a checkpoint with the parameters `saved`."""
+    states = [name for name, one in model.buffer_placements.items() if not one.parameter.over]
+    return wanted_of(section, model.plan, [*model.placements, *states], saved)
+
+
+def keep_original(run: Run, begun: "Chosen | Begun") -> None:
+    """Rank 0 keeps in the run's folder what an export needs of the published checkpoint that the weights come from."""
+    from mplug.checkpoint.public_load import Begun
+    from mplug.checkpoint.published import PUBLISHED, carry_published
+
+    assert run.directory is not None
+    if run.rank != 0:
+        return
+    if isinstance(begun, Begun):
+        begun.keep(run.directory)
+    else:
+        carry_published(begun.path.parent.parent / PUBLISHED, run.directory)

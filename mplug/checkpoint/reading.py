@@ -92,14 +92,14 @@ def check_file(folder: Path, name: str, crc32: int, tensors: Expected) -> None:
         if checksum_of(file) != crc32:
             raise ValueError(f"'{name}' has changed since it was saved")
         file.seek(0)
-        header = _header(file, name, size)
+        header = read_header(file, name, size)
     _compare(header, name, tensors)
 
 
 def check_header(folder: Path, name: str, tensors: Expected) -> None:
     """Read the header of a file. ValueError unless it describes these tensors; it may describe others."""
     with open_file(folder, name) as file:
-        header = _header(file, name, os.fstat(file.fileno()).st_size)
+        header = read_header(file, name, os.fstat(file.fileno()).st_size)
     _compare(header, name, tensors)
 
 
@@ -123,7 +123,7 @@ def checksum_of(file: BinaryIO) -> int:
     return checksum
 
 
-def _header(file: BinaryIO, name: str, size: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+def read_header(file: BinaryIO, name: str, size: int) -> dict[str, tuple[str, tuple[int, ...]]]:
     """The dtype code and shape of every tensor in a safetensors file. The data must fill the file without a gap."""
     length = int.from_bytes(file.read(8), "little")
     if length > min(LARGEST_HEADER, size - 8):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from mplug.cli.conversion import export_
 from mplug.cli.options import RunName
 from mplug.cli.tables import human_bytes, table
 from mplug.errors import RunError, UsageError, printable
@@ -21,7 +22,7 @@ step_option = click.option("--step", type=int, help="Step of the checkpoint; def
 
 @click.group()
 def command() -> None:
-    """List, show and verify the checkpoints of a run.
+    """List, show and verify the checkpoints of a run, and convert them from and to other forms.
 
     A checkpoint consists of safetensors files and JSON. Reading it runs no code from it.
     """
@@ -118,6 +119,9 @@ def verify_(name: str | None, step: int | None) -> None:
     if problems:
         kind = UsageError if any(isinstance(error, UsageError) for error in problems) else RunError
         raise kind("\n".join(map(str, problems)))
+
+
+command.add_command(export_)
 
 
 def _folder(name: str | None) -> Path:

@@ -1,14 +1,13 @@
 """mplug generate."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from mplug.cli.options import Finite, RunName
+from mplug.cli.options import Finite, PluginName, RunName
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from mplug.contracts import Tokenizer
     from mplug.model.model import Model
     from mplug.model.sampling import Sampling
@@ -40,6 +39,16 @@ if TYPE_CHECKING:
 )
 @click.option("--seed", default=0, show_default=True, type=int, help="The same seed gives the same text.")
 @click.option("--device", default="auto", type=click.Choice(["auto", "cpu", "cuda"]), help="Device to compute on.")
+@click.option(
+    "--pretrained",
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    help="Sample from a published checkpoint (a folder with a config.json) instead of a run.",
+)
+@click.option(
+    "--chat", is_flag=True, help="With --pretrained: the prompt is a user's message, in the folder's chat template."
+)
+@click.option("--precision", type=PluginName("precisions"), help="With --pretrained: number formats; default: fp32.")
 def command(
     name: str | None,
     step: int | None,
@@ -50,11 +59,18 @@ def command(
     top_p: float,
     seed: int,
     device: str,
+    pretrained: Path | None,
+    chat: bool,
+    precision: str | None,
 ) -> None:
-    """Sample text from a trained run.
+    """Sample text from a trained run, or from a published checkpoint.
+
+    With --pretrained, the folder's own tokenizer encodes the prompt, and the text ends at the end token of its
+    generation_config.json.
 
     \b
     mplug generate --prompt "class Parser" --tokens 500 --temperature 0.7
+    mplug generate --pretrained Qwen3-8B --chat --prompt "Why is the sky blue?" --precision bf16
     """
     from mplug.checkpoint.folder import at_step
     from mplug.config.defaults import saved_settings
@@ -66,6 +82,16 @@ def command(
     from mplug.run.folder import find_directory
     from mplug.run.prepare import prepare
 
+    if pretrained is not None:
+        from mplug.cli.generate_pretrained import Request, generate
+
+        if name is not None or step is not None:
+            raise UsageError("--pretrained names a folder, and --name and --step a run; use one of them")
+        draws = (temperature, top_k, top_p, seed)
+        generate(Request(pretrained, prompt, chat, tokens, *draws, device, precision or "fp32"))
+        return
+    if chat or precision is not None:
+        raise UsageError("--chat and --precision apply only to published checkpoints; add --pretrained")
     directory = find_directory(name)
     checkpoint = at_step(directory / "checkpoints", step)
     own = (f"trainer.device={device}", "parallel.layout=", "trainer.graphs=false")  # graphs replay training steps

@@ -26,6 +26,7 @@ FLAGS = {
     "optimizer": "optimizer.name",
     "data": "data.name",
     "precision": "trainer.precision",
+    "pretrained": "checkpoint.pretrained.path",
 }
 """Short flags, each with the field that it sets."""
 
@@ -106,6 +107,11 @@ HOST_OPTIONS = [
     click.option("--optimizer", type=PluginName("optimizers"), help="Optimizer (an installed plugin)."),
     click.option("--data", type=PluginName("data"), help="Data loader (an installed plugin)."),
     click.option("--precision", type=PluginName("precisions"), help="Number formats (an installed precision): bf16."),
+    click.option(
+        "--pretrained",
+        metavar="PATH",
+        help="Start with these weights: a folder with a config.json (Hugging Face), a checkpoint, or a run's folder.",
+    ),
     click.option("--config", "file", type=click.Path(path_type=Path), help="YAML file with settings."),
     click.option(
         "--set", "assignments", metavar="FIELD=VALUE", multiple=True, help="Set any field: trainer.steps=100."
@@ -137,6 +143,8 @@ def overrides(
 def resolved(options: dict[str, Any]) -> "RunConfig":
     """The config of the default run, changed by the options of `config_options`."""
     from mplug.config.defaults import default_settings
+    from mplug.registry.public import with_public_settings
     from mplug.registry.resolve import resolve
 
-    return resolve(Registry(), default_settings(), overrides(**options))
+    registry = Registry()
+    return resolve(registry, *with_public_settings(registry, default_settings(), overrides(**options)))

@@ -4,16 +4,18 @@ A run that resumes may change the fields with the mark `MAY_CHANGE`. The other f
 """
 
 import math
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     FiniteFloat,
     NonNegativeInt,
     PositiveInt,
+    create_model,
     model_validator,
 )
 
@@ -151,6 +153,45 @@ class Schedule(Section):
     batch_rampup: BatchRampup = Field(description="schedule of the global batch size")
 
 
+Patterns = tuple[Annotated[str, Field(min_length=1)], ...]
+
+
+class Pretrained(Section):
+    """The weights that a new run starts with. A path alone stands for the whole section."""
+
+    path: str = Field(
+        min_length=1,
+        description="a checkpoint, a run's folder, or a folder with a config.json and safetensors files",
+    )
+    only: Patterns | None = Field(
+        None, description="patterns of the parameters or modules to load; null: all. The others keep initial values"
+    )
+
+    @property
+    def excluded(self) -> tuple[str, ...]:
+        """The field `except`: a keyword of Python, which a class body cannot declare."""
+        found: tuple[str, ...] = getattr(self, "except")
+        return found
+
+
+_EXCEPT: Any = {
+    "except": (
+        Patterns,
+        Field(
+            (),
+            description="patterns of the parameters or modules that keep their initial values, and of tensors of a "
+            "published checkpoint that may stay unused",
+        ),
+    )
+}
+if not TYPE_CHECKING:
+    Pretrained = create_model("Pretrained", __base__=Pretrained, __doc__=Pretrained.__doc__, **_EXCEPT)
+
+
+def _with_path(value: Any) -> Any:
+    return {"path": value} if isinstance(value, str) else value
+
+
 class Checkpoint(Section):
     """When to save, and how many checkpoints to keep."""
 
@@ -163,8 +204,8 @@ class Checkpoint(Section):
     asynchronous: Annotated[bool, MAY_CHANGE] = Field(
         description="write while training continues, from a copy in the host's memory"
     )
-    pretrained: Annotated[str | None, MAY_CHANGE] = Field(
-        description="a checkpoint, or a run's folder: a new run starts with its weights; it takes over nothing else"
+    pretrained: Annotated[Pretrained | None, BeforeValidator(_with_path), MAY_CHANGE] = Field(
+        description="the weights that a new run starts with, and nothing else: a path, or path, only and except"
     )
 
 

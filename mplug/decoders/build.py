@@ -1,5 +1,7 @@
 """From a config to a model."""
 
+from dataclasses import replace
+
 from mplug.decoders.config import DecoderConfig
 from mplug.model.model import Model
 from mplug.nn.decoder import Decoder, decoder_plan
@@ -16,7 +18,8 @@ def build_decoder(config: DecoderConfig) -> Model:
     decoder = Decoder(
         embedding.build(vocab, size),
         (block.build(size) for block in config.blocks),
-        Head(config.norm_config().build(size), size, vocab),
+        Head(config.norm_config().build(size), size, vocab, config.output_soft_cap),
         tied=embedding.tied,
     )
-    return Model(decoder, decoder_plan(decoder, Inits.normal(config.init_std, config.residual_init_std)))
+    plan = decoder_plan(decoder, Inits.normal(config.init_std, config.residual_init_std))
+    return Model(decoder, replace(plan, external=config.external_names()))

@@ -6,6 +6,7 @@ from typing import Self
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from mplug.decoders.parts import AttentionConfig, EmbeddingConfig, NormConfig, PartConfig
+from mplug.layout.external import ExternalNames
 
 
 class DecoderConfig(BaseModel, ABC):
@@ -64,6 +65,11 @@ class DecoderConfig(BaseModel, ABC):
         return True
 
     @property
+    def output_soft_cap(self) -> float | None:
+        """The soft cap of the logits; None unless a family overrides this."""
+        return None
+
+    @property
     def blocks(self) -> tuple[PartConfig, ...]:
         """The blocks, in order."""
         return tuple(self.block_config(number) for number in range(self.num_layers))
@@ -90,3 +96,7 @@ class DecoderConfig(BaseModel, ABC):
     def embedding_config(self) -> EmbeddingConfig:
         """The embedding: tokens alone, not tied to the head, unless a family overrides this."""
         return EmbeddingConfig()
+
+    def external_names(self) -> ExternalNames | None:
+        """The tensors of published checkpoints that hold the parameters; None if this model has no published form."""
+        return None

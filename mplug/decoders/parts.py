@@ -7,14 +7,24 @@ those of the whole model.
 from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import signature
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+
+from pydantic import AfterValidator
+
+from mplug.open_lists import ACTIVATIONS, NORMS, SCORES
+from mplug.rotary import Rotary
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from mplug.nn import MLP, Attention, MixtureOfExperts, Norm, TokenEmbedding
+    from mplug.nn import MLP, Attention, LatentAttention, MixtureOfExperts, Norm, TokenEmbedding
 
-Kind = Literal["gelu", "gelu_tanh", "swiglu"]
+ActivationName = Annotated[str, AfterValidator(ACTIVATIONS.check)]
+"""A field of a config that names an activation of the open list."""
+NormName = Annotated[str, AfterValidator(NORMS.check)]
+"""A field of a config that names a norm of the open list."""
+ScoreName = Annotated[str, AfterValidator(SCORES.check)]
+"""A field of a config that names a router's score of the open list."""
 
 
 class PartConfig(Protocol):
@@ -28,7 +38,7 @@ class PartConfig(Protocol):
 class NormConfig:
     """A norm: `mplug.nn.Norm`."""
 
-    kind: Literal["layernorm", "rmsnorm"] = "rmsnorm"
+    kind: str = "rmsnorm"
     eps: float = 1e-5
     bias: bool = False
 
@@ -46,7 +56,7 @@ class AttentionConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    theta: float | None
+    theta: float | Rotary | None
     bias: bool = False
     qk_norm: bool = False
     dropout: float = 0.0
@@ -56,6 +66,9 @@ class AttentionConfig:
     soft_cap: float | None = None
     sinks: bool = False
     attention_bias: str = ""
+    scale: float | None = None
+    qk_norm_offset: bool = False
+    out_bias: bool | None = None
 
     def build(self, hidden_size: int) -> "Attention":
         """The attention."""
@@ -64,12 +77,37 @@ class AttentionConfig:
         return Attention(hidden_size, **vars(self))
 
 
+@dataclass(frozen=True, kw_only=True)
+class LatentAttentionConfig:
+    """Multi-head latent attention: `mplug.nn.LatentAttention`."""
+
+    num_heads: int
+    q_rank: int | None
+    kv_rank: int
+    key_width: int
+    rotary_width: int
+    value_width: int
+    rotary: Rotary | None
+    scale: float | None = None
+    dropout: float = 0.0
+    latent_eps: float = 1e-6
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+
+    def build(self, hidden_size: int) -> "LatentAttention":
+        """The attention."""
+        from mplug.nn import LatentAttention
+
+        return LatentAttention(hidden_size, **vars(self))
+
+
 @dataclass(frozen=True)
 class MLPConfig:
     """A dense feed-forward part: `mplug.nn.MLP`."""
 
     ffn_dim: int
-    kind: Kind = "swiglu"
+    kind: str = "swiglu"
     bias: bool = False
 
     def build(self, hidden_size: int) -> "MLP":
@@ -86,8 +124,8 @@ class ExpertsConfig:
     ffn_dim: int
     num_experts: int
     top_k: int
-    kind: Kind = "swiglu"
-    score: Literal["softmax", "sigmoid"] = "softmax"
+    kind: str = "swiglu"
+    score: str = "softmax"
     num_groups: int = 1
     top_groups: int = 1
     normalize: bool = True
@@ -101,6 +139,10 @@ class ExpertsConfig:
     dropping: Literal["position", "probability"] = "probability"
     shared_ffn_dim: int = 0
     shared_gate: bool = False
+    group_best: int = 2
+    choice_bias: bool | None = None
+    logit_bias: bool = False
+    bias: bool = False
 
     def build(self, hidden_size: int) -> "MixtureOfExperts":
         """The router and its experts."""
@@ -119,13 +161,14 @@ class ExpertsConfig:
 class BlockConfig:
     """A block: `mplug.nn.SparseBlock` if its feed-forward part is a mixture of experts, else `mplug.nn.DenseBlock`.
 
-    The two norms are equal. `dropout` is that of each part's output.
+    The norms are equal. `dropout` is that of each part's output. With `post_norms`, the output of each part has a norm.
     """
 
     norm: NormConfig
     attention: PartConfig
     feed_forward: PartConfig
     dropout: float = 0.0
+    post_norms: bool = False
 
     def build(self, hidden_size: int) -> "nn.Module":
         """The block."""
@@ -133,9 +176,10 @@ class BlockConfig:
 
         norm1, norm2 = self.norm.build(hidden_size), self.norm.build(hidden_size)
         attn, feed_forward = self.attention.build(hidden_size), self.feed_forward.build(hidden_size)
+        post = (self.norm.build(hidden_size), self.norm.build(hidden_size)) if self.post_norms else None
         if isinstance(feed_forward, MixtureOfExperts):
-            return SparseBlock(norm1, attn, norm2, feed_forward, self.dropout)
-        return DenseBlock(norm1, attn, norm2, feed_forward, self.dropout)
+            return SparseBlock(norm1, attn, norm2, feed_forward, self.dropout, post)
+        return DenseBlock(norm1, attn, norm2, feed_forward, self.dropout, post)
 
 
 @dataclass(frozen=True)
@@ -145,9 +189,10 @@ class EmbeddingConfig:
     num_positions: int | None = None
     dropout: float = 0.0
     tied: bool = False
+    scale: float = 1.0
 
     def build(self, vocab_size: int, hidden_size: int) -> "TokenEmbedding":
         """The embedding."""
         from mplug.nn import TokenEmbedding
 
-        return TokenEmbedding(vocab_size, hidden_size, self.num_positions, self.dropout)
+        return TokenEmbedding(vocab_size, hidden_size, self.num_positions, self.dropout, self.scale)

@@ -5,7 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from mplug.decoders.config import DecoderConfig
-from mplug.decoders.parts import BlockConfig, ExpertsConfig, MLPConfig, PartConfig
+from mplug.decoders.parts import BlockConfig, ExpertsConfig, MLPConfig, PartConfig, ScoreName
 
 
 class SparseDecoderConfig(DecoderConfig):
@@ -21,9 +21,11 @@ class SparseDecoderConfig(DecoderConfig):
     num_experts_per_token: PositiveInt = Field(2, description="experts that each token chooses")
     num_shared_experts: NonNegativeInt = Field(0, description="experts that every token uses beside those")
     shared_expert_gate: bool = Field(False, description="a sigmoid of the token weighs the shared experts")
-    moe_router_score: Literal["softmax", "sigmoid"] = Field("softmax", description="logits to scores, over experts")
+    moe_router_score: ScoreName = Field("softmax", description="logits to scores, over experts")
     moe_router_num_groups: PositiveInt = Field(1, description="groups that the experts are divided into")
     moe_router_top_groups: PositiveInt = Field(1, description="groups that a token may choose from")
+    moe_router_group_best: PositiveInt = Field(2, description="best scores of a group whose sum is the group's score")
+    moe_router_bias: bool = Field(False, description="a trained bias of the router's logits")
     moe_router_normalize: bool = Field(True, description="a token's gates sum to moe_router_scale")
     moe_router_scale: PositiveFloat = Field(1.0, description="what gates are multiplied by")
     moe_router_jitter: float = Field(0.0, ge=0, lt=1, description="uniform noise on the router's input: 1 +- jitter")
@@ -33,7 +35,10 @@ class SparseDecoderConfig(DecoderConfig):
     aux_loss_coefficient: NonNegativeFloat = Field(0.01, description="weight of the balancing loss")
     z_loss_coefficient: NonNegativeFloat = Field(0.0, description="weight of the router's z-loss")
     expert_bias_rate: NonNegativeFloat = Field(
-        0.0, description="step of the bias that balances the choice without a loss; 0: no bias"
+        0.0, description="step of the bias that balances the choice without a loss; 0: it does not change"
+    )
+    expert_bias: bool | None = Field(
+        None, description="a bias of each expert for the choice; null: only if expert_bias_rate is not 0"
     )
     capacity_factor: PositiveFloat | None = Field(
         None, description="room of an expert, as a multiple of its even share of a micro batch; null: none dropped"
@@ -46,6 +51,8 @@ class SparseDecoderConfig(DecoderConfig):
     @model_validator(mode="after")
     def _experts_fit(self) -> Self:
         experts, groups, chosen = self.num_experts, self.moe_router_num_groups, self.num_experts_per_token
+        if not experts:
+            return self
         if experts % groups:
             raise ValueError(f"moe_router_num_groups={groups} does not divide num_experts={experts}")
         if self.moe_router_top_groups > groups:
@@ -55,6 +62,8 @@ class SparseDecoderConfig(DecoderConfig):
             raise ValueError(f"num_experts_per_token={chosen} is more than the {room} experts to choose from")
         if self.num_dense_layers >= self.num_layers:
             raise ValueError(f"num_dense_layers={self.num_dense_layers} leaves none of {self.num_layers} for experts")
+        if self.expert_bias is False and self.expert_bias_rate:
+            raise ValueError(f"expert_bias_rate={self.expert_bias_rate} changes a bias, and expert_bias is false")
         if self.shared_expert_gate and not self.num_shared_experts:
             raise ValueError("shared_expert_gate weighs shared experts, and num_shared_experts is 0")
         return self
@@ -90,6 +99,9 @@ class SparseDecoderConfig(DecoderConfig):
             balance_coefficient=self.aux_loss_coefficient,
             z_coefficient=self.z_loss_coefficient,
             bias_rate=self.expert_bias_rate,
+            choice_bias=self.expert_bias,
+            logit_bias=self.moe_router_bias,
+            group_best=self.moe_router_group_best,
             jitter=self.moe_router_jitter,
             capacity_factor=self.capacity_factor,
             dropping=self.capacity_dropping,

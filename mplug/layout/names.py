@@ -9,6 +9,11 @@ def compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(_expression(pattern))
 
 
+def starred(pattern: str) -> re.Pattern[str]:
+    """The regex of a pattern with a group for each '*'; use it with `fullmatch`."""
+    return re.compile(r"\.".join("([^.]+)" if part == "*" else re.escape(part) for part in pattern.split(".")))
+
+
 def within(pattern: str) -> re.Pattern[str]:
     """The regex of a pattern that also matches every name inside a matched module; use it with `fullmatch`."""
     return re.compile(rf"{_expression(pattern)}(\..+)?")

@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Literal
 
 from mplug.errors import listed, suggest
+from mplug.layout.external import ExternalNames
 from mplug.layout.names import compiled, within
 
 
@@ -168,7 +169,8 @@ class Plan:
     are patterns of parameters and modules that are not trained, even if `parameters` says otherwise; the host adds the
     patterns of the config (`model.frozen`). `base_modules` are patterns of modules that keep the formats of a precision
     if its recipe computes products in others (a router that is not `mplug.nn.Router`). The first and the last unit of
-    a row of blocks, and all units outside of a row, are base modules in any case.
+    a row of blocks, and all units outside of a row, are base modules in any case. `external` says which tensors of
+    published checkpoints hold which parameters; None: the model has no published form.
     """
 
     units: tuple[Unit, ...]
@@ -182,6 +184,7 @@ class Plan:
     mixing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     frozen: tuple[str, ...] = ()
     base_modules: tuple[str, ...] = ()
+    external: ExternalNames | None = None
 
     def match_buffers(self, names: Iterable[str]) -> dict[str, Buffer]:
         """Each matched buffer's entry; ValueError if a pattern matches no buffer, or two match the same buffer."""

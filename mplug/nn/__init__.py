@@ -5,6 +5,7 @@ them. A slot holds a composition in plain torch until the host puts a plugin's s
 never the module.
 """
 
+from mplug.nn.activations import ActivationFunction
 from mplug.nn.attention import Attention, DotProductAttention, scaled_dot_product
 from mplug.nn.decoder import Block, Decoder, DenseBlock, SparseBlock, TokenEmbedding, decoder_plan
 from mplug.nn.description import Description, describe, flops_of, weights_per_token
@@ -14,18 +15,21 @@ from mplug.nn.gemm import Gemm, weight_gradient
 from mplug.nn.grouped import GroupedProduct, grouped_linear
 from mplug.nn.head import Head
 from mplug.nn.inits import Entries, Inits
+from mplug.nn.latent import LatentAttention
 from mplug.nn.linear import Linear
 from mplug.nn.loss import Loss
 from mplug.nn.mlp import MLP, Activation
 from mplug.nn.moe import MixtureOfExperts
 from mplug.nn.norm import Norm
 from mplug.nn.normal import NORMAL_TAIL, NORMAL_TAIL_END, NORMAL_TAIL_SLOPE
+from mplug.nn.norms import NormFunction
 from mplug.nn.operator import fake, operator
 from mplug.nn.parts import AttentionParts, Part, parts_of, with_parts
 from mplug.nn.pipeline import Arrival, Pipeline, Produce, Rows, pipeline_named
 from mplug.nn.product import Boundary, Narrow, Product
 from mplug.nn.random import Dropout, Jitter
 from mplug.nn.router import Choice, Router
+from mplug.nn.scores import RouterScore
 from mplug.nn.sink import Operand, Sink, Weights, add_product, add_rows, zero_if_stale
 from mplug.nn.specification import AttentionInputs, AttentionSpec
 from mplug.nn.statistics import add_auxiliary, count, count_in_backward, keep_max, keep_max_in_backward
@@ -36,6 +40,7 @@ __all__ = [
     "NORMAL_TAIL_END",
     "NORMAL_TAIL_SLOPE",
     "Activation",
+    "ActivationFunction",
     "Arrival",
     "Attention",
     "AttentionInputs",
@@ -57,11 +62,13 @@ __all__ = [
     "Head",
     "Inits",
     "Jitter",
+    "LatentAttention",
     "Linear",
     "Loss",
     "MixtureOfExperts",
     "Narrow",
     "Norm",
+    "NormFunction",
     "Operand",
     "Part",
     "Pipeline",
@@ -69,6 +76,7 @@ __all__ = [
     "Product",
     "Route",
     "Router",
+    "RouterScore",
     "Rows",
     "Sink",
     "SparseBlock",

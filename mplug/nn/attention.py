@@ -3,19 +3,18 @@
 B batch, S query length, T key length, D embed, H query heads, G KV heads, K head dim, M documents of a sample.
 """
 
-from collections.abc import Callable, Container
+from collections.abc import Container
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from mplug.layout.plan import Parameter, Segment
 from mplug.nn.arguments import by_arguments
 from mplug.nn.inits import ONES, TOKENS, ZEROS, Entries, Inits
 from mplug.nn.linear import Linear
-from mplug.nn.operator import fake, operator
+from mplug.nn.norms import offset
 from mplug.nn.parts import PLAIN_PARTS, with_parts
 from mplug.nn.random import mix, uniform
 from mplug.nn.specification import (
@@ -30,6 +29,12 @@ from mplug.nn.specification import (
     bias_of,
     unseen,
 )
+from mplug.nn.turning import WIDE_NORM as WIDE_NORM
+from mplug.nn.turning import prepare_qk as prepare_qk
+from mplug.nn.turning import prepare_qkv
+from mplug.nn.turning import rotate as rotate
+from mplug.nn.turning import rotations as rotations
+from mplug.rotary import Rotary, Turns
 
 
 def scaled_dot_product(
@@ -79,92 +84,13 @@ attention = by_arguments(scaled_dot_product)
 attention.offers = frozenset({LOG_SUM_EXP, DOCUMENTS, FULL})  # type: ignore[attr-defined]
 
 
-@operator("mplug::rotations")
-def rotations(positions: Tensor, half: int, theta: float, dtype: torch.dtype) -> Tensor:
-    """The cosine and sine of each pair's angle at each position: positions [1 or B, S] -> [2, 1 or B, S, half].
-
-    This is a torch operator so that a compiler keeps the small table. Otherwise it would recompute every angle for
-    every head of queries and keys, in forward and in backward.
-    """
-    frequencies = theta ** (-torch.arange(half, device=positions.device, dtype=dtype) / half)
-    angles = positions[..., None].to(dtype) * frequencies
-    return torch.stack((angles.cos(), angles.sin()))
-
-
-@fake("mplug::rotations")
-def _(positions: Tensor, half: int, theta: float, dtype: torch.dtype) -> Tensor:
-    return torch.empty((2, *positions.shape, half), device=positions.device, dtype=dtype)
-
-
-def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Rotary positions (RoFormer, arXiv 2104.09864); the first half of the head is paired with the second.
-
-    x [B, S, H, K], positions [1 or B, S] -> [B, S, H, K].
-    """
-    return _turned(x, _cosines_and_sines(x, positions, theta))
-
-
-def _cosines_and_sines(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    table: Tensor = rotations(positions, x.shape[-1] // 2, theta, wide)
-    return table[..., None, :].to(x.dtype)  # [2, 1 or B, S, 1, K/2]
-
-
-def _turned(x: Tensor, cosines_and_sines: Tensor) -> Tensor:
-    cos, sin = cosines_and_sines
-    first, second = x.chunk(2, dim=-1)  # the backward of two slices would pad each half and add
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-def prepare_qk(
-    q: Tensor,
-    k: Tensor,
-    positions: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    theta: float | None,
-) -> tuple[Tensor, Tensor]:
-    """QK-norm if there are weights, then RoPE unless `theta` is None: the default of the slot `Attention.prepare_qk`.
-
-    q [B, S, H, K], k [B, S, G, K], weights [K] -> q and k of the same shapes. QK-norm is an RMSNorm over the head
-    dimension (arXiv 2010.04245).
-    """
-    if q_weight is not None and k_weight is not None:
-        q, k = F.rms_norm(q, q_weight.shape, q_weight, eps), F.rms_norm(k, k_weight.shape, k_weight, eps)
-    if theta is not None:
-        turns = _cosines_and_sines(q, positions, theta)
-        q, k = _turned(q, turns), _turned(k, turns)
-    return q, k
-
-
-def prepare_qkv(
-    heads: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    positions: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    theta: float | None,
-    prepare_qk: Callable[..., tuple[Tensor, Tensor]],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Split the packed projection into queries, keys and values: the default of the slot `Attention.prepare_qkv`.
-
-    heads [B, S, H + 2G, K], queries first and values last -> q [B, S, H, K], k and v [B, S, G, K]. `prepare_qk` is the
-    callable in the narrower slot `Attention.prepare_qk`; it takes the remaining arguments. A supplier that fuses its
-    work does not call it. v is the values' part of `heads`, as a view if possible.
-    """
-    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=2)
-    q, k = prepare_qk(q, k, positions, q_weight, k_weight, eps, theta)
-    return q, k, v
-
-
 class DotProductAttention(nn.Module):
     """Attention without its projections, for blocks that fuse the projections with others.
 
-    `theta` None: no rotary positions. `causal` False: queries see later keys too. `window`, `soft_cap` and `bias` are
-    as in `AttentionSpec`. With `sinks`, the module has a parameter `sinks` with one score per head.
+    `theta` is the base of rotary positions, or a `mplug.Rotary` that describes another kind; None: no rotary positions.
+    `causal` False: queries see later keys too. `window`, `soft_cap` and `bias` are as in `AttentionSpec`. With `sinks`,
+    the module has a parameter `sinks` with one score per head. `scale` None: 1 / sqrt(head_dim). With
+    `qk_norm_offset`, the scales of QK-norm are 1 + weight, and the norm is computed in fp32 (Gemma 3).
 
     `num_heads`, `num_kv_heads` and `head_dim` are those of the whole model, also on a rank that holds only some of the
     heads. Suppliers and wraps may read them, and `spec`, from a site's module.
@@ -181,7 +107,7 @@ class DotProductAttention(nn.Module):
         head_dim: int,
         *,
         qk_norm: bool,
-        theta: float | None,
+        theta: float | Rotary | None,
         dropout: float = 0.0,
         eps: float = 1e-5,
         causal: bool = True,
@@ -189,15 +115,20 @@ class DotProductAttention(nn.Module):
         soft_cap: float | None = None,
         sinks: bool = False,
         bias: str = "",
+        scale: float | None = None,
+        qk_norm_offset: bool = False,
+        value_width: int | None = None,
     ) -> None:
         super().__init__()
         if bias == RELATIVE:
             raise ValueError("this block has no table of a relative bias; a block of your own hands one to its core")
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.theta, self.eps = theta, eps
+        self.theta = theta.turns(head_dim) if isinstance(theta, Rotary) else theta
+        self.eps, self.qk_norm_offset = eps, qk_norm_offset
         masks: dict[str, Any] = {"causal": causal, "window": window}
+        scale, width = head_dim**-0.5 if scale is None else scale, value_width or head_dim
         self.spec = AttentionSpec(
-            head_dim**-0.5, head_dim, head_dim, **masks, soft_cap=soft_cap, sinks=sinks, bias=bias, dropout=dropout
+            scale, head_dim, width, **masks, soft_cap=soft_cap, sinks=sinks, bias=bias, dropout=dropout
         )
         self.q_norm = nn.Parameter(torch.empty(head_dim)) if qk_norm else None
         self.k_norm = nn.Parameter(torch.empty(head_dim)) if qk_norm else None
@@ -210,8 +141,9 @@ class DotProductAttention(nn.Module):
         """The meaning of the parameters between the projections."""
         entries = {}
         if self.q_norm is not None:
-            entries["q_norm"] = Parameter(("head_dim",), ONES, over=(*TOKENS, "heads"))
-            entries["k_norm"] = Parameter(("head_dim",), ONES, over=(*TOKENS, "kv_heads"))
+            initial = ZEROS if self.qk_norm_offset else ONES
+            entries["q_norm"] = Parameter(("head_dim",), initial, over=(*TOKENS, "heads"))
+            entries["k_norm"] = Parameter(("head_dim",), initial, over=(*TOKENS, "kv_heads"))
         if self.sinks is not None:
             entries["sinks"] = Parameter((Segment("heads", self.num_heads),), inits.weight)
         return entries
@@ -245,9 +177,17 @@ class DotProductAttention(nn.Module):
 
     def needs(self, slot: str, entries: Container[str]) -> frozenset[str]:
         """What a supplier of a slot must offer here; `entries` are the optional entries that micro batches have."""
-        if slot != "Attention.core":
-            return frozenset()
-        return replace(self.spec, documents=DOCUMENTS in entries).needs
+        if slot == "Attention.core":
+            return replace(self.spec, documents=DOCUMENTS in entries).needs
+        turning = self.theta.needs if isinstance(self.theta, Turns) else frozenset()
+        return turning | ({WIDE_NORM} if self.q_norm is not None and self.qk_norm_offset else set())
+
+    @property
+    def scales_of_norm(self) -> tuple[Tensor | None, Tensor | None]:
+        """The scales of QK-norm [K] of queries and keys, as the slots receive them."""
+        if self.q_norm is None or self.k_norm is None:
+            return None, None
+        return (offset(self.q_norm), offset(self.k_norm)) if self.qk_norm_offset else (self.q_norm, self.k_norm)
 
     def attend(
         self,
@@ -259,7 +199,7 @@ class DotProductAttention(nn.Module):
         document_lengths: Tensor | None = None,
     ) -> Tensor:
         """q [B, S, H, K], k and v [B, S, G, K], positions [1 or B, S], keys [B], lengths [B, M] -> [B, S, H, K]."""
-        q, k = self.prepare_qk(q, k, positions, self.q_norm, self.k_norm, self.eps, self.theta)
+        q, k = self.prepare_qk(q, k, positions, *self.scales_of_norm, self.eps, self.theta)
         return self._mixed(q, k, v, keys, document_lengths)
 
     def _mixed(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, document_lengths: Tensor | None) -> Tensor:
@@ -271,7 +211,10 @@ class DotProductAttention(nn.Module):
 
 
 class Attention(DotProductAttention):
-    """Self-attention with its projections: `qkv` (queries, keys and values, fused) before the core, `out` after it."""
+    """Self-attention with its projections: `qkv` (queries, keys and values, fused) before the core, `out` after it.
+
+    `out_bias` None: `out` has a bias if `qkv` has one.
+    """
 
     SLOTS: ClassVar[tuple[str, ...]] = (*DotProductAttention.SLOTS, "Attention.prepare_qkv")
     mixes: ClassVar[frozenset[str]] = frozenset()  # only inside a slot
@@ -285,7 +228,7 @@ class Attention(DotProductAttention):
         *,
         bias: bool,
         qk_norm: bool,
-        theta: float | None,
+        theta: float | Rotary | None,
         dropout: float = 0.0,
         eps: float = 1e-5,
         causal: bool = True,
@@ -293,12 +236,15 @@ class Attention(DotProductAttention):
         soft_cap: float | None = None,
         sinks: bool = False,
         attention_bias: str = "",
+        scale: float | None = None,
+        qk_norm_offset: bool = False,
+        out_bias: bool | None = None,
     ) -> None:
         named: dict[str, Any] = {"theta": theta, "dropout": dropout, "eps": eps, "causal": causal, "window": window}
-        named |= {"soft_cap": soft_cap, "sinks": sinks, "bias": attention_bias}
-        super().__init__(num_heads, num_kv_heads, head_dim, qk_norm=qk_norm, **named)
+        named |= {"soft_cap": soft_cap, "sinks": sinks, "bias": attention_bias, "scale": scale}
+        super().__init__(num_heads, num_kv_heads, head_dim, qk_norm=qk_norm, qk_norm_offset=qk_norm_offset, **named)
         self.qkv = Linear(dim, (num_heads + 2 * num_kv_heads) * head_dim, bias)
-        self.out = Linear(num_heads * head_dim, dim, bias)
+        self.out = Linear(num_heads * head_dim, dim, bias if out_bias is None else out_bias)
         self.prepare_qkv = prepare_qkv
 
     def plan_entries(self, inits: Inits) -> Entries:
@@ -312,7 +258,9 @@ class Attention(DotProductAttention):
             "out.weight": Parameter(("embed", heads), inits.residual),
         }
         if self.qkv.bias is not None:
-            entries |= {"qkv.bias": Parameter((qkv,), ZEROS), "out.bias": Parameter(("embed",), ZEROS)}
+            entries["qkv.bias"] = Parameter((qkv,), ZEROS)
+        if self.out.bias is not None:
+            entries["out.bias"] = Parameter(("embed",), ZEROS)
         return entries
 
     def forward(self, x: Tensor, positions: Tensor, keys: Tensor, document_lengths: Tensor | None = None) -> Tensor:
@@ -324,9 +272,8 @@ class Attention(DotProductAttention):
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # [B, S, H + 2G, K]
         num_heads = self.out.weight.shape[1] // self.head_dim  # this rank's heads, from its shard of the weights
         num_kv_heads = (heads.shape[2] - num_heads) // 2
-        weights = (self.q_norm, self.k_norm)
         q, k, v = self.prepare_qkv(
-            heads, num_heads, num_kv_heads, positions, *weights, self.eps, self.theta, self.prepare_qk
+            heads, num_heads, num_kv_heads, positions, *self.scales_of_norm, self.eps, self.theta, self.prepare_qk
         )
         y: Tensor = self.out(self._mixed(q, k, v, keys, document_lengths).flatten(-2))
         return y

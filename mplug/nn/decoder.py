@@ -19,12 +19,18 @@ DOCUMENTS = "document_lengths"
 
 
 class TokenEmbedding(nn.Module):
-    """Embeds tokens, and positions if they are learned (`num_positions` is then the length of the longest sequence)."""
+    """Embeds tokens, and positions if they are learned (`num_positions` is then the length of the longest sequence).
+
+    The tokens' vectors are multiplied by `scale`, rounded to their dtype (Gemma).
+    """
 
     mixes: ClassVar[frozenset[str]] = frozenset()
 
-    def __init__(self, vocab_size: int, dim: int, num_positions: int | None = None, dropout: float = 0.0) -> None:
+    def __init__(
+        self, vocab_size: int, dim: int, num_positions: int | None = None, dropout: float = 0.0, scale: float = 1.0
+    ) -> None:
         super().__init__()
+        self.scale = scale
         self.token = Embedding(vocab_size, dim)
         self.position = Embedding(num_positions, dim) if num_positions is not None else None
         self.dropout = Dropout(dropout)
@@ -38,27 +44,38 @@ class TokenEmbedding(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
         """tokens [B, S], positions [1 or B, S], the samples' random keys [B] -> [B, S, D]."""
         x = self.token(tokens)
+        if self.scale != 1.0:
+            x = x * x.new_full((), self.scale)
         if self.position is not None:
             x = x + self.position(positions)
         y: Tensor = self.dropout(x, keys, positions)
         return y
 
 
+PostNorms = tuple[Norm, Norm]
+"""The norms of the outputs of attention and of the feed-forward part."""
+
+
 class Block(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x)).
 
+    With `post_norms`, each part's output goes through a norm of its own before it is added (sandwich norms, Gemma 2).
     `attn(x [B, S, D], positions, keys, document_lengths)` returns [B, S, D]: an `Attention`, or a module of your own.
     `Block` is the common part of `DenseBlock` and `SparseBlock`.
     """
 
     mixes: ClassVar[frozenset[str]] = frozenset()  # attention mixes positions, in a slot; a router declares its mixing
 
-    def __init__(self, norm1: Norm, attn: nn.Module, norm2: Norm, dropout: float = 0.0) -> None:
+    def __init__(
+        self, norm1: Norm, attn: nn.Module, norm2: Norm, dropout: float = 0.0, post_norms: PostNorms | None = None
+    ) -> None:
         super().__init__()
         self.norm1, self.attn = norm1, attn
         self.dropout1 = Dropout(dropout)
         self.norm2 = norm2
         self.dropout2 = Dropout(dropout)
+        self.post_norm1 = post_norms[0] if post_norms else None
+        self.post_norm2 = post_norms[1] if post_norms else None
 
     def feed_forward(self, x: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
         """The block's second part, without norm and residual: [B, S, D] -> [B, S, D]."""
@@ -68,8 +85,13 @@ class Block(nn.Module):
         """x [B, S, D], positions [1 or B, S], keys [B], lengths [B, M] if samples are packed -> [B, S, D]."""
         h, x = self.norm1(x)
         h = self.attn(h, positions, keys, document_lengths)
+        if self.post_norm1 is not None:
+            h, _ = self.post_norm1(h)
         h, x = self.norm2(self.dropout1(h, keys, positions), x)
-        y: Tensor = self.dropout2(self.feed_forward(h, positions, keys), keys, positions)
+        h = self.feed_forward(h, positions, keys)
+        if self.post_norm2 is not None:
+            h, _ = self.post_norm2(h)
+        y: Tensor = self.dropout2(h, keys, positions)
         return x + y
 
 
@@ -78,8 +100,16 @@ class DenseBlock(Block):
 
     mixes: ClassVar[frozenset[str]] = frozenset()
 
-    def __init__(self, norm1: Norm, attn: nn.Module, norm2: Norm, mlp: nn.Module, dropout: float = 0.0) -> None:
-        super().__init__(norm1, attn, norm2, dropout)
+    def __init__(
+        self,
+        norm1: Norm,
+        attn: nn.Module,
+        norm2: Norm,
+        mlp: nn.Module,
+        dropout: float = 0.0,
+        post_norms: PostNorms | None = None,
+    ) -> None:
+        super().__init__(norm1, attn, norm2, dropout, post_norms)
         self.mlp = mlp
 
     def feed_forward(self, x: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
@@ -93,8 +123,16 @@ class SparseBlock(Block):
 
     mixes: ClassVar[frozenset[str]] = frozenset()
 
-    def __init__(self, norm1: Norm, attn: nn.Module, norm2: Norm, moe: MixtureOfExperts, dropout: float = 0.0) -> None:
-        super().__init__(norm1, attn, norm2, dropout)
+    def __init__(
+        self,
+        norm1: Norm,
+        attn: nn.Module,
+        norm2: Norm,
+        moe: MixtureOfExperts,
+        dropout: float = 0.0,
+        post_norms: PostNorms | None = None,
+    ) -> None:
+        super().__init__(norm1, attn, norm2, dropout, post_norms)
         self.moe = moe
 
     def feed_forward(self, x: Tensor, positions: Tensor, keys: Tensor) -> Tensor:

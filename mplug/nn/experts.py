@@ -5,7 +5,7 @@ rows, F the width of an expert.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import ClassVar, Literal
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mplug.layout.plan import Parameter, Segment
 from mplug.nn.grouped import PLAIN_GROUPED, apply_grouped, grouped_linear, waits_for_device
-from mplug.nn.inits import Entries, Inits
+from mplug.nn.inits import ZEROS, Entries, Inits
 from mplug.nn.later import Later, Operands
 from mplug.nn.mlp import Activation, Kind
 from mplug.nn.sink import Sink, Weights
@@ -94,24 +94,40 @@ def compute(
     down: Weights,
     kind: Kind,
     activation: Callable[[Tensor, Tensor | None, Kind], Tensor],
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Apply to each row its expert: the default of the slot `Experts.compute`.
 
-    rows [M, D], counts [e] int64, `up` [e, F, D] (swiglu: [e, 2F, D], gate first), `down` [e, D, F] -> [M, D]. `kind`
+    rows [M, D], counts [e] int64, `up` [e, F, D] (gated: [e, 2F, D], gate first), `down` [e, D, F] -> [M, D]. `kind`
     is the kind of the activation, and `activation` the callable in the slot `MLP.activation`. A supplier that fuses its
     work need not call it. The weights' gradients go to their sinks. `Experts` calls this function only if it is
-    wrapped; otherwise it computes the same by its slot `Experts.product`.
+    wrapped; otherwise it computes the same by its slot `Experts.product`. `bias` [e, F] (gated: [e, 2F]) is added to
+    the up projection at sites that need 'expert bias'; other sites do not pass it.
     """
-    return grouped_linear(activation(grouped_linear(rows, counts, up), None, kind), counts, down)
+    hidden = grouped_linear(rows, counts, up)
+    hidden = hidden if bias is None else add_of_group(hidden, counts, bias)
+    return grouped_linear(activation(hidden, None, kind), counts, down)
 
 
 compute.only_composes = True  # type: ignore[attr-defined]  # its needs are those of `Experts.product`
 
 
-class Experts(Activation):
-    """E feed-forward networks of the same shape, without biases.
+def add_of_group(rows: Tensor, counts: Tensor, bias: Tensor) -> Tensor:
+    """rows [M, F] in the order of groups, counts [e] int64, bias [e, F] -> each row plus the bias of its group.
 
-    `num_experts` is that of the whole model, also on a rank that holds only some of the experts.
+    Rows after those of the last group stay as they are, so that their gradients reach no bias.
+    """
+    number = torch.arange(len(rows), device=rows.device)
+    group = torch.searchsorted(counts.cumsum(0), number, right=True)  # [M]; e for the rows after the last group
+    return rows + torch.cat((bias, torch.zeros_like(bias[:1]))).to(rows.dtype).index_select(0, group)
+
+
+class Experts(Activation):
+    """E feed-forward networks of the same shape.
+
+    `num_experts` is that of the whole model, also on a rank that holds only some of the experts. With `bias`, every
+    expert has a bias of its up projection. The biases of down projections belong to `MixtureOfExperts`: they are added
+    after the combination, because the rows of one expert may be partial sums (expert tensor parallelism).
     """
 
     SLOTS: ClassVar[tuple[str, ...]] = (
@@ -131,22 +147,31 @@ class Experts(Activation):
     down_later: Later | None = None
     mixes: ClassVar[frozenset[str]] = frozenset()
 
-    def __init__(self, dim: int, ffn_dim: int, num_experts: int, kind: Kind) -> None:
+    def __init__(self, dim: int, ffn_dim: int, num_experts: int, kind: Kind, bias: bool = False) -> None:
         super().__init__(kind)
         self.num_experts = num_experts
-        self.up = nn.Parameter(torch.empty(num_experts, ffn_dim * (2 if kind == "swiglu" else 1), dim))
+        wide = ffn_dim * (2 if self.gated else 1)
+        self.up = nn.Parameter(torch.empty(num_experts, wide, dim))
         self.down = nn.Parameter(torch.empty(num_experts, dim, ffn_dim))
+        self.up_bias = nn.Parameter(torch.empty(num_experts, wide)) if bias else None
         self.dispatch, self.compute, self.combine = dispatch, compute, combine
         self.product = PLAIN_GROUPED
 
     def plan_entries(self, inits: Inits) -> Entries:
         """The meaning of the weights."""
         wide = Segment("expert_mlp", self.down.shape[2])
-        up = (wide, wide) if self.kind == "swiglu" else wide
+        up = (wide, wide) if self.gated else wide
+        bias = {} if self.up_bias is None else {"up_bias": Parameter(("expert", up), ZEROS, decay=False)}
         return {
             "up": Parameter(("expert", up, "embed"), inits.weight),
             "down": Parameter(("expert", "embed", wide), inits.residual),
+            **bias,
         }
+
+    def needs(self, slot: str, entries: Container[str]) -> frozenset[str]:
+        """What a supplier of a slot must offer here."""
+        biased = {"expert bias"} if slot == "Experts.compute" and self.up_bias is not None else set()
+        return super().needs(slot, entries) | biased
 
     def waits(self, slot: str, dtype: torch.dtype) -> str:
         """Why the CPU waits for the device in the default of a slot that computes in `dtype`; empty if it does not."""
@@ -158,10 +183,14 @@ class Experts(Activation):
         rows, counts, route = self.dispatch(x, chosen, self.num_experts)
         up, down = Weights.of(self.up), Weights.of(self.down)
         if self.compute is compute:
-            hidden = self.activate(apply_grouped(self.product, rows, counts, up, self.up_casts, self.up_later))
+            hidden = apply_grouped(self.product, rows, counts, up, self.up_casts, self.up_later)
+            if self.up_bias is not None:
+                hidden = add_of_group(hidden, counts, self.up_bias)
+            hidden = self.activate(hidden)
             rows = apply_grouped(self.product, hidden, counts, down, self.down_casts, self.down_later)
         else:
-            rows = self.compute(rows, counts, up, down, self.kind, self.activation)
+            biases = () if self.up_bias is None else (self.up_bias,)
+            rows = self.compute(rows, counts, up, down, self.kind, self.activation, *biases)
         return self.combine(rows, gates, route)
 
     def compute_later(self, weight: str, operands: Operands) -> None:

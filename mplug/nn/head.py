@@ -2,6 +2,7 @@
 
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from mplug.layout.plan import Parameter, Segment
@@ -12,15 +13,18 @@ from mplug.nn.norm import Norm
 
 
 class Head(nn.Module):
-    """The last norm, the projection to the vocabulary, the loss."""
+    """The last norm, the projection to the vocabulary, the loss.
+
+    With `soft_cap` c, logits become c tanh(logits / c) (Gemma 2, arXiv 2408.00118).
+    """
 
     mixes: ClassVar[frozenset[str]] = frozenset()
 
-    def __init__(self, norm: Norm, hidden_size: int, vocab_size: int) -> None:
+    def __init__(self, norm: Norm, hidden_size: int, vocab_size: int, soft_cap: float | None = None) -> None:
         super().__init__()
-        self.norm = norm
+        self.norm, self.soft_cap = norm, soft_cap
         self.project = Linear(hidden_size, vocab_size, bias=False)
-        self.loss = Loss()
+        self.loss = Loss(soft_cap)
 
     def plan_entries(self, inits: Inits) -> Entries:
         """The meaning of the projection."""
@@ -30,11 +34,17 @@ class Head(nn.Module):
     def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """x [B, S, D], labels [B, S] -> (sum of the losses in nats, number of targets)."""
         h, _ = self.norm(x)
-        loss: tuple[Tensor, Tensor] = self.loss(h, self.project, labels)
+        loss: tuple[Tensor, Tensor] = self.loss(h, self.project if self.soft_cap is None else self._capped, labels)
         return loss
 
     def logits(self, x: Tensor) -> Tensor:
         """x [B, S, D] -> [B, S, V]."""
         h, _ = self.norm(x)
-        logits: Tensor = self.project(h)
+        logits: Tensor = self.project(h) if self.soft_cap is None else self._capped(h)
+        return logits
+
+    def _capped(self, h: Tensor) -> Tensor:
+        """h [..., D] -> capped logits [..., V]."""
+        assert self.soft_cap is not None
+        logits: Tensor = self.soft_cap * torch.tanh(self.project(h) / self.soft_cap)
         return logits

@@ -3,7 +3,7 @@
 N tokens, v the size of this process's part of the vocabulary (all of it, or a range of it).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import ClassVar, Literal
 
 import torch
@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 IGNORED = -100
 """The label of a position that has no target."""
+
+CAPPED = "logit soft cap"
+"""The need of a loss whose `project` is more than a `Linear`."""
 
 AT_ONCE = 1 << 26
 """Number of logits that are widened to fp32 at a time. Compiled code widens in registers and ignores this."""
@@ -28,11 +31,15 @@ def cross_entropy(hidden: Tensor, project: Callable[[Tensor], Tensor], labels: T
     """The default of the slot `Loss.cross_entropy`.
 
     hidden [B, S, D], `project` to logits [B, S, V] (a `Linear`), labels [B, S] -> (sum of the losses in nats, at least
-    fp32; number of targets, int64). A supplier may project in chunks, so that the logits never exist at once.
+    fp32; number of targets, int64). A supplier may project in chunks, so that the logits never exist at once. At sites
+    that need 'logit soft cap', `project` is a function that also caps the logits.
     """
     flat = labels.flatten()
     counted = flat != IGNORED
     return loss_sum(project(hidden).flatten(0, -2), flat, counted), counted.sum()
+
+
+cross_entropy.offers = frozenset({CAPPED})  # type: ignore[attr-defined]
 
 
 def loss_sum(logits: Tensor, labels: Tensor, counted: Tensor, merge: Merge = _whole) -> Tensor:
@@ -82,14 +89,19 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class Loss(nn.Module):
-    """Next-token cross-entropy."""
+    """Next-token cross-entropy; `soft_cap` is that of the logits, which the head applies."""
 
     SLOTS = ("Loss.cross_entropy",)
     mixes: ClassVar[frozenset[str]] = frozenset()
 
-    def __init__(self) -> None:
+    def __init__(self, soft_cap: float | None = None) -> None:
         super().__init__()
+        self.soft_cap = soft_cap
         self.cross_entropy = cross_entropy
+
+    def needs(self, slot: str, entries: Container[str]) -> frozenset[str]:
+        """What a supplier of the slot must offer here."""
+        return frozenset() if self.soft_cap is None else frozenset({CAPPED})
 
     def forward(self, hidden: Tensor, project: Callable[[Tensor], Tensor], labels: Tensor) -> tuple[Tensor, Tensor]:
         """hidden [B, S, D], labels [B, S] -> (loss sum, number of targets)."""

@@ -1,28 +1,32 @@
 """The feed-forward part of a transformer block."""
 
-from collections.abc import Callable
-from typing import ClassVar, Literal
+from collections.abc import Callable, Container
+from typing import ClassVar
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from mplug.layout.plan import Parameter, Segment
+from mplug.nn.activations import ACTIVATIONS
 from mplug.nn.inits import ZEROS, Entries, Inits
 from mplug.nn.linear import Linear
+from mplug.nn.named import NeedsOf
 from mplug.nn.sink import Weights
 
-Kind = Literal["gelu", "gelu_tanh", "swiglu"]
+Kind = str
+"""A name of the open list `mplug.activations`: 'gelu', 'gelu_tanh', 'relu2', 'swiglu', 'geglu', 'geglu_tanh', ..."""
 
 
 def activation(x: Tensor, bias: Tensor | None, kind: Kind) -> Tensor:
-    """The default of the slot `MLP.activation`: x [..., F] (swiglu: [..., 2F], gate first) plus bias -> [..., F]."""
+    """The default of the slot `MLP.activation`: x [..., F] (gated: [..., 2F], gate first) plus bias -> [..., F].
+
+    A site whose kind is none of 'gelu', 'gelu_tanh' and 'swiglu' needs it by name: 'relu2 activation'.
+    """
     x = x if bias is None else x + bias
-    if kind == "gelu":
-        return F.gelu(x)
-    if kind == "gelu_tanh":
-        return F.gelu(x, approximate="tanh")
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    function = ACTIVATIONS[kind]
+    return function.compute(*x.chunk(2, dim=-1)) if function.gated else function.compute(x)
+
+
+activation.offers = NeedsOf(ACTIVATIONS)  # type: ignore[attr-defined]
 
 
 class Activation(nn.Module):
@@ -33,11 +37,17 @@ class Activation(nn.Module):
 
     def __init__(self, kind: Kind) -> None:
         super().__init__()
-        self.kind = kind
+        self.kind, self.gated = kind, ACTIVATIONS.load(kind).gated
         self.activation = activation
 
+    def needs(self, slot: str, entries: Container[str]) -> frozenset[str]:
+        """What a supplier of a slot that computes the activation must offer here."""
+        return (
+            ACTIVATIONS.needs(self.kind) if slot in ("MLP.activation", "MLP.core", "Experts.compute") else frozenset()
+        )
+
     def activate(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [..., F] (swiglu: [..., 2F], gate first) plus bias -> [..., F]."""
+        """x [..., F] (gated: [..., 2F], gate first) plus bias -> [..., F]."""
         return self.activation(x, bias, self.kind)
 
 
@@ -46,7 +56,7 @@ def core(
 ) -> Tensor:
     """The default of the slot `MLP.core`: act(x upᵀ + bias) downᵀ, [..., D] -> [..., D].
 
-    up [F, D] (swiglu: [2F, D], gate first), bias [F] (swiglu: [2F]) and down [D, F] are this rank's shards. x is the
+    up [F, D] (gated: [2F, D], gate first), bias [F] (gated: [2F]) and down [D, F] are this rank's shards. x is the
     output of the up projection's `Linear.gather`. The result is the input of the down projection's `Linear.scatter`.
     `composed(x)` computes the same through the narrower slots. A supplier that fuses the products with the activation
     need not call it.
@@ -60,8 +70,7 @@ core.only_composes = True  # type: ignore[attr-defined]  # its needs are those o
 class MLP(Activation):
     """Up projection, activation, down projection.
 
-    The activation is GELU (arXiv 1606.08415; exact, or with tanh as in GPT-2) or SwiGLU (arXiv 2002.05202). For SwiGLU,
-    gate and up are one fused matrix.
+    `kind` is a name of the open list of activations. If it is gated (SwiGLU), gate and up are one fused matrix.
     """
 
     SLOTS = (*Activation.SLOTS, "MLP.core")
@@ -69,14 +78,14 @@ class MLP(Activation):
 
     def __init__(self, dim: int, ffn_dim: int, kind: Kind, bias: bool) -> None:
         super().__init__(kind)
-        self.up = Linear(dim, ffn_dim * (2 if kind == "swiglu" else 1), bias)
+        self.up = Linear(dim, ffn_dim * (2 if self.gated else 1), bias)
         self.down = Linear(ffn_dim, dim, bias)
         self.core = core
 
     def plan_entries(self, inits: Inits) -> Entries:
         """The meaning of the parameters."""
         mlp = Segment("mlp", self.down.weight.shape[1])
-        up = (mlp, mlp) if self.kind == "swiglu" else mlp
+        up = (mlp, mlp) if self.gated else mlp
         entries = {
             "up.weight": Parameter((up, "embed"), inits.weight),
             "down.weight": Parameter(("embed", mlp), inits.residual),

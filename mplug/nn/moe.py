@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from mplug.layout.plan import Parameter
 from mplug.nn.experts import Dropping, Experts, within_capacity
-from mplug.nn.inits import Entries, Inits
+from mplug.nn.inits import ZEROS, Entries, Inits
 from mplug.nn.linear import Linear
 from mplug.nn.mlp import MLP, Kind
 from mplug.nn.router import Router
@@ -15,7 +15,8 @@ class MixtureOfExperts(nn.Module):
     """A router, its experts, and an optional shared MLP that every token uses.
 
     `capacity_factor` None: no token is dropped. `shared_ffn_dim` 0: there is no shared MLP. With `shared_gate`, the
-    shared MLP's output is multiplied by a sigmoid gate computed from the token.
+    shared MLP's output is multiplied by a sigmoid gate computed from the token. With `bias`, both projections of the
+    experts have biases.
     """
 
     def __init__(
@@ -29,17 +30,21 @@ class MixtureOfExperts(nn.Module):
         dropping: Dropping = "probability",
         shared_ffn_dim: int = 0,
         shared_gate: bool = False,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         self.capacity_factor, self.dropping = capacity_factor, dropping
         self.router = router
-        self.experts = Experts(dim, ffn_dim, router.choice.num_experts, kind)
+        self.experts = Experts(dim, ffn_dim, router.choice.num_experts, kind, bias)
+        self.down_bias = nn.Parameter(torch.empty(router.choice.num_experts, dim)) if bias else None
         self.shared = MLP(dim, shared_ffn_dim, kind, bias=False) if shared_ffn_dim else None
         self.shared_gate = Linear(dim, 1, bias=False) if shared_ffn_dim and shared_gate else None
 
     def plan_entries(self, inits: Inits) -> Entries:
-        """The meaning of the shared MLP's gate; router, experts and shared MLP describe themselves."""
-        return {"shared_gate.weight": Parameter(("gate", "embed"), inits.weight)} if self.shared_gate else {}
+        """The meaning of what is neither the router's, the experts' nor the shared MLP's."""
+        gate = {"shared_gate.weight": Parameter(("gate", "embed"), inits.weight)} if self.shared_gate else {}
+        biased = self.down_bias is not None
+        return gate | ({"down_bias": Parameter(("every_expert", "embed"), ZEROS, decay=False)} if biased else {})
 
     @property
     def weights_per_token(self) -> int:
@@ -68,8 +73,19 @@ class MixtureOfExperts(nn.Module):
         if self.capacity_factor is not None:
             experts = self.router.choice.num_experts
             chosen, gates = within_capacity(chosen, gates, experts, self.capacity_factor, self.dropping)
-        y: Tensor = self.experts(x.flatten(0, 1), chosen, gates).view_as(x)
+        y: Tensor = self.experts(x.flatten(0, 1), chosen, gates)
+        y = (y if self.down_bias is None else y + self._biases(chosen, gates).to(y.dtype)).view_as(x)
         return y if self.shared is None else y + self._shared(x)
+
+    def _biases(self, chosen: Tensor, gates: Tensor) -> Tensor:
+        """The biases of the chosen experts' down projections, weighted: chosen and gates [N, k] -> [N, D].
+
+        All ranks hold all of these biases. A dropped choice has the gate 0.
+        """
+        assert self.down_bias is not None
+        experts = len(self.down_bias)
+        of_all = gates.new_zeros(len(gates), experts + 1).scatter_add(1, chosen, gates)[:, :experts]
+        return of_all @ self.down_bias.to(gates.dtype)
 
     def _shared(self, x: Tensor) -> Tensor:
         assert self.shared is not None

@@ -12,13 +12,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mplug.layout.plan import Buffer, Parameter
-from mplug.nn.inits import TOKENS, Entries, Inits
+from mplug.nn.inits import TOKENS, ZEROS, Entries, Inits
 from mplug.nn.linear import Gemm, multiply
 from mplug.nn.random import Jitter
+from mplug.nn.scores import SCORES
 from mplug.nn.sink import Weights, add_product
 from mplug.nn.statistics import add_auxiliary, count
 
-Score = Literal["softmax", "sigmoid"]
+Score = str
+"""A name of the open list `mplug.router_scores`: 'softmax', 'sigmoid', 'softmax_of_chosen', ..."""
 ALL_EXPERTS = "router_expert"
 """The router's axis of experts: every rank holds all of it, even if the experts are split over ranks."""
 Balance = Literal["none", "micro_batch", "sequence", "global_batch"]
@@ -38,9 +40,9 @@ class Choice:
     """How a token's experts are chosen, and how they are weighted.
 
     `score` turns logits into scores. The `top_k` experts with the highest scores are chosen. With `num_groups` > 1,
-    only the experts of the `top_groups` best groups compete; a group's score is the sum of its two best scores (arXiv
-    2412.19437, section 2.1.2). Gates are the scores of the chosen experts times `scale`. If `normalize` is true and
-    `top_k` > 1, the scores are first divided by their sum.
+    only the experts of the `top_groups` best groups compete; a group's score is the sum of its `group_best` best scores
+    (2: arXiv 2412.19437, section 2.1.2; 1: arXiv 2405.04434, section 2.2.2). Gates are the scores of the chosen experts
+    times `scale`. If `normalize` is true and `top_k` > 1, the scores are first divided by their sum.
     """
 
     num_experts: int
@@ -50,16 +52,21 @@ class Choice:
     top_groups: int = 1
     normalize: bool = True
     scale: float = 1.0
+    group_best: int = 2
 
     def scores(self, logits: Tensor) -> Tensor:
         """logits [..., E] -> scores [..., E]."""
-        return logits.softmax(dim=-1) if self.score == "softmax" else logits.sigmoid()
+        return SCORES[self.score].judged(logits)
+
+    def probabilities(self, scores: Tensor) -> Tensor:
+        """scores [..., E] -> [..., E] with sum 1, for the balancing loss."""
+        return SCORES[self.score].probabilities(scores)
 
     def chosen(self, scores: Tensor) -> Tensor:
         """scores [..., E] -> the numbers of the chosen experts [..., k], the best first."""
         if self.num_groups > 1:
             grouped = scores.unflatten(-1, (self.num_groups, -1))  # [..., G, E / G]
-            worth = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(dim=-1)
+            worth = grouped.topk(min(self.group_best, grouped.shape[-1]), dim=-1).values.sum(dim=-1)
             best = torch.zeros_like(worth, dtype=torch.bool)
             best = best.scatter(-1, worth.topk(self.top_groups, dim=-1).indices, True)
             scores = grouped.masked_fill(~best[..., None], float("-inf")).flatten(-2)
@@ -67,7 +74,7 @@ class Choice:
 
     def gates(self, scores: Tensor, chosen: Tensor) -> Tensor:
         """The gates [..., k] of the chosen experts."""
-        gates = scores.gather(-1, chosen)
+        gates = SCORES[self.score].gates(scores.gather(-1, chosen))
         if self.normalize and self.top_k > 1:
             gates = gates / (gates.sum(dim=-1, keepdim=True) + 1e-20)
         return gates * self.scale
@@ -108,13 +115,15 @@ class Router(nn.Module):
 
     The z-loss (arXiv 2202.08906), `z_coefficient` * sum_n (log sum_i exp z_ni)², depends only on the token itself.
 
+    With `logit_bias`, a trained bias is added to the logits.
+
     `bias` [E] balances without a loss (arXiv 2408.15664). It is added to the scores when experts are chosen, not to the
     gates. After each step it rises by `bias_rate` for experts whose load in the global batch was below the mean, and
     falls by `bias_rate` for those above the mean. It does not change if the router is frozen.
 
     Buffers, which a model's plan describes. Statistics: `load` [E], how often each expert was chosen in a step;
     `losses` [2], the step's sums of E sum_i f_i p_ni and of the z-loss, both without their coefficients. States: `bias`
-    [E] (if `bias_rate` > 0) and `last_load` [E] (if `balance` is 'global_batch').
+    [E] (if `choice_bias`, or if that is None and `bias_rate` > 0) and `last_load` [E] (if `balance` is 'global_batch').
     """
 
     SLOTS = ("Router.summed",)
@@ -134,18 +143,23 @@ class Router(nn.Module):
         z_coefficient: float = 0.0,
         bias_rate: float = 0.0,
         jitter: float = 0.0,
+        logit_bias: bool = False,
+        choice_bias: bool | None = None,
     ) -> None:
         super().__init__()
+        SCORES.load(choice.score)
         self.choice, self.balance, self.bias_rate = choice, balance, bias_rate
         self.balance_coefficient, self.z_coefficient = balance_coefficient, z_coefficient
         experts = choice.num_experts
         self.weight = nn.Parameter(torch.empty(experts, dim))
+        self.logit_bias = nn.Parameter(torch.empty(experts)) if logit_bias else None
         self.jitter = Jitter(jitter)
         self.summed: Callable[[Tensor, tuple[str, ...]], Tensor] = summed
         self.register_buffer("load", torch.zeros(experts, dtype=torch.float64), persistent=False)
         self.register_buffer("losses", torch.zeros(2, dtype=torch.float64), persistent=False)
         self.register_buffer("loss_scale", torch.ones(()), persistent=False)
-        self.register_buffer("bias", torch.zeros(experts) if bias_rate > 0 else None)
+        biased = bias_rate > 0 if choice_bias is None else choice_bias
+        self.register_buffer("bias", torch.zeros(experts) if biased else None)
         last_load = torch.zeros(experts, dtype=torch.float64) if balance == "global_batch" else None
         self.register_buffer("last_load", last_load)
 
@@ -154,6 +168,7 @@ class Router(nn.Module):
         state = Buffer((ALL_EXPERTS,))
         return {
             "weight": Parameter((ALL_EXPERTS, "embed"), inits.weight),
+            **({} if self.logit_bias is None else {"logit_bias": Parameter((ALL_EXPERTS,), ZEROS)}),
             "load": Buffer((ALL_EXPERTS,), over=TOKENS),
             "losses": Buffer(("loss",), over=TOKENS, per_target=True),
             **({} if self.bias is None else {"bias": state}),
@@ -176,6 +191,7 @@ class Router(nn.Module):
         """x [B, S, D], positions [1 or B, S], the samples' keys [B] -> chosen [B, S, k] int64, gates [B, S, k] fp32."""
         x = self.jitter(x, keys, positions)
         logits = multiply(x, Weights.of(self.weight), WIDE)  # [B, S, E]
+        logits = logits if self.logit_bias is None else logits + self.logit_bias.to(logits.dtype)
         scores = self.choice.scores(logits)
         judged = scores.detach() if self.bias is None else scores.detach() + self.bias
         chosen = self.choice.chosen(judged)
@@ -194,7 +210,7 @@ class Router(nn.Module):
 
     def _uneven(self, scores: Tensor, counts: Tensor) -> Tensor:
         """E sum_n sum_i f_i p_ni; equal to the number of tokens if all experts are chosen equally often."""
-        probabilities = scores if self.choice.score == "softmax" else scores / scores.sum(dim=-1, keepdim=True)
+        probabilities = self.choice.probabilities(scores)
         return (self._shares(counts)[:, None] * probabilities).sum() * self.choice.num_experts
 
     def _counts(self, chosen: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from urllib.parse import unquote
 
 from mplug.config.entry import Entry
 from mplug.errors import UsageError, listed, suggest
+from mplug.open_lists import LISTS
 from mplug.slot_kinds import SLOT_KINDS
 from mplug.version import __version__
 
@@ -32,6 +33,13 @@ HOST_DISTRIBUTION = "mplug"
 """The distribution of the host. Its own plugins belong to exactly its version."""
 FLAGS = "flags"
 """The group 'mplug.flags', whose entry points are not plugins: each maps a flag to the config field that it sets."""
+ARCHITECTURES = "architectures"
+"""The group 'mplug.architectures': each maps an architecture of a config.json to the name of its model family."""
+TOKENIZER_FILES = "tokenizer_files"
+"""The group 'mplug.tokenizer_files': each maps the name of a file to the name of the tokenizer that reads it."""
+GROUPS_OF_LISTS = tuple(one.group.removeprefix("mplug.") for one in LISTS)
+"""Groups whose entry points are not plugins: each adds an entry to an open list (`mplug.open_lists`)."""
+GROUPS = (*KINDS, FLAGS, ARCHITECTURES, TOKENIZER_FILES, *GROUPS_OF_LISTS)
 RESERVED_FIELDS = ("name", "preset")
 RESERVED_NAMES = {"kernels": (*SLOT_KINDS, "default"), "parallel": ("layout", "data")}
 """By kind, the names that no plugin may have: the host has fields with these names beside the plugins' sub-sections."""
@@ -66,7 +74,7 @@ class Misplaced:
     version: str
 
     def __str__(self) -> str:
-        groups = [f"mplug.{kind}" for kind in (*KINDS, FLAGS)]
+        groups = [f"mplug.{kind}" for kind in GROUPS]
         return (
             f"the entry point '{self.name}' of {self.distribution} {self.version} is in the group '{self.group}', "
             f"which mplug {__version__} does not have{suggest(self.group, groups)}"
@@ -100,17 +108,21 @@ class Registry:
             misplaced += [
                 Misplaced(point.group, point.name, name, metadata["Version"])
                 for point in distribution.entry_points
-                if point.group.startswith("mplug.") and point.group.removeprefix("mplug.") not in (*KINDS, FLAGS)
+                if point.group.startswith("mplug.") and point.group.removeprefix("mplug.") not in GROUPS
             ]
         return sorted(entries, key=lambda entry: (entry.kind, entry.name, entry.distribution)), shadowed, misplaced
 
     def entries(self, kind: str | None = None) -> list[Entry]:
         """Installed plugins of a kind (of all kinds if None), sorted by kind and name."""
-        return [entry for entry in self._scan[0] if kind == entry.kind or (kind is None and entry.kind != FLAGS)]
+        return [entry for entry in self._scan[0] if kind == entry.kind or (kind is None and entry.kind in KINDS)]
 
     def flags(self) -> list[Entry]:
         """Short flags that installed distributions add to the command line; `target` is the field that each sets."""
         return [entry for entry in self._scan[0] if entry.kind == FLAGS]
+
+    def table(self, group: str) -> list[Entry]:
+        """The entries of a group that is no kind: `name` is what is looked up, `target` the name that it gives."""
+        return [entry for entry in self._scan[0] if entry.kind == group]
 
     def shadowed(self) -> list[Shadowed]:
         """Copies of plugins' metadata that have no effect."""
@@ -201,7 +213,7 @@ def _entries(distribution: Distribution, metadata: PackageMetadata, source: str)
     return [
         Entry(point.group.removeprefix("mplug."), point.name, point.value, name, version, summary, requires, source)
         for point in distribution.entry_points
-        if point.group.startswith("mplug.") and point.group.removeprefix("mplug.") in (*KINDS, FLAGS)
+        if point.group.startswith("mplug.") and point.group.removeprefix("mplug.") in GROUPS
     ]
 
 

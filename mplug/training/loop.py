@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mplug.checkpoint.pretrained import load_weights, newest_pretrained
+from mplug.checkpoint.pretrained import keep_original, load_weights, newest_pretrained
 from mplug.contracts import StepResult
 from mplug.distributed.heartbeats import EVALUATION, SAVING, STEP, WRITING
 from mplug.errors import Diverged, PluginError, UsageError
@@ -62,7 +62,7 @@ def train(
         run.depends_on_layout = layout_dependence_of_all(run, parts.model)
         position = Position(run, parts)
         run.pulse.enter("loading a checkpoint" if resume_from else "beginning the run")
-        pretrained = newest_pretrained(run) if resume_from is None else None
+        pretrained, begun = newest_pretrained(run) if resume_from is None else None, None
         if resume_from is not None:
             choice = position.choose(resume_from)
             resume_from = choice.path
@@ -72,12 +72,14 @@ def train(
                 return Ending(nothing_left=True)
             position.load(choice, allowed)
         elif pretrained is not None:
-            choice = load_weights(run, parts.model, parts.pieces, pretrained)
-            pretrained = choice.path
-            _report(run, choice.lines("beginning with the weights of"))
+            begun = load_weights(run, parts.model, parts.pieces, pretrained)
+            pretrained = begun.path
+            _report(run, begun.lines("beginning with the weights of"))
         if run.claim is not None:
             run.claim.confirm()
         make_directory(run)
+        if begun is not None:
+            keep_original(run, begun)
         log.info("rank %d of %d, process %d on %s", run.rank, run.mesh.world_size, os.getpid(), socket.gethostname())
         sources = {"resumed_from": resume_from and str(resume_from), "pretrained": pretrained and str(pretrained)}
         tokenizer = getattr(parts.train_loader.loader, "tokenizer", None)

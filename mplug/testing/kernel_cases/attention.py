@@ -11,8 +11,8 @@ from torch import Tensor
 
 from mplug.nn import Attention, AttentionInputs, AttentionSpec
 from mplug.nn.arguments import by_specification
-from mplug.nn.attention import prepare_qk
 from mplug.nn.specification import ALIBI, RELATIVE
+from mplug.nn.turning import prepare_qk
 from mplug.testing.kernel_cases.case import Case, Drawn, Suppliers, Tensors
 
 

@@ -1,15 +1,15 @@
 """Linear layers, norms, and the MLP with its activation. B batch, S sequence, D embed, I in, O out, F mlp, N tokens."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mplug.layout.plan import Init, Parameter
 from mplug.nn import MLP, Linear, Norm
-from mplug.nn.mlp import Kind as Activation
-from mplug.nn.norm import Kind
+from mplug.nn.activations import ACTIVATIONS, is_gated
+from mplug.nn.norms import NORMS
 from mplug.nn.slot_buffers import hold
 from mplug.testing.kernel_cases.case import BUFFERS, SINK, Case, Drawn, Suppliers, Tensors
 
@@ -59,11 +59,12 @@ def with_weight(i: int, o: int, weight: Tensor, sink: Tensor | None = None) -> A
 
 
 def _norms() -> Iterator[Case]:
-    for kind in get_args(Kind):
+    for kind in NORMS.list.own:
+        yield _norm(f"{kind} with a residual and a bias", kind, 24, residual=True, bias=True)
+    for kind in sorted(NORMS.plain):
         yield _norm(kind, kind, 24)
         yield _norm(f"{kind} with a residual", kind, 24, residual=True)
         yield _norm(f"{kind} with a bias", kind, 24, bias=True)
-        yield _norm(f"{kind} with a residual and a bias", kind, 24, residual=True, bias=True)
         yield _norm(f"{kind} of an odd width", kind, 33, residual=True)
         yield _norm(f"{kind} with an eps that counts", kind, 24, eps=1.0)
         yield _norm(f"{kind} of batch 1 and length 1", kind, 24, rows=(1, 1), residual=True)
@@ -71,7 +72,7 @@ def _norms() -> Iterator[Case]:
 
 def _norm(
     name: str,
-    kind: Kind,
+    kind: str,
     d: int,
     rows: tuple[int, ...] = (2, 16),
     residual: bool = False,
@@ -94,19 +95,20 @@ def _norm(
 
         return call
 
-    return Case(("Norm.norm_residual",), name, Norm(d, kind, eps, bias), inputs, bind)
+    return Case(("Norm.norm_residual",), name, Norm(d, kind, eps, bias), inputs, bind, NORMS.needs(kind))
 
 
 def _activations() -> Iterator[Case]:
-    for kind in get_args(Activation):
+    for kind in ACTIVATIONS.list.own:
         yield _activation(kind, kind, (2, 16), 24)
+    for kind in sorted(ACTIVATIONS.plain):
         yield _activation(f"{kind} with a bias", kind, (2, 16), 24, bias=True)
         yield _activation(f"{kind} of an odd width", kind, (2, 7), 33, bias=True)
         yield _activation(f"{kind} of batch 1 and length 1", kind, (1, 1), 24)
 
 
-def _activation(name: str, kind: Activation, rows: tuple[int, ...], f: int, bias: bool = False) -> Case:
-    width, drawn = f * (2 if kind == "swiglu" else 1), Drawn(f)
+def _activation(name: str, kind: str, rows: tuple[int, ...], f: int, bias: bool = False) -> Case:
+    width, drawn = f * (2 if is_gated(kind) else 1), Drawn(f)
     inputs = {"x": 2 * drawn.normal(*rows, width)}
     if bias:
         inputs["bias"] = drawn.normal(width)
@@ -115,12 +117,13 @@ def _activation(name: str, kind: Activation, rows: tuple[int, ...], f: int, bias
         activate, bias = suppliers["MLP.activation"], x.get("bias")
         return lambda: {"output": activate(x["x"], bias, kind)}
 
-    return Case(("MLP.activation",), name, MLP(16, f, kind, bias), inputs, bind)
+    return Case(("MLP.activation",), name, MLP(16, f, kind, bias), inputs, bind, ACTIVATIONS.needs(kind))
 
 
 def _mlps() -> Iterator[Case]:
-    for kind in get_args(Activation):
+    for kind in ACTIVATIONS.list.own:
         yield _mlp(kind, kind, (2, 16), 32, 64)
+    for kind in sorted(ACTIVATIONS.plain):
         yield _mlp(f"{kind} with a bias", kind, (2, 16), 32, 64, bias=True)
     yield _mlp("several tiles", "gelu", (2, 131), 192, 320)
     yield _mlp("odd widths", "gelu", (2, 7), 19, 33)
@@ -128,10 +131,8 @@ def _mlps() -> Iterator[Case]:
     yield _mlp("a gradient sink that holds something", "gelu", (2, 16), 32, 64, sink=True)
 
 
-def _mlp(
-    name: str, kind: Activation, rows: tuple[int, ...], d: int, f: int, bias: bool = False, sink: bool = False
-) -> Case:
-    wide, drawn = f * (2 if kind == "swiglu" else 1), Drawn(d + f)
+def _mlp(name: str, kind: str, rows: tuple[int, ...], d: int, f: int, bias: bool = False, sink: bool = False) -> Case:
+    wide, drawn = f * (2 if is_gated(kind) else 1), Drawn(d + f)
     inputs = {"x": drawn.normal(*rows, d), "up": d**-0.5 * drawn.normal(wide, d), "down": drawn.normal(d, f)}
     if bias:
         inputs["bias"] = drawn.normal(wide)
@@ -146,4 +147,4 @@ def _mlp(
             x["up"].main_grad_stale = torch.zeros((), dtype=torch.bool, device="cpu")  # type: ignore[attr-defined]
         return lambda: {"output": mlp(x["x"])}
 
-    return Case(("MLP.core",), name, MLP(d, f, kind, bias), inputs, bind)
+    return Case(("MLP.core",), name, MLP(d, f, kind, bias), inputs, bind, ACTIVATIONS.needs(kind))

@@ -1,14 +1,13 @@
 """Experts, and the router's sums. D embed, F mlp, N tokens, E experts."""
 
 from collections.abc import Callable, Iterator
-from typing import get_args
 
 import torch
 from torch import Tensor
 
 from mplug.nn import Choice, Experts, Router, Weights
+from mplug.nn.activations import ACTIVATIONS, is_gated
 from mplug.nn.grouped import apply_grouped
-from mplug.nn.mlp import Kind as Activation
 from mplug.nn.mlp import activation
 from mplug.testing.kernel_cases.case import SINK, Case, Drawn, Suppliers, Tensors
 
@@ -48,7 +47,7 @@ def _route(name: str, n: int, e: int, k: int, below: int | None = None, dropped:
 
 
 def _experts() -> Iterator[Case]:
-    for kind in get_args(Activation):
+    for kind in ACTIVATIONS.list.own:
         yield _computed(kind, kind, (5, 3, 8), 16, 24)
     yield _computed("experts without rows", "swiglu", (0, 9, 0), 16, 24)
     yield _computed("rows after the last expert's", "swiglu", (5, 0, 2), 16, 24, padding=4)
@@ -57,9 +56,9 @@ def _experts() -> Iterator[Case]:
 
 
 def _computed(
-    name: str, kind: Activation, counts: tuple[int, ...], d: int, f: int, padding: int = 0, sink: bool = False
+    name: str, kind: str, counts: tuple[int, ...], d: int, f: int, padding: int = 0, sink: bool = False
 ) -> Case:
-    drawn, e, wide, total = Drawn(d + f), len(counts), f * (2 if kind == "swiglu" else 1), sum(counts)
+    drawn, e, wide, total = Drawn(d + f), len(counts), f * (2 if is_gated(kind) else 1), sum(counts)
     inputs = {"rows": drawn.normal(total + padding, d), "up": drawn.normal(e, wide, d), "down": drawn.normal(e, d, f)}
     inputs["counts"] = torch.tensor(counts, device="cpu")
     if sink:
@@ -71,7 +70,7 @@ def _computed(
         compute = suppliers["Experts.compute"]
         return lambda: {"rows": compute(x["rows"], x["counts"], *weights, kind, activation)[:total]}
 
-    return Case(("Experts.compute",), name, Experts(d, f, e, kind), inputs, bind)
+    return Case(("Experts.compute",), name, Experts(d, f, e, kind), inputs, bind, ACTIVATIONS.needs(kind))
 
 
 def _products() -> Iterator[Case]:

@@ -37,4 +37,4 @@ class Reference:
 def _supports(site: Site, run: "Run") -> bool | str:
     from mplug_reference.wide import OFFERED
 
-    return site.lacking(OFFERED if site.slot == "Attention.core" else ()) or True
+    return site.lacking(OFFERED.get(site.slot, ())) or True

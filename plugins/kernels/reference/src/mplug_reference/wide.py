@@ -1,6 +1,6 @@
 """The compositions of `mplug.nn` with floating-point inputs widened to fp32 (fp64 stays) and results narrowed back."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -34,8 +34,14 @@ def _narrowed(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if value.is_floating_point() else value
 
 
-OFFERED = KNOWN | {LOG_SUM_EXP}
-"""Needs that its attention serves: every need of a specification, and the log-sum-exp."""
+OFFERED: dict[str, Iterable[str]] = {
+    "Attention.core": KNOWN | {LOG_SUM_EXP},
+    "Attention.prepare_qk": attention.prepare_qk.offers,  # type: ignore[attr-defined]
+    "Norm.norm_residual": norm.norm_residual.offers,  # type: ignore[attr-defined]
+    "MLP.activation": mlp.activation.offers,  # type: ignore[attr-defined]
+    "Loss.cross_entropy": loss.cross_entropy.offers,  # type: ignore[attr-defined]
+}
+"""Slot -> the needs that its supplier serves: those of the composition that it calls."""
 SUPPLIERS: dict[str, Callable[..., Any]] = {
     "Attention.core": with_parts(in_fp32_at_least(attention.scaled_dot_product), PLAIN_PARTS),
     "Attention.prepare_qk": in_fp32_at_least(attention.prepare_qk),

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 HALF = ("bfloat16", "float16")
 NARROWER = (*HALF, "float32")
 """Formats whose numbers the kernels compute with in fp32."""
+SCALED = "scaled rotary"
+"""A need that the kernel for queries and keys serves: it turns pairs by any table of cosines and sines."""
 WIDEST = 16384
 """Maximum width of a row, in elements, that a norm's program holds in registers."""
 
@@ -53,23 +55,31 @@ class Triton:
 
 
 def supports_qkv(site: Site, run: "Run") -> bool | str:
-    """True for an even head dim, with Triton and a CUDA GPU or Triton's interpreter; else the reason."""
+    """True for an even head dim, with Triton and a CUDA GPU or Triton's interpreter; else the reason.
+
+    For partial or interleaved rotary positions: the reason if the user chose a kernel, else False.
+    """
+    if lacking := site.lacking({SCALED}):
+        return lacking if "qk" in run.config.kernels.kinds else False
     if site.module.head_dim % 2:
         return f"it supports even head dims, and this site's head dim is {site.module.head_dim}"
-    return _runs(site, run)
+    return _runs(run)
 
 
 def supports_norm(site: Site, run: "Run") -> bool | str:
-    """True for rows up to WIDEST, with Triton and a CUDA GPU or Triton's interpreter; else the reason."""
+    """True for LayerNorm and RMSNorm of rows up to WIDEST, with Triton and a CUDA GPU or its interpreter.
+
+    For other norms: the reason if the user chose a kernel for norms, else False, so that plain torch serves them.
+    """
+    if lacking := site.not_offered:
+        return lacking if "norm" in run.config.kernels.kinds else False
     width = len(site.module.weight)
     if width > WIDEST:
         return f"it supports rows of up to {WIDEST} elements, which fit into registers, and this site's have {width}"
-    return _runs(site, run)
+    return _runs(run)
 
 
-def _runs(site: Site, run: "Run") -> bool | str:
-    if site.needs:
-        return site.not_offered
+def _runs(run: "Run") -> bool | str:
     if find_spec("triton") is None:
         return "triton is not installed; install 'mplug-triton[triton]'"
     if run.device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -92,12 +102,12 @@ def supports_activation(site: Site, run: "Run") -> bool | str:
 
 
 def _reason_against_activation(site: Site, run: "Run") -> str:
-    if site.needs:
-        return site.not_offered
     if site.module.kind != "gelu":
         return (
             f"it supports 'gelu' only, and this site's activation is '{site.module.kind}'; set kernels.activation=null"
         )
+    if site.needs:
+        return site.not_offered
     if run.precision.activations not in HALF:
         return f"its slopes have errors of up to 2.8e-6, which are too large for {run.precision.activations}"
     if run.compiler is None:

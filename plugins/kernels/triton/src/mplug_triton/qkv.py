@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mplug.nn import fake, operator
-from mplug.nn.attention import rotations
+from mplug.nn.turning import Turning, table_of_rotations
 
 
 def prepare_qkv(
@@ -18,7 +18,7 @@ def prepare_qkv(
     q_weight: Tensor | None,
     k_weight: Tensor | None,
     eps: float,
-    theta: float | None,
+    theta: Turning | None,
     prepare_qk: Callable[..., tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """heads [B, S, H + 2G, K], positions [1 or B, S] -> q [B, S, H, K], k and v [B, S, G, K].
@@ -28,7 +28,7 @@ def prepare_qkv(
     """
     if q_weight is None and theta is None:
         return heads.split((num_heads, num_kv_heads, num_kv_heads), dim=2)  # type: ignore[return-value]
-    turns = None if theta is None else rotations(positions, heads.shape[-1] // 2, theta, torch.float32)
+    turns = None if theta is None else table_of_rotations(positions, heads.shape[-1], theta, torch.float32)
     arguments = (heads, num_heads, num_kv_heads, turns, q_weight, k_weight, eps)
     prepared: tuple[Tensor, Tensor, Tensor] = _Prepared.apply(*arguments)  # type: ignore[no-untyped-call]
     return prepared

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from mplug import RunConfig, UsageError, hookimpl
 from mplug_gpt.config import GPTConfig
 from mplug_gpt.presets import PRESETS
+from mplug_gpt.published import config_of, settings_of
 
 if TYPE_CHECKING:
     from mplug import Model
@@ -16,6 +17,7 @@ class GPT:
     presets = PRESETS
 
     Config = GPTConfig
+    public_settings, public_config = staticmethod(settings_of), staticmethod(config_of)
 
     def __init__(self, config: Config) -> None:
         self.config = config

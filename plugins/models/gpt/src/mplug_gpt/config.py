@@ -5,7 +5,8 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt
 
-from mplug import BlockConfig, DecoderConfig, EmbeddingConfig, MLPConfig, NormConfig
+from mplug import BlockConfig, DecoderConfig, EmbeddingConfig, ExternalNames, MLPConfig, NormConfig
+from mplug_gpt.published import difference, names
 
 
 class GPTConfig(DecoderConfig):
@@ -59,3 +60,7 @@ class GPTConfig(DecoderConfig):
         )
         mlp = MLPConfig(self.ffn_width, self.activation, self.bias)
         return BlockConfig(self.norm_config(), attention, mlp, self.dropout)
+
+    def external_names(self) -> ExternalNames | None:
+        """Those of GPT-2."""
+        return None if difference(self) else names()

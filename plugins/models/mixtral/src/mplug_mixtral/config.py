@@ -2,7 +2,8 @@
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from mplug import SparseDecoderConfig
+from mplug import ExternalNames, SparseDecoderConfig
+from mplug_mixtral.published import difference, names
 
 
 class MixtralConfig(SparseDecoderConfig):
@@ -10,3 +11,7 @@ class MixtralConfig(SparseDecoderConfig):
 
     vocab_size: PositiveInt = Field(32000, description="tokens that the model knows")
     rope_theta: PositiveFloat = Field(1e6, description="base of the rotary frequencies")
+
+    def external_names(self) -> ExternalNames | None:
+        """Those of Mixtral."""
+        return None if difference(self) else names(self)

@@ -33,9 +33,14 @@ class MuonAndAdamW:
         return self._part_of[piece.name].state(piece)
 
 
+STACKS = ("expert", "every_expert")
+"""Named axes along which separate matrices, or separate vectors (biases of experts), are stacked."""
+
+
 def is_hidden_matrix(piece: Piece, tables: tuple[str, ...]) -> bool:
     """Whether a piece maps hidden activations to hidden activations, unlike a table, whose rows are separate vectors.
 
-    True for parameters of two or more dimensions without an axis in `tables`.
+    True for parameters of two or more dimensions, besides `STACKS`, without an axis in `tables`.
     """
-    return len(piece.parameter.dims) >= 2 and not piece.parameter.axes & set(tables)
+    of_one = [dim for dim in piece.parameter.dims if dim not in STACKS]
+    return len(of_one) >= 2 and not piece.parameter.axes & set(tables)

@@ -6,11 +6,12 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mplug import Site, Wrap, ops
 from mplug.nn import AttentionInputs, AttentionSpec
 from mplug.nn.parts import AttentionParts, parts_of
-from mplug.nn.specification import DOCUMENTS, FULL, KEY_LENGTH, KNOWN, LOG_SUM_EXP
+from mplug.nn.specification import DOCUMENTS, FULL, KEY_LENGTH, KNOWN, LOG_SUM_EXP, VALUE_WIDTH
 from mplug_cp.exchange import exchanged
 from mplug_cp.gathered import gathered_of
 from mplug_cp.ring import ring_of
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     from mplug_cp.config import Method
 
 Operator = Callable[..., tuple[Tensor, ...]]
-BY_PARTS = frozenset({DOCUMENTS, FULL})
-"""Needs that attention by parts serves: parts have no window, cap, sink or bias; keys and values have one width."""
+BY_PARTS = frozenset({DOCUMENTS, FULL, VALUE_WIDTH})
+"""Needs that attention by parts serves: parts have no window, cap, sink or bias."""
 BY_HEADS = KNOWN - {KEY_LENGTH}
 """Needs that the exchange of heads serves: every rank computes whole heads, with as many keys as queries."""
 
@@ -55,8 +56,14 @@ def by_parts(
     operator, name = operator_of(parts_of(inner)), group.group_name
 
     def core(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
-        """q [B, S/R, H, K], k and v [B, S/R, G, K] -> [B, S/R, H, K]; `_has_parts` has refused dropout."""
-        return operator(q, k, v, inputs.document_lengths, spec.scale, spec.causal, name)[0]
+        """q [B, S/R, H, K], k [B, S/R, G, K], v [B, S/R, G, V] -> [B, S/R, H, V]; `_has_parts` has refused dropout."""
+        key_width, value_width = q.shape[-1], v.shape[-1]
+        # Keys and values travel in one message, and parts have one width: zeros change neither scores nor sums.
+        width = max(key_width, value_width)
+        if key_width != value_width:
+            q, k, v = (pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+        y = operator(q, k, v, inputs.document_lengths, spec.scale, spec.causal, name)[0]
+        return y[..., :value_width]
 
     return core
 

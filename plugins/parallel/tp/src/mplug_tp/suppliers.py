@@ -21,6 +21,7 @@ from torch import Tensor
 from mplug import Model, Offer, Run, Site, Wrap, ops
 from mplug.nn import AttentionInputs, AttentionSpec
 from mplug.nn.embedding import lookup
+from mplug.nn.loss import CAPPED
 from mplug.nn.specification import KNOWN
 from mplug_tp.boundary import SEQUENCE, boundary
 from mplug_tp.pipelines import name_for
@@ -66,7 +67,7 @@ def offers(run: Run, model: Model, sequence_parallel: bool, overlap: bool) -> li
     if overlap:
         found.append(Offer({"Linear.product": OVERLAPPED}, split_either_way, note=_overlap, fallback=True))
     if vocabulary.size is not None:
-        found.append(Offer({"Loss.cross_entropy": vocabulary.cross_entropy}))
+        found.append(Offer({"Loss.cross_entropy": vocabulary.cross_entropy}, _any_projection))
     if sequence_parallel:
         found.append(Offer({"Embedding.lookup": look_up_positions}, weight_split_along(None)))
         found.append(Offer({"Dropout.rows": own_positions}))
@@ -80,6 +81,10 @@ def dim_of_tp(model: Model, name: str) -> int | None:
         if any(placement.splits.get(segment.axis) == "tp" for segment in segments):
             return dim
     return None
+
+
+def _any_projection(site: Site, run: Run) -> bool | str:
+    return site.lacking({CAPPED}) or True
 
 
 def _overlap(site: Site, run: Run) -> str:

@@ -8,8 +8,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from mplug import UsageError, hookimpl
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import tokenizers
     from numpy.typing import NDArray
+
+    from mplug_huggingface.folder import Folder
 
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "<eod>", "</s>", "<eos>")
 """Common names of the token that ends a document; the first one that is a special token of the file is used."""
@@ -106,6 +110,13 @@ class HuggingFace:
                 f"tokenizers/huggingface: path '{self.config.path}' has no tokens; use another tokenizer.json"
             )
         return FileTokenizer(tokenizer, self._eod(tokenizer))
+
+    @staticmethod
+    def read_folder(folder: "Path") -> "Folder":
+        """The tokenizer of a published model, with its chat template."""
+        from mplug_huggingface.folder import Folder
+
+        return Folder(folder)
 
     def _eod(self, tokenizer: Any) -> int | None:
         if self.config.eod is not None:

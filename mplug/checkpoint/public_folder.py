@@ -1,0 +1,110 @@
+"""The folder of a published checkpoint: its files, and the shape and type of every tensor. Imports no torch."""
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mplug.checkpoint.reading import read_header
+from mplug.config.public import CONFIG, read_json
+from mplug.errors import UsageError, brief, counted, listed
+
+INDEX = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
+SUFFIX = ".safetensors"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+"""Suffixes of files that run code when they are read."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of the folder: its file, the code of its type in the header ('BF16'), and its shape."""
+
+    file: str
+    code: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PublicFolder:
+    """What a folder says of its tensors, by the names in its files."""
+
+    path: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Stored]
+
+    @property
+    def quantisation(self) -> Mapping[str, Any] | None:
+        """The field `quantization_config` of config.json; None if the weights are plain numbers."""
+        found = self.config.get("quantization_config")
+        return found if isinstance(found, Mapping) else None
+
+    @cached_property
+    def files(self) -> list[str]:
+        """The files with tensors."""
+        return sorted({stored.file for stored in self.tensors.values()})
+
+
+def open_public(path: Path) -> PublicFolder:
+    """Read config.json and the headers of all safetensors files. Raises UsageError for a damaged folder."""
+    config, tensors = read_json(path / CONFIG), dict[str, Stored]()
+    placed = _placed(path)
+    for file in sorted(set(placed.values())) if placed else [WHOLE]:
+        for name, (code, shape) in _header(path, file).items():
+            if placed and placed.get(name) != file:
+                where = f"in '{placed[name]}'" if name in placed else "nowhere"
+                raise UsageError(
+                    f"'{path / file}' has the tensor '{brief(name)}', which '{INDEX}' has {where}; download the folder "
+                    f"again"
+                )
+            tensors[name] = Stored(file, code, shape)
+    if absent := [name for name in placed if name not in tensors]:
+        raise UsageError(
+            f"'{path / placed[absent[0]]}' lacks {some(absent)}, which '{INDEX}' has in it; download the file again"
+        )
+    return PublicFolder(path, config, tensors)
+
+
+def _placed(path: Path) -> dict[str, str]:
+    """The file of each tensor, by the index; empty if the folder has a single file. UsageError for other folders."""
+    if (path / INDEX).is_file():
+        found = read_json(path / INDEX).get("weight_map")
+        if not isinstance(found, dict) or not all(_is_name(file) for file in found.values()) or not found:
+            raise UsageError(f"'{path / INDEX}' has no valid 'weight_map'; download the file again")
+        return found
+    if (path / WHOLE).is_file():
+        return {}
+    names = sorted(os.listdir(path))
+    if any(name.endswith(SUFFIX) for name in names):
+        raise UsageError(f"'{path}' has neither '{INDEX}' nor '{WHOLE}'; download the folder again")
+    if pickles := [name for name in names if name.endswith(PICKLES)]:
+        raise UsageError(
+            f"'{path}' has its weights in '{brief(pickles[0])}', a pickle, which can run code when it is read; convert "
+            f"it to safetensors, or download the safetensors files"
+        )
+    raise UsageError(f"'{path}' has a {CONFIG}, but no safetensors files; download the folder again")
+
+
+def _is_name(file: Any) -> bool:
+    return isinstance(file, str) and file == Path(file).name and file.endswith(SUFFIX)
+
+
+def _header(path: Path, file: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The tensors of a file. The file may be a link: caches of downloads consist of links."""
+    try:
+        with (path / file).open("rb") as opened:
+            return read_header(opened, file, os.fstat(opened.fileno()).st_size)
+    except FileNotFoundError:
+        raise UsageError(f"'{path}' lacks '{file}', which '{INDEX}' names; download the file again") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"cannot read '{path / file}': {reason}; download the file again") from None
+
+
+def some(names: Iterable[str]) -> str:
+    """Names for a sentence: the first of them, and how many more there are."""
+    names = sorted(names)
+    shown = listed(f"'{brief(name)}'" for name in names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {counted(len(names) - 3, 'other')}"

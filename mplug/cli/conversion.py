@@ -1,0 +1,103 @@
+"""mplug checkpoint export and import."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mplug.cli.options import RunName
+from mplug.errors import UsageError, counted
+
+if TYPE_CHECKING:
+    from mplug.checkpoint.published import Published
+    from mplug.run.run import Run
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@click.command("export")
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--to", "form", type=click.Choice(["hf"]), required=True, help="The form: hf is that of Hugging Face.")
+@click.option("--name", type=RunName(), help="Name of the run; default: the newest run.")
+@click.option("--step", type=click.IntRange(0), help="Step of the checkpoint; default: the newest valid one.")
+@click.option(
+    "--dtype",
+    type=click.Choice(DTYPES),
+    help="Type of all tensors; default: that of the published checkpoint that the run began with, or that of the run.",
+)
+@click.option(
+    "--shard-size",
+    default=5.0,
+    show_default=True,
+    type=click.FloatRange(0, 1e6, min_open=True),
+    help="Maximum size of a file in GB. A run that began with a published checkpoint keeps that checkpoint's files.",
+)
+def export_(folder: Path, form: str, name: str | None, step: int | None, dtype: str | None, shard_size: float) -> None:
+    """Write the weights of a run to FOLDER, in the form in which models are published.
+
+    FOLDER must not exist. The transformers library loads it, and so does 'mplug train --pretrained FOLDER'. If the run
+    began with a published checkpoint, its tokenizer, chat template, config.json and generation_config.json are kept.
+
+    \b
+    mplug checkpoint export --to hf my-model --name chat
+    """
+    from mplug.checkpoint.export import Export, export_public, refuse_lossy
+    from mplug.checkpoint.folder import at_step
+    from mplug.checkpoint.opened import open_together
+    from mplug.checkpoint.public_weights import conversion
+    from mplug.checkpoint.published import published_of
+    from mplug.checkpoint.verified import Verified
+    from mplug.model.build import build_model
+    from mplug.run.folder import find_directory
+
+    del form  # the only one
+    directory = find_directory(name)
+    if folder.exists() or folder.is_symlink():
+        raise UsageError(f"'{folder}' exists already; use another folder, or remove it")
+    checkpoint, run = at_step(directory / "checkpoints", step), saved_run(directory)
+    original = published_of(directory)
+    config = _config_json(run, original)
+    model = build_model(run)
+    made = conversion(model)
+    refuse_lossy(made, model.placements)
+    if step is None:
+        from mplug.checkpoint.choice import choose
+
+        opened = choose(run, checkpoint, Verified()).opened
+    else:
+        opened = open_together(run, checkpoint)
+    weights = dtype or _config_dtype(config) or str(run.precision.weights)
+    export = Export(made, {**config, "dtype": weights}, weights, int(shard_size * 1e9), original, dtype)
+    if original is not None and dtype is None and "quantization_config" not in original.config:
+        export = Export(made, original.config, weights, export.shard_bytes, original)
+    shards = export_public(export, opened, folder)
+    click.echo(
+        f"'{folder}' has {counted(len(made.public), 'tensor')} of '{opened.path}' in {counted(len(shards), 'file')}"
+    )
+
+
+def saved_run(directory: Path) -> "Run":
+    """The run of a folder, prepared for one process on the CPU."""
+    from mplug.config.defaults import saved_settings
+    from mplug.config.sources import read_assignments
+    from mplug.registry.entry_points import Registry
+    from mplug.registry.resolve import resolve
+    from mplug.run.prepare import prepare
+
+    own = ("trainer.device=cpu", "parallel.layout=", "trainer.graphs=false")
+    return prepare(resolve(Registry(), saved_settings(directory), read_assignments(own, "checkpoint export")))
+
+
+def _config_json(run: "Run", original: "Published | None") -> dict[str, Any]:
+    """The config.json of the export, without a quantisation: the original one if it describes the run's model."""
+    from mplug.registry.public import describes, public_config_of
+
+    if original is not None and describes(run.config, original.files / "config.json"):
+        return {name: value for name, value in original.config.items() if name != "quantization_config"}
+    return public_config_of(run.config)
+
+
+def _config_dtype(config: dict[str, Any]) -> str | None:
+    """The type of the weights that a config.json states, if it is one that can be written."""
+    named = str(config.get("dtype", config.get("torch_dtype")))
+    return named if named in DTYPES else None

@@ -1,0 +1,205 @@
+"""From a plan's external names to one link for each pair of regions, for all parameters of a model."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from mplug.errors import listed, suggest
+from mplug.layout.external import (
+    Dims,
+    External,
+    ExternalMap,
+    ExternalNames,
+    Factor,
+    Interleaved,
+    Link,
+    Part,
+    Source,
+    Transposed,
+)
+from mplug.layout.names import compiled, starred
+from mplug.layout.placement import Placement
+
+FAN = re.compile(r"\{(\w*)\}")
+"""The label in braces in a public name; '{}' is the factor of our dimension 0."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A place in a public tensor: a link, and the index of the factor `fan` of this tensor."""
+
+    link: Link
+    index: int
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """The published form of a whole model.
+
+    `links` has the links of each parameter and state, by our names, and `absent` those that published checkpoints do
+    not have. `duplicates` are public names of tied parameters beyond the first.
+    """
+
+    names: ExternalNames
+    links: Mapping[str, tuple[Link, ...]]
+    absent: frozenset[str]
+    duplicates: frozenset[str]
+
+    @cached_property
+    def public(self) -> dict[str, tuple[Target, ...]]:
+        """The links of every public tensor, in the order of the model."""
+        found: dict[str, list[Target]] = {}
+        for links in self.links.values():
+            for link in links:
+                for index in link.fanned:
+                    found.setdefault(link.public(index), []).append(Target(link, index))
+        return {name: tuple(targets) for name, targets in found.items()}
+
+    def shape(self, tensor: str) -> tuple[int, ...]:
+        """The shape of a public tensor."""
+        return self.public[tensor][0].link.theirs.shape
+
+    def ignores(self, tensor: str) -> bool:
+        """Whether a public tensor is one that the model does not need."""
+        return tensor in self.duplicates or any(regex.fullmatch(tensor) for regex in self._ignored)
+
+    @cached_property
+    def _ignored(self) -> list[re.Pattern[str]]:
+        return [compiled(pattern) for pattern in self.names.ignored]
+
+
+def conversion_of(
+    names: ExternalNames, placements: Mapping[str, Placement], tied: Iterable[tuple[str, ...]] = ()
+) -> Conversion:
+    """The published form of the parameters and states with these placements.
+
+    Raises ValueError if the names do not describe every parameter and state exactly once, or if their public tensors
+    overlap or have gaps.
+    """
+    aliases = {alias: group[0] for group in tied for alias in group[1:]}
+    regexes = {pattern: starred(pattern) for pattern in names.tensors}
+    links, absent, duplicates, unused = dict[str, tuple[Link, ...]](), set[str](), set[str](), set(regexes)
+    for name in [*placements, *aliases]:
+        hits = [(pattern, hit) for pattern, regex in regexes.items() if (hit := regex.fullmatch(name))]
+        if len(hits) > 1:
+            raise ValueError(f"patterns {listed(pattern for pattern, _ in hits)} both give '{name}' an external name")
+        if not hits:
+            if name in aliases:
+                continue
+            raise ValueError(
+                f"the external names lack '{name}'{suggest(name, regexes)}; give it a public name, or None if "
+                f"published checkpoints do not have it"
+            )
+        (pattern, hit) = hits[0]
+        unused.discard(pattern)
+        found = tuple(_links(name, placements[aliases.get(name, name)], names.tensors[pattern], hit.groups()))
+        if name in aliases:
+            duplicates |= {link.public(index) for link in found for index in link.fanned}
+        elif found:
+            _refuse_gaps(name, placements[name].numel, found)
+            links[name] = found
+        else:
+            absent.add(name)
+    if unused:
+        raise ValueError(f"no parameter or state matches '{min(unused)}' of the external names")
+    conversion = Conversion(names, links, frozenset(absent), frozenset(duplicates))
+    _refuse_uncovered(conversion)
+    return conversion
+
+
+def _links(name: str, placement: Placement, external: External, texts: tuple[str, ...]) -> Iterator[Link]:
+    for one in _maps(name, placement, external):
+        tensor = _substituted(one.tensor, texts, name)
+        fans = FAN.findall(tensor)
+        if len(fans) > 1:
+            raise ValueError(f"the public name '{one.tensor}' of '{name}' has more than one index in braces")
+        link = Link(Part(name, one.ours), Part(tensor, one.theirs), fans[0] if fans else None)
+        if link.ours.shape != placement.shape:
+            raise ValueError(f"a map of '{name}' describes the shape {link.ours.shape}, but it has {placement.shape}")
+        yield link
+
+
+def _substituted(public: str, texts: tuple[str, ...], name: str) -> str:
+    """A public name with the texts that the stars of our pattern match."""
+    if public.count("*") > len(texts):
+        raise ValueError(f"the public name '{public}' of '{name}' has more stars than our pattern")
+    for text in texts:
+        public = public.replace("*", text, 1)
+    return public
+
+
+def _maps(name: str, placement: Placement, external: External) -> Iterable[ExternalMap]:
+    if external is None:
+        return ()
+    if isinstance(external, tuple):
+        return external
+    if isinstance(external, str | Transposed):
+        return (_map(external, placement.shape, None),)
+    fused = [(dim, segments) for dim, segments in enumerate(placement.dims) if len(segments) > 1]
+    if len(fused) != 1:
+        raise ValueError(
+            f"the external name of '{name}' fuses or interleaves segments, so the plan must give several segments to "
+            f"exactly one of its dimensions, not to {len(fused)}"
+        )
+    ((dim, segments),) = fused
+    lengths = [segment.length for segment in segments]
+    if isinstance(external, Interleaved):
+        if len(set(lengths)) > 1:
+            raise ValueError(f"the segments of '{name}' have different lengths, so no tensor can interleave them")
+        parts = [Factor(str(dim), sum(lengths), number, lengths[0], len(lengths)) for number in range(len(lengths))]
+        sources = (external.source,) * len(lengths)
+    else:
+        parts = [Factor(str(dim), length) for length in lengths]
+        sources = external.sources
+    if len(sources) != len(lengths):
+        raise ValueError(f"'{name}' has {len(lengths)} segments and {len(sources)} external names")
+    starts = [sum(lengths[:number]) for number in range(len(lengths))]
+    own = [Factor(str(dim), sum(lengths), start, n) for start, n in zip(starts, lengths, strict=True)]
+    triples = zip(sources, own, parts, strict=True)
+    return [_map(source, placement.shape, (dim, ours, theirs)) for source, ours, theirs in triples]
+
+
+def _map(source: Source, shape: tuple[int, ...], fused: tuple[int, Factor, Factor] | None) -> ExternalMap:
+    """The map of one public tensor; `fused` is (dimension, our factor, theirs) if it holds one segment of ours."""
+    ours = [(Factor(str(dim), size),) for dim, size in enumerate(shape)]
+    theirs = list(ours)
+    if fused is not None:
+        dim, own, part = fused
+        ours[dim], theirs[dim] = (own,), (part,)
+    tensor = source.tensor if isinstance(source, Transposed) else source
+    if "{}" in tensor:
+        tensor, theirs = tensor.replace("{}", "{0}"), theirs[1:]
+    if isinstance(source, Transposed):
+        theirs[-2:] = reversed(theirs[-2:])
+    return ExternalMap(tuple(ours), tensor, tuple(theirs))
+
+
+def _refuse_gaps(name: str, numel: int, links: Iterable[Link]) -> None:
+    covered = sum(link.ours.numel for link in links)
+    if covered != numel:
+        raise ValueError(f"the external names of '{name}' describe {covered} elements, but it has {numel}")
+
+
+def _refuse_uncovered(conversion: Conversion) -> None:
+    """Raise ValueError if links give a public tensor two shapes, or do not describe each of its elements once."""
+    for tensor, targets in conversion.public.items():
+        first = targets[0].link
+        for target in targets:
+            if target.link.theirs.shape != first.theirs.shape:
+                raise ValueError(
+                    f"'{first.ours.tensor}' and '{target.link.ours.tensor}' give the public tensor '{tensor}' the "
+                    f"shapes {first.theirs.shape} and {target.link.theirs.shape}"
+                )
+        covered, numel = sum(target.link.theirs.numel for target in targets), _numel(first.theirs.dims)
+        if covered != numel:
+            owners = listed(dict.fromkeys(target.link.ours.tensor for target in targets))
+            raise ValueError(f"{owners} describe {covered} elements of '{tensor}', which has {numel}")
+
+
+def _numel(dims: Dims) -> int:
+    total = 1
+    for dim in dims:
+        for factor in dim:
+            total *= factor.size
+    return total

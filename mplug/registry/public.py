@@ -1,0 +1,184 @@
+"""The settings of a run that starts with a published checkpoint, whose config.json decides the section 'model'."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mplug.config.binding import RunConfig
+from mplug.config.entry import Entry
+from mplug.config.public import CONFIG, PublicConfig, PublicSettings, architectures_of, is_public, read_json
+from mplug.config.sources import Settings, from_mapping, merge, nested, source_of
+from mplug.errors import UsageError, brief, listed, quoted
+from mplug.registry.bind_section import bind
+from mplug.registry.entry_points import ARCHITECTURES, TOKENIZER_FILES, BrokenPlugin, Registry
+
+if TYPE_CHECKING:
+    from mplug.contracts import FolderTokenizer
+
+READ, WRITE = "public_settings", "public_config"
+"""Static methods of a family: from a config.json to settings, and from the family's Config to a config.json."""
+
+
+def public_folder(settings: Settings) -> Path | None:
+    """The folder of the published checkpoint that `checkpoint.pretrained` names; None if it names none."""
+    for key in (("checkpoint", "pretrained", "path"), ("checkpoint", "pretrained")):
+        setting = settings.get(key)
+        if setting is not None and isinstance(setting.value, str):
+            folder = Path(setting.value).expanduser()
+            return folder if is_public(folder) else None
+    return None
+
+
+def with_public_settings(registry: Registry, base: Settings, overrides: Settings) -> tuple[Settings, Settings]:
+    """(base, overrides) of a new run, with the model that its published checkpoint describes, if it begins with one.
+
+    Raises UsageError if no installed family reads the checkpoint, if the family does not support its config.json, or
+    if settings of the user contradict it; the error lists all of these settings.
+    """
+    folder = public_folder(merge(base, overrides))
+    if folder is None:
+        return base, overrides
+    path = folder / CONFIG
+    fields = read_json(path)
+    named = overrides.get(("model", "name"))
+    entry, word = _family(registry, path, fields, None if named is None else str(named.value))
+    plugin = registry.load(entry)
+    found = read_public_config(entry, plugin, path, fields)
+    preset, name = overrides.get(("model", "preset")), {("model", "name")}
+    if preset is not None and preset.value in getattr(plugin, "presets", {}):
+        overrides = merge(from_mapping(plugin.presets[preset.value], f"preset {preset.value}"), overrides)
+        del overrides["model", "preset"]
+    own = {key: setting for key, setting in overrides.items() if key[0] == "model" and key not in name}
+    _refuse_contradictions(entry, plugin, path, found, own)
+    described = from_mapping({"name": word, **found.free, **found.fixed}, str(path), ("model",))
+    base = {key: setting for key, setting in base.items() if key[0] != "model"}
+    return base, merge(merge({}, described), overrides)
+
+
+def read_public_config(entry: Entry, plugin: Any, path: Path, fields: Mapping[str, Any]) -> PublicSettings:
+    """A config.json as a family reads it. Raises UsageError for content that the family does not support."""
+    if not callable(getattr(plugin, READ, None)):
+        raise UsageError(f"{entry.label} ({entry.origin}) reads no published checkpoints; use another --model")
+    config = PublicConfig(fields)
+    try:
+        found: PublicSettings = getattr(plugin, READ)(config)
+        config.finish()
+    except ValueError as error:
+        raise UsageError(
+            f"{entry.label} cannot read '{path}': {brief_reason(error)}; use a checkpoint that it supports"
+        ) from None
+    except UsageError:
+        raise
+    except Exception as error:
+        raise BrokenPlugin(
+            f"{entry.label} ({entry.origin}) fails to read '{path}': {type(error).__name__}: {error}; report it to the "
+            f"authors of {entry.distribution}"
+        ) from error
+    known = set(plugin.Config.model_fields)
+    if wrong := sorted({*found.fixed, *found.free} - known):
+        raise BrokenPlugin(f"{entry.label} ({entry.origin}): '{READ}' sets {listed(wrong)}, which its Config lacks")
+    return found
+
+
+def brief_reason(error: ValueError) -> str:
+    """The message of an error, on one line."""
+    return " ".join(str(error).split())
+
+
+def _family(registry: Registry, path: Path, fields: Mapping[str, Any], word: str | None) -> tuple[Entry, str]:
+    """The family that reads a config.json, and the word that names it: the one that the user named, or the only one."""
+    architectures = architectures_of(fields)
+    if not architectures:
+        raise UsageError(f"'{path}' names no architecture; download the file again, or use another folder")
+    label = architectures[0]
+    table = registry.table(ARCHITECTURES)
+    if word is not None:
+        entry = registry.find("models", word)
+        own = [one.name for one in table if (one.distribution, one.target) == (entry.distribution, entry.name)]
+        if not set(own) & set(architectures):
+            raise UsageError(
+                f"'{path}' describes '{brief(label)}', which {entry.label} does not read (it reads {listed(own)}); "
+                f"use another --model, or leave it out"
+            )
+        return entry, word
+    claims = [one for name in architectures for one in table if one.name == name]
+    claims = [one for one in claims if one.name == claims[0].name]
+    if not claims:
+        readable = sorted({one.name for one in table})
+        raise UsageError(
+            f"no installed model family reads '{brief(label)}' of '{path}' (they read {listed(readable)}); install one "
+            f"that does"
+        )
+    if len(claims) > 1:
+        choices = " or ".join(f"--model {one.distribution}/{one.target}" for one in claims)
+        raise UsageError(f"'{label}' is read by {listed(one.origin for one in claims)}; use {choices}")
+    (claim,) = claims
+    entry = registry.find("models", f"{claim.distribution}/{claim.target}")
+    names = registry.names("models")
+    return entry, entry.name if entry.name in names else f"{entry.distribution}/{entry.name}"
+
+
+def _refuse_contradictions(entry: Entry, plugin: Any, path: Path, found: PublicSettings, own: Settings) -> None:
+    """Raise UsageError for settings of the user that give a field, other than the free ones, another value."""
+    needed, problems = bind(plugin.Config, {**found.free, **found.fixed})
+    if problems:
+        problem = problems[0]
+        raise UsageError(f"'{path}' describes no model of {entry.label}: {'.'.join(problem.path)}: {problem.message}")
+    given = {name: value for name, value in nested(own).get("model", {}).items() if name in plugin.Config.model_fields}
+    wanted, problems = bind(plugin.Config, {**found.free, **found.fixed, **given})
+    if problems:  # the resolver reports them, with those of other sections
+        return
+    contradictions = [
+        f"  model.{name} ({source_of(own, ('model', name))}): {quoted(getattr(wanted, name))}, "
+        f"but the weights need {quoted(getattr(needed, name))}"
+        for name in given
+        if name not in found.free and getattr(wanted, name) != getattr(needed, name)
+    ]
+    if contradictions:
+        lines = "\n".join(contradictions)
+        raise UsageError(f"settings contradict '{path}'; remove them:\n{lines}")
+
+
+def public_config_of(config: RunConfig) -> dict[str, Any]:
+    """The config.json of a run's model. Raises UsageError if its family has no published form for it."""
+    (chosen,) = (one for one in config.chosen if one.section == ("model",))
+    if not callable(getattr(chosen.plugin, WRITE, None)):
+        raise UsageError(f"{chosen.label} ({chosen.entry.origin}) writes no published checkpoints")
+    try:
+        found: dict[str, Any] = getattr(chosen.plugin, WRITE)(chosen.config)
+    except ValueError as error:
+        raise UsageError(f"the model of {chosen.label} has no published form: {brief_reason(error)}") from None
+    return found
+
+
+def describes(config: RunConfig, path: Path) -> bool:
+    """Whether a config.json describes the model of a run. Choices of training, such as dropout, may differ."""
+    (chosen,) = (one for one in config.chosen if one.section == ("model",))
+    found = read_public_config(chosen.entry, chosen.plugin, path, read_json(path))
+    needed, problems = bind(chosen.plugin.Config, {**found.free, **found.fixed})
+    fields = set(type(chosen.config).model_fields) - set(found.free)
+    return not problems and all(getattr(needed, name) == getattr(chosen.config, name) for name in fields)
+
+
+def longest_sequence(config: RunConfig, folder: Path) -> int | None:
+    """The length of the longest sequence that the model of a folder was made for; None if its family does not know."""
+    (chosen,) = (one for one in config.chosen if one.section == ("model",))
+    return read_public_config(chosen.entry, chosen.plugin, folder / CONFIG, read_json(folder / CONFIG)).longest
+
+
+def folder_tokenizer(registry: Registry, folder: Path) -> "FolderTokenizer":
+    """The tokenizer of a folder, by an installed plugin that reads one of its files."""
+    table = registry.table(TOKENIZER_FILES)
+    claims = [one for one in table if (folder / one.name).is_file()]
+    if not claims:
+        files = listed(sorted({one.name for one in table}))
+        raise UsageError(
+            f"'{folder}' has no tokenizer that an installed plugin reads ({files}); add one of these files"
+        )
+    claim = claims[0]
+    entry = registry.find("tokenizers", f"{claim.distribution}/{claim.target}")
+    plugin = registry.load(entry)
+    if not callable(getattr(plugin, "read_folder", None)):
+        raise BrokenPlugin(f"{entry.label} ({entry.origin}) names '{claim.name}' and has no method 'read_folder'")
+    tokenizer: FolderTokenizer = plugin.read_folder(folder)
+    return tokenizer

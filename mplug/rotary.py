@@ -1,0 +1,153 @@
+"""Rotary positions (RoFormer, arXiv 2104.09864) and their variants, as data. Imports no torch.
+
+A pair i of n pairs turns by position * frequency_i; the plain frequencies are theta^(-i / n).
+"""
+
+import inspect
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from mplug.errors import listed, suggest
+from mplug.open_lists import SCALINGS
+
+SCALED, PARTIAL, INTERLEAVED = "scaled rotary", "partial rotary", "interleaved rotary"
+ROTARY_NEEDS = frozenset({SCALED, PARTIAL, INTERLEAVED})
+"""The needs of sites whose rotary positions are not plain."""
+Scaled = tuple[tuple[float, ...], float]
+"""The frequencies of the pairs, and the factor of the cosines and sines."""
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """How queries and keys turn with their positions.
+
+    `scaling` is a name of the open list `mplug.rotary_scalings`, with its `options`; empty: the plain frequencies. The
+    first `width` coordinates of a head turn, and the others do not; None: all of them turn. Coordinate i is paired with
+    coordinate i + width / 2, or with the next one if `interleaved` (0 with 1, 2 with 3, ...).
+    """
+
+    theta: float
+    scaling: str = ""
+    options: tuple[tuple[str, Any], ...] = ()
+    width: int | None = None
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        if self.scaling:
+            check_scaling(self.scaling, dict(self.options))
+        if self.width is not None and self.width % 2:
+            raise ValueError(f"rotary positions turn pairs of coordinates, so their width cannot be {self.width}")
+
+    def turns(self, head_dim: int) -> "float | Turns":
+        """How the pairs of a head turn, as slots receive it: `theta` if plain rotary positions are meant."""
+        if not self.scaling and not self.interleaved and self.width in (None, head_dim):
+            return self.theta
+        half = (self.width or head_dim) // 2
+        plain = tuple(self.theta ** (-pair / half) for pair in range(half))
+        frequencies, factor = plain, 1.0
+        if self.scaling:
+            frequencies, factor = SCALINGS.load(self.scaling)(plain, self.theta, **dict(self.options))
+        if len(frequencies) != half:
+            raise ValueError(f"the scaling '{self.scaling}' returns {len(frequencies)} frequencies for {half} pairs")
+        needs = {SCALED: bool(self.scaling), PARTIAL: 2 * half < head_dim, INTERLEAVED: self.interleaved}
+        wanted = frozenset(need for need, is_wanted in needs.items() if is_wanted)
+        return Turns(tuple(map(float, frequencies)), float(factor), self.interleaved, wanted)
+
+
+@dataclass(frozen=True)
+class Turns:
+    """How the first pairs of a head turn: by position times `frequencies`; cosines and sines are times `factor`.
+
+    Coordinates behind the last pair do not turn. `needs` are what a supplier of `Attention.prepare_qk` or `prepare_qkv`
+    must offer: 'scaled rotary' (these frequencies, or the factor), 'partial rotary', 'interleaved rotary'.
+    """
+
+    frequencies: tuple[float, ...]
+    factor: float
+    interleaved: bool
+    needs: frozenset[str]
+
+
+def check_scaling(name: str, options: dict[str, Any]) -> None:
+    """Raise ValueError if a scaling is unknown, or if its options do not fit."""
+    SCALINGS.check(name)
+    parameters = dict(list(inspect.signature(SCALINGS.load(name)).parameters.items())[2:])
+    for option in options:
+        if option not in parameters:
+            raise ValueError(
+                f"the scaling '{name}' has no option '{option}'{suggest(option, parameters)} (options: "
+                f"{listed(parameters)})"
+            )
+    missing = [n for n, p in parameters.items() if p.default is p.empty and n not in options]
+    if missing:
+        raise ValueError(f"the scaling '{name}' needs the option '{missing[0]}'")
+
+
+# The scalings. Each takes the plain frequencies, theta and its options, and returns `Scaled`. The options are called as
+# in the `rope_parameters` of published configs.
+
+
+def linear(frequencies: tuple[float, ...], theta: float, *, factor: float) -> Scaled:
+    """Positions divided by `factor` (arXiv 2306.15595)."""
+    return tuple(frequency / factor for frequency in frequencies), 1.0
+
+
+def llama3(
+    frequencies: tuple[float, ...],
+    theta: float,
+    *,
+    factor: float,
+    low_freq_factor: float,
+    high_freq_factor: float,
+    original_max_position_embeddings: int,
+) -> Scaled:
+    """Wavelengths near or above the original length are divided by `factor` (Llama 3.1)."""
+    found = []
+    for frequency in frequencies:
+        turns = original_max_position_embeddings * frequency / (2 * math.pi)
+        share = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)
+        share = min(max(share, 0.0), 1.0)
+        found.append((1 - share) * frequency / factor + share * frequency)
+    return tuple(found), 1.0
+
+
+def yarn(
+    frequencies: tuple[float, ...],
+    theta: float,
+    *,
+    factor: float,
+    original_max_position_embeddings: int,
+    beta_fast: float = 32.0,
+    beta_slow: float = 1.0,
+    attention_factor: float | None = None,
+    mscale: float | None = None,
+    mscale_all_dim: float | None = None,
+    truncate: bool = True,
+) -> Scaled:
+    """YaRN (arXiv 2309.00071, section 3): pairs that turn rarely in the original length are divided by `factor`.
+
+    `attention_factor` None: 0.1 ln(factor) + 1, or with both mscales the quotient of `attention_scale` for the two.
+    """
+    half = len(frequencies)
+    if attention_factor is None:
+        attention_factor = attention_scale(factor, 1.0)
+        if mscale and mscale_all_dim:
+            attention_factor = attention_scale(factor, mscale) / attention_scale(factor, mscale_all_dim)
+
+    def pair_that_turns(times: float) -> float:
+        return half * math.log(original_max_position_embeddings / (times * 2 * math.pi)) / math.log(theta)
+
+    low, high = pair_that_turns(beta_fast), pair_that_turns(beta_slow)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * half - 1)
+    high = high + 0.001 if low == high else high
+    shares = (min(max((pair - low) / (high - low), 0.0), 1.0) for pair in range(half))
+    scaled = zip(frequencies, shares, strict=True)
+    return tuple(frequency / factor * share + frequency * (1 - share) for frequency, share in scaled), attention_factor
+
+
+def attention_scale(factor: float, mscale: float) -> float:
+    """YaRN's factor of attention scores for a stretch by `factor`: 0.1 mscale ln(factor) + 1."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

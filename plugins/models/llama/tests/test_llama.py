@@ -1,0 +1,58 @@
+"""Llama keeps the contract of models, and its presets have the published sizes."""
+
+import pytest
+import torch
+from mplug_llama import Llama
+
+from mplug import Model
+from mplug.testing import ModelSuite
+
+TINY = {"model.num_layers": 3, "model.ffn_hidden_size": 48, "model.rope_theta": 1e4}
+LAYOUTS = ("tp2", "pp2", "cp2", "tp2pp2", "zero2", "fsdp2")
+
+
+def on_meta(preset: str) -> Model:
+    with torch.device("meta"):
+        return Llama(Llama.Config(**Llama.presets[preset]["model"])).build_model()
+
+
+class TestLlama(ModelSuite):
+    plugin = "llama"
+    settings = {
+        **TINY,
+        "model.tie_embeddings": True,
+        "model.rope_scaling": {
+            "type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    }
+    layouts = ("tp2pp2",)
+
+
+@pytest.mark.wide("layouts")
+class TestLlamaUnderLayouts(TestLlama):
+    layouts = LAYOUTS
+
+
+SIZES = {
+    "2-7b": 6.738,
+    "2-13b": 13.016,
+    "2-70b": 68.977,
+    "3-8b": 8.030,
+    "3-70b": 70.554,
+    "3.1-8b": 8.030,
+    "3.1-70b": 70.554,
+    "3.1-405b": 405.853,
+    "3.2-1b": 1.236,
+    "3.2-3b": 3.213,
+}
+
+
+@pytest.mark.parametrize(("name", "billions"), SIZES.items())
+def test_a_preset_has_its_published_parameters(name: str, billions: float) -> None:
+    assert set(SIZES) == set(Llama.presets)
+    found = sum(parameter.numel() for parameter in on_meta(name).parameters().values())
+    assert found / 1e9 == pytest.approx(billions, abs=6e-4)

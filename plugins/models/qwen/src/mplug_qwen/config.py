@@ -1,0 +1,15 @@
+"""The config of Qwen: the fields of every decoder, some with other defaults."""
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from mplug import GeneralDecoderConfig
+
+
+class QwenConfig(GeneralDecoderConfig):
+    """The shape of the decoder; the defaults are those of Qwen3. Qwen2.5 has `qkv_bias` and no `qk_norm`."""
+
+    vocab_size: PositiveInt = Field(151936, description="tokens that the model knows")
+    rope_theta: PositiveFloat = Field(1e6, description="base of the rotary frequencies")
+    norm_eps: PositiveFloat = Field(1e-6, description="added in norms to the variance, or to the mean square")
+    qk_norm: bool = Field(True, description="RMSNorm on the queries and keys of each head")
+    aux_loss_coefficient: float = Field(0.001, ge=0, description="weight of the balancing loss")

@@ -1,0 +1,73 @@
+"""Qwen keeps the contract of models, and its presets have the published sizes."""
+
+import pytest
+import torch
+from mplug_qwen import Qwen
+
+from mplug import Model
+from mplug.testing import ModelSuite
+
+TINY = {"model.num_layers": 3, "model.ffn_hidden_size": 48, "model.rope_theta": 1e4}
+LAYOUTS = ("tp2", "pp2", "cp2", "tp2pp2", "zero2", "fsdp2")
+
+
+def on_meta(preset: str) -> Model:
+    with torch.device("meta"):
+        return Qwen(Qwen.Config(**Qwen.presets[preset]["model"])).build_model()
+
+
+class TestQwen(ModelSuite):
+    """Qwen2.5."""
+
+    plugin = "qwen"
+    settings = {**TINY, "model.qkv_bias": True, "model.qk_norm": False, "model.tie_embeddings": True}
+    layouts = ("tp2",)
+
+
+class TestQwenOfExperts(ModelSuite):
+    """Qwen3-MoE, with an MLP in every second block."""
+
+    plugin = "qwen"
+    settings = {
+        **TINY,
+        "model.num_experts": 4,
+        "model.moe_ffn_hidden_size": 24,
+        "model.feed_forward_types": ["mlp", "experts"],
+    }
+    layouts = ("ep2",)
+
+
+@pytest.mark.wide("layouts")
+class TestQwenUnderLayouts(TestQwen):
+    layouts = LAYOUTS
+
+
+@pytest.mark.wide("layouts")
+class TestQwenOfExpertsUnderLayouts(TestQwenOfExperts):
+    layouts = (*LAYOUTS, "ep2", "tp2ep2")
+
+
+SIZES = {
+    "2.5-0.5b": 0.494,
+    "2.5-1.5b": 1.544,
+    "2.5-3b": 3.086,
+    "2.5-7b": 7.616,
+    "2.5-14b": 14.770,
+    "2.5-32b": 32.764,
+    "2.5-72b": 72.706,
+    "3-0.6b": 0.596,
+    "3-1.7b": 1.721,
+    "3-4b": 4.022,
+    "3-8b": 8.191,
+    "3-14b": 14.768,
+    "3-32b": 32.762,
+    "3-30b-a3b": 30.532,
+    "3-235b-a22b": 235.094,
+}
+
+
+@pytest.mark.parametrize(("name", "billions"), SIZES.items())
+def test_a_preset_has_its_published_parameters(name: str, billions: float) -> None:
+    assert set(SIZES) == set(Qwen.presets)
+    found = sum(parameter.numel() for parameter in on_meta(name).parameters().values())
+    assert found / 1e9 == pytest.approx(billions, abs=6e-4)

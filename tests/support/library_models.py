@@ -1,0 +1,214 @@
+"""Random tiny models of the transformers library, and the same models of the bundled families.
+
+The library rounds to fp32 in places. `wide` makes these places fp64, so that both models can be compared in fp64.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mplug import Mesh, Model
+from mplug.model.memory import allocate, initialize
+from mplug.nn.random import sample_keys
+from mplug.registry.entry_points import Registry
+
+B, S, V = 2, 12, 61
+Tensors = dict[str, Tensor]
+
+
+class _WideTorch:
+    """The module torch, whose fp32 is fp64."""
+
+    float32 = float = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@contextmanager
+def wide(*families: str) -> Iterator[None]:
+    """The library's modules of these families compute in fp64 where they would compute in fp32."""
+    names = [f"transformers.models.{family}.modeling_{family}" for family in families]
+    with mock.patch.object(Tensor, "float", Tensor.double):
+        modules = [sys.modules[name] for name in (*names, "transformers.modeling_rope_utils")]
+        before = [module.torch for module in modules]  # type: ignore[attr-defined]
+        try:
+            for module in modules:
+                module.torch = _WideTorch()  # type: ignore[attr-defined]
+            yield
+        finally:
+            for module, real in zip(modules, before, strict=True):
+                module.torch = real  # type: ignore[attr-defined]
+
+
+def drawn(library: torch.nn.Module, std: float = 0.3) -> torch.nn.Module:
+    """The library's model in fp64 with every parameter drawn, near 1 if all of it is 1 (norms) and near 0 otherwise."""
+    generator = torch.Generator().manual_seed(7)
+    library = library.double().train()
+    with torch.no_grad():
+        for parameter in library.parameters():
+            centre = 1.0 if parameter.dim() == 1 and bool((parameter == 1).all()) else 0.0
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(centre + std * noise)
+    return library
+
+
+def built(name: str, settings: Mapping[str, Any]) -> Model:
+    """The model of a bundled family in fp64, in one process."""
+    plugin = Registry().load(Registry().find("models", name))
+    with torch.device("meta"):
+        model: Model = plugin(plugin.Config(**settings)).build_model()
+    model.place(Mesh.of([], 1), None)
+    model.keep_stage(0)
+    allocate(model, 0, torch.device("cpu"), torch.float64, 1)
+    initialize(model.parameters(), model.placements, 0, 1)
+    return model
+
+
+def batch(length: int = S) -> Tensors:
+    """Two samples."""
+    tokens = torch.randint(V, (B, length + 1), generator=torch.Generator().manual_seed(3))
+    labels, ids = tokens[:, 1:].clone(), torch.arange(B)
+    labels[0, 2] = -100
+    positions, keys = torch.arange(length)[None], sample_keys(1, 1, ids)
+    return {"tokens": tokens[:, :-1], "labels": labels, "positions": positions, "sample_ids": ids, "keys": keys}
+
+
+Mapped = Callable[[Tensors], Tensors]
+"""The library's parameters (or their gradients), by name -> ours. Every map is linear."""
+
+
+def difference(library: torch.nn.Module, model: Model, mapped: Mapped) -> float:
+    """The largest difference of logits and gradients of two models with the same weights.
+
+    A gradient's difference is relative to its largest element.
+    """
+    own = {**model.parameters(), **model.states()}
+    weights = mapped({**dict(library.named_buffers()), **dict(library.named_parameters())})
+    assert set(weights) == set(own), set(weights) ^ set(own)
+    with torch.no_grad():
+        for name, weight in weights.items():
+            assert own[name].shape == weight.shape, (name, own[name].shape, weight.shape)
+            own[name].copy_(weight)
+    given = batch()
+    logits = library(input_ids=given["tokens"], use_cache=False).logits
+    F.cross_entropy(logits.flatten(0, 1), given["labels"].flatten(), reduction="sum").backward()
+    loss, _ = model.loss(given)
+    loss.backward()
+    found = [_relative(model.logits(given), logits)]
+    expected = mapped({name: p.grad for name, p in library.named_parameters() if p.grad is not None})
+    for name, parameter in model.parameters().items():
+        assert parameter.grad is not None, name
+        assert expected[name].abs().max() > 1e-9, f"{name} has no gradient in the library's model"
+        found.append(_relative(parameter.grad, expected[name]))
+    return max(found)
+
+
+def _relative(found: Tensor, expected: Tensor) -> float:
+    found, expected = found.detach(), expected.detach()
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+# The library's parameters as ours.
+
+
+def decoder(library: Tensors) -> Tensors:
+    """Decoders with the usual names."""
+    found = {
+        "embedding.token.weight": library["model.embed_tokens.weight"],
+        "head.norm.weight": library["model.norm.weight"],
+    }
+    if "lm_head.weight" in library:
+        found["head.project.weight"] = library["lm_head.weight"]
+    layer = 0
+    while f"model.layers.{layer}.input_layernorm.weight" in library:
+        prefix = f"model.layers.{layer}."
+        own = {name.removeprefix(prefix): x for name, x in library.items() if name.startswith(prefix)}
+        parts = {**_norms(own), **_attention(own), **_feed_forward(own)}
+        found |= {f"blocks.{layer}.{name}": x for name, x in parts.items()}
+        layer += 1
+    return found
+
+
+def _norms(own: Tensors) -> Tensors:
+    if "pre_feedforward_layernorm.weight" in own:
+        names = ("input", "post_attention", "pre_feedforward", "post_feedforward")
+        ours = ("norm1", "post_norm1", "norm2", "post_norm2")
+    else:
+        names, ours = ("input", "post_attention"), ("norm1", "norm2")
+    return {f"{b}.weight": own[f"{a}_layernorm.weight"] for a, b in zip(names, ours, strict=True)}
+
+
+LATENT = {
+    "q_proj": "q",
+    "q_a_proj": "q_down",
+    "q_a_layernorm": "q_latent_norm",
+    "q_b_proj": "q_up",
+    "kv_a_proj_with_mqa": "kv_down",
+    "kv_a_layernorm": "kv_latent_norm",
+    "kv_b_proj": "kv_up",
+    "o_proj": "out",
+}
+"""Latent attention: the library's modules -> ours."""
+
+
+def _attention(own: Tensors) -> Tensors:
+    if "self_attn.kv_b_proj.weight" in own:
+        names = {f"self_attn.{theirs}.weight": f"attn.{ours}.weight" for theirs, ours in LATENT.items()}
+        return {ours: own[theirs] for theirs, ours in names.items() if theirs in own}
+    found = {}
+    for kind in ("weight", "bias"):
+        if f"self_attn.q_proj.{kind}" in own:
+            found[f"attn.qkv.{kind}"] = torch.cat([own[f"self_attn.{x}_proj.{kind}"] for x in "qkv"])
+        if f"self_attn.o_proj.{kind}" in own:
+            found[f"attn.out.{kind}"] = own[f"self_attn.o_proj.{kind}"]
+    for theirs, ours in (("q_norm.weight", "q_norm"), ("k_norm.weight", "k_norm"), ("sinks", "sinks")):
+        if f"self_attn.{theirs}" in own:
+            found[f"attn.{ours}"] = own[f"self_attn.{theirs}"]
+    return found
+
+
+def _feed_forward(own: Tensors) -> Tensors:
+    if "mlp.router.weight" in own:
+        return _transposed_experts(own)
+    found = {}
+    if "mlp.gate.weight" in own:
+        found |= {
+            "moe.router.weight": own["mlp.gate.weight"],
+            "moe.experts.up": own["mlp.experts.gate_up_proj"],
+            "moe.experts.down": own["mlp.experts.down_proj"],
+        }
+        if "mlp.shared_experts.gate_proj.weight" in own:
+            found |= {f"moe.{name}": x for name, x in _mlp(own, "mlp.shared_experts", "shared").items()}
+        if "mlp.gate.e_score_correction_bias" in own:
+            found["moe.router.bias"] = own["mlp.gate.e_score_correction_bias"]
+        return found
+    return _mlp(own, "mlp", "mlp")
+
+
+def _mlp(own: Tensors, theirs: str, ours: str) -> Tensors:
+    found = {}
+    for kind in ("weight", "bias"):
+        if f"{theirs}.gate_proj.{kind}" in own:
+            found[f"{ours}.up.{kind}"] = torch.cat([own[f"{theirs}.{x}_proj.{kind}"] for x in ("gate", "up")])
+            found[f"{ours}.down.{kind}"] = own[f"{theirs}.down_proj.{kind}"]
+    return found
+
+
+def _transposed_experts(own: Tensors) -> Tensors:
+    """gpt-oss: x @ W, with the rows of gate and up interleaved."""
+    up, bias = own["mlp.experts.gate_up_proj"].mT, own["mlp.experts.gate_up_proj_bias"]
+    return {
+        "moe.router.weight": own["mlp.router.weight"],
+        "moe.router.logit_bias": own["mlp.router.bias"],
+        "moe.experts.up": torch.cat((up[:, ::2], up[:, 1::2]), dim=1),
+        "moe.experts.up_bias": torch.cat((bias[:, ::2], bias[:, 1::2]), dim=1),
+        "moe.experts.down": own["mlp.experts.down_proj"].mT,
+        "moe.down_bias": own["mlp.experts.down_proj_bias"],
+    }

@@ -76,6 +76,10 @@ if TYPE_CHECKING:
     from mplug.layout.plan import Unit as Unit
     from mplug.layout.ranks import Grouping as Grouping
     from mplug.layout.ranks import Ranks as Ranks
+    from mplug.model.adapters import Adapters as Adapters
+    from mplug.model.adapters import Merge as Merge
+    from mplug.model.adapters import RowNorms as RowNorms
+    from mplug.model.adapters import row_norms as row_norms
     from mplug.model.model import Model as Model
     from mplug.model.offers import UNIT as UNIT
     from mplug.model.offers import Offer as Offer
@@ -193,6 +197,12 @@ publish(
         "mplug.layout.ranks": (
             "Grouping",
             "Ranks",
+        ),
+        "mplug.model.adapters": (
+            "Adapters",
+            "Merge",
+            "RowNorms",
+            "row_norms",
         ),
         "mplug.model.model": ("Model",),
         "mplug.model.offers": (

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from mplug.layout.plan import Parameter, Segment
 from mplug.nn.activations import ACTIVATIONS
 from mplug.nn.inits import ZEROS, Entries, Inits
-from mplug.nn.linear import Linear
+from mplug.nn.linear import ADAPTERS, Linear
 from mplug.nn.named import NeedsOf
 from mplug.nn.sink import Weights
 
@@ -94,15 +94,27 @@ class MLP(Activation):
             entries |= {"up.bias": Parameter((up,), ZEROS), "down.bias": Parameter(("embed",), ZEROS)}
         return entries
 
+    def needs(self, slot: str, entries: Container[str]) -> frozenset[str]:
+        """What a supplier of a slot must offer here."""
+        is_adapted = self.up.adapter is not None or self.down.adapter is not None
+        return super().needs(slot, entries) | ({ADAPTERS} if slot == "MLP.core" and is_adapted else set())
+
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, D] -> [B, S, D]."""
         up, down = self.up, self.down
         if self.core is core:
-            y = down.without_bias(self.activate(up.without_bias(x), up.bias))
+            y = self._whole(x)
+        elif up.adapter is not None or down.adapter is not None:  # the core is the default, wrapped
+            weights = Weights.of(up.weight), up.bias, Weights.of(down.weight)
+            y = self.core(x, *weights, self.kind, self._whole)
         else:
             weights = Weights.of(up.weight), up.bias, Weights.of(down.weight)
             y = down.scatter(self.core(up.gather(x), *weights, self.kind, self._composed))
         return y if down.bias is None else y + down.bias
+
+    def _whole(self, x: Tensor) -> Tensor:
+        """The output without its bias, by whole linears: their adapters and collectives included."""
+        return self.down.without_bias(self.activate(self.up.without_bias(x), self.up.bias))
 
     def _composed(self, x: Tensor) -> Tensor:
         up, down = self.up, self.down

@@ -10,6 +10,8 @@ from mplug.lazy import publish
 from mplug.version import __version__  # noqa: F401
 
 if TYPE_CHECKING:
+    from mplug.checkpoint.weight_decoders import WeightDecoder as WeightDecoder
+    from mplug.checkpoint.weight_decoders import name_weight_decoder as name_weight_decoder
     from mplug.config.binding import RunConfig as RunConfig
     from mplug.config.public import PublicConfig as PublicConfig
     from mplug.config.public import PublicSettings as PublicSettings
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from mplug.contracts import MAY_CHANGE as MAY_CHANGE
     from mplug.contracts import MAY_MOVE as MAY_MOVE
     from mplug.contracts import CorpusTokenizer as CorpusTokenizer
+    from mplug.contracts import FolderTokenizer as FolderTokenizer
     from mplug.contracts import Loader as Loader
     from mplug.contracts import MicroBatch as MicroBatch
     from mplug.contracts import Optimizer as Optimizer
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
     from mplug.decoders.build import build_decoder as build_decoder
     from mplug.decoders.config import DecoderConfig as DecoderConfig
     from mplug.decoders.general import GeneralDecoderConfig as GeneralDecoderConfig
+    from mplug.decoders.general import RopeScaling as RopeScaling
+    from mplug.decoders.parts import ActivationName as ActivationName
     from mplug.decoders.parts import AttentionConfig as AttentionConfig
     from mplug.decoders.parts import BlockConfig as BlockConfig
     from mplug.decoders.parts import EmbeddingConfig as EmbeddingConfig
@@ -38,7 +43,16 @@ if TYPE_CHECKING:
     from mplug.decoders.parts import LatentAttentionConfig as LatentAttentionConfig
     from mplug.decoders.parts import MLPConfig as MLPConfig
     from mplug.decoders.parts import NormConfig as NormConfig
+    from mplug.decoders.parts import NormName as NormName
     from mplug.decoders.parts import PartConfig as PartConfig
+    from mplug.decoders.parts import ScoreName as ScoreName
+    from mplug.decoders.published import attention_types as attention_types
+    from mplug.decoders.published import layer_types as layer_types
+    from mplug.decoders.published import published_config as published_config
+    from mplug.decoders.published import published_names as published_names
+    from mplug.decoders.published import published_settings as published_settings
+    from mplug.decoders.published import rotary_settings as rotary_settings
+    from mplug.decoders.published import training_choices as training_choices
     from mplug.decoders.sparse import SparseDecoderConfig as SparseDecoderConfig
     from mplug.errors import RunError as RunError
     from mplug.errors import UsageError as UsageError
@@ -72,6 +86,7 @@ if TYPE_CHECKING:
     from mplug.layout.plan import Parameter as Parameter
     from mplug.layout.plan import Plan as Plan
     from mplug.layout.plan import Segment as Segment
+    from mplug.layout.plan import Shift as Shift
     from mplug.layout.plan import Stages as Stages
     from mplug.layout.plan import Unit as Unit
     from mplug.layout.ranks import Grouping as Grouping
@@ -106,6 +121,10 @@ if TYPE_CHECKING:
 publish(
     __name__,
     {
+        "mplug.checkpoint.weight_decoders": (
+            "WeightDecoder",
+            "name_weight_decoder",
+        ),
         "mplug.config.binding": ("RunConfig",),
         "mplug.config.public": (
             "PublicConfig",
@@ -114,6 +133,7 @@ publish(
         "mplug.config.sum_format": ("SumFormat",),
         "mplug.contracts": (
             "CorpusTokenizer",
+            "FolderTokenizer",
             "Loader",
             "MAY_CHANGE",
             "MAY_MOVE",
@@ -130,8 +150,12 @@ publish(
         ),
         "mplug.decoders.build": ("build_decoder",),
         "mplug.decoders.config": ("DecoderConfig",),
-        "mplug.decoders.general": ("GeneralDecoderConfig",),
+        "mplug.decoders.general": (
+            "GeneralDecoderConfig",
+            "RopeScaling",
+        ),
         "mplug.decoders.parts": (
+            "ActivationName",
             "AttentionConfig",
             "BlockConfig",
             "EmbeddingConfig",
@@ -139,7 +163,18 @@ publish(
             "LatentAttentionConfig",
             "MLPConfig",
             "NormConfig",
+            "NormName",
             "PartConfig",
+            "ScoreName",
+        ),
+        "mplug.decoders.published": (
+            "attention_types",
+            "layer_types",
+            "published_config",
+            "published_names",
+            "published_settings",
+            "rotary_settings",
+            "training_choices",
         ),
         "mplug.decoders.sparse": ("SparseDecoderConfig",),
         "mplug.errors": (
@@ -191,6 +226,7 @@ publish(
             "Parameter",
             "Plan",
             "Segment",
+            "Shift",
             "Stages",
             "Unit",
         ),

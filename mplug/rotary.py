@@ -39,6 +39,12 @@ class Rotary:
         if self.width is not None and self.width % 2:
             raise ValueError(f"rotary positions turn pairs of coordinates, so their width cannot be {self.width}")
 
+    @property
+    def score_factor(self) -> float:
+        """What YaRN with `mscale_all_dim` multiplies attention scores by (arXiv 2405.04434); 1 for other scalings."""
+        options = dict(self.options)
+        return attention_scale(options.get("factor", 1.0), options.get("mscale_all_dim") or 0.0) ** 2
+
     def turns(self, head_dim: int) -> "float | Turns":
         """How the pairs of a head turn, as slots receive it: `theta` if plain rotary positions are meant."""
         if not self.scaling and not self.interleaved and self.width in (None, head_dim):

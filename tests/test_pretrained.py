@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -9,6 +10,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from mplug.checkpoint.pretrained import load_weights, pretrained_of, refuse_another_model
+from mplug.config.host_sections import Pretrained
+from mplug.errors import UsageError
+from mplug.run.prepare import prepare
+from mplug.testing.harness import tiny_config
+from mplug.training.assembly import build
+from mplug.training.loop import train
 
 Cli = Callable[..., CompletedProcess[str]]
 SAVING = ("--set", "trainer.steps=2")
@@ -86,3 +95,39 @@ def test_what_cannot_be_begun_with_is_refused_before_launch(
         assert len(result.stderr.splitlines()) == 1, result.stderr
         assert sentence in result.stderr
         assert not (runs / "refused").exists()
+
+
+def test_patterns_choose_the_weights_of_another_run(tmp_path: Path) -> None:
+    """What they leave out keeps its initial values; without them, a larger checkpoint is refused."""
+
+    def begun(layers: int, **pretrained: Any) -> dict[str, torch.Tensor]:
+        run = prepare(
+            tiny_config({"trainer.steps": 1, "trainer.precision": "fp32", "model.num_layers": layers}),
+            directory=tmp_path / str(layers),
+        )
+        if not pretrained:
+            train(run)
+            return {}
+        section = Pretrained(path=str(tmp_path / "2"), **pretrained)
+        checkpoint = run.config.checkpoint.model_copy(update={"pretrained": section})
+        run.config = replace(run.config, checkpoint=checkpoint)
+        path = pretrained_of(run)
+        assert path is not None
+        parts = build(run)
+        refuse_another_model(path, parts.model, section)
+        initial = {one.name: one.values.clone() for one in parts.held()}
+        load_weights(run, parts.model, parts.pieces, path)
+        return {one.name: one.values != initial[one.name] for one in parts.held()}
+
+    begun(2)
+    changed = begun(1, only=["blocks", "head"], **{"except": ["blocks.1", "blocks.*.mlp"]})
+    moved = {name for name, elements in changed.items() if elements.any()}
+    assert {name for name in moved if "norm" not in name} == {
+        "blocks.0.attn.qkv.weight",
+        "blocks.0.attn.out.weight",
+        "head.project.weight",
+    }
+    with pytest.raises(UsageError, match=r"has the parameter 'blocks.1.*which the model lacks"):
+        begun(1, only=["blocks"])
+    with pytest.raises(UsageError, match=r"checkpoint.pretrained.only: no parameter or module matches 'block'"):
+        begun(1, only=["block"])

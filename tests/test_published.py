@@ -36,18 +36,29 @@ ONE_STEP = {
 """With this learning rate, the weights of a checkpoint are those that the run began with."""
 
 
-FIRST, *OTHERS = FAMILIES
-WIDE_BUT_FIRST = (FIRST, *(pytest.param(name, marks=pytest.mark.wide("families")) for name in OTHERS))
+def quick(*names: str) -> list[Any]:
+    """All families: those of `names` in the quick tests, the others in the wide set."""
+    wide = pytest.mark.wide("families")
+    return [name if name in names else pytest.param(name, marks=wide) for name in FAMILIES]
+
+
+class Made(dict[str, tuple[Path, Any]]):
+    """By family, a folder with three files and the model of the transformers library that wrote it."""
+
+    def __init__(self, parent: Path) -> None:
+        super().__init__()
+        self.parent = parent
+
+    def __missing__(self, family: str) -> tuple[Path, Any]:
+        folder = self.parent / family.replace(", ", "-").replace(" ", "-")
+        folder.mkdir()
+        self[family] = folder, save(FAMILIES[family](), folder)
+        return self[family]
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
-    """By family, a folder with three files and the model of the transformers library that wrote it."""
-    made = {}
-    for name, make in FAMILIES.items():
-        folder = tmp_path_factory.mktemp(name)
-        made[name] = (folder, save(make(), folder))
-    return made
+def models(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return Made(tmp_path_factory.mktemp("families"))
 
 
 def tensors(folder: Path) -> dict[str, tuple[str, Tensor]]:
@@ -66,7 +77,7 @@ def require_equal(found: Path, expected: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_those_of_the_library(family: str, models: dict[str, tuple[Path, Any]]) -> None:
+def test_logits_are_those_of_the_library(family: str, models: Made) -> None:
     folder, theirs = models[family]
     _, ours = loaded(folder)
     with torch.no_grad():
@@ -75,7 +86,7 @@ def test_logits_are_those_of_the_library(family: str, models: dict[str, tuple[Pa
     assert (logits(ours, TOKENS) - expected).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", quick("gpt2", "gpt-oss"))
 def test_the_export_of_an_import_is_equal_bit_by_bit(family: str, tmp_path: Path, cli_here: Cli) -> None:
     source = tmp_path / "source"
     save(FAMILIES[family](), source, 2, torch.bfloat16)
@@ -93,12 +104,13 @@ def test_the_export_of_an_import_is_equal_bit_by_bit(family: str, tmp_path: Path
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
     _, ours = loaded(tmp_path / "exported")
     with torch.no_grad():
-        assert (again(TOKENS).logits - logits(ours, TOKENS)).abs().max() < 1e-5
+        expected = again(TOKENS).logits
+    assert (expected - logits(ours, TOKENS)).abs().max() < 1e-5 * expected.abs().max()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", quick("mixtral"))
 def test_a_run_from_scratch_is_exported_with_a_config_of_its_own(
-    family: str, models: dict[str, tuple[Path, Any]], tmp_path: Path, cli_here: Cli
+    family: str, models: Made, tmp_path: Path, cli_here: Cli
 ) -> None:
     """The config is written by the family, not kept: the settings alone describe the model."""
     folder, theirs = models[family]
@@ -108,15 +120,15 @@ def test_a_run_from_scratch_is_exported_with_a_config_of_its_own(
     shutil.rmtree(run.directory / "published")
     result = cli_here("checkpoint", "export", "--to", "hf", "exported", "--shard-size", "1e-4")
     assert result.returncode == 0, result.stderr
-    assert len(list((tmp_path / "exported").glob("*.safetensors"))) > 2
+    assert len(list((tmp_path / "exported").glob("*.safetensors"))) > 1
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
     with torch.no_grad():
         assert torch.equal(again(TOKENS).logits, theirs(TOKENS).logits)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", quick("gpt2", "gpt-oss"))
 def test_each_rank_reads_its_own_boxes_and_at_most_one_tensor_more(
-    family: str, models: dict[str, tuple[Path, Any]], monkeypatch: pytest.MonkeyPatch
+    family: str, models: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three files under tp2pp2. The test counts the bytes that a rank reads: its memory depends on the system."""
     folder, _ = models[family]
@@ -137,9 +149,7 @@ def test_each_rank_reads_its_own_boxes_and_at_most_one_tensor_more(
         assert reads.largest <= largest
 
 
-def test_what_is_divided_in_other_ways_is_read_too(
-    models: dict[str, tuple[Path, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_divided_in_other_ways_is_read_too(models: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts, and rows at rest, whose boxes cut through heads and segments."""
     folder, _ = models["mixtral"]
     whole = {name: parameter.data for name, parameter in loaded(folder)[1].parameters().items()}
@@ -181,7 +191,7 @@ def quantise(source: Path, target: Path, block: int) -> Path:
     return twin
 
 
-def test_a_quantised_folder_equals_its_dequantised_twin(models: dict[str, tuple[Path, Any]], tmp_path: Path) -> None:
+def test_a_quantised_folder_equals_its_dequantised_twin(models: Made, tmp_path: Path) -> None:
     """Blocks of 12, which no rank's box is a multiple of."""
     twin = quantise(models["mixtral"][0], tmp_path / "quantised", 12)
     assert open_public(tmp_path / "quantised").quantisation is not None
@@ -222,6 +232,45 @@ def test_mxfp4_is_decoded_as_the_library_decodes_it() -> None:
     assert boxes["up_blocks"] == ((2, 9, 3, 0), (1, 1, 1, 16)), "one group of 32 values"
 
 
+def pack_experts(source: Path, target: Path) -> Path:
+    """Replace the experts of a gpt-oss by random MXFP4 weights; returns the folder of the dequantised twin."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    config, twin = json.loads((source / "config.json").read_text()), target.with_name("twin")
+    generator = torch.Generator().manual_seed(2)
+    stored, plain = {}, {}
+    for name, (_, tensor) in tensors(source).items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            stored[name] = plain[name] = tensor
+            continue
+        experts, inside, outside = tensor.shape
+        groups = (experts, outside, inside // 32)
+        blocks = torch.randint(0, 256, (*groups, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(120, 126, groups, generator=generator, dtype=torch.uint8)
+        stored[f"{name}_blocks"], stored[f"{name}_scales"] = blocks, scales
+        plain[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+    for folder, weights in ((target, stored), (twin, plain)):
+        folder.mkdir()
+        save_file(weights, folder / "model.safetensors")
+        config["quantization_config"] = {"quant_method": "mxfp4"} if folder == target else None
+        (folder / "config.json").write_text(json.dumps(config))
+    return twin
+
+
+def test_packed_experts_equal_their_dequantised_twin(tmp_path: Path) -> None:
+    save(FAMILIES["gpt-oss"](intermediate_size=64, num_hidden_layers=2), tmp_path / "source")
+    twin = pack_experts(tmp_path / "source", tmp_path / "packed")
+    for layout, ranks in (("", 1), ("tp2ep2", 2)):
+        for rank in range(ranks):
+            (_, found), (_, expected) = (loaded(folder, layout, rank) for folder in (tmp_path / "packed", twin))
+            for name, parameter in expected.parameters().items():
+                assert torch.equal(found.parameters()[name], parameter), name
+    library = transformers.AutoModelForCausalLM.from_pretrained(twin, dtype=torch.float32)
+    with torch.no_grad():
+        expected = library(TOKENS).logits
+    assert (logits(loaded(tmp_path / "packed")[1], TOKENS) - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
 # Generation.
 
 
@@ -245,10 +294,8 @@ def with_tokenizer(folder: Path) -> Any:
     return made
 
 
-@pytest.mark.parametrize("family", WIDE_BUT_FIRST)
-def test_greedy_text_is_that_of_the_library(
-    family: str, models: dict[str, tuple[Path, Any]], tmp_path: Path, cli_here: Cli
-) -> None:
+@pytest.mark.parametrize("family", quick("gpt2"))
+def test_greedy_text_is_that_of_the_library(family: str, models: Made, tmp_path: Path, cli_here: Cli) -> None:
     """64 tokens, once after a prompt and once as an answer in the folder's chat template; then up to an end token."""
     shutil.copytree(models[family][0], tmp_path / "folder")
     tokenizer, theirs = with_tokenizer(tmp_path / "folder"), models[family][1]
@@ -262,7 +309,9 @@ def test_greedy_text_is_that_of_the_library(
         options = {"attention_mask": torch.ones_like(tokens), "do_sample": False, "pad_token_id": 0}
         return theirs.generate(tokens, max_new_tokens=64, **options)[0]
 
-    words = ("generate", "--pretrained", "folder", "--tokens", "64", "--temperature", "0", "--prompt")
+    fields = json.loads((tmp_path / "folder" / "config.json").read_text())
+    kernel = ("--attention", "reference") if fields.get("sliding_window") else ()
+    words = ("generate", "--pretrained", "folder", "--tokens", "64", "--temperature", "0", *kernel, "--prompt")
     result = cli_here(*words, "What is 2 + 3?")
     assert result.returncode == 0, result.stderr
     assert result.stdout == tokenizer.decode(expected(prompt), skip_special_tokens=True) + "\n"
@@ -277,9 +326,7 @@ def test_greedy_text_is_that_of_the_library(
     assert shorter == tokenizer.decode(answer[:place], skip_special_tokens=True) + "\n"
 
 
-def test_what_cannot_be_generated_is_refused(
-    models: dict[str, tuple[Path, Any]], tmp_path: Path, cli_here: Cli
-) -> None:
+def test_what_cannot_be_generated_is_refused(models: Made, tmp_path: Path, cli_here: Cli) -> None:
     shutil.copytree(models["gpt2"][0], tmp_path / "folder")
     words = ("generate", "--pretrained", "folder")
     assert "has no tokenizer that an installed plugin reads (tokenizer.json)" in cli_here(*words).stderr
@@ -392,9 +439,7 @@ def require_fitting(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_folder_that_does_not_fit_is_refused_in_one_sentence(
-    damage: str, models: dict[str, tuple[Path, Any]], tmp_path: Path
-) -> None:
+def test_a_folder_that_does_not_fit_is_refused_in_one_sentence(damage: str, models: Made, tmp_path: Path) -> None:
     shutil.copytree(models["gpt2"][0], tmp_path / "folder")
     change, sentence = DAMAGES[damage]
     change(tmp_path / "folder")
@@ -406,7 +451,7 @@ def test_a_folder_that_does_not_fit_is_refused_in_one_sentence(
 
 @pytest.mark.parametrize("damage", ["a missing shard", "a field that nobody knows", "an extra tensor"])
 def test_the_command_refuses_it_before_it_starts_a_run(
-    damage: str, models: dict[str, tuple[Path, Any]], tmp_path: Path, cli_here: Cli
+    damage: str, models: Made, tmp_path: Path, cli_here: Cli
 ) -> None:
     shutil.copytree(models["gpt2"][0], tmp_path / "folder")
     change, sentence = DAMAGES[damage]
@@ -419,7 +464,7 @@ def test_the_command_refuses_it_before_it_starts_a_run(
 
 
 def test_settings_that_contradict_the_config_are_listed_in_one_error(
-    models: dict[str, tuple[Path, Any]], tmp_path: Path, cli_here: Cli
+    models: Made, tmp_path: Path, cli_here: Cli
 ) -> None:
     folder = models["mixtral"][0]
     words = ("--set", "model.num_layers=3", "--set", "model.qk_norm=true", "--set", "model.init_std=0.5")
@@ -435,9 +480,7 @@ def test_settings_that_contradict_the_config_are_listed_in_one_error(
     assert "init_std: 0.5" in result.stdout
 
 
-def test_a_family_that_does_not_read_the_architecture_is_refused(
-    models: dict[str, tuple[Path, Any]], cli_here: Cli
-) -> None:
+def test_a_family_that_does_not_read_the_architecture_is_refused(models: Made, cli_here: Cli) -> None:
     words = ("config", "show", "--pretrained", str(models["gpt2"][0]), "--set", "trainer.seq_length=32", "--model")
     result = cli_here(*words, "mixtral")
     assert result.returncode == 2
@@ -447,10 +490,36 @@ def test_a_family_that_does_not_read_the_architecture_is_refused(
     assert cli_here(*words, "gpt").returncode == 0
 
 
+def test_the_layer_for_multi_token_prediction_is_read_if_the_model_has_one(models: Made, tmp_path: Path) -> None:
+    """It is the layer after the last one. The library does not write it, so it is a copy of the last one here."""
+    shutil.copytree(models["deepseek-v3"][0], tmp_path / "folder")
+
+    def add(found: dict[str, Tensor]) -> None:
+        last = {name: one for name, one in found.items() if name.startswith("model.layers.3.")}
+        found |= {name.replace("layers.3.", "layers.4."): one * 2 for name, one in last.items()}
+        for name, shape in (("enorm", (32,)), ("hnorm", (32,)), ("shared_head.norm", (32,)), ("eh_proj", (32, 64))):
+            found[f"model.layers.4.{name}.weight"] = torch.randn(shape)
+        found["model.layers.4.embed_tokens.weight"] = found["model.embed_tokens.weight"].clone()
+        found["model.layers.4.shared_head.head.weight"] = found["lm_head.weight"].clone()
+
+    rewritten(tmp_path / "folder", add)
+    stored = tensors(tmp_path / "folder")
+    _, plain = loaded(tmp_path / "folder")
+    assert not [name for name in plain.parameters() if name.startswith("ahead.")]
+    _, model = loaded(tmp_path / "folder", model__num_mtp_layers=1)
+    own = model.parameters()
+    assert torch.equal(own["ahead.depths.0.merge.weight"], stored["model.layers.4.eh_proj.weight"][1])
+    assert torch.equal(own["ahead.depths.0.norm.weight"], stored["model.layers.4.shared_head.norm.weight"][1])
+    for name in ("attn.kv_up.weight", "moe.experts.up", "norm2.weight"):
+        assert torch.equal(own[f"ahead.depths.0.block.{name}"], 2 * own[f"blocks.3.{name}"])
+    with pytest.raises(UsageError, match=r"it lacks 'model.layers.4.eh_proj.weight'"):
+        loaded(models["deepseek-v3"][0], model__num_mtp_layers=1)
+
+
 # A part of the weights.
 
 
-def test_patterns_choose_what_is_loaded(models: dict[str, tuple[Path, Any]], tmp_path: Path) -> None:
+def test_patterns_choose_what_is_loaded(models: Made, tmp_path: Path) -> None:
     folder, _ = models["mixtral"]
     _, whole = loaded(folder)
     part = {"checkpoint__pretrained__only": ["blocks", "head"], "checkpoint__pretrained__except": ["blocks.*.moe"]}
@@ -468,9 +537,7 @@ def test_patterns_choose_what_is_loaded(models: dict[str, tuple[Path, Any]], tmp
         loaded(folder, checkpoint__pretrained__except=["blocks.9"])
 
 
-def test_a_folder_without_the_prefix_is_read_and_exported_without_it(
-    models: dict[str, tuple[Path, Any]], tmp_path: Path
-) -> None:
+def test_a_folder_without_the_prefix_is_read_and_exported_without_it(models: Made, tmp_path: Path) -> None:
     folder, _ = models["gpt2"]
     shutil.copytree(folder, tmp_path / "base")
 

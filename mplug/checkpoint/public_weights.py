@@ -30,7 +30,10 @@ def conversion(model: "Model") -> Conversion:
     if model.plan.external is None:
         raise UsageError("this model has no published form: its plan has no external names")
     states = {name: one for name, one in model.buffer_placements.items() if not one.parameter.over}
-    return conversion_of(model.plan.external, model.placements | states, model.plan.tied)
+    try:
+        return conversion_of(model.plan.external, model.placements | states, model.plan.tied)
+    except ValueError as error:
+        raise UsageError(f"this model has no published form: {error}") from None
 
 
 class PublicWeights:

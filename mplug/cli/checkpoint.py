@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mplug.cli.conversion import export_
+from mplug.cli.conversion import export_, import_
 from mplug.cli.options import RunName
 from mplug.cli.tables import human_bytes, table
 from mplug.errors import RunError, UsageError, printable
@@ -122,6 +122,7 @@ def verify_(name: str | None, step: int | None) -> None:
 
 
 command.add_command(export_)
+command.add_command(import_)
 
 
 def _folder(name: str | None) -> Path:

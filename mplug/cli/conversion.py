@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mplug.cli.options import RunName
+from mplug.cli.options import RunName, config_options, resolved
 from mplug.errors import UsageError, counted
 
 if TYPE_CHECKING:
@@ -113,6 +113,47 @@ def _adapters(
     weights = dtype or str(run.precision.masters)
     whole = {"whole": WEIGHTS, "config_file": CONFIG, "offsets": adapters.offsets}
     return Export(made, adapters.config, weights, sys.maxsize, None, dtype, **whole)
+
+
+@click.command("import")
+@click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option(
+    "--from", "form", type=click.Choice(["megatron"]), required=True, help="The form: megatron is its torch_dist."
+)
+@config_options
+@click.option("--name", type=RunName(), required=True, help="Name of the new run, which has one checkpoint, of step 0.")
+def import_(folder: Path, form: str, name: str, **options: Any) -> None:
+    """Read a checkpoint of Megatron-LM, of a GPT or a Llama, into a new run.
+
+    FOLDER is that of an iteration, or that of all iterations (then the newest is read). The section 'model' must
+    describe the model: the shapes of all tensors are compared, and the arguments of the Megatron run, if the checkpoint
+    has them. The tokenizer is not imported. Reading the checkpoint runs no code from it.
+
+    \b
+    mplug checkpoint import --from megatron ckpt --name base --model llama --set model.num_layers=32 ...
+    mplug train --name chat --pretrained runs/base ...
+    """
+    from mplug.checkpoint.megatron import import_megatron, megatron_links, refuse_other_arguments
+    from mplug.checkpoint.megatron_folder import MegatronFolder
+    from mplug.model.build import build_model
+    from mplug.run.folder import make_directory, new_directory
+    from mplug.run.prepare import prepare
+
+    del form  # the only one
+    config = resolved({**options, "parallel": ""})
+    run = prepare(config)
+    run.directory = new_directory(config, name)
+    model, read = build_model(run), MegatronFolder(folder)
+    if not callable(getattr(config.model, "norm_config", None)):
+        raise UsageError(f"'{config.settings['model', 'name'].value}' is no decoder, so no Megatron checkpoint fits it")
+    refuse_other_arguments(config.model, read.arguments)
+    megatron_links(model, read)  # before anything is written
+    make_directory(run)
+    import_megatron(run, model, read)
+    compared = "" if read.arguments else "; it has no arguments, so only the shapes were compared with the model"
+    click.echo(
+        f"run '{run.directory}' has the {counted(len(model.placements), 'parameter')} of '{read.path}'{compared}"
+    )
 
 
 def saved_run(directory: Path) -> "Run":

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     "--chat", is_flag=True, help="With --pretrained: the prompt is a user's message, in the folder's chat template."
 )
 @click.option("--precision", type=PluginName("precisions"), help="With --pretrained: number formats; default: fp32.")
+@click.option("--attention", type=PluginName("kernels"), help="With --pretrained: kernel plugin for attention.")
 def command(
     name: str | None,
     step: int | None,
@@ -62,6 +63,7 @@ def command(
     pretrained: Path | None,
     chat: bool,
     precision: str | None,
+    attention: str | None,
 ) -> None:
     """Sample text from a trained run, or from a published checkpoint.
 
@@ -88,10 +90,10 @@ def command(
         if name is not None or step is not None:
             raise UsageError("--pretrained names a folder, and --name and --step a run; use one of them")
         draws = (temperature, top_k, top_p, seed)
-        generate(Request(pretrained, prompt, chat, tokens, *draws, device, precision or "fp32"))
+        generate(Request(pretrained, prompt, chat, tokens, *draws, device, precision or "fp32", attention))
         return
-    if chat or precision is not None:
-        raise UsageError("--chat and --precision apply only to published checkpoints; add --pretrained")
+    if chat or precision is not None or attention is not None:
+        raise UsageError("--chat, --precision and --attention apply only to published checkpoints; add --pretrained")
     directory = find_directory(name)
     checkpoint = at_step(directory / "checkpoints", step)
     own = (f"trainer.device={device}", "parallel.layout=", "trainer.graphs=false")  # graphs replay training steps

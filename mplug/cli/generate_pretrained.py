@@ -29,6 +29,7 @@ class Request:
     seed: int
     device: str
     precision: str
+    attention: str | None
 
 
 def generate(request: Request) -> None:
@@ -56,17 +57,16 @@ def _run(request: Request, length: int) -> "tuple[Run, int]":
     from mplug.config.defaults import default_settings
     from mplug.config.sources import merge, read_assignments
     from mplug.registry.entry_points import Registry
-    from mplug.registry.public import longest_sequence, with_public_settings
+    from mplug.registry.public import longest_sequence
     from mplug.registry.resolve import resolve
     from mplug.run.prepare import prepare
 
     registry = Registry()
-    here = read_assignments(
-        [f"trainer.device={request.device}", f"trainer.precision={request.precision}", "trainer.seq_length=1"],
-        "generate",
-    )
+    own = [f"trainer.device={request.device}", f"trainer.precision={request.precision}", "trainer.seq_length=1"]
+    own += [f"kernels.attention={request.attention}"] if request.attention is not None else []
+    here = read_assignments(own, "generate")
     folder = read_assignments([f"checkpoint.pretrained.path={request.folder}"], "--pretrained")
-    base, settings = with_public_settings(registry, default_settings(), merge(here, folder))
+    base, settings = default_settings(), merge(here, folder)
     config = resolve(registry, base, settings)
     longest = longest_sequence(config, request.folder)
     context = length + request.num_tokens

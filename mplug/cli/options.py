@@ -156,8 +156,6 @@ def overrides(
 def resolved(options: dict[str, Any]) -> "RunConfig":
     """The config of the default run, changed by the options of `config_options`."""
     from mplug.config.defaults import default_settings
-    from mplug.registry.public import with_public_settings
     from mplug.registry.resolve import resolve
 
-    registry = Registry()
-    return resolve(registry, *with_public_settings(registry, default_settings(), overrides(**options)))
+    return resolve(Registry(), default_settings(), overrides(**options))

@@ -87,8 +87,6 @@ def prepare_start(request: Request, world: "World | None", lock: "Lock") -> Star
     device.
     """
     from mplug.distributed.launch import refuse_port_in_use
-    from mplug.registry.entry_points import Registry
-    from mplug.registry.public import with_public_settings
     from mplug.run.folder import find_directory, new_directory
     from mplug.run.metrics_file import METRICS, read_lines
     from mplug.run.prepare import check_data
@@ -98,10 +96,8 @@ def prepare_start(request: Request, world: "World | None", lock: "Lock") -> Star
     _refuse_options(request, world)
     directory = find_directory(request.name) if _continues(request, restarted) else None
     claim = claim_existing(lock, directory, request.name) if first else None
-    base, wanted = _base(directory), request.overrides
-    if directory is None:
-        base, wanted = with_public_settings(Registry(), base, wanted)
-    run, changes = settle(base, wanted, world)
+    base = _base(directory)
+    run, changes = settle(base, request.overrides, world)
     if request.master_port is not None:
         refuse_port_in_use(request.master_port)
     about_data = check_data(run)

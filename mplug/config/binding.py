@@ -117,16 +117,16 @@ class RunConfig:
 
     def sources(self) -> dict[str, str]:
         """The source of every value of `resolved()`; the source of a plugin's default names the plugin."""
-        owners: dict[Key, str] = {}
+        owners: dict[Key, str] = {("checkpoint", "pretrained"): "default of mplug"}
         if "frozen" not in type(self.model).model_fields:
             owners["model", "frozen"] = "default of mplug"
         owners |= {chosen.section: f"default of {chosen.label}" for chosen in self.chosen}
-        return {
-            ".".join(key): source_of({key: self.settings[key]}, key) or ""
-            if key in self.settings
-            else next((owner for section, owner in owners.items() if key[: len(section)] == section), "")
-            for key in from_mapping(self.resolved(), "")
-        }
+        found = {}
+        for key in from_mapping(self.resolved(), ""):
+            set_here = {other: setting for other, setting in self.settings.items() if other[: len(key)] == key}
+            owner = next((owner for section, owner in owners.items() if key[: len(section)] == section), "")
+            found[".".join(key)] = (source_of(set_here, key) or "") if set_here else owner
+        return found
 
 
 def _plain(config: Any) -> Any:

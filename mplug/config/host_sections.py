@@ -16,6 +16,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveInt,
     create_model,
+    field_serializer,
     model_validator,
 )
 
@@ -207,6 +208,13 @@ class Checkpoint(Section):
     pretrained: Annotated[Pretrained | None, BeforeValidator(_with_path), MAY_CHANGE] = Field(
         description="the weights that a new run starts with, and nothing else: a path, or path, only and except"
     )
+
+    @field_serializer("pretrained")
+    def _short(self, value: Pretrained | None) -> Any:
+        """A path alone as a text, as the user may write it."""
+        if value is None or (value.only is None and not value.excluded):
+            return None if value is None else value.path
+        return value.model_dump(mode="json")
 
 
 def _timeout_is_valid(value: float) -> float:

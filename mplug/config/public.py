@@ -61,6 +61,11 @@ class PublicConfig:
             raise ValueError(f"it lacks the field '{name}'")
         return default if value is None else value
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of a field, which may be null; the default only if the field is absent."""
+        self._seen.add(name)
+        return self._fields.get(name, default)
+
     def number(self, name: str, default: int = MISSING, least: int = 1) -> int:
         """The value of a field that is an integer, at least `least`."""
         value = self.take(name, default)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from mplug.decoders.config import DecoderConfig
 from mplug.model.model import Model
+from mplug.nn.ahead import DepthAhead
 from mplug.nn.decoder import Decoder, decoder_plan
 from mplug.nn.head import Head
 from mplug.nn.inits import Inits
@@ -20,6 +21,15 @@ def build_decoder(config: DecoderConfig) -> Model:
         (block.build(size) for block in config.blocks),
         Head(config.norm_config().build(size), size, vocab, config.output_soft_cap),
         tied=embedding.tied,
+        depths=[_depth(config, number) for number in range(config.depths_ahead)],
+        ahead_coefficient=config.ahead_coefficient,
     )
     plan = decoder_plan(decoder, Inits.normal(config.init_std, config.residual_init_std))
     return Model(decoder, replace(plan, external=config.external_names()))
+
+
+def _depth(config: DecoderConfig, number: int) -> DepthAhead:
+    """A depth of multi-token prediction; its block follows those of the model."""
+    size, norm = config.hidden_size, config.norm_config()
+    block = config.block_config(config.num_layers + number).build(size)
+    return DepthAhead(size, (norm.build(size), norm.build(size), norm.build(size)), block)

@@ -70,6 +70,16 @@ class DecoderConfig(BaseModel, ABC):
         return None
 
     @property
+    def depths_ahead(self) -> int:
+        """Depths of multi-token prediction; 0 unless a family overrides this."""
+        return 0
+
+    @property
+    def ahead_coefficient(self) -> float:
+        """The weight of the loss of multi-token prediction."""
+        return 0.0
+
+    @property
     def blocks(self) -> tuple[PartConfig, ...]:
         """The blocks, in order."""
         return tuple(self.block_config(number) for number in range(self.num_layers))
@@ -77,6 +87,14 @@ class DecoderConfig(BaseModel, ABC):
     @abstractmethod
     def block_config(self, number: int) -> PartConfig:
         """Block `number` of 0 to num_layers - 1: a `BlockConfig`, or a config of your own. Blocks may differ."""
+
+    def computes_like(self, other: "DecoderConfig") -> bool:
+        """Whether two configs describe the same model, also if they spell it differently (a list that repeats)."""
+        return type(self) is type(other) and self._computed() == other._computed()
+
+    def _computed(self) -> tuple[object, ...]:
+        sizes = self.hidden_size, self.vocab_size, self.init_std, self.output_soft_cap, self.depths_ahead
+        return *sizes, self.embedding_config(), self.norm_config(), self.blocks
 
     def attention_config(self) -> AttentionConfig:
         """Attention by the fields of this class; use `dataclasses.replace` for more (a window, a bias)."""

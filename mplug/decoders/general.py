@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from mplug.decoders.parts import (
     ActivationName,
@@ -16,9 +16,11 @@ from mplug.decoders.parts import (
     PartConfig,
 )
 from mplug.decoders.sparse import SparseDecoderConfig
+from mplug.layout.external import ExternalNames
 from mplug.rotary import Rotary
 
-Option = bool | int | float | str | tuple[float, ...]
+RopeScaling = dict[str, bool | int | float | str | tuple[float, ...]]
+"""The name of a scaling of rotary positions as 'type', and its options."""
 
 
 class GeneralDecoderConfig(SparseDecoderConfig):
@@ -54,13 +56,20 @@ class GeneralDecoderConfig(SparseDecoderConfig):
     feed_forward_types: tuple[Literal["mlp", "experts"], ...] | None = Field(
         None, min_length=1, description="feed-forward part of each block; null: by num_dense_layers and num_experts"
     )
-    rope_scaling: dict[str, Option] | None = Field(
+    rope_scaling: RopeScaling | None = Field(
         None, description="scaling of rotary positions: its name as 'type' (linear, llama3, yarn), and its options"
     )
     rope_fraction: float = Field(1.0, gt=0, le=1, description="share of each head that is rotated, from its beginning")
     rope_interleaved: bool = Field(False, description="rotate neighbouring coordinates, not those of a head's halves")
     window_rope_theta: PositiveFloat | None = Field(
         None, description="base of the rotary frequencies in blocks with windows, without scaling; null: as elsewhere"
+    )
+
+    num_mtp_layers: NonNegativeInt = Field(
+        0, description="blocks that predict tokens further ahead in training (multi-token prediction)"
+    )
+    mtp_loss_coefficient: NonNegativeFloat = Field(
+        0.3, description="weight of the mean loss of multi-token prediction's blocks"
     )
 
     @model_validator(mode="after")
@@ -101,6 +110,16 @@ class GeneralDecoderConfig(SparseDecoderConfig):
         return EmbeddingConfig(tied=self.tie_embeddings, scale=scale)
 
     @property
+    def depths_ahead(self) -> int:
+        """Depths of multi-token prediction."""
+        return self.num_mtp_layers
+
+    @property
+    def ahead_coefficient(self) -> float:
+        """The weight of the loss of multi-token prediction."""
+        return self.mtp_loss_coefficient
+
+    @property
     def output_soft_cap(self) -> float | None:
         """The soft cap of the logits."""
         return self.logit_soft_cap
@@ -138,3 +157,9 @@ class GeneralDecoderConfig(SparseDecoderConfig):
         experts = replace(self.experts_config(), kind=self.activation, bias=self.expert_projection_bias)
         feed_forward: PartConfig = experts if self.has_experts(number) else dense
         return BlockConfig(self.norm_config(), self.attention_of(number), feed_forward, post_norms=self.post_norms)
+
+    def external_names(self) -> ExternalNames | None:
+        """The names that most families share; a family with others overrides this."""
+        from mplug.decoders.published import published_names  # that module imports this one
+
+        return published_names(self)

@@ -19,7 +19,7 @@ from mplug.layout.external import (
     Transposed,
     substituted,
 )
-from mplug.layout.names import compiled, starred
+from mplug.layout.names import starred, within
 from mplug.layout.placement import Placement
 
 FAN = re.compile(r"\{(\w*)\}")
@@ -67,7 +67,7 @@ class Conversion:
 
     @cached_property
     def _ignored(self) -> list[re.Pattern[str]]:
-        return [compiled(pattern) for pattern in self.names.ignored]
+        return [within(pattern) for pattern in self.names.ignored]
 
 
 def conversion_of(

@@ -100,7 +100,7 @@ class ExternalNames:
     duplicates: they may be in a folder, are not read, and are not exported.
 
     Folders that were saved from the model without its head lack `prefix` in all names. `ignored` are patterns of public
-    tensors that the model does not need ('*' matches one component).
+    tensors, or of modules, that the model does not need ('*' matches one component).
     """
 
     tensors: Mapping[str, External]

@@ -125,6 +125,19 @@ class Buffer:
 
 
 @dataclass(frozen=True)
+class Shift:
+    """A batch entry that the host makes from another: position i has the value of position i + `by` of `entry`.
+
+    Positions whose source is behind the end of the sequence, or in another document, have the value `fill`. The host
+    shifts whole sequences, before a strategy divides them.
+    """
+
+    entry: str
+    by: int
+    fill: int
+
+
+@dataclass(frozen=True)
 class Stages:
     """The units of each pipeline stage, in order, and the mesh axis that the stages lie along.
 
@@ -170,7 +183,8 @@ class Plan:
     patterns of the config (`model.frozen`). `base_modules` are patterns of modules that keep the formats of a precision
     if its recipe computes products in others (a router that is not `mplug.nn.Router`). The first and the last unit of
     a row of blocks, and all units outside of a row, are base modules in any case. `external` says which tensors of
-    published checkpoints hold which parameters; None: the model has no published form.
+    published checkpoints hold which parameters; None: the model has no published form. `shifted` are entries that the
+    host makes from those of the loader; `context` names their axes too.
     """
 
     units: tuple[Unit, ...]
@@ -185,6 +199,7 @@ class Plan:
     frozen: tuple[str, ...] = ()
     base_modules: tuple[str, ...] = ()
     external: ExternalNames | None = None
+    shifted: Mapping[str, Shift] = field(default_factory=dict)
 
     def match_buffers(self, names: Iterable[str]) -> dict[str, Buffer]:
         """Each matched buffer's entry; ValueError if a pattern matches no buffer, or two match the same buffer."""

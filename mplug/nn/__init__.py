@@ -6,6 +6,7 @@ never the module.
 """
 
 from mplug.nn.activations import ActivationFunction
+from mplug.nn.ahead import DepthAhead, TokensAhead
 from mplug.nn.attention import Attention, DotProductAttention, scaled_dot_product
 from mplug.nn.decoder import Block, Decoder, DenseBlock, SparseBlock, TokenEmbedding, decoder_plan
 from mplug.nn.description import Description, describe, flops_of, weights_per_token
@@ -52,6 +53,7 @@ __all__ = [
     "Choice",
     "Decoder",
     "DenseBlock",
+    "DepthAhead",
     "Description",
     "DotProductAttention",
     "Dropout",
@@ -82,6 +84,7 @@ __all__ = [
     "Sink",
     "SparseBlock",
     "TokenEmbedding",
+    "TokensAhead",
     "Weights",
     "add_auxiliary",
     "add_product",

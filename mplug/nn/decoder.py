@@ -1,16 +1,18 @@
 """A decoder of blocks with two residual branches, and its plan. B batch, S sequence, D embed, M documents."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from inspect import signature
 from typing import ClassVar
 
 from torch import Tensor, nn
 
-from mplug.layout.plan import Parameter, Plan, Unit
+from mplug.layout.plan import Parameter, Plan, Shift, Unit
+from mplug.nn.ahead import DepthAhead, TokensAhead
 from mplug.nn.description import describe
 from mplug.nn.embedding import Embedding
 from mplug.nn.head import Head
 from mplug.nn.inits import TOKENS, Entries, Inits
+from mplug.nn.loss import IGNORED
 from mplug.nn.moe import MixtureOfExperts
 from mplug.nn.norm import Norm
 from mplug.nn.random import Dropout
@@ -145,11 +147,19 @@ class Decoder(nn.Module):
     """The units of a decoder: embedding, blocks, head. The host runs them in the plan's order.
 
     Blocks may differ. Each is called as `block(x [B, S, D], positions, keys)`, with `document_lengths` by name if
-    micro batches have them. With `tied`, the head's projection is the table of tokens.
+    micro batches have them. With `tied`, the head's projection is the table of tokens. `depths` predict tokens further
+    ahead in training (`TokensAhead`), with a loss that is multiplied by `ahead_coefficient`.
     """
 
     def __init__(
-        self, embedding: TokenEmbedding, blocks: Iterable[nn.Module], head: Head, *, tied: bool = False
+        self,
+        embedding: TokenEmbedding,
+        blocks: Iterable[nn.Module],
+        head: Head,
+        *,
+        tied: bool = False,
+        depths: Sequence[DepthAhead] = (),
+        ahead_coefficient: float = 0.0,
     ) -> None:
         super().__init__()
         self.embedding = embedding
@@ -157,6 +167,7 @@ class Decoder(nn.Module):
         self.head = head
         if tied:
             self.head.project.weight = self.embedding.token.weight
+        self.ahead = TokensAhead(embedding.token, head, depths, ahead_coefficient) if depths else None
 
 
 def decoder_plan(decoder: Decoder, inits: Inits) -> Plan:
@@ -165,14 +176,15 @@ def decoder_plan(decoder: Decoder, inits: Inits) -> Plan:
     The decoder takes documents (`document_lengths`) if all its blocks do: one block without them would let a position
     see another document.
     """
-    packed = all(DOCUMENTS in signature(block.forward).parameters for block in decoder.blocks.values())
+    packed = all(DOCUMENTS in signature(block.forward).parameters for block in _all_blocks(decoder))
     optional = (DOCUMENTS,) if packed else ()
     takes = ("hidden", "positions", "keys")
     blocks = [Unit(f"blocks.{name}", takes, ("hidden",), optional=optional) for name in decoder.blocks]
     body = (Unit("embedding", ("tokens", "positions", "keys"), ("hidden",)), *blocks)
-    described = describe(decoder, inits)
+    described, shifted = describe(decoder, inits), _shifted(decoder)
+    ahead = (Unit("ahead", (*takes, *shifted), ("hidden",), optional=optional),) if shifted else ()
     return Plan(
-        units=(*body, Unit("head", ("hidden", "labels"), ("loss", "num_targets"))),
+        units=(*body, *ahead, Unit("head", ("hidden", "labels"), ("loss", "num_targets"))),
         inference=(*body, Unit("head", ("hidden",), ("logits",), method="logits")),
         parameters=described.parameters,
         buffers=described.buffers,
@@ -182,6 +194,7 @@ def decoder_plan(decoder: Decoder, inits: Inits) -> Plan:
             "positions": TOKENS,
             "sample_ids": ("batch",),
             "keys": ("batch",),
+            **dict.fromkeys(shifted, TOKENS),
             **({DOCUMENTS: ("batch", "documents")} if packed else {}),
         },
         activations={
@@ -192,4 +205,18 @@ def decoder_plan(decoder: Decoder, inits: Inits) -> Plan:
         },
         tied=described.tied,
         flops=described.flops,
+        shifted=shifted,
     )
+
+
+def _all_blocks(decoder: Decoder) -> list[nn.Module]:
+    return [*decoder.blocks.values(), *(decoder.ahead.blocks() if decoder.ahead else ())]
+
+
+def _shifted(decoder: Decoder) -> dict[str, Shift]:
+    """The entries of `TokensAhead`, in the order of its arguments."""
+    found: dict[str, Shift] = {}
+    for by in range(1, 1 + (len(decoder.ahead.depths) if decoder.ahead else 0)):
+        found[f"tokens_{by}"] = Shift("tokens", by, 0)
+        found[f"labels_{by}"] = Shift("labels", by, IGNORED)
+    return found

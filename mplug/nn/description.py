@@ -9,6 +9,7 @@ from torch import nn
 
 from mplug.layout.names import compiled
 from mplug.layout.plan import Buffer, Flops, Parameter
+from mplug.nn.ahead import TokensAhead
 from mplug.nn.attention import DotProductAttention
 from mplug.nn.inits import Inits
 from mplug.nn.linear import Linear
@@ -84,7 +85,8 @@ def _by_name(prefix: str, entries: Mapping[str, Entry], names: Iterable[str]) ->
 def weights_per_token(module: nn.Module) -> int:
     """Number of weight elements that one token is multiplied by: those of linear layers and of its chosen experts."""
     linear = sum(part.weight.numel() for part in module.modules() if isinstance(part, Linear))
-    return linear + sum(part.weights_per_token for part in module.modules() if isinstance(part, MixtureOfExperts))
+    counted = [part for part in module.modules() if isinstance(part, MixtureOfExperts | TokensAhead)]
+    return linear + sum(part.weights_per_token for part in counted)
 
 
 def flops_of(module: nn.Module) -> Flops:

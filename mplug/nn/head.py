@@ -34,7 +34,10 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """x [B, S, D], labels [B, S] -> (sum of the losses in nats, number of targets)."""
-        h, _ = self.norm(x)
+        return self.loss_of(self.norm(x)[0], labels)
+
+    def loss_of(self, h: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The normalised h [B, S, D], labels [B, S] -> (sum of the losses in nats, number of targets)."""
         loss: tuple[Tensor, Tensor] = self.loss(h, self.project if self.soft_cap is None else self._capped, labels)
         return loss
 

@@ -50,8 +50,10 @@ class MixtureOfExperts(nn.Module):
     def weights_per_token(self) -> int:
         """Number of weight elements that one token is multiplied by in the router and in its chosen experts."""
         choice, experts = self.router.choice, self.experts
+        biases = 0 if self.down_bias is None else self.down_bias.numel()
         return (
             self.router.weight.numel()
+            + biases
             + (experts.up.numel() + experts.down.numel()) * choice.top_k // choice.num_experts
         )
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mplug.config.binding import RunConfig
+from mplug.config.binding import Chosen, RunConfig
 from mplug.config.entry import Entry
 from mplug.config.public import CONFIG, PublicConfig, PublicSettings, architectures_of, is_public, read_json
 from mplug.config.sources import Settings, from_mapping, merge, nested, source_of
@@ -30,12 +30,13 @@ def public_folder(settings: Settings) -> Path | None:
 
 
 def with_public_settings(registry: Registry, base: Settings, overrides: Settings) -> tuple[Settings, Settings]:
-    """(base, overrides) of a new run, with the model that its published checkpoint describes, if it begins with one.
+    """(base, overrides), with the model that a published checkpoint describes if `overrides` name one.
 
+    A resumed run keeps the model that its folder states: its published checkpoint is in `base`, not in `overrides`.
     Raises UsageError if no installed family reads the checkpoint, if the family does not support its config.json, or
     if settings of the user contradict it; the error lists all of these settings.
     """
-    folder = public_folder(merge(base, overrides))
+    folder = public_folder(overrides)
     if folder is None:
         return base, overrides
     path = folder / CONFIG
@@ -141,28 +142,58 @@ def _refuse_contradictions(entry: Entry, plugin: Any, path: Path, found: PublicS
 
 def public_config_of(config: RunConfig) -> dict[str, Any]:
     """The config.json of a run's model. Raises UsageError if its family has no published form for it."""
-    (chosen,) = (one for one in config.chosen if one.section == ("model",))
+    chosen = _model_of(config)
     if not callable(getattr(chosen.plugin, WRITE, None)):
         raise UsageError(f"{chosen.label} ({chosen.entry.origin}) writes no published checkpoints")
     try:
         found: dict[str, Any] = getattr(chosen.plugin, WRITE)(chosen.config)
+        other = differences(config, found)
     except ValueError as error:
         raise UsageError(f"the model of {chosen.label} has no published form: {brief_reason(error)}") from None
+    if other:
+        raise UsageError(
+            f"the model of {chosen.label} has no published form: a config.json of {architectures_of(found)[0]} cannot "
+            f"express {listed(other)}"
+        )
     return found
 
 
+def differences(config: RunConfig, fields: Mapping[str, Any]) -> list[str]:
+    """The fields of the run's model that a config.json describes otherwise ('model.position=rotary').
+
+    Choices of training, such as dropout, may differ. Raises ValueError for a config.json that the family cannot read.
+    """
+    chosen = _model_of(config)
+    public = PublicConfig(fields)
+    found: PublicSettings = getattr(chosen.plugin, READ)(public)
+    public.finish()
+    own = chosen.config
+    chosen_for_training = {name: getattr(own, name) for name in found.free}
+    described, problems = bind(chosen.plugin.Config, {**found.fixed, **chosen_for_training})
+    if problems:
+        raise ValueError(f"{'.'.join(problems[0].path)}: {problems[0].message}")
+    if callable(getattr(own, "computes_like", None)) and own.computes_like(described):
+        return []
+    names = type(own).model_fields
+    return [
+        f"model.{name}={quoted(getattr(own, name))}" for name in names if getattr(own, name) != getattr(described, name)
+    ]
+
+
 def describes(config: RunConfig, path: Path) -> bool:
-    """Whether a config.json describes the model of a run. Choices of training, such as dropout, may differ."""
-    (chosen,) = (one for one in config.chosen if one.section == ("model",))
-    found = read_public_config(chosen.entry, chosen.plugin, path, read_json(path))
-    needed, problems = bind(chosen.plugin.Config, {**found.free, **found.fixed})
-    fields = set(type(chosen.config).model_fields) - set(found.free)
-    return not problems and all(getattr(needed, name) == getattr(chosen.config, name) for name in fields)
+    """Whether a config.json describes the model of a run."""
+    chosen = _model_of(config)
+    read_public_config(chosen.entry, chosen.plugin, path, read_json(path))  # raises UsageError
+    return not differences(config, read_json(path))
+
+
+def _model_of(config: RunConfig) -> Chosen:
+    return next(one for one in config.chosen if one.section == ("model",))
 
 
 def longest_sequence(config: RunConfig, folder: Path) -> int | None:
     """The length of the longest sequence that the model of a folder was made for; None if its family does not know."""
-    (chosen,) = (one for one in config.chosen if one.section == ("model",))
+    chosen = _model_of(config)
     return read_public_config(chosen.entry, chosen.plugin, folder / CONFIG, read_json(folder / CONFIG)).longest
 
 

@@ -29,15 +29,17 @@ from mplug.errors import UsageError, brief, listed, quoted, suggest
 from mplug.layout.mesh import parse_layout
 from mplug.registry.bind_section import bind
 from mplug.registry.entry_points import BrokenPlugin, Registry
+from mplug.registry.public import with_public_settings
 from mplug.slot_kinds import SLOT_KINDS
 
 
 def resolve(registry: Registry, base: Settings, overrides: Settings) -> RunConfig:
     """The config of a run: `overrides` (a file, the command line) over the model's preset over `base`.
 
+    If `overrides` name a published checkpoint (`checkpoint.pretrained`), its config.json decides the section 'model'.
     Raises a UsageError that lists every problem with its field and source; a BrokenPlugin if a plugin is at fault.
     """
-    return _Resolver(registry, base, overrides).run()
+    return _Resolver(registry, *with_public_settings(registry, base, overrides)).run()
 
 
 class _Resolver:

@@ -98,6 +98,16 @@ class ModelSuite(PluginSuite):
 
         blueprint.require_own_cores(self.on_meta())
 
+    @smoke
+    def test_its_external_names_cover_it(self) -> None:
+        """If it has a published form, each element has one place in a published checkpoint, and the reverse.
+
+        The family also reads the config.json that it writes.
+        """
+        from mplug.testing.published import require_published
+
+        require_published(tiny_run(self.tiny()), self.on_meta())
+
     # With memory, in one process.
 
     def trial(self, **changes: Any) -> "Trial":

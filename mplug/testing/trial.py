@@ -25,6 +25,7 @@ from mplug.testing.blueprint import other_functions
 from mplug.testing.harness import TinySettings, tiny_run, with_ragged_labels
 from mplug.testing.suite import Fault, require
 from mplug.training.assembly import build
+from mplug.training.batch_parts import with_shifted
 
 SAMPLES = 4
 """B: number of samples of a micro batch."""
@@ -62,7 +63,10 @@ class Trial:
             raise Fault(str(error)) from error
         seed = run.config.trainer.seed
         first, second = (
-            {**with_ragged_labels(batch), "keys": sample_keys(seed, 1, batch["sample_ids"])}
+            {
+                **with_shifted(with_ragged_labels(batch), parts.model.plan),
+                "keys": sample_keys(seed, 1, batch["sample_ids"]),
+            }
             for batch in parts.train_loader.take(2 * SAMPLES)
         )
         return cls(run, parts.model, (first, second))

@@ -8,9 +8,12 @@ from torch import Tensor
 
 from mplug.contracts import MicroBatch
 from mplug.nn.loss import IGNORED
+from mplug.nn.parts import numbered
+from mplug.nn.specification import DOCUMENTS
 
 if TYPE_CHECKING:
     from mplug.layout.mesh import Mesh
+    from mplug.layout.plan import Plan
     from mplug.run.run import Run
 
 
@@ -28,6 +31,24 @@ def own_entries(batch: MicroBatch, context: Mapping[str, tuple[str, ...]], mesh:
                     length, index = own[name].shape[dim], mesh.index(rank, axis.name)
                     own[name] = _joined(own[name], dim, axis.entries[named](length, axis.size, index))
     return own
+
+
+def with_shifted(batch: MicroBatch, plan: "Plan") -> MicroBatch:
+    """A whole micro batch with the entries that the plan makes from others (`Plan.shifted`)."""
+    if not plan.shifted:
+        return batch
+    made = {}
+    for name, shift in plan.shifted.items():
+        dim, x = plan.context[shift.entry].index("sequence"), batch[shift.entry]
+        if x.shape[dim] <= shift.by:
+            made[name] = torch.full_like(x, shift.fill)
+            continue
+        moved, kept = x.narrow(dim, shift.by, x.shape[dim] - shift.by), x.shape[dim] - shift.by
+        if DOCUMENTS in batch:
+            number = numbered(batch[DOCUMENTS], x.shape[dim])  # [B, S], as all entries with documents
+            moved = moved.masked_fill(number[:, shift.by :] != number[:, :kept], shift.fill)
+        made[name] = torch.cat((moved, torch.full_like(x.narrow(dim, 0, shift.by), shift.fill)), dim)
+    return {**batch, **made}
 
 
 def _joined(x: Tensor, dim: int, ranges: tuple[range, ...]) -> Tensor:

@@ -22,7 +22,7 @@ from mplug.model.pieces import write_weights
 from mplug.model.slot_states import slot_updates
 from mplug.nn.random import keys_of_samples, step_key
 from mplug.run.run import Run
-from mplug.training.batch_parts import own_entries
+from mplug.training.batch_parts import own_entries, with_shifted
 from mplug.training.step_values import StepValues
 
 
@@ -70,7 +70,7 @@ class DefaultStepper:
 
     def keyed(self, batch: MicroBatch, key: Tensor | int) -> MicroBatch:
         """This rank's part of each entry, and the samples' keys in the step with this key."""
-        own = own_entries(batch, self.model.plan.context, self.run.mesh, self.run.rank)
+        own = own_entries(with_shifted(batch, self.model.plan), self.model.plan.context, self.run.mesh, self.run.rank)
         return {**own, "keys": keys_of_samples(key, batch["sample_ids"])}
 
     def forward_backward(self, micro_batches: Iterable[MicroBatch], step: int) -> None:

@@ -17,6 +17,7 @@ from mplug import Mesh, Model
 from mplug.model.memory import allocate, initialize
 from mplug.nn.random import sample_keys
 from mplug.registry.entry_points import Registry
+from mplug.training.batch_parts import with_shifted
 
 B, S, V = 2, 12, 61
 Tensors = dict[str, Tensor]
@@ -84,7 +85,22 @@ Mapped = Callable[[Tensors], Tensors]
 """The library's parameters (or their gradients), by name -> ours. Every map is linear."""
 
 
-def difference(library: torch.nn.Module, model: Model, mapped: Mapped) -> float:
+Loss = Callable[[torch.nn.Module, Tensors], tuple[Tensor, Tensor]]
+"""The library's model and a micro batch -> (logits, sum of the losses)."""
+
+
+def next_token_loss(library: torch.nn.Module, given: Tensors) -> tuple[Tensor, Tensor]:
+    """The cross-entropy of the next tokens."""
+    logits = library(input_ids=given["tokens"], use_cache=False).logits
+    return logits, summed_loss(logits, given["labels"])
+
+
+def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """logits [B, S, V] and labels [B, S] -> the sum of the losses of tokens with a label."""
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def difference(library: torch.nn.Module, model: Model, mapped: Mapped, loss: Loss = next_token_loss) -> float:
     """The largest difference of logits and gradients of two models with the same weights.
 
     A gradient's difference is relative to its largest element.
@@ -96,11 +112,10 @@ def difference(library: torch.nn.Module, model: Model, mapped: Mapped) -> float:
         for name, weight in weights.items():
             assert own[name].shape == weight.shape, (name, own[name].shape, weight.shape)
             own[name].copy_(weight)
-    given = batch()
-    logits = library(input_ids=given["tokens"], use_cache=False).logits
-    F.cross_entropy(logits.flatten(0, 1), given["labels"].flatten(), reduction="sum").backward()
-    loss, _ = model.loss(given)
-    loss.backward()
+    given = with_shifted(batch(), model.plan)
+    logits, expected_loss = loss(library, given)
+    expected_loss.backward()
+    model.loss(given)[0].backward()
     found = [_relative(model.logits(given), logits)]
     expected = mapped({name: p.grad for name, p in library.named_parameters() if p.grad is not None})
     for name, parameter in model.parameters().items():
@@ -128,12 +143,15 @@ def decoder(library: Tensors) -> Tensors:
         found["head.project.weight"] = library["lm_head.weight"]
     layer = 0
     while f"model.layers.{layer}.input_layernorm.weight" in library:
-        prefix = f"model.layers.{layer}."
-        own = {name.removeprefix(prefix): x for name, x in library.items() if name.startswith(prefix)}
-        parts = {**_norms(own), **_attention(own), **_feed_forward(own)}
-        found |= {f"blocks.{layer}.{name}": x for name, x in parts.items()}
+        found |= {f"blocks.{layer}.{name}": x for name, x in block(library, f"model.layers.{layer}.").items()}
         layer += 1
     return found
+
+
+def block(library: Tensors, prefix: str) -> Tensors:
+    """One block."""
+    own = {name.removeprefix(prefix): x for name, x in library.items() if name.startswith(prefix)}
+    return {**_norms(own), **_attention(own), **_feed_forward(own)}
 
 
 def _norms(own: Tensors) -> Tensors:

@@ -16,7 +16,6 @@ from mplug.layout.placement import Box
 from mplug.model.build import allocate_parts, build_model
 from mplug.model.model import Model
 from mplug.registry.entry_points import Registry
-from mplug.registry.public import with_public_settings
 from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
@@ -48,7 +47,50 @@ def mixtral(**changes: Any) -> Any:
     return MixtralForCausalLM(MixtralConfig(**{**ROWS, "num_local_experts": 4, "sliding_window": None, **changes}))
 
 
-FAMILIES: dict[str, Callable[..., Any]] = {"gpt2": gpt2, "mixtral": mixtral}
+def of_kind(kind: str, **fields: Any) -> Callable[..., Any]:
+    """How to make a model of a kind ('llama') with these fields."""
+
+    def make(**changes: Any) -> Any:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**ROWS, **fields, **changes}))
+
+    return make
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+YARN = {"rope_type": "yarn", "rope_theta": 1e3, "factor": 4.0, "original_max_position_embeddings": 24}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+LATENT = {"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "num_key_value_heads": 4}
+LATENT |= {"first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12}
+LATENT |= {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
+MSCALES = {"mscale": 0.7, "mscale_all_dim": 0.9}
+WINDOWS = {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 24, "num_hidden_layers": 4}
+BASES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0},
+}
+
+FAMILIES: dict[str, Callable[..., Any]] = {
+    "gpt2": gpt2,
+    "mixtral": mixtral,
+    "llama": of_kind("llama", rope_parameters={"rope_type": "llama3", "rope_theta": 5e2, **LLAMA3}, head_dim=16),
+    "llama, biases, tied": of_kind("llama", attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "qwen2": of_kind("qwen2", tie_word_embeddings=True),
+    "qwen3": of_kind("qwen3", head_dim=16),
+    "qwen3-moe": of_kind("qwen3_moe", **EXPERTS, decoder_sparse_step=2, head_dim=16),
+    "gemma2": of_kind("gemma2", **WINDOWS),
+    "gemma3": of_kind("gemma3_text", **WINDOWS, rope_parameters=BASES),
+    "gpt-oss": of_kind(
+        "gpt_oss", num_local_experts=4, num_experts_per_tok=2, head_dim=16, sliding_window=6, rope_parameters=YARN
+    ),
+    "deepseek-v2": of_kind(
+        "deepseek_v2", **LATENT, n_shared_experts=2, q_lora_rank=None, topk_method="group_limited_greedy"
+    ),
+    "deepseek-v3": of_kind(
+        "deepseek_v3", **LATENT, n_shared_experts=1, q_lora_rank=10, rope_parameters={**YARN, **MSCALES}
+    ),
+}
 """By name of the test case, a tiny model of the transformers library."""
 
 
@@ -57,8 +99,12 @@ def save(model: Any, folder: Path, num_shards: int = 3, dtype: torch.dtype = tor
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            offset = 1.0 if "norm" in name or ".ln_" in name else 0.0
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2 + offset)
+            offset = 1.0 if bool((parameter == 1).all()) else 0.0  # norms, except those whose weights begin as 0
+            scale = 1.0 if ".wpe." in name else 0.2
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale + offset)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.linspace(-0.2, 0.2, len(buffer)).roll(3))
     model = model.to(dtype).eval()
     total = sum(parameter.nbytes for parameter in model.parameters())
     for divisor in (num_shards, num_shards - 0.5, num_shards - 0.25, num_shards - 0.75):  # shards are filled greedily
@@ -72,13 +118,17 @@ def save(model: Any, folder: Path, num_shards: int = 3, dtype: torch.dtype = tor
 
 def run_of(folder: Path, settings: Mapping[str, Any] | None = None) -> Run:
     """The prepared run of a folder's model."""
-    registry = Registry()
-    fixed = {"trainer.device": "cpu", "trainer.seq_length": 32, "checkpoint.pretrained.path": str(folder)}
+    fixed = {
+        "trainer.device": "cpu",
+        "kernels.default": None,
+        "trainer.seq_length": 32,
+        "checkpoint.pretrained.path": str(folder),
+    }
     given = {tuple(name.split(".")): value for name, value in {**fixed, **(settings or {})}.items()}
     overrides: Any = {}
     for key, value in given.items():
         overrides = merge(overrides, from_mapping(value, "the test", key))
-    return prepare(resolve(registry, *with_public_settings(registry, default_settings(), overrides)))
+    return prepare(resolve(Registry(), default_settings(), overrides))
 
 
 def loaded(folder: Path, layout: str = "", rank: int = 0, **settings: Any) -> tuple[Run, Model]:

@@ -7,7 +7,16 @@ from mplug_llama import Llama
 from mplug import Model
 from mplug.testing import ModelSuite
 
-TINY = {"model.num_layers": 3, "model.ffn_hidden_size": 48, "model.rope_theta": 1e4}
+TINY = {
+    "model.num_layers": 3,
+    "model.hidden_size": 32,
+    "model.num_attention_heads": 4,
+    "model.num_kv_heads": 2,
+    "model.ffn_hidden_size": 48,
+    "model.vocab_size": 259,
+    "model.rope_theta": 1e4,
+    "model.init_std": 0.06,
+}
 LAYOUTS = ("tp2", "pp2", "cp2", "tp2pp2", "zero2", "fsdp2")
 
 

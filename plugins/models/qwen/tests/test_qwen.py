@@ -7,21 +7,22 @@ from mplug_qwen import Qwen
 from mplug import Model
 from mplug.testing import ModelSuite
 
-TINY = {"model.num_layers": 3, "model.ffn_hidden_size": 48, "model.rope_theta": 1e4}
+TINY = {
+    "model.num_layers": 3,
+    "model.hidden_size": 32,
+    "model.num_attention_heads": 4,
+    "model.num_kv_heads": 2,
+    "model.ffn_hidden_size": 48,
+    "model.vocab_size": 259,
+    "model.rope_theta": 1e4,
+    "model.init_std": 0.06,
+}
 LAYOUTS = ("tp2", "pp2", "cp2", "tp2pp2", "zero2", "fsdp2")
 
 
 def on_meta(preset: str) -> Model:
     with torch.device("meta"):
         return Qwen(Qwen.Config(**Qwen.presets[preset]["model"])).build_model()
-
-
-class TestQwen(ModelSuite):
-    """Qwen2.5."""
-
-    plugin = "qwen"
-    settings = {**TINY, "model.qkv_bias": True, "model.qk_norm": False, "model.tie_embeddings": True}
-    layouts = ("tp2",)
 
 
 class TestQwenOfExperts(ModelSuite):
@@ -38,13 +39,17 @@ class TestQwenOfExperts(ModelSuite):
 
 
 @pytest.mark.wide("layouts")
-class TestQwenUnderLayouts(TestQwen):
-    layouts = LAYOUTS
+class TestQwenOfExpertsUnderLayouts(TestQwenOfExperts):
+    layouts = (*LAYOUTS, "ep2", "tp2ep2")
 
 
 @pytest.mark.wide("layouts")
-class TestQwenOfExpertsUnderLayouts(TestQwenOfExperts):
-    layouts = (*LAYOUTS, "ep2", "tp2ep2")
+class TestQwen2(ModelSuite):
+    """Qwen2.5."""
+
+    plugin = "qwen"
+    settings = {**TINY, "model.qkv_bias": True, "model.qk_norm": False, "model.tie_embeddings": True}
+    layouts = LAYOUTS
 
 
 SIZES = {

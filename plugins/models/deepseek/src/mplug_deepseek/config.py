@@ -5,9 +5,8 @@ from typing import Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from mplug import GeneralDecoderConfig, LatentAttentionConfig
-from mplug.decoders.parts import ScoreName
-from mplug.rotary import attention_scale
+from mplug import ExternalNames, GeneralDecoderConfig, LatentAttentionConfig, ScoreName
+from mplug_deepseek.published import names
 
 UNUSED = ("num_kv_heads", "head_dim", "qk_norm", "qkv_bias", "attention_out_bias", "window_rope_theta")
 """Fields of other attentions; latent attention has neither of them."""
@@ -60,13 +59,7 @@ class DeepseekConfig(GeneralDecoderConfig):
     @property
     def scale(self) -> float:
         """The factor of attention scores; YaRN multiplies it (arXiv 2405.04434, section 3.1.4)."""
-        if self.attention_scale is not None:
-            return self.attention_scale
-        scaling = self.rope_scaling or {}
-        mscale, factor = scaling.get("mscale_all_dim", 0), scaling.get("factor", 1)
-        assert isinstance(mscale, int | float)
-        assert isinstance(factor, int | float)
-        return float(self.head_width**-0.5 * attention_scale(factor, mscale) ** 2)
+        return self.attention_scale or float(self.head_width**-0.5 * self.rotary().score_factor)
 
     def attention_of(self, number: int) -> LatentAttentionConfig:
         """The attention of block `number`."""
@@ -85,3 +78,7 @@ class DeepseekConfig(GeneralDecoderConfig):
             soft_cap=self.attention_soft_cap,
             sinks=self.attention_sinks,
         )
+
+    def external_names(self) -> ExternalNames | None:
+        """The published names."""
+        return names(self)

@@ -2,8 +2,7 @@
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from mplug import GeneralDecoderConfig
-from mplug.decoders.parts import ActivationName, NormName
+from mplug import ActivationName, GeneralDecoderConfig, NormName
 
 
 class GemmaConfig(GeneralDecoderConfig):

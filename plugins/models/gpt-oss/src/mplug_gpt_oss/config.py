@@ -4,9 +4,8 @@ from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from mplug import GeneralDecoderConfig
-from mplug.decoders.general import Option
-from mplug.decoders.parts import ActivationName, ScoreName
+from mplug import ActivationName, ExternalNames, GeneralDecoderConfig, RopeScaling, ScoreName
+from mplug_gpt_oss.published import names
 
 
 class GptOssConfig(GeneralDecoderConfig):
@@ -28,7 +27,7 @@ class GptOssConfig(GeneralDecoderConfig):
         ("window", "full"), min_length=1, description="attention of each block: whole sequences, or windows"
     )
     rope_theta: PositiveFloat = Field(150000.0, description="base of the rotary frequencies")
-    rope_scaling: dict[str, Option] | None = Field(
+    rope_scaling: RopeScaling | None = Field(
         {
             "type": "yarn",
             "factor": 32.0,
@@ -44,3 +43,7 @@ class GptOssConfig(GeneralDecoderConfig):
     moe_router_score: ScoreName = Field("softmax_of_chosen", description="logits to scores, over experts")
     moe_router_normalize: bool = Field(False, description="a token's gates sum to moe_router_scale")
     moe_router_bias: bool = Field(True, description="a trained bias of the router's logits")
+
+    def external_names(self) -> ExternalNames | None:
+        """The published names."""
+        return names(self)

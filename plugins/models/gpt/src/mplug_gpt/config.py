@@ -5,8 +5,17 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt
 
-from mplug import BlockConfig, DecoderConfig, EmbeddingConfig, ExternalNames, MLPConfig, NormConfig
-from mplug_gpt.published import difference, names
+from mplug import (
+    ActivationName,
+    BlockConfig,
+    DecoderConfig,
+    EmbeddingConfig,
+    ExternalNames,
+    MLPConfig,
+    NormConfig,
+    NormName,
+)
+from mplug_gpt.published import names
 
 
 class GPTConfig(DecoderConfig):
@@ -14,8 +23,8 @@ class GPTConfig(DecoderConfig):
 
     ffn_hidden_size: PositiveInt | None = Field(
         None,
-        description="width of the MLP; null: 4 hidden_size, or with swiglu 8/3 hidden_size, rounded up to a multiple "
-        "of 64",
+        description="width of the MLP; null: 4 hidden_size, or with a gated activation (swiglu) 8/3 hidden_size, "
+        "rounded up to a multiple of 64",
     )
     position: Literal["learned", "rotary", "alibi"] = Field(
         "rotary",
@@ -23,8 +32,8 @@ class GPTConfig(DecoderConfig):
         "for each head",
     )
     max_position_embeddings: PositiveInt = Field(2048, description="maximum sequence length with learned positions")
-    activation: Literal["gelu", "gelu_tanh", "swiglu"] = Field("gelu", description="activation of the MLP")
-    norm: Literal["layernorm", "rmsnorm"] = Field("layernorm", description="normalisation before each part")
+    activation: ActivationName = Field("gelu", description="activation of the MLP")
+    norm: NormName = Field("layernorm", description="normalisation before each part")
     tie_embeddings: bool = Field(False, description="use the embedding table as the output projection")
     bias: bool = Field(False, description="add biases to linear layers and layer norms")
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout of the embeddings and of each part's output")
@@ -38,12 +47,14 @@ class GPTConfig(DecoderConfig):
     @property
     def ffn_width(self) -> int:
         """Width of the MLP."""
+        from mplug.nn.activations import is_gated  # imports torch, and only building a model asks for the width
+
         wide = 4 * self.hidden_size
-        return self.ffn_hidden_size or (-(-wide * 2 // 3 // 64) * 64 if self.activation == "swiglu" else wide)
+        return self.ffn_hidden_size or (-(-wide * 2 // 3 // 64) * 64 if is_gated(self.activation) else wide)
 
     def norm_config(self) -> NormConfig:
-        """LayerNorm or RMSNorm; only LayerNorm has a bias."""
-        return NormConfig(self.norm, self.norm_eps, self.bias and self.norm == "layernorm")
+        """The norm of the field `norm`; no RMSNorm has a bias."""
+        return NormConfig(self.norm, self.norm_eps, self.bias and not self.norm.endswith("rmsnorm"))
 
     def embedding_config(self) -> EmbeddingConfig:
         """Tokens, and learned positions."""
@@ -63,4 +74,4 @@ class GPTConfig(DecoderConfig):
 
     def external_names(self) -> ExternalNames | None:
         """Those of GPT-2."""
-        return None if difference(self) else names()
+        return names(self)

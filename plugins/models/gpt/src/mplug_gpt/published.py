@@ -41,26 +41,11 @@ def settings_of(config: PublicConfig) -> PublicSettings:
     return PublicSettings(fixed, free, positions)
 
 
-def difference(config: "GPTConfig") -> str:
-    """Why a model is no GPT-2; the empty string if it is one."""
-    needed = {
-        "position": "learned",
-        "norm": "layernorm",
-        "bias": True,
-        "qk_norm": False,
-        "kv_heads": config.num_attention_heads,
-        "head_width": config.hidden_size / config.num_attention_heads,
-    }
-    own = {name: getattr(config, name) for name in needed}
-    wrong = [f"{name}={value}" for name, value in own.items() if value != needed[name]]
-    wrong += ["activation=swiglu"] if config.activation == "swiglu" else []
-    return f"GPT-2 has no {', '.join(wrong)}" if wrong else ""
-
-
 def config_of(config: "GPTConfig") -> dict[str, Any]:
-    """The config.json of a model; ValueError if it is no GPT-2."""
-    if reason := difference(config):
-        raise ValueError(reason)
+    """The config.json of a model."""
+    names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
+    if config.activation not in names:
+        raise ValueError(f"GPT-2 has no activation '{config.activation}'")
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -70,7 +55,7 @@ def config_of(config: "GPTConfig") -> dict[str, Any]:
         "n_inner": config.ffn_width,
         "n_positions": config.max_position_embeddings,
         "vocab_size": config.vocab_size,
-        "activation_function": "gelu" if config.activation == "gelu" else "gelu_new",
+        "activation_function": names[config.activation],
         "layer_norm_epsilon": config.norm_eps,
         "initializer_range": config.init_std,
         "embd_pdrop": config.dropout,
@@ -80,7 +65,7 @@ def config_of(config: "GPTConfig") -> dict[str, Any]:
     }
 
 
-def names() -> ExternalNames:
+def names(config: "GPTConfig") -> ExternalNames:
     """Where GPT-2 keeps the parameters. Its matrices are [in, out]."""
     block = "transformer.h.*"
     matrices = {
@@ -89,16 +74,18 @@ def names() -> ExternalNames:
         "mlp.up": "mlp.c_fc",
         "mlp.down": "mlp.c_proj",
     }
-    vectors = {"norm1": "ln_1", "norm2": "ln_2", **matrices}
+    norms = {"norm1": "ln_1", "norm2": "ln_2"}
+    biased = {**norms, **matrices} if config.bias else {}
+    learned = {"embedding.position.weight": "transformer.wpe.weight"} if config.position == "learned" else {}
     return ExternalNames(
         {
             "embedding.token.weight": "transformer.wte.weight",
-            "embedding.position.weight": "transformer.wpe.weight",
+            **learned,
             **{f"blocks.*.{ours}.weight": Transposed(f"{block}.{theirs}.weight") for ours, theirs in matrices.items()},
-            **{f"blocks.*.{norm}.weight": f"{block}.{vectors[norm]}.weight" for norm in ("norm1", "norm2")},
-            **{f"blocks.*.{ours}.bias": f"{block}.{theirs}.bias" for ours, theirs in vectors.items()},
+            **{f"blocks.*.{ours}.weight": f"{block}.{theirs}.weight" for ours, theirs in norms.items()},
+            **{f"blocks.*.{ours}.bias": f"{block}.{theirs}.bias" for ours, theirs in biased.items()},
             "head.norm.weight": "transformer.ln_f.weight",
-            "head.norm.bias": "transformer.ln_f.bias",
+            **({"head.norm.bias": "transformer.ln_f.bias"} if config.bias else {}),
             "head.project.weight": "lm_head.weight",
         },
         prefix="transformer.",

@@ -3,7 +3,7 @@
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from mplug import ExternalNames, SparseDecoderConfig
-from mplug_mixtral.published import difference, names
+from mplug_mixtral.published import names
 
 
 class MixtralConfig(SparseDecoderConfig):
@@ -14,4 +14,4 @@ class MixtralConfig(SparseDecoderConfig):
 
     def external_names(self) -> ExternalNames | None:
         """Those of Mixtral."""
-        return None if difference(self) else names(self)
+        return names(self)

@@ -1,0 +1,78 @@
+"""DeepSeek keeps the contract of models, and its presets have the published sizes."""
+
+import pytest
+import torch
+from mplug_deepseek import Deepseek
+
+from mplug import Model
+from mplug.testing import ModelSuite
+
+
+class TestDeepseek(ModelSuite):
+    plugin = "deepseek"
+    settings = {
+        "model.num_layers": 3,
+        "model.hidden_size": 32,
+        "model.num_attention_heads": 4,
+        "model.ffn_hidden_size": 48,
+        "model.vocab_size": 259,
+        "model.rope_theta": 1e4,
+        "model.init_std": 0.06,
+        "model.num_dense_layers": 1,
+        "model.q_lora_rank": 12,
+        "model.kv_lora_rank": 12,
+        "model.qk_nope_head_dim": 8,
+        "model.qk_rope_head_dim": 4,
+        "model.v_head_dim": 6,
+        "model.moe_ffn_hidden_size": 16,
+        "model.num_experts": 8,
+        "model.num_experts_per_token": 3,
+        "model.moe_router_num_groups": 4,
+        "model.moe_router_top_groups": 2,
+        "model.expert_bias_rate": 0.01,
+        "model.num_mtp_layers": 2,
+        "model.rope_scaling": {
+            "type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "mscale": 0.7,
+            "mscale_all_dim": 0.9,
+        },
+    }
+    layouts = ("tp2pp2",)
+
+
+@pytest.mark.wide("layouts")
+class TestDeepseekUnderLayouts(TestDeepseek):
+    layouts = (
+        "cp2",
+        "tp2",
+        "pp2",
+        "cp2 parallel.cp.method=ulysses",
+        "tp2pp2",
+        "zero2",
+        "fsdp2",
+        "ep2",
+        "tp2ep2",
+        "tp2ep2 parallel.tp.sequence_parallel=false",
+        "etp2",
+    )
+
+
+SIZES = {
+    "v2-lite": 15.706,
+    "v2": 235.741,
+    "v3": 671.026,
+}
+
+
+def on_meta(preset: str) -> Model:
+    with torch.device("meta"):
+        return Deepseek(Deepseek.Config(**Deepseek.presets[preset]["model"])).build_model()
+
+
+@pytest.mark.parametrize(("name", "billions"), SIZES.items())
+def test_a_preset_has_its_published_parameters(name: str, billions: float) -> None:
+    assert set(SIZES) == set(Deepseek.presets)
+    found = sum(parameter.numel() for parameter in on_meta(name).parameters().values())
+    assert found / 1e9 == pytest.approx(billions, abs=6e-4)

@@ -1,0 +1,70 @@
+"""Gemma keeps the contract of models, and its presets have the published sizes."""
+
+import pytest
+import torch
+from mplug_gemma import Gemma
+
+from mplug import Model
+from mplug.testing import ModelSuite
+
+
+class TestGemma(ModelSuite):
+    plugin = "gemma"
+    settings = {
+        "kernels.attention": None,
+        "model.num_layers": 3,
+        "model.hidden_size": 32,
+        "model.num_attention_heads": 4,
+        "model.num_kv_heads": 2,
+        "model.ffn_hidden_size": 48,
+        "model.vocab_size": 259,
+        "model.rope_theta": 1e4,
+        "model.init_std": 0.06,
+        "model.head_dim": 16,
+        "model.qk_norm": True,
+        "model.attention_soft_cap": 3.0,
+        "model.logit_soft_cap": 3.0,
+        "model.attention_scale": 0.2,
+        "model.window": 4,
+        "model.attention_types": ["window", "full"],
+        "model.window_rope_theta": 100.0,
+        "model.rope_scaling": {"type": "linear", "factor": 8.0},
+    }
+    layouts = ("tp2",)
+
+
+@pytest.mark.wide("layouts")
+class TestGemmaUnderLayouts(TestGemma):
+    layouts = (
+        "tp2",
+        "pp2",
+        "cp2 parallel.cp.method=ulysses",
+        "tp2pp2",
+        "zero2",
+        "fsdp2",
+        "tp2 parallel.tp.sequence_parallel=false",
+    )
+
+
+SIZES = {
+    "2-2b": 2.614,
+    "2-9b": 9.242,
+    "2-27b": 27.227,
+    "3-270m": 0.268,
+    "3-1b": 1.0,
+    "3-4b": 3.88,
+    "3-12b": 11.766,
+    "3-27b": 27.009,
+}
+
+
+def on_meta(preset: str) -> Model:
+    with torch.device("meta"):
+        return Gemma(Gemma.Config(**Gemma.presets[preset]["model"])).build_model()
+
+
+@pytest.mark.parametrize(("name", "billions"), SIZES.items())
+def test_a_preset_has_its_published_parameters(name: str, billions: float) -> None:
+    assert set(SIZES) == set(Gemma.presets)
+    found = sum(parameter.numel() for parameter in on_meta(name).parameters().values())
+    assert found / 1e9 == pytest.approx(billions, abs=6e-4)

@@ -1,0 +1,253 @@
+"""Open lists: names of activations, norms, rotary scalings and router scores, and what each entry computes."""
+
+import cmath
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mplug import Offer, Rotary, Run, Site
+from mplug.nn import MLP, Attention, Choice, Experts, MixtureOfExperts, Norm, Router
+from mplug.nn.activations import ACTIVATIONS
+from mplug.nn.experts import add_of_group
+from mplug.nn.norms import NORMS
+from mplug.nn.turning import rotate
+from mplug.open_lists import LISTS, SCORES, _added
+from mplug.registry.entry_points import Registry
+
+Install = Callable[[str, str, str], None]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Install a distribution with one module and entry points."""
+
+    def installed(name: str, points: str, code: str = "") -> None:
+        folder = tmp_path / f"{name}-1.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (folder / "entry_points.txt").write_text(points)
+        (tmp_path / f"{name}.py").write_text(code)
+        monkeypatch.syspath_prepend(tmp_path)
+        _added.cache_clear()
+
+    yield installed
+    _added.cache_clear()
+
+
+XIELU = """
+import torch
+from mplug.nn import ActivationFunction
+XIELU = ActivationFunction(lambda x: torch.where(x > 0, x * x + x, x.expm1()))
+"""
+ADDED = "[mplug.activations]\nxielu = acme_xielu:XIELU\n"
+
+
+def config(family: str, **fields: Any) -> Any:
+    plugin = Registry().load(Registry().find("models", family))
+    return plugin.Config(**fields)
+
+
+def test_a_distribution_adds_an_activation_that_a_config_names(install: Install) -> None:
+    with pytest.raises(ValueError, match="no activation is named 'xielu'"):
+        config("llama", activation="xielu")
+    install("acme_xielu", ADDED, XIELU)
+    assert config("llama", activation="xielu").activation == "xielu"
+    mlp, x = MLP(8, 16, "xielu", bias=False), torch.randn(3, 16, generator=torch.Generator().manual_seed(1))
+    assert mlp.up.weight.shape == (16, 8)
+    torch.testing.assert_close(mlp.activate(x), torch.where(x > 0, x * x + x, x.exp() - 1))
+    assert mlp.needs("MLP.activation", ()) == {"xielu activation"}
+    assert not [one for one in Registry().misplaced() if one.distribution == "acme_xielu"]
+
+
+def test_two_distributions_with_one_name_are_refused_and_so_is_a_name_of_the_host(install: Install) -> None:
+    install("acme_xielu", ADDED, XIELU)
+    install("zenith_xielu", ADDED)
+    with pytest.raises(ValueError, match=r"'xielu' is claimed by (acme|zenith)_xielu and (acme|zenith)_xielu"):
+        MLP(8, 16, "xielu", bias=False)
+    install("rude", "[mplug.norms]\nrmsnorm = rude:NORM\n")
+    with pytest.raises(ValueError, match="the norm 'rmsnorm' is claimed by mplug and rude"):
+        Norm(8, "rmsnorm")
+
+
+def test_an_entry_of_another_type_is_refused(install: Install) -> None:
+    install("acme_plain", "[mplug.activations]\nplain = acme_plain:relu\n", "def relu(x): return x")
+    with pytest.raises(ValueError, match=r"'plain' is <function.*must name a mplug\.nn\.ActivationFunction"):
+        MLP(8, 16, "plain", bias=False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"activation": "swiglo"}, "no activation is named 'swiglo'; did you mean 'swiglu'"),
+        ({"norm": "rms_norm"}, "no norm is named 'rms_norm'; did you mean 'rmsnorm'"),
+        ({"moe_router_score": "sigmod"}, "no score of routers is named 'sigmod'; did you mean 'sigmoid'"),
+        ({"rope_scaling": {"type": "yarm"}}, "no scaling of rotary positions is named 'yarm'; did you mean 'yarn'"),
+        ({"rope_scaling": {"type": "linear", "facto": 2.0}}, "has no option 'facto'; did you mean 'factor'"),
+        ({"rope_scaling": {"type": "linear"}}, "the scaling 'linear' needs the option 'factor'"),
+        ({"rope_scaling": {"factor": 2.0}}, "needs the name of a scaling as 'type'"),
+        ({"attention_types": ("window",)}, "has blocks with windows; set window"),
+        ({"attention_types": ("full",) * 13}, "attention_types has 13 entries, and num_layers is 12"),
+        ({"feed_forward_types": ("experts",)}, "has blocks with experts, and num_experts is 0"),
+        ({"rope_fraction": 0.5, "head_dim": 10}, "their width cannot be 5"),
+    ],
+)
+def test_a_wrong_name_or_list_is_refused_with_the_remedy(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config("llama", **fields)
+
+
+def test_the_hosts_entries_load() -> None:
+    for one in LISTS:
+        assert all(one.load(name) is not None for name in one.names()), one.noun
+
+
+# Kernels.
+
+
+def site(module: Any, slot: str) -> Site:
+    return Site("blocks.*.part", slot, module, "blocks.0.part", module.needs(slot, ()))
+
+
+NEW = [
+    (Norm(8, "offset_rmsnorm"), "Norm.norm_residual", "offset_rmsnorm norm"),
+    (MLP(8, 16, "relu2", bias=False), "MLP.activation", "relu2 activation"),
+    (MLP(8, 16, "relu2", bias=False), "MLP.core", "relu2 activation"),
+    (Experts(8, 16, 2, "geglu"), "Experts.compute", "geglu activation"),
+    (Experts(8, 16, 2, "swiglu", bias=True), "Experts.compute", "expert bias"),
+]
+
+
+@pytest.mark.parametrize(("module", "slot", "need"), NEW)
+def test_a_kernel_that_does_not_know_an_entry_is_refused(module: Any, slot: str, need: str) -> None:
+    run: Run = None  # type: ignore[assignment]
+    assert need in site(module, slot).needs
+    careless = Offer({slot: print})
+    assert "even an unknown one" in str(careless.answer(site(module, slot), run))
+    careful = Offer({slot: print}, lambda site, _: site.not_offered or True)
+    assert careful.answer(site(module, slot), run) == f"it does not offer {need}"
+
+
+def test_plain_torch_offers_every_entry_and_nothing_else() -> None:
+    for module, slot, need in NEW[:2]:
+        default: Any = getattr(module, slot.rpartition(".")[2])
+        assert not site(module, slot).lacking(default.offers)
+        assert Site("", slot, module, "", frozenset({need, "fp3"})).lacking(default.offers) == "it does not offer fp3"
+
+
+def attention(rotary: Rotary) -> Attention:
+    return Attention(32, 4, 2, 8, bias=False, qk_norm=False, theta=rotary)
+
+
+def test_rotary_positions_beyond_the_plain_ones_are_needs() -> None:
+    scaled = Rotary(1e4, "linear", (("factor", 2.0),))
+    assert attention(Rotary(1e4)).theta == 1e4
+    for rotary, need in (
+        (scaled, "scaled rotary"),
+        (Rotary(1e4, width=4), "partial rotary"),
+        (Rotary(1e4, interleaved=True), "interleaved rotary"),
+    ):
+        for slot in ("Attention.prepare_qk", "Attention.prepare_qkv"):
+            assert attention(rotary).needs(slot, ()) == {need}
+        assert not attention(rotary).needs("Attention.core", ())
+
+
+# What the entries compute.
+
+
+def test_activations_are_their_formulas() -> None:
+    a, b = torch.randn(2, 500, generator=torch.Generator().manual_seed(2), dtype=torch.float64) * 5
+    gate = a.clamp(max=7.0)
+    formulas = {
+        "relu2": torch.where(a > 0, a * a, 0.0),
+        "geglu": a * 0.5 * (1 + torch.erf(a / math.sqrt(2))) * b,
+        "geglu_tanh": a * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (a + 0.044715 * a**3))) * b,
+        "clamped_swiglu": (b.clamp(-7.0, 7.0) + 1) * gate / (1 + torch.exp(-1.702 * gate)),
+    }
+    for name, expected in formulas.items():
+        function = ACTIVATIONS[name]
+        torch.testing.assert_close(function.compute(a, b) if function.gated else function.compute(a), expected)
+
+
+def test_norms_with_an_offset_scale_by_one_plus_the_weight() -> None:
+    generator = torch.Generator().manual_seed(3)
+    x, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((4, 16), (16,), (16,)))
+    for plain in ("layernorm", "rmsnorm"):
+        expected = NORMS[plain].compute(x, 1 + weight, bias, 1e-5)
+        torch.testing.assert_close(NORMS[f"offset_{plain}"].compute(x, weight, bias, 1e-5), expected)
+    # In bf16, 1 + 0.001 would be 1: the sum is made in fp32.
+    small = torch.full((16,), 1e-3, dtype=torch.bfloat16)
+    wide = (x.bfloat16().double() * torch.rsqrt(x.bfloat16().double().square().mean(-1, keepdim=True))) * (1 + 1e-3)
+    found = NORMS["offset_rmsnorm"].compute(x.bfloat16(), small, None, 0.0)
+    assert found.dtype == torch.bfloat16
+    assert (found.double() - wide).abs().max() <= 2**-8 * wide.abs().max()
+    assert Norm(8, "offset_rmsnorm").initial == 0.0
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("width", [4, 8])
+def test_rotary_positions_turn_the_pairs_as_complex_numbers(interleaved: bool, width: int) -> None:
+    x = torch.randn(1, 3, 1, 8, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    rotary = Rotary(100.0, "linear", (("factor", 2.0),), width, interleaved)
+    found = rotate(x, torch.tensor([[0, 3, 7]]), rotary.turns(8))  # type: ignore[arg-type]
+    for number, position in enumerate((0, 3, 7)):
+        own = x[0, number, 0]
+        expected = own.clone()
+        for pair in range(width // 2):
+            i, j = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + width // 2)
+            angle = position * 100.0 ** (-2 * pair / width) / 2
+            turned = complex(own[i], own[j]) * cmath.exp(1j * angle)
+            expected[i], expected[j] = turned.real, turned.imag
+        torch.testing.assert_close(found[0, number, 0], expected)
+
+
+def test_the_softmax_of_chosen_experts_knows_no_other_expert() -> None:
+    logits = torch.tensor([[3.0, -1.0, 2.0, 0.5]])
+    choice = Choice(4, 2, "softmax_of_chosen", normalize=False)
+    scores = choice.scores(logits)
+    chosen = choice.chosen(scores)
+    assert chosen.tolist() == [[0, 2]]
+    high = 1 / (1 + math.exp(-1.0))
+    torch.testing.assert_close(choice.gates(scores, chosen), torch.tensor([[high, 1 - high]]))
+    torch.testing.assert_close(choice.probabilities(scores), logits.softmax(-1))
+    assert set(SCORES.names()) >= {"softmax", "sigmoid", "softmax_of_chosen"}
+
+
+def test_the_best_score_of_a_group_can_decide_alone() -> None:
+    scores = torch.tensor([[0.9, 0.1, 0.6, 0.5]])
+    assert Choice(4, 1, num_groups=2, top_groups=1, group_best=1).chosen(scores).tolist() == [[0]]
+    assert Choice(4, 1, num_groups=2, top_groups=1).chosen(scores).tolist() == [[2]]
+
+
+def test_rows_behind_the_last_expert_reach_no_bias() -> None:
+    rows, bias = torch.zeros(6, 2), torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], requires_grad=True)
+    found = add_of_group(rows, torch.tensor([1, 0, 3]), bias)
+    assert found.tolist() == [[1, 2], [5, 6], [5, 6], [5, 6], [0, 0], [0, 0]]
+    found.backward(torch.tensor([1.0, 1, 1, 1, float("nan"), float("nan")])[:, None].expand(6, 2))
+    assert bias.grad is not None
+    assert bias.grad.tolist() == [[1, 1], [0, 0], [3, 3]]
+
+
+def test_a_wrapped_computation_of_biased_experts_is_the_unwrapped_one() -> None:
+    """A wrap of `Experts.compute` calls the wide slot, which then gets the biases."""
+    generator = torch.Generator().manual_seed(5)
+    router = Router(8, Choice(3, 2, "softmax_of_chosen", normalize=False), logit_bias=True)
+    moe = MixtureOfExperts(router, 8, 6, "clamped_swiglu", bias=True)
+    with torch.no_grad():
+        for parameter in moe.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    x, positions, keys = torch.randn(2, 5, 8, generator=generator), torch.arange(5)[None], torch.zeros(2).long()
+    expected = moe(x, positions, keys)
+    inner, seen = moe.experts.compute, list[int]()
+
+    def wrapped(*arguments: Any) -> Tensor:
+        seen.append(len(arguments))
+        return inner(*arguments)
+
+    moe.experts.compute = wrapped  # type: ignore[assignment]
+    torch.testing.assert_close(moe(x, positions, keys), expected)
+    assert seen == [7]

@@ -121,7 +121,7 @@ def _candidates(model: "Model") -> Iterator[Target]:
             for own in ("up", "down"):
                 weight = f"{name}.{own}"
                 dims = entries[weight].dims
-                pair = Pair(dims[1], shapes[weight][1])
+                pair = Pair(dims[1], shapes[weight][1], _public_experts(model, weight, own))
                 yield Target(weight, weight, shapes[weight], dims, (pair,), frozenset({"experts"}))
 
 
@@ -148,6 +148,23 @@ def _pairs(model: "Model", weight: str, length: int, rows: Dim) -> tuple[Pair, .
     if external is not None or len(segments) == 1:
         return (Pair(rows, length),)
     return tuple(Pair(segment, _length(segment, length)) for segment in segments)
+
+
+def _public_experts(model: "Model", weight: str, own: str) -> str | None:
+    """The parameter of the transformers library with the stacked weights of experts; None for other folders.
+
+    Folders have a tensor per expert ('...experts.3.gate_proj.weight'). The library stacks them, gate before up.
+    """
+    external = model.plan.external.of(weight) if model.plan.external is not None else None
+    sources = external.sources if isinstance(external, Fused) else (external,)
+    leaves = ("gate_proj", "up_proj") if own == "up" else ("down_proj",)
+    ends = [f".experts.{{}}.{leaf}.weight" for leaf in leaves]
+    if len(sources) != len(ends) or not all(
+        isinstance(source, str) and source.endswith(end) for source, end in zip(sources, ends, strict=True)
+    ):
+        return None
+    module = str(sources[0]).removesuffix(ends[0])
+    return f"{module}.experts.{'gate_up_proj' if own == 'up' else 'down_proj'}"
 
 
 def _public(rows: Dim, length: int, source: str | Transposed) -> Pair:

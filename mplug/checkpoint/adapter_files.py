@@ -1,6 +1,6 @@
 """The files of adapters alone, as the library PEFT reads and writes them: a new run begins with them.
 
-    adapter_config.json · adapter_model.safetensors
+adapter_config.json · adapter_model.safetensors
 """
 
 from collections.abc import Iterable, Mapping
@@ -124,4 +124,3 @@ def _norms(run: "Run", model: "Model", held: "Mapping[str, Held]", rows: RowNorm
             found[first - rows.start : last - rows.start] += squares_of_rows(own)
     dtype = torch.promote_types(one.values.dtype, torch.float32) if one is not None else model.master_dtype
     return run.summed(found).sqrt().to(dtype)
-

@@ -30,7 +30,9 @@ from mplug.registry.resolve import resolve  # noqa: E402
 from mplug.run.prepare import prepare  # noqa: E402
 from mplug.run.run import Run  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:peft")  # in the libraries themselves
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore::UserWarning:peft"
+)  # in the libraries themselves
 VOCAB = 64
 COMMON: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None}
 ROWS: dict[str, Any] = {
@@ -64,13 +66,34 @@ def qwen3_moe() -> Any:
 
 CASES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     "llama": (llama, {"target_modules": "all-linear"}, ["linear"]),
-    "llama q v": (llama, {"target_modules": ["q_proj", "v_proj", "up_proj"], "use_rslora": True}, ["q_proj", "v_proj", "up_proj"]),
-    "llama dora": (llama, {"target_modules": ["q_proj", "k_proj", "o_proj", "gate_proj", "down_proj"], "use_dora": True},
-                   ["q_proj", "k_proj", "out", "gate_proj", "down"]),
+    "llama q v": (
+        llama,
+        {"target_modules": ["q_proj", "v_proj", "up_proj"], "use_rslora": True},
+        ["q_proj", "v_proj", "up_proj"],
+    ),
+    "llama dora": (
+        llama,
+        {"target_modules": ["q_proj", "k_proj", "o_proj", "gate_proj", "down_proj"], "use_dora": True},
+        ["q_proj", "k_proj", "out", "gate_proj", "down"],
+    ),
     "gpt2": (gpt2, {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}, ["linear"]),
-    "gpt2 dora": (gpt2, {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True, "use_dora": True}, ["c_attn", "c_proj"]),
-    "qwen3-moe": (qwen3_moe, {"target_modules": ["q_proj", "o_proj"], "target_parameters": EXPERTS}, ["q_proj", "o_proj", "experts"]),
+    "gpt2 dora": (
+        gpt2,
+        {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True, "use_dora": True},
+        ["c_attn", "c_proj"],
+    ),
+    "qwen3-moe": (
+        qwen3_moe,
+        {"target_modules": ["q_proj", "o_proj"], "target_parameters": EXPERTS},
+        ["q_proj", "o_proj", "experts"],
+    ),
 }
+
+
+QUICK = ("llama", "llama dora", "gpt2", "qwen3-moe")
+each = pytest.mark.parametrize(
+    "name", [one if one in QUICK else pytest.param(one, marks=pytest.mark.wide("families")) for one in CASES]
+)
 
 
 class Pair:
@@ -157,14 +180,20 @@ def off(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
 
 
-@pytest.mark.parametrize("name", CASES)
+@each
 def test_loss_and_gradients_are_those_of_peft(pairs: Any, name: str) -> None:
     pair = pairs(name)
     _, model = loaded(pair)
     tokens = torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(3))
     zeros = torch.zeros(2, dtype=torch.int64)
     labels = torch.cat((tokens[:, 1:], torch.full((2, 1), -100)), dim=1)
-    batch = {"tokens": tokens, "positions": torch.arange(16)[None], "sample_ids": zeros, "keys": zeros, "labels": labels}
+    batch = {
+        "tokens": tokens,
+        "positions": torch.arange(16)[None],
+        "sample_ids": zeros,
+        "keys": zeros,
+        "labels": labels,
+    }
     loss, count = model.loss(batch)
     (loss / count).backward()
     model.sinks.finish()
@@ -184,7 +213,7 @@ def test_loss_and_gradients_are_those_of_peft(pairs: Any, name: str) -> None:
     assert set(model.sinks) == {n for n in model.parameters() if "adapter" in n}
 
 
-@pytest.mark.parametrize("name", CASES)
+@each
 def test_merged_weights_are_those_of_peft(pairs: Any, name: str) -> None:
     pair = pairs(name)
     _, model = loaded(pair)
@@ -205,10 +234,7 @@ def test_merged_weights_are_those_of_peft(pairs: Any, name: str) -> None:
         assert off(found[tensor], weight) < 1e-5, tensor
 
 
-QUICK = ("llama dora", "qwen3-moe")
-
-
-@pytest.mark.parametrize("name", [one if one in QUICK else pytest.param(one, marks=pytest.mark.wide("families")) for one in CASES])
+@each
 def test_files_of_peft_return_bit_by_bit_and_peft_loads_ours(
     pairs: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,7 +26,9 @@ class LoRA:
         dropout: float = Field(0.0, ge=0, lt=1, description="probability with which an input of A is dropped")
         dora: bool = Field(False, description="train magnitudes of the rows of the adapted weights too (DoRA)")
         path: str | None = Field(
-            None, min_length=1, description="folder of PEFT with the adapters that a new run begins with; null: new ones"
+            None,
+            min_length=1,
+            description="folder of PEFT with the adapters that a new run begins with; null: new ones",
         )
         targets: tuple[Word, ...] = Field(
             ("linear",),

@@ -48,9 +48,7 @@ def _refuse_divided(model: Model, name: str) -> None:
         )
 
 
-def _passing(
-    adapters: tuple[LowRank, ...], places: tuple[int, int], inner: Callable[..., Any]
-) -> Callable[..., Any]:
+def _passing(adapters: tuple[LowRank, ...], places: tuple[int, int], inner: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a unit's call so that its adapters have the keys and positions of the micro batch."""
     keys, positions = places
 

@@ -85,8 +85,8 @@ def _checked(folder: PublicFolder, model: "Model") -> PublicWeights:
     problems += [f"the run has no place for {some(unused)}"] if unused else []
     if problems or wrong:
         raise UsageError(
-            f"{label} are those of another base model or of other layers: {'; '.join([*problems, *wrong[:1]])}; use the "
-            f"base model and the layers (adapters.*.targets) of the folder"
+            f"{label} are those of another base model or of other layers: {'; '.join([*problems, *wrong[:1]])}; use "
+            f"the base model and the layers (adapters.*.targets) of the folder"
         )
     return PublicWeights(folder, conversion)
 

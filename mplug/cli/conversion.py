@@ -102,7 +102,7 @@ def _whole_model(
 
 
 def _adapters(
-    run: "Run", directory: Path, build_model: "Callable[[Run], Model]", dtype: str | None, shard_bytes: int
+    run: "Run", _directory: Path, build_model: "Callable[[Run], Model]", dtype: str | None, _shard_bytes: int
 ) -> "Export":
     """The export of the adapters alone, in the dtype of their masters: one file, whatever its size."""
     from mplug.checkpoint.adapter_files import CONFIG, WEIGHTS, adapter_conversion, adapters_of
@@ -111,8 +111,8 @@ def _adapters(
     model = build_model(run)
     adapters, made = adapters_of(model), adapter_conversion(model)
     weights = dtype or str(run.precision.masters)
-    whole = {"whole": WEIGHTS, "config_file": CONFIG, "offsets": adapters.offsets}
-    return Export(made, adapters.config, weights, sys.maxsize, None, dtype, **whole)
+    files = Export(made, adapters.config, weights, sys.maxsize, None, dtype, WEIGHTS, CONFIG)
+    return replace(files, offsets=adapters.offsets)
 
 
 @click.command("import")

@@ -44,8 +44,9 @@ class Model:
     a GPU, lets the current stream wait). `passes` describes the passes that a step of
     the whole model computes. `slot_buffers` are the buffers that suppliers of this rank's slots keep. `recipe` is that
     of the run's precision; products of the modules that `base_modules` match ignore it. `master_dtype` is the dtype of
-    the masters; it is set when memory is allocated. `attached` are the modules that plugins have added, `merges` how an
-    export multiplies them into the model's parameters, and `adapters` their published form. `weights_version` grows whenever pieces have new weights.
+    the masters; it is set when memory is allocated. `attached` are the modules that plugins have added, `merges` says
+    how an export multiplies them into the model's parameters, and `adapters` is their published form.
+    `weights_version` grows whenever pieces have new weights.
     """
 
     module: nn.Module

@@ -6,7 +6,7 @@ rows, F the width of an expert.
 
 import math
 from collections.abc import Callable, Container, Mapping
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -96,7 +96,7 @@ def compute(
     kind: Kind,
     activation: Callable[[Tensor, Tensor | None, Kind], Tensor],
     bias: Tensor | None = None,
-    adapters: "tuple[nn.Module | None, nn.Module | None]" = (None, None),
+    adapters: tuple[nn.Module | None, nn.Module | None] = (None, None),
 ) -> Tensor:
     """Apply to each row its expert: the default of the slot `Experts.compute`.
 
@@ -160,6 +160,8 @@ class Experts(Activation):
     """Weights -> the attributes with their `Later`, if their gradients are computed later."""
     up_later: Later | None = None
     down_later: Later | None = None
+    up_adapter: nn.Module | None
+    down_adapter: nn.Module | None
     mixes: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, dim: int, ffn_dim: int, num_experts: int, kind: Kind, bias: bool = False) -> None:
@@ -215,8 +217,8 @@ class Experts(Activation):
             y = apply_grouped(self.product, hidden, counts, down, self.down_casts, self.down_later)
             rows = adapted(self.down_adapter, hidden, y, counts)
         else:
-            biases = () if self.up_bias is None else (self.up_bias,)
-            adapters = {"adapters": (self.up_adapter, self.down_adapter)} if self.is_adapted else {}
+            biases: tuple[Any, ...] = () if self.up_bias is None else (self.up_bias,)
+            adapters: dict[str, Any] = {"adapters": (self.up_adapter, self.down_adapter)} if self.is_adapted else {}
             rows = self.compute(rows, counts, up, down, self.kind, self.activation, *biases, **adapters)
         return self.combine(rows, gates, route)
 

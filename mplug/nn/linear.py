@@ -73,6 +73,7 @@ class Linear(nn.Module):
     later: Later | None = None
     mixes: ClassVar[frozenset[str]] = frozenset()
     adaptable = True
+    adapter: nn.Module | None
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
         super().__init__()

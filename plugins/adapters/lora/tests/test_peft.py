@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 from click.testing import CliRunner  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 
 from mplug.checkpoint.adapter_files import adapter_conversion, load_adapters  # noqa: E402
 from mplug.checkpoint.public_folder import open_public  # noqa: E402

@@ -33,8 +33,8 @@ class LoRA:
         targets: tuple[Word, ...] = Field(
             ("linear",),
             min_length=1,
-            description="layers with adapters: kinds (linear: all linears of the blocks; attention, mlp, experts), names "
-            "of their public modules (q_proj), or patterns of names (blocks.*.attn.qkv)",
+            description="layers with adapters: kinds (linear: all linears of the blocks; attention, mlp, experts), "
+            "names of their public modules (q_proj), or patterns of names (blocks.*.attn.qkv)",
         )
 
     def __init__(self, config: Config) -> None:
@@ -51,8 +51,8 @@ class LoRA:
         """Refuse DoRA with dropout: the magnitudes would need a second product of the dropped input."""
         if self.config.dora and self.config.dropout:
             raise UsageError(
-                "adapters.lora.dora and adapters.lora.dropout cannot be combined: with both, every adapted weight would "
-                "multiply its input twice; set adapters.lora.dropout=0"
+                "adapters.lora.dora and adapters.lora.dropout cannot be combined: with both, every adapted weight "
+                "would multiply its input twice; set adapters.lora.dropout=0"
             )
 
     @hookimpl

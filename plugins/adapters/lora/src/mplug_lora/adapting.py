@@ -26,8 +26,9 @@ def adapt(model: Model, config: Any, scale: float, base: str | None) -> None:
         if target.is_experts and (config.dropout or config.dora):
             wrong = "dropout" if config.dropout else "dora"
             raise UsageError(
-                f"adapters.lora.{wrong} does not apply to the adapters of experts, which get rows in the order of experts "
-                f"and are merged without norms; leave 'experts' out of adapters.lora.targets, or unset it"
+                f"adapters.lora.{wrong} does not apply to the adapters of experts: their rows are in the order of "
+                f"experts, and no norms of their weights are computed; leave 'experts' out of adapters.lora.targets, "
+                f"or unset adapters.lora.{wrong}"
             )
     model.freeze(list(model.parameters()))
     modules = {_place(target): _module(target, config, scale) for target in targets}

@@ -37,10 +37,10 @@ class LowRank(nn.Module):
     """y + scale B A x for each chosen pair of a linear (arXiv 2106.09685); an adapter of `mplug.nn.Linear`.
 
     `pairs` are all pairs of the linear: consecutive ranges of its outputs. `chosen` are the numbers of those that have
-    an adapter. The A of all chosen pairs are one linear `a`, so the input is read once. Pair i has a linear `b{i}`. Their
-    weights have the named axes of the adapted weight, so a strategy divides them in the same way. Of a column-parallel
-    linear, A is whole and B is divided; of a row-parallel linear, A is divided and B is whole. Collectives move tensors
-    of width n r only.
+    an adapter. The A of all chosen pairs are one linear `a`, so the input is read once. Pair i has a linear `b{i}`.
+    Their weights have the named axes of the adapted weight, so a strategy divides them in the same way. Of a
+    column-parallel linear, A is whole and B is divided; of a row-parallel linear, A is divided and B is whole.
+    Collectives move tensors of width n r only.
     """
 
     mixes: ClassVar[frozenset[str]] = frozenset()

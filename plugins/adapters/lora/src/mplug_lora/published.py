@@ -34,7 +34,7 @@ def _of_linear(target: Target, dora: bool) -> dict[str, Any]:
 
 def _of_experts(target: Target, targets: Iterable[Target], rank: int) -> dict[str, Any]:
     """PEFT has one A [E r, I] and one B [O, r E] for all experts, and nests the adapters of one module's parameters."""
-    module, _, parameter = f"{PREFIX}{target.pairs[0].public}".rpartition(".")
+    module, _, _ = f"{PREFIX}{target.pairs[0].public}".rpartition(".")
     outer = any(other.is_experts and _outside(other, target) for other in targets)
     module = f"{module}.base_layer" if outer else module
     experts, outputs, inputs = target.shape

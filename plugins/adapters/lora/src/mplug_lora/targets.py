@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 from mplug import Fused, Segment, Transposed, UsageError
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from mplug import Model
 
 FIELD = "adapters.lora.targets"

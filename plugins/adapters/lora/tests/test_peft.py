@@ -13,7 +13,7 @@ peft = pytest.importorskip("peft")
 from click.testing import CliRunner  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
-from mplug.checkpoint.adapter_files import adapter_conversion, load_adapters  # noqa: E402
+from mplug.checkpoint.adapter_files import adapter_conversion, load_adapters, refuse_other_adapters  # noqa: E402
 from mplug.checkpoint.public_folder import open_public  # noqa: E402
 from mplug.checkpoint.public_load import fill_from, weights_of  # noqa: E402
 from mplug.checkpoint.public_weights import conversion  # noqa: E402
@@ -21,6 +21,7 @@ from mplug.checkpoint.transfer import fill_theirs  # noqa: E402
 from mplug.cli import main  # noqa: E402
 from mplug.config.defaults import default_settings  # noqa: E402
 from mplug.config.sources import Settings, from_mapping, merge  # noqa: E402
+from mplug.errors import UsageError  # noqa: E402
 from mplug.model.build import allocate_parts, build_model  # noqa: E402
 from mplug.model.model import Model  # noqa: E402
 from mplug.model.pieces import make_pieces  # noqa: E402
@@ -261,3 +262,28 @@ def test_files_of_peft_return_bit_by_bit_and_peft_loads_ours(
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     with torch.no_grad():
         assert off(merged(tokens).logits, pair.model.eval()(tokens).logits) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"adapters.lora.targets": ["q_proj"]},
+            "are those of another base model or of other layers: the run has no place",
+        ),
+        ({"adapters.lora.rank": 4}, "have r=3 in adapter_config.json, and the run has 4"),
+        ({"adapters.lora.rank_stabilized": True}, "have use_rslora=False"),
+    ],
+    ids=str,
+)
+def test_adapters_that_do_not_fit_the_run_are_refused(pairs: Any, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        refuse_other_adapters(build_model(run_of({**pairs("llama").settings, **changes})))
+    assert said in str(caught.value)
+
+
+def test_adapters_of_another_base_model_are_refused(pairs: Any) -> None:
+    wider = {**pairs("llama").settings, "checkpoint.pretrained.path": str(pairs("qwen3-moe").base)}
+    targets = {"adapters.lora.targets": ["linear"], "adapters.lora.path": str(pairs("llama").adapters)}
+    with pytest.raises(UsageError, match="are those of another base model or of other layers"):
+        refuse_other_adapters(build_model(run_of({**wider, **targets})))

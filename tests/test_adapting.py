@@ -35,8 +35,7 @@ def adapted_by(change: Callable[[Model], None]) -> Model:
     """The tiny model as a plugin with this hook adapts it."""
     run = tiny_run(LORA)
     (implementation,) = run.hooks.call.adapt_model.get_hookimpls()
-    implementation.function = lambda run, model: change(model)
-    implementation.argnames = ("run", "model")
+    implementation.function, implementation.argnames = lambda model: change(model), ("model",)
     return build_model(run)
 
 

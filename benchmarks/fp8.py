@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 from mplug_fp8 import operators as fp8
-from mplug_fp8.products import Blockwise, Delayed, Products, Rowwise, Tensorwise
+from mplug_fp8.products import Blockwise, Delayed, Rowwise, Tensorwise
 from mplug_fp8.recipes import Options
+from mplug_fp8.scaled import Products
 from torch import Tensor
 
 from mplug.cli.tables import table
@@ -116,9 +117,9 @@ def kernels(layer: Layer, clock: Clock) -> Iterator[Row]:
         "delayed": (lambda: fp8.cast_scaled(x, scale, statistic, False, False, True, True), 4 * x.numel()),
         "delayed, E5M2": (lambda: fp8.cast_scaled(x, scale, statistic, E5M2, False, True, True), 4 * x.numel()),
         "transpose of fp8": (lambda: fp8.transposed(rows), 2 * x.numel()),
-        "rowwise": (lambda: fp8.cast_rowwise(x[None], True), 6 * x.numel()),
-        "blockwise": (lambda: fp8.cast_lines(x), 4 * x.numel()),
-        "blocks of a weight": (lambda: fp8.cast_blocks(weight), 4 * weight.numel()),
+        "rowwise": (lambda: fp8.cast_rowwise(x[None], True, True, True), 6 * x.numel()),
+        "blockwise": (lambda: fp8.cast_lines(x, True, True), 4 * x.numel()),
+        "blocks of a weight": (lambda: fp8.cast_blocks(weight, True, True), 4 * weight.numel()),
     }
     for name, (call, moved) in calls.items():
         seconds = clock.seconds(call)
@@ -145,17 +146,16 @@ def products(layer: Layer, clock: Clock) -> Iterator[Row]:
 
 def _of(product: Products, layer: Layer) -> dict[str, Callable[[], Any]]:
     operand = Operand(layer.weight, product.cast(layer.weight, layer.buffers))
-    weight, weight_inverse, transposed, columns_inverse = product.copies(operand)
-    _, (rows, inverse, columns, column_inverse) = product.quantised(layer.x, "input", None, layer.buffers)
-    _, (g_rows, g_inverse, g_columns, g_column_inverse) = product.quantised(
-        layer.grad_y, "gradient", None, layer.buffers
+    weight, transposed = product.weight_rows(operand), product.weight_columns(operand)
+    (rows, inverse), columns = product.quantised(layer.x, product.measured(layer.x, None), "input", layer.buffers)
+    (g_rows, g_inverse), g_columns = product.quantised(
+        layer.grad_y, product.measured(layer.grad_y, None), "gradient", layer.buffers
     )
     kinds = product.line, product.block
-    operands = (g_columns, g_column_inverse, columns, column_inverse)
     return {
-        "forward": lambda: fp8.multiply(rows, weight, inverse, weight_inverse, *kinds, product.fast),
-        "dgrad": lambda: fp8.multiply(g_rows, transposed, g_inverse, columns_inverse, *kinds, False),
-        "wgrad, fp32": lambda: product.wgrad(operands, layer.sink, ALONE, layer.buffers),
+        "forward": lambda: fp8.multiply(rows, weight.values, inverse, weight.inverse, *kinds, product.fast),
+        "dgrad": lambda: fp8.multiply(g_rows, transposed.values, g_inverse, transposed.inverse, *kinds, False),
+        "wgrad, fp32": lambda: product.wgrad((*g_columns, *columns), layer.sink, ALONE, layer.buffers),
     }
 
 

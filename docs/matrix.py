@@ -29,6 +29,9 @@ EXPERTS = {
     "model.vocab_size": 259,
 }
 DIVIDE_EXPERTS = {"ep", "etp"}
+REQUESTED = (PAGE.parent.parent / "requirements-deepspeed.txt").read_text().splitlines()
+ON_REQUEST = {line.rpartition("/")[2] for line in REQUESTED if line.startswith("-e plugins/parallel/")}
+"""Strategies that the page omits, because it does not depend on what is installed."""
 TEXT = """# Layouts
 
 <!-- Written by `python docs/matrix.py`: do not edit. -->
@@ -50,12 +53,15 @@ so `ep2tp2` runs on 2 ranks. `ep2etp2` runs on 4 ranks, because ep and etp are i
 because pipeline stages are in both views. [The README of ep](../plugins/parallel/ep/README.md) explains the views.
 [parity.md](parity.md) explains the comparison.
 
+The strategy `deepspeed`, which is installed on request, is not in the table: DeepSpeed does not compute in fp64.
+[parallel.md](parallel.md#deepspeed) states what its tests compare.
+
 """
 
 
 def main(chosen: list[str]) -> None:
     """Run the layouts, and write the page, or print it where strategies are named."""
-    names = Registry().names("parallel")
+    names = [name for name in Registry().names("parallel") if name in chosen or name not in ON_REQUEST]
     unknown = [name for name in chosen if name not in names]
     if unknown:
         sys.exit(f"no strategy '{unknown[0]}' is installed; there are {', '.join(names)}")

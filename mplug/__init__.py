@@ -11,7 +11,6 @@ from mplug.version import __version__  # noqa: F401
 
 if TYPE_CHECKING:
     from mplug.checkpoint.weight_decoders import WeightDecoder as WeightDecoder
-    from mplug.checkpoint.weight_decoders import name_weight_decoder as name_weight_decoder
     from mplug.config.binding import RunConfig as RunConfig
     from mplug.config.public import PublicConfig as PublicConfig
     from mplug.config.public import PublicSettings as PublicSettings
@@ -76,6 +75,7 @@ if TYPE_CHECKING:
     from mplug.layout.mesh import Mesh as Mesh
     from mplug.layout.mesh import contiguous as contiguous
     from mplug.layout.ownership import Bucket as Bucket
+    from mplug.layout.ownership import Engine as Engine
     from mplug.layout.ownership import Sharding as Sharding
     from mplug.layout.ownership import Stretch as Stretch
     from mplug.layout.placement import Box as Box
@@ -95,6 +95,7 @@ if TYPE_CHECKING:
     from mplug.model.adapters import Merge as Merge
     from mplug.model.adapters import RowNorms as RowNorms
     from mplug.model.adapters import row_norms as row_norms
+    from mplug.model.delayed_scaling import DelayedScaling as DelayedScaling
     from mplug.model.model import Model as Model
     from mplug.model.offers import UNIT as UNIT
     from mplug.model.offers import Offer as Offer
@@ -121,10 +122,7 @@ if TYPE_CHECKING:
 publish(
     __name__,
     {
-        "mplug.checkpoint.weight_decoders": (
-            "WeightDecoder",
-            "name_weight_decoder",
-        ),
+        "mplug.checkpoint.weight_decoders": ("WeightDecoder",),
         "mplug.config.binding": ("RunConfig",),
         "mplug.config.public": (
             "PublicConfig",
@@ -212,6 +210,7 @@ publish(
         ),
         "mplug.layout.ownership": (
             "Bucket",
+            "Engine",
             "Sharding",
             "Stretch",
         ),
@@ -240,6 +239,7 @@ publish(
             "RowNorms",
             "row_norms",
         ),
+        "mplug.model.delayed_scaling": ("DelayedScaling",),
         "mplug.model.model": ("Model",),
         "mplug.model.offers": (
             "Offer",

@@ -192,6 +192,9 @@ def shard_states(run: "Run", model: "Model", needs: "Literal['elements', 'matric
     each gradient onto its owner, and appends to `model.when_written` the function that begins to send the new weights
     from the owners. Frozen parameters (`placement.parameter.trainable` is False) have no such states: the host refuses
     a sharding that has one.
+
+    A strategy that runs the engine of another framework returns a sharding with an `engine`. It declines gradient
+    sinks: parameters get an ordinary `.grad`, and the same plugin supplies the pieces (`model.supply`) and the stepper.
     """
 
 

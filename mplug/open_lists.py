@@ -95,4 +95,7 @@ SCORES = OpenList(
     {name: f"mplug.nn.scores:{name.upper()}" for name in ("softmax", "sigmoid", "softmax_of_chosen")},
 )
 """Targets are `mplug.nn.RouterScore` objects."""
-LISTS = (ACTIVATIONS, NORMS, SCALINGS, SCORES)
+WEIGHT_DECODERS = OpenList("decoder of quantised weights", "mplug.weight_decoders", {})
+"""Names are those of `quant_method` in a config.json, targets are `mplug.WeightDecoder` classes. The host's names are
+entry points of its own distribution."""
+LISTS = (ACTIVATIONS, NORMS, SCALINGS, SCORES, WEIGHT_DECODERS)

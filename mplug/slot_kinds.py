@@ -8,6 +8,8 @@ SLOT_KINDS: dict[str, tuple[str, ...]] = {
     "attention": ("Attention.core",),
     "qk": ("Attention.prepare_qk", "Attention.prepare_qkv"),
     "linear": ("Linear.product", "Linear.gemm", "Linear.gather", "Linear.scatter"),
+    "norm_product": ("Linear.norm_product",),
+    "activation_product": ("Linear.activation_product",),
     "norm": ("Norm.norm_residual",),
     "activation": ("MLP.activation",),
     "mlp": ("MLP.core",),
@@ -20,13 +22,16 @@ SLOT_KINDS: dict[str, tuple[str, ...]] = {
 """Kinds of slots (the keys of the config's `kernels` section) -> the slots of each kind."""
 CALLED_BY: dict[tuple[str, str], tuple[str, ...]] = {
     ("", "Attention.prepare_qk"): ("Attention.prepare_qkv",),
-    ("", "Linear.gemm"): ("Linear.product",),
+    ("", "Linear.product"): ("Linear.norm_product", "Linear.activation_product"),
+    ("", "Linear.gemm"): ("Linear.product", "Linear.norm_product", "Linear.activation_product"),
     ("", "MLP.activation"): ("Experts.compute", "MLP.core"),
     ("", "Experts.product"): ("Experts.compute",),
+    ("up", "Linear.norm_product"): ("MLP.core",),
     ("up", "Linear.product"): ("MLP.core",),
     ("up", "Linear.gemm"): ("MLP.core",),
     ("up", "Linear.scatter"): ("MLP.core",),
     ("down", "Linear.gather"): ("MLP.core",),
+    ("down", "Linear.activation_product"): ("MLP.core",),
     ("down", "Linear.product"): ("MLP.core",),
     ("down", "Linear.gemm"): ("MLP.core",),
 }
@@ -34,9 +39,13 @@ CALLED_BY: dict[tuple[str, str], tuple[str, ...]] = {
 
 `part` is the name of the submodule that has the slot, in the module of the wider slot; '' is that module itself.
 """
-PRODUCTS = ("Linear.product", "Linear.gemm", "Experts.compute", "Experts.product", "MLP.core")
+FUSED_PRODUCTS = ("Linear.norm_product", "Linear.activation_product")
+"""The slots of a linear layer together with what computes its input."""
+WHOLE_PRODUCTS = ("Linear.product", *FUSED_PRODUCTS)
+"""The slots of a linear layer whose suppliers do the work of the collectives around the product."""
+PRODUCTS = (*WHOLE_PRODUCTS, "Linear.gemm", "Experts.compute", "Experts.product", "MLP.core")
 """The slots whose suppliers multiply by weights: the recipe of a precision applies to them (`mplug.Recipe`)."""
-WIDE_PRODUCTS = ("Linear.product", "Experts.product")
+WIDE_PRODUCTS = (*WHOLE_PRODUCTS, "Experts.product")
 """Those that the default of a wider slot calls, unless that default is wrapped: then it calls the narrower slots."""
 KIND_OF = {slot: kind for kind, slots in SLOT_KINDS.items() for slot in slots}
 

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from library_models import S, V, block, built, decoder, difference, drawn, summed_loss, wide
+from library_models import S, V, block, built, decoder, difference, drawn, gpt2, summed_loss, wide
 from transformers import AutoConfig, AutoModelForCausalLM
 
 TOLERANCE = 1e-10
@@ -84,6 +84,28 @@ def test_llama_3_with_scaled_frequencies_is_the_librarys_model() -> None:
 def test_llama_with_all_biases_is_the_librarys_model() -> None:
     theirs = {"rope_parameters": plain(5e5), "attention_bias": True, "mlp_bias": True, "rms_norm_eps": 1e-5}
     near("llama", theirs, "llama", {"qkv_bias": True, "attention_out_bias": True, "mlp_bias": True})
+
+
+def test_llama_without_rotary_positions_in_selected_blocks_is_the_librarys_model() -> None:
+    theirs = {"rope_parameters": plain(1e4), "no_rope_layers": [1, 0, 1], "tie_word_embeddings": False}
+    near("smollm3", theirs, "llama", {"rope_theta": 1e4, "norm_eps": 1e-6, "position_types": ("rotary", "none")})
+
+
+def test_mixtral_is_the_librarys_model() -> None:
+    theirs = {"rope_parameters": plain(1e6), "rms_norm_eps": 1e-5, "num_local_experts": 4, "num_experts_per_tok": 2}
+    near("mixtral", {**theirs, "router_jitter_noise": 0.0}, "mixtral", {"num_experts": 4, **NO_LOSS})
+
+
+def test_gpt_2_is_the_librarys_model() -> None:
+    importlib.import_module("transformers.models.gpt2.modeling_gpt2")
+    own = {**OURS, "num_kv_heads": None, "position": "learned", "max_position_embeddings": 64, "bias": True}
+    with wide("gpt2"):
+        config = AutoConfig.for_model("gpt2", n_embd=32, n_layer=3, n_head=4, n_inner=40, n_positions=64, vocab_size=V)
+        for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop"):
+            setattr(config, name, 0.0)
+        theirs = drawn(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
+        ours = built("gpt", {**own, "activation": "gelu_tanh", "tie_embeddings": True})
+        assert difference(theirs, ours, gpt2) < TOLERANCE
 
 
 def test_qwen_2_is_the_librarys_model() -> None:

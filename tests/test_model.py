@@ -287,7 +287,7 @@ def test_every_slot_of_every_module_is_a_site() -> None:
         ("mlp", "mlp", "MLP.activation"),
         ("mlp", "mlp", "MLP.core"),
         *(("mlp.up", "mlp.up", slot) for slot in linear),
-        *(("mlp.down", "mlp.down", slot) for slot in linear),
+        *(("mlp.down", "mlp.down", slot) for slot in ("Linear.activation_product", *linear)),
         ("dropout", "dropout", "Dropout.rows"),
     ]
 
@@ -307,7 +307,8 @@ def test_a_block_with_projections_of_its_own_has_the_slots_of_attention_and_mlp(
 
 def test_the_building_blocks_have_every_slot_that_plugins_can_name_and_no_other() -> None:
     blocks = [getattr(mplug.nn, name) for name in mplug.nn.__all__]
-    assert {slot for block in blocks for slot in getattr(block, "SLOTS", ())} == set(KIND_OF)
+    own = {slot for block in blocks for slot in getattr(block, "SLOTS", ())}
+    assert own | set(Linear.FUSED_SLOTS) == set(KIND_OF)
 
 
 # Slots: selecting. Suppliers are told apart by what they return.

@@ -427,7 +427,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "an unknown quantisation": (
         lambda f: edited(f, quantization_config={"quant_method": "gptq"}),
-        "quantised with 'gptq', which has no decoder (decoders: fp8 and mxfp4)",
+        "no decoder of quantised weights is named 'gptq' (known: fp8 and mxfp4)",
     ),
 }
 

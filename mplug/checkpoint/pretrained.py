@@ -90,12 +90,11 @@ def refuse_another_model(path: Path, model: "Model", section: "Pretrained | None
             f"{FIELD} '{path}' has no parameter '{missing[0]}'{rest} which the model has; use a checkpoint of this "
             f"model, or name them in {FIELD}.except"
         )
-    for name in sorted(wanted.names & saved.keys()):
-        shape = model.placements[name].shape
-        if saved[name] != shape:
+    for name, placement in model.placements.items():
+        if name in wanted.names and saved[name] != placement.shape:
             raise UsageError(
-                f"{FIELD} '{path}' has '{name}' with shape {saved[name]}, but the model has {shape}; "
-                f"use the model config of the checkpoint"
+                f"{FIELD} '{path}' has '{name}' with shape {saved[name]}, but the model has "
+                f"{placement.shape}; use the model config of the checkpoint"
             )
     refuse_larger(f"{FIELD} '{path}'", (name for name in saved if not wanted.allows(name)), model)
 

@@ -4,11 +4,11 @@ A decoder stands between a public tensor, as the dequantised folder has it, and 
 instead. External names describe the dequantised folder alone.
 """
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mplug.errors import listed, suggest
+from mplug.open_lists import WEIGHT_DECODERS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,7 +19,11 @@ Box = tuple[Shape, Shape]
 
 
 class WeightDecoder(Protocol):
-    """Reads boxes of quantised tensors. All methods but `decode` compute with shapes alone."""
+    """Reads boxes of quantised tensors. All methods but `decode` compute with shapes alone.
+
+    A distribution adds a class by an entry point in the group 'mplug.weight_decoders'; its name is the `quant_method`.
+    The constructor takes the `quantization_config`, and raises ValueError if the decoder does not support it.
+    """
 
     def stored(self, tensor: str, shape: Shape, present: Container[str]) -> Mapping[str, Shape]:
         """The names and shapes of the tensors that hold a public tensor; empty if the folder has it as it is.
@@ -34,27 +38,10 @@ class WeightDecoder(Protocol):
         """The box of the public tensor, in fp32, from these boxes."""
 
 
-MakeDecoder = Callable[[Mapping[str, Any]], WeightDecoder]
-_MAKERS: dict[str, MakeDecoder] = {}
-
-
-def name_weight_decoder(method: str, make: MakeDecoder) -> None:
-    """Make a decoder known. `make` receives the `quantization_config` whose `quant_method` is `method`.
-
-    `make` raises ValueError for a `quantization_config` that the decoder does not support.
-    """
-    _MAKERS[method] = make
-
-
 def weight_decoder(config: Mapping[str, Any]) -> WeightDecoder:
-    """The decoder for a `quantization_config`. ValueError if no decoder is known for it."""
-    method = str(config.get("quant_method"))
-    if method not in _MAKERS:
-        raise ValueError(
-            f"its weights are quantised with '{method}', which has no decoder{suggest(method, _MAKERS)} (decoders: "
-            f"{listed(sorted(_MAKERS))})"
-        )
-    return _MAKERS[method](config)
+    """The decoder for a `quantization_config`. ValueError if no decoder has the name of its `quant_method`."""
+    found: WeightDecoder = WEIGHT_DECODERS.load(str(config.get("quant_method")))(config)
+    return found
 
 
 def _up(number: int, divisor: int) -> int:
@@ -132,7 +119,3 @@ class MXFP4:
         decoded = torch.ldexp(values, exponents[..., None]).flatten(-2).mT  # [e, in, out]
         assert prod(decoded.shape) >= prod(shape)
         return decoded.narrow(1, start[1] % 32, shape[1])
-
-
-name_weight_decoder("fp8", BlockwiseFP8)
-name_weight_decoder("mxfp4", MXFP4)

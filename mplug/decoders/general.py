@@ -16,7 +16,6 @@ from mplug.decoders.parts import (
     PartConfig,
 )
 from mplug.decoders.sparse import SparseDecoderConfig
-from mplug.layout.external import ExternalNames
 from mplug.rotary import Rotary
 
 RopeScaling = dict[str, bool | int | float | str | tuple[float, ...]]
@@ -32,7 +31,9 @@ class GeneralDecoderConfig(SparseDecoderConfig):
 
     num_experts: NonNegativeInt = Field(0, description="experts of a block; 0: every block has an MLP")
     activation: ActivationName = Field("swiglu", description="activation of MLPs and experts")
-    norm: NormName = Field("rmsnorm", description="norm before each part of a block, and before the head")
+    norm: NormName = Field(
+        "rmsnorm", description="norm before each part of a block, and before the head; an offset applies to QK-norm too"
+    )
     post_norms: bool = Field(False, description="also a norm of the output of each part of a block")
     tie_embeddings: bool = Field(False, description="use the embedding table as the output projection")
     scale_embeddings: bool = Field(False, description="multiply the embeddings by the square root of hidden_size")
@@ -157,9 +158,3 @@ class GeneralDecoderConfig(SparseDecoderConfig):
         experts = replace(self.experts_config(), kind=self.activation, bias=self.expert_projection_bias)
         feed_forward: PartConfig = experts if self.has_experts(number) else dense
         return BlockConfig(self.norm_config(), self.attention_of(number), feed_forward, post_norms=self.post_norms)
-
-    def external_names(self) -> ExternalNames | None:
-        """The names that most families share; a family with others overrides this."""
-        from mplug.decoders.published import published_names  # that module imports this one
-
-        return published_names(self)

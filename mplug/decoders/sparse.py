@@ -99,7 +99,7 @@ class SparseDecoderConfig(DecoderConfig):
             balance_coefficient=self.aux_loss_coefficient,
             z_coefficient=self.z_loss_coefficient,
             bias_rate=self.expert_bias_rate,
-            choice_bias=self.expert_bias,
+            choice_bias=bool(self.expert_bias or self.expert_bias_rate),
             logit_bias=self.moe_router_bias,
             group_best=self.moe_router_group_best,
             jitter=self.moe_router_jitter,

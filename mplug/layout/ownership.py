@@ -7,7 +7,7 @@ placements of the pieces, which describe a flat range of a tensor as boxes, like
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
@@ -97,6 +97,17 @@ class Bucket:
 
 
 @dataclass(frozen=True)
+class Engine:
+    """The memory of an engine of another framework that keeps masters, optimizer states and gradients of a run itself.
+
+    `num_bytes` are the bytes on a rank by kind ("masters"), without those of the optimizer's states. For
+    `mplug explain`, the host adds the states.
+    """
+
+    num_bytes: Mapping[str, int]
+
+
+@dataclass(frozen=True)
 class Sharding:
     """The buckets of a rank's parameters, in the order in which backward finishes them.
 
@@ -105,11 +116,19 @@ class Sharding:
     `transient`, a bucket's gradients have memory only from the time when backward needs it until they are summed, and
     then a rank keeps only those that it owns. A schedule that computes weight gradients outside of a backward pass
     cannot be used with `transient`.
+
+    With `engine`, the strategy declines gradient sinks, and supplies the step and the pieces. The host allocates the
+    weights only, and autograd gives every parameter an ordinary `.grad`. In `wrap_model`, the strategy calls
+    `model.supply` with this rank's pieces: their masters are in the memory of the engine, their gradients have values
+    during an update, their `weight` is None, and their placements are `Sharding.placed`. None of this memory may move.
+    A function in `model.when_written` writes the masters into the weights. Every trained parameter is in a bucket whose
+    `axes` are its `Placement.data_axes`, and the same plugin implements `build_stepper`.
     """
 
     buckets: tuple[Bucket, ...]
     matrices: bool = False
     transient: bool = False
+    engine: Engine | None = None
 
     def __post_init__(self) -> None:
         for bucket in self.buckets:

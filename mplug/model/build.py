@@ -16,6 +16,7 @@ from mplug.model.alternatives import kernels_that_would_do
 from mplug.model.casts import copies_of
 from mplug.model.count_passes import passes_of
 from mplug.model.draws import Draws, drawing_plugin
+from mplug.model.engine import planned_pieces, refuse_incomplete_engine
 from mplug.model.fill import fill_slots, select_offers
 from mplug.model.freezing import freeze
 from mplug.model.graphs import obstacles, refuse_graphs
@@ -66,6 +67,7 @@ def build_model(run: Run) -> Model:
         if shards:
             model.sharding = run.hooks.call.shard_states(run=run, model=model, needs=needs)
             _refuse_states_of_frozen(run, model)
+    refuse_incomplete_engine(run, model)
     refuse_bypassing_layout(run, model)
     if run.config.trainer.graphs:
         refuse_graphs(run, model, _optimizer_without_memory(run, model))
@@ -224,7 +226,7 @@ def measure_bytes(run: Run, model: Model) -> dict[str, int]:
     with FakeTensorMode():
         allocate_parts(run, model)
         model.listen(gradients)
-        pieces = make_pieces(model)
+        pieces = make_pieces(model) if model.engine is None else planned_pieces(run, model)
         optimizer: Optimizer = run.hooks.call.build_optimizer(run=run, pieces=pieces)
         states = [tensor for piece in pieces for tensor in optimizer.state(piece).values()]
         kinds: dict[str, list[torch.Tensor]] = {
@@ -236,7 +238,8 @@ def measure_bytes(run: Run, model: Model) -> dict[str, int]:
             "copies of weights": copies_of(model),
             "buffers of suppliers": [buffer for one in model.slot_buffers for buffer in one.tensors().values()],
         }
-        return {kind: _nbytes(tensors) for kind, tensors in kinds.items() if tensors}
+        measured = {kind: _nbytes(tensors) for kind, tensors in kinds.items() if tensors}
+    return measured if model.engine is None else {**measured, **model.engine.num_bytes}
 
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:

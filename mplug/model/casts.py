@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from mplug.model.model import Model
-from mplug.nn import GroupedProduct, Product
-
-Kept = tuple[Any, str, str]
-"""(module, the name of its weight, the attribute with the copies)."""
+from mplug.model.product_weights import ProductWeight, weights_at_rest
+from mplug.nn import FusedProduct, GroupedProduct, Linear, Product
 
 
 def keep_casts(model: Model) -> None:
@@ -26,7 +24,7 @@ def keep_casts(model: Model) -> None:
             setattr(part, unit.method, _with_casts(getattr(part, unit.method), model, kept))
 
 
-def _with_casts(inner: Callable[..., Any], model: Model, kept: list[Kept]) -> Callable[..., Any]:
+def _with_casts(inner: Callable[..., Any], model: Model, kept: list[ProductWeight]) -> Callable[..., Any]:
     version = -1
 
     @wraps(inner)
@@ -41,8 +39,8 @@ def _with_casts(inner: Callable[..., Any], model: Model, kept: list[Kept]) -> Ca
 
 
 @torch.no_grad()
-def _cast(kept: list[Kept]) -> None:
-    for module, weight, copies in kept:
+def _cast(kept: list[ProductWeight]) -> None:
+    for module, weight, copies, _ in kept:
         setattr(module, copies, ())  # frees the old copies first
         setattr(module, copies, module.cast(weight))
 
@@ -51,20 +49,15 @@ def _cast(kept: list[Kept]) -> None:
 def copies_of(model: Model) -> list[Tensor]:
     """New copies of all weights of this rank, as units keep them: to count bytes, with tensors without memory."""
     kept = dict.fromkeys(one for unit in model.own_units for one in _kept(model, unit.name))
-    return [copy for module, weight, _ in kept for copy in module.cast(weight)]
+    return [copy for module, weight, *_ in kept for copy in module.cast(weight)]
 
 
-def _kept(model: Model, unit: str) -> list[Kept]:
+def _kept(model: Model, unit: str) -> list[ProductWeight]:
     """The weights of a unit that have copies at rest."""
-    names = {id(parameter): name for name, parameter in model.parameters().items()}
-    return [
-        (module, weight, copies)
-        for module in model.module.get_submodule(unit).modules()
-        for weight, copies in getattr(type(module), "CASTS", {}).items()
-        if _makes_copies(module) and model.placements[names[id(getattr(module, weight))]].gathered_along is None
-    ]
+    return [one for one in weights_at_rest(model, unit, "CASTS") if _makes_copies(one.module)]
 
 
 def _makes_copies(module: Any) -> bool:
     """Whether the product of a module has a `cast` of its own: those of the base classes return no copies."""
-    return type(module.product).cast not in (Product.cast, GroupedProduct.cast)
+    content = module.content[0] if isinstance(module, Linear) else module.product
+    return type(content).cast not in (Product.cast, FusedProduct.cast, GroupedProduct.cast)

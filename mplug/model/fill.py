@@ -13,9 +13,10 @@ from mplug.model.offers import UNIT, Filled, Site
 from mplug.model.recipe import is_base, with_recipe
 from mplug.model.selection import Selection, select
 from mplug.nn import Attention, AttentionSpec, DotProductAttention, arguments
+from mplug.nn.fusible import fusibles
 from mplug.nn.linear import boundary_of
 from mplug.nn.specification import DOCUMENTS
-from mplug.slot_kinds import KIND_OF, PRODUCTS
+from mplug.slot_kinds import KIND_OF, PRODUCTS, WHOLE_PRODUCTS
 
 if TYPE_CHECKING:
     from mplug.run.run import Run
@@ -23,11 +24,19 @@ if TYPE_CHECKING:
 
 def sites(module: nn.Module, entries: Container[str] = ()) -> Iterator[Site]:
     """Every slot of every module, in order. `entries` are the optional entries that micro batches have."""
+    names = {id(part): name for name, part in module.named_modules()}
+    found = [one for part in module.modules() for one in fusibles(part)]
     for name, part in module.named_modules():
         needs = getattr(part, "needs", _needs_nothing)
+        for one in found:
+            if one.linear is part:
+                yield Site(role_of(name), one.slot, part, name, frozenset([one.kind]))
         for slot in getattr(type(part), "SLOTS", ()):
             of_spec = _needs_of_spec(part, entries) if slot == "Attention.core" else frozenset()
-            yield Site(role_of(name), slot, part, name, needs(slot, entries) | of_spec)
+            fused = frozenset(
+                (names[id(one.linear)], one.slot) for one in found if one.inner is part and one.inner_slot == slot
+            )
+            yield Site(role_of(name), slot, part, name, needs(slot, entries) | of_spec, within=fused)
 
 
 def _needs_of_spec(part: nn.Module, entries: Container[str]) -> frozenset[str]:
@@ -45,7 +54,21 @@ def select_offers(model: Model, run: "Run", offers: Iterable[Any]) -> Selection:
     names = [unit.name for unit in model.own_units]
     units = [Site(role_of(name), UNIT, model.module.get_submodule(name), name) for name in names]
     own = list(with_recipe(sites_of(model, run.entries), model))
+    if len(model.stages.units) == 1:
+        _refuse_absent(own, run)
     return select([*own, *units], offers, run.config.kernels, run, _only_in_other_stages(model, own))
+
+
+def _refuse_absent(own: Iterable[Site], run: "Run") -> None:
+    """Raise UsageError if the config names a plugin for a fusion that no block of the model allows."""
+    present = {KIND_OF[site.slot] for site in own}
+    prologues = {"norm_product": "norm", "activation_product": "activation"}
+    for kind, prologue in prologues.items():
+        if (plugin := run.config.kernels.kinds.get(kind)) and kind not in present:
+            raise UsageError(
+                f"kernels.{kind}={plugin.rpartition('/')[2]}: the model has no {prologue} whose result only one linear "
+                f"layer reads; set kernels.{kind}=null"
+            )
 
 
 def _only_in_other_stages(model: Model, own: Iterable[Site]) -> set[str]:
@@ -81,11 +104,11 @@ def fill_slots(model: Model, selection: Selection) -> None:
 
 
 def _refuse_unknown_collectives(contents: Iterable[Filled]) -> None:
-    """Raise UsageError if a supplier of `Linear.product` must do the work of a collective that states no boundary."""
+    """Raise UsageError if the supplier of a whole product must do the work of a collective that states no boundary."""
     contents = list(contents)
     around = {(one.site.name, one.site.slot): one for one in contents}
     for filled in contents:
-        if filled.site.slot != "Linear.product" or filled.offer is None:
+        if filled.site.slot not in WHOLE_PRODUCTS or filled.offer is None:
             continue
         for slot in ("Linear.gather", "Linear.scatter"):
             try:
@@ -94,9 +117,9 @@ def _refuse_unknown_collectives(contents: Iterable[Filled]) -> None:
                 own = around[filled.site.name, slot]
                 plugin = own.wraps[-1].plugin if own.wraps else own.supplier
                 raise UsageError(
-                    f"{filled.supplier} replaces the collectives around '{filled.site.role}' (Linear.product), and the "
-                    f"part that {plugin} puts into {slot} cannot be replaced: {error}; set kernels.linear=null, or use "
-                    f"a layout without {plugin}"
+                    f"{filled.supplier} replaces the collectives around '{filled.site.role}' ({filled.site.slot}), and "
+                    f"the part that {plugin} puts into {slot} cannot be replaced: {error}; set "
+                    f"kernels.{KIND_OF[filled.site.slot]}=null, or use a layout without {plugin}"
                 ) from None
 
 

@@ -33,7 +33,7 @@ def allocate(
     """
     replaced: dict[int, nn.Parameter] = {}
     model.master_dtype = masters or wide(dtype)
-    if model.sharding:
+    if model.sharding and model.engine is None:
         model.shards = Shards(model.sharding, model.placements, rank, device, dtype, model.master_dtype)
     else:
         model.shards = None

@@ -13,7 +13,7 @@ from mplug.gradients.owned_memory import Shards
 from mplug.gradients.sinks import Sinks
 from mplug.layout.gradient_flow import carrying
 from mplug.layout.names import modules_around
-from mplug.layout.ownership import Sharding
+from mplug.layout.ownership import Engine, Sharding
 from mplug.layout.placement import Placement
 from mplug.layout.plan import Flops, Init, Parameter, Plan, Stages, Unit
 from mplug.model.draws import Draws
@@ -25,6 +25,7 @@ from mplug.precision import Recipe
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from mplug.contracts import Piece
     from mplug.layout.mesh import Mesh
     from mplug.model.adapters import Adapters, Merge
     from mplug.model.mixing_statement import Statement
@@ -74,6 +75,7 @@ class Model:
     adapters: "Adapters | None" = None
     weights_version: int = 0
     _sinks: Sinks | None = None
+    _supplied: "tuple[Piece, ...] | None" = None
 
     @property
     def sinks(self) -> Sinks:
@@ -105,9 +107,32 @@ class Model:
         freeze_parameters(self, names)
 
     def listen(self, dtype: torch.dtype = torch.float32) -> None:
-        """Give every parameter of this rank a gradient sink with a buffer of `dtype`."""
+        """Give every parameter of this rank a gradient sink with a buffer of `dtype`.
+
+        If an engine keeps the gradients, there is no sink, and a parameter has the gradient that autograd accumulates
+        (`.grad`).
+        """
+        if self.engine is not None:
+            self._sinks = Sinks({})
+            return
         families = {name: placement.data_axes for name, placement in self.placements.items()}
         self._sinks = Sinks(self.parameters(), families, dtype, self.shards.listen(dtype) if self.shards else None)
+
+    @property
+    def engine(self) -> "Engine | None":
+        """The engine that keeps masters, states and gradients, if a strategy has one (`Sharding.engine`)."""
+        return None if self.sharding is None else self.sharding.engine
+
+    def supply(self, pieces: "Iterable[Piece]") -> None:
+        """Hand over this rank's pieces, whose memory an engine keeps; the strategy with the engine calls it once."""
+        self._supplied = tuple(pieces)
+
+    @property
+    def supplied(self) -> "tuple[Piece, ...]":
+        """The pieces that the strategy with the engine has supplied; RuntimeError if it has not."""
+        if self._supplied is None:
+            raise RuntimeError("the strategy whose sharding has an engine has not called model.supply in wrap_model")
+        return self._supplied
 
     def weights_written(self) -> None:
         """This rank's pieces have new weights, other ranks' copies do not: call the functions in `when_written`."""

@@ -32,6 +32,7 @@ class Site:
     supplier. `module` is the `mplug.nn` module, on the meta device. `needs` are what a supplier must offer beyond the
     plain case. They come from the module (its attention's specification: 'document_lengths', 'window') and from the
     selected wraps ('log-sum-exp'). `parameters` are the plan's entries of the module's own parameters, by name.
+    `within` are the sites of other modules, as (name, slot), whose default calls this slot.
     """
 
     role: str
@@ -40,6 +41,7 @@ class Site:
     name: str
     needs: frozenset[str] = frozenset()
     parameters: Mapping[str, Parameter] = field(default_factory=dict, compare=False)
+    within: frozenset[tuple[str, str]] = frozenset()
 
     def axes(self, parameter: str, dim: int) -> tuple[str, ...]:
         """The named axes of one dimension of a parameter of the module, for `over` of a `SlotBuffer`."""

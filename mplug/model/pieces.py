@@ -8,14 +8,18 @@ from torch import Tensor
 
 from mplug.contracts import Piece
 from mplug.layout.placement import Placement
+from mplug.model.engine import pieces_of_engine
 from mplug.model.model import Model
 
 
 def make_pieces(model: Model) -> list[Piece]:
     """The pieces of this rank: for a sharded parameter the part that it owns, for any other the whole local tensor.
 
-    A parameter in the masters' dtype is its own master; any other gets a separate master.
+    A parameter in the masters' dtype is its own master; any other gets a separate master. If an engine keeps the
+    masters, its strategy has supplied the pieces.
     """
+    if model.engine is not None:
+        return pieces_of_engine(model)
     pieces, owned = [], model.shards.pieces() if model.shards else {}
     for name, sink in model.sinks.items():
         if name in owned:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mplug.errors import UsageError, listed
 from mplug.model.offers import PLAIN, UNIT, Filled, Offer, Site, Unmet, Wrap
-from mplug.slot_kinds import CALLED_BY, KIND_OF, WIDE_PRODUCTS
+from mplug.slot_kinds import CALLED_BY, FUSED_PRODUCTS, KIND_OF, WIDE_PRODUCTS
 
 if TYPE_CHECKING:
     from mplug.config.binding import Kernels
@@ -53,7 +53,8 @@ def select(
         selection.filled.append(Filled(site, supplier, applied))
         selection.unmet += [*unmet, *reasons]
     wider = _Wider(selection.filled)
-    selection.filled = [_without_idle_fallback(filled, wider) for filled in selection.filled]
+    selection.filled = [_without_idle_fallback(filled, wider, kernels) for filled in selection.filled]
+    wider = _Wider(selection.filled)
     selection.unmet = [unmet for unmet in selection.unmet if not any(wider.replacing(unmet.site))]
     selection.unmet = [unmet for unmet in selection.unmet if not _follows(unmet, selection.unmet)]
     selection.unmet += [one for one in _idle(selection, kernels) if one.kind not in elsewhere]
@@ -96,11 +97,21 @@ class _Wider:
                 plugin = filled and _replaces(filled, site.slot)
                 if plugin:
                     yield plugin, slot
+        for name, slot in sorted(site.within):
+            filled = self._contents.get((name, slot))
+            if filled and filled.offer:
+                yield filled.supplier, slot
 
 
-def _without_idle_fallback(filled: Filled, wider: _Wider) -> Filled:
-    """The content of a site, without a fallback that the supplier of a wider slot would never call."""
-    idle = filled.offer is not None and filled.offer.fallback and any(wider.replacing(filled.site))
+def _without_idle_fallback(filled: Filled, wider: _Wider, kernels: "Kernels") -> Filled:
+    """The content of a site, without a fallback that the supplier of a wider slot would never call.
+
+    The default kernel is a fallback for a norm or an activation together with a product: without it, the norm runs.
+    """
+    if filled.offer is None:
+        return filled
+    fuses = filled.site.slot in FUSED_PRODUCTS and filled.supplier == kernels.default
+    idle = (filled.offer.fallback or fuses) and any(wider.replacing(filled.site))
     return replace(filled, offer=None) if idle else filled
 
 

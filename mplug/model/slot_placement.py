@@ -22,6 +22,7 @@ from mplug.model.slot_buffer import SlotBuffer
 from mplug.model.slot_states import HeldBuffers
 from mplug.nn.slot_buffers import hold
 from mplug.run.run import Run
+from mplug.slot_kinds import WHOLE_PRODUCTS
 
 
 def add_slot_buffers(model: Model, run: Run, contents: Iterable[Filled]) -> None:
@@ -107,17 +108,17 @@ def _placed(model: Model, run: Run, own: HeldBuffers, name: str) -> Placement:
 def _sees_a_part(own: HeldBuffers, name: str, axis: Axis) -> bool:
     """Whether the ranks of an axis that splits the site's weight have parts of the operand of a statistic.
 
-    A supplier of `Linear.product` sees operands as they come, outside of the collectives: if the weight's outputs are
-    split, parts of the input, and if its inputs are split, parts of the output's gradient.
+    A supplier of a whole product (`Linear.product`) sees operands as they come, outside of the collectives: if the
+    weight's outputs are split, parts of the input, and if its inputs are split, parts of the output's gradient.
     """
     one, weight = own.declared[name], own.site.parameters.get("weight")
-    if own.site.slot != "Linear.product" or weight is None or not set(one.over).intersection(axis.activations):
+    if own.site.slot not in WHOLE_PRODUCTS or weight is None or not set(one.over).intersection(axis.activations):
         return False
     outputs, inputs = (axes_of([dim]) for dim in weight.dims)
     operand = axes_of(one.dims) | set(one.over)
     if bool(outputs & operand) == bool(inputs & operand):
         raise UsageError(
-            f"{own.offer.plugin} declares that buffer '{name}' of Linear.product is over {listed(one.over)}: the "
+            f"{own.offer.plugin} declares that buffer '{name}' of {own.site.slot} is over {listed(one.over)}: the "
             f"operand is unknown; name the axes of the weight's inputs ({listed(sorted(inputs))}) in over or dims for "
             f"the input, or those of its outputs ({listed(sorted(outputs))}) for the output's gradient"
         )

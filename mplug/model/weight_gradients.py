@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mplug.gradients.sinks import GradientSink
 from mplug.layout.plan import Unit
 from mplug.model.model import Model
+from mplug.model.product_weights import weights_at_rest
 from mplug.model.units import run_units
 from mplug.nn.later import Later, Operands, Taps
 
@@ -53,14 +54,11 @@ class WeightGradients:
 
     def __init__(self, model: Model) -> None:
         self.model = model
-        names = {id(parameter): name for name, parameter in model.parameters().items()}
         self.sites = [
-            Site(module, weight, attribute, model.sinks[names[id(getattr(module, weight))]])
+            Site(*one[:3], model.sinks[one.parameter])
             for unit in model.own_units
-            for module in model.module.get_submodule(unit.name).modules()
-            for weight, attribute in getattr(type(module), "LATER", {}).items()
-            if names[id(getattr(module, weight))] in model.sinks
-            and model.placements[names[id(getattr(module, weight))]].gathered_along is None
+            for one in weights_at_rest(model, unit.name, "LATER")
+            if one.parameter in model.sinks
         ]
         self._operands: dict[tuple[Any, ...], list[Operands | None]] = {}
 

@@ -12,6 +12,7 @@ from mplug.nn.decoder import Block, Decoder, DenseBlock, SparseBlock, TokenEmbed
 from mplug.nn.description import Description, describe, flops_of, weights_per_token
 from mplug.nn.embedding import Embedding
 from mplug.nn.experts import Experts, Route, within_capacity
+from mplug.nn.fusible import Fusible, fusible_norm, normed, states
 from mplug.nn.gemm import Gemm, weight_gradient
 from mplug.nn.grouped import GroupedProduct, grouped_linear
 from mplug.nn.head import Head
@@ -28,6 +29,7 @@ from mplug.nn.operator import fake, operator
 from mplug.nn.parts import AttentionParts, Part, parts_of, with_parts
 from mplug.nn.pipeline import Arrival, Pipeline, Produce, Rows, pipeline_named
 from mplug.nn.product import Boundary, Narrow, Product
+from mplug.nn.prologue import FusedProduct, Inputs, Projected, Prologue
 from mplug.nn.random import Dropout, Jitter
 from mplug.nn.router import Choice, Router
 from mplug.nn.scores import RouterScore
@@ -60,10 +62,13 @@ __all__ = [
     "Embedding",
     "Entries",
     "Experts",
+    "FusedProduct",
+    "Fusible",
     "Gemm",
     "GroupedProduct",
     "Head",
     "Inits",
+    "Inputs",
     "Jitter",
     "LatentAttention",
     "Linear",
@@ -77,6 +82,8 @@ __all__ = [
     "Pipeline",
     "Produce",
     "Product",
+    "Projected",
+    "Prologue",
     "Route",
     "Router",
     "RouterScore",
@@ -96,13 +103,16 @@ __all__ = [
     "describe",
     "fake",
     "flops_of",
+    "fusible_norm",
     "grouped_linear",
     "keep_max",
     "keep_max_in_backward",
+    "normed",
     "operator",
     "parts_of",
     "pipeline_named",
     "scaled_dot_product",
+    "states",
     "weight_gradient",
     "weights_per_token",
     "with_parts",

@@ -97,7 +97,8 @@ class TokensAhead(nn.Module):
         """hidden [B, S, D], `ahead`: tokens and labels [B, S] of each depth in turn -> hidden."""
         if not self.training:
             return hidden
-        h, losses = self.head.norm(hidden)[0], list[Tensor]()
+        h = self.head.norm(hidden)[0]
+        losses: list[Tensor] = []  # a call of `list[Tensor]` cannot be traced
         for depth, tokens, labels in zip(self.depths, ahead[::2], ahead[1::2], strict=True):
             h = depth(h, self.token(tokens), positions, keys, document_lengths)
             losses.append(self.head.loss_of(h, labels)[0])

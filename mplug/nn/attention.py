@@ -16,6 +16,7 @@ from mplug.nn.inits import ONES, TOKENS, ZEROS, Entries, Inits
 from mplug.nn.linear import Linear
 from mplug.nn.norms import offset
 from mplug.nn.parts import PLAIN_PARTS, with_parts
+from mplug.nn.prologue import Projected
 from mplug.nn.random import mix, uniform
 from mplug.nn.specification import (
     DOCUMENTS,
@@ -263,7 +264,13 @@ class Attention(DotProductAttention):
             entries["out.bias"] = Parameter(("embed",), ZEROS)
         return entries
 
-    def forward(self, x: Tensor, positions: Tensor, keys: Tensor, document_lengths: Tensor | None = None) -> Tensor:
+    def input_linear(self) -> Linear:
+        """The layer that alone reads x in `forward`."""
+        return self.qkv
+
+    def forward(
+        self, x: Tensor | Projected, positions: Tensor, keys: Tensor, document_lengths: Tensor | None = None
+    ) -> Tensor:
         """x [B, S, D], positions [1 or B, S], the samples' random keys [B] -> [B, S, D].
 
         `document_lengths` [B, M] are the lengths of the documents in a packed sample. A position attends only to its

@@ -1,6 +1,6 @@
 """A decoder of blocks with two residual branches, and its plan. B batch, S sequence, D embed, M documents."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from inspect import signature
 from typing import ClassVar
 
@@ -10,6 +10,7 @@ from mplug.layout.plan import Parameter, Plan, Shift, Unit
 from mplug.nn.ahead import DepthAhead, TokensAhead
 from mplug.nn.description import describe
 from mplug.nn.embedding import Embedding
+from mplug.nn.fusible import Fusible, fusible_norm, normed, states
 from mplug.nn.head import Head
 from mplug.nn.inits import TOKENS, Entries, Inits
 from mplug.nn.loss import IGNORED
@@ -83,13 +84,24 @@ class Block(nn.Module):
         """The block's second part, without norm and residual: [B, S, D] -> [B, S, D]."""
         raise NotImplementedError
 
+    def norm2_reader(self) -> nn.Module | None:
+        """The module to which `feed_forward` hands its x, and nothing else reads x; None if there is none."""
+        return None
+
+    def fusibles(self) -> Iterator[Fusible]:
+        """The norms whose results only one linear layer reads."""
+        yield from fusible_norm(self.norm1, self.attn)
+        yield from fusible_norm(
+            self.norm2, self.norm2_reader() if states(self, "norm2_reader", "feed_forward") else None
+        )
+
     def forward(self, x: Tensor, positions: Tensor, keys: Tensor, document_lengths: Tensor | None = None) -> Tensor:
         """x [B, S, D], positions [1 or B, S], keys [B], lengths [B, M] if samples are packed -> [B, S, D]."""
-        h, x = self.norm1(x)
+        h, x = normed(self.norm1, self.attn, x)
         h = self.attn(h, positions, keys, document_lengths)
         if self.post_norm1 is not None:
             h, _ = self.post_norm1(h)
-        h, x = self.norm2(self.dropout1(h, keys, positions), x)
+        h, x = normed(self.norm2, self.norm2_reader(), self.dropout1(h, keys, positions), x)
         h = self.feed_forward(h, positions, keys)
         if self.post_norm2 is not None:
             h, _ = self.post_norm2(h)
@@ -113,6 +125,10 @@ class DenseBlock(Block):
     ) -> None:
         super().__init__(norm1, attn, norm2, dropout, post_norms)
         self.mlp = mlp
+
+    def norm2_reader(self) -> nn.Module:
+        """The MLP."""
+        return self.mlp
 
     def feed_forward(self, x: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
         """[B, S, D] -> [B, S, D]."""

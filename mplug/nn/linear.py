@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from mplug.nn.gemm import NOTHING, PLAIN, Gemm, weight_gradient
 from mplug.nn.later import Later, Operands
 from mplug.nn.product import COMPOSED, Boundary, Narrow, Product, apply_product
+from mplug.nn.prologue import FUSED_SLOTS, SEPARATE, FusedProduct, Inputs, Projected, Prologue, apply_fused
 from mplug.nn.sink import Sink, Weights
 from mplug.nn.slot_buffers import held
 
@@ -53,7 +54,8 @@ class Linear(nn.Module):
     """y = x Wᵀ + b, with weight [out, in] as in torch.
 
     `gather` runs before the product and `scatter` after it. Both are identities until a strategy puts its collective
-    there. A supplier of `product` does the work of all three narrower slots.
+    there. A supplier of `product` does the work of all three narrower slots. If a block states that the layer alone
+    reads the result of a norm or of an activation, a supplier of `norm_product` or `activation_product` computes both.
 
     `adapter` is None, or a module that a plugin has attached (`mplug.Model.attach`). It is called as adapter(x, y,
     linear) with the input x [..., in] as it comes, the product y [..., out] without bias, and this linear. Its result
@@ -63,7 +65,9 @@ class Linear(nn.Module):
     """
 
     SLOTS = ("Linear.product", "Linear.gemm", "Linear.gather", "Linear.scatter")
-    BUFFERED_SLOTS = ("Linear.product", "Linear.gemm")
+    FUSED_SLOTS: ClassVar[tuple[str, ...]] = FUSED_SLOTS
+    """Slots that a layer has only where a block states it (`mplug.nn.fusible`)."""
+    BUFFERED_SLOTS = ("Linear.product", "Linear.gemm", *FUSED_SLOTS)
     slot_buffers: Mapping[str, tuple[str, ...]] = NOTHING
     CASTS: ClassVar[Mapping[str, str]] = {"weight": "casts"}
     """The weight -> the attribute with the copies that the product reads, if the host keeps them."""
@@ -81,11 +85,15 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.register_module("adapter", None)
         self.product: Product = COMPOSED
+        self.norm_product: FusedProduct = SEPARATE
+        self.activation_product: FusedProduct = SEPARATE
         self.gemm = PLAIN
         self.gather = self.scatter = _identity
 
-    def without_bias(self, x: Tensor) -> Tensor:
-        """x [..., in] -> x Wᵀ [..., out], for callers that fuse the bias."""
+    def without_bias(self, x: Tensor | Projected) -> Tensor:
+        """x [..., in] -> x Wᵀ [..., out], for callers that fuse the bias; or the product that x is (`Projected`)."""
+        if isinstance(x, Projected):
+            return x.values
         y = self.scatter(self.multiply(self.gather(x))) if self.product is COMPOSED else self._multiplied(x)
         if self.adapter is None:
             return y
@@ -99,28 +107,47 @@ class Linear(nn.Module):
         return multiply(x, Weights.of(self.weight), self.gemm, self._held("Linear.gemm"))
 
     def _multiplied(self, x: Tensor) -> Tensor:
-        own = self._held("Linear.product")
-        return apply_product(self.product, x, Weights.of(self.weight), self._narrow(), own, self.casts, self.later)
+        own, narrow = self._held("Linear.product"), self._narrow(self.product)
+        kept = (self.casts, self.later) if self.content[0] is self.product else ((), None)
+        return apply_product(self.product, x, Weights.of(self.weight), narrow, own, *kept)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out]."""
+    def fused(self, prologue: Prologue, inputs: Inputs) -> Any:
+        """The product, without a bias, of a prologue's result; for a norm, (the product, the residual stream)."""
+        product, slot = self.content
+        assert isinstance(product, FusedProduct)
+        weight, own = Weights.of(self.weight), self._held(slot)
+        return apply_fused(product, prologue, inputs, weight, self._narrow(product), own, self.casts, self.later)
+
+    @property
+    def content(self) -> tuple[Product | FusedProduct, str]:
+        """What multiplies by the weight, and its slot."""
+        if self.norm_product is not SEPARATE:
+            return self.norm_product, "Linear.norm_product"
+        if self.activation_product is not SEPARATE:
+            return self.activation_product, "Linear.activation_product"
+        return self.product, "Linear.product"
+
+    def forward(self, x: Tensor | Projected) -> Tensor:
+        """x [..., in] -> [..., out]; or the product that x is, plus the bias."""
         y = self.without_bias(x)
         return y if self.bias is None else y + self.bias
 
     def cast(self, weight: str) -> tuple[Tensor, ...]:
         """New copies of the weight, as the product reads them."""
-        return self.product.cast(getattr(self, weight), self._held("Linear.product"))
+        product, slot = self.content
+        return product.cast(getattr(self, weight), self._held(slot))
 
     def compute_later(self, weight: str, operands: Operands) -> None:
         """Add the gradient of the weight to its sink, from operands that a pass has handed out (`later`)."""
         own = getattr(self, weight)
+        product, slot = self.content
         sink = Sink(own.main_grad, own.main_grad_stale)
-        self.product.wgrad(operands, sink, self._narrow(), self._held("Linear.product"))
+        product.wgrad(operands, sink, self._narrow(product), self._held(slot))
 
-    def _narrow(self) -> Narrow:
-        """The contents of the narrower slots; the default leaves the collectives to autograd."""
+    def _narrow(self, product: Product | FusedProduct) -> Narrow:
+        """The narrower slots' contents for a product; the default leaves the collectives to autograd."""
         of_gemm = self._held("Linear.gemm")
-        if self.product is COMPOSED:
+        if product is COMPOSED:
             return Narrow(self.gemm, buffers=of_gemm)
         return Narrow(self.gemm, boundary_of(self.gather), boundary_of(self.scatter), of_gemm)
 

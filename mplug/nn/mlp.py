@@ -1,15 +1,17 @@
 """The feed-forward part of a transformer block."""
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from typing import ClassVar
 
 from torch import Tensor, nn
 
 from mplug.layout.plan import Parameter, Segment
 from mplug.nn.activations import ACTIVATIONS
+from mplug.nn.fusible import Fusible, is_plain, states
 from mplug.nn.inits import ZEROS, Entries, Inits
 from mplug.nn.linear import ADAPTERS, Linear
 from mplug.nn.named import NeedsOf
+from mplug.nn.prologue import ACTIVATION_PRODUCT, SEPARATE, Inputs, Projected, Prologue
 from mplug.nn.sink import Weights
 
 Kind = str
@@ -99,22 +101,41 @@ class MLP(Activation):
         is_adapted = self.up.adapter is not None or self.down.adapter is not None
         return super().needs(slot, entries) | ({ADAPTERS} if slot == "MLP.core" and is_adapted else set())
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, S, D] -> [B, S, D]."""
+    def input_linear(self) -> Linear | None:
+        """The layer that alone reads the input of `forward`; None if the slot `MLP.core` reads it."""
+        return self.up if self.core is core else None
+
+    def fusibles(self) -> Iterator[Fusible]:
+        """The activation, whose result only the down projection reads."""
+        if self.core is core and is_plain(self.down) and states(self, "fusibles", "activate"):
+            yield Fusible(ACTIVATION_PRODUCT, self.down, self, "MLP.activation", self.kind)
+
+    def forward(self, x: Tensor | Projected) -> Tensor:
+        """[B, S, D] -> [B, S, D]; or the product that x is."""
         up, down = self.up, self.down
         if self.core is core:
             y = self._whole(x)
         elif up.adapter is not None or down.adapter is not None:  # the core is the default, wrapped
+            assert isinstance(x, Tensor)
             weights = Weights.of(up.weight), up.bias, Weights.of(down.weight)
             y = self.core(x, *weights, self.kind, self._whole)
         else:
+            assert isinstance(x, Tensor)
             weights = Weights.of(up.weight), up.bias, Weights.of(down.weight)
             y = down.scatter(self.core(up.gather(x), *weights, self.kind, self._composed))
         return y if down.bias is None else y + down.bias
 
-    def _whole(self, x: Tensor) -> Tensor:
+    def _whole(self, x: Tensor | Projected) -> Tensor:
         """The output without its bias, by whole linears: their adapters and collectives included."""
-        return self.down.without_bias(self.activate(self.up.without_bias(x), self.up.bias))
+        return self._activated(self.up.without_bias(x))
+
+    def _activated(self, hidden: Tensor) -> Tensor:
+        """The up projection without its bias -> the down projection without its bias."""
+        up, down = self.up, self.down
+        if down.activation_product is SEPARATE:
+            return down.without_bias(self.activate(hidden, up.bias))
+        y: Tensor = down.fused(Prologue(self.kind), Inputs(hidden, bias=up.bias))
+        return y
 
     def _composed(self, x: Tensor) -> Tensor:
         up, down = self.up, self.down

@@ -4,6 +4,7 @@ B batch, S sequence, H query heads, G KV heads, K head dim.
 """
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -37,9 +38,15 @@ def _(positions: Tensor, half: int, theta: float, dtype: torch.dtype) -> Tensor:
 @operator("mplug::scaled_rotations")
 def scaled_rotations(positions: Tensor, frequencies: list[float], factor: float, dtype: torch.dtype) -> Tensor:
     """`rotations` by the frequencies of the pairs, times a factor: positions [1 or B, S] -> [2, 1 or B, S, half]."""
-    of_pairs = torch.tensor(frequencies, device=positions.device, dtype=dtype)
-    angles = positions[..., None].to(dtype) * of_pairs
+    angles = positions[..., None].to(dtype) * _on(positions.device, tuple(frequencies), dtype)
     return torch.stack((angles.cos(), angles.sin())) * factor
+
+
+@cache
+def _on(device: torch.device, numbers: tuple[float, ...], dtype: torch.dtype) -> Tensor:
+    """Numbers on a device, copied once: a copy makes the CPU wait, and a CUDA graph cannot contain it."""
+    with torch.inference_mode(False):
+        return torch.tensor(numbers, device=device, dtype=dtype)
 
 
 @fake("mplug::scaled_rotations")

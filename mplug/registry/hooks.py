@@ -66,7 +66,6 @@ class Hooks:
                         implementation.function = _with_note(implementation)  # type: ignore[misc]
         self.call = self._manager.hook
         self._reported: set[tuple[str, str]] = set()
-        self._refuse_rivals()
 
     def implementers(self, hook: str) -> list[str]:
         """Labels of the plugins that implement a hook, in the order in which they are called."""
@@ -107,7 +106,11 @@ class Hooks:
         caller: pluggy.HookCaller = getattr(self.call, hook)
         return caller.get_hookimpls()
 
-    def _refuse_rivals(self) -> None:
+    def refuse_rivals(self) -> None:
+        """Raise UsageError if several plugins implement a hook that takes one answer, or none implements a needed one.
+
+        The host calls it after the plugins have checked the config: a plugin may know a better reason.
+        """
         for hook in (*hooks_answered_by("exactly one"), *hooks_answered_by("at most one")):
             rivals = self.implementers(hook)
             if len(rivals) > 1:

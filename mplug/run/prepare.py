@@ -35,6 +35,7 @@ def prepare(
             problems.append(str(error))
     if problems:
         raise UsageError("\n".join(problems))
+    hooks.refuse_rivals()
     answers = _answered_axes(hooks, config)
     _refuse_rest_without_data(config)
     axes, degrees = _with_unique_names(answers), config.parallel.degrees

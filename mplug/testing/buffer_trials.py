@@ -21,11 +21,13 @@ from mplug.model.slot_states import HeldBuffers, updated
 from mplug.model.tracer import prepare_compiler
 from mplug.nn import Linear, Narrow, Operand
 from mplug.nn.linear import PLAIN
+from mplug.nn.prologue import FUSED_SLOTS, NORM_PRODUCT
 from mplug.nn.slot_buffers import hold
+from mplug.testing.fused import FusedLinear
 from mplug.testing.kernel_cases.dense import with_weight
 from mplug.testing.trials import initial
 
-SLOTS = ("Linear.product", "Linear.gemm")
+SLOTS = ("Linear.product", "Linear.gemm", *FUSED_SLOTS)
 OUTPUTS, INPUTS = "mlp", "embed"
 SIZES = {"batch": 4, "sequence": 6, INPUTS: 16, OUTPUTS: 32}
 Part = Mapping[str, slice]
@@ -64,7 +66,7 @@ class BufferTrial:
             self._early_values,
             self._of_recomputation,
             self._of_micro_batches,
-            *(partial(self._of_parts, axis) for axis in SIZES),
+            *(partial(self._of_parts, axis) for axis in SIZES if (self.slot, axis) != (NORM_PRODUCT, INPUTS)),
             *([self._compiled] if compiles else []),
             self._of_step_ended,
         ]
@@ -103,7 +105,7 @@ class BufferTrial:
             for dims, tensor in self._operands.values()
         )
         x, weight = x.requires_grad_(), weight.requires_grad_()
-        layer = with_weight(weight.shape[1], weight.shape[0], weight)
+        layer = with_weight(weight.shape[1], weight.shape[0], weight, slot=self.slot)
         setattr(layer, self.slot.rpartition(".")[2], self.offer.suppliers[self.slot])
         hold(layer, self.slot, buffers)
         y = layer(x) if around is None else around(layer)(x)
@@ -132,7 +134,9 @@ class BufferTrial:
         _, weight = self._operands["weight"]
         _, upstream = self._operands["y"]
         supplier: Any = self.offer.suppliers[self.slot]
-        if self.slot == "Linear.product":
+        if self.slot in FUSED_SLOTS:
+            FusedLinear(x.shape[-1], len(weight), self.slot).parts_once(supplier, (x, weight, upstream), buffers)
+        elif self.slot == "Linear.product":
             operand = Operand(weight, supplier.cast(weight, buffers))
             _, saved = supplier.forward(x, operand, Narrow(), buffers)
             _, operands = supplier.dgrad(upstream, operand, saved, Narrow(), buffers, True)

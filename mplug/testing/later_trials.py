@@ -14,9 +14,11 @@ from mplug.nn.grouped import apply_grouped
 from mplug.nn.later import Later, Operands, Taps
 from mplug.nn.sink import Weights
 from mplug.nn.slot_buffers import hold
+from mplug.slot_kinds import WHOLE_PRODUCTS
+from mplug.testing.fused import FusedLinear
 from mplug.testing.trials import initial
 
-SLOTS = ("Linear.product", "Experts.product")
+SLOTS = (*WHOLE_PRODUCTS, "Experts.product")
 ROWS, INPUTS, OUTPUTS, EXPERTS = 32, 32, 48, 2
 
 
@@ -61,9 +63,8 @@ def _gradients(
     offer: Offer, slot: str, dtype: torch.dtype, device: str, later: Later | None, compiled: bool
 ) -> tuple[Tensor, Tensor, Any]:
     """(the gradient of the input, that of the weight in its sink, the module) of one pass over fixed numbers."""
-    module: Any = Linear(INPUTS, OUTPUTS, bias=False) if slot == "Linear.product" else _Experts(offer.suppliers[slot])
-    module = module.to(device, dtype)
-    weight = module.weight if slot == "Linear.product" else module.experts.up
+    module = _module(offer, slot).to(device, dtype)
+    weight = module.experts.up if slot == "Experts.product" else module.weight
     generator = torch.Generator().manual_seed(3)
     x, upstream, values = (
         torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
@@ -73,8 +74,9 @@ def _gradients(
         weight.copy_(values)
     weight.main_grad = torch.zeros(weight.shape, dtype=torch.promote_types(dtype, torch.float32), device=device)
     weight.main_grad_stale = torch.ones((), dtype=torch.bool, device="cpu")
-    if slot == "Linear.product":
-        module.product, module.later = offer.suppliers[slot], later
+    if slot != "Experts.product":
+        setattr(module, slot.rpartition(".")[2], offer.suppliers[slot])
+        module.later = later
         entry = Parameter(("mlp", "embed"), Init("normal"))
         declared = offer.buffers(Site("blocks.*.part", slot, module, "blocks.0.part", parameters={"weight": entry}))
         if declared:
@@ -90,6 +92,14 @@ def _gradients(
     with catch_warnings(action="ignore"):  # warnings of torch's tracer do not concern the supplier
         (grad_x,) = torch.autograd.grad(call(x), x, upstream) if later is None else _with_taps(call, x, upstream)
     return grad_x, weight.main_grad.clone(), module
+
+
+def _module(offer: Offer, slot: str) -> Any:
+    if slot == "Experts.product":
+        return _Experts(offer.suppliers[slot])
+    if slot == "Linear.product":
+        return Linear(INPUTS, OUTPUTS, bias=False)
+    return FusedLinear(INPUTS, OUTPUTS, slot)
 
 
 def _with_taps(call: Any, x: Tensor, upstream: Tensor) -> tuple[Tensor]:

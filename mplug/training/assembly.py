@@ -9,6 +9,7 @@ from mplug.gradients.loss_scale import LossScale
 from mplug.model.build import allocate_parts, build_model, gradient_dtype, refuse_unsavable
 from mplug.model.casts import keep_casts
 from mplug.model.compilation import compile_units, compiler_of
+from mplug.model.engine import refuse_missing_pieces, refuse_other_sums
 from mplug.model.fill import wrap_units
 from mplug.model.memory import initialize
 from mplug.model.model import Model
@@ -64,6 +65,8 @@ def build(run: Run) -> Parts:
     _wrap(run, model)
     keep_casts(model)
     pieces = make_pieces(model)
+    if model.engine is not None:
+        refuse_missing_pieces(model, pieces, run.rank)
     held = held_values(model, pieces)
     placements = {one.name: one.placement for one in held}
     initialize({one.name: one.values for one in held}, placements, run.rank, trainer.seed)
@@ -97,6 +100,7 @@ def _wrap(run: Run, model: Model) -> None:
                 f"the strategies of the mesh axes {axes} and {others} both sum gradients during backward in the same "
                 f"buffers; use a layout with one of them"
             )
+    refuse_other_sums(run, model, dict.fromkeys(summers.values()))
     _refuse_other_axes(run, summers)
     refuse_bypassing(run, model, summers)
 

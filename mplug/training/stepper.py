@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mplug.contracts import MicroBatch, Optimizer, Piece, StepResult
-from mplug.gradients.loss_scale import LossScale
+from mplug.gradients.loss_scale import BUFFER, LossScale
 from mplug.gradients.norm import GlobalNorm, owned_gradients
 from mplug.gradients.reduction import Reduction
 from mplug.gradients.statistics import Statistics
@@ -30,7 +30,10 @@ class DefaultStepper:
     """Runs micro batches in order through all units, then one update.
 
     A strategy with a stepper of its own calls the methods `begin_step`, `entries`, `loss_gradient`, `finish_step` and
-    `update` of this one.
+    `update` of this one. A stepper of another framework, whose engine keeps gradients itself (`Sharding.engine`), calls
+    `begin_step`, `entries` and `count`, and in the update `reduction.finish` and `apply`. It sets `gradient_scale`, the
+    factor that the gradients of pieces then have, and `loss_scale` if its engine has a loss scale of its own. It calls
+    `scale_added` with the factor that the loss has when backward starts.
     """
 
     def __init__(self, run: Run, model: Model, pieces: list[Piece], optimizer: Optimizer) -> None:
@@ -44,7 +47,8 @@ class DefaultStepper:
         self.reduction = Reduction(run, model.placements, model.sinks.reduced_over, pieces)
         updates = slot_updates(model.slot_buffers)
         self.statistics = Statistics(run, model.module, model.plan, model.buffer_placements, updates)
-        self.loss_scale = LossScale.of(run, model.module)
+        self.loss_scale: LossScale | None = LossScale.of(run, model.module)
+        self.gradient_scale: Tensor | float | None = None
         self.sums = torch.zeros(2, dtype=self.wide, device=run.device)
         self.stop_at_nonfinite = run.config.trainer.nonfinite == "stop"
         self.halted = torch.zeros((), device=run.device)
@@ -94,9 +98,13 @@ class DefaultStepper:
         return None if self.loss_scale is None else self.loss_scale.gradient_of(loss)
 
     def finish_step(self, losses: list[tuple[Tensor, Tensor]]) -> None:
-        """Finish the gradients, and keep this rank's sums of `losses`: (loss, number of targets) per micro batch."""
+        """Finish the gradients, and `count` the losses."""
         self.sinks.finish()
         self.reduction.finish()
+        self.count(losses)
+
+    def count(self, losses: list[tuple[Tensor, Tensor]]) -> None:
+        """Keep this rank's sums of `losses`: (loss, number of targets) per micro batch."""
         self.sums = self._own_sums(losses)
 
     def _own_sums(self, losses: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -118,12 +126,23 @@ class DefaultStepper:
         stop = torch.full_like(self.sums[0], float(self.run.stop_requested))
         return StepValues.of(lr, weight_decay, stop, self.updated_on)
 
-    def apply(self, values: StepValues, written: Callable[[], None]) -> StepResult:
-        """`update` with values on the device; it calls `written` when this rank's pieces have their new weights."""
-        squares = self.norm().square().to(self.run.device)
+    def scale_added(self, scale: Tensor) -> None:
+        """Set the factor on the gradients that blocks add themselves (load balancing) to that of the loss."""
+        for part in self.model.module.modules():
+            if BUFFER in part._buffers:
+                part._buffers[BUFFER] = scale
+
+    def apply(
+        self, values: StepValues, written: Callable[[], None], norm_of_rank: Callable[[], Tensor] | None = None
+    ) -> StepResult:
+        """`update` with values on the device; it calls `written` when this rank's pieces have their new weights.
+
+        `norm_of_rank` replaces the norm of this rank's gradients.
+        """
+        squares = (norm_of_rank or self.norm)().square().to(self.run.device)
         sums = self.run.summed(torch.stack([*self.sums, squares, values.stop]))
         loss_sum, num_targets, squares, stop = sums.unbind()
-        counted = num_targets if self.loss_scale is None else num_targets * self.loss_scale.scale
+        counted = num_targets * self._scale_of_gradients()
         loss, norm, scale = loss_sum / num_targets, squares.sqrt() / counted, 1 / counted
         if self.max_norm > 0:
             scale = scale * (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -135,6 +154,11 @@ class DefaultStepper:
         statistics = self.statistics.finish(num_targets)
         self.statistics.tell(skip)
         return StepResult(loss, norm, num_targets, skip, stop, statistics, failed, figures)
+
+    def _scale_of_gradients(self) -> Tensor | float:
+        if self.gradient_scale is not None:
+            return self.gradient_scale
+        return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
     def _check_finite(self, loss: Tensor, norm: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """(skip: 1 if the step is skipped, failed: 1 if that is a failure, figures of the loss scale).

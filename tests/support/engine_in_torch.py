@@ -144,11 +144,48 @@ def _transposed(rows: Tensor, number: int, *, out: None) -> Tensor:
     return rows.t().contiguous()
 
 
+def _norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, given: tuple[Any, ...]
+) -> tuple[Any, Tensor | None, Tensor]:
+    """The norm of x [N, I] in fp32, quantised if there is a quantizer; the statistics of its rows."""
+    out, quantizer, number, margin, zero_centred = given
+    assert out is None
+    assert (number, margin, zero_centred) == (NUMBERS[x.dtype], 0, False)
+    wide, means = x.float(), None
+    if bias is not None:
+        means = wide.mean(1)
+        wide = wide - means[:, None]
+    deviations = torch.rsqrt((wide * wide).mean(1) + eps)
+    y = wide * deviations[:, None] * weight.float() + (0 if bias is None else bias.float())
+    return (y.to(x.dtype) if quantizer is None else quantizer.quantize(y)), means, deviations
+
+
+def _differentiated(
+    grad: Tensor, x: Tensor, means: Tensor | None, deviations: Tensor, weight: Tensor, *given: Any
+) -> tuple[Tensor, ...]:
+    """The gradients of x, of the weight and, for LayerNorm, of the bias."""
+    assert given == (0, False)
+    upstream, wide = grad.float(), x.float()
+    n = (wide if means is None else wide - means[:, None]) * deviations[:, None]
+    g = upstream * weight.float()
+    inner = g - n * (g * n).mean(1, keepdim=True)
+    if means is not None:
+        inner = inner - g.mean(1, keepdim=True)
+    found = (inner * deviations[:, None]).to(x.dtype), (upstream * n).sum(0).to(weight.dtype)
+    return found if means is None else (*found, upstream.sum(0).to(weight.dtype))
+
+
 LIBRARY = SimpleNamespace(
     numbers=NUMBERS,
     tex=SimpleNamespace(
         compute_amax=lambda x, largest: largest.fill_(x.float().abs().amax()),
         fp8_transpose=_transposed,
+        layernorm_fwd=lambda x, weight, bias, eps, *given: _norm(x, weight, bias, eps, given),
+        rmsnorm_fwd=lambda x, weight, eps, *given: _norm(x, weight, None, eps, given),
+        layernorm_bwd=_differentiated,
+        rmsnorm_bwd=lambda grad, x, deviations, weight, *given: _differentiated(
+            grad, x, None, deviations, weight, *given
+        ),
     ),
     te=SimpleNamespace(
         Float8CurrentScalingQuantizer=_current,
@@ -166,7 +203,9 @@ def stand_ins() -> Iterator[None]:
     """Transformer Engine's functions in plain torch, on a machine that seems able to run them."""
     replaced = {
         "mplug_te.casts.library": lambda: LIBRARY,
+        "mplug_te.norm.library": lambda: LIBRARY,
         "mplug_te.products.library": lambda: LIBRARY,
+        "mplug_te.prologues.library": lambda: LIBRARY,
         "mplug_te.library.library": lambda: LIBRARY,
         "mplug_te.limits.missing": lambda _: "",
         "mplug_te.limits.refused_by_chip": lambda _: "",

@@ -230,3 +230,20 @@ def _transposed_experts(own: Tensors) -> Tensors:
         "moe.experts.down": own["mlp.experts.down_proj"].mT,
         "moe.down_bias": own["mlp.experts.down_proj_bias"],
     }
+
+
+def gpt2(library: Tensors) -> Tensors:
+    """GPT-2, whose matrices are transposed."""
+    names = {"wte": "embedding.token", "wpe": "embedding.position", "ln_f": "head.norm"}
+    parts = {"ln_1": "norm1", "ln_2": "norm2", "attn.c_attn": "attn.qkv", "attn.c_proj": "attn.out"}
+    parts |= {"mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.down"}
+    found = {}
+    for name, x in library.items():
+        words = name.removeprefix("transformer.").split(".")
+        *module, kind = words
+        if module[0] == "h":
+            own = f"blocks.{module[1]}.{parts['.'.join(module[2:])]}"
+            found[f"{own}.{kind}"] = x.mT if x.dim() == 2 else x
+        else:
+            found[f"{names['.'.join(module)]}.{kind}"] = x
+    return found

@@ -13,7 +13,11 @@ from mplug.nn import Attention, AttentionInputs, AttentionSpec
 from mplug.nn.arguments import by_specification
 from mplug.nn.specification import ALIBI, RELATIVE
 from mplug.nn.turning import prepare_qk
+from mplug.rotary import Rotary
 from mplug.testing.kernel_cases.case import Case, Drawn, Suppliers, Tensors
+
+YARN = Rotary(100.0, "yarn", (("factor", 8.0), ("original_max_position_embeddings", 16)))
+"""Scaled frequencies, and cosines and sines that are multiplied by a factor."""
 
 
 def attention_cases() -> Iterator[Case]:
@@ -129,6 +133,9 @@ def _prepared_qk() -> Iterator[Case]:
     yield _qk("far positions", 1, 16, 4, 2, theta=10000.0, first=4000)
     yield _qk("neither norm nor positions", 2, 16, 4, 4)
     yield _qk("batch 1 and length 1", 1, 1, 2, 2, theta=10000.0, norm=True, first=3)
+    yield _qk("scaled frequencies", 2, 16, 4, 2, theta=YARN)
+    yield _qk("rotary positions of a part of the head", 2, 16, 4, 2, theta=Rotary(100.0, width=4))
+    yield _qk("rotary positions of neighbouring coordinates", 2, 16, 4, 2, theta=Rotary(100.0, interleaved=True))
 
 
 def _qk(
@@ -137,13 +144,14 @@ def _qk(
     s: int,
     h: int,
     g: int,
-    theta: float | None = None,
+    theta: float | Rotary | None = None,
     norm: bool = False,
     eps: float = 1e-5,
     each: bool = False,
     first: int = 0,
 ) -> Case:
     k, drawn = 8, Drawn(s + h + g)
+    module = Attention(h * k, h, g, k, bias=False, qk_norm=norm, theta=theta, eps=eps)
     inputs = {"q": drawn.normal(b, s, h, k), "k": drawn.normal(b, s, g, k)}
     inputs |= _how_prepared(drawn, b, s, k, norm, each, first)
 
@@ -151,13 +159,12 @@ def _qk(
         prepare, weights = suppliers["Attention.prepare_qk"], (x.get("q_weight"), x.get("k_weight"))
 
         def call() -> dict[str, Tensor]:
-            q, k = prepare(x["q"], x["k"], x["positions"], *weights, eps, theta)
+            q, k = prepare(x["q"], x["k"], x["positions"], *weights, eps, module.theta)
             return {"prepared q": q, "prepared k": k}
 
         return call
 
-    module = Attention(h * k, h, g, k, bias=False, qk_norm=norm, theta=theta, eps=eps)
-    return Case(("Attention.prepare_qk",), name, module, inputs, bind)
+    return Case(("Attention.prepare_qk",), name, module, inputs, bind, module.needs("Attention.prepare_qk", ()))
 
 
 def _how_prepared(drawn: Drawn, b: int, s: int, k: int, norm: bool, each: bool, first: int) -> dict[str, Tensor]:
@@ -182,6 +189,9 @@ def _prepared_qkv() -> Iterator[Case]:
     yield _qkv("positions of each sample", 2, 7, 4, 2, 8, theta=10000.0, each=True)
     yield _qkv("far positions", 1, 6, 4, 2, 8, theta=10000.0, first=4000)
     yield _qkv("batch 1 and length 1", 1, 1, 2, 2, 8, theta=10000.0, norm=True, first=3)
+    yield _qkv("scaled frequencies", 2, 6, 4, 2, 8, theta=YARN)
+    yield _qkv("QK-norm, then scaled frequencies", 2, 6, 4, 2, 8, theta=YARN, norm=True)
+    yield _qkv("rotary positions of a part of the head", 2, 6, 4, 2, 8, theta=Rotary(100.0, width=4))
     yield _qkv("heads of 64", 2, 5, 3, 3, 64, theta=10000.0, norm=True)
     yield _qkv("heads of 24", 2, 5, 4, 2, 24, theta=10000.0, norm=True)
 
@@ -193,23 +203,23 @@ def _qkv(
     h: int,
     g: int,
     k: int,
-    theta: float | None = None,
+    theta: float | Rotary | None = None,
     norm: bool = False,
     eps: float = 1e-5,
     each: bool = False,
     first: int = 0,
 ) -> Case:
     drawn = Drawn(s + h + g + k)
+    module = Attention(h * k, h, g, k, bias=False, qk_norm=norm, theta=theta, eps=eps)
     inputs = {"packed heads": drawn.normal(b, s, h + 2 * g, k), **_how_prepared(drawn, b, s, k, norm, each, first)}
 
     def bind(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:
         prepare, weights = suppliers["Attention.prepare_qkv"], (x.get("q_weight"), x.get("k_weight"))
 
         def call() -> dict[str, Tensor]:
-            q, k, v = prepare(x["packed heads"], h, g, x["positions"], *weights, eps, theta, prepare_qk)
+            q, k, v = prepare(x["packed heads"], h, g, x["positions"], *weights, eps, module.theta, prepare_qk)
             return {"prepared q": q, "prepared k": k, "v": v}
 
         return call
 
-    module = Attention(h * k, h, g, k, bias=False, qk_norm=norm, theta=theta, eps=eps)
-    return Case(("Attention.prepare_qkv",), name, module, inputs, bind)
+    return Case(("Attention.prepare_qkv",), name, module, inputs, bind, module.needs("Attention.prepare_qkv", ()))

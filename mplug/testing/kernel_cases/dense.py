@@ -7,16 +7,20 @@ import torch
 from torch import Tensor
 
 from mplug.layout.plan import Init, Parameter
-from mplug.nn import MLP, Linear, Norm
+from mplug.nn import MLP, Inputs, Linear, Norm, Prologue
 from mplug.nn.activations import ACTIVATIONS, is_gated
 from mplug.nn.norms import NORMS
+from mplug.nn.prologue import ACTIVATION_PRODUCT, FUSED_SLOTS, NORM_PRODUCT
 from mplug.nn.slot_buffers import hold
+from mplug.testing.fused import FusedLinear
 from mplug.testing.kernel_cases.case import BUFFERS, SINK, Case, Drawn, Suppliers, Tensors
 
 
 def dense_cases() -> Iterator[Case]:
     """Cases of the slots of `Linear`, `Norm` and `MLP`."""
     yield from _linears()
+    yield from _fused_norms()
+    yield from _fused_activations()
     yield from _norms()
     yield from _activations()
     yield from _mlps()
@@ -48,9 +52,61 @@ def _linear(name: str, rows: tuple[int, ...], i: int, o: int, sink: bool = False
     return Case(Linear.SLOTS, name, Linear(i, o, bias=False), inputs, bind, parameters={"weight": weight})
 
 
-def with_weight(i: int, o: int, weight: Tensor, sink: Tensor | None = None) -> Any:
-    """A linear layer with a tensor in its weight's place, whose gradient goes to a sink if there is one."""
-    linear = Linear(i, o, bias=False)
+def _fused_norms() -> Iterator[Case]:
+    for kind in sorted(NORMS.plain):
+        yield _fused(kind, NORM_PRODUCT, kind, (2, 16), 32, 48)
+        yield _fused(f"{kind} with a residual and a bias", NORM_PRODUCT, kind, (2, 16), 32, 48, full=True)
+        yield _fused(f"{kind} with an eps that counts", NORM_PRODUCT, kind, (24,), 32, 48, eps=1.0)
+    yield _fused("odd widths", NORM_PRODUCT, "layernorm", (2, 7), 19, 23, full=True)
+    yield _fused("batch 1 and length 1", NORM_PRODUCT, "rmsnorm", (1, 1), 32, 48)
+
+
+def _fused_activations() -> Iterator[Case]:
+    for kind in sorted(ACTIVATIONS.plain):
+        yield _fused(kind, ACTIVATION_PRODUCT, kind, (2, 16), 32, 48)
+        yield _fused(f"{kind} with a bias", ACTIVATION_PRODUCT, kind, (2, 16), 32, 48, full=True)
+    yield _fused("odd widths", ACTIVATION_PRODUCT, "gelu", (2, 7), 19, 23, full=True)
+    yield _fused("batch 1 and length 1", ACTIVATION_PRODUCT, "gelu_tanh", (1, 1), 32, 48)
+
+
+def _fused(
+    name: str, slot: str, kind: str, rows: tuple[int, ...], i: int, o: int, full: bool = False, eps: float = 1e-5
+) -> Case:
+    """A norm or an activation and the product of its result; `full`: with a bias and a residual."""
+    drawn, is_norm = Drawn(i + o), slot == NORM_PRODUCT
+    wide = 2 * i if is_gated(kind) else i
+    inputs = {"x": 0.5 + 1.5 * drawn.normal(*rows, wide), "weight": drawn.normal(o, i)}
+    if is_norm:
+        inputs["norm weight"] = 1 + 0.2 * drawn.normal(i)
+    if full:
+        inputs["bias"] = drawn.normal(wide)
+    if full and is_norm:
+        inputs["residual"] = drawn.normal(*rows, i)
+
+    def bind(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:
+        linear = with_weight(i, o, x["weight"], slot=slot)
+        setattr(linear, slot.rpartition(".")[2], suppliers[slot])
+        for held, buffers in suppliers.get(BUFFERS, {}).items():
+            hold(linear, held, buffers)
+        given = Inputs(x["x"], x.get("residual"), x.get("norm weight"), x.get("bias"))
+
+        def call() -> dict[str, Tensor]:
+            y, summed = linear.both(Prologue(kind, eps), given)
+            return {"output": y} if summed is None else {"output": y, "sum": summed}
+
+        return call
+
+    weight = Parameter(("mlp", "embed"), Init("normal"))
+    module = Linear(i, o, bias=False)
+    return Case((slot,), name, module, inputs, bind, frozenset([kind]), parameters={"weight": weight})
+
+
+def with_weight(i: int, o: int, weight: Tensor, sink: Tensor | None = None, slot: str = "") -> Any:
+    """A linear layer with a tensor in its weight's place, whose gradient goes to a sink if there is one.
+
+    If `slot` is a fused slot, the layer's input is what the prologue reads.
+    """
+    linear = FusedLinear(i, o, slot) if slot in FUSED_SLOTS else Linear(i, o, bias=False)
     del linear.weight
     linear.weight = weight  # type: ignore[assignment]
     if sink is not None:

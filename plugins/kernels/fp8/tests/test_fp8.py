@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from mplug_fp8 import FP8, FP8Products, limits
-from mplug_fp8.delayed import FIRST, step_ended
-from mplug_fp8.products import Delayed, Products, Rowwise, Tensorwise
+from mplug_fp8.products import Delayed, Rowwise, Tensorwise
 from mplug_fp8.recipes import Options
+from mplug_fp8.scaled import Products
 from pydantic import ValidationError
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from mplug import Axis, Mesh, Offer, Recipe, Run, Site
 from mplug.checkpoint.folder import newest
@@ -27,9 +28,11 @@ from mplug.testing.harness import Trace, difference, tiny_config, tiny_run, trai
 NAMED: dict[str, Any] = {"kernels.linear": "fp8", "model.num_layers": 3}
 DELAYED = {"precisions.fp8.when": "delayed", "precisions.fp8.history": 2, "precisions.fp8.power_of_two": True}
 BLOCKS_OF_128 = {"model.hidden_size": 256, "model.num_attention_heads": 4, "model.num_kv_heads": 2}
+FUSED = {**DELAYED, "kernels.norm_product": "fp8", "kernels.activation_product": "fp8"}
 RECIPES: dict[str, dict[str, Any]] = {
     "tensorwise": {},
     "delayed": DELAYED,
+    "fused": FUSED,
     "rowwise": {"precisions.fp8.scaling": "rowwise"},
     "blockwise": {**BLOCKS_OF_128, "precisions.fp8.scaling": "blockwise"},
 }
@@ -68,7 +71,7 @@ class TestDelayedProducts(KernelSuite):
 
     def _offered(self, dtype: str | None = None) -> tuple[Run, list[Offer]]:
         run, offers = super()._offered(dtype)
-        return run, [offer for offer in offers if "Linear.product" in offer.suppliers]
+        return run, [offer for offer in offers if "Experts.product" not in offer.suppliers]
 
 
 @pytest.mark.wide("precision")
@@ -84,11 +87,18 @@ class TestRowwiseProducts(TestDelayedProducts):
         return KernelSuite._offered(self, dtype)
 
 
-class TestDelayed(PrecisionSuite):
+class TestFused(PrecisionSuite):
+    """Norms and activations together with the product after them, by delayed scaling."""
+
     plugin = "fp8"
-    settings: ClassVar = {**NAMED, **DELAYED}
+    settings: ClassVar = {**NAMED, **FUSED}
     layouts = ("tp2",)
     tolerance = ROUNDED
+
+
+@pytest.mark.wide("precision")
+class TestDelayed(TestFused):
+    settings: ClassVar = {**NAMED, **DELAYED}
 
 
 @pytest.mark.wide("precision")
@@ -222,31 +232,10 @@ def test_tensorwise_products_gather_fp8_numbers_with_a_common_scale(kind: type[P
 def test_a_common_scale_is_that_of_the_largest_rank() -> None:
     boundary = Boundary(lambda part: part, lambda x: x, lambda x: x * 4)
     supplier, x = Tensorwise(Options(power_of_two=True)), drawn(16, 32)
-    _, alone = supplier.quantised(x, "input", None, {})
-    _, common = supplier.quantised(x, "input", boundary, {})
-    assert float(common[1]) == 4 * float(alone[1])
-
-
-# The end of a step.
-
-
-def test_scales_follow_the_largest_value_of_the_last_steps() -> None:
-    options = Options(history=2, margin=1)
-    state = {
-        **{name: torch.zeros(2) for name in ("input", "gradient")},
-        **{f"{name}_history": torch.zeros(2, 2) for name in ("input", "gradient")},
-        **{f"{name}_scale": torch.full((2, 1), FIRST[name]) for name in ("input", "gradient")},
-    }
-    seen = []
-    for largest in (0.0, 7.0, 3.5, 0.5, 0.25):
-        state["input"], state["gradient"] = torch.tensor([largest, 1.0]), torch.full((2,), largest)
-        state |= step_ended(state, options)
-        seen.append((float(state["input_scale"][0]), float(state["gradient_scale"][0])))
-    in_history = [None, 7.0, 7.0, 3.5, 0.5]
-    assert seen == [
-        (FIRST["input"], FIRST["gradient"]) if one is None else (448 / one / 2, 57344 / one / 2) for one in in_history
-    ]
-    assert state["input_history"].tolist() == [[0.25, 0.5], [1.0, 1.0]]
+    alone, common = (
+        supplier.quantised(x, supplier.measured(x, around), "input", {}).rows for around in (None, boundary)
+    )
+    assert float(common.inverse) == 4 * float(alone.inverse)
 
 
 # What it refuses.
@@ -260,22 +249,31 @@ def answer(
     needs: tuple[str, ...] = (),
     recipe: Recipe | None = None,
     activations: str = "bfloat16",
+    slot: str = "Linear.product",
 ) -> bool | str:
-    """The answer for a linear layer [64, 32], or for another module."""
+    """The answer for a slot of a linear layer [64, 32], or for another module."""
     with torch.device("meta"):
         module = module or Linear(32, 64)
     recipe = recipe or FP8(FP8.Config(scaling=scaling)).define_precision().recipe
     assert recipe is not None
     precision = SimpleNamespace(recipe=recipe, activations=activations)
     mesh = Mesh.of([Axis("tp", tp, splits=("mlp",))], tp)
-    run: Any = SimpleNamespace(device=device, precision=precision, mesh=mesh)
-    names = {"Experts.product": ("up", "down")} if isinstance(module, Experts) else {"Linear.product": ("weight",)}
-    ((slot, weights),) = names.items()
+    kernels = SimpleNamespace(kinds={slot.rpartition(".")[2]: "kernels/fp8"} if slot in Linear.FUSED_SLOTS else {})
+    config = SimpleNamespace(kernels=kernels)
+    run: Any = SimpleNamespace(device=device, precision=precision, mesh=mesh, config=config)
+    weights = ("up", "down") if isinstance(module, Experts) else ("weight",)
+    slot = "Experts.product" if isinstance(module, Experts) else slot
     dims = ("experts", "mlp", "embed") if isinstance(module, Experts) else ("mlp", "embed")
     described = {name: Parameter(dims, Init("normal")) for name in weights}
     site = Site("blocks.*.up", slot, module, "blocks.0.up", frozenset({recipe.need, *needs}), described)
-    offer = next(one for one in FP8Products(FP8Products.Config()).offer(run) if slot in one.suppliers)
-    return offer.supports(site, run)
+    offers = [one for one in FP8Products(FP8Products.Config()).offer(run) if slot in one.suppliers]
+    answers = [answer for offer in offers if (answer := offer.supports(site, run)) is not False]
+    assert len(answers) < 2
+    return answers[0] if answers else False
+
+
+NORM, ACTIVATION = Linear.FUSED_SLOTS
+DELAYED_RECIPE = FP8(FP8.Config(when="delayed")).define_precision().recipe
 
 
 def test_it_serves_its_recipes_and_says_why_it_does_not_serve_a_site() -> None:
@@ -284,6 +282,8 @@ def test_it_serves_its_recipes_and_says_why_it_does_not_serve_a_site() -> None:
     assert answer() is True
     assert answer(scaling="rowwise") is True
     assert answer(experts, "rowwise") is True
+    assert answer(slot=NORM, needs=("rmsnorm",), recipe=DELAYED_RECIPE) is True
+    assert answer(slot=ACTIVATION, needs=("swiglu",), recipe=DELAYED_RECIPE) is True
     for reason, found in (
         ("only with a scale for each row ('fp8-rowwise')", answer(experts)),
         ("multiples of 16, and this site's weight is 64 by 40", answer(odd)),
@@ -295,6 +295,9 @@ def test_it_serves_its_recipes_and_says_why_it_does_not_serve_a_site() -> None:
         ("with gradients in float8_e4m3fn", answer(recipe=Recipe("fp8-rowwise", {"gradient": "float8_e5m2"}))),
         ("computes in float32", answer(activations="float32")),
         ("needs a CUDA GPU or a CPU", answer(device="mps")),
+        ("set precisions.fp8.when=delayed, or kernels.norm_product=null", answer(slot=NORM, needs=("rmsnorm",))),
+        ("it does not offer groupnorm", answer(slot=NORM, needs=("groupnorm",), recipe=DELAYED_RECIPE)),
+        ("it does not offer relu", answer(slot=ACTIVATION, needs=("relu",), recipe=DELAYED_RECIPE)),
     ):
         assert reason in str(found)
 
@@ -338,6 +341,29 @@ def test_it_fills_nothing_without_the_recipe_and_says_that_a_cpu_emulates() -> N
     assert own[0].supplier_label(run) == "kernels/fp8 (emulated on a CPU)"
     site = next(one.site for one in filled if one.site.slot == "Linear.product")
     assert limits.supports_linear(site, tiny_run({"trainer.precision": "bf16"})) is False
+
+
+def test_it_saves_inputs_in_fp8_unless_backward_has_them_in_bf16() -> None:
+    filled = build_model(tiny_run({**NAMED, "trainer.precision": "fp8"})).slots
+    own = [(one.site.role, one.offer) for one in filled if one.supplier == "kernels/fp8"]
+    keeps = {role: offer.suppliers["Linear.product"].keeps_input for role, offer in own if offer is not None}
+    assert {role for role, kept in keeps.items() if kept} == {"blocks.*.attn.out", "blocks.*.mlp.down"}
+    assert {role for role, kept in keeps.items() if not kept} == {"blocks.*.attn.qkv", "blocks.*.mlp.up"}
+
+
+def saved_bytes(settings: dict[str, Any]) -> int:
+    """Bytes of all tensors that autograd keeps in a short compiled run, each storage once."""
+    kept: list[Tensor] = []
+    with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        train_steps({"model.num_layers": 3, "trainer.compile": "aot_eager", **settings})
+    return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in kept}.values())
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("rowwise", marks=pytest.mark.wide("precision"))])
+def test_a_compiled_run_keeps_less_for_backward_than_in_bf16(recipe: str) -> None:
+    in_bf16 = saved_bytes({"trainer.precision": "bf16"})
+    assert saved_bytes({**NAMED, "trainer.precision": "fp8", **RECIPES[recipe]}) < in_bf16
 
 
 @pytest.mark.parametrize(

@@ -7,37 +7,28 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from mplug_fp8 import emulation
 from mplug_fp8.emulation import BLOCK, E4M3, E5M2, padded
 from torch import Tensor
+from triton_kernels import DEVICE, INTERPRETED, assert_bits, runs, torchs_rounding
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
+__all__ = ["torchs_rounding"]
 SHAPES = [(48, 64), (37, 160), (1, 16), (16, 32)] if INTERPRETED else [(48, 64), (1000, 2064), (4096, 2048), (1, 16)]
 LINES = [(150, 256), (128, 128)] if INTERPRETED else [(150, 256), (1000, 384), (4096, 2048)]
-CANNOT_RUN = find_spec("triton") is None or not (INTERPRETED or torch.cuda.is_available())
+KERNEL_TESTS = (Path(__file__), Path(__file__).with_name("test_prologue_kernels.py"))
 each_format = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 powers = pytest.mark.parametrize("power", [False, True], ids=["", "power"])
-
-
-def runs(test: Callable[..., None]) -> Callable[..., None]:
-    """A test of kernels, which is one of the GPU's tests outside of the interpreter."""
-    skipping = pytest.mark.skipif(CANNOT_RUN, reason="it needs Triton, and a GPU or TRITON_INTERPRET=1")
-    marked: Callable[..., None] = skipping(test if INTERPRETED else pytest.mark.gpu(test))
-    return marked
 
 
 @pytest.mark.skipif(find_spec("triton") is None or INTERPRETED, reason="it needs Triton, outside of its interpreter")
 def test_what_runs_on_a_gpu_runs_in_tritons_interpreter_too() -> None:
     finished = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", str(Path(__file__))],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", *map(str, KERNEL_TESTS)],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
@@ -47,31 +38,6 @@ def test_what_runs_on_a_gpu_runs_in_tritons_interpreter_too() -> None:
     assert "passed" in finished.stdout
 
 
-@pytest.fixture(autouse=True)
-def torchs_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter rounds to fp8 wrongly (no ties to even, no carry), so there torch rounds.
-
-    As on a GPU, infinity saturates, and there is one NaN.
-    """
-    if not INTERPRETED or find_spec("triton") is None:
-        return
-    import numpy as np
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    formats, plain = {tl.float8e4nv: E4M3, tl.float8e5: E5M2}, interpreter._convert_float
-
-    def converted(numbers: Any, source: Any, target: Any, mode: Any) -> Any:
-        if target not in formats:
-            return plain(numbers, source, target, mode)
-        wide = torch.from_numpy(np.ascontiguousarray(numbers).view(np.float32))
-        end = emulation.limit(formats[target])
-        wide = torch.where(wide.isnan(), torch.nan, wide.clamp(-end, end))
-        return wide.to(formats[target]).view(torch.uint8).numpy()
-
-    monkeypatch.setattr(interpreter, "_convert_float", converted)
-
-
 def drawn(*shape: int, seed: int = 0) -> Tensor:
     """Random numbers over nine powers of ten, in bf16, with zeros, a row and a column of zeros."""
     generator = torch.Generator().manual_seed(seed)
@@ -79,17 +45,6 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
     x = (torch.randn(shape, generator=generator) * sizes).to(torch.bfloat16)
     x[..., 0], x[..., -1, :] = 0, x[..., -1, :] * (x.shape[-2] == 1)
     return x
-
-
-def bits(x: Tensor) -> Tensor:
-    return x.cpu().contiguous().view({1: torch.uint8, 4: torch.int32}[x.element_size()])
-
-
-def assert_bits(found: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> None:
-    for number, (ours, exact) in enumerate(zip(found, right, strict=True)):
-        assert (ours.shape, ours.dtype) == (exact.shape, exact.dtype), f"result {number}"
-        differing = int((bits(ours) != bits(exact)).sum())
-        assert not differing, f"{differing} of {ours.numel()} in result {number}"
 
 
 @runs

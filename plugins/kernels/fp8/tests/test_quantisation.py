@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 import torch
 from mplug_fp8 import emulation, grouped, operators
 from mplug_fp8.emulation import BLOCK, E4M3, E5M2, padded
-from mplug_fp8.products import Blockwise, Delayed, Products, Rowwise, Tensorwise
+from mplug_fp8.products import Blockwise, Delayed, Rowwise, Tensorwise
 from mplug_fp8.recipes import Options
+from mplug_fp8.scaled import Products
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -140,7 +142,7 @@ def test_columns_are_the_transpose_padded_with_zeros() -> None:
     assert not columns[:, 37:].float().any()
     assert torch.equal(columns[:, :37].float(), rows.float().t())
     assert torch.equal(operators.transposed(rows).float(), columns.float())
-    lines = operators.cast_lines(even(130, 128))
+    lines = operators.cast_lines(even(130, 128), True, True)
     assert lines[0].shape == (256, 128)
     assert not lines[0][130:].float().any()
     assert not lines[2][:, 130:].float().any()
@@ -168,9 +170,8 @@ def passes(supplier: Products, x: Tensor, weight: Tensor, grad_y: Tensor, sink: 
 
 def values_of(supplier: Products, x: Tensor, operand: str, buffers: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """(the values of rows, those of columns transposed) that stand for x [N, X], in fp64, without padding."""
-    _, (rows, inverse, columns, column_inverse) = supplier.quantised(x, operand, None, buffers)
     found = []
-    for numbers, factor in ((rows, inverse), (columns, column_inverse)):
+    for numbers, factor in supplier.quantised(x, supplier.measured(x, None), operand, buffers):
         wide = factor.double()
         wide = wide.t().repeat_interleave(BLOCK, 1) if wide.dim() == 2 else wide[:, None]
         found.append(numbers.double() * wide)
@@ -203,6 +204,34 @@ def test_products_are_exact_but_for_the_rounding_of_sums(recipe: str) -> None:
         assert ((found.double() - exact).abs() <= bound).all(), name
     far = ((y.double() - x.double() @ weight.double().t()).norm() / y.double().norm()).item()
     assert 0.01 < far < 0.06  # e4m3 has four bits of significand, so a factor is off by up to 6%
+
+
+@each_recipe
+def test_columns_that_are_cast_again_in_backward_have_the_same_bits(recipe: str) -> None:
+    x, weight, grad_y = even(N, I), even(O, I, seed=1), even(N, O, seed=2)
+    supplier, buffers = replace(RECIPES[recipe], keeps_input=True), buffers_of(x, grad_y)
+    for again, right in zip(*(passes(one, x, weight, grad_y) for one in (supplier, RECIPES[recipe])), strict=True):
+        assert torch.equal(again, right)
+    _, saved = supplier.forward(x, Operand(weight, supplier.cast(weight, buffers)), ALONE, buffers)
+    assert saved[0] is x
+    assert sum(tensor.numel() for tensor in saved[1:]) == (recipe == "tensorwise")
+
+
+@each_recipe
+def test_copies_of_a_weight_and_of_an_input_take_half_its_bytes(recipe: str) -> None:
+    """Rowwise scaling keeps two copies of a weight, whose rows and columns have different scales."""
+    x, weight, grad_y = even(N, I), even(O, I, seed=1), even(N, O, seed=2)
+    keeping, buffers = replace(RECIPES[recipe], keeps_weights=True), buffers_of(x, grad_y)
+    casts = keeping.cast(weight, buffers)
+    for kept, right in zip(*(passes(one, x, weight, grad_y) for one in (keeping, RECIPES[recipe])), strict=True):
+        assert torch.equal(kept, right)
+    assert sum(tensor.nbytes for tensor in RECIPES[recipe].cast(weight, buffers)) <= 4
+    _, saved = keeping.forward(x, Operand(weight, casts), ALONE, buffers)
+    numbers = [sum(tensor.numel() for tensor in tensors if tensor.itemsize == 1) for tensors in (casts, saved)]
+    rows = padded(N, BLOCK) if recipe == "blockwise" else padded(N)
+    assert numbers == [weight.numel() * (1 + (recipe == "rowwise")), I * rows]
+    scales = sum(tensor.nbytes for tensor in (*casts, *saved) if tensor.itemsize > 1)
+    assert scales < 0.04 * weight.nbytes
 
 
 @each_recipe
@@ -294,10 +323,14 @@ def calls() -> dict[str, Callable[[], Any]]:
         "cast": lambda: operators.cast(x, one, False, False, True, True),
         "cast to rows": lambda: operators.cast(x, one, True, False, True, False),
         "cast_scaled": lambda: operators.cast_scaled(x, one, torch.zeros(()), True, False, False, True),
+        "cast_columns": lambda: operators.cast_columns(x, one, True),
         "transposed": lambda: operators.transposed(rows),
-        "cast_rowwise": lambda: operators.cast_rowwise(x[None], True),
-        "cast_lines": lambda: operators.cast_lines(x),
-        "cast_blocks": lambda: operators.cast_blocks(weight),
+        "cast_rowwise": lambda: operators.cast_rowwise(x[None], True, True, True),
+        "cast_rowwise to columns": lambda: operators.cast_rowwise(x[None], True, False, True),
+        "cast_lines": lambda: operators.cast_lines(x, True, True),
+        "cast_lines to rows": lambda: operators.cast_lines(x, True, False),
+        "cast_blocks": lambda: operators.cast_blocks(weight, True, True),
+        "cast_blocks to columns": lambda: operators.cast_blocks(weight, False, True),
         "multiply": lambda: operators.multiply(rows, wide, one, one, "tensor", "tensor", True),
         "cast_grouped": lambda: grouped.cast_grouped(x, ends, True),
         "multiply_grouped": lambda: grouped.multiply_grouped(

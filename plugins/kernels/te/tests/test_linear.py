@@ -5,7 +5,6 @@ On a CPU, stand-ins in plain torch take the functions' place. n rows of a rank, 
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 from warnings import catch_warnings
 
@@ -13,12 +12,20 @@ import pytest
 import torch
 import yaml
 from engine_in_torch import stand_ins
-from mplug_te.delayed import FIRST, GRADIENT, INPUT, declared, history_name, scale_name, step_ended
 from mplug_te.linear import HalfProduct, product_of
-from mplug_te.recipes import BLOCKWISE, DELAYED, TENSORWISE, Options, recipe_of
+from mplug_te.recipes import (
+    BLOCKWISE,
+    DELAYED,
+    GRADIENT,
+    INPUT,
+    TENSORWISE,
+    Options,
+    delayed_scaling_of,
+    recipe_of,
+)
 from torch import Tensor
 
-from mplug import Offer, Site
+from mplug import DelayedScaling, Offer, Site
 from mplug.layout.plan import Init, Parameter
 from mplug.model.tracer import prepare_compiler
 from mplug.nn import Boundary, Linear, Product
@@ -61,7 +68,9 @@ def site() -> Site:
 def buffers_of(name: str) -> dict[str, Tensor]:
     if name != DELAYED:
         return {}
-    return {key: torch.full(one.shape, one.value) for key, one in declared(site(), OPTIONS[name].history).items()}
+    return {
+        key: torch.full(one.shape, one.value) for key, one in delayed_scaling_of(OPTIONS[name]).buffers(site()).items()
+    }
 
 
 def results(
@@ -190,20 +199,8 @@ def test_a_step_keeps_the_largest_absolute_values_and_uses_the_scales_of_the_sta
     first = results(DELAYED, x, weight, grad, buffers=buffers)
     assert float(buffers[INPUT]) == float(x.abs().max())
     assert float(buffers[GRADIENT]) == float(grad.abs().max())
-    buffers[scale_name(INPUT)].fill_(1e4)  # so large that all values are cut off
+    buffers[DelayedScaling.scale_name(INPUT)].fill_(1e4)  # so large that all values are cut off
     assert error(results(DELAYED, x, weight, grad, buffers=buffers)[0], first[0].double()) > 0.5
-
-
-def test_the_end_of_a_step_moves_the_histories_and_sets_the_scales() -> None:
-    largest = {INPUT: torch.tensor([2.0, 0.0, float("inf")]), GRADIENT: torch.tensor([0.5, 1e-40, 3.0])}
-    stacked = {
-        name: torch.stack([value] * 3) for name, value in buffers_of(DELAYED).items() if name not in largest
-    } | largest
-    stacked[history_name(INPUT)][0] = torch.tensor([1.0, 7.0, 8.0])  # the oldest, 8, leaves
-    found = step_ended(stacked, Options(history=3, margin=1))
-    assert found[history_name(INPUT)][0].tolist() == [2.0, 1.0, 7.0]
-    assert found[scale_name(INPUT)].flatten().tolist() == [448 / 7 / 2, FIRST[INPUT], FIRST[INPUT]]
-    assert found[scale_name(GRADIENT)].flatten().tolist() == [57344 / 2 / 0.5, 2.0**126, pytest.approx(57344 / 6)]
 
 
 def test_recipes_are_data_with_the_formats_of_their_operands() -> None:
@@ -226,7 +223,7 @@ def test_recipes_are_data_with_the_formats_of_their_operands() -> None:
 def test_the_weight_gradient_can_be_computed_later(name: str) -> None:
     offer = Offer({"Linear.product": PRODUCTS[name]})
     if name == DELAYED:
-        offer = replace(offer, buffers=partial(declared, history=3))
+        offer = replace(offer, buffers=delayed_scaling_of(OPTIONS[DELAYED]).buffers)
     assert later_fault(offer, "Linear.product", torch.bfloat16, "cpu", compiles=True) == ""
 
 
@@ -234,8 +231,8 @@ def test_the_statistics_of_parts_combine_to_those_of_the_whole() -> None:
     options = replace(OPTIONS[DELAYED], power_of_two=True)
     offer = Offer(
         {"Linear.product": product_of(DELAYED, options)},
-        buffers=partial(declared, history=options.history),
-        step_ended=partial(step_ended, options=options),
+        buffers=delayed_scaling_of(options).buffers,
+        step_ended=delayed_scaling_of(options).step_ended,
     )
     assert BufferTrial(offer, "Linear.product", torch.bfloat16, "cpu", "delayed").fault(compiles=True) == ""
 

@@ -106,7 +106,8 @@ def test_a_layer_is_served_by_the_recipe_of_the_run_and_base_modules_in_bf16(
 def test_delayed_scaling_declares_its_statistics_and_states(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch)
     offers = TransformerEngine(TransformerEngine.Config()).offer(run(fp8("delayed", history=7)))
-    (declared,) = [found for one in offers if (found := one.buffers(linear()))]
+    declared, of_norms = [found for one in offers if (found := one.buffers(linear()))]
+    assert declared == of_norms
     assert {name: (one.shape, one.over, one.reduction) for name, one in declared.items() if one.over} == {
         "input": ((), ("batch", "sequence", "embed"), "max"),
         "gradient": ((), ("batch", "sequence", "mlp"), "max"),

@@ -58,11 +58,14 @@ def test_what_runs_on_a_device_runs_in_tritons_interpreter_too() -> None:
 NORM, QKV = "Norm.norm_residual", "Attention.prepare_qkv"
 
 
-def answer(slot: str, size: int = 64, device: str = "cuda", *needs: str, precision: str = "bf16") -> bool | str:
-    """To a norm of a width, or to attention of a head dim."""
+def answer(
+    slot: str, size: int = 64, device: str = "cuda", *needs: str, precision: str = "bf16", named: bool = True
+) -> bool | str:
+    """To a norm of a width, or to attention of a head dim; `named`: the config names the plugin for these slots."""
     module = SimpleNamespace(weight=torch.empty(size, device="meta"), head_dim=size)
     offered = next(one for one in Triton(Triton.Config()).offer() if slot in one.suppliers)
-    config = SimpleNamespace(trainer=SimpleNamespace(precision=precision))
+    kinds = dict.fromkeys(("norm", "qk"), "kernels/triton") if named else {}
+    config = SimpleNamespace(trainer=SimpleNamespace(precision=precision), kernels=SimpleNamespace(kinds=kinds))
     run: Any = SimpleNamespace(device=device, config=config, precision=precision_named(precision))
     return offered.supports(Site("blocks.*", slot, module, "", frozenset(needs)), run)
 
@@ -98,6 +101,14 @@ def test_it_serves_norms_of_rows_that_registers_hold() -> None:
 @pytest.mark.parametrize("slot", [NORM, QKV])
 def test_what_a_site_needs_beyond_the_plain_case_it_does_not_offer(slot: str) -> None:
     assert "does not offer log-sum-exp" in str(answer(slot, 64, "cuda", "log-sum-exp"))
+
+
+@pytest.mark.usefixtures("installed")
+def test_other_norms_and_rotary_positions_go_to_plain_torch_unless_the_config_names_it() -> None:
+    for slot, need in ((NORM, "offset_rmsnorm norm"), (QKV, "partial rotary"), (QKV, "wide QK-norm")):
+        assert answer(slot, 64, "cuda", need) == f"it does not offer {need}"
+        assert answer(slot, 64, "cuda", need, named=False) is False
+    assert answer(QKV, 64, "cuda", "scaled rotary") is True
 
 
 @pytest.mark.parametrize("slot", [NORM, QKV])

@@ -39,7 +39,7 @@ class TestDeepseek(ModelSuite):
             "mscale_all_dim": 0.9,
         },
     }
-    layouts = ("tp2pp2",)
+    layouts = ("tp2pp2", "cp2")
 
 
 @pytest.mark.wide("layouts")

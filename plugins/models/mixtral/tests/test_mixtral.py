@@ -93,7 +93,9 @@ TINY = {
 
 
 DIVIDE_EXPERTS = ("ep", "etp")
-OTHERS = [name for name in Registry().names("parallel") if name not in DIVIDE_EXPERTS]
+NO_EXPERTS = ("deepspeed",)
+"""Strategies that refuse layouts that divide experts."""
+OTHERS = [name for name in Registry().names("parallel") if name not in (*DIVIDE_EXPERTS, *NO_EXPERTS)]
 
 
 class TestMixtral(ModelSuite):

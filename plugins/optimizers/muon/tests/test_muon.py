@@ -1,13 +1,15 @@
 """Muon over pieces: mplug's suite against Muon and AdamW in fp64, and torch.optim.Muon beside it."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from mplug_muon import Muon, hidden, newton_schulz
+from mplug_muon.both import is_hidden_matrix
 from torch import Tensor
 
-from mplug import Parameter, UsageError
+from mplug import Init, Parameter, UsageError
 from mplug.model.build import build_model
 from mplug.testing import DenseStep, OptimizerSuite, dense
 from mplug.testing.harness import tiny_run
@@ -183,3 +185,16 @@ def test_it_learns_a_batch(scale: str, lr: float) -> None:
         parts.stepper.forward_backward(batches, step)
         losses.append(float(parts.stepper.update(lr, 0.1).loss))
     assert losses[-1] < 0.5 * losses[0]
+
+
+def test_biases_of_experts_are_stacked_vectors_and_no_matrices() -> None:
+    init = Init("constant")
+    shapes = {
+        ("expert", "expert_mlp"): False,
+        ("every_expert", "embed"): False,
+        ("expert", "expert_mlp", "embed"): True,
+        ("router_expert", "embed"): True,
+    }
+    for dims, is_matrix in shapes.items():
+        piece: Any = SimpleNamespace(parameter=Parameter(dims, init))
+        assert is_hidden_matrix(piece, ("vocab", "positions")) is is_matrix, dims

@@ -27,7 +27,7 @@ class RowwiseGroups(GroupedProduct):
 
     def cast(self, weight: Tensor) -> tuple[Tensor, ...]:
         """weight [e, O, I] -> rows [e, O, I] with inverses [e, O], columns [e, I, O] with inverses [e, I]."""
-        return cast_rowwise(weight, self.options.power_of_two)
+        return cast_rowwise(weight, self.options.power_of_two, True, True)
 
     def forward(self, rows: Tensor, ends: Tensor, weight: Operand) -> tuple[Tensor, tuple[Tensor, ...]]:
         """rows [M, I] -> ([M, O], the columns of the rows, their inverses and the ends of their groups)."""

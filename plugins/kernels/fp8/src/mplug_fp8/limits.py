@@ -6,7 +6,8 @@ import torch
 
 from mplug import Recipe, Site, triton_builds
 from mplug_fp8.emulation import BLOCK, ROWS
-from mplug_fp8.recipes import BLOCKWISE, NAMES, ROWWISE, Options
+from mplug_fp8.prologues import ACTIVATIONS, NORMS
+from mplug_fp8.recipes import BLOCKWISE, DELAYED, NAMES, ROWWISE, Options
 
 if TYPE_CHECKING:
     from mplug import Run
@@ -25,12 +26,33 @@ def supports_experts(site: Site, run: "Run") -> bool | str:
     return _supports(site, run, ("up", "down"))
 
 
+def supports_norm(site: Site, run: "Run") -> bool | str:
+    """The same for a norm and the linear layer after it."""
+    return _supports_fused(site, run, NORMS)
+
+
+def supports_activation(site: Site, run: "Run") -> bool | str:
+    """The same for an activation and the linear layer after it."""
+    return _supports_fused(site, run, ACTIVATIONS)
+
+
+def _supports_fused(site: Site, run: "Run", kinds: tuple[str, ...]) -> bool | str:
+    """Only delayed scaling knows the scale of an operand before the operand exists."""
+    recipe, kind = run.precision.recipe, site.slot.rpartition(".")[2]
+    if recipe is None or recipe.need not in site.needs or recipe.name == DELAYED:
+        return _supports(site, run, ("weight",), kinds)
+    return (
+        f"it fuses only operands of '{DELAYED}', whose scales are known before, and trainer.precision asks for "
+        f"'{recipe.name}'; set precisions.fp8.when=delayed, or kernels.{kind}=null"
+    )
+
+
 def note(site: Site, run: "Run") -> str:
     """Which implementation computes."""
     return "emulated on a CPU" if run.device == "cpu" else ""
 
 
-def _supports(site: Site, run: "Run", weights: tuple[str, ...]) -> bool | str:
+def _supports(site: Site, run: "Run", weights: tuple[str, ...], kinds: tuple[str, ...] = ()) -> bool | str:
     recipe = run.precision.recipe
     if recipe is None or recipe.need not in site.needs:
         return False
@@ -42,7 +64,7 @@ def _supports(site: Site, run: "Run", weights: tuple[str, ...]) -> bool | str:
             f"for '{recipe.name}'; set precisions.fp8.scaling=rowwise, or name the experts in trainer.base_modules"
         )
     return (
-        site.lacking({recipe.need})
+        site.lacking({recipe.need, *kinds})
         or _against_recipe(recipe, run)
         or next((reason for weight in weights if (reason := _against_shape(site, run, weight, recipe.name))), "")
         or _against_device(recipe, run)

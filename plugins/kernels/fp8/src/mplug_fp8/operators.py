@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import ScalingType, SwizzleType
+from torch.nn.functional import ScalingType, SwizzleType, pad
 from torch.utils.flop_counter import register_flop_formula
 
 from mplug.nn import fake, operator
@@ -125,6 +125,24 @@ def _(
     return *_empty(x, _format(e5m2), wants_rows, wants_columns), x.new_empty(1, dtype=torch.float32)
 
 
+@operator("mplug_fp8::cast_columns")
+def cast_columns(x: Tensor, scale: Tensor, e5m2: bool) -> tuple[Tensor, Tensor]:
+    """x [N, I] with a known scale [1] -> columns [I, P], inverse [1], of a tensor whose rows have been cast before."""
+    dtype = _format(e5m2)
+    if not x.is_cuda:
+        rows = emulation.rounded(x, scale, dtype)
+        return emulation.transposed(rows), torch.ones_like(scale) / scale
+    from mplug_fp8 import launch
+
+    _, columns = _empty(x, dtype, False, True)
+    return columns, launch.cast(x.contiguous(), scale, None, dtype, False, False, None, columns)
+
+
+@fake("mplug_fp8::cast_columns")
+def _(x: Tensor, scale: Any, e5m2: bool) -> Any:
+    return _empty(x, _format(e5m2), False, True)[1], x.new_empty(1, dtype=torch.float32)
+
+
 def _wanted(rows: Tensor, wants_rows: bool, wants_columns: bool) -> tuple[Tensor, Tensor]:
     columns = emulation.transposed(rows) if wants_columns else rows.new_empty(0)
     return rows if wants_rows else rows.new_empty(0), columns
@@ -153,63 +171,91 @@ def _(rows: Tensor) -> Tensor:
     return rows.new_empty((rows.shape[1], padded(len(rows))))
 
 
+def turned(inverse: Tensor, outputs: int, inputs: int) -> Tensor:
+    """The inverses of the blocks of a weight [O, I] -> those of its transpose; see `cast_blocks`."""
+    blocks, lines = outputs // BLOCK, inputs // BLOCK
+    return pad(inverse[:, :lines].t(), (0, padded(blocks, 4) - blocks)).contiguous()
+
+
 # Rowwise and blockwise.
 
 
 @operator("mplug_fp8::cast_rowwise")
-def cast_rowwise(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x [W, N, I] -> rows [W, N, I] with inverses [W, N], columns [W, I, P] with inverses [W, I]."""
+def cast_rowwise(
+    x: Tensor, power_of_two: bool, wants_rows: bool, wants_columns: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x [W, N, I] -> rows [W, N, I] with inverses [W, N], columns [W, I, P] with inverses [W, I].
+
+    Rows or columns that are not wanted are empty. So are their inverses.
+    """
     if not x.is_cuda:
-        return emulation.cast_rowwise(x, power_of_two)
+        return _only_wanted(emulation.cast_rowwise(x, power_of_two), wants_rows, wants_columns)
     from mplug_fp8 import launch
 
-    return launch.cast_rowwise(x.contiguous(), power_of_two)
+    return _only_wanted(launch.cast_rowwise(x.contiguous(), power_of_two), wants_rows, wants_columns)
 
 
 @fake("mplug_fp8::cast_rowwise")
-def _(x: Tensor, power_of_two: bool) -> Any:
+def _(x: Tensor, power_of_two: bool, wants_rows: bool, wants_columns: bool) -> Any:
     w, n, i = x.shape
     numbers = x.new_empty((w, n, i), dtype=E4M3), x.new_empty((w, i, padded(n)), dtype=E4M3)
     inverses = x.new_empty((w, n), dtype=torch.float32), x.new_empty((w, i), dtype=torch.float32)
-    return numbers[0], inverses[0], numbers[1], inverses[1]
+    return _only_wanted((numbers[0], inverses[0], numbers[1], inverses[1]), wants_rows, wants_columns)
 
 
 @operator("mplug_fp8::cast_lines")
-def cast_lines(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x [N, I] -> rows [P, I] with inverses [I / 128, P], columns [I, P] with inverses [P / 128, I]."""
+def cast_lines(x: Tensor, wants_rows: bool, wants_columns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x [N, I] -> rows [P, I] with inverses [I / 128, P], columns [I, P] with inverses [P / 128, I].
+
+    Rows or columns that are not wanted are empty. So are their inverses.
+    """
     if not x.is_cuda:
-        return emulation.cast_lines(x)
+        return _only_wanted(emulation.cast_lines(x), wants_rows, wants_columns)
     from mplug_fp8 import launch
 
-    return launch.cast_lines(x.contiguous())
+    return _only_wanted(launch.cast_lines(x.contiguous()), wants_rows, wants_columns)
 
 
 @fake("mplug_fp8::cast_lines")
-def _(x: Tensor) -> Any:
+def _(x: Tensor, wants_rows: bool, wants_columns: bool) -> Any:
     n, i = x.shape
     p = padded(n, BLOCK)
     numbers = x.new_empty((p, i), dtype=E4M3), x.new_empty((i, p), dtype=E4M3)
-    inverses = (x.new_empty(shape, dtype=torch.float32) for shape in ((i // BLOCK, p), (p // BLOCK, i)))
-    return numbers[0], next(inverses), numbers[1], next(inverses)
+    inverses = [x.new_empty(shape, dtype=torch.float32) for shape in ((i // BLOCK, p), (p // BLOCK, i))]
+    return _only_wanted((numbers[0], inverses[0], numbers[1], inverses[1]), wants_rows, wants_columns)
+
+
+def _only_wanted(
+    found: tuple[Tensor, Tensor, Tensor, Tensor], wants_rows: bool, wants_columns: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """rows, inverses, columns, inverses; the kernels compute all of them, and unwanted ones are freed."""
+    wanted = (wants_rows, wants_rows, wants_columns, wants_columns)
+    rows, of_rows, columns, of_columns = (
+        x if wants else x.new_empty(0) for x, wants in zip(found, wanted, strict=True)
+    )
+    return rows, of_rows, columns, of_columns
 
 
 @operator("mplug_fp8::cast_blocks")
-def cast_blocks(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """weight [O, I] -> rows [O, I] with inverses [O / 128, 4 ceil(I / 512)], columns [I, O] with theirs."""
+def cast_blocks(weight: Tensor, wants_rows: bool, wants_columns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """weight [O, I] -> rows [O, I] with inverses [O / 128, 4 ceil(I / 512)], columns [I, O] with theirs.
+
+    Rows or columns that are not wanted are empty. So are their inverses.
+    """
     if not weight.is_cuda:
-        return emulation.cast_blocks(weight)
+        return _only_wanted(emulation.cast_blocks(weight), wants_rows, wants_columns)
     from mplug_fp8 import launch
 
-    return launch.cast_blocks(weight.contiguous())
+    return _only_wanted(launch.cast_blocks(weight.contiguous()), wants_rows, wants_columns)
 
 
 @fake("mplug_fp8::cast_blocks")
-def _(weight: Tensor) -> Any:
+def _(weight: Tensor, wants_rows: bool, wants_columns: bool) -> Any:
     o, i = weight.shape
     numbers = weight.new_empty((o, i), dtype=E4M3), weight.new_empty((i, o), dtype=E4M3)
     shapes = ((o // BLOCK, padded(i // BLOCK, 4)), (i // BLOCK, padded(o // BLOCK, 4)))
-    inverses = (weight.new_empty(shape, dtype=torch.float32) for shape in shapes)
-    return numbers[0], next(inverses), numbers[1], next(inverses)
+    inverses = [weight.new_empty(shape, dtype=torch.float32) for shape in shapes]
+    return _only_wanted((numbers[0], inverses[0], numbers[1], inverses[1]), wants_rows, wants_columns)
 
 
 # Products.
@@ -220,10 +266,8 @@ def multiply(
     a: Tensor, b: Tensor, a_inverse: Tensor, b_inverse: Tensor, scaling: str, other_scaling: str, fast: bool
 ) -> Tensor:
     """a [M, K] times b [N, K] transposed -> bf16 [M, N]. `fast` sums in the tensor cores' own, narrower format."""
-    if not a.is_cuda:
-        return emulation.multiply(a, b, a_inverse, b_inverse).to(torch.bfloat16)
     y = a.new_empty((len(a), len(b)), dtype=torch.bfloat16)
-    return _multiply_into(y, a, b, a_inverse, b_inverse, (scaling, other_scaling), fast)
+    return multiply_into(y, a, b, a_inverse, b_inverse, (scaling, other_scaling), fast)
 
 
 @fake("mplug_fp8::multiply")
@@ -244,11 +288,11 @@ def add_multiplied(
     if not a.is_cuda:
         product = emulation.multiply(a, b, a_inverse, b_inverse)
     elif stale and total.is_contiguous():
-        _multiply_into(total, a, b, a_inverse, b_inverse, kinds, False)
+        multiply_into(total, a, b, a_inverse, b_inverse, kinds, False)
         stale.fill_(False)
         return
     else:
-        product = _multiply_into(torch.empty_like(total), a, b, a_inverse, b_inverse, kinds, False)
+        product = multiply_into(torch.empty_like(total), a, b, a_inverse, b_inverse, kinds, False)
     if stale:
         total.copy_(product)
         stale.fill_(False)
@@ -256,9 +300,12 @@ def add_multiplied(
         total.add_(product)
 
 
-def _multiply_into(
+def multiply_into(
     y: Tensor, a: Tensor, b: Tensor, a_inverse: Tensor, b_inverse: Tensor, scalings: tuple[str, str], fast: bool
 ) -> Tensor:
+    """y [M, N] = a [M, K] times b [N, K] transposed, in the dtype of y, whose rows are contiguous; it returns y."""
+    if not a.is_cuda:
+        return y.copy_(emulation.multiply(a, b, a_inverse, b_inverse))
     if scalings[0] in (TENSOR, ROW):
         rowwise = scalings[0] == ROW
         inverses = (a_inverse[:, None], b_inverse[None, :]) if rowwise else (a_inverse, b_inverse)

@@ -17,6 +17,10 @@ from typing import Any
 from mplug import Recipe
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+LIMITS = {E4M3: 448.0, E5M2: 57344.0}
+"""The largest number of a format."""
+INPUT, GRADIENT = "input", "gradient"
+"""The operands of a product besides the weight, as `DelayedScaling` names them."""
 TENSORWISE, DELAYED, ROWWISE, BLOCKWISE = "fp8-tensorwise", "fp8-delayed", "fp8-rowwise", "fp8-blockwise"
 NAMES = (TENSORWISE, DELAYED, ROWWISE, BLOCKWISE)
 

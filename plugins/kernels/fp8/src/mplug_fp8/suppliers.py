@@ -1,15 +1,21 @@
 """The offers of a run's recipe."""
 
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Container
+from typing import TYPE_CHECKING, Any
 
-from mplug import Offer, Recipe
-from mplug_fp8 import delayed
+from mplug import DelayedScaling, Offer, Recipe, Site
+from mplug.nn import FusedProduct
 from mplug_fp8.grouped import RowwiseGroups
-from mplug_fp8.limits import note, supports_experts, supports_linear
-from mplug_fp8.products import Blockwise, Delayed, Products, Rowwise, Tensorwise
-from mplug_fp8.recipes import BLOCKWISE, DELAYED, ROWWISE, TENSORWISE, Options
+from mplug_fp8.limits import note, supports_activation, supports_experts, supports_linear, supports_norm
+from mplug_fp8.products import Blockwise, Delayed, Rowwise, Tensorwise
+from mplug_fp8.prologues import ActivationProduct, NormProduct
+from mplug_fp8.recipes import BLOCKWISE, DELAYED, GRADIENT, INPUT, LIMITS, ROWWISE, TENSORWISE, Options
+from mplug_fp8.scaled import Products
 
+if TYPE_CHECKING:
+    from mplug import Run
+
+Supports = Callable[..., bool | str]
 PRODUCTS: dict[str, type[Products]] = {
     TENSORWISE: Tensorwise,
     DELAYED: Delayed,
@@ -18,22 +24,61 @@ PRODUCTS: dict[str, type[Products]] = {
 }
 
 
-def offers(recipe: Recipe | None) -> list[Offer]:
-    """`Linear.product` and `Experts.product`. Their `supports` refuses a recipe that is unknown."""
+INNER = {"heads", "kv_heads", "mlp"}
+"""Axes of inputs that backward needs in bf16 for other reasons: attention keeps its output, and a compiler computes an
+activation again. Saving a copy in fp8 would add to the memory. Other inputs, as those from norms, are saved in fp8.
+"""
+
+
+def offers(recipe: Recipe | None, keeps_weights: bool, named: Container[str] = ()) -> list[Offer]:
+    """Products of linear layers, of norms and activations with these, and of experts.
+
+    Their `supports` refuses a recipe that is unknown. Norms and activations are offered for delayed scaling; with any
+    other recipe only if they are `named`, so that `supports` states the reason.
+    """
     options = _options(recipe)
-    supplier = PRODUCTS[recipe.name if recipe and recipe.name in PRODUCTS else TENSORWISE](options)
-    product: dict[str, Any] = {"Linear.product": supplier}
+    kind = PRODUCTS[recipe.name if recipe and recipe.name in PRODUCTS else TENSORWISE]
     grouped: dict[str, Any] = {"Experts.product": RowwiseGroups(options)}
-    linear = Offer(product, supports_linear, note=note)
-    if recipe and recipe.name == DELAYED:
-        linear = Offer(
-            product,
-            supports_linear,
-            note=note,
-            buffers=partial(delayed.declared, history=options.history),
-            step_ended=partial(delayed.step_ended, options=options),
-        )
-    return [linear, Offer(grouped, supports_experts, note=note)]
+    delayed = recipe is not None and recipe.name == DELAYED
+    linear = [_linear(kind(options, keeps_input, keeps_weights), options, delayed) for keeps_input in (False, True)]
+    product = Delayed(options, keeps_weights=keeps_weights)
+    fused = [_fused(kind, product, options) for kind in FUSED if delayed or kind in named]
+    return [*linear, *fused, Offer(grouped, supports_experts, note=note)]
+
+
+def _linear(supplier: Products, options: Options, delayed: bool) -> Offer:
+    """The offer of a product to those sites whose input it saves as they need."""
+    product: dict[str, Any] = {"Linear.product": supplier}
+
+    def supports(site: Site, run: "Run") -> bool | str:
+        inner = "weight" in site.parameters and not INNER.isdisjoint(site.axes("weight", 1))
+        return supports_linear(site, run) if inner == supplier.keeps_input else False
+
+    if not delayed:
+        return Offer(product, supports, note=note)
+    scaling = delayed_scaling_of(options)
+    return Offer(product, supports, note=note, buffers=scaling.buffers, step_ended=scaling.step_ended)
+
+
+FUSED: dict[str, tuple[type[FusedProduct], Supports]] = {
+    "norm_product": (NormProduct, supports_norm),
+    "activation_product": (ActivationProduct, supports_activation),
+}
+"""Kinds of slots of a product together with what computes its input."""
+
+
+def _fused(kind: str, product: Delayed, options: Options) -> Offer:
+    make: Any
+    make, supports = FUSED[kind]
+    scaling, supplier = delayed_scaling_of(options), make(product)
+    buffers = {"buffers": scaling.buffers, "step_ended": scaling.step_ended}
+    return Offer({f"Linear.{kind}": supplier}, supports, note=note, **buffers)
+
+
+def delayed_scaling_of(options: Options) -> DelayedScaling:
+    """The scales of inputs and gradients. A weight is cast once for each version, so its scale is its own."""
+    limits = {INPUT: LIMITS[options.forward], GRADIENT: LIMITS[options.gradient]}
+    return DelayedScaling(limits, options.history, options.margin, options.power_of_two)
 
 
 def _options(recipe: Recipe | None) -> Options:

@@ -36,12 +36,12 @@ def _whole(x: Tensor, multiple: int) -> Tensor:
     return pad(x, (0, 0, 0, missing)) if missing else x.contiguous()
 
 
-def scales_of(largest: Tensor, format_name: str, power_of_two: bool = False, margin: int = 0) -> Tensor:
+def scales_of(largest: Tensor, format_name: str, power_of_two: bool = False) -> Tensor:
     """The factors [...] that map the largest absolute values [...] to the largest number of a format; 1 for zero.
 
-    With a margin, they are divided by 2^margin. Eager code, because a compiler may divide less precisely.
+    Eager code, because a compiler may divide less precisely.
     """
-    limit = torch.finfo(getattr(torch, format_name)).max / 2**margin
+    limit = torch.finfo(getattr(torch, format_name)).max
     sound = (largest > 0) & largest.isfinite()
     scale = (torch.full_like(largest, limit) / torch.where(sound, largest, 1.0)).clamp(max=LARGEST_SCALE)
     if power_of_two:

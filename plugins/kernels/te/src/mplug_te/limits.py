@@ -26,11 +26,11 @@ def supports_half(site: Site, run: "Run") -> bool | str:
     return site.not_offered or runs(run) or True
 
 
-def supports_fp8(name: str, site: Site, run: "Run") -> bool | str:
-    """Products by the recipe `name`; False for sites that do not need it."""
+def supports_fp8(name: str, site: Site, run: "Run", kinds: tuple[str, ...] = ()) -> bool | str:
+    """Products by the recipe `name`, alone or after norms of some kinds; False for sites that do not need it."""
     if _need(name) not in site.needs:
         return False
-    if reason := site.lacking({_need(name)}) or runs(run):
+    if reason := site.lacking({_need(name), *kinds}) or runs(run):
         return reason
     if reason := refused_by_chip(name) or _refused_widths(name, site, run):
         return reason

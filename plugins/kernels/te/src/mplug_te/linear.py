@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mplug import DelayedScaling
 from mplug.nn import Boundary, Narrow, Operand, Product, Sink, keep_max, keep_max_in_backward
 from mplug_te.casts import cast, cast_blocks, largest_of, scale_of, transposed
-from mplug_te.delayed import GRADIENT, INPUT, scale_name
 from mplug_te.products import (
     Quantised,
     add_half_gradient,
@@ -20,7 +20,7 @@ from mplug_te.products import (
     half_product,
     multiply,
 )
-from mplug_te.recipes import BLOCKWISE, DELAYED, Options
+from mplug_te.recipes import BLOCKWISE, DELAYED, GRADIENT, INPUT, Options
 
 Buffers = Mapping[str, Tensor]
 
@@ -94,8 +94,11 @@ class TensorwiseProduct(Product):
         kept, whole = columns, rows
         if narrow.before is not None:
             kept, whole = rows, narrow.before.whole(rows)
-        y = self._times(weight.casts[0], weight, whole, inverse, self.forward_format, x.dtype, precise=False)
-        return narrow.scattered(y), (kept, inverse)
+        return narrow.scattered(self.multiplied(whole, inverse, weight, x.dtype)), (kept, inverse)
+
+    def multiplied(self, rows: Tensor, inverse: Tensor, weight: Operand, dtype: torch.dtype) -> Tensor:
+        """The product of the whole input [..., N, I], which is fp8 numbers with their inverse."""
+        return self._times(weight.casts[0], weight, rows, inverse, self.forward_format, dtype, precise=False)
 
     def dgrad(
         self,
@@ -168,7 +171,7 @@ class DelayedProduct(TensorwiseProduct):
     def _quantised(
         self, x: Tensor, operand: str, boundary: Boundary | None, buffers: Buffers
     ) -> tuple[Tensor, Tensor, Tensor]:
-        format_name, scale = self._format(operand), buffers[scale_name(operand)]
+        format_name, scale = self._format(operand), buffers[DelayedScaling.scale_name(operand)]
         rows, columns, inverse, largest = cast(_rows(x), scale, format_name, False, boundary is None)
         keep = keep_max if operand == INPUT else keep_max_in_backward
         keep(buffers[operand], largest.view(()))

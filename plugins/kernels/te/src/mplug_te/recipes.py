@@ -12,11 +12,18 @@ divided by 2^margin.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mplug import Recipe
 
+if TYPE_CHECKING:
+    from mplug import DelayedScaling
+
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+LIMITS = {E4M3: 448.0, E5M2: 57344.0}
+"""The largest number of a format."""
+INPUT, GRADIENT = "input", "gradient"
+"""The operands of a product besides the weight, as `DelayedScaling` names them."""
 TENSORWISE, DELAYED, BLOCKWISE = "fp8-tensorwise", "fp8-delayed", "fp8-blockwise"
 BLACKWELL = {"mxfp8": "MXFP8", "nvfp4": "NVFP4"}
 """Recipe -> the name of the format, which needs compute capability 10.0."""
@@ -50,6 +57,14 @@ def options_of(recipe: Recipe) -> Options | str:
         return f"it does not know the option '{unknown[0]}' of the recipe '{recipe.name}'"
     options = Options(**recipe.options)
     return options.fault(recipe.name) or options
+
+
+def delayed_scaling_of(options: Options) -> "DelayedScaling":
+    """The scales of inputs and gradients. A weight is cast once for each version, so its scale is its own."""
+    from mplug import DelayedScaling  # imports torch
+
+    limits = {INPUT: LIMITS[options.forward], GRADIENT: LIMITS[options.gradient]}
+    return DelayedScaling(limits, options.history, options.margin, options.power_of_two)
 
 
 def recipe_of(scaling: Scaling, power_of_two: bool | None, history: int, margin: int) -> Recipe:

@@ -6,7 +6,7 @@ from typing import Self
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from mplug import ExternalNames, GeneralDecoderConfig, LatentAttentionConfig, ScoreName
-from mplug_deepseek.published import names
+from mplug_deepseek.names import names
 
 UNUSED = ("num_kv_heads", "head_dim", "qk_norm", "qkv_bias", "attention_out_bias", "window_rope_theta")
 """Fields of other attentions; latent attention has neither of them."""
@@ -81,4 +81,4 @@ class DeepseekConfig(GeneralDecoderConfig):
 
     def external_names(self) -> ExternalNames | None:
         """The published names."""
-        return names(self)
+        return names(self, latent_queries=self.q_lora_rank is not None)

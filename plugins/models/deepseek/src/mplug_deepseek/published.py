@@ -1,15 +1,11 @@
 """The published form of DeepSeek-V2 and V3: latent attention, groups of experts, a layer for multi-token prediction."""
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mplug import (
-    ExternalNames,
-    Fused,
     PublicConfig,
     PublicSettings,
     published_config,
-    published_names,
     published_settings,
     training_choices,
 )
@@ -18,16 +14,6 @@ if TYPE_CHECKING:
     from mplug_deepseek.config import DeepseekConfig
 
 WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-LATENT = {
-    "q_down": "q_a_proj",
-    "q_latent_norm": "q_a_layernorm",
-    "q_up": "q_b_proj",
-    "kv_down": "kv_a_proj_with_mqa",
-    "kv_latent_norm": "kv_a_layernorm",
-    "kv_up": "kv_b_proj",
-    "out": "o_proj",
-}
-"""Our modules of attention -> the published ones."""
 
 
 def settings_of(config: PublicConfig) -> PublicSettings:
@@ -111,39 +97,3 @@ def config_of(config: "DeepseekConfig") -> dict[str, Any]:
             else {}
         ),
     }
-
-
-def names(config: "DeepseekConfig") -> ExternalNames:
-    """The names of a dequantised folder. Layers after the last one are those of multi-token prediction."""
-    modules = LATENT if config.q_lora_rank is not None else {"q": "q_proj", **LATENT}
-    if config.q_lora_rank is None:
-        modules = {ours: theirs for ours, theirs in modules.items() if ours not in ("q_down", "q_latent_norm", "q_up")}
-    at = "model.layers.*.self_attn"
-    found = published_names(
-        config, attention={f"attn.{ours}.weight": f"{at}.{theirs}.weight" for ours, theirs in modules.items()}
-    )
-    tensors, layers = dict(found.tensors), config.num_layers
-    for depth in range(config.num_mtp_layers):
-        tensors |= _ahead(found, depth, layers + depth)
-    unused = () if config.num_mtp_layers else (f"model.layers.{layers}",)
-    shared = ("model.layers.*.embed_tokens.weight", "model.layers.*.shared_head.head.weight")
-    return replace(found, tensors=tensors, ignored=(*found.ignored, *unused, *shared))
-
-
-def _ahead(found: ExternalNames, depth: int, layer: int) -> dict[str, Any]:
-    """The names of a depth of multi-token prediction: its own, and those of its block, which has experts."""
-    own, theirs = f"ahead.depths.{depth}", f"model.layers.{layer}"
-    names = {"token_norm": "enorm", "hidden_norm": "hnorm", "merge": "eh_proj", "norm": "shared_head.norm"}
-    tensors: dict[str, Any] = {f"{own}.{ours}.weight": f"{theirs}.{public}.weight" for ours, public in names.items()}
-    for ours, public in found.tensors.items():
-        if ours.startswith("blocks.*.") and not ours.startswith("blocks.*.mlp."):
-            name = f"{own}.block.{ours.removeprefix('blocks.*.')}"
-            tensors[name] = _numbered(public, layer)
-    return tensors
-
-
-def _numbered(public: Any, layer: int) -> Any:
-    """A public name with the number of a layer."""
-    if isinstance(public, Fused):
-        return Fused(*(_numbered(one, layer) for one in public.sources))
-    return public if public is None else public.replace("*", str(layer), 1)

@@ -2,7 +2,7 @@
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from mplug import ActivationName, GeneralDecoderConfig, NormName
+from mplug import ActivationName, ExternalNames, GeneralDecoderConfig, NormName, published_names
 
 
 class GemmaConfig(GeneralDecoderConfig):
@@ -15,3 +15,7 @@ class GemmaConfig(GeneralDecoderConfig):
     activation: ActivationName = Field("geglu_tanh", description="activation of MLPs and experts")
     tie_embeddings: bool = Field(True, description="use the embedding table as the output projection")
     scale_embeddings: bool = Field(True, description="multiply the embeddings by the square root of hidden_size")
+
+    def external_names(self) -> ExternalNames:
+        """The names that most families share."""
+        return published_names(self)

@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from mplug import ActivationName, ExternalNames, GeneralDecoderConfig, RopeScaling, ScoreName
-from mplug_gpt_oss.published import names
+from mplug_gpt_oss.names import names
 
 
 class GptOssConfig(GeneralDecoderConfig):

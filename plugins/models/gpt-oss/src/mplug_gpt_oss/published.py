@@ -3,15 +3,11 @@
 from typing import TYPE_CHECKING, Any
 
 from mplug import (
-    ExternalNames,
-    Interleaved,
     PublicConfig,
     PublicSettings,
-    Transposed,
     attention_types,
     layer_types,
     published_config,
-    published_names,
     published_settings,
     training_choices,
 )
@@ -65,20 +61,3 @@ def config_of(config: "GptOssConfig") -> dict[str, Any]:
         "swiglu_limit": 7.0,
         "router_aux_loss_coef": config.aux_loss_coefficient,
     }
-
-
-def names(config: "GptOssConfig") -> ExternalNames:
-    """The names of a dequantised folder."""
-    at = "model.layers.*.mlp"
-    biases = {
-        "moe.experts.up_bias": Interleaved(f"{at}.experts.gate_up_proj_bias"),
-        "moe.down_bias": f"{at}.experts.down_proj_bias",
-    }
-    experts = {
-        "moe.router.weight": f"{at}.router.weight",
-        **({"moe.router.logit_bias": f"{at}.router.bias"} if config.moe_router_bias else {}),
-        "moe.experts.up": Interleaved(Transposed(f"{at}.experts.gate_up_proj")),
-        "moe.experts.down": Transposed(f"{at}.experts.down_proj"),
-        **(biases if config.expert_projection_bias else {}),
-    }
-    return published_names(config, experts=experts)

@@ -15,7 +15,7 @@ from mplug import (
     NormConfig,
     NormName,
 )
-from mplug_gpt.published import names
+from mplug_gpt.names import names
 
 
 class GPTConfig(DecoderConfig):
@@ -74,4 +74,4 @@ class GPTConfig(DecoderConfig):
 
     def external_names(self) -> ExternalNames | None:
         """Those of GPT-2."""
-        return names(self)
+        return names(bias=self.bias, learned=self.position == "learned")

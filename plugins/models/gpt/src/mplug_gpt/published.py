@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from mplug import ExternalNames, PublicConfig, PublicSettings, Transposed
+from mplug import PublicConfig, PublicSettings
 
 if TYPE_CHECKING:
     from mplug_gpt.config import GPTConfig
@@ -63,31 +63,3 @@ def config_of(config: "GPTConfig") -> dict[str, Any]:
         "attn_pdrop": config.attention_dropout,
         "tie_word_embeddings": config.tie_embeddings,
     }
-
-
-def names(config: "GPTConfig") -> ExternalNames:
-    """Where GPT-2 keeps the parameters. Its matrices are [in, out]."""
-    block = "transformer.h.*"
-    matrices = {
-        "attn.qkv": "attn.c_attn",
-        "attn.out": "attn.c_proj",
-        "mlp.up": "mlp.c_fc",
-        "mlp.down": "mlp.c_proj",
-    }
-    norms = {"norm1": "ln_1", "norm2": "ln_2"}
-    biased = {**norms, **matrices} if config.bias else {}
-    learned = {"embedding.position.weight": "transformer.wpe.weight"} if config.position == "learned" else {}
-    return ExternalNames(
-        {
-            "embedding.token.weight": "transformer.wte.weight",
-            **learned,
-            **{f"blocks.*.{ours}.weight": Transposed(f"{block}.{theirs}.weight") for ours, theirs in matrices.items()},
-            **{f"blocks.*.{ours}.weight": f"{block}.{theirs}.weight" for ours, theirs in norms.items()},
-            **{f"blocks.*.{ours}.bias": f"{block}.{theirs}.bias" for ours, theirs in biased.items()},
-            "head.norm.weight": "transformer.ln_f.weight",
-            **({"head.norm.bias": "transformer.ln_f.bias"} if config.bias else {}),
-            "head.project.weight": "lm_head.weight",
-        },
-        prefix="transformer.",
-        ignored=(f"{block}.attn.bias", f"{block}.attn.masked_bias"),  # causal masks of older releases
-    )

@@ -2,7 +2,7 @@
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from mplug import GeneralDecoderConfig
+from mplug import ExternalNames, GeneralDecoderConfig, published_names
 
 
 class LlamaConfig(GeneralDecoderConfig):
@@ -10,3 +10,7 @@ class LlamaConfig(GeneralDecoderConfig):
 
     vocab_size: PositiveInt = Field(128256, description="tokens that the model knows")
     rope_theta: PositiveFloat = Field(5e5, description="base of the rotary frequencies")
+
+    def external_names(self) -> ExternalNames:
+        """The names that most families share."""
+        return published_names(self)

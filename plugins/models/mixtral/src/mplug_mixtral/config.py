@@ -3,7 +3,7 @@
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from mplug import ExternalNames, SparseDecoderConfig
-from mplug_mixtral.published import names
+from mplug_mixtral.names import names
 
 
 class MixtralConfig(SparseDecoderConfig):

@@ -2,7 +2,7 @@
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from mplug import GeneralDecoderConfig
+from mplug import ExternalNames, GeneralDecoderConfig, published_names
 
 
 class QwenConfig(GeneralDecoderConfig):
@@ -13,3 +13,7 @@ class QwenConfig(GeneralDecoderConfig):
     norm_eps: PositiveFloat = Field(1e-6, description="added in norms to the variance, or to the mean square")
     qk_norm: bool = Field(True, description="RMSNorm on the queries and keys of each head")
     aux_loss_coefficient: float = Field(0.001, ge=0, description="weight of the balancing loss")
+
+    def external_names(self) -> ExternalNames:
+        """The names that most families share."""
+        return published_names(self)

@@ -5,11 +5,10 @@ unit are gathered before it computes and freed afterwards. Gradients are reduce-
 rows.
 """
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict, Field
-
-from mplug import MAY_CHANGE, Axis, SumFormat, UsageError, Variance, contiguous, hookimpl, rounding_of_sums
+from mplug import Axis, UsageError, Variance, contiguous, hookimpl, rounding_of_sums
+from mplug_fsdp.config import FSDPConfig
 from mplug_fsdp.fit import AXIS, divide_rows
 
 if TYPE_CHECKING:
@@ -19,27 +18,9 @@ if TYPE_CHECKING:
 class FullyShardedDataParallel:
     """Shards weights, gradients and optimizer state over data-parallel ranks."""
 
-    class Config(BaseModel):
-        """When weights are gathered and freed, how gradients are summed, and where shards are stored."""
+    Config = FSDPConfig
 
-        model_config = ConfigDict(extra="forbid", frozen=True)
-
-        reshard_after_forward: Annotated[bool, MAY_CHANGE] = Field(
-            True, description="free a unit's weights after its forward pass, and gather them again for its backward"
-        )
-        prefetch: Annotated[int, MAY_CHANGE] = Field(
-            1, ge=0, description="number of units whose weights are gathered before their turn to compute"
-        )
-        reduce_dtype: SumFormat = Field(
-            "fp32",
-            description="format in which gradients are communicated and summed over ranks: bf16, fp16, or at least "
-            "fp32, which is the format of the master weights",
-        )
-        cpu_offload: Annotated[bool, MAY_CHANGE] = Field(
-            False, description="keep the sharded weights, gradients and optimizer state in CPU memory"
-        )
-
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: FSDPConfig) -> None:
         self.config = config
 
     @hookimpl

@@ -21,15 +21,13 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from mplug import Model, Run
-    from mplug_fsdp import FullyShardedDataParallel
-
-    Config = FullyShardedDataParallel.Config
+    from mplug_fsdp.config import FSDPConfig
 
 IN_FLIGHT = 2
 """When the gradients of a unit get memory, at most IN_FLIGHT - 1 other sums are in flight; more would cost memory."""
 
 
-def shard_units(run: "Run", model: "Model", group: "ProcessGroup", config: "Config") -> None:
+def shard_units(run: "Run", model: "Model", group: "ProcessGroup", config: "FSDPConfig") -> None:
     """Let this rank's units compute with parameters that are gathered for each call."""
     device = torch.device(run.device)
     lane, of, places = Lane(device), dict[str, Gathered](), _places(model)
@@ -48,7 +46,7 @@ def shard_units(run: "Run", model: "Model", group: "ProcessGroup", config: "Conf
     model.when_written.append(schedule.forget)
 
 
-def _formats(run: "Run", config: "Config", is_last: bool) -> Formats:
+def _formats(run: "Run", config: "FSDPConfig", is_last: bool) -> Formats:
     """Products add to gradients in the masters' precision, and in the weights' precision in the model's last unit.
 
     Memory is at its peak when backward enters the last unit, and these gradients have half the size there.

@@ -1,0 +1,28 @@
+"""The weights of products, with the attributes of their modules that the host fills: copies, and later gradients."""
+
+from typing import Any, Literal, NamedTuple
+
+from mplug.model.model import Model
+
+Table = Literal["CASTS", "LATER"]
+"""The class variable of a module that maps the names of its weights to attributes (see `mplug.nn.Linear`)."""
+
+
+class ProductWeight(NamedTuple):
+    """A weight of a module, the attribute that belongs to it, and the weight's name in the whole model."""
+
+    module: Any
+    weight: str
+    attribute: str
+    parameter: str
+
+
+def weights_at_rest(model: Model, unit: str, table: Table) -> list[ProductWeight]:
+    """The weights of a unit that a table names, without those that a strategy gathers for each pass."""
+    names = {id(parameter): name for name, parameter in model.parameters().items()}
+    found = [
+        ProductWeight(module, weight, attribute, names[id(getattr(module, weight))])
+        for module in model.module.get_submodule(unit).modules()
+        for weight, attribute in getattr(type(module), table, {}).items()
+    ]
+    return [one for one in found if model.placements[one.parameter].gathered_along is None]

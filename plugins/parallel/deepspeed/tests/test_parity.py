@@ -1,0 +1,183 @@
+"""Runs of DeepSpeed's engine against one process of mplug: losses, gradient norms and weights of 20 steps."""
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from mplug.testing import run_workers
+from mplug.testing.harness import logical, owned_values, tiny_run, with_ragged_labels
+
+pytestmark = pytest.mark.skipif(
+    find_spec("mplug_deepspeed") is None or find_spec("deepspeed") is None, reason="it is not installed"
+)
+
+STEPS = 20
+CLOSE = 1e-5
+BASE: dict[str, Any] = {
+    "trainer.precision": "fp32",
+    "trainer.steps": STEPS,
+    "model.num_layers": 2,
+    "schedule.name": "cosine",
+    "schedule.warmup_steps": 4,
+    "trainer.max_grad_norm": 1.0,
+}
+
+
+def trained(settings: dict[str, Any]) -> dict[str, Any]:
+    """Be one rank: the run's figures, this rank's weights, and their shapes."""
+    from mplug.training.assembly import build
+    from mplug.training.evaluation import evaluate
+    from mplug.training.schedule import learning_rate
+
+    run = tiny_run({**BASE, **settings})
+    parts = build(run)
+    config = run.config
+    addresses = [(piece.master.data_ptr(), piece.gradient.data_ptr()) for piece in parts.pieces]
+    found: dict[str, Any] = {"losses": [], "norms": [], "skipped": [], "scales": []}
+    for step in range(1, STEPS + 1):
+        run.step = step
+        batches = map(with_ragged_labels, parts.train_loader.take(config.trainer.global_batch_size))
+        parts.stepper.forward_backward(batches, step)
+        lr = learning_rate(step, config.optimizer.lr, config.schedule, STEPS)
+        result = parts.stepper.update(lr, config.optimizer.weight_decay)
+        run.hooks.call.parameters_updated(run=run)
+        found["losses"].append(float(result.loss))
+        found["norms"].append(float(result.grad_norm))
+        found["skipped"].append(float(result.skipped))
+        found["scales"].append(float(result.figures.get("loss_scale", 1)))
+    assert [(piece.master.data_ptr(), piece.gradient.data_ptr()) for piece in parts.pieces] == addresses
+    found["shapes"] = {name: placement.shape for name, placement in parts.model.placements.items()}
+    found["weights"] = owned_values(run, parts)
+    found["val_loss"] = float(evaluate(run, parts))
+    run.hooks.observe("run_finished", run=run)
+    return found
+
+
+def trained_in_turn(every: list[dict[str, Any]]) -> list[Any]:
+    """Be one rank of several runs, one after the other: importing DeepSpeed takes most of a worker's time."""
+    return [trained(settings) for settings in every]
+
+
+def of_ranks(size: int, layout: str, cases: list[dict[str, Any]]) -> list[list[Any]]:
+    """For every case, what each rank has found."""
+    found = run_workers(size, trained_in_turn, [{"parallel.layout": layout, **case} for case in cases])
+    return [list(of_case) for of_case in zip(*found, strict=True)]
+
+
+def require_close(found: list[Any], reference: Any) -> None:
+    """Fail unless every rank has the reference's losses and norms, and all together its weights."""
+    for own in found:
+        assert own["losses"] == pytest.approx(reference["losses"], rel=CLOSE)
+        assert own["norms"] == pytest.approx(reference["norms"], rel=CLOSE)
+        assert own["val_loss"] == pytest.approx(reference["val_loss"], rel=CLOSE)
+    for name, shape in reference["shapes"].items():
+        expected = logical([reference["weights"]], name, shape)
+        error = (logical([own["weights"] for own in found], name, shape) - expected).norm() / expected.norm()
+        assert float(error) < CLOSE, name
+
+
+STAGES = [{"parallel.deepspeed.stage": stage} for stage in (1, 2, 3)]
+OFFLOADED = [
+    *({**stage, "parallel.deepspeed.offload_optimizer": True} for stage in STAGES),
+    {**STAGES[2], "parallel.deepspeed.offload_optimizer": True, "parallel.deepspeed.offload_param": True},
+]
+FP16 = {"trainer.precision": "fp16", "trainer.loss_scale.growth_interval": 4}
+LOW = [
+    {"trainer.precision": "bf16", **STAGES[1]},
+    {**FP16, **STAGES[0]},
+    {**FP16, **STAGES[2], "trainer.loss_scale.initial": 2.0**28},
+]
+
+
+@pytest.fixture(scope="module")
+def alone() -> Any:
+    """The run of one process, in fp32."""
+    return run_workers(1, trained, {})[0]
+
+
+@pytest.fixture(scope="module")
+def together() -> list[list[Any]]:
+    """The runs of each stage, and those of lower precision."""
+    return of_ranks(2, "deepspeed2", [*STAGES, *LOW])
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_each_stage_gives_20_steps_of_one_process(alone: Any, together: list[Any], stage: int) -> None:
+    require_close(together[stage - 1], alone)
+
+
+def test_bf16_and_fp16_stay_near_fp32_while_the_loss_scale_rises(alone: Any, together: list[Any]) -> None:
+    for found in together[3:5]:
+        for own in found:
+            assert own["skipped"] == [0.0] * STEPS
+            assert own["losses"] == pytest.approx(alone["losses"], rel=0.02)
+            assert own["norms"][:5] == pytest.approx(alone["norms"][:5], rel=0.05)
+    scales = together[4][0]["scales"]
+    assert scales[0] == 4096
+    assert scales[-1] >= 4 * scales[0]  # the norm of a step after which the scale rises is right as well
+
+
+def test_an_overflow_in_fp16_skips_the_step_and_lowers_the_scale(together: list[Any]) -> None:
+    for own in together[5]:
+        assert own["skipped"][0] == 1
+        assert own["losses"][1] == pytest.approx(own["losses"][0], rel=0.2)
+        assert own["skipped"][-1] == 0
+        assert own["scales"][-1] < own["scales"][0]
+        assert own["losses"][-1] < own["losses"][0]
+
+
+def test_the_comparison_notices_another_batch(alone: Any) -> None:
+    other = {**alone, "losses": [loss * (1 + 3 * CLOSE) for loss in alone["losses"]]}
+    with pytest.raises(AssertionError):
+        require_close([other], alone)
+
+
+@pytest.mark.wide("layouts")
+def test_offloaded_states_and_weights_give_20_steps_of_one_process(alone: Any) -> None:
+    for found in of_ranks(2, "deepspeed2", OFFLOADED):
+        require_close(found, alone)
+
+
+@pytest.mark.wide("layouts")
+@pytest.mark.parametrize("layout", ["tp2deepspeed2", "cp2deepspeed2", "dp2deepspeed2"])
+def test_beside_other_strategies_each_stage_gives_20_steps_of_one_process(alone: Any, layout: str) -> None:
+    for found in of_ranks(4, layout, [*STAGES, OFFLOADED[0]]):
+        require_close(found, alone)
+
+
+@pytest.mark.wide("layouts")
+def test_one_rank_gives_20_steps_of_a_process_without_deepspeed(alone: Any) -> None:
+    for found in of_ranks(1, "deepspeed1", [*STAGES, *OFFLOADED]):
+        require_close(found, alone)
+
+
+@pytest.mark.wide("layouts")
+def test_options_of_a_file_give_20_steps_of_one_process(alone: Any, tmp_path: Any) -> None:
+    """Sub-groups, no reduce-scatter, overlap, small buckets, accumulation in fp32."""
+    import json
+
+    cases = []
+    for number, zero in enumerate(
+        (
+            {"stage": 1, "overlap_comm": True, "reduce_bucket_size": 4096},
+            {"stage": 2, "reduce_scatter": False, "allgather_bucket_size": 4096},
+            {"stage": 3, "sub_group_size": 2000, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 4096},
+            {"stage": 3, "overlap_comm": False, "stage3_max_live_parameters": 0, "stage3_prefetch_bucket_size": 0},
+        )
+    ):
+        path = tmp_path / f"{number}.json"
+        path.write_text(json.dumps({"zero_optimization": zero, "train_batch_size": "auto"}))
+        cases.append({"parallel.deepspeed.config": str(path)})
+    for found in of_ranks(2, "deepspeed2", cases):
+        require_close(found, alone)
+
+
+@pytest.mark.wide("layouts")
+@pytest.mark.parametrize("optimizer", ["deepspeed_cpu_adam", "deepspeed_adam"])
+def test_deepspeeds_adam_gives_20_steps_of_adamw(alone: Any, optimizer: str) -> None:
+    """Builds the operator, which takes a minute once per machine."""
+    same = {"optimizer.lr": 5e-3, "optimizer.weight_decay": 0.1}
+    case = {"optimizer.name": optimizer, **same, "parallel.deepspeed.offload_optimizer": True, **STAGES[1]}
+    (found,) = of_ranks(2, "deepspeed2", [case])
+    require_close(found, alone)

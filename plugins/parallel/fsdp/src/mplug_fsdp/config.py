@@ -1,0 +1,28 @@
+"""The options of fully sharded data parallelism."""
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from mplug import MAY_CHANGE, SumFormat
+
+
+class FSDPConfig(BaseModel):
+    """When weights are gathered and freed, how gradients are summed, and where shards are stored."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    reshard_after_forward: Annotated[bool, MAY_CHANGE] = Field(
+        True, description="free a unit's weights after its forward pass, and gather them again for its backward"
+    )
+    prefetch: Annotated[int, MAY_CHANGE] = Field(
+        1, ge=0, description="number of units whose weights are gathered before their turn to compute"
+    )
+    reduce_dtype: SumFormat = Field(
+        "fp32",
+        description="format in which gradients are communicated and summed over ranks: bf16, fp16, or at least "
+        "fp32, which is the format of the master weights",
+    )
+    cpu_offload: Annotated[bool, MAY_CHANGE] = Field(
+        False, description="keep the sharded weights, gradients and optimizer state in CPU memory"
+    )

@@ -1,0 +1,63 @@
+"""Tests of Triton kernels, on a GPU or in Triton's interpreter (TRITON_INTERPRET=1), bit by bit."""
+
+import os
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+CANNOT_RUN = find_spec("triton") is None or not (INTERPRETED or torch.cuda.is_available())
+
+
+def runs(test: Callable[..., None]) -> Callable[..., None]:
+    """A test of kernels, which is one of the GPU's tests outside of the interpreter."""
+    skipping = pytest.mark.skipif(CANNOT_RUN, reason="it needs Triton, and a GPU or TRITON_INTERPRET=1")
+    marked: Callable[..., None] = skipping(test if INTERPRETED else pytest.mark.gpu(test))
+    return marked
+
+
+@pytest.fixture(autouse=True)
+def torchs_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter rounds to bf16 and fp8 wrongly (no ties to even, no carry), so there torch rounds.
+
+    As on a GPU, infinity saturates, and there is one NaN.
+    """
+    if not INTERPRETED or find_spec("triton") is None:
+        return
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    formats = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+    plain = interpreter._convert_float
+
+    def converted(numbers: Any, source: Any, target: Any, mode: Any) -> Any:
+        if target == tl.bfloat16 and source == tl.float32:
+            exact = torch.from_numpy(np.ascontiguousarray(numbers).view(np.float32))
+            return exact.bfloat16().view(torch.uint16).numpy()
+        if target not in formats:
+            return plain(numbers, source, target, mode)
+        wide = torch.from_numpy(np.ascontiguousarray(numbers).view(np.float32))
+        end = float(torch.finfo(formats[target]).max)
+        wide = torch.where(wide.isnan(), torch.nan, wide.clamp(-end, end))
+        return wide.to(formats[target]).view(torch.uint8).numpy()
+
+    monkeypatch.setattr(interpreter, "_convert_float", converted)
+
+
+def bits(x: Tensor) -> Tensor:
+    """The bits of fp8 numbers or fp32, as integers."""
+    return x.cpu().contiguous().view({1: torch.uint8, 4: torch.int32}[x.element_size()])
+
+
+def assert_bits(found: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> None:
+    """Compare tensors bit by bit."""
+    for number, (ours, exact) in enumerate(zip(found, right, strict=True)):
+        assert (ours.shape, ours.dtype) == (exact.shape, exact.dtype), f"result {number}"
+        differing = int((bits(ours) != bits(exact)).sum())
+        assert not differing, f"{differing} of {ours.numel()} in result {number}"

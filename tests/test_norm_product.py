@@ -1,0 +1,331 @@
+"""Norms and activations together with the product of their result: `acme-prologue` computes both."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mplug import Offer, UsageError
+from mplug.config.binding import Kernels
+from mplug.model.build import build_model
+from mplug.model.fill import sites
+from mplug.model.selection import select
+from mplug.nn import MLP, Attention, Boundary, DenseBlock, Inputs, Linear, Narrow, Norm, Projected, Prologue
+from mplug.nn.fusible import fusibles
+from mplug.nn.prologue import ACTIVATION_PRODUCT, FUSED_SLOTS, NORM_PRODUCT, apply_fused
+from mplug.nn.sink import Weights
+from mplug.nn.slot_buffers import hold
+from mplug.testing import run_workers
+from mplug.testing.buffer_trials import BufferTrial
+from mplug.testing.fused import composed
+from mplug.testing.harness import difference, tiny_run, train_steps
+from mplug.testing.later_trials import later_fault
+
+Plant = Callable[..., None]
+Settings = dict[str, Any]
+NAMED: Settings = {"kernels.norm_product": "prologue", "kernels.activation_product": "prologue"}
+GPT: Settings = {"model.num_layers": 2, "model.norm": "rmsnorm"}
+MIXTRAL: Settings = {
+    "model.name": "mixtral",
+    "model.hidden_size": 32,
+    "model.num_attention_heads": 4,
+    "model.num_kv_heads": 2,
+    "model.vocab_size": 259,
+    "model.ffn_hidden_size": 32,
+    "model.num_experts": 4,
+    "model.num_layers": 2,
+}
+B, S, D = 2, 6, 8
+NORM = "Norm.norm_residual"
+
+
+def block(**replaced: Any) -> DenseBlock:
+    parts: dict[str, Any] = {
+        "norm1": Norm(D, "layernorm", bias=True),
+        "attn": Attention(D, 2, 2, 4, bias=True, qk_norm=False, theta=None),
+        "norm2": Norm(D, "rmsnorm"),
+        "mlp": MLP(D, 2 * D, "gelu", bias=True),
+    }
+    return DenseBlock(**{**parts, **replaced})
+
+
+def fused_sites(module: nn.Module) -> dict[str, tuple[str, frozenset[str]]]:
+    return {one.name: (one.slot, one.needs) for one in sites(module) if one.slot in FUSED_SLOTS}
+
+
+# Where a model has the slots.
+
+
+def test_a_block_states_its_norms_and_its_activation() -> None:
+    with torch.device("meta"):
+        own = block()
+    norm, activation = FUSED_SLOTS
+    assert fused_sites(own) == {
+        "attn.qkv": (norm, frozenset(["layernorm"])),
+        "mlp.up": (norm, frozenset(["rmsnorm"])),
+        "mlp.down": (activation, frozenset(["gelu"])),
+    }
+    inner = {one.name: one.within for one in sites(own) if one.within}
+    assert inner == {
+        "norm1": {("attn.qkv", norm)},
+        "norm2": {("mlp.up", norm)},
+        "mlp": {("mlp.down", activation)},
+    }
+
+
+def test_a_norm_that_a_router_reads_too_is_not_fused() -> None:
+    found = build_model(tiny_run(MIXTRAL)).slots
+    assert {one.site.role for one in found if one.site.slot in FUSED_SLOTS} == {"blocks.*.attn.qkv"}
+
+
+class OtherForward(DenseBlock):
+    def forward(self, x: Tensor, *rest: Any) -> Tensor:
+        return x
+
+
+class OtherFeedForward(DenseBlock):
+    def feed_forward(self, x: Tensor, *rest: Any) -> Tensor:
+        y: Tensor = self.mlp(x + 1)
+        return y
+
+
+class OtherAttention(Attention):
+    def forward(self, x: Tensor, *rest: Any) -> Tensor:  # type: ignore[override]
+        return super().forward(2 * x, *rest)
+
+
+class OtherActivation(MLP):
+    def activate(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return super().activate(x, bias) + 1
+
+
+class Adapted(Linear):
+    """A layer with an addition to its product, as an adapter makes it."""
+
+    def without_bias(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().without_bias(x) + x
+
+
+class OtherNorm(Norm):
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        normed, summed = super().forward(x, residual)
+        return normed + 1, summed
+
+
+def adapted() -> DenseBlock:
+    own = block()
+    own.attn.qkv = Adapted(D, D)
+    return own
+
+
+@pytest.mark.parametrize(
+    ("build", "remaining"),
+    [
+        (lambda: block(attn=OtherAttention(D, 2, 2, 4, bias=True, qk_norm=False, theta=None)), {"mlp.up", "mlp.down"}),
+        (lambda: block(mlp=OtherActivation(D, 2 * D, "gelu", bias=True)), {"attn.qkv", "mlp.up"}),
+        (lambda: block(norm1=OtherNorm(D, "rmsnorm")), {"mlp.up", "mlp.down"}),
+        (lambda: block(mlp=Linear(D, D)), {"attn.qkv"}),
+        (adapted, {"mlp.up", "mlp.down"}),
+        (lambda: OtherForward(Norm(D, "rmsnorm"), nn.Identity(), Norm(D, "rmsnorm"), nn.Identity()), set()),
+        (lambda: _other(OtherFeedForward), {"attn.qkv", "mlp.down"}),
+        (lambda: _other(OtherForward), {"mlp.down"}),
+    ],
+    ids=["attention", "activation", "norm", "no MLP", "adapter", "modules", "feed-forward", "block"],
+)
+def test_a_statement_ends_where_a_subclass_overrides_the_code(
+    build: Callable[[], nn.Module], remaining: set[str]
+) -> None:
+    """Otherwise a supplier would skip what the subclass computes."""
+    with torch.device("meta"):
+        assert set(fused_sites(build())) == remaining
+
+
+def _other(kind: type[DenseBlock]) -> DenseBlock:
+    own = block()
+    return kind(own.norm1, own.attn, own.norm2, own.mlp)
+
+
+def test_a_layer_takes_its_product_in_place_of_its_input() -> None:
+    layer, y = Linear(D, 3), torch.randn(B, S, 3)
+    nn.init.ones_(layer.bias)
+    assert torch.equal(layer(Projected(y)), y + 1)
+    assert not list(fusibles(layer))
+
+
+def test_a_layer_with_a_fused_supplier_still_multiplies_an_input_by_its_own_product(plant: Plant) -> None:
+    """Its copies of the weight and its collectives are those of the fused supplier."""
+    plant("acme-prologue")
+    from acme_prologue.products import Again
+
+    layer, x = Linear(D, 3, bias=False), torch.randn(B, S, D)
+    nn.init.normal_(layer.weight)
+    expected = layer(x)
+    calls: list[int] = []
+
+    def gather(part: Tensor) -> Tensor:
+        calls.append(1)
+        return part
+
+    gather.boundary = Boundary(gather, lambda y: y, lambda x: x)  # type: ignore[attr-defined]
+    layer.gather, layer.norm_product = gather, Again()
+    layer.casts = (torch.zeros(D, 3),)
+    torch.testing.assert_close(layer(x), expected)
+    assert len(calls) == 1
+
+
+# The call.
+
+
+def test_the_whole_is_the_composition_with_its_gradients_and_its_collectives(plant: Plant) -> None:
+    """Two equal ranks: each has the same half of the sequence."""
+    plant("acme-prologue")
+    from acme_prologue.products import Again
+
+    boundary = Boundary(lambda x: torch.cat((x, x), 1), lambda y: y[:, :S] + y[:, S:], lambda x: x)
+    shapes = ((B, S, D), (B, S, D), (D,), (D,), (3, D))
+    grad_y, grad_summed = (torch.randn(shape, dtype=torch.float64) for shape in ((B, 2 * S, 3), (B, S, D)))
+    results = []
+    for fused in (True, False):
+        generator = torch.Generator().manual_seed(1)
+        leaves = [torch.randn(one, generator=generator, dtype=torch.float64).requires_grad_() for one in shapes]
+        inputs, prologue, matrix = Inputs(*leaves[:4]), Prologue("layernorm", 1e-3), leaves[4]
+        if fused:
+            held = {"largest": torch.zeros((), dtype=torch.float64)}
+            y, summed = apply_fused(Again(), prologue, inputs, Weights(matrix), Narrow(before=boundary), held)
+        else:
+            half, summed = composed(prologue, inputs, matrix)
+            y = torch.cat((half, half), 1)
+        torch.autograd.backward([y, summed], [grad_y, grad_summed])
+        results.append((y.detach(), summed.detach(), *(leaf.grad for leaf in leaves)))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
+def test_a_compiled_block_without_gradients_computes_as_an_eager_one(plant: Plant) -> None:
+    plant("acme-prologue")
+    from acme_prologue.products import Again
+
+    own = block().double()
+    for parameter in own.parameters():
+        nn.init.uniform_(parameter, -1, 1)
+    for layer, slot in ((own.attn.qkv, "norm"), (own.mlp.up, "norm"), (own.mlp.down, "activation")):
+        setattr(layer, f"{slot}_product", Again())
+        hold(layer, f"Linear.{slot}_product", {"largest": torch.zeros((), dtype=torch.float64)})
+    inputs = torch.randn(B, S, D, dtype=torch.float64), torch.arange(S)[None], torch.arange(B)
+    compiled = torch.compile(own, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*inputs), own(*inputs))
+
+
+def test_the_suite_accepts_prologues_with_buffers(plant: Plant) -> None:
+    plant("acme-prologue")
+    from acme_prologue import Remembering
+
+    for offer, slot in zip(Remembering(Remembering.Config()).offer(), FUSED_SLOTS, strict=True):
+        assert later_fault(offer, slot, torch.float64, "cpu", compiles=False) == ""
+        assert BufferTrial(offer, slot, torch.float64, "cpu", "here").fault(compiles=False) == ""
+
+
+# Whole runs.
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "changes"),
+    [
+        ("tp2", 2, {}),
+        *(
+            pytest.param(*case, marks=pytest.mark.wide("layouts"))
+            for case in [
+                ("fsdp2", 2, {}),
+                ("zero2", 2, {}),
+                ("zero2", 2, {"parallel.zero.stage": 2}),
+                ("pp2", 2, {}),
+                ("pp2", 2, {"parallel.pp.schedule": "gpipe"}),
+                ("tp2", 2, {"parallel.tp.sequence_parallel": False}),
+                ("tp2", 2, {"trainer.compile": "aot_eager", "memory.recompute.mode": "full"}),
+                ("tp2pp2", 4, {}),
+                ("fsdp2tp2", 4, {"memory.recompute.mode": "full"}),
+                ("tp2cp2", 4, {"model.activation": "swiglu", "model.norm": "layernorm"}),
+                ("ep2", 2, MIXTRAL),
+                ("tp2ep2", 2, MIXTRAL),
+            ]
+        ),
+    ],
+)
+def test_a_run_equals_that_of_one_process_in_plain_torch(
+    plant: Plant, layout: str, ranks: int, changes: Settings
+) -> None:
+    plant("acme-prologue")
+    model = {name: value for name, value in {**GPT, **changes}.items() if name.startswith("model.")}
+    model = MIXTRAL if "model.name" in model else model
+    found = run_workers(ranks, steps, {**changes, **model, **_named(model), "parallel.layout": layout})
+    alone = run_workers(1, train_steps, model)[0]
+    assert difference(found, alone) == ""
+
+
+def _named(model: Settings) -> Settings:
+    return NAMED if "model.name" not in model else {"kernels.norm_product": "prologue"}
+
+
+def steps(settings: Settings) -> Any:
+    """Be one rank of a run."""
+    warnings.simplefilter("ignore")  # torch's own, as it traces
+    return train_steps(settings)
+
+
+@pytest.mark.wide("layouts")
+def test_a_compiled_run_with_recomputation_is_the_run_in_plain_torch(plant: Plant) -> None:
+    plant("acme-prologue")
+    again = {"trainer.compile": "aot_eager", "memory.recompute.mode": "full"}
+    assert difference([steps({**GPT, **NAMED, **again})], train_steps(GPT)) == ""
+
+
+# Refusals.
+
+
+def test_a_norm_of_another_plugin_that_would_never_run_is_refused(plant: Plant) -> None:
+    plant("acme-prologue")
+    with pytest.raises(UsageError, match=r"kernels/reference puts into Norm\.norm_residual would never"):
+        build_model(tiny_run({**GPT, **NAMED, "kernels.norm": "reference"}))
+    model = build_model(tiny_run({**GPT, **NAMED, "kernels.default": "reference"}))
+    filled = {one.site.role: one.supplier for one in model.slots if one.site.slot == NORM_PRODUCT}
+    assert filled == {"blocks.*.attn.qkv": "kernels/prologue", "blocks.*.mlp.up": "kernels/prologue"}
+
+
+def test_the_supplier_of_a_whole_mlp_replaces_the_default_kernels_fusions_and_the_norm_runs() -> None:
+    with torch.device("meta"):
+        own = block()
+    everywhere = {slot: Offer({slot: object()}, _always, plugin="kernels/all") for slot in (*FUSED_SLOTS, NORM)}
+    core = Offer({"MLP.core": object()}, _always, plugin="kernels/whole")
+
+    def suppliers(kinds: dict[str, str | None], default: str | None) -> dict[tuple[str, str], str]:
+        found = select(sites(own), [*everywhere.values(), core], Kernels(kinds, default), None)  # type: ignore[arg-type]
+        assert found.unmet == []
+        return {(one.site.name, one.site.slot): one.supplier for one in found.filled}
+
+    found = suppliers({"mlp": "kernels/whole"}, "kernels/all")
+    assert found["attn.qkv", NORM_PRODUCT] == found["norm2", NORM] == "kernels/all"
+    assert found["mlp.up", NORM_PRODUCT] == found["mlp.down", ACTIVATION_PRODUCT] == "plain torch"
+    named = dict.fromkeys(("norm_product", "activation_product"), "kernels/all")
+    with pytest.raises(UsageError, match=r"kernels/all puts into Linear\.norm_product would never run"):
+        suppliers({"mlp": "kernels/whole", **named}, None)
+
+
+def _always(site: Any, run: Any) -> bool | str:
+    return site.lacking(["layernorm", "rmsnorm", "gelu"]) or True
+
+
+def test_a_kind_of_norm_that_a_supplier_does_not_know_is_refused(plant: Plant) -> None:
+    plant("acme-prologue", '"rmsnorm", "gelu"', '"gelu"')
+    with pytest.raises(UsageError, match=r"cannot serve Linear\.norm_product of .*: it does not offer rmsnorm"):
+        build_model(tiny_run({**GPT, **NAMED}))
+
+
+def test_a_model_without_such_an_activation_is_refused(plant: Plant) -> None:
+    plant("acme-prologue")
+    with pytest.raises(UsageError, match=r"kernels\.activation_product=prologue: the model has no activation"):
+        build_model(tiny_run({**MIXTRAL, **NAMED}))

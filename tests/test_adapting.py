@@ -106,15 +106,16 @@ def test_freezing_adapters_alone_is_possible_and_freezing_all_is_refused() -> No
 def test_a_supplier_that_would_not_call_adapters_does_not_fit(settings: dict[str, Any], slot: str) -> None:
     """Its `supports` sees a need that it does not know; the sites of other slots keep their needs."""
     found = {site.slot: site for site in sites(build_model(tiny_run({**LORA, **settings})).module)}
-    plain = {
-        site.slot: site for site in sites(build_model(tiny_run({"model.num_layers": 2, **unadapted(settings)})).module)
-    }
+    without = {"model.num_layers": 2, **unadapted(settings)}
+    plain = {site.slot: site for site in sites(build_model(tiny_run(without)).module)}
     assert found[slot].needs == plain[slot].needs | {ADAPTERS}
     assert "adapters" in found[slot].not_offered
     others = found.keys() - {slot}
     assert {name: found[name].needs for name in others} == {name: plain[name].needs for name in others}
     fused = {"Linear.norm_product", "Linear.activation_product"}
-    assert not fused & found.keys(), "a norm or an activation before an adapted layer has a second reader"
+    assert slot != "MLP.core" or not fused & found.keys(), (
+        "a norm or an activation before an adapted layer has a second reader"
+    )
 
 
 def unadapted(settings: dict[str, Any]) -> dict[str, Any]:

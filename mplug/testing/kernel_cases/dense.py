@@ -74,7 +74,7 @@ def _fused(
 ) -> Case:
     """A norm or an activation and the product of its result; `full`: with a bias and a residual."""
     drawn, is_norm = Drawn(i + o), slot == NORM_PRODUCT
-    wide = 2 * i if is_gated(kind) else i
+    wide = 2 * i if slot == ACTIVATION_PRODUCT and is_gated(kind) else i
     inputs = {"x": 0.5 + 1.5 * drawn.normal(*rows, wide), "weight": drawn.normal(o, i)}
     if is_norm:
         inputs["norm weight"] = 1 + 0.2 * drawn.normal(i)

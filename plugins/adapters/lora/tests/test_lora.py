@@ -152,3 +152,11 @@ def test_a_folder_without_adapters_is_refused_before_training(tmp_path: Path, mo
     assert refused.exit_code == 2
     assert "adapter_config.json" in refused.output + str(refused.exception)
     assert not (tmp_path / "runs").exists()
+
+
+def test_beside_fp8_products_of_the_model_follow_the_recipe_and_those_of_adapters_do_not() -> None:
+    settings = {"trainer.precision": "fp8", "kernels.linear": "fp8", "adapters.lora.rank": 3}
+    model = build_model(tiny_run(settings))
+    found = {one.site.name: one.supplier for one in model.slots if one.site.slot == "Linear.product"}
+    assert found["blocks.1.attn.qkv"] == "kernels/fp8"
+    assert found["blocks.1.attn.qkv.adapter.a"] == found["blocks.1.attn.qkv.adapter.b0"] == "plain torch"

@@ -181,5 +181,5 @@ def test_the_folder_of_a_published_model_has_its_template_in_either_file(tmp_pat
     assert read_template(str(tmp_path), {}).text([{"role": "user", "content": "a"}]) == "a</s>"
     (tmp_path / "chat_template.jinja").unlink()
     (tmp_path / "tokenizer_config.json").write_text("{}")
-    with pytest.raises(UsageError, match="and no folder with chat_template.jinja or tokenizer_config.json"):
+    with pytest.raises(UsageError, match=r"and no folder with chat_template\.jinja or tokenizer_config\.json"):
         read_template(str(tmp_path), {})

@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 
-from mplug.checkpoint.folder import newest
+from mplug import UsageError
+from mplug.checkpoint.folder import newest, read_manifest
 from mplug.run.prepare import prepare
 from mplug.testing import run_workers
 from mplug.testing.harness import EXACT, tiny_config
 from mplug.testing.runs import trained
+from mplug.training.changes import changes_on_resume
 
 STEPS = 3
 SETTINGS: dict[str, Any] = {
@@ -53,3 +55,23 @@ def test_adapters_resume_under_another_layout(one: str, other: str, reference: l
     before = losses_of(one, 1, tmp_path)
     after = losses_of(other, STEPS, tmp_path, newest(tmp_path / "checkpoints"))
     assert [*before, *after] == pytest.approx(reference, rel=EXACT)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ({}, {"adapters.lora.rank": 3}, "adapters.lora"),
+        ({"adapters.lora.rank": 3}, {}, "adapters.lora"),
+        ({"adapters.lora.rank": 3}, {"adapters.lora.rank": 4}, "adapters.lora.rank"),
+    ],
+    ids=["added", "dropped", "changed"],
+)
+def test_a_resumed_run_keeps_its_adapters(
+    before: dict[str, Any], after: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    plain = {"trainer.eval_every": 0, "trainer.steps": 1, "model.num_layers": 2, "checkpoint.asynchronous": False}
+    trained(tiny_config({**plain, **before}), tmp_path)
+    path = newest(tmp_path / "checkpoints")
+    with pytest.raises(UsageError) as caught:
+        changes_on_resume(path, read_manifest(path), prepare(tiny_config({**plain, **after})), ())
+    assert said in str(caught.value)

@@ -63,6 +63,11 @@ if TYPE_CHECKING:
     from mplug.gradients.precision import DTYPES as DTYPES
     from mplug.gradients.sinks import GradientSink as GradientSink
     from mplug.gradients.sinks import Sinks as Sinks
+    from mplug.layout.actions import Action as Action
+    from mplug.layout.actions import Kind as Kind
+    from mplug.layout.actions import Shape as Shape
+    from mplug.layout.actions import Table as Table
+    from mplug.layout.actions import with_transfers as with_transfers
     from mplug.layout.external import ExternalMap as ExternalMap
     from mplug.layout.external import ExternalNames as ExternalNames
     from mplug.layout.external import Factor as Factor
@@ -102,9 +107,12 @@ if TYPE_CHECKING:
     from mplug.model.offers import Site as Site
     from mplug.model.offers import Wrap as Wrap
     from mplug.model.slot_buffer import SlotBuffer as SlotBuffer
+    from mplug.model.weight_gradients import WeightGradients as WeightGradients
     from mplug.precision import Precision as Precision
     from mplug.precision import Recipe as Recipe
     from mplug.precision import rounding_of_sums as rounding_of_sums
+    from mplug.registry.schedules import find_schedule as find_schedule
+    from mplug.registry.schedules import proven_table as proven_table
     from mplug.registry.specification import hookimpl as hookimpl
     from mplug.registry.tokenizers import TokenizerRecord as TokenizerRecord
     from mplug.registry.tokenizers import describe_tokenizer as describe_tokenizer
@@ -193,6 +201,13 @@ publish(
             "GradientSink",
             "Sinks",
         ),
+        "mplug.layout.actions": (
+            "Action",
+            "Kind",
+            "Shape",
+            "Table",
+            "with_transfers",
+        ),
         "mplug.layout.external": (
             "ExternalMap",
             "ExternalNames",
@@ -248,10 +263,15 @@ publish(
             "Wrap",
         ),
         "mplug.model.slot_buffer": ("SlotBuffer",),
+        "mplug.model.weight_gradients": ("WeightGradients",),
         "mplug.precision": (
             "Precision",
             "Recipe",
             "rounding_of_sums",
+        ),
+        "mplug.registry.schedules": (
+            "find_schedule",
+            "proven_table",
         ),
         "mplug.registry.specification": ("hookimpl",),
         "mplug.registry.tokenizers": (

@@ -4,7 +4,7 @@ Shapes: `B` samples of a micro batch, `S` sequence length. A micro batch is a ma
 plan's `context` names the entries.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -21,6 +21,7 @@ Record = dict[str, Any]
 
 Always: step, loss, grad_norm, lr, tokens, tokens_per_s, tflops, mfu, memory_gib, data_wait_s, skipped. In fp16:
 loss_scale, and overflows (the number of steps lost to overflow so far). Statistics by name, if the model has some.
+Figures that the stepper adds: `bubble` of a pipeline.
 val_loss, if the run was evaluated after the step.
 """
 
@@ -247,6 +248,8 @@ class StepResult:
     """Greater than 0 if `trainer.nonfinite` decides what happens next. None: it decides after every skipped step."""
     figures: "Mapping[str, Tensor]" = field(default_factory=dict)
     """Further scalars for metrics.jsonl, by name."""
+    measured: "Callable[[], Mapping[str, float]] | None" = None
+    """Returns further figures by name; called on the CPU after the device has completed the step."""
 
 
 class Stepper(Protocol):

@@ -122,7 +122,10 @@ def adapt_model(run: "Run", model: "Model") -> None:
 
 @at_most_one
 def split_model(run: "Run", model: "Model") -> "Stages":
-    """Divide the units of the plan into pipeline stages. Pure: the host keeps this rank's units; names stay global."""
+    """Divide the units of the plan into the chunks of a pipeline, and give each chunk to a rank.
+
+    Pure: the host keeps the units of this rank's chunks; names stay global.
+    """
 
 
 @all_plugins

@@ -256,6 +256,45 @@ def test_a_parameter_that_takes_part_only_before_the_last_micro_batch_is_announc
     assert sinks["idle"].buffer.tolist() == [1.0, 1.0]
 
 
+def test_with_counted_passes_a_tied_gradient_is_final_after_the_last_chunk_that_uses_it() -> None:
+    """Two chunks of a rank share `tied`; the first chunk ends before the second has run its last pass."""
+    tied, own = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    sinks, final = Sinks({"tied": tied, "own": own}), list[str]()
+    sinks.chunks = 2
+    for sink in sinks.values():
+        sink.listeners.append(lambda one: final.append(one.name))
+    sinks.begin_step()
+    sinks.expect_passes({"tied": 4, "own": 2})
+    for pass_, expected in (("first", []), ("second", []), ("first", ["own"]), ("second", ["own", "tied"])):
+        names = ("tied", "own") if pass_ == "first" else ("tied",)
+        sinks.begin_pass(names)
+        (tied.sum() + (own.sum() if "own" in names else 0)).backward()
+        assert final == expected
+    sinks.finish()
+    assert final == ["own", "tied"]
+    assert sinks["tied"].buffer.tolist() == [4, 4]
+
+
+def test_passes_that_are_missing_or_too_many_are_errors() -> None:
+    sinks = Sinks({"tied": nn.Parameter(torch.ones(2))})
+    sinks.begin_step()
+    sinks.expect_passes({"tied": 2})
+    sinks.begin_pass(["tied"])
+    with pytest.raises(RuntimeError, match="'tied' is not complete: 1 passes are missing"):
+        sinks.finish()
+    sinks.begin_pass(["tied"])
+    with pytest.raises(RuntimeError, match="contributes to the gradient of 'tied' after its last one"):
+        sinks.begin_pass(["tied"])
+
+
+def test_a_stepper_that_does_not_count_passes_cannot_run_chunks() -> None:
+    sinks = Sinks({"tied": nn.Parameter(torch.ones(2))})
+    sinks.chunks = 2
+    sinks.begin_step()
+    with pytest.raises(RuntimeError, match=r"this rank has 2 chunks of units.*declare the passes by"):
+        sinks.expect_last()
+
+
 def test_a_frozen_parameter_has_no_sink_and_its_linear_still_passes_gradients_on() -> None:
     layer = Linear(D, D, bias=True)
     nn.init.normal_(layer.weight)

@@ -1,12 +1,14 @@
 """mplug explain."""
 
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from mplug.cli.options import config_options, resolved
 from mplug.cli.tables import human_bytes, table
+from mplug.files import write_whole
 from mplug.slot_kinds import PRODUCTS
 
 if TYPE_CHECKING:
@@ -21,7 +23,11 @@ if TYPE_CHECKING:
 @click.command()
 @config_options
 @click.option("--rank", default=0, show_default=True, help="Show the parameters and bytes of this rank.")
-def command(rank: int, **options: Any) -> None:
+@click.option("--schedule", is_flag=True, help="Show only the pipeline schedule: a chart, and figures of each rank.")
+@click.option(
+    "--svg", type=click.Path(path_type=Path, dir_okay=False), help="With --schedule: also write the chart to this file."
+)
+def command(rank: int, schedule: bool, svg: "Path | None", **options: Any) -> None:
     """Show the parts of a run without starting it. No memory is allocated, and no data is read.
 
     Prints the mesh, the number formats, the units, the supplier of each slot and the buffers that it keeps, the modules
@@ -36,8 +42,13 @@ def command(rank: int, **options: Any) -> None:
     run = prepare(resolved(options))
     if not 0 <= rank < run.mesh.world_size:
         raise UsageError(f"--rank {rank} does not exist in this layout; its ranks are 0 to {run.mesh.world_size - 1}")
+    if svg is not None and not schedule:
+        raise UsageError("--svg writes the chart of --schedule; add --schedule")
     run.rank = rank
     model = build_model(run)
+    if schedule:
+        _schedule(run, model, svg)
+        return
     for title, text in (
         ("Mesh", _mesh(run)),
         ("Plugins", _plugins(run)),
@@ -53,6 +64,17 @@ def command(rank: int, **options: Any) -> None:
         ("Depends on the layout", _variance(run, model)),
     ):
         click.echo(f"{title}\n" + "\n".join(f"  {line}" for line in text.splitlines()) + "\n")
+
+
+def _schedule(run: "Run", model: "Model", svg: "Path | None") -> None:
+    """Print the pipeline schedule of the run's largest step; with `svg`, write its picture."""
+    from mplug.cli.schedule import picture, report
+
+    number = max(run.micro_batch_counts())
+    click.echo(report(run, model, number))
+    if svg is not None:
+        write_whole(svg, picture(model, number))
+        click.echo(f"\nthe chart is in {svg}")
 
 
 def _mesh(run: "Run") -> str:
@@ -119,15 +141,19 @@ def _units(run: "Run", model: "Model") -> str:
     rows = []
     frozen = any(not placement.parameter.trainable for placement in model.placements.values())
     around = {name: set(modules_around(name)) for name in model.placements}
-    for stage, names in enumerate(model.stages.units):
+    for chunk, names in enumerate(model.stages.units):
         for units in _grouped(list(names)).values():
             unit, members = next(unit for unit in model.plan.units if unit.name == units[0]), set(units)
             own = [placement for name, placement in model.placements.items() if not members.isdisjoint(around[name])]
             label = units[0] if len(units) == 1 else f"{units[0]} to {units[-1].rpartition('.')[2]}"
             inputs = (*unit.inputs, *(name for name in unit.optional if name in run.entries))
             counts = (f"{_elements(own):,}", f"{_frozen_elements(own):,}")[: 1 + frozen]
-            rows.append((stage, label, len(members), ", ".join(inputs), ", ".join(unit.outputs), *counts))
-    return table(("STAGE", "UNITS", "COUNT", "INPUTS", "OUTPUTS", "PARAMETERS", "FROZEN")[: 6 + frozen], rows)
+            stage = model.stages.rank_of(chunk)
+            rows.append((stage, chunk, label, len(members), ", ".join(inputs), ", ".join(unit.outputs), *counts))
+    header = ("STAGE", "CHUNK", "UNITS", "COUNT", "INPUTS", "OUTPUTS", "PARAMETERS", "FROZEN")[: 7 + frozen]
+    if len(model.own_chunks) == 1:
+        return table((header[0], *header[2:]), [(row[0], *row[2:]) for row in rows])
+    return table(header, rows)
 
 
 def _elements(placements: "Iterable[Placement]") -> int:

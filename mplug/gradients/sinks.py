@@ -14,7 +14,7 @@ CPU tensor `main_grad_stale`, next to the buffer, says whether that contribution
 call `mplug.nn.zero_if_stale` first.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -28,7 +28,8 @@ class GradientSink:
     """One parameter's gradient over a step: `name`, `parameter`, and the `buffer` in which it is summed.
 
     `stale`, a boolean tensor on the CPU, says that the buffer has no contribution of this step yet. `owed` is the
-    number of contributions that follow after their backward passes: until then, the gradient is not final.
+    number of contributions that follow after their backward passes: until then, the gradient is not final. `passes`
+    is the number of backward passes of the step that are still to come, if the stepper counts them.
 
     A strategy registers callbacks by appending functions of the sink to one of two lists. The sink calls each of its
     `listeners` exactly once per step, when the buffer is final on this rank. It calls each function in `passed` after
@@ -43,6 +44,7 @@ class GradientSink:
         self.stale = torch.zeros((), dtype=torch.bool, device="cpu")
         self.final = self.last = False
         self.owed = 0
+        self.passes: int | None = None
         parameter.main_grad, parameter.main_grad_stale = self.buffer, self.stale  # type: ignore[attr-defined]
         node: Any = parameter.view_as(parameter).grad_fn
         self._accumulation = node.next_functions[0][0]  # a reference, because the hook dies with the node
@@ -53,6 +55,21 @@ class GradientSink:
         self.stale.fill_(True)
         self.final = self.last = False
         self.owed = 0
+        self.passes = None
+
+    def expect_passes(self, number: int) -> None:
+        """Declare that `number` more backward passes of this step contribute; call `begin_pass` before each of them."""
+        self.passes = number
+
+    def begin_pass(self) -> None:
+        """Declare that the next backward pass contributes. The gradient becomes final in the last counted one.
+
+        Raises RuntimeError if the declared number of passes is exceeded.
+        """
+        if not self.passes:
+            raise RuntimeError(f"a backward pass contributes to the gradient of '{self.name}' after its last one")
+        self.passes -= 1
+        self.last = self.passes == 0
 
     def expect_last(self) -> None:
         """Declare that the next backward pass is the step's last."""
@@ -61,10 +78,12 @@ class GradientSink:
     def finish(self) -> None:
         """Announce the gradient as final, unless that has happened; an unused parameter's buffer becomes zero.
 
-        Raises RuntimeError if a postponed contribution is missing.
+        Raises RuntimeError if a declared backward pass or a postponed contribution is missing.
         """
         if self.owed:
             raise RuntimeError(f"the gradient of '{self.name}' is not complete: {self.owed} contributions are missing")
+        if self.passes:
+            raise RuntimeError(f"the gradient of '{self.name}' is not complete: {self.passes} passes are missing")
         if not self.final:
             if self.stale:
                 self.buffer.zero_()
@@ -125,6 +144,9 @@ class Sinks(Mapping[str, GradientSink]):
     parameter's gradient: a later strategy leaves out the parameters that have one of their data axes in `reduced_over`.
     The host sums all other partial gradients, by placement.
 
+    If the rank has several `chunks`, a backward pass runs one of them, so a stepper must declare its passes by
+    `expect_passes` and `begin_pass`; otherwise it calls `expect_last` before the last one.
+
     A strategy that sums inexactly (it rounds or compresses) declares its axes by the hook `varies`; nothing else may
     then sum over them. A listener may change a buffer only by such a sum, because gathered or sharded gradients have
     been summed over some ranks before they are final.
@@ -144,6 +166,7 @@ class Sinks(Mapping[str, GradientSink]):
         end = sum(parameter.numel() for name, parameter in trained.items() if name not in buffers)
         device = next(iter(trained.values())).device if trained else None
         self.arena = torch.zeros(end, dtype=dtype, device=device)
+        self.chunks = 1
         self.reduced_over: set[str] = set()
         self.when_finished: list[Callable[[], None]] = []
         self._sinks = {name: GradientSink(name, trained[name], buffer) for name, buffer in buffers.items()}
@@ -188,8 +211,29 @@ class Sinks(Mapping[str, GradientSink]):
         for sink in self.values():
             sink.begin_step()
 
+    def expect_passes(self, numbers: Mapping[str, int]) -> None:
+        """Declare how many backward passes of this step contribute to each gradient, by name.
+
+        A tied parameter is in several chunks, and its gradient is final after the last pass of the last one.
+        """
+        for name, number in numbers.items():
+            self[name].expect_passes(number)
+
+    def begin_pass(self, names: Iterable[str]) -> None:
+        """Declare that the next backward pass contributes to these gradients, which `expect_passes` has counted."""
+        for name in names:
+            self[name].begin_pass()
+
     def expect_last(self) -> None:
-        """Declare that the next backward pass is the step's last: its contributions make gradients final."""
+        """Declare that the next backward pass is the step's last: its contributions make gradients final.
+
+        Raises RuntimeError if passes run parts of the rank's units: then no pass is the last one of all gradients.
+        """
+        if self.chunks > 1:
+            raise RuntimeError(
+                f"this rank has {self.chunks} chunks of units, and a backward pass runs one of them; declare the "
+                f"passes by expect_passes and begin_pass"
+            )
         for sink in self.values():
             sink.expect_last()
 

@@ -67,6 +67,7 @@ def build_model(run: Run) -> Model:
         if shards:
             model.sharding = run.hooks.call.shard_states(run=run, model=model, needs=needs)
             _refuse_states_of_frozen(run, model)
+            _refuse_transient_gradients(run, model)
     refuse_incomplete_engine(run, model)
     refuse_bypassing_layout(run, model)
     if run.config.trainer.graphs:
@@ -88,6 +89,21 @@ def _refuse_states_of_frozen(run: Run, model: Model) -> None:
                 f"{label} shards the optimizer state of '{name}', which is frozen and has none: the plugin ignores "
                 f"Parameter.trainable of the placements; use a layout without it, or freeze nothing"
             )
+
+
+def _refuse_transient_gradients(run: Run, model: Model) -> None:
+    """Raise UsageError if every backward pass sums gradients, and passes do not compute the gradients of all units."""
+    if model.sharding is None or not model.sharding.transient:
+        return
+    if model.stages.backward == "split" or len(model.own_chunks) > 1:
+        (label,), (pipeline,) = run.hooks.implementers("shard_states"), run.hooks.implementers("split_model")
+        is_split = model.stages.backward == "split"
+        reason = "weight gradients later" if is_split else "one chunk of a rank's units at a time"
+        raise UsageError(
+            f"{label} sums all gradients of a rank at the end of every backward pass, and the schedule "
+            f"'{model.stages.schedule}' of {pipeline} computes {reason}; keep whole gradients (ZeRO stage 1), or use a "
+            f"schedule with one chunk per rank and an undivided backward pass, such as 1f1b"
+        )
 
 
 def _remedy(config: RunConfig, unmet: Unmet) -> str:

@@ -59,6 +59,7 @@ class Model:
     slot_buffers: "list[HeldBuffers]" = field(default_factory=list)
     stages: Stages = field(default=Stages("", ()))
     own_units: tuple[Unit, ...] = ()
+    own_chunks: tuple[int, ...] = (0,)
     sharding: Sharding | None = None
     shards: Shards | None = None
     when_written: list[Callable[[], None]] = field(default_factory=list)
@@ -117,6 +118,7 @@ class Model:
             return
         families = {name: placement.data_axes for name, placement in self.placements.items()}
         self._sinks = Sinks(self.parameters(), families, dtype, self.shards.listen(dtype) if self.shards else None)
+        self._sinks.chunks = len(self.own_chunks)
 
     @property
     def engine(self) -> "Engine | None":
@@ -182,17 +184,16 @@ class Model:
     def placed(self, name: str, described: Parameter, shape: tuple[int, ...], mesh: "Mesh") -> Placement:
         """The placement of a parameter or buffer that the plan describes, from the stages and the mesh alone."""
         _refuse_other_shape(name, described, shape)
-        used_in = self._stages_of(name)
-        if not used_in:
+        stages = tuple(sorted({self.stages.rank_of(chunk) for chunk in self._chunks_of(name)}))
+        if not stages:
             raise ValueError(f"parameter '{name}' is in no unit of the plan")
-        over = (*described.over, "units") if len(used_in) > 1 else described.over
-        stages = tuple(sorted(used_in))
+        over = (*described.over, "units") if len(stages) > 1 else described.over
         described = replace(described, over=over)
         placement = Placement(name, described, shape, mesh, stage_axis=self.stages.axis, stages=stages)
         placement.local_shape(0)  # raises UsageError if the ranks do not divide a dimension
         return placement
 
-    def _stages_of(self, name: str) -> set[int]:
+    def _chunks_of(self, name: str) -> set[int]:
         around = (module for alias in self.plan.names_of(name) for module in modules_around(alias))
         return {self.stages.of[module] for module in around if module in self.stages.of}
 
@@ -202,27 +203,46 @@ class Model:
         around = {one for name in trained for alias in self.plan.names_of(name) for one in modules_around(alias)}
         return {unit.name for unit in self.plan.units if unit.name in around}
 
-    def learning(self, stage: int) -> frozenset[str]:
-        """The activations before a stage that carry a gradient because an earlier unit is trained.
+    def learning(self, chunk: int) -> frozenset[str]:
+        """The activations before a chunk of the pipeline that carry a gradient because an earlier unit is trained.
 
-        Backward sends the gradients of exactly these activations to the previous stage. For the stage number after the
+        Backward hands the gradients of exactly these activations to the previous chunk. For the chunk number after the
         last one, they are the activations with which backward starts.
         """
-        before = sum(len(units) for units in self.stages.units[:stage])
+        before = sum(len(units) for units in self.stages.units[:chunk])
         return carrying(self.plan.units, self.trained_units())[before]
 
-    def keep_stage(self, stage: int) -> None:
-        """Remove the units of all other stages from the module, and set `own_units` to the remaining ones."""
-        kept = set(self.stages.units[stage])
+    @property
+    def has_backward(self) -> bool:
+        """Whether this rank runs backward passes: a unit in one of its chunks, or before it, is trained."""
+        return any(self.learning(chunk + 1) for chunk in self.own_chunks)
+
+    def keep_stage(self, rank: int) -> None:
+        """Remove the units of other ranks' chunks; `rank` is the index along the pipeline's axis.
+
+        It sets `own_chunks`, and `own_units` to the remaining units.
+        """
+        self.own_chunks = self.stages.chunks_of(rank)
+        kept = {name for chunk in self.own_chunks for name in self.stages.units[chunk]}
         for unit in self.plan.units:
             if unit.name not in kept:
                 parent, _, child = unit.name.rpartition(".")
                 delattr(self.module.get_submodule(parent), child)
         self.own_units = tuple(unit for unit in self.plan.units if unit.name in kept)
 
-    def crossing(self, stage: int) -> tuple[str, ...]:
-        """The activations that enter a stage from the previous one: computed before it, and used in it or later."""
-        before = {name for units in self.stages.units[:stage] for name in units}
+    def units_of(self, chunk: int) -> tuple[Unit, ...]:
+        """The units of a chunk of this rank."""
+        return tuple(unit for unit in self.own_units if self.stages.of[unit.name] == chunk)
+
+    def trained_in(self, chunk: int) -> tuple[str, ...]:
+        """The names of the trained parameters in a chunk of this rank."""
+        parts = [self.module.get_submodule(unit.name) for unit in self.units_of(chunk)]
+        inside = {id(parameter) for part in parts for parameter in part.parameters()}
+        return tuple(name for name, one in self.parameters().items() if id(one) in inside and name in self.sinks)
+
+    def crossing(self, chunk: int) -> tuple[str, ...]:
+        """The activations that enter a chunk from the previous one: computed before it, and used in it or later."""
+        before = {name for units in self.stages.units[:chunk] for name in units}
         made = [name for unit in self.plan.units if unit.name in before for name in unit.outputs]
         used = {name for unit in self.plan.units if unit.name not in before for name in unit.inputs}
         return tuple(name for name in dict.fromkeys(made) if name in used)
@@ -235,13 +255,14 @@ class Model:
         """The placement of a parameter by any of its names."""
         return self.placements[self.plan.names_of(name)[0]]
 
-    def run(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Run this rank's units on a micro batch's entries and the activations of earlier stages."""
+    def run(self, batch: Mapping[str, Tensor], chunk: int | None = None) -> dict[str, Tensor]:
+        """Run this rank's units, or those of one chunk, on a micro batch's entries and the activations before them."""
+        units = self.own_units if chunk is None else self.units_of(chunk)
         if self.draws is None or not self.module.training:
-            return run_units(self.module, self.own_units, batch)
+            return run_units(self.module, units, batch)
         key = self.draws.key_in(batch)
         begin = None if key is None else partial(self.draws.begin, key=key)
-        return run_units(self.module, self.own_units, batch, begin)
+        return run_units(self.module, units, batch, begin)
 
     def loss(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Run all units on a micro batch: (sum of the losses, number of targets)."""

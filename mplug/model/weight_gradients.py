@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mplug.gradients.sinks import GradientSink
 from mplug.layout.plan import Unit
@@ -46,17 +47,19 @@ class Postponed:
 
 
 class WeightGradients:
-    """Runs passes of a model that leave the weight gradients of its products for later.
+    """Runs passes of a model, or of one chunk of it, that leave the weight gradients of its products for later.
 
     All other parameters (norms, biases, embeddings, and weights that a strategy gathers for each pass) get their
-    gradients in the pass itself.
+    gradients in the pass itself. So do products whose number of rows depends on values (rows that experts receive from
+    other ranks), because a tap has a fixed shape.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, chunk: int | None = None) -> None:
         self.model = model
+        self.units = model.own_units if chunk is None else model.units_of(chunk)
         self.sites = [
             Site(*one[:3], model.sinks[one.parameter])
-            for unit in model.own_units
+            for unit in self.units
             for one in weights_at_rest(model, unit.name, "LATER")
             if one.parameter in model.sinks
         ]
@@ -64,7 +67,7 @@ class WeightGradients:
 
     @contextmanager
     def postponing(self, entries: Mapping[str, Tensor]) -> Iterator[Postponed]:
-        """Within this context, `model.run(entries)` is a pass whose weight gradients are postponed.
+        """Within this context, `model.run(entries)`, of the chunk, is a pass whose weight gradients are postponed.
 
         After the pass's backward, `compute` of the yielded object computes them.
         """
@@ -82,21 +85,27 @@ class WeightGradients:
             yield Postponed(taps)
 
     def _of_pass(self, entries: Mapping[str, Tensor]) -> list[Operands | None]:
-        """The operands of every site in a pass without memory, on the meta device; None if the pass omits the site."""
+        """The operands of every site in a pass without memory, on the meta device.
+
+        None if the pass omits the site, or if the shape of an operand depends on values.
+        """
         found: list[Operands | None] = [None] * len(self.sites)
         seed = torch.zeros((), requires_grad=True)
 
         def keeper(number: int) -> Callable[[Operands], None]:
             def keep(operands: Operands) -> None:
-                found[number] = tuple(map(_without_memory, operands))
+                if not any(isinstance(length, torch.SymInt) for one in operands for length in one.shape):
+                    found[number] = tuple(map(_without_memory, operands))
 
             return keep
 
         laters = [(site, Later((seed,), keeper(number))) for number, site in enumerate(self.sites)]
-        with _later(laters), _plain_units(self.model), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+        with _later(laters), _plain_units(self.model), fake as mode:
             given = {name: mode.from_tensor(x) if _is_tensor(x) else x for name, x in entries.items()}
-            values = run_units(self.model.module, self.model.own_units, given)
-            ends = [values[name] for name in self.model.own_units[-1].outputs if values[name].requires_grad]
+            values = run_units(self.model.module, self.units, given)
+            outputs = {name for unit in self.units for name in unit.outputs}
+            ends = [values[name] for name in sorted(outputs) if values[name].requires_grad]
             torch.autograd.grad(ends, seed, [torch.ones_like(one) for one in ends], allow_unused=True)
         return found
 

@@ -38,9 +38,11 @@ ARCHITECTURES = "architectures"
 """The group 'mplug.architectures': each maps an architecture of a config.json to the name of its model family."""
 TOKENIZER_FILES = "tokenizer_files"
 """The group 'mplug.tokenizer_files': each maps the name of a file to the name of the tokenizer that reads it."""
+SCHEDULES = "schedules"
+"""The group 'mplug.schedules', whose entry points are functions from a `Shape` to the `Table` of a pipeline."""
 GROUPS_OF_LISTS = tuple(one.group.removeprefix("mplug.") for one in LISTS)
 """Groups whose entry points are not plugins: each adds an entry to an open list (`mplug.open_lists`)."""
-GROUPS = (*KINDS, FLAGS, ARCHITECTURES, TOKENIZER_FILES, *GROUPS_OF_LISTS)
+GROUPS = (*KINDS, FLAGS, ARCHITECTURES, TOKENIZER_FILES, SCHEDULES, *GROUPS_OF_LISTS)
 RESERVED_FIELDS = ("name", "preset")
 RESERVED_NAMES = {"kernels": (*SLOT_KINDS, "default"), "parallel": ("layout", "data")}
 """By kind, the names that no plugin may have: the host has fields with these names beside the plugins' sub-sections."""

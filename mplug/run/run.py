@@ -82,6 +82,15 @@ class Run:
         trainer, (_, shards) = self.config.trainer, self.mesh.batch_shard(self.rank)
         return trainer.micro_batch_size or trainer.global_batch_size // shards
 
+    def micro_batch_counts(self) -> tuple[int, ...]:
+        """The numbers of micro batches per rank that the steps of this run have, ascending; several in a ramp-up."""
+        trainer, rampup = self.config.trainer, self.config.schedule.batch_rampup
+        _, shards = self.mesh.batch_shard(self.rank)
+        sizes = {trainer.global_batch_size}
+        if rampup.start is not None:
+            sizes.update(range(rampup.start, trainer.global_batch_size, rampup.increment))
+        return tuple(sorted({-(-size // (shards * self.micro_batch_size)) for size in sizes}))
+
     @property
     def counts_losses(self) -> bool:
         """Whether the host counts this rank's losses. Of ranks with the same losses, it counts only the first."""

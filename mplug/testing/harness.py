@@ -198,10 +198,10 @@ class _Taking:
         self._run = parts.model.run
         parts.model.run = self._through  # type: ignore[method-assign]
 
-    def _through(self, batch: "Mapping[str, Tensor]") -> "dict[str, Tensor]":
+    def _through(self, batch: "Mapping[str, Tensor]", chunk: int | None = None) -> "dict[str, Tensor]":
         self.computed += 1
         self.ahead = max(self.ahead, self.taken - self.computed)
-        return self._run(batch)
+        return self._run(batch, chunk)
 
     def watch(self, batches: "Iterator[MicroBatch]") -> "Iterator[MicroBatch]":
         """Yield the same micro batches, and count them."""

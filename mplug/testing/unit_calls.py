@@ -20,9 +20,9 @@ def watch_units(run: "Run", parts: "Parts", begins: Callable[[Call], None]) -> N
     model, samples = parts.model, list[tuple[int, ...]]()
     through_all = model.run
 
-    def through(batch: Mapping[str, "Tensor"]) -> dict[str, "Tensor"]:
+    def through(batch: Mapping[str, "Tensor"], chunk: int | None = None) -> dict[str, "Tensor"]:
         samples[:] = [tuple(batch["sample_ids"].tolist())]
-        return through_all(batch)
+        return through_all(batch, chunk)
 
     model.run = through  # type: ignore[method-assign]
     for unit in model.own_units:

@@ -27,7 +27,7 @@ class Figures:
     def __init__(self, result: StepResult, device: str) -> None:
         failed = result.skipped if result.failed is None else result.failed
         scalars = (result.loss, result.grad_norm, result.tokens, result.skipped, result.stop, failed)
-        self._names = tuple(result.figures)
+        self._names, self._measured = tuple(result.figures), result.measured
         self._shapes = {name: tuple(value.shape) for name, value in result.statistics.items()}
         tensors = (*scalars, *result.figures.values(), *result.statistics.values())
         figures = torch.cat([tensor.double().flatten() for tensor in tensors])
@@ -51,7 +51,9 @@ class Figures:
 
     def read_more(self) -> dict[str, float]:
         """Further scalars by name; valid after `read`."""
-        return dict(zip(self._names, self._values[SCALARS : SCALARS + len(self._names)].tolist(), strict=True))
+        values = self._values[SCALARS : SCALARS + len(self._names)].tolist()
+        measured = {} if self._measured is None else self._measured()
+        return {**dict(zip(self._names, values, strict=True)), **measured}
 
     def read_statistics(self) -> dict[str, Any]:
         """The step statistics of modules, as numbers and lists, by name; valid after `read`."""

@@ -26,6 +26,7 @@ class Feed:
 
     def __init__(self, loader: Loader, device: str, source: Source | None = None) -> None:
         self.vocab_size = loader.vocab_size
+        self._samples_of_each = 0 if source is None else source.shards * source.micro_batch_size
         self._loader: Loader | Supervised = loader if source is None else Supervised(loader, source)
         self._move: Move = Copies() if device.startswith("cuda") else _as_it_is
 
@@ -43,7 +44,8 @@ class Feed:
 
     def take(self, num_samples: int) -> "MovedBatches":
         """This rank's part of the next `num_samples` global samples, in micro batches on the device."""
-        return MovedBatches(self._loader.take(num_samples), self._move)
+        expected = -(-num_samples // self._samples_of_each) if self._samples_of_each else 0
+        return MovedBatches(self._loader.take(num_samples), self._move, expected)
 
     def state_dict(self) -> dict[str, Any]:
         """The loader's state."""
@@ -58,11 +60,17 @@ class Feed:
 
 
 class MovedBatches:
-    """An iterator that moves micro batches to the device; `wait_seconds` is the CPU's time in the loader so far."""
+    """An iterator that moves micro batches to the device; `wait_seconds` is the CPU's time in the loader so far.
 
-    def __init__(self, micro_batches: Iterable[MicroBatch], move: Move) -> None:
-        self._micro_batches, self._move = iter(micro_batches), move
+    `operator.length_hint` of it is the number of micro batches that the loader's contract promises; 0 if it is unknown.
+    """
+
+    def __init__(self, micro_batches: Iterable[MicroBatch], move: Move, expected: int = 0) -> None:
+        self._micro_batches, self._move, self._expected = iter(micro_batches), move, expected
         self.wait_seconds = 0.0
+
+    def __length_hint__(self) -> int:
+        return self._expected
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return self

@@ -33,12 +33,14 @@ class Source:
     seq_length: int
     shards: int
     rank: int
+    micro_batch_size: int = 0
 
     @staticmethod
     def of(run: "Run", split: str) -> "Source":
         """The source of a run's split."""
         (plugin,) = run.hooks.implementers("build_loader")
-        return Source(plugin, split, run.config.trainer.seq_length, run.mesh.batch_shard(run.rank)[1], run.rank)
+        shards, size = run.mesh.batch_shard(run.rank)[1], run.micro_batch_size
+        return Source(plugin, split, run.config.trainer.seq_length, shards, run.rank, size)
 
 
 class Supervised:

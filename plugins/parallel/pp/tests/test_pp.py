@@ -2,13 +2,17 @@
 
 from mplug.testing import ParallelSuite
 
+SCHEDULE = "parallel.pp.schedule"
+
 
 class TestPipelineParallel(ParallelSuite):
     plugin = "pp"
     layouts = ("pp2", "pp4")
     variants = {
         "everything": {**ParallelSuite.variants["another-model"], **ParallelSuite.variants["dropout"]},
-        "gpipe": {"parallel.pp.schedule": "gpipe"},
+        "gpipe": {SCHEDULE: "gpipe"},
+        "interleaved": {SCHEDULE: "interleaved", "parallel.pp.split": [1, 2, 1, 2]},
+        "zb-v": {SCHEDULE: "zb-v", **ParallelSuite.variants["dropout"]},
         "three-layers": {"model.num_layers": 3},
         "units-per-stage": {"parallel.pp.units_per_stage": [2, 4]},
         "one-micro-batch": {"trainer.micro_batch_size": 8},

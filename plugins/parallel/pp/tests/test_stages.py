@@ -102,7 +102,7 @@ def lengths_of(stages: tuple[tuple[str, ...], ...]) -> list[int]:
 
 def test_stages_hold_all_units_in_their_order() -> None:
     model = small()
-    stages = divide(model, 3, None)
+    stages = divide(model, 3, "weights")
     assert [name for units in stages for name in units] == [unit.name for unit in model.plan.units]
 
 
@@ -110,7 +110,13 @@ def test_an_embedding_costs_nothing_and_shares_a_stage_and_a_head_costs_its_proj
     """A block weighs 12 D^2 = 3072, and the head V D = 3072: five that weigh alike."""
     model = small()
     assert [model.unit_weight(unit.name) for unit in model.plan.units] == [0, 3072, 3072, 3072, 3072, 3072]
-    assert divide(model, 5, None) == (("embedding", "blocks.0"), ("blocks.1",), ("blocks.2",), ("blocks.3",), ("head",))
+    assert divide(model, 5, "weights") == (
+        ("embedding", "blocks.0"),
+        ("blocks.1",),
+        ("blocks.2",),
+        ("blocks.3",),
+        ("head",),
+    )
 
 
 @pytest.mark.parametrize("tie_embeddings", [False, True])
@@ -128,14 +134,14 @@ def test_a_user_may_say_how_many_units_each_stage_has(given_counts: tuple[int, .
 
 @pytest.mark.parametrize("given_counts", [(3, 2), (3, 4)])
 def test_numbers_that_do_not_add_up_to_the_units_are_refused(given_counts: tuple[int, ...]) -> None:
-    with pytest.raises(UsageError, match=rf"units_per_stage sums to {sum(given_counts)}, and the model has 6 units"):
+    with pytest.raises(UsageError, match=rf"split sums to {sum(given_counts)}, and the model has 6 units"):
         divide(small(), 2, given_counts)
 
 
 def test_more_stages_than_units_that_compute_are_refused() -> None:
-    assert lengths_of(divide(small(num_layers=2), 3, None)) == [2, 1, 1]
+    assert lengths_of(divide(small(num_layers=2), 3, "weights")) == [2, 1, 1]
     with pytest.raises(UsageError, match="pp=4 is too large: only 3 units of the model have weights that compute"):
-        divide(small(num_layers=2), 4, None)
+        divide(small(num_layers=2), 4, "weights")
 
 
 PRESETS = [
@@ -163,7 +169,7 @@ def test_no_stage_of_a_preset_weighs_more_than_it_must(presets: dict[str, Model]
     """The lower bound by filling stages up to a limit, greedily: the least limit that needs no more stages."""
     model = presets[preset]
     weights = [model.unit_weight(unit.name) for unit in model.plan.units]
-    stages = divide(model, num_stages, None)
+    stages = divide(model, num_stages, "weights")
     heaviest = max(sum(model.unit_weight(name) for name in units) for units in stages)
     limits = sorted({sum(weights[i:j]) for i in range(len(weights)) for j in range(i + 1, len(weights) + 1)})
     assert heaviest == next(limit for limit in limits if needed(weights, limit) <= num_stages)
@@ -186,7 +192,7 @@ def needed(weights: list[int], limit: int) -> float:
 
 def test_the_largest_preset_is_cut_in_sixteen_in_a_moment(presets: dict[str, Model]) -> None:
     """112 blocks of 12 D^2 weigh far more than the head: seven a stage."""
-    counts = lengths_of(divide(presets["462b"], 16, None))
+    counts = lengths_of(divide(presets["462b"], 16, "weights"))
     assert counts == [8, *[7] * 14, 8]
 
 
@@ -224,7 +230,11 @@ def test_the_division_of_a_run_is_what_the_config_says() -> None:
     [
         (["parallel.layout=pp2", "parallel.pp.units_per_stage=[1, 2, 3]"], "has 3 numbers, and pp=2 has 2 stages"),
         (["parallel.layout=pp2", "parallel.pp.units_per_stage=[0, 6]"], r"units_per_stage\.0.*must be greater than 0"),
-        (["parallel.layout=pp2", "parallel.pp.schedule=zigzag"], "schedule.*'1f1b' or 'gpipe'"),
+        (["parallel.layout=pp2", "parallel.pp.schedule=zb-v1"], "no pipeline schedule 'zb-v1' .*; did you mean 'zb-v'"),
+        (
+            ["parallel.layout=pp2", "parallel.pp.split=layers", "parallel.pp.units_per_stage=[3, 3]"],
+            "both divide the units; remove units_per_stage",
+        ),
     ],
 )
 def test_a_wrong_division_is_refused_before_anything_is_built(assignments: list[str], said: str) -> None:
@@ -237,6 +247,62 @@ def test_a_division_that_the_model_does_not_bear_is_refused() -> None:
         build_model(prepared("parallel.layout=pp2", "parallel.pp.units_per_stage=[1, 2]"))
 
 
+def test_by_layers_a_chunk_has_as_many_blocks_as_another_whatever_the_head_weighs() -> None:
+    model = small(num_layers=4)  # the head weighs as much as a block
+    assert lengths_of(divide(model, 2, "weights")) == [3, 3]
+    assert divide(model, 2, "layers") == (("embedding", "blocks.0", "blocks.1"), ("blocks.2", "blocks.3", "head"))
+    with pytest.raises(UsageError, match=r"pp=2 with 3 chunks per rank is too large: only 4 units of"):
+        divide(model, 2, "layers", chunks=3)
+
+
+def test_by_time_attention_and_the_loss_count() -> None:
+    """The loss makes a narrow head slower than its weights say, and long sequences make blocks slower."""
+    model = small(num_layers=6)  # the head has as many weights as a block
+    assert lengths_of(divide(model, 2, "weights")) == [4, 4]
+    assert lengths_of(divide(model, 2, "time", seq_length=1)) == [7, 1]
+    assert lengths_of(divide(model, 2, "time", seq_length=1 << 20)) == [4, 4]
+
+
+def test_chunks_are_numbered_in_the_order_of_the_model_and_belong_to_the_ranks_of_the_schedule() -> None:
+    words = ["model.num_layers=6", "parallel.layout=pp2", "parallel.pp.split=[1, 3, 2, 2]"]
+    for schedule, own in (("interleaved", [(0, 2), (1, 3)]), ("zb-v", [(0, 3), (1, 2)])):
+        for rank in range(2):
+            run = prepared(*words, f"parallel.pp.schedule={schedule}")
+            run.rank = rank
+            model = build_model(run)
+            assert lengths_of(model.stages.units) == [1, 3, 2, 2]
+            assert model.own_chunks == own[rank]
+            names = [name for chunk in own[rank] for name in model.stages.units[chunk]]
+            assert [unit.name for unit in model.own_units] == names
+
+
+def test_a_tied_parameter_is_summed_over_ranks_only_if_two_ranks_have_it() -> None:
+    """In the shape of a V, the embedding and the head are on rank 0."""
+    words = ["parallel.layout=pp2", "model.tie_embeddings=true"]
+    for schedule, stages in (("interleaved", (0, 1)), ("zb-v", (0,))):
+        model = build_model(prepared(*words, f"parallel.pp.schedule={schedule}"))
+        ((first, *_),) = model.plan.tied
+        placement = model.placements[first]
+        assert placement.stages == stages
+        assert ("pp" in placement.partial_axes) is (len(stages) > 1)
+
+
+@pytest.mark.parametrize(
+    ("assignments", "said"),
+    [
+        (["parallel.pp.schedule=zb-v", "parallel.pp.chunks=3"], "'zb-v' .mplug-pp .*has 2 chunks per rank, not 3"),
+        (["parallel.pp.limit=2"], "the schedule '1f1b' takes no memory limit; use 'zb-limited'"),
+        (
+            ["parallel.pp.schedule=interleaved", "parallel.pp.split=[3, 3]"],
+            "2 numbers, and the pipeline has 4 chunks",
+        ),
+    ],
+)
+def test_settings_that_a_schedule_does_not_serve_are_refused(assignments: list[str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        build_model(prepared("parallel.layout=pp2", *assignments))
+
+
 def test_stages_are_one_axis_that_all_views_share() -> None:
     config = prepared("parallel.layout=pp4").config
     (axis,) = PipelineParallel(PipelineParallel.Config()).mesh_axes(config=config)
@@ -245,8 +311,9 @@ def test_stages_are_one_axis_that_all_views_share() -> None:
 
 
 def test_no_module_of_the_schedules_imports_torch() -> None:
+    import mplug_pp.limited
     import mplug_pp.schedules
-    import mplug_pp.table
+    import mplug_pp.v_shaped
 
-    for module in (mplug_pp.schedules, mplug_pp.table):
+    for module in (mplug_pp.limited, mplug_pp.schedules, mplug_pp.v_shaped):
         assert not re.search(r"^\s*(import|from) torch", Path(module.__file__).read_text(), re.MULTILINE)

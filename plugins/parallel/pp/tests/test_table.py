@@ -9,82 +9,133 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mplug_pp.schedules import SCHEDULES, gpipe, one_f_one_b
-from mplug_pp.table import COMPUTE, Action, Kind, Table, check, with_transfers
+from mplug_pp.limited import zb_limited
+from mplug_pp.schedules import gpipe, interleaved, one_f_one_b, zb_h1
+from mplug_pp.v_shaped import dualpipe_v, zb_v
 
-F, B, W = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT_GRADIENT
+from mplug import Action, Kind, Shape, Table, with_transfers
+from mplug.layout.actions import COMPUTE, Row
+from mplug.layout.table_check import check
+
+F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT  # noqa: E741
 SF, RF, SB, RB = Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD, Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD
-STAGES, MICRO_BATCHES = range(1, 9), range(1, 33)
+FURTHER = {SF: 1, RF: -1, SB: -1, RB: 1}
+"""By kind of transfer: the other chunk's number minus the own one."""
+
+SCHEDULES: dict[str, Callable[[Shape], Table]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zb-h1": zb_h1,
+    "zb-limited": zb_limited,
+    "zb-v": zb_v,
+    "dualpipe-v": dualpipe_v,
+}
+CHUNKS = {"interleaved": (2, 3, 4), "zb-h1": (1, 2, 3)}
+"""The numbers of chunks per rank to try; otherwise the schedule's default."""
 
 
-def row(text: str) -> tuple[Action, ...]:
-    """'F0 SF0' as actions."""
-    words = (re.fullmatch("([A-Z]+)([0-9]+)", word) for word in text.split())
-    return tuple(Action(Kind(word[1]), int(word[2])) for word in words if word)
+def row(text: str, rank: int, ranks: tuple[int, ...]) -> Row:
+    """'F0 SF0' as actions of the chunk `rank`, 'F0.3' as one of chunk 3; peers follow from the chunks' ranks."""
+    actions = []
+    for word in text.split():
+        found = re.fullmatch(r"([A-Z]+)([0-9]+)(?:\.([0-9]+))?", word)
+        assert found
+        kind, number, chunk = Kind(found[1]), int(found[2]), int(found[3] or rank)
+        other = chunk + FURTHER.get(kind, 0)
+        peer = None if kind in COMPUTE else ranks[other] if other in range(len(ranks)) else rank + FURTHER[kind]
+        actions.append(Action(kind, number, chunk, peer))
+    return tuple(actions)
 
 
-def table(*rows: str) -> Table:
-    return tuple(map(row, rows))
+def table(*rows: str, ranks: tuple[int, ...] | None = None) -> Table:
+    ranks = ranks or tuple(range(len(rows)))
+    return Table(tuple(row(text, rank, ranks) for rank, text in enumerate(rows)), ranks)
 
 
-def text(actions: tuple[Action, ...]) -> str:
-    return " ".join(map(str, actions))
+def text(actions: Row) -> str:
+    return " ".join(f"{action.kind.value}{action.micro_batch}" for action in actions)
+
+
+def computations(actions: Row) -> Row:
+    return tuple(action for action in actions if action.kind in COMPUTE)
 
 
 # What is proven.
 
 
-@pytest.mark.parametrize("num_stages", STAGES)
-def test_gpipe_is_proven_and_holds_every_micro_batch(num_stages: int) -> None:
-    for number in MICRO_BATCHES:
-        assert check(gpipe(num_stages, number), number) == [number] * num_stages
-
-
-@pytest.mark.parametrize("num_stages", STAGES)
-def test_1f1b_is_proven_and_a_stage_holds_no_more_micro_batches_than_stages_follow(num_stages: int) -> None:
-    for number in MICRO_BATCHES:
-        peaks = check(one_f_one_b(num_stages, number), number)
-        assert peaks == [min(num_stages - stage, number) for stage in range(num_stages)]
-
-
-def test_1f1b_of_two_stages_and_three_micro_batches_is_the_one_drawn_by_hand() -> None:
-    first, last = one_f_one_b(2, 3)
-    assert text(tuple(a for a in first if a.kind in COMPUTE)) == "F0 F1 B0 F2 B1 B2"
-    assert text(tuple(a for a in last if a.kind in COMPUTE)) == "F0 B0 F1 B1 F2 B2"
-
-
-def clock(schedule: Table) -> int:
-    """Units of time until the last action is done: a forward takes 1, a backward 2, and transfers nothing."""
-    ends: dict[tuple[int, Action], int] = {}
-    free, at = [0] * len(schedule), [0] * len(schedule)
-    while any(position < len(actions) for position, actions in zip(at, schedule, strict=True)):
-        for stage, actions in enumerate(schedule):
-            while at[stage] < len(actions):
-                action = actions[at[stage]]
-                source = {RF: (stage - 1, SF), RB: (stage + 1, SB)}.get(action.kind)
-                awaited = (source[0], replace(action, kind=source[1])) if source else None
-                if awaited is not None and awaited not in ends:
-                    break
-                start = max(free[stage], ends[awaited] if awaited else 0)
-                free[stage] = ends[stage, action] = start + {F: 1, B: 2}.get(action.kind, 0)
-                at[stage] += 1
-    return max(free)
-
-
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("num_stages", [2, 4, 8])
-@pytest.mark.parametrize("number", [1, 4, 8, 32])
-def test_a_pipeline_is_idle_for_no_more_than_its_filling_and_draining(name: str, num_stages: int, number: int) -> None:
-    """(M + N - 1)(t_f + t_b): arXiv 2104.04473, section 2.2.1."""
-    assert clock(SCHEDULES[name](num_stages, number)) == (number + num_stages - 1) * 3
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 7])
+def test_every_schedule_is_proven_for_any_number_of_micro_batches(name: str, num_ranks: int) -> None:
+    for number in (1, 2, 3, 5, 8, 13, 14):
+        for chunks in CHUNKS.get(name, (None,)):
+            shape = Shape(num_ranks, number, chunks)
+            check(SCHEDULES[name](shape), shape)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_computations_keep_their_order_when_transfers_are_added(name: str) -> None:
-    for actions in SCHEDULES[name](4, 6):
-        for kind in (F, B):
-            assert [a.micro_batch for a in actions if a.kind is kind] == list(range(6))
-    assert not any(action.kind not in COMPUTE for action in SCHEDULES[name](1, 6)[0])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+def test_the_peaks_are_those_of_the_papers(num_ranks: int) -> None:
+    """GPipe: m. 1F1B: p - r. ZB-H1 and ZB-V: p (2401.10241). DualPipeV: p + 1/2. Interleaved: 2104.04473, 2.2."""
+    for number in (2 * num_ranks, 5 * num_ranks):
+        shape = Shape(num_ranks, number)
+        peaks = {name: check(schedule(shape), shape) for name, schedule in SCHEDULES.items()}
+        assert peaks["gpipe"] == [number] * num_ranks
+        assert peaks["1f1b"] == [num_ranks - rank for rank in range(num_ranks)]
+        assert peaks["zb-h1"] == peaks["zb-v"] == [num_ranks] * num_ranks
+        assert max(peaks["dualpipe-v"]) == num_ranks + 0.5
+        assert max(peaks["interleaved"]) == min(number, (num_ranks + 2 * (num_ranks - 1) + 1) / 2)
+
+
+@pytest.mark.parametrize("limit", range(1, 9))
+def test_the_limited_schedule_stays_within_its_limit_and_uses_it(limit: int) -> None:
+    for num_ranks in (2, 3, 4):
+        shape = Shape(num_ranks, 16, limit=limit)
+        assert max(check(zb_limited(shape), shape)) == limit
+
+
+def test_a_table_that_exceeds_the_limit_is_refused_with_the_action() -> None:
+    shape = Shape(2, 4)
+    with pytest.raises(ValueError, match=r"rank 0 holds .* 4 micro batches, more than the limit of 3: .* F3 of"):
+        check(gpipe(shape), replace(shape, limit=3))
+
+
+def test_interleaved_groups_may_be_chosen_and_are_about_equal() -> None:
+    first = computations(interleaved(Shape(2, 7, 2, group=3)).rows[0])
+    assert [f"{a.kind.value}{a.micro_batch}.{a.chunk}" for a in first if a.kind is F] == [
+        *(f"F{number}.{chunk}" for chunk in (0, 2) for number in range(4)),
+        *(f"F{number}.{chunk}" for chunk in (0, 2) for number in range(4, 7)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("1f1b", {"chunks": 2}, "'1f1b' has 1 chunks per rank, not 2"),
+        ("zb-v", {"chunks": 3}, "'zb-v' has 2 chunks per rank, not 3"),
+        ("interleaved", {"chunks": 1}, "needs 2 or more chunks per rank"),
+        ("interleaved", {"group": 3}, "a group of 3 micro batches is smaller than the 4 ranks"),
+        ("gpipe", {"group": 4}, "has no groups"),
+        ("zb-h1", {"limit": 4}, "takes no memory limit"),
+        ("zb-limited", {"limit": 0.5}, "a limit of 1 micro batch or more, not 0.5"),
+    ],
+)
+def test_a_shape_that_a_schedule_does_not_serve_is_refused(name: str, changes: dict[str, float], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        SCHEDULES[name](replace(Shape(4, 8), **changes))
+
+
+def test_1f1b_of_two_ranks_and_three_micro_batches_is_the_one_drawn_by_hand() -> None:
+    first, last = one_f_one_b(Shape(2, 3)).rows
+    assert text(computations(first)) == "F0 F1 B0 F2 B1 B2"
+    assert text(computations(last)) == "F0 B0 F1 B1 F2 B2"
+
+
+def test_a_hand_over_between_two_chunks_of_one_rank_is_no_transfer() -> None:
+    """In the shape of a V, the last rank has two consecutive chunks."""
+    assert {a.peer for row in zb_v(Shape(2, 4)).rows for a in row} == {None, 0, 1}
+    last = zb_v(Shape(2, 4)).rows[1]
+    assert not [a for a in last if (a.kind, a.chunk) in ((SF, 1), (RF, 2), (SB, 2), (RB, 1))]
+    assert {(a.chunk, a.kind) for a in last if a.kind not in COMPUTE} == {(1, RF), (1, SB), (2, SF), (2, RB)}
 
 
 def test_a_table_is_made_and_proven_by_work_that_grows_with_its_actions_and_not_with_their_square() -> None:
@@ -96,9 +147,10 @@ def test_a_table_is_made_and_proven_by_work_that_grows_with_its_actions_and_not_
             nonlocal seen
             seen += 1
 
+        shape = Shape(8, num_micro_batches)
         sys.setprofile(count)
         try:
-            assert check(one_f_one_b(8, num_micro_batches), num_micro_batches) == list(range(8, 0, -1))
+            assert check(one_f_one_b.__wrapped__(shape), shape) == list(range(8, 0, -1))
         finally:
             sys.setprofile(None)
         return seen
@@ -110,89 +162,140 @@ def test_a_table_is_made_and_proven_by_work_that_grows_with_its_actions_and_not_
 
 GOOD = ("F0 SF0 F1 SF1 RB0 B0 RB1 B1", "RF0 F0 RF1 B0 SB0 F1 B1 SB1")
 FAULTS = {
-    "a forward is missing": (GOOD[0], "RF0 F0 RF1 B0 SB0 B1 SB1", "stage 1 lacks F1"),
-    "a backward is missing": ("F0 SF0 F1 SF1 RB0 B0 RB1", GOOD[1], "stage 0 lacks B1"),
-    "a send is missing": ("F0 SF0 F1 RB0 B0 RB1 B1", GOOD[1], "stage 0 lacks SF1"),
-    "a send of a gradient is missing": (GOOD[0], "RF0 F0 RF1 B0 F1 B1 SB1", "stage 1 lacks SB0"),
-    "a receive is missing": (GOOD[0], "RF0 F0 B0 SB0 F1 B1 SB1", "stage 1 lacks RF1"),
-    "a forward is done twice": ("F0 SF0 F0 F1 SF1 RB0 B0 RB1 B1", GOOD[1], "stage 0 has the same action twice"),
-    "a send is done twice": ("F0 SF0 F1 SF1 RB0 B0 RB1 B1 SF0", GOOD[1], "stage 0 has the same action twice"),
-    "a micro batch too many": ("F0 SF0 F1 SF1 F2 RB0 B0 RB1 B1", GOOD[1], "stage 0 must not run F2"),
-    "a send off the end": (GOOD[0], f"{GOOD[1]} SF0", "stage 1 must not run SF0"),
-    "a receive before the start": (f"RF0 {GOOD[0]}", GOOD[1], "stage 0 must not run RF0"),
-    "a backward before its forward": (GOOD[0], "RF0 B0 SB0 F0 RF1 F1 B1 SB1", "stage 1 runs B0 before F0"),
-    "a forward before its receive": (GOOD[0], "F0 RF0 RF1 B0 SB0 F1 B1 SB1", "stage 1 runs F0 before RF0"),
-    "a backward before its gradient": ("F0 SF0 F1 SF1 B0 RB0 RB1 B1", GOOD[1], "stage 0 runs B0 before RB0"),
-    "a send before its forward": ("SF0 F0 F1 SF1 RB0 B0 RB1 B1", GOOD[1], "stage 0 runs SF0 before F0"),
-    "a send before its backward": (GOOD[0], "RF0 F0 RF1 SB0 B0 F1 B1 SB1", "stage 1 runs SB0 before B0"),
-    "a weight gradient before its backward": (
-        "F0 SF0 F1 SF1 RB0 W0 B0 RB1 B1",
+    "a forward is missing": (GOOD[0], "RF0 F0 RF1 B0 SB0", "rank 1 lacks B1 of chunk 1"),
+    "a backward is missing": ("F0 SF0 F1 SF1 RB0 B0 RB1", GOOD[1], "rank 0 lacks B1 of chunk 0"),
+    "a send is missing": ("F0 SF0 F1 RB0 B0 RB1 B1", GOOD[1], "rank 0 lacks SF1 of chunk 0 to rank 1"),
+    "a send of a gradient is missing": (GOOD[0], "RF0 F0 RF1 B0 F1 B1 SB1", "rank 1 lacks SB0 of chunk 1 to rank 0"),
+    "a receive is missing": (GOOD[0], "RF0 F0 B0 SB0", "rank 1 lacks B1 of chunk 1"),
+    "a forward is done twice": ("F0 SF0 F0 F1 SF1 RB0 B0 RB1 B1", GOOD[1], "rank 0 runs F0 of chunk 0 twice"),
+    "a send is done twice": (f"{GOOD[0]} SF0", GOOD[1], "rank 0 runs SF0 of chunk 0 to rank 1 twice"),
+    "a micro batch too many": ("F0 SF0 F1 SF1 F2 RB0 B0 RB1 B1", GOOD[1], "rank 0 must not run F2 of chunk 0"),
+    "a send off the end": (GOOD[0], f"{GOOD[1]} SF0", "rank 1 must not run SF0 of chunk 1 to rank 2"),
+    "a receive before the start": (f"RF0 {GOOD[0]}", GOOD[1], "rank 0 must not run RF0 of chunk 0 from rank -1"),
+    "another rank's chunk": (f"{GOOD[0]} F0.1", GOOD[1], "rank 0 must not run F0 of chunk 1: .* belongs to rank 1"),
+    "a chunk too many": (f"{GOOD[0]} F0.2", GOOD[1], "rank 0 must not run F0 of chunk 2: there are 2 chunks"),
+    "a backward before its forward": (
+        GOOD[0],
+        "RF0 B0 SB0 F0 RF1 F1 B1 SB1",
+        "rank 1 runs B0 of chunk 1 before F0 of chunk 1",
+    ),
+    "a forward before its receive": (
+        GOOD[0],
+        "F0 RF0 RF1 B0 SB0 F1 B1 SB1",
+        "rank 1 runs F0 of chunk 1 before RF0 of chunk 1 from rank 0",
+    ),
+    "a backward before its gradient": (
+        "F0 SF0 F1 SF1 B0 RB0 RB1 B1",
         GOOD[1],
-        "stage 0 runs W0 before B0",
+        "rank 0 runs B0 of chunk 0 before RB0 of chunk 0 from rank 1",
+    ),
+    "a send before its forward": (
+        "SF0 F0 F1 SF1 RB0 B0 RB1 B1",
+        GOOD[1],
+        "rank 0 runs SF0 of chunk 0 to rank 1 before F0 of chunk 0",
+    ),
+    "a send before its backward": (
+        GOOD[0],
+        "RF0 F0 RF1 SB0 B0 F1 B1 SB1",
+        "rank 1 runs SB0 of chunk 1 to rank 0 before B0 of chunk 1",
+    ),
+    "a weight gradient before its backward": (
+        "F0 SF0 F1 SF1 RB0 W0 I0 RB1 B1",
+        GOOD[1],
+        "rank 0 runs W0 of chunk 0 before B0 of chunk 0",
+    ),
+    "a weight gradient after a whole backward": (f"{GOOD[0]} W0", GOOD[1], "rank 0 must not run B0 of chunk 0"),
+    "a weight gradient that never comes": (
+        "F0 SF0 F1 SF1 RB0 I0 RB1 B1",
+        GOOD[1],
+        "rank 0 lacks W0 of chunk 0",
     ),
     "two blocking sends that cross": (
         GOOD[0],
         "RF0 F0 B0 SB0 RF1 F1 B1 SB1",
-        "blocking sends deadlock: stage 0 at SF1, stage 1 at SB0",
+        "blocking sends deadlock: rank 0 at SF1 of chunk 0 to rank 1, rank 1 at SB0 of chunk 1 to rank 0",
     ),
     "receives in another order than sends": (
         GOOD[0],
         "RF1 F1 RF0 F0 B0 SB0 B1 SB1",
-        "blocking sends deadlock: stage 0 at SF0, stage 1 at RF1",
+        "blocking sends deadlock: rank 0 at SF0 of chunk 0 to rank 1, rank 1 at RF1 of chunk 1 from rank 0",
     ),
 }
-"""What is wrong -> the rows of two stages and two micro batches, and what the checker says."""
+"""What is wrong -> the rows of two ranks and two micro batches, and what the checker says."""
 
 
 def test_the_table_that_faults_are_planted_in_is_good() -> None:
-    assert check(table(*GOOD), 2) == [2, 1]
+    assert check(table(*GOOD), Shape(2, 2)) == [2, 1]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_named(fault: str) -> None:
     *rows, said = FAULTS[fault]
-    with pytest.raises(ValueError, match=re.escape(said)):
-        check(table(*rows), 2)
+    with pytest.raises(ValueError, match=said):
+        check(table(*rows), Shape(2, 2))
 
 
-def test_weight_gradients_are_optional_but_come_once() -> None:
-    assert check(table("F0 B0 W0"), 1) == [1]
-    with pytest.raises(ValueError, match="stage 0 has the same action twice"):
-        check(table("F0 B0 W0 W0"), 1)
+def test_a_send_to_a_rank_that_does_not_have_the_next_chunk_is_named() -> None:
+    good = table(*GOOD)
+    wrong = tuple(action._replace(peer=0) if action.kind is SF else action for action in good.rows[0])
+    with pytest.raises(ValueError, match="rank 0 must not run SF0 of chunk 0 to rank 0"):
+        check(replace(good, rows=(wrong, good.rows[1])), Shape(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"), [((0, 0), r"\[2, 0\] of 2"), ((0, 1, 1), r"\[1, 2\] of 3"), ((0, 1, 2), r"\[1, 1\] of 3")]
+)
+def test_chunks_that_are_not_shared_out_evenly_are_refused(ranks: tuple[int, ...], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        check(replace(table(*GOOD), ranks=ranks), Shape(2, 2))
+
+
+def test_a_table_for_another_number_of_ranks_or_chunks_is_refused() -> None:
+    with pytest.raises(ValueError, match="2 rows, and there are 3 ranks"):
+        check(table(*GOOD), Shape(3, 2))
+    with pytest.raises(ValueError, match="1 chunks, and 2 were asked for"):
+        check(table(*GOOD), Shape(2, 2, chunks=2))
+
+
+def test_both_forms_of_a_backward_pass_may_be_mixed() -> None:
+    assert check(table("F0 F1 I0 W0 B1"), Shape(1, 2)) == [2]
+    with pytest.raises(ValueError, match="W0 of chunk 0 twice"):
+        check(table("F0 I0 W0 W0"), Shape(1, 1))
 
 
 @given(st.data())
 def test_a_good_table_that_loses_or_repeats_any_action_is_refused(data: st.DataObject) -> None:
-    rows, number = drawn_table(data)
-    stage = data.draw(st.integers(0, len(rows) - 1))
-    at = data.draw(st.integers(0, len(rows[stage]) - 1))
-    left_out = (*rows[stage][:at], *rows[stage][at + 1 :])
-    repeated = (*rows[stage], rows[stage][at])
-    for actions, said in ((left_out, f"stage {stage} lacks {rows[stage][at]}"), (repeated, "twice")):
-        with pytest.raises(ValueError, match=said):
-            check((*rows[:stage], actions, *rows[stage + 1 :]), number)
+    good, shape = drawn_table(data)
+    rank = data.draw(st.integers(0, len(good.rows) - 1))
+    own = good.rows[rank]
+    at = data.draw(st.integers(0, len(own) - 1))
+    left_out, repeated = (*own[:at], *own[at + 1 :]), (*own, own[at])
+    for actions in (left_out, repeated):
+        rows = (*good.rows[:rank], actions, *good.rows[rank + 1 :])
+        with pytest.raises(ValueError, match=f"rank {rank} (lacks|runs|must not run) .*{own[at].micro_batch} of chunk"):
+            check(replace(good, rows=rows), shape)
 
 
 @given(st.data())
 def test_the_checker_accepts_exactly_the_orders_that_blocking_processes_could_finish(data: st.DataObject) -> None:
     """Two neighbouring actions of a good table change places: an event-driven simulation says if that may be."""
-    rows, number = drawn_table(data)
-    stage = data.draw(st.integers(0, len(rows) - 1))
-    at = data.draw(st.integers(0, len(rows[stage]) - 2))
-    swapped = list(rows[stage])
+    good, shape = drawn_table(data)
+    rank = data.draw(st.integers(0, len(good.rows) - 1))
+    at = data.draw(st.integers(0, len(good.rows[rank]) - 2))
+    swapped = list(good.rows[rank])
     swapped[at : at + 2] = reversed(swapped[at : at + 2])
-    changed = (*rows[:stage], tuple(swapped), *rows[stage + 1 :])
+    changed = replace(good, rows=(*good.rows[:rank], tuple(swapped), *good.rows[rank + 1 :]))
     if finishes(changed):
-        check(changed, number)
+        check(changed, shape)
     else:
         with pytest.raises(ValueError, match=r"before|deadlock"):
-            check(changed, number)
+            check(changed, shape)
 
 
-def drawn_table(data: st.DataObject) -> tuple[Table, int]:
+def drawn_table(data: st.DataObject) -> tuple[Table, Shape]:
     schedule = data.draw(st.sampled_from(sorted(SCHEDULES)))
-    number = data.draw(st.integers(1, 6))
-    return SCHEDULES[schedule](data.draw(st.integers(1, 4)), number), number
+    shape = Shape(data.draw(st.integers(1, 4)), data.draw(st.integers(1, 6)))
+    return SCHEDULES[schedule](shape), shape
 
 
 def finishes(schedule: Table) -> bool:
@@ -209,88 +312,42 @@ def finishes(schedule: Table) -> bool:
 def dependencies(schedule: Table) -> dict[tuple[int, Action], set[tuple[int, Action]]]:
     """What each action needs: what stands before it, before its counterpart (a transfer is one event), and its data."""
     order: dict[tuple[int, Action], set[tuple[int, Action]]] = {}
-    for stage, actions in enumerate(schedule):
+    for rank, actions in enumerate(schedule.rows):
         for action in actions:
-            order[stage, action] = {(stage, need) for need in data_needs(action) if need in actions}
+            order[rank, action] = {(rank, need) for need in actions if needs(action, need)}
         for earlier, later in pairwise(actions):
-            order[stage, later].add((stage, earlier))
-    for stage, action in list(order):
-        pair = {SF: (RF, 1), RF: (SF, -1), SB: (RB, -1), RB: (SB, 1)}.get(action.kind)
-        if pair is not None:
-            other = (stage + pair[1], Action(pair[0], action.micro_batch))
-            position = schedule[other[0]].index(other[1])
+            order[rank, later].add((rank, earlier))
+    for rank, action in list(order):
+        if action.peer is not None:
+            kind = {SF: RF, RF: SF, SB: RB, RB: SB}[action.kind]
+            other = Action(kind, action.micro_batch, action.chunk + FURTHER[action.kind], rank)
+            position = schedule.rows[action.peer].index(other)
             if position > 0:
-                order[stage, action].add((other[0], schedule[other[0]][position - 1]))
+                order[rank, action].add((action.peer, schedule.rows[action.peer][position - 1]))
     return order
 
 
-def data_needs(action: Action) -> list[Action]:
-    needs = {F: [RF], B: [F, RB], W: [B], SF: [F], SB: [B]}.get(action.kind, [])
-    return [Action(kind, action.micro_batch) for kind in needs]
+def needs(action: Action, other: Action) -> bool:
+    """Whether `action` needs the result of `other`, an action of the same rank."""
+    same = {F: (RF,), B: (F, RB), I: (F, RB), W: (I,), SF: (F,), SB: (B, I)}.get(action.kind, ())
+    near = {F: ((F, -1),), B: ((B, 1), (I, 1)), I: ((B, 1), (I, 1))}.get(action.kind, ())
+    distance = other.chunk - action.chunk
+    known = [*((kind, 0) for kind in same), *near]
+    return other.micro_batch == action.micro_batch and (other.kind, distance) in known
 
 
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        (("F0 B0", "B0 F0"), "the schedule deadlocks: stage 0 at B0, stage 1 at B0"),
+        (("F0 B0", "B0 F0"), "the schedule deadlocks: rank 0 at B0 of chunk 0, rank 1 at B0 of chunk 1"),
         (("F1 F0 B0 B1", "F0 B0 F1 B1", "F0 B0 F1 B1"), None),
-        (("F0 B0 F1 B1", "F1 B1 F0 B0"), "the schedule deadlocks: stage 0 at B0, stage 1 at F1"),
+        (("F0 B0 F1 B1", "F1 B1 F0 B0"), "the schedule deadlocks: rank 0 at B0 of chunk 0, rank 1 at F1 of chunk 1"),
     ],
 )
 def test_a_schedule_that_waits_for_itself_gets_no_transfers(rows: tuple[str, ...], said: str | None) -> None:
+    given_rows = table(*rows)
     if said is None:
-        assert [len(actions) for actions in with_transfers(table(*rows))] == [8, 12, 8]
+        assert [len(actions) for actions in with_transfers(given_rows.rows, given_rows.ranks).rows] == [8, 12, 8]
         return
     with pytest.raises(ValueError, match=re.escape(said)):
-        with_transfers(table(*rows))
-
-
-# An independent schedule.
-
-
-class Recorder:
-    """Stands for a stage, and notes what a schedule makes it do."""
-
-    has_backward = True
-
-    def __init__(self, stage_index: int, num_stages: int) -> None:
-        self.stage_index, self.num_stages, self.done = stage_index, num_stages, list[str]()
-        self.is_first, self.is_last = stage_index == 0, stage_index == num_stages - 1
-
-    def forward_one_chunk(self, number: int, *_: object, **__: object) -> None:
-        self.done.append(f"F{number}")
-
-    def backward_one_chunk(self, number: int, *_: object, **__: object) -> None:
-        self.done.append(f"B{number}")
-
-    def __getattr__(self, name: str) -> Callable[..., list[object]]:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return lambda *_, **__: []  # no transfers
-
-
-def done_by_torch(num_stages: int, number: int) -> list[str]:
-    """What torch's own 1F1B makes each stage do.
-
-    The loop that runs, not `_get_pipeline_order`: that plan, which only the visualizer reads, leaves F0 out of the last
-    stage. The constructor is passed over, because it refuses fewer micro batches than stages.
-    """
-    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
-    if not hasattr(schedules.Schedule1F1B, "_step_microbatches"):
-        pytest.skip("this torch's 1F1B has no loop of its own")
-    rows, batches = [], [()] * number
-    for stage in range(num_stages):
-        recorder, schedule = Recorder(stage, num_stages), object.__new__(schedules.Schedule1F1B)
-        vars(schedule).update(_stage=recorder, _num_stages=num_stages, _n_microbatches=number, scale_grads=False)
-        for name in ("_initialize_stage", "_maybe_compute_loss", "_maybe_get_loss", "_update_losses"):
-            setattr(schedule, name, lambda *_, **__: None)
-        schedule._step_microbatches(batches, [{}] * number)
-        rows.append(" ".join(recorder.done))
-    return rows
-
-
-@pytest.mark.parametrize("num_stages", range(2, 9))
-def test_1f1b_computes_in_the_order_in_which_torch_does(num_stages: int) -> None:
-    for number in range(2, 33):
-        ours = [[a for a in actions if a.kind in COMPUTE] for actions in one_f_one_b(num_stages, number)]
-        assert [text(tuple(actions)) for actions in ours] == done_by_torch(num_stages, number)
+        with_transfers(given_rows.rows, given_rows.ranks)

@@ -1,45 +1,64 @@
-"""What two stages exchange: two wires of one process, and a queue in place of the network."""
+"""What two ranks exchange: two wires of one process, and a queue in place of the network."""
 
+import gc
+import weakref
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from mplug_pp.wire import HEADER, Wire
+from mplug_pp.feed import Batches
+from mplug_pp.wire import HEADER, Crossing, Wire, key_of
 from torch import Tensor
 
-from mplug import RunError
+from mplug import Action, Kind, RunError
 
 NAMES = ("hidden", "residual")
 
 
+class Network:
+    """Messages that were sent and not yet received. A send is complete when its message has been received."""
+
+    def __init__(self) -> None:
+        self.messages = deque[Tensor]()
+        self.groups = list[str]()
+        self.received = 0
+
+    def isend(self, tensor: Tensor, peer: int, group: str) -> Any:
+        self.messages.append(tensor.clone())
+        self.groups.append(f"send {group}")
+        number = self.received + len(self.messages)
+        return SimpleNamespace(wait=lambda: None, is_completed=lambda: self.received >= number)
+
+    def irecv(self, tensor: Tensor, peer: int, group: str) -> Any:
+        self.groups.append(f"receive {group}")
+
+        def wait() -> None:
+            message = self.messages.popleft()
+            self.received += 1
+            assert (message.dtype, message.shape) == (tensor.dtype, tensor.shape), "the network would hang"
+            tensor.copy_(message)
+
+        return SimpleNamespace(wait=wait)
+
+
 @pytest.fixture
-def messages(monkeypatch: pytest.MonkeyPatch) -> deque[Tensor]:
-    """The messages that were sent and not yet received."""
-    queue = deque[Tensor]()
-
-    def isend(tensor: Tensor, neighbour: int, group: Any) -> Any:
-        queue.append(tensor.clone())
-        return SimpleNamespace(wait=lambda: None)
-
-    def recv(tensor: Tensor, neighbour: int, group: Any) -> None:
-        message = queue.popleft()
-        assert (message.dtype, message.shape) == (tensor.dtype, tensor.shape), "the network would hang"
-        tensor.copy_(message)
-
-    monkeypatch.setattr("torch.distributed.isend", isend)
-    monkeypatch.setattr("torch.distributed.recv", recv)
-    return queue
+def network(monkeypatch: pytest.MonkeyPatch) -> Network:
+    found = Network()
+    monkeypatch.setattr("torch.distributed.isend", found.isend)
+    monkeypatch.setattr("torch.distributed.irecv", found.irecv)
+    return found
 
 
-def wire() -> Wire:
-    run: Any = SimpleNamespace(device="cpu", group=lambda _: None)
-    return Wire(run, 1, NAMES)
+def wire(direction: str = "up") -> Wire:
+    other = "down" if direction == "up" else "up"
+    return Wire(1, "cpu", direction, other)
 
 
-def batch(*tokens: int) -> dict[str, Tensor]:
-    return {"tokens": torch.zeros(tokens, dtype=torch.int64)}
+def key(*tokens: int, **others: tuple[int, ...]) -> Any:
+    entries = {"tokens": torch.zeros(tokens, dtype=torch.int64), "draws": 3}
+    return key_of({**entries, **{name: torch.zeros(shape) for name, shape in others.items()}})  # type: ignore[arg-type]
 
 
 def activations(dtype: torch.dtype, *shape: int) -> list[Tensor]:
@@ -47,47 +66,136 @@ def activations(dtype: torch.dtype, *shape: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.int32, torch.bool, torch.complex128], ids=str
+    "dtype",
+    [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.int32, torch.int64, torch.bool, torch.complex128],
+    ids=str,
 )
-def test_tensors_of_any_dtype_and_number_of_dimensions_arrive(messages: deque[Tensor], dtype: torch.dtype) -> None:
-    sender, receiver = wire(), wire()
+def test_tensors_of_any_dtype_and_number_of_dimensions_arrive(network: Network, dtype: torch.dtype) -> None:
+    sender, receiver = Crossing(NAMES), Crossing(NAMES)
     for shape in ((), (2, 3), (1, 2, 1, 2, 1, 2, 1, 2)):
         sent = activations(dtype, *shape)
-        sender.send_announced(sent, batch(len(shape), 1))
-        received = receiver.receive(batch(len(shape), 1))
+        sender.send(wire(), sent, key(len(shape), 1))
+        received = receiver.receive(wire("down"), key(len(shape), 1))()
         for one, other in zip(received, sent, strict=True):
             assert (one.dtype, one.shape) == (other.dtype, other.shape)
             assert torch.equal(one.to(torch.complex128), other.to(torch.complex128))
-    assert not messages
+    assert not network.messages
 
 
-def test_only_the_first_micro_batch_of_a_shape_of_tokens_is_announced(messages: deque[Tensor]) -> None:
-    sender = wire()
-    for tokens, length in (((2, 8), 4), ((2, 8), 2), ((2, 6), 4)):
-        sender.send_announced(activations(torch.float32, *tokens, 5), batch(*tokens))
-        assert [message.shape == (HEADER,) for message in messages] == [True, True, False, False][-length:]
-        messages.clear()
+def test_only_the_first_micro_batch_with_entries_of_some_shapes_is_announced(network: Network) -> None:
+    """Lengths may vary with any entry: two micro batches with the same tokens may have other document lengths."""
+    sender = Crossing(NAMES)
+    keys = [key(2, 8), key(2, 8), key(2, 6), key(2, 8, lengths=(2, 3)), key(2, 8, lengths=(2, 4)), key(2, 8)]
+    for entries, announced in zip(keys, (True, False, True, True, True, False), strict=True):
+        sender.send(wire(), activations(torch.float32, 4, 5), entries)
+        headers = [message.shape == (HEADER,) for message in network.messages]
+        assert headers == ([True, True] if announced else []) + [False, False]
+        network.messages.clear()
+
+
+def test_each_direction_has_a_communicator_of_its_own(network: Network) -> None:
+    upper, lower = wire("up"), wire("down")
+    upper.send([torch.zeros(2)])
+    lower.receive([(torch.float32, (2,))]).wait()
+    lower.send([torch.zeros(2)])
+    upper.receive([(torch.float32, (2,))]).wait()
+    assert network.groups == ["send up", "receive up", "send down", "receive down"]
+
+
+def test_a_receive_is_started_before_its_tensor_is_needed(network: Network) -> None:
+    one = wire()
+    arrival = one.receive([(torch.float32, (2,))])
+    one.send([torch.ones(2)])
+    assert torch.equal(arrival.wait()[0], torch.ones(2))
+
+
+def test_a_sent_tensor_is_released_as_soon_as_it_has_been_sent(network: Network) -> None:
+    one, tensor = wire(), torch.ones(2)
+    alive = weakref.ref(tensor)
+    one.send([tensor])
+    del tensor
+    one.release()
+    assert alive() is not None  # the message is still under way
+    one.receive([(torch.float32, (2,))]).wait()
+    one.release()
+    gc.collect()
+    assert alive() is None
+    assert not one.under_way
 
 
 @pytest.mark.parametrize(
     ("dtype", "shape"), [(torch.bfloat16, (2, 8, 5)), (torch.float32, (2, 8, 6))], ids=["dtype", "shape"]
 )
 def test_an_activation_that_differs_from_its_announcement_is_an_error_before_it_is_sent(
-    messages: deque[Tensor], dtype: torch.dtype, shape: tuple[int, ...]
+    network: Network, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     """The receiver would hang, or read bytes of one dtype as those of another."""
-    sender, receiver = wire(), wire()
-    sender.send_announced(activations(torch.float32, 2, 8, 5), batch(2, 8))
-    receiver.receive(batch(2, 8))
+    sender, receiver = Crossing(NAMES), Crossing(NAMES)
+    sender.send(wire(), activations(torch.float32, 2, 8, 5), key(2, 8))
+    receiver.receive(wire(), key(2, 8))()
     with pytest.raises(RunError) as raised:
-        sender.send_announced(activations(dtype, *shape), batch(2, 8))
+        sender.send(wire(), activations(dtype, *shape), key(2, 8))
     assert str(raised.value) == (
-        f"the activation 'hidden' that crosses pipeline stages has {str(dtype)[6:]} of shape {shape} for tokens of "
-        f"shape (2, 8), and had float32 of shape (2, 8, 5) before; it must keep its dtype and shape"
+        f"the activation 'hidden' that crosses pipeline stages has {str(dtype)[6:]} of shape {shape}, and had float32 "
+        f"of shape (2, 8, 5) for an earlier micro batch whose entries have the same shapes; its dtype and shape may "
+        f"depend on nothing else"
     )
-    assert not messages
+    assert not network.messages
 
 
 def test_a_tensor_with_too_many_dimensions_for_a_header_is_refused() -> None:
     with pytest.raises(RunError, match="'hidden' has 100 dimensions, too many to cross pipeline stages"):
-        wire().send_announced(activations(torch.float32, *[1] * 100), batch(2, 8))
+        Crossing(NAMES).send(wire(), activations(torch.float32, *[1] * 100), key(2, 8))
+
+
+# Micro batches.
+
+
+class Promised:
+    """Micro batches of a loader that promises `number` of them and has `real`; `read` lists those that were read."""
+
+    def __init__(self, number: int, real: int) -> None:
+        self.number, self.read, self._numbers = number, list[int](), iter(range(real))
+
+    def __length_hint__(self) -> int:
+        return self.number
+
+    def __iter__(self) -> "Promised":
+        return self
+
+    def __next__(self) -> Any:
+        self.read.append(next(self._numbers))
+        return {"number": self.read[-1]}
+
+
+def batches(source: Any) -> Batches:
+    found = Batches(source, lambda batch: batch)
+    found.expect([Action(Kind.FORWARD, number) for number in range(3)])
+    return found
+
+
+def test_a_micro_batch_is_read_when_it_is_needed_and_dropped_after_its_last_action() -> None:
+    source = Promised(3, 3)
+    found = batches(source)
+    assert (found.number, source.read) == (3, [])
+    assert found[0]["number"] == 0
+    assert source.read == [0]
+    found.used(0)
+    with pytest.raises(KeyError):
+        found[0]
+    assert found[2]["number"] == 2
+    assert source.read == [0, 1, 2]
+    found.finish()
+
+
+def test_micro_batches_of_an_unknown_number_are_counted_first() -> None:
+    assert batches(iter([{"number": 0}, {"number": 1}])).number == 2
+
+
+def test_a_loader_that_breaks_its_promise_is_an_error() -> None:
+    with pytest.raises(RunError, match="ended after 1 of the 3 micro batches of a step"):
+        batches(Promised(3, 1))[2]
+    found = batches(Promised(3, 4))
+    found[2]
+    with pytest.raises(RunError, match="more than the 3 micro batches"):
+        found.finish()

@@ -1,29 +1,45 @@
-"""Pipeline parallelism: splits a model's units into stages and runs each stage by a table of actions."""
+"""Pipeline parallelism: splits a model's units into chunks and runs each rank's chunks by a table of actions."""
 
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
-from mplug import MAY_CHANGE, Axis, Stages, UsageError, hookimpl
-from mplug_pp.stages import divide
+from mplug import MAY_CHANGE, Axis, Shape, Stages, Table, UsageError, find_schedule, hookimpl, proven_table
+from mplug_pp.stages import Split, divide
 
 if TYPE_CHECKING:
     from mplug import DefaultStepper, Model, Run, RunConfig, Stepper
 
 
 class PipelineParallel:
-    """Each rank keeps the weights of its stage; activations and their gradients travel between stages."""
+    """Each rank keeps the weights of its chunks; activations and their gradients travel between ranks."""
 
     class Config(BaseModel):
-        """The schedule, and the units of each stage."""
+        """The schedule, and the units of each chunk."""
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
-        schedule: Annotated[Literal["1f1b", "gpipe"], MAY_CHANGE] = Field(
-            "1f1b", description="order of forward and backward passes"
+        schedule: Annotated[str, MAY_CHANGE] = Field(
+            "1f1b", description="order of forward and backward passes: the name of an installed schedule"
+        )
+        chunks: Annotated[PositiveInt | None, MAY_CHANGE] = Field(
+            None, description="number of chunks of each rank; null: the schedule's default"
+        )
+        group: Annotated[PositiveInt | None, MAY_CHANGE] = Field(
+            None,
+            description="number of consecutive micro batches that run in a chunk before the rank's next chunk; null: "
+            "the number of ranks, or a little more",
+        )
+        limit: Annotated[PositiveFloat | None, MAY_CHANGE] = Field(
+            None, description="maximum number of micro batches whose activations a rank holds; null: the schedule's"
+        )
+        split: Annotated[Literal["weights", "layers", "time"] | tuple[PositiveInt, ...], MAY_CHANGE] = Field(
+            "weights",
+            description="how units are split: chunks of about equal weights, numbers of layers or predicted time; or "
+            "the number of units of each chunk, in the order of the model",
         )
         units_per_stage: Annotated[tuple[PositiveInt, ...] | None, MAY_CHANGE] = Field(
-            None, description="number of units of each stage, in order; null: stages of about equal work"
+            None, description="older name of a 'split' by numbers of units; null: 'split' decides"
         )
 
     def __init__(self, config: Config) -> None:
@@ -31,12 +47,17 @@ class PipelineParallel:
 
     @hookimpl
     def configure(self, config: "RunConfig") -> None:
-        """Refuse a `units_per_stage` whose number of entries is not the number of stages."""
+        """Refuse an unknown schedule, and two different divisions of the units."""
+        find_schedule(self.config.schedule)
         stages, counts = config.parallel.degrees["pp"], self.config.units_per_stage
-        if counts is not None and len(counts) != stages:
+        if counts is not None and "split" in self.config.model_fields_set:
+            raise UsageError(
+                "parallel.pp.split and parallel.pp.units_per_stage both divide the units; remove units_per_stage"
+            )
+        if counts is not None and len(counts) % stages:
             raise UsageError(
                 f"parallel.pp.units_per_stage has {len(counts)} numbers, and pp={stages} has {stages} stages; set one "
-                f"number per stage"
+                f"number per stage, or for each chunk of every stage"
             )
 
     @hookimpl
@@ -47,13 +68,31 @@ class PipelineParallel:
 
     @hookimpl
     def split_model(self, run: "Run", model: "Model") -> Stages:
-        """Split the units into contiguous stages."""
-        return Stages("pp", divide(model, run.mesh.axes["pp"].size, self.config.units_per_stage))
+        """Split the units into contiguous chunks, after a proof of the tables of all steps."""
+        size = run.mesh.axes["pp"].size
+
+        def table(num_micro_batches: int) -> Table:
+            config = self.config
+            return proven_table(
+                config.schedule, Shape(size, num_micro_batches, config.chunks, config.group, config.limit)
+            )
+
+        tables = [table(number) for number in run.micro_batch_counts()]
+        if any(one.ranks != tables[0].ranks for one in tables):
+            raise UsageError(
+                f"parallel.pp.schedule={self.config.schedule} gives chunks to other ranks if the number of micro "
+                f"batches changes, which a run cannot follow; use another schedule, or a constant batch size"
+            )
+        counts, chunks = self.config.units_per_stage, len(tables[0].ranks) // size
+        split: Split = counts or self.config.split
+        field = "units_per_stage" if counts else "split"
+        units = divide(model, size, split, chunks, run.config.trainer.seq_length, field)
+        backward: Literal["whole", "split"] = "split" if any(one.splits_backward for one in tables) else "whole"
+        return Stages("pp", units, backward, tables[0].ranks, self.config.schedule, table)
 
     @hookimpl
     def build_stepper(self, run: "Run", model: "Model", default: "DefaultStepper") -> "Stepper":
         """A stepper that follows the schedule's table."""
         from mplug_pp.runtime import PipelineStepper
-        from mplug_pp.schedules import SCHEDULES
 
-        return PipelineStepper(run, model, default, SCHEDULES[self.config.schedule])
+        return PipelineStepper(run, model, default)

@@ -1,39 +1,57 @@
-"""The stepper of the pipeline: each rank runs its stage's row of the schedule's table."""
+"""The stepper of the pipeline: each rank runs its row of the schedule's table."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable
-from itertools import compress
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from mplug import DefaultStepper, MicroBatch, Model, Run, StepResult
-from mplug_pp.table import Kind, Table
-from mplug_pp.wire import Wire
+from mplug import Action, DefaultStepper, Kind, MicroBatch, Model, Run, StepResult, Table, UsageError
+from mplug_pp.busy import Busy
+from mplug_pp.chunk import Chunk
+from mplug_pp.feed import Batches
+from mplug_pp.wire import Crossing, Key, Wire, key_of
+
+Place = tuple[int, int]
+"""(chunk, micro batch)."""
 
 
 class PipelineStepper:
-    """Runs this rank's stage; everything in a step besides the passes is delegated to the default stepper.
+    """Runs this rank's chunks; everything in a step besides the passes is delegated to the default stepper.
 
-    Only activations that depend on a trained parameter have gradients to exchange. `returned` flags the received
-    activations whose gradients go to the previous stage. `awaited` flags the sent activations (in the last stage, the
-    loss) that have a gradient. A stage without awaited gradients runs forward only.
+    Activations and gradients wait in `arrived` until the pass that needs them, and in `leaving` until their send. An
+    entry is a function that returns tensors: for a receive, it waits for them.
     """
 
-    def __init__(self, run: Run, model: Model, default: DefaultStepper, schedule: Callable[[int, int], Table]) -> None:
-        self.model, self.default, self.schedule = model, default, schedule
-        ranks = [*run.mesh.group(run.rank, "pp")]
-        self.stage, self.num_stages = ranks.index(run.rank), len(ranks)
-        self.takes, self.gives = model.crossing(self.stage), model.crossing(self.stage + 1)
-        self.returned = [name in model.learning(self.stage) for name in self.takes]
-        learning = model.learning(self.stage + 1)
-        ends = self.gives if self.stage + 1 < self.num_stages else ("loss",)
-        self.awaited = [name in learning for name in ends]
-        self.previous = Wire(run, ranks[self.stage - 1], self.takes) if self.stage > 0 else None
-        self.next = Wire(run, ranks[self.stage + 1], self.gives) if self.stage + 1 < self.num_stages else None
-        self.do: dict[Kind, Callable[[int], None]] = {
+    def __init__(self, run: Run, model: Model, default: DefaultStepper) -> None:
+        self.model, self.default = model, default
+        members = [*run.mesh.group(run.rank, "pp")]
+        self.rank = members.index(run.rank)
+        self.chunks = {number: Chunk(model, default, number) for number in model.own_chunks}
+        self.crossings = {
+            number: Crossing(model.crossing(number))
+            for chunk in model.own_chunks
+            for number in (chunk, chunk + 1)
+            if 0 < number < len(model.stages.units)
+        }
+        ranks = [model.stages.rank_of(chunk) for chunk in range(len(model.stages.units))]
+        near = {other for pair in pairwise(ranks) if self.rank in pair for other in pair} - {self.rank}
+        up, down = (run.group("pp", use=f"pipeline {way}") for way in ("up", "down"))
+        self.wires = {
+            peer: Wire(members[peer], run.device, *((up, down) if peer > self.rank else (down, up)))
+            for peer in sorted(near)
+        }
+        self.busy = Busy(run.device)
+        self.arrived: dict[tuple[bool, Place], Callable[[], list[Tensor]]] = {}
+        self.leaving: dict[tuple[bool, Place], list[Tensor]] = {}
+        self.do: dict[Kind, Callable[[int, int, int | None], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
+            Kind.INPUT_GRADIENT: self._backward,
+            Kind.WEIGHT_GRADIENT: self._weight_gradients,
             Kind.SEND_FORWARD: self._send_forward,
             Kind.RECEIVE_FORWARD: self._receive_forward,
             Kind.SEND_BACKWARD: self._send_backward,
@@ -41,80 +59,113 @@ class PipelineStepper:
         }
 
     def forward_backward(self, micro_batches: Iterable[MicroBatch], step: int) -> None:
-        """Run this stage's actions of the table for the step's number of micro batches."""
+        """Run this rank's actions of the table for the step's number of micro batches."""
         self.default.begin_step(step)
-        self.batches = [self.default.entries(batch, step) for batch in micro_batches]
-        self.taken: dict[int, list[Tensor]] = {}
-        self.given: dict[int, list[Tensor]] = {}
-        self.gradients: dict[int, list[Tensor]] = {}
+        self.batches = Batches(micro_batches, partial(self.default.entries, step=step))
+        table = self._table(self.batches.number)
+        row = table.rows[self.rank]
+        self.split = {(one.chunk, one.micro_batch) for one in row if one.kind is Kind.INPUT_GRADIENT}
         self.losses: list[tuple[Tensor, Tensor]] = []
-        self.backwards_left = len(self.batches)
-        for action in self.schedule(self.num_stages, len(self.batches))[self.stage]:
-            self.do[action.kind](action.micro_batch)
+        passes = Counter(name for chunk in self.chunks.values() for name in chunk.trained)
+        self.default.sinks.expect_passes({name: count * self.batches.number for name, count in passes.items()})
+        self.batches.expect(row)
+        self.busy.begin()
+        for action in row:
+            self._run(action)
         self._finish_sends()
+        self.batches.finish()
         self.default.finish_step(self.losses)
 
-    def _forward(self, number: int) -> None:
-        with torch.set_grad_enabled(any(self.awaited)):
-            values = self._run(self.batches[number], self.taken.setdefault(number, []))
-        if self.next is None:
-            self.losses.append((values["loss"].detach(), values["num_targets"]))
-        self.given[number] = [values[name] for name in self.gives] if self.next else [values["loss"]]
+    def _table(self, num_micro_batches: int) -> Table:
+        assert self.model.stages.table is not None
+        table = self.model.stages.table(num_micro_batches)
+        if table.ranks != self.model.stages.ranks:
+            raise UsageError(
+                f"the pipeline schedule '{self.model.stages.schedule}' gives chunks to other ranks for "
+                f"{num_micro_batches} micro batches; use another schedule"
+            )
+        return table
 
-    def _backward(self, number: int) -> None:
-        self.backwards_left -= 1
-        if self.backwards_left == 0:
-            self.default.sinks.expect_last()
-        given = list(compress(self.given.pop(number), self.awaited))
-        taken = list(compress(self.taken.pop(number), self.returned))
-        if given:
-            gradients: Any = self.gradients.pop(number) if self.next else [self.default.loss_gradient(given[0])]
-            # A trained unit can also output an activation of frozen parameters alone (the residual before any block).
-            learning = [(one, grad) for one, grad in zip(given, gradients, strict=True) if one.requires_grad]
-            if learning:
-                torch.autograd.backward(*zip(*learning, strict=True))
-        self.gradients[number] = [torch.zeros_like(x) if x.grad is None else x.grad for x in taken]
+    def _run(self, action: Action) -> None:
+        self.do[action.kind](action.chunk, action.micro_batch, action.peer)
+        self.batches.used(action.micro_batch)
+        for wire in self.wires.values():
+            wire.release()
 
-    def _send_forward(self, number: int) -> None:
-        assert self.next is not None
-        self.next.send_announced([tensor.detach() for tensor in self.given[number]], self.batches[number])
+    def _forward(self, chunk: int, number: int, _: int | None) -> None:
+        own, batch = self.chunks[chunk], self.batches[number]
+        taken = self.arrived.pop((True, (chunk, number)))() if chunk else []
+        with self.busy.computing():
+            outputs = own.forward(number, batch, taken, (chunk, number) in self.split)
+        if own.is_last:
+            self.losses.append((outputs["loss"], outputs["num_targets"]))
+        else:
+            self._hand_over(True, chunk + 1, number, chunk, list(outputs.values()))
 
-    def _receive_forward(self, number: int) -> None:
-        assert self.previous is not None
-        received = self.previous.receive(self.batches[number])
-        self.taken[number] = [x.requires_grad_(goes) for x, goes in zip(received, self.returned, strict=True)]
+    def _backward(self, chunk: int, number: int, _: int | None) -> None:
+        own = self.chunks[chunk]
+        upstream = [] if own.is_last else self.arrived.pop((False, (chunk, number)))()
+        with self.busy.computing():
+            gradients = own.backward(number, upstream)
+        if chunk:
+            self._hand_over(False, chunk - 1, number, chunk, gradients)
 
-    def _send_backward(self, number: int) -> None:
-        assert self.previous is not None
-        self.previous.send(self.gradients.pop(number))
+    def _weight_gradients(self, chunk: int, number: int, _: int | None) -> None:
+        with self.busy.computing():
+            self.chunks[chunk].weight_gradients(number)
 
-    def _receive_backward(self, number: int) -> None:
-        assert self.next is not None
-        self.gradients[number] = self.next.receive_like(list(compress(self.given[number], self.awaited)))
+    def _hand_over(self, forward: bool, receiver: int, number: int, sender: int, tensors: list[Tensor]) -> None:
+        """Keep tensors for a chunk of this rank, or for the send to another rank."""
+        if receiver in self.chunks:
+            self.arrived[forward, (receiver, number)] = lambda: tensors
+        else:
+            self.leaving[forward, (sender, number)] = tensors
+
+    def _send_forward(self, chunk: int, number: int, peer: int | None) -> None:
+        assert peer is not None
+        key = key_of(self.batches[number])
+        self.crossings[chunk + 1].send(self.wires[peer], self.leaving.pop((True, (chunk, number))), key)
+
+    def _receive_forward(self, chunk: int, number: int, peer: int | None) -> None:
+        assert peer is not None
+        key: Key = key_of(self.batches[number])
+        self.arrived[True, (chunk, number)] = self.crossings[chunk].receive(self.wires[peer], key)
+
+    def _send_backward(self, chunk: int, number: int, peer: int | None) -> None:
+        assert peer is not None
+        self.wires[peer].send(self.leaving.pop((False, (chunk, number))))
+
+    def _receive_backward(self, chunk: int, number: int, peer: int | None) -> None:
+        assert peer is not None
+        layouts = self.chunks[chunk].gradients_of(number)
+        self.arrived[False, (chunk, number)] = self.wires[peer].receive(layouts).wait
 
     def update(self, lr: float, weight_decay: float) -> StepResult:
-        """Run the default stepper's update."""
-        return self.default.update(lr, weight_decay)
+        """Run the default stepper's update; the step's figures have the measured bubble of this rank."""
+        return replace(self.default.update(lr, weight_decay), measured=self.busy.measured())
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
-        """The mean loss of forward passes, run one micro batch at a time."""
+        """The mean loss of forward passes, by the forward half of the table of the run's steps."""
         self.model.module.eval()
-        losses = []
-        for batch in micro_batches:
-            batch = self.default.entries(batch, self.default.run.step)
-            values = self._run(batch, self.previous.receive(batch) if self.previous else [])
-            if self.next is None:
-                losses.append((values["loss"], values["num_targets"]))
-            else:
-                self.next.send_announced([values[name] for name in self.gives], batch)
+        self.losses, self.split = [], set()
+        run = self.default.run
+        entries = partial(self.default.entries, step=run.step)
+        table = self._table(max(run.micro_batch_counts()))
+        kinds = (Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
+        row = [action for action in table.rows[self.rank] if action.kind in kinds]
+        remaining = iter(micro_batches)
+        while True:
+            self.batches = Batches(remaining, entries, open_end=True)
+            self.batches.expect(row)
+            for action in row:
+                if self.batches.has(action.micro_batch):
+                    self._run(action)
+            if self.batches.ended:
+                break
         self._finish_sends()
-        return self.default.mean_loss(losses)
-
-    def _run(self, batch: MicroBatch, taken: list[Tensor]) -> dict[str, Tensor]:
-        return self.model.run({**batch, **dict(zip(self.takes, taken, strict=True))})
+        return self.default.mean_loss(self.losses)
 
     def _finish_sends(self) -> None:
-        for wire in (self.previous, self.next):
-            if wire is not None:
-                wire.finish_sends()
+        for wire in self.wires.values():
+            wire.finish()

@@ -1,5 +1,6 @@
-"""Splits an ordered list of units into contiguous stages."""
+"""Splits the units of a model into contiguous chunks, one for each part of the pipeline."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mplug import UsageError
@@ -7,34 +8,90 @@ from mplug import UsageError
 if TYPE_CHECKING:
     from mplug import Model
 
+Split = str | Sequence[int]
+"""How to split: 'weights', 'layers', 'time', or the number of units of each chunk."""
 
-def divide(model: "Model", num_stages: int, units_per_stage: tuple[int, ...] | None) -> tuple[tuple[str, ...], ...]:
-    """The unit names of each stage: as many as the user sets, or split so that the heaviest stage is minimal.
+FLOPS_PER_BYTE = 200
+"""Matrix FLOPs that a GPU computes in the time in which it moves one byte: an H100 reaches 600 TFLOP/s and 3 TB/s."""
+LOSS_BYTES = 16
+"""Bytes that a loss moves per logit, in forward and backward: it reads and writes 16-bit logits and fp32 values."""
 
-    The weight of a unit is the number of weight elements that multiply a token (`Model.unit_weight`). A unit that only
-    looks up has weight 0. Raises UsageError if the user's numbers do not add up to the number of units, or if there
-    are more stages than units with a positive weight.
+
+def divide(
+    model: "Model", num_ranks: int, split: Split, chunks: int = 1, seq_length: int = 1, field: str = "split"
+) -> tuple[tuple[str, ...], ...]:
+    """The unit names of each chunk, so that the heaviest chunk is as light as possible, or as the user sets.
+
+    Each of `num_ranks` ranks has `chunks` chunks. `field` is the field of the config that has the user's numbers.
+
+    - 'weights': a unit weighs its number of weight elements that multiply a token (`Model.unit_weight`). A unit that
+      only looks up has weight 0.
+    - 'layers': every unit that occurs in a row (a block) weighs 1, and all others weigh 0.
+    - 'time': the predicted time: products with weights, attention, and the memory traffic of look-up and loss.
+
+    Raises UsageError if the user's numbers do not add up to the number of units, or if there are more chunks than units
+    with a positive weight.
     """
     names = [unit.name for unit in model.plan.units]
-    if units_per_stage is not None:
-        if sum(units_per_stage) != len(names):
-            raise UsageError(
-                f"parallel.pp.units_per_stage sums to {sum(units_per_stage)}, and the model has {len(names)} units; "
-                f"set numbers that sum to {len(names)}"
-            )
-        return _cut(names, units_per_stage)
-    weights = [model.unit_weight(name) for name in names]
+    if not isinstance(split, str):
+        return _cut(names, _by_hand(names, num_ranks * chunks, split, field))
+    weights = {"weights": _weights, "layers": _layers, "time": _times}[split](model, seq_length)
     working = sum(weight > 0 for weight in weights)
-    if num_stages > working:
+    if num_ranks * chunks > working:
+        what = f"pp={num_ranks}{f' with {chunks} chunks per rank' if chunks > 1 else ''}"
+        reason = "have weights that compute" if split != "layers" else "are layers"
         raise UsageError(
-            f"pp={num_stages} is too large: only {working} units of the model have weights that compute, and each "
-            f"stage needs one; use pp={working} or less"
+            f"{what} is too large: only {working} units of the model {reason}, and each "
+            f"{'chunk' if chunks > 1 else 'stage'} needs one; use pp={max(1, working // chunks)} or less"
         )
-    return _cut(names, lightest(weights, num_stages))
+    return _cut(names, lightest(weights, num_ranks * chunks))
+
+
+def _by_hand(names: list[str], num_chunks: int, counts: Sequence[int], field: str) -> tuple[int, ...]:
+    if len(counts) != num_chunks:
+        raise UsageError(
+            f"parallel.pp.{field} has {len(counts)} numbers, and the pipeline has {num_chunks} chunks; set one number "
+            f"per chunk, in the order of the model"
+        )
+    if sum(counts) != len(names):
+        raise UsageError(
+            f"parallel.pp.{field} sums to {sum(counts)}, and the model has {len(names)} units; set numbers that sum to "
+            f"{len(names)}"
+        )
+    return tuple(counts)
+
+
+def _weights(model: "Model", seq_length: int) -> list[int]:
+    return [model.unit_weight(unit.name) for unit in model.plan.units]
+
+
+def _layers(model: "Model", seq_length: int) -> list[int]:
+    return [int(_is_layer(unit.name)) for unit in model.plan.units]
+
+
+def _is_layer(name: str) -> bool:
+    """Whether a unit is one of a row: its name ends in an index."""
+    return name.rpartition(".")[2].isdigit()
+
+
+def _times(model: "Model", seq_length: int) -> list[int]:
+    """Predicted times of the units in FLOPs per token, over forward and backward.
+
+    The plan states the FLOPs of attention for the whole model; they are divided equally among the layers.
+    """
+    layers = sum(map(bool, _layers(model, seq_length))) or 1
+    attention = model.plan.flops.per_squared_length * seq_length // layers
+    times = []
+    for unit in model.plan.units:
+        width = model.module.get_submodule(unit.name)
+        rows = max((parameter.shape[0] for parameter in width.parameters() if parameter.dim() == 2), default=0)
+        moved = LOSS_BYTES * rows if "loss" in unit.outputs else 0
+        times.append(6 * model.unit_weight(unit.name) + attention * _is_layer(unit.name) + FLOPS_PER_BYTE * moved)
+    return times
 
 
 def _cut(names: list[str], counts: tuple[int, ...]) -> tuple[tuple[str, ...], ...]:
-    ends = [sum(counts[: stage + 1]) for stage in range(len(counts))]
+    ends = [sum(counts[: chunk + 1]) for chunk in range(len(counts))]
     return tuple(tuple(names[end - count : end]) for end, count in zip(ends, counts, strict=True))
 
 

@@ -1,77 +1,116 @@
-"""Point-to-point transfers of tensors between neighbouring stages."""
+"""Point-to-point transfers of tensors between the ranks of a pipeline."""
 
 import json
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mplug import MicroBatch, Run, RunError
+from mplug import MicroBatch, RunError
 
 HEADER = 256
 """Bytes of an announcement: a tensor's dtype and shape as JSON, padded with spaces."""
 
 Layout = tuple[torch.dtype, tuple[int, ...]]
 """The dtype and the shape of a tensor."""
+Key = tuple[Any, ...]
+"""The dtypes and shapes of the entries of a micro batch: these determine the dtypes and shapes of its activations."""
+
+
+class Arrival:
+    """Tensors that are being received."""
+
+    def __init__(self, works: list[Any], tensors: list[Tensor]) -> None:
+        self._works, self._tensors = works, tensors
+
+    def wait(self) -> list[Tensor]:
+        """The tensors. On a GPU the current stream waits for them, the CPU does not."""
+        for work in self._works:
+            work.wait()
+        return self._tensors
 
 
 class Wire:
-    """Sends the named activations to one neighbour, or receives them from it, and their gradients in return.
+    """Sends tensors to one rank of the pipeline and receives tensors from it.
 
-    Sends are asynchronous, receives block. The shape of a micro batch's tokens determines the dtypes and shapes of its
-    activations. The sender announces them with the first micro batch of each such shape, and raises RunError if a later
-    one differs: the receiver would wait for other messages than the sender sends.
+    Both directions have a communicator of their own (`sending`, `receiving`), so that a send never waits for a receive.
+    Transfers start when they are called and overlap with computation. Each rank starts them in the order of its row of
+    the table.
     """
 
-    def __init__(self, run: Run, neighbour: int, names: tuple[str, ...]) -> None:
-        self.neighbour, self.names = neighbour, names
-        self.device, self.group = torch.device(run.device), run.group("pp")
-        self.announced: dict[torch.Size, list[Layout]] = {}
-        self.under_way: list[tuple[Any, Tensor]] = []
+    def __init__(self, peer: int, device: str, sending: Any, receiving: Any) -> None:
+        self.peer, self.device = peer, torch.device(device)
+        self.sending, self.receiving = sending, receiving
+        self.under_way: deque[tuple[Any, Tensor]] = deque()
 
-    def send(self, tensors: list[Tensor]) -> None:
-        """Start sending tensors whose shapes and dtypes the neighbour already knows."""
+    def send(self, tensors: Iterable[Tensor]) -> None:
+        """Start to send tensors. A sent tensor is released when the next actions find that it has arrived."""
+        self.release()
+        if self.under_way and self.device.type != "cuda":
+            self.finish()  # gloo reports the end of a send only to a waiting caller
         for tensor in tensors:
             tensor = tensor.contiguous()
-            self.under_way.append((dist.isend(tensor, self.neighbour, group=self.group), tensor))
+            self.under_way.append((dist.isend(tensor, self.peer, group=self.sending), tensor))
 
-    def send_announced(self, tensors: list[Tensor], batch: MicroBatch) -> None:
-        """Start sending the activations of a micro batch; send headers first if the shape of its tokens is new."""
-        tokens, layouts = batch["tokens"].shape, [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
-        if tokens not in self.announced:
+    def receive(self, layouts: Iterable[Layout]) -> Arrival:
+        """Start to receive tensors of these dtypes and shapes."""
+        tensors = [torch.empty(shape, dtype=dtype, device=self.device) for dtype, shape in layouts]
+        works = [dist.irecv(tensor, self.peer, group=self.receiving) for tensor in tensors]
+        return Arrival(works, tensors)
+
+    def release(self) -> None:
+        """Release the tensors that have been sent."""
+        while self.under_way and self.under_way[0][0].is_completed():
+            self.under_way.popleft()[0].wait()
+
+    def finish(self) -> None:
+        """Wait for all sends."""
+        while self.under_way:
+            self.under_way.popleft()[0].wait()
+
+
+class Crossing:
+    """The activations that cross from one chunk to the next one on another rank.
+
+    The sender announces their dtypes and shapes with the first micro batch whose entries have new shapes, and raises
+    RunError if those of a later one differ: the receiver would wait for other messages than the sender sends.
+    """
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+        self.announced: dict[Key, list[Layout]] = {}
+
+    def send(self, wire: Wire, tensors: list[Tensor], key: Key) -> None:
+        """Start to send the activations of a micro batch."""
+        layouts = [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
+        if key not in self.announced:
             headers = [_header(name, *layout) for name, layout in zip(self.names, layouts, strict=True)]
-            self.send([header.to(self.device) for header in headers])
-            self.announced[tokens] = layouts
-        for name, layout, announced in zip(self.names, layouts, self.announced[tokens], strict=True):
+            wire.send(header.to(wire.device) for header in headers)
+            self.announced[key] = layouts
+        for name, layout, announced in zip(self.names, layouts, self.announced[key], strict=True):
             if layout != announced:
                 raise RunError(
-                    f"the activation '{name}' that crosses pipeline stages has {_words(layout)} for tokens of shape "
-                    f"{tuple(tokens)}, and had {_words(announced)} before; it must keep its dtype and shape"
+                    f"the activation '{name}' that crosses pipeline stages has {_words(layout)}, and had "
+                    f"{_words(announced)} for an earlier micro batch whose entries have the same shapes; its dtype and "
+                    f"shape may depend on nothing else"
                 )
-        self.send(tensors)
+        wire.send(tensors)
 
-    def receive(self, batch: MicroBatch) -> list[Tensor]:
-        """Receive the activations of a micro batch, after their headers if the shape of its tokens is new."""
-        tokens = batch["tokens"].shape
-        if tokens not in self.announced:
-            self.announced[tokens] = [_layout(self._receive(torch.uint8, (HEADER,))) for _ in self.names]
-        return [self._receive(*layout) for layout in self.announced[tokens]]
+    def receive(self, wire: Wire, key: Key) -> Callable[[], list[Tensor]]:
+        """Start to receive the activations of a micro batch; the result waits for them."""
+        if key not in self.announced:
+            headers = wire.receive([(torch.uint8, (HEADER,))] * len(self.names)).wait()
+            self.announced[key] = [_layout(header) for header in headers]
+        return wire.receive(self.announced[key]).wait
 
-    def receive_like(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Receive the gradients of tensors that were sent: same number, shapes and dtypes."""
-        return [self._receive(tensor.dtype, tensor.shape) for tensor in tensors]
 
-    def _receive(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        tensor = torch.empty(shape, dtype=dtype, device=self.device)
-        dist.recv(tensor, self.neighbour, group=self.group)
-        return tensor
-
-    def finish_sends(self) -> None:
-        """Wait for all sends."""
-        for work, _ in self.under_way:
-            work.wait()
-        self.under_way.clear()
+def key_of(batch: MicroBatch) -> Key:
+    """The key of a micro batch: equal on all ranks of the pipeline, because all of them have its entries."""
+    entries = [(name, batch[name]) for name in sorted(batch) if isinstance(batch[name], Tensor)]
+    return tuple((name, entry.dtype, entry.shape) for name, entry in entries)
 
 
 def _header(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

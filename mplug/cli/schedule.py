@@ -1,0 +1,132 @@
+"""The pipeline schedule of a run as a chart, with its figures: text for a terminal, or an SVG picture."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+from xml.sax.saxutils import escape
+
+from mplug.cli.tables import human_bytes, table
+from mplug.errors import UsageError
+from mplug.layout.actions import TRANSFERS, Action, Kind, Table
+from mplug.layout.table_check import peak
+from mplug.layout.table_times import Costs, Timeline, timeline
+
+if TYPE_CHECKING:
+    from mplug.model.model import Model
+    from mplug.run.run import Run
+
+COLORS = {"F": "#9ecbff", "B": "#b7e1a1", "I": "#d3f0c3", "W": "#ffd59e"}
+WIDTH, HEIGHT, LEFT = 26, 24, 64
+"""Pixels of a unit of time, of a row, and of the row's title."""
+
+
+def table_of(model: "Model", num_micro_batches: int) -> Table:
+    """The table of a run's pipeline; UsageError if the run has none."""
+    if model.stages.table is None:
+        raise UsageError("--schedule: this run has no pipeline schedule; name a pipeline strategy in the layout")
+    return model.stages.table(num_micro_batches)
+
+
+def report(run: "Run", model: "Model", num_micro_batches: int) -> str:
+    """The chart of a step and, for every rank, its peak of activations and the bytes that it sends in a step."""
+    found = table_of(model, num_micro_batches)
+    times = timeline(found, Costs())
+    head = (
+        f"'{model.stages.schedule}': {len(found.rows)} ranks, {len(found.ranks)} chunks, {num_micro_batches} micro "
+        f"batches\nbubble {times.bubble:.1%}, if each pass takes one unit of time (B two) and transfers take none"
+    )
+    letters = "F forward, B backward, I its half for activations, W its half for weights"
+    legend = f"{letters}{', a b ... the chunks of a rank' if len(found.ranks) > len(found.rows) else ''}"
+    rows = []
+    for rank in range(len(found.rows)):
+        sent = bytes_sent(run, model, found, rank)
+        figures = (f"{times.busy(rank) / times.length:.1%}", f"{peak(found, rank):g}")
+        chunks = ", ".join(map(str, found.chunks_of(rank)))
+        rows.append((rank, chunks, *figures, "not known" if sent is None else human_bytes(sent)))
+    header = ("RANK", "CHUNKS", "BUSY", "PEAK OF ACTIVATIONS, MICRO BATCHES", "SENT PER STEP")
+    return f"{head}\n{legend}\n\n{chart(found, times)}\n\n{table(header, rows)}"
+
+
+def chart(found: Table, times: Timeline) -> str:
+    """A line for each rank; a column for each unit of time."""
+    cells = [{round(one.start): (one.action, round(one.stop)) for one in row} for row in times.rows]
+    width = max(len(_label(one.action, found)) for row in times.rows for one in row) + 1
+    lines = []
+    for rank, row in enumerate(cells):
+        line, at = f"rank {rank:<3} ", 0
+        while at < round(times.length):
+            label, stop = (_label(row[at][0], found), row[at][1]) if at in row else ("", at + 1)
+            line += label.ljust(width * (stop - at) - 1, "-" if label and stop - at > 1 else " ") + " "
+            at = stop
+        lines.append(line.rstrip())
+    return "\n".join(lines)
+
+
+def _label(action: Action, found: Table) -> str:
+    own = found.chunks_of(found.ranks[action.chunk])
+    letter = chr(ord("a") + own.index(action.chunk)) if len(own) > 1 else ""
+    return f"{action.kind.value}{action.micro_batch}{letter}"
+
+
+def bytes_sent(run: "Run", model: "Model", found: Table, rank: int) -> int | None:
+    """Bytes that a rank sends in a step; None if the plan does not state the shape of an activation."""
+    counts = Counter((one.kind, one.chunk) for one in found.rows[rank] if one.kind in TRANSFERS)
+    total = 0
+    for (kind, chunk), number in counts.items():
+        boundary = chunk + 1 if kind is Kind.SEND_FORWARD else chunk
+        names = model.crossing(boundary)
+        if kind is Kind.SEND_BACKWARD:
+            names = tuple(name for name in names if name in model.learning(boundary))
+        sizes = [_activation_bytes(run, model, name) for name in names]
+        if None in sizes:
+            return None
+        total += number * sum(size for size in sizes if size is not None)
+    return total
+
+
+def _activation_bytes(run: "Run", model: "Model", name: str) -> int | None:
+    """Bytes of a rank's part of an activation of one micro batch."""
+    if name not in model.plan.activations:
+        return None
+    lengths = {"batch": run.micro_batch_size, "sequence": run.config.trainer.seq_length}
+    for placement in model.placements.values():
+        for dim in placement.dims:
+            if len(dim) == 1:
+                lengths.setdefault(dim[0].axis, dim[0].length)
+    size: int = run.precision.activation_dtype.itemsize
+    for named in model.plan.activations[name]:
+        if named not in lengths:
+            return None
+        size *= lengths[named]
+        for axis in run.mesh.views["attention"]:
+            if named != "batch" and (named in axis.entries or named in axis.activations):
+                size = -(-size // axis.size)
+    return size
+
+
+def picture(model: "Model", num_micro_batches: int) -> str:
+    """The chart as an SVG."""
+    found = table_of(model, num_micro_batches)
+    times = timeline(found, Costs())
+    width, height = LEFT + round(times.length) * WIDTH + 8, len(found.rows) * HEIGHT + 36
+    title = f"{model.stages.schedule}, {num_micro_batches} micro batches: bubble {times.bubble:.1%}"
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif">'
+    lines = [head, f'<text x="4" y="16" font-size="13">{escape(title)}</text>', *_boxes(found, times), "</svg>"]
+    return "\n".join(lines) + "\n"
+
+
+def _boxes(found: Table, times: Timeline) -> Iterator[str]:
+    for rank, row in enumerate(times.rows):
+        y = 28 + rank * HEIGHT
+        yield f'<text x="4" y="{y + 16}" font-size="12">rank {rank}</text>'
+        for one in row:
+            x, width = LEFT + one.start * WIDTH, (one.stop - one.start) * WIDTH
+            color = COLORS[one.action.kind.value]
+            own = found.chunks_of(rank).index(one.action.chunk)
+            opacity = 1 - 0.5 * own / len(found.chunks_of(rank))
+            yield (
+                f'<rect x="{x:g}" y="{y}" width="{width:g}" height="{HEIGHT - 4}" fill="{color}" '
+                f'fill-opacity="{opacity:g}" stroke="#555" stroke-width="0.5"><title>{one.action}</title></rect>'
+            )
+            middle = f'x="{x + width / 2:g}" y="{y + 14}" font-size="10" text-anchor="middle"'
+            yield f"<text {middle}>{one.action.kind.value}{one.action.micro_batch}</text>"

@@ -1,0 +1,90 @@
+"""One chunk of a rank: what it keeps between its passes, what it hands over, and how long it computes."""
+
+import gc
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from mplug_pp.busy import Busy
+from mplug_pp.chunk import Chunk
+from torch import Tensor, nn
+
+from mplug import GradientSink, Stages
+
+
+class Sinks(dict[str, GradientSink]):
+    """Notes the passes that were declared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = list[tuple[str, ...]]()
+
+    def begin_pass(self, names: tuple[str, ...]) -> None:
+        self.passes.append(names)
+
+
+class Middle:
+    """The middle chunk of three: it takes and gives an integer activation beside `hidden`."""
+
+    stages, own_chunks = Stages("pp", (("a",), ("b",), ("c",))), (1,)
+
+    def __init__(self) -> None:
+        self.weight = nn.Parameter(torch.full((3,), 2.0))
+
+    def crossing(self, chunk: int) -> tuple[str, ...]:
+        return ("hidden", "counts") if chunk else ()
+
+    def learning(self, chunk: int) -> frozenset[str]:
+        return frozenset(self.crossing(chunk))  # a trained unit returns both
+
+    def trained_in(self, chunk: int) -> tuple[str, ...]:
+        return ("weight",)
+
+    def run(self, entries: dict[str, Tensor]) -> dict[str, Tensor]:
+        hidden = entries["hidden"] * self.weight
+        self.made = weakref.ref(hidden)
+        return {**entries, "hidden": hidden, "counts": entries["counts"] + 1}
+
+
+def middle() -> tuple[Chunk, Middle, Sinks]:
+    model, sinks = Middle(), Sinks()
+    default: Any = SimpleNamespace(sinks=sinks, loss_gradient=lambda _: None)
+    found: Any = model
+    return Chunk(found, default, 1), model, sinks
+
+
+def test_an_integer_that_a_trained_unit_returns_crosses_without_a_gradient() -> None:
+    chunk, model, sinks = middle()
+    outputs = chunk.forward(0, {}, [torch.ones(3), torch.tensor([4])], split=False)
+    assert outputs["counts"].tolist() == [5]
+    assert chunk.gradients_of(0) == [(torch.float32, (3,))]
+    (gradient,) = chunk.backward(0, [torch.full((3,), 10.0)])
+    assert gradient.tolist() == [20, 20, 20]
+    assert model.weight.grad is not None
+    assert model.weight.grad.tolist() == [10, 10, 10]
+    assert sinks.passes == [("weight",)]
+
+
+def test_an_output_is_not_kept_for_the_backward_pass() -> None:
+    """Its backward pass starts from the graph, so the memory of the output is free as soon as it has been sent."""
+    chunk, model, _ = middle()
+    chunk.forward(0, {}, [torch.ones(3), torch.tensor([4])], split=False)
+    gc.collect()
+    assert model.made() is None
+    assert len(chunk.backward(0, [torch.ones(3)])) == 1
+
+
+def test_the_bubble_is_the_idle_share_between_the_first_and_the_last_computation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = iter([1.0, 3.0, 5.0, 9.0, 9.0, 11.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(times))
+    busy = Busy("cpu")
+    for _ in range(3):
+        with busy.computing():
+            pass
+    measured = busy.measured()
+    busy.begin()
+    assert measured() == {"bubble": pytest.approx(1 - 8 / 10)}

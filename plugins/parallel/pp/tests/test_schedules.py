@@ -1,0 +1,89 @@
+"""Runs of the schedules beside other strategies: the run of one process. `pytest --wide layouts` runs all of them."""
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import tiny_models
+
+from mplug import UsageError
+from mplug.testing.parity import require_parity
+
+Settings = dict[str, Any]
+SCHEDULE = "parallel.pp.schedule"
+TIED = {"model.tie_embeddings": True}
+SMALL: Settings = {"model.num_layers": 6, "trainer.micro_batch_size": 1}
+"""7 units with weights, for up to 7 chunks; 8 micro batches without data parallelism."""
+EXPERTS: Settings = {**tiny_models.EXPERTS, "model.vocab_size": 320, "model.num_layers": 4}
+RECOMPUTE = {"memory.recompute.mode": "full"}
+SPLIT = ("zb-h1", "zb-v", "dualpipe-v", "zb-limited")
+
+QUICK: list[tuple[str, Settings]] = [
+    ("zero2pp2", {SCHEDULE: "zb-h1", "trainer.global_batch_size": 6}),
+]
+"""`test_pp.py` and `test_runtime.py` have more quick ones; `tests/test_later.py` has a compiled one."""
+OTHERS: tuple[tuple[str, Settings], ...] = (
+    ("tp2", {}),
+    ("zero2", {}),
+    ("dp2", {}),
+    ("cp2", {}),
+    ("", RECOMPUTE),
+)
+WIDE: list[tuple[str, Settings]] = [
+    ("pp2", {SCHEDULE: "interleaved", "parallel.pp.chunks": 3}),
+    *product(("pp2", "pp3"), [{SCHEDULE: name} for name in ("interleaved", *SPLIT)]),
+    *(("pp4", {SCHEDULE: name, "model.num_layers": 8}) for name in ("interleaved", *SPLIT)),
+    *((f"{other}pp2", {SCHEDULE: name, **more}) for name in ("interleaved", *SPLIT) for other, more in OTHERS),
+    *((f"pp2ep2{data}2", {SCHEDULE: name, **EXPERTS}) for name in ("interleaved", *SPLIT) for data in ("dp", "zero")),
+    *(("pp2", {SCHEDULE: "interleaved", "parallel.pp.chunks": 3, "trainer.global_batch_size": m}) for m in (1, 3, 5)),
+    *(("pp3", {SCHEDULE: name, "trainer.global_batch_size": m}) for name in SPLIT for m in (1, 2, 4, 7)),
+    ("pp2", {SCHEDULE: "interleaved", "parallel.pp.group": 3, "trainer.global_batch_size": 7}),
+    ("pp2", {SCHEDULE: "zb-limited", "parallel.pp.limit": 3}),
+    ("pp2", {SCHEDULE: "zb-v", "parallel.pp.split": [1, 2, 4, 1]}),
+    ("fsdp2pp2", {SCHEDULE: "interleaved"}),
+    *(("pp2", {SCHEDULE: name, "trainer.compile": "aot_eager"}) for name in ("interleaved", *SPLIT)),
+]
+COMPILED: list[tuple[str, Settings]] = [
+    ("pp2", {SCHEDULE: "interleaved"}),
+    ("pp2", {SCHEDULE: "zb-h1"}),
+    ("pp2", {SCHEDULE: "zb-v", **RECOMPUTE}),
+    ("pp2", {SCHEDULE: "dualpipe-v"}),
+    ("tp2pp2", {SCHEDULE: "zb-v"}),
+    ("pp2ep2dp2", {SCHEDULE: "zb-h1", **EXPERTS}),
+]
+
+
+def cases() -> Iterator[Any]:
+    yield from QUICK
+    yield from (pytest.param(*case, marks=pytest.mark.wide("layouts")) for case in WIDE)
+    for layout, settings in COMPILED:
+        yield pytest.param(layout, {**settings, "trainer.compile": "inductor"}, marks=pytest.mark.wide("compile"))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize(("layout", "changes"), [*cases()], ids=str)
+def test_a_schedule_gives_the_run_of_one_process(layout: str, changes: Settings) -> None:
+    model = {} if "model.name" in changes else TIED
+    require_parity({**SMALL, **model, **changes}, layout)
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "said"),
+    [
+        ("zero2pp2", {SCHEDULE: "interleaved", "parallel.zero.stage": 2}, "one chunk of a rank's units at a time"),
+        (
+            "zero2pp2",
+            {SCHEDULE: "zb-h1", "parallel.zero.stage": 2},
+            "the schedule 'zb-h1' of parallel/pp computes weight",
+        ),
+        ("fsdp2pp2", {SCHEDULE: "zb-v"}, "parallel/fsdp frees a unit's weights at the end of its backward pass"),
+    ],
+)
+def test_a_strategy_that_needs_whole_backward_passes_is_refused(layout: str, changes: Settings, said: str) -> None:
+    from mplug.model.build import build_model
+    from mplug.testing.harness import tiny_run
+
+    with pytest.raises(UsageError, match=said):
+        build_model(tiny_run({**SMALL, **changes, "parallel.layout": layout}))

@@ -1,0 +1,66 @@
+"""`explain --schedule`: the chart of a pipeline, its figures, and its picture."""
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner
+
+from mplug.cli.explain import command
+
+SMALL = (
+    *("--parallel", "pp2", "--set", "model.num_layers=4", "--set", "model.hidden_size=32"),
+    *("--set", "model.num_attention_heads=2", "--set", "trainer.micro_batch_size=1"),
+    *("--set", "trainer.global_batch_size=3", "--set", "trainer.seq_length=16", "--set", "trainer.device=cpu"),
+)
+
+
+def shown(*more: str) -> str:
+    result = CliRunner().invoke(command, [*SMALL, "--schedule", *more], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_the_chart_is_the_table_that_is_drawn_by_hand() -> None:
+    """2 ranks, 3 micro batches: 9 units of work and 3 of waiting. A rank sends 3 x 16 x 32 numbers of 4 bytes."""
+    text = shown()
+    assert "'1f1b': 2 ranks, 2 chunks, 3 micro batches\nbubble 25.0%" in text
+    assert "rank 0   F0 F1       B0--- F2 B1---    B2---\n" in text
+    assert "rank 1      F0 B0--- F1 B1--- F2 B2---\n" in text
+    first, last = (line.split() for line in text.splitlines() if line.strip().startswith(("0 ", "1 ")))
+    assert first == ["0", "0", "75.0%", "2", "6.00", "KiB"]
+    assert last == ["1", "1", "75.0%", "1", "6.00", "KiB"]
+
+
+def test_chunks_of_a_rank_have_letters_and_halves_of_backward_are_shown() -> None:
+    text = shown("--set", "parallel.pp.schedule=zb-v")
+    rows = [line.split()[2:] for line in text.splitlines() if line.startswith("rank ")]
+    assert rows[1][:4] == ["F0a", "F0b", "F1a", "F1b"]
+    for row in rows:
+        assert sorted(row) == sorted(f"{kind}{n}{half}" for kind in "FIW" for n in range(3) for half in "ab")
+
+
+def test_the_picture_has_a_box_for_every_computation(tmp_path: Path) -> None:
+    file = tmp_path / "chart.svg"
+    assert f"the chart is in {file}" in shown("--set", "parallel.pp.schedule=interleaved", "--svg", str(file))
+    root = ElementTree.parse(file).getroot()
+    titles = [one.text for one in root.iter("{http://www.w3.org/2000/svg}title")]
+    expected = [f"{kind}{n} of chunk {chunk}" for kind in "FB" for n in range(3) for chunk in range(4)]
+    assert sorted(map(str, titles)) == sorted(expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--schedule", "--parallel", "dp2"), "this run has no pipeline schedule; name a pipeline strategy"),
+        (("--svg", "chart.svg"), "--svg writes the chart of --schedule; add --schedule"),
+    ],
+)
+def test_a_run_without_a_schedule_and_a_picture_without_a_chart_are_refused(
+    arguments: tuple[str, ...], said: str
+) -> None:
+    from mplug import UsageError
+
+    own = [*SMALL, "--set", "trainer.global_batch_size=4", *arguments]
+    with pytest.raises(UsageError, match=said):
+        CliRunner().invoke(command, own, catch_exceptions=False)

@@ -54,6 +54,7 @@ LAYOUTS = (
     "tp2pp2",
     "fsdp2tp2",
     "tp4",
+    "pp2 parallel.pp.schedule=zb-h1",
 )
 
 

@@ -96,6 +96,10 @@ if TYPE_CHECKING:
     from mplug.layout.plan import Unit as Unit
     from mplug.layout.ranks import Grouping as Grouping
     from mplug.layout.ranks import Ranks as Ranks
+    from mplug.model.adapters import Adapters as Adapters
+    from mplug.model.adapters import Merge as Merge
+    from mplug.model.adapters import RowNorms as RowNorms
+    from mplug.model.adapters import row_norms as row_norms
     from mplug.model.delayed_scaling import DelayedScaling as DelayedScaling
     from mplug.model.model import Model as Model
     from mplug.model.offers import UNIT as UNIT
@@ -243,6 +247,12 @@ publish(
         "mplug.layout.ranks": (
             "Grouping",
             "Ranks",
+        ),
+        "mplug.model.adapters": (
+            "Adapters",
+            "Merge",
+            "RowNorms",
+            "row_norms",
         ),
         "mplug.model.delayed_scaling": ("DelayedScaling",),
         "mplug.model.model": ("Model",),

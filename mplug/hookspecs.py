@@ -98,6 +98,28 @@ def build_model(run: "Run") -> "Model":
     """Build the model and its plan, on the meta device: without memory and without random numbers."""
 
 
+@all_plugins
+def adapt_model(run: "Run", model: "Model") -> None:
+    """Add modules, parameters and buffers to the model and to its plan, and freeze parameters (LoRA).
+
+    Called after `build_model`, on the meta device, and before anything reads the plan: slots, placements, strategies,
+    checkpoints and `mplug explain` see one model. The host calls the plugins in the order of their `layer` attributes
+    (integers, 0 if absent), the innermost first.
+
+    - `model.attach(modules)` adds modules, by their names in the model, and the meaning of their parameters and buffers
+      to the plan. A block computes with an added module only where its class says so:
+      `mplug.nn.Linear.adapter`, `mplug.nn.Experts.up_adapter` and `down_adapter`. Elsewhere, the plugin replaces a
+      module (`setattr`) by one of its own, which contains the replaced one and passes its attributes on.
+    - `model.freeze(names)` states that parameters are no longer trainable. The model then has neither their gradients
+      nor their masters and optimizer states.
+    - `model.merges` says how an export multiplies adapters into the weights that they adapt (`Merge`), and
+      `model.adapters` is the published form of the adapters alone (`Adapters`).
+
+    The host refuses an answer that removes, renames or reshapes a parameter of the model, or that trains a parameter
+    which the model's own plan has frozen. Pure: the answer depends on the config alone, not on the rank.
+    """
+
+
 @at_most_one
 def split_model(run: "Run", model: "Model") -> "Stages":
     """Divide the units of the plan into the chunks of a pipeline, and give each chunk to a rank.

@@ -21,6 +21,7 @@ USE = {
     "data": ("train", "--data", "ringo"),
     "tokenizers": ("data", "preprocess", "texts.jsonl", "--tokenizer", "ringo"),
     "memory": ("train", "--set", "memory.ringo.every=1"),
+    "adapters": ("train", "--adapt", "ringo"),
     "extensions": ("train", "--set", "extensions.ringo.every=1"),
     "commands": ("ringo",),
 }

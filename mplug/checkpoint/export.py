@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from mplug.dtypes import FORMATS
 from mplug.errors import RunError, UsageError, listed
 from mplug.files import sync_file, sync_path, write_whole
 from mplug.layout.conversion import Conversion
+from mplug.model.adapters import Merge, RowNorms, row_norms
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,13 @@ class Export:
     original: Published | None = None
     fixed_dtype: str | None = None
     """The type of all tensors, if the user chose one."""
+    whole: str = WHOLE
+    """The name of the file with the tensors, if there is one file."""
+    config_file: str = CONFIG
+    merges: Mapping[str, Merge] = field(default_factory=dict)
+    """The parameters whose values an export computes from several parameters."""
+    offsets: Mapping[str, RowNorms] = field(default_factory=dict)
+    """The parameters that an export writes as their sum with norms."""
 
 
 class CheckpointBoxes:
@@ -77,6 +85,44 @@ class CheckpointBoxes:
         return self._files[file]
 
 
+class MergedBoxes:
+    """Reads boxes of what an export writes: parameters and states of a checkpoint, with their merges and offsets.
+
+    The last merged parameter stays in memory, because neighbouring boxes belong to one parameter.
+    """
+
+    def __init__(self, boxes: CheckpointBoxes, export: Export) -> None:
+        self.boxes, self.export = boxes, export
+        self._last: tuple[str, Tensor] | None = None
+
+    def read(self, name: str, start: Shape, shape: Shape) -> Tensor:
+        """A box of a parameter or state."""
+        if name in self.export.merges:
+            return self._merged(name)[tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]
+        values, rows = self.boxes.read(name, start, shape), self.export.offsets.get(name)
+        if rows is None:
+            return values
+        weight = self.boxes.read(rows.weight, *_rows_of(self._shape(rows.weight), rows.start + start[0], shape[0]))
+        return values + row_norms(weight).to(values.dtype)
+
+    def _merged(self, name: str) -> Tensor:
+        if self._last is None or self._last[0] != name:
+            self._last = None  # frees the memory before the next parameter is read
+            merge = self.export.merges[name]
+            shapes = [self._shape(one) for one in merge.inputs]
+            wholes = [self.boxes.read(one, (0,) * len(n), n) for one, n in zip(merge.inputs, shapes, strict=True)]
+            self._last = (name, merge.compute(*wholes))
+        return self._last[1]
+
+    def _shape(self, name: str) -> Shape:
+        return self.boxes.index.shapes[key_of(name, self.boxes.index)]
+
+
+def _rows_of(shape: Shape, start: int, length: int) -> tuple[Shape, Shape]:
+    """(start, shape) of the box of some rows of a tensor."""
+    return (start, *(0 for _ in shape[1:])), (length, *shape[1:])
+
+
 def key_of(name: str, index: Index) -> str:
     """The key of a parameter's weight, or of a state, in a checkpoint."""
     return f"{name}/weight" if f"{name}/weight" in index.shapes else f"{name}/buffer"
@@ -88,7 +134,9 @@ def export_public(export: Export, opened: Opened, target: Path) -> list[str]:
     The folder becomes visible when it is complete. Raises UsageError for a checkpoint that lacks a parameter, and
     RunError if the folder cannot be written.
     """
-    missing = [name for name in export.conversion.links if key_of(name, opened.index) not in opened.index.shapes]
+    needed = {*export.conversion.links, *(one for merge in export.merges.values() for one in merge.inputs)}
+    needed |= {rows.weight for rows in export.offsets.values()}
+    missing = [name for name in sorted(needed) if key_of(name, opened.index) not in opened.index.shapes]
     if missing:
         raise UsageError(
             f"checkpoint '{opened.path}' lacks '{missing[0]}', which its model has; use another checkpoint"
@@ -113,7 +161,8 @@ def _write_shards(export: Export, opened: Opened, folder: Path) -> list[str]:
     kept = {tensor: _kept(export, tensor) for tensor in made.public}
     sizes = {tensor: prod(made.shape(tensor)) * FORMATS[one.dtype].bytes for tensor, one in kept.items()}
     shards = _shards(export, kept, sizes)
-    with CheckpointBoxes(opened) as boxes:
+    with CheckpointBoxes(opened) as stored:
+        boxes = MergedBoxes(stored, export)
         for file, tensors in shards.items():
 
             def produce(tensor: str) -> Tensor:
@@ -123,7 +172,7 @@ def _write_shards(export: Export, opened: Opened, folder: Path) -> list[str]:
 
             entries = [(kept[tensor].name, kept[tensor].dtype, made.shape(tensor), tensor) for tensor in tensors]
             write_safetensors(folder / file, entries, produce)
-    if list(shards) != [WHOLE]:
+    if list(shards) != [export.whole]:
         index = {
             "metadata": {"total_size": sum(sizes.values())},
             "weight_map": {kept[tensor].name: file for file, tensors in shards.items() for tensor in sorted(tensors)},
@@ -157,7 +206,7 @@ def _shards(export: Export, kept: Mapping[str, Kept], sizes: Mapping[str, int]) 
         groups[-1].append(tensor)
         filled += size
     if len(groups) == 1:
-        return {WHOLE: groups[0]}
+        return {export.whole: groups[0]}
     names = (f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors" for number in range(len(groups)))
     return dict(zip(names, groups, strict=True))
 
@@ -168,7 +217,7 @@ def _write_files(export: Export, folder: Path) -> None:
         shutil.copytree(export.original.files, folder, dirs_exist_ok=True)
         if export.config == export.original.config:
             return
-    write_whole(folder / CONFIG, json.dumps(export.config, indent=2) + "\n")
+    write_whole(folder / export.config_file, json.dumps(export.config, indent=2) + "\n")
 
 
 def write_safetensors(

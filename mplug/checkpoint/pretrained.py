@@ -78,7 +78,12 @@ def refuse_another_model(path: Path, model: "Model", section: "Pretrained | None
         return
     saved = weights_in(shapes_of(read_manifest(path)))
     wanted = _wanted(section, model, saved)
-    missing = [name for name in model.placements if name in wanted.names and name not in saved]
+    attached = tuple(f"{name}." for name in model.attached)  # adapters begin anew if the checkpoint has none
+    missing = [
+        name
+        for name in model.placements
+        if name in wanted.names and name not in saved and not (attached and name.startswith(attached))
+    ]
     if missing:
         rest = f", and {counted(len(missing) - 1, 'other')} of the model's," if len(missing) > 1 else ","
         raise UsageError(
@@ -141,6 +146,10 @@ def load_weights(run: Run, model: "Model", pieces: list[Piece], path: Path) -> "
     fresh = {f"{one.full_name(name)}/buffer" for one in model.slot_buffers for name in one.declared}
     states = buffer_boxes(model, run.rank, held_boxes)
     state |= {name: boxed for name, boxed in states.items() if name not in fresh}
+    shapes = choice.opened.index.shapes
+    attached = tuple(f"{name}." for name in model.attached)
+    if attached:
+        state = {name: boxed for name, boxed in state.items() if not name.startswith(attached) or name in shapes}
     section = run.config.checkpoint.pretrained
     if section is not None and (section.only is not None or section.excluded):
         wanted = _wanted(section, model, weights_in(choice.opened.index.shapes))

@@ -52,7 +52,7 @@ def open_public(path: Path) -> PublicFolder:
     config, tensors = read_json(path / CONFIG), dict[str, Stored]()
     placed = _placed(path)
     for file in sorted(set(placed.values())) if placed else [WHOLE]:
-        for name, (code, shape) in _header(path, file).items():
+        for name, (code, shape) in read_tensors(path, file).items():
             if placed and placed.get(name) != file:
                 where = f"in '{placed[name]}'" if name in placed else "nowhere"
                 raise UsageError(
@@ -91,7 +91,7 @@ def _is_name(file: Any) -> bool:
     return isinstance(file, str) and file == Path(file).name and file.endswith(SUFFIX)
 
 
-def _header(path: Path, file: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+def read_tensors(path: Path, file: str) -> dict[str, tuple[str, tuple[int, ...]]]:
     """The tensors of a file. The file may be a link: caches of downloads consist of links."""
     try:
         with (path / file).open("rb") as opened:

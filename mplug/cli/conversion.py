@@ -1,5 +1,8 @@
 """mplug checkpoint export and import."""
 
+import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +12,9 @@ from mplug.cli.options import RunName, config_options, resolved
 from mplug.errors import UsageError, counted
 
 if TYPE_CHECKING:
+    from mplug.checkpoint.export import Export
     from mplug.checkpoint.published import Published
+    from mplug.model.model import Model
     from mplug.run.run import Run
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -17,7 +22,14 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @click.command("export")
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--to", "form", type=click.Choice(["hf"]), required=True, help="The form: hf is that of Hugging Face.")
+@click.option(
+    "--to",
+    "form",
+    type=click.Choice(["hf", "peft"]),
+    required=True,
+    help="The form: hf is the whole model for Hugging Face's transformers, with adapters merged into its weights; peft "
+    "is the adapters alone.",
+)
 @click.option("--name", type=RunName(), help="Name of the run; default: the newest run.")
 @click.option("--step", type=click.IntRange(0), help="Step of the checkpoint; default: the newest valid one.")
 @click.option(
@@ -38,42 +50,69 @@ def export_(folder: Path, form: str, name: str | None, step: int | None, dtype: 
     FOLDER must not exist. The transformers library loads it, and so does 'mplug train --pretrained FOLDER'. If the run
     began with a published checkpoint, its tokenizer, chat template, config.json and generation_config.json are kept.
 
+    If the run has adapters (mplug train --adapt), '--to hf' multiplies them into the weights, in fp32. '--to peft'
+    writes the adapters alone, as the library PEFT reads them.
+
     \b
     mplug checkpoint export --to hf my-model --name chat
+    mplug checkpoint export --to peft my-adapters --name chat
     """
-    from mplug.checkpoint.export import Export, export_public, refuse_lossy
+    from mplug.checkpoint.export import export_public
     from mplug.checkpoint.folder import at_step
     from mplug.checkpoint.opened import open_together
-    from mplug.checkpoint.public_weights import conversion
-    from mplug.checkpoint.published import published_of
     from mplug.checkpoint.verified import Verified
     from mplug.model.build import build_model
     from mplug.run.folder import find_directory
 
-    del form  # the only one
     directory = find_directory(name)
     if folder.exists() or folder.is_symlink():
         raise UsageError(f"'{folder}' exists already; use another folder, or remove it")
     checkpoint, run = at_step(directory / "checkpoints", step), saved_run(directory)
-    original = published_of(directory)
-    config = _config_json(run, original)
-    model = build_model(run)
-    made = conversion(model)
-    refuse_lossy(made, model.placements)
+    export = (_whole_model if form == "hf" else _adapters)(run, directory, build_model, dtype, int(shard_size * 1e9))
     if step is None:
         from mplug.checkpoint.choice import choose
 
         opened = choose(run, checkpoint, Verified()).opened
     else:
         opened = open_together(run, checkpoint)
-    weights = dtype or _config_dtype(config) or str(run.precision.weights)
-    export = Export(made, {**config, "dtype": weights}, weights, int(shard_size * 1e9), original, dtype)
-    if original is not None and dtype is None and "quantization_config" not in original.config:
-        export = Export(made, original.config, weights, export.shard_bytes, original)
     shards = export_public(export, opened, folder)
-    click.echo(
-        f"'{folder}' has {counted(len(made.public), 'tensor')} of '{opened.path}' in {counted(len(shards), 'file')}"
-    )
+    number = counted(len(export.conversion.public), "tensor")
+    click.echo(f"'{folder}' has {number} of '{opened.path}' in {counted(len(shards), 'file')}")
+
+
+def _whole_model(
+    run: "Run", directory: Path, build_model: "Callable[[Run], Model]", dtype: str | None, shard_bytes: int
+) -> "Export":
+    """The export of the whole model, with its adapters merged into the weights."""
+    from mplug.checkpoint.export import Export, refuse_lossy
+    from mplug.checkpoint.public_weights import conversion
+    from mplug.checkpoint.published import published_of
+
+    original = published_of(directory)
+    config = _config_json(run, original)
+    model = build_model(run)
+    made = conversion(model)
+    merged = {name for merge in model.merges.values() for name in merge.inputs}
+    refuse_lossy(made, model.placements.keys() - merged)
+    weights = dtype or _config_dtype(config) or str(run.precision.weights)
+    export = Export(made, {**config, "dtype": weights}, weights, shard_bytes, original, dtype, merges=model.merges)
+    if original is not None and dtype is None and "quantization_config" not in original.config:
+        return replace(export, config=original.config)
+    return export
+
+
+def _adapters(
+    run: "Run", _directory: Path, build_model: "Callable[[Run], Model]", dtype: str | None, _shard_bytes: int
+) -> "Export":
+    """The export of the adapters alone, in the dtype of their masters: one file, whatever its size."""
+    from mplug.checkpoint.adapter_files import CONFIG, WEIGHTS, adapter_conversion, adapters_of
+    from mplug.checkpoint.export import Export
+
+    model = build_model(run)
+    adapters, made = adapters_of(model), adapter_conversion(model)
+    weights = dtype or str(run.precision.masters)
+    files = Export(made, adapters.config, weights, sys.maxsize, None, dtype, WEIGHTS, CONFIG)
+    return replace(files, offsets=adapters.offsets)
 
 
 @click.command("import")

@@ -112,18 +112,29 @@ HOST_OPTIONS = [
         metavar="PATH",
         help="Start with these weights: a folder with a config.json (Hugging Face), a checkpoint, or a run's folder.",
     ),
+    click.option(
+        "--adapt",
+        type=PluginName("adapters"),
+        multiple=True,
+        help="Train adapters instead of the model's weights (an installed adapter plugin).",
+    ),
     click.option("--config", "file", type=click.Path(path_type=Path), help="YAML file with settings."),
     click.option(
         "--set", "assignments", metavar="FIELD=VALUE", multiple=True, help="Set any field: trainer.steps=100."
     ),
 ]
 """The host's own options of `config_options`."""
-HOST_NAMES = (*FLAGS, "kernels", "file", "assignments", "config", "set")
+HOST_NAMES = (*FLAGS, "kernels", "adapt", "file", "assignments", "config", "set")
 """Names that a plugin's flag must not have."""
 
 
 def overrides(
-    *, file: Path | None, assignments: tuple[str, ...], kernels: tuple[str, ...], **flags: str | None
+    *,
+    file: Path | None,
+    assignments: tuple[str, ...],
+    kernels: tuple[str, ...],
+    adapt: tuple[str, ...] = (),
+    **flags: str | None,
 ) -> "Settings":
     """The settings of the command line, merged over those of the file that `--config` names."""
     from mplug.config.sources import merge, read_assignments, read_file
@@ -137,6 +148,8 @@ def overrides(
     for value in kernels:
         kind, _, name = value.rpartition("=")
         settings = merge(settings, read_assignments([f"kernels.{kind or 'default'}={name}"], "--kernels"))
+    for name in adapt:
+        settings = merge(settings, read_assignments([f"adapters.{name}={{}}"], "--adapt"))
     return merge(settings, read_assignments(assignments))
 
 

@@ -157,6 +157,7 @@ def _refuse_model(
     run: "Run", world: "World | None", resume_from: Path | None, readable: "Choice | None", since: "Changes"
 ) -> Path | None:
     """Build the model on the meta device, and refuse what cannot train; returns the folder of pretrained weights."""
+    from mplug.checkpoint.adapter_files import refuse_other_adapters
     from mplug.checkpoint.pretrained import pretrained_of, refuse_another_model
     from mplug.checkpoint.states import refuse_unsavable_states  # imports torch: refused configs end before
     from mplug.model.build import build_model
@@ -170,4 +171,6 @@ def _refuse_model(
     pretrained = pretrained_of(run) if _reads_checkpoints(world) and not resume_from else None
     if pretrained is not None:
         refuse_another_model(pretrained, model, run.config.checkpoint.pretrained)
+    if not resume_from:
+        refuse_other_adapters(model)
     return pretrained

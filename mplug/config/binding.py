@@ -18,7 +18,7 @@ HOST_SECTIONS: dict[str, type[sections.Section]] = {
     "checkpoint": sections.Checkpoint,
     "watchdog": sections.Watchdog,
 }
-FREE_SECTIONS = ("memory", "extensions")
+FREE_SECTIONS = ("memory", "adapters", "extensions")
 """Sections that choose any number of plugins. A sub-section with the name of a plugin chooses this plugin."""
 OPTIONS_OF_PRECISIONS = "precisions"
 """The section with the options of precisions, each in a sub-section; `trainer.precision` chooses one of them."""

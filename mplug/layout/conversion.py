@@ -17,6 +17,7 @@ from mplug.layout.external import (
     Part,
     Source,
     Transposed,
+    substituted,
 )
 from mplug.layout.names import starred, within
 from mplug.layout.placement import Placement
@@ -124,9 +125,7 @@ def _substituted(public: str, texts: tuple[str, ...], name: str) -> str:
     """A public name with the texts that the stars of our pattern match."""
     if public.count("*") > len(texts):
         raise ValueError(f"the public name '{public}' of '{name}' has more stars than our pattern")
-    for text in texts:
-        public = public.replace("*", text, 1)
-    return public
+    return substituted(public, texts)
 
 
 def _maps(name: str, placement: Placement, external: External) -> Iterable[ExternalMap]:

@@ -4,10 +4,12 @@ A family declares them in its plan (`Plan.external`). `mplug.layout.conversion` 
 for each pair of regions, and `mplug.layout.moves` computes what any rank reads.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+
+from mplug.layout.names import starred
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,41 @@ class ExternalNames:
     tensors: Mapping[str, External]
     prefix: str = ""
     ignored: tuple[str, ...] = ()
+
+    def of(self, name: str) -> External:
+        """The public tensors of one parameter, with the stars of their names filled in; None if there are none."""
+        for pattern, external in self.tensors.items():
+            if hit := starred(pattern).fullmatch(name):
+                return _filled(external, hit.groups())
+        return None
+
+
+def substituted(public: str, texts: Iterable[str]) -> str:
+    """A public name whose k-th star is replaced by the k-th text."""
+    for text in texts:
+        public = public.replace("*", text, 1)
+    return public
+
+
+def _filled(external: External, texts: tuple[str, ...]) -> External:
+    """An external name with the texts that the stars of its pattern match."""
+    if isinstance(external, str):
+        return substituted(external, texts)
+    if isinstance(external, Transposed):
+        return Transposed(substituted(external.tensor, texts))
+    if isinstance(external, Fused):
+        return Fused(*(_source(source, texts) for source in external.sources))
+    if isinstance(external, Interleaved):
+        return Interleaved(_source(external.source, texts))
+    if external is None:
+        return None
+    return tuple(replace(one, tensor=substituted(one.tensor, texts)) for one in external)
+
+
+def _source(source: Source, texts: tuple[str, ...]) -> Source:
+    if isinstance(source, Transposed):
+        return Transposed(substituted(source.tensor, texts))
+    return substituted(source, texts)
 
 
 # The expanded form.

@@ -11,6 +11,7 @@ from mplug.config.binding import RunConfig
 from mplug.config.sources import from_mapping
 from mplug.contracts import Optimizer, Piece
 from mplug.errors import UsageError, listed
+from mplug.model.adapting import adapt
 from mplug.model.alternatives import kernels_that_would_do
 from mplug.model.caching import refuse_to_sample, serve_caches, use_plain_attention
 from mplug.model.casts import copies_of
@@ -119,7 +120,8 @@ def _build_model(run: Run) -> tuple[Model, Selection]:
     (label,) = run.hooks.implementers("build_model")
     with torch.device("meta"), within_reason(run.config, label):
         model: Model = run.hooks.call.build_model(run=run)
-    _refuse_unused_entries(run, model)
+        _refuse_unused_entries(run, model)
+        adapt(run, model)
     freeze(model, run.config)
     model.recipe, model.base_modules = run.precision.recipe, choose_base_modules(run, model)
     model.place(run.mesh, run.hooks.call.split_model(run=run, model=model))

@@ -87,6 +87,8 @@ class _Walk:
         """Visit a module and its submodules."""
         if isinstance(part, Linear):
             self._product(f"{name}.weight", part.weight.numel(), learns, name)
+            if part.adapter is not None:
+                self.visit(part.adapter, f"{name}.adapter", learns)
             return learns or self._trains(part, name)
         if isinstance(part, MixtureOfExperts):
             return self._experts(part, name, learns)

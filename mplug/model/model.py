@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from mplug.contracts import Piece
     from mplug.layout.mesh import Mesh
+    from mplug.model.adapters import Adapters, Merge
     from mplug.model.mixing_statement import Statement
     from mplug.model.passes import Passes
     from mplug.model.slot_states import HeldBuffers
@@ -44,9 +45,11 @@ class Model:
     a GPU, lets the current stream wait). `passes` describes the passes that a step of
     the whole model computes. `slot_buffers` are the buffers that suppliers of this rank's slots keep. `recipe` is that
     of the run's precision; products of the modules that `base_modules` match ignore it. `master_dtype` is the dtype of
-    the masters; it is set when memory is allocated. `weights_version` grows whenever pieces have new weights. In a run
-    that samples, `uncached` says why it does so without a cache (empty: it has one), and `replaced` are messages about
-    kernels of the config that plain torch replaces.
+    the masters; it is set when memory is allocated. `attached` are the modules that plugins have added, `merges` says
+    how an export multiplies them into the model's parameters, and `adapters` is their published form.
+    `weights_version` grows whenever pieces have new weights. In a run that samples, `uncached` says why it does so
+    without a cache (empty: it has one), and `replaced` are messages about kernels of the config that plain torch
+    replaces.
     """
 
     module: nn.Module
@@ -70,6 +73,9 @@ class Model:
     recipe: Recipe | None = None
     base_modules: tuple[str, ...] = ()
     master_dtype: torch.dtype = torch.float32
+    attached: dict[str, nn.Module] = field(default_factory=dict)
+    merges: "dict[str, Merge]" = field(default_factory=dict)
+    adapters: "Adapters | None" = None
     weights_version: int = 0
     uncached: str = ""
     replaced: tuple[str, ...] = ()
@@ -86,6 +92,24 @@ class Model:
     def flops(self) -> Flops:
         """The FLOPs of a step's passes: the plan's, minus those that frozen parameters make unnecessary."""
         return self.plan.flops if self.passes is None else self.passes.flops
+
+    def attach(self, modules: Mapping[str, nn.Module]) -> None:
+        """Add modules to the model, by their names in it ('blocks.0.attn.qkv.adapter'), and to the plan.
+
+        Call it in `adapt_model`. Each module describes its parameters by a method `plan_entries(inits)`, as the blocks
+        of `mplug.nn` do. The attribute must be absent or None: `Linear.adapter`, `Experts.up_adapter`. Published
+        checkpoints of the model do not have the parameters. ValueError for an attribute that is taken, and for a linear
+        that is not `adaptable`.
+        """
+        from mplug.model.adapters import attach
+
+        attach(self, modules)
+
+    def freeze(self, names: Iterable[str]) -> None:
+        """State in the plan that parameters are not trained, by their names. Call it in `adapt_model`."""
+        from mplug.model.adapters import freeze_parameters
+
+        freeze_parameters(self, names)
 
     def listen(self, dtype: torch.dtype = torch.float32) -> None:
         """Give every parameter of this rank a gradient sink with a buffer of `dtype`.

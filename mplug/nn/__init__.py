@@ -19,7 +19,7 @@ from mplug.nn.grouped import GroupedProduct, grouped_linear
 from mplug.nn.head import Head
 from mplug.nn.inits import Entries, Inits
 from mplug.nn.latent import LatentAttention
-from mplug.nn.linear import Linear
+from mplug.nn.linear import ADAPTERS, Linear, boundary_of
 from mplug.nn.loss import Loss
 from mplug.nn.mlp import MLP, Activation
 from mplug.nn.moe import MixtureOfExperts
@@ -39,6 +39,7 @@ from mplug.nn.specification import AttentionInputs, AttentionSpec
 from mplug.nn.statistics import add_auxiliary, count, count_in_backward, keep_max, keep_max_in_backward
 
 __all__ = [
+    "ADAPTERS",
     "MLP",
     "NORMAL_TAIL",
     "NORMAL_TAIL_END",
@@ -98,6 +99,7 @@ __all__ = [
     "add_auxiliary",
     "add_product",
     "add_rows",
+    "boundary_of",
     "count",
     "count_in_backward",
     "decoder_plan",

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from torch import nn
 
+from mplug.layout.names import compiled
 from mplug.layout.plan import Buffer, Flops, Parameter
 from mplug.nn.ahead import TokensAhead
 from mplug.nn.attention import DotProductAttention
@@ -58,6 +59,27 @@ def describe(module: nn.Module, inits: Inits) -> Description:
         tied=tuple(tuple(group) for group in names.values() if len(group) > 1),
         flops=flops_of(module),
     )
+
+
+def describe_added(modules: Mapping[str, nn.Module], inits: Inits) -> Description:
+    """Describe modules that are added to a model, by their names in the model.
+
+    Raises ValueError if a module does not describe one of its parameters.
+    """
+    parts = {name: describe(module, inits) for name, module in modules.items()}
+    parameters = dict[str, Parameter]()
+    buffers = dict[str, Buffer]()
+    for name, module in modules.items():
+        own = [f"{name}.{one}" for one, _ in module.named_parameters()]
+        parameters |= _by_name(name, parts[name].parameters, own)
+        buffers |= _by_name(name, parts[name].buffers, [f"{name}.{one}" for one, _ in module.named_buffers()])
+    per_token = sum(part.flops.per_token for part in parts.values())
+    return Description(_patterns(parameters), _patterns(buffers), (), Flops(per_token, 0))
+
+
+def _by_name(prefix: str, entries: Mapping[str, Entry], names: Iterable[str]) -> dict[str, Entry]:
+    regexes = {compiled(f"{prefix}.{pattern}"): entry for pattern, entry in entries.items()}
+    return {name: entry for name in names for regex, entry in regexes.items() if regex.fullmatch(name)}
 
 
 def weights_per_token(module: nn.Module) -> int:

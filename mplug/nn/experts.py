@@ -6,7 +6,7 @@ rows, F the width of an expert.
 
 import math
 from collections.abc import Callable, Container, Mapping
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from mplug.layout.plan import Parameter, Segment
 from mplug.nn.grouped import PLAIN_GROUPED, apply_grouped, grouped_linear, waits_for_device
 from mplug.nn.inits import ZEROS, Entries, Inits
 from mplug.nn.later import Later, Operands
+from mplug.nn.linear import ADAPTERS
 from mplug.nn.mlp import Activation, Kind
 from mplug.nn.sink import Sink, Weights
 
@@ -95,6 +96,7 @@ def compute(
     kind: Kind,
     activation: Callable[[Tensor, Tensor | None, Kind], Tensor],
     bias: Tensor | None = None,
+    adapters: tuple[nn.Module | None, nn.Module | None] = (None, None),
 ) -> Tensor:
     """Apply to each row its expert: the default of the slot `Experts.compute`.
 
@@ -102,14 +104,23 @@ def compute(
     is the kind of the activation, and `activation` the callable in the slot `MLP.activation`. A supplier that fuses its
     work need not call it. The weights' gradients go to their sinks. `Experts` calls this function only if it is
     wrapped; otherwise it computes the same by its slot `Experts.product`. `bias` [e, F] (gated: [e, 2F]) is added to
-    the up projection at sites that need 'expert bias'; other sites do not pass it.
+    the up projection at sites that need 'expert bias'; other sites do not pass it. `adapters` are those of the two
+    projections at sites that need 'adapters'; other sites do not pass them.
     """
-    hidden = grouped_linear(rows, counts, up)
-    hidden = hidden if bias is None else add_of_group(hidden, counts, bias)
-    return grouped_linear(activation(hidden, None, kind), counts, down)
+    hidden = adapted(adapters[0], rows, grouped_linear(rows, counts, up), counts)
+    hidden = activation(hidden if bias is None else add_of_group(hidden, counts, bias), None, kind)
+    return adapted(adapters[1], hidden, grouped_linear(hidden, counts, down), counts)
 
 
 compute.only_composes = True  # type: ignore[attr-defined]  # its needs are those of `Experts.product`
+
+
+def adapted(adapter: nn.Module | None, rows: Tensor, y: Tensor, counts: Tensor) -> Tensor:
+    """The product y [M, O] of rows [M, I] with the experts' weights, or what an adapter makes of it."""
+    if adapter is None:
+        return y
+    made: Tensor = adapter(rows, y, counts)
+    return made
 
 
 def add_of_group(rows: Tensor, counts: Tensor, bias: Tensor) -> Tensor:
@@ -128,6 +139,10 @@ class Experts(Activation):
     `num_experts` is that of the whole model, also on a rank that holds only some of the experts. With `bias`, every
     expert has a bias of its up projection. The biases of down projections belong to `MixtureOfExperts`: they are added
     after the combination, because the rows of one expert may be partial sums (expert tensor parallelism).
+
+    `up_adapter` and `down_adapter` are None, or modules that a plugin has attached (`mplug.Model.attach`). They are
+    called as adapter(rows [M, I], y [M, O], counts [e]) with the product y of a projection, without bias; the result
+    takes the place of y.
     """
 
     SLOTS: ClassVar[tuple[str, ...]] = (
@@ -145,6 +160,8 @@ class Experts(Activation):
     """Weights -> the attributes with their `Later`, if their gradients are computed later."""
     up_later: Later | None = None
     down_later: Later | None = None
+    up_adapter: nn.Module | None
+    down_adapter: nn.Module | None
     mixes: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, dim: int, ffn_dim: int, num_experts: int, kind: Kind, bias: bool = False) -> None:
@@ -154,6 +171,8 @@ class Experts(Activation):
         self.up = nn.Parameter(torch.empty(num_experts, wide, dim))
         self.down = nn.Parameter(torch.empty(num_experts, dim, ffn_dim))
         self.up_bias = nn.Parameter(torch.empty(num_experts, wide)) if bias else None
+        self.register_module("up_adapter", None)
+        self.register_module("down_adapter", None)
         self.dispatch, self.compute, self.combine = dispatch, compute, combine
         self.product = PLAIN_GROUPED
 
@@ -170,8 +189,15 @@ class Experts(Activation):
 
     def needs(self, slot: str, entries: Container[str]) -> frozenset[str]:
         """What a supplier of a slot must offer here."""
-        biased = {"expert bias"} if slot == "Experts.compute" and self.up_bias is not None else set()
-        return super().needs(slot, entries) | biased
+        if slot != "Experts.compute":
+            return super().needs(slot, entries)
+        biased = {"expert bias"} if self.up_bias is not None else set()
+        return super().needs(slot, entries) | biased | ({ADAPTERS} if self.is_adapted else set())
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether a projection has an adapter."""
+        return self.up_adapter is not None or self.down_adapter is not None
 
     def waits(self, slot: str, dtype: torch.dtype) -> str:
         """Why the CPU waits for the device in the default of a slot that computes in `dtype`; empty if it does not."""
@@ -184,13 +210,16 @@ class Experts(Activation):
         up, down = Weights.of(self.up), Weights.of(self.down)
         if self.compute is compute:
             hidden = apply_grouped(self.product, rows, counts, up, self.up_casts, self.up_later)
+            hidden = adapted(self.up_adapter, rows, hidden, counts)
             if self.up_bias is not None:
                 hidden = add_of_group(hidden, counts, self.up_bias)
             hidden = self.activate(hidden)
-            rows = apply_grouped(self.product, hidden, counts, down, self.down_casts, self.down_later)
+            y = apply_grouped(self.product, hidden, counts, down, self.down_casts, self.down_later)
+            rows = adapted(self.down_adapter, hidden, y, counts)
         else:
-            biases = () if self.up_bias is None else (self.up_bias,)
-            rows = self.compute(rows, counts, up, down, self.kind, self.activation, *biases)
+            biases: tuple[Any, ...] = () if self.up_bias is None else (self.up_bias,)
+            adapters: dict[str, Any] = {"adapters": (self.up_adapter, self.down_adapter)} if self.is_adapted else {}
+            rows = self.compute(rows, counts, up, down, self.kind, self.activation, *biases, **adapters)
         return self.combine(rows, gates, route)
 
     def compute_later(self, weight: str, operands: Operands) -> None:

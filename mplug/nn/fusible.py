@@ -51,8 +51,10 @@ def fusible_norm(norm: nn.Module, reader: nn.Module | None) -> Iterator[Fusible]
 
 
 def is_plain(linear: nn.Module) -> bool:
-    """Whether a module computes as `Linear` does; a subclass may add something to the product."""
-    return isinstance(linear, Linear) and all(getattr(type(linear), one) is getattr(Linear, one) for one in COMPUTES)
+    """Whether a module computes as `Linear` does; a subclass, or an adapter, may add something to the product."""
+    if not isinstance(linear, Linear) or linear.adapter is not None:
+        return False
+    return all(getattr(type(linear), one) is getattr(Linear, one) for one in COMPUTES)
 
 
 def states(module: nn.Module, statement: str, method: str) -> bool:

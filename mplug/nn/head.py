@@ -24,6 +24,7 @@ class Head(nn.Module):
         super().__init__()
         self.norm, self.soft_cap = norm, soft_cap
         self.project = Linear(hidden_size, vocab_size, bias=False)
+        self.project.adaptable = False  # suppliers of the loss multiply by the weight
         self.loss = Loss(soft_cap)
 
     def plan_entries(self, inits: Inits) -> Entries:

@@ -33,6 +33,10 @@ def _identity(x: Tensor) -> Tensor:
     return x
 
 
+ADAPTERS = "adapters"
+"""The need of a site whose supplier multiplies by weights that have adapters, and would not call the adapters."""
+
+
 def boundary_of(collective: Any) -> Boundary | None:
     """The boundary of what a strategy puts into `Linear.gather` or `Linear.scatter`; None without a collective.
 
@@ -52,6 +56,12 @@ class Linear(nn.Module):
     `gather` runs before the product and `scatter` after it. Both are identities until a strategy puts its collective
     there. A supplier of `product` does the work of all three narrower slots. If a block states that the layer alone
     reads the result of a norm or of an activation, a supplier of `norm_product` or `activation_product` computes both.
+
+    `adapter` is None, or a module that a plugin has attached (`mplug.Model.attach`). It is called as adapter(x, y,
+    linear) with the input x [..., in] as it comes, the product y [..., out] without bias, and this linear. Its result
+    [..., out] takes the place of y. Code that multiplies by the weight without calling the linear must state the need
+    `ADAPTERS` (`needs`), and must not run if there is an adapter. A block that cannot state it sets `adaptable` to
+    False, and the linear then has no adapter.
     """
 
     SLOTS = ("Linear.product", "Linear.gemm", "Linear.gather", "Linear.scatter")
@@ -66,11 +76,14 @@ class Linear(nn.Module):
     """The weight -> the attribute with its `Later`, if its gradient is computed later."""
     later: Later | None = None
     mixes: ClassVar[frozenset[str]] = frozenset()
+    adaptable = True
+    adapter: nn.Module | None
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        self.register_module("adapter", None)
         self.product: Product = COMPOSED
         self.norm_product: FusedProduct = SEPARATE
         self.activation_product: FusedProduct = SEPARATE
@@ -81,12 +94,14 @@ class Linear(nn.Module):
         """x [..., in] -> x Wᵀ [..., out], for callers that fuse the bias; or the product that x is (`Projected`)."""
         if isinstance(x, Projected):
             return x.values
-        if self.product is COMPOSED:
-            return self.scatter(self.multiply(self.gather(x)))
-        return self._multiplied(x)
+        y = self.scatter(self.multiply(self.gather(x))) if self.product is COMPOSED else self._multiplied(x)
+        if self.adapter is None:
+            return y
+        adapted: Tensor = self.adapter(x, y, self)
+        return adapted
 
     def multiply(self, x: Tensor) -> Tensor:
-        """The output [..., in] of `gather` -> x Wᵀ [..., out], the input of `scatter`, by the slot `gemm`."""
+        """The output [..., in] of `gather` -> x Wᵀ [..., out], the input of `scatter`, without the adapter."""
         if self.product is COMPOSED:
             return self._multiplied(x)
         return multiply(x, Weights.of(self.weight), self.gemm, self._held("Linear.gemm"))

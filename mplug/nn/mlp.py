@@ -9,7 +9,7 @@ from mplug.layout.plan import Parameter, Segment
 from mplug.nn.activations import ACTIVATIONS
 from mplug.nn.fusible import Fusible, is_plain, states
 from mplug.nn.inits import ZEROS, Entries, Inits
-from mplug.nn.linear import Linear
+from mplug.nn.linear import ADAPTERS, Linear
 from mplug.nn.named import NeedsOf
 from mplug.nn.prologue import ACTIVATION_PRODUCT, SEPARATE, Inputs, Projected, Prologue
 from mplug.nn.sink import Weights
@@ -96,6 +96,11 @@ class MLP(Activation):
             entries |= {"up.bias": Parameter((up,), ZEROS), "down.bias": Parameter(("embed",), ZEROS)}
         return entries
 
+    def needs(self, slot: str, entries: Container[str]) -> frozenset[str]:
+        """What a supplier of a slot must offer here."""
+        is_adapted = self.up.adapter is not None or self.down.adapter is not None
+        return super().needs(slot, entries) | ({ADAPTERS} if slot == "MLP.core" and is_adapted else set())
+
     def input_linear(self) -> Linear | None:
         """The layer that alone reads the input of `forward`; None if the slot `MLP.core` reads it."""
         return self.up if self.core is core else None
@@ -109,12 +114,20 @@ class MLP(Activation):
         """[B, S, D] -> [B, S, D]; or the product that x is."""
         up, down = self.up, self.down
         if self.core is core:
-            y = self._activated(up.without_bias(x))
+            y = self._whole(x)
+        elif up.adapter is not None or down.adapter is not None:  # the core is the default, wrapped
+            assert isinstance(x, Tensor)
+            weights = Weights.of(up.weight), up.bias, Weights.of(down.weight)
+            y = self.core(x, *weights, self.kind, self._whole)
         else:
             assert isinstance(x, Tensor)
             weights = Weights.of(up.weight), up.bias, Weights.of(down.weight)
             y = down.scatter(self.core(up.gather(x), *weights, self.kind, self._composed))
         return y if down.bias is None else y + down.bias
+
+    def _whole(self, x: Tensor | Projected) -> Tensor:
+        """The output without its bias, by whole linears: their adapters and collectives included."""
+        return self._activated(self.up.without_bias(x))
 
     def _activated(self, hidden: Tensor) -> Tensor:
         """The up projection without its bias -> the down projection without its bias."""

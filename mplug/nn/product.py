@@ -38,6 +38,13 @@ class Boundary:
     largest: Callable[[Tensor], Tensor]
     pipeline: str = ""
 
+    def total(self, x: Tensor) -> Tensor:
+        """The elementwise sum over the ranks of x, which has at most two dimensions, on every rank."""
+        own = x.reshape(1, 1, -1)
+        gathered = self.whole(own)
+        summed = gathered.sum(dim=1) if gathered.shape[1] > 1 else self.summed(own)
+        return summed.view_as(x)
+
 
 class Narrow(NamedTuple):
     """The contents of the narrower slots of a site, for the supplier of `Linear.product`.

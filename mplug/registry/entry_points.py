@@ -26,6 +26,7 @@ KINDS = (
     "data",
     "tokenizers",
     "memory",
+    "adapters",
     "extensions",
     "commands",
 )

@@ -15,6 +15,8 @@ from mplug.registry.entry_points import ARCHITECTURES, TOKENIZER_FILES, BrokenPl
 if TYPE_CHECKING:
     from mplug.contracts import FolderTokenizer
 
+DATA = "folder_settings"
+"""A static method of a data plugin: from the folder of a published checkpoint to settings of its section."""
 READ, WRITE = "public_settings", "public_config"
 """Static methods of a family: from a config.json to settings, and from the family's Config to a config.json."""
 
@@ -53,7 +55,29 @@ def with_public_settings(registry: Registry, base: Settings, overrides: Settings
     _refuse_contradictions(entry, plugin, path, found, own)
     described = from_mapping({"name": word, **found.free, **found.fixed}, str(path), ("model",))
     base = {key: setting for key, setting in base.items() if key[0] != "model"}
+    described = merge(described, _data_settings(registry, folder, base, overrides))
     return base, merge(merge({}, described), overrides)
+
+
+def _data_settings(registry: Registry, folder: Path, base: Settings, overrides: Settings) -> Settings:
+    """What the folder of a published checkpoint says about the data: its tokenizer and its chat template.
+
+    A data plugin that uses them has a static method `folder_settings(folder, tokenizer, options)`, which returns
+    settings of its section. `tokenizer` is the name of the plugin that reads the folder's tokenizer, and `options` are
+    the options of this plugin. The settings of the user have precedence.
+    """
+    named = merge(base, overrides).get(("data", "name"))
+    claim = next((one for one in registry.table(TOKENIZER_FILES) if (folder / one.name).is_file()), None)
+    if named is None or claim is None:
+        return {}
+    try:
+        plugin = registry.load(registry.find("data", str(named.value)))
+    except UsageError:  # the resolver reports it
+        return {}
+    if not callable(getattr(plugin, DATA, None)):
+        return {}
+    found = getattr(plugin, DATA)(folder, claim.target, {"path": str((folder / claim.name).absolute())})
+    return from_mapping(found, str(folder), ("data",))
 
 
 def read_public_config(entry: Entry, plugin: Any, path: Path, fields: Mapping[str, Any]) -> PublicSettings:

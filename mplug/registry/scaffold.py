@@ -23,6 +23,7 @@ SUMMARIES = {
     "data": "Synthetic samples that count upwards",
     "tokenizers": "A tokenizer with a token per character of a file, and a token per byte",
     "memory": "Recomputation of units in backward",
+    "adapters": "Training of the norms alone",
     "extensions": "A table of losses in the folder of a run",
     "commands": "A command that lists the newest runs",
 }
@@ -35,6 +36,7 @@ USES = {
     "data": "mplug train --data {name}",
     "tokenizers": "mplug data preprocess texts.jsonl --tokenizer {name}",
     "memory": "mplug train --set memory.{name}.every=1",
+    "adapters": "mplug train --adapt {name}",
     "extensions": "mplug train --set extensions.{name}.every=10",
     "commands": "mplug {name}",
 }

@@ -6,6 +6,7 @@ from mplug.lazy import publish
 
 if TYPE_CHECKING:
     from mplug.registry.precisions import precision_named as precision_named
+    from mplug.testing.adapters import AdapterSuite as AdapterSuite
     from mplug.testing.commands import CommandSuite as CommandSuite
     from mplug.testing.data import DataSuite as DataSuite
     from mplug.testing.extensions import ExtensionSuite as ExtensionSuite
@@ -29,6 +30,7 @@ publish(
     __name__,
     {
         "mplug.registry.precisions": ("precision_named",),
+        "mplug.testing.adapters": ("AdapterSuite",),
         "mplug.testing.commands": ("CommandSuite",),
         "mplug.testing.data": ("DataSuite",),
         "mplug.testing.extensions": ("ExtensionSuite",),

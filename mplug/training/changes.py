@@ -39,6 +39,8 @@ OPTION = "--allow-change"
 ABSENT = "(not set)"
 OBSERVING = "extensions"
 """The section of plugins that only observe: all their fields may change."""
+ADAPTING = "adapters"
+"""The section of plugins that decide which parameters exist and are trained: a run keeps those that it began with."""
 FINGERPRINT = "data_fingerprint"
 """The key of a checkpoint's manifest that holds the fingerprint of the loader's data."""
 
@@ -268,7 +270,7 @@ def _of_plugins(
         for label in sorted(held ^ {chosen.label for chosen in plugins}):
             key = (section, label.partition("/")[2])
             was, now = ("used", "not used") if label in held else ("not used", "used")
-            yield Change(key, was, now)
+            yield Change(key, was, now, COURSE if section == ADAPTING else "")
     for chosen in plugins:
         if chosen.label in held:
             saved = old.get(chosen.section[1], old.get(chosen.entry.name))

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from mplug.checkpoint.adapter_files import load_adapters
 from mplug.checkpoint.pretrained import keep_original, load_weights, newest_pretrained
 from mplug.contracts import StepResult
 from mplug.distributed.heartbeats import EVALUATION, SAVING, STEP, WRITING
@@ -75,6 +76,8 @@ def train(
             begun = load_weights(run, parts.model, parts.pieces, pretrained)
             pretrained = begun.path
             _report(run, begun.lines("beginning with the weights of"))
+        if resume_from is None:
+            load_adapters(run, parts.model, parts.pieces)
         if run.claim is not None:
             run.claim.confirm()
         make_directory(run)

@@ -169,3 +169,17 @@ def test_a_file_that_is_no_template_is_named(tmp_path: Path, name: str, content:
     path.write_text(content)
     with pytest.raises(UsageError, match=said):
         read_template(str(path), {})
+
+
+def test_the_folder_of_a_published_model_has_its_template_in_either_file(tmp_path: Path) -> None:
+    own = {"eos_token": "</s>", "chat_template": "{% for m in messages %}{{ m.content }}|{% endfor %}"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(own))
+    found = read_template(str(tmp_path), {})
+    assert found.text([{"role": "user", "content": "a"}]) == "a|"
+    assert "</s>" in found.special
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}")
+    assert read_template(str(tmp_path), {}).text([{"role": "user", "content": "a"}]) == "a</s>"
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"and no folder with chat_template\.jinja or tokenizer_config\.json"):
+        read_template(str(tmp_path), {})

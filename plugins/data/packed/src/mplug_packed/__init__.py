@@ -18,6 +18,8 @@ from mplug import (
 )
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from mplug import Run, RunConfig
     from mplug_packed.samples import Count, Documents
     from mplug_packed.templates import Template
@@ -49,7 +51,11 @@ class Packed:
         )
         tokenizer: str = Field("bytes", description="name of an installed tokenizer plugin")
         tokenizer_options: dict[str, Any] = Field(default_factory=dict, description="options of the tokenizer")
-        template: str = Field("chatml", description="chatml, llama3, a Jinja file, or a JSON file with 'chat_template'")
+        template: str = Field(
+            "chatml",
+            description="chatml, llama3, a Jinja file, a JSON file with 'chat_template', or the folder of a published "
+            "checkpoint; a run that begins with such a folder uses the folder's tokenizer and template",
+        )
         template_variables: dict[str, str] = Field(
             default_factory=dict,
             description="variables of a template file in addition to the messages, such as bos_token: '<s>'",
@@ -70,6 +76,14 @@ class Packed:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+
+    @staticmethod
+    def folder_settings(folder: "Path", tokenizer: str, options: dict[str, Any]) -> dict[str, Any]:
+        """The tokenizer and the chat template of the published checkpoint with which a run begins."""
+        from mplug_packed.templates import has_template
+
+        found: dict[str, Any] = {"tokenizer": tokenizer, "tokenizer_options": options}
+        return found | ({"template": str(folder.absolute())} if has_template(folder) else {})
 
     @hookimpl
     def configure(self, config: "RunConfig") -> None:

@@ -50,6 +50,8 @@ FAILURES = (
     TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError, MemoryError
 )  # fmt: skip
 """Exceptions of a template that does not support a conversation, or that is itself wrong."""
+JINJA, TOKENIZER = "chat_template.jinja", "tokenizer_config.json"
+"""The files of a published checkpoint with its chat template."""
 ANSWERS = "assistant"
 """The role whose messages are answers."""
 
@@ -165,10 +167,12 @@ def read_template(named: str, variables: Mapping[str, str]) -> Template:
     if named in NAMED:
         return Template(named, NAMED[named], variables, SPECIAL_TOKENS[named])
     path = Path(named).expanduser()
+    if path.is_dir() and has_template(path):
+        return _of_folder(path, named, variables)
     if not path.is_file():
         raise UsageError(
-            f"data.template '{named}' is neither a built-in template ({', '.join(NAMED)}) nor a file; "
-            f"use one of these names, or the path of a Jinja file"
+            f"data.template '{named}' is neither a built-in template ({', '.join(NAMED)}) nor a file, "
+            f"and no folder with {JINJA} or {TOKENIZER}; use one of these names, or the path of a Jinja file"
         )
     try:
         text = path.read_text(encoding="utf-8")
@@ -177,6 +181,27 @@ def read_template(named: str, variables: Mapping[str, str]) -> Template:
     if path.suffix != ".json":
         return Template(named, text, variables, _tokens_of(variables))
     return _of_json(text, named, variables)
+
+
+def has_template(folder: Path) -> bool:
+    """Whether a folder of a published checkpoint has a chat template."""
+    if (folder / JINJA).is_file():
+        return True
+    try:
+        return "chat_template" in json.loads((folder / TOKENIZER).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, TypeError):  # reading the template reports a damaged file
+        return False
+
+
+def _of_folder(folder: Path, named: str, variables: Mapping[str, str]) -> Template:
+    """The template of a folder: that of chat_template.jinja, else that of tokenizer_config.json, with its tokens."""
+    try:
+        config = json.loads((folder / TOKENIZER).read_text(encoding="utf-8")) if (folder / TOKENIZER).exists() else {}
+        if (folder / JINJA).is_file():
+            config["chat_template"] = (folder / JINJA).read_text(encoding="utf-8")
+    except (OSError, ValueError, RecursionError, TypeError) as error:
+        raise UsageError(f"cannot read data.template '{named}': {error}; download the folder again") from None
+    return _of_json(json.dumps(config), named, variables)
 
 
 def _tokens_of(variables: Mapping[str, str]) -> tuple[str, ...]:

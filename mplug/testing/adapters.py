@@ -1,0 +1,98 @@
+"""The suite for plugins of the kind `adapters`: they add modules to a model, and freeze most of its parameters.
+
+from mplug.testing import AdapterSuite
+
+class TestRingo(AdapterSuite):
+    plugin = "ringo"
+    settings = {"adapters.ringo.rank": 2}
+    layouts = ("tp2", "fsdp2")
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from mplug.registry.hooks import implemented
+from mplug.testing.harness import TinySettings, installed_plugins, tiny_run
+from mplug.testing.parity import require_parity, trained_once
+from mplug.testing.suite import PluginSuite, require
+
+
+class AdapterSuite(PluginSuite):
+    """The requirements for adapters.
+
+    - The parameters of the model keep their names, shapes and values. Frozen ones have no gradient and do not change.
+    - The adapters are trained: each has a gradient within two steps.
+    - A run under a layout equals the run of one process.
+
+    `models` maps names to settings of further models, besides that of `settings`. `layouts` are the layouts under which
+    runs are compared with one process (settings may follow a layout).
+    """
+
+    kind = "adapters"
+    models: ClassVar[Mapping[str, TinySettings]] = {}
+    layouts: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def naming(cls) -> dict[str, Any]:
+        """Its own section below `adapters`."""
+        return {f"adapters.{cls.plugin}": {}}
+
+    @classmethod
+    def section(cls) -> tuple[str, ...]:
+        """`adapters.NAME`."""
+        return ("adapters", cls.plugin)
+
+    def pytest_generate_tests(self, metafunc: Any) -> None:
+        """One test for each model and layout."""
+        for name, values in {"model": ("tiny", *self.models), "layout": self.layouts}.items():
+            if name in metafunc.fixturenames:
+                metafunc.parametrize(name, values)
+
+    @classmethod
+    def with_model(cls, model: str) -> dict[str, Any]:
+        """The settings of a run with a model."""
+        return {**cls.tiny(), **cls.models.get(model, {})}
+
+    @classmethod
+    def without(cls, settings: TinySettings) -> dict[str, Any]:
+        """The same run without the plugin."""
+        section = f"adapters.{cls.plugin}"
+        return {name: v for name, v in settings.items() if name != section and not name.startswith(f"{section}.")}
+
+    def test_it_adapts_models(self) -> None:
+        """Otherwise naming the plugin has no effect."""
+        hooks = set(implemented(installed_plugins().load(self.entry())))
+        require("adapt_model" in hooks, f"'{self.plugin}' does not implement the hook 'adapt_model'")
+
+    def test_the_model_keeps_its_parameters(self, model: str) -> None:
+        """By name, shape and initial value; and every added parameter has a meaning in the plan."""
+        import torch
+
+        settings = self.with_model(model)
+        (found,), (plain,) = (trained_once(one) for one in (settings, self.without(settings)))
+        for name, boxes in plain.initial.items():
+            require(name in found.initial, f"the model has no parameter '{name}' with the plugin")
+            same = all(torch.equal(a[1], b[1]) for a, b in zip(found.initial[name], boxes, strict=True))
+            require(same, f"'{name}' has another initial value with the plugin")
+
+    def test_only_what_is_trained_changes(self, model: str) -> None:
+        """Frozen parameters keep their bits, and each trained one has a gradient that is not zero within two steps."""
+        import torch
+
+        from mplug.model.build import build_model
+
+        settings = self.with_model(model)
+        (trace,) = trained_once(settings)
+        placements = build_model(tiny_run(settings)).placements
+        trained = {name for name, one in placements.items() if one.parameter.trainable}
+        require(trained < placements.keys(), "the plugin freezes no parameter")
+        for name in placements.keys() - trained:
+            pairs = zip(trace.weights[name], trace.initial[name], strict=True)
+            require(all(torch.equal(a[1], b[1]) for a, b in pairs), f"'{name}' is frozen, and its values change")
+        for name in sorted(trained):
+            seen = any(bool(values.any()) for step in trace.gradients for _, values in step.get(name, []))
+            require(seen, f"'{name}' is trained, and its gradient is zero in every step; no unit computes with it")
+
+    def test_a_run_under_a_layout_is_that_of_one_process(self, layout: str) -> None:
+        """Losses, gradients, norms and weights in fp64, to rounding."""
+        require_parity(self.tiny(), layout)

@@ -1,0 +1,163 @@
+"""LoRA keeps the contract of adapters; only adapters have states; what cannot work is refused.
+
+`pytest --wide layouts` adds layouts.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from mplug import UsageError
+from mplug.cli import main
+from mplug.model.build import build_model, measure_bytes
+from mplug.testing import AdapterSuite
+from mplug.testing.harness import tiny_run
+from mplug.testing.parity import require_parity
+
+EXPERTS: dict[str, Any] = {
+    "model.name": "mixtral",
+    "model.num_layers": 2,
+    "model.num_experts": 4,
+    "model.num_experts_per_token": 2,
+    "model.moe_ffn_hidden_size": 24,
+    "model.moe_balance": "none",
+    "model.aux_loss_coefficient": 0.0,
+    "model.init_std": 0.06,
+    "model.hidden_size": 32,
+    "model.num_attention_heads": 4,
+    "model.num_kv_heads": 2,
+    "model.vocab_size": 259,
+}
+LORA = {"adapters.lora.rank": 3, "adapters.lora.alpha": 5.0, "model.num_layers": 2}
+SMALL: dict[str, Any] = {
+    **LORA,
+    "model.name": "llama",
+    "model.hidden_size": 32,
+    "model.num_attention_heads": 4,
+    "model.num_kv_heads": 2,
+    "model.ffn_hidden_size": 48,
+    "model.vocab_size": 259,
+    "model.init_std": 0.06,
+}
+ALL = {"adapters.lora.targets": ["linear", "experts"]}
+DORA = {**SMALL, "adapters.lora.dora": True}
+LAYOUTS = (
+    "tp2 parallel.tp.sequence_parallel=false",
+    "pp2",
+    "zero2",
+    "zero2 parallel.zero.stage=2",
+    "fsdp2",
+    "dp2",
+    "cp2",
+    "tp2pp2",
+    "fsdp2tp2",
+    "tp4",
+    "pp2 parallel.pp.schedule=zb-h1",
+)
+
+
+class TestLoRA(AdapterSuite):
+    plugin = "lora"
+    settings = SMALL
+    models = {"experts": {**EXPERTS, **ALL}, "dora": DORA}
+    layouts = ("tp2",)
+
+
+@pytest.mark.wide("layouts")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_gives_the_run_of_one_process(layout: str) -> None:
+    require_parity(SMALL, layout)
+
+
+@pytest.mark.wide("layouts")
+@pytest.mark.parametrize("layout", ["tp2", "tp2 parallel.tp.sequence_parallel=false", "fsdp2", "tp2pp2", "zero2"])
+def test_dora_under_a_layout_is_that_of_one_process(layout: str) -> None:
+    require_parity(DORA, layout)
+
+
+@pytest.mark.wide("layouts")
+@pytest.mark.parametrize(
+    "layout", ["ep2", "tp2ep2", "fsdp2ep2", "zero2ep2", "pp2ep2", "tp2ep2 parallel.tp.sequence_parallel=false"]
+)
+def test_adapters_of_experts_under_a_layout_are_those_of_one_process(layout: str) -> None:
+    require_parity({**EXPERTS, **LORA, **ALL}, layout)
+
+
+@pytest.mark.wide("layouts")
+@pytest.mark.parametrize("layout", ["dp2", "zero2", "pp2"])
+def test_dropout_under_a_layout_is_that_of_one_process(layout: str) -> None:
+    require_parity({**SMALL, "adapters.lora.dropout": 0.2}, layout)
+
+
+def test_only_adapters_have_gradients_masters_and_optimizer_states() -> None:
+    run = tiny_run({**SMALL, "trainer.precision": "bf16"})
+    model = build_model(run)
+    adapters = sum(one.numel() for name, one in model.parameters().items() if ".adapter." in name)
+    rest = sum(one.numel() for one in model.parameters().values()) - adapters
+    sizes = measure_bytes(run, model)
+    assert sizes["weights"] == 2 * adapters
+    assert sizes["frozen weights"] == 2 * rest
+    assert sizes["masters"] == 4 * adapters
+    assert sizes["gradients"] == 4 * adapters
+    steps = 4 * len(model.attached) * 8  # at most: a counter for each tensor
+    assert 8 * adapters <= sizes["optimizer state"] <= 8 * adapters + steps
+
+
+def test_fused_weights_have_an_adapter_for_each_segment() -> None:
+    model = build_model(tiny_run({**SMALL, "adapters.lora.targets": ["attention", "blocks.1.mlp.up"]}))
+    shapes = {name: tuple(one.shape) for name, one in model.parameters().items() if "adapter" in name}
+    assert {n.removeprefix("blocks.0.attn.qkv.adapter."): s for n, s in shapes.items() if "0.attn.qkv" in n} == {
+        "a.weight": (9, 32),
+        "b0.weight": (32, 3),
+        "b1.weight": (16, 3),
+        "b2.weight": (16, 3),
+    }
+    assert shapes["blocks.1.mlp.up.adapter.b1.weight"] == (48, 3)
+    assert not any("blocks.0.mlp" in name or "down" in name for name in shapes)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"adapters.lora.targets": ["q_prj"]}, "adapters.lora.targets: 'q_prj' names no linear layer of this model"),
+        ({"adapters.lora.targets": ["experts"]}, "'experts' names no linear layer of this model"),
+        ({"adapters.lora.targets": ["head.project"]}, "'head.project' names no linear layer"),
+        (
+            {"adapters.lora.rank": 17},
+            "adapters.lora.rank=17 is above the width 16 of 'model.layers.0.self_attn.k_proj'",
+        ),
+        ({"adapters.lora.dora": True, "adapters.lora.dropout": 0.1}, "cannot be combined"),
+        (
+            {"adapters.lora.dropout": 0.1, "parallel.layout": "tp2"},
+            "adapters.lora.dropout: tp divides the inputs of 'blocks.0.attn.out'",
+        ),
+        (
+            {**EXPERTS, **ALL, "model.ffn_hidden_size": 24, "adapters.lora.dora": True},
+            "adapters.lora.dora does not apply to the adapters of experts",
+        ),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_adapted_is_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        build_model(tiny_run({**SMALL, **LORA, **settings}))
+    assert said in str(caught.value)
+
+
+def test_a_folder_without_adapters_is_refused_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["train", "--adapt", "lora", "--set", "adapters.lora.path=nowhere", "--set", "trainer.steps=1"]
+    refused = CliRunner().invoke(main, words)
+    assert refused.exit_code == 2
+    assert "adapter_config.json" in refused.output + str(refused.exception)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_beside_fp8_products_of_the_model_follow_the_recipe_and_those_of_adapters_do_not() -> None:
+    settings = {"trainer.precision": "fp8", "kernels.linear": "fp8", "adapters.lora.rank": 3}
+    model = build_model(tiny_run(settings))
+    found = {one.site.name: one.supplier for one in model.slots if one.site.slot == "Linear.product"}
+    assert found["blocks.1.attn.qkv"] == "kernels/fp8"
+    assert found["blocks.1.attn.qkv.adapter.a"] == found["blocks.1.attn.qkv.adapter.b0"] == "plain torch"

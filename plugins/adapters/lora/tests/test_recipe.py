@@ -1,0 +1,90 @@
+"""The recipe of the repository: from the folder of a published model and conversations to a new folder."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+pytest.importorskip("mplug_huggingface")
+pytest.importorskip("mplug_packed")
+
+from mplug.cli import main  # noqa: E402
+
+RECIPE = Path(__file__).parents[4] / "docs" / "recipes" / "lora.yaml"
+TEMPLATE = (
+    "{% for message in messages %}<s>{{ message['role'] }}: {{ message['content'] }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant: {% endif %}"
+)
+SMALL = ("trainer.steps=12", "trainer.seq_length=64", "trainer.global_batch_size=2", "trainer.precision=fp32")
+SMALLER = (*SMALL, "adapters.lora.rank=4", "optimizer.lr=1e-2", "schedule.warmup_steps=1", "trainer.device=cpu")
+
+
+def folder_of_a_tiny_model(folder: Path) -> None:
+    """A llama with a tokenizer of bytes and a chat template."""
+    words = [{"role": "user", "content": "How are you?"}, {"role": "assistant", "content": "Fine, thanks."}]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=280,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([message["content"] for message in words], trainer)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    fast.chat_template = TEMPLATE
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        vocab_size=280,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=128,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    fast.save_pretrained(folder)
+
+
+def run(*words: str) -> str:
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 0, f"{done.output}\n{done.exception!r}"
+    return done.output
+
+
+def test_the_recipe_trains_adapters_on_answers_and_writes_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder_of_a_tiny_model(tmp_path / "model")
+    chats = [
+        {"messages": [{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": f"It is {n}, sir."}]}
+        for n in range(30)
+    ]
+    (tmp_path / "chats.jsonl").write_text("".join(f"{json.dumps(chat)}\n" for chat in chats))
+    sets = [word for one in ("data.path=chats.jsonl", *SMALLER) for word in ("--set", one)]
+    run("train", "--name", "chat", "--config", str(RECIPE), "--pretrained", "model", *sets)
+    lines = [json.loads(line) for line in (tmp_path / "runs/chat/metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.2
+    config = (tmp_path / "runs/chat/config.yaml").read_text()
+    assert "name: packed" in config
+    assert "tokenizer: huggingface" in config
+    assert str(tmp_path / "model") in config
+    run("checkpoint", "export", "--to", "hf", "merged", "--name", "chat")
+    run("checkpoint", "export", "--to", "peft", "adapters", "--name", "chat")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "merged")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    tokens = tokenizer.apply_chat_template(chats[3]["messages"], return_tensors="pt", return_dict=True)["input_ids"]
+    with torch.no_grad():
+        found = merged(tokens, labels=tokens).loss
+        base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+        assert found < base(tokens, labels=tokens).loss - 0.1
+    unchanged = merged.state_dict()["model.embed_tokens.weight"]
+    assert torch.equal(unchanged, base.state_dict()["model.embed_tokens.weight"])
+    assert json.loads((tmp_path / "adapters/adapter_config.json").read_text())["r"] == 4

@@ -1,0 +1,77 @@
+"""Adapters that are saved under one layout resume under another; `pytest --wide reshard` adds pairs of layouts."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mplug import UsageError
+from mplug.checkpoint.folder import newest, read_manifest
+from mplug.run.prepare import prepare
+from mplug.testing import run_workers
+from mplug.testing.harness import EXACT, tiny_config
+from mplug.testing.runs import trained
+from mplug.training.changes import changes_on_resume
+
+STEPS = 3
+SETTINGS: dict[str, Any] = {
+    "trainer.eval_every": 0,
+    "trainer.precision": "fp64",
+    "checkpoint.asynchronous": False,
+    "model.num_layers": 2,
+    "adapters.lora.rank": 3,
+    "adapters.lora.dora": True,
+}
+
+
+def rank_of_a_run(layout: str, steps: int, directory: Path, resume_from: Path | None) -> list[float]:
+    """Be one rank of a run that is saved at its end."""
+    config = tiny_config({**SETTINGS, "parallel.layout": layout, "trainer.steps": steps})
+    return trained(config, directory, resume_from=resume_from).losses
+
+
+def losses_of(layout: str, steps: int, directory: Path, resume_from: Path | None = None) -> list[float]:
+    size = prepare(tiny_config({**SETTINGS, "parallel.layout": layout})).mesh.world_size
+    found: list[float] = run_workers(size, rank_of_a_run, layout, steps, directory, resume_from)[0]
+    return found
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    return losses_of("", STEPS, tmp_path_factory.mktemp("reference"))
+
+
+PAIRS = [
+    ("tp2", "fsdp2"),
+    *(
+        pytest.param(*pair, marks=pytest.mark.wide("reshard"))
+        for pair in (("", "tp2pp2"), ("zero2", ""), ("fsdp2tp2", "zero2pp2"), ("pp2", "tp2"))
+    ),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), PAIRS)
+def test_adapters_resume_under_another_layout(one: str, other: str, reference: list[float], tmp_path: Path) -> None:
+    before = losses_of(one, 1, tmp_path)
+    after = losses_of(other, STEPS, tmp_path, newest(tmp_path / "checkpoints"))
+    assert [*before, *after] == pytest.approx(reference, rel=EXACT)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ({}, {"adapters.lora.rank": 3}, "adapters.lora"),
+        ({"adapters.lora.rank": 3}, {}, "adapters.lora"),
+        ({"adapters.lora.rank": 3}, {"adapters.lora.rank": 4}, "adapters.lora.rank"),
+    ],
+    ids=["added", "dropped", "changed"],
+)
+def test_a_resumed_run_keeps_its_adapters(
+    before: dict[str, Any], after: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    plain = {"trainer.eval_every": 0, "trainer.steps": 1, "model.num_layers": 2, "checkpoint.asynchronous": False}
+    trained(tiny_config({**plain, **before}), tmp_path)
+    path = newest(tmp_path / "checkpoints")
+    with pytest.raises(UsageError) as caught:
+        changes_on_resume(path, read_manifest(path), prepare(tiny_config({**plain, **after})), ())
+    assert said in str(caught.value)

@@ -1,0 +1,144 @@
+"""The hook adapt_model: what a plugin may change of a model, and that every way of computing calls the adapters."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from torch import Tensor, nn
+
+from mplug import Init, Model, Parameter, UsageError
+from mplug.model.build import build_model
+from mplug.model.fill import sites
+from mplug.nn import ADAPTERS, Entries, Inits, Linear
+from mplug.testing.harness import tiny_run, train_steps
+
+LORA: dict[str, Any] = {"adapters.lora.rank": 3, "model.num_layers": 2}
+
+
+class Shift(nn.Module):
+    """An adapter that adds a vector."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.empty(width))
+
+    def plan_entries(self, inits: Inits) -> Entries:
+        return {"shift": Parameter(("embed",), Init("constant", value=0.0))}
+
+    def forward(self, x: Tensor, y: Tensor, linear: Linear) -> Tensor:
+        return y + self.shift
+
+
+def adapted_by(change: Callable[[Model], None]) -> Model:
+    """The tiny model as a plugin with this hook adapts it."""
+    run = tiny_run(LORA)
+    (implementation,) = run.hooks.call.adapt_model.get_hookimpls()
+    implementation.function, implementation.argnames = lambda model: change(model), ("model",)
+    return build_model(run)
+
+
+def attach(model: Model) -> None:
+    model.freeze([*model.parameters()])
+    model.attach({"blocks.0.attn.out.adapter": Shift(32)})
+
+
+def test_an_attached_module_is_part_of_the_plan_and_of_the_placements() -> None:
+    model = adapted_by(attach)
+    placement = model.placements["blocks.0.attn.out.adapter.shift"]
+    assert placement.parameter.trainable
+    assert placement.shape == (32,)
+    assert [name for name, one in model.placements.items() if one.parameter.trainable] == [placement.name]
+
+
+def renamed(model: Model) -> None:
+    block = model.module.get_submodule("blocks.0.attn")
+    block.extra, block.out.weight = nn.Parameter(torch.empty(2, device="meta")), None  # type: ignore[assignment]
+    del model.plan.parameters["blocks.*.attn.out.weight"]  # type: ignore[attr-defined]
+    model.plan.parameters["blocks.1.attn.out.weight"] = Parameter(("embed", "heads"), Init("constant"))  # type: ignore[index]
+    model.plan.parameters["blocks.0.attn.extra"] = Parameter(("embed",), Init("constant"))  # type: ignore[index]
+
+
+def reshaped(model: Model) -> None:
+    out = model.module.get_submodule("blocks.0.attn.out")
+    out.weight = nn.Parameter(torch.empty(32, 64, device="meta"))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (renamed, "adapters/lora removes or renames the parameter 'blocks.0.attn.out.weight'"),
+        (reshaped, "adapters/lora changes the shape or the dimensions of 'blocks.0.attn.out.weight' from (32, 32)"),
+    ],
+)
+def test_a_change_of_the_models_own_parameters_is_refused(change: Callable[[Model], None], said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        adapted_by(change)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("head.project.adapter", "'head.project' cannot have an adapter"),
+        ("blocks.0.attn.out.weight", "'blocks.0.attn.out' has the attribute 'weight' already"),
+    ],
+)
+def test_a_module_is_attached_only_where_it_is_called(name: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        adapted_by(lambda model: model.attach({name: Shift(32)}))
+
+
+def test_freezing_adapters_alone_is_possible_and_freezing_all_is_refused() -> None:
+    with pytest.raises(UsageError, match="freezes every parameter"):
+        adapted_by(lambda model: model.freeze(model.parameters()))
+    model = build_model(tiny_run({**LORA, "model.frozen": ["blocks.0"]}))
+    trained = {name.split(".")[1] for name, one in model.placements.items() if one.parameter.trainable}
+    assert trained == {"1"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "slot"),
+    [({}, "MLP.core"), ({**tiny_models.EXPERTS, "adapters.lora.targets": ["experts"]}, "Experts.compute")],
+    ids=["MLP.core", "Experts.compute"],
+)
+def test_a_supplier_that_would_not_call_adapters_does_not_fit(settings: dict[str, Any], slot: str) -> None:
+    """Its `supports` sees a need that it does not know; the sites of other slots keep their needs."""
+    found = {site.slot: site for site in sites(build_model(tiny_run({**LORA, **settings})).module)}
+    without = {"model.num_layers": 2, **unadapted(settings)}
+    plain = {site.slot: site for site in sites(build_model(tiny_run(without)).module)}
+    assert found[slot].needs == plain[slot].needs | {ADAPTERS}
+    assert "adapters" in found[slot].not_offered
+    others = found.keys() - {slot}
+    assert {name: found[name].needs for name in others} == {name: plain[name].needs for name in others}
+    fused = {"Linear.norm_product", "Linear.activation_product"}
+    assert slot != "MLP.core" or not fused & found.keys(), (
+        "a norm or an activation before an adapted layer has a second reader"
+    )
+
+
+def unadapted(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if not name.startswith("adapters")}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"memory.recompute.mode": "selective", "memory.recompute.slots": ["mlp"]},
+        {"memory.recompute.mode": "full"},
+        {
+            **tiny_models.EXPERTS,
+            "adapters.lora.targets": ["experts"],
+            "memory.recompute.mode": "selective",
+            "memory.recompute.slots": ["Experts.compute"],
+        },
+    ],
+    ids=["MLP.core", "unit", "Experts.compute"],
+)
+def test_recomputation_calls_the_adapters_too(settings: dict[str, Any]) -> None:
+    plain = {name: value for name, value in settings.items() if not name.startswith("memory")}
+    found, expected = (train_steps({**LORA, **one}) for one in (settings, plain))
+    assert found.losses == expected.losses
+    assert found.norms == expected.norms
+    assert all(norm > 0 for norm in found.norms)

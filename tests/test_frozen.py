@@ -256,9 +256,9 @@ def sent_back(settings: dict[str, Any]) -> dict[str, Any]:
     parts = build(tiny_run(settings))
     stepper: Any = parts.stepper
     sent, needed = list[int](), list[bool]()
-    if stepper.previous is not None:
-        send = stepper.previous.send
-        stepper.previous.send = lambda tensors: (sent.append(len(tensors)), send(tensors))
+    for peer, wire in stepper.wires.items():
+        if peer < stepper.rank:  # where only gradients go
+            wire.send = lambda tensors, send=wire.send: (sent.append(len(tensors)), send(tensors))
     run = stepper.model.run
 
     def watched(batch: Any) -> dict[str, Tensor]:

@@ -474,7 +474,7 @@ SLOT_FAULTS = {
     "the residual is not added": (
         "Norm.norm_residual",
         norm_of_x_alone,
-        "with a residual: the normed sum has an error of",
+        "with a residual and a bias: the normed sum has an error of",
     ),
     "gate and up are swapped": ("MLP.activation", swapped_swiglu, "swiglu: the output has an error of"),
     "a table has no gradient": (

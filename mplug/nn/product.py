@@ -7,7 +7,7 @@ the weight's gradient later. R ranks, I inputs, O outputs; [..., n, I] are a ran
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -149,6 +149,10 @@ class Composed(Product):
 
     only_composes = True
     calls = ("Linear.gemm",)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Composed":
+        """Itself: copies of a model have the same default."""
+        return self
 
     def forward(
         self, x: Tensor, weight: Operand, narrow: Narrow, buffers: Mapping[str, Tensor]

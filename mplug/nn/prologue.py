@@ -97,6 +97,10 @@ class Separate(FusedProduct):
 
     only_composes = True
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Separate":
+        """Itself: copies of a model have the same default."""
+        return self
+
 
 SEPARATE = Separate()
 

@@ -51,6 +51,7 @@ the same gradients. tp and fsdp round bf16 numbers or sums in another way, as th
 here); where an fp8 number then rounds to the other side, it differs by 6%."""
 
 
+@pytest.mark.wide("precision")
 class TestDelayedProducts(KernelSuite):
     """Linear layers: torch's grouped product has no scales for experts but those of rows."""
 
@@ -359,8 +360,9 @@ def saved_bytes(settings: dict[str, Any]) -> int:
     return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in kept}.values())
 
 
+@pytest.mark.wide("precision")
 @pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
-@pytest.mark.parametrize("recipe", ["delayed", pytest.param("rowwise", marks=pytest.mark.wide("precision"))])
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
 def test_a_compiled_run_keeps_less_for_backward_than_in_bf16(recipe: str) -> None:
     in_bf16 = saved_bytes({"trainer.precision": "bf16"})
     assert saved_bytes({**NAMED, "trainer.precision": "fp8", **RECIPES[recipe]}) < in_bf16

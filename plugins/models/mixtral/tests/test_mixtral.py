@@ -99,10 +99,17 @@ OTHERS = [name for name in Registry().names("parallel") if name not in (*DIVIDE_
 
 
 class TestMixtral(ModelSuite):
-    """Under every pair that divides experts; gpt's suite has the pairs that do not."""
+    """Each strategy once together with one that divides experts; the wide set has every pair."""
 
     plugin = "mixtral"
     settings = {**TINY, "model.moe_router_jitter": 0.1, "model.z_loss_coefficient": 1e-3}
+    layouts = ("ep2etp2", *(f"{other}2{DIVIDE_EXPERTS[n % 2]}2" for n, other in enumerate(OTHERS)))
+
+
+@pytest.mark.wide("layouts")
+class TestMixtralUnderEveryPair(TestMixtral):
+    """Every pair that divides experts; gpt's suite has the pairs that do not."""
+
     layouts = ("dp2", "ep2etp2", *(f"{other}2{own}2" for other in OTHERS for own in DIVIDE_EXPERTS))
 
 

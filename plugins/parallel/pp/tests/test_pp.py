@@ -1,5 +1,7 @@
 """Pipeline parallelism passes the suite of strategies, under every schedule and division."""
 
+import pytest
+
 from mplug.testing import ParallelSuite
 
 SCHEDULE = "parallel.pp.schedule"
@@ -10,11 +12,17 @@ class TestPipelineParallel(ParallelSuite):
     layouts = ("pp2", "pp4")
     variants = {
         "everything": {**ParallelSuite.variants["another-model"], **ParallelSuite.variants["dropout"]},
-        "gpipe": {SCHEDULE: "gpipe"},
         "interleaved": {SCHEDULE: "interleaved", "parallel.pp.split": [1, 2, 1, 2]},
         "zb-v": {SCHEDULE: "zb-v", **ParallelSuite.variants["dropout"]},
+    }
+    refused = {"pp6": ("pp=6", "5 units", "use pp=5 or less")}
+
+
+@pytest.mark.wide("layouts")
+class TestOtherDivisions(TestPipelineParallel):
+    variants = {
+        "gpipe": {SCHEDULE: "gpipe"},
         "three-layers": {"model.num_layers": 3},
         "units-per-stage": {"parallel.pp.units_per_stage": [2, 4]},
         "one-micro-batch": {"trainer.micro_batch_size": 8},
     }
-    refused = {"pp6": ("pp=6", "5 units", "use pp=5 or less")}

@@ -124,7 +124,7 @@ def test_the_product_runs_the_collectives_of_the_narrower_slots() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.wide("compile"))])
 def test_a_compiled_product_gives_equal_gradients_in_one_graph(backend: str) -> None:
     layer = filled(Linear(I_, O_), Doubled())
     layer.casts = layer.product.cast(layer.weight.detach(), {})

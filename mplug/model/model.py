@@ -101,15 +101,16 @@ class Model:
         checkpoints of the model do not have the parameters. ValueError for an attribute that is taken, and for a linear
         that is not `adaptable`.
         """
-        from mplug.model.adapters import attach
+        from mplug.model.attaching import with_attached
 
-        attach(self, modules)
+        self.plan = with_attached(self.plan, self.module, modules)
+        self.attached |= modules
 
     def freeze(self, names: Iterable[str]) -> None:
         """State in the plan that parameters are not trained, by their names. Call it in `adapt_model`."""
-        from mplug.model.adapters import freeze_parameters
+        from mplug.model.attaching import with_frozen
 
-        freeze_parameters(self, names)
+        self.plan = with_frozen(self.plan, names, list(self.parameters()))
 
     def listen(self, dtype: torch.dtype = torch.float32) -> None:
         """Give every parameter of this rank a gradient sink with a buffer of `dtype`.

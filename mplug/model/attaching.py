@@ -1,0 +1,68 @@
+"""The plan of a model to which plugins attach modules, and of which they freeze parameters."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from mplug.layout.external import ExternalNames
+from mplug.layout.names import compiled
+from mplug.layout.plan import Parameter, Plan
+from mplug.nn.description import describe_added
+from mplug.nn.inits import ZEROS, Inits
+from mplug.nn.linear import Linear
+
+
+def with_attached(plan: Plan, model: nn.Module, modules: Mapping[str, nn.Module]) -> Plan:
+    """Add modules to a model's module, by their names in it; the plan that has them too. See `Model.attach`."""
+    for name, module in modules.items():
+        parent_name, _, attribute = name.rpartition(".")
+        parent = model.get_submodule(parent_name)
+        if getattr(parent, attribute, None) is not None:
+            raise ValueError(f"'{parent_name}' has the attribute '{attribute}' already; attach the module elsewhere")
+        if isinstance(parent, Linear) and attribute == "adapter" and not parent.adaptable:
+            raise ValueError(f"'{parent_name}' cannot have an adapter: its block multiplies by the weight itself")
+        setattr(parent, attribute, module)
+    added = describe_added(modules, Inits(ZEROS, ZEROS))
+    per_token = plan.flops.per_token + added.flops.per_token
+    return replace(
+        plan,
+        parameters={**plan.parameters, **added.parameters},
+        buffers={**plan.buffers, **added.buffers},
+        flops=replace(plan.flops, per_token=per_token),
+        external=_without(plan.external, [*added.parameters, *_states(added.buffers)]),
+    )
+
+
+def _states(buffers: Mapping[str, Any]) -> list[str]:
+    return [pattern for pattern, buffer in buffers.items() if not buffer.is_statistic]
+
+
+def _without(external: ExternalNames | None, patterns: Iterable[str]) -> ExternalNames | None:
+    """External names of a model whose published form does not have the parameters that `patterns` match."""
+    if external is None:
+        return None
+    return replace(external, tensors={**external.tensors, **dict.fromkeys(patterns)})
+
+
+def with_frozen(plan: Plan, names: Iterable[str], known: list[str]) -> Plan:
+    """The plan that does not train these of the `known` parameters; see `Model.freeze`."""
+    frozen = set(names)
+    if unknown := frozen - set(known):
+        raise ValueError(f"the model has no parameter '{min(unknown)}'")
+    return replace(plan, parameters=_frozen(plan, frozen, known))
+
+
+def _frozen(plan: Plan, frozen: set[str], known: list[str]) -> dict[str, Parameter]:
+    found: dict[str, Parameter] = {}
+    for pattern, entry in plan.parameters.items():
+        regex = compiled(pattern)
+        hits = [name for name in known if regex.fullmatch(name)]
+        if frozen.isdisjoint(hits):
+            found[pattern] = entry
+        elif frozen.issuperset(hits):
+            found[pattern] = replace(entry, trainable=False)
+        else:
+            found |= {name: replace(entry, trainable=entry.trainable and name not in frozen) for name in hits}
+    return found

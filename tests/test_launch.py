@@ -474,7 +474,7 @@ def test_a_worker_that_is_killed_ends_the_run_in_a_sentence_that_names_its_rank(
 
 HOW_WORKERS_FAIL = [
     ("tp2", 1, signal.SIGKILL),
-    ("dp2", 1, signal.SIGSTOP),
+    pytest.param("dp2", 1, signal.SIGSTOP, marks=pytest.mark.wide("kills")),
     pytest.param("dp2tp2", 2, signal.SIGKILL, marks=pytest.mark.wide("kills")),
     pytest.param("tp2pp2", 0, signal.SIGSTOP, marks=pytest.mark.wide("kills")),
 ]

@@ -43,6 +43,7 @@ def begin(settings: dict[str, Any], steps: int, directory: Path, resume_from: Pa
     return run_workers(size, trained, settings, steps, directory, resume_from)[0]
 
 
+@pytest.mark.wide("reshard")
 def test_a_run_goes_on_from_stage_3_to_other_strategies_and_back(tmp_path: Path) -> None:
     reference = begin({}, 20, tmp_path / "whole")
     figures, checkpoint = {}, None

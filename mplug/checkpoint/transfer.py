@@ -41,7 +41,7 @@ def _apply(move: Move, target: Tensor, read: Read) -> None:
 
 
 def _factored(box: Tensor, view: View) -> Tensor:
-    """A box with its dimensions split into factors, of which the selected indices remain. A view of `box`."""
+    """The selected indices of the factors into which the dimensions of a box are split, as a view of `box`."""
     for dim in reversed(range(box.dim())):
         if len(view.sizes[dim]) > 1:
             box = box.unflatten(dim, view.sizes[dim])

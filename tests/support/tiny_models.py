@@ -1,6 +1,8 @@
-"""Settings of small models that several test files train."""
+"""Settings of small models that several test files train, and the sizes of presets."""
 
 from typing import Any
+
+import torch
 
 EXPERTS: dict[str, Any] = {
     "model.name": "mixtral",
@@ -14,3 +16,22 @@ EXPERTS: dict[str, Any] = {
     "model.num_experts": 4,
 }
 """A mixture of experts of two layers; one training step takes milliseconds."""
+
+DECODER: dict[str, Any] = {
+    "model.num_layers": 3,
+    "model.hidden_size": 32,
+    "model.num_attention_heads": 4,
+    "model.num_kv_heads": 2,
+    "model.ffn_hidden_size": 48,
+    "model.vocab_size": 259,
+    "model.rope_theta": 1e4,
+    "model.init_std": 0.06,
+}
+"""A decoder of a family with grouped heads and rotary positions, without its name."""
+
+
+def billions(family: Any, preset: str) -> float:
+    """The parameters of a family's preset, in billions; tied ones count once."""
+    with torch.device("meta"):
+        model = family(family.Config(**family.presets[preset]["model"])).build_model()
+    return sum(parameter.numel() for parameter in model.parameters().values()) / 1e9

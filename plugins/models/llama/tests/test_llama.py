@@ -1,34 +1,18 @@
 """Llama keeps the contract of models, and its presets have the published sizes."""
 
 import pytest
-import torch
 from mplug_llama import Llama
+from tiny_models import DECODER, billions
 
-from mplug import Model
 from mplug.testing import ModelSuite
 
-TINY = {
-    "model.num_layers": 3,
-    "model.hidden_size": 32,
-    "model.num_attention_heads": 4,
-    "model.num_kv_heads": 2,
-    "model.ffn_hidden_size": 48,
-    "model.vocab_size": 259,
-    "model.rope_theta": 1e4,
-    "model.init_std": 0.06,
-}
 LAYOUTS = ("tp2", "pp2", "cp2", "tp2pp2", "zero2", "fsdp2")
-
-
-def on_meta(preset: str) -> Model:
-    with torch.device("meta"):
-        return Llama(Llama.Config(**Llama.presets[preset]["model"])).build_model()
 
 
 class TestLlama(ModelSuite):
     plugin = "llama"
     settings = {
-        **TINY,
+        **DECODER,
         "model.tie_embeddings": True,
         "model.rope_scaling": {
             "type": "llama3",
@@ -60,8 +44,7 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize(("name", "billions"), SIZES.items())
-def test_a_preset_has_its_published_parameters(name: str, billions: float) -> None:
+@pytest.mark.parametrize(("name", "published"), SIZES.items())
+def test_a_preset_has_its_published_parameters(name: str, published: float) -> None:
     assert set(SIZES) == set(Llama.presets)
-    found = sum(parameter.numel() for parameter in on_meta(name).parameters().values())
-    assert found / 1e9 == pytest.approx(billions, abs=6e-4)
+    assert billions(Llama, name) == pytest.approx(published, abs=6e-4)

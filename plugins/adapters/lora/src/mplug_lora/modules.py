@@ -99,8 +99,8 @@ class LowRank(nn.Module):
         """m / |W + scale B A| by rows [O] (arXiv 2402.09353, section 4.3), and ones for the pairs without adapters.
 
         m is |W| plus the parameter `magnitude`, which therefore begins at zero and has no padding or layout of its own.
-        The norms carry no gradient. |W + s B A|^2 = |W|^2 + 2 s W . B A + s^2 |B A|^2, of which each term is a sum over
-        inputs: ranks that divide the inputs add their parts, and no rank computes the product B A.
+        The norms carry no gradient. |W + s B A|^2 = |W|^2 + 2 s W . B A + s^2 |B A|^2. Each term is a sum over inputs:
+        ranks that divide the inputs add their parts, and no rank computes the product B A.
         """
         found = []
         down = iter(self.a.weight.detach().split(self.rank))

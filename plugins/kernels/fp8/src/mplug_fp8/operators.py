@@ -327,3 +327,17 @@ def _flops(a: tuple[int, ...], b: tuple[int, ...], *_: Any, **__: Any) -> int:
 @register_flop_formula(torch.ops.mplug_fp8.add_multiplied)
 def _flops_of_sum(total: Any, stale: Any, a: tuple[int, ...], b: tuple[int, ...], *_: Any, **__: Any) -> int:
     return 2 * a[0] * a[1] * b[0]
+
+
+def quantised(
+    x: Tensor, scaling: str, power_of_two: bool, wants_rows: bool, wants_columns: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x [N, K] -> rows, their inverses, columns, their inverses, where rows (`ROW`) or lines (`LINES`) have scales."""
+    if scaling == LINES:
+        return cast_lines(x, wants_rows, wants_columns)
+    rows, row_inverses, columns, column_inverses = cast_rowwise(x[None], power_of_two, wants_rows, wants_columns)
+    return (*_single(rows, row_inverses, wants_rows), *_single(columns, column_inverses, wants_columns))
+
+
+def _single(numbers: Tensor, inverses: Tensor, wanted: bool) -> tuple[Tensor, Tensor]:
+    return (numbers[0], inverses[0]) if wanted else (numbers, inverses)

@@ -23,21 +23,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from mplug.nn import Produce, Rows, fake, operator, pipeline_named
 from mplug_fp8.emulation import BLOCK, padded
-from mplug_fp8.operators import LINES, ROW, TENSOR, add_multiplied, cast_lines, cast_rowwise, multiply_into, transposed
-
-
-def quantised(
-    x: Tensor, scaling: str, power_of_two: bool, wants_rows: bool, wants_columns: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x [N, K] -> rows, their inverses, columns, their inverses, where rows (`ROW`) or lines (`LINES`) have scales."""
-    if scaling == LINES:
-        return cast_lines(x, wants_rows, wants_columns)
-    rows, row_inverses, columns, column_inverses = cast_rowwise(x[None], power_of_two, wants_rows, wants_columns)
-    return (*_single(rows, row_inverses, wants_rows), *_single(columns, column_inverses, wants_columns))
-
-
-def _single(numbers: Tensor, inverses: Tensor, wanted: bool) -> tuple[Tensor, Tensor]:
-    return (numbers[0], inverses[0]) if wanted else (numbers, inverses)
+from mplug_fp8.operators import LINES, ROW, TENSOR, add_multiplied, multiply_into, quantised, transposed
 
 
 class _Factor(NamedTuple):

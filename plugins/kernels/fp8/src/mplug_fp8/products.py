@@ -16,11 +16,11 @@ from mplug_fp8.operators import (
     cast_columns,
     cast_scaled,
     largest,
+    quantised,
     rows_of,
     transposed,
     turned,
 )
-from mplug_fp8.overlap import quantised
 from mplug_fp8.recipes import E5M2, GRADIENT, INPUT
 from mplug_fp8.scaled import BOTH, COLUMNS, ROWS, Buffers, Numbers, Products, Quantised
 

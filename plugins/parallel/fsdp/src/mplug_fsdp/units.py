@@ -177,7 +177,7 @@ class Schedule:
             self._under_way.popleft().release()
 
     def _end_pass(self) -> None:
-        """At the end of a backward pass, leave the units of which no argument has a gradient."""
+        """At the end of a backward pass, leave the units whose arguments have no gradient."""
         for number in [*self._entered]:
             self._leave(number)
         for unit in reversed(self.units):

@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from mplug.gradients.sinks import GradientSink
 from mplug.layout.plan import Unit
 from mplug.model.model import Model
+from mplug.model.offers import RECOMPUTING
 from mplug.model.product_weights import weights_at_rest
 from mplug.model.units import run_units
 from mplug.nn.later import Later, Operands, Taps
@@ -131,14 +132,22 @@ def _later(laters: list[tuple[Site, Later]]) -> Iterator[None]:
 
 @contextmanager
 def _plain_units(model: Model) -> Iterator[None]:
-    """Within this context, units run as their classes define them: not compiled, without wraps around their calls."""
+    """Within this context, units run as their classes define them: not compiled, gathered or recomputed.
+
+    Other wraps around their calls stay: a unit may need what they hand to its modules.
+    """
+    wraps = {filled.site.name: filled.wraps for filled in model.unit_wraps}
     replaced: list[tuple[Any, Unit, Any]] = []
     for unit in model.own_units:
         part = model.module.get_submodule(unit.name)
-        if unit.method in vars(part):
-            replaced.append((part, unit, vars(part).pop(unit.method)))
+        replaced.append((part, unit, vars(part).pop(unit.method, None)))
+        for wrap in wraps.get(unit.name, ()):
+            if wrap.layer < RECOMPUTING:
+                setattr(part, unit.method, wrap.wrap(getattr(part, unit.method)))
     try:
         yield
     finally:
         for part, unit, method in replaced:
-            setattr(part, unit.method, method)
+            vars(part).pop(unit.method, None)
+            if method is not None:
+                setattr(part, unit.method, method)

@@ -11,7 +11,16 @@ from mplug.model.model import Model
 from mplug.run.run import Run
 
 HOOK = "captures"
-IN_A_STEP = ("build_model", "split_model", "mesh_axes", "shard_model", "shard_states", "wrap_model", "build_optimizer")
+IN_A_STEP = (
+    "build_model",
+    "adapt_model",
+    "split_model",
+    "mesh_axes",
+    "shard_model",
+    "shard_states",
+    "wrap_model",
+    "build_optimizer",
+)
 """Hooks whose results run in every step."""
 AFTER_A_STEP = ("parameters_updated",)
 """Hooks that the host calls after every step: they find what the replayed step has written."""

@@ -181,8 +181,8 @@ def captures(run: "Run", model: "Model") -> "bool | str | None":
 
     Otherwise return the reason, as a clause about the plugin ("moves activations to the CPU"). The host refuses
     `trainer.graphs` unless every plugin that takes part in a step returns True: the model, adapters, the strategies,
-    the optimizer, the plugins with a selected supplier or wrap, and those that implement `parameters_updated`, which runs
-    after each replay and outside of the graph. Called when the slots are filled, before launch and on every rank.
+    the optimizer, the plugins with a selected supplier or wrap, and those that implement `parameters_updated`, which
+    runs after each replay and outside of the graph. Called when the slots are filled, before launch and on every rank.
     """
 
 

@@ -93,9 +93,10 @@ def _refuse_other_stages(run: Run, model: Model) -> None:
     if not stages.axis:
         return
     digest = blake2b(repr((stages.units, stages.backward, stages.ranks)).encode(), digest_size=16)
-    for number in run.micro_batch_counts() if stages.table is not None else ():
-        for row in stages.table(number).rows:
-            digest.update(" ".join(map(str, row)).encode())
+    if stages.table is not None:
+        for number in run.micro_batch_counts():
+            for row in stages.table(number).rows:
+                digest.update(" ".join(map(str, row)).encode())
     digests = run.gathered(digest.hexdigest())
     for rank, own in enumerate(digests):
         if own != digests[0]:

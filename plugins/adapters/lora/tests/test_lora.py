@@ -63,6 +63,7 @@ class TestLoRA(AdapterSuite):
     settings = SMALL
     models = {"experts": {**EXPERTS, **ALL}, "dora": DORA}
     layouts = ("tp2",)
+    test_replayed_steps_are_steps = pytest.mark.wide("suites")(AdapterSuite.test_replayed_steps_are_steps)
 
 
 @pytest.mark.wide("layouts")
@@ -86,7 +87,7 @@ def test_adapters_of_experts_under_a_layout_are_those_of_one_process(layout: str
 
 
 @pytest.mark.wide("layouts")
-@pytest.mark.parametrize("layout", ["dp2", "zero2", "pp2"])
+@pytest.mark.parametrize("layout", ["dp2", "zero2", "pp2", "pp2 parallel.pp.schedule=zb-h1"])
 def test_dropout_under_a_layout_is_that_of_one_process(layout: str) -> None:
     require_parity({**SMALL, "adapters.lora.dropout": 0.2}, layout)
 

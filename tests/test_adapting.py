@@ -1,7 +1,6 @@
 """The hook adapt_model: what a plugin may change of a model, and that every way of computing calls the adapters."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,10 +11,8 @@ from torch import Tensor, nn
 from mplug import Init, Model, Parameter, UsageError
 from mplug.model.build import build_model
 from mplug.model.fill import sites
-from mplug.model.weight_gradients import WeightGradients
 from mplug.nn import ADAPTERS, Entries, Inits, Linear
 from mplug.testing.harness import tiny_run, train_steps
-from mplug.training.assembly import build
 
 LORA: dict[str, Any] = {"adapters.lora.rank": 3, "model.num_layers": 2}
 
@@ -145,27 +142,3 @@ def test_recomputation_calls_the_adapters_too(settings: dict[str, Any]) -> None:
     assert found.losses == expected.losses
     assert found.norms == expected.norms
     assert all(norm > 0 for norm in found.norms)
-
-
-def test_a_pass_with_postponed_weight_gradients_hands_the_samples_keys_to_adapters() -> None:
-    """The pass without memory that finds the shapes of operands runs the wraps of units too."""
-    run = tiny_run({**LORA, "adapters.lora.dropout": 0.2, "trainer.precision": "fp64"})
-    parts = build(run)
-    sinks, later = parts.model.sinks, WeightGradients(parts.model)
-    (batch, *_) = parts.train_loader.take(2)
-    entries = {**batch, "keys": torch.arange(2)}
-
-    def gradients(postponed: bool) -> dict[str, Tensor]:
-        sinks.begin_step()
-        sinks.expect_last()
-        with later.postponing(entries) if postponed else nullcontext() as rest:
-            loss, _ = parts.model.loss(entries)
-        loss.backward()
-        if rest is not None:
-            rest.compute()
-        sinks.finish()
-        return {name: sink.buffer.clone() for name, sink in sinks.items()}
-
-    found, now = gradients(True), gradients(False)
-    assert all(torch.equal(found[name], gradient) for name, gradient in now.items())
-    assert any(bool(gradient.any()) for gradient in now.values())

@@ -52,7 +52,8 @@ class WeightGradients:
 
     All other parameters (norms, biases, embeddings, and weights that a strategy gathers for each pass) get their
     gradients in the pass itself. So do products whose number of rows depends on values (rows that experts receive from
-    other ranks), because a tap has a fixed shape.
+    other ranks), because a tap has a fixed shape, and products of modules that a unit calls more than once, because a
+    tap carries the operands of one call.
     """
 
     def __init__(self, model: Model, chunk: int | None = None) -> None:
@@ -88,15 +89,16 @@ class WeightGradients:
     def _of_pass(self, entries: Mapping[str, Tensor]) -> list[Operands | None]:
         """The operands of every site in a pass without memory, on the meta device.
 
-        None if the pass omits the site, or if the shape of an operand depends on values.
+        None if the pass omits the site or multiplies there more than once, or if the shape of an operand depends on
+        values.
         """
-        found: list[Operands | None] = [None] * len(self.sites)
+        found: list[list[Operands | None]] = [[] for _ in self.sites]
         seed = torch.zeros((), requires_grad=True)
 
         def keeper(number: int) -> Callable[[Operands], None]:
             def keep(operands: Operands) -> None:
-                if not any(isinstance(length, torch.SymInt) for one in operands for length in one.shape):
-                    found[number] = tuple(map(_without_memory, operands))
+                varies = any(isinstance(length, torch.SymInt) for one in operands for length in one.shape)
+                found[number].append(None if varies else tuple(map(_without_memory, operands)))
 
             return keep
 
@@ -108,7 +110,7 @@ class WeightGradients:
             outputs = {name for unit in self.units for name in unit.outputs}
             ends = [values[name] for name in sorted(outputs) if values[name].requires_grad]
             torch.autograd.grad(ends, seed, [torch.ones_like(one) for one in ends], allow_unused=True)
-        return found
+        return [calls[0] if len(calls) == 1 else None for calls in found]
 
 
 def _without_memory(x: Tensor) -> Tensor:

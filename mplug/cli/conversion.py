@@ -135,7 +135,7 @@ class ForeignForm(click.ParamType):  # type: ignore[type-arg]  # generic since c
     "form",
     type=ForeignForm(),
     required=True,
-    help="The form: megatron is torch_dist of Megatron-LM. Plugins add others, such as that of a parallel strategy.",
+    help="The form: megatron (torch_dist of Megatron-LM), or one that an installed plugin adds.",
 )
 @config_options
 @click.option("--name", type=RunName(), required=True, help="Name of the new run, which has one checkpoint.")
@@ -146,7 +146,7 @@ def import_(folder: Path, form: str, name: str, **options: Any) -> None:
     checkpoint states. The tensors have the names of the model's own parameters or of its published form, or the form
     knows its names. The tokenizer is not imported. Reading the checkpoint runs no code from it.
 
-    If the checkpoint has the states that the run's optimizer keeps, they are imported too, and '--resume' continues
+    If the checkpoint has the states that the run's optimizer keeps, they are imported too, and the run can be resumed
     at the checkpoint's step. Otherwise the new run has one checkpoint, of step 0, whose weights start other runs.
 
     \b

@@ -81,10 +81,11 @@ class Llama(nn.Module):
 
 def llama(settings: dict[str, Any]) -> tuple[nn.Module, set[str], list[Any]]:
     """As `ours`, of the transformers library."""
-    model = Llama.of(**settings)
+    model = Llama.of(**{name: value for name, value in settings.items() if name != "same_data"})
     decays = {name for name, parameter in model.named_parameters() if parameter.dim() > 1}
     size = (3, 2, 12)
-    windows = torch.randint(0, LLAMA["vocab_size"], size, generator=torch.Generator().manual_seed(dist.get_rank()))
+    seed = 0 if settings.get("same_data") else dist.get_rank()
+    windows = torch.randint(0, LLAMA["vocab_size"], size, generator=torch.Generator().manual_seed(seed))
     return model, decays, [{"input_ids": window, "labels": window} for window in windows]
 
 
@@ -105,6 +106,9 @@ def saved(folder: Path, kind: str, settings: dict[str, Any], config: dict[str, A
         {"params": [one for name, one in trained if name not in decays], "weight_decay": 0.0},
     ]
     adam = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
+    if "tensor_parallel" in config:
+        model = deepspeed.tp_model_init(model, tp_size=dist.get_world_size(), dtype=torch.float32)
+        groups = [{"params": list(model.parameters())}]
     full = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 1.0,
@@ -126,16 +130,30 @@ def saved(folder: Path, kind: str, settings: dict[str, Any], config: dict[str, A
 
 
 def states_of(engine: Any) -> States:
-    """What DeepSpeed itself says about every parameter."""
+    """What DeepSpeed itself says about every parameter; without ZeRO it knows the weights alone."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
+    _link_states(engine.optimizer)
     found = {}
     for name, parameter in engine.module.named_parameters():
-        if parameter.requires_grad:
-            states = {key: safe_get_full_optimizer_state(parameter, key) for key in ("exp_avg", "exp_avg_sq")}
-            states["weight"] = safe_get_full_fp32_param(parameter)
-            found[name.removeprefix("module.")] = {key: value.detach().clone() for key, value in states.items()}
+        if not parameter.requires_grad:
+            continue
+        states = {"weight": safe_get_full_fp32_param(parameter)}
+        if states["weight"] is None:
+            states = {"weight": parameter}
+        else:
+            states |= {key: safe_get_full_optimizer_state(parameter, key) for key in ("exp_avg", "exp_avg_sq")}
+        found[name.removeprefix("module.")] = {key: value.detach().clone() for key, value in states.items()}
     return found
+
+
+def _link_states(optimizer: Any) -> None:
+    """DeepSpeed links parameters with their states in the first step of stages 1 and 2, when torch's AdamW has none."""
+    for number, group in enumerate(getattr(optimizer, "bit16_groups", ())):
+        (flat,) = optimizer.optimizer.param_groups[number]["params"]
+        for parameter in group:
+            if parameter._hp_mapping is not None:
+                parameter._hp_mapping.set_optim_state_fragment(flat, optimizer.optimizer.state[flat])
 
 
 def saved_in_turn(cases: list[tuple[Path, str, dict[str, Any], dict[str, Any]]]) -> list[tuple[States, States]]:

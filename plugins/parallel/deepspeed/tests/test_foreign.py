@@ -334,3 +334,32 @@ def test_a_universal_checkpoint_has_the_same_states(
     first = next(folder for folder in sorted((made / "zero").iterdir()) if folder.is_dir())
     (first / "fp32.pt").unlink()
     imported(made, settings, "damaged", status=2)
+
+
+@pytest.mark.wide("layouts")
+def test_the_parts_of_two_tensor_parallel_ranks_are_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """DeepSpeed's automatic tensor parallelism of a Llama. The head has an even number of rows, so it is cut too."""
+    monkeypatch.chdir(tmp_path)
+    pytest.importorskip("transformers")
+    library = {"frozen": "", "vocab_size": 68, "same_data": True}
+    config = zero(1, tensor_parallel={"autotp_size": 2})
+    parts = [
+        states for ((states, _),) in run_workers(2, saved_in_turn, [(tmp_path / "saved", "llama", library, config)])
+    ]
+    whole = {name: tuple(one.shape) for name, one in Llama.of("", vocab_size=68).named_parameters()}
+    expected: States = {}
+    for name, shape in whole.items():
+        own = [part[name] for part in parts]
+        dims = [dim for dim, size in enumerate(shape) if own[0]["weight"].shape[dim] != size]
+        expected[name] = {key: torch.cat([one[key] for one in own], dims[0]) if dims else own[0][key] for key in own[0]}
+    assert sum(parts[0][name]["weight"].numel() for name in whole) < sum(
+        one["weight"].numel() for one in expected.values()
+    )
+    settings = {**OF_LLAMA, "model.vocab_size": 68, "data.vocab_size": 68}
+    require_equal(imported(tmp_path / "saved", settings) / "step_00000002", settings, expected)
+    for file in (tmp_path / "saved" / "global_step2").glob("*mp_rank_01*"):
+        file.unlink()
+    imported(tmp_path / "saved", settings, "absent", status=2)
+    assert "lacks the files 'mp_rank_01': 2 tensor-parallel ranks have saved it" in capfd.readouterr().err

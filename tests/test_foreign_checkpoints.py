@@ -210,12 +210,16 @@ class Acme(ForeignCheckpoint):
     step = 7
 
     def __init__(self, folder):
-        self.path = folder
+        self.path = self.paht if FAILS == "constructor" else folder
         self.tensors = {{name: ForeignTensor(tuple(shape), dict(STATES)) for name, shape in SHAPES.items()}}
 
     def read(self, tensor, start, shape, state="weight", part=0):
         if tensor == FAILS:
             raise OSError(5, "Input/output error")
+        if FAILS == "nan":
+            return torch.full(tuple(shape), float("nan"))
+        if FAILS == "bug":
+            return SHAPES["absent"]
         return torch.full(tuple(shape), {{"weight": 1.0, "exp_avg": 2.0, "exp_avg_sq": 3.0}}[state])
 
 def no_class(folder):
@@ -304,6 +308,7 @@ def test_an_import_that_fails_while_it_reads_leaves_nothing(
     form(fails="head.norm.weight")
     result = cli_here(*words(tmp_path))
     assert result.returncode == 1
+    assert "cannot read 'head.norm.weight' from '" in result.stderr
     assert "Input/output error" in result.stderr
     assert not (tmp_path / "runs").exists()
     (tmp_path / "runs" / "new").mkdir(parents=True)
@@ -312,6 +317,24 @@ def test_an_import_that_fails_while_it_reads_leaves_nothing(
     assert result.returncode == 2
     assert "exists already and is no empty folder" in result.stderr
     assert [one.name for one in (tmp_path / "runs" / "new").iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize(
+    ("fails", "status", "sentence"),
+    [
+        ("constructor", 1, "--from 'acme': acme_forms.Acme failed with AttributeError: 'Acme' object has no attribute"),
+        ("bug", 1, "Acme.read failed on 'embedding.token.weight' (weight) of"),
+        ("nan", 2, "has NaN, or no values at all, for some elements of 'embedding.token.weight/weight'"),
+    ],
+)
+def test_bugs_of_a_form_and_values_that_are_not_numbers_are_errors(
+    fails: str, status: int, sentence: str, form: Callable[..., None], tmp_path: Path, cli_here: Cli
+) -> None:
+    form(fails=fails)
+    result = cli_here(*words(tmp_path))
+    assert result.returncode == status
+    assert sentence in result.stderr
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(

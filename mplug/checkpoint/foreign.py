@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mplug.errors import UsageError
+from mplug.errors import PluginError, RunError, UsageError
 from mplug.open_lists import FOREIGN_CHECKPOINTS
 
 if TYPE_CHECKING:
@@ -93,11 +93,23 @@ def open_foreign(form: str, folder: Path) -> ForeignCheckpoint:
         raise UsageError(f"--from '{form}' cannot be used: its module cannot be imported ({error})") from error
     if not (isinstance(kind, type) and issubclass(kind, ForeignCheckpoint)):
         raise UsageError(f"--from '{form}' cannot be used: {kind!r} is no subclass of mplug.ForeignCheckpoint")
-    opened: ForeignCheckpoint = kind(folder)
-    for name, found in opened.tensors.items():
-        if not isinstance(found, ForeignTensor) or found.parts < 1 or WEIGHT in found.states:
-            raise UsageError(
-                f"--from '{form}' cannot be used: it describes '{name}' by {found!r}, which is no valid "
-                f"mplug.ForeignTensor"
-            )
+    try:
+        opened: ForeignCheckpoint = kind(folder)
+        wrong = [name for name, found in opened.tensors.items() if not _is_valid(found)]
+    except (UsageError, RunError):
+        raise
+    except Exception as error:
+        raise PluginError(
+            f"--from '{form}': {kind.__module__}.{kind.__name__} failed with {type(error).__name__}: {error}; report "
+            f"it to the authors of the form"
+        ) from error
+    if wrong:
+        raise PluginError(
+            f"--from '{form}': {kind.__module__}.{kind.__name__} describes '{wrong[0]}' by "
+            f"{opened.tensors[wrong[0]]!r}, which is no valid mplug.ForeignTensor"
+        )
     return opened
+
+
+def _is_valid(found: object) -> bool:
+    return isinstance(found, ForeignTensor) and found.parts >= 1 and WEIGHT not in found.states

@@ -119,9 +119,7 @@ def _write_tensors(path: Path, tensors: list[NewTensor], found: Match, advance: 
         if one.value is not None:
             values = torch.tensor(one.value, dtype=getattr(torch, one.dtype))
         else:
-            values = torch.empty(one.shape, dtype=getattr(torch, one.dtype))
-            state = WEIGHT if one.state == "buffer" else one.state
-            fill_ours(found.links[one.parameter], (0,) * len(one.shape), values, found.reader(state))
+            values = _read(one, found)
         advance(one.num_bytes)
         return values
 
@@ -129,6 +127,20 @@ def _write_tensors(path: Path, tensors: list[NewTensor], found: Match, advance: 
     write_safetensors(
         path, [(name_in_file(one.key, starts[one.key]), one.dtype, one.shape, one.key) for one in tensors], produce
     )
+
+
+def _read(one: NewTensor, found: Match) -> Tensor:
+    """The values of a tensor. UsageError if it has NaN, also where no link describes an element."""
+    dtype = getattr(torch, one.dtype)
+    values = torch.full(one.shape, float("nan") if dtype.is_floating_point else 0, dtype=dtype)
+    state = WEIGHT if one.state == "buffer" else one.state
+    fill_ours(found.links[one.parameter], (0,) * len(one.shape), values, found.reader(state))
+    if dtype.is_floating_point and bool(values.isnan().any()):
+        raise UsageError(
+            f"'{found.checkpoint.path}' has NaN, or no values at all, for some elements of '{one.key}'; import a "
+            f"checkpoint that was saved before its run diverged"
+        )
+    return values
 
 
 def _table(tensors: list[NewTensor]) -> TensorTable:

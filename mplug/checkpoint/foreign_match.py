@@ -11,7 +11,7 @@ from mplug.checkpoint.foreign import WEIGHT, ForeignCheckpoint, Shape
 from mplug.checkpoint.public_folder import some
 from mplug.checkpoint.public_weights import conversion
 from mplug.checkpoint.transfer import Read
-from mplug.errors import PluginError, UsageError
+from mplug.errors import PluginError, RunError, UsageError
 from mplug.layout.external import Factor, Link, Part
 from mplug.layout.placement import Placement
 from mplug.model.model import Model
@@ -83,11 +83,22 @@ class Match:
         return read
 
     def _read(self, name: str, start: Shape, shape: Shape, state: str, part: int) -> Tensor:
-        values = self.checkpoint.read(name, start, shape, state, part)
+        owner = type(self.checkpoint).__name__
+        try:
+            values: object = self.checkpoint.read(name, start, shape, state, part)
+        except (UsageError, RunError):
+            raise
+        except OSError as error:
+            raise RunError(f"cannot read '{name}' from '{self.checkpoint.path}': {error.strerror or error}") from error
+        except Exception as error:
+            raise PluginError(
+                f"{owner}.read failed on '{name}' ({state}) of '{self.checkpoint.path}' with {type(error).__name__}: "
+                f"{error}; report it to the authors of the form"
+            ) from error
         if not isinstance(values, Tensor) or tuple(values.shape) != tuple(shape) or not values.is_floating_point():
             kind = f"{values.dtype} {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
             raise PluginError(
-                f"{type(self.checkpoint).__name__}.read returned {kind} for a box of shape {tuple(shape)} of '{name}' "
+                f"{owner}.read returned {kind} for a box of shape {tuple(shape)} of '{name}' "
                 f"({state}); it must return floating-point numbers of this shape"
             )
         return values

@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ LLAMA: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 32,
     "rope_theta": 500.0,
+    "rms_norm_eps": 1e-4,
 }
 """A vocabulary and norms whose elements two ranks cannot halve without padding."""
 
@@ -122,7 +124,7 @@ def saved(folder: Path, kind: str, settings: dict[str, Any], config: dict[str, A
         engine.backward(answer.loss if isinstance(batch, dict) else answer)
         engine.step()
         if step == 2:
-            engine.save_checkpoint(str(folder), client_state={"note": "from a test"})
+            engine.save_checkpoint(str(folder), client_state={"args": Namespace(lr=LR)})
         if step >= 2:
             found.append(states_of(engine))
     engine.destroy()

@@ -54,6 +54,7 @@ OF_LLAMA = {
             "ffn_hidden_size": "intermediate_size",
             "vocab_size": "vocab_size",
             "rope_theta": "rope_theta",
+            "norm_eps": "rms_norm_eps",
         }.items()
     },
     "model.qk_norm": False,
@@ -227,6 +228,22 @@ def test_damaged_and_foreign_folders_are_refused_in_one_sentence(
         DeepSpeedCheckpoint(folder)
     assert "\n" not in str(refused.value)
     assert not (folder / "global_step2" / "owned").exists()
+
+
+def test_steps_that_an_optimizer_counts_in_its_groups_are_read(stage_3: Any, tmp_path: Path) -> None:
+    """DeepSpeed's fused Adam keeps them there, as an integer."""
+    from mplug_deepspeed.foreign import DeepSpeedCheckpoint
+
+    folder = shutil.copytree(stage_3[0], tmp_path / "copy")
+    for file in (folder / "global_step2").glob("*_optim_states.pt"):
+        found = torch.load(file, weights_only=False)
+        base = found["optimizer_state_dict"]["optimizer_state_dict"]
+        for state, group in zip(base["state"].values(), base["param_groups"], strict=True):
+            group["step"] = int(state.pop("step"))
+        torch.save(found, file)
+    states = [one.states for one in DeepSpeedCheckpoint(folder).tensors.values()]
+    assert states == [{"exp_avg": None, "exp_avg_sq": None, "step": 2.0}] * len(states)
+    assert states
 
 
 def test_a_refused_import_ends_with_status_2_and_leaves_nothing(

@@ -127,7 +127,7 @@ def _of_stages_1_and_2(
                 own = pieces.setdefault(name, {})
                 for key, values in {WEIGHT: flat, **_moments(state, flat.numel())}.items():
                     own.setdefault(key, []).append(values.reshape(-1).narrow(0, address.start, address.numel))
-                numbers.setdefault(name, {}).update(_numbers(optimizer, state, group))
+                numbers.setdefault(name, {}).update(_numbers(optimizer, state))
     for name, own in pieces.items():
         yield name, Saved(shapes[name], own, numbers[name])
 
@@ -152,7 +152,7 @@ def _of_stage_3(optimizers: list[Mapping[str, Any]], groups: list[Mapping[str, A
             cut = {WEIGHT: [flat.narrow(0, begin, each) for flat in flats]}
             cut |= {key: [own[key].reshape(-1).narrow(0, begin, each) for own in kept] for key in keys}
             pieces = {key: _without_padding(parts, numel) for key, parts in cut.items()}
-            yield name, Saved(shape, pieces, _numbers(optimizers[0], states[0], group))
+            yield name, Saved(shape, pieces, _numbers(optimizers[0], states[0]))
             begin += each
 
 
@@ -183,7 +183,7 @@ def _moments(state: Mapping[str, Any], numel: int) -> dict[str, Tensor]:
     }
 
 
-def _numbers(optimizer: Mapping[str, Any], state: Mapping[str, Any], group: int) -> dict[str, float]:
+def _numbers(optimizer: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, float]:
     """The states that are numbers. Some optimizers count their steps in the group."""
     found = {
         key: float(value)

@@ -10,6 +10,8 @@ from mplug.lazy import publish
 from mplug.version import __version__  # noqa: F401
 
 if TYPE_CHECKING:
+    from mplug.checkpoint.foreign import ForeignCheckpoint as ForeignCheckpoint
+    from mplug.checkpoint.foreign import ForeignTensor as ForeignTensor
     from mplug.checkpoint.weight_decoders import WeightDecoder as WeightDecoder
     from mplug.config.binding import RunConfig as RunConfig
     from mplug.config.public import PublicConfig as PublicConfig
@@ -73,6 +75,8 @@ if TYPE_CHECKING:
     from mplug.layout.external import Factor as Factor
     from mplug.layout.external import Fused as Fused
     from mplug.layout.external import Interleaved as Interleaved
+    from mplug.layout.external import Link as Link
+    from mplug.layout.external import Part as Part
     from mplug.layout.external import Transposed as Transposed
     from mplug.layout.gathered import GatheredPlacement as GatheredPlacement
     from mplug.layout.mesh import Axis as Axis
@@ -130,6 +134,10 @@ if TYPE_CHECKING:
 publish(
     __name__,
     {
+        "mplug.checkpoint.foreign": (
+            "ForeignCheckpoint",
+            "ForeignTensor",
+        ),
         "mplug.checkpoint.weight_decoders": ("WeightDecoder",),
         "mplug.config.binding": ("RunConfig",),
         "mplug.config.public": (
@@ -214,6 +222,8 @@ publish(
             "Factor",
             "Fused",
             "Interleaved",
+            "Link",
+            "Part",
             "Transposed",
         ),
         "mplug.layout.gathered": ("GatheredPlacement",),

@@ -1,13 +1,12 @@
 """The pipeline schedule of a run as a chart, with its figures: text for a terminal, or an SVG picture."""
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape
 
 from mplug.cli.tables import human_bytes, table
 from mplug.errors import UsageError
-from mplug.layout.actions import TRANSFERS, Action, Kind, Table
+from mplug.layout.actions import Action, Table
 from mplug.layout.table_check import peak
 from mplug.layout.table_times import Costs, Timeline, timeline
 
@@ -29,6 +28,8 @@ def table_of(model: "Model", num_micro_batches: int) -> Table:
 
 def report(run: "Run", model: "Model", num_micro_batches: int) -> str:
     """The chart of a step and, for every rank, its peak of activations and the bytes that it sends in a step."""
+    from mplug.model.handovers import bytes_sent  # imports torch
+
     found = table_of(model, num_micro_batches)
     times = timeline(found, Costs())
     head = (
@@ -66,42 +67,6 @@ def _label(action: Action, found: Table) -> str:
     own = found.chunks_of(found.ranks[action.chunk])
     letter = chr(ord("a") + own.index(action.chunk)) if len(own) > 1 else ""
     return f"{action.kind.value}{action.micro_batch}{letter}"
-
-
-def bytes_sent(run: "Run", model: "Model", found: Table, rank: int) -> int | None:
-    """Bytes that a rank sends in a step; None if the plan does not state the shape of an activation."""
-    counts = Counter((one.kind, one.chunk) for one in found.rows[rank] if one.kind in TRANSFERS)
-    total = 0
-    for (kind, chunk), number in counts.items():
-        boundary = chunk + 1 if kind is Kind.SEND_FORWARD else chunk
-        names = model.crossing(boundary)
-        if kind is Kind.SEND_BACKWARD:
-            names = tuple(name for name in names if name in model.learning(boundary))
-        sizes = [_activation_bytes(run, model, name) for name in names]
-        if None in sizes:
-            return None
-        total += number * sum(size for size in sizes if size is not None)
-    return total
-
-
-def _activation_bytes(run: "Run", model: "Model", name: str) -> int | None:
-    """Bytes of a rank's part of an activation of one micro batch."""
-    if name not in model.plan.activations:
-        return None
-    lengths = {"batch": run.micro_batch_size, "sequence": run.config.trainer.seq_length}
-    for placement in model.placements.values():
-        for dim in placement.dims:
-            if len(dim) == 1:
-                lengths.setdefault(dim[0].axis, dim[0].length)
-    size: int = run.precision.activation_dtype.itemsize
-    for named in model.plan.activations[name]:
-        if named not in lengths:
-            return None
-        size *= lengths[named]
-        for axis in run.mesh.views["attention"]:
-            if named != "batch" and (named in axis.entries or named in axis.activations):
-                size = -(-size // axis.size)
-    return size
 
 
 def picture(model: "Model", num_micro_batches: int) -> str:

@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from mplug_pp import runtime
+from mplug_pp import wire
 from mplug_pp.chunk import Chunk
 from mplug_pp.wire import Arrival, Layout
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -352,7 +352,7 @@ def main() -> None:
     parser.add_argument("--seq-length", type=int, default=4096)
     parser.add_argument("--set", dest="assignments", action="append", default=[], metavar="FIELD=VALUE")
     options = parser.parse_args()
-    runtime.Wire = LoneWire  # type: ignore[misc, assignment]
+    wire.Wire = LoneWire  # type: ignore[misc, assignment]
     for stages in options.stages:
         costs: dict[str, list[Costs]] = {}
         for built_for, names in BUILDS.items():

@@ -106,8 +106,20 @@ def of_rank(settings: dict[str, Any], prompts: list[list[int]]) -> list[list[int
 
 
 WIDE = pytest.mark.wide("layouts")
+STAGES: dict[str, Any] = {"model.num_layers": 4}
+"""Chunks of a pipeline schedule need layers."""
+SCHEDULE = "parallel.pp.schedule"
+STAGED = [("gpt", "1f1b"), ("llama", "interleaved"), ("gpt", "zb-v"), ("llama", "zb-v"), ("gpt", "zb-h1")]
 LAYOUTS = [
     ("tp2", "gpt", {}),
+    ("pp2", "llama", {**STAGES, SCHEDULE: "zb-v"}),
+    *(pytest.param("pp2", name, {**STAGES, SCHEDULE: one}, marks=WIDE) for name, one in STAGED),
+    pytest.param("tp2pp2", "gpt", {}, marks=WIDE),
+    pytest.param("tp2pp2", "llama", {**STAGES, SCHEDULE: "interleaved"}, marks=WIDE),
+    pytest.param("dp2pp2", "qwen", {}, marks=WIDE),
+    pytest.param("pp3", "gemma", {**STAGES, SCHEDULE: "dualpipe-v", "model.num_layers": 6}, marks=WIDE),
+    pytest.param("pp2", "deepseek", {**STAGES, SCHEDULE: "zb-v"}, marks=WIDE),
+    pytest.param("pp2ep2dp2", "mixtral", {}, marks=WIDE),
     ("tp2", "deepseek", {}),
     ("ep2", "mixtral", {}),
     pytest.param("tp2ep2", "mixtral", {"parallel.tp.sequence_parallel": False}, marks=WIDE),
@@ -127,7 +139,8 @@ def test_a_layout_gives_the_tokens_of_one_process(layout: str, family: str, chan
     alone = {name: value for name, value in settings.items() if not name.startswith("parallel.")}
     _, model = built(alone)
     expected = recomputed(model, PROMPTS[:3])
-    world = 4 if layout in ("tp4", "dp2tp2") else 2  # the experts' view folds over the ranks of the other
+    worlds = {"tp4": 4, "dp2tp2": 4, "tp2pp2": 4, "dp2pp2": 4, "pp3": 3, "pp2ep2dp2": 4}
+    world = worlds.get(layout, 2)  # the experts' view folds over the ranks of the other
     for found in run_workers(world, of_rank, settings, PROMPTS[:3]):
         assert found == expected
 
@@ -291,7 +304,6 @@ def test_experts_with_a_capacity_are_recomputed() -> None:
 @pytest.mark.parametrize(
     ("layout", "sentence"),
     [
-        ("pp2", r"divides the model into stages \(pp=2\), and sampling runs all units on every rank"),
         ("cp2", r"divides the sequence of a sample \(cp=2\), which grows token by token"),
         ("fsdp2", "stores parts of .* that training gathers for each pass, and sampling gathers no weights"),
     ],

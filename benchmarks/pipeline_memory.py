@@ -21,7 +21,8 @@ halves of backward for activations (I) and for weights (W). `KEPT` is what they 
 Third table: predicted step times. These are not measured: they follow from the second table and the schedule's table,
 with transfers of --transfer milliseconds. TOKENS/S/GPU counts passes only, without the update of weights.
 
-'zb-limited' has a limit of 2p - 1 micro batches (ZB-H2). On a CPU, memory is not counted.
+'zb-limited' has a limit of 2p - 1 micro batches (ZB-H2). On a CPU, memory is that of the
+tensors that operations return, and counting it makes times longer.
 """
 
 import argparse
@@ -29,9 +30,11 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import islice
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -48,6 +51,7 @@ from mplug.layout.table_check import peak
 from mplug.layout.table_memory import Footprint, peak_bytes
 from mplug.layout.table_times import Costs, timeline
 from mplug.model.handovers import shape_of
+from mplug.testing.live_bytes import LiveBytes
 
 BUILDS = {
     ("zb-h1", 1): ("1f1b", "zb-h1", "zb-limited"),
@@ -55,6 +59,7 @@ BUILDS = {
     ("zb-h1", 2): ("interleaved",),
 }
 """Schedules that give the same chunks to a rank, by the one that the model is built for: it has all their passes."""
+Row = tuple[Any, ...]
 Built = tuple[str, int]
 """A schedule, and its number of chunks per rank."""
 HALVES = (Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
@@ -103,7 +108,8 @@ def random_tensors(layouts: Any, device: torch.device) -> list[torch.Tensor]:
 class Rank:
     """One rank of a pipeline, built in this process, and what it has measured."""
 
-    def __init__(self, rank: int, settings: Settings) -> None:
+    def __init__(self, rank: int, settings: Settings, meter: "Meter") -> None:
+        self.meter = meter
         run = prepare(resolve(Registry(), settings, {}))
         run.device = choose_device(run.config)
         dist.init_process_group("fake", rank=rank, world_size=run.mesh.world_size, store=FakeStore())
@@ -149,15 +155,15 @@ class Rank:
         )
         return footprint, Costs(forward, inputs, weights, 0.0, whole.median(Kind.BACKWARD, repeats))
 
-    def peak_of_step(self, table: Table) -> int | None:
+    def peak_of_step(self, table: Table) -> int:
         """Peak bytes of a step of the table, beyond those before it."""
         number = len({action.micro_batch for action in table.rows[self.stepper.rank]})
         self.stepper._table = lambda _: table
         self.run.step += 1
-        held = reset_peak(self.run.device)
+        self.meter.begin()
+        held = self.meter.held()
         self.stepper.forward_backward(Promised(self.batches(number), number), self.run.step)
-        top = peak_now(self.run.device)
-        return None if top is None or held is None else top - held
+        return self.meter.peak() - held
 
     def close(self) -> None:
         """Free the memory: compiled code may keep references to modules, so each storage is emptied."""
@@ -197,23 +203,23 @@ class One:
 
     def run(self) -> None:
         """Run the passes once."""
-        device = self.rank.run.device
-        begin = held_now(device)
+        device, held = self.rank.run.device, self.rank.meter.held
+        begin = held()
         taken = random_tensors(self.rank._layouts(self.chunk.number, self.chunk.takes), torch.device(device))
-        self.inputs = held_now(device) - begin
+        self.inputs = held() - begin
         kept: list[Any] = [self._timed(Kind.FORWARD, self._forward, taken)]
         taken.clear()
         kept.clear()
-        self.left[Kind.FORWARD] = held_now(device) - begin
-        before = held_now(device)
+        self.left[Kind.FORWARD] = held() - begin
+        before = held()
         layouts = [] if self.chunk.is_last else self.chunk.gradients_of(0)
         upstream = random_tensors(layouts, torch.device(device))
-        self.upstream = held_now(device) - before
+        self.upstream = held() - before
         back = Kind.INPUT_GRADIENT if self.split else Kind.BACKWARD
         kept.append(self._timed(back, self.chunk.backward, 0, upstream))
         upstream.clear()
         kept.clear()
-        self.left[back] = held_now(device) - begin
+        self.left[back] = held() - begin
         if self.split:
             self._timed(Kind.WEIGHT_GRADIENT, self.chunk.weight_gradients, 0)
 
@@ -221,13 +227,13 @@ class One:
         return self.chunk.forward(0, self.entries, taken, self.split)
 
     def _timed(self, kind: Kind, work: Callable[..., object], *given: object) -> object:
-        device = self.rank.run.device
-        held = reset_peak(device)
+        meter = self.rank.meter
+        meter.begin()
+        held = meter.held()
         start = time.perf_counter()
         result = work(*given)
-        top = peak_now(device)  # waits for the device
+        self.beyond[kind] = meter.peak() - held  # waits for the device
         self.times.setdefault(kind, []).append(1e3 * (time.perf_counter() - start))
-        self.beyond[kind] = 0 if top is None or held is None else top - held
         return result
 
     def median(self, kind: Kind, repeats: int) -> float:
@@ -235,37 +241,55 @@ class One:
         return statistics.median(self.times[kind][-repeats:])
 
 
-def held_now(device: str) -> int:
-    """Allocated bytes; 0 on a CPU."""
-    return torch.cuda.memory_allocated() if device.startswith("cuda") else 0
+class OfGpu:
+    """The memory of the GPU, as its allocator counts it."""
+
+    def held(self) -> int:
+        """Allocated bytes."""
+        return torch.cuda.memory_allocated()
+
+    def begin(self) -> None:
+        """Begin to measure a peak."""
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+
+    def peak(self) -> int:
+        """The peak since `begin`, after the device has finished."""
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated()
 
 
-def reset_peak(device: str) -> int | None:
-    """Begin to measure a peak; the bytes that are allocated now."""
-    if not device.startswith("cuda"):
-        return None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    return torch.cuda.memory_allocated()
+class OfCpu:
+    """The memory of tensors on a CPU, inside a `LiveBytes` context."""
+
+    def __init__(self, live: LiveBytes) -> None:
+        self.live = live
+
+    def held(self) -> int:
+        """Bytes of the tensors."""
+        return self.live.held
+
+    def begin(self) -> None:
+        """Begin to measure a peak."""
+        self.live.reset_peak()
+
+    def peak(self) -> int:
+        """The peak since `begin`."""
+        return self.live.peak
 
 
-def peak_now(device: str) -> int | None:
-    """The peak since `reset_peak`, after the device has finished."""
-    if not device.startswith("cuda"):
-        return None
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated()
+Meter = OfGpu | OfCpu
 
 
-def measure(stages: int, built_for: Built, options: argparse.Namespace) -> list[Costs]:
-    """Measure every rank for the schedules of one build, and print the tables; returns the costs of all chunks."""
+def measure(stages: int, built_for: Built, options: argparse.Namespace, meter: Meter) -> tuple[list[Row], list[Costs]]:
+    """Measure every rank for the schedules of one build, and print the tables: (rows, the costs of all chunks)."""
     schedules = [name for name in BUILDS[built_for] if name in options.schedules]
     tables = {name: table_of(name, stages, options.measured) for name in schedules}
     figures: dict[int, tuple[Footprint, Costs]] = {}
-    measured: dict[tuple[str, int], int | None] = {}
+    measured: dict[tuple[str, int], int] = {}
     for rank in range(stages):
         start = time.perf_counter()
-        one = Rank(rank, settings_of(stages, built_for, options))
+        one = Rank(rank, settings_of(stages, built_for, options), meter)
         built = time.perf_counter() - start
         figures |= one.chunk_figures(options.repeats)
         measured |= {(name, rank): one.peak_of_step(tables[name]) for name in schedules}
@@ -284,16 +308,16 @@ def measure(stages: int, built_for: Built, options: argparse.Namespace) -> list[
     header = ("CHUNK", "RANK", "F", "B", "I", "W", "KEPT AFTER F", "KEPT AFTER I")
     ranks = tables[schedules[0]].ranks
     print(table(header, [times_of(number, ranks[number], *one) for number, one in enumerate(chunks)]), flush=True)
-    return [costs for _, costs in chunks]
+    return rows, [costs for _, costs in chunks]
 
 
-def row_of(name: str, found: Table, rank: int, footprints: list[Footprint], measured: int | None) -> tuple[Any, ...]:
+def row_of(name: str, found: Table, rank: int, footprints: list[Footprint], measured: int) -> Row:
     """The row of a rank in the first table."""
     held = peak(found, rank)
     whole = sum(footprints[chunk].kept for chunk in found.chunks_of(rank))
     predicted = peak_bytes(found, rank, footprints)
-    ratio = "-" if not measured or not predicted else f"{measured / predicted:.3f}"
-    return name, rank, f"{held:g}", gib(held * whole), gib(predicted), "-" if measured is None else gib(measured), ratio
+    sizes = (gib(size) for size in (held * whole, predicted, measured))
+    return name, rank, f"{held:g}", *sizes, f"{measured / predicted:.3f}"
 
 
 def times_of(number: int, rank: int, footprint: Footprint, costs: Costs) -> tuple[Any, ...]:
@@ -334,8 +358,8 @@ def settings_of(stages: int, built_for: Built, options: argparse.Namespace) -> S
 
 
 def gib(number: float) -> str:
-    """GiB with two digits."""
-    return f"{number / GIB:.2f}"
+    """GiB with two digits; on a CPU with six."""
+    return f"{number / GIB:.{2 if torch.cuda.is_available() else 6}f}"
 
 
 def main() -> None:
@@ -352,14 +376,17 @@ def main() -> None:
     parser.add_argument("--seq-length", type=int, default=4096)
     parser.add_argument("--set", dest="assignments", action="append", default=[], metavar="FIELD=VALUE")
     options = parser.parse_args()
-    wire.Wire = LoneWire  # type: ignore[misc, assignment]
-    for stages in options.stages:
-        costs: dict[str, list[Costs]] = {}
-        for built_for, names in BUILDS.items():
-            schedules = [name for name in names if name in options.schedules]
-            if schedules:
-                costs |= dict.fromkeys(schedules, measure(stages, built_for, options))
-        predict(stages, costs, options)
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(wire, "Wire", LoneWire))
+        on_gpu = torch.cuda.is_available()
+        meter = OfGpu() if on_gpu else OfCpu(stack.enter_context(LiveBytes()))
+        for stages in options.stages:
+            costs: dict[str, list[Costs]] = {}
+            for built_for, names in BUILDS.items():
+                schedules = [name for name in names if name in options.schedules]
+                if schedules:
+                    costs |= dict.fromkeys(schedules, measure(stages, built_for, options, meter)[1])
+            predict(stages, costs, options)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def compiled(folder: str, cut: bool, repair: bool) -> float:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
         if cut:
             for file in Path(folder).rglob("*.main.so"):
-                file.write_bytes(file.read_bytes()[:100])
+                file.write_bytes(b"")
         if repair:
             repair_libraries()
         function: Any = torch.compile(lambda x: (x.sin() + x.cos()).sum(-1), fullgraph=True)
@@ -50,6 +50,6 @@ def test_inductor_compiles_an_incomplete_library_again(tmp_path: Path) -> None:
     folder = str(tmp_path)
     expected = run_workers(1, compiled, folder, False, False)
     assert list(tmp_path.rglob("*.main.so")), "inductor names the libraries of kernels in another way"
-    with pytest.raises(Exception, match=r"file too short|died of SIGBUS"):
+    with pytest.raises(Exception, match="file too short"):
         run_workers(1, compiled, folder, True, False)
     assert run_workers(1, compiled, folder, True, True) == expected

@@ -145,6 +145,33 @@ def test_a_layout_gives_the_tokens_of_one_process(layout: str, family: str, chan
         assert found == expected
 
 
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+def test_chunks_of_a_pipeline_keep_caches_of_their_own(family: str) -> None:
+    """On one rank with two chunks: texts within and beyond the context, with a cache and without."""
+    settings = {**FAMILIES[family], **STAGES}
+    _, whole = built(settings)
+    run, model = built({**settings, "parallel.layout": "pp1", SCHEDULE: "zb-v"})
+    ranks = Ranks(run, model)
+    assert ranks.relayed is not None
+    assert ranks.relayed.crossing == ((), ("hidden",))
+    for context in (CONTEXT, 11):
+        assert texts(model, PROMPTS[:4], context, ranks=ranks) == recomputed(whole, PROMPTS[:4], context)
+    model.uncached = "the test says so"
+    assert texts(model, PROMPTS[:2], ranks=ranks) == recomputed(whole, PROMPTS[:2])
+
+
+def test_inference_units_that_do_not_follow_the_stages_are_refused() -> None:
+    run, model = built({**FAMILIES["llama"], **STAGES, "parallel.layout": "pp1", SCHEDULE: "zb-v"})
+    embedding, *blocks, head = model.plan.inference
+    for units, sentence in (
+        ((embedding, *reversed(blocks), head), "is in chunk 0 of the pipeline, and the unit before it in chunk 1"),
+        ((embedding, replace(head, name="other_head")), "'other_head' is in no unit that trains"),
+    ):
+        model.plan = replace(model.plan, inference=units)
+        with pytest.raises(UsageError, match=sentence):
+            Ranks(run, model)
+
+
 def test_a_text_longer_than_the_context_continues_from_its_last_tokens() -> None:
     """As full recomputation of a window of the last tokens does, for prompts below and above the context."""
     for family in ("gpt", "gpt-oss"):
@@ -311,6 +338,23 @@ def test_experts_with_a_capacity_are_recomputed() -> None:
 def test_a_layout_that_cannot_sample_is_refused_with_the_reason(layout: str, sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         built({**FAMILIES["llama"], "parallel.layout": layout})
+
+
+def test_stages_of_a_strategy_that_cannot_run_them_forward_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mplug_pp import PipelineParallel
+
+    monkeypatch.delattr(PipelineParallel, "build_relay")
+    sentence = r"parallel/pp divides the model into stages \(pp=2\), and does not run them forward for sampling"
+    with pytest.raises(UsageError, match=sentence):
+        built({**FAMILIES["llama"], "parallel.layout": "pp2"})
+
+
+def test_whether_a_model_has_a_cache_is_decided_for_all_its_stages() -> None:
+    """Only the second stage has experts with a capacity, which mix samples; the first one must know."""
+    layers = {**STAGES, "model.num_dense_layers": 2, "model.capacity_factor": 1.0}
+    _, model = built({**FAMILIES["deepseek"], **layers, "parallel.layout": "pp2", "parallel.pp.split": [3, 3]})
+    assert not any("experts" in name for name, _ in model.module.named_modules())
+    assert "mixes the batch and sequence" in model.uncached
 
 
 def test_a_model_without_a_cache_is_refused_where_ranks_divide_positions() -> None:

@@ -132,8 +132,8 @@ def refuse(shape: Shape, name: str, chunks: int, groups: bool = False, limit: bo
     """Raise ValueError for a setting of a shape that a schedule with this name does not have."""
     if shape.chunks not in (None, chunks):
         raise ValueError(
-            f"the schedule '{name}' has {chunks} chunk{'s' * (chunks > 1)} per rank, not {shape.chunks}; leave 'chunks' "
-            f"at null, or use 'interleaved' or 'zb-h1'"
+            f"the schedule '{name}' has {chunks} chunk{'s' * (chunks > 1)} per rank, not {shape.chunks}; leave "
+            f"'chunks' at null, or use 'interleaved' or 'zb-h1'"
         )
     if shape.group is not None and not groups:
         raise ValueError(f"the schedule '{name}' has no groups of micro batches; leave 'group' at null")

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from mplug.errors import UsageError
 from mplug.layout.mesh import Mesh
-from mplug.layout.plan import Unit
 from mplug.model.caching import cached_modules
 from mplug.model.model import Model
-from mplug.model.relayed import Choose, Relayed, RunUnits, relayed
+from mplug.model.relayed import Choose, Relayed, RunUnits, relayed, run_last
 from mplug.model.sampling import Sampling, choose, draws
 from mplug.model.units import run_units
 from mplug.nn.cache import CacheSize
@@ -226,20 +225,7 @@ class _Batch:
         """The next token [b] of each text; the last `again` positions before the new ones come again."""
         for module in self.modules:
             module.cache.rewind(again)
-        return self.ranks.next_tokens(self.model, window.entries(again), self._run_units, choose)
-
-    def _run_units(self, units: Sequence[Unit], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Run inference units; the last one computes the last position only."""
-        *_, head = self.model.plan.inference
-        values = run_units(self.model.module, [unit for unit in units if unit is not head], values)
-        if head not in units:
-            return values
-        activations = self.model.plan.activations
-        for name in head.inputs:  # under sequence parallelism, the last position of each rank's part
-            if "sequence" in activations.get(name, ()):
-                dim = activations[name].index("sequence")
-                values[name] = values[name].narrow(dim, values[name].shape[dim] - 1, 1).contiguous()
-        return run_units(self.model.module, [head], values)
+        return self.ranks.next_tokens(self.model, window.entries(again), partial(run_last, self.model), choose)
 
 
 class _Window:

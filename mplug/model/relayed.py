@@ -16,12 +16,27 @@ from mplug.errors import UsageError
 from mplug.layout.names import modules_around
 from mplug.layout.plan import Unit
 from mplug.model.model import Model
+from mplug.model.units import run_units
 from mplug.run.run import Run
 
 RunUnits = Callable[[Sequence[Unit], Mapping[str, Tensor]], Mapping[str, Tensor]]
 """(inference units, values) -> the values, with the outputs of the units."""
 Choose = Callable[[Tensor], Tensor]
 """The logits [b, V / R] of the last position -> tokens [b]."""
+
+
+def run_last(model: Model, units: Sequence[Unit], entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Run some inference units of a model whose modules have caches; the last unit computes the last position only."""
+    *_, head = model.plan.inference
+    values = run_units(model.module, [unit for unit in units if unit is not head], entries)
+    if head not in units:
+        return values
+    activations = model.plan.activations
+    for name in head.inputs:  # under sequence parallelism, the last position of each rank's part
+        if "sequence" in activations.get(name, ()):
+            dim = activations[name].index("sequence")
+            values[name] = values[name].narrow(dim, values[name].shape[dim] - 1, 1).contiguous()
+    return run_units(model.module, [head], values)
 
 
 @dataclass(frozen=True)
@@ -35,11 +50,11 @@ class Relayed:
     units: tuple[tuple[Unit, ...], ...]
     crossing: tuple[tuple[str, ...], ...]
 
-    def next_tokens(self, entries: Mapping[str, Tensor], run_units: RunUnits, choose: Choose) -> Tensor:
-        """The next token [b] of each sample, on every rank."""
+    def next_tokens(self, entries: Mapping[str, Tensor], run: RunUnits, choose: Choose) -> Tensor:
+        """The next token [b] of each sample, on every rank; `run` runs inference units on values."""
 
         def compute(chunk: int, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            values = run_units(self.units[chunk], values)
+            values = run(self.units[chunk], values)
             if chunk + 1 == len(self.units):
                 return {"tokens": choose(values["logits"][:, -1])}
             return {name: values[name] for name in self.crossing[chunk + 1]}

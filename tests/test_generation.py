@@ -112,7 +112,6 @@ SCHEDULE = "parallel.pp.schedule"
 STAGED = [("gpt", "1f1b"), ("llama", "interleaved"), ("gpt", "zb-v"), ("llama", "zb-v"), ("gpt", "zb-h1")]
 LAYOUTS = [
     ("tp2", "gpt", {}),
-    ("pp2", "llama", {**STAGES, SCHEDULE: "zb-v"}),
     *(pytest.param("pp2", name, {**STAGES, SCHEDULE: one}, marks=WIDE) for name, one in STAGED),
     pytest.param("tp2pp2", "gpt", {}, marks=WIDE),
     pytest.param("tp2pp2", "llama", {**STAGES, SCHEDULE: "interleaved"}, marks=WIDE),

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from mplug import Init, Parameter, Segment
 from mplug.nn import Dropout, Entries, Inits, Linear, Weights, boundary_of, grouped_linear
+from mplug_lora.products import down, up
 from mplug_lora.targets import Dim, Pair
 
 RANK = "adapter_rank"
@@ -81,19 +82,27 @@ class LowRank(nn.Module):
         rows = {number: self.pairs[number].rows for number in self.chosen}
         return {**entries, **ups, **{f"magnitude{n}": Parameter((dim,), ZEROS, decay=False) for n, dim in rows.items()}}
 
-    def forward(self, x: Tensor, y: Tensor, linear: Linear) -> Tensor:
-        """x [..., I], y [..., O] -> [..., O]."""
-        y = y + self._update(x, y)
+    def around(self, x: Tensor, linear: Linear) -> Tensor:
+        """x [..., I] -> the linear's product and the update [..., O]; with DoRA, times m / |W + scale B A| by rows."""
+        dropped = self._dropped(x)
+        if self.a.is_plain and dropped is x and x.requires_grad and x.dtype == self.a.weight.dtype:
+            x, hidden = down(x, self.a, self.scale)
+        else:
+            hidden = self.a(dropped) * self.scale
+        y = self._updated(linear.unadapted(x), hidden)
         return y * self._magnitudes(linear).to(y.dtype) if self.dora else y
 
-    def _update(self, x: Tensor, y: Tensor) -> Tensor:
-        """scale B A x [..., O], with zeros for the pairs without adapters."""
-        parts = iter((self.a(self._dropped(x)) * self.scale).split(self.rank, dim=-1))
+    def _updated(self, y: Tensor, hidden: Tensor) -> Tensor:
+        """y [..., O], hidden [..., n r] -> y plus B_i hidden_i, in the columns of each chosen pair."""
+        linears = [getattr(self, f"b{number}") for number in self.chosen]
+        if all(one.is_plain for one in linears) and y.dtype == hidden.dtype:
+            return up(y, hidden, linears, [sum(self.lengths[:number]) for number in self.chosen])
+        parts = iter(hidden.split(self.rank, dim=-1))
         found = [
             getattr(self, f"b{number}")(next(parts)) if number in self.chosen else y.new_zeros(*y.shape[:-1], length)
             for number, length in enumerate(self.lengths)
         ]
-        return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
+        return y + (found[0] if len(found) == 1 else torch.cat(found, dim=-1))
 
     def _magnitudes(self, linear: Linear) -> Tensor:
         """m / |W + scale B A| by rows [O] (arXiv 2402.09353, section 4.3), and ones for the pairs without adapters.

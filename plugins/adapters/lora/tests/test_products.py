@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from mplug_lora.modules import LowRank
+from mplug_lora.targets import Pair
 from torch import Tensor
 
 from mplug import Segment
 from mplug.nn import Linear, Product
 from mplug.testing.harness import tiny_config
 from mplug.testing.runs import trained
-from mplug_lora.modules import LowRank
-from mplug_lora.targets import Pair
 
 RANK, WIDTH, SCALE = 2, 6, 1.5
 PAIRS = tuple(Pair(Segment("heads", length), length) for length in (4, 3, 5))

@@ -1,6 +1,6 @@
 """LoRA (arXiv 2106.09685) and DoRA (arXiv 2402.09353): trains low-rank adapters of a frozen model."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
@@ -25,6 +25,11 @@ class LoRA:
         rank_stabilized: bool = Field(False, description="divide alpha by the square root of the rank (2312.03732)")
         dropout: float = Field(0.0, ge=0, lt=1, description="probability with which an input of A is dropped")
         dora: bool = Field(False, description="train magnitudes of the rows of the adapted weights too (DoRA)")
+        experts: Literal["each", "shared"] = Field(
+            "each",
+            description="adapters of experts; each: an A and a B for each expert; shared: one pair for all experts of a "
+            "layer, trained by the tokens of all of them",
+        )
         path: str | None = Field(
             None,
             min_length=1,

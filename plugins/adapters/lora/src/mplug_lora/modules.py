@@ -13,6 +13,8 @@ from mplug_lora.targets import Dim, Pair
 
 RANK = "adapter_rank"
 """The named axis of the rows of A; no strategy divides it."""
+SHARED = "shared_by_experts"
+"""The named axis of length 1 of an adapter that all experts share."""
 TOKENS = ("batch", "sequence")
 ZEROS = Init("constant", value=0.0)
 
@@ -136,29 +138,34 @@ class LowRank(nn.Module):
 class ExpertsLowRank(nn.Module):
     """y + scale B_e A_e x for each expert e; an adapter of a projection of `mplug.nn.Experts`.
 
-    `a` [e, r, I] and `b` [e, O, r] have the named axes of the adapted weight [e, O, I].
+    `a` [e, r, I] and `b` [e, O, r] have the named axes of the adapted weight [e, O, I]. If the experts share one
+    adapter, e is 1, and no strategy divides this dimension: every rank has the adapter, and a part of its gradient.
     """
 
     mixes: ClassVar[frozenset[str]] = frozenset()
 
-    def __init__(self, dims: tuple[Dim, Dim, Dim], shape: tuple[int, int, int], rank: int, scale: float) -> None:
+    def __init__(
+        self, dims: tuple[Dim, Dim, Dim], shape: tuple[int, int, int], rank: int, scale: float, shared: bool = False
+    ) -> None:
         super().__init__()
-        self.dims, self.rank, self.scale = dims, rank, scale
+        self.dims, self.rank, self.scale, self.shared = dims, rank, scale, shared
         experts, outputs, inputs = shape
-        self.width = inputs
-        self.a = nn.Parameter(torch.empty(experts, rank, inputs))
-        self.b = nn.Parameter(torch.empty(experts, outputs, rank))
+        self.width, number = inputs, 1 if shared else experts
+        self.a = nn.Parameter(torch.empty(number, rank, inputs))
+        self.b = nn.Parameter(torch.empty(number, outputs, rank))
 
     def plan_entries(self, inits: Inits) -> Entries:
         """The meaning of the weights. Ranks that divide the width of an expert see parts of both gradients."""
         experts, outputs, inputs = self.dims
-        over = (*TOKENS, "expert_mlp")
+        over = (*TOKENS, *(("expert",) if self.shared else ()), "expert_mlp")
+        first = SHARED if self.shared else experts
         return {
-            "a": Parameter((experts, RANK, inputs), first_values(self.width), over=over),
-            "b": Parameter((experts, outputs, RANK), ZEROS, over=over),
+            "a": Parameter((first, RANK, inputs), first_values(self.width), over=over),
+            "b": Parameter((first, outputs, RANK), ZEROS, over=over),
         }
 
     def forward(self, rows: Tensor, y: Tensor, counts: Tensor) -> Tensor:
         """rows [M, I], y [M, O], counts [e] -> [M, O]."""
+        counts = counts.sum(dim=0, keepdim=True) if self.shared else counts
         hidden = grouped_linear(rows, counts, Weights.of(self.a))
         return y + self.scale * grouped_linear(hidden, counts, Weights.of(self.b))

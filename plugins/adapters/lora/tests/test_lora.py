@@ -99,8 +99,16 @@ def test_an_adapter_that_experts_share_has_the_gradient_of_one_process(layout: s
 
 @pytest.mark.wide("layouts")
 @pytest.mark.parametrize("layout", ["dp2", "zero2", "pp2"])
-def test_dropout_under_a_layout_is_that_of_one_process(layout: str) -> None:
-    require_parity({**SMALL, "adapters.lora.dropout": 0.2}, layout)
+@pytest.mark.parametrize("settings", [SMALL, DORA], ids=["lora", "dora"])
+def test_dropout_under_a_layout_is_that_of_one_process(layout: str, settings: dict[str, Any]) -> None:
+    require_parity({**settings, "adapters.lora.dropout": 0.2}, layout)
+
+
+@pytest.mark.wide("layouts")
+@pytest.mark.parametrize("layout", ["tp2", f"tp2 {COPIES}"])
+def test_dora_with_dropout_of_whole_inputs_under_tp_is_that_of_one_process(layout: str) -> None:
+    whole = {"adapters.lora.targets": ["qkv", "up"], "adapters.lora.dropout": 0.2}
+    require_parity({**DORA, **whole}, layout)
 
 
 def test_only_adapters_have_gradients_masters_and_optimizer_states() -> None:
@@ -140,7 +148,6 @@ def test_fused_weights_have_an_adapter_for_each_segment() -> None:
             {"adapters.lora.rank": 17},
             "adapters.lora.rank=17 is above the width 16 of 'model.layers.0.self_attn.k_proj'",
         ),
-        ({"adapters.lora.dora": True, "adapters.lora.dropout": 0.1}, "cannot be combined"),
         (
             {"adapters.lora.dropout": 0.1, "parallel.layout": "tp2"},
             "adapters.lora.dropout: tp divides the inputs of 'blocks.0.attn.out'",

@@ -85,8 +85,16 @@ class LowRank(nn.Module):
         return {**entries, **ups, **{f"magnitude{n}": Parameter((dim,), ZEROS, decay=False) for n, dim in rows.items()}}
 
     def around(self, x: Tensor, linear: Linear) -> Tensor:
-        """x [..., I] -> the linear's product and the update [..., O]; with DoRA, times m / |W + scale B A| by rows."""
+        """x [..., I] -> the linear's product and the update [..., O]; with DoRA, times m / |W + scale B A| by rows.
+
+        With DoRA and dropout, as PEFT defines it: W x + (g - 1) W dropped + g scale B A dropped, where g is
+        m / |W + scale B A|. Only the changes read the dropped input, which costs a second product with W.
+        """
         dropped = self._dropped(x)
+        if self.dora and dropped is not x:
+            change, dtype = self._magnitudes(linear), x.dtype
+            update = self._update(self.a(dropped) * self.scale) * change.to(dtype)
+            return linear.unadapted(x) + (change - 1).to(dtype) * linear.unadapted(dropped) + update
         if self.a.is_plain and dropped is x and x.requires_grad and x.dtype == self.a.weight.dtype:
             x, hidden = down(x, self.a, self.scale)
         else:
@@ -99,12 +107,18 @@ class LowRank(nn.Module):
         linears = [getattr(self, f"b{number}") for number in self.chosen]
         if all(one.is_plain for one in linears) and y.dtype == hidden.dtype:
             return up(y, hidden, linears, [sum(self.lengths[:number]) for number in self.chosen])
+        return y + self._update(hidden)
+
+    def _update(self, hidden: Tensor) -> Tensor:
+        """hidden [..., n r] -> B_i hidden_i [..., O], with zeros for the pairs without adapters."""
         parts = iter(hidden.split(self.rank, dim=-1))
+        ups = {number: getattr(self, f"b{number}")(next(parts)) for number in self.chosen}
+        rows = ups[self.chosen[0]].shape[:-1]
         found = [
-            getattr(self, f"b{number}")(next(parts)) if number in self.chosen else y.new_zeros(*y.shape[:-1], length)
+            ups[number] if number in ups else hidden.new_zeros(*rows, length)
             for number, length in enumerate(self.lengths)
         ]
-        return y + (found[0] if len(found) == 1 else torch.cat(found, dim=-1))
+        return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
 
     def _magnitudes(self, linear: Linear) -> Tensor:
         """m / |W + scale B A| by rows [O] (arXiv 2402.09353, section 4.3), and ones for the pairs without adapters.

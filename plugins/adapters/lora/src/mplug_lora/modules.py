@@ -81,8 +81,9 @@ class LowRank(nn.Module):
         ups = {f"b{number}.weight": Parameter((self.pairs[number].rows, RANK), ZEROS) for number in self.chosen}
         if not self.dora:
             return {**entries, **ups}
-        rows = {number: self.pairs[number].rows for number in self.chosen}
-        return {**entries, **ups, **{f"magnitude{n}": Parameter((dim,), ZEROS, decay=False) for n, dim in rows.items()}}
+        parts = {number: self.pairs[number].rows for number in self.chosen}
+        changes = {f"magnitude{n}": Parameter((dim,), ZEROS, decay=False) for n, dim in parts.items()}
+        return {**entries, **ups, **changes}
 
     def around(self, x: Tensor, linear: Linear) -> Tensor:
         """x [..., I] -> the linear's product and the update [..., O]; with DoRA, times m / |W + scale B A| by rows.

@@ -137,7 +137,7 @@ class Linear(nn.Module):
         return self.product, "Linear.product"
 
     @property
-    def is_plain(self) -> bool:
+    def is_bare(self) -> bool:
         """Whether the layer is x Wᵀ alone: no supplier, collective or adapter, and no weight gradient that comes later.
 
         Code that multiplies by the weight of such a layer itself, with its gradient, takes nothing from a plugin.

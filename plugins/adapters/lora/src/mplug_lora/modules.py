@@ -96,7 +96,7 @@ class LowRank(nn.Module):
             change, dtype = self._magnitudes(linear), x.dtype
             update = self._update(self.a(dropped) * self.scale) * change.to(dtype)
             return linear.unadapted(x) + (change - 1).to(dtype) * linear.unadapted(dropped) + update
-        if self.a.is_plain and dropped is x and x.requires_grad and x.dtype == self.a.weight.dtype:
+        if self.a.is_bare and dropped is x and x.requires_grad and x.dtype == self.a.weight.dtype:
             x, hidden = down(x, self.a, self.scale)
         else:
             hidden = self.a(dropped) * self.scale
@@ -106,7 +106,7 @@ class LowRank(nn.Module):
     def _updated(self, y: Tensor, hidden: Tensor) -> Tensor:
         """y [..., O], hidden [..., n r] -> y plus B_i hidden_i, in the columns of each chosen pair."""
         linears = [getattr(self, f"b{number}") for number in self.chosen]
-        if all(one.is_plain for one in linears) and y.dtype == hidden.dtype:
+        if all(one.is_bare for one in linears) and y.dtype == hidden.dtype:
             return up(y, hidden, linears, [sum(self.lengths[:number]) for number in self.chosen])
         return y + self._update(hidden)
 

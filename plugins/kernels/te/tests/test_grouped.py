@@ -117,7 +117,9 @@ def test_without_any_rows_gradients_are_zero(name: str) -> None:
     assert not sink.any()
 
 
-@each
+@pytest.mark.parametrize(
+    "name", [TENSORWISE, *(pytest.param(name, marks=pytest.mark.wide("precision")) for name in ("half", BLOCKWISE))]
+)
 def test_it_traces_into_one_graph_and_its_weight_gradient_can_be_computed_later(name: str) -> None:
     prepare_compiler()
     torch.compiler.reset()
@@ -159,6 +161,7 @@ def steps(settings: dict[str, Any]) -> Any:
         return train_steps(settings)
 
 
+@pytest.mark.wide("precision")
 def test_a_run_with_experts_in_fp8_stays_near_one_in_bf16_and_differs_from_it() -> None:
     found = steps({**BY_TE, "trainer.base_modules": ["head"]})
     plain = train_steps({**MIXTRAL, "trainer.precision": "bf16"})

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from mplug import Offer, Precision, Recipe, Site
 from mplug.errors import UsageError
 from mplug.layout.plan import Init, Parameter
 from mplug.model.build import build_model
-from mplug.nn import DotProductAttention, Linear, Norm
+from mplug.nn import DotProductAttention, Experts, Linear, Norm
 from mplug.nn.specification import DOCUMENTS, LOG_SUM_EXP
 from mplug.testing import precision_named
 from mplug.testing.harness import tiny_run
@@ -56,10 +57,14 @@ def machine(
     monkeypatch.setattr("torch.version.cuda", cuda)
 
 
-def run(precision: Precision | None = None, device: str = "cuda", tp: int = 1, **trainer: Any) -> Any:
+def run(
+    precision: Precision | None = None, device: str = "cuda", tp: int = 1, named: tuple[str, ...] = (), **trainer: Any
+) -> Any:
+    """A run that names this plugin for some kinds of slots."""
     chosen = precision_named("bf16") if precision is None else precision
     values = {"precision": "word", "deterministic": False, "seq_length": 256, "micro_batch_size": 2, **trainer}
-    config = SimpleNamespace(trainer=SimpleNamespace(**values))
+    kernels = SimpleNamespace(kinds=dict.fromkeys(named, "kernels/te"))
+    config = SimpleNamespace(trainer=SimpleNamespace(**values), kernels=kernels)
     mesh = SimpleNamespace(axes={"tp": SimpleNamespace(size=tp, splits=("mlp",))})
     return SimpleNamespace(device=device, precision=chosen, config=config, mesh=mesh)
 
@@ -73,6 +78,21 @@ def linear(inputs: int = 256, outputs: int = 128, needs: tuple[str, ...] = ()) -
         layer = Linear(inputs, outputs, bias=False)
     weight = {"weight": Parameter(("mlp", "embed"), Init("normal"))}
     return Site("blocks.*.mlp.up", "Linear.product", layer, "blocks.0.mlp.up", frozenset(needs), weight)
+
+
+def experts(recipe: str, inputs: int = 256, outputs: int = 128) -> Site:
+    """Those of a run by a recipe, or in bf16 ('')."""
+    with torch.device("meta"):
+        module = Experts(inputs, outputs, 4, "gelu")
+    dims = {"up": ("expert", "mlp", "embed"), "down": ("expert", "embed", "mlp")}
+    entries = {name: Parameter(axes, Init("normal")) for name, axes in dims.items()}
+    needs = frozenset({Recipe(recipe).need} if recipe else ())
+    return Site("blocks.*.moe.experts", "Experts.product", module, "blocks.0.moe.experts", needs, entries)
+
+
+def fused(prologue: str, kind: str, recipe: str = DELAYED) -> Site:
+    needs = (kind, *((Recipe(recipe).need,) if recipe else ()))
+    return replace(linear(needs=needs), slot=f"Linear.{prologue}_product")
 
 
 def attention(*needs: str, **named: Any) -> Site:
@@ -106,8 +126,8 @@ def test_a_layer_is_served_by_the_recipe_of_the_run_and_base_modules_in_bf16(
 def test_delayed_scaling_declares_its_statistics_and_states(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch)
     offers = TransformerEngine(TransformerEngine.Config()).offer(run(fp8("delayed", history=7)))
-    declared, of_norms = [found for one in offers if (found := one.buffers(linear()))]
-    assert declared == of_norms
+    declared, *of_fused = [found for one in offers if (found := one.buffers(linear()))]
+    assert of_fused == [declared] * 2
     assert {name: (one.shape, one.over, one.reduction) for name, one in declared.items() if one.over} == {
         "input": ((), ("batch", "sequence", "embed"), "max"),
         "gradient": ((), ("batch", "sequence", "mlp"), "max"),
@@ -144,6 +164,53 @@ def test_attention_and_norms_are_served_in_bf16(monkeypatch: pytest.MonkeyPatch)
 )
 def test_masks_have_transformer_engines_words_and_inclusive_spans(mask: Mask, word: str, span: tuple[int, int]) -> None:
     assert (mask.word, mask.span) == (word, span)
+
+
+def test_experts_are_served_by_recipe_and_in_bf16_only_if_the_config_names_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine(monkeypatch)
+    for recipe in ("tensorwise", "blockwise"):
+        assert answers(experts(f"fp8-{recipe}"), run(fp8(recipe))) == [True]
+        assert answers(experts(""), run(fp8(recipe))) == []
+        assert answers(experts(""), run(fp8(recipe), named=("experts",))) == [True]
+    assert answers(experts(""), run()) == []
+    assert answers(experts(""), run(named=("experts",))) == [True]
+
+
+@pytest.mark.parametrize(
+    ("site", "recipe", "words"),
+    [
+        (experts(DELAYED), "delayed", "the slot Experts.product has no buffers for the largest values of the last"),
+        (experts(TENSORWISE, 256, 24), "tensorwise", "'up' of these experts have 256 inputs and 24 outputs; change"),
+        (experts(BLOCKWISE, 192, 128), "blockwise", "'up' of these experts have 192 inputs and 128 outputs; change"),
+        (fused("activation", "swiglu", TENSORWISE), "tensorwise", "only if the scale is known before ('fp8-delayed')"),
+        (fused("norm", "rmsnorm", BLOCKWISE), "blockwise", "or set kernels.norm_product=null"),
+        (fused("activation", "gelu"), "delayed", "is its approximation by tanh, and this MLP has the exact one"),
+        (fused("activation", "reglu"), "delayed", "it does not offer reglu"),
+    ],
+)
+def test_a_named_slot_that_it_cannot_serve_is_refused_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, site: Site, recipe: str, words: str
+) -> None:
+    machine(monkeypatch)
+    during = run(fp8(recipe), named=("experts", "norm_product", "activation_product"))
+    (answer,) = answers(site, during)
+    assert words in str(answer)
+
+
+def test_what_the_default_kernel_cannot_fuse_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch)
+    during = run(fp8())
+    assert answers(fused("activation", "swiglu"), during) == answers(fused("norm", "rmsnorm"), during) == [True]
+    assert answers(fused("activation", "gelu"), during) == answers(fused("activation", "swiglu", ""), during) == []
+    assert answers(fused("activation", "swiglu", TENSORWISE), run(fp8("tensorwise"))) == []
+
+
+def test_a_rank_s_part_of_experts_has_to_fit_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch)
+    (answer,) = answers(experts(TENSORWISE, 256, 48), run(fp8("tensorwise"), tp=2))
+    assert "256 inputs and 48 outputs, of which a rank has 256 and 24" in str(answer)
 
 
 # What it refuses.
@@ -243,7 +310,8 @@ def test_neither_importing_it_nor_asking_it_imports_transformer_engine() -> None
     code = (
         "import sys; sys.modules['transformer_engine'] = None; from types import SimpleNamespace as N; "
         "from mplug_te import TransformerEngine as T, FP8; import mplug_te.linear, mplug_te.attention, mplug_te.norm; "
-        "run = N(precision=FP8(FP8.Config()).define_precision(), config=N(trainer=N(deterministic=False))); "
+        "config = N(trainer=N(deterministic=False), kernels=N(kinds={})); "
+        "run = N(precision=FP8(FP8.Config()).define_precision(), config=config); "
         "T(T.Config()).offer(run)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -20,6 +20,7 @@ from mplug import Offer, Precision, Recipe, Site
 from mplug.errors import UsageError
 from mplug.layout.plan import Init, Parameter
 from mplug.model.build import build_model
+from mplug.model.offers import Filled
 from mplug.nn import DotProductAttention, Experts, Linear, Norm
 from mplug.nn.specification import DOCUMENTS, LOG_SUM_EXP
 from mplug.testing import precision_named
@@ -126,8 +127,8 @@ def test_a_layer_is_served_by_the_recipe_of_the_run_and_base_modules_in_bf16(
 def test_delayed_scaling_declares_its_statistics_and_states(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch)
     offers = TransformerEngine(TransformerEngine.Config()).offer(run(fp8("delayed", history=7)))
-    declared, *of_fused = [found for one in offers if (found := one.buffers(linear()))]
-    assert of_fused == [declared] * 2
+    declared, of_norms = [found for one in offers if (found := one.buffers(linear()))]
+    assert declared == of_norms
     assert {name: (one.shape, one.over, one.reduction) for name, one in declared.items() if one.over} == {
         "input": ((), ("batch", "sequence", "embed"), "max"),
         "gradient": ((), ("batch", "sequence", "mlp"), "max"),
@@ -166,16 +167,46 @@ def test_masks_have_transformer_engines_words_and_inclusive_spans(mask: Mask, wo
     assert (mask.word, mask.span) == (word, span)
 
 
-def test_experts_are_served_by_recipe_and_in_bf16_only_if_the_config_names_them(
+NAMED = ("experts", "norm_product", "activation_product")
+
+
+def test_experts_and_fused_activations_are_served_only_if_the_config_names_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     machine(monkeypatch)
     for recipe in ("tensorwise", "blockwise"):
-        assert answers(experts(f"fp8-{recipe}"), run(fp8(recipe))) == [True]
-        assert answers(experts(""), run(fp8(recipe))) == []
-        assert answers(experts(""), run(fp8(recipe), named=("experts",))) == [True]
+        assert answers(experts(f"fp8-{recipe}"), run(fp8(recipe))) == []
+        for at in (experts(f"fp8-{recipe}"), experts("")):
+            assert answers(at, run(fp8(recipe), named=NAMED)) == [True]
     assert answers(experts(""), run()) == []
-    assert answers(experts(""), run(named=("experts",))) == [True]
+    assert answers(experts(""), run(named=NAMED)) == [True]
+    assert answers(fused("activation", "swiglu"), run(fp8())) == []
+    for kind in ("swiglu", "gelu_tanh", "geglu_tanh", "relu2"):
+        assert answers(fused("activation", kind), run(fp8(), named=NAMED)) == [True]
+    assert answers(fused("norm", "rmsnorm"), run(fp8())) == [True]
+
+
+def test_a_cuda_graph_replays_the_products_that_a_gpu_has_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch)
+
+    def answer(precision: Precision, *filled: Site) -> bool | str:
+        during, plugin = run(precision, named=NAMED), TransformerEngine(TransformerEngine.Config())
+        during.hooks = SimpleNamespace(plugins={"kernels/te": plugin})
+        slots = []
+        for at in filled:
+            (offer,) = (one for one in plugin.offer(during) if at.slot in one.suppliers and one.supports(at, during))
+            slots.append(Filled(at, replace(offer, plugin="kernels/te")))
+        other = Filled(linear(), Offer({"Linear.product": object()}, plugin="kernels/other"))
+        model: Any = SimpleNamespace(slots=[*slots, other, Filled(linear())])
+        return plugin.captures(during, model)
+
+    of = {name: linear(needs=(Recipe(name).need,)) for name in (DELAYED, TENSORWISE)}
+    assert answer(precision_named("bf16"), linear()) is True
+    assert answer(fp8(), of[DELAYED], linear()) is True
+    assert "with Linear.product by 'fp8-tensorwise'" in str(answer(fp8("tensorwise"), of[TENSORWISE]))
+    found = answer(fp8(), of[DELAYED], attention(), fused("activation", "swiglu"))
+    assert str(found).endswith("with Attention.core and Linear.activation_product")
+    assert "number of rows of each expert" in str(answer(fp8("tensorwise"), experts(TENSORWISE)))
 
 
 @pytest.mark.parametrize(
@@ -194,22 +225,14 @@ def test_a_named_slot_that_it_cannot_serve_is_refused_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, site: Site, recipe: str, words: str
 ) -> None:
     machine(monkeypatch)
-    during = run(fp8(recipe), named=("experts", "norm_product", "activation_product"))
+    during = run(fp8(recipe), named=NAMED)
     (answer,) = answers(site, during)
     assert words in str(answer)
 
 
-def test_what_the_default_kernel_cannot_fuse_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine(monkeypatch)
-    during = run(fp8())
-    assert answers(fused("activation", "swiglu"), during) == answers(fused("norm", "rmsnorm"), during) == [True]
-    assert answers(fused("activation", "gelu"), during) == answers(fused("activation", "swiglu", ""), during) == []
-    assert answers(fused("activation", "swiglu", TENSORWISE), run(fp8("tensorwise"))) == []
-
-
 def test_a_rank_s_part_of_experts_has_to_fit_too(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch)
-    (answer,) = answers(experts(TENSORWISE, 256, 48), run(fp8("tensorwise"), tp=2))
+    (answer,) = answers(experts(TENSORWISE, 256, 48), run(fp8("tensorwise"), tp=2, named=NAMED))
     assert "256 inputs and 48 outputs, of which a rank has 256 and 24" in str(answer)
 
 

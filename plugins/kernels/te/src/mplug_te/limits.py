@@ -53,19 +53,11 @@ def supports_norm_product(name: str, site: Site, run: "Run") -> bool | str:
     return _not_fused(name, "norm", site) or supports_fp8(name, site, run, NORMS)
 
 
-def supports_activation(name: str, named: bool, site: Site, run: "Run") -> bool | str:
-    """An activation together with the product of its result.
-
-    Unless the config has `named` it, a kind that Transformer Engine does not compute is left to other suppliers.
-    """
-    if _need(name) not in site.needs:
-        return False
+def supports_activation(name: str, site: Site, run: "Run") -> bool | str:
+    """An activation together with the product of its result."""
     if reason := _not_fused(name, "activation", site):
         return reason
-    unknown = site.lacking({_need(name), *FUNCTIONS})
-    if unknown and not named:
-        return False
-    if "gelu" in site.needs:
+    if "gelu" in site.needs and _need(name) in site.needs:
         return (
             "Transformer Engine's GELU is its approximation by tanh, and this MLP has the exact one; set "
             "model.activation=gelu_tanh or kernels.activation_product=null"

@@ -1,5 +1,6 @@
 """The offers of a run: products in half precision, those of the run's recipe, attention and norms."""
 
+from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +28,23 @@ if TYPE_CHECKING:
 EXPERTS = "Experts.product"
 
 
+REPLAYED = (HalfProduct, DelayedProduct)
+"""The suppliers that a GPU has replayed in a CUDA graph, to the bit."""
+
+
+def not_replayed(supplied: Iterable[tuple[str, Any]], recipe: "Recipe | None") -> str:
+    """Why a CUDA graph cannot replay suppliers of slots, as a clause about this plugin; empty if it can."""
+    untested = {slot for slot, supplier in supplied if type(supplier) not in REPLAYED}
+    if EXPERTS in untested:
+        return "reads the number of rows of each expert on the CPU (kernels.experts)"
+    if not untested:
+        return ""
+    by = f" by '{recipe.name}'" if recipe is not None and "Linear.product" in untested else ""
+    return f"has not been tested in a CUDA graph with {' and '.join(sorted(untested))}{by}"
+
+
 def offers(run: "Run") -> list[Offer]:
-    """All offers. The products of experts in half precision need a config that names them: torch's do not wait."""
+    """All offers. Experts and fused activations need a config that names them: they have not run on a GPU yet."""
     named = run.config.kernels.kinds
     half: list[Offer] = [Offer({"Linear.product": HalfProduct()}, supports_half)]
     if "experts" in named:
@@ -44,15 +60,16 @@ def offers(run: "Run") -> list[Offer]:
 def _by_recipe(recipe: "Recipe | None", named: set[str]) -> list[Offer]:
     """The offers of products by a recipe; empty if this plugin does not know the recipe.
 
-    Norms and activations together with products are offered for delayed scaling; with any other recipe only if they are
-    `named`, so that `supports` states the reason.
+    Norms together with products are offered for delayed scaling; with any other recipe only if they are `named`, so
+    that `supports` states the reason.
     """
     if recipe is None or recipe.name not in (*NAMES, *BLACKWELL):
         return []
     name = recipe.name
     if name in BLACKWELL:
         refuses = partial(refuses_blackwell, name)
-        return [Offer({"Linear.product": HalfProduct()}, refuses), Offer({EXPERTS: groups_by("", Options())}, refuses)]
+        slots = ("Linear.product", EXPERTS) if "experts" in named else ("Linear.product",)
+        return [Offer({slot: HalfProduct()}, refuses) for slot in slots]
     known = options_of(recipe)
     options = Options() if isinstance(known, str) else known  # `supports` states the reason
     keeping: dict[str, Any] = {}
@@ -60,19 +77,13 @@ def _by_recipe(recipe: "Recipe | None", named: set[str]) -> list[Offer]:
         scaling = delayed_scaling_of(options)
         keeping = {"buffers": scaling.buffers, "step_ended": scaling.step_ended}
     delayed = DelayedProduct(options.forward, options.gradient, options.power_of_two)
-    fused: dict[str, tuple[Any, Any]] = {
-        "norm_product": (NormProduct(delayed), partial(supports_norm_product, name)),
-        "activation_product": (
-            ActivationProduct(delayed),
-            partial(supports_activation, name, "activation_product" in named),
-        ),
-    }
-    return [
-        Offer({"Linear.product": product_of(name, options)}, partial(supports_fp8, name), **keeping),
-        Offer({EXPERTS: groups_by(name, options)}, partial(supports_experts, name)),
-        *(
-            Offer({f"Linear.{kind}": supplier}, supports_it, **keeping)
-            for kind, (supplier, supports_it) in fused.items()
-            if name == DELAYED or kind in named
-        ),
-    ]
+    found = [Offer({"Linear.product": product_of(name, options)}, partial(supports_fp8, name), **keeping)]
+    if name == DELAYED or "norm_product" in named:
+        norm: dict[str, Any] = {"Linear.norm_product": NormProduct(delayed)}
+        found.append(Offer(norm, partial(supports_norm_product, name), **keeping))
+    if "activation_product" in named:
+        activation: dict[str, Any] = {"Linear.activation_product": ActivationProduct(delayed)}
+        found.append(Offer(activation, partial(supports_activation, name), **keeping))
+    if "experts" in named:
+        found.append(Offer({EXPERTS: groups_by(name, options)}, partial(supports_experts, name)))
+    return found

@@ -48,13 +48,17 @@ def site_of(slot: str, outputs: int, inputs: int) -> Site:
 
 @dataclass(frozen=True)
 class BufferTrial:
-    """The buffers of one slot of an offer in one dtype; `where` describes it. Each fault is a sentence, or empty."""
+    """The buffers of one slot of an offer in one dtype; `where` describes it. Each fault is a sentence, or empty.
+
+    `kind` is that of the prologue of a fused slot.
+    """
 
     offer: Offer
     slot: str
     dtype: torch.dtype
     device: str
     where: str
+    kind: str = ""
 
     def fault(self, compiles: bool) -> str:
         """The first fault of the declaration, or of what the supplier writes."""
@@ -105,7 +109,7 @@ class BufferTrial:
             for dims, tensor in self._operands.values()
         )
         x, weight = x.requires_grad_(), weight.requires_grad_()
-        layer = with_weight(weight.shape[1], weight.shape[0], weight, slot=self.slot)
+        layer = with_weight(weight.shape[1], weight.shape[0], weight, slot=self.slot, kind=self.kind)
         setattr(layer, self.slot.rpartition(".")[2], self.offer.suppliers[self.slot])
         hold(layer, self.slot, buffers)
         y = layer(x) if around is None else around(layer)(x)
@@ -135,7 +139,8 @@ class BufferTrial:
         _, upstream = self._operands["y"]
         supplier: Any = self.offer.suppliers[self.slot]
         if self.slot in FUSED_SLOTS:
-            FusedLinear(x.shape[-1], len(weight), self.slot).parts_once(supplier, (x, weight, upstream), buffers)
+            layer = FusedLinear(x.shape[-1], len(weight), self.slot, self.kind)
+            layer.parts_once(supplier, (x, weight, upstream), buffers)
         elif self.slot == "Linear.product":
             operand = Operand(weight, supplier.cast(weight, buffers))
             _, saved = supplier.forward(x, operand, Narrow(), buffers)

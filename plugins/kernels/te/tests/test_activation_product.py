@@ -15,7 +15,7 @@ from mplug_te.linear import DelayedProduct
 from mplug_te.recipes import INPUT, Options, delayed_scaling_of
 from torch import Tensor
 
-from mplug import DelayedScaling, Site
+from mplug import DelayedScaling, Offer, Site
 from mplug.layout.plan import Init, Parameter
 from mplug.model.build import build_model
 from mplug.model.tracer import prepare_compiler
@@ -23,8 +23,10 @@ from mplug.nn import Boundary, Inputs, Linear, Narrow, Prologue
 from mplug.nn.later import Later
 from mplug.nn.prologue import apply_fused
 from mplug.nn.sink import Sink, Weights
+from mplug.testing.buffer_trials import BufferTrial
 from mplug.testing.fused import composed
 from mplug.testing.harness import difference, tiny_run, train_steps
+from mplug.testing.later_trials import later_fault
 
 B, S, D, O_ = 2, 24, 64, 128
 OPTIONS = Options(history=3, power_of_two=True)
@@ -145,6 +147,14 @@ def test_it_traces_into_one_graph_and_its_weight_gradient_can_be_computed_later(
         outcomes.append([y.detach(), inputs.x.grad, sink.total])
     for other in outcomes[1:]:
         assert all(map(torch.equal, outcomes[0], other))
+
+
+@pytest.mark.parametrize("kind", ["gelu_tanh", "swiglu"])
+def test_the_checks_of_the_suite_pass(kind: str) -> None:
+    scaling, slot = delayed_scaling_of(OPTIONS), "Linear.activation_product"
+    offer = Offer({slot: PRODUCT}, buffers=scaling.buffers, step_ended=scaling.step_ended)
+    assert later_fault(offer, slot, torch.bfloat16, "cpu", compiles=False, kind=kind) == ""
+    assert BufferTrial(offer, slot, torch.bfloat16, "cpu", "delayed", kind).fault(compiles=False) == ""
 
 
 RUN: dict[str, Any] = {

@@ -20,6 +20,7 @@ from mplug.testing.trials import initial
 
 SLOTS = (*WHOLE_PRODUCTS, "Experts.product")
 ROWS, INPUTS, OUTPUTS, EXPERTS = 32, 32, 48, 2
+EXPERT_DIMS = {"up": ("expert", "mlp", "embed"), "down": ("expert", "embed", "mlp")}
 
 
 class _Experts(nn.Module):
@@ -34,7 +35,8 @@ class _Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """rows [M, I] -> [M, O]."""
         up = Weights.of(self.experts.up)
-        return apply_grouped(self.experts.product, x, self.counts, up, later=self.experts.up_later)
+        own = self.experts._held("up")
+        return apply_grouped(self.experts.product, x, self.counts, up, later=self.experts.up_later, buffers=own)
 
 
 def later_fault(offer: Offer, slot: str, dtype: torch.dtype, device: str, compiles: bool, kind: str = "") -> str:
@@ -86,6 +88,10 @@ def _gradients(
             hold(module, slot, initial(declared, dtype, device))
     else:
         module.experts.up_later = later
+        entries = {name: Parameter(dims, Init("normal")) for name, dims in EXPERT_DIMS.items()}
+        declared = offer.buffers(Site("blocks.*.part", slot, module.experts, "blocks.0.part", parameters=entries))
+        if declared:
+            hold(module.experts, slot, initial(declared, dtype, device))
     call = module
     if compiled:
         prepare_compiler()

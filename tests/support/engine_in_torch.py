@@ -41,6 +41,7 @@ class _Quantizer:
 
     def __init__(self, number: int, columns: bool, power_of_two: bool, given: tuple[Tensor, Tensor] | None) -> None:
         self.number, self.columns, self.power_of_two, self.given = number, columns, power_of_two, given
+        self.dtype = number
 
     def quantize(self, x: Tensor) -> SimpleNamespace:
         assert self.internal
@@ -52,7 +53,7 @@ class _Quantizer:
         scale = _scale(largest, self.number, self.power_of_two)
         if self.given is not None:
             scale = self.given[0]
-            self.given[1].fill_(largest)
+            self.given[1].copy_(torch.maximum(self.given[1], largest))
         rows = _bytes(x, scale, self.number)
         columns = rows.t().contiguous() if self.columns else None
         return SimpleNamespace(_data=rows, _transpose=columns, _scale_inv=(1 / scale).view(1))

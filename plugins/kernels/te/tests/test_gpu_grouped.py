@@ -62,12 +62,14 @@ def error(found: Tensor, right: Tensor) -> float:
 @pytest.mark.parametrize("format_name", [E4M3, E5M2])
 def test_the_operands_of_a_group_are_those_of_the_group_alone(format_name: str) -> None:
     x, counts = drawn(sum(COUNTS) + 8, I_, scale=3.0), torch.tensor(COUNTS)
-    rows, columns, inverses = cast_groups(x, counts, format_name, False)
-    for group in groups_of(counts, ALIGNED):
-        alone = cast(x[group.own], None, format_name, False, True)
-        assert torch.equal(rows[group.begin : group.begin + group.rows], alone[0])
-        assert torch.equal(part_of(columns, group, I_), alone[1])
-        assert torch.equal(inverses[group.number], alone[2][0])
+    for scale in (None, torch.full((1,), 90.0, device="cuda")):
+        rows, columns, inverses, largest = cast_groups(x, counts, scale, format_name, False)
+        assert float(largest) == (0.0 if scale is None else float(x[: sum(COUNTS)].abs().max()))
+        for group in groups_of(counts, ALIGNED):
+            alone = cast(x[group.own], scale, format_name, False, True)
+            assert torch.equal(rows[group.begin : group.begin + group.rows], alone[0])
+            assert torch.equal(part_of(columns, group, I_), alone[1])
+            assert torch.equal(inverses[group.number], alone[2][0])
     numbers, of_numbers, columns, of_columns = cast_group_blocks(x, counts, E4M3, True)
     for group in groups_of(counts, BLOCK):
         blocks = cast_blocks(x[group.own], False, E4M3, True, True, True)
@@ -94,7 +96,7 @@ def test_the_copies_of_an_expert_are_those_of_its_matrix_alone() -> None:
         assert torch.equal(blocks[3][number, :, : O_ // BLOCK], alone[3][:, : O_ // BLOCK])
 
 
-def results(product: GroupedProduct, dtype: torch.dtype = torch.bfloat16, call: Any = apply_grouped) -> list[Tensor]:
+def results(supplier: GroupedProduct, dtype: torch.dtype = torch.bfloat16, call: Any = apply_grouped) -> list[Tensor]:
     total = sum(COUNTS)
     x, grad = drawn(total + 8, I_).to(dtype), drawn(total + 8, O_, seed=2).to(dtype)
     x[total:], grad[total:] = torch.nan, torch.nan
@@ -102,7 +104,7 @@ def results(product: GroupedProduct, dtype: torch.dtype = torch.bfloat16, call: 
     sink = torch.full(weight.shape, 9.0, device="cuda", dtype=torch.promote_types(dtype, torch.float32))
     x.requires_grad_()
     stale = torch.ones((), dtype=torch.bool)
-    y = call(product, x, torch.tensor(COUNTS, device="cuda"), Weights(weight, sink, stale))
+    y = call(supplier, x, torch.tensor(COUNTS, device="cuda"), Weights(weight, sink, stale))
     y.backward(grad)
     assert x.grad is not None
     return [y.detach()[:total], x.grad[:total], sink]

@@ -4,14 +4,15 @@ M rows in the order of e groups, I inputs, O outputs; `mplug_te.groups` describe
 group is one of cuBLAS; Transformer Engine spreads them over streams.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mplug.nn import GroupedProduct, Operand, Sink, fake, operator
+from mplug import DelayedScaling
+from mplug.nn import GroupedProduct, Operand, Sink, fake, keep_max, keep_max_in_backward, operator
 from mplug_te.casts import ALIGNED, BLOCK
 from mplug_te.groups import (
     Group,
@@ -27,7 +28,10 @@ from mplug_te.groups import (
 )
 from mplug_te.library import library
 from mplug_te.products import operand
-from mplug_te.recipes import BLOCKWISE, TENSORWISE, Options
+from mplug_te.recipes import BLOCKWISE, DELAYED, GRADIENT, INPUT, TENSORWISE, Options
+
+Buffers = Mapping[str, Tensor]
+NOTHING: Buffers = {}
 
 # torch reads an operator's schema from its annotated arguments.
 
@@ -206,35 +210,50 @@ class TensorwiseGroups(GroupedProduct):
     gradient_format: str
     power_of_two: bool
 
-    def cast(self, weight: Tensor) -> tuple[Tensor, ...]:
+    def cast(self, weight: Tensor, buffers: Buffers = NOTHING) -> tuple[Tensor, ...]:
         """Rows [e, O, I], columns [e, I, O] and inverses [e]."""
         return cast_experts(weight, self.forward_format, self.power_of_two)
 
-    def forward(self, rows: Tensor, ends: Tensor, weight: Operand) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(
+        self, rows: Tensor, ends: Tensor, weight: Operand, buffers: Buffers = NOTHING
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """y = x Wᵀ; it saves the columns of x, and the numbers of rows on the CPU."""
         counts = counts_of(ends)
-        numbers, columns, inverses = cast_groups(rows, counts, self.forward_format, self.power_of_two)
+        numbers, columns, inverses = self._quantised(rows, INPUT, counts, buffers)
         y = self._times(weight.casts[0], weight, numbers, inverses, self.forward_format, counts, rows, False)
         return y, (columns, inverses, counts)
 
     def dgrad(
-        self, grad_y: Tensor, ends: Tensor, weight: Operand, saved: tuple[Tensor, ...], needs_rows: bool
+        self,
+        grad_y: Tensor,
+        ends: Tensor,
+        weight: Operand,
+        saved: tuple[Tensor, ...],
+        needs_rows: bool,
+        buffers: Buffers = NOTHING,
     ) -> tuple[Tensor | None, tuple[Tensor, ...]]:
         """grad_x = grad_y W; the operands of `wgrad` are the columns of grad_y and of x."""
         *of_input, counts = saved
-        numbers, columns, inverses = cast_groups(grad_y, counts, self.gradient_format, self.power_of_two)
+        numbers, columns, inverses = self._quantised(grad_y, GRADIENT, counts, buffers)
         operands = (columns, inverses, *of_input)
         if not needs_rows:
             return None, operands
         form, matrices = self.gradient_format, weight.casts[1]
         return self._times(matrices, weight, numbers, inverses, form, counts, grad_y, True), operands
 
-    def wgrad(self, operands: tuple[Tensor, ...], ends: Tensor, sink: Sink) -> None:
+    def wgrad(self, operands: tuple[Tensor, ...], ends: Tensor, sink: Sink, buffers: Buffers = NOTHING) -> None:
         """grad_yᵀ x."""
         columns, inverses, of_input, input_inverses = operands
         total, stale = sink
         a, b = (of_input, input_inverses, self.forward_format), (columns, inverses, self.gradient_format)
         add_multiplied_groups(total, stale, *a, *b, counts_of(ends), False)
+
+    def _quantised(self, x: Tensor, operand: str, counts: Tensor, buffers: Buffers) -> tuple[Tensor, Tensor, Tensor]:
+        """x [M, X] -> rows [Q, X], columns [Q X], inverses [e]."""
+        return cast_groups(x, counts, None, self._format(operand), self.power_of_two)[:3]
+
+    def _format(self, operand: str) -> str:
+        return self.forward_format if operand == INPUT else self.gradient_format
 
     def _times(
         self,
@@ -251,6 +270,21 @@ class TensorwiseGroups(GroupedProduct):
         left = matrices, weight.casts[2], self.forward_format
         right = numbers, inverses, format_name
         return multiply_groups(*left, *right, counts, x.shape[0], False, precise, x.dtype)
+
+
+@dataclass(frozen=True)
+class DelayedGroups(TensorwiseGroups):
+    """FP8 products whose scales of rows and gradients come from the largest absolute values of the last steps.
+
+    The rows of all experts have one scale. A matrix is cast once for each of its versions, so its scale is its own.
+    """
+
+    def _quantised(self, x: Tensor, operand: str, counts: Tensor, buffers: Buffers) -> tuple[Tensor, Tensor, Tensor]:
+        scale = buffers[DelayedScaling.scale_name(operand)]
+        rows, columns, inverses, largest = cast_groups(x, counts, scale, self._format(operand), False)
+        keep = keep_max if operand == INPUT else keep_max_in_backward
+        keep(buffers[operand], largest.view(()))
+        return rows, columns, inverses
 
 
 @dataclass(frozen=True)
@@ -300,6 +334,7 @@ def groups_by(name: str, options: Options) -> GroupedProduct:
     """The grouped products by a recipe; without one, in half precision."""
     if name == BLOCKWISE:
         return BlockwiseGroups(options.forward, options.power_of_two)
-    if name == TENSORWISE:
-        return TensorwiseGroups(options.forward, options.gradient, options.power_of_two)
+    if name in (TENSORWISE, DELAYED):
+        kind = DelayedGroups if name == DELAYED else TensorwiseGroups
+        return kind(options.forward, options.gradient, options.power_of_two)
     return HalfGroups()

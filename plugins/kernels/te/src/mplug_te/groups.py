@@ -1,9 +1,9 @@
 """Casts and products of the groups of rows of experts by Transformer Engine, as torch operators.
 
 M rows in the order of e groups, I inputs, O outputs. `mplug_te.casts` describes quantised tensors. Each group is a
-tensor of its own, as in Transformer Engine: it has scales of its own. The columns of a group [I, P] need a number of
-rows P that is a multiple of ALIGNED (of BLOCK, in blocks). So a cast inserts rows of zeros after each group. Q rows
-have room for them, whatever the groups are:
+tensor of its own, as in Transformer Engine: it has scales of its own, unless they are given. The columns of a group
+[I, P] need a number of rows P that is a multiple of ALIGNED (of BLOCK, in blocks). So a cast inserts rows of zeros
+after each group. Q rows have room for them, whatever the groups are:
 
     rows      [Q, I]; group after group, each with its rows of zeros; the last rows are arbitrary
     columns   [Q I]; group after group, each [I, P]; the last numbers are arbitrary
@@ -13,7 +13,7 @@ Transformer Engine 2.20 launches one product for each group on Hopper, so it nee
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from torch import Tensor
 from mplug.nn import fake, operator
 from mplug_te.casts import ALIGNED, BLOCK, padded
 from mplug_te.library import library, number_of
+
+# torch reads an operator's schema from its annotated arguments.
 
 
 class Group(NamedTuple):
@@ -86,26 +88,38 @@ def _padded(x: Tensor, groups: Sequence[Group]) -> Tensor:
 
 
 @operator("mplug_te::cast_groups")
-def cast_groups(x: Tensor, counts: Tensor, format_name: str, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """x [M, I] -> rows [Q, I], columns [Q I], inverses [e] (of groups without rows: arbitrary)."""
-    rows, columns, inverses = _empty(x, len(counts))
-    groups = groups_of(counts, ALIGNED)
+def cast_groups(
+    x: Tensor,
+    counts: Tensor,
+    scale: Optional[Tensor],  # noqa: UP045 (torch reads it)
+    format_name: str,
+    power_of_two: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x [M, I] -> rows [Q, I], columns [Q I], inverses [e], largest absolute value [1] of the rows of all groups.
+
+    Without a scale [1], each group has a scale of its own, and the last result is zero. The inverses of groups without
+    rows are arbitrary.
+    """
+    rows, columns, inverses, largest = _empty(x, len(counts))
+    groups, quantizer = groups_of(counts, ALIGNED), _quantizer(x, scale, largest.zero_(), format_name, power_of_two)
     whole, width = _padded(x, groups), x.shape[1]
     for group in groups:
         into = rows[group.whole], part_of(columns, group, width), inverses[group.number : group.number + 1]
-        _cast(whole[group.whole], *into, format_name, power_of_two)
-    return rows, columns, inverses
+        _cast(whole[group.whole], *into, quantizer)
+    return rows, columns, inverses, largest
 
 
 @fake("mplug_te::cast_groups")
-def _(x: Tensor, counts: Tensor, format_name: str, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    x: Tensor, counts: Tensor, scale: Any, format_name: str, power_of_two: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _empty(x, len(counts))
 
 
-def _empty(x: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+def _empty(x: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     i, q = x.shape[1], room(x.shape[0], groups, ALIGNED)
     rows, columns = x.new_empty((q, i), dtype=torch.uint8), x.new_empty(q * i, dtype=torch.uint8)
-    return rows, columns, x.new_empty(groups, dtype=torch.float32)
+    return rows, columns, x.new_empty(groups, dtype=torch.float32), x.new_empty(1, dtype=torch.float32)
 
 
 def part_of(columns: Tensor, group: Group, width: int) -> Tensor:
@@ -114,12 +128,19 @@ def part_of(columns: Tensor, group: Group, width: int) -> Tensor:
     return columns[start : start + group.padded * width].view(width, group.padded)
 
 
-def _cast(x: Tensor, rows: Tensor, columns: Tensor, inverse: Tensor, format_name: str, power_of_two: bool) -> None:
-    """Write rows and columns of x [P, I]."""
+def _quantizer(x: Tensor, scale: Tensor | None, largest: Tensor, format_name: str, power_of_two: bool) -> Any:
+    """A scale for each tensor, or a given one; a quantizer with a given one raises `largest` in every cast."""
     te, number = library().te, number_of(getattr(torch, format_name))
+    if scale is not None:
+        return te.Float8Quantizer(scale, largest, number, rowwise=True, columnwise=True)
     named: dict[str, Any] = {"rowwise": True, "columnwise": True, "force_pow_2_scales": power_of_two}
-    quantizer = te.Float8CurrentScalingQuantizer(number, x.device, **named)
-    into = te.Float8TensorStorage(data=rows, data_transpose=columns, fp8_scale_inv=inverse, fp8_dtype=number)
+    return te.Float8CurrentScalingQuantizer(number, x.device, **named)
+
+
+def _cast(x: Tensor, rows: Tensor, columns: Tensor, inverse: Tensor, quantizer: Any) -> None:
+    """Write rows and columns of x [P, I]."""
+    named: dict[str, Any] = {"fp8_scale_inv": inverse, "fp8_dtype": quantizer.dtype}
+    into = library().te.Float8TensorStorage(data=rows, data_transpose=columns, **named)
     library().tex.quantize(x, quantizer, into, None)
 
 
@@ -127,8 +148,9 @@ def _cast(x: Tensor, rows: Tensor, columns: Tensor, inverse: Tensor, format_name
 def cast_experts(weight: Tensor, format_name: str, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor]:
     """weight [e, O, I] -> rows [e, O, I], columns [e, I, O], inverses [e]: a scale for each expert."""
     rows, columns, inverses = _empty_experts(weight)
+    quantizer = _quantizer(weight, None, inverses, format_name, power_of_two)
     for number, matrix in enumerate(weight.contiguous()):
-        _cast(matrix, rows[number], columns[number], inverses[number : number + 1], format_name, power_of_two)
+        _cast(matrix, rows[number], columns[number], inverses[number : number + 1], quantizer)
     return rows, columns, inverses
 
 

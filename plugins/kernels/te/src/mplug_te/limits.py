@@ -9,7 +9,7 @@ from mplug import Recipe, Site
 from mplug_te.activations import FUNCTIONS
 from mplug_te.library import missing
 from mplug_te.prologues import NORMS
-from mplug_te.recipes import BLACKWELL, BLOCKWISE, DELAYED, NAMES, TENSORWISE, Options, options_of
+from mplug_te.recipes import BLACKWELL, BLOCKWISE, DELAYED, NAMES, Options, options_of
 
 if TYPE_CHECKING:
     from mplug import Run
@@ -78,11 +78,6 @@ def _not_fused(name: str, prologue: str, site: Site) -> str:
 
 def supports_experts(name: str, site: Site, run: "Run") -> bool | str:
     """The products of experts by the recipe `name`; False for sites that do not need it."""
-    if _need(name) in site.needs and name == DELAYED:
-        return (
-            f"the slot {site.slot} has no buffers for the largest values of the last steps, which '{name}' needs; "
-            f"choose the recipe '{TENSORWISE}' or '{BLOCKWISE}', or name the experts in trainer.base_modules"
-        )
     return supports_fp8(name, site, run, weights=("up", "down"))
 
 

@@ -85,5 +85,5 @@ def _by_recipe(recipe: "Recipe | None", named: set[str]) -> list[Offer]:
         activation: dict[str, Any] = {"Linear.activation_product": ActivationProduct(delayed)}
         found.append(Offer(activation, partial(supports_activation, name), **keeping))
     if "experts" in named:
-        found.append(Offer({EXPERTS: groups_by(name, options)}, partial(supports_experts, name)))
+        found.append(Offer({EXPERTS: groups_by(name, options)}, partial(supports_experts, name), **keeping))
     return found

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mplug.layout.plan import Parameter, Segment
 from mplug.nn.gemm import NOTHING
-from mplug.nn.grouped import PLAIN_GROUPED, apply_grouped, grouped_linear, named_buffers, waits_for_device
+from mplug.nn.grouped import PLAIN_GROUPED, apply_grouped, further, grouped_linear, waits_for_device
 from mplug.nn.inits import ZEROS, Entries, Inits
 from mplug.nn.later import Later, Operands
 from mplug.nn.linear import ADAPTERS
@@ -233,11 +233,11 @@ class Experts(Activation):
         """Add the gradient of a weight to its sink, from operands that a pass has handed out (`up_later`, ...)."""
         own, (ends, *rest) = getattr(self, weight), operands
         sink = Sink(own.main_grad, own.main_grad_stale)
-        self.product.wgrad(tuple(rest), ends, sink, **named_buffers(self._held(weight)))
+        self.product.wgrad(tuple(rest), ends, sink, **further(self.product, "wgrad", self._held(weight)))
 
     def cast(self, weight: str) -> tuple[Tensor, ...]:
         """New copies of a weight, as the product reads them."""
-        return self.product.cast(getattr(self, weight), **named_buffers(self._held(weight)))
+        return self.product.cast(getattr(self, weight), **further(self.product, "cast", self._held(weight)))
 
     def _held(self, weight: str) -> Mapping[str, Tensor]:
         """The buffers of the product with a weight."""

@@ -33,9 +33,9 @@ class GroupedProduct:
     The parts exchange tensors only, as those of `mplug.nn.Product` do, and the same rules hold. `ends` [e] int32 is the
     index after the last row of each group.
 
-    If the offer declares buffers (`Offer.buffers`), the four methods have a further keyword argument `buffers`, a
-    mapping from names to tensors. `Experts` has two weights, so a declared name begins with that of a weight:
-    'up_largest' is 'largest' in the product with `up`.
+    If the offer declares buffers (`Offer.buffers`), each method has a further keyword argument `buffers`, a mapping
+    from names to tensors. A method that is the default of this class does not receive it. `Experts` has two weights, so
+    a declared name begins with that of a weight: 'up_largest' is 'largest' in the product with `up`.
     """
 
     def cast(self, weight: Tensor) -> tuple[Tensor, ...]:
@@ -69,8 +69,8 @@ class _GroupedProduct(torch.autograd.Function):
     def forward(ctx, *call):  # type: ignore[no-untyped-def]  # parameters as in `mplug.nn.product`
         product, keep, num_taps, own, rows, weight, main_grad, stale, ends, *tensors = call
         tensors = tensors[: len(tensors) - num_taps]
-        operand, named = _arranged(product, own, weight, tensors)
-        y, saved = product.forward(rows, ends, operand, **named)
+        operand, buffers = _arranged(product, own, weight, tensors)
+        y, saved = product.forward(rows, ends, operand, **further(product, "forward", buffers))
         ctx.save_for_backward(weight, ends, *saved)
         ctx.product, ctx.own, ctx.main_grad, ctx.stale, ctx.tensors = product, own, main_grad, stale, tensors
         ctx.keep, ctx.num_taps = keep, num_taps
@@ -79,31 +79,33 @@ class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_y):  # type: ignore[no-untyped-def]
         weight, ends, *saved = ctx.saved_tensors
-        operand, named = _arranged(ctx.product, ctx.own, weight, ctx.tensors)
-        needs_rows = ctx.needs_input_grad[4]
-        grad_rows, operands = ctx.product.dgrad(grad_y, ends, operand, tuple(saved), needs_rows, **named)
+        product, needs_rows = ctx.product, ctx.needs_input_grad[4]
+        operand, buffers = _arranged(product, ctx.own, weight, ctx.tensors)
+        named = further(product, "dgrad", buffers)
+        grad_rows, operands = product.dgrad(grad_y, ends, operand, tuple(saved), needs_rows, **named)
         grad_weight = None
         if ctx.needs_input_grad[5]:
             sink = Sink(ctx.main_grad, ctx.stale)
             if ctx.main_grad is None:
                 grad_weight = torch.zeros_like(weight)
                 sink = Sink(grad_weight, torch.ones((), dtype=torch.bool, device="cpu"))
-            ctx.product.wgrad(operands, ends, sink, **named)
+            product.wgrad(operands, ends, sink, **further(product, "wgrad", buffers))
         handed_out = hand_out((ends, *operands), ctx.keep, ctx.num_taps)
         others = (None for _ in ctx.tensors)
         return None, None, None, None, grad_rows, grad_weight, None, None, None, *others, *handed_out
 
 
-def _arranged(product, own, weight, tensors) -> tuple[Operand, dict[str, Any]]:  # type: ignore[no-untyped-def]
-    """The weights and the further arguments of a call; `tensors` are the buffers, named `own`, and the copies."""
+def _arranged(product, own, weight, tensors) -> tuple[Operand, Mapping[str, Tensor]]:  # type: ignore[no-untyped-def]
+    """The weights and the buffers of a call; `tensors` are the buffers, named `own`, and the weights' copies."""
     buffers = {name: tensors[number] for number, name in enumerate(own)}
-    named = named_buffers(buffers)
-    return Operand(weight, tuple(tensors[len(own) :]) or product.cast(weight, **named)), named
+    casts = tuple(tensors[len(own) :]) or product.cast(weight, **further(product, "cast", buffers))
+    return Operand(weight, casts), buffers
 
 
-def named_buffers(buffers: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The further keyword arguments of a supplier's methods: its buffers, if its offer declares any."""
-    return {"buffers": buffers} if buffers else {}
+def further(product: GroupedProduct, method: str, buffers: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The further keyword arguments of a supplier's method: its buffers; none if it is the default."""
+    is_default = getattr(type(product), method) is getattr(GroupedProduct, method)
+    return {} if is_default or not buffers else {"buffers": buffers}
 
 
 def apply_grouped(

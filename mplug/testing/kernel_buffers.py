@@ -26,6 +26,7 @@ class BufferChecks:
         from mplug.gradients.precision import DTYPES
         from mplug.testing.buffer_trials import SLOTS, BufferTrial, site_of
         from mplug.testing.fused import kind_of
+        from mplug.testing.grouped import PRODUCT, WEIGHTS
 
         run, offers = self._offered(dtype)
         keeping = [
@@ -38,10 +39,12 @@ class BufferChecks:
             raise SkipTest(f"'{self.plugin}' declares no buffers")
         for offer, slot in keeping:
             kind = kind_of(slot, partial(_computes, offer, site_of(slot, 32, 16), run))
-            trial = BufferTrial(offer, slot, DTYPES[dtype], run.device, f"the buffers of {slot}, {dtype}", kind)
-            with naming_failures(trial.where):
-                found = trial.fault(self.compiles)
-            require(not found, found)
+            for part in WEIGHTS if slot == PRODUCT else (kind,):
+                where = f"the buffers of {slot}, {dtype}" + (f", '{part}'" if slot == PRODUCT else "")
+                trial = BufferTrial(offer, slot, DTYPES[dtype], run.device, where, part)
+                with naming_failures(trial.where):
+                    found = trial.fault(self.compiles)
+                require(not found, found)
 
     def test_weight_gradients_can_be_computed_later(self, dtype: str) -> None:
         """Products whose operands leave a compiled backward pass: the gradients are bitwise those of the pass."""

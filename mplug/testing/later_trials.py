@@ -16,11 +16,11 @@ from mplug.nn.sink import Weights
 from mplug.nn.slot_buffers import hold
 from mplug.slot_kinds import WHOLE_PRODUCTS
 from mplug.testing.fused import FusedLinear
+from mplug.testing.grouped import expert_site
 from mplug.testing.trials import initial
 
 SLOTS = (*WHOLE_PRODUCTS, "Experts.product")
 ROWS, INPUTS, OUTPUTS, EXPERTS = 32, 32, 48, 2
-EXPERT_DIMS = {"up": ("expert", "mlp", "embed"), "down": ("expert", "embed", "mlp")}
 
 
 class _Experts(nn.Module):
@@ -88,8 +88,7 @@ def _gradients(
             hold(module, slot, initial(declared, dtype, device))
     else:
         module.experts.up_later = later
-        entries = {name: Parameter(dims, Init("normal")) for name, dims in EXPERT_DIMS.items()}
-        declared = offer.buffers(Site("blocks.*.part", slot, module.experts, "blocks.0.part", parameters=entries))
+        declared = offer.buffers(expert_site(INPUTS, OUTPUTS))
         if declared:
             hold(module.experts, slot, initial(declared, dtype, device))
     call = module

@@ -174,7 +174,7 @@ def test_experts_and_fused_activations_are_served_only_if_the_config_names_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     machine(monkeypatch)
-    for recipe in ("tensorwise", "blockwise"):
+    for recipe in ("delayed", "tensorwise", "blockwise"):
         assert answers(experts(f"fp8-{recipe}"), run(fp8(recipe))) == []
         for at in (experts(f"fp8-{recipe}"), experts("")):
             assert answers(at, run(fp8(recipe), named=NAMED)) == [True]
@@ -212,7 +212,6 @@ def test_a_cuda_graph_replays_the_products_that_a_gpu_has_replayed(monkeypatch: 
 @pytest.mark.parametrize(
     ("site", "recipe", "words"),
     [
-        (experts(DELAYED), "delayed", "the slot Experts.product has no buffers for the largest values of the last"),
         (experts(TENSORWISE, 256, 24), "tensorwise", "'up' of these experts have 256 inputs and 24 outputs; change"),
         (experts(BLOCKWISE, 192, 128), "blockwise", "'up' of these experts have 192 inputs and 128 outputs; change"),
         (fused("activation", "swiglu", TENSORWISE), "tensorwise", "only if the scale is known before ('fp8-delayed')"),

@@ -85,7 +85,7 @@ class FP8Products:
 
     @hookimpl
     def captures(self, run: "Run", model: "Model") -> bool | str:
-        """True for the products that a GPU has replayed to the bit (tests/test_gpu_graphs.py)."""
+        """True for the products that a GPU has replayed (tests/test_gpu_graphs.py, docs/performance.md)."""
         from mplug_fp8.suppliers import not_replayed
 
         offers = [(one.site.slot, one.offer) for one in model.slots if one.offer is not None]

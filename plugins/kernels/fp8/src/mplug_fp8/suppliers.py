@@ -30,8 +30,8 @@ activation again. Saving a copy in fp8 would add to the memory. Other inputs, as
 """
 
 
-REPLAYED = (Tensorwise, Delayed, Blockwise)
-"""The suppliers that a GPU has replayed in a CUDA graph, to the bit."""
+REPLAYED = (Tensorwise, Delayed, Blockwise, NormProduct, ActivationProduct)
+"""The suppliers that a GPU has replayed in a CUDA graph: to the bit, or in a benchmark (docs/performance.md)."""
 
 
 def not_replayed(supplied: Iterable[tuple[str, Any]], recipe: Recipe | None) -> str:

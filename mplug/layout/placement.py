@@ -95,7 +95,8 @@ class Placement:
     `stages` are the indices along `stage_axis` whose ranks hold it: one pipeline stage, or two for tied embeddings. On
     an axis that the mesh does not have, every rank has index 0. Along the axes in `apart`, ranks keep different parts
     of what would be copies (rows at rest, ranges of an optimizer's state). Over those in `summed`, the gradient is
-    complete before the gradient sink receives it.
+    complete before the gradient sink receives it. `beside` are axes that split what it is used with: the weights of
+    experts, for a statistic of their rows.
 
     Everything about one rank follows from these facts, in a time that does not depend on the number of ranks.
     """
@@ -109,6 +110,7 @@ class Placement:
     stages: tuple[int, ...] = (0,)
     apart: tuple[str, ...] = ()
     summed: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -158,12 +160,12 @@ class Placement:
 
     @cached_property
     def view(self) -> tuple[Axis, ...]:
-        """The view of the mesh that contains every axis that splits this parameter, and the pipeline's axis."""
-        splitting = set(self.splits.values())
+        """The view of the mesh with every axis that splits this parameter or is `beside`, and the pipeline's axis."""
+        splitting = {*self.splits.values(), *self.beside}
         views = [axes for axes in self.mesh.views.values() if splitting <= {axis.name for axis in axes}]
         if not views:
             raise UsageError(
-                f"axes {listed(self.splits.values())} split '{self.name}', and no view of the mesh has them all"
+                f"axes {listed(sorted(splitting))} split '{self.name}', and no view of the mesh has them all"
             )
         axis = self.mesh.axes.get(self.stage_axis)
         if axis is not None and axis.size > 1 and axis not in views[0]:

@@ -134,6 +134,7 @@ EXPERTS: Settings = {
     "kernels.experts": "delayed",
 }
 EXPERT_LAYOUTS: list[tuple[str, int, Settings]] = [
+    ("ep2", 2, {}),
     ("dp2", 2, {"memory.recompute.mode": "full"}),
     ("tp2", 2, {}),
     ("tp2", 2, {"parallel.tp.sequence_parallel": False}),
@@ -143,14 +144,13 @@ EXPERT_LAYOUTS: list[tuple[str, int, Settings]] = [
     ("zero2", 2, {}),
     ("cp2", 2, {}),
     ("ep2", 2, {"trainer.compile": "aot_eager", "memory.recompute.mode": "full"}),
-    ("ep2tp2", 4, {}),
+    ("tp2ep2", 2, {}),
+    ("tp2ep2etp2", 4, {}),
 ]
 
 
-@pytest.mark.parametrize(
-    ("layout", "ranks", "changes"),
-    [("ep2", 2, {}), *(pytest.param(*case, marks=pytest.mark.wide("layouts")) for case in EXPERT_LAYOUTS)],
-)
+@pytest.mark.wide("layouts")
+@pytest.mark.parametrize(("layout", "ranks", "changes"), EXPERT_LAYOUTS)
 def test_buffers_of_experts_give_the_run_and_the_states_of_one_process(
     plant: Plant, layout: str, ranks: int, changes: Settings
 ) -> None:

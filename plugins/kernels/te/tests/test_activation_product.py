@@ -129,7 +129,7 @@ def test_the_collectives_of_a_boundary_give_the_product_of_the_whole_and_numbers
     assert set(travelled) == {torch.uint8}
 
 
-@pytest.mark.wide("precision")
+@pytest.mark.wide("compile")
 def test_it_traces_into_one_graph_and_its_weight_gradient_can_be_computed_later() -> None:
     prepare_compiler()
     torch.compiler.reset()
@@ -149,7 +149,7 @@ def test_it_traces_into_one_graph_and_its_weight_gradient_can_be_computed_later(
         assert all(map(torch.equal, outcomes[0], other))
 
 
-@pytest.mark.parametrize("kind", ["gelu_tanh", "swiglu"])
+@pytest.mark.parametrize("kind", ["swiglu", pytest.param("gelu_tanh", marks=pytest.mark.wide("precision"))])
 def test_the_checks_of_the_suite_pass(kind: str) -> None:
     scaling, slot = delayed_scaling_of(OPTIONS), "Linear.activation_product"
     offer = Offer({slot: PRODUCT}, buffers=scaling.buffers, step_ended=scaling.step_ended)

@@ -135,10 +135,8 @@ def test_without_any_rows_gradients_are_zero(name: str) -> None:
     assert not sink.any()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [DELAYED, *(pytest.param(name, marks=pytest.mark.wide("precision")) for name in ("half", TENSORWISE, BLOCKWISE))],
-)
+@pytest.mark.wide("compile")
+@each
 def test_it_traces_into_one_graph_and_its_weight_gradient_can_be_computed_later(name: str) -> None:
     prepare_compiler()
     torch.compiler.reset()

@@ -170,6 +170,11 @@ BY_TE: dict[str, Any] = {
     "kernels.linear": "te",
     "kernels.experts": "te",
 }
+MORE: dict[str, dict[str, Any]] = {
+    "": {},
+    "recomputed": {"memory.recompute.mode": "full"},
+    "compiled": {"trainer.compile": "aot_eager"},
+}
 RECIPES = ("delayed", "tensorwise")
 """Blockwise scaling needs widths of 128."""
 
@@ -201,13 +206,14 @@ def test_a_run_with_experts_in_fp8_stays_near_one_in_bf16_and_differs_from_it(re
         ("pp2", 1e-5),
         ("tp2", 0.4),
         ("ep2 recomputed", 0.4),
+        ("ep2 compiled", 0.4),
     ],
 )
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_layout_is_within_its_band_of_one_process(recipe: str, layout: str, band: float) -> None:
     word, *more = layout.split()
     settings = {**BY_TE, "precisions.te-fp8.recipe": recipe}
-    changes = {"parallel.layout": word, **({"memory.recompute.mode": "full"} if more else {})}
+    changes = {"parallel.layout": word, **MORE[" ".join(more)]}
     found, alone = run_workers(2, steps, {**settings, **changes}), steps(settings)
     assert difference(found, alone, band) == ""
     assert found[0].losses == pytest.approx(alone.losses, rel=1e-3)

@@ -60,7 +60,8 @@ def _own(rows: Tensor, ends: Tensor) -> Tensor:
 
 
 def _largest(x: Tensor) -> Tensor:
-    return x.abs().amax() if x.numel() else x.new_zeros(())
+    """The largest absolute value; 0 without rows, whose number a compiler may not know."""
+    return torch.cat((x.abs().flatten(), x.new_zeros(1))).amax()
 
 
 def buffers(site: Site, history: int) -> dict[str, SlotBuffer]:

@@ -25,7 +25,7 @@ from mplug.nn.linear import PLAIN
 from mplug.nn.prologue import FUSED_SLOTS, NORM_PRODUCT
 from mplug.nn.slot_buffers import hold
 from mplug.testing.fused import FusedLinear
-from mplug.testing.grouped import EXPERTS, PRODUCT, WEIGHTS, expert_site, of_weight, routed
+from mplug.testing.grouped import EXPERTS, PRODUCT, WEIGHTS, after_groups, expert_site, of_weight, routed
 from mplug.testing.kernel_cases.dense import with_weight
 from mplug.testing.trials import initial
 
@@ -138,13 +138,13 @@ class BufferTrial:
     ) -> list[Tensor]:
         product, held, own = self.offer.suppliers[self.slot], Weights(weight), of_weight(buffers, self._weight)
         tokens, counts = (one.to(self.device) for one in routed(part, SIZES["batch"], SIZES["sequence"]))
-        rows = x.flatten(0, 1).index_select(0, tokens)
+        rows, grad = (after_groups(one.flatten(0, 1).index_select(0, tokens)) for one in (x, upstream))
 
         def layer(rows: Tensor) -> Tensor:
             return apply_grouped(product, rows, counts, held, buffers=own)
 
         y = layer(rows) if around is None else around(layer)(rows)
-        return [y.detach(), *torch.autograd.grad(y, (x, weight), upstream.flatten(0, 1).index_select(0, tokens))]
+        return [y.detach()[: len(tokens)], *torch.autograd.grad(y, (x, weight), grad)]
 
     def _after(self, *parts: Part, around: Any = None) -> Buffers:
         """The buffers after the passes of parts, which share them."""

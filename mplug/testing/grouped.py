@@ -36,3 +36,8 @@ def routed(part: Mapping[str, slice], batch: int, sequence: int) -> tuple[Tensor
     held = range(EXPERTS)[part.get("expert", slice(None))]
     tokens = torch.cat([(own == number).nonzero().flatten() for number in held])
     return tokens, torch.tensor([int((own == number).sum()) for number in held])
+
+
+def after_groups(rows: Tensor) -> Tensor:
+    """Rows [M, X] with two more, which belong to no group; large values, and other ones for another number of rows."""
+    return torch.cat((rows, rows.new_full((2, rows.shape[1]), 1e3 * (1 + len(rows)))))

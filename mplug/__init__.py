@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mplug.contracts import Optimizer as Optimizer
     from mplug.contracts import Piece as Piece
     from mplug.contracts import Record as Record
+    from mplug.contracts import Relay as Relay
     from mplug.contracts import Stateful as Stateful
     from mplug.contracts import Stepper as Stepper
     from mplug.contracts import StepResult as StepResult
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     from mplug.layout.actions import Kind as Kind
     from mplug.layout.actions import Shape as Shape
     from mplug.layout.actions import Table as Table
+    from mplug.layout.actions import forward_half as forward_half
     from mplug.layout.actions import with_transfers as with_transfers
     from mplug.layout.external import ExternalMap as ExternalMap
     from mplug.layout.external import ExternalNames as ExternalNames
@@ -158,6 +160,7 @@ publish(
             "Stateful",
             "StepResult",
             "StepScalars",
+            "Relay",
             "Stepper",
             "Tokenizer",
             "Variance",
@@ -214,6 +217,7 @@ publish(
             "Kind",
             "Shape",
             "Table",
+            "forward_half",
             "with_transfers",
         ),
         "mplug.layout.external": (

@@ -104,6 +104,7 @@ class DotProductAttention(nn.Module):
     SLOTS: ClassVar[tuple[str, ...]] = ("Attention.core", "Attention.prepare_qk")
     mixes: ClassVar[frozenset[str]] = frozenset()  # only inside a slot
     caches: ClassVar[bool] = True
+    static_cache: ClassVar[bool] = True
     cache: Cache | None = None
     site: Tensor
 
@@ -195,7 +196,7 @@ class DotProductAttention(nn.Module):
 
     def new_cache(self, size: CacheSize) -> Cache:
         """An empty cache: rows of keys [B, T, G, K] after rotation, and of values [B, T, G, V]; windows keep theirs."""
-        return Cache(size, None if self.spec.window is None else self.spec.window - 1)
+        return size.cache(None if self.spec.window is None else self.spec.window - 1)
 
     @property
     def scales_of_norm(self) -> tuple[Tensor | None, Tensor | None]:
@@ -227,9 +228,11 @@ class DotProductAttention(nn.Module):
     def _attended(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, document_lengths: Tensor | None) -> Tensor:
         """The core's output [B, S, H, V]."""
         dropout = self.spec.dropout if self.training else 0.0
-        spec = replace(self.spec, documents=document_lengths is not None, dropout=dropout)
+        static = None if self.cache is None else self.cache.static_keys
+        masks: dict[str, Any] = {"documents": document_lengths is not None, "static_keys": static is not None}
+        spec = replace(self.spec, dropout=dropout, **masks)
         drawn = mix(keys ^ self.site) if dropout else None
-        inputs = AttentionInputs(drawn, document_lengths, self.sinks, num_heads=self.num_heads)
+        inputs = AttentionInputs(drawn, document_lengths, self.sinks, num_heads=self.num_heads, static=static)
         return self.core(q, k, v, spec, inputs)
 
 
@@ -248,6 +251,7 @@ class Attention(DotProductAttention):
     SLOTS: ClassVar[tuple[str, ...]] = (*DotProductAttention.SLOTS, "Attention.prepare_qkv")
     mixes: ClassVar[frozenset[str]] = frozenset()  # only inside a slot
     caches: ClassVar[bool] = True
+    static_cache: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -1,14 +1,8 @@
 """Steps of sampling with static caches: a recording gives the tokens of eager steps, and says why if there is none."""
 
-from typing import Any
-
 import pytest
-import torch
 from sampled import FAMILIES, PROMPTS, built, texts
 
-from mplug.errors import RunError
-from mplug.model import token_steps
-from mplug.model.graphs import sampling_obstacles
 from mplug.model.sampling import Sampling
 from mplug.model.token_steps import Replays
 from mplug.testing.recording import Operations

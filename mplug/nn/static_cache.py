@@ -12,6 +12,15 @@ from mplug.nn.cache import Cache, CacheSize
 from mplug.nn.specification import StaticKeys
 
 
+def static_keys(positions: Tensor, rows: int) -> StaticKeys:
+    """What cores need to know about caches of T rows whose newest rows are those of `positions` [B]."""
+    newest = positions[:, None]  # [B, 1]
+    distances = -(newest - torch.arange(rows, device=newest.device)).remainder(rows)  # 0 to 1 - T
+    distances = distances.masked_fill(newest + distances < 0, 1)
+    samples = torch.arange(len(positions) + 1, dtype=torch.int32, device=newest.device)
+    return StaticKeys((positions + 1).clamp(max=rows).to(torch.int32), distances, samples * rows, samples)
+
+
 class Clock:
     """The positions of a batch, which all its static caches share. `positions` [B] are those of the new tokens."""
 
@@ -41,13 +50,7 @@ class Clock:
         All caches of a size share them, so a step computes them once.
         """
         if rows not in self._keys:
-            newest = self.positions[:, None]  # [B, 1]
-            distances = -(newest - torch.arange(rows, device=newest.device)).remainder(rows)  # 0 to 1 - T
-            distances = distances.masked_fill(newest + distances < 0, 1)
-            count = torch.arange(len(self.positions) + 1, dtype=torch.int32, device=newest.device)
-            filled = (self.positions + 1).clamp(max=rows).to(torch.int32)
-            keys = StaticKeys(filled, distances, count * rows, count)
-            self._keys[rows] = keys, self.positions.remainder(rows)
+            self._keys[rows] = static_keys(self.positions, rows), self.positions.remainder(rows)
         return self._keys[rows]
 
     def cache(self, size: CacheSize, reach: int | None) -> "StaticCache":

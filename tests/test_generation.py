@@ -34,6 +34,9 @@ def test_eight_unequal_prompts_with_a_cache_give_the_tokens_of_full_recomputatio
     assert model.uncached == ""
     found = texts(model, PROMPTS)
     assert found == recomputed(model, PROMPTS)
+    assert model.growing == "", "its caches are static"
+    model.growing = "the test says so"
+    assert found == texts(model, PROMPTS)
     assert len({token for text in found for token in text}) > 10
 
 
@@ -184,7 +187,7 @@ def test_a_block_that_knows_no_cache_is_recomputed_and_gives_the_same_tokens() -
 
     _, model = built(FAMILIES["llama"])
     expected = texts(model, PROMPTS[:2])
-    reasons = []
+    reasons, growing = [], []
     for kind in (Own, Silent, Declared):
         run = tiny_run({**SHAPE, **FAMILIES["llama"]})
         run.decoding = Decoding(True)
@@ -193,12 +196,14 @@ def test_a_block_that_knows_no_cache_is_recomputed_and_gives_the_same_tokens() -
             other = build_model(run)
         assert type(other.module.get_submodule("blocks.0.attn")) is kind
         reasons.append(other.uncached)
+        growing.append(other.growing)
         allocate_parts(run, other)
         initialize({name: one.data for name, one in other.parameters().items()}, other.placements, 0, 3)
         assert texts(other, PROMPTS[:2]) == expected
     assert "no declaration states what 'blocks.*.attn'" in reasons[0]
     assert "does not declare that it serves a cache (`caches`)" in reasons[1]
     assert reasons[2] == ""
+    assert growing[2] == "'Declared' does not declare that it serves a static cache (`static_cache`)"
 
 
 def test_the_suite_catches_a_module_that_numbers_positions_itself(monkeypatch: pytest.MonkeyPatch) -> None:

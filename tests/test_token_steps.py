@@ -1,26 +1,35 @@
 """Steps of sampling with static caches: a recording gives the tokens of eager steps, and says why if there is none."""
 
 import re
+from typing import Any
 
 import pytest
 import torch
 from sampled import FAMILIES, PROMPTS, built, texts
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from mplug.errors import RunError
 from mplug.model import token_steps
+from mplug.model.caching import choose_static_caches
 from mplug.model.decoding import sample
 from mplug.model.graphs import sampling_obstacles
 from mplug.model.sampling import Sampling
+from mplug.model.selection import Selection
 from mplug.model.token_steps import Replays, TokenSteps, replays_for
 from mplug.nn.static_cache import static_keys
-from mplug.run.run import Decoding
 from mplug.testing.harness import TinySettings
 from mplug.testing.recording import Operations
 
 HOT = Sampling(2.0, top_k=100, top_p=0.9, seed=7)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+WIDE = pytest.mark.wide("families")
+SOME = [pytest.param(name, marks=WIDE) if name in ("mixtral", "qwen", "gpt-oss") else name for name in FAMILIES]
+
+
+@pytest.mark.parametrize("family", SOME)
 def test_a_replayed_step_gives_the_tokens_of_eager_steps(family: str) -> None:
     """Operations of a CPU are replayed as a graph replays kernels, also for a second batch, and past a window."""
     _, model = built(FAMILIES[family])
@@ -70,6 +79,42 @@ def test_a_step_that_makes_the_cpu_wait_ends_in_a_sentence(monkeypatch: pytest.M
         texts(model, PROMPTS[:1], replays=Replays(Operations))
 
 
+class _Largest(TorchDispatchMode):
+    """The size in bytes of the largest tensor that an operation returns in memory of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {one.untyped_storage().data_ptr() for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
+        output = func(*args, **(kwargs or {}))
+        made = [one for one in tree_leaves(output) if isinstance(one, Tensor)]
+        new = [one.untyped_storage().nbytes() for one in made if one.untyped_storage().data_ptr() not in given]
+        self.nbytes = max(self.nbytes, *new, 0)
+        return output
+
+
+@pytest.mark.parametrize(("kernels", "numbers"), [("sdpa", 1), (None, 4)])
+def test_a_step_copies_no_cache(kernels: str | None, numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest tensor of a step has `numbers` for each row: a distance, or the scores of four heads.
+
+    The keys of a layer are 16 numbers for each row.
+    """
+    monkeypatch.setattr(token_steps, "MULTIPLE", 4096)
+    _, model = built({**FAMILIES["llama"], "kernels.default": kernels})
+    step, seen = TokenSteps._step, list[int]()
+
+    def measured(self: TokenSteps) -> None:
+        with _Largest() as largest:
+            step(self)
+        seen.append(largest.nbytes)
+
+    monkeypatch.setattr(TokenSteps, "_step", measured)
+    texts(model, [[1, 2, 3]], num_tokens=4)
+    assert seen == [numbers * 4096 * 8] * 3
+
+
 def test_rows_of_a_static_cache_are_a_ring() -> None:
     """Newest positions 0, 2 and 6 in four rows, by hand."""
     keys = static_keys(torch.tensor([0, 2, 6]), 4)
@@ -82,7 +127,7 @@ def test_rows_of_a_static_cache_are_a_ring() -> None:
 
 
 def obstacles(settings: TinySettings) -> list[str]:
-    run, model = built(settings, padded=False)
+    run, model = built(settings, padded=False, graphs=True)
     run.device = "cuda"
     return sampling_obstacles(run, model)
 
@@ -114,9 +159,12 @@ def test_a_plugin_that_does_not_state_it_is_not_recorded(monkeypatch: pytest.Mon
     assert obstacles({**FAMILIES["llama"], "kernels.default": "reference"}) == []
 
 
-def test_the_setting_switches_recordings_off_without_a_message() -> None:
-    run, model = built(FAMILIES["llama"])
+def test_without_the_setting_a_gpu_has_growing_caches_and_no_message() -> None:
+    run, model = built(FAMILIES["llama"], graphs=True)
     assert replays_for(run, model)[1] == ["the run is on the CPU"]
-    run.decoding = Decoding(graphs=False)
+    run, model = built(FAMILIES["llama"])
     replays, reasons = replays_for(run, model)
-    assert (replays.make, reasons) == (None, [])
+    assert (replays.make, reasons, model.growing) == (None, [], "")
+    run.device = "cuda"
+    choose_static_caches(run, model, Selection())
+    assert model.growing == "the run samples without CUDA graphs"

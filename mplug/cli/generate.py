@@ -64,10 +64,10 @@ if TYPE_CHECKING:
 @click.option("--device", default="auto", type=click.Choice(["auto", "cpu", "cuda"]), help="Device to compute on.")
 @click.option(
     "--graphs",
-    default="auto",
+    default="never",
     show_default=True,
     type=click.Choice(["auto", "never"]),
-    help="auto: replay the step of a token as a CUDA graph, on a GPU and if all parts of the run state that they can.",
+    help="auto: on a GPU, replay the step of a token as a CUDA graph if all parts of the run state that they can.",
 )
 @click.option(
     "--pretrained",

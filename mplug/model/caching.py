@@ -133,11 +133,13 @@ def use_plain_attention(model: Model, selection: Selection) -> None:
 
 
 def choose_static_caches(run: Run, model: Model, selection: Selection) -> None:
-    """Set `model.growing`: why the caches of a model cannot be static; empty if they are."""
+    """Set `model.growing`: why the caches of a model are not static; empty if they are."""
     model.growing = model.uncached or _reason_against_static(run, model, selection)
 
 
 def _reason_against_static(run: Run, model: Model, selection: Selection) -> str:
+    if run.device.startswith("cuda") and run.decoding is not None and not run.decoding.graphs:
+        return "the run samples without CUDA graphs"
     for module in cached_modules(model):
         if not covers(type(module), STATIC) or getattr(module, STATIC) is not True:
             return f"'{type(module).__name__}' does not declare that it serves a static cache (`{STATIC}`)"

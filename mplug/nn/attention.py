@@ -53,8 +53,12 @@ def scaled_dot_product(
     attention part by part (context parallelism) call it.
     """
     heads, groups, length = q.shape[2], k.shape[2], (q.shape[1], k.shape[1])
-    k, v = (x.repeat_interleave(heads // groups, dim=2) for x in (k, v))
-    scores = torch.einsum("bshk,bthk->bhst", q, k) * spec.scale
+    if spec.static_keys:  # a cache is much larger than its query, so no head of it is repeated
+        scores = torch.einsum("bgrk,btgk->bgrt", q[:, 0].unflatten(1, (groups, -1)), k).flatten(1, 2)[:, :, None]
+    else:
+        k, v = (x.repeat_interleave(heads // groups, dim=2) for x in (k, v))
+        scores = torch.einsum("bshk,bthk->bhst", q, k)
+    scores = scores * spec.scale
     if spec.soft_cap is not None:
         scores = spec.soft_cap * (scores / spec.soft_cap).tanh()
     bias = bias_of(spec, inputs, heads, *length, q.device)
@@ -69,6 +73,8 @@ def scaled_dot_product(
         rows = mix(rows[..., None] + torch.arange(length[0], device=q.device))  # [B, H, S]
         kept = uniform(rows[..., None], torch.arange(length[1], device=q.device)) >= spec.dropout
         weights = weights * kept / (1 - spec.dropout)
+    if spec.static_keys:
+        return torch.einsum("bgrt,btgk->bgrk", weights[:, :, 0].unflatten(1, (groups, -1)), v).flatten(1, 2)[:, None]
     return torch.einsum("bhst,bthk->bshk", weights, v)
 
 

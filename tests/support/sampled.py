@@ -51,10 +51,10 @@ PROMPTS = [[1], [200, 7, 7], [5] * 9, [*range(40, 54)], [3, 1], [*range(7)], [9,
 TOKENS, CONTEXT, PLAIN = 8, 64, Sampling(1.0)
 
 
-def built(settings: dict[str, Any], *, padded: bool = True) -> tuple[Run, Model]:
+def built(settings: dict[str, Any], *, padded: bool = True, graphs: bool = False) -> tuple[Run, Model]:
     """A run that samples, and its model with initial weights."""
     run = tiny_run({**SHAPE, **settings})
-    run.decoding = Decoding(padded=padded)
+    run.decoding = Decoding(padded, graphs)
     model = build_model(run)
     allocate_parts(run, model)
     initialize({name: one.data for name, one in model.parameters().items()}, model.placements, run.rank, 3)

@@ -182,9 +182,12 @@ def captures(run: "Run", model: "Model") -> "bool | str | None":
     Otherwise return the reason, as a clause about the plugin ("moves activations to the CPU"). The host refuses
     `trainer.graphs` unless every plugin that takes part in a step returns True: the model, the strategies, the
     optimizer, the plugins with a selected supplier or wrap, and those that implement `parameters_updated`, which runs
-    after each replay and outside of the graph. In a run that samples (`run.decoding` is not None), a step computes one token
-    of each text, and steps run eagerly unless the model, the strategies, the adapters and the selected plugins return
-    True. Called when the slots are filled, before launch and on every rank.
+    after each replay and outside of the graph.
+
+    In a run that samples (`run.decoding` is not None), a step computes one token of each text. Its steps run eagerly
+    unless the model, the strategies, the adapters, and the plugins with a selected supplier or wrap return True.
+
+    Called when the slots are filled, before launch and on every rank.
     """
 
 

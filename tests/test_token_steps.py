@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mplug.cli.generate import Asked, command
+from mplug.cli.generate_prompts import Prompt
 from mplug.errors import RunError
 from mplug.model import token_steps
 from mplug.model.caching import choose_static_caches
@@ -167,3 +169,10 @@ def test_without_the_setting_a_gpu_has_growing_caches_and_no_message() -> None:
     run.device = "cuda"
     choose_static_caches(run, model, Selection())
     assert model.growing == "the run samples without CUDA graphs"
+
+
+@pytest.mark.parametrize(("options", "graphs"), [([], False), (["--graphs", "auto"], True)])
+def test_the_command_replays_steps_on_request(options: list[str], graphs: bool) -> None:
+    context = command.make_context("generate", options)
+    wanted = Asked(**context.params).wanted([Prompt("--prompt", "a")], [[1]], 8, None)
+    assert wanted.graphs is graphs

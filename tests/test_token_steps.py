@@ -55,6 +55,14 @@ def test_a_text_that_outgrows_its_cache_and_its_context_is_replayed_to_the_end(m
     assert found == texts(model, prompts, context=20, sampling=HOT, num_tokens=22)
 
 
+def test_a_short_batch_does_not_share_the_caches_of_a_long_one() -> None:
+    _, model = built(FAMILIES["llama"])
+    replays = Replays(Operations)
+    for length, recorded in ((40, 1), (190, 2), (150, 2), (40, 3)):  # 64, 256, 192 and 64 positions
+        texts(model, [[7] * length], context=256, num_tokens=5, replays=replays)
+        assert replays.num_recorded == recorded
+
+
 def test_the_next_step_begins_before_the_cpu_reads_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """One step more than the text has tokens after its first; none more if the text ends by its length."""
     _, model = built(FAMILIES["llama"])

@@ -120,9 +120,10 @@ class TokenSteps:
 
 
 class Replays:
-    """Token steps that batches of equal size share, so that their steps are recorded once.
+    """Token steps that batches of about equal size share, so that their steps are recorded once.
 
-    `make` makes a recording; None: all steps run eagerly. The weights of the model do not change meanwhile.
+    `make` makes a recording; None: all steps run eagerly, and no batch shares its caches. The weights of the model do
+    not change meanwhile.
     """
 
     def __init__(self, make: Make | None = None) -> None:
@@ -135,10 +136,12 @@ class Replays:
         self, model: Model, num_samples: int, now: int, most: int, sampling: Sampling, whole: Callable[[Tensor], Tensor]
     ) -> TokenSteps:
         """The steps of texts that have `now` positions, and will have at most `most`."""
-        of = (model, num_samples, sampling)
-        if self._steps is None or self._of != of or self._steps.capacity < now:
-            capacity = min(rounded(most), rounded(now + FIRST))
-            make = None if self.make is None else partial(self._made, self.make)
+        of, capacity = (model, num_samples, sampling), min(rounded(most), rounded(now + FIRST))
+        if self.make is None:
+            return TokenSteps(model, num_samples, capacity, sampling, whole, None)
+        fits = self._steps is not None and self._of == of and capacity <= self._steps.capacity <= 2 * capacity
+        if self._steps is None or not fits:
+            make = partial(self._made, self.make)
             self._steps, self._of = TokenSteps(model, num_samples, capacity, sampling, whole, make), of
         self._steps.whole = whole
         return self._steps

@@ -28,7 +28,9 @@ HOT = Sampling(2.0, top_k=100, top_p=0.9, seed=7)
 
 
 WIDE = pytest.mark.wide("families")
-SOME = [pytest.param(name, marks=WIDE) if name in ("mixtral", "qwen", "gpt-oss") else name for name in FAMILIES]
+SOME = [
+    pytest.param(name, marks=WIDE) if name in ("mixtral", "llama", "qwen", "gpt-oss") else name for name in FAMILIES
+]
 
 
 @pytest.mark.parametrize("family", SOME)

@@ -151,6 +151,10 @@ def test_one_process_and_ranks_that_divide_the_batch_replay_their_steps(layout: 
 EAGER: dict[str, tuple[TinySettings, str]] = {
     "tp2": ({"parallel.layout": "tp2"}, r"the ranks of parallel/tp exchange activations \(tp=2\)"),
     "ep2": ({**FAMILIES["mixtral"], "parallel.layout": "ep2"}, r"parallel/ep exchange activations \(ep=2\)"),
+    "chunks": (
+        {"parallel.layout": "pp1", "parallel.pp.schedule": "zb-v", "model.num_layers": 4},
+        "its caches grow, because the model is divided into the chunks of a pipeline",
+    ),
     "flex": ({"kernels.attention": "flex"}, "its caches grow, because kernels/flex does not offer 'static keys'"),
 }
 

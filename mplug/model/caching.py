@@ -140,6 +140,8 @@ def choose_static_caches(run: Run, model: Model, selection: Selection) -> None:
 def _reason_against_static(run: Run, model: Model, selection: Selection) -> str:
     if run.device.startswith("cuda") and run.decoding is not None and not run.decoding.graphs:
         return "the run samples without CUDA graphs"
+    if len(model.stages.units) > 1:
+        return "the model is divided into the chunks of a pipeline"
     for module in cached_modules(model):
         if not covers(type(module), STATIC) or getattr(module, STATIC) is not True:
             return f"'{type(module).__name__}' does not declare that it serves a static cache (`{STATIC}`)"

@@ -21,6 +21,7 @@ from mplug.model.units import run_units
 from mplug.nn.cache import CacheSize
 from mplug.nn.static_cache import Clock
 from mplug.nn.turning import shared_rotations
+from mplug.registry.blame import cause_of
 from mplug.run.run import Run
 
 OFF = "sample with --graphs never"
@@ -114,7 +115,7 @@ class TokenSteps:
             raise
         except Exception as error:
             raise RunError(
-                f"the step of a token cannot be recorded as a CUDA graph: {type(error).__name__}: {error}; {OFF}"
+                f"the step of a token cannot be recorded as a CUDA graph: {cause_of(error)}; {OFF}"
             ) from error
         return recording
 

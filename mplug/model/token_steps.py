@@ -21,7 +21,7 @@ from mplug.model.units import run_units
 from mplug.nn.cache import CacheSize
 from mplug.nn.static_cache import Clock
 from mplug.nn.turning import shared_rotations
-from mplug.registry.blame import cause_of
+from mplug.registry.blame import cause_of, failed_part
 from mplug.run.run import Run
 
 OFF = "sample with --graphs never"
@@ -38,7 +38,7 @@ Make = Callable[[], Recording]
 class TokenSteps:
     """The steps of one batch of `num_samples` texts on this rank, with room for `capacity` positions of each.
 
-    `whole` takes this rank's logits to those of the whole vocabulary. With `make`, steps are recorded and replayed.
+    `whole` takes this rank's logits to those of the whole vocabulary. `replays` records the step if it can.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class TokenSteps:
         capacity: int,
         sampling: Sampling,
         whole: Callable[[Tensor], Tensor],
-        make: Make | None,
+        replays: "Replays",
     ) -> None:
-        self.model, self.sampling, self.whole, self.make = model, sampling, whole, make
+        self.model, self.sampling, self.whole, self.replays = model, sampling, whole, replays
         self.capacity, self.num_positions = capacity, 0
         device = next(iter(model.parameters().values())).device
         self.clock = Clock(num_samples, device)
@@ -81,12 +81,12 @@ class TokenSteps:
         self.num_positions += 1
         if self.num_positions > self.capacity:
             self._grow(min(2 * self.capacity, rounded(most)))
-        if self.make is None or self._num_eager < WARMUP:
+        if self.replays.make is None or self._num_eager < WARMUP:
             self._num_eager += 1
             self._step()
             return self.tokens
         if self._recording is None:
-            self._recording = self._recorded(self.make)
+            self._recording = self.replays.record(self.replays.make(), self._step)
         self._recording.replay()
         return self.tokens
 
@@ -107,28 +107,16 @@ class TokenSteps:
         for cache in self.caches:
             cache.grow(capacity)
 
-    def _recorded(self, make: Make) -> Recording:
-        recording = make()
-        try:
-            recording.record(self._step)
-        except (UsageError, RunError):
-            raise
-        except Exception as error:
-            raise RunError(
-                f"the step of a token cannot be recorded as a CUDA graph: {cause_of(error)}; {OFF}"
-            ) from error
-        return recording
-
 
 class Replays:
-    """Token steps that batches of about equal size share, so that their steps are recorded once.
+    """Token steps of one model that batches of about equal size share, so that their steps are recorded once.
 
     `make` makes a recording; None: all steps run eagerly, and no batch shares its caches. The weights of the model do
-    not change meanwhile.
+    not change meanwhile. `describe` puts an exception on one line.
     """
 
-    def __init__(self, make: Make | None = None) -> None:
-        self.make = make
+    def __init__(self, make: Make | None = None, describe: Callable[[Exception], str] = cause_of) -> None:
+        self.make, self.describe = make, describe
         self.num_recorded = 0
         self._steps: TokenSteps | None = None
         self._of: tuple[Any, ...] = ()
@@ -137,25 +125,33 @@ class Replays:
         self, model: Model, num_samples: int, now: int, most: int, sampling: Sampling, whole: Callable[[Tensor], Tensor]
     ) -> TokenSteps:
         """The steps of texts that have `now` positions, and will have at most `most`."""
-        of, capacity = (model, num_samples, sampling), min(rounded(most), rounded(now + FIRST))
+        of, capacity = (num_samples, sampling), min(rounded(most), rounded(now + FIRST))
         if self.make is None:
-            return TokenSteps(model, num_samples, capacity, sampling, whole, None)
+            return TokenSteps(model, num_samples, capacity, sampling, whole, self)
         fits = self._steps is not None and self._of == of and capacity <= self._steps.capacity <= 2 * capacity
         if self._steps is None or not fits:
-            make = partial(self._made, self.make)
-            self._steps, self._of = TokenSteps(model, num_samples, capacity, sampling, whole, make), of
+            self._steps, self._of = TokenSteps(model, num_samples, capacity, sampling, whole, self), of
         self._steps.whole = whole
         return self._steps
 
-    def _made(self, make: Make) -> Recording:
+    def record(self, recording: Recording, step: Callable[[], None]) -> Recording:
+        """The recording, of a step; RunError if the step cannot be recorded."""
+        try:
+            recording.record(step)
+        except (UsageError, RunError):
+            raise
+        except Exception as error:
+            raise RunError(
+                f"the step of a token cannot be recorded as a CUDA graph: {self.describe(error)}; {OFF}"
+            ) from error
         self.num_recorded += 1
-        return make()
+        return recording
 
 
 def replays_for(run: Run, model: Model) -> tuple[Replays, list[str]]:
     """(the replays of a run that samples, the reasons why none is recorded).
 
-    The first list is empty if the run records steps, or if it has switched graphs off. Call it before the first sample:
+    The list is empty if the run records steps, or if it has switched graphs off. Call it before the first sample:
     the work on a GPU then moves to a stream that can be recorded.
     """
     if run.decoding is None or not run.decoding.graphs:
@@ -164,7 +160,7 @@ def replays_for(run: Run, model: Model) -> tuple[Replays, list[str]]:
     if reasons:
         return Replays(), reasons
     use_own_stream()
-    return Replays(partial(CudaGraph, torch.cuda.graph_pool_handle(), OFF)), []
+    return Replays(partial(CudaGraph, torch.cuda.graph_pool_handle(), OFF), partial(failed_part, run.hooks)), []
 
 
 def rounded(positions: int) -> int:

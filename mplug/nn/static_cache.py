@@ -95,7 +95,7 @@ class StaticCache(Cache):
 
     def grow(self, positions: int) -> None:
         """Make room for more positions; the rows move to new buffers. Call it while no row has been overwritten."""
-        self.size = CacheSize(positions, clock=self.clock)
+        self.size = CacheSize(positions)
         if self._buffers and self.rows > self._buffers[0].shape[1]:
             self._buffers = [_longer(buffer, self.rows) for buffer in self._buffers]
 

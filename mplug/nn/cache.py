@@ -19,8 +19,8 @@ class CacheSize:
 
     `positions` is the number of positions of a sample, with its padding. A call may compute the last `again` positions
     of the previous call once more (`Cache.rewind`). `padding` [B] is the number of padding positions of each sample,
-    and `most_padding` their maximum; None and 0: no sample has padding. `make` makes another kind of cache, of this size
-    and with a reach; None: a `Cache`.
+    and `most_padding` their maximum; None and 0: no sample has padding. `make` makes another kind of cache, of this
+    size and with a reach; None: a `Cache`.
     """
 
     positions: int

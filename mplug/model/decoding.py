@@ -4,7 +4,7 @@ B prompts of a batch, b of them on this rank, S positions of a call, V vocabular
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -14,8 +14,10 @@ from mplug.errors import UsageError
 from mplug.layout.mesh import Mesh
 from mplug.model.caching import cached_modules
 from mplug.model.model import Model
+from mplug.model.relayed import Choose, Relayed, RunUnits, relayed, run_last
 from mplug.model.sampling import Sampling, choose, draws
-from mplug.model.token_steps import Replays, last_logits
+from mplug.model.token_steps import Replays
+from mplug.model.units import run_units
 from mplug.nn.cache import CacheSize
 from mplug.ops import all_gather
 from mplug.run.run import Run
@@ -28,6 +30,13 @@ class Alone:
     """The ranks that sample together, if there is only this one."""
 
     shard, shards, multiple, padded = 0, 1, 1, True
+    relayed: Relayed | None = None
+
+    def next_tokens(self, model: Model, entries: Mapping[str, Tensor], run: RunUnits, choose: Choose) -> Tensor:
+        """The next token [b] of each of this rank's samples; `run` runs inference units on the entries."""
+        if self.relayed is not None:
+            return self.relayed.next_tokens(entries, run, choose)
+        return choose(run(model.plan.inference, entries)["logits"][:, -1])
 
     def whole_vocabulary(self, logits: Tensor) -> Tensor:
         """This rank's logits [b, V / R] -> [b, V]."""
@@ -42,7 +51,8 @@ class Ranks(Alone):
     """The ranks of a layout.
 
     Ranks that divide the batch compute different prompts (`shard` of `shards`). Those inside a model share its prompts;
-    they need a `multiple` of positions in each call, if they divide the positions among themselves.
+    they need a `multiple` of positions in each call, if they divide the positions among themselves. If the model is
+    divided into stages, `relayed` runs it.
     """
 
     def __init__(self, run: Run, model: Model) -> None:
@@ -53,6 +63,7 @@ class Ranks(Alone):
         self.of_batch = run.group(*(axis.name for axis in mesh.views["attention"] if "batch" in axis.entries))
         self.vocab_size, splitting = _split_vocabulary(model)
         self.of_vocabulary = run.group(splitting) if splitting else None
+        self.relayed = relayed(run, model)
 
     def whole_vocabulary(self, logits: Tensor) -> Tensor:
         """This rank's logits [b, V / R] -> [b, V]; the last ranks' rows of a padded vocabulary are removed."""
@@ -134,15 +145,20 @@ def _one_by_one(
     ranks: Alone,
 ) -> None:
     """Sample after one prompt by full recomputation; all ranks that divide the batch compute the same prompt."""
-    device = _device(model)
+    device, run = _device(model), partial(run_units, model.module)
     of_prompt = torch.tensor([key], device=device)
     for index in range(num_tokens):
         window = torch.tensor([tokens[-context:]], device=device)
         positions = torch.arange(window.shape[1], device=device)[None]
-        logits = ranks.whole_vocabulary(model.logits(_entries(window, positions))[:, -1])
-        tokens.append(int(choose(logits, sampling, draws(of_prompt, torch.tensor(index, device=device)))))
+        chosen = partial(_chosen, ranks, sampling, draws(of_prompt, torch.tensor(index, device=device)))
+        tokens.append(int(ranks.next_tokens(model, _entries(window, positions), run, chosen)))
         if take(tokens[-1]):
             return
+
+
+def _chosen(ranks: Alone, sampling: Sampling, numbers: Tensor, logits: Tensor) -> Tensor:
+    """The tokens [b] that random numbers [b] choose from this rank's logits [b, V / R]."""
+    return choose(ranks.whole_vocabulary(logits), sampling, numbers)
 
 
 def _device(model: Model) -> torch.device:
@@ -203,12 +219,11 @@ class _Batch:
         for index in range(first, num_tokens):
             longest = max(map(len, self.texts))
             if window is None or longest > self.context:
-                window = self._window(min(longest, self.context), num_tokens - index)
-                logits = self._logits(window, 0)
+                window, again = self._window(min(longest, self.context), num_tokens - index), 0
             else:
-                logits = self._logits(window, self.ranks.multiple - 1)
+                again = self.ranks.multiple - 1
             numbers = draws(self.keys, torch.tensor(index, device=self.device))
-            tokens = choose(self.ranks.whole_vocabulary(logits), sampling, numbers)
+            tokens = self._next_tokens(window, again, partial(_chosen, self.ranks, sampling, numbers))
             window.append(tokens)
             yield self.ranks.tokens_of_all(tokens).tolist()
 
@@ -243,11 +258,11 @@ class _Batch:
             raise ValueError("the run was built for samples without padding")
         return _Window(texts, padding, room, self.device)
 
-    def _logits(self, window: "_Window", again: int) -> Tensor:
-        """The logits [b, V / R] of the last position; the last `again` positions before the new ones come again."""
+    def _next_tokens(self, window: "_Window", again: int, choose: Choose) -> Tensor:
+        """The next token [b] of each text; the last `again` positions before the new ones come again."""
         for module in self.modules:
             module.cache.rewind(again)
-        return last_logits(self.model, window.entries(again))
+        return self.ranks.next_tokens(self.model, window.entries(again), partial(run_last, self.model), choose)
 
 
 class _OnTheWay:

@@ -16,8 +16,8 @@ from mplug.model.caching import cached_modules
 from mplug.model.cuda_graph import CudaGraph, Recording, use_own_stream
 from mplug.model.graphs import sampling_obstacles
 from mplug.model.model import Model
+from mplug.model.relayed import run_last
 from mplug.model.sampling import Sampling, choose, draws
-from mplug.model.units import run_units
 from mplug.nn.cache import CacheSize
 from mplug.nn.static_cache import Clock
 from mplug.nn.turning import shared_rotations
@@ -73,7 +73,7 @@ class TokenSteps:
         self.keys.copy_(keys)
         self.index.zero_()
         self.num_positions = prompts["tokens"].shape[1]
-        self._draw(last_logits(self.model, prompts))
+        self._draw(_last_logits(self.model, prompts))
         return self.tokens
 
     def advance(self, most: int) -> Tensor:
@@ -95,7 +95,7 @@ class TokenSteps:
         self.clock.tick()
         entries = {"tokens": self.tokens[:, None], "positions": self.clock.positions[:, None]}
         with shared_rotations():
-            logits = last_logits(self.model, {**entries, "sample_ids": self.zeros, "keys": self.zeros})
+            logits = _last_logits(self.model, {**entries, "sample_ids": self.zeros, "keys": self.zeros})
         self._draw(logits)
 
     def _draw(self, logits: Tensor) -> None:
@@ -168,13 +168,6 @@ def rounded(positions: int) -> int:
     return -(-positions // MULTIPLE) * MULTIPLE
 
 
-def last_logits(model: Model, entries: Mapping[str, Tensor]) -> Tensor:
+def _last_logits(model: Model, entries: Mapping[str, Tensor]) -> Tensor:
     """The logits [b, V / R] of the last position of a micro batch."""
-    *body, head = model.plan.inference
-    values = run_units(model.module, body, entries)
-    activations = model.plan.activations
-    for name in head.inputs:  # under sequence parallelism, the last position of each rank's part
-        if "sequence" in activations.get(name, ()):
-            dim = activations[name].index("sequence")
-            values[name] = values[name].narrow(dim, values[name].shape[dim] - 1, 1).contiguous()
-    return run_units(model.module, [head], values)["logits"][:, -1]
+    return run_last(model, model.plan.inference, entries)["logits"][:, -1]

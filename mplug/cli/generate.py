@@ -63,6 +63,13 @@ if TYPE_CHECKING:
 @click.option("--seed", default=0, show_default=True, type=int, help="The same seed gives the same text.")
 @click.option("--device", default="auto", type=click.Choice(["auto", "cpu", "cuda"]), help="Device to compute on.")
 @click.option(
+    "--graphs",
+    default="never",
+    show_default=True,
+    type=click.Choice(["auto", "never"]),
+    help="auto: on a GPU, replay the step of a token as a CUDA graph if all parts of the run state that they can.",
+)
+@click.option(
     "--pretrained",
     type=click.Path(path_type=Path),
     metavar="FOLDER",
@@ -122,6 +129,7 @@ class Asked:
     stops: tuple[str, ...]
     seed: int
     device: str
+    graphs: str
     pretrained: Path | None
     chat: bool
     precision: str | None
@@ -192,6 +200,7 @@ class Asked:
             ends=frozenset(),
             stops=self.stops,
             batch_size=self.batch_size,
+            graphs=self.graphs == "auto",
             echo=self.prompts is None and not self.chat,
             lines=self.prompts is not None,
             output=self.output,

@@ -13,7 +13,13 @@ from mplug.contracts import Optimizer, Piece
 from mplug.errors import UsageError, listed
 from mplug.model.adapting import adapt
 from mplug.model.alternatives import kernels_that_would_do
-from mplug.model.caching import find_uncached, refuse_to_sample, serve_caches, use_plain_attention
+from mplug.model.caching import (
+    choose_static_caches,
+    find_uncached,
+    refuse_to_sample,
+    serve_caches,
+    use_plain_attention,
+)
 from mplug.model.casts import copies_of
 from mplug.model.count_passes import passes_of
 from mplug.model.draws import Draws, drawing_plugin
@@ -137,6 +143,7 @@ def _build_model(run: Run) -> tuple[Model, Selection]:
     selection = select_offers(model, run, collect_offers(run, model))
     if run.decoding is not None:
         use_plain_attention(model, selection)
+        choose_static_caches(run, model, selection)
     add_slot_buffers(model, run, selection.filled)
     fill_slots(model, selection)
     drawing = drawing_plugin(run, model.slots)

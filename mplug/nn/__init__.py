@@ -35,7 +35,8 @@ from mplug.nn.random import Dropout, Jitter
 from mplug.nn.router import Choice, Router
 from mplug.nn.scores import RouterScore
 from mplug.nn.sink import Operand, Sink, Weights, add_product, add_rows, zero_if_stale
-from mplug.nn.specification import AttentionInputs, AttentionSpec
+from mplug.nn.specification import AttentionInputs, AttentionSpec, StaticKeys
+from mplug.nn.static_cache import static_keys
 from mplug.nn.statistics import add_auxiliary, count, count_in_backward, keep_max, keep_max_in_backward
 
 __all__ = [
@@ -93,6 +94,7 @@ __all__ = [
     "Rows",
     "Sink",
     "SparseBlock",
+    "StaticKeys",
     "TokenEmbedding",
     "TokensAhead",
     "Weights",
@@ -116,6 +118,7 @@ __all__ = [
     "pipeline_named",
     "scaled_dot_product",
     "states",
+    "static_keys",
     "weight_gradient",
     "weights_per_token",
     "with_parts",

@@ -86,7 +86,7 @@ def test_a_layout_gives_the_tokens_of_one_process(layout: str, family: str, chan
         assert found == expected
 
 
-@pytest.mark.parametrize("family", ["gpt", "llama"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt", marks=WIDE)])
 def test_chunks_of_a_pipeline_keep_caches_of_their_own(family: str) -> None:
     """On one rank with two chunks: texts within and beyond the context, with a cache and without."""
     settings = {**FAMILIES[family], **STAGES}
@@ -99,6 +99,18 @@ def test_chunks_of_a_pipeline_keep_caches_of_their_own(family: str) -> None:
         assert texts(model, PROMPTS[:4], context, ranks=ranks) == recomputed(whole, PROMPTS[:4], context)
     model.uncached = "the test says so"
     assert texts(model, PROMPTS[:2], ranks=ranks) == recomputed(whole, PROMPTS[:2])
+
+
+def test_a_chunk_without_inference_units_passes_activations_on() -> None:
+    """The second of three chunks has only multi-token prediction, which sampling does not compute."""
+    settings = {**FAMILIES["llama"], "model.num_mtp_layers": 1}
+    chunks = {SCHEDULE: "interleaved", "parallel.pp.chunks": 3, "parallel.pp.split": [3, 1, 1]}
+    _, whole = built(settings)
+    run, model = built({**settings, **chunks, "parallel.layout": "pp1"})
+    ranks = Ranks(run, model)
+    assert ranks.relayed is not None
+    assert [len(units) for units in ranks.relayed.units] == [3, 0, 1]
+    assert texts(model, PROMPTS[:2], ranks=ranks) == texts(whole, PROMPTS[:2])
 
 
 def test_inference_units_that_do_not_follow_the_stages_are_refused() -> None:

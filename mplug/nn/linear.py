@@ -61,7 +61,8 @@ class Linear(nn.Module):
     linear) with the input x [..., in] as it comes, the product y [..., out] without bias, and this linear. Its result
     [..., out] takes the place of y. Code that multiplies by the weight without calling the linear must state the need
     `ADAPTERS` (`needs`), and must not run if there is an adapter. A block that cannot state it sets `adaptable` to
-    False, and the linear then has no adapter.
+    False, and the linear then has no adapter. An adapter that never reads `linear.weight` sets its attribute
+    `reads_weight` to False; otherwise a strategy that gathers weights gathers this one as it is (`GatheredForm`).
     """
 
     SLOTS = ("Linear.product", "Linear.gemm", "Linear.gather", "Linear.scatter")

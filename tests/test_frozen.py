@@ -346,7 +346,9 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize("case", [FIRST, ALL_BUT_LAST], ids=["first", "all but the last"])
+@pytest.mark.parametrize(
+    "case", [pytest.param(FIRST, id="first"), pytest.param(ALL_BUT_LAST, marks=RESHARD, id="all but the last")]
+)
 @pytest.mark.parametrize(("one", "options", "other", "other_options"), PAIRS)
 def test_a_checkpoint_holds_all_parameters_and_goes_on_under_another_layout(
     one: str,

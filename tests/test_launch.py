@@ -305,7 +305,7 @@ def test_the_processes_may_meet_at_a_port_that_is_named(folder: Path, options: l
     [
         pytest.param("tp2", "tp2", marks=pytest.mark.wide("layouts")),
         pytest.param("pp2", "pp2", marks=pytest.mark.wide("layouts")),
-        ("", "dp2"),
+        pytest.param("", "dp2", marks=pytest.mark.wide("layouts")),
     ],
 )
 def test_processes_of_torchrun_join_and_those_that_are_left_are_data_parallel(
@@ -740,7 +740,7 @@ STOPS = {
 
 
 @pytest.mark.parametrize(
-    "how", [pytest.param("sigterm", marks=pytest.mark.wide("kills")), "ctrl-c", "sigterm-to-rank-1"]
+    "how", [*(pytest.param(how, marks=pytest.mark.wide("kills")) for how in ("sigterm", "ctrl-c")), "sigterm-to-rank-1"]
 )
 def test_a_signal_ends_the_run_after_a_step_that_all_ranks_save_and_resuming_is_bitwise_the_uninterrupted_run(
     how: str, folder: Path, options: list[str], whole: Whole, assert_bitwise: Same

@@ -78,8 +78,8 @@ def _of_parameter(
     if not isinstance(module, Linear) or attribute not in module.CASTS:
         return NO_PRODUCT
     product, slot = module.content
-    filled = next(one for one in model.slots if (one.site.name, one.site.slot) == (name, slot))
-    if filled.offer is None or not isinstance(product, Product | FusedProduct):
+    filled = next((one for one in model.slots if (one.site.name, one.site.slot) == (name, slot)), None)
+    if filled is None or filled.offer is None or not isinstance(product, Product | FusedProduct):
         return NO_COPIES
     form = product.gathered_form()
     if isinstance(form, str):

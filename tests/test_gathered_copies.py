@@ -59,7 +59,15 @@ def watched(settings: Settings) -> tuple[Trace, Counter[int], dict[str, int]]:
         join_all(tensors, own, group)
 
     gathered.join_each = join_each  # type: ignore[attr-defined]
-    return train_steps(settings), sent, predicted(settings)
+    try:
+        return train_steps(settings), sent, predicted(settings)
+    finally:
+        gathered.join_each = join_all  # type: ignore[attr-defined]
+
+
+def both(settings: Settings) -> list[tuple[Trace, Counter[int], dict[str, int]]]:
+    """Be one rank of two runs: with weights gathered, and with copies."""
+    return [watched({**settings, **more}) for more in ({}, COPIES)]
 
 
 def predicted(settings: Settings) -> dict[str, int]:
@@ -89,8 +97,7 @@ def assert_same_bits(found: Trace, right: Trace) -> None:
 
 def test_fp8_numbers_travel_in_every_pass_and_the_run_has_the_same_bits() -> None:
     """Two steps of two micro batches each, and an evaluation."""
-    weights, copies = run_workers(2, watched, FSDP2), run_workers(2, watched, {**FSDP2, **COPIES})
-    for (right, in_bf16, whole), (found, in_fp8, small) in zip(weights, copies, strict=True):
+    for (right, in_bf16, whole), (found, in_fp8, small) in run_workers(2, both, FSDP2):
         assert_same_bits(found, right)
         product = [name for name in whole if name.startswith("blocks.1.") and "norm" not in name]
         assert len(product) == 4
@@ -134,8 +141,7 @@ def test_fp8_numbers_travel_in_every_pass_and_the_run_has_the_same_bits() -> Non
 def test_other_runs_have_the_same_bits(layout: str, changes: Settings) -> None:
     settings = {**FSDP2, **changes, "parallel.layout": layout}
     ranks = tiny_run(settings).mesh.world_size
-    weights, copies = (run_workers(ranks, watched, {**settings, **more}) for more in ({}, COPIES))
-    for (right, in_bf16, _), (found, in_fp8, _) in zip(weights, copies, strict=True):
+    for (right, in_bf16, _), (found, in_fp8, _) in run_workers(ranks, both, settings):
         assert_same_bits(found, right)
         assert sum(size * count for size, count in in_fp8.items()) < sum(n * count for n, count in in_bf16.items())
 

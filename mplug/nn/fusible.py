@@ -13,7 +13,7 @@ from mplug.nn.linear import Linear
 from mplug.nn.norm import Norm
 from mplug.nn.prologue import NORM_PRODUCT, SEPARATE, Inputs, Projected, Prologue
 
-COMPUTES = ("forward", "without_bias", "multiply")
+COMPUTES = ("forward", "without_bias", "unadapted", "multiply")
 """The methods of `Linear` that compute."""
 
 

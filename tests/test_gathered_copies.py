@@ -44,9 +44,6 @@ ROWWISE: Settings = {"precisions.fp8.scaling": "rowwise"}
 COMPILED: Settings = {"trainer.compile": "aot_eager", "memory.recompute.mode": "full"}
 
 
-# Whole runs.
-
-
 def watched(settings: Settings) -> tuple[Trace, Counter[int], dict[str, int]]:
     """Be one rank: the trace, the bytes that it sent in each gathering of a unit, and those that are predicted."""
     import mplug_fsdp.gathered as gathered
@@ -66,7 +63,7 @@ def watched(settings: Settings) -> tuple[Trace, Counter[int], dict[str, int]]:
 
 
 def both(settings: Settings) -> list[tuple[Trace, Counter[int], dict[str, int]]]:
-    """Be one rank of two runs: with weights gathered, and with copies."""
+    """Be one rank of two runs: with weights, and with copies."""
     return [watched({**settings, **more}) for more in ({}, COPIES)]
 
 
@@ -352,11 +349,10 @@ def infinite() -> float:
     group = dist.group.WORLD
     assert group is not None
     layer, own = unit_of(rows, product_of({}), 2)
-    (numbers, inverse) = own.copies.like if own.copies else ()
-    unit = UnitCopies([own], [torch.empty_like(numbers)], torch.bfloat16, group, torch.device("cpu"))
+    assert own.copies is not None
+    unit = UnitCopies([own], [torch.empty_like(own.copies.like[0])], torch.bfloat16, group, torch.device("cpu"))
     unit.cast()
     unit.show()
-    assert layer.casts[1].shape == inverse.shape
     return float(layer.casts[1])
 
 

@@ -26,6 +26,7 @@ from mplug.model.draws import Draws, drawing_plugin
 from mplug.model.engine import planned_pieces, refuse_incomplete_engine
 from mplug.model.fill import fill_slots, select_offers
 from mplug.model.freezing import freeze
+from mplug.model.gathered_copies import refuse_idle_copies
 from mplug.model.graphs import obstacles, refuse_graphs
 from mplug.model.memory import allocate
 from mplug.model.mixing import refuse_mixing
@@ -78,6 +79,7 @@ def build_model(run: Run) -> Model:
             _refuse_states_of_frozen(run, model)
             _refuse_transient_gradients(run, model)
     refuse_incomplete_engine(run, model)
+    refuse_idle_copies(run, model)
     refuse_bypassing_layout(run, model)
     if run.config.trainer.graphs:
         refuse_graphs(run, model, _optimizer_without_memory(run, model))

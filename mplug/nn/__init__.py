@@ -14,6 +14,7 @@ from mplug.nn.description import Description, describe, flops_of, weights_per_to
 from mplug.nn.embedding import Embedding
 from mplug.nn.experts import Experts, Route, within_capacity
 from mplug.nn.fusible import Fusible, fusible_norm, normed, states
+from mplug.nn.gathered_form import GatheredForm
 from mplug.nn.gemm import Gemm, weight_gradient
 from mplug.nn.grouped import GroupedProduct, grouped_linear
 from mplug.nn.head import Head
@@ -68,6 +69,7 @@ __all__ = [
     "Experts",
     "FusedProduct",
     "Fusible",
+    "GatheredForm",
     "Gemm",
     "GroupedProduct",
     "Head",

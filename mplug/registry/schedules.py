@@ -8,7 +8,7 @@ from functools import cache
 from importlib import import_module
 
 from mplug.config.entry import Entry
-from mplug.errors import UsageError, listed, suggest
+from mplug.errors import UsageError, counted, listed, suggest
 from mplug.layout.actions import Shape, Table
 from mplug.layout.table_check import check
 from mplug.registry.asking import asking
@@ -67,6 +67,7 @@ def _load(entry: Entry) -> Callable[[Shape], Table]:
 
 
 def _words(shape: Shape) -> str:
-    parts = [f"{shape.num_ranks} ranks and {shape.num_micro_batches} micro batches"]
+    micro_batches = counted(shape.num_micro_batches, "micro batch", "micro batches")
+    parts = [f"{counted(shape.num_ranks, 'rank')} and {micro_batches}"]
     named = (("chunks per rank", shape.chunks), ("group", shape.group), ("limit", shape.limit))
     return ", ".join([*parts, *(f"{name}={value:g}" for name, value in named if value is not None)])

@@ -40,6 +40,15 @@ def test_chunks_of_a_rank_have_letters_and_halves_of_backward_are_shown() -> Non
         assert sorted(row) == sorted(f"{kind}{n}{half}" for kind in "FIW" for n in range(3) for half in "ab")
 
 
+def test_a_step_with_fewer_micro_batches_than_ranks_is_reported_with_the_settings_to_change() -> None:
+    text = shown("--set", "trainer.global_batch_size=1")
+    assert "2 chunks, 1 micro batch\nbubble 50.0%" in text
+    assert (
+        "leave ranks idle: set trainer.micro_batch_size (now 1) to less, or trainer.global_batch_size to more" in text
+    )
+    assert "leave ranks idle" not in shown()
+
+
 def test_the_picture_has_a_box_for_every_computation(tmp_path: Path) -> None:
     file = tmp_path / "chart.svg"
     assert f"the chart is in {file}" in shown("--set", "parallel.pp.schedule=interleaved", "--svg", str(file))
@@ -54,6 +63,7 @@ def test_the_picture_has_a_box_for_every_computation(tmp_path: Path) -> None:
     [
         (("--schedule", "--parallel", "dp2"), "this run has no pipeline schedule; name a pipeline strategy"),
         (("--svg", "chart.svg"), "--svg writes the chart of --schedule; add --schedule"),
+        (("--schedule", "--svg", "absent/chart.svg"), "there is no folder 'absent' for 'chart.svg'; create it"),
     ],
 )
 def test_a_run_without_a_schedule_and_a_picture_without_a_chart_are_refused(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape
 
 from mplug.cli.tables import human_bytes, table
-from mplug.errors import UsageError
+from mplug.errors import UsageError, counted
 from mplug.layout.actions import TRANSFERS, Action, Kind, Table
 from mplug.layout.table_check import peak
 from mplug.layout.table_times import Costs, Timeline, timeline
@@ -32,9 +32,15 @@ def report(run: "Run", model: "Model", num_micro_batches: int) -> str:
     found = table_of(model, num_micro_batches)
     times = timeline(found, Costs())
     head = (
-        f"'{model.stages.schedule}': {len(found.rows)} ranks, {len(found.ranks)} chunks, {num_micro_batches} micro "
-        f"batches\nbubble {times.bubble:.1%}, if each pass takes one unit of time (B two) and transfers take none"
+        f"'{model.stages.schedule}': {len(found.rows)} ranks, {len(found.ranks)} chunks, "
+        f"{counted(num_micro_batches, 'micro batch', 'micro batches')}\n"
+        f"bubble {times.bubble:.1%}, if each pass takes one unit of time (B two) and transfers take none"
     )
+    if num_micro_batches < len(found.rows):
+        head += (
+            f"\nfewer micro batches than ranks leave ranks idle: set trainer.micro_batch_size (now "
+            f"{run.micro_batch_size}) to less, or trainer.global_batch_size to more"
+        )
     letters = "F forward, B backward, I its half for activations, W its half for weights"
     legend = f"{letters}{', a b ... the chunks of a rank' if len(found.ranks) > len(found.rows) else ''}"
     rows = []

@@ -1,6 +1,7 @@
 """Compares DeepSpeed's engine inside of mplug with `zero`, with `fsdp`, and with DeepSpeed's own training loop.
 
     python benchmarks/deepspeed_loop.py --ranks 2 --preset 7.1b --micro-batch 2 --global-batch 16
+    python benchmarks/deepspeed_loop.py --ranks 1 --preset 1.7b --stages 1 2               # on one GPU
     python benchmarks/deepspeed_loop.py --ranks 2 --preset nano --device cpu --steps 3     # a trial without a GPU
 
 The own loop trains the GPT of `yardstick.py` as DeepSpeed's documents show it: `deepspeed.initialize`, `engine(...)`,
@@ -42,9 +43,12 @@ def settings(options: argparse.Namespace) -> list[str]:
 def of_mplug(options: argparse.Namespace) -> dict[str, tuple[float, float]]:
     """The layouts of mplug: (tokens/s of a GPU, GiB)."""
     n = options.ranks
-    layouts = {f"mplug deepspeed{n}, stage {s}": f"deepspeed{n} parallel.deepspeed.stage={s}" for s in STAGES}
-    layouts |= {f"mplug zero{n}, stage {s}": f"zero{n} parallel.zero.stage={s}" for s in (1, 2)}
-    layouts[f"mplug fsdp{n}"] = f"fsdp{n}"
+    layouts = {f"mplug deepspeed{n}, stage {s}": f"deepspeed{n} parallel.deepspeed.stage={s}" for s in options.stages}
+    if n == 1:
+        layouts["mplug without DeepSpeed"] = ""
+    else:
+        layouts |= {f"mplug zero{n}, stage {s}": f"zero{n} parallel.zero.stage={s}" for s in (1, 2)}
+        layouts[f"mplug fsdp{n}"] = f"fsdp{n}"
     variants = [word for layout in layouts.values() for word in ("--variant", f"parallel.layout={layout}")]
     with TemporaryDirectory() as folder:
         out = Path(folder) / "figures.json"
@@ -135,7 +139,7 @@ def of_deepspeed(options: argparse.Namespace) -> dict[str, tuple[float, float]]:
     import torch.multiprocessing as mp
 
     model, found = shape_of(options), {}
-    for stage in STAGES:
+    for stage in options.stages:
         with TemporaryDirectory() as folder:
             out = Path(folder) / "figures.json"
             mp.spawn(enter, (29600 + stage, options, model, stage, out), nprocs=options.ranks)
@@ -154,6 +158,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--adam", choices=("deepspeed", "torch"), default="deepspeed")
     parser.add_argument("--compile", choices=("auto", "never"), default="auto", help="units of the own loop")
+    parser.add_argument("--stages", type=int, nargs="+", choices=STAGES, default=STAGES)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     figures = of_mplug(options) | of_deepspeed(options)

@@ -10,6 +10,8 @@ from mplug.lazy import publish
 from mplug.version import __version__  # noqa: F401
 
 if TYPE_CHECKING:
+    from mplug.checkpoint.foreign import ForeignCheckpoint as ForeignCheckpoint
+    from mplug.checkpoint.foreign import ForeignTensor as ForeignTensor
     from mplug.checkpoint.weight_decoders import WeightDecoder as WeightDecoder
     from mplug.config.binding import RunConfig as RunConfig
     from mplug.config.public import PublicConfig as PublicConfig
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from mplug.contracts import Optimizer as Optimizer
     from mplug.contracts import Piece as Piece
     from mplug.contracts import Record as Record
+    from mplug.contracts import Relay as Relay
     from mplug.contracts import Stateful as Stateful
     from mplug.contracts import Stepper as Stepper
     from mplug.contracts import StepResult as StepResult
@@ -67,12 +70,15 @@ if TYPE_CHECKING:
     from mplug.layout.actions import Kind as Kind
     from mplug.layout.actions import Shape as Shape
     from mplug.layout.actions import Table as Table
+    from mplug.layout.actions import forward_half as forward_half
     from mplug.layout.actions import with_transfers as with_transfers
     from mplug.layout.external import ExternalMap as ExternalMap
     from mplug.layout.external import ExternalNames as ExternalNames
     from mplug.layout.external import Factor as Factor
     from mplug.layout.external import Fused as Fused
     from mplug.layout.external import Interleaved as Interleaved
+    from mplug.layout.external import Link as Link
+    from mplug.layout.external import Part as Part
     from mplug.layout.external import Transposed as Transposed
     from mplug.layout.gathered import GatheredPlacement as GatheredPlacement
     from mplug.layout.mesh import Axis as Axis
@@ -130,6 +136,10 @@ if TYPE_CHECKING:
 publish(
     __name__,
     {
+        "mplug.checkpoint.foreign": (
+            "ForeignCheckpoint",
+            "ForeignTensor",
+        ),
         "mplug.checkpoint.weight_decoders": ("WeightDecoder",),
         "mplug.config.binding": ("RunConfig",),
         "mplug.config.public": (
@@ -150,6 +160,7 @@ publish(
             "Stateful",
             "StepResult",
             "StepScalars",
+            "Relay",
             "Stepper",
             "Tokenizer",
             "Variance",
@@ -206,6 +217,7 @@ publish(
             "Kind",
             "Shape",
             "Table",
+            "forward_half",
             "with_transfers",
         ),
         "mplug.layout.external": (
@@ -214,6 +226,8 @@ publish(
             "Factor",
             "Fused",
             "Interleaved",
+            "Link",
+            "Part",
             "Transposed",
         ),
         "mplug.layout.gathered": ("GatheredPlacement",),

@@ -252,6 +252,23 @@ class StepResult:
     """Returns further figures by name; called on the CPU after the device has completed the step."""
 
 
+class Relay(Protocol):
+    """Runs the chunks of a model that is divided into stages forward, on all ranks of a pipeline together."""
+
+    def __call__(
+        self,
+        entries: MicroBatch,
+        compute: "Callable[[int, Mapping[str, Tensor]], Mapping[str, Tensor]]",
+        result: "Tensor",
+    ) -> "Tensor":
+        """Run this rank's chunks, and return the result of the last chunk on every rank.
+
+        `compute(chunk, values)` runs a chunk on the entries and the activations that enter it, and returns by name the
+        activations that leave it. The last chunk returns one tensor instead, of the dtype and shape of `result`; the
+        relay may receive it in `result`.
+        """
+
+
 class Stepper(Protocol):
     """Owns the training step: it turns micro batches into gradients, and gradients into an update."""
 

@@ -44,9 +44,9 @@ def listed(words: Iterable[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
-def counted(number: int, noun: str, plural: str = "") -> str:
-    """'1 rank', '2 ranks', '2 micro batches'; `plural` is for nouns that take more than an 's'."""
-    return f"{number} {noun}" if number == 1 else f"{number} {plural or f'{noun}s'}"
+def counted(number: int, noun: str) -> str:
+    """'1 rank', '2 ranks'."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 LONGEST_SHOWN = 80

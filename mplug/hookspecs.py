@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mplug.config.binding import RunConfig
-    from mplug.contracts import Loader, Optimizer, Piece, Record, Stateful, Stepper, Tokenizer, Variance
+    from mplug.contracts import Loader, Optimizer, Piece, Record, Relay, Stateful, Stepper, Tokenizer, Variance
     from mplug.layout.mesh import Axis
     from mplug.layout.ownership import Sharding
     from mplug.layout.plan import Stages
@@ -248,6 +248,16 @@ def build_stepper(run: "Run", model: "Model", default: "DefaultStepper") -> "Ste
 
     If your stepper changes only how gradients are computed, it passes `update` on to the default. Its backward pass
     begins with `default.loss_gradient(loss)`, which is the loss scale in fp16.
+    """
+
+
+@at_most_one
+def build_relay(run: "Run", model: "Model", crossing: "Sequence[tuple[str, ...]]") -> "Relay":
+    """In a run that samples: runs a model forward that `split_model` has divided into stages. Collective.
+
+    `crossing` names the activations that enter each chunk, which are those of the plan's inference units: they may
+    differ from those of training. The number of samples and of positions changes from call to call. Without this hook,
+    the host refuses to sample from a model that is divided into stages.
     """
 
 

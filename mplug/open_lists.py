@@ -98,4 +98,8 @@ SCORES = OpenList(
 WEIGHT_DECODERS = OpenList("decoder of quantised weights", "mplug.weight_decoders", {})
 """Names are those of `quant_method` in a config.json, targets are `mplug.WeightDecoder` classes. The host's names are
 entry points of its own distribution."""
-LISTS = (ACTIVATIONS, NORMS, SCALINGS, SCORES, WEIGHT_DECODERS)
+FOREIGN_CHECKPOINTS = OpenList(
+    "form of checkpoints", "mplug.foreign_checkpoints", {"megatron": "mplug.checkpoint.megatron:MegatronCheckpoint"}
+)
+"""Names are the words after `mplug checkpoint import --from`, targets are `mplug.ForeignCheckpoint` classes."""
+LISTS = (ACTIVATIONS, NORMS, SCALINGS, SCORES, WEIGHT_DECODERS, FOREIGN_CHECKPOINTS)

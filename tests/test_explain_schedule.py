@@ -40,13 +40,23 @@ def test_chunks_of_a_rank_have_letters_and_halves_of_backward_are_shown() -> Non
         assert sorted(row) == sorted(f"{kind}{n}{half}" for kind in "FIW" for n in range(3) for half in "ab")
 
 
-def test_a_step_with_fewer_micro_batches_than_ranks_is_reported_with_the_settings_to_change() -> None:
+def test_a_long_chart_goes_on_below() -> None:
+    text = shown("--set", "parallel.pp.schedule=zb-h1", "--set", "trainer.global_batch_size=16")
+    assert max(map(len, text.splitlines())) <= 120
+    for rank in range(2):
+        parts = [line.split()[2:] for line in text.splitlines() if line.startswith(f"rank {rank} ")]
+        assert len(parts) > 1
+        assert sorted(word for part in parts for word in part) == sorted(f"{k}{n}" for k in "FIW" for n in range(16))
+
+
+def test_too_few_micro_batches_are_reported_with_the_settings_that_change_them() -> None:
+    said = "a step has 1 micro batch for 2 ranks, so ranks wait: set trainer.{} to "
     text = shown("--set", "trainer.global_batch_size=1")
-    assert "2 chunks, 1 micro batch\nbubble 50.0%" in text
-    assert (
-        "leave ranks idle: set trainer.micro_batch_size (now 1) to less, or trainer.global_batch_size to more" in text
-    )
-    assert "leave ranks idle" not in shown()
+    assert "'1f1b': 2 ranks, 2 chunks, 1 micro batch\n" in text
+    assert said.format("global_batch_size") + "2 or more" in text
+    text = shown("--set", "trainer.global_batch_size=4", "--set", "trainer.micro_batch_size=4")
+    assert said.format("micro_batch_size") + "less than 4, or trainer.global_batch_size to more" in text
+    assert "so ranks wait" not in shown()
 
 
 def test_the_picture_has_a_box_for_every_computation(tmp_path: Path) -> None:

@@ -33,8 +33,10 @@ RECIPES: dict[str, Callable[..., Products]] = {
     "rowwise": partial(Rowwise, POWER),
     "blockwise": partial(Blockwise, POWER),
 }
-ROUNDING = 2.0**-7
-"""Relative error of a sum of numbers that are rounded to bf16. A number in FP8 with another scale is off by 2^-4."""
+ROUNDING = 2.0**-8
+"""Relative error of a sum in bf16, for each rank: its number and the partial sum are rounded, by 2^-9 each.
+
+A number in FP8 with another scale is off by 2^-4."""
 each_recipe = pytest.mark.parametrize("recipe", RECIPES)
 
 
@@ -164,10 +166,11 @@ def found(request: pytest.FixtureRequest) -> list[dict[Any, Any]]:
 
 
 def test_overlap_changes_no_number_in_fp8_and_sums_are_rounded_as_in_bf16(found: list[dict[Any, Any]]) -> None:
+    ranks = len(found)
     for of_rank in found:
         for (_, _, column, _), case in of_rank.items():
             errors = dict(case["errors"])
-            assert errors.pop("grad_x" if column else "y") < ROUNDING
+            assert errors.pop("grad_x" if column else "y") < ranks * ROUNDING
             assert max(errors.values()) < 2.0**-20
             assert case["same"]
 
@@ -287,9 +290,9 @@ def test_copies_between_gpus_change_no_number_in_fp8() -> None:
     for of_rank in run_workers(2, on_gpus):
         for (recipe, _, column, shape), case in of_rank.items():
             errors = dict(case["errors"])
-            assert errors.pop("grad_x" if column else "y") < ROUNDING, (recipe, column, shape)
+            assert errors.pop("grad_x" if column else "y") < 2 * ROUNDING, (recipe, column, shape)
             # The narrower sums of the tensor cores depend on how a product is divided.
-            assert max(errors.values()) < ROUNDING, (recipe, column, shape)
+            assert max(errors.values()) < 2 * ROUNDING, (recipe, column, shape)
 
 
 @pytest.mark.gpu

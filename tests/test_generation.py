@@ -106,8 +106,19 @@ def of_rank(settings: dict[str, Any], prompts: list[list[int]]) -> list[list[int
 
 
 WIDE = pytest.mark.wide("layouts")
+STAGES: dict[str, Any] = {"model.num_layers": 4}
+"""Chunks of a pipeline schedule need layers."""
+SCHEDULE = "parallel.pp.schedule"
+STAGED = [("gpt", "1f1b"), ("llama", "interleaved"), ("gpt", "zb-v"), ("llama", "zb-v"), ("gpt", "zb-h1")]
 LAYOUTS = [
     ("tp2", "gpt", {}),
+    *(pytest.param("pp2", name, {**STAGES, SCHEDULE: one}, marks=WIDE) for name, one in STAGED),
+    pytest.param("tp2pp2", "gpt", {}, marks=WIDE),
+    pytest.param("tp2pp2", "llama", {**STAGES, SCHEDULE: "interleaved"}, marks=WIDE),
+    pytest.param("dp2pp2", "qwen", {}, marks=WIDE),
+    pytest.param("pp3", "gemma", {**STAGES, SCHEDULE: "dualpipe-v", "model.num_layers": 6}, marks=WIDE),
+    pytest.param("pp2", "deepseek", {**STAGES, SCHEDULE: "zb-v"}, marks=WIDE),
+    pytest.param("pp2ep2dp2", "mixtral", {}, marks=WIDE),
     ("tp2", "deepseek", {}),
     ("ep2", "mixtral", {}),
     pytest.param("tp2ep2", "mixtral", {"parallel.tp.sequence_parallel": False}, marks=WIDE),
@@ -127,9 +138,37 @@ def test_a_layout_gives_the_tokens_of_one_process(layout: str, family: str, chan
     alone = {name: value for name, value in settings.items() if not name.startswith("parallel.")}
     _, model = built(alone)
     expected = recomputed(model, PROMPTS[:3])
-    world = 4 if layout in ("tp4", "dp2tp2") else 2  # the experts' view folds over the ranks of the other
+    worlds = {"tp4": 4, "dp2tp2": 4, "tp2pp2": 4, "dp2pp2": 4, "pp3": 3, "pp2ep2dp2": 4}
+    world = worlds.get(layout, 2)  # the experts' view folds over the ranks of the other
     for found in run_workers(world, of_rank, settings, PROMPTS[:3]):
         assert found == expected
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+def test_chunks_of_a_pipeline_keep_caches_of_their_own(family: str) -> None:
+    """On one rank with two chunks: texts within and beyond the context, with a cache and without."""
+    settings = {**FAMILIES[family], **STAGES}
+    _, whole = built(settings)
+    run, model = built({**settings, "parallel.layout": "pp1", SCHEDULE: "zb-v"})
+    ranks = Ranks(run, model)
+    assert ranks.relayed is not None
+    assert ranks.relayed.crossing == ((), ("hidden",))
+    for context in (CONTEXT, 11):
+        assert texts(model, PROMPTS[:4], context, ranks=ranks) == recomputed(whole, PROMPTS[:4], context)
+    model.uncached = "the test says so"
+    assert texts(model, PROMPTS[:2], ranks=ranks) == recomputed(whole, PROMPTS[:2])
+
+
+def test_inference_units_that_do_not_follow_the_stages_are_refused() -> None:
+    run, model = built({**FAMILIES["llama"], **STAGES, "parallel.layout": "pp1", SCHEDULE: "zb-v"})
+    embedding, *blocks, head = model.plan.inference
+    for units, sentence in (
+        ((embedding, *reversed(blocks), head), "is in chunk 0 of the pipeline, and the unit before it in chunk 1"),
+        ((embedding, replace(head, name="other_head")), "'other_head' is in no unit that trains"),
+    ):
+        model.plan = replace(model.plan, inference=units)
+        with pytest.raises(UsageError, match=sentence):
+            Ranks(run, model)
 
 
 def test_a_text_longer_than_the_context_continues_from_its_last_tokens() -> None:
@@ -291,7 +330,6 @@ def test_experts_with_a_capacity_are_recomputed() -> None:
 @pytest.mark.parametrize(
     ("layout", "sentence"),
     [
-        ("pp2", r"divides the model into stages \(pp=2\), and sampling runs all units on every rank"),
         ("cp2", r"divides the sequence of a sample \(cp=2\), which grows token by token"),
         ("fsdp2", "stores parts of .* that training gathers for each pass, and sampling gathers no weights"),
     ],
@@ -299,6 +337,23 @@ def test_experts_with_a_capacity_are_recomputed() -> None:
 def test_a_layout_that_cannot_sample_is_refused_with_the_reason(layout: str, sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         built({**FAMILIES["llama"], "parallel.layout": layout})
+
+
+def test_stages_of_a_strategy_that_cannot_run_them_forward_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mplug_pp import PipelineParallel
+
+    monkeypatch.delattr(PipelineParallel, "build_relay")
+    sentence = r"parallel/pp divides the model into stages \(pp=2\), and does not run them forward for sampling"
+    with pytest.raises(UsageError, match=sentence):
+        built({**FAMILIES["llama"], "parallel.layout": "pp2"})
+
+
+def test_whether_a_model_has_a_cache_is_decided_for_all_its_stages() -> None:
+    """Only the second stage has experts with a capacity, which mix samples; the first one must know."""
+    layers = {**STAGES, "model.num_dense_layers": 2, "model.capacity_factor": 1.0}
+    _, model = built({**FAMILIES["deepseek"], **layers, "parallel.layout": "pp2", "parallel.pp.split": [3, 3]})
+    assert not any("experts" in name for name, _ in model.module.named_modules())
+    assert "mixes the batch and sequence" in model.uncached
 
 
 def test_a_model_without_a_cache_is_refused_where_ranks_divide_positions() -> None:

@@ -268,6 +268,16 @@ def test_an_expert_is_partial_over_the_data_ranks_of_its_own_view() -> None:
     assert tuple(dense.partial) == (1, 3, 5, 7)
 
 
+def test_what_experts_share_is_partial_over_all_ranks_of_their_view() -> None:
+    ep, etp = (Axis(f"e{n}p", 2, splits=(f"expert{n}",), views=("expert",)) for n in ("", "_mlp"))
+    mesh = mesh_of(tp(4), ep, etp)  # no axis of the attention view divides tokens
+    over = ("batch", "sequence", "expert", "expert_mlp")
+    (shared,) = place(mesh, (3,), "embed", over=over).boxes(1)
+    assert ([*shared.copies], [*shared.partial]) == ([0, 1, 2, 3], [0, 1, 2, 3])
+    (of_width,) = place(mesh_of(tp(2), etp), (3,), "embed", over=("batch", "sequence", "expert_mlp")).boxes(1)
+    assert [*of_width.partial] == [0, 1]
+
+
 def test_data_parallelism_sums_over_what_divides_the_batchs_entries_in_the_view_of_the_parameter() -> None:
     ep = Axis("ep", 4, splits=("expert",), views=("expert",))
     mesh = mesh_of(tp(2, "sequence"), cp(2), dp(2), ep)

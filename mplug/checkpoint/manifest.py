@@ -143,7 +143,10 @@ def _complete_change(change: SavedChange) -> SavedChange:
 
 
 class Facts(TypedDict):
-    """A manifest without its files and tensors. The data of plugins (`loader`, `states`) is plain data of any form."""
+    """A manifest without its files and tensors. The data of plugins (`loader`, `states`) is plain data of any form.
+
+    `imported` is the form and the folder of the foreign checkpoint that the host has imported.
+    """
 
     format: int
     step: Count
@@ -160,6 +163,7 @@ class Facts(TypedDict):
     changes: NotRequired[list[Annotated[SavedChange, AfterValidator(_complete_change)]]]
     varies: NotRequired[dict[Text, Text] | None]
     data_fingerprint: NotRequired[Annotated[Any, BeforeValidator(_of_host)]]
+    imported: NotRequired[Text]
 
 
 Files = Annotated[dict[FileName, SavedFile], Field(min_length=1)]

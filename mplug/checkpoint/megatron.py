@@ -1,26 +1,20 @@
 """Import a Megatron-LM checkpoint of a dense decoder (GPT, Llama) into a run of ours."""
 
-from collections.abc import Iterator, Mapping
-from datetime import datetime
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from mplug.checkpoint.export import write_safetensors
-from mplug.checkpoint.manifest import TensorTable, encode, name_in_file
+from mplug.checkpoint.foreign import WEIGHT, ForeignCheckpoint, ForeignTensor, Shape
 from mplug.checkpoint.megatron_folder import MegatronFolder
-from mplug.checkpoint.names import MANIFEST, file_of, partial_path, path_of
-from mplug.checkpoint.public_folder import some
-from mplug.checkpoint.storage import crc32
-from mplug.checkpoint.transfer import fill_ours
 from mplug.errors import UsageError, quoted
-from mplug.files import sync_path, write_whole
 from mplug.layout.external import Dims, Factor, Link, Part
 from mplug.layout.placement import Placement
 from mplug.model.model import Model
-from mplug.run.record import provenance
-from mplug.run.run import Run
+
+if TYPE_CHECKING:
+    from mplug.config.binding import RunConfig
 
 WHOLE = {
     "embedding.token.weight": ("embedding.word_embeddings.weight",),
@@ -52,31 +46,40 @@ NO_WEIGHTS = ("_extra_state", "optimizer.", "rng_state", "rerun_state", "opt_par
 """Parts of names of tensors that are no weights."""
 
 
-def megatron_links(model: Model, folder: MegatronFolder) -> dict[str, tuple[Link, ...]]:
-    """The links of every parameter. UsageError unless the checkpoint has exactly the parameters of the model."""
-    links, missing, wrong = dict[str, tuple[Link, ...]](), list[str](), list[str]()
-    for name, placement in model.placements.items():
-        found = [*_links(name, placement, folder)]
-        if not found:
-            missing.append(name)
-        for link in found:
-            shape = folder.shapes[link.theirs.tensor]
-            if link.theirs.shape != shape:
-                wrong.append(f"'{link.theirs.tensor}' has shape {shape}, but '{name}' needs {link.theirs.shape}")
-        links[name] = tuple(found)
-    used = {link.theirs.tensor for of_one in links.values() for link in of_one}
-    unused = [n for n in folder.shapes if n not in used and not any(part in n for part in NO_WEIGHTS)]
-    problems = [f"it has no counterpart of {some(missing)}"] if missing else []
-    problems += [f"the model does not use {some(unused)}"] if unused else []
-    if problems or wrong:
-        raise UsageError(
-            f"'{folder.path}' does not fit the model: {'; '.join([*problems, *wrong[:1]])}; set the section 'model' to "
-            f"that of the checkpoint"
-        )
-    return links
+class MegatronCheckpoint(ForeignCheckpoint):
+    """A checkpoint in the format `torch_dist`. Its optimizer states are not read."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = MegatronFolder(folder)
+        self.path = self._folder.path
+        self.tensors = {
+            name: ForeignTensor(shape)
+            for name, shape in self._folder.shapes.items()
+            if not any(part in name for part in NO_WEIGHTS)
+        }
+
+    def read(self, tensor: str, start: Shape, shape: Shape, state: str = WEIGHT, part: int = 0) -> Tensor:
+        """A box of a weight."""
+        assert (state, part) == (WEIGHT, 0)
+        return self._folder.read(tensor, start, shape)
+
+    def links(self, model: Model) -> Mapping[str, Sequence[Link]]:
+        """The regions of Megatron's tensors, which may be stacked over layers, and whose vocabulary may be padded."""
+        return {name: [*_links(name, one, self._folder.shapes)] for name, one in model.placements.items()}
+
+    def compare(self, config: "RunConfig") -> Sequence[str]:
+        """Compare the arguments of the Megatron run, if the checkpoint has them, with the section 'model'."""
+        if not callable(getattr(config.model, "norm_config", None)):
+            raise UsageError(
+                f"'{config.settings['model', 'name'].value}' is no decoder, so no Megatron checkpoint fits it"
+            )
+        refuse_other_arguments(config.model, self._folder.arguments)
+        if self._folder.arguments:
+            return ()
+        return ("it has no arguments, so only the shapes were compared with the model",)
 
 
-def _links(name: str, placement: Placement, folder: MegatronFolder) -> Iterator[Link]:
+def _links(name: str, placement: Placement, shapes: Mapping[str, Shape]) -> Iterator[Link]:
     """The links of a parameter; none if the checkpoint has no tensor for it."""
     own = name.split(".", 2)
     if own[0] == "blocks" and len(own) == 3:
@@ -87,8 +90,8 @@ def _links(name: str, placement: Placement, folder: MegatronFolder) -> Iterator[
     for together, alone in stacked.items():
         for prefix in ("", "model.", "module."):
             for tensor in dict.fromkeys((f"{prefix}{together}", f"{prefix}{alone}")):
-                if tensor in folder.shapes:
-                    shape = folder.shapes[tensor]
+                if tensor in shapes:
+                    shape = shapes[tensor]
                     is_stacked = len(shape) > len(placement.shape)
                     outer: Dims = ((Factor("layer", shape[0], number, 1),),) if is_stacked else ()
                     rows = shape[0] if name in PADDED else placement.shape[0]
@@ -137,41 +140,3 @@ def refuse_other_arguments(config: Any, arguments: Mapping[str, Any]) -> None:
             lines.append(f"  the checkpoint has {argument}={arguments[argument]}, which is not supported")
     if lines:
         raise UsageError("\n".join(["settings contradict the arguments of the Megatron run:", *lines]))
-
-
-def import_megatron(run: Run, model: Model, folder: MegatronFolder) -> None:
-    """Write the checkpoint of step 0 of a run, parameter by parameter."""
-    links, final = megatron_links(model, folder), path_of(run.checkpoints, 0)
-    partial, file = partial_path(final), file_of(0)
-    partial.mkdir(parents=True)
-    dtype = run.precision.masters
-    tensors, entries = dict[str, Any](), []
-    for name, placement in model.placements.items():
-        start, shape = (0,) * len(placement.shape), placement.shape
-        tensors[f"{name}/weight"] = {"shape": list(shape), "dtype": dtype, "chunks": [[file, list(start), list(shape)]]}
-        entries.append((name_in_file(f"{name}/weight", start), dtype, shape, name))
-
-    def produce(name: str) -> Tensor:
-        values = torch.empty(model.placements[name].shape, dtype=getattr(torch, dtype))
-        fill_ours(links[name], (0,) * values.dim(), values, folder.read)
-        return values
-
-    write_safetensors(partial / file, entries, produce)
-    path = partial / file
-    facts = {
-        "step": 0,
-        "samples": 0,
-        "tokens": 0,
-        "loader": {},
-        "states": {},
-        "layout": "",
-        "world_size": 1,
-        "saved": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "provenance": provenance(run),
-        "config": run.config.resolved(),
-        "files": {file: {"bytes": path.stat().st_size, "crc32": crc32(path)}},
-    }
-    write_whole(partial / MANIFEST, encode(facts, TensorTable.of(tensors)))
-    sync_path(partial)
-    partial.rename(final)
-    sync_path(final.parent)

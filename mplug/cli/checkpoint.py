@@ -65,6 +65,8 @@ def show(name: str | None, step: int | None, tensors: bool) -> None:
     click.echo(f"  step     {manifest['step']}, {manifest['samples']:,} samples, {manifest['tokens']:,} tokens")
     click.echo(f"  saved    {manifest['saved']} by mplug {provenance['mplug']}, torch {provenance['torch']}")
     click.echo(f"  layout   {_layout(manifest)}, {manifest['world_size']} processes")
+    if "imported" in manifest:
+        click.echo(f"  from     {manifest['imported']}")
     for plugin in provenance["plugins"]:
         click.echo(f"  plugin   {plugin['plugin']} ({plugin['distribution']} {plugin['version']})")
     for change in manifest.get("changes", []):

@@ -1,15 +1,18 @@
 """mplug checkpoint export and import."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from mplug.cli.options import RunName, config_options, resolved
 from mplug.errors import UsageError, counted
+from mplug.open_lists import FOREIGN_CHECKPOINTS
 
 if TYPE_CHECKING:
     from mplug.checkpoint.export import Export
@@ -115,45 +118,87 @@ def _adapters(
     return replace(files, offsets=adapters.offsets)
 
 
+class ForeignForm(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
+    """The name of a form of foreign checkpoints, of the host or of an installed distribution."""
+
+    name = "form"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """The names that begin with `incomplete`."""
+        return [CompletionItem(name) for name in FOREIGN_CHECKPOINTS.names() if name.startswith(incomplete)]
+
+
 @click.command("import")
 @click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.option(
-    "--from", "form", type=click.Choice(["megatron"]), required=True, help="The form: megatron is its torch_dist."
+    "--from",
+    "form",
+    type=ForeignForm(),
+    required=True,
+    help="The form: megatron (torch_dist of Megatron-LM), or one that an installed plugin adds.",
 )
 @config_options
-@click.option("--name", type=RunName(), required=True, help="Name of the new run, which has one checkpoint, of step 0.")
+@click.option("--name", type=RunName(), required=True, help="Name of the new run, which has one checkpoint.")
 def import_(folder: Path, form: str, name: str, **options: Any) -> None:
-    """Read a checkpoint of Megatron-LM, of a GPT or a Llama, into a new run.
+    """Read a checkpoint of another library into a new run.
 
-    FOLDER is that of an iteration, or that of all iterations (then the newest is read). The section 'model' must
-    describe the model: the shapes of all tensors are compared, and the arguments of the Megatron run, if the checkpoint
-    has them. The tokenizer is not imported. Reading the checkpoint runs no code from it.
+    The section 'model' must describe the model: the shapes of all tensors are compared, and the settings that the
+    checkpoint states. The tensors have the names of the model's own parameters or of its published form, or the form
+    knows its names. The tokenizer is not imported. Reading the checkpoint runs no code from it.
+
+    If the checkpoint has the states that the run's optimizer keeps, they are imported too, and the run can be resumed
+    at the checkpoint's step. Otherwise the new run has one checkpoint, of step 0, whose weights start other runs.
 
     \b
     mplug checkpoint import --from megatron ckpt --name base --model llama --set model.num_layers=32 ...
     mplug train --name chat --pretrained runs/base ...
     """
-    from mplug.checkpoint.megatron import import_megatron, megatron_links, refuse_other_arguments
-    from mplug.checkpoint.megatron_folder import MegatronFolder
+    from mplug.checkpoint.foreign import open_foreign
+    from mplug.checkpoint.foreign_import import contents, refuse_unusable_name, write_import
+    from mplug.checkpoint.foreign_match import match
+    from mplug.checkpoint.foreign_states import states_of
     from mplug.model.build import build_model
-    from mplug.run.folder import make_directory, new_directory
+    from mplug.run.folder import new_directory
     from mplug.run.prepare import prepare
 
-    del form  # the only one
     config = resolved({**options, "parallel": ""})
     run = prepare(config)
     run.directory = new_directory(config, name)
-    model, read = build_model(run), MegatronFolder(folder)
-    if not callable(getattr(config.model, "norm_config", None)):
-        raise UsageError(f"'{config.settings['model', 'name'].value}' is no decoder, so no Megatron checkpoint fits it")
-    refuse_other_arguments(config.model, read.arguments)
-    megatron_links(model, read)  # before anything is written
-    make_directory(run)
-    import_megatron(run, model, read)
-    compared = "" if read.arguments else "; it has no arguments, so only the shapes were compared with the model"
-    click.echo(
-        f"run '{run.directory}' has the {counted(len(model.placements), 'parameter')} of '{read.path}'{compared}"
-    )
+    refuse_unusable_name(run.directory)
+    model, read = build_model(run), open_foreign(form, folder)
+    notes = [*read.compare(config)]
+    found = match(model, read)
+    states = states_of(run, model, found)
+    total = sum(one.num_bytes for one in contents(run, model, states))
+    with _progress(f"importing '{read.path}'", total) as advance:
+        write_import(run, model, found, states, form, advance)
+    number = counted(len(model.placements), "parameter")
+    click.echo("; ".join([f"run '{run.directory}' has the {number} of '{read.path}'", *notes]))
+    if states.of:
+        click.echo(
+            f"it also has the optimizer's states after step {read.step}; continue: mplug train --resume --name {name} "
+            f"--set trainer.steps=N"
+        )
+    else:
+        click.echo(
+            f"no optimizer states were imported ({states.reason}); start a run with the weights: mplug train "
+            f"--pretrained {run.directory}"
+        )
+
+
+@contextmanager
+def _progress(description: str, total: int) -> "Iterator[Callable[[int], None]]":
+    """A progress bar in bytes, on a terminal; the block calls the function with the bytes that it has completed."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task(description, total=total)
+        yield lambda num_bytes: progress.advance(task, num_bytes)
 
 
 def saved_run(directory: Path) -> "Run":

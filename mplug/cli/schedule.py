@@ -1,13 +1,12 @@
 """The pipeline schedule of a run as a chart, with its figures: text for a terminal, or an SVG picture."""
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape
 
 from mplug.cli.tables import human_bytes, table
 from mplug.errors import UsageError, counted
-from mplug.layout.actions import TRANSFERS, Action, Kind, Table
+from mplug.layout.actions import Action, Table
 from mplug.layout.table_check import peak
 from mplug.layout.table_times import Costs, Timeline, timeline
 
@@ -16,6 +15,10 @@ if TYPE_CHECKING:
     from mplug.run.run import Run
 
 COLORS = {"F": "#9ecbff", "B": "#b7e1a1", "I": "#d3f0c3", "W": "#ffd59e"}
+LINE = 120
+"""Maximum number of characters in a line of a chart."""
+TITLE, LEAD = "rank {:<3} ", 9
+"""The beginning of a line, and its length."""
 WIDTH, HEIGHT, LEFT = 26, 24, 64
 """Pixels of a unit of time, of a row, and of the row's title."""
 
@@ -29,18 +32,17 @@ def table_of(model: "Model", num_micro_batches: int) -> Table:
 
 def report(run: "Run", model: "Model", num_micro_batches: int) -> str:
     """The chart of a step and, for every rank, its peak of activations and the bytes that it sends in a step."""
+    from mplug.model.handovers import bytes_sent  # imports torch
+
     found = table_of(model, num_micro_batches)
     times = timeline(found, Costs())
+    counts = (counted(len(found.rows), "rank"), counted(len(found.ranks), "chunk"), _micro_batches(num_micro_batches))
     head = (
-        f"'{model.stages.schedule}': {len(found.rows)} ranks, {len(found.ranks)} chunks, "
-        f"{counted(num_micro_batches, 'micro batch', 'micro batches')}\n"
+        f"'{model.stages.schedule}': {', '.join(counts)}\n"
         f"bubble {times.bubble:.1%}, if each pass takes one unit of time (B two) and transfers take none"
     )
     if num_micro_batches < len(found.rows):
-        head += (
-            f"\nfewer micro batches than ranks leave ranks idle: set trainer.micro_batch_size (now "
-            f"{run.micro_batch_size}) to less, or trainer.global_batch_size to more"
-        )
+        head += f"\n{_reason_to_wait(run, num_micro_batches, len(found.rows))}"
     letters = "F forward, B backward, I its half for activations, W its half for weights"
     legend = f"{letters}{', a b ... the chunks of a rank' if len(found.ranks) > len(found.rows) else ''}"
     rows = []
@@ -54,60 +56,42 @@ def report(run: "Run", model: "Model", num_micro_batches: int) -> str:
 
 
 def chart(found: Table, times: Timeline) -> str:
-    """A line for each rank; a column for each unit of time."""
+    """A line for each rank; a column for each unit of time. Later columns follow below if they exceed `LINE`."""
     cells = [{round(one.start): (one.action, round(one.stop)) for one in row} for row in times.rows]
     width = max(len(_label(one.action, found)) for row in times.rows for one in row) + 1
     lines = []
     for rank, row in enumerate(cells):
-        line, at = f"rank {rank:<3} ", 0
+        line, at = TITLE.format(rank), 0
         while at < round(times.length):
             label, stop = (_label(row[at][0], found), row[at][1]) if at in row else ("", at + 1)
             line += label.ljust(width * (stop - at) - 1, "-" if label and stop - at > 1 else " ") + " "
             at = stop
         lines.append(line.rstrip())
-    return "\n".join(lines)
+    step = (LINE - LEAD) // width * width
+    longest = max(len(line) for line in lines) - LEAD
+    parts = [
+        "\n".join(f"{line[:LEAD]}{line[LEAD:][begin : begin + step]}".rstrip() for line in lines)
+        for begin in range(0, longest, step)
+    ]
+    return "\n\n".join(parts)
+
+
+def _reason_to_wait(run: "Run", num_micro_batches: int, num_ranks: int) -> str:
+    size, (_, shards) = run.micro_batch_size, run.mesh.batch_shard(run.rank)
+    remedy = f"trainer.global_batch_size to {num_ranks * shards} or more"
+    if size > 1:
+        remedy = f"trainer.micro_batch_size to less than {size}, or trainer.global_batch_size to more"
+    return f"a step has {_micro_batches(num_micro_batches)} for {num_ranks} ranks, so ranks wait: set {remedy}"
+
+
+def _micro_batches(number: int) -> str:
+    return f"{number} micro {'batch' if number == 1 else 'batches'}"
 
 
 def _label(action: Action, found: Table) -> str:
     own = found.chunks_of(found.ranks[action.chunk])
     letter = chr(ord("a") + own.index(action.chunk)) if len(own) > 1 else ""
     return f"{action.kind.value}{action.micro_batch}{letter}"
-
-
-def bytes_sent(run: "Run", model: "Model", found: Table, rank: int) -> int | None:
-    """Bytes that a rank sends in a step; None if the plan does not state the shape of an activation."""
-    counts = Counter((one.kind, one.chunk) for one in found.rows[rank] if one.kind in TRANSFERS)
-    total = 0
-    for (kind, chunk), number in counts.items():
-        boundary = chunk + 1 if kind is Kind.SEND_FORWARD else chunk
-        names = model.crossing(boundary)
-        if kind is Kind.SEND_BACKWARD:
-            names = tuple(name for name in names if name in model.learning(boundary))
-        sizes = [_activation_bytes(run, model, name) for name in names]
-        if None in sizes:
-            return None
-        total += number * sum(size for size in sizes if size is not None)
-    return total
-
-
-def _activation_bytes(run: "Run", model: "Model", name: str) -> int | None:
-    """Bytes of a rank's part of an activation of one micro batch."""
-    if name not in model.plan.activations:
-        return None
-    lengths = {"batch": run.micro_batch_size, "sequence": run.config.trainer.seq_length}
-    for placement in model.placements.values():
-        for dim in placement.dims:
-            if len(dim) == 1:
-                lengths.setdefault(dim[0].axis, dim[0].length)
-    size: int = run.precision.activation_dtype.itemsize
-    for named in model.plan.activations[name]:
-        if named not in lengths:
-            return None
-        size *= lengths[named]
-        for axis in run.mesh.views["attention"]:
-            if named != "batch" and (named in axis.entries or named in axis.activations):
-                size = -(-size // axis.size)
-    return size
 
 
 def picture(model: "Model", num_micro_batches: int) -> str:

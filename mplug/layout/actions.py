@@ -116,6 +116,16 @@ def with_transfers(rows: tuple[Row, ...], ranks: tuple[int, ...]) -> Table:
     return Table(tuple(map(tuple, done)), ranks)
 
 
+def forward_half(table: Table) -> Table:
+    """The forward passes of a table with their transfers: the order of an evaluation, and of sampling.
+
+    If the table cannot deadlock, neither can this half: it lacks whole pairs of a send and its receive.
+    """
+    kinds = (Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
+    rows = (tuple(action for action in row if action.kind in kinds) for row in table.rows)
+    return Table(tuple(rows), table.ranks)
+
+
 def _results(kind: Kind) -> str:
     """The results of a computation: F (an activation), I (a gradient of an activation)."""
     return "I" if kind in BACKWARDS else kind.value

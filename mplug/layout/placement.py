@@ -158,12 +158,17 @@ class Placement:
 
     @cached_property
     def view(self) -> tuple[Axis, ...]:
-        """The view of the mesh that contains every axis that splits this parameter, and the pipeline's axis."""
-        splitting = set(self.splits.values())
-        views = [axes for axes in self.mesh.views.values() if splitting <= {axis.name for axis in axes}]
+        """The view of the mesh with every axis that splits this parameter, or a named axis that it is broadcast over.
+
+        It also contains the pipeline's axis.
+        """
+        over = [axis.name for axis in self.mesh.axes.values() if not set(axis.splits).isdisjoint(self.parameter.over)]
+        splitting = dict.fromkeys((*self.splits.values(), *over))
+        views = [axes for axes in self.mesh.views.values() if splitting.keys() <= {axis.name for axis in axes}]
         if not views:
             raise UsageError(
-                f"axes {listed(self.splits.values())} split '{self.name}', and no view of the mesh has them all"
+                f"axes {listed(splitting)} split '{self.name}' or what it is broadcast over, and no view of the mesh "
+                f"has them all"
             )
         axis = self.mesh.axes.get(self.stage_axis)
         if axis is not None and axis.size > 1 and axis not in views[0]:

@@ -8,20 +8,25 @@ from mplug.layout.actions import BACKWARDS, COMPUTE, Action, Kind, Table
 
 @dataclass(frozen=True)
 class Costs:
-    """Durations of the passes of one micro batch in one chunk, in any unit. `transfer` is that between two ranks."""
+    """Durations of the passes of one micro batch in one chunk, in any unit. `transfer` is that between two ranks.
+
+    `backward` is that of a whole backward pass; None: the sum of its halves.
+    """
 
     forward: float = 1.0
     input_gradient: float = 1.0
     weight_gradient: float = 1.0
     transfer: float = 0.0
+    backward: float | None = None
 
     def of(self, kind: Kind) -> float:
         """The duration of a computation."""
+        halves = self.input_gradient + self.weight_gradient
         return {
             Kind.FORWARD: self.forward,
             Kind.INPUT_GRADIENT: self.input_gradient,
             Kind.WEIGHT_GRADIENT: self.weight_gradient,
-            Kind.BACKWARD: self.input_gradient + self.weight_gradient,
+            Kind.BACKWARD: halves if self.backward is None else self.backward,
         }[kind]
 
 

@@ -13,7 +13,7 @@ from mplug.contracts import Optimizer, Piece
 from mplug.errors import UsageError, listed
 from mplug.model.adapting import adapt
 from mplug.model.alternatives import kernels_that_would_do
-from mplug.model.caching import refuse_to_sample, serve_caches, use_plain_attention
+from mplug.model.caching import find_uncached, refuse_to_sample, serve_caches, use_plain_attention
 from mplug.model.casts import copies_of
 from mplug.model.count_passes import passes_of
 from mplug.model.draws import Draws, drawing_plugin
@@ -127,6 +127,8 @@ def _build_model(run: Run) -> tuple[Model, Selection]:
     model.place(run.mesh, run.hooks.call.split_model(run=run, model=model))
     refuse_mixing(run, model)
     model.passes = passes_of(model)
+    if run.decoding is not None:
+        find_uncached(model)
     model.keep_stage(run.mesh.index(run.rank, model.stages.axis))
     run.hooks.call.shard_model(run=run, model=model)
     if run.decoding is not None:

@@ -20,6 +20,7 @@ from typing import Any
 from torch import nn
 
 from mplug.errors import UsageError, listed
+from mplug.layout.names import modules_around
 from mplug.model.mixing import covers, statements
 from mplug.model.model import Model
 from mplug.model.selection import Selection, offered_in_plain_torch
@@ -41,10 +42,10 @@ def refuse_to_sample(run: Run, model: Model) -> None:
     for axis in run.mesh.axes.values():
         label, size = owners.get(axis.name, "the layout"), f"{axis.name}={axis.size}"
         divided = sorted({*axis.entries} - {"batch"})
-        if axis.size > 1 and axis.name == model.stages.axis:
+        if axis.size > 1 and axis.name == model.stages.axis and not run.hooks.implementers("build_relay"):
             raise UsageError(
-                f"{label} divides the model into stages ({size}), and sampling runs all units on every rank; use a "
-                f"layout without it, such as tensor parallelism"
+                f"{label} divides the model into stages ({size}), and does not run them forward for sampling (the hook "
+                f"build_relay); use a layout without it, such as tensor parallelism"
             )
         if axis.size > 1 and divided:
             raise UsageError(
@@ -60,14 +61,18 @@ def refuse_to_sample(run: Run, model: Model) -> None:
             )
 
 
+def find_uncached(model: Model) -> None:
+    """Set `model.uncached`. Call it while the model has the units of all stages: all ranks must agree."""
+    model.module.eval()  # some modules mix samples in training only
+    model.uncached = _reason_against(model)
+
+
 def serve_caches(run: Run, model: Model) -> None:
-    """Let the attention of a model serve caches from now on, if all its modules can; sets `model.uncached`.
+    """Let the attention of a model serve caches from now on, unless it is `uncached`.
 
     Call it before offers are selected: a site's specification and its needs are those with a cache. Attention receives
     padding as a document of its own, so sites need documents if there may be padding.
     """
-    model.module.eval()  # some modules mix samples in training only
-    model.uncached = _reason_against(model)
     if model.uncached:
         return
     for module in cached_modules(model):
@@ -77,8 +82,11 @@ def serve_caches(run: Run, model: Model) -> None:
 
 
 def cached_modules(model: Model) -> Iterator[Any]:
-    """The modules that keep a cache, in order."""
+    """The modules of this rank that keep a cache, in order."""
+    own = {unit.name for unit in model.own_units}
     for unit in model.plan.inference:
+        if own.isdisjoint((unit.name, *modules_around(unit.name))):
+            continue
         for module in model.module.get_submodule(unit.name).modules():
             if _attends(module):
                 yield module

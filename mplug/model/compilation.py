@@ -8,6 +8,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from mplug.errors import UsageError
+from mplug.model.compiler_cache import repair_libraries
 from mplug.model.model import Model
 from mplug.model.tracer import prepare_compiler
 from mplug.run.run import Run
@@ -53,6 +54,8 @@ def compile_units(model: Model, backend: str | None, tune_kernels: bool = False)
     from torch._inductor import config as inductor
 
     prepare_compiler()
+    if backend == "inductor":
+        repair_libraries()
     inductor.coordinate_descent_tuning = tune_kernels
     dynamo.recompile_limit = max(dynamo.recompile_limit, SHAPES)
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)  # precision fp32 is deliberate

@@ -4,7 +4,7 @@ B prompts of a batch, b of them on this rank, S positions of a call, V vocabular
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -14,6 +14,7 @@ from mplug.errors import UsageError
 from mplug.layout.mesh import Mesh
 from mplug.model.caching import cached_modules
 from mplug.model.model import Model
+from mplug.model.relayed import Choose, Relayed, RunUnits, relayed, run_last
 from mplug.model.sampling import Sampling, choose, draws
 from mplug.model.units import run_units
 from mplug.nn.cache import CacheSize
@@ -28,6 +29,13 @@ class Alone:
     """The ranks that sample together, if there is only this one."""
 
     shard, shards, multiple, padded = 0, 1, 1, True
+    relayed: Relayed | None = None
+
+    def next_tokens(self, model: Model, entries: Mapping[str, Tensor], run: RunUnits, choose: Choose) -> Tensor:
+        """The next token [b] of each of this rank's samples; `run` runs inference units on the entries."""
+        if self.relayed is not None:
+            return self.relayed.next_tokens(entries, run, choose)
+        return choose(run(model.plan.inference, entries)["logits"][:, -1])
 
     def whole_vocabulary(self, logits: Tensor) -> Tensor:
         """This rank's logits [b, V / R] -> [b, V]."""
@@ -42,7 +50,8 @@ class Ranks(Alone):
     """The ranks of a layout.
 
     Ranks that divide the batch compute different prompts (`shard` of `shards`). Those inside a model share its prompts;
-    they need a `multiple` of positions in each call, if they divide the positions among themselves.
+    they need a `multiple` of positions in each call, if they divide the positions among themselves. If the model is
+    divided into stages, `relayed` runs it.
     """
 
     def __init__(self, run: Run, model: Model) -> None:
@@ -53,6 +62,7 @@ class Ranks(Alone):
         self.of_batch = run.group(*(axis.name for axis in mesh.views["attention"] if "batch" in axis.entries))
         self.vocab_size, splitting = _split_vocabulary(model)
         self.of_vocabulary = run.group(splitting) if splitting else None
+        self.relayed = relayed(run, model)
 
     def whole_vocabulary(self, logits: Tensor) -> Tensor:
         """This rank's logits [b, V / R] -> [b, V]; the last ranks' rows of a padded vocabulary are removed."""
@@ -132,14 +142,19 @@ def _one_by_one(
     ranks: Alone,
 ) -> None:
     """Sample after one prompt by full recomputation; all ranks that divide the batch compute the same prompt."""
-    device, of_prompt = _device(model), torch.tensor([key])
+    device, of_prompt, run = _device(model), torch.tensor([key]), partial(run_units, model.module)
     for index in range(num_tokens):
         window = torch.tensor([tokens[-context:]], device=device)
         positions = torch.arange(window.shape[1], device=device)[None]
-        logits = ranks.whole_vocabulary(model.logits(_entries(window, positions))[:, -1])
-        tokens.append(int(choose(logits, sampling, draws(of_prompt, index))))
+        chosen = partial(_chosen, ranks, sampling, draws(of_prompt, index))
+        tokens.append(int(ranks.next_tokens(model, _entries(window, positions), run, chosen)))
         if take(tokens[-1]):
             return
+
+
+def _chosen(ranks: Alone, sampling: Sampling, numbers: Tensor, logits: Tensor) -> Tensor:
+    """The tokens [b] that random numbers [b] choose from this rank's logits [b, V / R]."""
+    return choose(ranks.whole_vocabulary(logits), sampling, numbers)
 
 
 def _device(model: Model) -> torch.device:
@@ -166,7 +181,6 @@ class _Batch:
         self.own = slice(ranks.shard * each, (ranks.shard + 1) * each)
         self.keys = torch.tensor([keys[number % len(keys)] for number in range(len(self.texts))])[self.own]
         self.modules = list(cached_modules(model))
-        self.head = model.plan.inference[-1]
 
     def sample(self, num_tokens: int, sampling: Sampling, take: Take) -> None:
         """Sample token by token, until every text has ended."""
@@ -175,11 +189,11 @@ class _Batch:
             for index in range(num_tokens):
                 longest = max(map(len, self.texts))
                 if window is None or longest > self.context:
-                    window = self._window(min(longest, self.context), num_tokens - index)
-                    logits = self._logits(window, 0)
+                    window, again = self._window(min(longest, self.context), num_tokens - index), 0
                 else:
-                    logits = self._logits(window, self.ranks.multiple - 1)
-                tokens = choose(self.ranks.whole_vocabulary(logits), sampling, draws(self.keys, index))
+                    again = self.ranks.multiple - 1
+                chosen = partial(_chosen, self.ranks, sampling, draws(self.keys, index))
+                tokens = self._next_tokens(window, again, chosen)
                 window.append(tokens)
                 for number, token in enumerate(self.ranks.tokens_of_all(tokens).tolist()):
                     self.texts[number].append(token)
@@ -207,18 +221,11 @@ class _Batch:
             module.cache = module.new_cache(size)
         return window
 
-    def _logits(self, window: "_Window", again: int) -> Tensor:
-        """The logits [b, V / R] of the last position; the last `again` positions before the new ones come again."""
+    def _next_tokens(self, window: "_Window", again: int, choose: Choose) -> Tensor:
+        """The next token [b] of each text; the last `again` positions before the new ones come again."""
         for module in self.modules:
             module.cache.rewind(again)
-        *body, head = self.model.plan.inference
-        values = run_units(self.model.module, body, window.entries(again))
-        activations = self.model.plan.activations
-        for name in head.inputs:  # under sequence parallelism, the last position of each rank's part
-            if "sequence" in activations.get(name, ()):
-                dim = activations[name].index("sequence")
-                values[name] = values[name].narrow(dim, values[name].shape[dim] - 1, 1).contiguous()
-        return run_units(self.model.module, [head], values)["logits"][:, -1]
+        return self.ranks.next_tokens(self.model, window.entries(again), partial(run_last, self.model), choose)
 
 
 class _Window:

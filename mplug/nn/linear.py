@@ -59,9 +59,11 @@ class Linear(nn.Module):
 
     `adapter` is None, or a module that a plugin has attached (`mplug.Model.attach`). It is called as adapter(x, y,
     linear) with the input x [..., in] as it comes, the product y [..., out] without bias, and this linear. Its result
-    [..., out] takes the place of y. Code that multiplies by the weight without calling the linear must state the need
-    `ADAPTERS` (`needs`), and must not run if there is an adapter. A block that cannot state it sets `adaptable` to
-    False, and the linear then has no adapter.
+    [..., out] takes the place of y. If the adapter has a method `around`, it is called as around(x, linear) instead:
+    its result takes the place of y, and it calls `linear.unadapted(x)` for the product. So it can pass another input,
+    and its backward can take part in the gradient of the input. Code that multiplies by the weight without calling the
+    linear must state the need `ADAPTERS` (`needs`), and must not run if there is an adapter. A block that cannot state
+    it sets `adaptable` to False, and the linear then has no adapter.
     """
 
     SLOTS = ("Linear.product", "Linear.gemm", "Linear.gather", "Linear.scatter")
@@ -94,11 +96,18 @@ class Linear(nn.Module):
         """x [..., in] -> x Wᵀ [..., out], for callers that fuse the bias; or the product that x is (`Projected`)."""
         if isinstance(x, Projected):
             return x.values
-        y = self.scatter(self.multiply(self.gather(x))) if self.product is COMPOSED else self._multiplied(x)
         if self.adapter is None:
-            return y
-        adapted: Tensor = self.adapter(x, y, self)
+            return self.unadapted(x)
+        around = getattr(self.adapter, "around", None)
+        adapted: Tensor = self.adapter(x, self.unadapted(x), self) if around is None else around(x, self)
         return adapted
+
+    def unadapted(self, x: Tensor) -> Tensor:
+        """x [..., in] -> x Wᵀ [..., out], by the contents of the slots, without the bias and the adapter.
+
+        An adapter may call it several times if it freezes the weight.
+        """
+        return self.scatter(self.multiply(self.gather(x))) if self.product is COMPOSED else self._multiplied(x)
 
     def multiply(self, x: Tensor) -> Tensor:
         """The output [..., in] of `gather` -> x Wᵀ [..., out], the input of `scatter`, without the adapter."""
@@ -126,6 +135,15 @@ class Linear(nn.Module):
         if self.activation_product is not SEPARATE:
             return self.activation_product, "Linear.activation_product"
         return self.product, "Linear.product"
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether the layer is x Wᵀ alone: no supplier, collective or adapter, and no weight gradient that comes later.
+
+        Code that multiplies by the weight of such a layer itself, with its gradient, takes nothing from a plugin.
+        """
+        slots = self.product is COMPOSED and self.gemm is PLAIN and self.gather is self.scatter is _identity
+        return slots and self.bias is None and self.adapter is None and self.later is None and not self.casts
 
     def forward(self, x: Tensor | Projected) -> Tensor:
         """x [..., in] -> [..., out]; or the product that x is, plus the bias."""

@@ -67,7 +67,7 @@ def _load(entry: Entry) -> Callable[[Shape], Table]:
 
 
 def _words(shape: Shape) -> str:
-    micro_batches = counted(shape.num_micro_batches, "micro batch", "micro batches")
-    parts = [f"{counted(shape.num_ranks, 'rank')} and {micro_batches}"]
+    batches = f"{shape.num_micro_batches} micro {'batch' if shape.num_micro_batches == 1 else 'batches'}"
+    parts = [f"{counted(shape.num_ranks, 'rank')} and {batches}"]
     named = (("chunks per rank", shape.chunks), ("group", shape.group), ("limit", shape.limit))
     return ", ".join([*parts, *(f"{name}={value:g}" for name, value in named if value is not None)])

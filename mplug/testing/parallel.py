@@ -12,6 +12,7 @@ import yaml
 from mplug.errors import UsageError, listed
 from mplug.layout.mesh import Axis, parse_layout
 from mplug.registry.entry_points import BrokenPlugin
+from mplug.registry.hooks import implemented
 from mplug.run.run import Run
 from mplug.testing import layouts
 from mplug.testing.draws import draws_fault
@@ -288,6 +289,16 @@ class ParallelSuite(PluginSuite):
         where = f"under layout '{layout}'"
         found = draws_fault(*self._trained(layout))
         require(not found, f"{where} kernels that draw random numbers themselves draw {found}")
+
+    def test_stages_sample_the_texts_of_one_process(self) -> None:
+        """If the strategy runs stages forward (`build_relay`): with caches, and prompts of different lengths."""
+        from mplug.testing.sampled import sampling_fault
+
+        if "build_relay" not in implemented(installed_plugins().load(self.entry())):
+            raise SkipTest(f"'{self.plugin}' divides no model into stages that sample")
+        settings = self.at(self.alone()[0])
+        found = sampling_fault(layouts.prepared(settings).mesh.world_size, settings)
+        require(not found, f"under layout '{settings['parallel.layout']}', {found}")
 
     # Shared by the tests.
 

@@ -127,6 +127,8 @@ class Position:
         if self.parts.loss_scale is not None and LOSS_SCALE in plain:  # a run that continues in fp16 begins a new one
             with _loading_state(path, "the loss scale"):
                 self.parts.loss_scale.load_state_dict(plain[LOSS_SCALE])
+        if "imported" in opened.facts:  # another library has trained on other data: the loader begins anew
+            return
         with _loading_state(path, "the state of the data loader"):
             self.parts.train_loader.load_state_dict(plain["loader"], plain["samples"])
 

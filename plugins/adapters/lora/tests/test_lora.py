@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from mplug import UsageError
+from mplug.checkpoint.adapter_files import adapters_of
 from mplug.cli import main
 from mplug.model.build import build_model, measure_bytes
 from mplug.testing import AdapterSuite
@@ -42,6 +44,8 @@ SMALL: dict[str, Any] = {
     "model.init_std": 0.06,
 }
 ALL = {"adapters.lora.targets": ["linear", "experts"]}
+SHARED = {**EXPERTS, "adapters.lora.targets": ["experts"], "adapters.lora.experts": "shared"}
+COPIES = "parallel.tp.sequence_parallel=false"
 DORA = {**SMALL, "adapters.lora.dora": True}
 LAYOUTS = (
     "tp2 parallel.tp.sequence_parallel=false",
@@ -77,18 +81,34 @@ def test_dora_under_a_layout_is_that_of_one_process(layout: str) -> None:
     require_parity(DORA, layout)
 
 
+OF_EXPERTS = ("tp2", "ep2", "etp2", "tp2ep2", "tp2etp2", "fsdp2ep2", "zero2ep2", "pp2ep2", f"tp2etp2 {COPIES}")
+
+
 @pytest.mark.wide("layouts")
-@pytest.mark.parametrize(
-    "layout", ["ep2", "tp2ep2", "fsdp2ep2", "zero2ep2", "pp2ep2", "tp2ep2 parallel.tp.sequence_parallel=false"]
-)
+@pytest.mark.parametrize("layout", [*OF_EXPERTS, f"tp2ep2 {COPIES}"])
 def test_adapters_of_experts_under_a_layout_are_those_of_one_process(layout: str) -> None:
     require_parity({**EXPERTS, **LORA, **ALL}, layout)
 
 
+@pytest.mark.parametrize(
+    "layout", [f"tp2ep2 {COPIES}", *(pytest.param(one, marks=pytest.mark.wide("layouts")) for one in OF_EXPERTS)]
+)
+def test_an_adapter_that_experts_share_has_the_gradient_of_one_process(layout: str) -> None:
+    require_parity({**SHARED, **LORA}, layout)
+
+
 @pytest.mark.wide("layouts")
 @pytest.mark.parametrize("layout", ["dp2", "zero2", "pp2"])
-def test_dropout_under_a_layout_is_that_of_one_process(layout: str) -> None:
-    require_parity({**SMALL, "adapters.lora.dropout": 0.2}, layout)
+@pytest.mark.parametrize("settings", [SMALL, DORA], ids=["lora", "dora"])
+def test_dropout_under_a_layout_is_that_of_one_process(layout: str, settings: dict[str, Any]) -> None:
+    require_parity({**settings, "adapters.lora.dropout": 0.2}, layout)
+
+
+@pytest.mark.wide("layouts")
+@pytest.mark.parametrize("layout", ["tp2", f"tp2 {COPIES}"])
+def test_dora_with_dropout_of_whole_inputs_under_tp_is_that_of_one_process(layout: str) -> None:
+    whole = {"adapters.lora.targets": ["qkv", "up"], "adapters.lora.dropout": 0.2}
+    require_parity({**DORA, **whole}, layout)
 
 
 def test_only_adapters_have_gradients_masters_and_optimizer_states() -> None:
@@ -128,11 +148,11 @@ def test_fused_weights_have_an_adapter_for_each_segment() -> None:
             {"adapters.lora.rank": 17},
             "adapters.lora.rank=17 is above the width 16 of 'model.layers.0.self_attn.k_proj'",
         ),
-        ({"adapters.lora.dora": True, "adapters.lora.dropout": 0.1}, "cannot be combined"),
         (
             {"adapters.lora.dropout": 0.1, "parallel.layout": "tp2"},
             "adapters.lora.dropout: tp divides the inputs of 'blocks.0.attn.out'",
         ),
+        ({"adapters.lora.experts": "shared"}, "adapters.lora.experts=shared: adapters.lora.targets names no experts"),
         (
             {**EXPERTS, **ALL, "model.ffn_hidden_size": 24, "adapters.lora.dora": True},
             "adapters.lora.dora does not apply to the adapters of experts",
@@ -144,6 +164,27 @@ def test_what_cannot_be_adapted_is_refused(settings: dict[str, Any], said: str) 
     with pytest.raises(UsageError) as caught:
         build_model(tiny_run({**SMALL, **LORA, **settings}))
     assert said in str(caught.value)
+
+
+def test_an_adapter_that_experts_share_is_one_pair_that_is_merged_into_each_and_not_published() -> None:
+    model = build_model(tiny_run({**SHARED, **LORA}))
+    shapes = {
+        name: tuple(one.shape) for name, one in model.parameters().items() if "0.moe" in name and "adapter" in name
+    }
+    place = "blocks.0.moe.experts"
+    assert shapes == {
+        f"{place}.up_adapter.a": (1, 3, 32),
+        f"{place}.up_adapter.b": (1, 48, 3),
+        f"{place}.down_adapter.a": (1, 3, 24),
+        f"{place}.down_adapter.b": (1, 32, 3),
+    }
+    merge = model.merges[f"{place}.up"]
+    values = {name: torch.randn(model.parameters()[name].shape) for name in merge.inputs}
+    merged, (weight, a, b) = merge.compute(*values.values()), values.values()
+    for expert in range(4):
+        assert torch.allclose(merged[expert], weight[expert] + 5 / 3 * b[0] @ a[0], atol=1e-6)
+    with pytest.raises(UsageError, match="shared has one for all experts"):
+        adapters_of(model)
 
 
 def test_a_folder_without_adapters_is_refused_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

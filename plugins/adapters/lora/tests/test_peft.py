@@ -11,6 +11,7 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 from click.testing import CliRunner  # noqa: E402
+from mplug_lora.modules import LowRank  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 from mplug.checkpoint.adapter_files import adapter_conversion, load_adapters, refuse_other_adapters  # noqa: E402
@@ -77,6 +78,11 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
         {"target_modules": ["q_proj", "k_proj", "o_proj", "gate_proj", "down_proj"], "use_dora": True},
         ["q_proj", "k_proj", "out", "gate_proj", "down"],
     ),
+    "llama dora dropout": (
+        llama,
+        {"target_modules": ["q_proj", "v_proj", "down_proj"], "use_dora": True, "lora_dropout": 0.4},
+        ["q_proj", "v_proj", "down"],
+    ),
     "gpt2": (gpt2, {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}, ["linear"]),
     "gpt2 dora": (
         gpt2,
@@ -92,9 +98,15 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
 
 
 QUICK = ("llama", "llama dora", "gpt2", "qwen3-moe")
-each = pytest.mark.parametrize(
-    "name", [one if one in QUICK else pytest.param(one, marks=pytest.mark.wide("families")) for one in CASES]
-)
+
+
+def cases(*quick: str) -> Any:
+    """Every case; all but the quick ones are wide."""
+    wide = pytest.mark.wide("families")
+    return pytest.mark.parametrize("name", [one if one in quick else pytest.param(one, marks=wide) for one in CASES])
+
+
+each = cases(*QUICK)
 
 
 class Pair:
@@ -117,6 +129,7 @@ class Pair:
             "adapters.lora.alpha": 5,
             "adapters.lora.targets": targets,
             "adapters.lora.dora": own.get("use_dora", False),
+            "adapters.lora.dropout": own.get("lora_dropout", 0.0),
             "adapters.lora.rank_stabilized": own.get("use_rslora", False),
             "adapters.lora.path": str(self.adapters),
         }
@@ -181,9 +194,26 @@ def off(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
 
 
-@each
+def dropped(x: Tensor, p: float) -> Tensor:
+    """x [B, S, I] with the same mask [S, I] for every module of the same width."""
+    generator = torch.Generator().manual_seed(x.shape[-1])
+    return x * (torch.rand(x.shape[-2:], generator=generator) >= p) / (1 - p)
+
+
+@pytest.fixture
+def same_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT draws a mask for q, k and v each, from torch's generator; a linear of ours has one, of the sample's key."""
+    monkeypatch.setattr(torch.nn.Dropout, "forward", lambda self, x: dropped(x, self.p) if self.training else x)
+    monkeypatch.setattr(
+        LowRank, "_dropped", lambda self, x: dropped(x, self.dropout.probability) if self.dropout else x
+    )
+
+
+@cases(*QUICK, "llama dora dropout")
+@pytest.mark.usefixtures("same_masks")
 def test_loss_and_gradients_are_those_of_peft(pairs: Any, name: str) -> None:
     pair = pairs(name)
+    pair.model.train()
     _, model = loaded(pair)
     tokens = torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(3))
     zeros = torch.zeros(2, dtype=torch.int64)

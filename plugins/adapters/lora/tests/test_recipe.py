@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ pytest.importorskip("mplug_huggingface")
 pytest.importorskip("mplug_packed")
 
 from mplug.cli import main  # noqa: E402
+from mplug.testing.parity import require_parity  # noqa: E402
 
 RECIPE = Path(__file__).parents[4] / "docs" / "recipes" / "lora.yaml"
 TEMPLATE = (
@@ -52,6 +54,20 @@ def folder_of_a_tiny_model(folder: Path) -> None:
     fast.save_pretrained(folder)
 
 
+def conversations() -> list[dict[str, Any]]:
+    """Short questions and answers."""
+    return [
+        {"messages": [{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": f"It is {n}, sir."}]}
+        for n in range(30)
+    ]
+
+
+def written(path: Path) -> Path:
+    """The conversations in a file of JSON lines."""
+    path.write_text("".join(f"{json.dumps(chat)}\n" for chat in conversations()))
+    return path
+
+
 def run(*words: str) -> str:
     done = CliRunner().invoke(main, words)
     assert done.exit_code == 0, f"{done.output}\n{done.exception!r}"
@@ -63,11 +79,7 @@ def test_the_recipe_trains_adapters_on_answers_and_writes_a_folder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     folder_of_a_tiny_model(tmp_path / "model")
-    chats = [
-        {"messages": [{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": f"It is {n}, sir."}]}
-        for n in range(30)
-    ]
-    (tmp_path / "chats.jsonl").write_text("".join(f"{json.dumps(chat)}\n" for chat in chats))
+    written(tmp_path / "chats.jsonl")
     sets = [word for one in ("data.path=chats.jsonl", *SMALLER) for word in ("--set", one)]
     run("train", "--name", "chat", "--config", str(RECIPE), "--pretrained", "model", *sets)
     lines = [json.loads(line) for line in (tmp_path / "runs/chat/metrics.jsonl").read_text().splitlines()]
@@ -80,7 +92,9 @@ def test_the_recipe_trains_adapters_on_answers_and_writes_a_folder(
     run("checkpoint", "export", "--to", "peft", "adapters", "--name", "chat")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "merged")
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    tokens = tokenizer.apply_chat_template(chats[3]["messages"], return_tensors="pt", return_dict=True)["input_ids"]
+    tokens = tokenizer.apply_chat_template(conversations()[3]["messages"], return_tensors="pt", return_dict=True)[
+        "input_ids"
+    ]
     with torch.no_grad():
         found = merged(tokens, labels=tokens).loss
         base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
@@ -88,3 +102,36 @@ def test_the_recipe_trains_adapters_on_answers_and_writes_a_folder(
     unchanged = merged.state_dict()["model.embed_tokens.weight"]
     assert torch.equal(unchanged, base.state_dict()["model.embed_tokens.weight"])
     assert json.loads((tmp_path / "adapters/adapter_config.json").read_text())["r"] == 4
+
+
+PACKED: dict[str, Any] = {
+    "model.name": "llama",
+    "model.num_layers": 2,
+    "model.hidden_size": 32,
+    "model.num_attention_heads": 4,
+    "model.num_kv_heads": 2,
+    "model.ffn_hidden_size": 48,
+    "model.vocab_size": 259,
+    "model.init_std": 0.06,
+    "trainer.seq_length": 64,
+    "kernels.attention": "reference",
+    "data.name": "packed",
+    "adapters.lora.rank": 3,
+    "adapters.lora.dropout": 0.2,
+}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "cp2",
+        *(
+            pytest.param(one, marks=pytest.mark.wide("layouts"))
+            for one in ("cp2 parallel.cp.method=all_gather", "cp2dp2")
+        ),
+    ],
+)
+def test_packed_answers_under_context_parallelism_train_adapters_as_one_process_does(
+    layout: str, tmp_path: Path
+) -> None:
+    require_parity({**PACKED, "data.path": str(written(tmp_path / "chats.jsonl"))}, layout)

@@ -12,11 +12,12 @@ from mplug.testing.harness import tiny_run
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA GPUs here"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here"),
     pytest.mark.skipif(
         find_spec("mplug_deepspeed") is None or find_spec("deepspeed") is None, reason="it is not installed"
     ),
 ]
+on_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA GPUs here")
 
 STEPS = 8
 BASE: dict[str, Any] = {
@@ -28,9 +29,16 @@ BASE: dict[str, Any] = {
     "model.num_layers": 3,
     "model.hidden_size": 128,
 }
-STAGES = [{"parallel.layout": "deepspeed2", "parallel.deepspeed.stage": stage} for stage in (1, 2, 3)]
-OFFLOADED = [{**stage, "parallel.deepspeed.offload_optimizer": True} for stage in STAGES[1:]]
-OFFLOADED[1]["parallel.deepspeed.offload_param"] = True
+
+
+def cases(ranks: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Every stage, and the stages with states (and weights) in the host's memory."""
+    stages = [{"parallel.layout": f"deepspeed{ranks}", "parallel.deepspeed.stage": stage} for stage in (1, 2, 3)]
+    offloaded = [{**stage, "parallel.deepspeed.offload_optimizer": True} for stage in stages[1:]]
+    offloaded[1]["parallel.deepspeed.offload_param"] = True
+    return stages, offloaded
+
+
 COMPILED = {"trainer.precision": "bf16", "trainer.compile": "inductor"}
 
 
@@ -60,16 +68,37 @@ def trained_in_turn(every: list[dict[str, Any]]) -> list[tuple[list[float], list
     return figures
 
 
+def test_stages_and_offload_on_one_gpu_give_the_losses_without_deepspeed() -> None:
+    stages, offloaded = cases(1)
+    alone, *others = run_workers(1, trained_in_turn, [{}, *stages, *offloaded])[0]
+    assert len(others) == 5
+    for losses, norms in others:
+        assert losses == pytest.approx(alone[0], rel=1e-4)
+        assert norms == pytest.approx(alone[1], rel=1e-3)
+
+
+def test_compiled_units_in_bf16_on_one_gpu_stay_near_those_without_deepspeed() -> None:
+    reference, *others = run_workers(1, trained_in_turn, [COMPILED, *({**stage, **COMPILED} for stage in cases(1)[0])])[
+        0
+    ]
+    assert len(others) == 3
+    for losses, _ in others:
+        assert losses == pytest.approx(reference[0], rel=0.01)
+
+
+@on_two
 def test_stages_and_offload_on_two_gpus_give_the_losses_of_one() -> None:
     (alone,) = run_workers(1, trained_in_turn, [{}])[0]
-    for own in run_workers(2, trained_in_turn, [*STAGES, *OFFLOADED]):
+    stages, offloaded = cases(2)
+    for own in run_workers(2, trained_in_turn, [*stages, *offloaded]):
         for losses, norms in own:
             assert losses == pytest.approx(alone[0], rel=1e-4)
             assert norms == pytest.approx(alone[1], rel=1e-3)
 
 
+@on_two
 def test_compiled_units_in_bf16_stay_near_zero() -> None:
-    cases = [{"parallel.layout": "zero2", **COMPILED}, *({**stage, **COMPILED} for stage in STAGES)]
-    for (reference, _), *others in run_workers(2, trained_in_turn, cases):
+    every = [{"parallel.layout": "zero2", **COMPILED}, *({**stage, **COMPILED} for stage in cases(2)[0])]
+    for (reference, _), *others in run_workers(2, trained_in_turn, every):
         for losses, _ in others:
             assert losses == pytest.approx(reference, rel=0.01)

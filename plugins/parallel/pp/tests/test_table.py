@@ -110,7 +110,7 @@ def test_interleaved_groups_may_be_chosen_and_are_about_equal() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "said"),
     [
-        ("1f1b", {"chunks": 2}, "'1f1b' has 1 chunks per rank, not 2"),
+        ("1f1b", {"chunks": 2}, "'1f1b' has 1 chunk per rank, not 2"),
         ("zb-v", {"chunks": 3}, "'zb-v' has 2 chunks per rank, not 3"),
         ("interleaved", {"chunks": 1}, "needs 2 or more chunks per rank"),
         ("interleaved", {"group": 3}, "a group of 3 micro batches is smaller than the 4 ranks"),

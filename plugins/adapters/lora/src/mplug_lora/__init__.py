@@ -1,13 +1,13 @@
 """LoRA (arXiv 2106.09685) and DoRA (arXiv 2402.09353): trains low-rank adapters of a frozen model."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
-from mplug import UsageError, hookimpl
+from mplug import hookimpl
 
 if TYPE_CHECKING:
-    from mplug import Model, Offer, Run, RunConfig, Wrap
+    from mplug import Model, Offer, Run, Wrap
 
 Word = Annotated[str, Field(min_length=1)]
 
@@ -25,6 +25,11 @@ class LoRA:
         rank_stabilized: bool = Field(False, description="divide alpha by the square root of the rank (2312.03732)")
         dropout: float = Field(0.0, ge=0, lt=1, description="probability with which an input of A is dropped")
         dora: bool = Field(False, description="train magnitudes of the rows of the adapted weights too (DoRA)")
+        experts: Literal["each", "shared"] = Field(
+            "each",
+            description="each: an A and a B for each expert; shared: one pair for all experts of a layer, which the "
+            "rows of all of them train",
+        )
         path: str | None = Field(
             None,
             min_length=1,
@@ -45,15 +50,6 @@ class LoRA:
         """The factor of the update."""
         root = 0.5 if self.config.rank_stabilized else 1.0
         return float(self.config.alpha / self.config.rank**root)
-
-    @hookimpl
-    def configure(self, config: "RunConfig") -> None:
-        """Refuse DoRA with dropout: the magnitudes would need a second product of the dropped input."""
-        if self.config.dora and self.config.dropout:
-            raise UsageError(
-                "adapters.lora.dora and adapters.lora.dropout cannot be combined: with both, every adapted weight "
-                "would multiply its input twice; set adapters.lora.dropout=0"
-            )
 
     @hookimpl
     def adapt_model(self, run: "Run", model: "Model") -> None:

@@ -21,6 +21,11 @@ def adapt(model: Model, config: Any, scale: float, base: str | None) -> None:
     Raises UsageError for targets that the model does not have, and for a rank above the width of a target.
     """
     targets = chosen_targets(model, config.targets)
+    if config.experts == "shared" and not any(target.is_experts for target in targets):
+        raise UsageError(
+            "adapters.lora.experts=shared: adapters.lora.targets names no experts of this model; add 'experts' to "
+            "adapters.lora.targets, or unset adapters.lora.experts"
+        )
     for target in targets:
         _refuse_wide_rank(target, config.rank)
         if target.is_experts and (config.dropout or config.dora):
@@ -36,7 +41,7 @@ def adapt(model: Model, config: Any, scale: float, base: str | None) -> None:
     roles = dict.fromkeys(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in modules)
     model.plan = replace(model.plan, base_modules=(*model.plan.base_modules, *roles))
     model.merges |= {one.weight: merge_of(one, config.rank, scale, config.dora) for one in targets}
-    names = names_of(targets, config.rank, config.dora)
+    names = None if config.experts == "shared" else names_of(targets, config.rank, config.dora)
     offsets = {
         f"{_place(one)}.magnitude{number}": norms_of(one, number)
         for one in targets
@@ -47,8 +52,15 @@ def adapt(model: Model, config: Any, scale: float, base: str | None) -> None:
         config_of(targets, config, base),
         offsets,
         None if config.path is None else Path(config.path).expanduser(),
-        "" if names else "PEFT has no module for one of the adapted layers",
+        "" if names else _unpublished(config),
     )
+
+
+def _unpublished(config: Any) -> str:
+    """Why PEFT has no form of the adapters."""
+    if config.experts == "shared":
+        return "PEFT has an A and a B for each expert, and adapters.lora.experts=shared has one for all experts"
+    return "PEFT has no module for one of the adapted layers"
 
 
 def _refuse_wide_rank(target: Target, rank: int) -> None:
@@ -71,7 +83,8 @@ def _module(target: Target, config: Any, scale: float) -> "nn.Module":
     if target.is_experts:
         experts, outputs, inputs = target.dims
         count, rows, width = target.shape
-        return ExpertsLowRank((experts, outputs, inputs), (count, rows, width), config.rank, scale)
+        shared = config.experts == "shared"
+        return ExpertsLowRank((experts, outputs, inputs), (count, rows, width), config.rank, scale, shared)
     return LowRank(
         target.dims[1], target.pairs, target.chosen, target.shape[1], config.rank, scale, config.dropout, config.dora
     )

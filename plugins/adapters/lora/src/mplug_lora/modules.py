@@ -8,10 +8,13 @@ from torch import Tensor, nn
 
 from mplug import Init, Parameter, Segment
 from mplug.nn import Dropout, Entries, Inits, Linear, Weights, boundary_of, grouped_linear
+from mplug_lora.products import down, up
 from mplug_lora.targets import Dim, Pair
 
 RANK = "adapter_rank"
 """The named axis of the rows of A; no strategy divides it."""
+SHARED = "shared_by_experts"
+"""The named axis of length 1 of an adapter that all experts share."""
 TOKENS = ("batch", "sequence")
 ZEROS = Init("constant", value=0.0)
 
@@ -78,19 +81,42 @@ class LowRank(nn.Module):
         ups = {f"b{number}.weight": Parameter((self.pairs[number].rows, RANK), ZEROS) for number in self.chosen}
         if not self.dora:
             return {**entries, **ups}
-        rows = {number: self.pairs[number].rows for number in self.chosen}
-        return {**entries, **ups, **{f"magnitude{n}": Parameter((dim,), ZEROS, decay=False) for n, dim in rows.items()}}
+        parts = {number: self.pairs[number].rows for number in self.chosen}
+        changes = {f"magnitude{n}": Parameter((dim,), ZEROS, decay=False) for n, dim in parts.items()}
+        return {**entries, **ups, **changes}
 
-    def forward(self, x: Tensor, y: Tensor, linear: Linear) -> Tensor:
-        """x [..., I], y [..., O] -> [..., O]."""
-        y = y + self._update(x, y)
+    def around(self, x: Tensor, linear: Linear) -> Tensor:
+        """x [..., I] -> the linear's product and the update [..., O]; with DoRA, times m / |W + scale B A| by rows.
+
+        With DoRA and dropout, as PEFT defines it: W x + (g - 1) W dropped + g scale B A dropped, where g is
+        m / |W + scale B A|. Only the changes read the dropped input, which costs a second product with W.
+        """
+        dropped = self._dropped(x)
+        if self.dora and dropped is not x:
+            change, dtype = self._magnitudes(linear), x.dtype
+            update = self._update(self.a(dropped) * self.scale) * change.to(dtype)
+            return linear.unadapted(x) + (change - 1).to(dtype) * linear.unadapted(dropped) + update
+        if self.a.is_bare and dropped is x and x.requires_grad and x.dtype == self.a.weight.dtype:
+            x, hidden = down(x, self.a, self.scale)
+        else:
+            hidden = self.a(dropped) * self.scale
+        y = self._updated(linear.unadapted(x), hidden)
         return y * self._magnitudes(linear).to(y.dtype) if self.dora else y
 
-    def _update(self, x: Tensor, y: Tensor) -> Tensor:
-        """scale B A x [..., O], with zeros for the pairs without adapters."""
-        parts = iter((self.a(self._dropped(x)) * self.scale).split(self.rank, dim=-1))
+    def _updated(self, y: Tensor, hidden: Tensor) -> Tensor:
+        """y [..., O], hidden [..., n r] -> y plus B_i hidden_i, in the columns of each chosen pair."""
+        linears = [getattr(self, f"b{number}") for number in self.chosen]
+        if all(one.is_bare for one in linears) and y.dtype == hidden.dtype:
+            return up(y, hidden, linears, [sum(self.lengths[:number]) for number in self.chosen])
+        return y + self._update(hidden)
+
+    def _update(self, hidden: Tensor) -> Tensor:
+        """hidden [..., n r] -> B_i hidden_i [..., O], with zeros for the pairs without adapters."""
+        parts = iter(hidden.split(self.rank, dim=-1))
+        ups = {number: getattr(self, f"b{number}")(next(parts)) for number in self.chosen}
+        rows = ups[self.chosen[0]].shape[:-1]
         found = [
-            getattr(self, f"b{number}")(next(parts)) if number in self.chosen else y.new_zeros(*y.shape[:-1], length)
+            ups[number] if number in ups else hidden.new_zeros(*rows, length)
             for number, length in enumerate(self.lengths)
         ]
         return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
@@ -127,29 +153,34 @@ class LowRank(nn.Module):
 class ExpertsLowRank(nn.Module):
     """y + scale B_e A_e x for each expert e; an adapter of a projection of `mplug.nn.Experts`.
 
-    `a` [e, r, I] and `b` [e, O, r] have the named axes of the adapted weight [e, O, I].
+    `a` [e, r, I] and `b` [e, O, r] have the named axes of the adapted weight [e, O, I]. If the experts share one
+    adapter, e is 1, and no strategy divides this dimension: every rank has the adapter, and a part of its gradient.
     """
 
     mixes: ClassVar[frozenset[str]] = frozenset()
 
-    def __init__(self, dims: tuple[Dim, Dim, Dim], shape: tuple[int, int, int], rank: int, scale: float) -> None:
+    def __init__(
+        self, dims: tuple[Dim, Dim, Dim], shape: tuple[int, int, int], rank: int, scale: float, shared: bool = False
+    ) -> None:
         super().__init__()
-        self.dims, self.rank, self.scale = dims, rank, scale
+        self.dims, self.rank, self.scale, self.shared = dims, rank, scale, shared
         experts, outputs, inputs = shape
-        self.width = inputs
-        self.a = nn.Parameter(torch.empty(experts, rank, inputs))
-        self.b = nn.Parameter(torch.empty(experts, outputs, rank))
+        self.width, number = inputs, 1 if shared else experts
+        self.a = nn.Parameter(torch.empty(number, rank, inputs))
+        self.b = nn.Parameter(torch.empty(number, outputs, rank))
 
     def plan_entries(self, inits: Inits) -> Entries:
         """The meaning of the weights. Ranks that divide the width of an expert see parts of both gradients."""
         experts, outputs, inputs = self.dims
-        over = (*TOKENS, "expert_mlp")
+        over = (*TOKENS, *(("expert",) if self.shared else ()), "expert_mlp")
+        first = SHARED if self.shared else experts
         return {
-            "a": Parameter((experts, RANK, inputs), first_values(self.width), over=over),
-            "b": Parameter((experts, outputs, RANK), ZEROS, over=over),
+            "a": Parameter((first, RANK, inputs), first_values(self.width), over=over),
+            "b": Parameter((first, outputs, RANK), ZEROS, over=over),
         }
 
     def forward(self, rows: Tensor, y: Tensor, counts: Tensor) -> Tensor:
         """rows [M, I], y [M, O], counts [e] -> [M, O]."""
+        counts = counts.sum(dim=0, keepdim=True) if self.shared else counts
         hidden = grouped_linear(rows, counts, Weights.of(self.a))
         return y + self.scale * grouped_linear(hidden, counts, Weights.of(self.b))

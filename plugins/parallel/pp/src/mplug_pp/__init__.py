@@ -8,7 +8,9 @@ from mplug import MAY_CHANGE, Axis, Shape, Stages, Table, UsageError, find_sched
 from mplug_pp.stages import Split, divide
 
 if TYPE_CHECKING:
-    from mplug import DefaultStepper, Model, Run, RunConfig, Stepper
+    from collections.abc import Sequence
+
+    from mplug import DefaultStepper, Model, Relay, Run, RunConfig, Stepper
 
 
 class PipelineParallel:
@@ -68,7 +70,10 @@ class PipelineParallel:
 
     @hookimpl
     def split_model(self, run: "Run", model: "Model") -> Stages:
-        """Split the units into contiguous chunks, after a proof of the tables of all steps."""
+        """Split the units into contiguous chunks, after a proof of the tables of all steps.
+
+        Sampling has a table for one micro batch: all samples that the rank computes together.
+        """
         size = run.mesh.axes["pp"].size
 
         def table(num_micro_batches: int) -> Table:
@@ -77,7 +82,7 @@ class PipelineParallel:
                 config.schedule, Shape(size, num_micro_batches, config.chunks, config.group, config.limit)
             )
 
-        tables = [table(number) for number in run.micro_batch_counts()]
+        tables = [table(number) for number in run.micro_batch_counts()] if run.decoding is None else [table(1)]
         if any(one.ranks != tables[0].ranks for one in tables):
             raise UsageError(
                 f"parallel.pp.schedule={self.config.schedule} gives chunks to other ranks if the number of micro "
@@ -96,3 +101,10 @@ class PipelineParallel:
         from mplug_pp.runtime import PipelineStepper
 
         return PipelineStepper(run, model, default)
+
+    @hookimpl
+    def build_relay(self, run: "Run", model: "Model", crossing: "Sequence[tuple[str, ...]]") -> "Relay":
+        """A relay that follows the forward half of the schedule's table."""
+        from mplug_pp.relay import ForwardRelay
+
+        return ForwardRelay(run, model, crossing)

@@ -4,16 +4,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from mplug import Action, DefaultStepper, Kind, MicroBatch, Model, Run, StepResult, Table, UsageError
+from mplug import Action, DefaultStepper, Kind, MicroBatch, Model, Run, StepResult, Table, UsageError, forward_half
 from mplug_pp.busy import Busy
 from mplug_pp.chunk import Chunk
 from mplug_pp.feed import Batches
-from mplug_pp.wire import Crossing, Key, Wire, key_of
+from mplug_pp.wire import Crossing, Key, key_of, wires_of
 
 Place = tuple[int, int]
 """(chunk, micro batch)."""
@@ -28,8 +27,7 @@ class PipelineStepper:
 
     def __init__(self, run: Run, model: Model, default: DefaultStepper) -> None:
         self.model, self.default = model, default
-        members = [*run.mesh.group(run.rank, "pp")]
-        self.rank = members.index(run.rank)
+        self.rank = [*run.mesh.group(run.rank, "pp")].index(run.rank)
         self.chunks = {number: Chunk(model, default, number) for number in model.own_chunks}
         self.crossings = {
             number: Crossing(model.crossing(number))
@@ -37,13 +35,7 @@ class PipelineStepper:
             for number in (chunk, chunk + 1)
             if 0 < number < len(model.stages.units)
         }
-        ranks = [model.stages.rank_of(chunk) for chunk in range(len(model.stages.units))]
-        near = {other for pair in pairwise(ranks) if self.rank in pair for other in pair} - {self.rank}
-        up, down = (run.group("pp", use=f"pipeline {way}") for way in ("up", "down"))
-        self.wires = {
-            peer: Wire(members[peer], run.device, *((up, down) if peer > self.rank else (down, up)))
-            for peer in sorted(near)
-        }
+        self.wires = wires_of(run, model)
         self.busy = Busy(run.device)
         self.arrived: dict[tuple[bool, Place], Callable[[], list[Tensor]]] = {}
         self.leaving: dict[tuple[bool, Place], list[Tensor]] = {}
@@ -151,9 +143,7 @@ class PipelineStepper:
         self.losses, self.split = [], set()
         run = self.default.run
         entries = partial(self.default.entries, step=run.step)
-        table = self._table(max(run.micro_batch_counts()))
-        kinds = (Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
-        row = [action for action in table.rows[self.rank] if action.kind in kinds]
+        row = forward_half(self._table(max(run.micro_batch_counts()))).rows[self.rank]
         remaining = iter(micro_batches)
         while True:
             self.batches = Batches(remaining, entries, open_end=True)

@@ -131,7 +131,10 @@ def loop(num_ranks: int, chunks: int) -> tuple[int, ...]:
 def refuse(shape: Shape, name: str, chunks: int, groups: bool = False, limit: bool = False) -> None:
     """Raise ValueError for a setting of a shape that a schedule with this name does not have."""
     if shape.chunks not in (None, chunks):
-        raise ValueError(f"the schedule '{name}' has {chunks} chunks per rank, not {shape.chunks}")
+        raise ValueError(
+            f"the schedule '{name}' has {chunks} chunk{'s' * (chunks > 1)} per rank, not {shape.chunks}; leave "
+            f"'chunks' at null, or use 'interleaved' or 'zb-h1'"
+        )
     if shape.group is not None and not groups:
         raise ValueError(f"the schedule '{name}' has no groups of micro batches; leave 'group' at null")
     if shape.limit is not None and not limit:

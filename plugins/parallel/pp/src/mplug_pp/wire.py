@@ -3,13 +3,14 @@
 import json
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mplug import MicroBatch, RunError
+from mplug import MicroBatch, Model, Run, RunError
 
 HEADER = 256
 """Bytes of an announcement: a tensor's dtype and shape as JSON, padded with spaces."""
@@ -70,6 +71,16 @@ class Wire:
         """Wait for all sends."""
         while self.under_way:
             self.under_way.popleft()[0].wait()
+
+
+def wires_of(run: Run, model: Model) -> dict[int, Wire]:
+    """The wires of this rank to the ranks with a neighbouring chunk, by their index along the pipeline. Collective."""
+    members = [*run.mesh.group(run.rank, "pp")]
+    own = members.index(run.rank)
+    ranks = [model.stages.rank_of(chunk) for chunk in range(len(model.stages.units))]
+    near = {other for pair in pairwise(ranks) if own in pair for other in pair} - {own}
+    up, down = (run.group("pp", use=f"pipeline {way}") for way in ("up", "down"))
+    return {peer: Wire(members[peer], run.device, *((up, down) if peer > own else (down, up))) for peer in sorted(near)}
 
 
 class Crossing:

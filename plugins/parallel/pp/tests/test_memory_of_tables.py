@@ -1,0 +1,67 @@
+"""`benchmarks/pipeline_memory.py`: the memory that ranks hold is what the tables of their schedules predict."""
+
+import importlib.util
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from mplug.testing.live_bytes import LiveBytes
+
+FILE = Path(__file__).parents[4] / "benchmarks" / "pipeline_memory.py"
+SMALL = ("num_layers=4", "hidden_size=32", "num_attention_heads=2", "vocab_size=64")
+RATIO = -1
+"""The column of measured / predicted."""
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> Any:
+    spec = importlib.util.spec_from_file_location("pipeline_memory", FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def ratios(benchmark: Any, built_for: tuple[str, int], stages: int, *more: str) -> dict[tuple[str, int], float]:
+    """Measured / predicted by (schedule, rank)."""
+    schedules = [name for names in benchmark.BUILDS.values() for name in names]
+    settings = [f"model.{one}" for one in SMALL] + ["trainer.device=cpu", *more]
+    options = Namespace(schedules=schedules, measured=5, repeats=0, preset="", precision="fp32", seq_length=16)
+    options.assignments = settings
+    with patch.object(benchmark.wire, "Wire", benchmark.LoneWire), LiveBytes() as live:
+        rows, _ = benchmark.measure(stages, built_for, options, benchmark.OfCpu(live))
+    return {(row[0], row[1]): float(row[RATIO]) for row in rows}
+
+
+@pytest.mark.wide("layouts")
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("built_for", [("zb-h1", 1), ("zb-v", 2), ("zb-h1", 2)])
+def test_ranks_of_every_schedule_hold_what_its_table_predicts(
+    benchmark: Any, built_for: tuple[str, int], stages: int
+) -> None:
+    found = ratios(benchmark, built_for, stages, "model.num_layers=8")
+    assert len(found) >= stages
+    assert all(0.98 < ratio < 1.02 for ratio in found.values()), found
+
+
+def test_live_bytes_are_counted_until_a_tensor_is_freed() -> None:
+    given = torch.ones(100)
+    with LiveBytes() as live:
+        first = given + 1
+        assert (live.held, live.peak) == (400, 400)
+        view = first[:10]
+        del first
+        assert live.held == 400  # the view keeps the memory
+        given.mul_(2)
+        second = torch.cat([view, view])
+        del view
+        assert (live.held, live.peak) == (80, 480)
+        live.reset_peak()
+        assert live.peak == 80
+        del second
+        assert live.held == 0

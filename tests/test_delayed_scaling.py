@@ -6,7 +6,7 @@ from torch import Tensor
 
 from mplug import DelayedScaling, Site
 from mplug.layout.plan import Init, Parameter
-from mplug.nn import Linear
+from mplug.nn import Experts, Linear
 
 E4M3, E5M2 = 448.0, 57344.0
 
@@ -38,6 +38,30 @@ def test_each_operand_has_a_statistic_over_its_own_axes_a_history_and_a_scale() 
         "gradient_scale": ((1,), 256.0),
         "weight_scale": ((1,), 896.0),
     }
+
+
+def test_experts_have_the_buffers_of_both_products_and_their_scales_follow() -> None:
+    with torch.device("meta"):
+        experts = Experts(32, 64, 4, "swiglu")
+    dims = {"up": ("expert", "mlp", "embed"), "down": ("expert", "embed", "mlp")}
+    entries = {name: Parameter(axes, Init("normal")) for name, axes in dims.items()}
+    at = Site("blocks.*.experts", "Experts.product", experts, "blocks.0.experts", parameters=entries)
+    scaling = DelayedScaling({"input": E4M3, "gradient": E5M2}, steps=2)
+    declared = scaling.buffers(at)
+    tokens = ("batch", "sequence", "expert")
+    assert {name: one.over for name, one in declared.items() if one.over} == {
+        "up_input": (*tokens, "embed"),
+        "up_gradient": (*tokens, "mlp"),
+        "down_input": (*tokens, "mlp"),
+        "down_gradient": (*tokens, "embed"),
+    }
+    state = {name: torch.full((1, *one.shape), one.value) for name, one in declared.items()}
+    state |= {"up_input": torch.tensor([7.0]), "down_gradient": torch.tensor([0.5])}
+    found = scaling.step_ended(state)
+    assert found.keys() == {name for name, one in declared.items() if not one.over}
+    assert found["up_input_scale"].tolist() == [[448 / 7.0]]
+    assert found["down_gradient_scale"].tolist() == [[57344 / 0.5]]
+    assert found["down_input_scale"].tolist() == [[16.0]]
 
 
 def test_an_operand_of_another_name_is_refused() -> None:

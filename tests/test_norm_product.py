@@ -2,13 +2,14 @@
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from mplug import Offer, UsageError
+from mplug import Offer, Run, UsageError
 from mplug.config.binding import Kernels
 from mplug.model.build import build_model
 from mplug.model.fill import sites
@@ -22,6 +23,7 @@ from mplug.testing import run_workers
 from mplug.testing.buffer_trials import BufferTrial
 from mplug.testing.fused import composed
 from mplug.testing.harness import difference, tiny_run, train_steps
+from mplug.testing.kernel_buffers import BufferChecks
 from mplug.testing.later_trials import later_fault
 
 Plant = Callable[..., None]
@@ -228,6 +230,32 @@ def test_the_suite_accepts_prologues_with_buffers(plant: Plant) -> None:
     for offer, slot in zip(Remembering(Remembering.Config()).offer(), FUSED_SLOTS, strict=True):
         assert later_fault(offer, slot, torch.float64, "cpu", compiles=False) == ""
         assert BufferTrial(offer, slot, torch.float64, "cpu", "here").fault(compiles=False) == ""
+
+
+def test_the_suite_calls_a_supplier_with_a_prologue_that_it_computes(plant: Plant) -> None:
+    plant("acme-prologue")
+    from acme_prologue import Remembering
+    from acme_prologue.products import Again
+
+    class Gated(Again):
+        def forward(self, prologue: Prologue, *others: Any) -> Any:
+            assert prologue.kind == "swiglu"
+            return super().forward(prologue, *others)
+
+    offer: Offer = replace(
+        Remembering(Remembering.Config()).offer()[1],
+        suppliers={ACTIVATION_PRODUCT: Gated()},
+        supports=lambda site, _: site.lacking({"swiglu"}) or True,
+    )
+
+    class Checks(BufferChecks):
+        plugin, compiles = "prologue", False
+
+        def _offered(self, dtype: str | None = None) -> tuple[Run, list[Offer]]:
+            return tiny_run({}), [offer]
+
+    Checks().test_its_buffers_are_what_it_declares("fp32")
+    Checks().test_weight_gradients_can_be_computed_later("fp32")
 
 
 # Whole runs.

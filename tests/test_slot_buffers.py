@@ -18,7 +18,7 @@ from mplug.cli import main
 from mplug.gradients.statistics import Statistics
 from mplug.model.build import build_model
 from mplug.model.slot_states import HeldBuffers, slot_updates
-from mplug.nn import Gemm, Linear, keep_max
+from mplug.nn import Experts, Gemm, Linear, keep_max
 from mplug.nn.slot_buffers import hold
 from mplug.testing import run_workers, runs
 from mplug.testing.harness import EXACT, Boxes, Trace, difference, tiny_config, tiny_run, train_steps
@@ -122,6 +122,44 @@ def test_delayed_scales_give_the_run_and_the_states_of_one_process(
     assert_same_run(run_workers(ranks, watched, {**SETTINGS, **changes, "parallel.layout": layout}), reference())
 
 
+EXPERTS: Settings = {
+    "model.name": "mixtral",
+    "model.hidden_size": 32,
+    "model.num_attention_heads": 4,
+    "model.num_kv_heads": 2,
+    "model.vocab_size": 259,
+    "model.ffn_hidden_size": 32,
+    "model.num_experts": 4,
+    "model.num_layers": 2,
+    "kernels.experts": "delayed",
+}
+EXPERT_LAYOUTS: list[tuple[str, int, Settings]] = [
+    ("ep2", 2, {}),
+    ("dp2", 2, {"memory.recompute.mode": "full"}),
+    ("tp2", 2, {}),
+    ("tp2", 2, {"parallel.tp.sequence_parallel": False}),
+    ("etp2", 2, {}),
+    ("pp2", 2, {}),
+    ("fsdp2", 2, {}),
+    ("zero2", 2, {}),
+    ("cp2", 2, {}),
+    ("ep2", 2, {"trainer.compile": "aot_eager", "memory.recompute.mode": "full"}),
+    ("tp2ep2", 2, {}),
+    ("tp2ep2etp2", 4, {}),
+]
+
+
+@pytest.mark.wide("layouts")
+@pytest.mark.parametrize(("layout", "ranks", "changes"), EXPERT_LAYOUTS)
+def test_buffers_of_experts_give_the_run_and_the_states_of_one_process(
+    plant: Plant, layout: str, ranks: int, changes: Settings
+) -> None:
+    plant("acme-delayed")
+    one = reference(EXPERTS)
+    assert len([name for name in one.states if "product__down_history" in name]) == 2
+    assert_same_run(run_workers(ranks, watched, {**EXPERTS, **changes, "parallel.layout": layout}), one)
+
+
 def test_the_scales_of_a_step_come_from_the_step_before(plant: Plant) -> None:
     plant("acme-delayed")
     plain = run_workers(1, train_steps, {"model.num_layers": 2})[0]
@@ -198,6 +236,13 @@ LENGTH_OF_RANK = (
 def test_a_declaration_that_means_nothing_is_refused(wrong: Settings, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SlotBuffer(**wrong)
+
+
+def test_a_buffer_of_experts_must_name_the_weight_of_its_product() -> None:
+    with torch.device("meta"):
+        experts = Experts(8, 16, 2, "gelu")
+    with pytest.raises(ValueError, match="the name 'largest' must begin with 'up_' or 'down_', the weight's name"):
+        hold(experts, "Experts.product", {"largest": torch.zeros(())})
 
 
 def test_a_name_that_the_module_uses_is_refused() -> None:

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from mplug.nn import operator
 from mplug.testing import Fault, KernelSuite
+from mplug.testing.buffer_trials import BufferTrial
+from mplug.testing.grouped import WEIGHTS
 
 Plant = Callable[..., None]
 
@@ -127,3 +129,31 @@ def test_a_mutation_that_the_compiler_does_not_know_is_caught(plant: Plant) -> N
     plant("acme-delayed", f"    {TOTAL}", f"    {TOTAL.replace('count', 'torch.ops.acme.silent')}")
     with pytest.raises(Fault, match="in a compiled unit, the sum 'total'"):
         Coarse().test_its_buffers_are_what_it_declares("fp32")
+
+
+OF_EXPERTS: dict[str, tuple[str, str, str]] = {
+    "as it is": ("", "", ""),
+    "experts left out": (
+        '"input": (*TOKENS, *experts, *inputs)',
+        '"input": (*TOKENS, *inputs)',
+        "'up_input' depends on the part of the expert that a rank has; add 'expert' to its `over`",
+    ),
+    "rows after the groups": (
+        "return torch.where(inside[:, None], rows, 0.0)",
+        "return rows",
+        "after two micro batches, the max 'up_input' is",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_EXPERTS)
+def test_a_planted_fault_of_the_buffers_of_experts_is_caught(plant: Plant, name: str) -> None:
+    old, new, message = OF_EXPERTS[name]
+    plant("acme-delayed", old, new) if old else plant("acme-delayed")
+    from acme_delayed import Delayed
+
+    offer = Delayed(Delayed.Config(bits=30)).offer()[1]
+    for weight in WEIGHTS:
+        found = BufferTrial(offer, "Experts.product", torch.float32, "cpu", "here", weight).fault(compiles=False)
+        assert message.replace("up_", f"{weight}_") in found
+        assert bool(found) == bool(message)

@@ -95,7 +95,8 @@ class Placement:
     `stages` are the indices along `stage_axis` whose ranks hold it: one pipeline stage, or two for tied embeddings. On
     an axis that the mesh does not have, every rank has index 0. Along the axes in `apart`, ranks keep different parts
     of what would be copies (rows at rest, ranges of an optimizer's state). Over those in `summed`, the gradient is
-    complete before the gradient sink receives it.
+    complete before the gradient sink receives it. `beside` are axes that split what it is used with: the weights of
+    experts, for a statistic of their rows.
 
     Everything about one rank follows from these facts, in a time that does not depend on the number of ranks.
     """
@@ -109,6 +110,7 @@ class Placement:
     stages: tuple[int, ...] = (0,)
     apart: tuple[str, ...] = ()
     summed: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -160,10 +162,10 @@ class Placement:
     def view(self) -> tuple[Axis, ...]:
         """The view of the mesh with every axis that splits this parameter, or a named axis that it is broadcast over.
 
-        It also contains the pipeline's axis.
+        It also contains the axes `beside`, and the pipeline's axis.
         """
         over = [axis.name for axis in self.mesh.axes.values() if not set(axis.splits).isdisjoint(self.parameter.over)]
-        splitting = dict.fromkeys((*self.splits.values(), *over))
+        splitting = dict.fromkeys((*self.splits.values(), *over, *self.beside))
         views = [axes for axes in self.mesh.views.values() if splitting.keys() <= {axis.name for axis in axes}]
         if not views:
             raise UsageError(

@@ -89,7 +89,8 @@ def _placed(model: Model, run: Run, own: HeldBuffers, name: str) -> Placement:
     """The placement of a buffer, whose partial axes are those over which its values are reduced.
 
     An axis may split a weight of the module, and also the activations around it (sequence parallelism). An operand is
-    whole along these activations if the collectives around the product gather or scatter it.
+    whole along these activations if the collectives around the product gather or scatter it. The axes belong to the
+    view of the mesh in which the weights are split: experts have the rows of the ranks of their own view.
     """
     one, weights = own.declared[name], own.site.parameters.values()
     described = Parameter(one.dims, Init("constant", value=one.value), one.over)
@@ -97,7 +98,7 @@ def _placed(model: Model, run: Run, own: HeldBuffers, name: str) -> Placement:
     splitting = {
         axis.name for axis in run.mesh.axes.values() for part in weights if part.axes.intersection(axis.splits)
     }
-    return placement.after_summing(
+    return replace(placement, beside=tuple(sorted(splitting))).after_summing(
         axis
         for axis in sorted(splitting)
         if not any(named in run.mesh.axes[axis].splits or named in run.mesh.axes[axis].entries for named in one.over)

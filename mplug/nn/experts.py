@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from mplug.layout.plan import Parameter, Segment
-from mplug.nn.grouped import PLAIN_GROUPED, apply_grouped, grouped_linear, waits_for_device
+from mplug.nn.gemm import NOTHING
+from mplug.nn.grouped import PLAIN_GROUPED, apply_grouped, further, grouped_linear, waits_for_device
 from mplug.nn.inits import ZEROS, Entries, Inits
 from mplug.nn.later import Later, Operands
 from mplug.nn.linear import ADAPTERS
 from mplug.nn.mlp import Activation, Kind
 from mplug.nn.sink import Sink, Weights
+from mplug.nn.slot_buffers import held
 
 Route = tuple[Tensor, ...]
 """Routing metadata that `dispatch` returns and `combine` needs."""
@@ -158,6 +160,10 @@ class Experts(Activation):
     down_casts: tuple[Tensor, ...] = ()
     LATER: ClassVar[Mapping[str, str]] = {"up": "up_later", "down": "down_later"}
     """Weights -> the attributes with their `Later`, if their gradients are computed later."""
+    BUFFERED_SLOTS = ("Experts.product",)
+    BUFFER_PREFIXES = ("up_", "down_")
+    """What the names of the slot's buffers begin with: the weight of the product to which a buffer belongs."""
+    slot_buffers: Mapping[str, tuple[str, ...]] = NOTHING
     up_later: Later | None = None
     down_later: Later | None = None
     up_adapter: nn.Module | None
@@ -209,12 +215,13 @@ class Experts(Activation):
         rows, counts, route = self.dispatch(x, chosen, self.num_experts)
         up, down = Weights.of(self.up), Weights.of(self.down)
         if self.compute is compute:
-            hidden = apply_grouped(self.product, rows, counts, up, self.up_casts, self.up_later)
+            hidden = apply_grouped(self.product, rows, counts, up, self.up_casts, self.up_later, self._held("up"))
             hidden = adapted(self.up_adapter, rows, hidden, counts)
             if self.up_bias is not None:
                 hidden = add_of_group(hidden, counts, self.up_bias)
             hidden = self.activate(hidden)
-            y = apply_grouped(self.product, hidden, counts, down, self.down_casts, self.down_later)
+            of_down = self.down_casts, self.down_later, self._held("down")
+            y = apply_grouped(self.product, hidden, counts, down, *of_down)
             rows = adapted(self.down_adapter, hidden, y, counts)
         else:
             biases: tuple[Any, ...] = () if self.up_bias is None else (self.up_bias,)
@@ -225,11 +232,19 @@ class Experts(Activation):
     def compute_later(self, weight: str, operands: Operands) -> None:
         """Add the gradient of a weight to its sink, from operands that a pass has handed out (`up_later`, ...)."""
         own, (ends, *rest) = getattr(self, weight), operands
-        self.product.wgrad(tuple(rest), ends, Sink(own.main_grad, own.main_grad_stale))
+        sink = Sink(own.main_grad, own.main_grad_stale)
+        self.product.wgrad(tuple(rest), ends, sink, **further(self.product, "wgrad", self._held(weight)))
 
     def cast(self, weight: str) -> tuple[Tensor, ...]:
         """New copies of a weight, as the product reads them."""
-        return self.product.cast(getattr(self, weight))
+        return self.product.cast(getattr(self, weight), **further(self.product, "cast", self._held(weight)))
+
+    def _held(self, weight: str) -> Mapping[str, Tensor]:
+        """The buffers of the product with a weight."""
+        if not self.slot_buffers:
+            return NOTHING
+        own, prefix = held(self, "Experts.product"), f"{weight}_"
+        return {name.removeprefix(prefix): one for name, one in own.items() if name.startswith(prefix)}
 
 
 Dropping = Literal["position", "probability"]

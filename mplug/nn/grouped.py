@@ -4,6 +4,7 @@ Rows are ordered by group. M rows, e groups, I input, O output. A group may be e
 Rows after those of the last group are padding: their results are arbitrary, and nothing reads them.
 """
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from mplug.nn.gemm import NOTHING
 from mplug.nn.later import Later, hand_out
 from mplug.nn.operator import fake, operator
 from mplug.nn.sink import Operand, Sink, Weights, add_product
@@ -30,6 +32,10 @@ class GroupedProduct:
 
     The parts exchange tensors only, as those of `mplug.nn.Product` do, and the same rules hold. `ends` [e] int32 is the
     index after the last row of each group.
+
+    If the offer declares buffers (`Offer.buffers`), each method has a further keyword argument `buffers`, a mapping
+    from names to tensors. A method that is the default of this class does not receive it. `Experts` has two weights, so
+    a declared name begins with that of a weight: 'up_largest' is 'largest' in the product with `up`.
     """
 
     def cast(self, weight: Tensor) -> tuple[Tensor, ...]:
@@ -61,29 +67,45 @@ class _GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *call):  # type: ignore[no-untyped-def]  # parameters as in `mplug.nn.product`
-        product, keep, num_taps, rows, weight, main_grad, stale, ends, *tensors = call
-        casts = tuple(tensors[: len(tensors) - num_taps])
-        y, saved = product.forward(rows, ends, Operand(weight, casts or product.cast(weight)))
+        product, keep, num_taps, own, rows, weight, main_grad, stale, ends, *tensors = call
+        tensors = tensors[: len(tensors) - num_taps]
+        operand, buffers = _arranged(product, own, weight, tensors)
+        y, saved = product.forward(rows, ends, operand, **further(product, "forward", buffers))
         ctx.save_for_backward(weight, ends, *saved)
-        ctx.product, ctx.main_grad, ctx.stale, ctx.casts = product, main_grad, stale, casts
+        ctx.product, ctx.own, ctx.main_grad, ctx.stale, ctx.tensors = product, own, main_grad, stale, tensors
         ctx.keep, ctx.num_taps = keep, num_taps
         return y
 
     @staticmethod
     def backward(ctx, grad_y):  # type: ignore[no-untyped-def]
         weight, ends, *saved = ctx.saved_tensors
-        operand = Operand(weight, ctx.casts or ctx.product.cast(weight))
-        grad_rows, operands = ctx.product.dgrad(grad_y, ends, operand, tuple(saved), ctx.needs_input_grad[3])
+        product, needs_rows = ctx.product, ctx.needs_input_grad[4]
+        operand, buffers = _arranged(product, ctx.own, weight, ctx.tensors)
+        named = further(product, "dgrad", buffers)
+        grad_rows, operands = product.dgrad(grad_y, ends, operand, tuple(saved), needs_rows, **named)
         grad_weight = None
-        if ctx.needs_input_grad[4]:
+        if ctx.needs_input_grad[5]:
             sink = Sink(ctx.main_grad, ctx.stale)
             if ctx.main_grad is None:
                 grad_weight = torch.zeros_like(weight)
                 sink = Sink(grad_weight, torch.ones((), dtype=torch.bool, device="cpu"))
-            ctx.product.wgrad(operands, ends, sink)
+            product.wgrad(operands, ends, sink, **further(product, "wgrad", buffers))
         handed_out = hand_out((ends, *operands), ctx.keep, ctx.num_taps)
-        casts = (None for _ in ctx.casts)
-        return None, None, None, grad_rows, grad_weight, None, None, None, *casts, *handed_out
+        others = (None for _ in ctx.tensors)
+        return None, None, None, None, grad_rows, grad_weight, None, None, None, *others, *handed_out
+
+
+def _arranged(product, own, weight, tensors) -> tuple[Operand, Mapping[str, Tensor]]:  # type: ignore[no-untyped-def]
+    """The weights and the buffers of a call; `tensors` are the buffers, named `own`, and the weights' copies."""
+    buffers = {name: tensors[number] for number, name in enumerate(own)}
+    casts = tuple(tensors[len(own) :]) or product.cast(weight, **further(product, "cast", buffers))
+    return Operand(weight, casts), buffers
+
+
+def further(product: GroupedProduct, method: str, buffers: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The further keyword arguments of a supplier's method: its buffers; none if it is the default."""
+    is_default = getattr(type(product), method) is getattr(GroupedProduct, method)
+    return {} if is_default or not buffers else {"buffers": buffers}
 
 
 def apply_grouped(
@@ -93,6 +115,7 @@ def apply_grouped(
     weights: Weights,
     casts: tuple[Tensor, ...] = (),
     later: Later | None = None,
+    buffers: Mapping[str, Tensor] = NOTHING,
 ) -> Tensor:
     """`grouped_linear` by a product; `casts` are the results of `product.cast`, which it calls itself without them.
 
@@ -101,7 +124,9 @@ def apply_grouped(
     ends = counts.cumsum(0).to(torch.int32)
     keep, taps = (None, ()) if later is None else (later.keep, later.taps)
     values = weights.values if later is None else weights.values.detach()
-    call = (product, keep, len(taps), rows, values, weights.main_grad, weights.stale, ends, *casts, *taps)
+    slots = product, keep, len(taps), tuple(buffers)
+    tensors = (*buffers.values(), *casts, *taps)
+    call = (*slots, rows, values, weights.main_grad, weights.stale, ends, *tensors)
     y: Tensor = _GroupedProduct.apply(*call)  # type: ignore[no-untyped-call]
     return y
 

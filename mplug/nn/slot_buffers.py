@@ -20,12 +20,16 @@ def buffer_name(slot: str, name: str) -> str:
 def hold(module: nn.Module, slot: str, buffers: Mapping[str, Tensor]) -> None:
     """Register the buffers of a slot with the module that has the slot.
 
-    Raises ValueError if the module's class does not pass buffers to this slot (`BUFFERED_SLOTS`), or if the module has
-    an attribute of a buffer's name.
+    Raises ValueError if the module's class does not pass buffers to this slot (`BUFFERED_SLOTS`), if the module has an
+    attribute of a buffer's name, or if a module with several products does not know to which of them a buffer belongs
+    (`BUFFER_PREFIXES`).
     """
     if slot not in getattr(type(module), "BUFFERED_SLOTS", ()):
         raise ValueError(f"{type(module).__name__} does not pass buffers to {slot}")
+    prefixes: tuple[str, ...] = getattr(type(module), "BUFFER_PREFIXES", ("",))
     for name, tensor in buffers.items():
+        if not name.startswith(prefixes):
+            raise ValueError(f"the name '{name}' must begin with {' or '.join(map(repr, prefixes))}, the weight's name")
         attribute = buffer_name(slot, name)
         if not attribute.isidentifier():
             raise ValueError(f"'{name}' is not a valid name of a buffer")

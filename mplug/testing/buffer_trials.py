@@ -1,4 +1,4 @@
-"""Checks the buffers that a supplier of a linear layer declares: what it writes, and whether parts of a step combine.
+"""Checks the buffers that a supplier of products declares: what it writes, and whether parts of a step combine.
 
 B batch, S sequence, I in, O out. Under a layout a rank has a part of some of these dimensions. So the statistics of the
 whole must follow from those of its parts, by the declared axes and reductions.
@@ -19,17 +19,19 @@ from mplug.model.offers import Offer, Site
 from mplug.model.slot_buffer import SlotBuffer
 from mplug.model.slot_states import HeldBuffers, updated
 from mplug.model.tracer import prepare_compiler
-from mplug.nn import Linear, Narrow, Operand
+from mplug.nn import Linear, Narrow, Operand, Sink, Weights
+from mplug.nn.grouped import apply_grouped, further
 from mplug.nn.linear import PLAIN
 from mplug.nn.prologue import FUSED_SLOTS, NORM_PRODUCT
 from mplug.nn.slot_buffers import hold
 from mplug.testing.fused import FusedLinear
+from mplug.testing.grouped import EXPERTS, PRODUCT, WEIGHTS, after_groups, expert_site, of_weight, routed
 from mplug.testing.kernel_cases.dense import with_weight
 from mplug.testing.trials import initial
 
-SLOTS = ("Linear.product", "Linear.gemm", *FUSED_SLOTS)
+SLOTS = ("Linear.product", "Linear.gemm", *FUSED_SLOTS, PRODUCT)
 OUTPUTS, INPUTS = "mlp", "embed"
-SIZES = {"batch": 4, "sequence": 6, INPUTS: 16, OUTPUTS: 32}
+SIZES = {"batch": 4, "sequence": 6, INPUTS: 16, OUTPUTS: 32, "expert": EXPERTS}
 Part = Mapping[str, slice]
 """Named axis -> the range that a rank has; the whole, if it is left out."""
 Buffers = dict[str, Tensor]
@@ -39,7 +41,9 @@ MUCH = 1e4
 
 
 def site_of(slot: str, outputs: int, inputs: int) -> Site:
-    """A site of a linear layer, as a model has it."""
+    """A site of a linear layer or of experts, as a model has it."""
+    if slot == PRODUCT:
+        return expert_site(inputs, outputs)
     with torch.device("meta"):
         layer = Linear(inputs, outputs, bias=False)
     weight = Parameter((OUTPUTS, INPUTS), Init("normal"))
@@ -48,13 +52,17 @@ def site_of(slot: str, outputs: int, inputs: int) -> Site:
 
 @dataclass(frozen=True)
 class BufferTrial:
-    """The buffers of one slot of an offer in one dtype; `where` describes it. Each fault is a sentence, or empty."""
+    """The buffers of one slot of an offer in one dtype; `where` describes it. Each fault is a sentence, or empty.
+
+    `kind` is that of the prologue of a fused slot, or the weight of experts ('up', 'down').
+    """
 
     offer: Offer
     slot: str
     dtype: torch.dtype
     device: str
     where: str
+    kind: str = ""
 
     def fault(self, compiles: bool) -> str:
         """The first fault of the declaration, or of what the supplier writes."""
@@ -66,7 +74,7 @@ class BufferTrial:
             self._early_values,
             self._of_recomputation,
             self._of_micro_batches,
-            *(partial(self._of_parts, axis) for axis in SIZES if (self.slot, axis) != (NORM_PRODUCT, INPUTS)),
+            *(partial(self._of_parts, axis) for axis in self._axes),
             *([self._compiled] if compiles else []),
             self._of_step_ended,
         ]
@@ -74,11 +82,22 @@ class BufferTrial:
 
     # Calls.
 
+    @property
+    def _axes(self) -> Iterator[str]:
+        """The axes that ranks may divide."""
+        unlike = {(NORM_PRODUCT, INPUTS), *((slot, "expert") for slot in SLOTS if slot != PRODUCT)}
+        return (axis for axis in SIZES if (self.slot, axis) not in unlike)
+
+    @property
+    def _weight(self) -> str:
+        return self.kind or "up"
+
     @cached_property
     def _operands(self) -> dict[str, tuple[tuple[str, ...], Tensor]]:
         """The input, the weight and the upstream gradient, with their axes; every index has another magnitude."""
-        axes = {"x": ("batch", "sequence", INPUTS), "weight": (OUTPUTS, INPUTS), "y": ("batch", "sequence", OUTPUTS)}
-        found = {}
+        weight: tuple[str, ...] = WEIGHTS[self._weight] if self.slot == PRODUCT else (OUTPUTS, INPUTS)
+        axes = {"x": ("batch", "sequence", weight[-1]), "weight": weight, "y": ("batch", "sequence", weight[-2])}
+        found: dict[str, tuple[tuple[str, ...], Tensor]] = {}
         for seed, (name, dims) in enumerate(axes.items()):
             drawn = torch.randn([SIZES[dim] for dim in dims], generator=torch.Generator().manual_seed(seed))
             for number, dim in enumerate(dims):
@@ -96,7 +115,8 @@ class BufferTrial:
 
     @property
     def _statistics(self) -> dict[str, SlotBuffer]:
-        return {name: one for name, one in self._declared().items() if one.over}
+        own = f"{self._weight}_" if self.slot == PRODUCT else ""
+        return {name: one for name, one in self._declared().items() if one.over and name.startswith(own)}
 
     def _call(self, buffers: Buffers, part: Part = WHOLE, around: Any = None) -> list[Tensor]:
         """Forward and backward of a part, which write to `buffers`: the output and both gradients."""
@@ -105,11 +125,26 @@ class BufferTrial:
             for dims, tensor in self._operands.values()
         )
         x, weight = x.requires_grad_(), weight.requires_grad_()
-        layer = with_weight(weight.shape[1], weight.shape[0], weight, slot=self.slot)
+        if self.slot == PRODUCT:
+            return self._of_experts(x, weight, upstream, buffers, part, around)
+        layer = with_weight(weight.shape[1], weight.shape[0], weight, slot=self.slot, kind=self.kind)
         setattr(layer, self.slot.rpartition(".")[2], self.offer.suppliers[self.slot])
         hold(layer, self.slot, buffers)
         y = layer(x) if around is None else around(layer)(x)
         return [y.detach(), *torch.autograd.grad(y, (x, weight), upstream)]
+
+    def _of_experts(
+        self, x: Tensor, weight: Tensor, upstream: Tensor, buffers: Buffers, part: Part, around: Any
+    ) -> list[Tensor]:
+        product, held, own = self.offer.suppliers[self.slot], Weights(weight), of_weight(buffers, self._weight)
+        tokens, counts = (one.to(self.device) for one in routed(part, SIZES["batch"], SIZES["sequence"]))
+        rows, grad = (after_groups(one.flatten(0, 1).index_select(0, tokens)) for one in (x, upstream))
+
+        def layer(rows: Tensor) -> Tensor:
+            return apply_grouped(product, rows, counts, held, buffers=own)
+
+        y = layer(rows) if around is None else around(layer)(rows)
+        return [y.detach()[: len(tokens)], *torch.autograd.grad(y, (x, weight), grad)]
 
     def _after(self, *parts: Part, around: Any = None) -> Buffers:
         """The buffers after the passes of parts, which share them."""
@@ -134,8 +169,21 @@ class BufferTrial:
         _, weight = self._operands["weight"]
         _, upstream = self._operands["y"]
         supplier: Any = self.offer.suppliers[self.slot]
-        if self.slot in FUSED_SLOTS:
-            FusedLinear(x.shape[-1], len(weight), self.slot).parts_once(supplier, (x, weight, upstream), buffers)
+        if self.slot == PRODUCT:
+            own = of_weight(buffers, self._weight)
+            before = set(own)
+            tokens, counts = (one.to(self.device) for one in routed(WHOLE, SIZES["batch"], SIZES["sequence"]))
+            rows, grad = (one.flatten(0, 1).index_select(0, tokens) for one in (x, upstream))
+            ends, named = counts.cumsum(0).to(torch.int32), partial(further, supplier, buffers=own)
+            operand = Operand(weight, supplier.cast(weight, **named("cast")))
+            _, saved = supplier.forward(rows, ends, operand, **named("forward"))
+            _, wanted = supplier.dgrad(grad, ends, operand, saved, True, **named("dgrad"))
+            sink = Sink(torch.zeros_like(weight), torch.ones((), dtype=torch.bool, device="cpu"))
+            supplier.wgrad(wanted, ends, sink, **named("wgrad"))
+            buffers |= {f"{self._weight}_{name}": one for name, one in own.items() if name not in before}
+        elif self.slot in FUSED_SLOTS:
+            layer = FusedLinear(x.shape[-1], len(weight), self.slot, self.kind)
+            layer.parts_once(supplier, (x, weight, upstream), buffers)
         elif self.slot == "Linear.product":
             operand = Operand(weight, supplier.cast(weight, buffers))
             _, saved = supplier.forward(x, operand, Narrow(), buffers)

@@ -1,6 +1,6 @@
 """Linear layers whose input a norm or an activation computes, as trials of suppliers call them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -8,22 +8,33 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mplug.nn import FusedProduct, Inputs, Linear, Narrow, Operand, Prologue
+from mplug.nn.activations import ACTIVATIONS, is_gated
 from mplug.nn.mlp import activation
 from mplug.nn.norm import norm_residual
-from mplug.nn.prologue import NORM_PRODUCT, SEPARATE
+from mplug.nn.norms import NORMS
+from mplug.nn.prologue import ACTIVATION_PRODUCT, NORM_PRODUCT, SEPARATE
 
-KINDS = {"Linear.norm_product": "layernorm", "Linear.activation_product": "gelu"}
-"""The prologue of each slot in trials of one kind only."""
+KINDS: dict[str, tuple[str, ...]] = {
+    NORM_PRODUCT: tuple(NORMS.list.own),
+    ACTIVATION_PRODUCT: tuple(ACTIVATIONS.list.own),
+}
+"""The prologues of each slot; a trial of one kind only takes the first that the supplier computes."""
 
 
-def prologue_of(slot: str) -> Prologue:
-    """The prologue of trials of a slot."""
-    return Prologue(KINDS[slot], 1e-5)
+def kind_of(slot: str, computes: Callable[[str], bool]) -> str:
+    """The kind of prologue in trials of a slot: the first that a supplier computes, or the first of all.
+
+    The empty string for slots without a prologue.
+    """
+    kinds = KINDS.get(slot)
+    return next(filter(computes, kinds), kinds[0]) if kinds else ""
 
 
-def inputs_of(slot: str, x: Tensor) -> Inputs:
-    """What the prologue of a slot reads in trials: x [..., D] and, for a norm, weights of ones."""
-    return Inputs(x, weight=x.new_ones(x.shape[-1])) if slot == NORM_PRODUCT else Inputs(x)
+def inputs_of(prologue: Prologue, x: Tensor) -> Inputs:
+    """What a prologue reads in trials, from x [..., D]: it and weights of ones for a norm, twice it if it is gated."""
+    if prologue.kind in NORMS.list.own:
+        return Inputs(x, weight=x.new_ones(x.shape[-1]))
+    return Inputs(torch.cat((x, x), -1) if is_gated(prologue.kind) else x)
 
 
 def composed(prologue: Prologue, inputs: Inputs, weight: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -37,15 +48,15 @@ def composed(prologue: Prologue, inputs: Inputs, weight: Tensor) -> tuple[Tensor
 
 
 class FusedLinear(Linear):
-    """A linear layer without a bias after the prologue of one of its fused slots."""
+    """A linear layer without a bias after the prologue of one of its fused slots; `kind`: the first of KINDS."""
 
-    def __init__(self, in_features: int, out_features: int, slot: str) -> None:
+    def __init__(self, in_features: int, out_features: int, slot: str, kind: str = "") -> None:
         super().__init__(in_features, out_features, bias=False)
-        self.slot = slot
+        self.slot, self.prologue = slot, Prologue(kind or KINDS[slot][0], 1e-5)
 
     def forward(self, x: Any) -> Tensor:
         """x [..., in], which the prologue reads -> [..., out]."""
-        y = self.fused(prologue_of(self.slot), inputs_of(self.slot, x))
+        y = self.fused(self.prologue, inputs_of(self.prologue, x))
         out: Tensor = y[0] + 0 * y[1].sum() if self.slot == NORM_PRODUCT else y
         return out
 
@@ -61,8 +72,8 @@ class FusedLinear(Linear):
     ) -> None:
         """Call the three parts of a supplier with x, a weight and the gradient of the product."""
         x, weight, upstream = operands
-        operand, narrow, prologue = Operand(weight, product.cast(weight, buffers)), Narrow(), prologue_of(self.slot)
-        _, _, saved = product.forward(prologue, inputs_of(self.slot, x), operand, narrow, buffers)
+        operand, narrow, prologue = Operand(weight, product.cast(weight, buffers)), Narrow(), self.prologue
+        _, _, saved = product.forward(prologue, inputs_of(prologue, x), operand, narrow, buffers)
         beside = torch.zeros_like(x) if self.slot == NORM_PRODUCT else None
         _, wanted = product.dgrad(prologue, upstream, beside, operand, saved, narrow, buffers)
         product.wgrad(wanted, None, narrow, buffers)

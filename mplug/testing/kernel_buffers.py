@@ -1,6 +1,8 @@
 """The part of the suite for kernels that checks declared buffers, and the answers of `supports`."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import SkipTest
 
@@ -23,6 +25,8 @@ class BufferChecks:
         """Statistics of parts combine to those of the whole, and all state is in states that `step_ended` changes."""
         from mplug.gradients.precision import DTYPES
         from mplug.testing.buffer_trials import SLOTS, BufferTrial, site_of
+        from mplug.testing.fused import kind_of
+        from mplug.testing.grouped import PRODUCT, WEIGHTS
 
         run, offers = self._offered(dtype)
         keeping = [
@@ -34,15 +38,20 @@ class BufferChecks:
         if not keeping:
             raise SkipTest(f"'{self.plugin}' declares no buffers")
         for offer, slot in keeping:
-            trial = BufferTrial(offer, slot, DTYPES[dtype], run.device, f"the buffers of {slot}, {dtype}")
-            with naming_failures(trial.where):
-                found = trial.fault(self.compiles)
-            require(not found, found)
+            kind = kind_of(slot, partial(_computes, offer, site_of(slot, 32, 16), run))
+            for part in WEIGHTS if slot == PRODUCT else (kind,):
+                where = f"the buffers of {slot}, {dtype}" + (f", '{part}'" if slot == PRODUCT else "")
+                trial = BufferTrial(offer, slot, DTYPES[dtype], run.device, where, part)
+                with naming_failures(trial.where):
+                    found = trial.fault(self.compiles)
+                require(not found, found)
 
     def test_weight_gradients_can_be_computed_later(self, dtype: str) -> None:
         """Products whose operands leave a compiled backward pass: the gradients are bitwise those of the pass."""
         from mplug.gradients.precision import DTYPES
-        from mplug.testing.later_trials import SLOTS, later_fault
+        from mplug.testing.buffer_trials import site_of
+        from mplug.testing.fused import kind_of
+        from mplug.testing.later_trials import INPUTS, OUTPUTS, SLOTS, later_fault
 
         run, offers = self._offered(dtype)
         products = [(offer, slot) for offer in offers for slot in SLOTS if slot in offer.suppliers]
@@ -50,12 +59,20 @@ class BufferChecks:
             raise SkipTest(f"'{self.plugin}' supplies no whole product")
         for offer, slot in products:
             where = f"{slot}, {dtype}"
+            kind = kind_of(slot, partial(_computes, offer, site_of(slot, OUTPUTS, INPUTS), run))
             with naming_failures(where):
-                found = later_fault(offer, slot, DTYPES[dtype], run.device, self.compiles)
+                found = later_fault(offer, slot, DTYPES[dtype], run.device, self.compiles, kind)
             require(not found, f"{where}: {found}")
 
     def _offered(self, dtype: str | None = None) -> "tuple[Run, list[Offer]]":
         raise NotImplementedError
+
+
+def _computes(offer: Offer, site: Site, run: "Run", kind: str) -> bool:
+    """Whether an offer serves a site of a fused slot whose prologue is of a kind."""
+    recipe = run.precision.recipe
+    needs = frozenset({kind, *(() if recipe is None else (recipe.need,))})
+    return answer_of(offer, replace(site, needs=needs), run) is True
 
 
 def declared_by(offer: Offer, case: "Case") -> dict[str, Mapping[str, SlotBuffer]]:

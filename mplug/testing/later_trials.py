@@ -16,6 +16,7 @@ from mplug.nn.sink import Weights
 from mplug.nn.slot_buffers import hold
 from mplug.slot_kinds import WHOLE_PRODUCTS
 from mplug.testing.fused import FusedLinear
+from mplug.testing.grouped import expert_site
 from mplug.testing.trials import initial
 
 SLOTS = (*WHOLE_PRODUCTS, "Experts.product")
@@ -34,17 +35,21 @@ class _Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """rows [M, I] -> [M, O]."""
         up = Weights.of(self.experts.up)
-        return apply_grouped(self.experts.product, x, self.counts, up, later=self.experts.up_later)
+        own = self.experts._held("up")
+        return apply_grouped(self.experts.product, x, self.counts, up, later=self.experts.up_later, buffers=own)
 
 
-def later_fault(offer: Offer, slot: str, dtype: torch.dtype, device: str, compiles: bool) -> str:
-    """What differs if the gradient of a weight is computed later, in a sentence; empty if nothing does."""
-    now_x, now_weight, _ = _gradients(offer, slot, dtype, device, None, False)
+def later_fault(offer: Offer, slot: str, dtype: torch.dtype, device: str, compiles: bool, kind: str = "") -> str:
+    """What differs if the gradient of a weight is computed later, in a sentence; empty if nothing does.
+
+    `kind` is that of the prologue of a fused slot.
+    """
+    now_x, now_weight, _ = _gradients(offer, slot, dtype, device, None, False, kind)
     found: list[Operands] = []
     seed = torch.zeros((), device=device, requires_grad=True)
-    _gradients(offer, slot, dtype, device, Later((seed,), found.append), False)
+    _gradients(offer, slot, dtype, device, Later((seed,), found.append), False, kind)
     taps = Taps(found[0], torch.device(device))
-    later_x, _, module = _gradients(offer, slot, dtype, device, taps.later, compiles)
+    later_x, _, module = _gradients(offer, slot, dtype, device, taps.later, compiles, kind)
     operands = taps.take()
     assert operands is not None
     owner, weight = (module.experts, "up") if slot == "Experts.product" else (module, "weight")
@@ -60,10 +65,10 @@ def later_fault(offer: Offer, slot: str, dtype: torch.dtype, device: str, compil
 
 
 def _gradients(
-    offer: Offer, slot: str, dtype: torch.dtype, device: str, later: Later | None, compiled: bool
+    offer: Offer, slot: str, dtype: torch.dtype, device: str, later: Later | None, compiled: bool, kind: str
 ) -> tuple[Tensor, Tensor, Any]:
     """(the gradient of the input, that of the weight in its sink, the module) of one pass over fixed numbers."""
-    module = _module(offer, slot).to(device, dtype)
+    module = _module(offer, slot, kind).to(device, dtype)
     weight = module.experts.up if slot == "Experts.product" else module.weight
     generator = torch.Generator().manual_seed(3)
     x, upstream, values = (
@@ -83,6 +88,9 @@ def _gradients(
             hold(module, slot, initial(declared, dtype, device))
     else:
         module.experts.up_later = later
+        declared = offer.buffers(expert_site(INPUTS, OUTPUTS))
+        if declared:
+            hold(module.experts, slot, initial(declared, dtype, device))
     call = module
     if compiled:
         prepare_compiler()
@@ -94,12 +102,12 @@ def _gradients(
     return grad_x, weight.main_grad.clone(), module
 
 
-def _module(offer: Offer, slot: str) -> Any:
+def _module(offer: Offer, slot: str, kind: str) -> Any:
     if slot == "Experts.product":
         return _Experts(offer.suppliers[slot])
     if slot == "Linear.product":
         return Linear(INPUTS, OUTPUTS, bias=False)
-    return FusedLinear(INPUTS, OUTPUTS, slot)
+    return FusedLinear(INPUTS, OUTPUTS, slot, kind)
 
 
 def _with_taps(call: Any, x: Tensor, upstream: Tensor) -> tuple[Tensor]:

@@ -6,12 +6,14 @@ N rows, I columns.
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 BLOCK = 128
 NUMBERS = {torch.float8_e4m3fn: 7, torch.float8_e5m2: 8, torch.bfloat16: 6, torch.float32: 4}
@@ -39,15 +41,19 @@ class _Quantizer:
 
     def __init__(self, number: int, columns: bool, power_of_two: bool, given: tuple[Tensor, Tensor] | None) -> None:
         self.number, self.columns, self.power_of_two, self.given = number, columns, power_of_two, given
+        self.dtype = number
 
     def quantize(self, x: Tensor) -> SimpleNamespace:
-        assert x.is_contiguous()
         assert self.internal
+        return self.compute(x)
+
+    def compute(self, x: Tensor) -> SimpleNamespace:
+        assert x.is_contiguous()
         largest = x.float().abs().amax()
         scale = _scale(largest, self.number, self.power_of_two)
         if self.given is not None:
             scale = self.given[0]
-            self.given[1].fill_(largest)
+            self.given[1].copy_(torch.maximum(self.given[1], largest))
         rows = _bytes(x, scale, self.number)
         columns = rows.t().contiguous() if self.columns else None
         return SimpleNamespace(_data=rows, _transpose=columns, _scale_inv=(1 / scale).view(1))
@@ -64,6 +70,9 @@ class _BlockQuantizer:
 
     def quantize(self, x: Tensor) -> SimpleNamespace:
         assert self.internal
+        return self.compute(x)
+
+    def compute(self, x: Tensor) -> SimpleNamespace:
         assert len(x) % BLOCK == 0
         found = [
             self._rows(part) if wanted else (None, None) for part, wanted in zip((x, x.t()), self.wanted, strict=True)
@@ -128,14 +137,86 @@ def _delayed(scale: Tensor, largest: Tensor, number: int, *, rowwise: bool, colu
     return _Quantizer(number, columnwise, False, (scale, largest))
 
 
-def _operand(*, data: Tensor, fp8_scale_inv: Tensor, fp8_dtype: int) -> SimpleNamespace:
-    return SimpleNamespace(values=data, inverses=fp8_scale_inv, number=fp8_dtype, square=False)
+def _operand(
+    *, data: Tensor, fp8_scale_inv: Tensor, fp8_dtype: int, data_transpose: Tensor | None = None
+) -> SimpleNamespace:
+    found = SimpleNamespace(values=data, inverses=fp8_scale_inv, number=fp8_dtype, square=False)
+    found.written = {"_data": data, "_transpose": data_transpose, "_scale_inv": fp8_scale_inv}
+    return found
 
 
 def _block_operand(values: Tensor, inverses: Tensor, *others: Any) -> SimpleNamespace:
     columns, of_columns, number, quantizer, square = others
-    assert columns is of_columns is quantizer is None
-    return SimpleNamespace(values=values, inverses=inverses, number=number, square=square)
+    assert quantizer is None
+    found = SimpleNamespace(values=values, inverses=inverses, number=number, square=square)
+    of_rows = {"_rowwise_data": values, "_rowwise_scale_inv": inverses}
+    found.written = {**of_rows, "_columnwise_data": columns, "_columnwise_scale_inv": of_columns}
+    return found
+
+
+def _quantize(x: Tensor, quantizer: Any, into: SimpleNamespace, noop: None) -> None:
+    """Write to the tensors of a container."""
+    assert noop is None
+    assert (into.number, into.square) == (quantizer.number, getattr(quantizer, "square", False))
+    found = quantizer.compute(x)
+    for name, tensor in into.written.items():
+        assert tensor.is_contiguous()
+        assert tensor.shape == getattr(found, name).shape
+        tensor.copy_(getattr(found, name))
+
+
+def _padding(x: Tensor, whole: Tensor, counts: list[int], with_padding: list[int]) -> None:
+    """Groups of rows with rows of zeros after each."""
+    assert (len(x), len(whole)) == (sum(counts), sum(with_padding))
+    for part, into in zip(x.split(counts), whole.split(with_padding), strict=True):
+        into.zero_()[: len(part)] = part
+
+
+def _unpadding(whole: Tensor, x: Tensor, with_padding: list[int], counts: list[int]) -> None:
+    assert (len(x), len(whole)) == (sum(counts), sum(with_padding))
+    for part, into in zip(whole.split(with_padding), x.split(counts), strict=True):
+        into.copy_(part[: len(into)])
+
+
+def _grouped_gemm(
+    left: list[Any],
+    right: list[Any],
+    out: list[Tensor],
+    quantizers: list[None],
+    out_dtype: torch.dtype,
+    *,
+    m_splits: list[int],
+    **named: Any,
+) -> None:
+    assert len(left) == len(right) == len(out) == len(quantizers) == len(m_splits) > 0
+    for a, b, y in zip(left, right, out, strict=True):
+        _gemm(a, b, out_dtype, out=y, **named)
+
+
+ACTIVATIONS = {
+    "gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "geglu": lambda x: F.gelu(_halves(x)[0], approximate="tanh") * _halves(x)[1],
+    "srelu": lambda x: F.relu(x).square(),
+    "swiglu": lambda x: F.silu(_halves(x)[0]) * _halves(x)[1],
+}
+
+
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    first, second = x.chunk(2, dim=-1)
+    return first, second
+
+
+def _activation(name: str, x: Tensor, quantizer: Any) -> Any:
+    """The activation in fp32, quantised."""
+    return quantizer.quantize(ACTIVATIONS[name](x.float()))
+
+
+def _derivative(name: str, grad: Tensor, x: Tensor, quantizer: None) -> Tensor:
+    assert quantizer is None
+    with torch.enable_grad():
+        leaf = x.detach().float().requires_grad_()
+        (found,) = torch.autograd.grad(ACTIVATIONS[name](leaf), leaf, grad.float())
+    return found.to(x.dtype)
 
 
 def _transposed(rows: Tensor, number: int, *, out: None) -> Tensor:
@@ -180,6 +261,11 @@ LIBRARY = SimpleNamespace(
     tex=SimpleNamespace(
         compute_amax=lambda x, largest: largest.fill_(x.float().abs().amax()),
         fp8_transpose=_transposed,
+        quantize=_quantize,
+        fused_multi_row_padding=_padding,
+        fused_multi_row_unpadding=_unpadding,
+        **{name: partial(_activation, name) for name in ACTIVATIONS},
+        **{f"d{name}": partial(_derivative, name) for name in ACTIVATIONS},
         layernorm_fwd=lambda x, weight, bias, eps, *given: _norm(x, weight, bias, eps, given),
         rmsnorm_fwd=lambda x, weight, eps, *given: _norm(x, weight, None, eps, given),
         layernorm_bwd=_differentiated,
@@ -194,7 +280,7 @@ LIBRARY = SimpleNamespace(
         Float8TensorStorage=_operand,
         Float8BlockwiseQTensorStorage=_block_operand,
     ),
-    extensions=SimpleNamespace(general_gemm=_gemm),
+    extensions=SimpleNamespace(general_gemm=_gemm, general_grouped_gemm=_grouped_gemm),
 )
 
 
@@ -202,7 +288,10 @@ LIBRARY = SimpleNamespace(
 def stand_ins() -> Iterator[None]:
     """Transformer Engine's functions in plain torch, on a machine that seems able to run them."""
     replaced = {
+        "mplug_te.activations.library": lambda: LIBRARY,
         "mplug_te.casts.library": lambda: LIBRARY,
+        "mplug_te.grouped.library": lambda: LIBRARY,
+        "mplug_te.groups.library": lambda: LIBRARY,
         "mplug_te.norm.library": lambda: LIBRARY,
         "mplug_te.products.library": lambda: LIBRARY,
         "mplug_te.prologues.library": lambda: LIBRARY,

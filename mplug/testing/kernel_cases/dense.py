@@ -101,12 +101,12 @@ def _fused(
     return Case((slot,), name, module, inputs, bind, frozenset([kind]), parameters={"weight": weight})
 
 
-def with_weight(i: int, o: int, weight: Tensor, sink: Tensor | None = None, slot: str = "") -> Any:
+def with_weight(i: int, o: int, weight: Tensor, sink: Tensor | None = None, slot: str = "", kind: str = "") -> Any:
     """A linear layer with a tensor in its weight's place, whose gradient goes to a sink if there is one.
 
-    If `slot` is a fused slot, the layer's input is what the prologue reads.
+    If `slot` is a fused slot, the layer's input is what the prologue reads, which is of a `kind`.
     """
-    linear = FusedLinear(i, o, slot) if slot in FUSED_SLOTS else Linear(i, o, bias=False)
+    linear = FusedLinear(i, o, slot, kind) if slot in FUSED_SLOTS else Linear(i, o, bias=False)
     del linear.weight
     linear.weight = weight  # type: ignore[assignment]
     if sink is not None:

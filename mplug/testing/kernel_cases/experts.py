@@ -9,7 +9,8 @@ from mplug.nn import Choice, Experts, Router, Weights
 from mplug.nn.activations import ACTIVATIONS, is_gated
 from mplug.nn.grouped import apply_grouped
 from mplug.nn.mlp import activation
-from mplug.testing.kernel_cases.case import SINK, Case, Drawn, Suppliers, Tensors
+from mplug.testing.grouped import PRODUCT, expert_site, of_weight
+from mplug.testing.kernel_cases.case import BUFFERS, SINK, Case, Drawn, Suppliers, Tensors
 
 
 def expert_cases() -> Iterator[Case]:
@@ -91,10 +92,11 @@ def _product(name: str, counts: tuple[int, ...], i: int, o: int, padding: int = 
 
     def bind(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:
         stale = torch.zeros((), dtype=torch.bool, device="cpu") if sink else None
-        weights, product = Weights(x["weight"], x.get(SINK), stale), suppliers["Experts.product"]
-        return lambda: {"rows": apply_grouped(product, x["rows"], x["counts"], weights)[:total]}
+        weights, product = Weights(x["weight"], x.get(SINK), stale), suppliers[PRODUCT]
+        own = of_weight(suppliers.get(BUFFERS, {}).get(PRODUCT, {}), "up")
+        return lambda: {"rows": apply_grouped(product, x["rows"], x["counts"], weights, buffers=own)[:total]}
 
-    return Case(("Experts.product",), name, Experts(i, o, e, "gelu"), inputs, bind)
+    return Case((PRODUCT,), name, Experts(i, o, e, "gelu"), inputs, bind, parameters=expert_site(i, o).parameters)
 
 
 def _sum(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:

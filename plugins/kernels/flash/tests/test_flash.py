@@ -12,6 +12,7 @@ from mplug_flash.versions import VERSIONS, Version
 
 from mplug import Offer, Site
 from mplug.cli import main
+from mplug.model.offers import Filled
 from mplug.nn import AttentionInputs, AttentionSpec
 from mplug.nn.parts import parts_of
 from mplug.testing import KernelSuite, precision_named
@@ -263,3 +264,12 @@ def test_a_run_by_it_has_the_losses_of_plain_torch(compiler: str) -> None:
     found = train_steps({**settings, "kernels.attention": "flash"})
     plain = train_steps({**settings, "kernels.default": None})
     assert found.losses == pytest.approx(plain.losses, rel=1e-2)
+
+
+def test_a_cuda_graph_replays_the_version_that_a_gpu_has_replayed() -> None:
+    answers = []
+    for version in (4, 3, 2):
+        (offer,) = offers(version)
+        model: Any = SimpleNamespace(slots=[Filled(site(), offer), Filled(site())])
+        answers.append(Flash(Flash.Config()).captures(run(), model))
+    assert answers == [True, *(f"has not been tested in a CUDA graph with flash-attn {version}" for version in (3, 2))]

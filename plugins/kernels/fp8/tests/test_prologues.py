@@ -133,3 +133,17 @@ def test_norms_and_activations_outside_of_base_modules_are_fused() -> None:
         ("blocks.1.mlp.up", NORM_PRODUCT),
         ("blocks.1.mlp.down", ACTIVATION_PRODUCT),
     }
+
+
+def captures(settings: dict[str, Any]) -> Any:
+    """Whether a CUDA graph can replay the plugin's part of a run."""
+    run = tiny_run({"trainer.precision": "fp8", "kernels.linear": "fp8", "trainer.base_modules": ["head"], **settings})
+    return dict(run.hooks.each("captures", run=run, model=build_model(run)))["kernels/fp8"]
+
+
+def test_a_cuda_graph_replays_the_products_that_a_gpu_has_replayed() -> None:
+    delayed = {"precisions.fp8.when": "delayed"}
+    fused = {"kernels.norm_product": "fp8", "kernels.activation_product": "fp8"}
+    assert captures({}) is captures(delayed) is captures({**delayed, **fused}) is True
+    found = captures({"precisions.fp8.scaling": "rowwise"})
+    assert found == "has not been tested in a CUDA graph with Linear.product by 'fp8-rowwise'"

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,8 @@ from mplug import Offer, Precision, Recipe, Site
 from mplug.errors import UsageError
 from mplug.layout.plan import Init, Parameter
 from mplug.model.build import build_model
-from mplug.nn import DotProductAttention, Linear, Norm
+from mplug.model.offers import Filled
+from mplug.nn import DotProductAttention, Experts, Linear, Norm
 from mplug.nn.specification import DOCUMENTS, LOG_SUM_EXP
 from mplug.testing import precision_named
 from mplug.testing.harness import tiny_run
@@ -56,10 +58,14 @@ def machine(
     monkeypatch.setattr("torch.version.cuda", cuda)
 
 
-def run(precision: Precision | None = None, device: str = "cuda", tp: int = 1, **trainer: Any) -> Any:
+def run(
+    precision: Precision | None = None, device: str = "cuda", tp: int = 1, named: tuple[str, ...] = (), **trainer: Any
+) -> Any:
+    """A run that names this plugin for some kinds of slots."""
     chosen = precision_named("bf16") if precision is None else precision
     values = {"precision": "word", "deterministic": False, "seq_length": 256, "micro_batch_size": 2, **trainer}
-    config = SimpleNamespace(trainer=SimpleNamespace(**values))
+    kernels = SimpleNamespace(kinds=dict.fromkeys(named, "kernels/te"))
+    config = SimpleNamespace(trainer=SimpleNamespace(**values), kernels=kernels)
     mesh = SimpleNamespace(axes={"tp": SimpleNamespace(size=tp, splits=("mlp",))})
     return SimpleNamespace(device=device, precision=chosen, config=config, mesh=mesh)
 
@@ -73,6 +79,21 @@ def linear(inputs: int = 256, outputs: int = 128, needs: tuple[str, ...] = ()) -
         layer = Linear(inputs, outputs, bias=False)
     weight = {"weight": Parameter(("mlp", "embed"), Init("normal"))}
     return Site("blocks.*.mlp.up", "Linear.product", layer, "blocks.0.mlp.up", frozenset(needs), weight)
+
+
+def experts(recipe: str, inputs: int = 256, outputs: int = 128) -> Site:
+    """Those of a run by a recipe, or in bf16 ('')."""
+    with torch.device("meta"):
+        module = Experts(inputs, outputs, 4, "gelu")
+    dims = {"up": ("expert", "mlp", "embed"), "down": ("expert", "embed", "mlp")}
+    entries = {name: Parameter(axes, Init("normal")) for name, axes in dims.items()}
+    needs = frozenset({Recipe(recipe).need} if recipe else ())
+    return Site("blocks.*.moe.experts", "Experts.product", module, "blocks.0.moe.experts", needs, entries)
+
+
+def fused(prologue: str, kind: str, recipe: str = DELAYED) -> Site:
+    needs = (kind, *((Recipe(recipe).need,) if recipe else ()))
+    return replace(linear(needs=needs), slot=f"Linear.{prologue}_product")
 
 
 def attention(*needs: str, **named: Any) -> Site:
@@ -144,6 +165,74 @@ def test_attention_and_norms_are_served_in_bf16(monkeypatch: pytest.MonkeyPatch)
 )
 def test_masks_have_transformer_engines_words_and_inclusive_spans(mask: Mask, word: str, span: tuple[int, int]) -> None:
     assert (mask.word, mask.span) == (word, span)
+
+
+NAMED = ("experts", "norm_product", "activation_product")
+
+
+def test_experts_and_fused_activations_are_served_only_if_the_config_names_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine(monkeypatch)
+    for recipe in ("delayed", "tensorwise", "blockwise"):
+        assert answers(experts(f"fp8-{recipe}"), run(fp8(recipe))) == []
+        for at in (experts(f"fp8-{recipe}"), experts("")):
+            assert answers(at, run(fp8(recipe), named=NAMED)) == [True]
+    assert answers(experts(""), run()) == []
+    assert answers(experts(""), run(named=NAMED)) == [True]
+    assert answers(fused("activation", "swiglu"), run(fp8())) == []
+    for kind in ("swiglu", "gelu_tanh", "geglu_tanh", "relu2"):
+        assert answers(fused("activation", kind), run(fp8(), named=NAMED)) == [True]
+    assert answers(fused("norm", "rmsnorm"), run(fp8())) == [True]
+
+
+def test_a_cuda_graph_replays_the_products_that_a_gpu_has_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch)
+
+    def answer(precision: Precision, *filled: Site) -> bool | str:
+        during, plugin = run(precision, named=NAMED), TransformerEngine(TransformerEngine.Config())
+        during.hooks = SimpleNamespace(plugins={"kernels/te": plugin})
+        slots = []
+        for at in filled:
+            (offer,) = (one for one in plugin.offer(during) if at.slot in one.suppliers and one.supports(at, during))
+            slots.append(Filled(at, replace(offer, plugin="kernels/te")))
+        other = Filled(linear(), Offer({"Linear.product": object()}, plugin="kernels/other"))
+        model: Any = SimpleNamespace(slots=[*slots, other, Filled(linear())])
+        return plugin.captures(during, model)
+
+    of = {name: linear(needs=(Recipe(name).need,)) for name in (DELAYED, TENSORWISE)}
+    assert answer(precision_named("bf16"), linear()) is True
+    assert answer(fp8(), of[DELAYED], linear()) is True
+    assert "with Linear.product by 'fp8-tensorwise'" in str(answer(fp8("tensorwise"), of[TENSORWISE]))
+    found = answer(fp8(), of[DELAYED], attention(), fused("activation", "swiglu"))
+    assert str(found).endswith("with Attention.core and Linear.activation_product")
+    assert "number of rows of each expert" in str(answer(fp8("tensorwise"), experts(TENSORWISE)))
+
+
+@pytest.mark.parametrize(
+    ("site", "recipe", "words"),
+    [
+        (experts(TENSORWISE, 256, 24), "tensorwise", "'up' of these experts have 256 inputs and 24 outputs; change"),
+        (experts(BLOCKWISE, 192, 128), "blockwise", "'up' of these experts have 192 inputs and 128 outputs; change"),
+        (fused("activation", "swiglu", TENSORWISE), "tensorwise", "only if the scale is known before ('fp8-delayed')"),
+        (fused("norm", "rmsnorm", BLOCKWISE), "blockwise", "or set kernels.norm_product=null"),
+        (fused("activation", "gelu"), "delayed", "is its approximation by tanh, and this MLP has the exact one"),
+        (fused("activation", "reglu"), "delayed", "it does not offer reglu"),
+    ],
+)
+def test_a_named_slot_that_it_cannot_serve_is_refused_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, site: Site, recipe: str, words: str
+) -> None:
+    machine(monkeypatch)
+    during = run(fp8(recipe), named=NAMED)
+    (answer,) = answers(site, during)
+    assert words in str(answer)
+
+
+def test_a_rank_s_part_of_experts_has_to_fit_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch)
+    (answer,) = answers(experts(TENSORWISE, 256, 48), run(fp8("tensorwise"), tp=2, named=NAMED))
+    assert "256 inputs and 48 outputs, of which a rank has 256 and 24" in str(answer)
 
 
 # What it refuses.
@@ -243,7 +332,8 @@ def test_neither_importing_it_nor_asking_it_imports_transformer_engine() -> None
     code = (
         "import sys; sys.modules['transformer_engine'] = None; from types import SimpleNamespace as N; "
         "from mplug_te import TransformerEngine as T, FP8; import mplug_te.linear, mplug_te.attention, mplug_te.norm; "
-        "run = N(precision=FP8(FP8.Config()).define_precision(), config=N(trainer=N(deterministic=False))); "
+        "config = N(trainer=N(deterministic=False), kernels=N(kinds={})); "
+        "run = N(precision=FP8(FP8.Config()).define_precision(), config=config); "
         "T(T.Config()).offer(run)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from mplug import MAY_CHANGE, Offer, Site, hookimpl
 
 if TYPE_CHECKING:
-    from mplug import Run
+    from mplug import Model, Run
 
 
 class Flash:
@@ -43,9 +43,17 @@ class Flash:
         ]
 
     @hookimpl
-    def captures(self) -> str:
-        """Unknown: no run on a GPU has replayed these kernels yet."""
-        return "has not been tested in a CUDA graph yet"
+    def captures(self, run: "Run", model: "Model") -> bool | str:
+        """True for flash-attn 4, which a GPU has replayed to the bit (tests/test_gpu_graphs.py)."""
+        from mplug_flash.attention import core
+
+        slot = "Attention.core"
+        filled = [one.offer for one in model.slots if one.offer is not None and one.site.slot == slot]
+        used = {one.suppliers[slot] for one in filled}
+        for version in (3, 2):
+            if core(version, run.config.trainer.deterministic) in used:
+                return f"has not been tested in a CUDA graph with flash-attn {version}"
+        return True
 
     @property
     def _candidates(self) -> tuple[int, ...]:

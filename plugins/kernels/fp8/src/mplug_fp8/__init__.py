@@ -11,7 +11,7 @@ from mplug import MAY_CHANGE, Offer, Precision, UsageError, hookimpl
 from mplug_fp8.recipes import recipe_of
 
 if TYPE_CHECKING:
-    from mplug import Run
+    from mplug import Model, Run
 
 
 class FP8:
@@ -91,6 +91,10 @@ class FP8Products:
         return offers(run.precision.recipe, self.config.keep_weights, run.config.kernels.kinds)
 
     @hookimpl
-    def captures(self) -> str:
-        """Unknown: no run on a GPU has replayed all of these kernels yet."""
-        return "has not been tested in a CUDA graph yet"
+    def captures(self, run: "Run", model: "Model") -> bool | str:
+        """True for the products that a GPU has replayed (tests/test_gpu_graphs.py, docs/performance.md)."""
+        from mplug_fp8.suppliers import not_replayed
+
+        offers = [(one.site.slot, one.offer) for one in model.slots if one.offer is not None]
+        own = [(slot, one.suppliers[slot]) for slot, one in offers if run.hooks.plugins.get(one.plugin) is self]
+        return not_replayed(own, run.precision.recipe) or True

@@ -1,6 +1,6 @@
 """The offers of a run's recipe."""
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from typing import TYPE_CHECKING, Any
 
 from mplug import DelayedScaling, Offer, Recipe, Site
@@ -28,6 +28,19 @@ INNER = {"heads", "kv_heads", "mlp"}
 """Axes of inputs that backward needs in bf16 for other reasons: attention keeps its output, and a compiler computes an
 activation again. Saving a copy in fp8 would add to the memory. Other inputs, as those from norms, are saved in fp8.
 """
+
+
+REPLAYED = (Tensorwise, Delayed, Blockwise, NormProduct, ActivationProduct)
+"""The suppliers that a GPU has replayed in a CUDA graph: to the bit, or in a benchmark (docs/performance.md)."""
+
+
+def not_replayed(supplied: Iterable[tuple[str, Any]], recipe: Recipe | None) -> str:
+    """Why a CUDA graph cannot replay suppliers of slots, as a clause about this plugin; empty if it can."""
+    untested = {slot for slot, supplier in supplied if type(supplier) not in REPLAYED}
+    if not untested:
+        return ""
+    by = f" by '{recipe.name}'" if recipe is not None else ""
+    return f"has not been tested in a CUDA graph with {' and '.join(sorted(untested))}{by}"
 
 
 def offers(recipe: Recipe | None, keeps_weights: bool, named: Container[str] = ()) -> list[Offer]:

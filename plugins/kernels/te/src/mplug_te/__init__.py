@@ -1,23 +1,22 @@
-"""Linear layers in FP8 and bf16, attention and norms by NVIDIA's Transformer Engine 2.x.
+"""Linear layers and experts in FP8 and bf16, attention and norms by NVIDIA's Transformer Engine 2.x.
 
 The plugin calls the layer below Transformer Engine's modules, which are hidden from torch's compiler. It imports
 Transformer Engine only if a run names the plugin.
 """
 
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from mplug import Offer, Precision, hookimpl
-from mplug_te.recipes import BLACKWELL, NAMES, Scaling, recipe_of
+from mplug_te.recipes import Scaling, recipe_of
 
 if TYPE_CHECKING:
-    from mplug import Recipe, Run
+    from mplug import Model, Run
 
 
 class TransformerEngine:
-    """Linear layers in FP8 and bf16, attention and norms by Transformer Engine, on NVIDIA GPUs."""
+    """Linear layers and experts in FP8 and bf16, attention and norms by Transformer Engine, on NVIDIA GPUs."""
 
     class Config(BaseModel):
         """No options."""
@@ -30,47 +29,18 @@ class TransformerEngine:
     @hookimpl
     def offer(self, run: "Run") -> list[Offer]:
         """Offers of products in half precision and by the run's recipe, of attention, and of norms."""
-        from mplug_te.attention import core, supports, varies
-        from mplug_te.limits import supports_half, supports_norm
-        from mplug_te.linear import HalfProduct
-        from mplug_te.norm import norm_residual
+        from mplug_te.suppliers import offers
 
-        return [
-            Offer({"Linear.product": HalfProduct()}, supports_half),
-            *_by_recipe(run.precision.recipe),
-            Offer({"Attention.core": core(run.config.trainer.deterministic)}, supports, varies),
-            Offer({"Norm.norm_residual": norm_residual}, supports_norm),
-        ]
+        return offers(run)
 
     @hookimpl
-    def captures(self) -> str:
-        """Unknown: no run on a GPU has replayed all of these kernels yet."""
-        return "has not been tested in a CUDA graph yet"
+    def captures(self, run: "Run", model: "Model") -> bool | str:
+        """True for the products that a GPU has replayed to the bit (tests/test_gpu_graphs.py)."""
+        from mplug_te.suppliers import not_replayed
 
-
-def _by_recipe(recipe: "Recipe | None") -> list[Offer]:
-    """The offers of products by a recipe; empty if this plugin does not know the recipe."""
-    from mplug_te.limits import refuses_blackwell, supports_fp8
-    from mplug_te.linear import DelayedProduct, HalfProduct, product_of
-    from mplug_te.prologues import NORMS, NormProduct
-    from mplug_te.recipes import DELAYED, Options, delayed_scaling_of, options_of
-
-    if recipe is None or recipe.name not in (*NAMES, *BLACKWELL):
-        return []
-    if recipe.name in BLACKWELL:
-        return [Offer({"Linear.product": HalfProduct()}, partial(refuses_blackwell, recipe.name))]
-    known = options_of(recipe)
-    options = Options() if isinstance(known, str) else known  # `supports` states the reason
-    supplier = {"Linear.product": product_of(recipe.name, options)}
-    if recipe.name != DELAYED:
-        return [Offer(supplier, partial(supports_fp8, recipe.name))]
-    scaling, supports = delayed_scaling_of(options), partial(supports_fp8, recipe.name)
-    keeping: dict[str, Any] = {"buffers": scaling.buffers, "step_ended": scaling.step_ended}
-    fused = NormProduct(DelayedProduct(options.forward, options.gradient, options.power_of_two))
-    return [
-        Offer(supplier, supports, **keeping),
-        Offer({"Linear.norm_product": fused}, partial(supports, kinds=NORMS), **keeping),
-    ]
+        offers = [(one.site.slot, one.offer) for one in model.slots if one.offer is not None]
+        own = [(slot, one.suppliers[slot]) for slot, one in offers if run.hooks.plugins.get(one.plugin) is self]
+        return not_replayed(own, run.precision.recipe) or True
 
 
 class FP8:

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from mplug import Recipe, Site
+from mplug_te.activations import FUNCTIONS
 from mplug_te.library import missing
-from mplug_te.recipes import BLACKWELL, BLOCKWISE, NAMES, Options, options_of
+from mplug_te.prologues import NORMS
+from mplug_te.recipes import BLACKWELL, BLOCKWISE, DELAYED, NAMES, Options, options_of
 
 if TYPE_CHECKING:
     from mplug import Run
@@ -26,13 +28,16 @@ def supports_half(site: Site, run: "Run") -> bool | str:
     return site.not_offered or runs(run) or True
 
 
-def supports_fp8(name: str, site: Site, run: "Run", kinds: tuple[str, ...] = ()) -> bool | str:
-    """Products by the recipe `name`, alone or after norms of some kinds; False for sites that do not need it."""
+def supports_fp8(
+    name: str, site: Site, run: "Run", kinds: tuple[str, ...] = (), weights: tuple[str, ...] = ("weight",)
+) -> bool | str:
+    """Products by the recipe `name`, alone or after prologues of some kinds; False for sites that do not need it."""
     if _need(name) not in site.needs:
         return False
     if reason := site.lacking({_need(name), *kinds}) or runs(run):
         return reason
-    if reason := refused_by_chip(name) or _refused_widths(name, site, run):
+    widths = (_refused_widths(name, site, run, weight) for weight in weights)
+    if reason := refused_by_chip(name) or next(filter(None, widths), ""):
         return reason
     options = options_of(run.precision.recipe) if run.precision.recipe is not None else Options()
     if isinstance(options, str):
@@ -41,6 +46,39 @@ def supports_fp8(name: str, site: Site, run: "Run", kinds: tuple[str, ...] = ())
         word, format_ = run.config.trainer.precision, run.precision.activations
         return f"its FP8 products take and return bf16, and trainer.precision={word} has activations in {format_}"
     return True
+
+
+def supports_norm_product(name: str, site: Site, run: "Run") -> bool | str:
+    """A norm together with the product of its result."""
+    return _not_fused(name, "norm", site) or supports_fp8(name, site, run, NORMS)
+
+
+def supports_activation(name: str, site: Site, run: "Run") -> bool | str:
+    """An activation together with the product of its result."""
+    if reason := _not_fused(name, "activation", site):
+        return reason
+    if "gelu" in site.needs and _need(name) in site.needs:
+        return (
+            "Transformer Engine's GELU is its approximation by tanh, and this MLP has the exact one; set "
+            "model.activation=gelu_tanh or kernels.activation_product=null"
+        )
+    return supports_fp8(name, site, run, tuple(FUNCTIONS))
+
+
+def _not_fused(name: str, prologue: str, site: Site) -> str:
+    """Why a recipe's scales do not allow a fusion; empty for sites that do not need the recipe."""
+    if name == DELAYED or _need(name) not in site.needs:
+        return ""
+    return (
+        f"Transformer Engine computes a norm or an activation in FP8 only if the scale is known before ('{DELAYED}'), "
+        f"and trainer.precision asks for '{name}'; choose the recipe '{DELAYED}', or set "
+        f"kernels.{prologue}_product=null"
+    )
+
+
+def supports_experts(name: str, site: Site, run: "Run") -> bool | str:
+    """The products of experts by the recipe `name`; False for sites that do not need it."""
+    return supports_fp8(name, site, run, weights=("up", "down"))
 
 
 def refuses_blackwell(name: str, site: Site, run: "Run") -> bool | str:
@@ -66,23 +104,26 @@ def supports_norm(site: Site, run: "Run") -> bool | str:
     return site.not_offered or runs(run) or True
 
 
-def _refused_widths(name: str, site: Site, run: "Run") -> str:
-    """Why a rank's part of the weight [O, I] cannot be an operand; the empty string if it can."""
+def _refused_widths(name: str, site: Site, run: "Run", weight: str) -> str:
+    """Why a rank's part of a weight [..., O, I] cannot be an operand; the empty string if it can."""
     multiple = BLOCK if name == BLOCKWISE else ALIGNED
-    outputs, inputs = site.module.weight.shape
-    parts = outputs / _degree(site, run, 0), inputs / _degree(site, run, 1)
+    shape = getattr(site.module, weight).shape
+    outputs, inputs = shape[-2:]
+    last = len(shape) - 1
+    parts = outputs / _degree(site, run, weight, last - 1), inputs / _degree(site, run, weight, last)
     if all(width % multiple == 0 for width in parts):
         return ""
     local = "" if parts == (outputs, inputs) else f", of which a rank has {parts[1]:g} and {parts[0]:g}"
+    owner = "this layer has" if weight == "weight" else f"the matrices '{weight}' of these experts have"
     return (
-        f"'{name}' needs widths that are multiples of {multiple}, and this layer has {inputs} inputs and {outputs} "
+        f"'{name}' needs widths that are multiples of {multiple}, and {owner} {inputs} inputs and {outputs} "
         f"outputs{local}; change the widths, or add the layer to trainer.base_modules"
     )
 
 
-def _degree(site: Site, run: "Run", dim: int) -> int:
-    """The number of parts into which the layout divides a dimension of the weight."""
-    named = set(site.axes("weight", dim)) if "weight" in site.parameters else set()
+def _degree(site: Site, run: "Run", weight: str, dim: int) -> int:
+    """The number of parts into which the layout divides a dimension of a weight."""
+    named = set(site.axes(weight, dim)) if weight in site.parameters else set()
     return prod(axis.size for axis in run.mesh.axes.values() if named.intersection(axis.splits))
 
 

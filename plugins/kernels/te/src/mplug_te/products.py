@@ -36,7 +36,7 @@ def add_multiplied(sink: Sink, a: Quantised, b: Quantised) -> None:
     add_product(total, stale, a.values, a.inverses, a.format_name, b.values, b.inverses, b.format_name)
 
 
-def _operand(values: Tensor, inverses: Tensor, format_name: str, square: bool) -> Any:
+def operand(values: Tensor, inverses: Tensor, format_name: str, square: bool) -> Any:
     """The container of values [M, K] (uint8) that are contracted along their rows."""
     te, number = library().te, number_of(getattr(torch, format_name))
     if inverses.dim() == 1:
@@ -62,7 +62,7 @@ def product(
     `square`: a has a scale for each 128 x 128 numbers. `precise`: partial sums are added in fp32 registers (Hopper's
     tensor cores keep 14 bits of sums).
     """
-    operands = _operand(a, a_inverses, a_format, square), _operand(b, b_inverses, b_format, False)
+    operands = operand(a, a_inverses, a_format, square), operand(b, b_inverses, b_format, False)
     found: Tensor = library().extensions.general_gemm(*operands, out_dtype=dtype, use_split_accumulator=precise)[0]
     return found[:rows]
 
@@ -98,7 +98,7 @@ def add_product(
 
     If `stale` is true, the product overwrites the total, and `stale` becomes false.
     """
-    operands = _operand(a, a_inverses, a_format, False), _operand(b, b_inverses, b_format, False)
+    operands = operand(a, a_inverses, a_format, False), operand(b, b_inverses, b_format, False)
     _add(total, stale, *operands, use_split_accumulator=True)
 
 

@@ -1,10 +1,11 @@
-"""Linear layers with emulated quantisation and delayed scaling (arXiv 2209.05433), as a third party would write them.
+"""Linear layers and experts with emulated quantisation and delayed scaling (arXiv 2209.05433), as third parties write.
 
 The scale of an operand comes from its largest values in the last steps. So the supplier keeps a history per site, and
 collects the largest value of a step in forward (input, weight) and in backward (gradient of the output).
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
@@ -18,7 +19,7 @@ TOKENS = ("batch", "sequence")
 
 
 class Delayed:
-    """The products of linear layers, with operands rounded to a grid that spans the largest recent values."""
+    """The products of linear layers and experts, with operands rounded to a grid of the largest recent values."""
 
     class Config(BaseModel):
         """The grid, and how long largest values are remembered."""
@@ -35,10 +36,16 @@ class Delayed:
     @hookimpl
     def offer(self) -> list[Offer]:
         """The products, and what they keep for each layer."""
+        from acme_delayed import experts
         from acme_delayed.products import products, step_ended
 
         gemm = products(self.config.bits, self.config.margin)
-        return [Offer({"Linear.gemm": gemm}, supports, buffers=self.buffers, step_ended=step_ended)]
+        groups = experts.Groups(self.config.bits, self.config.margin)
+        of_groups = partial(experts.buffers, history=self.config.history)
+        return [
+            Offer({"Linear.gemm": gemm}, supports, buffers=self.buffers, step_ended=step_ended),
+            Offer({"Experts.product": groups}, supports, buffers=of_groups, step_ended=experts.step_ended),
+        ]
 
     def buffers(self, site: Site) -> Mapping[str, SlotBuffer]:
         """Largest values of a step, a history of them, and figures that tests read.
@@ -61,5 +68,5 @@ class Delayed:
 
 
 def supports(site: Site, run: "Run") -> bool | str:
-    """Every linear layer."""
+    """Every linear layer, and all experts."""
     return site.not_offered or True

@@ -359,7 +359,6 @@ def test_many_prompts_give_the_texts_that_each_gives_alone(models: Made, tmp_pat
         (("--prompts", "some.txt", "--output", "none/o"), "cannot write --output 'none/o'"),
         (("--prompts", "long.txt"), "'long.txt', line 2 has 101 tokens, and the model supports 96"),
         (("--stop", ""), "--stop is empty"),
-        (("--parallel", "pp2"), "divides the model into stages (pp=2)"),
         (("--parallel", "cp2"), "divides the sequence of a sample (cp=2)"),
     ],
 )

@@ -45,6 +45,8 @@ def command(rank: int, schedule: bool, svg: "Path | None", **options: Any) -> No
         raise UsageError(f"--rank {rank} does not exist in this layout; its ranks are 0 to {run.mesh.world_size - 1}")
     if svg is not None and not schedule:
         raise UsageError("--svg writes the chart of --schedule; add --schedule")
+    if svg is not None and not svg.parent.is_dir():
+        raise UsageError(f"--svg: there is no folder '{svg.parent}' for '{svg.name}'; create it, or use another one")
     run.rank = rank
     model = build_model(run)
     if schedule:

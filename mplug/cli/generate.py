@@ -144,7 +144,10 @@ class Asked:
         if self.pretrained is not None and (self.name is not None or self.step is not None):
             raise UsageError("--pretrained names a folder, and --name and --step a run; use one of them")
         if self.pretrained is None and (self.chat or self.precision is not None):
-            raise UsageError("--chat and --precision apply only to published checkpoints; add --pretrained")
+            raise UsageError(
+                "--chat and --precision apply only to published checkpoints; add --pretrained. To chat with a run, "
+                "export it first: mplug checkpoint export --to hf FOLDER, then --pretrained FOLDER"
+            )
         if self.prompts is not None and self.prompt is not None:
             raise UsageError("--prompt is one prompt, and --prompts a file of them; use one of them")
         if self.prompts is None and self.output is not None:

@@ -108,6 +108,8 @@ if TYPE_CHECKING:
     from mplug.model.adapters import RowNorms as RowNorms
     from mplug.model.adapters import row_norms as row_norms
     from mplug.model.delayed_scaling import DelayedScaling as DelayedScaling
+    from mplug.model.gathered_copies import GatheredCopies as GatheredCopies
+    from mplug.model.gathered_copies import gathered_copies as gathered_copies
     from mplug.model.model import Model as Model
     from mplug.model.offers import UNIT as UNIT
     from mplug.model.offers import Offer as Offer
@@ -271,6 +273,10 @@ publish(
             "row_norms",
         ),
         "mplug.model.delayed_scaling": ("DelayedScaling",),
+        "mplug.model.gathered_copies": (
+            "GatheredCopies",
+            "gathered_copies",
+        ),
         "mplug.model.model": ("Model",),
         "mplug.model.offers": (
             "Offer",

@@ -166,7 +166,7 @@ def offer(run: "Run", model: "Model") -> "list[Offer | Wrap]":
 
 @all_plugins
 def captures(run: "Run", model: "Model") -> "bool | str | None":
-    """Whether a CUDA graph can replay this plugin's part of a training step (`trainer.graphs`). Pure.
+    """Whether a CUDA graph can replay this plugin's part of a step (`trainer.graphs`, `generate --graphs auto`). Pure.
 
     A graph records the kernels of a step once, with their arguments and addresses, and replays them in every further
     step. No Python code of the step runs then. Return True if all of this holds for the part:
@@ -182,7 +182,12 @@ def captures(run: "Run", model: "Model") -> "bool | str | None":
     Otherwise return the reason, as a clause about the plugin ("moves activations to the CPU"). The host refuses
     `trainer.graphs` unless every plugin that takes part in a step returns True: the model, adapters, the strategies,
     the optimizer, the plugins with a selected supplier or wrap, and those that implement `parameters_updated`, which
-    runs after each replay and outside of the graph. Called when the slots are filled, before launch and on every rank.
+    runs after each replay and outside of the graph.
+
+    In a run that samples (`run.decoding` is not None), a step computes one token of each text. Its steps run eagerly
+    unless the model, the strategies, the adapters, and the plugins with a selected supplier or wrap return True.
+
+    Called when the slots are filled, before launch and on every rank.
     """
 
 

@@ -73,6 +73,7 @@ def test_the_picture_has_a_box_for_every_computation(tmp_path: Path) -> None:
     [
         (("--schedule", "--parallel", "dp2"), "this run has no pipeline schedule; name a pipeline strategy"),
         (("--svg", "chart.svg"), "--svg writes the chart of --schedule; add --schedule"),
+        (("--schedule", "--svg", "absent/chart.svg"), "there is no folder 'absent' for 'chart.svg'; create it"),
     ],
 )
 def test_a_run_without_a_schedule_and_a_picture_without_a_chart_are_refused(

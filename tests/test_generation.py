@@ -5,80 +5,19 @@ from typing import Any
 
 import pytest
 import torch
+from sampled import CONTEXT, FAMILIES, PROMPTS, SHAPE, TOKENS, built, texts
 
 from mplug.errors import UsageError
 from mplug.model.build import allocate_parts, build_model
-from mplug.model.decoding import ALONE, Ranks, multiple_of_positions, refuse_undivided, sample
+from mplug.model.decoding import Ranks, multiple_of_positions, refuse_undivided, sample
 from mplug.model.memory import initialize
 from mplug.model.model import Model
 from mplug.model.sampling import Sampling, sample_key
 from mplug.nn import Cache, CacheSize
-from mplug.run.run import Decoding, Run
+from mplug.run.run import Decoding
 from mplug.testing import Fault, run_workers
 from mplug.testing.cached import require_exact_cache
 from mplug.testing.harness import tiny_run
-
-SHAPE: dict[str, Any] = {
-    "model.num_layers": 2,
-    "model.hidden_size": 32,
-    "model.num_attention_heads": 4,
-    "model.num_kv_heads": 2,
-    "model.ffn_hidden_size": 24,
-    "model.vocab_size": 259,
-    "model.init_std": 0.5,
-    "trainer.precision": "fp64",
-    "trainer.device": "cpu",
-}
-WINDOWS: dict[str, Any] = {"model.window": 4, "model.attention_types": ("window", "full"), "model.head_dim": 16}
-EXPERTS: dict[str, Any] = {"model.num_experts": 4, "model.num_experts_per_token": 2}
-LATENT: dict[str, Any] = {
-    **EXPERTS,
-    "model.num_kv_heads": None,
-    "model.num_dense_layers": 1,
-    "model.moe_ffn_hidden_size": 12,
-    "model.moe_router_num_groups": 1,
-    "model.moe_router_top_groups": 1,
-    "model.q_lora_rank": 10,
-    "model.kv_lora_rank": 13,
-    "model.qk_nope_head_dim": 8,
-    "model.qk_rope_head_dim": 4,
-    "model.v_head_dim": 6,
-}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "gpt": {"model.name": "gpt", "model.position": "learned", "model.max_position_embeddings": 64},
-    "mixtral": {"model.name": "mixtral", **EXPERTS},
-    "llama": {"model.name": "llama"},
-    "qwen": {"model.name": "qwen", "model.head_dim": 16},
-    "gemma": {"model.name": "gemma", **WINDOWS, "model.attention_soft_cap": 2.0, "model.logit_soft_cap": 3.0},
-    "gpt-oss": {"model.name": "gpt-oss", **WINDOWS, **EXPERTS},
-    "deepseek": {"model.name": "deepseek", **LATENT},
-}
-PROMPTS = [[1], [200, 7, 7], [5] * 9, [*range(40, 54)], [3, 1], [*range(7)], [9, 8, 7, 6, 5, 4, 3], [*range(100, 111)]]
-"""Eight prompts of eight lengths, from 1 to 14 tokens (two have 7)."""
-TOKENS, CONTEXT, PLAIN = 8, 64, Sampling(1.0)
-
-
-def built(settings: dict[str, Any]) -> tuple[Run, Model]:
-    run = tiny_run({**SHAPE, **settings})
-    run.decoding = Decoding(padded=True)
-    model = build_model(run)
-    allocate_parts(run, model)
-    initialize({name: one.data for name, one in model.parameters().items()}, model.placements, run.rank, 3)
-    return run, model
-
-
-def texts(
-    model: Model,
-    prompts: list[list[int]],
-    context: int = CONTEXT,
-    sampling: Sampling = PLAIN,
-    ranks: Any = ALONE,
-    num_tokens: int = TOKENS,
-) -> list[list[int]]:
-    found: list[list[int]] = [[] for _ in prompts]
-    keys = [sample_key(sampling.seed)] * len(prompts)
-    sample(model, prompts, keys, num_tokens, context, sampling, lambda n, t: bool(found[n].append(t)), ranks)
-    return found
 
 
 def recomputed(model: Model, prompts: list[list[int]], context: int = CONTEXT) -> list[list[int]]:
@@ -95,6 +34,9 @@ def test_eight_unequal_prompts_with_a_cache_give_the_tokens_of_full_recomputatio
     assert model.uncached == ""
     found = texts(model, PROMPTS)
     assert found == recomputed(model, PROMPTS)
+    assert model.growing == "", "its caches are static"
+    model.growing = "the test says so"
+    assert found == texts(model, PROMPTS)
     assert len({token for text in found for token in text}) > 10
 
 
@@ -144,7 +86,7 @@ def test_a_layout_gives_the_tokens_of_one_process(layout: str, family: str, chan
         assert found == expected
 
 
-@pytest.mark.parametrize("family", ["gpt", "llama"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt", marks=WIDE)])
 def test_chunks_of_a_pipeline_keep_caches_of_their_own(family: str) -> None:
     """On one rank with two chunks: texts within and beyond the context, with a cache and without."""
     settings = {**FAMILIES[family], **STAGES}
@@ -157,6 +99,18 @@ def test_chunks_of_a_pipeline_keep_caches_of_their_own(family: str) -> None:
         assert texts(model, PROMPTS[:4], context, ranks=ranks) == recomputed(whole, PROMPTS[:4], context)
     model.uncached = "the test says so"
     assert texts(model, PROMPTS[:2], ranks=ranks) == recomputed(whole, PROMPTS[:2])
+
+
+def test_a_chunk_without_inference_units_passes_activations_on() -> None:
+    """The second of three chunks has only multi-token prediction, which sampling does not compute."""
+    settings = {**FAMILIES["llama"], "model.num_mtp_layers": 1}
+    chunks = {SCHEDULE: "interleaved", "parallel.pp.chunks": 3, "parallel.pp.split": [3, 1, 1]}
+    _, whole = built(settings)
+    run, model = built({**settings, **chunks, "parallel.layout": "pp1"})
+    ranks = Ranks(run, model)
+    assert ranks.relayed is not None
+    assert [len(units) for units in ranks.relayed.units] == [3, 0, 1]
+    assert texts(model, PROMPTS[:2], ranks=ranks) == texts(whole, PROMPTS[:2])
 
 
 def test_inference_units_that_do_not_follow_the_stages_are_refused() -> None:
@@ -235,11 +189,11 @@ def shapes(model: Model) -> dict[str, list[tuple[int, ...]]]:
 
 
 def test_windows_keep_their_rows_and_latent_attention_its_compressed_ones() -> None:
-    assert shapes(built(FAMILIES["llama"])[1])["blocks.0.attn"] == [(2, 52, 2, 8)] * 2
+    assert shapes(built(FAMILIES["llama"])[1])["blocks.0.attn"] == [(2, 64, 2, 8)] * 2
     of_windows = shapes(built(FAMILIES["gemma"])[1])
     assert of_windows["blocks.0.attn"][0][1] <= 2 * 4
-    assert of_windows["blocks.1.attn"][0][1] == 52
-    assert shapes(built(FAMILIES["deepseek"])[1])["blocks.0.attn"] == [(2, 52, 1, 13 + 4)]
+    assert of_windows["blocks.1.attn"][0][1] == 64
+    assert shapes(built(FAMILIES["deepseek"])[1])["blocks.0.attn"] == [(2, 64, 1, 13 + 4)]
 
 
 @pytest.mark.parametrize(("reach", "again"), [(None, 0), (None, 2), (3, 0), (3, 2), (0, 1)])
@@ -284,7 +238,7 @@ def test_a_block_that_knows_no_cache_is_recomputed_and_gives_the_same_tokens() -
 
     _, model = built(FAMILIES["llama"])
     expected = texts(model, PROMPTS[:2])
-    reasons = []
+    reasons, growing = [], []
     for kind in (Own, Silent, Declared):
         run = tiny_run({**SHAPE, **FAMILIES["llama"]})
         run.decoding = Decoding(True)
@@ -293,12 +247,14 @@ def test_a_block_that_knows_no_cache_is_recomputed_and_gives_the_same_tokens() -
             other = build_model(run)
         assert type(other.module.get_submodule("blocks.0.attn")) is kind
         reasons.append(other.uncached)
+        growing.append(other.growing)
         allocate_parts(run, other)
         initialize({name: one.data for name, one in other.parameters().items()}, other.placements, 0, 3)
         assert texts(other, PROMPTS[:2]) == expected
     assert "no declaration states what 'blocks.*.attn'" in reasons[0]
     assert "does not declare that it serves a cache (`caches`)" in reasons[1]
     assert reasons[2] == ""
+    assert growing[2] == "'Declared' does not declare that it serves a static cache (`static_cache`)"
 
 
 def test_the_suite_catches_a_module_that_numbers_positions_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -278,6 +278,14 @@ def test_what_experts_share_is_partial_over_all_ranks_of_their_view() -> None:
     assert [*of_width.partial] == [0, 1]
 
 
+def test_a_gradient_without_a_view_of_the_axes_that_it_is_partial_over_is_refused() -> None:
+    ep = Axis("ep", 2, splits=("expert",), views=("expert",))
+    over = ("batch", "sequence", "expert")
+    with pytest.raises(UsageError, match="axes tp and ep split 'w' or what it is broadcast over, and no view"):
+        place(mesh_of(tp(2), ep), (4, 3), "mlp", "embed", over=over).boxes(0)
+    assert place(mesh_of(tp(2), replace(ep, size=1)), (4, 3), "mlp", "embed", over=over).boxes(0)
+
+
 def test_data_parallelism_sums_over_what_divides_the_batchs_entries_in_the_view_of_the_parameter() -> None:
     ep = Axis("ep", 4, splits=("expert",), views=("expert",))
     mesh = mesh_of(tp(2, "sequence"), cp(2), dp(2), ep)
@@ -391,8 +399,12 @@ def placements(draw: st.DrawFn) -> Placement:
     ep = draw(st.sampled_from([size for size in (1, 2, 4) if world_size % (size * etp) == 0]))
     axes.append(Axis("etp", etp, splits=("expert_mlp",), views=("expert",)))
     axes.append(Axis("ep", ep, splits=("expert",), distance=1, views=("expert",)))
-    over = draw(st.sampled_from([("batch", "sequence"), ("batch", "sequence", "heads")]))
-    return place(Mesh.of(axes, world_size), shape, *dims, over=over)
+    kinds = Parameter(dims, NORMAL).axes
+    wider = [("heads",)] if kinds.isdisjoint(("expert", "expert_mlp")) else [("expert",), ("expert", "expert_mlp")]
+    if kinds.isdisjoint((*SPLIT_BY_TP, "embed")):
+        wider.append(("expert", "expert_mlp"))
+    over = draw(st.sampled_from([(), *wider]))
+    return place(Mesh.of(axes, world_size), shape, *dims, over=("batch", "sequence", *over))
 
 
 def cells(start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:

@@ -85,7 +85,7 @@ def test_what_cannot_be_begun_with_is_refused_before_launch(
             ("checkpoint.pretrained=runs/empty",),
             "(--set): 'runs/empty' is not a checkpoint or the folder of a run with one",
         ),
-        (("checkpoint.pretrained=runs/none",), "'runs/none' is not a checkpoint"),
+        (("checkpoint.pretrained=runs/none",), "'runs/none' does not exist; mplug downloads nothing"),
         (("model.hidden_size=48",), "but the model has (256, 48); use the model config of the checkpoint"),
         (("model.num_layers=3",), "has no parameter 'blocks.2."),
         (("model.num_layers=1",), "which the model lacks; use a checkpoint of this model"),

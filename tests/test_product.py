@@ -15,10 +15,23 @@ from mplug.model.build import build_model
 from mplug.model.casts import keep_casts
 from mplug.model.offers import Filled
 from mplug.model.selection import select
-from mplug.nn import MLP, Boundary, Gemm, GroupedProduct, Linear, Narrow, Operand, Product, Sink, add_product
+from mplug.nn import (
+    MLP,
+    Boundary,
+    GatheredForm,
+    Gemm,
+    GroupedProduct,
+    Linear,
+    Narrow,
+    Operand,
+    Product,
+    Sink,
+    add_product,
+)
 from mplug.nn.slot_buffers import hold
 from mplug.testing import run_workers
 from mplug.testing.buffer_trials import BufferTrial
+from mplug.testing.gathered_trials import gathered_fault, gathered_forms
 from mplug.testing.harness import difference, tiny_run, train_steps
 from mplug.testing.later_trials import later_fault
 
@@ -170,6 +183,9 @@ def test_the_suite_accepts_products_and_their_buffers(plant: Plant) -> None:
     (offer,) = Rounded(Rounded.Config()).offer()
     assert later_fault(offer, "Linear.product", torch.float32, "cpu", compiles=True) == ""
     assert BufferTrial(offer, "Linear.product", torch.float32, "cpu", "here").fault(compiles=False) == ""
+    form = gathered_forms(offer)["Linear.product"]
+    assert isinstance(form, GatheredForm)
+    assert gathered_fault(offer, "Linear.product", form, torch.float64, "cpu") == ""
     assert (
         later_fault(Offer({"Experts.product": GroupedProduct()}), "Experts.product", torch.float32, "cpu", True) == ""
     )
@@ -194,7 +210,7 @@ def test_the_suite_reports_a_product_that_cannot_be_postponed() -> None:
     ("layout", "ranks", "changes"),
     [
         ("tp2", 2, {}),
-        ("fsdp2", 2, {}),
+        ("fsdp2", 2, {"parallel.fsdp.gather": "copies"}),
         *(
             pytest.param(*case, marks=pytest.mark.wide("layouts"))
             for case in [
@@ -203,7 +219,9 @@ def test_the_suite_reports_a_product_that_cannot_be_postponed() -> None:
                 ("pp2", 2, {}),
                 ("tp2", 2, {"parallel.tp.sequence_parallel": False}),
                 ("tp2", 2, {"trainer.compile": "aot_eager", "memory.recompute.mode": "full"}),
+                ("fsdp2", 2, {}),
                 ("fsdp2", 2, {"trainer.compile": "aot_eager"}),
+                ("fsdp2", 2, {"trainer.compile": "aot_eager", "parallel.fsdp.gather": "copies"}),
                 ("tp2pp2", 4, {}),
                 ("tp2cp2", 4, {}),
                 ("fsdp2tp2", 4, {"memory.recompute.mode": "full"}),

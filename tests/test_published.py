@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -358,7 +359,6 @@ def test_many_prompts_give_the_texts_that_each_gives_alone(models: Made, tmp_pat
         (("--prompts", "some.txt", "--output", "none/o"), "cannot write --output 'none/o'"),
         (("--prompts", "long.txt"), "'long.txt', line 2 has 101 tokens, and the model supports 96"),
         (("--stop", ""), "--stop is empty"),
-        (("--parallel", "pp2"), "divides the model into stages (pp=2)"),
         (("--parallel", "cp2"), "divides the sequence of a sample (cp=2)"),
     ],
 )
@@ -376,6 +376,22 @@ def test_options_that_do_not_fit_are_refused_before_weights_are_read(
     assert (tmp_path / "some.txt").read_text() == "Why?\n"
 
 
+def test_a_run_that_begins_with_a_published_model_reads_text_by_the_tokenizer_of_the_folder(
+    models: Made, tmp_path: Path, cli_here: Cli
+) -> None:
+    """Bytes would be other tokens of the model: it would train on noise."""
+    shutil.copytree(models["gpt2"][0], tmp_path / "folder")
+    with_tokenizer(tmp_path / "folder")
+    words = ("config", "show", "--pretrained", "folder", "--set", "trainer.seq_length=64")
+    shown = cli_here(*words)
+    assert shown.returncode == 0, shown.stderr
+    data = yaml.safe_load(shown.stdout)["data"]
+    assert data["tokenizer"] == "huggingface"
+    assert data["tokenizer_options"]["path"] == str(tmp_path / "folder" / "tokenizer.json")
+    own = yaml.safe_load(cli_here(*words, "--set", "data.tokenizer=bytes", "--set", "data.tokenizer_options={}").stdout)
+    assert (own["data"]["tokenizer"], own["data"]["tokenizer_options"]) == ("bytes", {})
+
+
 def test_what_cannot_be_generated_is_refused(models: Made, tmp_path: Path, cli_here: Cli) -> None:
     shutil.copytree(models["gpt2"][0], tmp_path / "folder")
     words = ("generate", "--pretrained", "folder")
@@ -383,7 +399,13 @@ def test_what_cannot_be_generated_is_refused(models: Made, tmp_path: Path, cli_h
     with_tokenizer(tmp_path / "folder")
     assert "the model supports 96; shorten it" in cli_here(*words, "--prompt", "x" * 100).stderr
     assert "and --name and --step a run; use one of them" in cli_here(*words, "--name", "first").stderr
-    assert "apply only to published checkpoints" in cli_here("generate", "--chat").stderr
+    unpublished = cli_here("generate", "--chat").stderr
+    assert "apply only to published checkpoints" in unpublished
+    assert "export it first: mplug checkpoint export --to hf FOLDER" in unpublished
+    (tmp_path / "runs" / "told").mkdir(parents=True)
+    (tmp_path / "runs" / "told" / "config.yaml").write_text("")
+    assert "it is a run: use --name told" in cli_here("generate", "--pretrained", "runs/told").stderr
+    assert "'absent' does not exist" in cli_here("generate", "--pretrained", "absent").stderr
     (tmp_path / "folder" / "chat_template.jinja").write_text("{{ raise_exception('no users') }}")
     refused = cli_here(*words, "--chat")
     assert refused.returncode == 2

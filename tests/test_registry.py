@@ -21,6 +21,7 @@ from mplug.model import alternatives
 from mplug.model.build import can_be_built
 from mplug.model.offers import Site, Unmet
 from mplug.registry.entry_points import BrokenPlugin, Registry
+from mplug.registry.inspection import inspect_here
 from mplug.registry.scaffold import describe
 from mplug.testing.harness import tiny_config
 
@@ -394,6 +395,18 @@ def test_a_default_kernel_leaves_a_slot_to_whoever_else_claims_it(cli: Cli, inst
 # Unmet needs.
 
 
+def test_pipeline_schedules_are_listed_and_the_precisions_of_the_host_have_a_summary_of_their_own() -> None:
+    shown = CliRunner().invoke(plugins_command, ["list", "--kind", "schedules"], catch_exceptions=False).output
+    assert {"1f1b", "zb-v"} <= {line.split()[1] for line in shown.splitlines()}
+    native = next(one for one in Registry().entries("precisions") if one.label == "precisions/fp32")
+    assert "format of torch" in native.summary
+
+
+def test_a_field_that_is_a_list_is_shown_as_one() -> None:
+    types = {name: kind for name, kind, *_ in inspect_here("parallel", "pp").fields}
+    assert types["split"] == "'weights' | 'layers' | 'time' | list[int > 0]"
+
+
 def test_a_kernel_that_cannot_serve_is_refused_with_its_reason_and_those_that_would_do(
     cli: Cli, installed: Path, tiny: list[str], text_file: Path
 ) -> None:
@@ -411,11 +424,15 @@ def test_what_a_wrap_needs_is_asked_of_every_kernel(cli: Cli, installed: Path, t
     assert_refused(result, "kernels/sdpa", "largest scores", "; verbose can serve it", "kernels.attention=verbose")
 
 
-def test_a_kernel_that_does_not_answer_in_time_is_none_that_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_do_not_answer_in_time_are_named_and_not_taken_for_unable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(alternatives, "TIMEOUT", 0.0)
     site = Site("blocks.*.attn", "Attention.core", None, "blocks.0.attn")
     told = alternatives.kernels_that_would_do(tiny_config({}), Unmet("kernels/sdpa", site, "it may not"), can_be_built)
-    assert told.startswith("; no other installed kernel can; set kernels.attention=null")
+    assert "flex" in told.partition(" gave no answer within 0 s")[0]
+    assert told.endswith(
+        " gave no answer within 0 s, and no other installed kernel can; set kernels.attention=null for the composition "
+        "in plain torch"
+    )
 
 
 def test_the_kernel_that_would_do_does(cli: Cli, installed: Path, tiny: list[str]) -> None:

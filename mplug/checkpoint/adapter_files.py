@@ -33,7 +33,10 @@ COMPARED = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "use_rslora": False, "
 def adapters_of(model: "Model") -> Adapters:
     """The published form of a model's adapters; UsageError if it has none."""
     if model.adapters is None:
-        raise UsageError("this run has no adapters: no plugin of it attaches any; name one with --adapt")
+        raise UsageError(
+            "this run has no adapters: no plugin of it attaches any; train with --adapt, or use --to hf for the whole "
+            "model"
+        )
     if model.adapters.names is None:
         raise UsageError(f"the adapters of this run have no form that PEFT reads: {model.adapters.reason}")
     return model.adapters

@@ -53,9 +53,14 @@ def newest_pretrained(run: Run) -> Path | None:
     paths = complete(folder / "checkpoints")
     if not paths:
         source = source_of(run.config.settings, ("checkpoint", "pretrained"))
+        if not folder.exists():
+            raise UsageError(
+                f"{FIELD} ({source}): '{section.path}' does not exist; mplug downloads nothing: use a "
+                f"folder on this machine, of a published checkpoint, a run or a checkpoint"
+            )
         raise UsageError(
             f"{FIELD} ({source}): '{section.path}' is not a checkpoint or the folder of a run with one, and has no "
-            f"config.json of a published checkpoint; use one of these"
+            f"config.json of a published checkpoint; use a folder of one of these"
         )
     return paths[-1]
 

@@ -22,7 +22,7 @@ COMMANDS = {
     "generate": "Sample text from a trained run.",
     "explain": "Show the units, slots, placements and bytes of a run, without starting it.",
     "config": "Show the resolved config, or its JSON Schema.",
-    "checkpoint": "List, show and verify the checkpoints of a run.",
+    "checkpoint": "List, show, verify, export and import checkpoints.",
     "plugins": "List, show and check installed plugins, or create a new one.",
 }
 """The host's own commands, in the order in which a new user needs them. Each is a module of this package."""

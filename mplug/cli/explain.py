@@ -1,6 +1,7 @@
 """mplug explain."""
 
 from collections import Counter
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,9 +32,9 @@ def command(rank: int, schedule: bool, svg: "Path | None", **options: Any) -> No
     """Show the parts of a run without starting it. No memory is allocated, and no data is read.
 
     Prints the mesh, the number formats, the units, the supplier of each slot and the buffers that it keeps, the modules
-    that mix tokens outside of slots, the placement of each parameter, the frozen parameters, whether a CUDA graph can
-    replay a step, the FLOPs of a step, the bytes that a rank holds, and everything in this run that depends on the
-    layout. A module that does not declare what it mixes is listed as "not known".
+    that mix tokens outside of slots, the placement of each parameter, what ranks gather for each pass, the frozen
+    parameters, whether a CUDA graph can replay a step, the FLOPs of a step, the bytes that a rank holds, and everything
+    in this run that depends on the layout. A module that does not declare what it mixes is listed as "not known".
     """
     from mplug.errors import UsageError
     from mplug.model.build import build_model
@@ -44,6 +45,8 @@ def command(rank: int, schedule: bool, svg: "Path | None", **options: Any) -> No
         raise UsageError(f"--rank {rank} does not exist in this layout; its ranks are 0 to {run.mesh.world_size - 1}")
     if svg is not None and not schedule:
         raise UsageError("--svg writes the chart of --schedule; add --schedule")
+    if svg is not None and not svg.parent.is_dir():
+        raise UsageError(f"--svg: there is no folder '{svg.parent}' for '{svg.name}'; create it, or use another one")
     run.rank = rank
     model = build_model(run)
     if schedule:
@@ -58,6 +61,7 @@ def command(rank: int, schedule: bool, svg: "Path | None", **options: Any) -> No
         *([("Buffers of suppliers", _slot_buffers(model, rank))] if model.slot_buffers else []),
         ("Mixed outside of slots", _mixing(model)),
         (f"Parameters of rank {rank}", _placements(model, rank)),
+        *([("Gathered for each pass", gathered)] if (gathered := _gathered(run, model)) else []),
         *([(f"Sharded over ranks, with the part of rank {rank}", _shards(run, model))] if model.sharding else []),
         ("A step", _step(run, model)),
         (f"Bytes of rank {rank}", _bytes(run, model)),
@@ -261,6 +265,33 @@ def _placements(model: "Model", rank: int) -> str:
             )
         )
     return table(("PARAMETER", "COUNT", "SHAPE", "AXES", "LOCAL", "BOXES", "COPIES", "PARTIAL OVER"), rows)
+
+
+def _gathered(run: "Run", model: "Model") -> str:
+    """A table of the parameters that ranks gather for each pass: in which form, and the bytes that a rank sends."""
+    from mplug.layout.gathered import GatheredPlacement
+    from mplug.layout.names import role_of
+    from mplug.model.gathered_copies import GatheredCopies, gathered_copies
+
+    groups, sent = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
+    copies, itemsize = gathered_copies(run, model), run.precision.weight_dtype.itemsize
+    for name in model.parameters():
+        placement = model.placements[name]
+        if not isinstance(placement, GatheredPlacement):
+            continue
+        found = copies.get(name, "-")
+        if isinstance(found, GatheredCopies):
+            formats = dict.fromkeys(str(one.dtype).removeprefix("torch.") for one in found.like)
+            form, reason, num_bytes = f"{found.supplier}: {', '.join(formats)}", "-", found.part_bytes
+        else:
+            form, reason = run.precision.weights, found
+            num_bytes = placement.rows_each * prod(placement.gathered_shape(run.rank)[1:]) * itemsize
+        key = (role_of(name), placement.axis, form, reason)
+        groups[key] += 1
+        sent[key] += num_bytes
+    rows = [(key[0], n, *key[1:3], f"{sent[key]:,}", key[3]) for key, n in groups.items()]
+    header = ("PARAMETER", "COUNT", "ALONG", "AS", "BYTES SENT BY A RANK", "WHY NOT AS COPIES")
+    return table(header, rows) if rows else ""
 
 
 def _shards(run: "Run", model: "Model") -> str:

@@ -63,6 +63,13 @@ if TYPE_CHECKING:
 @click.option("--seed", default=0, show_default=True, type=int, help="The same seed gives the same text.")
 @click.option("--device", default="auto", type=click.Choice(["auto", "cpu", "cuda"]), help="Device to compute on.")
 @click.option(
+    "--graphs",
+    default="never",
+    show_default=True,
+    type=click.Choice(["auto", "never"]),
+    help="auto: on a GPU, replay the step of a token as a CUDA graph if all parts of the run state that they can.",
+)
+@click.option(
     "--pretrained",
     type=click.Path(path_type=Path),
     metavar="FOLDER",
@@ -122,6 +129,7 @@ class Asked:
     stops: tuple[str, ...]
     seed: int
     device: str
+    graphs: str
     pretrained: Path | None
     chat: bool
     precision: str | None
@@ -136,7 +144,10 @@ class Asked:
         if self.pretrained is not None and (self.name is not None or self.step is not None):
             raise UsageError("--pretrained names a folder, and --name and --step a run; use one of them")
         if self.pretrained is None and (self.chat or self.precision is not None):
-            raise UsageError("--chat and --precision apply only to published checkpoints; add --pretrained")
+            raise UsageError(
+                "--chat and --precision apply only to published checkpoints; add --pretrained. To chat with a run, "
+                "export it first: mplug checkpoint export --to hf FOLDER, then --pretrained FOLDER"
+            )
         if self.prompts is not None and self.prompt is not None:
             raise UsageError("--prompt is one prompt, and --prompts a file of them; use one of them")
         if self.prompts is None and self.output is not None:
@@ -192,6 +203,7 @@ class Asked:
             ends=frozenset(),
             stops=self.stops,
             batch_size=self.batch_size,
+            graphs=self.graphs == "auto",
             echo=self.prompts is None and not self.chat,
             lines=self.prompts is not None,
             output=self.output,

@@ -20,7 +20,13 @@ def tokenizer_in(folder: Path) -> "FolderTokenizer":
     from mplug.registry.public import folder_tokenizer
 
     if not is_public(folder):
-        raise UsageError(f"--pretrained '{folder}' has no config.json of a published checkpoint; use its folder")
+        if not folder.exists():
+            raise UsageError(
+                f"--pretrained '{folder}' does not exist; mplug downloads nothing: use a folder on this machine"
+            )
+        is_run = (folder / "config.yaml").is_file()
+        remedy = f"it is a run: use --name {folder.name}" if is_run else "use the folder of a published checkpoint"
+        raise UsageError(f"--pretrained '{folder}' has no config.json of a published checkpoint; {remedy}")
     return folder_tokenizer(Registry(), folder)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mplug.cli.generate_prompts import Prompt, Text, occurrences, output_line
-from mplug.errors import RunError
+from mplug.errors import RunError, listed
 
 if TYPE_CHECKING:
     from mplug.checkpoint.verified import Verified
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mplug.model.decoding import Alone
     from mplug.model.model import Model
     from mplug.model.sampling import Sampling
+    from mplug.model.token_steps import Replays
     from mplug.run.run import Run
 
 
@@ -36,6 +37,7 @@ class Wanted:
     ends: frozenset[int]
     stops: tuple[str, ...]
     batch_size: int
+    graphs: bool
     echo: bool
     lines: bool
     output: Path | None
@@ -87,6 +89,7 @@ def work(job: Job, send: Callable[..., None] | None = None) -> None:
     """Sample as one process; the first one prints and writes."""
     from mplug.distributed.world import launched
     from mplug.model.decoding import Ranks, refuse_undivided
+    from mplug.model.token_steps import replays_for
     from mplug.training.job import among
 
     world = launched()
@@ -98,7 +101,10 @@ def work(job: Job, send: Callable[..., None] | None = None) -> None:
         if run.rank == 0:
             for message in model.replaced:
                 click.echo(f"mplug: {message}", err=True)
-        _sample(run, model, job, ranks)
+        replays, reasons = replays_for(run, model)
+        if run.rank == 0 and reasons and run.device.startswith("cuda"):
+            click.echo(f"mplug: no CUDA graph replays the step of a token, because {listed(reasons)}", err=True)
+        _sample(run, model, job, ranks, replays)
 
 
 def _prepared(job: Job) -> "Run":
@@ -112,7 +118,8 @@ def _prepared(job: Job) -> "Run":
 
     run = prepare(resolve(Registry(), job.base, job.overrides))
     run.device = choose_device(run.config)
-    run.decoding = Decoding(padded=job.wanted.differ or multiple_of_positions(run.mesh) > 1)
+    padded = job.wanted.differ or multiple_of_positions(run.mesh) > 1
+    run.decoding = Decoding(padded=padded, graphs=job.wanted.graphs)
     return run
 
 
@@ -148,7 +155,7 @@ def tokenizer_of(run: "Run", published: Path | None) -> Any:
     return folder_tokenizer(Registry(), published) if published else run.hooks.call.build_tokenizer(run=run)
 
 
-def _sample(run: "Run", model: "Model", job: Job, ranks: "Alone") -> None:
+def _sample(run: "Run", model: "Model", job: Job, ranks: "Alone", replays: "Replays") -> None:
     from mplug.model.decoding import sample
     from mplug.model.sampling import sample_key
 
@@ -167,7 +174,7 @@ def _sample(run: "Run", model: "Model", job: Job, ranks: "Alone") -> None:
             show.update()
             return has_ended
 
-        sample(model, encoded, keys[batch], wanted.num_tokens, wanted.context, wanted.sampling, take, ranks)
+        sample(model, encoded, keys[batch], wanted.num_tokens, wanted.context, wanted.sampling, take, ranks, replays)
         for text in texts:
             text.finish()
         show.finish()

@@ -20,14 +20,18 @@ class GatheredPlacement(Placement):
 
     `torch.chunk` applies to dimension 0 of the local tensor that the plan and the other axes give a rank
     (`gathered_shape`, padding included). The last ranks may have fewer rows, or none. With `in_host_memory`, a rank
-    keeps its rows in CPU memory instead of on its device.
+    keeps its rows in CPU memory instead of on its device. With `as_copies`, ranks gather the copies of the weight that
+    a product reads instead of the weight, if the product allows it (`mplug.nn.GatheredForm`, `mplug.gathered_copies`).
     """
 
     axis: str
     in_host_memory: bool = False
+    as_copies: bool = False
 
     @classmethod
-    def of(cls, placement: Placement, axis: str, in_host_memory: bool = False) -> "GatheredPlacement":
+    def of(
+        cls, placement: Placement, axis: str, in_host_memory: bool = False, as_copies: bool = False
+    ) -> "GatheredPlacement":
         """Shard the rows of `placement` along one of its data axes; UsageError if another axis shards them already."""
         if placement.gathered_along is not None:
             raise UsageError(
@@ -36,7 +40,7 @@ class GatheredPlacement(Placement):
             )
         assert axis in placement.data_axes, f"the gradient of '{placement.name}' is not partial over axis '{axis}'"
         facts = facts_of(replace(placement, apart=(*placement.apart, axis), summed=(*placement.summed, axis)))
-        return cls(**facts, axis=axis, in_host_memory=in_host_memory)
+        return cls(**facts, axis=axis, in_host_memory=in_host_memory, as_copies=as_copies)
 
     @property
     def gathered_along(self) -> str | None:
@@ -85,13 +89,14 @@ class GatheredPlacement(Placement):
     def _divides_rows(self, cut: Cut) -> bool:
         """Whether a boundary of rows falls inside a segment's part on some rank, not between parts or into padding."""
         longest = cut.range_at(0)[1]  # padding is at the end
-        return (cut.offset // self._rows_each + 1) * self._rows_each < cut.offset + longest
+        return (cut.offset // self.rows_each + 1) * self.rows_each < cut.offset + longest
 
     @cached_property
-    def _rows_each(self) -> int:
+    def rows_each(self) -> int:
+        """The number of rows of each rank, padding included."""
         return max(1, -(-self.gathered_shape(0)[0] // self.mesh.axes[self.axis].size))
 
     def _rows(self, rank: int) -> range:
-        rows, each = self.gathered_shape(rank)[0], self._rows_each
+        rows, each = self.gathered_shape(rank)[0], self.rows_each
         start = min(self.mesh.index(rank, self.axis) * each, rows)
         return range(start, min(start + each, rows))

@@ -164,8 +164,9 @@ class Placement:
 
         It also contains the axes `beside`, and the pipeline's axis.
         """
-        over = [axis.name for axis in self.mesh.axes.values() if not set(axis.splits).isdisjoint(self.parameter.over)]
-        splitting = dict.fromkeys((*self.splits.values(), *over, *self.beside))
+        over = self.parameter.over
+        partial = [one.name for one in self.mesh.axes.values() if one.size > 1 and not set(one.splits).isdisjoint(over)]
+        splitting = dict.fromkeys((*self.splits.values(), *partial, *self.beside))
         views = [axes for axes in self.mesh.views.values() if splitting.keys() <= {axis.name for axis in axes}]
         if not views:
             raise UsageError(

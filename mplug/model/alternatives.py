@@ -5,6 +5,7 @@ import or hangs has no effect on this one.
 """
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -32,15 +33,19 @@ def kernels_that_would_do(config: RunConfig, unmet: Unmet, can_be_built: Callabl
     """
     chosen = unmet.plugin.partition("/")[2]
     candidates = [name for name in Registry().names("kernels") if name != chosen]
-    with ThreadPoolExecutor() as pool:
-        results = pool.map(lambda name: _can_serve(config, unmet.kind, name), candidates)
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:  # each process imports torch
+        results = list(pool.map(lambda name: _can_serve(config, unmet.kind, name), candidates))
     able = [name for name, can_serve in zip(candidates, results, strict=True) if can_serve]
+    silent = [name for name, can_serve in zip(candidates, results, strict=True) if can_serve is None]
+    none = "no other installed kernel can"
+    if silent:
+        none = f"{listed(silent)} gave no answer within {TIMEOUT:g} s, and {none}"
     able.sort(key=lambda name: name != (config.kernels.default or "").rpartition("/")[2])  # the default is the fast one
     if able:
         return f"; {listed(able)} can serve it: set kernels.{unmet.kind}={able[0]}"
     if unmet.plugin != PLAIN and can_be_built(_with_kernel(config, unmet.kind, None)):
-        return f"; no other installed kernel can; set kernels.{unmet.kind}=null for the composition in plain torch"
-    return "; no other installed kernel can, and neither can the composition in plain torch"
+        return f"; {none}; set kernels.{unmet.kind}=null for the composition in plain torch"
+    return f"; {none}, and neither can the composition in plain torch"
 
 
 def _with_kernel(config: RunConfig, kind: str, name: str | None) -> dict[str, Any]:
@@ -48,11 +53,12 @@ def _with_kernel(config: RunConfig, kind: str, name: str | None) -> dict[str, An
     return {**settings, "kernels": {**settings["kernels"], kind: name}}
 
 
-def _can_serve(config: RunConfig, kind: str, name: str) -> bool:
+def _can_serve(config: RunConfig, kind: str, name: str) -> bool | None:
+    """Whether a kernel plugin can serve the model; None if it gives no answer in time."""
     settings = _with_kernel(config, kind, name)
     command = [sys.executable, "-m", TRIAL]
     try:
         finished = subprocess.run(command, input=json.dumps(settings), capture_output=True, text=True, timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
-        return False
+        return None
     return finished.stdout.endswith(f"{YES}\n")

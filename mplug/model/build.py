@@ -13,13 +13,20 @@ from mplug.contracts import Optimizer, Piece
 from mplug.errors import UsageError, listed
 from mplug.model.adapting import adapt
 from mplug.model.alternatives import kernels_that_would_do
-from mplug.model.caching import find_uncached, refuse_to_sample, serve_caches, use_plain_attention
+from mplug.model.caching import (
+    choose_static_caches,
+    find_uncached,
+    refuse_to_sample,
+    serve_caches,
+    use_plain_attention,
+)
 from mplug.model.casts import copies_of
 from mplug.model.count_passes import passes_of
 from mplug.model.draws import Draws, drawing_plugin
 from mplug.model.engine import planned_pieces, refuse_incomplete_engine
 from mplug.model.fill import fill_slots, select_offers
 from mplug.model.freezing import freeze
+from mplug.model.gathered_copies import refuse_idle_copies
 from mplug.model.graphs import obstacles, refuse_graphs
 from mplug.model.memory import allocate
 from mplug.model.mixing import refuse_mixing
@@ -72,6 +79,7 @@ def build_model(run: Run) -> Model:
             _refuse_states_of_frozen(run, model)
             _refuse_transient_gradients(run, model)
     refuse_incomplete_engine(run, model)
+    refuse_idle_copies(run, model)
     refuse_bypassing_layout(run, model)
     if run.config.trainer.graphs:
         refuse_graphs(run, model, _optimizer_without_memory(run, model))
@@ -137,6 +145,7 @@ def _build_model(run: Run) -> tuple[Model, Selection]:
     selection = select_offers(model, run, collect_offers(run, model))
     if run.decoding is not None:
         use_plain_attention(model, selection)
+        choose_static_caches(run, model, selection)
     add_slot_buffers(model, run, selection.filled)
     fill_slots(model, selection)
     drawing = drawing_plugin(run, model.slots)

@@ -12,9 +12,16 @@ A model samples with a cache if its modules declare enough:
   As for `mixes`, a declaration covers the code of its class and what the class inherits, not the code of subclasses.
 
 Any other model samples one prompt at a time, and computes all its positions again for every token.
+
+The caches are static (`mplug.nn.static_cache`) if all modules with this slot also declare
+
+      static_cache: ClassVar[bool] = True
+
+and if all their cores offer 'static keys'. Otherwise the rows that a core receives grow with every token.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -24,11 +31,13 @@ from mplug.layout.names import modules_around
 from mplug.model.mixing import covers, statements
 from mplug.model.model import Model
 from mplug.model.selection import Selection, offered_in_plain_torch
-from mplug.nn.specification import DOCUMENTS
+from mplug.nn.specification import DOCUMENTS, STATIC_KEYS
 from mplug.run.run import Run
 
 NAME = "caches"
 """The attribute by which a class declares that its modules serve a cache."""
+STATIC = "static_cache"
+"""The attribute by which a class declares that its modules also serve a static cache."""
 CORE = "Attention.core"
 PROTOCOL = ("cache", "serve_cache", "new_cache")
 
@@ -129,3 +138,26 @@ def use_plain_attention(model: Model, selection: Selection) -> None:
             kept.append(unmet)
     selection.unmet = kept
     model.replaced = tuple(messages)
+
+
+def choose_static_caches(run: Run, model: Model, selection: Selection) -> None:
+    """Set `model.growing`: why the caches of a model are not static; empty if they are."""
+    model.growing = model.uncached or _reason_against_static(run, model, selection)
+
+
+def _reason_against_static(run: Run, model: Model, selection: Selection) -> str:
+    if run.device.startswith("cuda") and run.decoding is not None and not run.decoding.graphs:
+        return "the run samples without CUDA graphs"
+    if len(model.stages.units) > 1:
+        return "the model is divided into the chunks of a pipeline"
+    for module in cached_modules(model):
+        if not covers(type(module), STATIC) or getattr(module, STATIC) is not True:
+            return f"'{type(module).__name__}' does not declare that it serves a static cache (`{STATIC}`)"
+    for filled in selection.filled:
+        if filled.site.slot == CORE:
+            site = replace(filled.site, needs=filled.site.needs | {STATIC_KEYS})
+            offered = filled.offer is not None or not site.lacking(offered_in_plain_torch(site))
+            answers = [one.answer(site, run) for one in (filled.offer, *filled.wraps) if one is not None]
+            if not offered or not all(answer is True for answer in answers):
+                return f"{filled.supplier} does not offer '{STATIC_KEYS}' for {CORE} of '{site.role}'"
+    return ""

@@ -4,7 +4,7 @@ B prompts of a batch, b of them on this rank, S positions of a call, V vocabular
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -16,6 +16,7 @@ from mplug.model.caching import cached_modules
 from mplug.model.model import Model
 from mplug.model.relayed import Choose, Relayed, RunUnits, relayed, run_last
 from mplug.model.sampling import Sampling, choose, draws
+from mplug.model.token_steps import Replays
 from mplug.model.units import run_units
 from mplug.nn.cache import CacheSize
 from mplug.ops import all_gather
@@ -116,16 +117,18 @@ def sample(
     sampling: Sampling,
     take: Take,
     ranks: Alone = ALONE,
+    replays: Replays | None = None,
 ) -> None:
     """Sample up to `num_tokens` tokens after each prompt, each token from a window of the last `context` tokens.
 
     `keys` are those of the prompts' random numbers (`sample_key`). `take` receives the tokens in order and is called on
     all ranks, which must get the same answers. While no sample is longer than `context`, a cache holds the earlier
     positions; afterwards, and for a model without a cache, all positions of the window are computed for every token.
+    Batches with the same `replays` share the recording of a step, if it makes recordings.
     """
     model.module.eval()
     if not model.uncached:
-        _Batch(model, prompts, keys, context, ranks).sample(num_tokens, sampling, take)
+        _Batch(model, prompts, keys, context, ranks, replays or Replays()).sample(num_tokens, sampling, take)
         return
     for number, (prompt, key) in enumerate(zip(prompts, keys, strict=True)):
         _one_by_one(model, list(prompt), key, num_tokens, context, sampling, partial(take, number), ranks)
@@ -142,11 +145,12 @@ def _one_by_one(
     ranks: Alone,
 ) -> None:
     """Sample after one prompt by full recomputation; all ranks that divide the batch compute the same prompt."""
-    device, of_prompt, run = _device(model), torch.tensor([key]), partial(run_units, model.module)
+    device, run = _device(model), partial(run_units, model.module)
+    of_prompt = torch.tensor([key], device=device)
     for index in range(num_tokens):
         window = torch.tensor([tokens[-context:]], device=device)
         positions = torch.arange(window.shape[1], device=device)[None]
-        chosen = partial(_chosen, ranks, sampling, draws(of_prompt, index))
+        chosen = partial(_chosen, ranks, sampling, draws(of_prompt, torch.tensor(index, device=device)))
         tokens.append(int(ranks.next_tokens(model, _entries(window, positions), run, chosen)))
         if take(tokens[-1]):
             return
@@ -173,29 +177,29 @@ class _Batch:
     """
 
     def __init__(
-        self, model: Model, prompts: Sequence[Sequence[int]], keys: Sequence[int], context: int, ranks: Alone
+        self,
+        model: Model,
+        prompts: Sequence[Sequence[int]],
+        keys: Sequence[int],
+        context: int,
+        ranks: Alone,
+        replays: Replays,
     ) -> None:
         self.model, self.context, self.ranks, self.wanted = model, context, ranks, len(prompts)
+        self.replays, self.device = replays, _device(model)
         each = -(-len(prompts) // ranks.shards)
         self.texts = [list(prompts[number % len(prompts)]) for number in range(each * ranks.shards)]
         self.own = slice(ranks.shard * each, (ranks.shard + 1) * each)
-        self.keys = torch.tensor([keys[number % len(keys)] for number in range(len(self.texts))])[self.own]
+        of_texts = [keys[number % len(keys)] for number in range(len(self.texts))]
+        self.keys = torch.tensor(of_texts[self.own], device=self.device)
         self.modules = list(cached_modules(model))
 
     def sample(self, num_tokens: int, sampling: Sampling, take: Take) -> None:
         """Sample token by token, until every text has ended."""
-        alive, window = set(range(self.wanted)), None
+        alive = set(range(self.wanted))
         try:
-            for index in range(num_tokens):
-                longest = max(map(len, self.texts))
-                if window is None or longest > self.context:
-                    window, again = self._window(min(longest, self.context), num_tokens - index), 0
-                else:
-                    again = self.ranks.multiple - 1
-                chosen = partial(_chosen, self.ranks, sampling, draws(self.keys, index))
-                tokens = self._next_tokens(window, again, chosen)
-                window.append(tokens)
-                for number, token in enumerate(self.ranks.tokens_of_all(tokens).tolist()):
+            for tokens in self._tokens(num_tokens, sampling):
+                for number, token in enumerate(tokens):
                     self.texts[number].append(token)
                     if number in alive and take(number, token):
                         alive.discard(number)
@@ -205,21 +209,54 @@ class _Batch:
             for module in self.modules:
                 module.cache = None
 
+    def _tokens(self, num_tokens: int, sampling: Sampling) -> Iterator[list[int]]:
+        """The next tokens of all texts, again and again; the caller adds them to `texts`."""
+        longest, first = max(map(len, self.texts)), 0
+        if not self.model.growing and self.ranks.multiple == 1 and longest <= self.context:
+            first = min(num_tokens, self.context - longest + 1)
+            yield from self._with_static_caches(first, sampling)
+        window = None
+        for index in range(first, num_tokens):
+            longest = max(map(len, self.texts))
+            if window is None or longest > self.context:
+                window, again = self._window(min(longest, self.context), num_tokens - index), 0
+            else:
+                again = self.ranks.multiple - 1
+            numbers = draws(self.keys, torch.tensor(index, device=self.device))
+            tokens = self._next_tokens(window, again, partial(_chosen, self.ranks, sampling, numbers))
+            window.append(tokens)
+            yield self.ranks.tokens_of_all(tokens).tolist()
+
+    def _with_static_caches(self, num_tokens: int, sampling: Sampling) -> Iterator[list[int]]:
+        """The first tokens of all texts. While the CPU reads a token, the device computes the next one."""
+        longest = max(map(len, self.texts))
+        texts, most = self.texts[self.own], longest + num_tokens - 1
+        steps = self.replays.steps(self.model, len(texts), longest, most, sampling, self.ranks.whole_vocabulary)
+        window, lengths = self._uncomputed(longest, longest), torch.tensor([*map(len, texts)], device=self.device)
+        tokens = steps.begin(window.entries(0), lengths, window.padding, self.keys)
+        found = _OnTheWay(self.ranks.tokens_of_all(tokens))
+        for _ in range(1, num_tokens):
+            following = _OnTheWay(self.ranks.tokens_of_all(steps.advance(most)))
+            yield found.read()
+            found = following
+        yield found.read()
+
     def _window(self, longest: int, more: int) -> "_Window":
         """The last tokens of this rank's texts in a new cache, with room for `more` tokens if the context has it."""
         length = -(-longest // self.ranks.multiple) * self.ranks.multiple
-        texts = [text[-self.context :] for text in self.texts[self.own]]
-        room = length + max(0, min(more, self.context - longest))
-        padding = [length - len(text) for text in texts]
-        if any(padding) and not self.ranks.padded:
-            raise ValueError("the run was built for samples without padding")
-        device = _device(self.model)
-        window = _Window(texts, padding, room, device)
-        of_each = torch.tensor(padding, device=device) if any(padding) else None
-        size = CacheSize(room, self.ranks.multiple - 1, of_each, max(padding))
+        window = self._uncomputed(length, length + max(0, min(more, self.context - longest)))
+        size = CacheSize(window.room, self.ranks.multiple - 1, window.padding, window.most_padding)
         for module in self.modules:
             module.cache = module.new_cache(size)
         return window
+
+    def _uncomputed(self, length: int, room: int) -> "_Window":
+        """The last tokens of this rank's texts, with padding up to `length`."""
+        texts = [text[-self.context :] for text in self.texts[self.own]]
+        padding = [length - len(text) for text in texts]
+        if any(padding) and not self.ranks.padded:
+            raise ValueError("the run was built for samples without padding")
+        return _Window(texts, padding, room, self.device)
 
     def _next_tokens(self, window: "_Window", again: int, choose: Choose) -> Tensor:
         """The next token [b] of each text; the last `again` positions before the new ones come again."""
@@ -228,18 +265,43 @@ class _Batch:
         return self.ranks.next_tokens(self.model, window.entries(again), partial(run_last, self.model), choose)
 
 
+class _OnTheWay:
+    """Tokens [B] on their way to the CPU. The step of the next tokens may overwrite the given tensor."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        if tokens.is_cuda:
+            self._values = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self._values.copy_(tokens, non_blocking=True)
+            self._event: torch.cuda.Event | None = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._values, self._event = tokens.clone(), None
+
+    def read(self) -> list[int]:
+        """The tokens, when they have arrived."""
+        if self._event is not None:
+            self._event.synchronize()
+        found: list[int] = self._values.tolist()
+        return found
+
+
 class _Window:
-    """The tokens of a rank's texts, with their padding in front, and the positions that the model has computed."""
+    """The tokens of a rank's texts, with their padding in front, and the positions that the model has computed.
+
+    `padding` [b] is None if no text has padding; `most_padding` is the maximum.
+    """
 
     def __init__(self, texts: Sequence[Sequence[int]], padding: Sequence[int], room: int, device: torch.device) -> None:
-        self.length, self.computed = len(texts[0]) + padding[0], 0
+        self.length, self.computed, self.room = len(texts[0]) + padding[0], 0, room
+        self.padding = torch.tensor(padding, device=device) if any(padding) else None
+        self.most_padding = max(padding)
         filled = torch.zeros(len(texts), room, dtype=torch.int64)
         for row, text, before in zip(filled, texts, padding, strict=True):
             row[before : self.length] = torch.tensor(text)
         self.tokens = filled.to(device)
         positions = torch.arange(room, device=device)[None]
-        if any(padding):
-            positions = (positions - torch.tensor(padding, device=device)[:, None]).clamp(min=0)
+        if self.padding is not None:
+            positions = (positions - self.padding[:, None]).clamp(min=0)
         self.positions = positions
 
     def append(self, tokens: Tensor) -> None:

@@ -1,6 +1,9 @@
-"""Why a CUDA graph cannot replay the steps of a run. A part of a step that does not state that it can is refused."""
+"""Why a CUDA graph cannot replay the steps of a run. A part of a step that does not state that it can is refused.
 
-from collections.abc import Iterator
+A step of training is the whole step. A step of sampling computes one token of each text.
+"""
+
+from collections.abc import Iterable, Iterator
 
 from mplug.config.binding import RunConfig
 from mplug.config.sources import source_of
@@ -22,6 +25,8 @@ IN_A_STEP = (
     "build_optimizer",
 )
 """Hooks whose results run in every step."""
+IN_SAMPLING = ("build_model", "adapt_model", "mesh_axes", "shard_model")
+"""Hooks whose results run in every step of sampling."""
 AFTER_A_STEP = ("parameters_updated",)
 """Hooks that the host calls after every step: they find what the replayed step has written."""
 
@@ -41,14 +46,34 @@ def obstacles(run: Run, model: Model, optimizer: Optimizer) -> list[str]:
     """The reasons, as clauses; empty if a graph can replay the steps. `optimizer` may be without memory."""
     if not run.device.startswith("cuda"):
         return ["the run is on the CPU"]
-    return [*_of_plugins(run, model), *_of_draws(run, model), *_of_modules(run, model), *_of_decay(run, optimizer)]
+    steppers = [
+        f"{label} runs the step in an order of its own (the hook 'build_stepper')"
+        for label in run.hooks.implementers("build_stepper")
+    ]
+    of_plugins = _of_plugins(run, model, (*IN_A_STEP, *AFTER_A_STEP))
+    return [*steppers, *of_plugins, *_of_draws(run, model), *_of_modules(run, model), *_of_decay(run, optimizer)]
 
 
-def _of_plugins(run: Run, model: Model) -> Iterator[str]:
-    for label in run.hooks.implementers("build_stepper"):
-        yield f"{label} runs the step in an order of its own (the hook 'build_stepper')"
+def sampling_obstacles(run: Run, model: Model) -> list[str]:
+    """The reasons, as clauses, why no graph can replay the steps of sampling; empty if one can."""
+    if not run.device.startswith("cuda"):
+        return ["the run is on the CPU"]
+    if model.growing:
+        return [f"its caches grow, because {model.growing}"]
+    return [*_of_exchanges(run), *_of_plugins(run, model, IN_SAMPLING), *_of_modules(run, model)]
+
+
+def _of_exchanges(run: Run) -> Iterator[str]:
+    """Mesh axes whose ranks exchange activations; ranks that only divide the batch do not."""
+    owners = {axis.name: label for label, axes in run.hooks.each("mesh_axes", config=run.config) for axis in axes}
+    for axis in run.mesh.axes.values():
+        if axis.size > 1 and (set(axis.entries) != {"batch"} or axis.splits or axis.activations):
+            yield f"the ranks of {owners.get(axis.name, 'the layout')} exchange activations ({axis.name}={axis.size})"
+
+
+def _of_plugins(run: Run, model: Model, hooks: Iterable[str]) -> Iterator[str]:
     answers = dict(run.hooks.each(HOOK, run=run, model=model))
-    for label in _in_a_step(run, model):
+    for label in _in_a_step(run, model, hooks):
         answer = answers.get(label)
         if answer is None:
             yield f"{label} does not state that its part of a step can be replayed (the hook '{HOOK}')"
@@ -56,9 +81,9 @@ def _of_plugins(run: Run, model: Model) -> Iterator[str]:
             yield f"{label} {answer}" if isinstance(answer, str) else f"{label} answers '{HOOK}' with {answer!r}"
 
 
-def _in_a_step(run: Run, model: Model) -> list[str]:
+def _in_a_step(run: Run, model: Model, hooks: Iterable[str]) -> list[str]:
     """The labels of the plugins that take part in a step: by their hooks, or by what they supply or wrap."""
-    by_hook = [label for hook in (*IN_A_STEP, *AFTER_A_STEP) for label in run.hooks.implementers(hook)]
+    by_hook = [label for hook in hooks for label in run.hooks.implementers(hook)]
     filled = [*model.slots, *model.unit_wraps]
     suppliers = [one.offer.plugin for one in filled if one.offer is not None]
     wraps = [wrap.plugin for one in filled for wrap in one.wraps]

@@ -48,8 +48,8 @@ class Model:
     the masters; it is set when memory is allocated. `attached` are the modules that plugins have added, `merges` says
     how an export multiplies them into the model's parameters, and `adapters` is their published form.
     `weights_version` grows whenever pieces have new weights. In a run that samples, `uncached` says why it does so
-    without a cache (empty: it has one), and `replaced` are messages about kernels of the config that plain torch
-    replaces.
+    without a cache (empty: it has one), `growing` says why its caches grow (empty: they are static), and `replaced` are
+    messages about kernels of the config that plain torch replaces.
     """
 
     module: nn.Module
@@ -78,6 +78,7 @@ class Model:
     adapters: "Adapters | None" = None
     weights_version: int = 0
     uncached: str = ""
+    growing: str = ""
     replaced: tuple[str, ...] = ()
     _sinks: Sinks | None = None
     _supplied: "tuple[Piece, ...] | None" = None

@@ -31,9 +31,12 @@ def sample_key(seed: int, occurrence: int = 0) -> int:
     return key_of(seed, "sample", occurrence) if occurrence else key_of(seed, "sample")
 
 
-def draws(keys: Tensor, index: int) -> Tensor:
-    """The random numbers in [0, 1) with which samples with the keys [B] draw their token number `index`: fp64 [B]."""
-    return uniform(keys, torch.tensor(index)).double()
+def draws(keys: Tensor, index: Tensor) -> Tensor:
+    """The random numbers in [0, 1) with which samples with the keys [B] draw their token number `index`: fp64 [B].
+
+    `index` is an int64 scalar on the keys' device.
+    """
+    return uniform(keys, index).double()
 
 
 def choose(logits: Tensor, sampling: Sampling, draws: Tensor) -> Tensor:

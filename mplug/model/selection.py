@@ -52,9 +52,9 @@ def select(
         supplier, reasons = _supplier_of(site, suppliers, kernels, run)
         selection.filled.append(Filled(site, supplier, applied))
         selection.unmet += [*unmet, *reasons]
-    wider = _Wider(selection.filled)
+    wider = Wider(selection.filled)
     selection.filled = [_without_idle_fallback(filled, wider, kernels) for filled in selection.filled]
-    wider = _Wider(selection.filled)
+    wider = Wider(selection.filled)
     selection.unmet = [unmet for unmet in selection.unmet if not any(wider.replacing(unmet.site))]
     selection.unmet = [unmet for unmet in selection.unmet if not _follows(unmet, selection.unmet)]
     selection.unmet += [one for one in _idle(selection, kernels) if one.kind not in elsewhere]
@@ -82,7 +82,7 @@ def _follows(unmet: Unmet, others: Iterable[Unmet]) -> bool:
     )
 
 
-class _Wider:
+class Wider:
     """The wider slots whose content does not call the narrower ones."""
 
     def __init__(self, contents: Iterable[Filled]) -> None:
@@ -103,7 +103,7 @@ class _Wider:
                 yield filled.supplier, slot
 
 
-def _without_idle_fallback(filled: Filled, wider: _Wider, kernels: "Kernels") -> Filled:
+def _without_idle_fallback(filled: Filled, wider: Wider, kernels: "Kernels") -> Filled:
     """The content of a site, without a fallback that the supplier of a wider slot would never call.
 
     The default kernel is a fallback for a norm or an activation together with a product: without it, the norm runs.
@@ -126,7 +126,7 @@ def _replaces(filled: Filled, narrower: str) -> str:
     return filled.wraps[0].plugin if filled.wraps and narrower in WIDE_PRODUCTS else ""
 
 
-def _refuse_uncalled(contents: list[Filled], wider: _Wider, kernels: "Kernels") -> None:
+def _refuse_uncalled(contents: list[Filled], wider: Wider, kernels: "Kernels") -> None:
     """Refuse a supplier or wrap that would never run, because another supplier replaces the wider slot around it.
 
     Suppliers of the default kernel are exempt: they are fallbacks.

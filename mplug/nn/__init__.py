@@ -14,6 +14,7 @@ from mplug.nn.description import Description, describe, flops_of, weights_per_to
 from mplug.nn.embedding import Embedding
 from mplug.nn.experts import Experts, Route, within_capacity
 from mplug.nn.fusible import Fusible, fusible_norm, normed, states
+from mplug.nn.gathered_form import GatheredForm
 from mplug.nn.gemm import Gemm, weight_gradient
 from mplug.nn.grouped import GroupedProduct, grouped_linear
 from mplug.nn.head import Head
@@ -35,7 +36,8 @@ from mplug.nn.random import Dropout, Jitter
 from mplug.nn.router import Choice, Router
 from mplug.nn.scores import RouterScore
 from mplug.nn.sink import Operand, Sink, Weights, add_product, add_rows, zero_if_stale
-from mplug.nn.specification import AttentionInputs, AttentionSpec
+from mplug.nn.specification import AttentionInputs, AttentionSpec, StaticKeys
+from mplug.nn.static_cache import static_keys
 from mplug.nn.statistics import add_auxiliary, count, count_in_backward, keep_max, keep_max_in_backward
 
 __all__ = [
@@ -67,6 +69,7 @@ __all__ = [
     "Experts",
     "FusedProduct",
     "Fusible",
+    "GatheredForm",
     "Gemm",
     "GroupedProduct",
     "Head",
@@ -93,6 +96,7 @@ __all__ = [
     "Rows",
     "Sink",
     "SparseBlock",
+    "StaticKeys",
     "TokenEmbedding",
     "TokensAhead",
     "Weights",
@@ -116,6 +120,7 @@ __all__ = [
     "pipeline_named",
     "scaled_dot_product",
     "states",
+    "static_keys",
     "weight_gradient",
     "weights_per_token",
     "with_parts",

@@ -53,8 +53,12 @@ def scaled_dot_product(
     attention part by part (context parallelism) call it.
     """
     heads, groups, length = q.shape[2], k.shape[2], (q.shape[1], k.shape[1])
-    k, v = (x.repeat_interleave(heads // groups, dim=2) for x in (k, v))
-    scores = torch.einsum("bshk,bthk->bhst", q, k) * spec.scale
+    if spec.static_keys:  # a cache is much larger than its query, so no head of it is repeated
+        scores = torch.einsum("bgrk,btgk->bgrt", q[:, 0].unflatten(1, (groups, -1)), k).flatten(1, 2)[:, :, None]
+    else:
+        k, v = (x.repeat_interleave(heads // groups, dim=2) for x in (k, v))
+        scores = torch.einsum("bshk,bthk->bhst", q, k)
+    scores = scores * spec.scale
     if spec.soft_cap is not None:
         scores = spec.soft_cap * (scores / spec.soft_cap).tanh()
     bias = bias_of(spec, inputs, heads, *length, q.device)
@@ -69,6 +73,8 @@ def scaled_dot_product(
         rows = mix(rows[..., None] + torch.arange(length[0], device=q.device))  # [B, H, S]
         kept = uniform(rows[..., None], torch.arange(length[1], device=q.device)) >= spec.dropout
         weights = weights * kept / (1 - spec.dropout)
+    if spec.static_keys:
+        return torch.einsum("bgrt,btgk->bgrk", weights[:, :, 0].unflatten(1, (groups, -1)), v).flatten(1, 2)[:, None]
     return torch.einsum("bhst,bthk->bshk", weights, v)
 
 
@@ -104,6 +110,7 @@ class DotProductAttention(nn.Module):
     SLOTS: ClassVar[tuple[str, ...]] = ("Attention.core", "Attention.prepare_qk")
     mixes: ClassVar[frozenset[str]] = frozenset()  # only inside a slot
     caches: ClassVar[bool] = True
+    static_cache: ClassVar[bool] = True
     cache: Cache | None = None
     site: Tensor
 
@@ -195,7 +202,7 @@ class DotProductAttention(nn.Module):
 
     def new_cache(self, size: CacheSize) -> Cache:
         """An empty cache: rows of keys [B, T, G, K] after rotation, and of values [B, T, G, V]; windows keep theirs."""
-        return Cache(size, None if self.spec.window is None else self.spec.window - 1)
+        return size.cache(None if self.spec.window is None else self.spec.window - 1)
 
     @property
     def scales_of_norm(self) -> tuple[Tensor | None, Tensor | None]:
@@ -227,9 +234,11 @@ class DotProductAttention(nn.Module):
     def _attended(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, document_lengths: Tensor | None) -> Tensor:
         """The core's output [B, S, H, V]."""
         dropout = self.spec.dropout if self.training else 0.0
-        spec = replace(self.spec, documents=document_lengths is not None, dropout=dropout)
+        static = None if self.cache is None else self.cache.static_keys
+        masks: dict[str, Any] = {"documents": document_lengths is not None, "static_keys": static is not None}
+        spec = replace(self.spec, dropout=dropout, **masks)
         drawn = mix(keys ^ self.site) if dropout else None
-        inputs = AttentionInputs(drawn, document_lengths, self.sinks, num_heads=self.num_heads)
+        inputs = AttentionInputs(drawn, document_lengths, self.sinks, num_heads=self.num_heads, static=static)
         return self.core(q, k, v, spec, inputs)
 
 
@@ -248,6 +257,7 @@ class Attention(DotProductAttention):
     SLOTS: ClassVar[tuple[str, ...]] = (*DotProductAttention.SLOTS, "Attention.prepare_qkv")
     mixes: ClassVar[frozenset[str]] = frozenset()  # only inside a slot
     caches: ClassVar[bool] = True
+    static_cache: ClassVar[bool] = True
 
     def __init__(
         self,

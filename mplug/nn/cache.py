@@ -4,10 +4,13 @@ B samples, S new positions, T rows that the queries of a call may see. A sample 
 its batch begins with padding positions, so that the last positions of all samples are aligned.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from mplug.nn.specification import StaticKeys
 
 
 @dataclass(frozen=True)
@@ -16,13 +19,19 @@ class CacheSize:
 
     `positions` is the number of positions of a sample, with its padding. A call may compute the last `again` positions
     of the previous call once more (`Cache.rewind`). `padding` [B] is the number of padding positions of each sample,
-    and `most_padding` their maximum; None and 0: no sample has padding.
+    and `most_padding` their maximum; None and 0: no sample has padding. `make` makes another kind of cache, of this
+    size and with a reach; None: a `Cache`.
     """
 
     positions: int
     again: int = 0
     padding: Tensor | None = None
     most_padding: int = 0
+    make: "Callable[[CacheSize, int | None], Cache] | None" = None
+
+    def cache(self, reach: int | None = None) -> "Cache":
+        """An empty cache of this size; `reach` as in `Cache`."""
+        return Cache(self, reach) if self.make is None else self.make(self, reach)
 
 
 class Cache:
@@ -30,7 +39,13 @@ class Cache:
 
     `reach` is the number of positions before a query that the query sees: a window of W positions has the reach W - 1.
     None: all of them. The cache keeps no rows that no later query sees.
+
+    `constants` are tensors that a module computes once and keeps while the model samples.
     """
+
+    static_keys: StaticKeys | None = None
+    """What the core needs to know about the rows of the last `extend`, if they are those of a static cache."""
+    constants: tuple[Tensor, ...] = ()
 
     def __init__(self, size: CacheSize, reach: int | None = None) -> None:
         self.size, self.reach = size, reach

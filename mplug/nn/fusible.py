@@ -13,7 +13,7 @@ from mplug.nn.linear import Linear
 from mplug.nn.norm import Norm
 from mplug.nn.prologue import NORM_PRODUCT, SEPARATE, Inputs, Projected, Prologue
 
-COMPUTES = ("forward", "without_bias", "multiply")
+COMPUTES = ("forward", "without_bias", "unadapted", "multiply")
 """The methods of `Linear` that compute."""
 
 
@@ -52,8 +52,11 @@ def fusible_norm(norm: nn.Module, reader: nn.Module | None) -> Iterator[Fusible]
 
 def is_plain(linear: nn.Module) -> bool:
     """Whether a module computes as `Linear` does; a subclass, or an adapter, may add something to the product."""
-    if not isinstance(linear, Linear) or linear.adapter is not None:
-        return False
+    return isinstance(linear, Linear) and linear.adapter is None and computes_as_linear(linear)
+
+
+def computes_as_linear(linear: Linear) -> bool:
+    """Whether no subclass has overridden how a linear layer computes its product."""
     return all(getattr(type(linear), one) is getattr(Linear, one) for one in COMPUTES)
 
 

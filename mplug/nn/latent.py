@@ -37,6 +37,7 @@ class LatentAttention(DotProductAttention):
 
     mixes: ClassVar[frozenset[str]] = frozenset()  # only inside a slot
     caches: ClassVar[bool] = True
+    static_cache: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -117,21 +118,20 @@ class LatentAttention(DotProductAttention):
         self.spec = replace(self.spec, key_width=width, value_width=self.kv_rank, own_key_length=True)
         self.num_kv_heads, self.head_dim = 1, width
 
-    def new_cache(self, size: CacheSize) -> "LatentCache":
-        """An empty cache: rows [B, T, 1, L + R]."""
-        return LatentCache(size, None if self.spec.window is None else self.spec.window - 1)
+    def new_cache(self, size: CacheSize) -> Cache:
+        """An empty cache: rows [B, T, 1, L + R]; its constants are the halves of `kv_up`, as the core needs them."""
+        return size.cache(None if self.spec.window is None else self.spec.window - 1)
 
     def _with_cache(
         self, cache: Cache, still_query: Tensor, turning_query: Tensor, rows: Tensor, keys: Tensor
     ) -> Tensor:
         """Queries' parts [B, S, H, N] and [B, S, H, R], new rows [B, S, 1, L + R] -> [B, S, D]."""
-        assert isinstance(cache, LatentCache)
-        if cache.halves is None:
+        if not cache.constants:
             # The product itself is applied to the identity, so that its supplier and adapters count. Tensor parallelism
             # may append the rows of other ranks, which are copies of these.
             identity = torch.eye(self.kv_rank, dtype=rows.dtype, device=rows.device)[None]
-            cache.halves = self._unpacked(self.kv_up(identity)[0, : self.kv_rank], self.value_width)
-        of_keys, of_values = cache.halves  # [L, H, N], [L, H, V]
+            cache.constants = self._unpacked(self.kv_up(identity)[0, : self.kv_rank], self.value_width)
+        of_keys, of_values = cache.constants  # [L, H, N], [L, H, V]
         q = torch.cat((torch.einsum("bshn,lhn->bshl", still_query, of_keys), turning_query), dim=-1)
         (k,) = cache.extend(rows)
         y = self._attended(q, k, k[..., : self.kv_rank], keys, cache.document_lengths(k.shape[1]))
@@ -152,13 +152,3 @@ class LatentAttention(DotProductAttention):
         """[..., H (N + last)] -> [..., H, N] and [..., H, last]."""
         first, second = heads.unflatten(-1, (-1, self.widths[0] + last)).split((self.widths[0], last), dim=-1)
         return first, second
-
-
-class LatentCache(Cache):
-    """A cache of latent vectors.
-
-    `halves` are those of `kv_up`, as the core needs them: [L, H, N] for keys, [L, H, V] for values. They do not change
-    while a model samples.
-    """
-
-    halves: tuple[Tensor, Tensor] | None = None

@@ -63,7 +63,9 @@ class Linear(nn.Module):
     its result takes the place of y, and it calls `linear.unadapted(x)` for the product. So it can pass another input,
     and its backward can take part in the gradient of the input. Code that multiplies by the weight without calling the
     linear must state the need `ADAPTERS` (`needs`), and must not run if there is an adapter. A block that cannot state
-    it sets `adaptable` to False, and the linear then has no adapter.
+    it sets `adaptable` to False, and the linear then has no adapter. An adapter that never reads `linear.weight` sets
+    its attribute `reads_weight` to False; otherwise a strategy that gathers weights gathers this one as it is
+    (`GatheredForm`).
     """
 
     SLOTS = ("Linear.product", "Linear.gemm", "Linear.gather", "Linear.scatter")

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from mplug.nn.gathered_form import NO_GATHERED_FORM, GatheredForm
 from mplug.nn.gemm import NOTHING, PLAIN, Gemm, arguments, weight_gradient
 from mplug.nn.later import Later, hand_out
 from mplug.nn.sink import Operand, Sink, Weights
@@ -98,6 +99,10 @@ class Product:
         (initialisation, load, update), or in every pass if a strategy gathers the weight for every pass.
         """
         return ()
+
+    def gathered_form(self) -> GatheredForm | str:
+        """How a strategy that gathers the weight for every pass may gather copies instead; or why it must not."""
+        return NO_GATHERED_FORM
 
     def forward(
         self, x: Tensor, weight: Operand, narrow: Narrow, buffers: Mapping[str, Tensor]

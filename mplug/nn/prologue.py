@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from mplug.nn.gathered_form import NO_GATHERED_FORM, GatheredForm
 from mplug.nn.gemm import NOTHING
 from mplug.nn.later import Later, hand_out
 from mplug.nn.product import Narrow
@@ -60,6 +61,10 @@ class FusedProduct:
     def cast(self, weight: Tensor, buffers: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Copies of the weight [O, D] in other formats, made once for each version of the weight; none by default."""
         return ()
+
+    def gathered_form(self) -> GatheredForm | str:
+        """How a strategy that gathers the weight for every pass may gather copies instead; or why it must not."""
+        return NO_GATHERED_FORM
 
     def forward(
         self, prologue: Prologue, inputs: Inputs, weight: Operand, narrow: Narrow, buffers: Mapping[str, Tensor]

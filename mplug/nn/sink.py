@@ -13,7 +13,10 @@ from mplug.nn.operator import operator
 
 
 class Operand(NamedTuple):
-    """A weight [O, I] or experts [e, O, I], and the copies that a product's `cast` returns."""
+    """A weight [O, I] or experts [e, O, I], and the copies that a product's `cast` returns.
+
+    If ranks have gathered copies instead of the weight (`GatheredForm`), the values are NaN.
+    """
 
     values: Tensor
     casts: tuple[Tensor, ...] = ()

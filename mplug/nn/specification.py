@@ -1,7 +1,7 @@
 """What an attention core computes: a static specification, and the tensors that come with a call.
 
 B batch, S queries, T keys, H query heads of this rank, M documents of a sample, R reach of a relative bias. If T is not
-S, the queries are the last S of T positions.
+S, the queries are the last S of T positions. With static keys, the keys are the T rows of a static cache.
 """
 
 from collections.abc import Iterator
@@ -15,11 +15,11 @@ from mplug.nn.parts import numbered
 
 LOG_SUM_EXP, DOCUMENTS, FULL = "log-sum-exp", "document_lengths", "full attention"
 WINDOW, SOFT_CAP, SINKS = "window", "soft cap", "attention sinks"
-VALUE_WIDTH, KEY_LENGTH = "value width", "key length"
+VALUE_WIDTH, KEY_LENGTH, STATIC_KEYS = "value width", "key length", "static keys"
 ALIBI, RELATIVE = "alibi", "relative"
 """The kinds of bias that plain torch computes. The need of a kind is its name with ' bias' appended: 'alibi bias'."""
 BIASES = frozenset({f"{ALIBI} bias", f"{RELATIVE} bias"})
-KNOWN = frozenset({DOCUMENTS, FULL, WINDOW, SOFT_CAP, SINKS, VALUE_WIDTH, KEY_LENGTH}) | BIASES
+KNOWN = frozenset({DOCUMENTS, FULL, WINDOW, SOFT_CAP, SINKS, VALUE_WIDTH, KEY_LENGTH, STATIC_KEYS}) | BIASES
 """The needs of sites that plain torch serves. 'log-sum-exp' is not among them: wraps need it, sites never do."""
 
 
@@ -37,6 +37,8 @@ class AttentionSpec:
     - `bias`: the kind of a term that is added to the scores by position and head: 'alibi', -slope |distance|
       (arXiv 2108.12409); 'relative', a table by distance (T5, arXiv 1910.10683); or a kind that only some kernel knows.
     - `own_key_length`: the number of keys may exceed the number of queries, which are then the last ones.
+    - `static_keys`: each sample has one query, and the keys are the rows of a static cache, in the order of its rows
+      (`StaticKeys`). The query sees no row that is empty.
     - `dropout`: the probability with which an attention weight is dropped.
 
     `key_width` and `value_width` are those of one head.
@@ -53,6 +55,7 @@ class AttentionSpec:
     bias: str = ""
     own_key_length: bool = False
     dropout: float = 0.0
+    static_keys: bool = False
 
     @property
     def needs(self) -> frozenset[str]:
@@ -65,9 +68,27 @@ class AttentionSpec:
             SINKS: self.sinks,
             VALUE_WIDTH: self.value_width != self.key_width,
             KEY_LENGTH: self.own_key_length,
+            STATIC_KEYS: self.static_keys,
             f"{self.bias} bias": bool(self.bias),
         }
         return frozenset(need for need, is_wanted in wanted.items() if is_wanted)
+
+
+class StaticKeys(NamedTuple):
+    """Which position each of the T rows of a static cache holds: tensors, so that a CUDA graph can replay a call.
+
+    The rows of a sample are a ring: the row of position p is p modulo T. A row without a position is empty; its values
+    are finite. Rows are filled from row 0 on.
+    """
+
+    filled: Tensor
+    """[B], int32: the number of rows that hold a position; the others are the last rows."""
+    distances: Tensor
+    """[B, T], int64: the position of a row minus that of the query; 1 if the row is empty."""
+    begins: Tensor
+    """[B + 1], int32: the first row of each sample in the rows of all samples, and B T."""
+    queries: Tensor
+    """[B + 1], int32: 0 to B."""
 
 
 class AttentionInputs(NamedTuple):
@@ -87,6 +108,8 @@ class AttentionInputs(NamedTuple):
     """[H, 2R + 1], indexed by the key's position minus the query's, clamped to [-R, R]."""
     first_head: int = 0
     num_heads: int | None = None
+    static: StaticKeys | None = None
+    """The rows of a static cache, if the specification has `static_keys`."""
 
 
 NO_INPUTS = AttentionInputs()
@@ -96,6 +119,10 @@ def unseen(
     spec: AttentionSpec, inputs: AttentionInputs, queries: int, keys: int, device: torch.device
 ) -> Iterator[Tensor]:
     """Masks [S, T] or [B, 1, S, T], true if a query does not see a key. They are made anew in every call."""
+    if inputs.static is not None:
+        distances = inputs.static.distances[:, None, None]  # [B, 1, 1, T]
+        yield distances > 0 if spec.window is None else (distances > 0) | (distances <= -spec.window)
+        return
     if spec.causal:
         yield torch.ones(queries, keys, dtype=torch.bool, device=device).triu(1 + keys - queries)
     if spec.window is not None:
@@ -107,16 +134,21 @@ def unseen(
 def bias_of(
     spec: AttentionSpec, inputs: AttentionInputs, heads: int, queries: int, keys: int, device: torch.device
 ) -> Tensor | None:
-    """The bias [H, S, T] to add to scores [B, H, S, T], or None; ValueError for an unknown kind or missing inputs."""
+    """The bias [H, S, T] to add to scores [B, H, S, T], or None; ValueError for an unknown kind or missing inputs.
+
+    With static keys, it is [B, H, 1, T].
+    """
     if not spec.bias:
         return None
-    distances = _distances(queries, keys, device)
+    static = inputs.static
+    distances = _distances(queries, keys, device) if static is None else static.distances[:, None, None]
     if spec.bias == ALIBI and inputs.num_heads is not None:
         own = torch.arange(inputs.first_head, inputs.first_head + heads, device=device)
         return -alibi_slopes(own, inputs.num_heads)[:, None, None] * distances.abs()
     if spec.bias == RELATIVE and inputs.bias_table is not None:
         reach = inputs.bias_table.shape[1] // 2
-        return inputs.bias_table[:, distances.clamp(-reach, reach) + reach]
+        places = distances.clamp(-reach, reach) + reach
+        return inputs.bias_table[:, places] if static is None else inputs.bias_table[:, places[:, 0]].transpose(0, 1)
     raise ValueError(f"attention has a bias '{spec.bias}', which plain torch does not know, or not without its inputs")
 
 

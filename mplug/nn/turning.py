@@ -3,7 +3,8 @@
 B batch, S sequence, H query heads, G KV heads, K head dim.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -59,7 +60,35 @@ def rotate(x: Tensor, positions: Tensor, theta: Turning) -> Tensor:
 
     x [B, S, H, K], positions [1 or B, S] -> [B, S, H, K].
     """
-    return _turned(x, _cosines_and_sines(x, positions, theta), theta)
+    return _turned(x, _shared(_cosines_and_sines, positions, x.shape[-1], theta, x.dtype), theta)
+
+
+_tables: dict[Hashable, tuple[Tensor, Tensor]] | None = None
+"""(positions, table) of the calls so far, inside `shared_rotations`; None outside."""
+
+
+@contextmanager
+def shared_rotations() -> Iterator[None]:
+    """Inside, calls with the same tensor of positions share one table: all blocks of a sampling step, for example.
+
+    A step of one token otherwise spends more kernels on tables than on attention. The tensor must not change inside.
+    """
+    global _tables
+    _tables = {}
+    try:
+        yield
+    finally:
+        _tables = None
+
+
+def _shared(make: Callable[..., Tensor], positions: Tensor, *arguments: Hashable) -> Tensor:
+    """make(positions, *arguments), once for each combination of arguments inside `shared_rotations`."""
+    if _tables is None:
+        return make(positions, *arguments)
+    key = (make, id(positions), *arguments)
+    if key not in _tables:
+        _tables[key] = positions, make(positions, *arguments)
+    return _tables[key][1]
 
 
 def table_of_rotations(positions: Tensor, head_dim: int, theta: Turning, dtype: torch.dtype) -> Tensor:
@@ -67,6 +96,10 @@ def table_of_rotations(positions: Tensor, head_dim: int, theta: Turning, dtype: 
 
     For a supplier that turns pairs itself. Without 'partial rotary' among a site's needs, there are K/2 pairs.
     """
+    return _shared(_table, positions, head_dim, theta, dtype)
+
+
+def _table(positions: Tensor, head_dim: int, theta: Turning, dtype: torch.dtype) -> Tensor:
     if not isinstance(theta, Turns):
         plain: Tensor = rotations(positions, head_dim // 2, theta, dtype)
         return plain
@@ -74,9 +107,9 @@ def table_of_rotations(positions: Tensor, head_dim: int, theta: Turning, dtype: 
     return table
 
 
-def _cosines_and_sines(x: Tensor, positions: Tensor, theta: Turning) -> Tensor:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return table_of_rotations(positions, x.shape[-1], theta, wide)[..., None, :].to(x.dtype)  # [2, 1 or B, S, 1, K/2]
+def _cosines_and_sines(positions: Tensor, head_dim: int, theta: Turning, dtype: torch.dtype) -> Tensor:
+    wide = torch.promote_types(dtype, torch.float32)
+    return _table(positions, head_dim, theta, wide)[..., None, :].to(dtype)  # [2, 1 or B, S, 1, K/2]
 
 
 def _turned(x: Tensor, cosines_and_sines: Tensor, theta: Turning) -> Tensor:
@@ -117,7 +150,7 @@ def prepare_qk(
     if q_weight is not None and k_weight is not None:
         q, k = _normalised(q, q_weight, eps), _normalised(k, k_weight, eps)
     if theta is not None:
-        turns = _cosines_and_sines(q, positions, theta)
+        turns = _shared(_cosines_and_sines, positions, q.shape[-1], theta, q.dtype)
         q, k = _turned(q, turns, theta), _turned(k, turns, theta)
     return q, k
 

@@ -48,6 +48,8 @@ RESERVED_NAMES = {"kernels": (*SLOT_KINDS, "default"), "parallel": ("layout", "d
 """By kind, the names that no plugin may have: the host has fields with these names beside the plugins' sub-sections."""
 
 
+NATIVE = "Part of mplug: weights and activations in a format of torch, without a recipe"
+"""The summary of the host's precisions."""
 HOST_KINDS = ("precisions",)
 """The kinds of the host's own plugins."""
 NEEDED_HOOKS = {"precisions": "define_precision"}
@@ -213,10 +215,15 @@ def _entries(distribution: Distribution, metadata: PackageMetadata, source: str)
     requires = _requirement_on_host(metadata.get_all("Requires-Dist") or distribution.requires or [])
     if name == HOST_DISTRIBUTION:
         requires = f"=={version}"
+
+    def summary_of(kind: str) -> str:
+        """The summary of the distribution; that of the host describes mplug as a whole, and not its precisions."""
+        return NATIVE if name == HOST_DISTRIBUTION and kind == "precisions" else summary
+
     return [
-        Entry(point.group.removeprefix("mplug."), point.name, point.value, name, version, summary, requires, source)
+        Entry(kind, point.name, point.value, name, version, summary_of(kind), requires, source)
         for point in distribution.entry_points
-        if point.group.startswith("mplug.") and point.group.removeprefix("mplug.") in GROUPS
+        if point.group.startswith("mplug.") and (kind := point.group.removeprefix("mplug.")) in GROUPS
     ]
 
 

@@ -114,6 +114,8 @@ def _type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return " | ".join(map(repr, inner))
     if annotation is NoneType:
         return "None"
+    if origin in (list, tuple) and inner and inner[1:] in ((), (...,)):
+        return f"list[{_type(inner[0])}]" + bounds
     plain = isinstance(annotation, type) and not inner
     return (annotation.__name__ if plain else str(annotation).replace("typing.", "")) + bounds
 

@@ -24,9 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Decoding:
-    """How a run samples. `padded`: the samples of a batch may have padding, because their lengths differ."""
+    """How a run samples.
+
+    `padded`: the samples of a batch may have padding, because their lengths differ. `graphs`: on a GPU, caches are
+    static and the step of a token is replayed as a CUDA graph, if all parts of the run can do so.
+    """
 
     padded: bool = False
+    graphs: bool = False
 
 
 @dataclass

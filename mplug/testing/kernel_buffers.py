@@ -64,6 +64,24 @@ class BufferChecks:
                 found = later_fault(offer, slot, DTYPES[dtype], run.device, self.compiles, kind)
             require(not found, f"{where}: {found}")
 
+    def test_gathered_copies_of_its_weights_give_the_same_bits(self, dtype: str) -> None:
+        """Copies that ranks make of their rows and gather give the results of the whole weight."""
+        from mplug.nn import GatheredForm
+        from mplug.testing.gathered_trials import gathered_fault, gathered_forms
+
+        run, offers = self._offered(dtype)
+        found = [(offer, slot, form) for offer in offers for slot, form in gathered_forms(offer).items()]
+        for _, slot, form in found:
+            require(form != "", f"gathered_form of {slot} returns an empty reason")
+        declared = [(offer, slot, form) for offer, slot, form in found if isinstance(form, GatheredForm)]
+        if not declared:
+            raise SkipTest(f"'{self.plugin}' has no copies of weights that ranks can gather")
+        for offer, slot, form in declared:
+            where = f"{slot}, {dtype}"
+            with naming_failures(where):
+                fault = gathered_fault(offer, slot, form, run.precision.activation_dtype, run.device)
+            require(not fault, f"{where}: {fault}")
+
     def _offered(self, dtype: str | None = None) -> "tuple[Run, list[Offer]]":
         raise NotImplementedError
 

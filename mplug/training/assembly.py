@@ -10,6 +10,7 @@ from mplug.gradients.loss_scale import LossScale
 from mplug.model.build import allocate_parts, build_model, gradient_dtype, refuse_unsavable
 from mplug.model.casts import keep_casts
 from mplug.model.compilation import compile_units, compiler_of
+from mplug.model.cuda_graph import use_own_stream
 from mplug.model.engine import refuse_missing_pieces, refuse_other_sums
 from mplug.model.fill import wrap_units
 from mplug.model.memory import initialize
@@ -17,7 +18,6 @@ from mplug.model.model import Model
 from mplug.model.pieces import Held, held_values, make_pieces, write_weights
 from mplug.model.variance import refuse_bypassing
 from mplug.run.run import Run
-from mplug.training.cuda_graph import use_own_stream
 from mplug.training.graphs import GraphedStepper
 from mplug.training.prefetch import Feed
 from mplug.training.stepper import DefaultStepper

@@ -12,6 +12,7 @@ from torch import Tensor
 from mplug.nn import Attention, AttentionInputs, AttentionSpec
 from mplug.nn.arguments import by_specification
 from mplug.nn.specification import ALIBI, RELATIVE
+from mplug.nn.static_cache import static_keys
 from mplug.nn.turning import prepare_qk
 from mplug.rotary import Rotary
 from mplug.testing.kernel_cases.case import Case, Drawn, Suppliers, Tensors
@@ -75,8 +76,25 @@ def _specified() -> Iterator[Case]:
     yield _core("one query at the end of the keys", 2, 1, 4, 2, 8, more_keys=12, **half)
     yield _core("more keys than queries, and a window", 2, 3, 4, 2, 8, more_keys=10, window=4, **half)
     yield _core("more keys than queries, and documents", 2, 3, 4, 2, 8, more_keys=10, documents=True, **half)
+    yield from _static()
 
 
+def _static() -> Iterator[Case]:
+    """Rows of a static cache: some samples have empty rows, whose values no query sees; other samples have no more."""
+    static: dict[str, Any] = {"more_keys": 12, "static_keys": True, "first_head": 4}
+    yield _core("static keys", 3, 1, 4, 2, 8, **static)
+    yield _core("static keys and heads of 64", 3, 1, 8, 2, 64, **static)
+    yield _core("static keys and a window of all rows", 3, 1, 4, 2, 8, window=13, **static)
+    yield _core("static keys and a window of some rows", 3, 1, 4, 2, 8, window=4, **static)
+    yield _core("static keys and attention sinks", 3, 1, 4, 2, 8, sinks=True, **static)
+    yield _core("static keys and a soft cap", 3, 1, 4, 2, 8, scale=1.0, soft_cap=2.0, **static)
+    yield _core("static keys and ALiBi", 3, 1, 4, 2, 8, bias=ALIBI, **static)
+    yield _core("static keys and a relative bias", 3, 1, 4, 2, 8, bias=RELATIVE, **static)
+    yield _core("static keys wider than values", 3, 1, 4, 1, 24, value_width=16, **static)
+
+
+NEWEST = (4, 12, 30)
+"""The positions of three samples in caches of 13 rows: the rows of the last sample have been overwritten."""
 DOCUMENTS_OF_13 = ((5, 1, 7, 0), (13, 0, 0, 0))
 """Document lengths of two samples, padded with zeros."""
 REACH = 3
@@ -109,6 +127,8 @@ def _core(
         inputs["keys"] = drawn.integers(1 << 60, b)
     if spec.documents:
         inputs["document_lengths"] = torch.tensor(DOCUMENTS_OF_13, device="cpu")
+    if spec.static_keys:
+        inputs["positions"] = torch.tensor(NEWEST, device="cpu")
     if spec.sinks:
         inputs["sinks"] = drawn.normal(h)
     if spec.bias == RELATIVE:
@@ -118,7 +138,15 @@ def _core(
         core = by_specification(suppliers["Attention.core"])
         keys, lengths, sinks, table = map(x.get, ("keys", "document_lengths", "sinks", "bias_table"))
         given = AttentionInputs(keys, lengths, sinks, table, first_head, h + first_head)
-        return lambda: {"output": core(x["q"], x["k"], x["v"], spec, given)}
+        if not spec.static_keys:
+            return lambda: {"output": core(x["q"], x["k"], x["v"], spec, given)}
+        given = given._replace(static=static_keys(x["positions"], t))
+
+        @torch.no_grad()
+        def sampled() -> dict[str, Tensor]:
+            return {"output": core(x["q"], x["k"], x["v"], spec, given)}
+
+        return sampled
 
     module = Attention(h * k, h, g, k, bias=False, qk_norm=False, theta=None)
     module.spec = spec

@@ -12,6 +12,7 @@ import torch
 from mplug_lora.modules import LowRank
 from mplug_lora.targets import Pair
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from mplug import Segment
 from mplug.nn import Linear, Product
@@ -90,6 +91,14 @@ def test_a_supplier_of_an_adapters_product_is_called(which: str) -> None:
     plain = linear(x) - x @ linear.weight.t()
     getattr(linear.adapter, which).product = Doubling()
     assert torch.allclose(linear(x) - x @ linear.weight.t(), 2 * plain)
+
+
+def test_torch_counts_the_products() -> None:
+    linear, x = adapted((0, 2))
+    with FlopCounterMode(display=False) as counter:
+        linear(x).sum().backward()
+    rows, of_a, of_b = 10, 2 * RANK * WIDTH, RANK * (4 + 5)
+    assert counter.get_total_flops() == 2 * rows * (2 * 12 * WIDTH + 3 * of_a + 3 * of_b)
 
 
 @pytest.mark.wide("compile")

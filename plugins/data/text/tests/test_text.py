@@ -11,6 +11,7 @@ import pytest
 import torch
 from mplug_text import Bytes, Text
 from mplug_text.corpus import find_files, measure_split, read_split
+from mplug_text.tokens import tokens_of
 from mplug_text.windows import RepeatedWindows, Windows
 
 from mplug import MapLoader, Mesh, MicroBatch, UsageError
@@ -313,7 +314,10 @@ def test_the_size_of_a_split_is_known_without_reading_it(tmp_path: Path) -> None
 
 
 def checked(path: Path, **trainer: int) -> list[str]:
-    config: Any = SimpleNamespace(trainer=SimpleNamespace(**{"seq_length": S, "seed": 1, "eval_every": 1, **trainer}))
+    config: Any = SimpleNamespace(
+        trainer=SimpleNamespace(**{"seq_length": S, "seed": 1, "eval_every": 1, **trainer}),
+        checkpoint=SimpleNamespace(pretrained=None),
+    )
     return Text(Text.Config(path=str(path))).check_data(config)
 
 
@@ -354,3 +358,69 @@ def test_files_whose_bytes_are_more_than_text_are_read_and_told_of(
 
 def test_half_a_character_decodes_to_a_replacement() -> None:
     assert Bytes().decode(Bytes().encode("ü")[:1]) == "\ufffd"
+
+
+# Tokens of a tokenizer plugin.
+
+
+class Words:
+    """A tokenizer of single characters, upper-cased; 200 ends a document."""
+
+    vocab_size, eod = 201, 200
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return [[ord(character.upper()) for character in text] for text in texts]
+
+
+def test_a_tokenizer_encodes_each_document_and_its_end_follows() -> None:
+    stream = np.frombuffer(b"ab\0c\0", dtype=np.uint8)
+    tokenizer: Any = Words()
+    assert tokens_of(stream, tokenizer).tolist() == [65, 66, 200, 67, 200]
+
+
+def test_a_tokenizer_without_an_end_of_documents_adds_none() -> None:
+    tokenizer: Any = Words()
+    tokenizer.eod = None
+    assert tokens_of(np.frombuffer(b"ab\0c\0", dtype=np.uint8), tokenizer).tolist() == [65, 66, 67]
+
+
+@pytest.mark.parametrize("length", [3, 1000])
+def test_samples_consist_of_the_tokens_of_the_named_tokenizer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, length: int
+) -> None:
+    path = tmp_path / "book.txt"
+    path.write_text("x" * length)
+    config = SimpleNamespace(trainer=SimpleNamespace(seq_length=S, seed=1))
+    run: Any = SimpleNamespace(config=config, mesh=Mesh.of([], 1), rank=0, micro_batch_size=2)
+    plugin = Text(Text.Config(path=str(path), tokenizer="bytes", validation_percent=50))
+    found = plugin.build_loader(run, "train")
+    assert found.vocab_size == 257
+    tokens = next(iter(found.take(2)))["tokens"]
+    assert set(tokens.unique().tolist()) <= {ord("x"), 256}
+    is_repeated = "the train split has 2 tokens, and trainer.seq_length=8 needs 17" in caplog.text
+    assert is_repeated == (length == 3)
+    if is_repeated:
+        assert 256 in tokens  # repeated: the end of the bytes plugin is no byte 0
+
+
+def test_options_without_a_tokenizer_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"data\.tokenizer is null; set data\.tokenizer"):
+        Text(Text.Config(tokenizer_options={"path": "x"})).configure()
+
+
+def starting_with(folder: Path, vocab_size: int) -> Any:
+    return SimpleNamespace(
+        trainer=SimpleNamespace(seq_length=S, eval_every=0),
+        checkpoint=SimpleNamespace(pretrained=SimpleNamespace(path=str(folder))),
+        model=SimpleNamespace(vocab_size=vocab_size),
+    )
+
+
+def test_bytes_for_a_published_model_with_more_tokens_are_reported(tmp_path: Path, book: Path) -> None:
+    plugin, published = Text(Text.Config(path=str(book))), tmp_path / "published"
+    published.mkdir()
+    assert plugin.check_data(starting_with(published, 400)) == []  # the folder of a run
+    (published / "config.json").write_text("{}")
+    assert plugin.check_data(starting_with(published, 256)) == []
+    (sentence,) = plugin.check_data(starting_with(published, 400))
+    assert f"the model of '{published}' has 400 tokens; name its tokenizer with data.tokenizer" in sentence

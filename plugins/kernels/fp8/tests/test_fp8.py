@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from mplug import Axis, Mesh, Offer, Recipe, Run, Site
+from mplug import Axis, Mesh, Offer, Recipe, Run, Site, UsageError
 from mplug.checkpoint.folder import newest
 from mplug.config.sources import read_assignments
 from mplug.layout.plan import Init, Parameter
@@ -342,6 +342,11 @@ def test_it_fills_nothing_without_the_recipe_and_says_that_a_cpu_emulates() -> N
     assert own[0].supplier_label(run) == "kernels/fp8 (emulated on a CPU)"
     site = next(one.site for one in filled if one.site.slot == "Linear.product")
     assert limits.supports_linear(site, tiny_run({"trainer.precision": "bf16"})) is False
+
+
+def test_a_named_kernel_without_a_recipe_is_refused_with_the_precision_to_add() -> None:
+    with pytest.raises(UsageError, match=r"trainer\.precision=fp32 has none; add --precision fp8, or remove kernels\."):
+        build_model(tiny_run({"kernels.linear": "fp8"}))
 
 
 def test_it_saves_inputs_in_fp8_unless_backward_has_them_in_bf16() -> None:

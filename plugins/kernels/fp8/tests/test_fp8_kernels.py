@@ -71,6 +71,22 @@ def test_a_cast_with_one_scale_has_the_bits_of_the_definition(
 
 
 @runs
+def test_rows_that_ranks_cast_with_the_largest_value_of_all_have_the_bits_of_the_whole() -> None:
+    from mplug_fp8 import launch
+
+    x = drawn(74, 160)
+    parts = [part.contiguous().to(DEVICE) for part in (x[:37], x[37:])]
+    found = torch.stack([launch.largest_of(part).amax().view(1) for part in parts]).amax(dim=0)
+    rows = [torch.empty(part.shape, dtype=E4M3, device=DEVICE) for part in parts]
+    inverses = [
+        launch.cast(part, found, None, E4M3, False, True, own, None) for part, own in zip(parts, rows, strict=True)
+    ]
+    right, right_inverse = emulation.cast(x, emulation.largest_of(x).view(1), E4M3, False)
+    whole = torch.cat([own.view(torch.uint8) for own in rows]).view(E4M3)
+    assert_bits((whole, *inverses), (right, right_inverse, right_inverse))
+
+
+@runs
 @each_format
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_cast_with_a_known_scale_keeps_the_largest_value(shape: tuple[int, int], dtype: torch.dtype) -> None:

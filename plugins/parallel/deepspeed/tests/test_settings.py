@@ -110,6 +110,7 @@ def test_all_contradictions_are_in_one_error_with_both_values(tmp_path: Path) ->
     ):
         assert words in text
     assert "steps_per_print" not in text
+    assert text.splitlines()[-1] == '  set the run\'s settings to the values of the file, or write "auto" in the file'
 
 
 def test_values_that_equal_those_of_the_run_are_no_contradiction(tmp_path: Path) -> None:

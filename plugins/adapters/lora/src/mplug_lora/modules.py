@@ -66,7 +66,7 @@ class LowRank(nn.Module):
         self.a = Linear(width, rank * len(chosen), bias=False)
         for number in chosen:
             self.register_module(f"b{number}", Linear(rank, pairs[number].length, bias=False))
-        self.dora = dora
+        self.dora = self.reads_weight = dora
         for number in chosen if dora else ():
             self.register_parameter(f"magnitude{number}", nn.Parameter(torch.empty(pairs[number].length)))
         self.dropout = Dropout(dropout) if dropout else None

@@ -93,7 +93,7 @@ def measure_split(root: Path, files: list[Path], split: str, validation_percent:
 
 
 def enough_for_windows(length: int, seq_length: int) -> bool:
-    """Whether a stream of `length` bytes has a whole window of S + 1 bytes at every offset below S."""
+    """Whether a stream of `length` tokens has a whole window of S + 1 tokens at every offset below S."""
     return length >= 2 * seq_length + 1
 
 
@@ -103,8 +103,8 @@ def _held_out(root: Path, files: list[Path], validation_percent: int) -> set[Pat
     return found if len(files) >= FEW_FILES and 0 < len(found) < len(files) else None
 
 
-def fingerprint_of(stream: NDArray[np.uint8]) -> str:
-    """A hash of a split's bytes, independent of the location of the files."""
+def fingerprint_of(stream: NDArray[np.uint8] | NDArray[np.int32]) -> str:
+    """A hash of a split's tokens, independent of the location of the files."""
     return hashlib.blake2b(stream.data, digest_size=16).hexdigest()
 
 

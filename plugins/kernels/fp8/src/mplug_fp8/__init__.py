@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
 
-from mplug import MAY_CHANGE, Offer, Precision, hookimpl
+from mplug import MAY_CHANGE, Offer, Precision, UsageError, hookimpl
 from mplug_fp8.recipes import recipe_of
 
 if TYPE_CHECKING:
@@ -79,6 +79,13 @@ class FP8Products:
     @hookimpl
     def offer(self, run: "Run") -> list[Offer]:
         """Products of linear layers, alone or with the norm or activation before them, and of experts."""
+        named = sorted(kind for kind, plugin in run.config.kernels.kinds.items() if plugin == "kernels/fp8")
+        if named and run.precision.recipe is None:
+            raise UsageError(
+                f"kernels.{named[0]}=fp8 computes by the recipe of a precision, and "
+                f"trainer.precision={run.config.trainer.precision} has none; add --precision fp8, or remove "
+                f"kernels.{named[0]}=fp8"
+            )
         from mplug_fp8.suppliers import offers
 
         return offers(run.precision.recipe, self.config.keep_weights, run.config.kernels.kinds)

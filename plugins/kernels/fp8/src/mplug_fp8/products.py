@@ -6,7 +6,8 @@ The names of shapes are those of `scaled`, which has what all recipes share.
 from torch import Tensor
 
 from mplug import DelayedScaling
-from mplug.nn import Boundary, Operand
+from mplug.nn import Boundary, GatheredForm, Operand
+from mplug_fp8.emulation import BLOCK
 from mplug_fp8.operators import (
     BLOCKS,
     LINES,
@@ -31,21 +32,26 @@ class Tensorwise(Products):
     def cast(self, weight: Tensor, buffers: Buffers) -> tuple[Tensor, ...]:
         """The largest absolute values of parts of the weight; or rows [O, I] and inverse [1], to be kept."""
         found = largest(weight)
-        if not self.keeps_weights:
-            return (found,)
+        return self._rows_and_inverse(weight, found, buffers) if self.keeps_weights else (found,)
+
+    def _rows_and_inverse(self, weight: Tensor, found: Tensor, buffers: Buffers) -> tuple[Tensor, Tensor]:
         rows, _, inverse = cast(weight, found, False, self.options.power_of_two, True, False)
         return rows, inverse
 
+    def gathered_form(self) -> GatheredForm | str:
+        """Rows with the scale of the largest number of all ranks."""
+        return GatheredForm(self._rows_and_inverse, (True, False), lambda rows, _: largest(rows).amax().view(1))
+
     def weight_rows(self, weight: Operand) -> Numbers:
         """From the copy, or one pass over the weight."""
-        if self.keeps_weights:
+        if len(weight.casts) > 1:
             return Numbers(*weight.casts)
         rows, _, inverse = cast(weight.values, weight.casts[0], False, self.options.power_of_two, True, False)
         return Numbers(rows, inverse)
 
     def weight_columns(self, weight: Operand) -> Numbers:
         """The transposed copy, or one pass over the weight."""
-        if self.keeps_weights:
+        if len(weight.casts) > 1:
             rows, inverse = weight.casts
             return Numbers(transposed(rows), inverse)
         _, columns, inverse = cast(weight.values, weight.casts[0], False, self.options.power_of_two, False, True)
@@ -100,6 +106,10 @@ class Rowwise(Products):
         """Nothing; or rows [O, I] with inverses [O] and columns [I, O] with inverses [I], to be kept."""
         return quantised(weight, ROW, self.options.power_of_two, True, True) if self.keeps_weights else ()
 
+    def gathered_form(self) -> GatheredForm | str:
+        """Rows and columns have different numbers, so both together are as large as the weight."""
+        return "the FP8 numbers of its rows and those of its columns have as many bytes as the weight in bf16"
+
     def weight_rows(self, weight: Operand) -> Numbers:
         """From the copies, or two passes over the weight."""
         found = weight.casts or quantised(weight.values, ROW, self.options.power_of_two, True, False)
@@ -128,6 +138,10 @@ class Blockwise(Rowwise):
     def cast(self, weight: Tensor, buffers: Buffers) -> tuple[Tensor, ...]:
         """Nothing; or rows [O, I] with the inverses of their blocks, to be kept."""
         return cast_blocks(weight, True, False)[:2] if self.keeps_weights else ()
+
+    def gathered_form(self) -> GatheredForm | str:
+        """Rows and the inverses of their blocks, if no block has rows of two ranks."""
+        return GatheredForm(lambda rows, *_: cast_blocks(rows, True, False)[:2], (True, True), rows_multiple=BLOCK)
 
     def weight_rows(self, weight: Operand) -> Numbers:
         """From the copy, or one pass over the weight."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from mplug import DelayedScaling
-from mplug.nn import FusedProduct, Inputs, Narrow, Operand, Prologue, Sink
+from mplug.nn import FusedProduct, GatheredForm, Inputs, Narrow, Operand, Prologue, Sink
 from mplug_fp8.operators import rows_of
 from mplug_fp8.products import Delayed
 from mplug_fp8.prologue_operators import activated, activation_gradient, norm_gradient, normed, normed_again
@@ -32,6 +32,10 @@ class Fused(FusedProduct):
     def cast(self, weight: Tensor, buffers: Buffers) -> Saved:
         """The copies of the weight that the products read."""
         return self.product.cast(weight, buffers)
+
+    def gathered_form(self) -> GatheredForm | str:
+        """That of the product."""
+        return self.product.gathered_form()
 
     def wgrad(self, operands: Saved, sink: Sink | None, narrow: Narrow, buffers: Buffers) -> Tensor | None:
         """The weight's gradient, from columns of the gradient and of the input."""

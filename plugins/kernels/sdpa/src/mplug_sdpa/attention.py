@@ -18,6 +18,7 @@ from mplug.nn import AttentionInputs, AttentionSpec
 from mplug.nn.parts import PLAIN_PARTS, with_parts
 from mplug.nn.specification import FULL, KEY_LENGTH, VALUE_WIDTH, WINDOW, bias_of, unseen
 from mplug_sdpa.parts import CUDNN_PARTS, FLASH_PARTS, packed_by_flash
+from mplug_sdpa.static import attention_to_static_keys
 
 aten = torch.ops.aten
 UNMASKED = frozenset({FULL, VALUE_WIDTH})
@@ -40,6 +41,8 @@ def attention_by(operator: Operator, masked: Masked | None = None) -> Callable[.
 
         Dropout draws from torch's own generator, not from `inputs`.
         """
+        if spec.static_keys:
+            return attention_to_static_keys(q, k, v, spec, inputs)
         if masked is not None and not _needs_no_mask(q, k, spec):
             return masked(q, k, v, spec, inputs)
         heads = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mplug import Site
-from mplug.nn.specification import BIASES, DOCUMENTS, FULL, KEY_LENGTH, LOG_SUM_EXP, VALUE_WIDTH, WINDOW
+from mplug.nn.specification import BIASES, DOCUMENTS, FULL, KEY_LENGTH, LOG_SUM_EXP, STATIC_KEYS, VALUE_WIDTH, WINDOW
 
 if TYPE_CHECKING:
     from mplug import Run
@@ -22,11 +22,11 @@ FIRST_SOUND_CUDNN = 91501
 MASKED = {DOCUMENTS, WINDOW, *BIASES}
 """Needs that a mask in memory can express."""
 OFFERED = {
-    "torch": {LOG_SUM_EXP, FULL, VALUE_WIDTH, KEY_LENGTH},
+    "torch": {LOG_SUM_EXP, FULL, VALUE_WIDTH, KEY_LENGTH, STATIC_KEYS},
     "cudnn": {LOG_SUM_EXP, FULL},
     "flash": {LOG_SUM_EXP, FULL, DOCUMENTS},
     "efficient": {FULL},
-    "math": {LOG_SUM_EXP, FULL, VALUE_WIDTH, KEY_LENGTH, *MASKED},
+    "math": {LOG_SUM_EXP, FULL, VALUE_WIDTH, KEY_LENGTH, STATIC_KEYS, *MASKED},
 }
 """Supplier -> needs that it serves beyond the plain case.
 

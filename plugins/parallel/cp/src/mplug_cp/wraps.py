@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from mplug import Site, Wrap, ops
 from mplug.nn import AttentionInputs, AttentionSpec
 from mplug.nn.parts import AttentionParts, parts_of
-from mplug.nn.specification import DOCUMENTS, FULL, KEY_LENGTH, KNOWN, LOG_SUM_EXP, VALUE_WIDTH
+from mplug.nn.specification import DOCUMENTS, FULL, KEY_LENGTH, KNOWN, LOG_SUM_EXP, STATIC_KEYS, VALUE_WIDTH
 from mplug_cp.exchange import exchanged
 from mplug_cp.gathered import gathered_of
 from mplug_cp.ring import ring_of
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Operator = Callable[..., tuple[Tensor, ...]]
 BY_PARTS = frozenset({DOCUMENTS, FULL, VALUE_WIDTH})
 """Needs that attention by parts serves: parts have no window, cap, sink or bias."""
-BY_HEADS = KNOWN - {KEY_LENGTH}
+BY_HEADS = KNOWN - {KEY_LENGTH, STATIC_KEYS}
 """Needs that the exchange of heads serves: every rank computes whole heads, with as many keys as queries."""
 
 

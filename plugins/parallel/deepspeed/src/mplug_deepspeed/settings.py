@@ -126,7 +126,8 @@ class Settings:
 
     def checked(self, run: "Run") -> None:
         """Raise one UsageError that lists every contradiction between the file and the run, and what is unsupported."""
-        problems = [*self._contradictions(run), *self._unsupported()]
+        contradictions = list(self._contradictions(run))
+        problems = [*contradictions, *self._unsupported()]
         if self.config.offload_param and self.stage != 3:
             problems.append(
                 f"parallel.{AXIS}.offload_param=true needs stage 3, and the stage is {self.stage}: only stage 3 shards "
@@ -134,8 +135,10 @@ class Settings:
             )
         if problems:
             file = f" and '{self.config.config}'" if self.config.config else ""
-            head = f"parallel.{AXIS}{file} cannot be used with this run: "
-            raise UsageError(head + "; ".join(problems))
+            head = f"parallel.{AXIS}{file} cannot be used with this run:"
+            if contradictions:
+                problems.append('set the run\'s settings to the values of the file, or write "auto" in the file')
+            raise UsageError("\n  ".join([head, *problems]))
 
     def _contradictions(self, run: "Run") -> Iterator[str]:
         for owned in self.owned(run):

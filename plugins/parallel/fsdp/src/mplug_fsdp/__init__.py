@@ -54,7 +54,7 @@ class FullyShardedDataParallel:
     def shard_model(self, run: "Run", model: "Model") -> None:
         """Shard the rows of every parameter whose gradient is partial over the axis."""
         if run.mesh.axes[AXIS].size > 1:
-            divide_rows(run, model, self.config.cpu_offload)
+            divide_rows(run, model, self.config)
 
     @hookimpl
     def wrap_model(self, run: "Run", model: "Model") -> None:

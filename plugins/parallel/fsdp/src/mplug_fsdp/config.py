@@ -1,6 +1,6 @@
 """The options of fully sharded data parallelism."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -17,6 +17,11 @@ class FSDPConfig(BaseModel):
     )
     prefetch: Annotated[int, MAY_CHANGE] = Field(
         1, ge=0, description="number of units whose weights are gathered before their turn to compute"
+    )
+    gather: Annotated[Literal["weights", "copies"], MAY_CHANGE] = Field(
+        "weights",
+        description="what ranks gather for each pass: weights in the precision of the run, or the copies that products "
+        "read (FP8), where a product allows it; 'mplug explain' lists which",
     )
     reduce_dtype: SumFormat = Field(
         "fp32",

@@ -6,16 +6,17 @@ from mplug import GatheredPlacement, UsageError
 
 if TYPE_CHECKING:
     from mplug import Model, Run
+    from mplug_fsdp.config import FSDPConfig
 
 AXIS = "fsdp"
 
 
-def divide_rows(run: "Run", model: "Model", in_host_memory: bool) -> None:
+def divide_rows(run: "Run", model: "Model", config: "FSDPConfig") -> None:
     """Give every parameter that is replicated over the fsdp axis a `GatheredPlacement`, which shards its rows.
 
     Scalars and parameters in another mesh view (experts, split over their own ranks) keep their placement. The host
     sums their gradients over their own data ranks. Raises UsageError if the pipeline schedule splits backward, or if
-    `in_host_memory` (CPU memory) is set and some parameter must stay on the device.
+    `cpu_offload` is set and some parameter must stay on the device.
     """
     if model.stages.backward == "split":
         raise UsageError(
@@ -24,8 +25,10 @@ def divide_rows(run: "Run", model: "Model", in_host_memory: bool) -> None:
         )
     for name, placement in model.placements.items():
         if AXIS in placement.data_axes and placement.shape:
-            model.placements[name] = GatheredPlacement.of(placement, AXIS, in_host_memory)
-    if in_host_memory:
+            model.placements[name] = GatheredPlacement.of(
+                placement, AXIS, config.cpu_offload, config.gather == "copies"
+            )
+    if config.cpu_offload:
         _refuse_what_the_device_must_see(model)
 
 

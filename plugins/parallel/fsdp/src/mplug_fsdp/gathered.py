@@ -2,6 +2,7 @@
 
     at rest              this rank's rows of the fp32 master: the piece to update
     inside a unit        a plain parameter in the precision of the run, whole except for the split of tensor parallelism
+                         (or the whole copies that its product reads, and a parameter without values)
     its gradient         a plain tensor in fp32, to which the unit's products add; reduce-scattered as a sum
 
 The all-gather of weights and the reduce-scatter of gradients are each other's dual. If there are replicas besides this
@@ -17,27 +18,11 @@ from torch import Tensor, nn
 
 from mplug import GradientSink
 from mplug.ops.transfers import join_each, sum_each
-from mplug_fsdp.memory import Padded
+from mplug_fsdp.copies import Rows, UnitCopies, formats_of
+from mplug_fsdp.memory import Format, Padded
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-
-class Place(NamedTuple):
-    """An attribute of a module that holds a parameter; `table` are the parameters of the module by attribute."""
-
-    table: dict[str, nn.Parameter | None]
-    attribute: str
-
-
-class Rows(NamedTuple):
-    """This rank's rows of a parameter, the shape of the whole, the sink of the rows (None: frozen), and its places."""
-
-    name: str
-    values: nn.Parameter
-    shape: tuple[int, ...]
-    sink: GradientSink | None
-    places: list[Place]
 
 
 class Formats(NamedTuple):
@@ -91,15 +76,24 @@ class Gathered:
         formats: Formats,
         device: torch.device,
     ) -> None:
-        self._rows, self._group, self._lane, self._device = rows, group, lane, device
+        self._group, self._lane, self._device = group, lane, device
+        self._plain, cast = ([one for one in rows if (one.copies is None) is plain] for plain in (True, False))
+        self._rows = rows = [*self._plain, *cast]
         self._sum_dtype, size, rank = formats.sums, group.size(), group.rank()
-        self._weights = Padded([one.shape for one in rows], size, rank, formats.weights, device)
+        travelling = [Format(one.shape, formats.weights) for one in self._plain]
+        travelling += [form for one in cast if one.copies is not None for form in formats_of(one.copies)]
+        self._weights = Padded(travelling, size, rank, device)
+        gathered = self._weights.whole[len(self._plain) :]
+        self._copies = UnitCopies(cast, gathered, formats.weights, group, device) if cast else None
+        whole = [
+            *self._weights.whole[: len(self._plain)],
+            *(_without_values(one, formats.weights, device) for one in cast),
+        ]
         self._parameters = [
-            nn.Parameter(whole, requires_grad=one.sink is not None)
-            for whole, one in zip(self._weights.whole, rows, strict=True)
+            nn.Parameter(values, requires_grad=one.sink is not None) for values, one in zip(whole, rows, strict=True)
         ]
         trained = [(one, new) for one, new in zip(rows, self._parameters, strict=True) if new.requires_grad]
-        self._gradients = Padded([one.shape for one, _ in trained], size, rank, formats.gradients, device)
+        self._gradients = Padded([Format(one.shape, formats.gradients) for one, _ in trained], size, rank, device)
         self._sinks = [
             GradientSink(one.name, new, gradient)
             for (one, new), gradient in zip(trained, self._gradients.whole, strict=True)
@@ -120,19 +114,26 @@ class Gathered:
             return
         self._weights.allocate()
         self._put(self._parameters)
+        if self._copies is not None:
+            self._copies.show()
         with self._lane.entered():
-            join_each(self._weights.parts, self._rounded(), self._group)
+            parts, sent = self._weights.parts, self._rounded()
+            if self._copies is not None:  # in one launch, which requires one dtype
+                parts = [part.view(torch.uint8) for part in parts]
+                sent = [one.view(torch.uint8) for one in (*sent, *self._copies.cast())]
+            join_each(parts, sent, self._group)
             self._arrived = self._lane.mark()
 
     def _rounded(self) -> list[Tensor]:
-        """What this rank sends: its rows of every parameter in the precision of the weights, with padding.
+        """What this rank sends of weights: its rows in the precision of the weights, with padding.
 
         Rows that have this precision are sent as they are. Others are rounded into the buffer of their sink while it is
         stale: there they last until backward has left the unit, which then needs no second rounding. If they do not fit
         there, or if the buffer has a gradient, they are rounded into their place among the gathered rows.
         """
         sent, rounded, sources = list[Tensor](), list[Tensor](), list[Tensor]()
-        for part, own, one in zip(self._weights.parts, self._weights.own, self._rows, strict=True):
+        num = len(self._plain)  # copies follow
+        for part, own, one in zip(self._weights.parts[:num], self._weights.own[:num], self._plain, strict=True):
             place, values = part[self._group.rank()], one.values.detach()
             if _can_replace(values, place):
                 sent.append(values.flatten())
@@ -157,6 +158,8 @@ class Gathered:
         """Free the weights, because the rows have new values."""
         self.free()
         self._is_rounded = False
+        if self._copies is not None:
+            self._copies.forget()
 
     def wait(self) -> None:
         """Let the current stream wait for the weights."""
@@ -167,6 +170,8 @@ class Gathered:
         if self._weights.is_allocated:
             self.wait()  # they may be unused
             self._put([one.values for one in self._rows])
+            if self._copies is not None:
+                self._copies.hide()
             self._weights.free()
 
     def _put(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -212,6 +217,11 @@ class Gathered:
         if self._gradients.is_allocated and not self.collects:
             wait_for(self._summed)
             self._gradients.free()
+
+
+def _without_values(one: Rows, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A weight whose copies are gathered, for its shape and its gradient: code that reads it gets NaN."""
+    return torch.full((1,) * len(one.shape), torch.nan, dtype=dtype, device=device).expand(one.shape)
 
 
 def _can_replace(x: Tensor, own: Tensor) -> bool:

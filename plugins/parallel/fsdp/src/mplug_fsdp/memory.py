@@ -6,11 +6,19 @@ All collectives work on this memory itself: no weight and no gradient is copied 
 from collections.abc import Sequence
 from itertools import accumulate
 from math import prod
+from typing import NamedTuple
 
 import torch
 
-ALIGNED = 64
-"""Tensors start at multiples of this many elements: 128 bytes of bf16, a good alignment for products and transfers."""
+ALIGNED = 512
+"""Tensors start at multiples of this many bytes, a good alignment for products and transfers in any format."""
+
+
+class Format(NamedTuple):
+    """The shape and the dtype of a whole tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class Padded:
@@ -20,18 +28,22 @@ class Padded:
     rows of this rank, without padding. Values are undefined after `allocate`.
     """
 
-    def __init__(
-        self, shapes: Sequence[tuple[int, ...]], size: int, rank: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, formats: Sequence[Format], size: int, rank: int, device: torch.device) -> None:
+        shapes = [one.shape for one in formats]
         rows = [-(-shape[0] // size) for shape in shapes]  # of a part
-        lengths = [size * each * prod(shape[1:]) for each, shape in zip(rows, shapes, strict=True)]
+        lengths = [
+            size * each * prod(shape[1:]) * dtype.itemsize for each, (shape, dtype) in zip(rows, formats, strict=True)
+        ]
         *starts, end = accumulate((-(-length // ALIGNED) * ALIGNED for length in lengths), initial=0)
-        flat = torch.empty(end, dtype=dtype, device=device)
+        flat = torch.empty(end, dtype=torch.uint8, device=device)
         self._storage, self._num_bytes = flat.untyped_storage(), flat.nbytes
         self.is_allocated = True
+        stretches = [
+            flat[start : start + length].view(dtype)
+            for start, length, (_, dtype) in zip(starts, lengths, formats, strict=True)
+        ]
         # Autograd checks that the weights that it saves do not change: `data` has a version counter of its own.
-        self.whole = [flat[at : at + prod(shape)].view(shape).data for at, shape in zip(starts, shapes, strict=True)]
-        stretches = [flat[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+        self.whole = [stretch[: prod(shape)].view(shape).data for stretch, shape in zip(stretches, shapes, strict=True)]
         self.parts = [stretch.view(size, -1) for stretch in stretches]
         self.own = [
             part[rank][: max(0, min(each, shape[0] - rank * each)) * prod(shape[1:])].view(-1, *shape[1:])

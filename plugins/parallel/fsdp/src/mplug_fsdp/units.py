@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mplug import GatheredPlacement, rounding_of_sums
-from mplug_fsdp.gathered import Formats, Gathered, Lane, Place, Rows
+from mplug import GatheredCopies, GatheredPlacement, gathered_copies, rounding_of_sums
+from mplug_fsdp.copies import Place, Rows
+from mplug_fsdp.gathered import Formats, Gathered, Lane
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -31,10 +32,11 @@ def shard_units(run: "Run", model: "Model", group: "ProcessGroup", config: "FSDP
     """Let this rank's units compute with parameters that are gathered for each call."""
     device = torch.device(run.device)
     lane, of, places = Lane(device), dict[str, Gathered](), _places(model)
+    copies = gathered_copies(run, model)
     names = {id(parameter): name for name, parameter in model.parameters().items()}
     held = {unit.name: _gathered_in(model, unit.name, names) for unit in model.own_units}
     for together in _joined(held.values()):
-        rows = [_rows(run, model, name, places) for name in together]
+        rows = [_rows(run, model, name, places, copies.get(name)) for name in together]
         is_last = not set(together).isdisjoint(held.get(model.plan.units[-1].name, ()))
         of |= dict.fromkeys(together, Gathered(rows, group, lane, _formats(run, config, is_last), device))
     order = {unit: of[own[0]] for unit, own in held.items() if own}
@@ -81,13 +83,16 @@ def _places(model: "Model") -> dict[int, list[Place]]:
     return places
 
 
-def _rows(run: "Run", model: "Model", name: str, places: dict[int, list[Place]]) -> Rows:
+def _rows(
+    run: "Run", model: "Model", name: str, places: dict[int, list[Place]], copies: GatheredCopies | str | None
+) -> Rows:
     """This rank's rows of a parameter; those in CPU memory are pinned, so that they can be copied asynchronously."""
     placement, values = model.placements[name], model.parameters()[name]
     assert isinstance(placement, GatheredPlacement)
     if placement.offloaded and run.device.startswith("cuda"):
         values.data = values.data.pin_memory()
-    return Rows(name, values, placement.gathered_shape(run.rank), model.sinks.get(name), places[id(values)])
+    own = copies if isinstance(copies, GatheredCopies) else None
+    return Rows(name, values, placement.gathered_shape(run.rank), model.sinks.get(name), places[id(values)], own)
 
 
 def _last(model: "Model", units: list[str]) -> int | None:

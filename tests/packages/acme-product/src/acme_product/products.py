@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from mplug.nn import Narrow, Operand, Product, Sink, add_product, keep_max
+from mplug.nn import GatheredForm, Narrow, Operand, Product, Sink, add_product, keep_max
 
 Buffers = Mapping[str, Tensor]
 SPAN = 0.25
@@ -23,6 +23,17 @@ class Rounding(Product):
         rounded = (weight / SPAN * self.levels).round() * SPAN / self.levels
         return (rounded.t().contiguous(),)
 
+    def gathered_form(self) -> GatheredForm:
+        """Numbers of levels in fp16, which is exact up to 2048: for weights up to 8, with 64 levels."""
+        return GatheredForm(lambda rows, *_: ((rows / SPAN * self.levels).round().half(),), along_rows=(True,))
+
+    def matrix(self, weight: Operand) -> Tensor:
+        """The rounded weight, transposed: [I, O]."""
+        (copy,) = weight.casts
+        if copy.dtype is not torch.float16:
+            return copy
+        return (copy.to(weight.values.dtype) * SPAN / self.levels).t().contiguous()
+
     def forward(
         self, x: Tensor, weight: Operand, narrow: Narrow, buffers: Buffers
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -31,7 +42,7 @@ class Rounding(Product):
         span = buffers["span"].to(x.dtype)
         step = torch.where(span > 0, span / self.levels, torch.ones_like(span))
         x = torch.where(span > 0, (x / step).round() * step, x)
-        return narrow.scattered(narrow.gathered(x) @ weight.casts[0]), (x,)
+        return narrow.scattered(narrow.gathered(x) @ self.matrix(weight)), (x,)
 
     def dgrad(
         self,
@@ -44,7 +55,7 @@ class Rounding(Product):
     ) -> tuple[Tensor | None, tuple[Tensor, ...]]:
         """The gradient passes the rounding unchanged."""
         grad_y = narrow.gathered_gradient(grad_y)
-        grad_x = narrow.scattered_gradient(grad_y @ weight.casts[0].t()) if needs_x else None
+        grad_x = narrow.scattered_gradient(grad_y @ self.matrix(weight).t()) if needs_x else None
         return grad_x, (grad_y.flatten(0, -2).t().contiguous(), *saved)
 
     def wgrad(self, operands: tuple[Tensor, ...], sink: Sink | None, narrow: Narrow, buffers: Buffers) -> Tensor | None:

@@ -38,11 +38,12 @@ class CudaGraph:
     """A CUDA graph of work on the current stream.
 
     Recordings with the same `pool` use the same memory, so a result of one is valid only until another is replayed.
+    `remedy` ends the error for work that cannot be replayed.
     """
 
-    def __init__(self, pool: Any) -> None:
+    def __init__(self, pool: Any, remedy: str = "set trainer.graphs=false, or the dropout to 0") -> None:
         self._graph = torch.cuda.CUDAGraph()
-        self._pool = pool
+        self._pool, self._remedy = pool, remedy
         self._checked = False
 
     def record(self, work: Callable[[], R]) -> R:
@@ -70,8 +71,8 @@ class CudaGraph:
         self._graph.replay()
         if not self._checked and self._drawn() != before:
             raise RunError(
-                "a kernel of the step draws random numbers from torch's generator, which a CUDA graph does not seed "
-                "for every unit as a run without graphs does; set trainer.graphs=false, or the dropout to 0"
+                f"a kernel of the step draws random numbers from torch's generator, which a CUDA graph does not seed "
+                f"for every unit as a run without graphs does; {self._remedy}"
             )
         self._checked = True
 

@@ -1,0 +1,397 @@
+"""Ranks gather the copies of weights that products read (FP8) instead of the weights: no bit of a run changes.
+
+`acme-product` does the same with other numbers: tests/test_product.py.
+"""
+
+import warnings
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gpus import with_nccl
+from mplug_fp8 import FP8
+from mplug_fp8.suppliers import offers
+from mplug_fsdp.copies import Place, Rows, UnitCopies
+from mplug_fsdp.gathered import Formats, Gathered, Lane
+from torch import Tensor, nn
+
+from mplug import GatheredCopies, GatheredPlacement, Offer, UsageError, gathered_copies
+from mplug.model.build import build_model
+from mplug.nn import GatheredForm, Linear, Narrow, Operand, Product, Sink
+from mplug.testing import run_workers
+from mplug.testing.gathered_trials import gathered_fault, gathered_forms
+from mplug.testing.harness import Trace, tiny_run, train_steps
+
+Settings = dict[str, Any]
+FSDP2: Settings = {
+    "kernels.linear": "fp8",
+    "model.num_layers": 3,
+    "trainer.precision": "fp8",
+    "parallel.layout": "fsdp2",
+}
+COPIES: Settings = {"parallel.fsdp.gather": "copies"}
+DELAYED: Settings = {"precisions.fp8.when": "delayed", "precisions.fp8.history": 2}
+FUSED: Settings = {**DELAYED, "kernels.norm_product": "fp8", "kernels.activation_product": "fp8"}
+BLOCKS: Settings = {
+    "precisions.fp8.scaling": "blockwise",
+    "model.hidden_size": 256,
+    "model.num_attention_heads": 4,
+    "model.num_kv_heads": 2,
+}
+ROWWISE: Settings = {"precisions.fp8.scaling": "rowwise"}
+COMPILED: Settings = {"trainer.compile": "aot_eager", "memory.recompute.mode": "full"}
+
+
+def watched(settings: Settings) -> tuple[Trace, Counter[int], dict[str, int]]:
+    """Be one rank: the trace, the bytes that it sent in each gathering of a unit, and those that are predicted."""
+    import mplug_fsdp.gathered as gathered
+
+    warnings.simplefilter("ignore")  # torch's own, as it traces
+    sent, join_all = Counter[int](), gathered.join_each
+
+    def join_each(tensors: list[Tensor], own: list[Tensor], group: Any) -> None:
+        sent[sum(one.nbytes for one in own)] += 1
+        join_all(tensors, own, group)
+
+    gathered.join_each = join_each  # type: ignore[attr-defined]
+    try:
+        return train_steps(settings), sent, predicted(settings)
+    finally:
+        gathered.join_each = join_all  # type: ignore[attr-defined]
+
+
+def both(settings: Settings) -> list[tuple[Trace, Counter[int], dict[str, int]]]:
+    """Be one rank of two runs: with weights, and with copies."""
+    return [watched({**settings, **more}) for more in ({}, COPIES)]
+
+
+def predicted(settings: Settings) -> dict[str, int]:
+    """The bytes of each parameter that a rank sends when it is gathered, as `mplug explain` sums them."""
+    run = tiny_run(settings)
+    model = build_model(run)
+    copies, found = gathered_copies(run, model), {}
+    for name, placement in model.placements.items():
+        assert isinstance(placement, GatheredPlacement)
+        own = copies.get(name)
+        whole = placement.gathered_shape(0)
+        rows = torch.empty(placement.rows_each, *whole[1:], dtype=torch.bfloat16, device="meta")
+        found[name] = own.part_bytes if isinstance(own, GatheredCopies) else rows.nbytes
+    return found
+
+
+def assert_same_bits(found: Trace, right: Trace) -> None:
+    """Losses, gradients and norms of two runs of a rank under one layout."""
+    assert (found.losses, found.norms, found.val_loss) == (right.losses, right.norms, right.val_loss)
+    for ours, theirs in zip(found.gradients, right.gradients, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, boxes in ours.items():
+            for (start, values), (other, exact) in zip(boxes, theirs[name], strict=True):
+                assert start == other
+                assert torch.equal(values, exact), name
+
+
+def test_fp8_numbers_travel_in_every_pass_and_the_run_has_the_same_bits() -> None:
+    """Two steps of two micro batches each, and an evaluation."""
+    for (right, in_bf16, whole), (found, in_fp8, small) in run_workers(2, both, FSDP2):
+        assert_same_bits(found, right)
+        product = [name for name in whole if name.startswith("blocks.1.") and "norm" not in name]
+        assert len(product) == 4
+        for predicted_bytes, sent in ((whole, in_bf16), (small, in_fp8)):
+            of_unit = {
+                unit: sum(count for name, count in predicted_bytes.items() if name.startswith(unit))
+                for unit in ("embedding.", "blocks.0.", "blocks.1.", "head.")
+            }
+            assert set(sent) == set(of_unit.values())
+        assert all(small[name] * 2 == whole[name] for name in product)
+        assert all(small[name] == whole[name] for name in whole.keys() - product)
+        assert sum(in_fp8.values()) == sum(in_bf16.values()), "as many gatherings"
+
+
+@pytest.mark.wide("precision")
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [
+        ("fsdp2", {"memory.recompute.mode": "full"}),
+        ("fsdp2", DELAYED),
+        ("fsdp2", FUSED),
+        ("fsdp2", BLOCKS),
+        ("fsdp2", {"kernels.fp8.keep_weights": True}),
+        ("fsdp2", {"parallel.fsdp.reshard_after_forward": False, "parallel.fsdp.prefetch": 2}),
+        ("fsdp2", {"parallel.fsdp.cpu_offload": True, "parallel.fsdp.prefetch": 0}),
+        ("fsdp2", {"parallel.fsdp.reduce_dtype": "bf16"}),
+        ("fsdp2", {"model.frozen": ["blocks.1"]}),
+        ("fsdp2", {"adapters.lora.rank": 16}),
+        ("fsdp2", COMPILED),
+        ("fsdp2", {**COMPILED, **FUSED}),
+        ("fsdp2", {"trainer.compile": "inductor", **BLOCKS}),
+        ("fsdp4", {"model.ffn_hidden_size": 144}),
+        ("fsdp3", {"trainer.global_batch_size": 12}),
+        ("dp2fsdp2", {}),
+        ("tp2fsdp2", {}),
+        ("tp2fsdp2", {**FUSED, "memory.recompute.mode": "full"}),
+        ("fsdp2pp2", {"model.num_layers": 4}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value)) or "plain",
+)
+def test_other_runs_have_the_same_bits(layout: str, changes: Settings) -> None:
+    settings = {**FSDP2, **changes, "parallel.layout": layout}
+    ranks = tiny_run(settings).mesh.world_size
+    for (right, in_bf16, _), (found, in_fp8, _) in run_workers(ranks, both, settings):
+        assert_same_bits(found, right)
+        assert sum(size * count for size, count in in_fp8.items()) < sum(n * count for n, count in in_bf16.items())
+
+
+# What is gathered as it is.
+
+
+def reasons(settings: Settings) -> dict[str, str]:
+    """Of the matrices in the middle block, what ranks gather: 'copies', or why the weight itself."""
+    run = tiny_run({**FSDP2, **COPIES, **settings})
+    found = gathered_copies(run, build_model(run))
+    return {
+        name.removeprefix("blocks.1."): own if isinstance(own, str) else "copies"
+        for name, own in found.items()
+        if name.startswith("blocks.1.") and "norm" not in name and "adapter" not in name
+    }
+
+
+def test_weights_that_are_not_for_one_product_alone_are_gathered_as_they_are() -> None:
+    run = tiny_run({**FSDP2, **COPIES, "model.tie_embeddings": True})
+    found = gathered_copies(run, build_model(run))
+    as_they_are = {name: own for name, own in found.items() if isinstance(own, str)}
+    assert as_they_are["embedding.token.weight"] == "several modules read it"
+    assert as_they_are["blocks.0.mlp.up.weight"] == "its product reads no copies", "a base module"
+    assert as_they_are["blocks.1.norm1.weight"] == "no product of a linear layer reads it"
+    assert all(name.startswith("blocks.1.") for name in found.keys() - as_they_are.keys())
+    borders = reasons({**BLOCKS, "parallel.layout": "fsdp4"})
+    assert borders["attn.qkv.weight"] == "copies"
+    assert borders["attn.out.weight"] == "a rank has 64 of its rows, and the copies need a multiple of 128"
+    assert set(reasons({}).values()) == {"copies"}
+
+
+def test_a_weight_that_an_adapter_reads_is_gathered_as_it_is() -> None:
+    low_rank = {"adapters.lora.rank": 16, "adapters.lora.targets": ["qkv"]}
+    assert set(reasons(low_rank).values()) == {"copies"}
+    of_dora = reasons({**low_rank, "adapters.lora.dora": True})
+    assert of_dora.pop("attn.qkv.weight") == "its adapter may read it (reads_weight)"
+    assert set(of_dora.values()) == {"copies"}
+
+
+class Reader(Linear):
+    """A layer that reads its weight itself."""
+
+    def without_bias(self, x: Any) -> Tensor:
+        return super().without_bias(x) + self.weight.sum()
+
+
+def test_a_layer_whose_code_may_read_the_weight_gets_the_weight() -> None:
+    run = tiny_run({**FSDP2, **COPIES})
+    model = build_model(run)
+    mlp: Any = model.module.get_submodule("blocks.1.mlp")
+    mlp.up.__class__ = Reader
+    mlp.down.adaptable = False
+    found = gathered_copies(run, model)
+    assert found["blocks.1.mlp.up.weight"] == "Reader changes how a linear layer computes"
+    assert "Linear.adaptable" in str(found["blocks.1.mlp.down.weight"])
+    assert isinstance(found["blocks.1.attn.qkv.weight"], GatheredCopies)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"trainer.precision": "bf16", "kernels.linear": None}, "its product reads no copies"),
+        (ROWWISE, "the FP8 numbers of its rows and those of its columns have as many bytes as the weight in bf16"),
+    ],
+    ids=["bf16", "rowwise"],
+)
+def test_a_run_without_any_copies_is_refused(settings: Settings, reason: str) -> None:
+    with pytest.raises(UsageError, match=r"parallel/fsdp is set to gather copies of weights, and no product") as error:
+        build_model(tiny_run({**FSDP2, **COPIES, **settings}))
+    assert reason in str(error.value)
+    build_model(tiny_run({**FSDP2, **settings}))
+
+
+def test_explain_lists_what_is_gathered_and_why(cli: Any) -> None:
+    words = [word for key, value in {**FSDP2, **COPIES}.items() for word in ("--set", f"{key}={value}")]
+    listed = cli("explain", *words).stdout.partition("Gathered for each pass\n")[2].partition("\n\n")[0]
+    lines = [line.split() for line in listed.splitlines()]
+    (copied,) = [line for line in lines if line[0] == "blocks.*.mlp.up.weight" and line[1] == "1"]
+    (whole,) = [line for line in lines if line[0] == "blocks.*.mlp.up.weight" and line[1] == "2"]
+    assert copied[2:6] == ["fsdp", "kernels/fp8:", "float8_e4m3fn,", "float32"]
+    assert int(whole[4].replace(",", "")) == 2 * 2 * int(copied[6].replace(",", "")), "two weights, twice the bytes"
+    assert " ".join(whole[5:]) == "its product reads no copies"
+
+
+# The contract, checked by the suite for kernels.
+
+
+def offered(settings: Settings, keeps_weights: bool = False) -> list[Offer]:
+    """The offers of the fp8 products of a recipe."""
+    fields = {name.rpartition(".")[2]: value for name, value in settings.items() if name.startswith("precisions.fp8.")}
+    return offers(FP8(FP8.Config(**fields)).define_precision().recipe, keeps_weights)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("keeps_weights", [False, True], ids=["cast in every pass", "copies kept"])
+@pytest.mark.parametrize("recipe", [{}, DELAYED, BLOCKS], ids=["tensorwise", "delayed", "blockwise"])
+def test_fp8_copies_of_the_rows_of_ranks_are_those_of_the_whole(
+    recipe: Settings, keeps_weights: bool, device: str
+) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("there is no CUDA GPU here")
+    tried = 0
+    for offer in offered(recipe, keeps_weights):
+        for slot, form in gathered_forms(offer).items():
+            assert isinstance(form, GatheredForm)
+            assert gathered_fault(offer, slot, form, torch.bfloat16, device) == "", slot
+            tried += 1
+    assert tried == (4 if recipe is DELAYED else 2)
+
+
+class Scaled(Product):
+    """x Wᵀ with weights of 8 bits and one scale; `fault` is a planted mistake."""
+
+    def __init__(self, fault: str = "") -> None:
+        self.fault = fault
+
+    def gathered_form(self) -> GatheredForm:
+        along = (True, False, False) if self.fault == "one more" else (True, False)
+        return GatheredForm(self._cast, along, None if self.fault == "own scale" else lambda rows, _: largest(rows))
+
+    def _cast(self, rows: Tensor, found: Tensor, buffers: Any) -> tuple[Tensor, ...]:
+        scale = 127 / (largest(rows) if self.fault == "own scale" else found)
+        numbers = (rows * scale).round().to(torch.int8)
+        return (numbers.t().contiguous() if self.fault == "by columns" else numbers), scale
+
+    def _values(self, weight: Operand) -> Tensor:
+        if self.fault == "reads the weight" and weight.casts:
+            return weight.values
+        numbers, scale = weight.casts or self._cast(weight.values, largest(weight.values), {})
+        rounding = 1.5 if self.fault == "other numbers" and weight.casts else 1
+        return numbers.to(weight.values.dtype) / scale * rounding
+
+    def forward(self, x: Tensor, weight: Operand, narrow: Narrow, buffers: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return x @ self._values(weight).t(), (x,)
+
+    def dgrad(
+        self, grad_y: Tensor, weight: Operand, saved: Any, narrow: Narrow, buffers: Any, needs_x: bool
+    ) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+        return grad_y @ self._values(weight), (grad_y, *saved)
+
+    def wgrad(self, operands: Any, sink: Sink | None, narrow: Narrow, buffers: Any) -> Tensor | None:
+        grad_y, x = operands
+        found: Tensor = grad_y.t() @ x
+        return found
+
+
+def largest(rows: Tensor) -> Tensor:
+    return rows.abs().amax().view(1)
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        ("", ""),
+        ("reads the weight", "the output has other bits than with the whole weight: it reads weight.values"),
+        ("other numbers", "the output has other bits than with the whole weight: the copies are not the same"),
+        ("own scale", "copy 1 does not travel (along_rows), and ranks have different values of it"),
+        ("one more", "along_rows describes 3 copies, and cast returns 2"),
+        ("by columns", "copy 0 has (128, 13) from all ranks, and (128, 64) of the whole"),
+    ],
+)
+def test_the_suite_reports_copies_that_do_not_join(fault: str, sentence: str) -> None:
+    product = Scaled(fault)
+    offer = Offer({"Linear.product": product})
+    found = gathered_fault(offer, "Linear.product", product.gathered_form(), torch.float64, "cpu")
+    assert sentence in found
+    assert bool(found) == bool(sentence)
+
+
+def test_copies_that_do_not_fit_each_other_end_the_build_with_the_plugins_name() -> None:
+    run = tiny_run({**FSDP2, **COPIES})
+    model = build_model(run)
+    up: Any = model.module.get_submodule("blocks.1.mlp.up")
+    up.product = Scaled("by columns")
+    with pytest.raises(ValueError, match=r"kernels/fp8: the gathered form of 'blocks\.1\.mlp\.up\.weight' declares"):
+        gathered_copies(run, model)
+
+
+# One unit.
+
+
+def unit_of(rows: Tensor, product: Product, ranks: int) -> tuple[Linear, Rows]:
+    """A layer with the rows [o, I] of one of so many ranks, and the copies that ranks gather."""
+    form = product.gathered_form()
+    assert isinstance(form, GatheredForm)
+    layer = Linear(rows.shape[1], ranks * len(rows), bias=False)
+    layer.product, layer.weight = product, nn.Parameter(rows)
+    whole = torch.zeros(ranks * len(rows), rows.shape[1], dtype=torch.bfloat16, device=rows.device)
+    like = form.cast(whole, form.largest(whole, {}), {})
+    copies = GatheredCopies(layer, "Linear.product", "casts", form, "kernels/fp8", like, 0)
+    place = Place(layer._parameters, "weight")
+    return layer, Rows("weight", layer.weight, tuple(whole.shape), None, [place], copies)
+
+
+def product_of(recipe: Settings) -> Product:
+    """The fp8 product of a recipe, which keeps copies of weights."""
+    found = offered(recipe, True)[0].suppliers["Linear.product"]
+    assert isinstance(found, Product)
+    return found
+
+
+def infinite() -> float:
+    """Be one of two ranks, of which the second has a weight that is not a number: the largest value that it finds."""
+    rows = torch.ones(16, 16)
+    if dist.get_rank() == 1:
+        rows[3, 3] = torch.nan
+    group = dist.group.WORLD
+    assert group is not None
+    layer, own = unit_of(rows, product_of({}), 2)
+    assert own.copies is not None
+    unit = UnitCopies([own], [torch.empty_like(own.copies.like[0])], torch.bfloat16, group, torch.device("cpu"))
+    unit.cast()
+    unit.show()
+    return float(layer.casts[1])
+
+
+def test_a_number_that_is_not_finite_on_one_rank_makes_the_scale_of_all_ranks_nan() -> None:
+    assert all(scale != scale for scale in run_workers(2, infinite))
+
+
+def gathered_once(device: str, recipe: Settings) -> None:
+    """Be the only rank: a unit's copies before, during and after a pass, for two versions of the weight."""
+    if device == "cuda":
+        with_nccl()
+    product, where, group = product_of(recipe), torch.device(device), dist.group.WORLD
+    assert group is not None
+    rows = torch.randn(256, 256, generator=torch.Generator().manual_seed(5)).to(where)
+    layer, own = unit_of(rows, product, 1)
+    formats = Formats(torch.bfloat16, torch.float32, torch.float32)
+    unit = Gathered([own], group, Lane(where), formats, where)
+    for version in (rows, rows * 3):
+        own.values.data.copy_(version)
+        for _ in range(2):
+            assert layer.casts == ()
+            unit.gather()
+            unit.wait()
+            right = product.cast(version.to(torch.bfloat16), {})
+            assert all(
+                torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(layer.casts, right, strict=True)
+            )
+            assert layer.weight.isnan().all(), "a reader of the weight gets no value"
+            assert layer.weight.untyped_storage().nbytes() == 2
+            held = layer.casts[0]
+            unit.free()
+            assert held.untyped_storage().nbytes() == 0
+            assert layer.weight is own.values
+        unit.forget()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("recipe", [{}, BLOCKS], ids=["tensorwise", "blockwise"])
+def test_copies_exist_during_a_pass_and_follow_the_version_of_the_weight(recipe: Settings, device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("there is no CUDA GPU here")
+    run_workers(1, gathered_once, device, recipe)

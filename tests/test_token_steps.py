@@ -1,0 +1,192 @@
+"""Steps of sampling with static caches: a recording gives the tokens of eager steps, and says why if there is none."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from sampled import FAMILIES, PROMPTS, built, texts
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mplug.cli.generate import Asked, command
+from mplug.cli.generate_prompts import Prompt
+from mplug.errors import RunError
+from mplug.model import token_steps
+from mplug.model.caching import choose_static_caches
+from mplug.model.decoding import sample
+from mplug.model.graphs import sampling_obstacles
+from mplug.model.sampling import Sampling
+from mplug.model.selection import Selection
+from mplug.model.token_steps import Replays, TokenSteps, replays_for
+from mplug.nn.static_cache import static_keys
+from mplug.testing.harness import TinySettings
+from mplug.testing.recording import Operations
+
+HOT = Sampling(2.0, top_k=100, top_p=0.9, seed=7)
+
+
+WIDE = pytest.mark.wide("families")
+SOME = [
+    pytest.param(name, marks=WIDE) if name in ("mixtral", "llama", "qwen", "gpt-oss") else name for name in FAMILIES
+]
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_a_replayed_step_gives_the_tokens_of_eager_steps(family: str) -> None:
+    """Operations of a CPU are replayed as a graph replays kernels, also for a second batch, and past a window."""
+    _, model = built(FAMILIES[family])
+    assert model.growing == ""
+    replays = Replays(Operations)
+    for prompts in (PROMPTS[:3], PROMPTS[3:6]):
+        found = texts(model, prompts, sampling=HOT, replays=replays)
+        assert found == texts(model, prompts, sampling=HOT)
+    assert replays.num_recorded == 1
+
+
+def test_a_text_that_outgrows_its_cache_and_its_context_is_replayed_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches of 8, 16 and 24 rows beside those of windows; then the context of 20 positions is full."""
+    monkeypatch.setattr(token_steps, "MULTIPLE", 8)
+    monkeypatch.setattr(token_steps, "FIRST", 1)
+    _, model = built(FAMILIES["gemma"])
+    replays, prompts = Replays(Operations), [[5], [200, 7, 7]]
+    found = texts(model, prompts, context=20, sampling=HOT, num_tokens=22, replays=replays)
+    assert replays.num_recorded == 3
+    model.growing = "the test says so"
+    assert found == texts(model, prompts, context=20, sampling=HOT, num_tokens=22)
+
+
+def test_a_short_batch_does_not_share_the_caches_of_a_long_one() -> None:
+    _, model = built(FAMILIES["llama"])
+    replays = Replays(Operations)
+    for length, recorded in ((40, 1), (190, 2), (150, 2), (40, 3)):  # 64, 256, 192 and 64 positions
+        texts(model, [[7] * length], context=256, num_tokens=5, replays=replays)
+        assert replays.num_recorded == recorded
+
+
+def test_the_next_step_begins_before_the_cpu_reads_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step more than the text has tokens after its first; none more if the text ends by its length."""
+    _, model = built(FAMILIES["llama"])
+    steps, advance = [], TokenSteps.advance
+    monkeypatch.setattr(TokenSteps, "advance", lambda self, most: steps.append(len(found)) or advance(self, most))
+    for ends_after, expected in ((3, [0, 1, 2]), (99, [0, 1, 2, 3])):
+        steps.clear()
+        found: list[int] = []
+
+        def take(number: int, token: int, found: list[int] = found, ends_after: int = ends_after) -> bool:
+            found.append(token)
+            return len(found) == ends_after
+
+        sample(model, [[1, 2]], [1], 5, 64, HOT, take)
+        assert steps == expected
+
+
+def test_a_step_that_makes_the_cpu_wait_ends_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, model = built(FAMILIES["llama"])
+    choose = token_steps.choose
+    monkeypatch.setattr(token_steps, "choose", lambda logits, *given: [choose(logits, *given), logits.max().item()][0])
+    with pytest.raises(RunError, match=r"cannot be recorded .* the CPU reads a value .*; sample with --graphs never"):
+        texts(model, PROMPTS[:1], replays=Replays(Operations))
+
+
+class _Largest(TorchDispatchMode):
+    """The size in bytes of the largest tensor that an operation returns in memory of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {one.untyped_storage().data_ptr() for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
+        output = func(*args, **(kwargs or {}))
+        made = [one for one in tree_leaves(output) if isinstance(one, Tensor)]
+        new = [one.untyped_storage().nbytes() for one in made if one.untyped_storage().data_ptr() not in given]
+        self.nbytes = max(self.nbytes, *new, 0)
+        return output
+
+
+@pytest.mark.parametrize(("kernels", "numbers"), [("sdpa", 1), (None, 4)])
+def test_a_step_copies_no_cache(kernels: str | None, numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest tensor of a step has `numbers` for each row: a distance, or the scores of four heads.
+
+    The keys of a layer are 16 numbers for each row.
+    """
+    monkeypatch.setattr(token_steps, "MULTIPLE", 4096)
+    _, model = built({**FAMILIES["llama"], "kernels.default": kernels})
+    step, seen = TokenSteps._step, list[int]()
+
+    def measured(self: TokenSteps) -> None:
+        with _Largest() as largest:
+            step(self)
+        seen.append(largest.nbytes)
+
+    monkeypatch.setattr(TokenSteps, "_step", measured)
+    texts(model, [[1, 2, 3]], num_tokens=4)
+    assert seen == [numbers * 4096 * 8] * 3
+
+
+def test_rows_of_a_static_cache_are_a_ring() -> None:
+    """Newest positions 0, 2 and 6 in four rows, by hand."""
+    keys = static_keys(torch.tensor([0, 2, 6]), 4)
+    assert keys.distances.tolist() == [[0, 1, 1, 1], [-2, -1, 0, 1], [-2, -1, 0, -3]]
+    assert keys.filled.tolist() == [1, 3, 4]
+    assert keys.begins.tolist() == [0, 4, 8, 12]
+
+
+# What is replayed.
+
+
+def obstacles(settings: TinySettings) -> list[str]:
+    run, model = built(settings, padded=False, graphs=True)
+    run.device = "cuda"
+    return sampling_obstacles(run, model)
+
+
+@pytest.mark.parametrize("layout", ["", "dp2", "zero2"])
+def test_one_process_and_ranks_that_divide_the_batch_replay_their_steps(layout: str) -> None:
+    assert obstacles({**FAMILIES["llama"], "parallel.layout": layout}) == []
+
+
+EAGER: dict[str, tuple[TinySettings, str]] = {
+    "tp2": ({"parallel.layout": "tp2"}, r"the ranks of parallel/tp exchange activations \(tp=2\)"),
+    "ep2": ({**FAMILIES["mixtral"], "parallel.layout": "ep2"}, r"parallel/ep exchange activations \(ep=2\)"),
+    "chunks": (
+        {"parallel.layout": "pp1", "parallel.pp.schedule": "zb-v", "model.num_layers": 4},
+        "its caches grow, because the model is divided into the chunks of a pipeline",
+    ),
+    "flex": ({"kernels.attention": "flex"}, "its caches grow, because kernels/flex does not offer 'static keys'"),
+}
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_other_runs_sample_eagerly_and_say_why(name: str) -> None:
+    settings, sentence = EAGER[name]
+    found = obstacles({**FAMILIES["llama"], **settings})
+    assert any(re.search(sentence, one) for one in found), found
+
+
+def test_a_plugin_that_does_not_state_it_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mplug_sdpa import SDPA
+
+    monkeypatch.delattr(SDPA, "captures")
+    assert "kernels/sdpa does not state that its part of a step can be replayed" in obstacles(FAMILIES["llama"])[0]
+    assert obstacles({**FAMILIES["llama"], "kernels.default": "reference"}) == []
+
+
+def test_without_the_setting_a_gpu_has_growing_caches_and_no_message() -> None:
+    run, model = built(FAMILIES["llama"], graphs=True)
+    assert replays_for(run, model)[1] == ["the run is on the CPU"]
+    run, model = built(FAMILIES["llama"])
+    replays, reasons = replays_for(run, model)
+    assert (replays.make, reasons, model.growing) == (None, [], "")
+    run.device = "cuda"
+    choose_static_caches(run, model, Selection())
+    assert model.growing == "the run samples without CUDA graphs"
+
+
+@pytest.mark.parametrize(("options", "graphs"), [([], False), (["--graphs", "auto"], True)])
+def test_the_command_replays_steps_on_request(options: list[str], graphs: bool) -> None:
+    context = command.make_context("generate", options)
+    wanted = Asked(**context.params).wanted([Prompt("--prompt", "a")], [[1]], 8, None)
+    assert wanted.graphs is graphs

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mplug.config.sum_format import SumFormat as SumFormat
     from mplug.contracts import MAY_CHANGE as MAY_CHANGE
     from mplug.contracts import MAY_MOVE as MAY_MOVE
+    from mplug.contracts import OF_TRAINING as OF_TRAINING
     from mplug.contracts import CorpusTokenizer as CorpusTokenizer
     from mplug.contracts import FolderTokenizer as FolderTokenizer
     from mplug.contracts import Loader as Loader
@@ -155,6 +156,7 @@ publish(
             "Loader",
             "MAY_CHANGE",
             "MAY_MOVE",
+            "OF_TRAINING",
             "MicroBatch",
             "Optimizer",
             "Piece",

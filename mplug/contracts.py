@@ -37,6 +37,8 @@ MAY_CHANGE = Mark("may change")
 """The field may differ when a run resumes: no loss, gradient or sample depends on it beyond rounding."""
 MAY_MOVE = Mark("may change while the data stays the same")
 """The field of a data plugin may differ when a run resumes, provided that the loader's `fingerprint` is the same."""
+OF_TRAINING = Mark("decides training only")
+"""The field of an adapter plugin may differ in a new run that begins with adapters: they compute the same with it."""
 
 
 @dataclass(frozen=True)

@@ -180,9 +180,9 @@ def captures(run: "Run", model: "Model") -> "bool | str | None":
       `model.when_written` appends to `model.when_settled` too.
 
     Otherwise return the reason, as a clause about the plugin ("moves activations to the CPU"). The host refuses
-    `trainer.graphs` unless every plugin that takes part in a step returns True: the model, the strategies, the
-    optimizer, the plugins with a selected supplier or wrap, and those that implement `parameters_updated`, which runs
-    after each replay and outside of the graph.
+    `trainer.graphs` unless every plugin that takes part in a step returns True: the model, adapters, the strategies,
+    the optimizer, the plugins with a selected supplier or wrap, and those that implement `parameters_updated`, which
+    runs after each replay and outside of the graph.
 
     In a run that samples (`run.decoding` is not None), a step computes one token of each text. Its steps run eagerly
     unless the model, the strategies, the adapters, and the plugins with a selected supplier or wrap return True.

@@ -171,6 +171,12 @@ def one_map(tensor: str, ours: tuple[Factor, ...], theirs: tuple[Factor, ...]) -
     return (ExternalMap(tuple((one,) for one in ours), tensor, tuple((one,) for one in theirs)),)
 
 
+def rows(tensor: str, first: int, size: int, place: int) -> ExternalMap:
+    """Three rows of 'down' from row `first` on, which are those of a public tensor of `size` rows from `place` on."""
+    columns = (Factor("f", F),)
+    return ExternalMap(((Factor("d", D, first, 3),), columns), tensor, ((Factor("d", size, place, 3),), columns))
+
+
 SIMPLE = {"qkv": Fused("q", "k", "v"), "down": "d"}
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a missing name": ({"qkv": Fused("q", "k", "v")}, "the external names lack 'down'; give it a public name, or None"),
@@ -185,6 +191,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a part of ours": (
         {**SIMPLE, "down": one_map("x", (Factor("d", D, 0, 3), Factor("f", F)), (Factor("d", 3), Factor("f", F)))},
         "the external names of 'down' describe 24 elements, but it has 48",
+    ),
+    "a part of ours twice": (
+        {**SIMPLE, "down": (rows("x", 0, 3, 0), rows("y", 2, 3, 0))},
+        "the external names of 'down' describe some of its elements twice, and others not at all",
+    ),
+    "a part of theirs twice": (
+        {**SIMPLE, "down": (rows("x", 0, D, 0), rows("x", 3, D, 2))},
+        "down describe some elements of 'x' twice, and others not at all",
     ),
     "another shape of ours": (
         {**SIMPLE, "down": one_map("x", (Factor("d", 3),), (Factor("d", 3),))},

@@ -224,6 +224,19 @@ def test_a_plugin_without_an_answer_is_refused_only_where_it_takes_part(monkeypa
     assert found({"kernels.attention": "reference"}) == []
 
 
+def test_a_plugin_that_only_adapts_the_model_must_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The modules that it attaches compute in every step."""
+    from mplug_lora import LoRA
+
+    settings = {"adapters.lora.rank": 3, "model.num_layers": 2}
+    assert found(settings) == []
+    for hook in ("captures", "shard_model"):
+        monkeypatch.delattr(LoRA, hook)
+    assert found(settings) == [
+        "adapters/lora does not state that its part of a step can be replayed (the hook 'captures')"
+    ]
+
+
 # The recording that these tests use.
 
 

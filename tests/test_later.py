@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from mplug.model.weight_gradients import Postponed, WeightGradients
 from mplug.nn.later import Taps, bits_of
 from mplug.testing import run_workers
 from mplug.testing.harness import in_fp64, tiny_run
+from mplug.training.batch_parts import with_shifted
 
 Plant = Callable[..., None]
 Settings = dict[str, Any]
@@ -79,6 +81,47 @@ def test_postponed_gradients_are_bitwise_those_of_the_passes(plant: Plant, setti
     different = [name for name, gradient in now.items() if not torch.equal(gradient, later[name])]
     assert different == []
     assert all(bool(gradient.any()) for gradient in now.values())
+
+
+ONE_PASS: dict[str, Settings] = {
+    "units whose wraps hand something to modules": {"adapters.lora.rank": 3, "adapters.lora.dropout": 0.2},
+    "a product that a unit calls twice": {
+        "model.name": "llama",
+        "model.num_mtp_layers": 2,
+        "model.vocab_size": 259,
+        "model.hidden_size": 32,
+        "model.num_attention_heads": 4,
+        "model.ffn_hidden_size": 48,
+        "model.qk_norm": False,
+        "trainer.seq_length": 4,
+    },
+}
+
+
+@pytest.mark.parametrize("case", ONE_PASS)
+def test_a_postponed_pass_has_the_gradients_of_a_pass(case: str) -> None:
+    """The pass without memory that finds the shapes of operands is the first pass of the model."""
+    from mplug.training.assembly import build
+
+    parts = build(tiny_run(in_fp64({**ONE_PASS[case], "model.num_layers": 1})))
+    model, sinks, later = parts.model, parts.model.sinks, WeightGradients(parts.model)
+    batch = with_shifted(next(iter(parts.train_loader.take(2))), model.plan)
+    entries = {**batch, "keys": torch.arange(2)}
+
+    def gradients(postponed: bool) -> dict[str, Tensor]:
+        sinks.begin_step()
+        sinks.expect_last()
+        with later.postponing(entries) if postponed else nullcontext() as rest:
+            loss, _ = model.loss(entries)
+        loss.backward()
+        if rest is not None:
+            rest.compute()
+        sinks.finish()
+        return {name: sink.buffer.clone() for name, sink in sinks.items()}
+
+    found, now = gradients(True), gradients(False)
+    assert [name for name, gradient in now.items() if not torch.allclose(found[name], gradient, rtol=1e-12)] == []
+    assert any(bool(gradient.any()) for gradient in now.values())
 
 
 def test_a_gradient_is_not_final_before_its_postponed_contribution() -> None:

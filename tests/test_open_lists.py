@@ -2,6 +2,7 @@
 
 import cmath
 import math
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from mplug.nn import MLP, Attention, Choice, Experts, MixtureOfExperts, Norm, Ro
 from mplug.nn.activations import ACTIVATIONS
 from mplug.nn.experts import add_of_group
 from mplug.nn.norms import NORMS
+from mplug.nn.scores import SCORES as SCORED
 from mplug.nn.turning import rotate
 from mplug.open_lists import LISTS, SCORES, _added
 from mplug.registry.entry_points import Registry
@@ -78,6 +80,36 @@ def test_an_entry_of_another_type_is_refused(install: Install) -> None:
     install("acme_plain", "[mplug.activations]\nplain = acme_plain:relu\n", "def relu(x): return x")
     with pytest.raises(ValueError, match=r"'plain' is <function.*must name a mplug\.nn\.ActivationFunction"):
         MLP(8, 16, "plain", bias=False)
+
+
+def fault_of(names: Any, entry: str, install: Install) -> str:
+    """What the list says about an entry of another distribution, an expression in Python."""
+    code = f"import torch\nfrom mplug.nn import {names.expected.__name__}\nONE = {names.expected.__name__}({entry})\n"
+    install("acme_one", f"[{names.list.group}]\none = acme_one:ONE\n", code)
+    with torch.device("meta"), pytest.raises(ValueError, match=f"the {names.list.noun} 'one' ") as caught:
+        names.load("one")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("names", "entry", "message"),
+    [
+        (ACTIVATIONS, "lambda x: x.relu() / (1 + x.relu().mean(dim=-1, keepdim=True))", "is not element-wise"),
+        (ACTIVATIONS, "lambda gate, up: gate.softmax(dim=-1) * up, gated=True", "is not element-wise"),
+        (ACTIVATIONS, "lambda x: x * torch.rand_like(x)", "is not element-wise"),
+        (ACTIVATIONS, "lambda x: x.half_relu()", "fails for fp64 numbers on the CPU: AttributeError"),
+        (NORMS, "lambda x, weight, bias, eps: weight * x / (x.std() + eps)", "does not compute each row alone"),
+        (SCORED, "lambda x: x.exp() / x.exp().sum(), lambda x: x / x.sum(-1, True)", "`judged` of a token from other"),
+        (SCORED, "torch.sigmoid, lambda x: x / x.sum()", "`probabilities` of a token from other tokens"),
+        (SCORED, "torch.sigmoid, lambda x: x", "returns `probabilities` whose sum is not 1"),
+    ],
+)
+def test_an_entry_that_a_layout_would_change_is_refused(
+    names: Any, entry: str, message: str, install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(names, "_loaded", {})
+    sys.modules.pop("acme_one", None)
+    assert message in fault_of(names, entry, install)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from mplug.checkpoint.pretrained import load_weights, pretrained_of, refuse_another_model
+from mplug.cli.beginning import about_weights
 from mplug.config.host_sections import Pretrained
 from mplug.errors import UsageError
 from mplug.run.prepare import prepare
@@ -131,3 +132,38 @@ def test_patterns_choose_the_weights_of_another_run(tmp_path: Path) -> None:
         begun(1, only=["blocks"])
     with pytest.raises(UsageError, match=r"checkpoint.pretrained.only: no parameter or module matches 'block'"):
         begun(1, only=["block"])
+
+
+LORA: dict[str, Any] = {"adapters.lora.rank": 2, "adapters.lora.targets": ["attention"]}
+
+
+def begun(folder: Path, settings: dict[str, Any], **pretrained: Any) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """(what the start of a run says about its weights, its values after loading), without training it."""
+    run = prepare(tiny_config({"model.num_layers": 1, "trainer.precision": "fp32", **settings}))
+    section = Pretrained(path=str(folder), **pretrained)
+    run.config = replace(run.config, checkpoint=run.config.checkpoint.model_copy(update={"pretrained": section}))
+    path, parts = pretrained_of(run), build(run)
+    assert path is not None
+    refuse_another_model(path, parts.model, section)
+    lines = about_weights(run, parts.model, path)
+    load_weights(run, parts.model, parts.pieces, path)
+    return lines, {one.name: one.values for one in parts.held()}
+
+
+def test_adapters_begin_anew_or_with_those_of_a_run_that_computes_the_same(tmp_path: Path) -> None:
+    base, adapted = tmp_path / "base", tmp_path / "adapted"
+    for directory, settings in ((base, {}), (adapted, LORA)):
+        saving = {"model.num_layers": 1, "trainer.precision": "fp32", "trainer.steps": 1, "trainer.eval_every": 0}
+        train(prepare(tiny_config({**saving, **settings}), directory=directory))
+    b, stabilized = "blocks.0.attn.out.adapter.b0.weight", "adapters.lora.rank_stabilized"
+    lines, anew = begun(base, LORA)
+    assert lines == []
+    assert not anew[b].any()
+    lines, loaded = begun(adapted, {**LORA, "adapters.lora.dropout": 0.1, "model.norm_eps": 1e-3})
+    assert lines == ["the run of the weights had other settings: model.norm_eps: 1e-05 -> 0.001"]
+    assert loaded[b].any()
+    with pytest.raises(UsageError, match=f"has adapters that were trained with other settings .{stabilized}: "):
+        begun(adapted, {**LORA, stabilized: True})
+    lines, anew = begun(adapted, {**LORA, stabilized: True}, **{"except": ("blocks.*.attn.*.adapter",)})
+    assert lines == []
+    assert not anew[b].any()

@@ -96,12 +96,21 @@ def refuse_another_model(path: Path, model: "Model", section: "Pretrained | None
             f"model, or name them in {FIELD}.except"
         )
     for name, placement in model.placements.items():
-        if name in wanted.names and saved[name] != placement.shape:
+        if name in wanted.names and saved.get(name, placement.shape) != placement.shape:
             raise UsageError(
                 f"{FIELD} '{path}' has '{name}' with shape {saved[name]}, but the model has "
                 f"{placement.shape}; use the model config of the checkpoint"
             )
     refuse_larger(f"{FIELD} '{path}'", (name for name in saved if not wanted.allows(name)), model)
+
+
+def has_adapters(path: Path, model: "Model", section: "Pretrained | None" = None) -> bool:
+    """Whether a new run would load adapters from the checkpoint of another run."""
+    if is_public(path) or not model.attached:
+        return False
+    saved = weights_in(shapes_of(read_manifest(path)))
+    attached = tuple(f"{name}." for name in model.attached)
+    return any(name in saved and name.startswith(attached) for name in _wanted(section, model, saved).names)
 
 
 def refuse_larger(label: str, weights: "Iterable[str]", model: "Model") -> None:

@@ -7,6 +7,7 @@ from mplug.errors import RunError, UsageError
 
 if TYPE_CHECKING:
     from mplug.checkpoint.choice import Choice
+    from mplug.model.model import Model
     from mplug.run.lock import Claim, Lock
     from mplug.run.run import Run
     from mplug.training.changes import Changes
@@ -82,6 +83,24 @@ def changes_of(run: "Run", readable: "Choice | None", allowed: tuple[str, ...]) 
         return Changes()
     refuse_unknown_fields(readable.manifest, run.config, allowed)
     return changes_on_resume(readable.path, readable.manifest, run, allowed)
+
+
+def about_weights(run: "Run", model: "Model", pretrained: Path | None) -> list[str]:
+    """Lines about the settings of the model that differ from those of the run whose weights the run begins with.
+
+    UsageError if the run would load adapters that compute something else in it.
+    """
+    from mplug.checkpoint.folder import read_manifest
+    from mplug.checkpoint.pretrained import has_adapters
+    from mplug.config.public import is_public
+    from mplug.training.begun import other_model_settings, refuse_other_adapters
+
+    if pretrained is None or is_public(pretrained):
+        return []
+    manifest = read_manifest(pretrained)
+    if has_adapters(pretrained, model, run.config.checkpoint.pretrained):
+        refuse_other_adapters(pretrained, manifest, run.config)
+    return [f"the run of the weights had other settings: {line}" for line in other_model_settings(manifest, run.config)]
 
 
 def saved_since(run: "Run", before: "Choice | None") -> int:

@@ -56,7 +56,7 @@ def list_(name: str | None) -> None:
 def show(name: str | None, step: int | None, tensors: bool) -> None:
     """Show the contents of a checkpoint: position, layout, provenance, files, tensors."""
     from mplug.checkpoint.folder import read_described
-    from mplug.training.changes import shown
+    from mplug.training.saved_fields import shown
 
     path = _path(name, step)
     manifest = read_described(path)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mplug.cli.beginning import (
+    about_weights,
     beginning,
     changes_of,
     claim_existing,
@@ -50,8 +51,8 @@ class Start:
     readable: "Choice | None"
     pretrained: Path | None
     since: "Changes"
-    about_data: list[str]
-    """What the data plugin reports about its data."""
+    about: list[str]
+    """What the data plugin reports about its data, and settings that do not fit the weights."""
     claim: "Claim | None"
 
     @property
@@ -76,7 +77,7 @@ class Start:
         return [
             f"run {run.directory}: {steps} step{'s' * (steps != 1)}, {where}{layout}",
             *(f"  changed since the checkpoint: {line}" for line in self.since.lines()),
-            *(f"  {sentence}" for sentence in self.about_data),
+            *(f"  {sentence}" for sentence in self.about),
         ]
 
 
@@ -107,11 +108,11 @@ def prepare_start(request: Request, world: "World | None", lock: "Lock") -> Star
     readable = readable_of(resume_from) if _reads_checkpoints(world) else None
     since = changes_of(run, readable, request.allowed)
     run.directory = directory or new_directory(run.config, request.name, check=first)
-    pretrained = _refuse_model(run, world, resume_from, readable, since)
+    pretrained, about = _refuse_model(run, world, resume_from, readable, since)
     if first:
         claim = claim or claim_new(lock, run, request.name)
     return Start(
-        request, world, run, base, changes, resume_from, readable, pretrained, since, about_data, claim
+        request, world, run, base, changes, resume_from, readable, pretrained, since, [*about_data, *about], claim
     )  # fmt: skip
 
 
@@ -155,8 +156,11 @@ def _base(directory: Path | None) -> "Settings":
 
 def _refuse_model(
     run: "Run", world: "World | None", resume_from: Path | None, readable: "Choice | None", since: "Changes"
-) -> Path | None:
-    """Build the model on the meta device, and refuse what cannot train; returns the folder of pretrained weights."""
+) -> tuple[Path | None, list[str]]:
+    """Build the model on the meta device, and refuse what cannot train.
+
+    Returns the folder of pretrained weights, and lines about them.
+    """
     from mplug.checkpoint.adapter_files import refuse_other_adapters
     from mplug.checkpoint.pretrained import pretrained_of, refuse_another_model
     from mplug.checkpoint.states import refuse_unsavable_states  # imports torch: refused configs end before
@@ -173,4 +177,4 @@ def _refuse_model(
         refuse_another_model(pretrained, model, run.config.checkpoint.pretrained)
     if not resume_from:
         refuse_other_adapters(model)
-    return pretrained
+    return pretrained, about_weights(run, model, pretrained)

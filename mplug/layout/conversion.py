@@ -3,7 +3,8 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from itertools import combinations, product
 
 from mplug.errors import listed, suggest
 from mplug.layout.external import (
@@ -174,10 +175,12 @@ def _map(source: Source, shape: tuple[int, ...], fused: tuple[int, Factor, Facto
     return ExternalMap(tuple(ours), tensor, tuple(theirs))
 
 
-def _refuse_gaps(name: str, numel: int, links: Iterable[Link]) -> None:
+def _refuse_gaps(name: str, numel: int, links: tuple[Link, ...]) -> None:
     covered = sum(link.ours.numel for link in links)
     if covered != numel:
         raise ValueError(f"the external names of '{name}' describe {covered} elements, but it has {numel}")
+    if len(links) > 1 and _overlap(tuple(link.ours.dims for link in links)):
+        raise ValueError(f"the external names of '{name}' describe some of its elements twice, and others not at all")
 
 
 def _refuse_uncovered(conversion: Conversion) -> None:
@@ -191,9 +194,11 @@ def _refuse_uncovered(conversion: Conversion) -> None:
                     f"shapes {first.theirs.shape} and {target.link.theirs.shape}"
                 )
         covered, numel = sum(target.link.theirs.numel for target in targets), _numel(first.theirs.dims)
+        owners = listed(dict.fromkeys(target.link.ours.tensor for target in targets))
         if covered != numel:
-            owners = listed(dict.fromkeys(target.link.ours.tensor for target in targets))
             raise ValueError(f"{owners} describe {covered} elements of '{tensor}', which has {numel}")
+        if len(targets) > 1 and _overlap(tuple(target.link.theirs.dims for target in targets)):
+            raise ValueError(f"{owners} describe some elements of '{tensor}' twice, and others not at all")
 
 
 def _numel(dims: Dims) -> int:
@@ -202,3 +207,22 @@ def _numel(dims: Dims) -> int:
         for factor in dim:
             total *= factor.size
     return total
+
+
+@cache  # equal blocks have equal regions
+def _overlap(regions: tuple[Dims, ...]) -> bool:
+    """Whether two regions of a tensor have an element in common: their indices then meet along every dimension."""
+    return any(
+        all(not _indices(a).isdisjoint(_indices(b)) for a, b in zip(one, other, strict=True))
+        for one, other in combinations(regions, 2)
+    )
+
+
+@cache
+def _indices(dim: tuple[Factor, ...]) -> frozenset[int]:
+    """The selected indices of a dimension: the row-major indices of the selected indices of its factors."""
+    found = [0]
+    for factor in dim:
+        own = range(factor.start, factor.start + factor.length * factor.step, factor.step)
+        found = [outer * factor.size + inner for outer, inner in product(found, own)]
+    return frozenset(found)

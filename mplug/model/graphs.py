@@ -14,7 +14,16 @@ from mplug.model.model import Model
 from mplug.run.run import Run
 
 HOOK = "captures"
-IN_A_STEP = ("build_model", "split_model", "mesh_axes", "shard_model", "shard_states", "wrap_model", "build_optimizer")
+IN_A_STEP = (
+    "build_model",
+    "adapt_model",
+    "split_model",
+    "mesh_axes",
+    "shard_model",
+    "shard_states",
+    "wrap_model",
+    "build_optimizer",
+)
 """Hooks whose results run in every step."""
 IN_SAMPLING = ("build_model", "adapt_model", "mesh_axes", "shard_model")
 """Hooks whose results run in every step of sampling."""

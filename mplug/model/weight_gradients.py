@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from mplug.gradients.sinks import GradientSink
 from mplug.layout.plan import Unit
 from mplug.model.model import Model
+from mplug.model.offers import RECOMPUTING
 from mplug.model.product_weights import weights_at_rest
 from mplug.model.units import run_units
 from mplug.nn.later import Later, Operands, Taps
@@ -51,7 +52,8 @@ class WeightGradients:
 
     All other parameters (norms, biases, embeddings, and weights that a strategy gathers for each pass) get their
     gradients in the pass itself. So do products whose number of rows depends on values (rows that experts receive from
-    other ranks), because a tap has a fixed shape.
+    other ranks), because a tap has a fixed shape, and products of modules that a unit calls more than once, because a
+    tap carries the operands of one call.
     """
 
     def __init__(self, model: Model, chunk: int | None = None) -> None:
@@ -87,15 +89,16 @@ class WeightGradients:
     def _of_pass(self, entries: Mapping[str, Tensor]) -> list[Operands | None]:
         """The operands of every site in a pass without memory, on the meta device.
 
-        None if the pass omits the site, or if the shape of an operand depends on values.
+        None if the pass omits the site or multiplies there more than once, or if the shape of an operand depends on
+        values.
         """
-        found: list[Operands | None] = [None] * len(self.sites)
+        found: list[list[Operands | None]] = [[] for _ in self.sites]
         seed = torch.zeros((), requires_grad=True)
 
         def keeper(number: int) -> Callable[[Operands], None]:
             def keep(operands: Operands) -> None:
-                if not any(isinstance(length, torch.SymInt) for one in operands for length in one.shape):
-                    found[number] = tuple(map(_without_memory, operands))
+                varies = any(isinstance(length, torch.SymInt) for one in operands for length in one.shape)
+                found[number].append(None if varies else tuple(map(_without_memory, operands)))
 
             return keep
 
@@ -107,7 +110,7 @@ class WeightGradients:
             outputs = {name for unit in self.units for name in unit.outputs}
             ends = [values[name] for name in sorted(outputs) if values[name].requires_grad]
             torch.autograd.grad(ends, seed, [torch.ones_like(one) for one in ends], allow_unused=True)
-        return found
+        return [calls[0] if len(calls) == 1 else None for calls in found]
 
 
 def _without_memory(x: Tensor) -> Tensor:
@@ -131,14 +134,22 @@ def _later(laters: list[tuple[Site, Later]]) -> Iterator[None]:
 
 @contextmanager
 def _plain_units(model: Model) -> Iterator[None]:
-    """Within this context, units run as their classes define them: not compiled, without wraps around their calls."""
+    """Within this context, units run as their classes define them: not compiled, gathered or recomputed.
+
+    Other wraps around their calls stay: a unit may need what they hand to its modules.
+    """
+    wraps = {filled.site.name: filled.wraps for filled in model.unit_wraps}
     replaced: list[tuple[Any, Unit, Any]] = []
     for unit in model.own_units:
         part = model.module.get_submodule(unit.name)
-        if unit.method in vars(part):
-            replaced.append((part, unit, vars(part).pop(unit.method)))
+        replaced.append((part, unit, vars(part).pop(unit.method, None)))
+        for wrap in wraps.get(unit.name, ()):
+            if wrap.layer < RECOMPUTING:
+                setattr(part, unit.method, wrap.wrap(getattr(part, unit.method)))
     try:
         yield
     finally:
         for part, unit, method in replaced:
-            setattr(part, unit.method, method)
+            vars(part).pop(unit.method, None)
+            if method is not None:
+                setattr(part, unit.method, method)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mplug.nn.named import Named
+from mplug.nn.named import Named, differs_in_parts, tried_numbers
 from mplug.open_lists import ACTIVATIONS as NAMES
 
 
@@ -65,7 +65,19 @@ GEGLU_TANH = ActivationFunction(_geglu_tanh, gated=True)
 CLAMPED_SWIGLU = ActivationFunction(_clamped_swiglu, gated=True)
 """gpt-oss: both projections are clamped to 7, the gate's sigmoid has the slope 1.702, and 1 is added to the other."""
 
-ACTIVATIONS = Named(NAMES, ActivationFunction, plain=("gelu", "gelu_tanh", "swiglu"))
+
+def _fault(entry: ActivationFunction) -> str:
+    x = tried_numbers()
+    inputs = (x, x.flip(0)) if entry.gated else (x,)
+    if any(differs_in_parts(entry.compute, dim, *inputs) for dim in (0, 1)):
+        return (
+            "is not element-wise: a number of its result depends on other numbers than those at its place, so it would "
+            "compute something else where a layout divides its input; use a block of your own"
+        )
+    return ""
+
+
+ACTIVATIONS = Named(NAMES, ActivationFunction, plain=("gelu", "gelu_tanh", "swiglu"), fault=_fault)
 
 
 def is_gated(kind: str) -> bool:

@@ -78,9 +78,10 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        logits = ctx.saved_tensors[0]
+        saved = ctx.saved_tensors  # read once: a recomputed unit hands them out once
+        logits = saved[0]
         gradient, columns = torch.empty_like(logits), torch.arange(logits.shape[1], device=logits.device)
-        parts = zip(*(tensor.split(_rows(logits)) for tensor in (gradient, *ctx.saved_tensors)), strict=True)
+        parts = zip(*(tensor.split(_rows(logits)) for tensor in (gradient, *saved)), strict=True)
         for target, part, label, counted, log_sum in parts:
             probabilities = (_wide(part) - log_sum[:, None]).exp()
             at_label = (columns == label[:, None]).to(probabilities.dtype)

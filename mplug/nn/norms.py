@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mplug.nn.named import Named
+from mplug.nn.named import Named, differs_in_parts, tried_numbers
 from mplug.open_lists import NORMS as NAMES
 
 
@@ -57,4 +57,17 @@ OFFSET_LAYERNORM = NormFunction(_offset_layernorm, initial=0.0)
 OFFSET_RMSNORM = NormFunction(_offset_rmsnorm, initial=0.0)
 """RMSNorm whose scale is 1 + weight, in fp32 until the end (Gemma)."""
 
-NORMS = Named(NAMES, NormFunction, plain=("layernorm", "rmsnorm"))
+
+def _fault(entry: NormFunction) -> str:
+    x = tried_numbers()
+    weight, bias = 1 + x[0].abs(), x[1]
+    for given in (None, bias):
+        if differs_in_parts(lambda rows, bias=given: entry.compute(rows, weight, bias, 1e-5), 0, x):
+            return (
+                "does not compute each row alone, so its result would depend on the other tokens of a micro batch; "
+                "reduce along the last dimension only (dim=-1, keepdim=True)"
+            )
+    return ""
+
+
+NORMS = Named(NAMES, NormFunction, plain=("layernorm", "rmsnorm"), fault=_fault)

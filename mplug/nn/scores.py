@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mplug.nn.named import Named
+from mplug.nn.named import ROUNDING, Named, differs_in_parts, tried_numbers
 from mplug.open_lists import SCORES as NAMES
 
 
@@ -47,4 +47,19 @@ SIGMOID = RouterScore(_sigmoid, _normalized)
 SOFTMAX_OF_CHOSEN = RouterScore(_unchanged, _softmax, _softmax)
 """The experts with the highest logits; a softmax over these logits alone (gpt-oss)."""
 
-SCORES = Named(NAMES, RouterScore, plain=NAMES.own)
+
+def _fault(entry: RouterScore) -> str:
+    scores = entry.judged(tried_numbers())
+    functions = {"judged": entry.judged, "gates": entry.gates, "probabilities": entry.probabilities}
+    for name, function in functions.items():
+        if differs_in_parts(function, 0, tried_numbers() if name == "judged" else scores):
+            return (
+                f"computes `{name}` of a token from other tokens, so a token's experts would depend on the micro "
+                f"batch; reduce along the last dimension only (dim=-1, keepdim=True)"
+            )
+    if not bool(((entry.probabilities(scores).sum(dim=-1) - 1).abs() <= ROUNDING).all()):
+        return "returns `probabilities` whose sum is not 1, so the balancing loss would have another scale"
+    return ""
+
+
+SCORES = Named(NAMES, RouterScore, plain=NAMES.own, fault=_fault)

@@ -10,9 +10,10 @@ class TestRingo(AdapterSuite):
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
+from unittest import SkipTest
 
 from mplug.registry.hooks import implemented
-from mplug.testing.harness import TinySettings, installed_plugins, tiny_run
+from mplug.testing.harness import EXACT, TinySettings, installed_plugins, tiny_run
 from mplug.testing.parity import require_parity, trained_once
 from mplug.testing.suite import PluginSuite, require
 
@@ -22,15 +23,18 @@ class AdapterSuite(PluginSuite):
 
     - The parameters of the model keep their names, shapes and values. Frozen ones have no gradient and do not change.
     - The adapters are trained: each has a gradient within two steps.
+    - An exported model computes what the adapted model computes.
+    - If the plugin implements `captures`, replayed steps are steps.
     - A run under a layout equals the run of one process.
 
     `models` maps names to settings of further models, besides that of `settings`. `layouts` are the layouts under which
-    runs are compared with one process (settings may follow a layout).
+    runs are compared with one process (settings may follow a layout). None means every installed strategy alone at
+    degree 2; refused layouts are skipped.
     """
 
     kind = "adapters"
     models: ClassVar[Mapping[str, TinySettings]] = {}
-    layouts: ClassVar[tuple[str, ...]] = ()
+    layouts: ClassVar[tuple[str, ...] | None] = None
 
     @classmethod
     def naming(cls) -> dict[str, Any]:
@@ -44,7 +48,9 @@ class AdapterSuite(PluginSuite):
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
         """One test for each model and layout."""
-        for name, values in {"model": ("tiny", *self.models), "layout": self.layouts}.items():
+        installed = (f"{name}2" for name in installed_plugins().names("parallel") if "/" not in name)
+        layouts = tuple(installed) if self.layouts is None else self.layouts
+        for name, values in {"model": ("tiny", *self.models), "layout": layouts}.items():
             if name in metafunc.fixturenames:
                 metafunc.parametrize(name, values)
 
@@ -93,6 +99,41 @@ class AdapterSuite(PluginSuite):
             seen = any(bool(values.any()) for step in trace.gradients for _, values in step.get(name, []))
             require(seen, f"'{name}' is trained, and its gradient is zero in every step; no unit computes with it")
 
+    def test_an_export_computes_what_the_adapted_model_computes(self, model: str) -> None:
+        """The model without the plugin, with the weights that `model.merges` computes, has the same logits."""
+        from mplug.testing.trial import Trial
+
+        settings = {"trainer.precision": "fp64", **self.with_model(model)}
+        adapted, plain = Trial.of(settings), Trial.of(self.without(settings))
+        adapted.shake()
+        weights, merges = adapted.model.parameters(), adapted.model.merges
+        merged = {name for merge in merges.values() for name in merge.inputs}
+        lost = sorted(weights.keys() - plain.model.parameters().keys() - merged)
+        if lost:
+            raise SkipTest(f"no entry of model.merges has '{lost[0]}', so mplug refuses to export the model")
+        for name, parameter in plain.model.parameters().items():
+            inputs = [weights[one].data for one in merges[name].inputs] if name in merges else []
+            parameter.data.copy_(merges[name].compute(*inputs) if name in merges else weights[name].data)
+        for trial in (adapted, plain):
+            trial.model.module.eval()
+        found, expected = (trial.logits(trial.batches[0]) for trial in (adapted, plain))
+        error = float((found - expected).abs().max() / expected.abs().max())
+        require(
+            error <= EXACT,
+            f"an exported model has other logits than the run (relative difference {error:.1e}): `model.merges` must "
+            f"compute the weights that have the effect of the adapters, and a module that the plugin replaces must "
+            f"compute what the replaced one computes",
+        )
+
+    def test_replayed_steps_are_steps(self) -> None:
+        """If the plugin states by `captures` that its part can be replayed, no number of the CPU enters it."""
+        from mplug.testing import replays
+
+        if "captures" not in set(implemented(installed_plugins().load(self.entry()))):
+            raise SkipTest(f"'{self.plugin}' does not state that its part of a step can be replayed")
+        fault = replays.model_replay_fault(self.tiny())
+        require(not fault, f"it implements 'captures', and {fault}; read what changes from step to step from tensors")
+
     def test_a_run_under_a_layout_is_that_of_one_process(self, layout: str) -> None:
         """Losses, gradients, norms and weights in fp64, to rounding."""
-        require_parity(self.tiny(), layout)
+        require_parity(self.tiny(), layout, named_by_author=self.layouts is not None)

@@ -1,6 +1,7 @@
 """From a prepared run to the objects that train: every build hook, in order."""
 
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import combinations
 
 from mplug.contracts import Loader, Optimizer, Piece, Stepper
@@ -53,6 +54,7 @@ class Parts:
 def build(run: Run) -> Parts:
     """Build everything that a training process needs; cheap checks come first."""
     trainer, model = run.config.trainer, build_model(run)
+    _refuse_other_stages(run, model)
     if trainer.graphs:
         use_own_stream()
     train_loader = _feed(run, "train")
@@ -79,6 +81,31 @@ def build(run: Run) -> Parts:
     if trainer.graphs:
         stepper = GraphedStepper(default)
     return Parts(model, pieces, optimizer, stepper or default, train_loader, validation_loader, default.loss_scale)
+
+
+def _refuse_other_stages(run: Run, model: Model) -> None:
+    """Raise UsageError on all ranks unless they have the same chunks of units and the same tables of actions.
+
+    Every rank computes these itself. Receives take what arrives, so ranks with different tables would exchange the
+    activations of different micro batches.
+    """
+    stages = model.stages
+    if not stages.axis:
+        return
+    digest = blake2b(repr((stages.units, stages.backward, stages.ranks)).encode(), digest_size=16)
+    if stages.table is not None:
+        for number in run.micro_batch_counts():
+            for row in stages.table(number).rows:
+                digest.update(" ".join(map(str, row)).encode())
+    digests = run.gathered(digest.hexdigest())
+    for rank, own in enumerate(digests):
+        if own != digests[0]:
+            (label,) = run.hooks.implementers("split_model")
+            schedule = f", or its schedule '{stages.schedule}'," if stages.schedule else ""
+            raise UsageError(
+                f"{label}{schedule} gives rank {rank} other stages or another order of actions than rank 0; their "
+                f"functions must return the same on every rank (the order of a Python set differs between processes)"
+            )
 
 
 def _wrap(run: Run, model: Model) -> None:

@@ -6,7 +6,6 @@ permits it (`MAY_CHANGE`, `MAY_MOVE`). The host refuses every other change unles
 of a plugin's field on training is unknown until the plugin states it.
 """
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +32,7 @@ from mplug.model.model import Model
 from mplug.registry.entry_points import HOST_DISTRIBUTION
 from mplug.run.record import provenance
 from mplug.run.run import Run
+from mplug.training.saved_fields import bound, leaves, mark_of, shown
 from mplug.training.schedule import learning_rate
 
 OPTION = "--allow-change"
@@ -43,11 +43,6 @@ ADAPTING = "adapters"
 """The section of plugins that decide which parameters exist and are trained: a run keeps those that it began with."""
 FINGERPRINT = "data_fingerprint"
 """The key of a checkpoint's manifest that holds the fingerprint of the loader's data."""
-
-
-def shown(value: Any) -> str:
-    """A value as a config file writes it."""
-    return json.dumps(value) if value in (None, "") or isinstance(value, bool) else str(value)
 
 
 @dataclass(frozen=True)
@@ -189,12 +184,12 @@ def _settings(manifest: Mapping[str, Any], run: Run) -> Iterator[Change]:
     by_section = {chosen.section: chosen for chosen in config.chosen}
 
     def compared(key: Key, model: type[BaseModel] | None, was: Any, now: Any, judge: "_Judge") -> Iterator[Change]:
-        before, after = (dict(_leaves(model, values)) for values in (was, now))
+        before, after = (dict(leaves(model, values)) for values in (was, now))
         for inner in dict.fromkeys([*before, *after]):
             was, now = before.get(inner, ABSENT), after.get(inner, ABSENT)
             if was != now:
                 source = source_of(config.settings, (*key, *inner)) or ""
-                yield judge((*key, *inner), was, now, _mark(model, inner), source)
+                yield judge((*key, *inner), was, now, mark_of(model, inner), source)
 
     for section in NAMED_SECTIONS:
         chosen = by_section[section,]
@@ -202,8 +197,8 @@ def _settings(manifest: Mapping[str, Any], run: Run) -> Iterator[Change]:
         if _is_same(chosen, was.get("name"), recorded):
             hosts = {} if "frozen" in chosen.plugin.Config.model_fields else _OF_HOST.get(section, {})
             own = {name: value for name, value in was.items() if name not in hosts}
-            was = {**hosts, **was, **_bound(chosen, own), "name": now["name"]}
-            yield from compared((section,), chosen.plugin.Config, was, now, _by_mark(chosen, manifest))
+            was = {**hosts, **was, **bound(chosen, own), "name": now["name"]}
+            yield from compared((section,), chosen.plugin.Config, was, now, _bymark_of(chosen, manifest))
         else:  # compare only the fields that both plugins have
             was["name"] = _named(was.get("name"), recorded.get(_label(section, was.get("name"))), chosen)
             common = {name: value for name, value in was.items() if name in now}
@@ -219,7 +214,7 @@ def _settings(manifest: Mapping[str, Any], run: Run) -> Iterator[Change]:
         was = {**defaults[section], **(old.get(section) or {})}
         if section == "trainer":
             was["precision"] = _saved_precision(was["precision"], recorded, config)
-        yield from compared((section,), model, was, new[section], _by_mark(None, manifest))
+        yield from compared((section,), model, was, new[section], _bymark_of(None, manifest))
 
 
 _OF_HOST: dict[str, dict[str, Any]] = {"model": {"frozen": []}}
@@ -235,7 +230,7 @@ def _refused(key: Key, old: Any, new: Any, mark: Mark | None, source: str) -> Ch
     return Change(key, old, new, COURSE, source)
 
 
-def _by_mark(chosen: Chosen | None, manifest: Mapping[str, Any]) -> _Judge:
+def _bymark_of(chosen: Chosen | None, manifest: Mapping[str, Any]) -> _Judge:
     """Judge by the field's mark. Without a mark, a field of the host, a model or an optimizer decides training."""
     is_course = chosen is None or len(chosen.section) == 1
     refusal = COURSE if is_course or chosen is None else UNDECLARED.format(owner=chosen.label)
@@ -275,9 +270,9 @@ def _of_plugins(
         if chosen.label in held:
             saved = old.get(chosen.section[1], old.get(chosen.entry.name))
             saved = saved if isinstance(saved, dict) else {}
-            judge = _free if section == OBSERVING else _by_mark(chosen, manifest)
+            judge = _free if section == OBSERVING else _bymark_of(chosen, manifest)
             yield from compared(
-                chosen.section, chosen.plugin.Config, _bound(chosen, saved), new[chosen.section[1]], judge
+                chosen.section, chosen.plugin.Config, bound(chosen, saved), new[chosen.section[1]], judge
             )
 
 
@@ -291,39 +286,6 @@ def _of_variances(section: str, manifest: Mapping[str, Any], run: Run) -> Iterat
         if label.startswith(f"{section}/") and old.get(label) != new.get(label):
             was, now = (reasons.get(label, "exact up to rounding") for reasons in (old, new))
             yield Change(tuple(label.split("/", 1)), was, now, COURSE)
-
-
-def _leaves(model: Any, values: Mapping[str, Any], key: Key = ()) -> Iterator[tuple[Key, Any]]:
-    """The fields of a section and its nested sections; a mapping that is the value of one field is one value."""
-    for name, value in values.items():
-        inner = model.model_fields[name].annotation if model is not None and name in model.model_fields else None
-        if isinstance(value, dict) and isinstance(inner, type) and issubclass(inner, BaseModel):
-            yield from _leaves(inner, value, (*key, name))
-        else:
-            yield (*key, name), value
-
-
-def _mark(model: Any, key: Key) -> Mark | None:
-    """The mark of a field, or of the outermost section around it that has one."""
-    for name in key:
-        described = model.model_fields.get(name) if model is not None else None
-        if described is None:
-            return None
-        found: Mark | None = next((mark for mark in described.metadata if isinstance(mark, Mark)), None)
-        if found is not None:
-            return found
-        model = described.annotation if hasattr(described.annotation, "model_fields") else None
-    return None
-
-
-def _bound(chosen: Chosen, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved section with the defaults of newer fields; unchanged if the plugin can no longer read it."""
-    values = {name: value for name, value in saved.items() if name != "name"}
-    try:
-        bound: dict[str, Any] = chosen.plugin.Config.model_validate(values).model_dump(mode="json")
-    except ValidationError:
-        return values
-    return bound
 
 
 def _label(section: str, word: Any) -> str:

@@ -67,6 +67,7 @@ class TestLoRA(AdapterSuite):
     settings = SMALL
     models = {"experts": {**EXPERTS, **ALL}, "dora": DORA}
     layouts = ("tp2",)
+    test_replayed_steps_are_steps = pytest.mark.wide("suites")(AdapterSuite.test_replayed_steps_are_steps)
 
 
 @pytest.mark.wide("layouts")
@@ -98,7 +99,7 @@ def test_an_adapter_that_experts_share_has_the_gradient_of_one_process(layout: s
 
 
 @pytest.mark.wide("layouts")
-@pytest.mark.parametrize("layout", ["dp2", "zero2", "pp2"])
+@pytest.mark.parametrize("layout", ["dp2", "zero2", "pp2", "pp2 parallel.pp.schedule=zb-h1"])
 @pytest.mark.parametrize("settings", [SMALL, DORA], ids=["lora", "dora"])
 def test_dropout_under_a_layout_is_that_of_one_process(layout: str, settings: dict[str, Any]) -> None:
     require_parity({**settings, "adapters.lora.dropout": 0.2}, layout)

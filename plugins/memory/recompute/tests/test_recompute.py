@@ -45,6 +45,15 @@ class TestFullOfExperts(MemorySuite):
     layouts = ()
 
 
+def test_a_loss_in_the_middle_of_the_model_is_recomputed() -> None:
+    """Multi-token prediction computes a loss in a unit before the last one."""
+    model = {"model.name": "llama", "model.num_layers": 1, "model.num_mtp_layers": 2, "model.vocab_size": 259}
+    sizes = {"model.hidden_size": 32, "model.num_attention_heads": 4, "model.ffn_hidden_size": 48}
+    plain, again = (train_steps({**model, **sizes, **memory}) for memory in ({}, {"memory.recompute.mode": "full"}))
+    assert plain.losses == again.losses
+    assert plain.norms == again.norms
+
+
 @pytest.mark.wide("layouts")
 class TestFullUnderEveryLayout(TestFull):
     models = {"experts": EXPERTS}

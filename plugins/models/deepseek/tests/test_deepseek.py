@@ -47,6 +47,7 @@ class TestDeepseekUnderLayouts(TestDeepseek):
         "cp2",
         "tp2",
         "pp2",
+        "pp2 parallel.pp.schedule=zb-v",
         "cp2 parallel.cp.method=ulysses",
         "tp2pp2",
         "zero2",

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
-from mplug import hookimpl
+from mplug import OF_TRAINING, hookimpl
 
 if TYPE_CHECKING:
     from mplug import Model, Offer, Run, Wrap
@@ -23,19 +23,21 @@ class LoRA:
         rank: PositiveInt = Field(16, description="r: rows of A and columns of B")
         alpha: PositiveFloat = Field(32.0, description="the update B A x is multiplied by alpha / rank")
         rank_stabilized: bool = Field(False, description="divide alpha by the square root of the rank (2312.03732)")
-        dropout: float = Field(0.0, ge=0, lt=1, description="probability with which an input of A is dropped")
+        dropout: Annotated[float, OF_TRAINING] = Field(
+            0.0, ge=0, lt=1, description="probability with which an input of A is dropped"
+        )
         dora: bool = Field(False, description="train magnitudes of the rows of the adapted weights too (DoRA)")
         experts: Literal["each", "shared"] = Field(
             "each",
             description="each: an A and a B for each expert; shared: one pair for all experts of a layer, which the "
             "rows of all of them train",
         )
-        path: str | None = Field(
+        path: Annotated[str | None, OF_TRAINING] = Field(
             None,
             min_length=1,
             description="folder of PEFT with the adapters that a new run begins with; null: new ones",
         )
-        targets: tuple[Word, ...] = Field(
+        targets: Annotated[tuple[Word, ...], OF_TRAINING] = Field(
             ("linear",),
             min_length=1,
             description="layers with adapters: kinds (linear: all linears of the blocks; attention, mlp, experts), "

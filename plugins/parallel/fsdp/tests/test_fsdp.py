@@ -160,6 +160,34 @@ def test_masters_are_divided_in_fp32_and_units_compute_in_bf16(reduce_dtype: str
     assert [one["norm"] for one in found] == pytest.approx([exact] * 2, rel=0.02)
 
 
+def formats_of_gradients(runs: list[dict[str, Any]]) -> list[dict[str, torch.dtype]]:
+    """For each run, the format in which the products of units add to the gradient of each parameter."""
+    import mplug_fsdp.units as units
+
+    found: list[dict[str, torch.dtype]] = []
+    original = units.Gathered
+
+    def recorded(rows: list[Any], group: Any, lane: Any, formats: Any, device: torch.device) -> Any:
+        found[-1].update(dict.fromkeys((one.name for one in rows), formats.gradients))
+        return original(rows, group, lane, formats, device)
+
+    units.Gathered = recorded  # type: ignore[assignment, misc]
+    for settings in runs:
+        found.append({})
+        build(tiny_run(settings))
+    return found
+
+
+def test_gradients_to_which_several_units_add_are_in_the_masters_precision() -> None:
+    own = {"trainer.precision": "bf16", "parallel.layout": "fsdp2"}
+    tied = {**own, "model.tie_embeddings": True}
+    for alone, shared in run_workers(2, formats_of_gradients, [own, tied]):
+        assert alone["head.project.weight"] == torch.bfloat16, "the last unit's, by one product"
+        assert alone["embedding.token.weight"] == torch.float32
+        (name,) = {"head.project.weight", "embedding.token.weight"} & shared.keys()
+        assert shared[name] == torch.float32
+
+
 def norm_of_one_process(settings: dict[str, Any]) -> float:
     parts = build(tiny_run(settings))
     parts.stepper.forward_backward(parts.train_loader.take(8), 1)

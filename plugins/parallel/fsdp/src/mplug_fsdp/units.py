@@ -37,8 +37,8 @@ def shard_units(run: "Run", model: "Model", group: "ProcessGroup", config: "FSDP
     held = {unit.name: _gathered_in(model, unit.name, names) for unit in model.own_units}
     for together in _joined(held.values()):
         rows = [_rows(run, model, name, places, copies.get(name)) for name in together]
-        is_last = not set(together).isdisjoint(held.get(model.plan.units[-1].name, ()))
-        of |= dict.fromkeys(together, Gathered(rows, group, lane, _formats(run, config, is_last), device))
+        is_last_alone = together == held.get(model.plan.units[-1].name)
+        of |= dict.fromkeys(together, Gathered(rows, group, lane, _formats(run, config, is_last_alone), device))
     order = {unit: of[own[0]] for unit, own in held.items() if own}
     schedule = Schedule([*order.values()], config.prefetch, config.reshard_after_forward, _last(model, [*order]))
     for name, method in dict.fromkeys((one.name, one.method) for one in (*model.own_units, *model.plan.inference)):
@@ -48,15 +48,16 @@ def shard_units(run: "Run", model: "Model", group: "ProcessGroup", config: "FSDP
     model.when_written.append(schedule.forget)
 
 
-def _formats(run: "Run", config: "FSDPConfig", is_last: bool) -> Formats:
+def _formats(run: "Run", config: "FSDPConfig", is_last_alone: bool) -> Formats:
     """Products add to gradients in the masters' precision, and in the weights' precision in the model's last unit.
 
-    Memory is at its peak when backward enters the last unit, and these gradients have half the size there.
+    Memory is at its peak when backward enters the last unit, and these gradients have half the size there. If another
+    unit has parameters of the last one, such as a tied embedding, several products are added, in the masters' precision.
     """
     weights, masters = run.precision.weight_dtype, run.precision.master_dtype
     is_exact = rounding_of_sums(config.reduce_dtype) is None
     sums = masters if is_exact else run.precision.sum_dtype(config.reduce_dtype)
-    return Formats(weights, weights if is_last else masters, sums)
+    return Formats(weights, weights if is_last_alone else masters, sums)
 
 
 def _gathered_in(model: "Model", unit: str, names: dict[int, str]) -> list[str]:

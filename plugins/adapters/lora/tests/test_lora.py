@@ -3,12 +3,14 @@
 `pytest --wide layouts` adds layouts.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
+from mplug_lora.dropout import wraps
 
 from mplug import UsageError
 from mplug.checkpoint.adapter_files import adapters_of
@@ -165,6 +167,14 @@ def test_what_cannot_be_adapted_is_refused(settings: dict[str, Any], said: str) 
     with pytest.raises(UsageError) as caught:
         build_model(tiny_run({**SMALL, **LORA, **settings}))
     assert said in str(caught.value)
+
+
+def test_dropout_in_a_unit_that_receives_no_keys_is_refused() -> None:
+    run = tiny_run(SMALL)
+    model = build_model(run)
+    model.own_units = tuple(replace(unit, inputs=("x",)) for unit in model.own_units)
+    with pytest.raises(UsageError, match=r"unit 'blocks\.0' has adapters and does not receive 'keys'"):
+        wraps(run, model)
 
 
 def test_an_adapter_that_experts_share_is_one_pair_that_is_merged_into_each_and_not_published() -> None:

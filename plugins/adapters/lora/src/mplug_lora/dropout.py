@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from mplug import UNIT, Model, Offer, Run, Site, UsageError, Wrap
+from mplug import UNIT, Model, Offer, Run, Site, Unit, UsageError, Wrap
 from mplug_lora.modules import LowRank
 
 LAYER = 500
@@ -14,7 +14,8 @@ LAYER = 500
 def wraps(run: Run, model: Model) -> list[Offer | Wrap]:
     """A wrap for every unit of this rank with adapters.
 
-    Raises UsageError if the layout divides the inputs of an adapter: a mask numbers the features of the whole input.
+    Raises UsageError if a unit does not receive keys and positions, by which masks are drawn, or if the layout
+    divides the inputs of an adapter: a mask numbers the features of the whole input.
     """
     found: list[Offer | Wrap] = []
     for unit in model.own_units:
@@ -26,10 +27,21 @@ def wraps(run: Run, model: Model) -> list[Offer | Wrap]:
         for name in own:
             _refuse_divided(model, name)
         if own:
-            places = unit.inputs.index("keys"), unit.inputs.index("positions")
+            places = _place(unit, "keys"), _place(unit, "positions")
             wrap = partial(_passing, tuple(own.values()), places)
             found.append(Wrap(UNIT, wrap, LAYER, supports=partial(_is, unit.name), note="keys of dropout"))
     return found
+
+
+def _place(unit: Unit, entry: str) -> int:
+    """The place of an entry among the arguments of a unit's call."""
+    if entry not in unit.inputs:
+        raise UsageError(
+            f"adapters.lora.dropout: unit '{unit.name}' has adapters and does not receive '{entry}', and dropout masks "
+            f"are drawn by the keys and positions of samples; set adapters.lora.dropout=0, leave the unit's layers out "
+            f"of adapters.lora.targets, or let the model's plan pass '{entry}' to the unit"
+        )
+    return unit.inputs.index(entry)
 
 
 def _is(name: str, site: Site, run: Run) -> bool:

@@ -51,8 +51,8 @@ def shard_units(run: "Run", model: "Model", group: "ProcessGroup", config: "FSDP
 def _formats(run: "Run", config: "FSDPConfig", is_last_alone: bool) -> Formats:
     """Products add to gradients in the masters' precision, and in the weights' precision in the model's last unit.
 
-    Memory is at its peak when backward enters the last unit, and these gradients have half the size there. If another
-    unit has parameters of the last one, such as a tied embedding, several products are added, in the masters' precision.
+    Memory is at its peak when backward enters the last unit, and these gradients have half the size there. If it shares
+    a parameter with another unit, such as a tied embedding, several products are added, in the masters' precision.
     """
     weights, masters = run.precision.weight_dtype, run.precision.master_dtype
     is_exact = rounding_of_sums(config.reduce_dtype) is None

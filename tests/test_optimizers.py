@@ -18,7 +18,7 @@ def losses_of(run: Path) -> list[float]:
 @pytest.mark.parametrize(
     ("optimizer", "layout", "rate"),
     [
-        ("lion", "tp2", 1e-3),
+        pytest.param("lion", "tp2", 1e-3, marks=pytest.mark.wide("reshard")),
         ("muon", "pp2", 5e-3),
         pytest.param("sgd", "tp2", 0.1, marks=pytest.mark.wide("reshard")),
     ],

@@ -24,9 +24,9 @@ def repair_libraries() -> None:
     from torch.utils._filelock import FileLock
 
     loader: Any = codecache.CppCodeCache
-    load = loader._load_library.__func__
-
-    removed = set[str]()
+    if not hasattr(loader, "_load_library"):
+        return  # a torch with another cache: an incomplete library fails as it does without mplug
+    load, removed = loader._load_library.__func__, set[str]()
 
     def load_complete(cls: Any, path: str, key: str) -> Any:
         if key in removed or not is_incomplete(Path(path)):  # loading it could end in SIGBUS

@@ -18,7 +18,7 @@ from mplug.testing import WorkerFailed, run_workers
 
 NUMBER = 50
 """How many points the quick tests and those of `pytest --wide kills` try together."""
-QUICK = {1, 2, 21}
+QUICK = {2, 21}
 """The points of the quick tests: every layout, within a step, and before, inside and after the parts of a save."""
 STEPS, EVERY = 6, 2
 SETTINGS = {

@@ -302,6 +302,7 @@ def wait_for_lines(path: Path, number: int, process: subprocess.Popen[str]) -> N
     raise AssertionError(f"{path} has no {number} lines")
 
 
+@pytest.mark.wide("kills")
 def test_sigterm_saves_and_exits_with_143_and_resuming_is_bitwise_the_uninterrupted_run(
     tmp_path: Path, tiny: list[str], text_file: Path, cli: Cli
 ) -> None:

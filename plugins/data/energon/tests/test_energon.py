@@ -187,6 +187,7 @@ def run_of_two(settings: dict[str, Any], folder: Path, resume_from: Path | None)
     return witness.saved, witness.figures
 
 
+@pytest.mark.wide("reshard")
 def test_a_checkpoint_of_two_ranks_resumes_under_any_layout(text_set: Path, tmp_path: Path) -> None:
     own = {"trainer.steps": 4, "checkpoint.every": 2, "checkpoint.keep": 9, "model.num_layers": 2}
     settings = {**TINY, **own, "data.path": str(text_set), "trainer.eval_every": 2}

@@ -218,6 +218,7 @@ def trained(layout: str, steps: int, directory: Path, resume_from: Path | None =
     return runs.trained(tiny_config(settings), directory, resume_from=resume_from).losses
 
 
+@pytest.mark.wide("reshard")
 def test_a_run_with_divided_experts_goes_on_under_another_layout(tmp_path: Path) -> None:
     whole = run_workers(1, trained, "", 4, tmp_path / "whole")[0]
     begun = run_workers(4, trained, "ep2etp2", 2, tmp_path / "begun")[0]

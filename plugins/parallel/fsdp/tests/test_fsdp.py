@@ -300,6 +300,7 @@ def saved_run(layout: str, steps: int, directory: Path, resume_from: Path | None
     return run_of(tiny_config(settings), directory, resume_from=resume_from).losses
 
 
+@pytest.mark.wide("reshard")
 def test_a_checkpoint_of_divided_weights_goes_on_under_any_layout_and_comes_back(tmp_path: Path) -> None:
     whole = run_workers(1, saved_run, "", 4, tmp_path / "whole")[0]
     begun = run_workers(2, saved_run, "fsdp2", 2, tmp_path / "begun")[0]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import MIXTRAL
 from torch import Tensor, nn
 
 from mplug import Offer, Run, UsageError
@@ -30,16 +31,6 @@ Plant = Callable[..., None]
 Settings = dict[str, Any]
 NAMED: Settings = {"kernels.norm_product": "prologue", "kernels.activation_product": "prologue"}
 GPT: Settings = {"model.num_layers": 2, "model.norm": "rmsnorm"}
-MIXTRAL: Settings = {
-    "model.name": "mixtral",
-    "model.hidden_size": 32,
-    "model.num_attention_heads": 4,
-    "model.num_kv_heads": 2,
-    "model.vocab_size": 259,
-    "model.ffn_hidden_size": 32,
-    "model.num_experts": 4,
-    "model.num_layers": 2,
-}
 B, S, D = 2, 6, 8
 NORM = "Norm.norm_residual"
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from tiny_models import MIXTRAL
 from torch import Tensor
 
 from mplug import Buffer, Flops, Init, Offer, Parameter, Placement, Plan, Site, SlotBuffer, UsageError
@@ -122,17 +123,7 @@ def test_delayed_scales_give_the_run_and_the_states_of_one_process(
     assert_same_run(run_workers(ranks, watched, {**SETTINGS, **changes, "parallel.layout": layout}), reference())
 
 
-EXPERTS: Settings = {
-    "model.name": "mixtral",
-    "model.hidden_size": 32,
-    "model.num_attention_heads": 4,
-    "model.num_kv_heads": 2,
-    "model.vocab_size": 259,
-    "model.ffn_hidden_size": 32,
-    "model.num_experts": 4,
-    "model.num_layers": 2,
-    "kernels.experts": "delayed",
-}
+EXPERTS: Settings = {**MIXTRAL, "kernels.experts": "delayed"}
 EXPERT_LAYOUTS: list[tuple[str, int, Settings]] = [
     ("ep2", 2, {}),
     ("dp2", 2, {"memory.recompute.mode": "full"}),

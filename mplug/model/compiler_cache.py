@@ -25,7 +25,7 @@ def repair_libraries() -> None:
 
     loader: Any = codecache.CppCodeCache
     if not hasattr(loader, "_load_library"):
-        return  # a torch with another cache: an incomplete library fails as it does without mplug
+        return  # this version of torch loads libraries in another way, and they are not repaired
     load, removed = loader._load_library.__func__, set[str]()
 
     def load_complete(cls: Any, path: str, key: str) -> Any:

@@ -4,18 +4,20 @@ from typing import Any
 
 import torch
 
-EXPERTS: dict[str, Any] = {
+MIXTRAL: dict[str, Any] = {
     "model.name": "mixtral",
     "model.num_layers": 2,
     "model.hidden_size": 32,
     "model.num_attention_heads": 4,
     "model.num_kv_heads": 2,
     "model.vocab_size": 259,
-    "model.init_std": 0.06,
-    "model.ffn_hidden_size": 24,
+    "model.ffn_hidden_size": 32,
     "model.num_experts": 4,
 }
 """A mixture of experts of two layers; one training step takes milliseconds."""
+
+EXPERTS: dict[str, Any] = {**MIXTRAL, "model.init_std": 0.06, "model.ffn_hidden_size": 24}
+"""The same with other widths of the experts, and larger weights."""
 
 DECODER: dict[str, Any] = {
     "model.num_layers": 3,

@@ -5,21 +5,16 @@ exists. Forward saves what the activation reads, and backward computes the fp8 n
 of the product, P padded rows; x is [N, D], or [N, 2 D] for a gated activation (gate first).
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from mplug import DelayedScaling
-from mplug.nn import FusedProduct, Inputs, Narrow, Operand, Prologue, Sink, fake, keep_max, operator
+from mplug.nn import Inputs, Narrow, Operand, Prologue, fake, keep_max, operator
 from mplug_te.casts import padded, transposed
+from mplug_te.fusion import Buffers, DelayedFusion, Saved, rows_of
 from mplug_te.library import library, number_of
-from mplug_te.linear import DelayedProduct
 from mplug_te.recipes import INPUT
 
-Buffers = Mapping[str, Tensor]
-Saved = tuple[Tensor, ...]
 FUNCTIONS = {"gelu_tanh": "gelu", "geglu_tanh": "geglu", "relu2": "srelu", "swiglu": "swiglu"}
 """Kind -> the name of Transformer Engine's kernel; its GELU is that by tanh."""
 GATED = ("geglu_tanh", "swiglu")
@@ -82,18 +77,11 @@ def _(
     return x.new_empty(x.shape), numbers, inverse
 
 
-@dataclass(frozen=True)
-class ActivationProduct(FusedProduct):
+class ActivationProduct(DelayedFusion):
     """The activation of an MLP, after the bias of the up projection, and the product of its result.
 
     The bias is added in bf16 before, as without this supplier; backward then keeps the sum instead of the projection.
     """
-
-    product: DelayedProduct
-
-    def cast(self, weight: Tensor, buffers: Buffers) -> Saved:
-        """The copies of the weight that the product reads."""
-        return self.product.cast(weight, buffers)
 
     def forward(
         self, prologue: Prologue, inputs: Inputs, weight: Operand, narrow: Narrow, buffers: Buffers
@@ -101,7 +89,7 @@ class ActivationProduct(FusedProduct):
         """(the product, None, what the activation reads)."""
         x = inputs.x if inputs.bias is None else inputs.x + inputs.bias
         scale = buffers[DelayedScaling.scale_name(INPUT)]
-        rows, inverse, largest = quantised_activation(_rows(x), prologue.kind, scale, self.product.forward_format)
+        rows, inverse, largest = quantised_activation(rows_of(x), prologue.kind, scale, self.product.forward_format)
         keep_max(buffers[INPUT], largest.view(()))
         part = rows.view(*x.shape[:-1], rows.shape[1])
         y = self.product.multiplied(narrow.gathered(part), inverse, weight, x.dtype)
@@ -124,15 +112,7 @@ class ActivationProduct(FusedProduct):
         assert grad is not None
         scale, whole = buffers[DelayedScaling.scale_name(INPUT)], narrow.before is None
         form = self.product.forward_format
-        of_x, numbers, inverse = activation_gradient(_rows(grad), _rows(x), prologue.kind, scale, form, whole)
+        of_x, numbers, inverse = activation_gradient(rows_of(grad), rows_of(x), prologue.kind, scale, form, whole)
         kept = numbers if whole else numbers.view(*x.shape[:-1], numbers.shape[1])
         of_bias = of_x.sum(dim=0).to(bias[0].dtype) if bias else None
         return (of_x.view(x.shape), None, of_bias), (*of_gradient, kept, inverse)
-
-    def wgrad(self, operands: Saved, sink: Sink | None, narrow: Narrow, buffers: Buffers) -> Tensor | None:
-        """The weight's gradient."""
-        return self.product.wgrad(operands, sink, narrow, buffers)
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1]).contiguous()

@@ -4,23 +4,19 @@ Transformer Engine's norm kernels write fp8 numbers if the scale is known. The n
 this rank's fp8 numbers; backward transposes them. N rows, D inputs, P padded rows.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
 from mplug import DelayedScaling
-from mplug.nn import FusedProduct, Inputs, Narrow, Operand, Prologue, Sink, fake, keep_max, operator
+from mplug.nn import Inputs, Narrow, Operand, Prologue, fake, keep_max, operator
 from mplug_te.casts import ALIGNED, transposed
+from mplug_te.fusion import Buffers, DelayedFusion, Saved, rows_of
 from mplug_te.library import library, number_of
-from mplug_te.linear import DelayedProduct
 from mplug_te.norm import differentiate_norm, norm
 from mplug_te.recipes import INPUT
 
-Buffers = Mapping[str, Tensor]
-Saved = tuple[Tensor, ...]
 NORMS = ("layernorm", "rmsnorm")
 
 # torch reads an operator's schema from its annotated arguments.
@@ -70,15 +66,8 @@ def _(x: Tensor, weight: Any, bias: Any, eps: Any, centred: bool, scale: Any, fo
     return x.new_empty(x.shape, dtype=torch.uint8), one, torch.empty_like(one), means, rows
 
 
-@dataclass(frozen=True)
-class NormProduct(FusedProduct):
+class NormProduct(DelayedFusion):
     """A norm, after the residual addition, and the product of its result."""
-
-    product: DelayedProduct
-
-    def cast(self, weight: Tensor, buffers: Buffers) -> Saved:
-        """The copies of the weight that the product reads."""
-        return self.product.cast(weight, buffers)
 
     def forward(
         self, prologue: Prologue, inputs: Inputs, weight: Operand, narrow: Narrow, buffers: Buffers
@@ -89,7 +78,7 @@ class NormProduct(FusedProduct):
         stream = x if residual is None else x + residual
         format_name = self.product.forward_format
         rows, inverse, largest, *statistics = quantised_norm(
-            _rows(stream),
+            rows_of(stream),
             norm_weight,
             bias,
             prologue.eps,
@@ -116,21 +105,13 @@ class NormProduct(FusedProduct):
     ) -> tuple[tuple[Tensor, Tensor | None, Tensor | None], Saved]:
         """(the gradients of the sum, of the norm's weight and of its bias; the operands of `wgrad`)."""
         stream, part, inverse, norm_weight, means, deviations, *rest = saved
-        kept = transposed(_rows(part)) if narrow.before is None else part
+        kept = transposed(rows_of(part)) if narrow.before is None else part
         grad, operands = self.product.dgrad(grad_y, weight, (kept, inverse), narrow, buffers, True)
         assert grad is not None
         assert grad_summed is not None
         centred, has_bias = prologue.kind == "layernorm", bool(rest)
         of_sum, of_weight, of_bias = differentiate_norm(
-            _rows(grad), _rows(stream), norm_weight, means, deviations, centred, has_bias
+            rows_of(grad), rows_of(stream), norm_weight, means, deviations, centred, has_bias
         )
         grad_x = of_sum.view(stream.shape) + grad_summed
         return (grad_x, of_weight, of_bias if has_bias else None), operands
-
-    def wgrad(self, operands: Saved, sink: Sink | None, narrow: Narrow, buffers: Buffers) -> Tensor | None:
-        """The weight's gradient."""
-        return self.product.wgrad(operands, sink, narrow, buffers)
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1]).contiguous()
